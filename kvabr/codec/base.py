@@ -1,0 +1,68 @@
+"""The contract of a codec: one group of a KV cache to a payload, and back into the caller's tensor."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+
+from kvabr.kv import KVSpec
+
+if TYPE_CHECKING:
+    from kvabr.codec.profile import Profile
+
+
+@dataclass(frozen=True, slots=True)
+class GroupContext:
+    """What a codec may know of a group beside its bytes."""
+
+    spec: KVSpec
+    first_token: int
+    """Position of the group's first token in the prompt: what the rotary embedding and the sinks depend on."""
+    tokens: int
+    """Tokens in this group: `KVSpec.group_tokens`, or fewer in the last one."""
+    profile: Profile | None = None
+    """Side information of the model, for codecs that need it."""
+
+
+class Codec(ABC):
+    """One compression level."""
+
+    name: ClassVar[str]
+    """Name of the track that it makes."""
+    refines: ClassVar[str | None] = None
+    """The track that must be decoded below this one; None if it stands alone."""
+    needs_profile: ClassVar[bool] = False
+
+    @abstractmethod
+    def encode(self, group: torch.Tensor, context: GroupContext, below: Sequence[bytes] = ()) -> bytes:
+        """Compress one group.
+
+        Args:
+            group: [layer, K/V, head, token, dim], any float dtype, any strides.
+            context: what group it is.
+            below: payloads of the tracks that this one refines, base first; empty if it stands alone.
+
+        Returns:
+            The payload, without the container's frame.
+        """
+
+    @abstractmethod
+    def decode(
+        self, payload: memoryview, context: GroupContext, out: torch.Tensor, below: Sequence[memoryview] = ()
+    ) -> None:
+        """Decompress one group into ``out``.
+
+        Args:
+            payload: what `encode` returned; hostile until checked.
+            context: as for `encode`.
+            out: [layer, K/V, head, token, dim], any float dtype, any strides; written whole or, on error, in part
+                (the assembler decodes into scratch first, so that a cache is never half written).
+            below: payloads of the tracks below, base first.
+
+        Raises:
+            FormatError: the payload is not one of this codec for this context.
+        """

@@ -1,0 +1,41 @@
+"""The errors of kvabr: each says what is wrong and what to do about it.
+
+Every error that a user can cause derives from `KvabrError`; the command line prints its text without a traceback
+and exits with status 1 (2 for bad usage).
+"""
+
+
+class KvabrError(Exception):
+    """Base of all errors that kvabr raises on purpose."""
+
+
+class UsageError(KvabrError):
+    """A command or call was given arguments that make no sense (exit status 2)."""
+
+
+class FormatError(KvabrError):
+    """Bytes that should be a frame, a profile or a catalog are not: truncated, corrupt, or a newer version."""
+
+
+class ForeignError(FormatError):
+    """A well-formed frame or profile that belongs to something else: another model, prompt, group or track."""
+
+
+class AssetError(KvabrError):
+    """An asset on disk is missing something, or cannot be written."""
+
+
+class TraceError(KvabrError):
+    """A network trace is empty, malformed, or carries nothing."""
+
+
+class PolicyError(KvabrError):
+    """A policy plug-in cannot be loaded, raised, or asked for something that does not exist."""
+
+
+class HoleError(KvabrError):
+    """A cache was asked for while some of its groups are neither fetched nor recomputed."""
+
+
+class ModelError(KvabrError):
+    """The real-model bed is not installed, or a text or cache does not fit the model."""

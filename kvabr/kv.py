@@ -1,0 +1,126 @@
+"""What a KV cache is: its shape, its element type, its rotary embedding, and how it is cut into groups.
+
+This room holds facts about tensors and nothing else: no bytes, no names, no networks.
+
+The tensor layout everywhere in kvabr is ``[layer, K/V, head, token, dim]``: index 0 of the second axis is the keys
+(with the rotary embedding applied, as the model's attention wants them), index 1 the values.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import torch
+
+from kvabr.errors import FormatError
+
+GROUP_TOKENS = 128
+"""Tokens in a group (draft-shi-moq-kvcache-00, section 3)."""
+
+DTYPES: dict[str, torch.dtype] = {
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float32": torch.float32,
+}
+"""Element types that a cache may have, by name."""
+
+_LIMITS = {"layers": 1024, "kv_heads": 1024, "head_dim": 4096, "group_tokens": 65536}
+
+
+@dataclass(frozen=True, slots=True)
+class RopeSpec:
+    """The rotary position embedding of the keys (RoFormer), which the AC codec undoes and redoes."""
+
+    theta: float
+    """Base of the frequencies."""
+    rotary_dim: int
+    """How many leading dimensions of a head rotate; the rest pass through (partial RoPE)."""
+    layout: Literal["half", "interleaved"] = "half"
+    """Which dimensions form a pair: ``half`` pairs d with d + rotary_dim/2 (Llama), ``interleaved`` 2i with 2i+1."""
+
+
+@dataclass(frozen=True, slots=True)
+class KVSpec:
+    """The shape and meaning of one model's KV cache. Two specs with the same digest may exchange groups."""
+
+    model: str
+    """Name of the model, as in the track namespace."""
+    tokenizer: str
+    """Digest or name of the tokenizer: equal token ids must mean equal text."""
+    layers: int
+    kv_heads: int
+    head_dim: int
+    dtype: str
+    """Element type of the publisher's cache, a key of `DTYPES`."""
+    rope: RopeSpec | None = None
+    """How the keys were rotated; None if they were not."""
+    group_tokens: int = GROUP_TOKENS
+
+    def __post_init__(self) -> None:
+        for name, limit in _LIMITS.items():
+            value = getattr(self, name)
+            if not isinstance(value, int) or not 0 < value <= limit:
+                raise FormatError(f"KV spec: {name} is {value!r}, must be a whole number from 1 to {limit}")
+        if self.dtype not in DTYPES:
+            raise FormatError(f"KV spec: dtype is {self.dtype!r}, must be one of {', '.join(DTYPES)}")
+        if not self.model or len(self.model) > 256 or len(self.tokenizer) > 256:
+            raise FormatError("KV spec: the model's name must have 1 to 256 characters, the tokenizer's at most 256")
+        rope = self.rope
+        if rope is not None:
+            if not 0 < rope.rotary_dim <= self.head_dim or rope.rotary_dim % 2:
+                raise FormatError(f"KV spec: rotary_dim is {rope.rotary_dim}, must be even and at most {self.head_dim}")
+            if not (math.isfinite(rope.theta) and rope.theta > 0):
+                raise FormatError(f"KV spec: rope theta is {rope.theta}, must be positive")
+            if rope.layout not in ("half", "interleaved"):
+                raise FormatError(f"KV spec: rope layout is {rope.layout!r}, must be half or interleaved")
+
+    @property
+    def elements_per_token(self) -> int:
+        """Numbers that one token adds to the cache."""
+        return self.layers * 2 * self.kv_heads * self.head_dim
+
+    def shape(self, tokens: int) -> tuple[int, int, int, int, int]:
+        """Shape of a cache of ``tokens`` tokens: [layer, K/V, head, token, dim]."""
+        return (self.layers, 2, self.kv_heads, tokens, self.head_dim)
+
+    def fp16_bytes(self, tokens: int) -> int:
+        """Bytes of ``tokens`` tokens at 16 bits an element: the yardstick of every ratio in kvabr."""
+        return tokens * self.elements_per_token * 2
+
+    def groups(self, tokens: int) -> int:
+        """Number of groups that ``tokens`` tokens make; the last may be short."""
+        return -(-tokens // self.group_tokens)
+
+    def group_range(self, group: int, tokens: int) -> tuple[int, int]:
+        """First token of ``group`` and the one after its last, in a cache of ``tokens`` tokens."""
+        first = group * self.group_tokens
+        if group < 0 or first >= tokens:
+            raise IndexError(f"group {group} is outside a cache of {tokens} tokens")
+        return first, min(first + self.group_tokens, tokens)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON values; `from_json` reads them back."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: Any) -> KVSpec:
+        """Read `to_json` back from an untrusted source.
+
+        Raises:
+            FormatError: a field is missing, unknown, or out of bounds.
+        """
+        try:
+            fields = dict(value)
+            rope = fields.pop("rope")
+            return cls(**fields, rope=None if rope is None else RopeSpec(**rope))
+        except (TypeError, KeyError, ValueError) as error:
+            raise FormatError(f"KV spec: not a spec that this version knows ({error})") from error
+
+    def digest(self) -> bytes:
+        """16 bytes that name this spec; every frame carries them, so that caches of two models never mix."""
+        canonical = json.dumps(self.to_json(), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(b"kvabr.spec/1\0" + canonical.encode()).digest()[:16]

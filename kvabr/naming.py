@@ -1,0 +1,153 @@
+"""Names of draft-shi-moq-kvcache-00: track namespace, track, group, object; and the chained prompt digest.
+
+A prompt may be far longer than the 4,096 bytes that a full track name may have (moq-transport, section 2.4.1), so the
+prompt field of the namespace is a digest, chained group by group: equal prefixes have equal digests, and one lookup
+finds the longest cached prefix.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvabr.errors import FormatError
+from kvabr.kv import GROUP_TOKENS
+
+ROOT = "moq://kvcache.moq.arpa/v1/"
+"""First field of every track namespace (draft-shi-moq-kvcache-00)."""
+
+LEVELS = ("FP16", "BF16", "FP8", "Int8", "FP4", "Int4", "AC-5x")
+"""The draft's compression levels, which are the track names."""
+
+MAX_FULL_TRACK_NAME = 4096
+"""Bytes that namespace fields and track name may have together (moq-transport, section 2.4.1)."""
+
+_TRACK_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,63}")
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
+def check_track_name(name: str) -> str:
+    """Return ``name`` if it may name a track: 1 to 64 letters, digits and ``._+-``, safe as a file name.
+
+    Raises:
+        FormatError: it may not.
+    """
+    if not isinstance(name, str) or not _TRACK_NAME.fullmatch(name):
+        raise FormatError(f"{name!r} cannot be a track name: use 1 to 64 letters, digits and . _ + -")
+    return name
+
+
+@dataclass(frozen=True, slots=True)
+class TrackNamespace:
+    """Where the tracks of one prompt under one model live."""
+
+    model: str
+    prompt: str
+    """Hex of the last chained digest of the prompt, see `chain`."""
+
+    def __post_init__(self) -> None:
+        if not self.model or "\0" in self.model:
+            raise FormatError(f"track namespace: {self.model!r} cannot be a model's name")
+        if not _DIGEST.fullmatch(self.prompt):
+            raise FormatError(f"track namespace: the prompt field must be 64 hex digits, not {self.prompt[:80]!r}")
+
+    def fields(self) -> tuple[bytes, ...]:
+        """The namespace tuple as the draft has it: (root, model, prompt)."""
+        return (ROOT.encode(), self.model.encode(), self.prompt.encode())
+
+    def split_fields(self) -> tuple[bytes, ...]:
+        """The same name split at the slashes, for peers that join fields with ``/`` and cannot carry one inside."""
+        joined = f"{ROOT}{self.model}/{self.prompt}"
+        return tuple(part.encode() for part in joined.split("/") if part)
+
+    @classmethod
+    def from_fields(cls, fields: Sequence[bytes]) -> TrackNamespace:
+        """Read either form back.
+
+        Raises:
+            FormatError: the fields are not a namespace of this draft.
+        """
+        try:
+            text = [bytes(field).decode() for field in fields]
+        except UnicodeDecodeError as error:
+            raise FormatError("track namespace: a field is not UTF-8") from error
+        if len(text) == 3 and text[0] == ROOT:
+            return cls(text[1], text[2])
+        root = [part for part in ROOT.split("/") if part]
+        if len(text) > len(root) + 1 and text[: len(root)] == root:
+            return cls("/".join(text[len(root) : -1]), text[-1])
+        raise FormatError(f"track namespace: {text[:4]} does not start with {ROOT}")
+
+    def full_name_bytes(self, track: str) -> int:
+        """Bytes of the full track name; a peer refuses more than `MAX_FULL_TRACK_NAME`."""
+        return sum(map(len, self.fields())) + len(track.encode())
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectName:
+    """One object: a run of tokens of one group on one track."""
+
+    namespace: TrackNamespace
+    track: str
+    group: int
+    """Index of the token chunk."""
+    first_token: int
+    """Object ID: index, within the prompt, of the first token that the object holds."""
+
+    def __post_init__(self) -> None:
+        check_track_name(self.track)
+        if self.namespace.full_name_bytes(self.track) > MAX_FULL_TRACK_NAME:
+            raise FormatError(f"full track name is longer than {MAX_FULL_TRACK_NAME} bytes: shorten the model's name")
+        if self.group < 0 or self.first_token < 0:
+            raise FormatError("group and object IDs are whole numbers from 0")
+
+    def path(self) -> str:
+        """The name as one line for logs: ``root + model/prompt/track/group/object``."""
+        space = self.namespace
+        return f"{ROOT}{space.model}/{space.prompt}/{self.track}/{self.group}/{self.first_token}"
+
+    @classmethod
+    def from_path(cls, path: str) -> ObjectName:
+        """Read `path` back.
+
+        Raises:
+            FormatError: it is not such a line.
+        """
+        parts = path.removeprefix(ROOT).rsplit("/", 4)
+        if not path.startswith(ROOT) or len(parts) != 5 or not (parts[3] + parts[4]).isdecimal():
+            raise FormatError(f"not an object's name: {path[:120]!r}")
+        return cls(TrackNamespace(parts[0], parts[1]), parts[2], int(parts[3]), int(parts[4]))
+
+
+def chain(
+    tokens: Sequence[int],
+    *,
+    model: str,
+    tokenizer: str,
+    group_tokens: int = GROUP_TOKENS,
+    salt: bytes = b"",
+) -> list[str]:
+    """Digest of every group of a prompt, each covering the model, the tokenizer, the salt and all tokens before.
+
+    Args:
+        tokens: token ids, each from 0 to 2**32 - 1.
+        model: the model's name.
+        tokenizer: digest or name of the tokenizer.
+        group_tokens: tokens in a group; the last group may be short, and then its digest differs from that of the
+            full group.
+        salt: a tenant's secret; it keeps one tenant from guessing another's digests.
+
+    Returns:
+        One string of 64 hex digits per group; the last one names the prompt.
+    """
+    head = [model.encode(), tokenizer.encode(), salt, struct.pack("<I", group_tokens)]
+    state = hashlib.sha256(b"kvabr.chain/1\0" + b"".join(struct.pack("<Q", len(part)) + part for part in head)).digest()
+    digests = []
+    for first in range(0, len(tokens), group_tokens):
+        chunk = tokens[first : first + group_tokens]
+        state = hashlib.sha256(state + struct.pack(f"<I{len(chunk)}I", len(chunk), *chunk)).digest()
+        digests.append(state.hex())
+    return digests
