@@ -177,7 +177,8 @@ class Catalog:
             raise FormatError("catalog: not a JSON object")
         schema = value.get("schema")
         if schema != SCHEMA:
-            hint = "it is newer than this kvabr: upgrade kvabr" if str(schema).startswith("kvabr.catalog/") else "wrong file?"
+            newer = str(schema).startswith("kvabr.catalog/")
+            hint = "it was written by another version: upgrade kvabr" if newer else "is this a catalog?"
             raise FormatError(f"catalog: schema is {schema!r}, this version reads {SCHEMA!r}; {hint}")
         try:
             return cls._from_json(value)
@@ -212,9 +213,8 @@ class Catalog:
             FormatError: as `loads`.
         """
         try:
-            if path.stat().st_size > MAX_CATALOG_BYTES:
-                raise FormatError(f"{path}: larger than a catalog may be ({MAX_CATALOG_BYTES} bytes)")
-            return cls.loads(path.read_bytes())
+            with path.open("rb") as file:
+                return cls.loads(file.read(MAX_CATALOG_BYTES + 1))
         except OSError as error:
             raise AssetError(f"{path}: cannot read the catalog ({error.strerror}); is this an asset?") from error
         except FormatError as error:

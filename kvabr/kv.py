@@ -12,21 +12,18 @@ import hashlib
 import json
 import math
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
-
-import torch
+from typing import TYPE_CHECKING, Any, Literal
 
 from kvabr.errors import FormatError
+
+if TYPE_CHECKING:
+    import torch
 
 GROUP_TOKENS = 128
 """Tokens in a group (draft-shi-moq-kvcache-00, section 3)."""
 
-DTYPES: dict[str, torch.dtype] = {
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "float32": torch.float32,
-}
-"""Element types that a cache may have, by name."""
+DTYPES = ("float16", "bfloat16", "float32")
+"""Names of the element types that a cache may have."""
 
 _LIMITS = {"layers": 1024, "kv_heads": 1024, "head_dim": 4096, "group_tokens": 65536}
 
@@ -55,7 +52,7 @@ class KVSpec:
     kv_heads: int
     head_dim: int
     dtype: str
-    """Element type of the publisher's cache, a key of `DTYPES`."""
+    """Element type of the publisher's cache, one of `DTYPES`."""
     rope: RopeSpec | None = None
     """How the keys were rotated; None if they were not."""
     group_tokens: int = GROUP_TOKENS
@@ -101,6 +98,13 @@ class KVSpec:
         if group < 0 or first >= tokens:
             raise IndexError(f"group {group} is outside a cache of {tokens} tokens")
         return first, min(first + self.group_tokens, tokens)
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The element type as torch has it."""
+        import torch  # noqa: PLC0415  # a replay needs shapes, not tensors: it must not pay for loading torch
+
+        return {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}[self.dtype]
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values; `from_json` reads them back."""

@@ -1,0 +1,12 @@
+"""Adaptive bitrate: estimators say what the network may carry, policies say what to ask for next.
+
+Both are plug-ins, by name, by entry point (``kvabr.policies``, ``kvabr.estimators``) or from a file. They know catalog
+numbers and estimates, never tensors, sockets or clocks.
+"""
+
+from kvabr.abr.estimator import Estimator
+from kvabr.abr.ladder import Ladder, Option
+from kvabr.abr.policy import Decision, Policy
+from kvabr.abr.view import Transfer, View
+
+__all__ = ["Decision", "Estimator", "Ladder", "Option", "Policy", "Transfer", "View"]

@@ -1,0 +1,23 @@
+"""The player: a sans-I/O state machine that turns a catalog, a deadline and a policy into fetches and one KV cache.
+
+No sockets, no clock, no threads: time comes in as ``now`` (seconds since the play began), events go in, actions come
+out. The simulator and the network drivers run the very same `Session`.
+"""
+
+from kvabr.player.actions import Action, Cancel, Decode, Deliver, Fetch, GiveUp, Recompute
+from kvabr.player.record import GroupRecord, PlayRecord
+from kvabr.player.session import PlayerConfig, Session
+
+__all__ = [
+    "Action",
+    "Cancel",
+    "Decode",
+    "Deliver",
+    "Fetch",
+    "GiveUp",
+    "GroupRecord",
+    "PlayRecord",
+    "PlayerConfig",
+    "Recompute",
+    "Session",
+]

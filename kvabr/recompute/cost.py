@@ -11,9 +11,6 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import numpy as np
-from scipy.optimize import nnls
-
 from kvabr.errors import FormatError, UsageError
 
 
@@ -54,6 +51,9 @@ class PrefillCost:
         Raises:
             UsageError: fewer than three timings, or one that is not positive.
         """
+        import numpy as np  # noqa: PLC0415  # only fitting needs them, and they are slow to load
+        from scipy.optimize import nnls  # noqa: PLC0415
+
         rows = list(timings)
         if len(rows) < 3 or any(x <= 0 or s <= 0 or before < 0 for before, x, s in rows):
             raise UsageError("fitting a prefill cost takes at least three timings of at least one token each")

@@ -1,0 +1,10 @@
+"""The estimators that come with kvabr, one file each."""
+
+from kvabr.abr.estimators.ewma import DualEwma
+from kvabr.abr.estimators.harmonic import HarmonicMean
+from kvabr.abr.estimators.last import LastSample
+from kvabr.abr.estimators.percentile import SlidingPercentile
+
+BUILTIN = {cls.name: cls for cls in (DualEwma, HarmonicMean, SlidingPercentile, LastSample)}
+
+__all__ = ["BUILTIN", "DualEwma", "HarmonicMean", "LastSample", "SlidingPercentile"]

@@ -1,0 +1,55 @@
+"""Harmonic mean of the last samples, with the largest recent error as its bound (RobustMPC; Yin et al., 2015)."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import ClassVar
+
+from kvabr.abr.estimator import Estimator
+
+
+class HarmonicMean(Estimator):
+    """Mean of seconds per byte over the last samples; the bound divides by one plus the worst recent error."""
+
+    name: ClassVar[str] = "harmonic"
+
+    def __init__(self, window: int = 5, share: float = 1 / 20) -> None:
+        """Set how many samples count, and how long a sample is.
+
+        Args:
+            window: samples in the mean and in the error.
+            share: transfers are gathered until they span this share of the deadline, since the harmonic mean
+                of many tiny samples is ruled by the smallest.
+        """
+        super().__init__()
+        self._window, self._share = window, share
+        self.start(4.0)
+
+    def start(self, horizon_s: float) -> None:
+        """Forget what was heard; scale the sample length to the play."""
+        self._span = self._share * horizon_s
+        self._costs: deque[float] = deque(maxlen=self._window)
+        self._errors: deque[float] = deque(maxlen=self._window)
+        self._bytes = self._seconds = 0.0
+
+    def sample(self, nbytes: float, seconds: float, now: float) -> None:  # noqa: ARG002
+        """Gather; close the sample once it is long enough."""
+        self._bytes += nbytes
+        self._seconds += seconds
+        if self._seconds < self._span:
+            return
+        measured = max(self._bytes, 1.0) / self._seconds
+        if self._costs:
+            self._errors.append(abs(self.rate() - measured) / measured)
+        self._costs.append(1.0 / measured)
+        self._bytes = self._seconds = 0.0
+
+    def rate(self) -> float:
+        """The harmonic mean; until the first sample is closed, what was gathered so far."""
+        if self._costs:
+            return len(self._costs) / sum(self._costs)
+        return self._bytes / self._seconds if self._seconds else 0.0
+
+    def lower_bound(self) -> float:
+        """The mean over one plus the largest of the last errors."""
+        return self.rate() / (1.0 + max(self._errors, default=0.5))

@@ -1,0 +1,104 @@
+"""A catalog as an ABR policy wants it: which tracks are worth playing, and what each step up costs and saves.
+
+Computed once per catalog and shared by every play of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+from kvabr.catalog import Catalog, Track
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One way to have one group: its cost in bytes and its expected loss."""
+
+    track: str
+    """The track; for layers, the topmost one."""
+    bytes: int
+    """Bytes to have it from nothing, layers below included."""
+    loss: float
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step along the lower convex hull of a group's options: ``saving`` nats for ``bytes`` more."""
+
+    group: int
+    to: str
+    bytes: int
+    saving: float
+
+    @property
+    def worth(self) -> float:
+        """Loss saved per byte."""
+        return self.saving / self.bytes
+
+
+class Ladder:
+    """The tracks of a catalog that are worth playing, cheapest first."""
+
+    def __init__(self, catalog: Catalog) -> None:
+        self.catalog = catalog
+        alone = sorted(
+            (track for track in catalog.tracks if track.refines is None),
+            key=lambda track: (track.total_bytes, sum(track.loss)),
+        )
+        tracks: list[Track] = []
+        for track in alone:
+            # A track that costs more and loses no less is never worth asking for.
+            if not tracks or sum(track.loss) < sum(tracks[-1].loss):
+                tracks.append(track)
+        self.tracks: tuple[Track, ...] = tuple(tracks)
+        """Self-contained tracks on the Pareto front of bytes against loss, cheapest first."""
+        self.names: tuple[str, ...] = tuple(track.name for track in tracks)
+        self.cheapest: str = self.names[0]
+        self.best: str = self.names[-1]
+        self.options: tuple[tuple[Option, ...], ...] = tuple(_options(catalog, g) for g in range(catalog.groups))
+        """Per group, the lower convex hull of its options (layers included), cheapest first."""
+        self.steps: tuple[Step, ...] = tuple(
+            sorted(
+                (
+                    Step(group, b.track, b.bytes - a.bytes, a.loss - b.loss)
+                    for group, hull in enumerate(self.options)
+                    for a, b in pairwise(hull)
+                ),
+                key=lambda step: -step.worth,
+            )
+        )
+        """Every step of every hull, most loss saved per byte first: the order in which a budget is best spent."""
+
+    def index(self, track: str) -> int:
+        """Place of ``track`` among `tracks`."""
+        return self.names.index(track)
+
+
+def stack(catalog: Catalog, track: Track) -> tuple[Track, ...]:
+    """The layers that ``track`` needs, base first, itself last."""
+    layers = [track]
+    while layers[-1].refines is not None:
+        layers.append(catalog.track(layers[-1].refines))
+    return tuple(reversed(layers))
+
+
+def _options(catalog: Catalog, group: int) -> tuple[Option, ...]:
+    points = sorted(
+        (sum(layer.bytes[group] for layer in stack(catalog, track)), track.loss[group], track.name)
+        for track in catalog.tracks
+    )
+    hull: list[Option] = []
+    for nbytes, loss, name in points:
+        if hull and loss >= hull[-1].loss:
+            continue
+        while len(hull) > 1 and _worth(hull[-2], nbytes, loss) >= _worth(hull[-2], hull[-1].bytes, hull[-1].loss):
+            hull.pop()
+        if hull and nbytes == hull[-1].bytes:
+            hull.pop()
+        hull.append(Option(name, nbytes, loss))
+    return tuple(hull)
+
+
+def _worth(start: Option, nbytes: int, loss: float) -> float:
+    return (start.loss - loss) / (nbytes - start.bytes) if nbytes > start.bytes else float("inf")

@@ -1,0 +1,136 @@
+"""Policies and estimators by name, by entry point, or from a file: ``NAME``, ``NAME:ARGUMENT``, ``FILE.py:CLASS``."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from importlib.metadata import entry_points
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeVar
+
+from kvabr.abr.estimator import Estimator
+from kvabr.abr.estimators import BUILTIN as ESTIMATORS
+from kvabr.abr.policies import BUILTIN as POLICIES
+from kvabr.abr.policy import Policy
+from kvabr.errors import PolicyError
+
+T = TypeVar("T")
+
+
+def policies() -> dict[str, type[Policy]]:
+    """Every policy that has a name: the built-in ones and those of installed packages."""
+    return _named("kvabr.policies", POLICIES)
+
+
+def estimators() -> dict[str, type[Estimator]]:
+    """Every estimator that has a name."""
+    return _named("kvabr.estimators", ESTIMATORS)
+
+
+def load_policy(text: str) -> Callable[[], Policy]:
+    """A factory of fresh policy objects.
+
+    Args:
+        text: ``NAME``, ``fixed:TRACK`` or ``FILE.py:CLASS``.
+
+    Raises:
+        PolicyError: there is no such policy, or its file cannot be loaded; the message names file and line.
+    """
+    return _load(text, Policy, policies(), "policy", "policies")  # type: ignore[type-abstract]
+
+
+def load_estimator(text: str) -> Callable[[], Estimator]:
+    """A factory of fresh estimator objects; as `load_policy`."""
+    return _load(text, Estimator, estimators(), "estimator", "estimators")  # type: ignore[type-abstract]
+
+
+def _named(group: str, builtin: Mapping[str, type[T]]) -> dict[str, type[T]]:
+    found = dict(builtin)
+    for entry in entry_points(group=group):
+        if entry.name not in found:
+            found[entry.name] = entry.load()
+    return found
+
+
+def _load(text: str, base: type[T], named: Mapping[str, type[T]], kind: str, command: str) -> Callable[[], T]:
+    head, _, argument = text.partition(":")
+    if head.endswith(".py"):
+        return _construct(_class_in(Path(head), argument, base, kind), text, None)
+    if head not in named:
+        raise PolicyError(
+            f"unknown {kind} {text!r}; there are {', '.join(sorted(named))}, or give FILE.py:CLASS "
+            f"(`kvabr {command}` lists them)"
+        )
+    return _construct(named[head], text, argument or None)
+
+
+def _construct(cls: type[T], text: str, argument: str | None) -> Callable[[], T]:
+    def make() -> T:
+        try:
+            return cls() if argument is None else cls(argument)
+        except Exception as error:
+            raise PolicyError(f"{text}: cannot be created: {error!r} ({where(cls, error)})") from error
+
+    return make
+
+
+def _class_in(path: Path, name: str, base: type[T], kind: str) -> type[T]:
+    if not path.is_file():
+        raise PolicyError(f"{path}: no such file (wanted for {kind} {path}:{name})")
+    module = _import(path)
+    candidates = [
+        value
+        for value in vars(module).values()
+        if inspect.isclass(value) and issubclass(value, base) and value.__module__ == module.__name__
+    ]
+    if not name and len(candidates) == 1:
+        return candidates[0]
+    for value in candidates:
+        if value.__name__ == name:
+            if inspect.isabstract(value):
+                missing = ", ".join(sorted(value.__abstractmethods__))
+                raise PolicyError(f"{path}:{name} lacks {missing}")
+            return value
+    names = ", ".join(value.__name__ for value in candidates) or "none"
+    raise PolicyError(
+        f"{path}: no {kind} class {name!r} in it (found: {names}); it must derive from kvabr.abr.{base.__name__}"
+    )
+
+
+def _import(path: Path) -> ModuleType:
+    name = f"_kvabr_plugin_{path.stem}_{abs(hash(str(path.resolve())))}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise PolicyError(f"{path}: not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # so that dataclasses and pickling inside the plug-in work
+    try:
+        spec.loader.exec_module(module)
+    except BaseException as error:
+        del sys.modules[name]
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        raise PolicyError(f"{path}: cannot be loaded: {error!r} ({where(None, error)})") from error
+    return module
+
+
+def where(cls: type[Any] | None, error: BaseException | None = None) -> str:
+    """File and line of the innermost frame of an error, or of a class's ``decide``: where its author has to look."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}, line {error.lineno}"
+    if error is not None and (frames := traceback.extract_tb(error.__traceback__)):
+        return f"{frames[-1].filename}, line {frames[-1].lineno}"
+    if cls is None:
+        return "unknown place"
+    try:
+        target = getattr(cls, "decide", cls)
+        _, line = inspect.getsourcelines(target)
+        return f"{inspect.getsourcefile(target)}, line {line}"
+    except (OSError, TypeError):
+        return f"class {cls.__name__}"

@@ -1,0 +1,62 @@
+"""``cachegen`` and ``cachegen-oracle``: the two rules of CacheGen (Liu et al., SIGCOMM 2024).
+
+The published rule assumes that the throughput of the last chunk stays, and takes the least lossy level at which all
+that is left still fits the time that is left; if none does, the chunk goes to the engine as text. The first chunk goes
+at a medium level. The released code does otherwise: every chunk has an equal share of the deadline that is never
+carried over, and its bandwidth is read from the trace before it is sent: an oracle.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from kvabr.abr.policy import Decision, Policy
+from kvabr.abr.view import View
+from kvabr.errors import PolicyError
+
+
+class CacheGen(Policy):
+    """The rule of the paper."""
+
+    name: ClassVar[str] = "cachegen"
+    estimator: ClassVar[str] = "last"
+    abandons: ClassVar[bool] = False
+
+    def decide(self, view: View) -> Decision:
+        """Take the least lossy track at which everything left still fits."""
+        group = view.first_missing()
+        if group is None:
+            return Decision.finish("every group is in place or under way")
+        tracks = view.ladder.tracks
+        if view.rate <= 0:
+            return Decision.fetch(group, tracks[len(tracks) // 2].name, "no throughput yet: a medium level first")
+        budget = view.budget_bytes(view.rate)
+        for track in reversed(tracks):
+            if sum(track.bytes[g] for g in view.missing) <= budget:
+                return Decision.fetch(group, track.name, f"all that is left fits {budget / 1e6:.2f} MB at this level")
+        if view.recompute_s(group) <= view.time_left:
+            return Decision.recompute(group, f"no level fits {budget / 1e6:.2f} MB: send it as text")
+        return Decision.fetch(group, tracks[0].name, f"nothing fits {budget / 1e6:.2f} MB: the cheapest level")
+
+
+class CacheGenOracle(Policy):
+    """The rule of the released code: equal shares, true bandwidth, no carry-over."""
+
+    name: ClassVar[str] = "cachegen-oracle"
+    abandons: ClassVar[bool] = False
+
+    def start(self, view: View) -> None:
+        """Refuse to run where the future is not known."""
+        if view.oracle is None:
+            raise PolicyError("cachegen-oracle reads the true bandwidth from the trace: it runs only in a simulation")
+
+    def decide(self, view: View) -> Decision:
+        """Take the least lossy track that fits this group's equal share of the deadline."""
+        group = view.first_missing()
+        if group is None:
+            return Decision.finish("every group is in place or under way")
+        if view.oracle is None:  # `start` has refused this play already
+            return Decision.wait("no oracle")
+        share = view.oracle(view.deadline_s / view.groups)
+        track = view.best_track(group, share)
+        return Decision.fetch(group, track, f"the link will carry {share:.0f} bytes in this group's share of the time")

@@ -1,0 +1,35 @@
+"""``fixed:TRACK``: every group on one track, whatever the network does. The yardstick of every adaptive policy."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from kvabr.abr.policy import Decision, Policy
+from kvabr.abr.view import View
+from kvabr.errors import PolicyError
+
+
+class Fixed(Policy):
+    """Play one track from the first group to the last."""
+
+    name: ClassVar[str] = "fixed"
+    abandons: ClassVar[bool] = False
+
+    def __init__(self, track: str = "") -> None:
+        """Set the track, as in ``fixed:FP8``."""
+        self._track = track
+        self._reason = f"always {track}"
+
+    def start(self, view: View) -> None:
+        """Check that the asset has the track, alone."""
+        offered = view.catalog.by_name
+        if self._track not in offered or offered[self._track].refines is not None:
+            alone = ", ".join(track.name for track in view.catalog.tracks if track.refines is None)
+            raise PolicyError(f"fixed:{self._track}: no such track in this asset; give one of {alone}")
+
+    def decide(self, view: View) -> Decision:
+        """Ask for the next missing group."""
+        group = view.first_missing()
+        if group is None:
+            return Decision.finish("every group is in place or under way")
+        return Decision.fetch(group, self._track, self._reason)

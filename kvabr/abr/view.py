@@ -1,0 +1,161 @@
+"""What a policy may see of a play: numbers of the catalog, estimates, and what is in place or under way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, KeysView
+from dataclasses import dataclass
+
+from kvabr.abr.ladder import Ladder
+from kvabr.catalog import Catalog
+from kvabr.recompute.cost import PrefillCost
+
+
+@dataclass(slots=True)
+class Transfer:
+    """One request in flight."""
+
+    request: int
+    group: int
+    track: str
+    bytes: int
+    """Size of the group's frame."""
+    upgrade: bool
+    """True if the group is already in place at another track."""
+    requested_s: float
+    received: int = 0
+    first_byte_s: float | None = None
+
+    @property
+    def remaining(self) -> int:
+        """Bytes still to come."""
+        return self.bytes - self.received
+
+
+class View:
+    """The play as a policy sees it. The player keeps it up to date; a policy only reads it."""
+
+    __slots__ = (
+        "_missing",
+        "catalog",
+        "cost",
+        "deadline_s",
+        "decode_backlog_s",
+        "in_flight",
+        "ladder",
+        "lower_bound",
+        "now",
+        "oracle",
+        "outstanding_bytes",
+        "rate",
+        "track_of",
+        "ttfb_s",
+    )
+
+    def __init__(
+        self,
+        ladder: Ladder,
+        deadline_s: float,
+        *,
+        cost: PrefillCost | None = None,
+        oracle: Callable[[float], float] | None = None,
+    ) -> None:
+        self.ladder: Ladder = ladder
+        """The tracks worth playing, and the steps between them."""
+        self.catalog: Catalog = ladder.catalog
+        self.deadline_s: float = deadline_s
+        """The TTFT deadline, seconds after the play began."""
+        self.now: float = 0.0
+        """Seconds since the play began."""
+        self.rate: float = 0.0
+        """Expected rate, bytes per second; 0.0 until the first bytes arrive."""
+        self.lower_bound: float = 0.0
+        """A rate that the link should exceed most of the time, bytes per second; 0.0 until the first bytes arrive."""
+        self.ttfb_s: float = 0.0
+        """Seconds that a request waits for its first byte."""
+        self.outstanding_bytes: int = 0
+        """Bytes still to come of all requests in flight."""
+        self.decode_backlog_s: float = 0.0
+        """Seconds of decoding that wait for, or run on, the decoder."""
+        self.track_of: list[str | None] = [None] * ladder.catalog.groups
+        """Per group, the track that is in place or arriving; ``recomputed`` if the engine computes it; or None."""
+        self.in_flight: dict[int, Transfer] = {}
+        """Requests in flight, by request number."""
+        self.oracle: Callable[[float], float] | None = oracle
+        """In a simulator: bytes that the link will carry in the next so many seconds. None in a real play."""
+        self.cost: PrefillCost | None = cost
+        """What the engine's prefill costs; None if nothing can be recomputed."""
+        self._missing: dict[int, None] = dict.fromkeys(range(ladder.catalog.groups))
+
+    @property
+    def missing(self) -> KeysView[int]:
+        """Groups that are neither in place, nor under way, nor left to the engine; in ascending order."""
+        return self._missing.keys()
+
+    @property
+    def groups(self) -> int:
+        """Groups in the asset."""
+        return self.catalog.groups
+
+    @property
+    def time_left(self) -> float:
+        """Seconds to the deadline; 0.0 once it has passed."""
+        return max(0.0, self.deadline_s - self.now)
+
+    def first_missing(self) -> int | None:
+        """The earliest of `missing`, or None if every group is in place or under way."""
+        return next(iter(self._missing), None)
+
+    def bytes(self, group: int, track: str) -> int:
+        """Size of one group on one track."""
+        return self.catalog.by_name[track].bytes[group]
+
+    def loss(self, group: int, track: str) -> float:
+        """Expected loss of one group on one track, nats per generated token."""
+        return self.catalog.by_name[track].loss[group]
+
+    def recompute_s(self, group: int) -> float:
+        """Seconds that the engine takes to compute one group; infinite if the play has no engine."""
+        if self.cost is None:
+            return float("inf")
+        return self.cost.seconds(group * self.catalog.spec.group_tokens, self.catalog.group_tokens(group))
+
+    def decode_s(self, track: str) -> float:
+        """Seconds to decode one group of a track."""
+        return self.catalog.by_name[track].decode_s
+
+    def budget_bytes(self, rate: float, decode_s: float = 0.0) -> float:
+        """Bytes of new requests that would be in place by the deadline at ``rate``, beside those in flight.
+
+        Args:
+            rate: bytes per second to reckon with: `rate`, or `lower_bound` where the play must commit.
+            decode_s: seconds to decode what arrives last.
+        """
+        wait = 0.0 if self.in_flight else self.ttfb_s
+        return rate * (self.time_left - decode_s - wait) - self.outstanding_bytes
+
+    def best_track(self, group: int, max_bytes: float) -> str:
+        """The track of least loss whose group has at most ``max_bytes``; the cheapest if none has."""
+        chosen = self.ladder.cheapest
+        for track in self.ladder.tracks:
+            if track.bytes[group] <= max_bytes:
+                chosen = track.name
+        return chosen
+
+    def slack_s(self) -> float:
+        """Time left to the deadline less the time that the rest needs: the buffer of this player, in seconds.
+
+        The rest is what is in flight plus every missing group at the cheapest track, at the lower bound of the rate.
+        Negative infinity while no rate is known and something is missing.
+        """
+        need = self.outstanding_bytes + self.floor_bytes()
+        if not need:
+            return self.deadline_s - self.now - self.decode_backlog_s
+        if self.lower_bound <= 0:
+            return float("-inf")
+        wait = 0.0 if self.in_flight else self.ttfb_s
+        return self.deadline_s - self.now - wait - need / self.lower_bound - self.decode_s(self.ladder.cheapest)
+
+    def floor_bytes(self) -> int:
+        """Bytes of every missing group at the cheapest track."""
+        sizes = self.ladder.tracks[0].bytes
+        return sum(sizes[group] for group in self._missing)

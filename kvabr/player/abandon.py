@@ -1,0 +1,40 @@
+"""Abandoning a transfer that will not make it when a cheaper one still can (as dash.js and hls.js do, on a deadline).
+
+The whole play is weighed, not one transfer: if what is in flight plus every missing group at its cheapest cannot arrive
+in time at the expected rate, the transfer goes whose replacement by the cheapest track frees most bytes, provided that
+the play can then still make it, or that it is late already and comes in sooner.
+"""
+
+from __future__ import annotations
+
+from kvabr.abr.view import Transfer, View
+
+_MARGIN = 1.05
+"""How much of the time left the rest must exceed before a transfer is given up: estimates waver."""
+
+
+def choose(view: View) -> tuple[Transfer, str] | None:
+    """The transfer to give up now and the reason, or None."""
+    if view.rate <= 0 or not view.in_flight:
+        return None
+    cheapest = view.ladder.tracks[0]
+    need_s = (view.outstanding_bytes + view.floor_bytes()) / view.rate + cheapest.decode_s
+    if need_s <= _MARGIN * view.time_left:
+        return None
+    anything_needed = bool(view.missing) or any(not transfer.upgrade for transfer in view.in_flight.values())
+    if not anything_needed:
+        return None  # only upgrades fly: they cost nothing but bytes, and the deadline cuts them off
+    best: Transfer | None = None
+    best_freed = 0.0
+    for transfer in view.in_flight.values():
+        replacement = 0 if transfer.upgrade else cheapest.bytes[transfer.group]
+        freed = transfer.remaining - replacement - view.ttfb_s * view.rate
+        if freed > best_freed:
+            best, best_freed = transfer, freed
+    if best is None:
+        return None
+    after_s = need_s - best_freed / view.rate
+    if after_s > view.time_left and view.time_left > 0 and after_s > 0.9 * need_s:
+        return None  # it would neither make the deadline nor come much sooner
+    what = "an upgrade in the way" if best.upgrade else f"{cheapest.name} instead"
+    return best, f"the rest takes {need_s:.2f} s of {view.time_left:.2f} s left; {what} frees {best_freed / 1e3:.0f} kB"

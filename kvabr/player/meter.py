@@ -1,0 +1,73 @@
+"""Turns what arrives into samples for the estimator: bytes of all requests together, over the time of a busy link."""
+
+from __future__ import annotations
+
+from kvabr.abr.estimator import Estimator
+
+_SHORTEST_SHARE = 1 / 400
+"""Samples shorter than this share of the deadline are gathered into longer ones."""
+_SILENCE_SHARE = 1 / 25
+"""A request that has waited this share of the deadline and thrice the usual time for its first byte has stalled."""
+
+_RAMP = 1.25
+"""A sample so many times faster than the one before still belongs to slow start."""
+
+
+class Meter:
+    """Watches one play's link."""
+
+    def __init__(self, estimator: Estimator, deadline_s: float) -> None:
+        self.estimator = estimator
+        self._deadline_s = deadline_s
+        estimator.start(deadline_s)
+        self._ramp_rate: float | None = 0.0
+        """Rate of the last sample while every sample is clearly faster than the one before; None once that is over."""
+        self._shortest_s = _SHORTEST_SHARE * deadline_s
+        self._silence_s = _SILENCE_SHARE * deadline_s
+        self._since: float | None = None
+        """When the sample being gathered began; None while nothing arrives."""
+        self._bytes = 0
+        self._quiet_since = 0.0
+
+    def first_byte(self, waited_s: float, now: float) -> None:
+        """A request got its first byte after so many seconds."""
+        self.estimator.first_byte(waited_s)
+        if self._since is None:
+            self._since = now
+            self._bytes = 0
+
+    def received(self, nbytes: int, now: float) -> None:
+        """Bytes arrived."""
+        self._bytes += nbytes
+        self._quiet_since = now
+
+    def settle(self, now: float, *, idle: bool) -> None:
+        """A transfer ended; if none is left that moves, the sample ends with it."""
+        if self._since is None:
+            return
+        seconds = now - self._since
+        ramping = self._ramp_rate is not None
+        least = max(self._shortest_s, self.estimator.ttfb()) if ramping else self._shortest_s
+        if seconds >= least or (idle and self._bytes and seconds > 0):
+            if ramping:
+                self._forget_slow_start(self._bytes / seconds)
+            self.estimator.sample(self._bytes, seconds, now)
+            self._since, self._bytes = now, 0
+        if idle:
+            self._since = None
+
+    def _forget_slow_start(self, rate: float) -> None:
+        """While the connection's window still doubles, only the last sample says anything about the link."""
+        if self._ramp_rate is not None and rate > _RAMP * self._ramp_rate:
+            self._ramp_rate = rate
+            self.estimator.start(self._deadline_s)
+        else:
+            self._ramp_rate = None
+
+    def tick(self, now: float, *, waiting: bool, idle: bool) -> None:
+        """Time passes. A link on which everything waits far longer than a round trip carries nothing: that is news."""
+        if not idle:
+            self.settle(now, idle=False)
+        elif waiting and now - self._quiet_since > max(self._silence_s, 3 * self.estimator.ttfb()):
+            self.estimator.sample(0, now - self._quiet_since, now)
+            self._quiet_since = now

@@ -1,0 +1,225 @@
+"""One simulated play, from options to the line that the replay report has for it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvabr.abr.ladder import Ladder
+from kvabr.abr.plugins import load_estimator, load_policy
+from kvabr.catalog import Catalog
+from kvabr.errors import UsageError
+from kvabr.player.record import PlayRecord
+from kvabr.player.session import PlayerConfig, Session
+from kvabr.recompute.cost import PrefillCost
+from kvabr.recompute.loss import predicted_loss
+from kvabr.recompute.planner import EngineMode
+from kvabr.replay.clairvoyant import Bound, Clairvoyant
+from kvabr.replay.link import Capacity
+from kvabr.replay.simulator import Simulator
+from kvabr.replay.trace import Trace
+
+DEFAULT_RTT_S = 0.04
+"""Round trip where neither the user nor the trace names one."""
+MISS_PENALTY = 0.5
+"""What a missed deadline adds to the regret, beside its lateness."""
+NO_CACHE_LOSS = 1.0
+"""Loss of a play that was given up, nats per token: about what having no prompt at all cost on a real model."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlayOptions:
+    """What all plays of a replay have in common."""
+
+    deadline_s: float
+    rtt_s: float | None = None
+    """Round trip for all traces; None for the trace's own, or `DEFAULT_RTT_S`."""
+    scale_to_mean: float | None = None
+    """Scale every trace so that its mean carries this fraction of the FP16 cache within the deadline."""
+    cost: PrefillCost | None = None
+    """What recompute costs; None for no engine."""
+    mode: EngineMode = "hole"
+    decode_scale: float = 1.0
+    """Decode times of the catalog, times this."""
+    slow_start: bool = True
+    estimator: str | None = None
+    """Estimator for every policy; None for each policy's own."""
+    config: PlayerConfig = PlayerConfig()
+
+    def __post_init__(self) -> None:
+        if not 0 < self.deadline_s < math.inf:
+            raise UsageError(f"the deadline is {self.deadline_s} s; it must be a positive number of seconds")
+        if self.scale_to_mean is not None and not 0 < self.scale_to_mean < math.inf:
+            raise UsageError(f"scale-to-mean is {self.scale_to_mean}; it must be a positive fraction of the FP16 cache")
+        if self.rtt_s is not None and not 0 <= self.rtt_s < math.inf:
+            raise UsageError(f"the round trip is {self.rtt_s} s; it must be zero or more seconds")
+        if not 0 <= self.decode_scale < math.inf:
+            raise UsageError(f"decode-scale is {self.decode_scale}; it must be zero or more")
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What one play left behind."""
+
+    run: dict[str, Any]
+    record: PlayRecord
+    log: list[dict[str, Any]] | None
+    link: list[tuple[float, float]] | None
+
+
+class Stage:
+    """Plays policies over traces for one catalog; holds what all plays share."""
+
+    def __init__(self, catalog: Catalog, options: PlayOptions) -> None:
+        self.catalog, self.options = catalog, options
+        self.ladder = Ladder(catalog)
+        self._clairvoyant = Clairvoyant(self.ladder, options.cost, options.mode, decode_scale=options.decode_scale)
+
+    def prepare(self, trace: Trace, start_s: float) -> tuple[Capacity, float, Bound]:
+        """The link of one play, its round trip, and the clairvoyant bound."""
+        options = self.options
+        if options.scale_to_mean is not None:
+            wanted = options.scale_to_mean * self.catalog.fp16_bytes / options.deadline_s
+            trace = trace.scaled(wanted / trace.mean_rate)
+        rtt_s = options.rtt_s if options.rtt_s is not None else trace.rtt_s
+        rtt_s = DEFAULT_RTT_S if rtt_s is None else rtt_s
+        capacity = Capacity(trace, start_s, rtt_s, slow_start=options.slow_start)
+        return capacity, rtt_s, self._clairvoyant.bound(capacity, options.deadline_s)
+
+    def play(self, trace: Trace, start_s: float, policy: str, *, log: bool = False) -> Outcome:
+        """Play once."""
+        capacity, rtt_s, bound = self.prepare(trace, start_s)
+        return self.play_on(trace, start_s, policy, capacity, rtt_s, bound, log=log)
+
+    def play_on(
+        self, trace: Trace, start_s: float, policy: str, capacity: Capacity, rtt_s: float, bound: Bound, *, log: bool
+    ) -> Outcome:
+        """Play once over a link that `prepare` made: policies compared on one start share it."""
+        options, catalog = self.options, self.catalog
+        player = load_policy(policy)()
+        estimator = load_estimator(options.estimator or player.estimator)()
+        lines: list[dict[str, Any]] | None = [] if log else None
+        clock = _Clock()
+        session = Session(
+            self.ladder,
+            options.deadline_s,
+            player,
+            estimator,
+            cost=options.cost,
+            mode=options.mode,
+            config=options.config,
+            oracle=lambda seconds: capacity.between(clock.view_now(session), clock.view_now(session) + seconds),
+            log=None if lines is None else lines.append,
+        )
+        if lines is not None:
+            lines.append(_opening(catalog, self.ladder, options, trace, start_s, policy, estimator.name, rtt_s))
+        simulator = Simulator(
+            session, catalog, capacity, rtt_s=rtt_s, cost=options.cost, decode_scale=options.decode_scale
+        )
+        record = simulator.run()
+        run = _run_line(catalog, options, trace, start_s, policy, record, bound, capacity, simulator.ghost_bytes)
+        if lines is not None:
+            end = record.delivered_s if record.delivered_s is not None else session.view.now
+            lines.append({"t": end, "event": "deliver", "met": record.met, "loss": run["loss"]})
+            link = capacity.series(max(end, options.deadline_s) * 1.05)
+            return Outcome(run, record, lines, link)
+        return Outcome(run, record, None, None)
+
+
+class _Clock:
+    """Reads a session's time; a function of its own so that the oracle can be made before the session exists."""
+
+    @staticmethod
+    def view_now(session: Session) -> float:
+        return session.view.now
+
+
+def _opening(
+    catalog: Catalog,
+    ladder: Ladder,
+    options: PlayOptions,
+    trace: Trace,
+    start_s: float,
+    policy: str,
+    estimator: str,
+    rtt_s: float,
+) -> dict[str, Any]:
+    by_size: Sequence[str] = [track.name for track in sorted(catalog.tracks, key=lambda track: track.total_bytes)]
+    return {
+        "t": 0.0,
+        "event": "start",
+        "trace": trace.name,
+        "start_s": start_s,
+        "policy": policy,
+        "estimator": estimator,
+        "deadline_s": options.deadline_s,
+        "engine_mode": options.mode,
+        "groups": catalog.groups,
+        "tracks": list(by_size),
+        "worth_playing": list(ladder.names),
+        "fp16_bytes": catalog.fp16_bytes,
+        "rtt_s": rtt_s,
+    }
+
+
+def _run_line(
+    catalog: Catalog,
+    options: PlayOptions,
+    trace: Trace,
+    start_s: float,
+    policy: str,
+    record: PlayRecord,
+    bound: Bound,
+    capacity: Capacity,
+    ghost_bytes: float,
+) -> dict[str, Any]:
+    deadline = options.deadline_s
+    if record.delivered_s is None:
+        ttft, loss = None, NO_CACHE_LOSS
+        lateness = options.config.give_up_after - 1.0
+    else:
+        ttft = record.delivered_s
+        loss = predicted_loss(catalog, [group.track or "" for group in record.groups])
+        lateness = max(0.0, ttft - deadline) / deadline
+    regret = None
+    if bound.feasible:
+        regret = max(0.0, loss + (0.0 if record.met else MISS_PENALTY) + lateness - bound.loss)
+    return {
+        "trace": trace.name,
+        "trace_family": trace.family,
+        "start_s": _round(start_s),
+        "policy": policy,
+        "deadline_s": deadline,
+        "ttft_s": _round(ttft),
+        "met": record.met,
+        "loss": _round(loss),
+        "bytes_fetched": record.bytes_fetched + int(ghost_bytes),
+        "bytes_wasted": record.bytes_wasted + int(ghost_bytes),
+        "tokens_recomputed": record.tokens_recomputed,
+        "recompute_s": _round(record.recompute_s),
+        "abandoned": record.abandoned,
+        "clairvoyant_loss": _round(bound.loss) if bound.feasible else None,
+        "regret": _round(regret),
+        "feasible": bound.feasible,
+        "wrapped": capacity.wraps_within(ttft if ttft is not None else deadline),
+        "gave_up": record.gave_up,
+        "groups": [
+            {
+                "group": group.group,
+                "track": group.track,
+                "bytes": group.bytes,
+                "requested_s": _round(group.requested_s),
+                "first_byte_s": _round(group.first_byte_s),
+                "done_s": _round(group.done_s),
+                "ready_s": _round(group.ready_s),
+                "source": group.source,
+            }
+            for group in record.groups
+        ],
+    }
+
+
+def _round(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.9g}")

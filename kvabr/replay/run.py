@@ -1,0 +1,188 @@
+"""Many plays: traces x starts x policies, in parallel processes, in one fixed order.
+
+The same traces, options and seed give the same report, byte for byte, on any number of processes.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvabr.abr.plugins import load_estimator, load_policy
+from kvabr.catalog import Catalog
+from kvabr.errors import UsageError
+from kvabr.replay.play import PlayOptions, Stage
+from kvabr.replay.summary import by_family, summarise
+from kvabr.replay.trace import Trace
+
+SCHEMA = "kvabr.replay/1"
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """Everything that a replay plays."""
+
+    catalog: Catalog
+    traces: tuple[Trace, ...]
+    policies: tuple[str, ...]
+    options: PlayOptions
+    starts: int = 1
+    """Start points per trace: the first at the trace's beginning, the others at random."""
+    seed: int = 0
+    timelines: int = 0
+    """Plays whose timeline is kept: the first start of each trace and policy, until so many are kept; -1 for all."""
+
+    def __post_init__(self) -> None:
+        if not self.traces:
+            raise UsageError("no traces to play over")
+        if self.starts < 1:
+            raise UsageError(f"{self.starts} starts; at least one is needed")
+        for policy in self.policies:
+            load_policy(policy)()  # a bad name or file is found before hours of work, not after
+        if self.options.estimator is not None:
+            load_estimator(self.options.estimator)()
+
+
+@dataclass(slots=True)
+class Report:
+    """What a replay gives back."""
+
+    result: dict[str, Any]
+    """The replay report, see `SCHEMA`."""
+    timelines: list[dict[str, Any]] = field(default_factory=list)
+    """``{"run": index into the runs, "log": [...], "link": [[t, bytes/s], ...]}`` of the plays that were kept."""
+    steps: list[list[tuple[str, int, int | str]]] = field(default_factory=list)
+    """Per run, what came into place in order; for verification."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    trace: int
+    start_s: float
+    logged: int
+    """How many of the policies keep their timeline."""
+
+
+def replay(matrix: Matrix, *, jobs: int | None = None, on_progress: Callable[[int], None] | None = None) -> Report:
+    """Play everything.
+
+    Args:
+        matrix: what to play.
+        jobs: processes; None for one per core. One plays in this process.
+        on_progress: told how many plays were finished since it was last told.
+
+    Raises:
+        PolicyError: a policy raised or returned nonsense; the whole replay fails.
+    """
+    tasks = list(_tasks(matrix))
+    runs: list[dict[str, Any]] = []
+    report = Report({})
+    for outcomes in _outcomes(matrix, tasks, jobs or os.cpu_count() or 1):
+        for run, steps, log, link in outcomes:
+            if log is not None:
+                report.timelines.append({"run": len(runs), "log": log, "link": link})
+            runs.append(run)
+            report.steps.append(steps)
+        if on_progress is not None:
+            on_progress(len(outcomes))
+    report.result = finish(matrix, runs)
+    return report
+
+
+def finish(matrix: Matrix, runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """The report around the runs."""
+    catalog, options = matrix.catalog, matrix.options
+    group_tokens = [catalog.group_tokens(group) for group in range(catalog.groups)]
+    return {
+        "schema": SCHEMA,
+        "asset": {
+            "model": catalog.spec.model,
+            "prompt": catalog.namespace.prompt,
+            "tokens": catalog.tokens,
+            "groups": catalog.groups,
+            "fp16_bytes": catalog.fp16_bytes,
+            "tracks": [
+                {"track": track.name, "bytes": track.total_bytes, "loss": float(f"{sum(track.loss):.6g}")}
+                for track in catalog.tracks
+            ],
+        },
+        "options": {
+            "deadline_s": options.deadline_s,
+            "rtt_s": options.rtt_s,
+            "scale_to_mean": options.scale_to_mean,
+            "engine_mode": options.mode,
+            "recompute": None if options.cost is None else options.cost.to_json(),
+            "decode_scale": options.decode_scale,
+            "slow_start": options.slow_start,
+            "estimator": options.estimator,
+            "starts": matrix.starts,
+            "seed": matrix.seed,
+        },
+        "summary": summarise(runs, group_tokens),
+        "families": by_family(runs, group_tokens),
+        "runs": runs,
+    }
+
+
+def _tasks(matrix: Matrix) -> Iterator[_Task]:
+    kept = 0
+    for index, trace in enumerate(matrix.traces):
+        dice = random.Random(f"{matrix.seed}:{trace.family}:{trace.name}")  # noqa: S311  # start points, not secrets
+        for number in range(matrix.starts):
+            start_s = 0.0 if number == 0 else dice.uniform(0.0, trace.duration_s)
+            if matrix.timelines < 0:
+                logged = len(matrix.policies)
+            else:
+                logged = min(len(matrix.policies), matrix.timelines - kept) if number == 0 else 0
+            kept += logged
+            yield _Task(index, start_s, logged)
+
+
+_Outcomes = list[tuple[dict[str, Any], list[Any], list[Any] | None, list[Any] | None]]
+
+
+def _outcomes(matrix: Matrix, tasks: Sequence[_Task], jobs: int) -> Iterator[_Outcomes]:
+    if jobs == 1 or len(tasks) == 1:
+        stage = Stage(matrix.catalog, matrix.options)
+        for task in tasks:
+            yield _play(matrix, stage, task)
+        return
+    # Forking shares the traces with the children for nothing; where it does not exist they are sent once.
+    method = "fork" if "fork" in multiprocessing.get_all_start_methods() else None
+    pool = ProcessPoolExecutor(
+        min(jobs, len(tasks)), multiprocessing.get_context(method), initializer=_begin, initargs=(matrix,)
+    )
+    try:
+        chunk = max(1, min(16, len(tasks) // (4 * jobs)))
+        yield from pool.map(_play_in_child, tasks, chunksize=chunk)
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+_child: tuple[Matrix, Stage] | None = None
+
+
+def _begin(matrix: Matrix) -> None:
+    global _child  # noqa: PLW0603  # what a pool's initialiser is for
+    _child = (matrix, Stage(matrix.catalog, matrix.options))
+
+
+def _play_in_child(task: _Task) -> _Outcomes:
+    assert _child is not None  # noqa: S101
+    return _play(*_child, task)
+
+
+def _play(matrix: Matrix, stage: Stage, task: _Task) -> _Outcomes:
+    trace = matrix.traces[task.trace]
+    capacity, rtt_s, bound = stage.prepare(trace, task.start_s)
+    out: _Outcomes = []
+    for index, policy in enumerate(matrix.policies):
+        log = index < task.logged
+        played = stage.play_on(trace, task.start_s, policy, capacity, rtt_s, bound, log=log)
+        out.append((played.run, played.record.steps, played.log, played.link))
+    return out

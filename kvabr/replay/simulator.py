@@ -1,0 +1,173 @@
+"""Plays a session against the link model: a small event loop whose clock is the trace."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from kvabr.catalog import Catalog
+from kvabr.player.actions import Cancel, Decode, Fetch, Recompute
+from kvabr.player.record import PlayRecord
+from kvabr.player.session import Session
+from kvabr.recompute.cost import PrefillCost
+from kvabr.replay.link import Capacity
+
+_EPSILON = 1e-9
+
+
+@dataclass(slots=True)
+class _Flow:
+    request: int
+    size: float
+    priority: int
+    opens_s: float
+    """When its first byte can come."""
+    closes_s: float = float("inf")
+    """When a cancelled flow stops taking capacity."""
+    received: float = 0.0
+    seen: bool = False
+    cancelled: bool = False
+
+
+class Simulator:
+    """Drives one `Session` over one `Capacity`."""
+
+    def __init__(
+        self,
+        session: Session,
+        catalog: Catalog,
+        capacity: Capacity,
+        *,
+        rtt_s: float,
+        cost: PrefillCost | None = None,
+        decode_scale: float = 1.0,
+    ) -> None:
+        self._session, self._catalog, self._capacity = session, catalog, capacity
+        self._rtt_s, self._cost, self._decode_scale = rtt_s, cost, decode_scale
+        self._flows: list[_Flow] = []
+        self._decoding: deque[tuple[float, int]] = deque()
+        self._decoder_free_s = 0.0
+        self._compute: tuple[float, int, int] | None = None
+        self.ghost_bytes = 0.0
+        """Bytes that cancelled requests still took from the link."""
+
+    def run(self) -> PlayRecord:
+        """Play to the end.
+
+        Raises:
+            PolicyError: from the session's policy.
+        """
+        session = self._session
+        now = 0.0
+        session.start(now)
+        self._obey(now)
+        while not session.over:
+            then = self._next(now)
+            self._carry(now, then)
+            now = then
+            self._tell(now)
+            self._obey(now)
+        return session.record
+
+    def _obey(self, now: float) -> None:
+        for action in self._session.actions():
+            if isinstance(action, Fetch):
+                self._flows.append(_Flow(action.request, action.bytes, action.priority, now + self._rtt_s))
+            elif isinstance(action, Decode):
+                track = self._catalog.by_name[action.track]
+                share = self._catalog.group_tokens(action.group) / self._catalog.spec.group_tokens
+                start = max(now, self._decoder_free_s)
+                self._decoder_free_s = start + track.decode_s * share * self._decode_scale
+                self._decoding.append((self._decoder_free_s, action.request))
+            elif isinstance(action, Cancel):
+                for flow in self._flows:
+                    if flow.request == action.request and not flow.cancelled:
+                        flow.cancelled = True
+                        flow.closes_s = now + self._rtt_s
+                        if flow.opens_s >= flow.closes_s - _EPSILON:
+                            flow.size = 0.0
+            elif isinstance(action, Recompute):
+                self._start_compute(action, now)
+
+    def _start_compute(self, action: Recompute, now: float) -> None:
+        assert self._cost is not None  # noqa: S101  # a session without a cost model asks for no recompute
+        first = action.first * self._catalog.spec.group_tokens
+        last = min(action.last * self._catalog.spec.group_tokens, self._catalog.tokens)
+        self._compute = (now + self._cost.seconds(first, last - first), action.first, action.last)
+
+    def _served(self, now: float) -> list[_Flow]:
+        """The flows that share the capacity now: open, of the lowest priority number."""
+        served: list[_Flow] = []
+        for flow in self._flows:
+            if flow.opens_s > now + _EPSILON:
+                continue
+            if not served or flow.priority < served[0].priority:
+                served = [flow]
+            elif flow.priority == served[0].priority:
+                served.append(flow)
+        return served
+
+    def _next(self, now: float) -> float:
+        """When something happens next."""
+        then = self._session.next_timer()
+        assert then is not None  # noqa: S101  # the play is not over
+        for flow in self._flows:
+            if now + _EPSILON < flow.opens_s < then:
+                then = flow.opens_s
+            if flow.closes_s < then:
+                then = flow.closes_s
+        if self._decoding and self._decoding[0][0] < then:
+            then = self._decoding[0][0]
+        if self._compute is not None and self._compute[0] < then:
+            then = self._compute[0]
+        served = self._served(now)
+        if served:
+            least = min(flow.size - flow.received for flow in served)
+            finish = self._capacity.when(now, max(0.0, least) * len(served))
+            if finish < then:
+                then = finish
+        return max(then, now)
+
+    def _carry(self, now: float, then: float) -> None:
+        served = self._served(now)
+        if served and then > now:
+            share = self._capacity.between(now, then) / len(served)
+            for flow in served:
+                flow.received = min(flow.size, flow.received + share)
+                if flow.cancelled:
+                    self.ghost_bytes += share
+
+    def _tell(self, now: float) -> None:
+        """Tell the session what has happened by ``now``."""
+        session = self._session
+        timer = session.next_timer()
+        served = self._served(now)
+        due = timer is not None and timer <= now + _EPSILON
+        finished: list[_Flow] = []
+        keep: list[_Flow] = []
+        for flow in self._flows:
+            complete = flow.received >= flow.size - 0.5
+            if flow.cancelled:
+                if flow.closes_s > now + _EPSILON and not complete:
+                    keep.append(flow)
+                continue
+            if not flow.seen and (flow.received > 0 or (flow in served and self._capacity.rate(now) > 0)):
+                flow.seen = True
+                session.first_byte(flow.request, now)
+            if complete:
+                finished.append(flow)
+                continue
+            keep.append(flow)
+            if due and flow.received:
+                session.progress(flow.request, int(flow.received), now)
+        self._flows = keep
+        for flow in finished:
+            session.done(flow.request, now)
+        while self._decoding and self._decoding[0][0] <= now + _EPSILON:
+            session.decoded(self._decoding.popleft()[1], now)
+        if self._compute is not None and self._compute[0] <= now + _EPSILON:
+            _, first, last = self._compute
+            self._compute = None
+            session.computed(first, last, now)
+        if due:
+            session.timer(now)

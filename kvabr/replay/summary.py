@@ -1,0 +1,106 @@
+"""Totals of a replay: per policy, and per trace family and policy."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+_Z95 = 1.959963984540054
+
+
+def summarise(runs: Sequence[dict[str, Any]], group_tokens: Sequence[int], decimals: int = 9) -> dict[str, Any]:
+    """The ``summary`` of a replay report: one entry per policy, in the order in which they first appear.
+
+    Hit ratio, loss and regret are over the feasible plays: those in which at least a clairvoyant player could have met
+    the deadline. The others are counted in ``infeasible``.
+
+    Args:
+        runs: lines of the report.
+        group_tokens: tokens in each group of the asset.
+        decimals: significant digits kept.
+    """
+    by_policy: dict[str, list[dict[str, Any]]] = {}
+    for run in runs:
+        by_policy.setdefault(run["policy"], []).append(run)
+    return {policy: _entry(lines, group_tokens, decimals) for policy, lines in by_policy.items()}
+
+
+def by_family(runs: Sequence[dict[str, Any]], group_tokens: Sequence[int]) -> dict[str, Any]:
+    """The same for every trace family: {family: {policy: entry}}."""
+    families: dict[str, list[dict[str, Any]]] = {}
+    for run in runs:
+        families.setdefault(run["trace_family"], []).append(run)
+    return {family: summarise(lines, group_tokens) for family, lines in sorted(families.items())}
+
+
+def wilson(hits: int, runs: int) -> tuple[float, float]:
+    """95 % confidence interval of a ratio (Wilson, 1927): honest for few runs and for ratios near 0 and 1."""
+    if not runs:
+        return (0.0, 1.0)
+    share = hits / runs
+    middle = share + _Z95**2 / (2 * runs)
+    spread = _Z95 * math.sqrt(share * (1 - share) / runs + _Z95**2 / (4 * runs**2))
+    scale = 1 + _Z95**2 / runs
+    return (max(0.0, (middle - spread) / scale), min(1.0, (middle + spread) / scale))
+
+
+def percentile(values: Iterable[float], share: float) -> float | None:
+    """Linear interpolation between the two nearest ranks; None of no values."""
+    ranked = sorted(values)
+    if not ranked:
+        return None
+    place = share * (len(ranked) - 1)
+    low = math.floor(place)
+    high = min(low + 1, len(ranked) - 1)
+    return ranked[low] + (place - low) * (ranked[high] - ranked[low])
+
+
+def mean(values: Iterable[float]) -> float | None:
+    """Arithmetic mean; None of no values."""
+    listed = list(values)
+    return math.fsum(listed) / len(listed) if listed else None
+
+
+def _entry(runs: Sequence[dict[str, Any]], group_tokens: Sequence[int], decimals: int) -> dict[str, Any]:
+    feasible = [run for run in runs if run["feasible"]]
+    hits = sum(run["met"] for run in feasible)
+    ttft = [run["ttft_s"] for run in runs if run["ttft_s"] is not None]
+    tokens: Counter[str] = Counter()
+    for run in runs:
+        for group in run["groups"]:
+            tokens[group["track"] or "none"] += group_tokens[group["group"]]
+    fetched = sum(run["bytes_fetched"] for run in runs)
+    wasted = sum(run["bytes_wasted"] for run in runs)
+    entry: dict[str, Any] = {
+        "runs": len(runs),
+        "infeasible": len(runs) - len(feasible),
+        "gave_up": sum(run["gave_up"] is not None for run in runs),
+        "hit_ratio": hits / len(feasible) if feasible else None,
+        "hit_ratio_ci95": list(wilson(hits, len(feasible))) if feasible else None,
+        "ttft_p50_s": percentile(ttft, 0.50),
+        "ttft_p95_s": percentile(ttft, 0.95),
+        "ttft_p99_s": percentile(ttft, 0.99),
+        "loss_mean": mean(run["loss"] for run in feasible),
+        "loss_p95": percentile((run["loss"] for run in feasible), 0.95),
+        "clairvoyant_loss_mean": mean(run["clairvoyant_loss"] for run in feasible),
+        "regret_mean": mean(run["regret"] for run in feasible),
+        "regret_p95": percentile((run["regret"] for run in feasible), 0.95),
+        "tokens_recomputed_mean": mean(run["tokens_recomputed"] for run in runs),
+        "recompute_s_mean": mean(run["recompute_s"] for run in runs),
+        "bytes_wasted_share": wasted / fetched if fetched else 0.0,
+        "abandoned_mean": mean(run["abandoned"] for run in runs),
+        "track_share": {track: count / tokens.total() for track, count in sorted(tokens.items())},
+    }
+    return {key: _round(value, decimals) for key, value in entry.items()}
+
+
+def _round(value: Any, digits: int) -> Any:
+    if isinstance(value, float):
+        return float(f"{value:.{digits}g}")
+    if isinstance(value, list):
+        return [_round(item, digits) for item in value]
+    if isinstance(value, dict):
+        return {key: _round(item, digits) for key, item in value.items()}
+    return value
