@@ -5,6 +5,7 @@ Computed once per catalog and shared by every play of it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -37,6 +38,9 @@ class Step:
         return self.saving / self.bytes
 
 
+Options = tuple[tuple[Option, ...], ...]
+
+
 class Ladder:
     """The tracks of a catalog that are worth playing, cheapest first."""
 
@@ -56,23 +60,29 @@ class Ladder:
         self.names: tuple[str, ...] = tuple(track.name for track in tracks)
         self.cheapest: str = self.names[0]
         self.best: str = self.names[-1]
-        self.options: tuple[tuple[Option, ...], ...] = tuple(_options(catalog, g) for g in range(catalog.groups))
-        """Per group, the lower convex hull of its options (layers included), cheapest first."""
-        self.steps: tuple[Step, ...] = tuple(
-            sorted(
-                (
-                    Step(group, b.track, b.bytes - a.bytes, a.loss - b.loss)
-                    for group, hull in enumerate(self.options)
-                    for a, b in pairwise(hull)
-                ),
-                key=lambda step: -step.worth,
-            )
-        )
+        self.options: Options = tuple(_hull(catalog, self.tracks, g) for g in range(catalog.groups))
+        """Per group, the lower convex hull of its self-contained options, cheapest first."""
+        self.steps: tuple[Step, ...] = rank(self.options)
         """Every step of every hull, most loss saved per byte first: the order in which a budget is best spent."""
 
     def index(self, track: str) -> int:
         """Place of ``track`` among `tracks`."""
         return self.names.index(track)
+
+
+def rank(options: Options) -> tuple[Step, ...]:
+    """Every step along every group's hull, most loss saved per byte first."""
+    steps = [
+        Step(group, b.track, b.bytes - a.bytes, a.loss - b.loss)
+        for group, hull in enumerate(options)
+        for a, b in pairwise(hull)
+    ]
+    return tuple(sorted(steps, key=lambda step: -step.worth))
+
+
+def every_option(catalog: Catalog) -> Options:
+    """Per group, the lower convex hull of all its options, layers stacked on what they refine included."""
+    return tuple(_hull(catalog, catalog.tracks, group) for group in range(catalog.groups))
 
 
 def stack(catalog: Catalog, track: Track) -> tuple[Track, ...]:
@@ -83,10 +93,9 @@ def stack(catalog: Catalog, track: Track) -> tuple[Track, ...]:
     return tuple(reversed(layers))
 
 
-def _options(catalog: Catalog, group: int) -> tuple[Option, ...]:
+def _hull(catalog: Catalog, tracks: Sequence[Track], group: int) -> tuple[Option, ...]:
     points = sorted(
-        (sum(layer.bytes[group] for layer in stack(catalog, track)), track.loss[group], track.name)
-        for track in catalog.tracks
+        (sum(layer.bytes[group] for layer in stack(catalog, track)), track.loss[group], track.name) for track in tracks
     )
     hull: list[Option] = []
     for nbytes, loss, name in points:

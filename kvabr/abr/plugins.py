@@ -7,6 +7,7 @@ import inspect
 import sys
 import traceback
 from collections.abc import Callable, Mapping
+from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
@@ -31,6 +32,7 @@ def estimators() -> dict[str, type[Estimator]]:
     return _named("kvabr.estimators", ESTIMATORS)
 
 
+@cache
 def load_policy(text: str) -> Callable[[], Policy]:
     """A factory of fresh policy objects.
 
@@ -43,6 +45,7 @@ def load_policy(text: str) -> Callable[[], Policy]:
     return _load(text, Policy, policies(), "policy", "policies")  # type: ignore[type-abstract]
 
 
+@cache
 def load_estimator(text: str) -> Callable[[], Estimator]:
     """A factory of fresh estimator objects; as `load_policy`."""
     return _load(text, Estimator, estimators(), "estimator", "estimators")  # type: ignore[type-abstract]
@@ -56,7 +59,9 @@ def _named(group: str, builtin: Mapping[str, type[T]]) -> dict[str, type[T]]:
     return found
 
 
-def _load(text: str, base: type[T], named: Mapping[str, type[T]], kind: str, command: str) -> Callable[[], T]:
+def _load(
+    text: str, base: type[T], named: Mapping[str, type[T]], kind: str, command: str
+) -> Callable[[], T]:
     head, _, argument = text.partition(":")
     if head.endswith(".py"):
         return _construct(_class_in(Path(head), argument, base, kind), text, None)

@@ -24,6 +24,7 @@ class Transfer:
     requested_s: float
     received: int = 0
     first_byte_s: float | None = None
+    done_s: float | None = None
 
     @property
     def remaining(self) -> int:
@@ -35,7 +36,6 @@ class View:
     """The play as a policy sees it. The player keeps it up to date; a policy only reads it."""
 
     __slots__ = (
-        "_missing",
         "catalog",
         "cost",
         "deadline_s",
@@ -43,10 +43,12 @@ class View:
         "in_flight",
         "ladder",
         "lower_bound",
+        "missing_groups",
         "now",
         "oracle",
         "outstanding_bytes",
         "rate",
+        "settled",
         "track_of",
         "ttfb_s",
     )
@@ -78,18 +80,21 @@ class View:
         """Seconds of decoding that wait for, or run on, the decoder."""
         self.track_of: list[str | None] = [None] * ladder.catalog.groups
         """Per group, the track that is in place or arriving; ``recomputed`` if the engine computes it; or None."""
+        self.settled: set[int] = set()
+        """Groups in place with nothing under way for them: those that may be upgraded."""
         self.in_flight: dict[int, Transfer] = {}
         """Requests in flight, by request number."""
         self.oracle: Callable[[float], float] | None = oracle
         """In a simulator: bytes that the link will carry in the next so many seconds. None in a real play."""
         self.cost: PrefillCost | None = cost
         """What the engine's prefill costs; None if nothing can be recomputed."""
-        self._missing: dict[int, None] = dict.fromkeys(range(ladder.catalog.groups))
+        self.missing_groups: dict[int, None] = dict.fromkeys(range(ladder.catalog.groups))
+        """What `missing` shows; the player keeps it."""
 
     @property
     def missing(self) -> KeysView[int]:
         """Groups that are neither in place, nor under way, nor left to the engine; in ascending order."""
-        return self._missing.keys()
+        return self.missing_groups.keys()
 
     @property
     def groups(self) -> int:
@@ -103,7 +108,7 @@ class View:
 
     def first_missing(self) -> int | None:
         """The earliest of `missing`, or None if every group is in place or under way."""
-        return next(iter(self._missing), None)
+        return next(iter(self.missing_groups), None)
 
     def bytes(self, group: int, track: str) -> int:
         """Size of one group on one track."""
@@ -158,4 +163,4 @@ class View:
     def floor_bytes(self) -> int:
         """Bytes of every missing group at the cheapest track."""
         sizes = self.ladder.tracks[0].bytes
-        return sum(sizes[group] for group in self._missing)
+        return sum(sizes[group] for group in self.missing_groups)

@@ -16,9 +16,13 @@ With an engine that can recompute, the network's part shrinks:
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvabr.abr.ladder import Ladder
+import numpy as np
+
+from kvabr.abr.ladder import Options, Step, every_option, rank
+from kvabr.catalog import Catalog
 from kvabr.recompute.cost import PrefillCost
 from kvabr.recompute.planner import EngineMode
 from kvabr.replay.link import Capacity
@@ -37,11 +41,11 @@ class Bound:
 class _Curve:
     """Least loss of the groups before a cut as a function of bytes: convex, piecewise linear."""
 
-    def __init__(self, ladder: Ladder, groups: int) -> None:
-        self.least_bytes = sum(hull[0].bytes for hull in ladder.options[:groups])
+    def __init__(self, options: Options, steps: Sequence[Step], groups: int) -> None:
+        self.least_bytes = sum(hull[0].bytes for hull in options[:groups])
         self.bytes = [0]
-        self.loss = [sum(hull[0].loss for hull in ladder.options[:groups])]
-        for step in ladder.steps:
+        self.loss = [sum(hull[0].loss for hull in options[:groups])]
+        for step in steps:
             if step.group < groups:
                 self.bytes.append(self.bytes[-1] + step.bytes)
                 self.loss.append(self.loss[-1] - step.saving)
@@ -63,12 +67,18 @@ class Clairvoyant:
     """Computes the bound for plays of one catalog."""
 
     def __init__(
-        self, ladder: Ladder, cost: PrefillCost | None, mode: EngineMode, *, decode_scale: float = 1.0
+        self, catalog: Catalog, cost: PrefillCost | None, mode: EngineMode, *, decode_scale: float = 1.0
     ) -> None:
-        self._ladder, self._cost, self._mode = ladder, cost, mode
-        self._catalog = ladder.catalog
+        self._catalog, self._cost, self._mode = catalog, cost, mode
+        self._options = every_option(catalog)
+        self._steps = rank(self._options)
+        # The hulls as [group, option] arrays, short ones filled up with their last option.
+        widest = max(map(len, self._options))
+        filled = [(*hull, *[hull[-1]] * (widest - len(hull))) for hull in self._options]
+        self._losses = np.array([[option.loss for option in hull] for hull in filled])
+        self._sizes = np.array([[float(option.bytes) for option in hull] for hull in filled])
         self._decode_tail_s = decode_scale * min(track.decode_s for track in self._catalog.tracks)
-        self._curves = {self._catalog.groups: _Curve(ladder, self._catalog.groups)}
+        self._curves: dict[int, _Curve] = {}
 
     def bound(self, capacity: Capacity, deadline_s: float) -> Bound:
         """The bound for one play."""
@@ -84,7 +94,7 @@ class Clairvoyant:
 
     def _curve(self, groups: int) -> _Curve:
         if groups not in self._curves:
-            self._curves[groups] = _Curve(self._ladder, groups)
+            self._curves[groups] = _Curve(self._options, self._steps, groups)
         return self._curves[groups]
 
     def _cut(self, capacity: Capacity, deadline_s: float) -> float:
@@ -114,7 +124,7 @@ class Clairvoyant:
 
     def _holes(self, nbytes: float, deadline_s: float) -> float:
         count = self._computable(deadline_s)
-        options = self._ladder.options
+        options = self._options
         if count >= len(options):
             return 0.0
         if count == 0:
@@ -124,13 +134,13 @@ class Clairvoyant:
             return float("inf")
         # max over prices p >= 0 of  sum_g min_o (loss + p bytes) - (the `count` largest of these) - p nbytes:
         # concave in p, so narrowing by thirds finds it.
-        worths = [step.worth for step in self._ladder.steps]
+        worths = [step.worth for step in self._steps]
         if not worths:
             return max(0.0, sum(sorted(hull[0].loss for hull in options)[: len(options) - count]))
 
         def dual(price: float) -> float:
-            costs = sorted(min(o.loss + price * o.bytes for o in hull) for hull in options)
-            return sum(costs[: len(options) - count]) - price * nbytes
+            costs = np.sort((self._losses + price * self._sizes).min(axis=1))
+            return float(costs[: len(options) - count].sum()) - price * nbytes
 
         low, high = 0.0, 4.0 * worths[0]
         best = dual(0.0)

@@ -13,7 +13,7 @@ What is modelled, and what is not:
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from itertools import accumulate
 
 from kvabr.errors import TraceError
@@ -76,9 +76,10 @@ class Capacity:
         wanted = self._origin + target - self._ramp_bytes + self._ramp_base
         turns = int(wanted // self._total)
         rest = wanted - turns * self._total
-        index = min(max(bisect_right(self._sums, rest) - 1, 0), len(self._rates) - 1)
-        if rest <= self._sums[index] and index and not turns and not rest:
-            index -= 1
+        if rest <= 0 and turns:
+            turns, rest = turns - 1, self._total
+        # The first segment at whose end the sum is reached: where the rate is zero the sum was reached before.
+        index = max(bisect_left(self._sums, rest) - 1, 0)
         rate = self._rates[index]
         within = self._starts[index] + ((rest - self._sums[index]) / rate if rate > 0 else 0.0)
         return max(t0, turns * self._period + within - self._offset)
@@ -88,7 +89,8 @@ class Capacity:
         points = [(start, rate) for start, _, rate in self._ramp if start < until_s]
         t = self._ramp_end
         points.append((t, self._trace_rate(t)))
-        turn, index = divmod(self._offset + t, self._period)[0], bisect_right(self._starts, (self._offset + t) % self._period)
+        turn, position = divmod(self._offset + t, self._period)
+        index = bisect_right(self._starts, position)
         while True:
             if index >= len(self._starts):
                 turn, index = turn + 1, 0

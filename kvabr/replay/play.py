@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvabr.abr.ladder import Ladder
@@ -46,7 +46,7 @@ class PlayOptions:
     slow_start: bool = True
     estimator: str | None = None
     """Estimator for every policy; None for each policy's own."""
-    config: PlayerConfig = PlayerConfig()
+    config: PlayerConfig = field(default_factory=PlayerConfig)
 
     def __post_init__(self) -> None:
         if not 0 < self.deadline_s < math.inf:
@@ -75,7 +75,7 @@ class Stage:
     def __init__(self, catalog: Catalog, options: PlayOptions) -> None:
         self.catalog, self.options = catalog, options
         self.ladder = Ladder(catalog)
-        self._clairvoyant = Clairvoyant(self.ladder, options.cost, options.mode, decode_scale=options.decode_scale)
+        self._clairvoyant = Clairvoyant(catalog, options.cost, options.mode, decode_scale=options.decode_scale)
 
     def prepare(self, trace: Trace, start_s: float) -> tuple[Capacity, float, Bound]:
         """The link of one play, its round trip, and the clairvoyant bound."""

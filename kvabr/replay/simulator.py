@@ -15,7 +15,7 @@ from kvabr.replay.link import Capacity
 _EPSILON = 1e-9
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Flow:
     request: int
     size: float
@@ -114,8 +114,7 @@ class Simulator:
         for flow in self._flows:
             if now + _EPSILON < flow.opens_s < then:
                 then = flow.opens_s
-            if flow.closes_s < then:
-                then = flow.closes_s
+            then = min(then, flow.closes_s)
         if self._decoding and self._decoding[0][0] < then:
             then = self._decoding[0][0]
         if self._compute is not None and self._compute[0] < then:
@@ -123,9 +122,9 @@ class Simulator:
         served = self._served(now)
         if served:
             least = min(flow.size - flow.received for flow in served)
-            finish = self._capacity.when(now, max(0.0, least) * len(served))
-            if finish < then:
-                then = finish
+            # A quarter of a byte less than all of it, lest a rounding error puts the end behind an outage.
+            finish = self._capacity.when(now, max(0.0, least - 0.25) * len(served))
+            then = min(then, finish)
         return max(then, now)
 
     def _carry(self, now: float, then: float) -> None:
@@ -141,8 +140,20 @@ class Simulator:
         """Tell the session what has happened by ``now``."""
         session = self._session
         timer = session.next_timer()
-        served = self._served(now)
         due = timer is not None and timer <= now + _EPSILON
+        self._tell_transfers(now, due=due)
+        while self._decoding and self._decoding[0][0] <= now + _EPSILON:
+            session.decoded(self._decoding.popleft()[1], now)
+        if self._compute is not None and self._compute[0] <= now + _EPSILON:
+            _, first, last = self._compute
+            self._compute = None
+            session.computed(first, last, now)
+        if due:
+            session.timer(now)
+
+    def _tell_transfers(self, now: float, *, due: bool) -> None:
+        session = self._session
+        served = self._served(now)
         finished: list[_Flow] = []
         keep: list[_Flow] = []
         for flow in self._flows:
@@ -163,11 +174,3 @@ class Simulator:
         self._flows = keep
         for flow in finished:
             session.done(flow.request, now)
-        while self._decoding and self._decoding[0][0] <= now + _EPSILON:
-            session.decoded(self._decoding.popleft()[1], now)
-        if self._compute is not None and self._compute[0] <= now + _EPSILON:
-            _, first, last = self._compute
-            self._compute = None
-            session.computed(first, last, now)
-        if due:
-            session.timer(now)

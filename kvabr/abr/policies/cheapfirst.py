@@ -7,7 +7,7 @@ Layers, where an asset has them, are upgrades that cost only their own bytes.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from kvabr.abr.policy import Decision, Policy
 from kvabr.abr.view import View
@@ -18,15 +18,24 @@ _OPTIMISM = 1.25
 """An upgrade is tried if it arrives in time at this multiple of the expected rate: a try costs bytes, not time."""
 
 
+class _Upgrade(NamedTuple):
+    worth: float
+    """Loss saved per byte."""
+    track: str
+    bytes: int
+    saving: float
+    decode_s: float
+
+
 class CheapFirst(Policy):
     """Cheapest first, then most loss saved per byte."""
 
     name: ClassVar[str] = "cheapfirst"
 
     def start(self, view: View) -> None:
-        """Pick the base track: the one whose whole cache is soonest in place, decoding included."""
+        """Begin with the track of fewest bytes."""
         self._base = view.ladder.cheapest
-        self._ranked: list[tuple[float, int, str]] | None = None
+        self._known: dict[tuple[int, str], list[_Upgrade]] = {}
 
     def decide(self, view: View) -> Decision:
         """First the base of every group, then the upgrades."""
@@ -51,31 +60,41 @@ class CheapFirst(Policy):
         return min(view.ladder.names, key=seconds)
 
     def _upgrade(self, view: View) -> Decision:
+        """The upgrade that saves most per byte among those that would arrive in time."""
         reach = _OPTIMISM * view.rate
+        budget = view.budget_bytes(reach, view.decode_backlog_s)
         saving_left = 0.0
-        best: tuple[float, int, str] | None = None
-        for group, current in enumerate(view.track_of):
-            if current is None or current == "recomputed":
+        best: _Upgrade | None = None
+        best_group = -1
+        for group in view.settled:
+            offers = self._offers(view, group)
+            if not offers:
                 continue
-            now_lost = view.loss(group, current)
-            if now_lost < _GOOD_ENOUGH / view.groups:
-                continue
-            top = 0.0
-            for track in view.catalog.tracks:
-                if track.refines is not None and track.refines != current:
-                    continue
-                saving = now_lost - track.loss[group]
-                top = max(top, saving)
-                size = track.bytes[group]
-                if saving <= 0 or (best is not None and saving / size <= best[0]):
-                    continue
-                if view.budget_bytes(reach, view.decode_backlog_s + track.decode_s) < size:
-                    continue
-                best = (saving / size, group, track.name)
-            saving_left += top
+            saving_left += offers[0].saving
+            for offer in offers:
+                if best is not None and offer.worth <= best.worth:
+                    break
+                if offer.bytes + reach * offer.decode_s <= budget:
+                    best, best_group = offer, group
+                    break
+        if best is not None and saving_left >= _GOOD_ENOUGH:
+            reason = f"saves {best.saving:.2e} nats with {best.bytes / 1e3:.0f} kB, the most per byte"
+            return Decision.upgrade(best_group, best.track, reason)
         if saving_left < _GOOD_ENOUGH:
-            return Decision.finish(f"upgrades could save only {saving_left:.1e} nats more")
-        if best is None:
-            return Decision.finish("no upgrade would arrive in time")
-        worth, group, name = best
-        return Decision.upgrade(group, name, f"saves most: {worth * 1e9:.2f} nats per GB")
+            return Decision.wait(f"what is in place could lose only {saving_left:.1e} nats less")
+        return Decision.wait("no upgrade would arrive in time")
+
+    def _offers(self, view: View, group: int) -> list[_Upgrade]:
+        """What can be had on top of, or instead of, the group's track; most worth first. Worked out once."""
+        current = view.track_of[group] or self._base
+        key = (group, current)
+        if key not in self._known:
+            lost = view.loss(group, current)
+            offers = []
+            for track in view.catalog.tracks:
+                saving = lost - track.loss[group]
+                if saving > 0 and track.refines in {None, current}:
+                    size = track.bytes[group]
+                    offers.append(_Upgrade(saving / size, track.name, size, saving, track.decode_s))
+            self._known[key] = sorted(offers, reverse=True)
+        return self._known[key]

@@ -1,0 +1,7 @@
+"""`python -m kvabr` is the `kvabr` command."""
+
+import sys
+
+from kvabr.cli import main
+
+sys.exit(main())

