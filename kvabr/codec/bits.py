@@ -1,0 +1,70 @@
+"""Small shared parts of the codecs: reading arrays from a payload, and two 4-bit numbers in a byte."""
+
+from __future__ import annotations
+
+import torch
+
+from kvabr.errors import FormatError
+
+
+class Reader:
+    """Takes arrays off a payload one after the other, checking that there is enough of it."""
+
+    def __init__(self, payload: memoryview, what: str) -> None:
+        self._payload, self._what, self._at = payload, what, 0
+
+    def bytes(self, size: int) -> memoryview:
+        """The next ``size`` bytes."""
+        if size < 0 or self._at + size > len(self._payload):
+            raise FormatError(f"{self._what}: {len(self._payload)} bytes of payload are too few; truncated or not ours")
+        piece = self._payload[self._at : self._at + size]
+        self._at += size
+        return piece
+
+    def tensor(self, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+        """The next array, as a view of the payload."""
+        count = 1
+        for size in shape:
+            count *= size
+        piece = self.bytes(count * dtype.itemsize)
+        # A read-only buffer is fine: nothing here writes into it. bytearray() silences torch by copying only if needed.
+        return torch.frombuffer(_writable(piece), dtype=torch.uint8).view(dtype).reshape(shape)
+
+    def end(self) -> None:
+        """Nothing may be left."""
+        if self._at != len(self._payload):
+            raise FormatError(f"{self._what}: {len(self._payload) - self._at} bytes too many in the payload")
+
+
+def finite(values: torch.Tensor, what: str) -> torch.Tensor:
+    """Refuse scales that are NaN or infinite: they would poison a whole channel."""
+    if not bool(torch.isfinite(values).all()):
+        raise FormatError(f"{what}: a scale is not a finite number; the payload is not ours")
+    return values
+
+
+def raw(values: torch.Tensor) -> bytes:
+    """The bytes of an array, little-endian, in row-major order."""
+    return values.contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def pack_nibbles(values: torch.Tensor) -> torch.Tensor:
+    """Two 4-bit numbers a byte: the first half of the flattened array in the low nibbles, the second in the high ones."""
+    flat = values.reshape(-1)
+    half = (flat.numel() + 1) // 2
+    packed = flat[:half].clone()
+    packed[: flat.numel() - half] |= flat[half:] << 4
+    return packed
+
+
+def unpack_nibbles(packed: torch.Tensor, count: int) -> torch.Tensor:
+    """`pack_nibbles` undone, [count] of uint8."""
+    out = torch.empty(count, dtype=torch.uint8)
+    half = packed.numel()
+    torch.bitwise_and(packed, 15, out=out[:half])
+    torch.bitwise_right_shift(packed[: count - half], 4, out=out[half:])
+    return out
+
+
+def _writable(piece: memoryview) -> memoryview | bytearray:
+    return bytearray(piece) if piece.readonly else piece

@@ -1,0 +1,117 @@
+"""The one frame around every group on every track: what it is, how long it is, and whether it arrived whole.
+
+    magic 4 | version 1 | track length 1 | spec digest 16 | chunk digest 32 | group 4 | first token 8 | tokens 4 |
+    payload length 8 | CRC-32 of the payload 4 | track name | CRC-32 of all before 4 | payload
+
+All numbers are unsigned and little-endian. The checksums find accidents; what finds lies is the catalog, which has the
+SHA-256 of every frame. The chunk digest binds a frame to one prompt and one place in it.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from dataclasses import dataclass
+
+from kvabr.errors import FormatError, ForeignError
+from kvabr.naming import check_track_name
+
+MAGIC = b"KVAB"
+VERSION = 1
+MAX_PAYLOAD = 1 << 40
+_FIXED = struct.Struct("<4sBB16s32sIQIQI")
+_CRC = struct.Struct("<I")
+
+
+@dataclass(frozen=True, slots=True)
+class FrameHeader:
+    """What a frame says of itself."""
+
+    track: str
+    spec_digest: bytes
+    """16 bytes, see `KVSpec.digest`."""
+    chunk: str
+    """Chained prompt digest of the group, 64 hex digits."""
+    group: int
+    first_token: int
+    tokens: int
+    payload_bytes: int
+
+
+def pack(
+    payload: bytes | memoryview,
+    *,
+    track: str,
+    spec_digest: bytes,
+    chunk: str,
+    group: int,
+    first_token: int,
+    tokens: int,
+) -> bytes:
+    """Frame a payload."""
+    name = check_track_name(track).encode()
+    if len(spec_digest) != 16 or len(bytes.fromhex(chunk)) != 32:
+        raise FormatError("a frame needs a spec digest of 16 bytes and a chunk digest of 64 hex digits")
+    head = _FIXED.pack(
+        MAGIC, VERSION, len(name), spec_digest, bytes.fromhex(chunk), group, first_token, tokens, len(payload),
+        zlib.crc32(payload),
+    ) + name  # fmt: skip
+    return b"".join((head, _CRC.pack(zlib.crc32(head)), payload))
+
+
+def unpack(frame: bytes | memoryview, expect: FrameHeader | None = None) -> tuple[FrameHeader, memoryview]:
+    """Check a frame and return its header and a view of its payload, without copying.
+
+    Args:
+        frame: the bytes; hostile until checked.
+        expect: what it must be; its ``payload_bytes`` is not compared. None to accept any.
+
+    Raises:
+        FormatError: not a frame, of a newer version, truncated, too long, or corrupt.
+        ForeignError: a good frame of something else.
+    """
+    view = memoryview(frame)
+    if len(view) < _FIXED.size + _CRC.size:
+        raise FormatError(f"frame: {len(view)} bytes are too few to be one; it was truncated")
+    magic, version, name_length, spec, chunk, group, first, tokens, size, crc = _FIXED.unpack_from(view)
+    if magic != MAGIC:
+        raise FormatError(f"frame: starts with {bytes(magic)!r}, not {MAGIC!r}; this is no kvabr group")
+    if version != VERSION:
+        raise FormatError(f"frame: version {version}, this kvabr reads version {VERSION}; upgrade kvabr")
+    body = _FIXED.size + name_length + _CRC.size
+    if len(view) < body:
+        raise FormatError("frame: truncated within its header")
+    (head_crc,) = _CRC.unpack_from(view, body - _CRC.size)
+    if zlib.crc32(view[: body - _CRC.size]) != head_crc:
+        raise FormatError("frame: the header's checksum is wrong; it is corrupt, fetch it again")
+    if size > MAX_PAYLOAD or len(view) != body + size:
+        raise FormatError(f"frame: {len(view) - body} bytes of payload where its header says {size}; truncated or padded")
+    payload = view[body:]
+    if zlib.crc32(payload) != crc:
+        raise FormatError("frame: the payload's checksum is wrong; it is corrupt, fetch it again")
+    try:
+        track = check_track_name(bytes(view[_FIXED.size : _FIXED.size + name_length]).decode())
+    except UnicodeDecodeError as error:
+        raise FormatError("frame: its track name is not text") from error
+    header = FrameHeader(track, spec, chunk.hex(), group, first, tokens, size)
+    if expect is not None:
+        _compare(header, expect)
+    return header, payload
+
+
+def _compare(header: FrameHeader, expect: FrameHeader) -> None:
+    for field, what in (
+        ("spec_digest", "model or cache shape"),
+        ("chunk", "prompt"),
+        ("group", "group"),
+        ("track", "track"),
+        ("first_token", "first token"),
+        ("tokens", "number of tokens"),
+    ):
+        got, want = getattr(header, field), getattr(expect, field)
+        if got != want:
+            raise ForeignError(f"frame: its {what} is {_show(got)}, wanted {_show(want)}; it belongs to something else")
+
+
+def _show(value: object) -> str:
+    return value.hex() if isinstance(value, bytes) else str(value)

@@ -1,0 +1,75 @@
+"""One group to one frame and back: the path that the publisher and the player share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from kvabr.codec.base import GroupContext
+from kvabr.codec.container import FrameHeader, pack, unpack
+from kvabr.codec.registry import codec
+from kvabr.errors import FormatError
+
+
+def encode_group(
+    kv: torch.Tensor,
+    track: str,
+    context: GroupContext,
+    chunk: str,
+    group: int,
+    below: Sequence[bytes] = (),
+) -> bytes:
+    """Compress and frame one group.
+
+    Args:
+        kv: [layer, K/V, head, token, dim], any float dtype.
+        track: name of the codec.
+        context: what group it is.
+        chunk: its chained prompt digest.
+        group: its index.
+        below: payloads of the tracks that this one refines, base first.
+
+    Raises:
+        FormatError: another shape than the context says, or numbers that are not finite.
+    """
+    wanted = context.spec.shape(context.tokens)
+    if tuple(kv.shape) != wanted or not kv.is_floating_point():
+        raise FormatError(f"group {group}: {tuple(kv.shape)} {kv.dtype} cannot be encoded, floats of {wanted} are needed")
+    if not bool(torch.isfinite(kv).all()):
+        raise FormatError(f"group {group}: the cache holds NaN or infinity; it cannot be encoded")
+    payload = codec(track).encode(kv, context, below)
+    return pack(
+        payload,
+        track=track,
+        spec_digest=context.spec.digest(),
+        chunk=chunk,
+        group=group,
+        first_token=context.first_token,
+        tokens=context.tokens,
+    )
+
+
+def decode_group(
+    frame: bytes | memoryview,
+    track: str,
+    context: GroupContext,
+    chunk: str,
+    group: int,
+    out: torch.Tensor,
+    below: Sequence[memoryview] = (),
+) -> None:
+    """Check and decompress one frame into ``out``, [layer, K/V, head, token, dim].
+
+    Raises:
+        ForeignError: a good frame of something else.
+        FormatError: corrupt, truncated, or not what its codec makes.
+    """
+    expect = FrameHeader(track, context.spec.digest(), chunk, group, context.first_token, context.tokens, 0)
+    _, payload = unpack(frame, expect)
+    codec(track).decode(payload, context, out, below)
+
+
+def payload_of(frame: bytes | memoryview) -> memoryview:
+    """The payload of a frame that was checked before."""
+    return unpack(frame)[1]

@@ -1,0 +1,44 @@
+"""Codecs by name: the seven levels of the draft, and those of installed packages (entry points ``kvabr.codecs``)."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.metadata import entry_points
+
+from kvabr.codec.ac import Ac5x
+from kvabr.codec.affine import Int4, Int8
+from kvabr.codec.base import Codec
+from kvabr.codec.cast import Bf16, Fp16
+from kvabr.codec.fp4 import Fp4
+from kvabr.codec.fp8 import Fp8
+from kvabr.errors import FormatError
+
+_BUILTIN: tuple[type[Codec], ...] = (Fp16, Bf16, Fp8, Int8, Fp4, Int4, Ac5x)
+_registered: dict[str, Codec] = {cls.name: cls() for cls in _BUILTIN}
+
+
+def register(added: Codec) -> None:
+    """Make a codec known by its name, in place of one that had it."""
+    _registered[added.name] = added
+
+
+def codec(name: str) -> Codec:
+    """The codec of a track.
+
+    Raises:
+        FormatError: there is none; the message lists those that there are.
+    """
+    found = _registered.get(name) or _plugins().get(name)
+    if found is None:
+        raise FormatError(f"no codec for track {name!r}; there are {', '.join(names())}")
+    return found
+
+
+def names() -> tuple[str, ...]:
+    """Names of all codecs, the draft's levels first and in its order."""
+    return tuple(dict.fromkeys((*_registered, *_plugins())))
+
+
+@cache
+def _plugins() -> dict[str, Codec]:
+    return {entry.name: entry.load()() for entry in entry_points(group="kvabr.codecs")}

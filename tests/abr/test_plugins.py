@@ -1,0 +1,63 @@
+import pytest
+
+from kvabr.abr import Estimator, Policy
+from kvabr.abr.plugins import estimators, load_estimator, load_policy, policies
+from kvabr.errors import PolicyError
+
+GOOD = """
+from kvabr.abr import Decision, Policy
+
+class Mine(Policy):
+    def decide(self, view):
+        return Decision.wait("test")
+
+class Other(Policy):
+    pass
+"""
+
+
+def test_every_name_loads_a_fresh_object():
+    for name in policies():
+        make = load_policy(name)
+        assert isinstance(make(), Policy)
+        assert make() is not make()
+    for name in estimators():
+        assert isinstance(load_estimator(name)(), Estimator)
+
+
+def test_a_policy_from_a_file(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(GOOD)
+    assert type(load_policy(f"{path}:Mine")()).__name__ == "Mine"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("nosuch", "unknown policy 'nosuch'.*cheapfirst"),
+        ("{dir}/absent.py:Mine", "no such file"),
+        ("{dir}/good.py:Absent", "found: Mine, Other"),
+        ("{dir}/good.py:Other", "lacks decide"),
+        ("{dir}/good.py", "found: Mine, Other"),
+        ("{dir}/syntax.py:Mine", r"syntax\.py, line 2"),
+        ("{dir}/raises.py:Mine", r"raises\.py, line 1"),
+        ("rate:7", "cannot be created"),
+    ],
+)
+def test_what_cannot_be_loaded_says_why(tmp_path, text, words):
+    (tmp_path / "good.py").write_text(GOOD)
+    (tmp_path / "syntax.py").write_text("x = 1\nclass Mine(:\n")
+    (tmp_path / "raises.py").write_text("1 / 0\n")
+    with pytest.raises(PolicyError, match=words):
+        load_policy(text.format(dir=tmp_path))()
+
+
+def test_an_entry_point_is_found(tmp_path, monkeypatch):
+    (tmp_path / "thirdparty.py").write_text(GOOD)
+    info = tmp_path / "thirdparty-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: thirdparty\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[kvabr.policies]\nthirdparty = thirdparty:Mine\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert policies()["thirdparty"].__name__ == "Mine"
+    assert type(load_policy("thirdparty")()).__name__ == "Mine"

@@ -1,0 +1,96 @@
+import json
+
+import pytest
+
+from kvabr.errors import PolicyError, UsageError
+from kvabr.recompute.cost import PrefillCost
+from kvabr.replay.play import PlayOptions
+from kvabr.replay.run import Matrix, replay
+from kvabr.replay.summary import mean, percentile, summarise, wilson
+from tests.catalogs import catalog
+from tests.replay.worlds import worlds
+
+
+def matrix(**changes):
+    fields = {
+        "catalog": catalog(8),
+        "traces": tuple(worlds()[:3]),
+        "policies": ("fixed:AC-5x", "cheapfirst"),
+        "options": PlayOptions(1.0, 0.03, 0.4, PrefillCost(0.0, 1e-3)),
+        "starts": 3,
+        "seed": 4,
+    }
+    return Matrix(**(fields | changes))
+
+
+def test_the_same_seed_gives_the_same_bytes_on_any_number_of_processes():
+    texts = {json.dumps(replay(matrix(), jobs=jobs).result) for jobs in (1, 1, 2)}
+    assert len(texts) == 1
+    assert json.dumps(replay(matrix(seed=5), jobs=1).result) not in texts
+
+
+def test_the_report_keeps_its_schema():
+    told = []
+    report = replay(matrix(timelines=3), jobs=1, on_progress=told.append)
+    result = report.result
+    assert result["schema"] == "kvabr.replay/1"
+    assert sum(told) == len(result["runs"]) == 3 * 3 * 2 == len(report.steps)
+    assert set(result["runs"][0]) >= {
+        "trace", "start_s", "policy", "deadline_s", "ttft_s", "met", "loss", "bytes_fetched", "bytes_wasted",
+        "tokens_recomputed", "recompute_s", "clairvoyant_loss", "regret", "groups",
+    }  # fmt: skip
+    assert set(result["runs"][0]["groups"][0]) == {
+        "group", "track", "bytes", "requested_s", "first_byte_s", "done_s", "ready_s", "source",
+    }  # fmt: skip
+    assert set(result["summary"]) == {"fixed:AC-5x", "cheapfirst"}
+    assert set(result["summary"]["cheapfirst"]) >= {
+        "runs", "hit_ratio", "hit_ratio_ci95", "ttft_p50_s", "ttft_p95_s", "ttft_p99_s", "loss_mean", "loss_p95",
+        "regret_mean", "tokens_recomputed_mean", "bytes_wasted_share", "track_share",
+    }  # fmt: skip
+    assert sum(result["summary"]["cheapfirst"]["track_share"].values()) == pytest.approx(1.0)
+    assert [timeline["run"] for timeline in report.timelines] == [0, 1, 6]
+    assert all(timeline["log"] and timeline["link"] for timeline in report.timelines)
+    json.dumps(result, allow_nan=False)
+
+
+def test_a_bad_policy_is_found_before_the_work_and_one_that_fails_late_fails_it_all(tmp_path):
+    with pytest.raises(PolicyError, match="nosuch"):
+        matrix(policies=("nosuch",))
+    path = tmp_path / "late.py"
+    path.write_text("from kvabr.abr import Policy\nclass Late(Policy):\n    def decide(self, view): return 7\n")
+    for jobs in (1, 2):
+        with pytest.raises(PolicyError, match=r"7, not a Decision.*late\.py, line 3"):
+            replay(matrix(policies=("cheapfirst", f"{path}:Late")), jobs=jobs)
+
+
+@pytest.mark.parametrize("changes", [{"traces": ()}, {"starts": 0}])
+def test_nothing_to_play_is_refused(changes):
+    with pytest.raises(UsageError):
+        matrix(**changes)
+
+
+def test_wilson_is_honest_at_the_ends():
+    low, high = wilson(10, 10)
+    assert 0.69 < low < 0.73
+    assert high == pytest.approx(1.0)
+    assert wilson(0, 0) == (0.0, 1.0)
+    low, high = wilson(50, 100)
+    assert low == pytest.approx(0.4038, abs=1e-3)
+    assert high == pytest.approx(0.5962, abs=1e-3)
+
+
+def test_percentiles_and_means():
+    assert percentile([], 0.5) is None
+    assert percentile([1, 2, 3, 4], 0.5) == 2.5
+    assert percentile([5], 0.99) == 5
+    assert mean([]) is None
+
+
+def test_plays_that_nobody_could_make_stand_apart():
+    report = replay(matrix(options=PlayOptions(1.0, 0.03, 0.05), starts=1), jobs=1)
+    entry = report.result["summary"]["cheapfirst"]
+    assert entry["infeasible"] == entry["runs"] == 3
+    assert entry["hit_ratio"] is None
+    assert entry["regret_mean"] is None
+    assert all(run["regret"] is None for run in report.result["runs"])
+    assert summarise([], []) == {}
