@@ -44,7 +44,7 @@ class Ac5x(Codec):
         plain /= profile.step[:, :, None, None, None]
         index = plain.round_().clamp_(-_FARTHEST, _FARTHEST).int()
         tokens = context.tokens - exact
-        rows = index.transpose(3, 4).reshape(-1, tokens)[profile.order]
+        rows = index.transpose(3, 4).reshape(profile.table.numel(), tokens)[profile.order]
         outside = rows.abs() > RADIUS
         symbols = torch.where(outside, ESCAPE, rows + RADIUS).int().reshape(-1).numpy()
         coder = constriction.stream.stack.AnsCoder()
@@ -78,7 +78,7 @@ class Ac5x(Codec):
         escaped = np.frombuffer(reader.bytes(4 * _COUNT.unpack(reader.bytes(4))[0]), dtype="<i4")
         head = reader.tensor(torch.float16, spec.shape(exact)) if exact else None
         reader.end()
-        rows = _unstack(profile, words, tokens).reshape(-1, tokens)
+        rows = _unstack(profile, words, tokens).reshape(profile.table.numel(), tokens)
         outside = rows == ESCAPE
         rows -= RADIUS
         if int(outside.sum()) != len(escaped):

@@ -19,7 +19,7 @@ class Cast(Codec):
     def encode(self, group: torch.Tensor, context: GroupContext, below: Sequence[bytes] = ()) -> bytes:  # noqa: ARG002
         """Cast and copy."""
         top = torch.finfo(self.dtype).max
-        return raw(group.clamp(-top, top).to(self.dtype))
+        return raw(group.float().clamp(-top, top).to(self.dtype))
 
     def decode(
         self,

@@ -1,0 +1,176 @@
+"""Every codec over every shape, dtype and group size, against the error that its own arithmetic allows."""
+
+import pytest
+import torch
+
+from kvabr.codec.base import GroupContext
+from kvabr.codec.group import decode_group, encode_group, payload_of
+from kvabr.codec.registry import codec, names
+from kvabr.errors import FormatError
+from kvabr.naming import LEVELS
+from tests.kvdata import cache, profile, spec
+
+SHAPES = [(1, 1, 32), (3, 2, 64), (2, 3, 64), (1, 8, 128), (2, 1, 80)]
+BITS = {"FP16": 16, "BF16": 16, "FP8": 8, "Int8": 8, "FP4": 4, "Int4": 4}
+
+
+def round_trip(kv, track, shape, *, first=0, side=None, out=None):
+    tokens = kv.shape[3]
+    context = GroupContext(shape, first, tokens, side)
+    frame = encode_group(kv, track, context, "ab" * 32, 7)
+    out = torch.empty(shape.shape(tokens)) if out is None else out
+    decode_group(frame, track, context, "ab" * 32, 7, out)
+    return out, frame
+
+
+def allowed(kv, track, side=None):
+    """The largest error that each element may have, by the codec's definition."""
+    if track == "FP16":
+        return kv.abs() * 2**-11 + 2**-24
+    if track == "BF16":
+        return kv.abs() * 2**-8
+    if track == "FP8":
+        top = kv.abs().amax(dim=3, keepdim=True)
+        return kv.abs() * (2**-4 * 1.01) + top * 2**-16 + 2**-24 * 448
+    if track in {"Int8", "Int4"}:
+        steps = 2.0 ** BITS[track] - 1
+        keys = kv[:, 0].amax(dim=2, keepdim=True) - kv[:, 0].amin(dim=2, keepdim=True)
+        flat = kv[:, 1].transpose(1, 2).flatten(2)
+        span = flat.amax(dim=2) - flat.amin(dim=2)
+        both = torch.stack((keys.expand_as(kv[:, 0]), span[:, None, :, None].expand_as(kv[:, 1])), dim=1)
+        # Half a step, and the half precision of offset and scale.
+        return both / steps * 0.51 + kv.abs().amax() * 2**-10
+    if track == "FP4":
+        return torch.full_like(kv, float("inf"))
+    return (side.step[:, :, None, None, None] * 0.501 + kv.abs() * 1e-3 + 1e-3).expand_as(kv)
+
+
+@pytest.mark.parametrize("track", LEVELS)
+@pytest.mark.parametrize("tokens", [1, 5, 127, 128, 130])
+@pytest.mark.parametrize("sizes", SHAPES, ids=str)
+def test_round_trip_within_the_error_that_the_codec_allows(track, tokens, sizes):
+    shape = spec(*sizes, group_tokens=130)
+    side = profile(shape) if track == "AC-5x" else None
+    for first in (0, 260):
+        kv = cache(shape, tokens, seed=first)
+        out, _ = round_trip(kv, track, shape, first=first, side=side)
+        error = (out - kv).abs()
+        if track == "AC-5x":
+            # A key's error is a vector turned by RoPE: compare lengths of pairs, not elements.
+            error = error.amax(dim=4) / 2**0.5
+            limit = allowed(kv, track, side).amax(dim=4)
+        else:
+            limit = allowed(kv, track, side)
+        assert bool((error <= limit).all()), float((error - limit).max())
+        assert float((out - kv).norm() / kv.norm()) < {"FP4": 0.14, "Int4": 0.13, "AC-5x": 0.3}.get(track, 0.05)
+
+
+@pytest.mark.parametrize("track", BITS)
+@pytest.mark.parametrize("sizes", [(3, 3, 64), (2, 8, 128), (2, 2, 128)], ids=str)
+def test_size_per_weight_is_the_drafts_and_scales_cost_at_most_a_sixteenth(track, sizes):
+    shape = spec(*sizes)
+    kv = cache(shape, 128)
+    _, frame = round_trip(kv, track, shape)
+    payload = len(payload_of(frame))
+    least = kv.numel() * BITS[track] // 8
+    assert least <= payload <= least * 1.0625
+    assert len(frame) - payload < 120
+
+
+def test_ac_is_smaller_where_the_cache_is_as_calibrated_and_keeps_the_sinks_exact():
+    shape = spec(3, 3, 64)
+    side = profile(shape)
+    kv = cache(shape, 128, seed=5)
+    out, frame = round_trip(kv, "AC-5x", shape, side=side)
+    assert torch.equal(out[:, :, :, :4], kv[:, :, :, :4].half().float())
+    assert shape.fp16_bytes(128) / len(frame) > 4.0
+    assert not torch.equal(out[:, :, :, 4:], kv[:, :, :, 4:])
+
+
+@pytest.mark.parametrize("track", LEVELS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_any_float_dtype_in_and_out_and_any_strides(track, dtype):
+    shape = spec(2, 2, 32)
+    side = profile(shape)
+    kv = cache(shape, 64).to(dtype)
+    plain, _ = round_trip(kv.float(), track, shape, side=side)
+    wide = torch.full((2, 2, 32, 200, 2), float("nan"), dtype=dtype)
+    strided = wide.permute(0, 4, 1, 3, 2)[:, :, :, 50:114]
+    turned = kv.permute(0, 1, 2, 4, 3).contiguous().permute(0, 1, 2, 4, 3)
+    assert not turned.is_contiguous()
+    round_trip(turned, track, shape, side=side, out=strided)
+    assert torch.equal(strided, plain.to(dtype))
+    assert int(torch.isnan(wide).sum()) == wide.numel() - strided.numel()
+
+
+@pytest.mark.parametrize("track", LEVELS)
+@pytest.mark.parametrize("value", [0.0, 1.0, -3.5, 65504.0, -65504.0, 6e-8, 1e-30])
+def test_constant_caches_come_back(track, value):
+    shape = spec(1, 2, 32)
+    side = profile(shape)
+    kv = torch.full(shape.shape(40), value)
+    context = GroupContext(shape, 4000, 40, side)
+    frame = encode_group(kv, track, context, "ab" * 32, 0)
+    out = torch.empty_like(kv)
+    decode_group(frame, track, context, "ab" * 32, 0, out)
+    limit = max(abs(value) * 0.07, 1e-4 if track != "AC-5x" else float(side.step.max()))
+    assert float((out - value).abs().max()) <= limit
+
+
+@pytest.mark.parametrize("track", LEVELS)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_what_is_not_finite_is_refused(track, bad):
+    shape = spec(1, 1, 32)
+    kv = cache(shape, 8)
+    kv[0, 1, 0, 3, 5] = bad
+    with pytest.raises(FormatError, match="NaN or infinity"):
+        encode_group(kv, track, GroupContext(shape, 0, 8, profile(shape)), "ab" * 32, 0)
+
+
+@pytest.mark.parametrize("track", LEVELS)
+def test_encoding_is_deterministic_and_leaves_its_input_alone(track):
+    shape = spec(2, 2, 32)
+    side = profile(shape)
+    kv = cache(shape, 100)
+    before = kv.clone()
+    frames = {round_trip(kv, track, shape, side=side)[1] for _ in range(2)}
+    assert len(frames) == 1
+    assert torch.equal(kv, before)
+
+
+def test_values_far_outside_the_tables_are_escaped():
+    shape = spec(1, 2, 32)
+    side = profile(shape)
+    kv = cache(shape, 64)
+    kv[0, 1, 1, 30, 7] = 5000.0
+    kv[0, 1, 0, 31, 2] = -60000.0
+    out, _ = round_trip(kv, "AC-5x", shape, side=side)
+    assert abs(float(out[0, 1, 1, 30, 7]) - 5000.0) < 1.0
+    assert abs(float(out[0, 1, 0, 31, 2]) + 60000.0) < 1.0
+
+
+@pytest.mark.parametrize("rope", ["half", "interleaved", None])
+def test_ac_handles_every_rope(rope):
+    shape = spec(2, 2, 64, rope=rope)
+    kv = cache(shape, 64, seed=9)
+    out, _ = round_trip(kv, "AC-5x", shape, side=profile(shape))
+    assert float((out - kv).norm() / kv.norm()) < 0.3
+
+
+def test_ac_without_its_profile_says_so():
+    shape = spec(1, 1, 32)
+    with pytest.raises(FormatError, match="profile"):
+        encode_group(cache(shape, 8), "AC-5x", GroupContext(shape, 0, 8), "ab" * 32, 0)
+
+
+def test_names_are_the_drafts():
+    assert names()[:7] == LEVELS
+    assert [codec(name).name for name in LEVELS] == list(LEVELS)
+    with pytest.raises(FormatError, match="AC-5x"):
+        codec("MP3")
+
+
+def test_another_shape_is_refused():
+    shape = spec(1, 1, 32)
+    with pytest.raises(FormatError, match="cannot be encoded"):
+        encode_group(cache(shape, 8), "FP16", GroupContext(shape, 0, 9), "ab" * 32, 0)

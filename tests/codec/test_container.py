@@ -1,0 +1,111 @@
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvabr.codec.base import GroupContext
+from kvabr.codec.container import pack, unpack
+from kvabr.codec.group import decode_group, encode_group
+from kvabr.codec.registry import codec
+from kvabr.errors import ForeignError, FormatError
+from kvabr.naming import LEVELS
+from tests.kvdata import cache, profile, spec
+
+FIELDS = {"track": "Int4", "spec_digest": b"s" * 16, "chunk": "cd" * 32, "group": 3, "first_token": 384, "tokens": 128}
+SHAPE = spec(1, 2, 32)
+SIDE = profile(SHAPE)
+CONTEXT = GroupContext(SHAPE, 0, 20, SIDE)
+FRAMES = {track: encode_group(cache(SHAPE, 20), track, CONTEXT, "ab" * 32, 0) for track in LEVELS}
+
+
+@given(st.binary(max_size=300))
+def test_round_trip_without_a_copy(payload):
+    frame = pack(payload, **FIELDS)
+    header, view = unpack(frame)
+    assert bytes(view) == payload
+    assert dataclasses.asdict(header) == FIELDS | {"payload_bytes": len(payload)}
+    assert view.obj is frame
+
+
+@given(st.binary(min_size=1, max_size=100), st.data())
+def test_every_truncation_and_every_flipped_bit_is_found(payload, data):
+    frame = pack(payload, **FIELDS)
+    cut = data.draw(st.integers(0, len(frame) - 1))
+    with pytest.raises(FormatError):
+        unpack(frame[:cut])
+    with pytest.raises(FormatError):
+        unpack(frame + b"\0")
+    bit = data.draw(st.integers(0, 8 * len(frame) - 1))
+    flipped = bytearray(frame)
+    flipped[bit // 8] ^= 1 << bit % 8
+    with pytest.raises(FormatError):
+        unpack(flipped)
+
+
+@given(st.binary(max_size=400))
+def test_garbage_is_refused(data):
+    with pytest.raises(FormatError):
+        unpack(data)
+
+
+def test_a_newer_version_says_upgrade():
+    frame = bytearray(pack(b"x", **FIELDS))
+    frame[4] = 2
+    with pytest.raises(FormatError, match="upgrade"):
+        unpack(frame)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"track": "Int8"}, "track"),
+        ({"spec_digest": b"t" * 16}, "model"),
+        ({"chunk": "ef" * 32}, "prompt"),
+        ({"group": 4}, "group"),
+        ({"first_token": 0}, "first token"),
+        ({"tokens": 127}, "tokens"),
+    ],
+)
+def test_a_good_frame_of_something_else_is_foreign(change, words):
+    header, _ = unpack(pack(b"x", **FIELDS))
+    frame = pack(b"x", **(FIELDS | change))
+    with pytest.raises(ForeignError, match=words):
+        unpack(frame, header)
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.sampled_from(LEVELS), st.binary(max_size=3000))
+def test_no_payload_crashes_a_decoder(track, payload):
+    out = torch.zeros(SHAPE.shape(20))
+    try:
+        codec(track).decode(memoryview(payload), CONTEXT, out)
+    except FormatError:
+        return
+    assert bool(torch.isfinite(out).all())
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.sampled_from(LEVELS), st.data())
+def test_mutilated_payloads_decode_to_finite_numbers_or_are_refused(track, data):
+    _, view = unpack(FRAMES[track])
+    payload = bytearray(view)
+    for _ in range(data.draw(st.integers(1, 5))):
+        payload[data.draw(st.integers(0, len(payload) - 1))] = data.draw(st.integers(0, 255))
+    payload = payload[: data.draw(st.integers(0, len(payload)))] if data.draw(st.booleans()) else payload
+    out = torch.zeros(SHAPE.shape(20))
+    try:
+        codec(track).decode(memoryview(payload), CONTEXT, out)
+    except FormatError:
+        return
+    assert bool(torch.isfinite(out).all())
+
+
+def test_decode_group_checks_what_it_was_promised():
+    out = torch.zeros(SHAPE.shape(20))
+    with pytest.raises(ForeignError, match="prompt"):
+        decode_group(FRAMES["FP16"], "FP16", CONTEXT, "cd" * 32, 0, out)
+    with pytest.raises(ForeignError, match="track"):
+        decode_group(FRAMES["FP16"], "BF16", CONTEXT, "ab" * 32, 0, out)
+    assert not out.any()

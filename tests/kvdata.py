@@ -1,0 +1,32 @@
+"""KV caches for tests of the codecs: channels of unlike spread, a few outliers, keys turned by RoPE, loud sinks."""
+
+from __future__ import annotations
+
+import torch
+
+from kvabr.codec.profile import Profile
+from kvabr.codec.rope import rotate
+from kvabr.kv import KVSpec, RopeSpec
+
+
+def spec(layers=2, heads=2, dim=32, *, group_tokens=128, rope="half", dtype="float16"):
+    made = None if rope is None else RopeSpec(10000.0, dim if rope == "half" else dim // 2, rope)
+    return KVSpec("test/model", "tokenizer", layers, heads, dim, dtype, made, group_tokens)
+
+
+def cache(shape: KVSpec, tokens: int, seed: int = 0) -> torch.Tensor:
+    """float32 [layer, K/V, head, token, dim]; the channels' character depends on the spec alone."""
+    fixed = torch.Generator().manual_seed(99)
+    dice = torch.Generator().manual_seed(seed)
+    size = (shape.layers, 2, shape.kv_heads, 1, shape.head_dim)
+    spread = torch.rand(size, generator=fixed).mul(2).exp().mul(0.3)
+    mean = torch.randn(size, generator=fixed)
+    mean[:, 0, :, :, 3] += 12.0
+    kv = torch.randn(shape.shape(tokens), generator=dice) * spread + mean
+    kv[:, :, :, :1] *= 3.0
+    kv[:, 0] = rotate(kv[:, 0], shape.rope, 0)
+    return kv
+
+
+def profile(shape: KVSpec) -> Profile:
+    return Profile.calibrate(shape, lambda: (cache(shape, 400, seed) for seed in (101, 102, 103)))

@@ -1,0 +1,242 @@
+"""Groups in any order, any track, from anyone: what comes out is whole, or nothing was changed."""
+
+import dataclasses
+import hashlib
+import random
+import threading
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvabr.catalog import Catalog, Track
+from kvabr.codec.base import Codec, GroupContext
+from kvabr.codec.bits import Reader, raw
+from kvabr.codec.group import encode_group, payload_of
+from kvabr.codec.registry import register
+from kvabr.errors import ForeignError, FormatError, HoleError, UsageError
+from kvabr.naming import LEVELS, TrackNamespace, chain
+from kvabr.player.assembler import Assembler, Verdict
+from tests.kvdata import cache, profile, spec
+
+SHAPE = spec(2, 2, 32)
+TOKENS = 4 * 128 - 50
+SIDE = profile(SHAPE)
+KV = cache(SHAPE, TOKENS)
+LOSS = {"FP16": 0.0, "BF16": 1e-5, "Int8": 3e-5, "FP8": 2e-3, "AC-5x": 8e-3, "Int4": 1e-2, "FP4": 3e-2}
+
+
+class Residual(Codec):
+    """A layer: what Int4 left, in half precision. A real codec, if not a good one."""
+
+    name = "residual"
+    refines = "Int4"
+
+    def encode(self, group, context, below=()):
+        return raw((group - self._base(context, below)).half())
+
+    def decode(self, payload, context, out, below=()):
+        reader = Reader(payload, self.name)
+        rest = reader.tensor(torch.float16, context.spec.shape(context.tokens))
+        reader.end()
+        out.copy_(self._base(context, below) + rest.float())
+
+    def _base(self, context, below):
+        from kvabr.codec.affine import Int4
+
+        base = torch.empty(context.spec.shape(context.tokens))
+        Int4().decode(memoryview(below[0]), context, base)
+        return base
+
+
+register(Residual())
+
+
+def publish(kv=KV, salt=b""):
+    """A catalog and its frames, as a publisher makes them."""
+    chunks = chain(list(range(TOKENS)), model=SHAPE.model, tokenizer=SHAPE.tokenizer, salt=salt)
+    frames = {}
+    for group, chunk in enumerate(chunks):
+        first, last = SHAPE.group_range(group, TOKENS)
+        context = GroupContext(SHAPE, first, last - first, SIDE)
+        for track in LEVELS:
+            frames[group, track] = encode_group(kv[:, :, :, first:last], track, context, chunk, group)
+        below = [bytes(payload_of(frames[group, "Int4"]))]
+        frames[group, "residual"] = encode_group(kv[:, :, :, first:last], "residual", context, chunk, group, below)
+    tracks = []
+    for name in (*LEVELS, "residual"):
+        mine = [frames[group, name] for group in range(4)]
+        loss = LOSS.get(name, 1e-6)
+        refines = "Int4" if name == "residual" else None
+        tracks.append(
+            Track(name, tuple(map(len, mine)), (loss,) * 4, tuple(hashlib.sha256(f).hexdigest() for f in mine), refines)
+        )
+    return Catalog(TrackNamespace(SHAPE.model, chunks[-1]), SHAPE, TOKENS, tuple(chunks), tuple(tracks)), frames
+
+
+CATALOG, FRAMES = publish()
+FOREIGN, FOREIGN_FRAMES = publish(salt=b"another prompt")
+
+
+def fresh(**options):
+    return Assembler(CATALOG, SIDE, dtype=torch.float32, **options)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.permutations(range(4)), st.lists(st.sampled_from(LEVELS), min_size=4, max_size=4))
+def test_any_order_any_track_gives_one_contiguous_cache(order, tracks):
+    play = fresh()
+    for group in order:
+        assert play.put(group, tracks[group], FRAMES[group, tracks[group]]) is Verdict.PLACED
+    kv = play.take()
+    assert kv.is_contiguous()
+    assert tuple(kv.shape) == SHAPE.shape(TOKENS)
+    assert play.coverage == tuple(tracks)
+    for group, track in enumerate(tracks):
+        first, last = SHAPE.group_range(group, TOKENS)
+        piece, exact = kv[:, :, :, first:last], KV[:, :, :, first:last]
+        assert float((piece - exact).norm() / exact.norm()) < {"FP4": 0.14, "Int4": 0.13, "AC-5x": 0.3}.get(track, 0.05)
+
+
+def test_better_replaces_worse_and_nothing_else_does():
+    play = fresh()
+    assert play.put(1, "Int4", FRAMES[1, "Int4"]) is Verdict.PLACED
+    assert play.put(1, "Int4", FRAMES[1, "Int4"]) is Verdict.STALE
+    assert play.put(1, "FP4", FRAMES[1, "FP4"]) is Verdict.STALE
+    assert play.put(1, "Int8", FRAMES[1, "Int8"]) is Verdict.REPLACED
+    assert play.put(1, "AC-5x", FRAMES[1, "AC-5x"]) is Verdict.STALE
+    assert play.coverage == (None, "Int8", None, None)
+
+
+def mutilated():
+    frame = FRAMES[1, "Int8"]
+    flipped = bytearray(frame)
+    flipped[-5] ^= 4
+    yield "truncated", frame[:-1], "bytes came"
+    yield "padded", frame + b"\0", "bytes came"
+    yield "flipped", bytes(flipped), "checksum"
+    yield "empty", b"", "bytes came"
+    yield "noise", bytes(len(frame)), "no kvabr group"
+    yield "another group", FRAMES[2, "Int8"], "belongs to something else"
+    yield "another prompt", FOREIGN_FRAMES[1, "Int8"], "belongs to something else"
+
+
+@pytest.mark.parametrize(("what", "frame", "words"), mutilated(), ids=lambda value: value if isinstance(value, str) else "")
+def test_what_does_not_belong_is_refused_and_changes_nothing(what, frame, words):
+    play = fresh()
+    play.put(1, "Int4", FRAMES[1, "Int4"])
+    before = play._out.clone()
+    with pytest.raises(FormatError, match=words):
+        play.put(1, "Int8", frame)
+    assert torch.equal(play._out, before)
+    assert play.coverage == (None, "Int4", None, None)
+    assert play.put(1, "Int8", FRAMES[1, "Int8"]) is Verdict.REPLACED
+
+
+def test_a_well_formed_lie_is_found_by_the_catalogs_digest():
+    first, last = SHAPE.group_range(1, TOKENS)
+    context = GroupContext(SHAPE, first, last - first, SIDE)
+    lie = encode_group(KV[:, :, :, first:last] * 2, "Int8", context, CATALOG.chunks[1], 1)
+    assert len(lie) == len(FRAMES[1, "Int8"])
+    with pytest.raises(FormatError, match="SHA-256"):
+        fresh().put(1, "Int8", lie)
+
+
+def test_a_failing_decoder_leaves_the_old_group_whole(monkeypatch):
+    play = fresh()
+    play.put(0, "Int4", FRAMES[0, "Int4"])
+    before = play._out.clone()
+
+    def half_way(self, payload, context, out, below=()):
+        out[:, 0] = 7.0
+        raise FormatError("broke half way")
+
+    monkeypatch.setattr("kvabr.codec.affine.Int8.decode", half_way)
+    with pytest.raises(FormatError, match="half way"):
+        play.put(0, "Int8", FRAMES[0, "Int8"])
+    assert torch.equal(play._out, before)
+
+
+def test_a_cache_with_a_hole_cannot_be_taken():
+    play = fresh()
+    for group in (0, 3):
+        play.put(group, "Int8", FRAMES[group, "Int8"])
+    with pytest.raises(HoleError, match="1, 2"):
+        play.take()
+    with pytest.raises(HoleError, match="1"):
+        play.before(2)
+    assert play.before(1).shape[3] == 128
+    play.put_computed(1, 3, KV[:, :, :, 128:384])
+    assert play.coverage == ("Int8", "recomputed", "recomputed", "Int8")
+    assert torch.equal(play.take()[:, :, :, 128:384], KV[:, :, :, 128:384])
+
+
+def test_nothing_is_accepted_after_the_cache_was_handed_over():
+    play = fresh()
+    for group in range(4):
+        play.put(group, "Int4", FRAMES[group, "Int4"])
+    kv = play.take()
+    before = kv.clone()
+    assert play.put(0, "FP16", FRAMES[0, "FP16"]) is Verdict.LATE
+    assert play.put_computed(0, 1, KV[:, :, :, :128]) is Verdict.LATE
+    assert torch.equal(kv, before)
+
+
+def test_layers_need_what_they_refine_and_a_replaced_base_takes_them_along():
+    play = fresh()
+    with pytest.raises(FormatError, match="refines Int4"):
+        play.put(0, "residual", FRAMES[0, "residual"])
+    play.put(0, "Int4", FRAMES[0, "Int4"])
+    assert play.put(0, "residual", FRAMES[0, "residual"]) is Verdict.REPLACED
+    exact = KV[:, :, :, :128]
+    assert float((play.before(1) - exact).norm() / exact.norm()) < 1e-3
+    play.put(1, "Int4", FRAMES[1, "Int4"])
+    play.put(1, "FP8", FRAMES[1, "FP8"])
+    with pytest.raises(FormatError, match="refines Int4"):
+        play.put(1, "residual", FRAMES[1, "residual"])
+
+
+def test_into_the_callers_tensor_of_any_strides():
+    wide = torch.zeros(2, 2, 2, 32, TOKENS + 5, dtype=torch.bfloat16).transpose(3, 4)
+    play = Assembler(CATALOG, SIDE, out=wide[:, :, :, :TOKENS])
+    for group in range(4):
+        play.put(group, "FP16", FRAMES[group, "FP16"])
+    assert torch.allclose(play.take().float(), KV, rtol=0.01, atol=0.01)
+    assert not wide[:, :, :, TOKENS:].any()
+    with pytest.raises(UsageError, match="not floats"):
+        Assembler(CATALOG, SIDE, out=wide)
+
+
+def test_what_the_engine_returns_is_checked():
+    play = fresh()
+    with pytest.raises(UsageError, match="is not"):
+        play.put_computed(0, 1, KV[:, :, :, :100])
+    with pytest.raises(UsageError, match="NaN"):
+        play.put_computed(0, 1, KV[:, :, :, :128] * float("nan"))
+
+
+def test_a_profile_of_another_model_is_refused():
+    with pytest.raises(ForeignError, match="calibrated for"):
+        Assembler(CATALOG, profile(spec(1, 1, 32)))
+    without = dataclasses.replace(CATALOG)
+    with pytest.raises(FormatError, match="profile"):
+        Assembler(without, None).put(0, "AC-5x", FRAMES[0, "AC-5x"])
+
+
+def test_many_threads_end_with_the_best_of_what_they_brought():
+    play = fresh()
+    work = [(group, track) for group in range(4) for track in LEVELS] * 2
+    random.Random(3).shuffle(work)
+
+    def bring(part):
+        for group, track in part:
+            play.put(group, track, FRAMES[group, track])
+
+    threads = [threading.Thread(target=bring, args=(work[i::4],)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert play.coverage == ("FP16",) * 4
+    assert torch.equal(play.take(), KV.half().float())
