@@ -76,9 +76,10 @@ class Profile:
     @cached_property
     def data(self) -> bytes:
         """The profile as a safetensors file."""
-        text = {"format": FORMAT, "spec": json.dumps(self.spec.to_json(), sort_keys=True), "sinks": str(self.sinks)}
+        # One string only: safetensors writes several in random order, and the name of a profile is its digest.
+        facts = json.dumps({"format": FORMAT, "spec": self.spec.to_json(), "sinks": self.sinks}, sort_keys=True)
         arrays = {"mean": self.mean, "step": self.step, "table": self.table, "counts": self.counts}
-        return save_safetensors({name: array.contiguous() for name, array in arrays.items()}, metadata=text)
+        return save_safetensors({name: array.contiguous() for name, array in arrays.items()}, metadata={"kvabr": facts})
 
     def to_bytes(self) -> bytes:
         """The profile as a safetensors file."""
@@ -99,12 +100,12 @@ class Profile:
         if len(data) > MAX_PROFILE_BYTES:
             raise FormatError(f"profile: {len(data)} bytes, more than the {MAX_PROFILE_BYTES} allowed")
         try:
-            text = _metadata(data)
+            facts = _facts(data)
             arrays = load_safetensors(data)
-            if text.get("format") != FORMAT:
-                raise FormatError(f"profile: format {text.get('format')!r}, this kvabr reads {FORMAT!r}; upgrade kvabr")
-            spec = KVSpec.from_json(json.loads(text["spec"]))
-            sinks = int(text["sinks"])
+            if facts["format"] != FORMAT:
+                raise FormatError(f"profile: format {facts['format']!r}, this kvabr reads {FORMAT!r}; upgrade kvabr")
+            spec = KVSpec.from_json(facts["spec"])
+            sinks = int(facts["sinks"])
             profile = cls(spec, sinks, arrays["mean"], arrays["step"], arrays["table"], arrays["counts"])
         except FormatError:
             raise
@@ -213,13 +214,14 @@ def _tables(histogram: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return table, counts.int()
 
 
-def _metadata(data: bytes) -> dict[str, Any]:
-    """The strings of a safetensors header; the library reads them from files only."""
+def _facts(data: bytes) -> dict[str, Any]:
+    """What the header of a profile says; safetensors itself reads a header's strings from files only."""
     length = int.from_bytes(data[:8], "little")
     if length > len(data) - 8:
         raise FormatError("profile: truncated within its header")
     header = json.loads(data[8 : 8 + length])
     text = header.get("__metadata__") if isinstance(header, dict) else None
-    if not isinstance(text, dict):
+    facts = json.loads(text["kvabr"]) if isinstance(text, dict) else None
+    if not isinstance(facts, dict):
         raise FormatError("profile: a safetensors file, but not a profile")
-    return text
+    return facts

@@ -1,3 +1,5 @@
+import json
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -29,22 +31,21 @@ def test_it_is_bound_to_its_model():
 
 
 def parts(**changes):
-    text = {"format": "kvabr.profile/1", "sinks": "4"}
-    text["spec"] = __import__("json").dumps(SHAPE.to_json())
+    facts = {"format": "kvabr.profile/1", "sinks": 4, "spec": SHAPE.to_json()}
     arrays = {name: getattr(GOOD, name).contiguous() for name in ("mean", "step", "table", "counts")}
     for name, value in changes.items():
-        (text if name in {"format", "sinks", "spec"} else arrays)[name] = value
-    return save({name: array for name, array in arrays.items() if array is not None}, metadata=text)
+        (facts if name in facts else arrays)[name] = value
+    return save({k: array for k, array in arrays.items() if array is not None}, metadata={"kvabr": json.dumps(facts)})
 
 
 @pytest.mark.parametrize(
     "changes",
     [
         {"format": "kvabr.profile/2"},
-        {"sinks": "-1"},
+        {"sinks": -1},
         {"sinks": "many"},
-        {"spec": "{}"},
-        {"spec": "["},
+        {"spec": {}},
+        {"spec": None},
         {"mean": None},
         {"mean": GOOD.mean[:1].contiguous()},
         {"mean": torch.full_like(GOOD.mean, float("nan"))},

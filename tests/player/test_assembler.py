@@ -122,7 +122,7 @@ def mutilated():
     yield "another prompt", FOREIGN_FRAMES[1, "Int8"], "belongs to something else"
 
 
-@pytest.mark.parametrize(("what", "frame", "words"), mutilated(), ids=lambda value: value if isinstance(value, str) else "")
+@pytest.mark.parametrize(("what", "frame", "words"), list(mutilated()), ids=lambda value: value if isinstance(value, str) else "")
 def test_what_does_not_belong_is_refused_and_changes_nothing(what, frame, words):
     play = fresh()
     play.put(1, "Int4", FRAMES[1, "Int4"])
