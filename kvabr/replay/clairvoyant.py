@@ -5,6 +5,11 @@ knapsack, one option per group, over the bytes that the link carries by D less t
 bound is the knapsack's linear relaxation, which the greedy order on the convex hulls solves exactly; it is at most one
 step below the best whole-group cache, so it is a bound that a play can approach but not pass.
 
+Decoding is a second resource, with one decoder: at any time t, what has arrived is at most C(t) bytes, which hold at
+most r C(t) seconds of decoding (r is the largest share of seconds to bytes of any track), and D - t seconds are left
+for the rest. So the decode times of all groups sum to at most R = min over t of r C(t) + D - t. Where the greedy
+solution needs more than that, the relaxation with both resources is solved by Lagrangian duality.
+
 With an engine that can recompute, the network's part shrinks:
 
 - ``suffix``: for every cut, the tail is computed after the network has brought what lies before the cut.
@@ -16,16 +21,24 @@ With an engine that can recompute, the network's part shrinks:
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
-from kvabr.abr.ladder import Options, Step, every_option, rank
+from kvabr.abr.ladder import Options, Step, every_option, rank, stack
 from kvabr.catalog import Catalog
 from kvabr.recompute.cost import PrefillCost
 from kvabr.recompute.planner import EngineMode
 from kvabr.replay.link import Capacity
+
+Array = npt.NDArray[np.float64]
+
+_SAMPLES = 48
+"""Points in time, and mixes of the two resources, that are looked at: each alone already gives a valid bound."""
+_THIRDS = 32
+"""Narrowings of a price by a third: to a millionth of where it began."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +54,16 @@ class Bound:
 class _Curve:
     """Least loss of the groups before a cut as a function of bytes: convex, piecewise linear."""
 
-    def __init__(self, options: Options, steps: Sequence[Step], groups: int) -> None:
+    def __init__(self, options: Options, steps: Sequence[Step], groups: int, decode_s: Mapping[str, float]) -> None:
         self.least_bytes = sum(hull[0].bytes for hull in options[:groups])
         self.bytes = [0]
         self.loss = [sum(hull[0].loss for hull in options[:groups])]
+        self.decode_s = [sum(decode_s[hull[0].track] for hull in options[:groups])]
+        track = [hull[0].track for hull in options]
         for step in steps:
             if step.group < groups:
+                self.decode_s.append(self.decode_s[-1] + decode_s[step.to] - decode_s[track[step.group]])
+                track[step.group] = step.to
                 self.bytes.append(self.bytes[-1] + step.bytes)
                 self.loss.append(self.loss[-1] - step.saving)
 
@@ -55,12 +72,19 @@ class _Curve:
         spare = nbytes - self.least_bytes
         if spare < 0:
             return float("inf")
-        index = bisect_right(self.bytes, spare) - 1
+        index = self._index(spare)
         loss = self.loss[index]
         if index + 1 < len(self.bytes):
             share = (spare - self.bytes[index]) / (self.bytes[index + 1] - self.bytes[index])
             loss -= share * (loss - self.loss[index + 1])
         return max(0.0, loss)
+
+    def decoding(self, nbytes: float) -> float:
+        """Seconds of decoding that the best cache within ``nbytes`` takes."""
+        return self.decode_s[self._index(nbytes - self.least_bytes)]
+
+    def _index(self, spare: float) -> int:
+        return max(0, bisect_right(self.bytes, spare) - 1)
 
 
 class Clairvoyant:
@@ -72,29 +96,42 @@ class Clairvoyant:
         self._catalog, self._cost, self._mode = catalog, cost, mode
         self._options = every_option(catalog)
         self._steps = rank(self._options)
-        # The hulls as [group, option] arrays, short ones filled up with their last option.
-        widest = max(map(len, self._options))
-        filled = [(*hull, *[hull[-1]] * (widest - len(hull))) for hull in self._options]
-        self._losses = np.array([[option.loss for option in hull] for hull in filled])
-        self._sizes = np.array([[float(option.bytes) for option in hull] for hull in filled])
-        self._decode_tail_s = decode_scale * min(track.decode_s for track in self._catalog.tracks)
+        self._decode_s: dict[str, float] = {
+            track.name: decode_scale * sum(layer.decode_s for layer in stack(catalog, track))
+            for track in catalog.tracks
+        }
+        self._decode_tail_s = decode_scale * min(track.decode_s for track in catalog.tracks)
+        self._decode_per_byte = max(
+            decode_scale * track.decode_s / size for track in catalog.tracks for size in track.bytes
+        )
+        # Every option, as [group, option] arrays: off the hulls, too, for a dearer track may decode faster.
+        stacks = [stack(catalog, track) for track in catalog.tracks]
+        self._losses = np.array([track.loss for track in catalog.tracks]).T
+        self._sizes = np.array([np.sum([layer.bytes for layer in layers], axis=0) for layers in stacks], float).T
+        share = np.array([catalog.group_tokens(g) / catalog.spec.group_tokens for g in range(catalog.groups)])
+        self._decodes = share[:, None] * np.array([self._decode_s[track.name] for track in catalog.tracks])
         self._curves: dict[int, _Curve] = {}
 
     def bound(self, capacity: Capacity, deadline_s: float) -> Bound:
         """The bound for one play."""
         catalog = self._catalog
         arrive_s = max(0.0, deadline_s - self._decode_tail_s)
-        loss = self._curve(catalog.groups).at(capacity.between(0.0, arrive_s))
+        nbytes = capacity.between(0.0, arrive_s)
+        curve = self._curve(catalog.groups)
+        loss = curve.at(nbytes)
+        decode_s = self._decode_budget(capacity, deadline_s)
+        if loss < float("inf") and curve.decoding(nbytes) > decode_s:
+            loss = self._dual(nbytes, decode_s, 0)
         if self._cost is not None:
             if self._mode == "suffix":
                 loss = min(loss, self._cut(capacity, deadline_s))
             else:
-                loss = min(loss, self._holes(capacity.between(0.0, arrive_s), deadline_s))
+                loss = min(loss, self._holes(nbytes, deadline_s))
         return Bound(loss < float("inf"), loss)
 
     def _curve(self, groups: int) -> _Curve:
         if groups not in self._curves:
-            self._curves[groups] = _Curve(self._options, self._steps, groups)
+            self._curves[groups] = _Curve(self._options, self._steps, groups, self._decode_s)
         return self._curves[groups]
 
     def _cut(self, capacity: Capacity, deadline_s: float) -> float:
@@ -124,32 +161,62 @@ class Clairvoyant:
 
     def _holes(self, nbytes: float, deadline_s: float) -> float:
         count = self._computable(deadline_s)
-        options = self._options
-        if count >= len(options):
+        groups = len(self._options)
+        if count >= groups:
             return 0.0
         if count == 0:
             return float("inf")
-        least = sorted(hull[0].bytes for hull in options)
-        if sum(least[: len(options) - count]) > nbytes:
+        least = sorted(hull[0].bytes for hull in self._options)
+        if sum(least[: groups - count]) > nbytes:
             return float("inf")
-        # max over prices p >= 0 of  sum_g min_o (loss + p bytes) - (the `count` largest of these) - p nbytes:
-        # concave in p, so narrowing by thirds finds it.
-        worths = [step.worth for step in self._steps]
-        if not worths:
-            return max(0.0, sum(sorted(hull[0].loss for hull in options)[: len(options) - count]))
+        # What is computed is not decoded, so here decoding is left out: the bound stays one.
+        return self._dual(nbytes, float("inf"), count)
 
-        def dual(price: float) -> float:
-            costs = np.sort((self._losses + price * self._sizes).min(axis=1))
-            return float(costs[: len(options) - count].sum()) - price * nbytes
+    def _decode_budget(self, capacity: Capacity, deadline_s: float) -> float:
+        """R of this module's text: the most seconds of decoding that can be done by the deadline."""
+        times = [deadline_s * i / _SAMPLES for i in range(_SAMPLES + 1)]
+        return min(self._decode_per_byte * capacity.between(0.0, t) + deadline_s - t for t in times)
 
-        low, high = 0.0, 4.0 * worths[0]
-        best = dual(0.0)
-        for _ in range(40):
-            third = (high - low) / 3
-            left, right = dual(low + third), dual(high - third)
-            best = max(best, left, right)
-            if left < right:
-                low += third
-            else:
-                high -= third
-        return max(0.0, best)
+    def _dual(self, nbytes: float, decode_s: float, free: int) -> float:
+        """Least loss within both resources when ``free`` groups cost nothing; infinite if there is none.
+
+        max over prices p, q >= 0 of  sum_g min_o (loss + p bytes + q decode) - (the ``free`` largest) - p B - q R,
+        which is concave in both, so narrowing by thirds finds it.
+        """
+        keep = len(self._options) - free
+
+        def least(values: Array) -> float:
+            return float(np.sort(values.min(axis=1))[:keep].sum())
+
+        timed = decode_s < float("inf")
+        if timed:
+            if decode_s <= 0 or nbytes <= 0:
+                return float("inf")
+            weights = [i / _SAMPLES for i in range(_SAMPLES + 1)]
+            if any(least(w * self._sizes / nbytes + (1 - w) * self._decodes / decode_s) > 1 for w in weights):
+                return float("inf")
+        worth = max((step.worth for step in self._steps), default=0.0)
+
+        def at(price: float, second: float) -> float:
+            spent = price * nbytes + (second * decode_s if timed else 0.0)
+            return least(self._losses + price * self._sizes + second * self._decodes) - spent
+
+        if not timed:
+            return max(0.0, _peak(lambda price: at(price, 0.0), 4.0 * worth))
+        top = 4.0 * worth * nbytes / decode_s
+        return max(0.0, _peak(lambda q: _peak(lambda p: at(p, q), 4.0 * worth), top))
+
+
+def _peak(function: Callable[[float], float], high: float) -> float:
+    """The largest value of a concave function between 0 and ``high``."""
+    low = 0.0
+    best = max(function(low), function(high))
+    for _ in range(_THIRDS):
+        third = (high - low) / 3
+        left, right = function(low + third), function(high - third)
+        best = max(best, left, right)
+        if left < right:
+            low += third
+        else:
+            high -= third
+    return best
