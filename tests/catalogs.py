@@ -25,7 +25,9 @@ def catalog(groups: int = 16, *, short: int = 0, decode: float = 1.0, layered: b
     tokens = groups * SPEC.group_tokens - short
     weights = [3.0 if group == 0 else 1.0 + (group * 7 % 5) / 4 for group in range(groups)]
     total = sum(weights)
-    tracks = [_track(name, share, loss, seconds * decode, tokens, weights, total) for name, share, loss, seconds in LEVELS]
+    tracks = [
+        _track(name, share, loss, seconds * decode, tokens, weights, total) for name, share, loss, seconds in LEVELS
+    ]
     if layered:
         base = _track("base", 0.06, 0.09, 0.002 * decode, tokens, weights, total)
         middle = _track("layer-1", 0.07, 0.012, 0.002 * decode, tokens, weights, total, "base")

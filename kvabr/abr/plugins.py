@@ -59,9 +59,7 @@ def _named(group: str, builtin: Mapping[str, type[T]]) -> dict[str, type[T]]:
     return found
 
 
-def _load(
-    text: str, base: type[T], named: Mapping[str, type[T]], kind: str, command: str
-) -> Callable[[], T]:
+def _load(text: str, base: type[T], named: Mapping[str, type[T]], kind: str, command: str) -> Callable[[], T]:
     head, _, argument = text.partition(":")
     if head.endswith(".py"):
         return _construct(_class_in(Path(head), argument, base, kind), text, None)
@@ -74,9 +72,11 @@ def _load(
 
 
 def _construct(cls: type[T], text: str, argument: str | None) -> Callable[[], T]:
+    build: Callable[..., T] = cls
+
     def make() -> T:
         try:
-            return cls() if argument is None else cls(argument)
+            return build() if argument is None else build(argument)
         except Exception as error:
             raise PolicyError(f"{text}: cannot be created: {error!r} ({where(cls, error)})") from error
 
@@ -97,7 +97,7 @@ def _class_in(path: Path, name: str, base: type[T], kind: str) -> type[T]:
     for value in candidates:
         if value.__name__ == name:
             if inspect.isabstract(value):
-                missing = ", ".join(sorted(value.__abstractmethods__))
+                missing = ", ".join(sorted(getattr(value, "__abstractmethods__", ())))
                 raise PolicyError(f"{path}:{name} lacks {missing}")
             return value
     names = ", ".join(value.__name__ for value in candidates) or "none"

@@ -49,7 +49,7 @@ def raw(values: torch.Tensor) -> bytes:
 
 
 def pack_nibbles(values: torch.Tensor) -> torch.Tensor:
-    """Two 4-bit numbers a byte: the first half of the flattened array in the low nibbles, the second in the high ones."""
+    """Two 4-bit numbers a byte: the first half of the flattened array in the low nibbles, the second in the high."""
     flat = values.reshape(-1)
     half = (flat.numel() + 1) // 2
     packed = flat[:half].clone()

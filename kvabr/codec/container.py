@@ -13,7 +13,7 @@ import struct
 import zlib
 from dataclasses import dataclass
 
-from kvabr.errors import FormatError, ForeignError
+from kvabr.errors import ForeignError, FormatError
 from kvabr.naming import check_track_name
 
 MAGIC = b"KVAB"
@@ -85,7 +85,8 @@ def unpack(frame: bytes | memoryview, expect: FrameHeader | None = None) -> tupl
     if zlib.crc32(view[: body - _CRC.size]) != head_crc:
         raise FormatError("frame: the header's checksum is wrong; it is corrupt, fetch it again")
     if size > MAX_PAYLOAD or len(view) != body + size:
-        raise FormatError(f"frame: {len(view) - body} bytes of payload where its header says {size}; truncated or padded")
+        there = len(view) - body
+        raise FormatError(f"frame: {there} bytes of payload where its header says {size}; truncated or padded")
     payload = view[body:]
     if zlib.crc32(payload) != crc:
         raise FormatError("frame: the payload's checksum is wrong; it is corrupt, fetch it again")

@@ -35,7 +35,7 @@ def encode_group(
     """
     wanted = context.spec.shape(context.tokens)
     if tuple(kv.shape) != wanted or not kv.is_floating_point():
-        raise FormatError(f"group {group}: {tuple(kv.shape)} {kv.dtype} cannot be encoded, floats of {wanted} are needed")
+        raise FormatError(f"group {group}: {tuple(kv.shape)} {kv.dtype} cannot be encoded, only floats of {wanted}")
     if not bool(torch.isfinite(kv).all()):
         raise FormatError(f"group {group}: the cache holds NaN or infinity; it cannot be encoded")
     payload = codec(track).encode(kv, context, below)

@@ -1,7 +1,7 @@
 """A profile: the side information of one model's AC track, fetched once and kept, as a player's init segment is.
 
 It holds what does not change from prompt to prompt: the mean of every channel, the quantiser's step of every layer and
-K/V, and the probability tables of the entropy coder. A table serves a class of channels whose quantised spread is alike.
+K/V, and the probability tables of the entropy coder. A table serves a class of channels of like quantised spread.
 On disk it is a safetensors file: arrays and strings, nothing that could be executed.
 """
 
@@ -20,7 +20,7 @@ from safetensors.torch import load as load_safetensors
 from safetensors.torch import save as save_safetensors
 
 from kvabr.codec.rope import rotate
-from kvabr.errors import FormatError, ForeignError
+from kvabr.errors import ForeignError, FormatError
 from kvabr.kv import KVSpec
 
 FORMAT = "kvabr.profile/1"
@@ -57,9 +57,8 @@ class Profile:
         """
         if spec.digest() != self.spec.digest():
             raise ForeignError(
-                f"this profile was calibrated for {self.spec.model} ({self.spec.layers} layers, {self.spec.kv_heads} KV "
-                f"heads of {self.spec.head_dim}), the cache is of {spec.model} ({spec.layers} layers, {spec.kv_heads} of "
-                f"{spec.head_dim}); use a profile of that very model, `kvabr calibrate` makes one"
+                f"this profile was calibrated for {_title(self.spec)}, the cache is of {_title(spec)}; "
+                "use a profile of that very model, `kvabr calibrate` makes one"
             )
 
     @cached_property
@@ -79,7 +78,8 @@ class Profile:
         # One string only: safetensors writes several in random order, and the name of a profile is its digest.
         facts = json.dumps({"format": FORMAT, "spec": self.spec.to_json(), "sinks": self.sinks}, sort_keys=True)
         arrays = {"mean": self.mean, "step": self.step, "table": self.table, "counts": self.counts}
-        return save_safetensors({name: array.contiguous() for name, array in arrays.items()}, metadata={"kvabr": facts})
+        contiguous = {name: array.contiguous() for name, array in arrays.items()}
+        return bytes(save_safetensors(contiguous, metadata={"kvabr": facts}))
 
     def to_bytes(self) -> bytes:
         """The profile as a safetensors file."""
@@ -102,8 +102,6 @@ class Profile:
         try:
             facts = _facts(data)
             arrays = load_safetensors(data)
-            if facts["format"] != FORMAT:
-                raise FormatError(f"profile: format {facts['format']!r}, this kvabr reads {FORMAT!r}; upgrade kvabr")
             spec = KVSpec.from_json(facts["spec"])
             sinks = int(facts["sinks"])
             profile = cls(spec, sinks, arrays["mean"], arrays["step"], arrays["table"], arrays["counts"])
@@ -150,7 +148,8 @@ class Profile:
 
         Args:
             spec: the model's spec.
-            caches: called three times; each time gives the same caches, [layer, K/V, head, token, dim], any float dtype.
+            caches: called three times; gives the same caches each time, [layer, K/V, head, token, dim], any float
+                dtype.
             sinks: tokens kept exact.
             relative_step: quantiser steps of keys and values over the root mean square of their layer. Noise on
                 values costs the model more than noise on keys, so at equal size the values' step is the finer one.
@@ -214,6 +213,10 @@ def _tables(histogram: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return table, counts.int()
 
 
+def _title(spec: KVSpec) -> str:
+    return f"{spec.model} ({spec.layers} layers, {spec.kv_heads} KV heads of {spec.head_dim}, {spec.dtype})"
+
+
 def _facts(data: bytes) -> dict[str, Any]:
     """What the header of a profile says; safetensors itself reads a header's strings from files only."""
     length = int.from_bytes(data[:8], "little")
@@ -224,4 +227,6 @@ def _facts(data: bytes) -> dict[str, Any]:
     facts = json.loads(text["kvabr"]) if isinstance(text, dict) else None
     if not isinstance(facts, dict):
         raise FormatError("profile: a safetensors file, but not a profile")
+    if facts["format"] != FORMAT:
+        raise FormatError(f"profile: format {facts['format']!r}, this kvabr reads {FORMAT!r}; upgrade kvabr")
     return facts

@@ -91,8 +91,6 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Replay, then write and print."""
-    from kvabr.replay import report as views  # noqa: PLC0415  # the views are of no use to --help
-
     console = Console(stderr=True)
     catalog, asset = _asset(args.asset)
     matrix = _matrix(args, catalog)
@@ -104,6 +102,14 @@ def run(args: argparse.Namespace) -> int:
     if args.verify and asset is not None:
         _verify(asset, report, console)
     _warn(report, console)
+    _write(args, report)
+    _show(args, report.result)
+    return 0
+
+
+def _write(args: argparse.Namespace, report: Report) -> None:
+    from kvabr.replay import report as views  # noqa: PLC0415  # the views are of no use to --help
+
     result, timelines = report.result, report.timelines
     if args.json is not None:
         write_text(args.json, json.dumps(result, indent=1) + "\n")
@@ -113,6 +119,11 @@ def run(args: argparse.Namespace) -> int:
         views.write_perfetto(args.perfetto, result, timelines)
     if args.html is not None:
         views.write_page(args.html, result, timelines)
+
+
+def _show(args: argparse.Namespace, result: dict[str, Any]) -> None:
+    from kvabr.replay import report as views  # noqa: PLC0415
+
     out = Console()
     out.print(views.summary_table(result))
     if len(result["families"]) > 1:
@@ -122,7 +133,6 @@ def run(args: argparse.Namespace) -> int:
     out.print(views.verdict(result), soft_wrap=True)
     if args.html is not None:
         out.print(f"page: {args.html.resolve()}", soft_wrap=True)
-    return 0
 
 
 def _asset(path: Path | None) -> tuple[Catalog, Asset | None]:

@@ -241,7 +241,7 @@ class Session:
         self._content = False
         while not self._content and self._has_room():
             self._act(self._umpire.ask(), now)
-        if self.over:
+        if self.record.gave_up is not None:
             return
         if self._content and not self._anything_pending():
             if complete:

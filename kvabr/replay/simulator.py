@@ -62,8 +62,9 @@ class Simulator:
         session.start(now)
         self._obey(now)
         while not session.over:
-            then = self._next(now)
-            self._carry(now, then)
+            served = self._served(now)
+            then = self._next(now, served)
+            self._carry(now, then, served)
             now = then
             self._tell(now)
             self._obey(now)
@@ -107,7 +108,7 @@ class Simulator:
                 served.append(flow)
         return served
 
-    def _next(self, now: float) -> float:
+    def _next(self, now: float, served: list[_Flow]) -> float:
         """When something happens next."""
         then = self._session.next_timer()
         assert then is not None  # noqa: S101  # the play is not over
@@ -119,7 +120,6 @@ class Simulator:
             then = self._decoding[0][0]
         if self._compute is not None and self._compute[0] < then:
             then = self._compute[0]
-        served = self._served(now)
         if served:
             least = min(flow.size - flow.received for flow in served)
             # A quarter of a byte less than all of it, lest a rounding error puts the end behind an outage.
@@ -127,8 +127,7 @@ class Simulator:
             then = min(then, finish)
         return max(then, now)
 
-    def _carry(self, now: float, then: float) -> None:
-        served = self._served(now)
+    def _carry(self, now: float, then: float, served: list[_Flow]) -> None:
         if served and then > now:
             share = self._capacity.between(now, then) / len(served)
             for flow in served:
@@ -153,7 +152,7 @@ class Simulator:
 
     def _tell_transfers(self, now: float, *, due: bool) -> None:
         session = self._session
-        served = self._served(now)
+        served: list[_Flow] | None = None
         finished: list[_Flow] = []
         keep: list[_Flow] = []
         for flow in self._flows:
@@ -162,9 +161,12 @@ class Simulator:
                 if flow.closes_s > now + _EPSILON and not complete:
                     keep.append(flow)
                 continue
-            if not flow.seen and (flow.received > 0 or (flow in served and self._capacity.rate(now) > 0)):
-                flow.seen = True
-                session.first_byte(flow.request, now)
+            if not flow.seen and flow.opens_s <= now + _EPSILON:
+                if served is None:
+                    served = self._served(now) if self._capacity.rate(now) > 0 else []
+                if flow.received > 0 or flow in served:
+                    flow.seen = True
+                    session.first_byte(flow.request, now)
             if complete:
                 finished.append(flow)
                 continue

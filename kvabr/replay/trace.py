@@ -82,26 +82,32 @@ def _check(trace: Trace) -> None:
         raise TraceError(f"trace {name}: {len(times)} segments, more than the {MAX_SEGMENTS} allowed; cut it in pieces")
     if times[0] != 0:
         raise SegmentError(name, 0, f"starts at {times[0]} s; shift the trace so that it starts at 0")
-    before = -math.inf
-    for index, (time, rate) in enumerate(zip(times, rates, strict=True)):
-        if not math.isfinite(time):
-            raise SegmentError(name, index, f"the time is {time}; it must be a finite number")
-        if time == before:
-            raise SegmentError(name, index, f"the time {time:g} s comes twice; merge or remove one of the two samples")
-        if time < before:
-            raise SegmentError(
-                name, index, f"the time {time:g} s comes after {before:g} s; sort the samples, or split the file"
-            )
-        if not math.isfinite(rate):
-            raise SegmentError(name, index, f"the rate is {rate}; it must be a finite number (remove a missing sample)")
-        if rate < 0:
-            raise SegmentError(name, index, f"the rate is negative ({rate:g} bytes/s); a link carries 0 or more")
-        before = time
-    if not (math.isfinite(trace.duration_s) and trace.duration_s > before):
-        raise SegmentError(
-            name, len(times) - 1, f"starts at {before:g} s, but the trace ends at {trace.duration_s:g} s; it must end later"
-        )
+    for index, (problem, rate) in enumerate(zip(map(_time_problem, (-math.inf, *times), times), rates, strict=False)):
+        found = problem or _rate_problem(rate)
+        if found is not None:
+            raise SegmentError(name, index, found)
+    if not (math.isfinite(trace.duration_s) and trace.duration_s > times[-1]):
+        when = f"starts at {times[-1]:g} s, but the trace ends at {trace.duration_s:g} s"
+        raise SegmentError(name, len(times) - 1, f"{when}; it must end later")
     if not any(rates):
         raise TraceError(f"trace {name}: the rate is zero throughout, so nothing would ever arrive; use another trace")
     if trace.rtt_s is not None and not (math.isfinite(trace.rtt_s) and trace.rtt_s >= 0):
         raise TraceError(f"trace {name}: the round-trip time is {trace.rtt_s} s; it must be 0 or more")
+
+
+def _time_problem(before: float, time: float) -> str | None:
+    if before < time < math.inf:
+        return None
+    if not math.isfinite(time):
+        return f"the time is {time}; it must be a finite number"
+    if time == before:
+        return f"the time {time:g} s comes twice; merge or remove one of the two samples"
+    return f"the time {time:g} s comes after {before:g} s; sort the samples, or split the file"
+
+
+def _rate_problem(rate: float) -> str | None:
+    if 0 <= rate < math.inf:
+        return None
+    if not math.isfinite(rate):
+        return f"the rate is {rate}; it must be a finite number (remove a sample that is missing)"
+    return f"the rate is negative ({rate:g} bytes/s); a link carries 0 or more"

@@ -1,8 +1,20 @@
-"""Verification of a simulated play with the real model: decode, recompute, stitch, score."""
+"""Verification of a simulated play with the real model: decode, recompute, stitch, score.
+
+The steps are carried out in the order in which they happened in the play, on the bytes of the asset: what was
+recomputed behind a lossy group inherits its errors here just as it would in an engine.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import weakref
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from kvabr.errors import FormatError, ModelError
+from kvabr.origin.score import Reference, ScoringEngine
+from kvabr.origin.store import Asset
+from kvabr.player.assembler import Assembler
+from kvabr.recompute.loss import predicted_loss
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +33,9 @@ class ComputeStep:
     last: int
 
 
+Step = FetchStep | ComputeStep
+
+
 @dataclass(frozen=True, slots=True)
 class Verification:
     """What the real model measured on the cache that a play put together."""
@@ -33,3 +48,76 @@ class Verification:
     """Share of continuation tokens where the most likely next token is the same."""
     predicted: float
     """The expected loss that the catalog gives for this cache."""
+
+    def to_json(self) -> dict[str, float]:
+        """Plain JSON values."""
+        return asdict(self)
+
+
+def steps_of(record: Sequence[tuple[str, int, int | str]]) -> list[Step]:
+    """Read the steps of a play's record: ("fetch", group, track) or ("compute", first, last).
+
+    Raises:
+        FormatError: a step is neither.
+    """
+    steps: list[Step] = []
+    for kind, where, what in record:
+        if kind == "fetch" and isinstance(what, str):
+            steps.append(FetchStep(where, what))
+        elif kind == "compute" and isinstance(what, int):
+            steps.append(ComputeStep(where, what))
+        else:
+            raise FormatError(f"not a step of a play: {(kind, where, what)!r}")
+    return steps
+
+
+class Verifier:
+    """Verifies any number of plays of one asset; computes the exact cache once, and keeps only its scores."""
+
+    def __init__(self, asset: Asset, engine: ScoringEngine) -> None:
+        """Compute the exact cache of the asset's prompt and score its continuation behind it.
+
+        Raises:
+            ModelError: the engine runs another model than the one that the asset is of.
+            AssetError, FormatError: the asset lacks its prompt or its profile, or one is damaged.
+        """
+        if engine.spec.digest() != asset.catalog.spec.digest():
+            raise ModelError(f"{asset.path}: the cache is of {asset.catalog.spec.model}, not of {engine.spec.model}")
+        self._asset, self._engine = asset, engine
+        self._profile = asset.profile()
+        prompt = asset.prompt()
+        self._tokens = prompt.tokens
+        self._reference = Reference(engine, engine.prefill(prompt.tokens), prompt.continuation)
+
+    def play(self, steps: Sequence[Step]) -> Verification:
+        """Carry out the steps of one play, and score the continuation behind the cache that comes of them.
+
+        Raises:
+            HoleError: the steps leave a group that is neither fetched nor recomputed, or compute behind one.
+            AssetError, FormatError: a group of the asset is missing or damaged.
+        """
+        catalog = self._asset.catalog
+        assembler = Assembler(catalog, self._profile, dtype=self._engine.prefill(self._tokens[:1]).dtype)
+        for step in steps:
+            if isinstance(step, FetchStep):
+                assembler.put(step.group, step.track, self._asset.frame(step.group, step.track))
+            else:
+                begin = catalog.spec.group_range(step.first, catalog.tokens)[0]
+                end = catalog.spec.group_range(step.last - 1, catalog.tokens)[1]
+                kv = self._engine.prefill(self._tokens[begin:end], assembler.before(step.first))
+                assembler.put_computed(step.first, step.last, kv)
+        tracks = [track or "" for track in assembler.coverage]
+        quality = self._reference.measure(assembler.take())
+        return Verification(quality.kl, quality.dnll, quality.top1, predicted_loss(catalog, tracks))
+
+
+_VERIFIERS: weakref.WeakKeyDictionary[ScoringEngine, tuple[Asset, Verifier]] = weakref.WeakKeyDictionary()
+
+
+def verify_play(asset: Asset, engine: ScoringEngine, steps: Sequence[Step]) -> Verification:
+    """Verify one play; the exact cache of the engine's last asset is remembered. See `Verifier.play`."""
+    known = _VERIFIERS.get(engine)
+    if known is None or known[0] != asset:
+        known = (asset, Verifier(asset, engine))
+        _VERIFIERS[engine] = known
+    return known[1].play(steps)

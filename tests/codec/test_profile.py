@@ -1,3 +1,4 @@
+import contextlib
 import json
 
 import pytest
@@ -74,10 +75,8 @@ def test_garbage_is_refused(data):
 def test_mutilated_files_are_read_or_refused(data):
     raw = bytearray(GOOD.to_bytes())
     raw[data.draw(st.integers(0, 2000))] = data.draw(st.integers(0, 255))
-    try:
+    with contextlib.suppress(FormatError):
         Profile.from_bytes(bytes(raw[: data.draw(st.integers(0, len(raw)))]))
-    except FormatError:
-        pass
 
 
 def test_calibration_needs_tokens_and_the_right_shape():

@@ -11,7 +11,8 @@ from tests.catalogs import catalog
 from tests.replay.worlds import world, worlds
 
 POLICIES = ["fixed:AC-5x", "fixed:FP16", *(name for name in BUILTIN if name != "fixed")]
-ENGINES = {"none": (None, "hole"), "hole": (PrefillCost(0.005, 1 / 1500), "hole"), "suffix": (PrefillCost(0.005, 1 / 1500), "suffix")}
+COST = PrefillCost(0.005, 1 / 1500)
+ENGINES = {"none": (None, "hole"), "hole": (COST, "hole"), "suffix": (COST, "suffix")}
 
 
 @pytest.mark.parametrize("layered", [False, True])

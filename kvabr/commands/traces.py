@@ -1,0 +1,228 @@
+"""`kvabr traces`: look at network traces, make them, and bring them into one format."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+import shlex
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from kvabr.errors import AssetError, UsageError
+from kvabr.files import write_text
+from kvabr.replay.readers import BYTES_PER_SECOND, FORMATS, TIME_UNITS, Columns, find, native, read, sniff
+from kvabr.replay.synth import KINDS, Shape, synthesise
+from kvabr.replay.trace import BYTES_PER_MBIT, Trace
+
+SCHEMA = "kvabr.traces/1"
+_BARS = "▁▂▃▄▅▆▇█"
+_SPARK_CELLS = 24
+
+_INFO_EPILOG = """\
+examples:
+  kvabr traces info traces                              every trace of a folder
+  kvabr traces info traces --families                   one line per data set
+  kvabr traces info log.csv --rate-column dl --unit kbit/s --time-column at --time-unit ms
+
+A trace is read as: mahimahi (one millisecond a line), sabre or iperf3 (JSON), Pensieve (`seconds Mbit/s` a line),
+NYU-METS (`value,unit` a line), CSV with a header, or kvabr's own CSV. In the rate column, ' ' is an outage.
+"""
+_IMPORT_EPILOG = """\
+examples:
+  kvabr traces import ~/data/norway_bus_1 --out mine
+  kvabr traces import iperf.csv --rate-column upload_mbps --out mine
+
+Each trace becomes FAMILY/NAME.csv in the folder, in kvabr's own format: plain CSV (time_s,bits_per_second) that loses
+nothing and that a spreadsheet opens. Mind the licence of what you import: some data sets may not be passed on.
+"""
+_SYNTH_EPILOG = """\
+examples:
+  kvabr traces synth constant --mean-mbps 50 --duration 60 --out flat.csv
+  kvabr traces synth outages --mean-mbps 400 --duration 120 --seed 7 --outage-every 15 --outage 3 --out mmwave.csv
+
+The same arguments make the same file, byte for byte.
+"""
+
+
+def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Declare the command."""
+    parser = commands.add_parser(
+        "traces", help="inspect, import or synthesise network traces", description="Network traces: see, import, make."
+    )
+    kinds = parser.add_subparsers(title="what to do", metavar="ACTION", required=True)
+    _add_info(kinds)
+    _add_import(kinds)
+    _add_synth(kinds)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the action that was asked for."""
+    return int(args.action(args))
+
+
+def _add_info(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = _action(kinds, "info", _info, "show what traces hold", _INFO_EPILOG)
+    parser.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="trace files, or folders of them")
+    parser.add_argument("--families", action="store_true", help="one line per data set instead of one per trace")
+    parser.add_argument("--json", type=Path, metavar="FILE", help=f"write the numbers, schema {SCHEMA}")
+    _add_reading(parser)
+
+
+def _add_import(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = _action(kinds, "import", _import, "convert traces to kvabr's format", _IMPORT_EPILOG)
+    parser.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="trace files, or folders of them")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write to (made if missing)")
+    _add_reading(parser)
+
+
+def _add_synth(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = _action(kinds, "synth", _synth, "make a trace", _SYNTH_EPILOG)
+    shape = Shape()
+    parser.add_argument("kind", choices=KINDS, help="how the rate behaves")
+    parser.add_argument("--mean-mbps", type=float, required=True, metavar="M", help="mean rate, Mbit/s")
+    parser.add_argument("--duration", type=float, required=True, metavar="S", help="length, seconds")
+    parser.add_argument("--step", type=float, default=1.0, metavar="S", help="length of a segment (default: 1 s)")
+    parser.add_argument("--seed", type=int, default=0, metavar="K", help="another seed, another trace (default: 0)")
+    parser.add_argument("--rtt", type=float, metavar="MS", help="round-trip time to record, ms")
+    parser.add_argument("--name", metavar="FAMILY/NAME", help="how the trace is called (default: synth/KIND-SEED)")
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="file to write")
+    tune = parser.add_argument_group("how it varies")
+    for option, field, what in (
+        ("--scatter", "scatter", "standard deviation of the log rate (all but constant)"),
+        ("--dwell", "dwell_s", "mean stay in a state, s (markov, outages)"),
+        ("--outage-every", "outage_every_s", "mean time between outages, s (outages)"),
+        ("--outage", "outage_s", "mean length of an outage, s (outages)"),
+        ("--ramp", "ramp_s", "time until the plateau, s (slow-start)"),
+        ("--period", "period_s", "length of a cycle, s (diurnal)"),
+        ("--depth", "depth", "swing around the mean, 0 to below 1 (diurnal)"),
+    ):
+        default = getattr(shape, field)
+        tune.add_argument(
+            option, dest=field, type=float, default=default, metavar="X", help=f"{what} (default: {default:g})"
+        )
+
+
+def _action(
+    kinds: argparse._SubParsersAction[argparse.ArgumentParser], name: str, action: Any, what: str, epilog: str
+) -> argparse.ArgumentParser:
+    parser = kinds.add_parser(
+        name,
+        help=what,
+        description=f"{what[0].upper()}{what[1:]}.",
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(run=run, action=action)
+    return parser
+
+
+def _add_reading(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("how to read files that do not tell")
+    group.add_argument("--format", choices=FORMATS, help="the format (default: by what the file looks like)")
+    group.add_argument("--time-column", metavar="NAME", help="CSV: column with the time at which a row begins")
+    group.add_argument("--end-column", metavar="NAME", help="CSV: column with the time at which a row ends")
+    group.add_argument("--rate-column", metavar="NAME", help="CSV: column with the rate")
+    group.add_argument("--unit", choices=BYTES_PER_SECOND, help="CSV: unit of the rate")
+    group.add_argument("--time-unit", choices=TIME_UNITS, help="CSV: unit of numeric times")
+    group.add_argument("--step", type=float, metavar="S", help="CSV: no times, each row lasts so many seconds")
+
+
+def _read(args: argparse.Namespace) -> Iterator[tuple[Path, str, Trace]]:
+    """Each trace with its file and format."""
+    columns = Columns(
+        time=args.time_column,
+        end=args.end_column,
+        rate=args.rate_column,
+        unit=args.unit,
+        time_unit=args.time_unit,
+        step_s=args.step,
+    )
+    told = None if columns == Columns() else columns
+    if told is not None and args.format not in (None, "csv"):
+        raise UsageError(f"--format {args.format} has no columns to name; leave the options of CSV out")
+    for path in find(args.paths):
+        chosen = args.format or ("csv" if told else sniff(path)) or "?"
+        for trace in read(path, format_name=args.format, columns=told):
+            yield path, chosen, trace
+
+
+def _info(args: argparse.Namespace) -> int:
+    rows = [{"file": str(path), "format": name, **describe(trace)} for path, name, trace in _read(args)]
+    console = Console()
+    console.print(_family_table(rows) if args.families else _trace_table(rows))
+    if args.json is not None:
+        write_text(args.json, json.dumps({"schema": SCHEMA, "traces": rows}, indent=1) + "\n")
+    return 0
+
+
+def _import(args: argparse.Namespace) -> int:
+    out: dict[Path, str] = {}
+    count = 0
+    for path, name, trace in _read(args):
+        target = args.out.joinpath(*(re.sub(r"[^\w.+=#@-]", "_", part) for part in trace.name.split("/")))
+        target = target.with_name(target.name + ".csv")
+        if target in out:
+            raise UsageError(f"{path}: would overwrite {target}, made of {out[target]}; import it into another folder")
+        out[target] = str(path)
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise AssetError(f"{target.parent}: cannot be made ({error.strerror})") from error
+        write_text(target, native.dumps(trace, note=f"imported from {path.name} ({name})"))
+        count += 1
+    print(f"{count} trace{'s' if count != 1 else ''} in {args.out}")
+    return 0
+
+
+def _synth(args: argparse.Namespace) -> int:
+    shape = Shape(
+        scatter=args.scatter,
+        dwell_s=args.dwell_s,
+        outage_every_s=args.outage_every_s,
+        outage_s=args.outage_s,
+        ramp_s=args.ramp_s,
+        period_s=args.period_s,
+        depth=args.depth,
+    )
+    trace = synthesise(
+        args.kind,
+        mean_mbps=args.mean_mbps,
+        duration_s=args.duration,
+        step_s=args.step,
+        seed=args.seed,
+        rtt_s=None if args.rtt is None else args.rtt / 1000,
+        shape=shape,
+        name=args.name,
+    )
+    write_text(args.out, native.dumps(trace, note=_recipe(args)))
+    print(f"{args.out}: {args.kind}, {trace.mean_rate / BYTES_PER_MBIT:.2f} Mbit/s over {trace.duration_s:g} s")
+    return 0
+
+
+def _recipe(args: argparse.Namespace) -> str:
+    """The command that makes the file again."""
+    words = ["kvabr traces synth", args.kind, f"--mean-mbps {args.mean_mbps:g}", f"--duration {args.duration:g}"]
+    words += [f"--step {args.step:g}", f"--seed {args.seed}"]
+    if args.rtt is not None:
+        words.append(f"--rtt {args.rtt:g}")
+    if args.name is not None:
+        words.append(f"--name {shlex.quote(args.name)}")
+    plain = Shape()
+    for option, field in (
+        ("scatter", "scatter"),
+        ("dwell", "dwell_s"),
+        ("outage-every", "outage_every_s"),
+        ("outage", "outage_s"),
+        ("ramp", "ramp_s"),
+        ("period", "period_s"),
+        ("depth", "depth"),
+    ):
+        if getattr(args, field) != getattr(plain, field):
+            words.append(f"--{option} {getattr(args, field):g}")
+    return " ".join(words)

@@ -1,0 +1,190 @@
+"""Synthetic traces: seeded, so that the same arguments give the same trace on every machine.
+
+Five kinds, each with the mean rate that is asked for:
+
+- ``constant``: one rate throughout, the control of every experiment.
+- ``markov``: a Markov chain over three states (poor, fair, good), exponential dwell times, log-normal scatter within
+  a state: the usual model of a cellular link.
+- ``outages``: the same chain, and hard outages during which nothing arrives, as where mmWave is blocked or a satellite
+  hands over.
+- ``slow-start``: the rate doubles until the plateau, as of a connection that opens or a machine that warms up.
+- ``diurnal``: a slow sinusoid with scatter, as of a wide-area path shared by others.
+
+Randomness is taken from NumPy's PCG64 as uniform numbers only, because NumPy promises that stream across versions but
+not that of its distributions; rates are rounded to whole kbit/s, which hides the last bit of `math.log` and its like.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvabr.errors import UsageError
+from kvabr.replay.trace import MAX_SEGMENTS, Trace
+
+_STATES = (0.35, 1.0, 1.8)
+"""Rate of the poor, the fair and the good state, before the mean is set."""
+_RAMP_START = 1 / 64
+"""Rate at which a slow start begins, of the plateau."""
+_KBIT = 125.0
+_MAX_MBPS = 1e7
+_MAX_SECONDS = 1e7
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """How a trace varies; each kind uses the fields that it names."""
+
+    scatter: float = 0.15
+    """Standard deviation of the logarithm of the rate (all kinds but constant)."""
+    dwell_s: float = 8.0
+    """Mean stay in a state, seconds (markov, outages)."""
+    outage_every_s: float = 30.0
+    """Mean time between outages, seconds (outages)."""
+    outage_s: float = 2.0
+    """Mean length of an outage, seconds (outages)."""
+    ramp_s: float = 10.0
+    """Seconds until the plateau (slow-start)."""
+    period_s: float = 120.0
+    """Length of one cycle, seconds (diurnal)."""
+    depth: float = 0.6
+    """How far the rate swings around its mean, from 0 to below 1 (diurnal)."""
+
+    def __post_init__(self) -> None:
+        for name in ("dwell_s", "outage_every_s", "outage_s", "ramp_s", "period_s"):
+            _check(name, getattr(self, name), most=_MAX_SECONDS)
+        if not 0 <= self.scatter <= 3:
+            raise UsageError(f"scatter is {self.scatter}; give a number from 0 (none) to 3")
+        if not 0 <= self.depth < 1:
+            raise UsageError(f"depth is {self.depth}; give a number from 0 (flat) to below 1")
+
+
+class _Dice:
+    """The few distributions that are needed, from uniform numbers."""
+
+    def __init__(self, seed: int) -> None:
+        self._uniform = np.random.Generator(np.random.PCG64(seed)).random
+
+    def positive(self) -> float:
+        """Uniform in (0, 1]."""
+        return 1.0 - float(self._uniform())
+
+    def exponential(self, mean: float) -> float:
+        return -mean * math.log(self.positive())
+
+    def lognormal(self, sigma: float) -> float:
+        """A factor with median 1 (Box and Muller's method)."""
+        normal = math.sqrt(-2 * math.log(self.positive())) * math.cos(2 * math.pi * self.positive())
+        return math.exp(sigma * normal)
+
+    def other(self, state: int) -> int:
+        """One of the other states, each as likely."""
+        return (state + 1 + int(float(self._uniform()) * (len(_STATES) - 1))) % len(_STATES)
+
+
+def _constant(shape: Shape, times: Sequence[float], dice: _Dice) -> Iterator[float]:  # noqa: ARG001
+    return (1.0 for _ in times)
+
+
+def _markov(shape: Shape, times: Sequence[float], dice: _Dice) -> Iterator[float]:
+    state, until = 1, dice.exponential(shape.dwell_s)
+    for time in times:
+        while until <= time:
+            state, until = dice.other(state), until + dice.exponential(shape.dwell_s)
+        yield _STATES[state] * dice.lognormal(shape.scatter)
+
+
+def _outages(shape: Shape, times: Sequence[float], dice: _Dice) -> Iterator[float]:
+    begins = dice.exponential(shape.outage_every_s)
+    ends = begins + dice.exponential(shape.outage_s)
+    for time, rate in zip(times, list(_markov(shape, times, dice)), strict=True):
+        while ends <= time:
+            begins = ends + dice.exponential(shape.outage_every_s)
+            ends = begins + dice.exponential(shape.outage_s)
+        yield 0.0 if begins <= time else rate
+
+
+def _slow_start(shape: Shape, times: Sequence[float], dice: _Dice) -> Iterator[float]:
+    for time in times:
+        yield _RAMP_START ** max(0.0, 1 - time / shape.ramp_s) * dice.lognormal(shape.scatter)
+
+
+def _diurnal(shape: Shape, times: Sequence[float], dice: _Dice) -> Iterator[float]:
+    for time in times:
+        yield (1 - shape.depth * math.cos(2 * math.pi * time / shape.period_s)) * dice.lognormal(shape.scatter)
+
+
+_KINDS: dict[str, Callable[[Shape, Sequence[float], _Dice], Iterator[float]]] = {
+    "constant": _constant,
+    "markov": _markov,
+    "outages": _outages,
+    "slow-start": _slow_start,
+    "diurnal": _diurnal,
+}
+KINDS = tuple(_KINDS)
+"""Kinds that `synthesise` knows."""
+
+
+def synthesise(
+    kind: str,
+    *,
+    mean_mbps: float,
+    duration_s: float,
+    step_s: float = 1.0,
+    seed: int = 0,
+    rtt_s: float | None = None,
+    shape: Shape | None = None,
+    name: str | None = None,
+) -> Trace:
+    """Make a trace; the same arguments give the same trace.
+
+    Args:
+        kind: one of `KINDS`.
+        mean_mbps: mean over the whole trace, Mbit/s; met to within the rounding to kbit/s.
+        duration_s: length, seconds; the last segment is short if it is no whole number of steps.
+        step_s: length of a segment, seconds.
+        seed: from 0; another seed gives another trace of the same kind.
+        rtt_s: round-trip time to record, seconds.
+        shape: how the rate varies.
+        name: family and name, such as ``lte/walk`` (default: ``synth/KIND-SEED``).
+
+    Raises:
+        UsageError: an argument makes no sense, or this seed's outages leave nothing.
+    """
+    if kind not in _KINDS:
+        raise UsageError(f"unknown kind of trace {kind!r}; known are {', '.join(KINDS)}")
+    for what, value, most in (
+        ("mean_mbps", mean_mbps, _MAX_MBPS),
+        ("duration_s", duration_s, _MAX_SECONDS),
+        ("step_s", step_s, _MAX_SECONDS),
+    ):
+        _check(what, value, most=most)
+    if not 0 <= seed < 1 << 64:
+        raise UsageError(f"the seed is {seed}; give a whole number from 0 to 2**64 - 1")
+    segments = math.ceil(duration_s / step_s * (1 - 1e-12))
+    if segments > MAX_SEGMENTS:
+        raise UsageError(f"{segments} steps, {MAX_SEGMENTS} are allowed; take a shorter trace or a longer step")
+    shape = shape or Shape()
+    if min(shape.dwell_s, shape.outage_every_s) < step_s / 100:
+        raise UsageError(f"dwell_s and outage_every_s must not be below a hundredth of the step ({step_s:g} s)")
+    # Rounded, so that the third step of 0.1 s begins at 0.3 and not at 0.30000000000000004.
+    times = [round(index * step_s, 9) for index in range(segments)]
+    raw = list(_KINDS[kind](shape, times, _Dice(seed)))
+    ends = [*times[1:], duration_s]
+    carried = math.fsum((end - start) * rate for start, end, rate in zip(times, ends, raw, strict=True))
+    factor = mean_mbps * 1000 * duration_s / carried if carried > 0 else 0.0
+    rates = [round(rate * factor) * _KBIT for rate in raw]
+    if not any(rates):
+        raise UsageError(f"{kind}, seed {seed}: nothing would arrive in {duration_s:g} s; make it longer or faster")
+    if kind == "constant":
+        times, rates = times[:1], rates[:1]
+    name = name or f"synth/{kind}-{seed}"
+    return Trace(name, name.partition("/")[0], tuple(times), tuple(rates), float(duration_s), rtt_s)
+
+
+def _check(what: str, value: float, *, most: float) -> None:
+    if not 1e-6 <= value <= most:
+        raise UsageError(f"{what} is {value}; give a number from 0.000001 to {most:g}")
