@@ -77,5 +77,5 @@ def test_series_integrates_to_the_same_bytes():
 
 
 def test_a_dead_trace_is_refused():
-    with pytest.raises(TraceError, match="zero|nothing"):
+    with pytest.raises(TraceError, match=r"zero|nothing"):
         trace([0.0, 0.0])
