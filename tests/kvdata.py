@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache as cache_result
+
 import torch
 
 from kvabr.codec.profile import Profile
@@ -28,5 +30,6 @@ def cache(shape: KVSpec, tokens: int, seed: int = 0) -> torch.Tensor:
     return kv
 
 
+@cache_result
 def profile(shape: KVSpec) -> Profile:
     return Profile.calibrate(shape, lambda: (cache(shape, 400, seed) for seed in (101, 102, 103)))

@@ -8,7 +8,6 @@ long link would otherwise look like a slow link (hls.js does the same).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import deque
 from typing import ClassVar
 
 
@@ -18,7 +17,7 @@ class Estimator(ABC):
     name: ClassVar[str]
 
     def __init__(self) -> None:
-        self._first_bytes: deque[float] = deque(maxlen=8)
+        self._first_byte: float | None = None
 
     def start(self, horizon_s: float) -> None:  # noqa: B027  # a hook that few need
         """Begin a play whose deadline is ``horizon_s`` seconds away: memory much longer than that is of no use.
@@ -40,12 +39,14 @@ class Estimator(ABC):
 
     def first_byte(self, seconds: float) -> None:
         """Hear that a request waited ``seconds`` for its first byte."""
-        self._first_bytes.append(seconds)
+        if self._first_byte is None or seconds < self._first_byte:
+            self._first_byte = seconds
 
     def ttfb(self) -> float:
-        """Time to first byte that a request should expect, seconds: the least of the last eight, 0.0 before the first.
+        """Time to first byte that a request should expect, seconds: the least of the play, 0.0 before the first.
 
-        The least, not the mean: what a request waits beyond it is queueing behind the play's own transfers, and the
-        rate already accounts for that.
+        The least, not the mean: what a request waits beyond it is queueing behind the play's own transfers, which the
+        rate already accounts for. A mean would feed on itself: more waiting, more requests in flight to hide it, more
+        waiting.
         """
-        return min(self._first_bytes) if self._first_bytes else 0.0
+        return self._first_byte or 0.0
