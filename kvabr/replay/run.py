@@ -8,6 +8,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import random
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
@@ -169,6 +170,7 @@ _child: tuple[Matrix, Stage] | None = None
 
 def _begin(matrix: Matrix) -> None:
     global _child  # noqa: PLW0603  # what a pool's initialiser is for
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business: it cancels what is queued
     _child = (matrix, Stage(matrix.catalog, matrix.options))
 
 
