@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import re
 import shlex
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from kvabr.errors import AssetError, UsageError
@@ -19,10 +20,20 @@ from kvabr.files import write_text
 from kvabr.replay.readers import BYTES_PER_SECOND, FORMATS, TIME_UNITS, Columns, find, native, read, sniff
 from kvabr.replay.synth import KINDS, Shape, synthesise
 from kvabr.replay.trace import BYTES_PER_MBIT, Trace
+from kvabr.replay.trace_info import describe, sparkline
 
 SCHEMA = "kvabr.traces/1"
-_BARS = "▁▂▃▄▅▆▇█"
-_SPARK_CELLS = 24
+SPARK_CELLS = 24
+_SHAPE = (
+    ("--scatter", "scatter", "standard deviation of the log rate (all but constant)"),
+    ("--dwell", "dwell_s", "mean stay in a state, s (markov, outages)"),
+    ("--outage-every", "outage_every_s", "mean time between outages, s (outages)"),
+    ("--outage", "outage_s", "mean length of an outage, s (outages)"),
+    ("--ramp", "ramp_s", "time until the plateau, s (slow-start)"),
+    ("--period", "period_s", "length of a cycle, s (diurnal)"),
+    ("--depth", "depth", "swing around the mean, 0 to below 1 (diurnal)"),
+)
+"""Options, fields of `Shape`, and what they do."""
 
 _INFO_EPILOG = """\
 examples:
@@ -31,7 +42,8 @@ examples:
   kvabr traces info log.csv --rate-column dl --unit kbit/s --time-column at --time-unit ms
 
 A trace is read as: mahimahi (one millisecond a line), sabre or iperf3 (JSON), Pensieve (`seconds Mbit/s` a line),
-NYU-METS (`value,unit` a line), CSV with a header, or kvabr's own CSV. In the rate column, ' ' is an outage.
+NYU-METS (`value,unit` a line), CSV with a header, or kvabr's own CSV. Statistics are
+weighted by time, at the trace's own resolution: mahimahi's milliseconds without a packet count as zero.
 """
 _IMPORT_EPILOG = """\
 examples:
@@ -93,15 +105,7 @@ def _add_synth(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     parser.add_argument("--name", metavar="FAMILY/NAME", help="how the trace is called (default: synth/KIND-SEED)")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="file to write")
     tune = parser.add_argument_group("how it varies")
-    for option, field, what in (
-        ("--scatter", "scatter", "standard deviation of the log rate (all but constant)"),
-        ("--dwell", "dwell_s", "mean stay in a state, s (markov, outages)"),
-        ("--outage-every", "outage_every_s", "mean time between outages, s (outages)"),
-        ("--outage", "outage_s", "mean length of an outage, s (outages)"),
-        ("--ramp", "ramp_s", "time until the plateau, s (slow-start)"),
-        ("--period", "period_s", "length of a cycle, s (diurnal)"),
-        ("--depth", "depth", "swing around the mean, 0 to below 1 (diurnal)"),
-    ):
+    for option, field, what in _SHAPE:
         default = getattr(shape, field)
         tune.add_argument(
             option, dest=field, type=float, default=default, metavar="X", help=f"{what} (default: {default:g})"
@@ -153,11 +157,13 @@ def _read(args: argparse.Namespace) -> Iterator[tuple[Path, str, Trace]]:
 
 
 def _info(args: argparse.Namespace) -> int:
-    rows = [{"file": str(path), "format": name, **describe(trace)} for path, name, trace in _read(args)]
-    console = Console()
-    console.print(_family_table(rows) if args.families else _trace_table(rows))
+    rows = [
+        ({"file": str(path), "format": name, **describe(trace)}, sparkline(trace, SPARK_CELLS))
+        for path, name, trace in _read(args)
+    ]
+    Console().print(_family_table(rows) if args.families else _trace_table(rows))
     if args.json is not None:
-        write_text(args.json, json.dumps({"schema": SCHEMA, "traces": rows}, indent=1) + "\n")
+        write_text(args.json, json.dumps({"schema": SCHEMA, "traces": [row for row, _ in rows]}, indent=1) + "\n")
     return 0
 
 
@@ -181,15 +187,7 @@ def _import(args: argparse.Namespace) -> int:
 
 
 def _synth(args: argparse.Namespace) -> int:
-    shape = Shape(
-        scatter=args.scatter,
-        dwell_s=args.dwell_s,
-        outage_every_s=args.outage_every_s,
-        outage_s=args.outage_s,
-        ramp_s=args.ramp_s,
-        period_s=args.period_s,
-        depth=args.depth,
-    )
+    shape = Shape(**{field: getattr(args, field) for _, field, _ in _SHAPE})
     trace = synthesise(
         args.kind,
         mean_mbps=args.mean_mbps,
@@ -207,22 +205,75 @@ def _synth(args: argparse.Namespace) -> int:
 
 def _recipe(args: argparse.Namespace) -> str:
     """The command that makes the file again."""
-    words = ["kvabr traces synth", args.kind, f"--mean-mbps {args.mean_mbps:g}", f"--duration {args.duration:g}"]
-    words += [f"--step {args.step:g}", f"--seed {args.seed}"]
+    words = ["kvabr traces synth", args.kind, f"--mean-mbps {_short(args.mean_mbps)}"]
+    words += [f"--duration {_short(args.duration)}", f"--step {_short(args.step)}", f"--seed {args.seed}"]
     if args.rtt is not None:
-        words.append(f"--rtt {args.rtt:g}")
+        words.append(f"--rtt {_short(args.rtt)}")
     if args.name is not None:
         words.append(f"--name {shlex.quote(args.name)}")
     plain = Shape()
-    for option, field in (
-        ("scatter", "scatter"),
-        ("dwell", "dwell_s"),
-        ("outage-every", "outage_every_s"),
-        ("outage", "outage_s"),
-        ("ramp", "ramp_s"),
-        ("period", "period_s"),
-        ("depth", "depth"),
-    ):
-        if getattr(args, field) != getattr(plain, field):
-            words.append(f"--{option} {getattr(args, field):g}")
+    words += [
+        f"{option} {_short(getattr(args, field))}"
+        for option, field, _ in _SHAPE
+        if getattr(args, field) != getattr(plain, field)
+    ]
     return " ".join(words)
+
+
+def _short(value: float) -> str:
+    return f"{value:.15g}"
+
+
+def _trace_table(rows: Sequence[tuple[dict[str, Any], str]]) -> Table:
+    table = Table(title="traces (rates in Mbit/s)", title_justify="left")
+    table.add_column("name", overflow="fold")
+    for column in ("format", "s", "mean", "CV", "min", "p5", "max", "zero", "RTT ms"):
+        table.add_column(column, justify="left" if column == "format" else "right", no_wrap=True)
+    table.add_column("rate over time", no_wrap=True, min_width=SPARK_CELLS)
+    for row, line in rows:
+        numbers = (row[key] for key in ("min_mbps", "p5_mbps", "max_mbps"))
+        table.add_row(
+            escape(row["name"]),
+            row["format"],
+            _three(row["duration_s"]),
+            _three(row["mean_mbps"]),
+            f"{row['cv']:.2f}",
+            *map(_three, numbers),
+            f"{row['zero_share']:.0%}",
+            "" if row["rtt_s"] is None else _three(row["rtt_s"] * 1000),
+            line,
+        )
+    return table
+
+
+def _family_table(rows: Sequence[tuple[dict[str, Any], str]]) -> Table:
+    table = Table(title="families (rates in Mbit/s, weighted by time)", title_justify="left")
+    table.add_column("family", overflow="fold")
+    for column in ("format", "files", "traces", "median s", "total s", "mean", "lowest", "highest", "zero"):
+        table.add_column(column, justify="left" if column == "format" else "right")
+    families: dict[str, list[dict[str, Any]]] = {}
+    for row, _ in rows:
+        families.setdefault(row["family"], []).append(row)
+    for family, members in sorted(families.items()):
+        total = sum(row["duration_s"] for row in members)
+        means = [row["mean_mbps"] for row in members]
+        table.add_row(
+            escape(family),
+            " ".join(sorted({row["format"] for row in members})),
+            str(len({row["file"] for row in members})),
+            str(len(members)),
+            _three(median(row["duration_s"] for row in members)),
+            _three(total),
+            _three(sum(row["mean_mbps"] * row["duration_s"] for row in members) / total),
+            _three(min(means)),
+            _three(max(means)),
+            f"{sum(row['zero_share'] * row['duration_s'] for row in members) / total:.0%}",
+        )
+    return table
+
+
+def _three(value: float) -> str:
+    """Three significant digits, never in powers of ten."""
+    if value >= 100:
+        return f"{value:.0f}"
+    return f"{value:.1f}" if value >= 10 else f"{value:.2f}"

@@ -1,0 +1,159 @@
+"""Network traces from files: one module a format, and a front that tells them apart.
+
+`find` walks folders for files that look like traces, `read` reads one. Files are hostile: their size is bounded, every
+number is checked, nothing is executed, and every error names the file, the line and what to do.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from kvabr.errors import TraceError
+from kvabr.replay.readers import iperf3, mahimahi, native, pensieve, sabre, table, values
+from kvabr.replay.readers.columns import TIME_UNITS, Columns
+from kvabr.replay.readers.source import BYTES_PER_SECOND, MAX_FILE_BYTES, Source
+from kvabr.replay.trace import Trace
+
+__all__ = ["BYTES_PER_SECOND", "FORMATS", "TIME_UNITS", "Columns", "find", "read", "sniff"]
+
+_PARSERS: dict[str, Callable[[Source], list[Trace]]] = {
+    "kvabr": native.parse,
+    "mahimahi": mahimahi.parse,
+    "sabre": sabre.parse,
+    "pensieve": pensieve.parse,
+    "iperf3": iperf3.parse,
+    "values": values.parse,
+}
+FORMATS = (*_PARSERS, "csv")
+"""Formats that can be read, by name."""
+
+_HEAD_BYTES = 65536
+_HEAD_LINES = 20
+_PROSE = ("readme", "source", "license", "licence", "copying", "notice", "changelog", "authors", "citation")
+_OTHER = (".md", ".rst", ".py", ".sh", ".html", ".htm", ".pdf", ".png", ".svg", ".gz", ".xz", ".zip", ".tar")
+_DATA = (".csv", ".tsv", ".json", ".txt", ".log", ".trace")
+"""Endings that a trace's name goes without; others (``.down``, ``.up``) tell traces apart."""
+
+
+def find(paths: Iterable[Path]) -> list[Path]:
+    """Files among ``paths`` and in the folders among them, always in the same order, each once.
+
+    A file that is named is always taken. In a folder, and those below it, only files that look like a trace are:
+    hidden files, prose (README, SOURCE.txt, ...) and files of no known format are passed over, and links to folders
+    are not followed.
+
+    Raises:
+        TraceError: a path does not exist, or a folder holds no trace.
+    """
+    found: dict[Path, None] = {}
+    for path in paths:
+        if path.is_dir():
+            inside = [file for file in _walk(path) if sniff(file) is not None]
+            if not inside:
+                raise TraceError(f"{path}: no traces in this folder (formats: {', '.join(FORMATS)})")
+            found.update(dict.fromkeys(inside))
+        elif path.exists():
+            found[path] = None
+        else:
+            raise TraceError(f"{path}: no such file or folder")
+    return list(found)
+
+
+def sniff(path: Path) -> str | None:
+    """Format that the beginning of a file looks like, a name of `FORMATS`; None if it looks like no trace.
+
+    Raises:
+        TraceError: the file cannot be read.
+    """
+    try:
+        with path.open("rb") as file:
+            head = file.read(_HEAD_BYTES)
+    except OSError as error:
+        raise TraceError(f"{path}: cannot be read ({error.strerror})") from error
+    if b"\0" in head:
+        return None
+    return _sniff_text(head.decode("utf-8-sig", errors="ignore"), cut=len(head) == _HEAD_BYTES)
+
+
+def read(path: Path, *, format_name: str | None = None, columns: Columns | None = None) -> list[Trace]:
+    """The traces in one file: one, or several sessions named ``-0001`` and so on.
+
+    A trace's family is the data set's folder (the nearest of up to three above the file that holds a ``SOURCE.txt``,
+    else the file's own), and its name is the path from that folder on. kvabr's own files may name both themselves.
+
+    Args:
+        path: the file.
+        format_name: a name of `FORMATS`, if the file itself does not tell.
+        columns: what the file's header does not tell; makes it a CSV file.
+
+    Raises:
+        TraceError: not a trace; too large; or its samples are empty, unsorted, negative, not finite, or all zero.
+    """
+    if columns is not None and format_name is None:
+        format_name = "csv"
+    if format_name is not None and format_name not in FORMATS:
+        raise TraceError(f"unknown trace format {format_name!r}; known are {', '.join(FORMATS)}")
+    family, name = _names(path)
+    source = Source(path, _text(path), name, family)
+    chosen = format_name or _sniff_text(source.text[:_HEAD_BYTES], cut=len(source.text) > _HEAD_BYTES)
+    if chosen is None:
+        what = "looks like no trace format that is known" if source.text.strip() else "it is empty"
+        raise source.error(f"{what}; name one of {', '.join(FORMATS)}, and for CSV the columns, with the options")
+    if chosen == "csv":
+        return table.parse(source, columns or Columns())
+    return _PARSERS[chosen](source)
+
+
+def _text(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise TraceError(f"{path}: cannot be read ({error.strerror})") from error
+    if len(data) > MAX_FILE_BYTES:
+        raise TraceError(f"{path}: larger than the {MAX_FILE_BYTES} bytes allowed; cut it in pieces")
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise TraceError(f"{path}: not a text file ({error.reason}); unpack it if it is compressed") from error
+
+
+def _sniff_text(head: str, *, cut: bool) -> str | None:
+    head = head.lstrip()
+    if head.startswith(("[", "{")):
+        by_head = (("sabre", sabre), ("iperf3", iperf3))
+        return next((name for name, module in by_head if module.matches(head)), None)
+    lines = [stripped for line in head.splitlines() if (stripped := line.strip())]
+    if cut:
+        lines = lines[:-1]
+    if native.matches(lines):
+        return "kvabr"
+    rows = [line for line in lines if not line.startswith("#")][:_HEAD_LINES]
+    by_rows = (("mahimahi", mahimahi), ("pensieve", pensieve), ("values", values), ("csv", table))
+    return next((name for name, module in by_rows if module.matches(rows)), None)
+
+
+def _walk(folder: Path) -> Iterable[Path]:
+    def fail(error: OSError) -> None:
+        raise TraceError(f"{error.filename}: cannot be read ({error.strerror})") from error
+
+    for root, folders, files in os.walk(folder, onerror=fail):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for name in sorted(files):
+            path = Path(root, name)
+            prose = name.lower().startswith(_PROSE) or name.lower().endswith(_OTHER)
+            if not name.startswith(".") and not prose and path.is_file():
+                yield path
+
+
+def _names(path: Path) -> tuple[str, str]:
+    """Family and name of a file's trace."""
+    where = Path(os.path.normpath(path.absolute()))
+    above = list(where.parents)[:3]
+    home = next((folder for folder in above if (folder / "SOURCE.txt").is_file()), where.parent)
+    inside = where.relative_to(home).as_posix()
+    stem = next((inside.removesuffix(end) for end in _DATA if inside.lower().endswith(end)), inside)
+    family = home.name or "traces"
+    return family, f"{family}/{stem}"

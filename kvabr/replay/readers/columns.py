@@ -1,0 +1,186 @@
+"""What the columns of a CSV file are, from their names: a time, an end, a rate, and their units."""
+
+from __future__ import annotations
+
+import csv
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvabr.replay.readers.source import BYTES_PER_SECOND, Source
+
+TIME_UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
+"""Units of time, in seconds."""
+
+_UNIT = r"(?:_(?P<unit>s|secs?|seconds?|ms|us|ns))?"
+_TIMES = (
+    re.compile(r"(?:(?:time|timestamp)_(?:start|begin)|(?:start|begin)(?:_(?:time|timestamp))?)" + _UNIT),
+    re.compile(r"(?:t|time|timestamps?|time_stamp|epoch|datetime|date_time|seconds?|secs?|elapsed|unix_?time)" + _UNIT),
+)
+_END = re.compile(r"(?:(?:time|timestamp)_(?:end|stop)|(?:end|stop)(?:_(?:time|timestamp))?)" + _UNIT)
+
+_RATE = re.compile(r"(?:bit_?)?rate|bandwidth|throughput|capacity|goodput|speed|download|downlink|down|dl|rx|received")
+_DOWN = re.compile(r"down|dl|rx|rec(?:ei|ie)?v")
+_UP = re.compile(r"up|ul|tx|sent|send")
+_DERIVED = re.compile(r"avg|average|mean|min|max|std|target|median")
+_RATE_UNIT = re.compile(
+    r"(?:^|_)(?P<prefix>[kmg]?)"
+    r"(?:(?:bp_?s|b_s|bits?_?(?:p|per)?_?s(?:ec|econd)?)|(?P<byte>bytes?_?(?:p|per)?_?s(?:ec|econd)?))$"
+)
+_CAPITAL_B = re.compile(r"[kKMG]?B(?:ps|/s)\W*$")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Columns:
+    """What a user says of a CSV file; None means: find out."""
+
+    time: str | None = None
+    """Name of the column with the time at which a row begins."""
+    end: str | None = None
+    """Name of the column with the time at which a row ends."""
+    rate: str | None = None
+    """Name of the column with the rate."""
+    unit: str | None = None
+    """Unit of the rate, a key of `BYTES_PER_SECOND`."""
+    time_unit: str | None = None
+    """Unit of numeric times, a key of `TIME_UNITS`."""
+    step_s: float | None = None
+    """Seconds that each row lasts, in a file without times."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where in a row the sample stands."""
+
+    delimiter: str
+    header: tuple[str, ...]
+    rate: int
+    rate_factor: float
+    """Bytes per second in one unit of the rate."""
+    time: int | None
+    """None: each row lasts `step_s`."""
+    time_factor: float
+    """Seconds in one unit of time."""
+    end: int | None
+    step_s: float
+
+    @property
+    def width(self) -> int:
+        """Cells that a row needs."""
+        return 1 + max(index for index in (self.rate, self.time, self.end) if index is not None)
+
+
+def looks_like_header(line: str) -> bool:
+    """Whether a line names a time and a rate."""
+    header = _cells(line)
+    return _find_time(header) is not None and bool(_likely_rates(header))
+
+
+def layout(source: Source, line: str, columns: Columns) -> Layout:
+    """Find the sample's columns, by the header ``line`` and by what the user says.
+
+    Raises:
+        TraceError: there is no such column, more than one would do, or the unit is unknown.
+    """
+    header = _cells(line)
+    rate, rate_factor = _rate(source, header, columns)
+    step = columns.step_s
+    if step is not None and not (math.isfinite(step) and step > 0):
+        raise source.error(f"a step of {step} s; give a positive number")
+    time = end = None
+    if step is None:
+        time = _find_time(header) if columns.time is None else _named(source, header, columns.time)
+        if time is None:
+            raise source.error(f"no column is a time; name it with --time-column, or give --step ({_list(header)})")
+        end = _find_end(header) if columns.end is None else _named(source, header, columns.end)
+    unit = columns.time_unit or (_time_unit(header[time]) if time is not None else "s")
+    if unit not in TIME_UNITS:
+        raise source.error(f"unknown unit of time {unit!r}; known are {', '.join(TIME_UNITS)}")
+    return Layout(_delimiter(line), tuple(header), rate, rate_factor, time, TIME_UNITS[unit], end, step or 1.0)
+
+
+def _cells(line: str) -> list[str]:
+    return [cell.strip() for cell in next(csv.reader([line], delimiter=_delimiter(line)), [])]
+
+
+def _delimiter(line: str) -> str:
+    return max(",;\t", key=line.count)
+
+
+def _list(header: Sequence[str]) -> str:
+    return f"columns: {', '.join(header)[:200]}"
+
+
+def _plain(name: str) -> str:
+    """``Throughput (Mbit/s)`` -> ``throughput_mbit_s``."""
+    return re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
+
+
+def _named(source: Source, header: Sequence[str], name: str) -> int:
+    for index, cell in enumerate(header):
+        if cell.lower() == name.strip().lower():
+            return index
+    raise source.error(f"no column {name!r} ({_list(header)})")
+
+
+def _find(header: Sequence[str], pattern: re.Pattern[str]) -> int | None:
+    return next((index for index, name in enumerate(header) if pattern.fullmatch(_plain(name))), None)
+
+
+def _find_time(header: Sequence[str]) -> int | None:
+    return next((index for pattern in _TIMES if (index := _find(header, pattern)) is not None), None)
+
+
+def _find_end(header: Sequence[str]) -> int | None:
+    return _find(header, _END)
+
+
+def _time_unit(name: str) -> str:
+    """Unit that the name of a time's column ends with; seconds if it says none."""
+    unit = _plain(name).rpartition("_")[2]
+    return unit if unit in TIME_UNITS else "s"
+
+
+def _rate(source: Source, header: Sequence[str], columns: Columns) -> tuple[int, float]:
+    if columns.rate is not None:
+        index = _named(source, header, columns.rate)
+    else:
+        likely = _likely_rates(header)
+        if len(likely) != 1:
+            which = "more than one column may be the rate" if likely else "no column is a rate"
+            raise source.error(f"{which}; name it with --rate-column ({_list(header)})")
+        index = likely[0]
+    unit = columns.unit or _rate_unit(header[index])
+    if unit is None:
+        raise source.error(f"the unit of column {header[index]!r} is not in its name; say it with --unit")
+    if unit not in BYTES_PER_SECOND:
+        raise source.error(f"unknown unit {unit!r}; known are {', '.join(BYTES_PER_SECOND)}")
+    return index, BYTES_PER_SECOND[unit]
+
+
+def _likely_rates(header: Sequence[str]) -> list[int]:
+    """The columns that are most likely the rate: several, if they are as likely as each other."""
+    scores = [_score(name) for name in header]
+    best = max(scores, default=0)
+    return [index for index, score in enumerate(scores) if score == best and score > 0]
+
+
+def _score(name: str) -> int:
+    """How likely a column is the rate: a name with a unit before one without, downwards before upwards."""
+    plain = _plain(name)
+    with_unit = _rate_unit(name) is not None
+    if not with_unit and not _RATE.fullmatch(plain):
+        return 0
+    worse = 4 * bool(_UP.search(plain)) + 2 * bool(_DERIVED.search(plain))
+    return 8 * with_unit + 2 * bool(_DOWN.search(plain)) + 7 - worse
+
+
+def _rate_unit(name: str) -> str | None:
+    """Unit that the name of a rate's column ends with, a key of `BYTES_PER_SECOND`."""
+    found = _RATE_UNIT.search(_plain(name))
+    if found is None:
+        return None
+    prefix = found["prefix"].upper().replace("K", "k")
+    is_bytes = found["byte"] is not None or _CAPITAL_B.search(name) is not None
+    return f"{prefix}{'byte' if is_bytes else 'bit'}/s"

@@ -1,0 +1,109 @@
+"""kvabr's own format: a CSV file that a spreadsheet opens, that loses nothing, and that says when it is cut short.
+
+    # kvabr.trace/1
+    # name: lte/walk
+    # family: lte
+    # rtt_s: 0.05
+    # note: how it was made
+    time_s,bits_per_second
+    0,12000000
+    0.5,9100000
+    300,end
+
+Each rate holds until the time of the next row. The last row says ``end``, and when: a file that is cut short
+lacks it. Numbers are the shortest that read back as the same float, and eight times a float is exact, so `dumps` and
+`parse` are inverse to each other. ``rtt_s`` and ``note`` may be missing.
+"""
+
+from __future__ import annotations
+
+import re
+
+from kvabr.errors import TraceError
+from kvabr.replay.readers.source import BYTES_PER_SECOND, Source, build, hold
+from kvabr.replay.trace import Trace
+
+MAGIC = "# kvabr.trace/1"
+COLUMNS = "time_s,bits_per_second"
+_NAME = re.compile(r"[^\x00-\x1f\x7f\\]{1,1000}")
+
+
+def matches(lines: list[str]) -> bool:
+    """Whether the first lines of a file, comments included, look like this format (of any version)."""
+    return bool(lines) and lines[0].startswith(MAGIC.rpartition("/")[0] + "/")
+
+
+def dumps(trace: Trace, note: str = "") -> str:
+    """The trace as text; the same trace and note give the same text.
+
+    Raises:
+        TraceError: the trace's name or family could not be read back.
+    """
+    for what, name in (("name", trace.name), ("family", trace.family)):
+        if not _is_plain(name):
+            raise TraceError(f"the {what} {name[:40]!r} is not a plain name; take one such as lte/walk")
+    head = [MAGIC, f"# name: {trace.name}", f"# family: {trace.family}"]
+    if trace.rtt_s is not None:
+        head.append(f"# rtt_s: {_decimal(trace.rtt_s)}")
+    if note:
+        head.append(f"# note: {' '.join(note.split())}")
+    rows = [f"{_decimal(t)},{_decimal(rate * 8)}" for t, rate in zip(trace.times, trace.rates, strict=True)]
+    return "\n".join([*head, COLUMNS, *rows, f"{_decimal(trace.duration_s)},end", ""])
+
+
+def parse(source: Source) -> list[Trace]:
+    """Read a file.
+
+    Raises:
+        TraceError: it is of a newer version, cut short, or not a trace of this format.
+    """
+    first = source.text.lstrip().partition("\n")[0].strip()
+    if first != MAGIC:
+        raise source.error(f"begins with {first[:40]!r}, this version reads {MAGIC!r}; upgrade kvabr, or wrong file?")
+    fields = _fields(source)
+    lines = source.lines()
+    if not lines or lines[0][1] != COLUMNS:
+        raise source.error(f"the columns must be {COLUMNS}")
+    rows = []
+    end: float | None = None
+    for line, text in lines[1:]:
+        time, comma, rate = text.partition(",")
+        if end is not None or not comma:
+            raise source.error(f"{text[:40]!r} is not `time,rate`, with `time,end` as the last row", line)
+        now = source.number(time, "the time", line)
+        if rate == "end":
+            end = now
+        else:
+            rows.append((line, now, source.number(rate, "the rate", line) * BYTES_PER_SECOND["bit/s"]))
+    if end is None:
+        raise source.error("it is cut short: the last row must be `time,end`")
+    samples = hold(rows)
+    if samples:
+        samples[-1] = samples[-1]._replace(end=end)
+    named = Source(source.path, source.text, fields.get("name", source.name), fields.get("family", source.family))
+    rtt = fields.get("rtt_s")
+    return [build(named, samples, rtt_s=None if rtt is None else source.number(rtt, "rtt_s", 1))]
+
+
+def _fields(source: Source) -> dict[str, str]:
+    """The ``# key: value`` lines. Names become file names on import, so they may not lead out of a folder."""
+    fields: dict[str, str] = {}
+    for text in source.text.splitlines()[:20]:
+        key, colon, value = text.removeprefix("#").partition(":")
+        if text.startswith("#") and colon:
+            fields.setdefault(key.strip(), value.strip())
+    for key in ("name", "family"):
+        if key in fields and not _is_plain(fields[key]):
+            raise source.error(f"the {key} {fields[key][:40]!r} is not a plain name; write one such as lte/walk")
+    return fields
+
+
+def _is_plain(name: str) -> bool:
+    parts = name.split("/")
+    return _NAME.fullmatch(name) is not None and name == name.strip() and not {"", ".", ".."} & set(parts)
+
+
+def _decimal(value: float) -> str:
+    """The shortest decimal that reads back as ``value``."""
+    value = float(value)
+    return str(int(value)) if value.is_integer() and abs(value) < 1e15 else repr(value)

@@ -1,0 +1,159 @@
+"""What every reader shares: a bounded text, numbers from it, and the way from samples to a `Trace`.
+
+A reader turns text into `Sample`s and knows nothing of files; the checks of what makes a trace stand in
+`kvabr.replay.trace` alone, and `build` turns what they say into a file and a line.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from kvabr.errors import TraceError
+from kvabr.replay.trace import BYTES_PER_MBIT, SegmentError, Trace
+
+MAX_FILE_BYTES = 64 << 20
+"""Size of a trace file that is read at all."""
+MAX_LINES = 8_000_000
+"""Lines of a trace file that are looked at."""
+
+BYTES_PER_SECOND = {
+    "bit/s": 1 / 8,
+    "kbit/s": BYTES_PER_MBIT / 1000,
+    "Mbit/s": BYTES_PER_MBIT,
+    "Gbit/s": BYTES_PER_MBIT * 1000,
+    "byte/s": 1.0,
+    "kbyte/s": 1e3,
+    "Mbyte/s": 1e6,
+    "Gbyte/s": 1e9,
+}
+"""Units of rate, as bytes per second."""
+
+
+class Sample(NamedTuple):
+    """One stretch of a trace as a file tells it."""
+
+    place: int
+    """Line of the file, or index of the entry in JSON, from 1."""
+    start: float
+    """Seconds, from any origin."""
+    end: float
+    """Seconds; only that of the last sample counts, since each one reaches to the start of the next."""
+    rate: float
+    """Bytes per second."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """The text of one file and how its traces are called."""
+
+    path: Path
+    text: str
+    name: str
+    family: str
+
+    def error(self, problem: str, place: int | None = None, unit: str = "line") -> TraceError:
+        """An error that names the file and, if known, the line (or JSON entry)."""
+        where = "" if place is None else f"{unit} {place}: "
+        return TraceError(f"{self.path}: {where}{problem}")
+
+    def lines(self) -> list[tuple[int, str]]:
+        """Lines that are neither empty nor comments (``#``), stripped, with their numbers from 1."""
+        lines = self.text.splitlines()
+        if len(lines) > MAX_LINES:
+            raise self.error(f"{len(lines)} lines, more than the {MAX_LINES} allowed; cut the file in pieces")
+        return [
+            (number, stripped)
+            for number, line in enumerate(lines, 1)
+            if (stripped := line.strip()) and not stripped.startswith("#")
+        ]
+
+    def json(self) -> Any:
+        """The text as JSON values.
+
+        Raises:
+            TraceError: it is not JSON.
+        """
+        try:
+            return json.loads(self.text)
+        except (ValueError, RecursionError) as error:
+            raise self.error(f"not valid JSON ({error}); is the file complete?") from error
+
+    def number(self, value: Any, what: str, place: int, unit: str = "line") -> float:
+        """``value``, a text or a JSON number, as a float; `Trace` refuses it later if it is not finite.
+
+        Raises:
+            TraceError: it is no number.
+        """
+        if isinstance(value, str | int | float) and not isinstance(value, bool):
+            try:
+                return float(value)
+            except (ValueError, OverflowError):
+                pass
+        shown = str(value)[:40]
+        raise self.error(f"{what} is {shown!r}, not a number; correct or remove it", place, unit)
+
+
+def build(
+    source: Source, samples: Sequence[Sample], *, session: str = "", rtt_s: float | None = None, unit: str = "line"
+) -> Trace:
+    """Make a trace of samples, shifted so that the first one starts at 0.
+
+    Args:
+        source: the file that the samples came from.
+        samples: in the order of the file.
+        session: what tells this trace from the others of the file.
+        rtt_s: round-trip time, seconds.
+        unit: what `Sample.place` counts: lines, or entries of a JSON list.
+
+    Raises:
+        TraceError: no `Trace` can be made of them; names the file and the line.
+    """
+    if not samples:
+        raise source.error("it has no samples; a trace needs at least one")
+    origin = samples[0].start
+    # A clock of 1970 in a float is good to a quarter of a microsecond: what is finer is noise of the subtraction.
+    shift = (lambda time: time) if origin == 0 else (lambda time: _microseconds(time - origin))
+    try:
+        return Trace(
+            name=source.name + session,
+            family=source.family,
+            times=tuple(shift(sample.start) for sample in samples),
+            rates=tuple(sample.rate for sample in samples),
+            duration_s=shift(samples[-1].end),
+            rtt_s=rtt_s,
+        )
+    except SegmentError as error:
+        raise source.error(error.problem, samples[error.segment].place, unit) from error
+    except TraceError as error:
+        raise TraceError(f"{source.path}: {error}") from error
+
+
+def hold(rows: Sequence[tuple[int, float, float]], lone_s: float = 1.0) -> list[Sample]:
+    """Samples of rows that only say when they begin: each rate holds until the next row's time.
+
+    How long the last rate held is not recorded: it gets the median step, so that no row is lost.
+
+    Args:
+        rows: (line, time s, bytes per second).
+        lone_s: seconds that a single row lasts.
+    """
+    step = median_step([time for _, time, _ in rows], lone_s)
+    ends = [time for _, time, _ in rows[1:]] + [rows[-1][1] + step] if rows else []
+    return [Sample(line, time, end, rate) for (line, time, rate), end in zip(rows, ends, strict=True)]
+
+
+def median_step(times: Sequence[float], lone_s: float = 1.0) -> float:
+    """Median of the steps forward between ``times``; ``lone_s`` if there are none."""
+    steps = [later - time for time, later in pairwise(times) if later > time]
+    return statistics.median(steps) if steps else lone_s
+
+
+def _microseconds(time: float) -> float:
+    return round(time, 6) if math.isfinite(time) else time

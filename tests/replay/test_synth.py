@@ -1,0 +1,142 @@
+import math
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvabr.errors import UsageError
+from kvabr.replay.readers import find, native, read
+from kvabr.replay.synth import KINDS, Shape, synthesise
+from kvabr.replay.trace_info import describe
+
+ROOT = Path(__file__).resolve().parents[2]
+MBIT = 125_000.0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_same_seed_same_bytes_other_seed_other_bytes(kind):
+    def text(seed):
+        return native.dumps(synthesise(kind, mean_mbps=20, duration_s=60, step_s=0.5, seed=seed, name="x"))
+
+    assert text(3) == text(3)
+    assert (text(3) == text(4)) == (kind == "constant")
+
+
+@given(
+    kind=st.sampled_from(KINDS),
+    mean=st.floats(0.5, 1e5),
+    duration=st.floats(20, 400),
+    step=st.sampled_from([0.1, 0.3, 1.0]),
+    seed=st.integers(0, 99),
+)
+def test_mean_and_duration_are_met(kind, mean, duration, step, seed):
+    shape = Shape(outage_every_s=5.0, outage_s=1.0)
+    trace = synthesise(kind, mean_mbps=mean, duration_s=duration, step_s=step, seed=seed, shape=shape)
+    assert trace.duration_s == duration
+    assert trace.mean_rate / MBIT == pytest.approx(mean, abs=5e-4)  # half of what rates are rounded to
+    assert all(rate % 125 == 0 for rate in trace.rates)
+
+
+def test_constant_is_one_segment():
+    trace = synthesise("constant", mean_mbps=8, duration_s=30)
+    assert (trace.times, trace.rates, trace.duration_s) == ((0.0,), (1e6,), 30.0)
+
+
+def test_markov_has_three_levels():
+    trace = synthesise("markov", mean_mbps=30, duration_s=600, seed=1, shape=Shape(scatter=0.0))
+    low, middle, high = sorted(set(trace.rates))
+    assert middle / low == pytest.approx(1 / 0.35, rel=1e-3)
+    assert high / low == pytest.approx(1.8 / 0.35, rel=1e-3)
+    changes = sum(a != b for a, b in pairwise(trace.rates))
+    assert changes == pytest.approx(600 / 8, rel=0.4)  # a stay of 8 s on average
+
+
+def test_scatter_is_lognormal_around_the_level():
+    rates = synthesise("diurnal", mean_mbps=1e4, duration_s=20_000, seed=1, shape=Shape(scatter=0.4, depth=0.0)).rates
+    logs = [math.log(rate) for rate in rates]
+    mean = sum(logs) / len(logs)
+    assert math.sqrt(sum((x - mean) ** 2 for x in logs) / len(logs)) == pytest.approx(0.4, rel=0.03)
+
+
+def test_outages_are_as_often_and_as_long_as_asked():
+    shape = Shape(outage_every_s=20.0, outage_s=5.0)
+    trace = synthesise("outages", mean_mbps=30, duration_s=20_000, step_s=0.5, seed=1, shape=shape)
+    assert describe(trace)["zero_share"] == pytest.approx(5 / 25, rel=0.1)
+    begins = sum(a > 0 and b == 0 for a, b in pairwise(trace.rates))
+    assert begins == pytest.approx(20_000 / 25, rel=0.15)
+
+
+def test_slow_start_doubles_up_to_a_plateau():
+    shape = Shape(ramp_s=6.0, scatter=0.0)
+    rates = synthesise("slow-start", mean_mbps=30, duration_s=30, shape=shape).rates
+    assert [b / a for a, b in pairwise(rates[:7])] == pytest.approx([2.0] * 6, rel=1e-2)
+    assert len(set(rates[6:])) == 1
+
+
+def test_diurnal_goes_round_once_a_period():
+    shape = Shape(period_s=40.0, depth=0.5, scatter=0.0)
+    rates = synthesise("diurnal", mean_mbps=100, duration_s=80, shape=shape).rates
+    assert rates[:40] == rates[40:]
+    assert (min(rates), max(rates)) == (rates[0], rates[20])
+    assert rates[20] / rates[0] == pytest.approx(3.0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "says"),
+    [
+        ("tidal", {}, "unknown kind of trace 'tidal'; known are constant"),
+        ("markov", {"mean_mbps": 0.0}, "mean_mbps is 0"),
+        ("markov", {"mean_mbps": math.nan}, "mean_mbps is nan"),
+        ("markov", {"duration_s": -1.0}, "duration_s is -1"),
+        ("markov", {"duration_s": math.inf}, "duration_s is inf"),
+        ("markov", {"step_s": 0.0}, "step_s is 0"),
+        ("markov", {"step_s": 1e-6}, "take a shorter trace or a longer step"),
+        ("markov", {"seed": -1}, "seed is -1"),
+        ("markov", {"shape": Shape(dwell_s=1e-3)}, "hundredth of the step"),
+        ("constant", {"mean_mbps": 1e-4}, "nothing would arrive"),
+    ],
+)
+def test_nonsense_is_refused(kind, change, says):
+    with pytest.raises(UsageError, match=says):
+        synthesise(kind, **({"mean_mbps": 10.0, "duration_s": 10.0} | change))
+
+
+@pytest.mark.parametrize("change", [{"scatter": -1}, {"depth": 1.0}, {"dwell_s": 0.0}, {"outage_s": math.nan}])
+def test_shapes_are_checked(change):
+    with pytest.raises(UsageError, match=f"{next(iter(change))} is"):
+        Shape(**change)
+
+
+def test_the_project_s_traces_are_what_the_script_makes(tmp_path):
+    shipped = ROOT / "traces"
+    done = subprocess.run(  # noqa: S603  # our own script
+        [sys.executable, ROOT / "tools" / "make-traces", tmp_path],
+        check=True, capture_output=True, text=True, env={"PYTHONPATH": str(ROOT), "PYTHONHASHSEED": "0"},
+    )  # fmt: skip
+    made = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert made == {path.name: path.read_bytes() for path in shipped.glob("*.csv")}
+    assert len(done.stdout.splitlines()) == len(made)
+    table = (shipped / "README.md").read_text(encoding="utf-8")
+    for name, data in made.items():
+        assert f"`{name}`" in table
+        assert len(data) < 60_000
+    notes = " ".join(data.decode().split("# note: ", 1)[1].partition("\n")[0] for data in made.values())
+    assert all(f"synth {kind} " in notes for kind in KINDS)
+
+
+def test_the_project_s_traces_read():
+    paths = find([ROOT / "traces"])
+    traces = [trace for path in paths for trace in read(path)]
+    assert len(traces) == len(paths) >= 10
+    assert all(60 <= trace.duration_s <= 300 and trace.rtt_s for trace in traces)
+    rows = [line.split("|") for line in (ROOT / "traces" / "README.md").read_text(encoding="utf-8").splitlines()]
+    told = {row[1].strip(" `"): row for row in rows if len(row) == 8}
+    for path, trace in zip(paths, traces, strict=True):
+        row = told[path.name]
+        assert trace.mean_rate / MBIT == pytest.approx(float(row[4]), rel=1e-3)
+        assert trace.rtt_s == pytest.approx(float(row[5]) / 1000)
+        assert trace.duration_s == float(row[6])

@@ -1,0 +1,484 @@
+"""Every format on samples written by hand, and what each refuses."""
+
+import json
+import math
+from contextlib import suppress
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvabr.errors import TraceError
+from kvabr.replay import readers
+from kvabr.replay.readers import Columns, find, native, read, sniff
+from kvabr.replay.trace import Trace
+
+MBIT = 125_000.0
+
+
+@pytest.fixture
+def put(tmp_path):
+    def write(text, name="set/a.txt"):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+        return path
+
+    return write
+
+
+def only(path, **options):
+    (trace,) = read(path, **options)
+    return trace
+
+
+# --- mahimahi
+
+
+def test_mahimahi_counts_packets_per_millisecond(put):
+    # Two packets in ms 0, one in ms 1, none in 2 and 3; the one at ms 4, where the trace wraps, joins ms 0.
+    path = put("0\n0\n1\n4\n", "cell/x.down")
+    assert sniff(path) == "mahimahi"
+    trace = only(path)
+    packet = 1500 * 1000.0
+    assert (trace.times, trace.rates, trace.duration_s) == ((0.0, 0.001, 0.002), (3 * packet, packet, 0.0), 0.004)
+    assert (trace.name, trace.family) == ("cell/x.down", "cell")
+
+
+def test_mahimahi_constant_rate_of_one_line(put):
+    trace = only(put("1\n"))
+    assert (trace.rates, trace.duration_s) == ((1.5e6,), 0.001)
+
+
+@given(st.lists(st.integers(0, 60), min_size=1, max_size=80).filter(max))
+def test_mahimahi_carries_every_packet(stamps):
+    source = readers.Source(readers.Path("x"), "\n".join(map(str, sorted(stamps))), "x", "x")
+    (trace,) = readers.mahimahi.parse(source)
+    assert trace.mean_rate * trace.duration_s == pytest.approx(1500 * len(stamps))
+    assert trace.duration_s == max(stamps) / 1000
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("0\n0\n", "ends at millisecond 0"),
+        ("0\n5\n3\n9\n", "line 3: the time 0.003 s comes after 0.005 s; sort"),
+        ("0\n5\n-3\n", "line 3: '-3' is not a millisecond"),
+        ("0\n5\n9999999999999999\n", "line 3"),
+        ("0\n9\n3\n", "line 3"),
+    ],
+)
+def test_mahimahi_refuses(put, text, says):
+    with pytest.raises(TraceError, match=says):
+        read(put(text), format_name="mahimahi")
+
+
+# --- sabre
+
+
+def test_sabre_stretches_and_mean_latency(put):
+    entries = [
+        {"duration_ms": 1500, "bandwidth_kbps": 800, "latency_ms": 20},
+        {"duration_ms": 500, "bandwidth_kbps": 0, "latency_ms": 60},
+    ]
+    path = put(json.dumps(entries), "log.json")
+    assert sniff(path) == "sabre"
+    trace = only(path)
+    assert (trace.times, trace.rates, trace.duration_s) == ((0.0, 1.5), (1e5, 0.0), 2.0)
+    assert trace.rtt_s == pytest.approx(0.03)
+    for entry in entries:
+        del entry["latency_ms"]
+    assert only(put(json.dumps(entries))).rtt_s is None
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("[]", "no samples"),
+        ('[{"duration_ms": 1, "bandwidth_kbps": 1}, {"duration_ms": 1}]', "entry 2: needs"),
+        ('[{"duration_ms": 0, "bandwidth_kbps": 1}]', "entry 1: duration_ms is 0; it must be positive"),
+        ('[{"duration_ms": 1e999, "bandwidth_kbps": 1}]', "entry 1"),
+        ('[{"duration_ms": 1, "bandwidth_kbps": -5}]', "entry 1: the rate is negative"),
+        ('[{"duration_ms": 1, "bandwidth_kbps": NaN}]', "entry 1: the rate is nan"),
+        ('[{"duration_ms": 1, "bandwidth_kbps": true}]', "entry 1: bandwidth_kbps is 'True', not a number"),
+        ('[{"duration_ms": 1, "bandwidth_kbps": 1' + "0" * 400 + "}]", "entry 1: bandwidth_kbps"),
+        ('[{"duration_ms": 1, "bandwidth_kbps": 0}]', "zero throughout"),
+        ('[{"duration_ms": 1, "bandwidth_kbps": 1, "latency_ms": -1}]', "round-trip"),
+        ('[{"duration_ms": 1, ', "not valid JSON"),
+        ("[" * 100_000, "not valid JSON"),
+        ('{"duration_ms": 1}', "not a JSON list"),
+    ],
+)
+def test_sabre_refuses(put, text, says):
+    with pytest.raises(TraceError, match=says):
+        read(put(text), format_name="sabre")
+
+
+# --- Pensieve
+
+
+@pytest.mark.parametrize("gap", [" ", "\t", "   "])
+def test_pensieve_rates_hold_until_the_next_row(put, gap):
+    path = put(f"# seconds Mbit/s\n1.0{gap}2\n\n1.5{gap}0\n3.0{gap}4.5\n", "norway_bus_1")
+    assert sniff(path) == "pensieve"
+    trace = only(path)
+    assert (trace.times, trace.rates) == ((0.0, 0.5, 2.0), (2 * MBIT, 0.0, 4.5 * MBIT))
+    assert trace.duration_s == 2.0 + 1.0  # the last row lasts the median step
+    assert trace.rtt_s is None
+
+
+def test_pensieve_single_row(put):
+    assert only(put("0 3\n")).duration_s == 1.0
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("0 1\n1 x\n", "line 2: the rate is 'x', not a number"),
+        ("0 1\n1\n", "line 2: '1' is not `time rate`"),
+        ("0 1\n2 1\n1 1\n", "line 3: the time 1 s comes after 2 s"),
+        ("0 1\n# here\n0 1\n", "line 3: the time 0 s comes twice"),
+        ("0 1\n1 -2\n", "line 2: the rate is negative"),
+        ("0 1\n1 nan\n", "line 2: the rate is nan"),
+        ("nan 1\n1 1\n", "line 1"),
+        ("0 1\ninf 1\n", "line 2"),
+        ("0 0\n1 0\n", "zero throughout"),
+        ("# nothing\n", "no samples"),
+    ],
+)
+def test_pensieve_refuses(put, text, says):
+    with pytest.raises(TraceError, match=says):
+        read(put(text), format_name="pensieve")
+
+
+# --- iperf3
+
+
+def interval(start, end, rate, *, omitted=False, seconds=None, rtt=None):
+    total = {"start": start, "end": end, "bits_per_second": rate, "omitted": omitted}
+    total["seconds"] = end - start if seconds is None else seconds
+    return {"streams": [{} if rtt is None else {"rtt": rtt}], "sum": total}
+
+
+def test_iperf3_leaves_slow_start_out(put):
+    report = {
+        "start": {"version": "iperf 3.9"},
+        "intervals": [
+            interval(0, 1, 8e6, omitted=True, rtt=1000),
+            # Straddles the end of the omitted part: its length disagrees with its start and end.
+            interval(0.9999, 1.0, 4e6, seconds=2.0, rtt=1000),
+            interval(1.0, 2.0, 16e6, rtt=30_000),
+            interval(2.0, 3.5, 24e6, rtt=20_000),
+        ],
+    }
+    path = put(json.dumps(report), "run.json")
+    assert sniff(path) == "iperf3"
+    trace = only(path)
+    assert (trace.times, trace.rates, trace.duration_s) == ((0.0, 1.0), (2e6, 3e6), 2.5)
+    assert trace.rtt_s == 0.02
+
+
+@pytest.mark.parametrize(
+    ("report", "says"),
+    [
+        ({"intervals": []}, "every interval is omitted"),
+        ({"intervals": [interval(0, 1, 1e6, omitted=True)]}, "every interval is omitted"),
+        ({"intervals": [], "error": "unable to connect"}, "iperf3 reported an error .unable to connect."),
+        ({"intervals": [{"sum": {"start": 0}}]}, "interval 1: needs"),
+        ({"intervals": [7]}, "interval 1: needs"),
+        ({"intervals": [interval(0, 1, 1e6), interval(1, 2, -1e6)]}, "interval 2: the rate is negative"),
+        ({"intervals": [interval(0, 1, 1e6), interval(0, 1, 1e6)]}, "interval 2: the time 0 s comes twice"),
+        ({"end": {}}, "no list of intervals"),
+        ([], "no list of intervals"),
+    ],
+)
+def test_iperf3_refuses(put, report, says):
+    with pytest.raises(TraceError, match=says):
+        read(put(json.dumps(report)), format_name="iperf3")
+
+
+# --- value,unit
+
+
+def test_values_with_units_of_their_own(put):
+    path = put("1.5,Mbits/sec\r\n250,Kbits/sec\r\n0,bits/sec\r\n2,MBytes/sec\r\n", "train.csv")
+    assert sniff(path) == "values"
+    trace = only(path)
+    assert trace.rates == (1.5 * MBIT, 0.25 * MBIT, 0.0, 2e6)
+    assert (trace.times, trace.duration_s) == ((0.0, 1.0, 2.0, 3.0), 4.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("1,Mbits/sec\n1,parsecs\n", "line 2"),
+        ("1,Mbits/sec\n-1,Mbits/sec\n", "line 2: the rate is negative"),
+        ("1,Mbits/sec\none,Mbits/sec\n", "line 2: the value is 'one'"),
+        ("1,Mbits/sec\n1\n", "line 2"),
+    ],
+)
+def test_values_refuse(put, text, says):
+    with pytest.raises(TraceError, match=says):
+        read(put(text), format_name="values")
+
+
+# --- CSV with a header
+
+ROAD = """\
+timestamp_start,timestamp_end,server,download,upload,average_speed,download_mbps,upload_mbps
+2024-05-01 10:00:00,2024-05-01 10:00:01,a,8000000,1,3,8,1
+2024-05-01 10:00:01,2024-05-01 10:00:02,a,16000000,1,3,16,1
+2024-05-01 10:00:42,2024-05-01 10:00:43,a,24000000,1,3,24,1
+2024-05-01 10:00:43,2024-05-01 10:00:44,a,,1,3,,1
+2024-05-01 10:00:44,2024-05-01 10:00:45,a,32000000,1,3,32,1
+2024-05-01 10:01:30,2024-05-01 10:01:44,a,0,,3,0,
+2024-05-01 10:02:00,2024-05-02 10:02:00,a,40000000,1,3,40,1
+2024-05-01 10:02:01,2024-05-01 10:02:02,a,0,1,3,0,1
+"""
+
+
+def test_csv_splits_into_sessions(put):
+    path = put(ROAD, "road/iperf.csv")
+    assert sniff(path) == "csv"
+    traces = read(path)
+    assert [trace.name for trace in traces] == [f"road/iperf-000{number}" for number in (1, 2, 3, 4)]
+    assert {trace.family for trace in traces} == {"road"}
+    first, second, third, fourth = traces
+    assert (first.times, first.rates, first.duration_s) == ((0.0, 1.0), (1e6, 2e6), 2.0)
+    # A row without a rate ends a session; the one with nothing but zero is left out.
+    assert [(trace.rates, trace.duration_s) for trace in (second, third)] == [((3e6,), 1.0), ((4e6,), 1.0)]
+    # A row that claims a whole day ends where the next begins.
+    assert (fourth.times, fourth.rates, fourth.duration_s) == ((0.0, 1.0), (5e6, 0.0), 2.0)
+
+
+@pytest.mark.parametrize(
+    ("header", "rate"),
+    [
+        ("time,rate_mbps", MBIT),
+        ("time_s,throughput (Mbit/s)", MBIT),
+        ("Time,Bandwidth Mbits/sec", MBIT),
+        ("t,bits_per_second", 1 / 8),
+        ("elapsed,kbps", 125.0),
+        ("timestamp,Gbps", 1000 * MBIT),
+        ("seconds,bytes_per_second", 1.0),
+        ("time,goodput MB/s", 1e6),
+    ],
+)
+def test_csv_units_come_from_the_name(put, header, rate):
+    path = put(f"{header}\n0,1\n1,3\n")
+    assert sniff(path) == "csv"
+    assert only(path).rates == (rate, 3 * rate)
+
+
+@pytest.mark.parametrize(("delimiter", "bom"), [(",", ""), (";", ""), ("\t", "\ufeff")])
+def test_csv_delimiters_and_milliseconds(put, delimiter, bom):
+    text = f"{bom}time_ms,loss,up_kbps,down_kbps\n# note\n500,0,1,8\n1000,0,1,16\n1500,0,1,8\n".replace(",", delimiter)
+    trace = only(put(text))
+    assert (trace.times, trace.rates, trace.duration_s) == ((0.0, 0.5, 1.0), (1000.0, 2000.0, 1000.0), 1.5)
+
+
+def test_csv_without_end_splits_at_a_jump(put):
+    text = "time,mbps\n0,1\n1,1\n2,1\n100,2\n101,2\n103,2\n"
+    first, second = read(put(text))
+    assert (first.duration_s, second.times, second.duration_s) == (3.0, (0.0, 1.0, 3.0), 4.0)
+
+
+def test_csv_columns_named_by_the_user(put):
+    path = put("when,until,a,b\n10,20,1,5\n20,40,2,6\n")
+    columns = Columns(time="WHEN", end="until", rate="b", unit="kbyte/s", time_unit="ms")
+    trace = only(path, columns=columns)
+    assert (trace.times, trace.rates, trace.duration_s) == ((0.0, 0.01), (5e3, 6e3), 0.03)
+    assert only(path, columns=Columns(rate="a", unit="byte/s", step_s=0.5)).duration_s == 1.0
+
+
+def test_csv_keeps_decimal_times_of_a_clock(put):
+    trace = only(put("timestamp,mbps\n1700000000.1,1\n1700000000.2,1\n1700000000.3,1\n"))
+    assert trace.times == (0.0, 0.1, 0.2)
+
+
+@pytest.mark.parametrize(
+    ("text", "columns", "says"),
+    [
+        ("time,mbps\n", None, "no samples"),
+        ("time,mbps\n0,\n1,\n", None, "no row has a rate"),
+        ("time,mbps\n0,0\n1,0\n", None, "zero throughout"),
+        ("time,mbps\n0,1\n1,-1\n", None, "line 3: the rate is negative"),
+        ("time,mbps\n0,1\n1,nan\n", None, "line 3: the rate is nan"),
+        ("time,mbps\n0,1\nnan,1\n2,1\n", None, "line 3: the time is nan"),
+        ("time,mbps\n0,1\n2,1\n1,1\n", None, "line 4: the time 1 s comes after 2 s"),
+        ("time,mbps\n0,1\n0,1\n", None, "line 3: the time 0 s comes twice"),
+        ("time,mbps\n0,1\n\n# x\n1,fast\n", None, "line 5: mbps is 'fast', not a number"),
+        ("time,mbps\nnoon,1\n", None, "line 2: time is 'noon', neither"),
+        ("time,mbps\n0,1\n1\n", None, "line 3: 1 cells"),
+        ("start,end,mbps\n0,1,1\n1,1,1\n", None, "line 3: the row ends before it starts"),
+        ("time,a_mbps,b_mbps\n0,1,1\n", None, "more than one column may be the rate; name it with --rate-column"),
+        ("time,rate\n0,1\n", None, "unit of column 'rate' is not in its name; say it with --unit"),
+        ("x,mbps\n0,1\n", Columns(), "no column is a time; name it with --time-column"),
+        ("time,x\n0,1\n", Columns(), "no column is a rate"),
+        ("time,mbps\n0,1\n", Columns(rate="up"), "no column 'up' .columns: time, mbps."),
+        ("time,mbps\n0,1\n", Columns(unit="furlongs"), "unknown unit"),
+        ("time,mbps\n0,1\n", Columns(time_unit="days"), "unknown unit of time"),
+        ("time,mbps\n0,1\n", Columns(step_s=0.0), "give a positive number"),
+        ("time,mbps\n0,1\n", Columns(step_s=math.nan), "give a positive number"),
+        ("time,mbps\n0," + "1" * 200_000 + "\n", None, "line|CSV"),
+        ("", Columns(), "empty"),
+    ],
+)
+def test_csv_refuses(put, text, columns, says):
+    with pytest.raises(TraceError, match=says):
+        read(put(text), columns=columns)
+
+
+# --- kvabr's own format
+
+traces = st.builds(
+    lambda steps, rates, rtt: Trace(
+        "lte/walk-1", "lte", tuple(map(float, steps[:-1])), (*rates[: len(steps) - 2], 1.0), float(steps[-1]), rtt
+    ),
+    st.lists(st.floats(1e-6, 1e7), min_size=1, max_size=20, unique=True).map(lambda times: [0.0, *sorted(times)]),
+    st.lists(st.floats(0, 1e12), min_size=20, max_size=20),
+    st.none() | st.floats(0, 10),
+)
+
+
+@given(traces, st.text(max_size=20))
+def test_native_loses_nothing(trace, note):
+    text = native.dumps(trace, note)
+    source = readers.Source(readers.Path("x.csv"), text, "other/name", "other")
+    assert native.parse(source) == [trace]
+    assert native.dumps(native.parse(source)[0], note) == text
+
+
+@given(traces, st.data())
+def test_native_notices_a_lost_end(trace, data):
+    text = native.dumps(trace)
+    kept = data.draw(st.integers(0, len(text) - 2))  # at least the `d` of `end` is gone
+    with pytest.raises(TraceError):
+        native.parse(readers.Source(readers.Path("x.csv"), text[:kept], "n", "f"))
+
+
+HEAD = "# kvabr.trace/1\n"
+ROWS = "time_s,bits_per_second\n0,8\n1,end\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("# kvabr.trace/2\n" + ROWS, "upgrade kvabr"),
+        (HEAD + "time_s,mbps\n0,8\n1,end\n", "columns must be"),
+        (HEAD + "time_s,bits_per_second\n0,8\n1,8\n", "cut short"),
+        (HEAD + "time_s,bits_per_second\n1,end\n", "no samples"),
+        (HEAD + "time_s,bits_per_second\n0,8\n1,end\n2,8\n", "line 5"),
+        (HEAD + "time_s,bits_per_second\n0,8\n1,-8\n2,end\n", "line 4: the rate is negative"),
+        (HEAD + "time_s,bits_per_second\n0,8\n0,end\n", "must end later"),
+        (HEAD + "# name: ../../evil\n" + ROWS, "not a plain name"),
+        (HEAD + "# name: a//b\n" + ROWS, "not a plain name"),
+        (HEAD + "# family: a\x1b[31m\n" + ROWS, "not a plain name"),
+        (HEAD + "# rtt_s: soon\n" + ROWS, "rtt_s is 'soon'"),
+        (HEAD + "# rtt_s: -1\n" + ROWS, "round-trip"),
+    ],
+)
+def test_native_refuses(put, text, says):
+    path = put(text)
+    assert sniff(path) == "kvabr"
+    with pytest.raises(TraceError, match=says):
+        read(path)
+
+
+# --- the front
+
+
+@pytest.mark.parametrize(
+    "text", ["", "\n\n", "hello world, this is prose\n", '{"a": 1}', "[1, 2]", "a,b\n1,2\n", "1,2\n3,4\n"]
+)
+def test_what_looks_like_no_trace_is_refused(put, text):
+    path = put(text)
+    assert sniff(path) is None
+    with pytest.raises(TraceError, match=r"looks like no trace|empty"):
+        read(path)
+
+
+def test_not_text_and_not_there(put, tmp_path):
+    binary = put(b"\x1f\x8b\x08\x00\xff\xfe")
+    assert sniff(binary) is None
+    with pytest.raises(TraceError, match="not a text file"):
+        read(binary)
+    for path in (tmp_path / "missing", tmp_path):
+        with pytest.raises(TraceError, match="cannot be read"):
+            read(path)
+    with pytest.raises(TraceError, match="unknown trace format"):
+        read(binary, format_name="pcap")
+
+
+def test_too_large_is_refused(put, monkeypatch):
+    path = put("0 1\n1 2\n")
+    monkeypatch.setattr(readers, "MAX_FILE_BYTES", 7)
+    with pytest.raises(TraceError, match="larger than the 7 bytes"):
+        read(path)
+    monkeypatch.setattr(readers, "MAX_FILE_BYTES", 8)
+    assert len(read(path)) == 1
+    monkeypatch.setattr(readers.source, "MAX_LINES", 1)
+    with pytest.raises(TraceError, match="2 lines, more than the 1 allowed"):
+        read(path)
+
+
+def test_a_long_file_is_told_by_its_beginning(put):
+    path = put("".join(f"{second} 1.5\n" for second in range(20_000)))
+    assert sniff(path) == "pensieve"
+    assert only(path).duration_s == 20_000
+
+
+@given(st.binary(max_size=200) | st.text('0123456789,.- \n[]{}"#abmst:_/', max_size=120).map(str.encode))
+def test_any_bytes_give_traces_or_a_trace_error(data):
+    try:
+        text = data.decode()
+    except UnicodeDecodeError:
+        return
+    for name, parse in readers._PARSERS.items():
+        try:
+            result = parse(readers.Source(readers.Path(name), text, "n", "f"))
+        except TraceError:
+            continue
+        assert all(isinstance(trace, Trace) for trace in result)
+    with suppress(TraceError):
+        readers.table.parse(readers.Source(readers.Path("c"), text, "n", "f"), Columns())
+
+
+def test_find_walks_folders_in_order_and_takes_only_traces(put, tmp_path):
+    kept = [
+        put("0 1\n1 2\n", "b/two.log"),
+        put("0 1\n1 2\n", "b/deep/er/three"),
+        put("0\n5\n", "a.down"),
+    ]
+    put("1 2\n3 4\n", "README.md")
+    put("1 2\n3 4\n", "b/SOURCE.txt")
+    put("1 2\n3 4\n", "b/.hidden")
+    put("1 2\n3 4\n", ".git/x")
+    put("region,bits\nhere,5\n", "b/grid.csv")
+    put(b"\0\0", "b/blob")
+    put("", "b/empty")
+    (tmp_path / "loop").symlink_to(tmp_path, target_is_directory=True)
+    in_order = [kept[2], kept[0], kept[1]]
+    assert find([tmp_path]) == in_order
+    assert find([kept[0], tmp_path, kept[0]]) == [kept[0], kept[2], kept[1]]
+    prose = tmp_path / "README.md"
+    assert find([prose]) == [prose]  # what is named is taken
+
+
+def test_find_refuses_what_is_not_there(tmp_path, put):
+    with pytest.raises(TraceError, match="no such file or folder"):
+        find([tmp_path / "nowhere"])
+    put("prose\n", "empty/README")
+    with pytest.raises(TraceError, match="no traces in this folder"):
+        find([tmp_path / "empty"])
+
+
+def test_a_family_is_the_data_set(put, monkeypatch):
+    path = put("0 1\n1 2\n", "cloud/path-a/run-1.json")
+    assert only(path).name == "path-a/run-1"
+    put("from somewhere\n", "cloud/SOURCE.txt")
+    trace = only(path)
+    assert (trace.family, trace.name) == ("cloud", "cloud/path-a/run-1")
+    monkeypatch.chdir(path.parent)
+    assert only(readers.Path("run-1.json")) == trace
+    assert only(readers.Path("../path-a/run-1.json")) == trace

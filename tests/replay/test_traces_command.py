@@ -1,0 +1,120 @@
+"""`kvabr traces` through the command line."""
+
+import json
+
+import pytest
+
+from kvabr.cli import main
+from kvabr.replay.readers import native, read
+
+
+def run(*words):
+    return main(["traces", *map(str, words)])
+
+
+@pytest.fixture
+def wide(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+
+
+def test_synth_names_the_command_that_makes_the_file_again(tmp_path, capsys):
+    first, second = tmp_path / "a.csv", tmp_path / "b.csv"
+    options = ["--mean-mbps", 400, "--duration", 60, "--step", 0.1, "--seed", 7, "--outage", 1.5, "--rtt", 25]
+    assert run("synth", "outages", *options, "--name", "mmwave/corner", "--out", first) == 0
+    assert "400.00 Mbit/s over 60 s" in capsys.readouterr().out
+    (trace,) = read(first)
+    assert (trace.name, trace.family, trace.rtt_s) == ("mmwave/corner", "mmwave", 0.025)
+    note = next(line for line in first.read_text().splitlines() if line.startswith("# note: "))
+    words = note.removeprefix("# note: kvabr traces ").split()
+    assert run(*words, "--out", second) == 0
+    assert second.read_bytes() == first.read_bytes()
+
+
+def test_import_loses_nothing_and_keeps_names(tmp_path, capsys):
+    source = tmp_path / "road" / "log.csv"
+    source.parent.mkdir()
+    source.write_text("start,end,mbps\n0,1,8\n1,2,16\n50,51,8\n")
+    out = tmp_path / "out"
+    assert run("import", source.parent, "--out", out) == 0
+    assert "2 traces" in capsys.readouterr().out
+    made = sorted(path.relative_to(out).as_posix() for path in out.rglob("*.csv"))
+    assert made == ["road/log-0001.csv", "road/log-0002.csv"]
+    assert [read(out / name)[0] for name in made] == read(source)
+    assert run("import", out, "--out", tmp_path / "again") == 0
+    assert (tmp_path / "again" / made[0]).read_text().splitlines()[-3:] == (out / made[0]).read_text().splitlines()[-3:]
+
+
+def test_import_refuses_two_traces_of_one_name(tmp_path, capsys):
+    for ending in ("log", "txt"):
+        (tmp_path / f"a.{ending}").write_text("0 1\n1 2\n")
+    assert run("import", tmp_path, "--out", tmp_path / "out") == 2
+    assert "would overwrite" in capsys.readouterr().err
+
+
+def test_import_stays_inside_its_folder(tmp_path):
+    (tmp_path / "we ird;$(x)").write_text("0 1\n1 2\n")
+    out = tmp_path / "out"
+    assert run("import", tmp_path / "we ird;$(x)", "--out", out) == 0
+    (made,) = out.rglob("*.csv")
+    assert made.name == "we_ird___x_.csv"
+
+
+@pytest.mark.usefixtures("wide")
+def test_info_prints_and_writes_what_it_measured(tmp_path, capsys):
+    source, out = tmp_path / "walk", tmp_path / "info.json"
+    source.write_text("0 0\n1 8\n2 16\n")
+    assert run("info", source, "--json", out) == 0
+    shown = capsys.readouterr().out
+    for word in ("pensieve", "8.00", "0.82", "33%", "█"):
+        assert word in shown
+    report = json.loads(out.read_text())
+    assert report["schema"] == "kvabr.traces/1"
+    (row,) = report["traces"]
+    assert (row["file"], row["format"], row["mean_mbps"], row["duration_s"]) == (str(source), "pensieve", 8.0, 3.0)
+
+
+@pytest.mark.usefixtures("wide")
+def test_info_by_family_weights_by_time(tmp_path, capsys):
+    (tmp_path / "SOURCE.txt").write_text("by hand\n")
+    (tmp_path / "long").write_text("0 2\n30 2\n")
+    (tmp_path / "short").write_text("0 8\n10 8\n")
+    assert run("info", tmp_path, "--families") == 0
+    row = next(line for line in capsys.readouterr().out.splitlines() if "pensieve" in line)
+    assert [cell.strip() for cell in row.split("│")[2:-1]] == [
+        "pensieve", "2", "2", "40.0", "80.0", "3.50", "2.00", "8.00", "0%",
+    ]  # fmt: skip
+
+
+def test_columns_can_be_named(tmp_path, capsys):
+    source = tmp_path / "log"
+    source.write_text("at,dl\n0,8\n500,8\n")
+    assert run("info", source) == 1
+    assert "looks like no trace" in capsys.readouterr().err
+    named = ["--time-column", "at", "--rate-column", "dl", "--unit", "kbit/s", "--time-unit", "ms"]
+    assert run("import", source, *named, "--out", tmp_path / "out") == 0
+    assert native.dumps(read(next((tmp_path / "out").rglob("*.csv")))[0]).endswith("0,8000\n0.5,8000\n1,end\n")
+    assert run("info", source, "--format", "pensieve", *named) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "says"),
+    [
+        (["info", "/nowhere"], 1, "no such file or folder"),
+        (["synth", "constant", "--mean-mbps", "0", "--duration", "1", "--out", "x"], 2, "mean_mbps is 0"),
+        (["synth", "constant", "--mean-mbps", "1", "--duration", "1", "--out", "/nowhere/x"], 1, "cannot be written"),
+        (["synth", "constant", "--mean-mbps", "1", "--duration", "1", "--out", "x", "--name", "../x"], 1, "plain name"),
+    ],
+)
+def test_errors_say_what_to_do(words, status, says, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert run(*words) == status
+    assert says in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("action", ["info", "import", "synth"])
+def test_help_has_examples(action, capsys):
+    with pytest.raises(SystemExit) as caught:
+        run(action, "--help")
+    assert caught.value.code == 0
+    assert f"kvabr traces {action}" in capsys.readouterr().out.split("examples:")[1]
