@@ -47,7 +47,8 @@ class Meter:
             return
         seconds = now - self._since
         ramping = self._ramp_rate is not None
-        least = max(self._shortest_s, self.estimator.ttfb()) if ramping else self._shortest_s
+        # The first sample of all is wanted soon; those that follow must show whether the window still doubles.
+        least = max(self._shortest_s, self.estimator.ttfb()) if self._ramp_rate else self._shortest_s
         if seconds >= least or (idle and self._bytes and seconds > 0):
             if ramping:
                 self._forget_slow_start(self._bytes / seconds)

@@ -46,6 +46,8 @@ class PlayerConfig:
 
     min_requests: int = 2
     """Requests kept in flight at least, to hide the round trip."""
+    first_requests: int = 4
+    """Requests in flight at least while no rate is known."""
     max_requests: int = 32
     """Requests in flight at most."""
     ticks: int = 50
@@ -266,7 +268,7 @@ class Session:
     def _has_room(self) -> bool:
         view, config = self.view, self._config
         flying = len(view.in_flight)
-        if flying < config.min_requests:
+        if flying < (config.min_requests if view.rate > 0 else config.first_requests):
             return True
         # What is in flight must last for a round trip and a tick, or the link runs dry.
         enough = view.rate * (1.5 * view.ttfb_s + self._tick_s)

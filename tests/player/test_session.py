@@ -38,7 +38,7 @@ def test_plays_every_group_and_delivers_once():
     play = session()
     play.start(0.0)
     todo = of(play.actions(), Fetch)
-    assert [fetch.group for fetch in todo] == [0, 1]
+    assert [fetch.group for fetch in todo] == [0, 1, 2, 3]
     delivered = []
     now = 0.0
     while todo:
@@ -136,7 +136,7 @@ def test_a_transfer_that_will_not_make_it_is_abandoned_for_a_cheaper_one():
                 return Decision.finish("done")
             return Decision.fetch(group, "FP16" if view.rate == 0 else view.ladder.cheapest, "test")
 
-    play = session(2, Greedy(), config=PlayerConfig(min_requests=1))
+    play = session(2, Greedy(), config=PlayerConfig(min_requests=1, first_requests=1))
     play.start(0.0)
     (fetch,) = of(play.actions(), Fetch)
     assert fetch.track == "FP16"
@@ -157,7 +157,7 @@ def test_a_transfer_that_will_not_make_it_is_abandoned_for_a_cheaper_one():
 
 
 def test_upgrades_replace_only_what_is_worse_and_stop_at_the_deadline():
-    play = session(2, "cheapfirst", config=PlayerConfig(min_requests=1))
+    play = session(2, "cheapfirst", config=PlayerConfig(min_requests=1, first_requests=1))
     play.start(0.0)
     todo, now = of(play.actions(), Fetch), 0.0
     for _ in range(3):

@@ -1,15 +1,17 @@
 """The page in a real browser: it draws without errors, and pointer, keys and address do what they say."""
 
+import fcntl
 import json
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from kvabr.replay.report import write_page
-from tests.replay.report_samples import HOSTILE, sample
+from tests.replay.report_samples import hostile, sample
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 FLAGS = (
@@ -33,21 +35,18 @@ class Browser:
 
     def __init__(self, profile: Path, width: int = 1400, height: int = 1000) -> None:
         to_browser, from_browser = os.pipe(), os.pipe()
-
-        def wire() -> None:
-            # The browser reads from descriptor 3 and writes to 4. Both are copied out of the way first, since a pipe
-            # end may already have one of these numbers.
-            reading, writing = os.dup(to_browser[0]), os.dup(from_browser[1])
-            spare = [os.dup(reading), os.dup(writing)]
-            os.dup2(spare[0], 3)
-            os.dup2(spare[1], 4)
-
+        # The browser reads from descriptor 3 and writes to 4. A pipe end may already have such a number, so the ends
+        # are moved out of the way here, and put in place by a process of their own.
+        ends = [fcntl.fcntl(end, fcntl.F_DUPFD, 10) for end in (to_browser[0], from_browser[1])]
+        for end in (to_browser[0], from_browser[1]):
+            os.close(end)
         command = [str(CHROMIUM), *FLAGS, f"--user-data-dir={profile}", f"--window-size={width},{height}", "about:blank"]
+        place = f"import os, sys; os.dup2({ends[0]}, 3); os.dup2({ends[1]}, 4); os.execv(sys.argv[1], sys.argv[1:])"
         self._process = subprocess.Popen(  # noqa: S603  # the browser found on the path
-            command, preexec_fn=wire, close_fds=False, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL  # noqa: PLW1509
+            [sys.executable, "-c", place, *command], pass_fds=ends, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL
         )
-        os.close(to_browser[0])
-        os.close(from_browser[1])
+        for end in ends:
+            os.close(end)
         self._out, self._in = to_browser[1], os.fdopen(from_browser[0], "rb", buffering=0)
         self._rest, self._count, self._session = b"", 0, None
         self.problems: list[str] = []

@@ -1,0 +1,74 @@
+"""Results for tests of the reports: played for real where it matters, written down by hand where cases are wanted."""
+
+from __future__ import annotations
+
+import copy
+from functools import cache
+
+from kvabr.recompute.cost import PrefillCost
+from kvabr.replay.play import PlayOptions
+from kvabr.replay.run import Matrix, replay
+from tests.catalogs import catalog
+from tests.replay.worlds import worlds
+
+HOSTILE = "</script><script>alert(1)</script><!-- {{style}} \u2028 & \"'"
+"""A name that would break out of a page that is put together carelessly."""
+POLICIES = ("fixed:AC-5x", "fixed:Int8", "rate", "bola", "cheapfirst")
+
+
+@cache
+def _played():
+    options = PlayOptions(1.0, 0.03, 0.4, PrefillCost(0.0, 1e-3))
+    matrix = Matrix(catalog(12), tuple(worlds()[1:5]), POLICIES, options, starts=2, seed=4, timelines=-1)
+    report = replay(matrix, jobs=1)
+    return report.result, report.timelines
+
+
+def sample():
+    """Result and timelines of 4 traces x 2 starts x 5 policies, with upgrades, cancels, recomputing and misses."""
+    return copy.deepcopy(_played())
+
+
+def hostile():
+    """The same, with a trace, a family, a policy, a reason and a model that have `HOSTILE` names."""
+    result, timelines = sample()
+    for run in result["runs"]:
+        run["trace_family"] = HOSTILE if run["trace"] == result["runs"][0]["trace"] else run["trace_family"]
+        run["policy"] = HOSTILE if run["policy"] == "rate" else run["policy"]
+        run["trace"] = HOSTILE if run["trace"] == result["runs"][0]["trace"] else run["trace"]
+    result["summary"] = {HOSTILE if name == "rate" else name: line for name, line in result["summary"].items()}
+    result["asset"]["model"] = HOSTILE
+    for timeline in timelines:
+        for event in timeline["log"]:
+            if "reason" in event:
+                event["reason"] = HOSTILE
+    return result, timelines
+
+
+def run(policy, trace="t", start=0.0, *, met=True, loss=0.001, regret=None, feasible=True, family="f", ttft=0.9):
+    """One line of a result, as short as a verdict needs it."""
+    regret = loss + (0.0 if met else 0.5) if regret is None else regret
+    return {
+        "trace": trace,
+        "trace_family": family,
+        "start_s": start,
+        "policy": policy,
+        "deadline_s": 1.0,
+        "ttft_s": ttft,
+        "met": met,
+        "loss": loss,
+        "regret": regret if feasible else None,
+        "clairvoyant_loss": 0.0 if feasible else None,
+        "feasible": feasible,
+        "groups": [],
+    }
+
+
+def result_of(*runs):
+    """A result with these runs and the sparest summary."""
+    policies = dict.fromkeys(line["policy"] for line in runs)
+    summary = {}
+    for policy in policies:
+        regrets = [line["regret"] for line in runs if line["policy"] == policy and line["regret"] is not None]
+        summary[policy] = {"runs": len(regrets), "regret_mean": sum(regrets) / len(regrets) if regrets else None}
+    return {"schema": "kvabr.replay/1", "runs": list(runs), "summary": summary}

@@ -1,0 +1,91 @@
+"""The simulator against arithmetic that can be done by hand."""
+
+import pytest
+
+from kvabr.abr import Decision, Ladder, Policy
+from kvabr.abr.estimators import DualEwma
+from kvabr.abr.plugins import load_policy
+from kvabr.player import PlayerConfig, Session
+from kvabr.recompute.cost import PrefillCost
+from kvabr.replay.link import Capacity
+from kvabr.replay.simulator import Simulator
+from tests.catalogs import catalog
+from tests.replay.worlds import world
+
+
+def simulate(policy, *, groups=8, rate=1e6, rtt=0.05, deadline=4.0, decode=1.0, cost=None, config=None, log=None):
+    offer = catalog(groups, decode=decode)
+    made = load_policy(policy)() if isinstance(policy, str) else policy
+    session = Session(Ladder(offer), deadline, made, DualEwma(), cost=cost, config=config, log=log)
+    link = Capacity(world("flat", [rate]), 0.0, rtt, slow_start=False)
+    simulator = Simulator(session, offer, link, rtt_s=rtt, cost=cost)
+    return simulator.run(), offer, simulator
+
+
+@pytest.mark.parametrize("track", ["FP16", "Int8", "AC-5x"])
+@pytest.mark.parametrize("rtt", [0.0, 0.05, 0.2])
+def test_a_fixed_track_takes_a_round_trip_the_bytes_and_one_decode(track, rtt):
+    record, offer, _ = simulate(f"fixed:{track}", rtt=rtt)
+    whole = offer.track(track)
+    wanted = rtt + whole.total_bytes / 1e6 + whole.decode_s
+    assert record.delivered_s >= wanted - 1e-5
+    # Keeping enough in flight hides the other round trips, once the rate is known.
+    assert record.delivered_s <= 1.02 * wanted + 0.7 * rtt
+
+
+def test_one_request_at_a_time_pays_a_round_trip_for_each():
+    record, offer, _ = simulate("fixed:Int4", rtt=0.2, config=PlayerConfig(min_requests=1, max_requests=1, first_requests=1))
+    assert record.delivered_s == pytest.approx(8 * 0.2 + offer.track("Int4").total_bytes / 1e6 + 0.002, abs=0.01)
+
+
+def test_slow_decoding_is_a_queue_of_its_own():
+    record, offer, _ = simulate("fixed:Int4", decode=200.0, rate=1e7)
+    assert record.delivered_s == pytest.approx(0.05 + offer.track("Int4").bytes[0] / 1e7 + 8 * 0.4, abs=0.02)
+    ready = [group.ready_s for group in record.groups]
+    assert ready == sorted(ready)
+
+
+def test_the_link_serves_the_most_urgent_request_first():
+    done = []
+    record, _, _ = simulate(
+        "cheapfirst", log=lambda line: done.append(line) if line["event"] == "done" else None, rate=4e5, deadline=1.0
+    )
+    assert record.met
+    order = [line["group"] for line in done if line["track"] == "AC-5x"]
+    assert order == sorted(order)
+
+
+def test_a_cancelled_request_still_costs_a_round_trip_of_the_link():
+    class Regret(Policy):
+        """Asks for one dear group, so that it must be abandoned."""
+
+        def decide(self, view):
+            group = view.first_missing()
+            if group is None:
+                return Decision.finish("done")
+            return Decision.fetch(group, "FP16" if view.rate == 0 else "AC-5x", "test")
+
+    record, offer, simulator = simulate(Regret(), groups=2, rate=6e4, rtt=0.1, deadline=1.0)
+    assert record.abandoned >= 1
+    assert 0 < simulator.ghost_bytes <= record.abandoned * 0.1 * 6e4 + 1
+    assert [group.track for group in record.groups] == ["AC-5x", "AC-5x"]
+
+
+def test_the_engine_computes_one_thing_at_a_time_as_its_cost_says():
+    events = []
+    cost = PrefillCost(0.01, 1e-4, 1e-8)
+    record, offer, _ = simulate("cheapfirst", rate=1.0, deadline=1.0, cost=cost, log=events.append)
+    starts = [line for line in events if line["event"] == "recompute_start"]
+    ends = [line for line in events if line["event"] == "recompute_done"]
+    assert [line["first"] for line in starts] == list(range(8))
+    for begin, end in zip(starts, ends, strict=True):
+        assert end["t"] - begin["t"] == pytest.approx(cost.seconds(begin["first"] * 128, 128))
+    assert all(b["t"] >= a["t"] for a, b in zip(ends, starts[1:], strict=False))
+    assert record.recompute_s == pytest.approx(sum(cost.seconds(g * 128, 128) for g in range(8)))
+
+
+def test_bytes_never_exceed_what_the_link_carries():
+    for policy in ("cheapfirst", "bola", "mpc"):
+        record, _, simulator = simulate(policy, groups=16, rate=5e5, deadline=1.5)
+        end = record.delivered_s
+        assert record.bytes_fetched + simulator.ghost_bytes <= (end - 0.05) * 5e5 + 32  # a byte per transfer
