@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Literal, Protocol, runtime_checkable
-
-import torch
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from kvabr.errors import UsageError
 from kvabr.kv import KVSpec
 from kvabr.recompute.cost import PrefillCost
+from kvabr.recompute.planner import EngineMode
 
-EngineMode = Literal["suffix", "hole"]
-"""What an engine can fill: ``suffix`` recomputes everything from the first missing group on (vLLM, SGLang); ``hole``
-fills any run of groups whose left side is complete and keeps what was fetched behind it (transformers, LMCache)."""
+if TYPE_CHECKING:
+    import torch
 
 
 @runtime_checkable
@@ -79,7 +77,7 @@ def time_prefills(
         raise UsageError(f"a shape to time does not fit {size} tokens: {list(shapes)}")
     # What the cache before holds changes no timing, so zeros do and no prefill is spent on making a real one.
     probe = engine.prefill(tokens[:1])
-    longest = torch.zeros(engine.spec.shape(max(before for before, _ in shapes)), dtype=probe.dtype)
+    longest = probe.new_zeros(engine.spec.shape(max(before for before, _ in shapes)))
     timings = []
     for before, new in shapes:
         best = float("inf")

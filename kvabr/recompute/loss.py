@@ -1,5 +1,10 @@
 """Expected loss of a played cache: what each group's track costs, and what recomputed groups inherit.
 
+A recomputed group is exact if everything before it is. Behind lossy groups it inherits part of their error: the model
+attends to them while it computes the group. Measured on SmolLM2-135M (8 groups of three texts; 4, 3 and 2 bits, and
+the seven levels of the draft), such a group costs 5 % to 30 % of what it would cost had it been fetched on the tracks
+of the groups before it, whatever the track. `INHERITED` of their mean is the rule.
+
 Pure Python on catalog numbers, cheap enough to ask thousands of times in a replay.
 """
 
@@ -16,6 +21,9 @@ if TYPE_CHECKING:
 RECOMPUTED = "recomputed"
 """Stands in a list of tracks for a group that the engine computed from the groups before it."""
 
+INHERITED = 0.2
+"""Share of the loss on the tracks before it that a recomputed group inherits."""
+
 
 def predicted_loss(catalog: Catalog, tracks: Sequence[str]) -> float:
     """Expected loss of a cache whose group g was played on ``tracks[g]``, nats per generated token.
@@ -29,4 +37,18 @@ def predicted_loss(catalog: Catalog, tracks: Sequence[str]) -> float:
     """
     if len(tracks) != catalog.groups:
         raise FormatError(f"{len(tracks)} tracks for an asset of {catalog.groups} groups")
-    return sum(catalog.track(name).loss[group] for group, name in enumerate(tracks) if name != RECOMPUTED)
+    losses: dict[str, Sequence[float]] = {}
+    before: dict[str, int] = {}
+    total = 0.0
+    for group, name in enumerate(tracks):
+        if name == RECOMPUTED:
+            # Recomputed groups among those before have no error of their own to hand on, so they do not count.
+            if before:
+                mean = sum(count * losses[other][group] for other, count in before.items()) / sum(before.values())
+                total += INHERITED * mean
+            continue
+        if name not in losses:
+            losses[name] = catalog.track(name).loss
+        before[name] = before.get(name, 0) + 1
+        total += losses[name][group]
+    return total

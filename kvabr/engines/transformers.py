@@ -1,0 +1,196 @@
+"""The engine protocol on Hugging Face transformers: hole mode, plus scoring a continuation after a cache.
+
+Works with every causal language model whose cache is plain full attention; others are refused by name. The caller's
+tensors are only ever read: transformers appends to copies.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from kvabr.engines.require import require
+from kvabr.errors import ModelError
+from kvabr.kv import KVSpec, RopeSpec
+from kvabr.recompute.planner import EngineMode
+
+CHUNK = 512
+"""Tokens that one forward pass takes: enough to keep a CPU's matrix units busy, few enough to bound memory."""
+
+SCORE_CHUNK = 128
+"""Tokens of a continuation that are scored at once: logits over a whole vocabulary are large."""
+
+
+class TransformersEngine:
+    """A transformers causal language model as an engine (see `kvabr.recompute.engine.Engine`)."""
+
+    def __init__(self, model: Any, spec: KVSpec, *, context: int) -> None:
+        self._model = model
+        self._spec = spec
+        self._context = context
+        self._cache_class = require("transformers").DynamicCache
+
+    @property
+    def spec(self) -> KVSpec:
+        """Shape and meaning of the cache that the model computes."""
+        return self._spec
+
+    @property
+    def mode(self) -> EngineMode:
+        """``hole``: transformers takes a cache as it is, so any run of tokens can be filled in."""
+        return "hole"
+
+    @property
+    def context(self) -> int:
+        """Tokens that the model can look at, prompt and continuation together."""
+        return self._context
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Element type in which the model computes, and of the caches that it returns."""
+        dtype: torch.dtype = self._model.dtype
+        return dtype
+
+    @torch.inference_mode()
+    def prefill(self, tokens: Sequence[int], before: torch.Tensor | None = None) -> torch.Tensor:
+        """Compute the KV of ``tokens`` behind the cache ``before``; see `kvabr.recompute.engine.Engine.prefill`."""
+        ids, cache, start = self._begin(tokens, before)
+        # The body without the language model's head: a prefill needs no logits.
+        body = self._model.base_model
+        for first in range(0, len(tokens), CHUNK):
+            body(input_ids=ids[:, first : first + CHUNK], past_key_values=cache, use_cache=True)
+        out = torch.empty(self._spec.shape(len(tokens)), dtype=self.dtype)
+        for layer, state in enumerate(cache.layers):
+            out[layer, 0] = state.keys[0, :, start:]
+            out[layer, 1] = state.values[0, :, start:]
+        return out
+
+    @torch.inference_mode()
+    def score(self, kv: torch.Tensor | None, tokens: Sequence[int]) -> torch.Tensor:
+        """Log-probabilities of the next token after each token of a continuation.
+
+        Args:
+            kv: cache of everything before the continuation, [layer, K/V, head, token, dim]; read, never written.
+                None for no cache at all.
+            tokens: ids of the continuation.
+
+        Returns:
+            [len(tokens), vocabulary] float64; row i is the distribution of the token that follows ``tokens[i]``. The
+            model's float32 logits are normalised in float64, so that a KL between two of these is not drowned in
+            rounding.
+
+        Raises:
+            ModelError: the tokens do not fit the model, or ``kv`` is not a cache of this model.
+        """
+        ids, cache, _ = self._begin(tokens, kv)
+        out = torch.empty(len(tokens), int(self._model.config.vocab_size), dtype=torch.float64)
+        for first in range(0, len(tokens), SCORE_CHUNK):
+            part = ids[:, first : first + SCORE_CHUNK]
+            logits = self._model(input_ids=part, past_key_values=cache, use_cache=True).logits[0]
+            out[first : first + SCORE_CHUNK] = torch.log_softmax(logits.double(), dim=-1)
+        return out
+
+    def _begin(self, tokens: Sequence[int], before: torch.Tensor | None) -> tuple[torch.Tensor, Any, int]:
+        """Ids as a batch of one, a transformers cache over ``before``, and the number of tokens in it."""
+        start = 0 if before is None else int(before.shape[-2])
+        if not tokens:
+            raise ModelError("a prefill needs at least one token")
+        if start + len(tokens) > self._context:
+            raise ModelError(
+                f"{start} + {len(tokens)} tokens do not fit {self._spec.model}, which sees {self._context} at most"
+            )
+        vocabulary = int(self._model.config.vocab_size)
+        if not all(0 <= token < vocabulary for token in tokens):
+            raise ModelError(f"a token id is outside the vocabulary of {self._spec.model} (0 to {vocabulary - 1})")
+        cache = self._cache_class()
+        if before is not None and start:
+            if tuple(before.shape) != self._spec.shape(start):
+                raise ModelError(
+                    f"not a cache of {self._spec.model}: shape {tuple(before.shape)}, not {self._spec.shape(start)}"
+                )
+            for layer in range(self._spec.layers):
+                keys, values = before[layer].to(self.dtype)
+                cache.update(keys[None], values[None], layer)
+        return torch.tensor([list(tokens)], dtype=torch.long), cache, start
+
+
+def spec_of(model: Any, *, name: str, tokenizer: str, dtype: str) -> KVSpec:
+    """The spec of a transformers model's cache, checked on a real one of a few tokens.
+
+    Args:
+        model: a loaded causal language model.
+        name: the model's name, as in the track namespace.
+        tokenizer: digest of its tokenizer.
+        dtype: element type of the published cache, a key of `kvabr.kv.DTYPES`.
+
+    Raises:
+        ModelError: the cache is not plain full attention; the message names what it is.
+    """
+    config = model.config
+    if getattr(config, "kv_lora_rank", None):
+        raise ModelError(f"{name}: multi-head latent attention (MLA) keeps a compressed cache, not keys and values")
+    kinds = sorted(set(getattr(config, "layer_types", None) or ["full_attention"]) - {"full_attention"})
+    if kinds:
+        raise ModelError(f"{name}: has {', '.join(kinds)} layers; kvabr needs full attention in every layer")
+    if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
+        raise ModelError(f"{name}: its attention is a sliding window; kvabr needs full attention in every layer")
+    keys = _probe_keys(model, name)
+    _, heads, _, dim = keys[0].shape
+    return KVSpec(
+        model=name,
+        tokenizer=tokenizer,
+        layers=len(keys),
+        kv_heads=heads,
+        head_dim=dim,
+        dtype=dtype,
+        rope=_rope_of(config, keys[0][0]),
+    )
+
+
+@torch.inference_mode()
+def _probe_keys(model: Any, name: str) -> list[torch.Tensor]:
+    """Keys of every layer, [1, head, token, dim], for one token id repeated: what `_rope_of` looks at."""
+    cache = require("transformers").DynamicCache()
+    tokens = 8
+    model.base_model(input_ids=torch.full((1, tokens), 100), past_key_values=cache, use_cache=True)
+    layers = list(cache.layers)
+    for index, layer in enumerate(layers):
+        kind = type(layer).__name__
+        if kind != "DynamicLayer" or layer.keys is None or layer.keys.shape != layer.values.shape:
+            raise ModelError(f"{name}: layer {index} keeps its cache as {kind}; kvabr needs plain full attention")
+        if layer.keys.shape != layers[0].keys.shape or layer.keys.shape[2] != tokens:
+            raise ModelError(f"{name}: the cache of layer {index} has another shape than that of layer 0")
+    return [layer.keys for layer in layers]
+
+
+def _rope_of(config: Any, keys: torch.Tensor) -> RopeSpec | None:
+    """The rotary embedding of a model, believed only if it explains the keys [head, token, dim] of a repeated token.
+
+    The first layer sees nothing but the embedding of its token, so for one token id repeated its keys differ by their
+    rotation alone. Scaled variants (YaRN, Llama 3) do not fit and yield None: their keys then count as not rotated.
+    """
+    parameters = dict(getattr(config, "rope_parameters", None) or {})
+    theta = parameters.get("rope_theta", getattr(config, "rope_theta", None))
+    if theta is None:
+        return None
+    dim = int(keys.shape[-1])
+    share = parameters.get("partial_rotary_factor", getattr(config, "partial_rotary_factor", None)) or 1.0
+    rotary = int(dim * float(share))
+    if rotary < 2 or rotary % 2:
+        return None
+    wave = keys.double()
+    position = torch.arange(keys.shape[1], dtype=torch.float64)
+    angle = position[:, None] * float(theta) ** (-2 * torch.arange(rotary // 2, dtype=torch.float64) / rotary)
+    turn = torch.polar(torch.ones_like(angle), angle)
+    for layout in ("half", "interleaved"):
+        if layout == "half":
+            pairs = torch.complex(wave[..., : rotary // 2], wave[..., rotary // 2 : rotary])
+        else:
+            pairs = torch.complex(wave[..., 0:rotary:2], wave[..., 1:rotary:2])
+        error = (pairs - pairs[:, :1] * turn).abs().max().item()
+        if math.isfinite(error) and error <= 1e-3 * pairs.abs().max().item():
+            return RopeSpec(float(theta), rotary, "half" if layout == "half" else "interleaved")
+    return None

@@ -1,0 +1,73 @@
+"""Texts that every Python brings along: what profiles are calibrated on, and other ones to measure with.
+
+The two sets share no text, so that no table shows a codec on what its profile was made from.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Iterable
+from pathlib import Path
+
+from kvabr.errors import AssetError, UsageError
+
+_CALIBRATION_MODULES = ("argparse", "asyncio.tasks", "http.client", "inspect", "json.decoder", "statistics", "tarfile")
+_MEASURING_MODULES = ("calendar", "heapq", "textwrap", "zipfile")
+
+
+def calibration_texts() -> dict[str, str]:
+    """Texts to calibrate a profile on, by name: every other topic of Python's manual, and standard library sources."""
+    texts = {"pydoc": _topics(0)}
+    return texts | {module: _source(module) for module in _CALIBRATION_MODULES}
+
+
+def measuring_texts() -> dict[str, str]:
+    """Texts to measure codecs on, by name: the other topics of the manual, other sources, and Python's licence."""
+    texts = {"manual": _topics(1), "source": "\n\n".join(_source(module) for module in _MEASURING_MODULES)}
+    licence = _licence()
+    return texts if licence is None else texts | {"licence": licence}
+
+
+def read_text(path: Path, limit: int = 1 << 28) -> str:
+    """Read a text file of the user's.
+
+    Raises:
+        AssetError: it cannot be read.
+        UsageError: it is not UTF-8 text, or larger than ``limit`` bytes.
+    """
+    try:
+        with path.open("rb") as file:
+            data = file.read(limit + 1)
+    except OSError as error:
+        raise AssetError(f"{path}: cannot be read ({error.strerror})") from error
+    if len(data) > limit:
+        raise UsageError(f"{path}: larger than {limit} bytes; cut out the part that the prompt should be")
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path}: not UTF-8 text (byte {error.start}); convert it first") from error
+
+
+def _topics(parity: int) -> str:
+    """Every second topic of the language reference that `pydoc` shows, in alphabetical order."""
+    topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
+    names: Iterable[str] = sorted(topics)
+    return "\n\n".join(topics[name] for index, name in enumerate(names) if index % 2 == parity)
+
+
+def _source(module: str) -> str:
+    """Source of a module of the standard library, found without running it."""
+    spec = importlib.util.find_spec(module)
+    if spec is None or spec.origin is None or not Path(spec.origin).is_file():
+        raise AssetError(f"this Python has no source of its module {module}; give texts of your own with --text")
+    return Path(spec.origin).read_text(encoding="utf-8")
+
+
+def _licence() -> str | None:
+    """The interpreter's licence, wherever it lies; None where a distribution leaves it out."""
+    library = Path(importlib.import_module("os").__file__ or "").resolve().parent
+    for path in (library / "LICENSE.txt", library.parent / "LICENSE.txt", library.parent / "LICENSE"):
+        if path.is_file():
+            return path.read_text(encoding="utf-8")
+    return None

@@ -1,0 +1,24 @@
+"""What happened in a replay, for people and for other tools.
+
+Takes the result of a replay and the timelines of some of its runs, and changes nothing in them: a terminal table, one
+sentence, one self-contained page, a trace for Perfetto, the log as JSON lines. Nothing here plays or decides.
+"""
+
+from __future__ import annotations
+
+from kvabr.replay.report.jsonl import write_log
+from kvabr.replay.report.page import write_page
+from kvabr.replay.report.perfetto import write_perfetto
+from kvabr.replay.report.table import family_table, summary_table
+from kvabr.replay.report.verdict import verdict
+from kvabr.replay.report.verification import verification_table
+
+__all__ = [
+    "family_table",
+    "summary_table",
+    "verdict",
+    "verification_table",
+    "write_log",
+    "write_page",
+    "write_perfetto",
+]

@@ -1,0 +1,223 @@
+"""What the page shows, boiled down: numbers rounded, lines thinned, names replaced by indices.
+
+Columns are given as short lists rather than objects, since a page holds thousands of them; `FIELDS` says what they are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvabr.replay.report.jsonl import finite
+from kvabr.replay.report.plays import (
+    RECOMPUTED,
+    Event,
+    Result,
+    Run,
+    Timeline,
+    asset_name,
+    families,
+    feasible,
+    mean_regret,
+    number,
+    play_key,
+    ranked,
+    set_apart,
+    track_facts,
+)
+from kvabr.replay.report.series import achieved, capacity, estimates, significant
+from kvabr.replay.report.spans import computations, end_of, requests, start_of
+
+FIELDS = {
+    "groups": ("track", "bytes", "requested", "first_byte", "done", "ready", "source"),
+    "requests": (
+        *("id", "group", "track", "bytes", "sent", "first_byte", "end", "outcome", "received", "reason", "decoded"),
+    ),
+    "decisions": (
+        *("t", "kind", "group", "track", "request", "reason", "rate", "lower", "ttfb", "slack", "alternatives"),
+    ),
+    "computed": ("start", "end", "first", "last"),
+}
+"""What stands where in the lists of a play. Tracks are indices; -1 is ``recomputed``, None no track at all."""
+
+MOST_DECISIONS = 4000
+"""Decisions that a play may list; beyond that, waits are thinned out, then the end is cut off."""
+_HISTOGRAM = 30
+"""Bins of TTFT from 0 to 1.5 deadlines; the last one holds all that is later."""
+_QUIET = {"wait", "finish"}
+"""Kinds of decision that change nothing."""
+
+
+def digest(result: Result, timelines: list[Timeline], tracks: list[str]) -> dict[str, Any]:
+    """Everything that the page needs, as plain JSON without NaN.
+
+    Args:
+        result: what `kvabr replay --json` writes.
+        timelines: logs and links of some of its runs.
+        tracks: names of all tracks, cheapest first.
+    """
+    places = {name: index for index, name in enumerate(tracks)}
+    places[RECOMPUTED] = -1
+    runs = result.get("runs", [])
+    policies = ranked(result)
+    asset = asset_name(result)
+    known = track_facts(result)
+    start = start_of(timelines[0]["log"]) if timelines else {}
+    data = {
+        "title": f"{asset} \u00b7 kvabr replay" if asset else "kvabr replay",
+        "asset": asset,
+        "tracks": tracks,
+        "track_bytes": [significant(known.get(name, (None, None))[0], 4) for name in tracks],
+        "track_loss": [significant(known.get(name, (None, None))[1], 3) for name in tracks],
+        "fields": FIELDS,
+        "facts": {
+            "runs": len(runs),
+            "plays": len({play_key(run) for run in runs}),
+            "traces": len({str(run.get("trace")) for run in runs}),
+            "apart": set_apart(result),
+            "deadlines": sorted({value for run in runs if (value := number(run.get("deadline_s"))) is not None}),
+            "groups": start.get("groups"),
+            "fp16_bytes": start.get("fp16_bytes"),
+            "engine_mode": start.get("engine_mode"),
+        },
+        "policies": [_policy(result, name, places) for name in policies],
+        "families": _families(result, policies),
+        "plays": [_play(runs[item["run"]], item, places) for item in timelines],
+    }
+    return dict(finite(data))
+
+
+def _policy(result: Result, name: str, places: dict[str, int]) -> dict[str, Any]:
+    line = result["summary"][name]
+    share = [0.0] * len(places)
+    for track, part in (line.get("track_share") or {}).items():
+        place = places.get(str(track))
+        if place is not None:
+            # The last place, which -1 names too, is that of recomputed groups.
+            share[place] += number(part) or 0.0
+    histogram = [0] * _HISTOGRAM
+    for run in result.get("runs", ()):
+        if run.get("policy") == name and feasible(run):
+            ttft, deadline = number(run.get("ttft_s")), number(run.get("deadline_s"))
+            part = 1.5 if ttft is None or not deadline else ttft / deadline
+            # A play delivered at the very deadline has met it, so it belongs to the bin before.
+            histogram[min(_HISTOGRAM - 1, max(0, int(part * _HISTOGRAM / 1.5 - 1e-9)))] += 1
+    numbers = {key: significant(number(value)) for key, value in line.items() if not isinstance(value, dict | list)}
+    interval = line.get("hit_ratio_ci95") or (None, None)
+    ends = [significant(number(end), 4) for end in interval]
+    counted = (number(line.get("runs")) or 0) - (number(line.get("infeasible")) or 0)
+    shares = [significant(part, 4) for part in share]
+    return {"name": name, **numbers, "counted": int(counted), "ci": ends, "share": shares, "ttft": histogram}
+
+
+def _families(result: Result, policies: list[str]) -> list[dict[str, Any]]:
+    found = []
+    for family, runs in families(result).items():
+        regret = [mean_regret(run for run in runs if run["policy"] == policy) for policy in policies]
+        plays = len({play_key(run) for run in runs if feasible(run)})
+        found.append({"name": family, "plays": plays, "regret": [significant(value, 4) for value in regret]})
+    return found
+
+
+def _play(run: Run, timeline: Timeline, places: dict[str, int]) -> dict[str, Any]:
+    log: list[Event] = timeline["log"]
+    start = start_of(log)
+    deadline = number(run.get("deadline_s")) or 0.0
+    ttft = number(run.get("ttft_s"))
+    # A little room on the right, so that the last milestone does not lie on the edge.
+    until = 1.03 * max(end_of(log), ttft or 0.0, deadline)
+    decisions, left_out = _decisions(log, places)
+    numbers = {
+        key: significant(number(run.get(key)))
+        for key in (
+            *("start_s", "deadline_s", "ttft_s", "loss", "clairvoyant_loss", "regret", "bytes_fetched"),
+            *("bytes_wasted", "tokens_recomputed", "recompute_s"),
+        )
+    }
+    return {
+        "run": timeline["run"],
+        "trace": str(run.get("trace")),
+        "family": str(run.get("trace_family") or ""),
+        "policy": str(run.get("policy")),
+        "met": bool(run.get("met")),
+        "feasible": feasible(run),
+        **numbers,
+        "measured": run.get("measured"),
+        "gave_up": run.get("gave_up"),
+        "wrapped": bool(run.get("wrapped")),
+        "estimator": start.get("estimator"),
+        "rtt_s": significant(number(start.get("rtt_s"))),
+        "groups_total": start.get("groups") or len(run.get("groups") or ()),
+        "until": _time(until),
+        "groups": _groups(run, places),
+        "link": capacity(timeline.get("link") or (), until),
+        "achieved": achieved(log, until),
+        "belief": estimates(log),
+        "requests": [
+            [
+                *(item.request, item.group, places.get(item.track), item.bytes, _time(item.sent_s)),
+                *(_time(item.first_byte_s), _time(item.end_s), item.outcome, item.received, item.reason),
+                _time(item.decoded_s),
+            ]
+            for item in requests(log)
+        ],
+        "computed": [[_time(c.start_s), _time(c.end_s), c.first, c.last] for c in computations(log)],
+        "decisions": decisions,
+        "left_out": left_out,
+    }
+
+
+def _groups(run: Run, places: dict[str, int]) -> list[list[Any]]:
+    rows = []
+    for group in sorted(run.get("groups") or (), key=lambda item: int(item["group"])):
+        times = (_time(number(group.get(key))) for key in ("requested_s", "first_byte_s", "done_s", "ready_s"))
+        source = group.get("source")
+        track = -1 if source == RECOMPUTED else places.get(str(group.get("track")))
+        rows.append([track, group.get("bytes") or 0, *times, source])
+    return rows
+
+
+def _decisions(log: list[Event], places: dict[str, int]) -> tuple[list[list[Any]], int]:
+    """Rows of all decisions, waits that only say again what the last one said left out; and how many are left out."""
+    rows: list[list[Any]] = []
+    total = 0
+    last_quiet = None
+    for event in log:
+        if event.get("event") != "decision":
+            continue
+        total += 1
+        kind, reason = str(event.get("kind")), str(event.get("reason") or "")
+        if kind in _QUIET:
+            if (kind, reason) == last_quiet:
+                continue
+            last_quiet = (kind, reason)
+        else:
+            last_quiet = None
+        numbers = (significant(number(event.get(key)), 4) for key in ("rate", "lower", "ttfb_s", "slack_s"))
+        rows.append(
+            [
+                *(_time(float(event["t"])), kind, event.get("group"), places.get(str(event.get("track")))),
+                *(event.get("request"), reason, *numbers, _alternatives(event.get("alternatives"), places)),
+            ]
+        )
+    if len(rows) > MOST_DECISIONS:
+        loud = [row for row in rows if row[1] not in _QUIET]
+        rows = loud[:MOST_DECISIONS]
+    return rows, total - len(rows)
+
+
+def _alternatives(value: Any, places: dict[str, int]) -> list[float | int | None] | None:
+    """Bytes by track index, trailing tracks that were no alternative cut off."""
+    if not isinstance(value, dict) or not value:
+        return None
+    row: list[float | int | None] = [None] * len(places)
+    for track, nbytes in value.items():
+        place = places.get(str(track))
+        if place is not None:
+            row[place] = significant(number(nbytes))
+    while row and row[-1] is None:
+        row.pop()
+    return row or None
+
+
+def _time(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 5)

@@ -1,0 +1,150 @@
+// The moment under the cursor in numbers and words: what the link did, what the player believed, what it decided and why.
+
+function pairs(rows) {
+  return el("dl", { class: "pairs" }, rows.filter(([, value]) => known(value)).map(([name, value, className]) =>
+    el("div", {}, el("dt", { class: className || null }, name), el("dd", {}, value))));
+}
+
+function stepValue(times, values, t) {
+  const i = lastAt(times, t);
+  return i < 0 ? null : values[i];
+}
+
+/** The decision to show: the one asked for, that of the request asked for, or the last one before the moment. */
+function decisionOf(play) {
+  if (state.decision !== null) return state.decision;
+  if (state.request !== null) {
+    const id = play.requests[state.request][COL.requests.id];
+    const found = play.decisions.findIndex((row) => row[COL.decisions.request] === id);
+    return found < 0 ? null : found;
+  }
+  if (state.t === null) return null;
+  const found = lastAt(play.decisions.map((row) => row[COL.decisions.t]), state.t);
+  return found < 0 ? null : found;
+}
+
+function momentCard(play) {
+  const t = state.t ?? state.mark;
+  const left = play.deadline_s - t;
+  const tracks = tracksAt(play, t);
+  const counts = new Map();
+  for (const track of tracks) if (track !== undefined) counts.set(track, (counts.get(track) || 0) + 1);
+  const order = [...counts.keys()].sort((a, b) => (a === RECOMPUTED) - (b === RECOMPUTED) || a - b);
+  const placed = tracks.filter((track) => track !== undefined).length;
+  return el("div", { class: "card" },
+    el("h4", {}, seconds(t), el("small", {}, left >= 0 ? ` ${seconds(left)} to the deadline` : ` ${seconds(-left)} late`)),
+    el("div", { class: "share tall" }, order.map((track) => el("span", {
+      class: track === RECOMPUTED ? "weaved" : "",
+      style: `width:${(counts.get(track) / play.groups_total) * 100}%;background-color:${trackColour(track)}`,
+    }))),
+    pairs([
+      ["in place", `${placed} of ${play.groups_total} groups`],
+      ["link", rate(stepValue(play.link.t, play.link.mean, t)), "key-link"],
+      ["achieved", rate(stepValue(play.achieved.t, play.achieved.rate, t)), "key-achieved"],
+      ["estimate", rate(stepValue(play.belief.t, play.belief.rate, t)), "key-estimate"],
+      ["lower bound", rate(stepValue(play.belief.t, play.belief.lower, t)), "key-lower"],
+      ["slack", seconds(stepValue(play.belief.t, play.belief.slack, t))],
+    ]));
+}
+
+function requestCard(play) {
+  const row = play.requests[state.request];
+  const at = (name) => row[COL.requests[name]];
+  const moving = at("end") - (at("first_byte") ?? at("end"));
+  const ended = { done: "complete", cancelled: "cancelled", failed: "failed", open: "never finished" }[at("outcome")];
+  return el("div", { class: "card" },
+    el("h4", {}, trackLabel(at("track")), el("small", {}, ` group ${at("group")}, request ${at("id")}`)),
+    pairs([
+      ["size", bytes(at("bytes"))],
+      ["sent", seconds(at("sent"))],
+      ["first byte", known(at("first_byte")) ? `after ${seconds(at("first_byte") - at("sent"))}` : "never"],
+      [ended, seconds(at("end"))],
+      ["received", at("outcome") === "done" ? null : bytes(at("received"))],
+      ["rate", moving > 0 && at("received") ? rate(at("received") / moving) : null],
+      ["in place", known(at("decoded")) ? `${seconds(at("decoded"))}, decoded in ${seconds(at("decoded") - at("end"))}` : null],
+    ]),
+    at("reason") && el("p", { class: "reason bad" }, at("reason")));
+}
+
+function decisionCard(row) {
+  const at = (name) => row[COL.decisions[name]];
+  const options = at("alternatives");
+  return el("div", { class: "card" },
+    el("h4", {}, el("span", { class: `kind ${at("kind")}` }, at("kind")),
+      known(at("group")) && ` group ${at("group")} `, known(at("track")) && trackLabel(at("track")),
+      el("small", {}, ` at ${seconds(at("t"))}`)),
+    el("p", { class: "reason" }, at("reason") || "no reason given"),
+    pairs([
+      ["estimate", known(at("rate")) ? rate(at("rate")) : null, "key-estimate"],
+      ["lower bound", known(at("lower")) ? rate(at("lower")) : null, "key-lower"],
+      ["first byte in", known(at("ttfb")) ? seconds(at("ttfb")) : null],
+      ["slack", known(at("slack")) ? seconds(at("slack")) : null],
+    ]),
+    options && [
+      el("p", { class: "muted" }, "on offer"),
+      el("dl", { class: "pairs" }, options.map((value, track) => known(value) && el("div", { class: track === at("track") ? "taken" : "" },
+        el("dt", {}, trackLabel(track)), el("dd", {}, Math.abs(value) >= 1000 ? bytes(value) : digits(value))))),
+    ]);
+}
+
+function groupCard(play) {
+  const row = play.groups[state.group];
+  if (!row) return null;
+  const at = (name) => row[COL.groups[name]];
+  return el("div", { class: "card" },
+    el("h4", {}, `group ${state.group} `, known(at("track")) ? trackLabel(at("track")) : "not in place"),
+    pairs([
+      ["came", SOURCE_WORDS[at("source")] || at("source")],
+      ["bytes", at("bytes") ? bytes(at("bytes")) : null],
+      [at("source") === "recomputed" ? "begun" : "requested", known(at("requested")) ? seconds(at("requested")) : null],
+      ["in place", known(at("ready")) ? seconds(at("ready")) : null],
+    ]));
+}
+
+function helpCard() {
+  const keys = [["\u2190 \u2192", "policy"], ["[ ]", "trace and start"], [", .", "decision before, after"], ["Esc", "let go, zoom out"]];
+  return el("div", { class: "card help" },
+    el("p", {}, "Move over the charts to scrub through the play. Click to pin a moment, drag to zoom, double-click to zoom out."),
+    el("dl", { class: "pairs" }, keys.map(([key, what]) => el("div", {}, el("dt", {}, el("kbd", {}, key)), el("dd", {}, what)))));
+}
+
+function drawInspector() {
+  const play = current();
+  const cards = [];
+  const decision = decisionOf(play);
+  if (state.t !== null || state.mark !== null) cards.push(momentCard(play));
+  if (state.request !== null) cards.push(requestCard(play));
+  else if (state.group !== null) cards.push(groupCard(play));
+  if (decision !== null) cards.push(decisionCard(play.decisions[decision]));
+  if (!cards.length) cards.push(helpCard());
+  const host = byId("inspector");
+  host.classList.toggle("pinned", state.pinned);
+  host.replaceChildren(...cards.filter(Boolean));
+}
+
+// ---------------------------------------------------------------- the play in numbers
+
+function drawHead() {
+  const play = current();
+  const late = known(play.ttft_s) ? play.ttft_s - play.deadline_s : null;
+  const verdict = !known(play.ttft_s) ? "given up"
+    : late > 0 ? `${seconds(late)} late`
+    : late > -5e-4 ? "at the deadline" : `${seconds(-late)} to spare`;
+  const measured = play.measured || {};
+  const fp16 = DATA.facts.fp16_bytes;
+  const tile = (name, value, note) => el("div", { class: "tile" }, el("dt", {}, name), el("dd", {}, value, note && el("small", {}, note)));
+  byId("play-head").replaceChildren(
+    el("h3", {}, play.policy, el("small", {}, ` on ${play.trace}, from ${seconds(play.start_s)}`),
+      !play.feasible && el("span", { class: "badge bad" }, "no schedule could meet this deadline"),
+      play.gave_up && el("span", { class: "badge bad" }, `given up: ${play.gave_up}`),
+      play.wrapped && el("span", { class: "badge" }, "outlasts its trace, which begins anew")),
+    el("dl", { class: "tiles" },
+      tile("TTFT", outcome(play), verdict),
+      tile("loss", nats(play.loss), known(play.clairvoyant_loss) ? `clairvoyant ${nats(play.clairvoyant_loss)}` : "nats per token"),
+      tile("regret", nats(play.regret)),
+      known(measured.kl) && tile("measured KL", nats(measured.kl), known(measured.predicted) ? `predicted ${nats(measured.predicted)}` : "nats per token"),
+      tile("fetched", bytes(play.bytes_fetched), fp16 ? `${percent(play.bytes_fetched / fp16)} of FP16` : null),
+      tile("wasted", percent(play.bytes_fetched ? play.bytes_wasted / play.bytes_fetched : 0), bytes(play.bytes_wasted)),
+      play.estimator && tile("estimator", play.estimator, known(play.rtt_s) ? `round trip ${seconds(play.rtt_s)}` : null),
+      tile("recomputed", whole(play.tokens_recomputed), known(play.recompute_s) ? `tokens in ${seconds(play.recompute_s)}` : "tokens")));
+}

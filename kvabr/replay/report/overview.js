@@ -1,0 +1,120 @@
+// What stands above the plays: the facts, how the policies did, regret by trace family, the legend of tracks.
+
+function drawFacts() {
+  const facts = DATA.facts;
+  const rows = [
+    ["asset", DATA.asset],
+    ["cache", known(facts.groups) && `${plural(facts.groups, "group")}, ${bytes(facts.fp16_bytes)} at FP16`],
+    ["deadline", facts.deadlines.length && facts.deadlines.map(seconds).join(", ")],
+    ["plays", `${plural(facts.plays, "play")} of ${plural(facts.traces, "trace")}, ${plural(facts.runs, "run")}`],
+    ["set apart", facts.apart && `${plural(facts.apart, "play")} that no schedule could bring in on time`],
+    ["engine", facts.engine_mode && `${facts.engine_mode} mode`],
+  ];
+  byId("facts").append(
+    ...rows.filter(([, text]) => text).map(([name, text]) => el("div", {}, el("dt", {}, name), el("dd", {}, text))),
+  );
+}
+
+function drawLegend() {
+  const tracks = [...DATA.tracks.keys(), RECOMPUTED];
+  const fp16 = DATA.facts.fp16_bytes;
+  byId("legend").append(...tracks.map((track) => el("span", { class: "legend-item" }, trackLabel(track),
+    known(DATA.track_bytes[track]) && el("small", {},
+      ` ${fp16 ? percent(DATA.track_bytes[track] / fp16) : bytes(DATA.track_bytes[track])}, loss ${nats(DATA.track_loss[track])}`))));
+}
+
+/** The share of plays that met the deadline, and its confidence interval, on a line from 0 to 100 %. */
+function hitGlyph(policy) {
+  const width = 84;
+  const x = (share) => 4 + share * (width - 8);
+  const [low, high] = policy.ci;
+  const text = `${percent(policy.hit_ratio)} of plays met the deadline` +
+    (known(low) ? `, 95 % confidence ${percent(low)} to ${percent(high)}` : "");
+  return svg("svg", { width, height: 14, class: "glyph hit", role: "img", "aria-label": text },
+    titled(text),
+    svg("line", { x1: x(0), x2: x(1), y1: 7, y2: 7, class: "rail" }),
+    known(low) && svg("line", { x1: x(low), x2: x(high), y1: 7, y2: 7, class: "interval" }),
+    known(policy.hit_ratio) && svg("circle", { cx: x(policy.hit_ratio), cy: 7, r: 3.5, class: "dot" }));
+}
+
+/** How TTFT is spread, from 0 to 1.5 deadlines, what is late in another colour. */
+function ttftGlyph(policy) {
+  const [width, height] = [132, 26];
+  const bins = policy.ttft;
+  const most = Math.max(1, ...bins);
+  const step = width / bins.length;
+  const text = `TTFT: median ${seconds(policy.ttft_p50_s)}, 95th percentile ${seconds(policy.ttft_p95_s)}; ` +
+    "the line is the deadline, the last bar is all that came later than 1.4 deadlines";
+  const deadline = (width * 2) / 3;
+  return svg("svg", { width, height, class: "glyph", role: "img", "aria-label": text },
+    titled(text),
+    svg("line", { x1: 0, x2: width, y1: height - 0.5, y2: height - 0.5, class: "rail" }),
+    bins.map((count, i) => count > 0 && svg("rect", {
+      x: i * step + 0.5,
+      width: step - 1,
+      y: height - 1 - Math.max(2, (count / most) * (height - 3)),
+      height: Math.max(2, (count / most) * (height - 3)),
+      class: i * step >= deadline - 0.01 ? "late" : "bar",
+    })),
+    svg("line", { x1: deadline, x2: deadline, y1: 0, y2: height, class: "deadline" }));
+}
+
+function shareGlyph(policy) {
+  const total = policy.share.reduce((sum, part) => sum + (part || 0), 0) || 1;
+  const parts = policy.share.map((part, i) => [i < DATA.tracks.length ? i : RECOMPUTED, (part || 0) / total]);
+  const shown = parts.filter(([, part]) => part > 0);
+  const text = shown.map(([track, part]) => `${trackName(track)} ${percent(part)}`).join(", ");
+  return el("div", { class: "share", role: "img", "aria-label": text, title: text },
+    shown.map(([track, part]) => el("span", {
+      class: track === RECOMPUTED ? "weaved" : "",
+      style: `width:${part * 100}%;background-color:${trackColour(track)}`,
+    })));
+}
+
+/** Choose the play of this policy that is nearest to the one shown: same trace and start if there is one. */
+function choosePolicy(name) {
+  const here = current();
+  const fit = (play) => (play.trace === here.trace ? 2 : 0) + (play.start_s === here.start_s ? 1 : 0);
+  const plays = [...DATA.plays.keys()].filter((i) => DATA.plays[i].policy === name);
+  if (plays.length) selectPlay(plays.reduce((best, i) => (fit(DATA.plays[i]) > fit(DATA.plays[best]) ? i : best)));
+}
+
+function drawPolicies() {
+  const heads = ["policy", "deadline met", "TTFT", "loss, nats per token", "mean regret", "recomputed", "wasted", "tracks of all groups"];
+  const played = new Set(DATA.plays.map((play) => play.policy));
+  const rows = DATA.policies.map((policy, rank) => el("tr", { class: rank === 0 ? "best" : "" },
+    el("th", { scope: "row" }, played.has(policy.name)
+      ? el("button", { class: "link", onclick: () => choosePolicy(policy.name), "data-policy": policy.name }, policy.name)
+      : policy.name),
+    el("td", {}, el("div", { class: "pair" }, hitGlyph(policy),
+      el("span", {}, percent(policy.hit_ratio), el("small", {}, ` of ${whole(policy.counted)}`)))),
+    el("td", {}, el("div", { class: "pair" }, ttftGlyph(policy),
+      el("span", {}, seconds(policy.ttft_p50_s), el("small", {}, ` p95 ${seconds(policy.ttft_p95_s)}`)))),
+    el("td", { class: "number" }, nats(policy.loss_mean), el("small", {}, ` p95 ${nats(policy.loss_p95)}`)),
+    el("td", { class: "number strong" }, nats(policy.regret_mean)),
+    el("td", { class: "number" }, whole(policy.tokens_recomputed_mean), el("small", {}, " tokens")),
+    el("td", { class: "number" }, percent(policy.bytes_wasted_share)),
+    el("td", {}, shareGlyph(policy))));
+  byId("policies").append(el("table", { class: "policies" },
+    el("thead", {}, el("tr", {}, heads.map((head) => el("th", { scope: "col" }, head)))),
+    el("tbody", {}, rows)));
+}
+
+function drawFamilies() {
+  if (DATA.families.length < 2) return;
+  byId("families-section").hidden = false;
+  // Regret spans decades, so the shade follows its logarithm, family by family.
+  const depth = (value, least, most) => (known(value) ? Math.log((value + 1e-4) / (least + 1e-4)) / Math.log((most + 1e-4) / (least + 1e-4)) : 0);
+  const cells = DATA.families.map((family) => {
+    const least = Math.min(...family.regret.filter(known));
+    const most = Math.max(...family.regret.filter(known), least + 1e-9);
+    return family.regret.map((value) => el("td", {
+      class: `number${known(value) && value <= least * 1.01 ? " strong" : ""}`,
+      style: `--shade:${(depth(value, least, most) * 100).toFixed(0)}%`,
+    }, nats(value)));
+  });
+  byId("families").append(el("table", { class: "families" },
+    el("thead", {}, el("tr", {}, el("th", { scope: "col" }, "policy"),
+      DATA.families.map((family) => el("th", { scope: "col", class: "number" }, family.name, el("small", {}, plural(family.plays, "play")))))),
+    el("tbody", {}, DATA.policies.map((policy, i) => el("tr", {}, el("th", { scope: "row" }, policy.name), cells.map((column) => column[i]))))));
+}

@@ -1,0 +1,174 @@
+// The page: draws the overview once, and the chosen play whenever the choice changes; keys, address, size.
+
+const samePlay = (a, b) => a.trace === b.trace && a.start_s === b.start_s && a.deadline_s === b.deadline_s;
+const unique = (values) => [...new Set(values)];
+
+/** Go to a play; the zoom stays only where the time axis means the same. */
+function selectPlay(play) {
+  if (play === state.play) return;
+  const zoom = samePlay(DATA.plays[play], current()) ? state.zoom : null;
+  update({ ...nowhere, pinned: false, zoom, play });
+}
+
+function nearest(wanted) {
+  const fit = (play) => (play.trace === wanted.trace ? 4 : 0) + (play.start_s === wanted.start_s ? 2 : 0) + (play.policy === wanted.policy ? 1 : 0);
+  const all = [...DATA.plays.keys()];
+  return all.reduce((best, i) => (fit(DATA.plays[i]) > fit(DATA.plays[best]) ? i : best), all[0]);
+}
+
+function choice(label, values, chosen, name, onpick) {
+  const picked = values.indexOf(chosen);
+  const go = (step) => onpick(values[(picked + step + values.length) % values.length]);
+  const select = el("select", { "aria-label": label, onchange: (event) => onpick(values[event.target.selectedIndex]) },
+    values.map((value, i) => el("option", { selected: i === picked }, name(value))));
+  const several = values.length > 1;
+  return el("div", { class: "choice" }, el("span", { class: "muted" }, label),
+    several && el("button", { onclick: () => go(-1), "aria-label": `previous ${label}` }, "\u2039"), select,
+    several && el("button", { onclick: () => go(1), "aria-label": `next ${label}` }, "\u203a"));
+}
+
+/** Policies that were played on the trace and start shown, best first. */
+function policiesHere() {
+  const here = current();
+  const names = new Set(DATA.plays.filter((play) => samePlay(play, here)).map((play) => play.policy));
+  const ranked = DATA.policies.map((policy) => policy.name).filter((name) => names.has(name));
+  return [...ranked, ...[...names].filter((name) => !ranked.includes(name))];
+}
+
+function drawPicker() {
+  const here = current();
+  const traces = unique(DATA.plays.map((play) => play.trace));
+  const starts = unique(DATA.plays.filter((play) => play.trace === here.trace).map((play) => play.start_s)).sort((a, b) => a - b);
+  byId("picker").replaceChildren(
+    choice("trace", traces, here.trace, String, (trace) => selectPlay(nearest({ ...here, trace, start_s: null }))),
+    choice("start", starts, here.start_s, seconds, (start) => selectPlay(nearest({ ...here, start_s: start }))),
+    choice("policy", policiesHere(), here.policy, String, (policy) => selectPlay(nearest({ ...here, policy }))));
+}
+
+function drawTools() {
+  byId("tools").replaceChildren(el("h3", {}, "Over time"),
+    state.zoom && el("button", { onclick: () => update({ ...nowhere, pinned: false, zoom: null }) },
+      `${seconds(state.zoom[0])} to ${seconds(state.zoom[1])} \u00b7 show all`) || "");
+}
+
+function drawPlay() {
+  drawPicker();
+  drawMultiples();
+  drawHead();
+  drawStrip();
+  drawTools();
+  drawTimeline();
+  drawFilters();
+  logFilter.all = false;
+  drawLog();
+  drawInspector();
+  for (const button of document.querySelectorAll("[data-policy]")) {
+    button.toggleAttribute("aria-current", button.dataset.policy === current().policy);
+  }
+}
+
+watchers.push((changed) => {
+  if (changed.has("play")) drawPlay();
+  else {
+    if (changed.has("zoom")) {
+      drawTools();
+      drawTimeline();
+    }
+    moveCursor();
+    paintStrip();
+    markLog();
+    drawInspector();
+  }
+  if (changed.has("play") || state.pinned || changed.has("pinned")) writeAddress();
+});
+
+// ---------------------------------------------------------------- address and keys
+
+/** The address names what is shown, so that a moment can be passed on: #play=3&t=1.25 or #play=3&decision=17. */
+function writeAddress() {
+  const parts = [`play=${state.play}`];
+  if (state.pinned && state.decision !== null) parts.push(`decision=${state.decision}`);
+  else if (state.pinned && state.t !== null) parts.push(`t=${state.t.toFixed(5)}`);
+  try {
+    history.replaceState(null, "", `#${parts.join("&")}`);
+  } catch {
+    // Some viewers forbid it for local files; the page works without.
+  }
+}
+
+function readAddress() {
+  const wanted = new URLSearchParams(location.hash.slice(1));
+  const index = (name, count) => {
+    const text = wanted.get(name);
+    return text !== null && /^\d+$/.test(text) && Number(text) < count ? Number(text) : null;
+  };
+  const play = index("play", DATA.plays.length) ?? 0;
+  const change = { ...nowhere, pinned: false, zoom: null, play };
+  const decision = index("decision", DATA.plays[play].decisions.length);
+  const t = Number.parseFloat(wanted.get("t"));
+  if (decision !== null) {
+    const row = DATA.plays[play].decisions[decision];
+    Object.assign(change, { decision, t: row[COL.decisions.t], group: row[COL.decisions.group], pinned: true });
+  } else if (Number.isFinite(t)) {
+    Object.assign(change, { t: clamp(t, 0, DATA.plays[play].until), pinned: true });
+  }
+  return change;
+}
+
+function stepDecision(step) {
+  const { decisions } = current();
+  const here = decisionOf(current());
+  const next = clamp(here === null ? (step > 0 ? 0 : decisions.length - 1) : here + step, 0, decisions.length - 1);
+  if (!decisions.length) return;
+  const row = decisions[next];
+  update({ ...nowhere, pinned: true, decision: next, t: row[COL.decisions.t], group: row[COL.decisions.group] });
+}
+
+function stepPlay(step) {
+  const keys = DATA.plays.filter((play, i) => DATA.plays.findIndex((other) => samePlay(other, play)) === i);
+  const here = keys.findIndex((play) => samePlay(play, current()));
+  selectPlay(nearest({ ...keys[(here + step + keys.length) % keys.length], policy: current().policy }));
+}
+
+function stepPolicy(step) {
+  const names = policiesHere();
+  const next = names[(names.indexOf(current().policy) + step + names.length) % names.length];
+  selectPlay(nearest({ ...current(), policy: next }));
+}
+
+const KEYS = {
+  ArrowLeft: () => stepPolicy(-1),
+  ArrowRight: () => stepPolicy(1),
+  "[": () => stepPlay(-1),
+  "]": () => stepPlay(1),
+  ",": () => stepDecision(-1),
+  ".": () => stepDecision(1),
+  Escape: () => update({ ...nowhere, pinned: false, zoom: null }),
+};
+
+function start() {
+  drawFacts();
+  drawPolicies();
+  drawFamilies();
+  drawLegend();
+  if (!DATA.plays.length) return;
+  byId("play-section").hidden = false;
+  Object.assign(state, readAddress());
+  drawPlay();
+  addEventListener("hashchange", () => update(readAddress()));
+  addEventListener("keydown", (event) => {
+    const typing = event.target.closest && event.target.closest("input, select, textarea");
+    if (typing || event.ctrlKey || event.metaKey || event.altKey || !KEYS[event.key]) return;
+    event.preventDefault();
+    KEYS[event.key]();
+  });
+  let width = innerWidth;
+  new ResizeObserver(() => {
+    if (byId("timeline").clientWidth !== chart.area.width || innerWidth !== width) {
+      width = innerWidth;
+      drawTimeline();
+    }
+  }).observe(byId("timeline"));
+}
+
+start();

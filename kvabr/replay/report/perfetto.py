@@ -1,0 +1,150 @@
+"""A trace for ui.perfetto.dev: the plays in the JSON form of Chrome's trace events, one process a play.
+
+Each process has the lanes of the play (deadline and delivery, decisions, network, decoder, engine) and counters (link
+capacity, estimate, lower bound, bytes received, slack). Times are microseconds since the play began, as the form wants.
+Format: Trace Event Format, phases M (metadata), X (complete), i (instant) and C (counter).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from kvabr.files import write_text
+from kvabr.replay.report.jsonl import finite
+from kvabr.replay.report.plays import Event, Result, Run, Timeline, number
+from kvabr.replay.report.series import capacity
+from kvabr.replay.report.spans import Request, computations, end_of, lanes, requests, start_of
+
+_PLAY, _DECISIONS, _ENGINE, _DECODER, _NETWORK = 1, 2, 3, 1000, 2000
+"""Thread numbers; decoder and network have one a lane."""
+_MBIT = 8e-6
+"""Bytes per second to megabits per second."""
+
+
+def write_perfetto(path: Path, result: Result, timelines: list[Timeline]) -> None:
+    """Write the timelines as one trace.
+
+    Args:
+        path: where to; replaced whole.
+        result: what `kvabr replay --json` writes.
+        timelines: ``{"run": index, "log": [event, ...], "link": [[seconds, bytes per second], ...]}``.
+
+    Raises:
+        AssetError: the file cannot be written.
+    """
+    write_text(path, "".join(_text(result, timelines)))
+
+
+def _text(result: Result, timelines: list[Timeline]) -> Iterator[str]:
+    yield '{"displayTimeUnit":"ms","traceEvents":[\n'
+    separator = ""
+    for pid, timeline in enumerate(timelines, start=1):
+        run = result["runs"][timeline["run"]]
+        for event in _play(run, timeline, pid):
+            yield separator + json.dumps({**finite(event), "pid": pid}, allow_nan=False, separators=(",", ":"))
+            separator = ",\n"
+    yield "\n]}\n"
+
+
+def _play(run: Run, timeline: Timeline, pid: int) -> Iterator[Event]:
+    log: list[Event] = timeline["log"]
+    start = start_of(log)
+    deadline = number(start.get("deadline_s")) or number(run.get("deadline_s"))
+    name = f"{run['policy']} on {run['trace']} from {number(run.get('start_s')) or 0.0:.3f} s"
+    yield {"ph": "M", "tid": 0, "ts": 0, "name": "process_name", "args": {"name": name}}
+    yield {"ph": "M", "tid": 0, "ts": 0, "name": "process_sort_index", "args": {"sort_index": pid}}
+    yield _thread(_PLAY, "play")
+    yield _thread(_DECISIONS, "decisions")
+    about = {key: value for key, value in run.items() if key != "groups"}
+    yield _span(_PLAY, str(run["policy"]), 0.0, end_of(log), about)
+    if deadline is not None:
+        args = {"seconds": deadline}
+        yield {"ph": "i", "s": "p", "tid": _PLAY, "ts": _us(deadline), "name": "deadline", "args": args}
+    for event in log:
+        yield from _instant(event)
+    flights = requests(log)
+    yield from _network(flights)
+    yield from _decoder(flights)
+    engine = computations(log)
+    if engine:
+        yield _thread(_ENGINE, "recompute")
+    for item in engine:
+        title = f"groups {item.first} to {item.last - 1}" if item.last - item.first > 1 else f"group {item.first}"
+        args = {"first": item.first, "last": item.last - 1, "finished": item.finished}
+        yield _span(_ENGINE, title, item.start_s, item.end_s, args)
+    link = capacity(timeline.get("link") or (), max(end_of(log), deadline or 0.0))
+    for t, rate in zip(link["t"], link["mean"], strict=True):
+        yield _counter("link capacity (Mbit/s)", t or 0.0, (rate or 0.0) * _MBIT)
+
+
+def _instant(event: Event) -> Iterator[Event]:
+    kind, t = event.get("event"), float(event["t"])
+    if kind == "decision":
+        title = " ".join(str(event[key]) for key in ("kind", "group", "track") if event.get(key) is not None)
+        args = {key: value for key, value in event.items() if key not in {"t", "event"} and value is not None}
+        yield {"ph": "i", "s": "t", "tid": _DECISIONS, "ts": _us(t), "name": title, "args": args}
+    elif kind == "deliver":
+        args = {key: value for key, value in event.items() if key not in {"t", "event"}}
+        yield {"ph": "i", "s": "p", "tid": _PLAY, "ts": _us(t), "name": "deliver", "args": args}
+    if kind in {"decision", "progress"}:
+        for key, name, scale in (("rate", "estimate (Mbit/s)", _MBIT), ("lower", "lower bound (Mbit/s)", _MBIT)):
+            if (value := number(event.get(key))) is not None:
+                yield _counter(name, t, value * scale)
+        if (slack := number(event.get("slack_s"))) is not None:
+            yield _counter("slack (s)", t, slack)
+    if kind == "progress":
+        yield _counter("received (MB)", t, (number(event.get("received")) or 0.0) / 1e6)
+
+
+def _network(flights: list[Request]) -> Iterator[Event]:
+    chosen = lanes((item.sent_s, item.end_s) for item in flights)
+    for lane in sorted(set(chosen)):
+        yield _thread(_NETWORK + lane, f"network {lane + 1}")
+    for item, lane in zip(flights, chosen, strict=True):
+        title = f"{item.track} {item.group}" + ("" if item.outcome == "done" else f" ({item.outcome})")
+        args: dict[str, Any] = {
+            "request": item.request,
+            "group": item.group,
+            "track": item.track,
+            "bytes": item.bytes,
+            "received": item.received,
+            "outcome": item.outcome,
+        }
+        if item.reason:
+            args["reason"] = item.reason
+        yield _span(_NETWORK + lane, title, item.sent_s, item.end_s, args)
+        if item.first_byte_s is not None and item.first_byte_s <= item.end_s:
+            yield _span(_NETWORK + lane, "to first byte", item.sent_s, item.first_byte_s, {"request": item.request})
+
+
+def _decoder(flights: list[Request]) -> Iterator[Event]:
+    spans = sorted(
+        ((item.end_s, item.decoded_s, item) for item in flights if item.decoded_s is not None),
+        key=lambda span: span[:2],
+    )
+    chosen = lanes((arrived, placed) for arrived, placed, _ in spans)
+    for lane in sorted(set(chosen)):
+        yield _thread(_DECODER + lane, "decode" if lane == 0 else f"decode {lane + 1}")
+    for (arrived, placed, item), lane in zip(spans, chosen, strict=True):
+        args = {"request": item.request, "group": item.group, "track": item.track}
+        yield _span(_DECODER + lane, f"{item.track} {item.group}", arrived, placed, args)
+
+
+def _thread(tid: int, name: str) -> Event:
+    return {"ph": "M", "tid": tid, "ts": 0, "name": "thread_name", "args": {"name": name}}
+
+
+def _span(tid: int, name: str, start_s: float, end_s: float, args: dict[str, Any]) -> Event:
+    start, end = _us(start_s), _us(end_s)
+    return {"ph": "X", "tid": tid, "ts": start, "dur": round(max(0.0, end - start), 3), "name": name, "args": args}
+
+
+def _counter(name: str, t: float, value: float) -> Event:
+    return {"ph": "C", "tid": 0, "ts": _us(t), "name": name, "args": {"value": value}}
+
+
+def _us(seconds: float) -> float:
+    return round(seconds * 1e6, 3)

@@ -1,0 +1,150 @@
+"""What every report asks of a replay's result: which tracks there are, how policies rank, what can be trusted.
+
+A result is the JSON of ``kvabr replay --json``; a timeline is the log of one of its runs and the link beneath it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from kvabr.naming import LEVELS
+
+RECOMPUTED = "recomputed"
+"""Stands in the place of a track's name for a group that the engine computed."""
+NOTHING = "none"
+"""Stands there in a summary for a group that never came."""
+FIXED = "fixed:"
+"""How the names of policies begin that play one track and never adapt."""
+ORACLE = "-oracle"
+"""How the names of policies end that are told what the link will carry."""
+
+DASH = "\u2013"
+"""En dash: stands between the ends of a range, and for a number that there is not."""
+
+Result = dict[str, Any]
+Run = dict[str, Any]
+Event = dict[str, Any]
+Timeline = dict[str, Any]
+
+
+def number(value: Any) -> float | None:
+    """``value`` as a finite float, or None for everything else (NaN, infinity, text, nothing)."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return float(value)
+
+
+def feasible(run: Run) -> bool:
+    """Whether any schedule at all could have met this run's deadline; True where nobody has worked that out."""
+    return run.get("feasible") is not False
+
+
+def ranked(result: Result) -> list[str]:
+    """Policies by mean regret, least first; those without one come last, equal ones in the result's order."""
+    summary = result.get("summary", {})
+
+    def regret(policy: str) -> float:
+        value = number(summary[policy].get("regret_mean"))
+        return math.inf if value is None else value
+
+    return sorted(summary, key=regret)
+
+
+def track_order(result: Result, timelines: Iterable[Timeline] = ()) -> list[str]:
+    """Names of all tracks that occur, cheapest first, without ``recomputed``.
+
+    The asset says so, or the timelines; a result alone shows it by the bytes of the groups that it lists.
+    """
+    listed = [line for line in _asset(result).get("tracks") or () if isinstance(line, dict) and "track" in line]
+    listed.sort(key=lambda line: number(line.get("bytes")) or 0.0)
+    names = dict.fromkeys(str(line["track"]) for line in listed)
+    for timeline in timelines:
+        for event in timeline["log"]:
+            if event.get("event") == "start":
+                names.update(dict.fromkeys(map(str, event.get("tracks") or ())))
+                break
+    sizes: dict[str, list[int]] = {}
+    for group in () if names else groups_of(result):
+        track = group.get("track")
+        if track and track != RECOMPUTED:
+            sizes.setdefault(str(track), []).append(int(group.get("bytes") or 0))
+    for line in result.get("summary", {}).values():
+        for track in line.get("track_share") or ():
+            if track not in {RECOMPUTED, NOTHING}:
+                sizes.setdefault(str(track), [])
+
+    def cost(track: str) -> tuple[bool, float, int]:
+        known = sizes[track]
+        level = LEVELS.index(track) if track in LEVELS else -1
+        return (not known, sum(known) / len(known) if known else 0.0, -level)
+
+    names.update(dict.fromkeys(sorted((t for t in sizes if t not in names), key=cost)))
+    return list(names)
+
+
+def _asset(result: Result) -> dict[str, Any]:
+    asset = result.get("asset")
+    return asset if isinstance(asset, dict) else {}
+
+
+def asset_name(result: Result) -> str | None:
+    """What was played, in words; None if the result does not say."""
+    model, tokens = _asset(result).get("model"), number(_asset(result).get("tokens"))
+    if model is None:
+        return None
+    return f"{model}, {tokens:,.0f} tokens" if tokens else str(model)
+
+
+def track_facts(result: Result) -> dict[str, tuple[float | None, float | None]]:
+    """Bytes and expected loss (nats per token) of every whole track that the result's asset lists."""
+    return {
+        str(line["track"]): (number(line.get("bytes")), number(line.get("loss")))
+        for line in _asset(result).get("tracks") or ()
+        if isinstance(line, dict) and "track" in line
+    }
+
+
+def groups_of(result: Result) -> Iterator[dict[str, Any]]:
+    """Every group of every run."""
+    for run in result.get("runs", ()):
+        yield from run.get("groups") or ()
+
+
+def families(result: Result) -> dict[str, list[Run]]:
+    """Runs by trace family, families in the order in which they first occur."""
+    found: dict[str, list[Run]] = {}
+    for run in result.get("runs", ()):
+        family = str(run.get("trace_family") or "")
+        if family:
+            found.setdefault(family, []).append(run)
+    return found
+
+
+def mean_regret(runs: Iterable[Run]) -> float | None:
+    """Mean regret of the feasible ones among ``runs``; None if there are none."""
+    known = [value for run in runs if feasible(run) and (value := number(run.get("regret"))) is not None]
+    return sum(known) / len(known) if known else None
+
+
+def play_key(run: Run) -> tuple[str, float, float]:
+    """What two runs have in common when only their policy differs: trace, start in seconds, deadline in seconds."""
+    return (str(run.get("trace")), number(run.get("start_s")) or 0.0, number(run.get("deadline_s")) or 0.0)
+
+
+def set_apart(result: Result) -> int:
+    """Number of plays (trace x start) that no schedule could have brought in on time."""
+    return len({play_key(run) for run in result.get("runs", ()) if not feasible(run)})
+
+
+def nats(value: float | None, digits: int = 2) -> str:
+    """A loss in nats per token for people: so many significant digits, no exponent where it can be helped."""
+    if value is None:
+        return DASH
+    if value == 0:
+        return "0"
+    if abs(value) < 1e-6:
+        return f"{value:.0e}"
+    decimals = max(0, digits - 1 - math.floor(math.log10(abs(value))))
+    return f"{value:.{decimals}f}"

@@ -1,0 +1,164 @@
+"""Lines to draw: link capacity, achieved throughput, estimates and slack, thinned to what a screen can show."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import pairwise
+
+from kvabr.replay.report.plays import Event, number
+from kvabr.replay.report.spans import requests
+
+Points = Sequence[Sequence[float]]
+
+MOST_POINTS = 1000
+"""Points that a line may have before it is thinned."""
+_BINS = 240
+"""Bins in which achieved throughput is averaged: a shorter one shows packets, not throughput."""
+
+
+def significant(value: float | None, digits: int = 5) -> float | int | None:
+    """``value`` rounded to so many significant digits, a whole number where it is one."""
+    if value is None or not math.isfinite(value):
+        return None
+    if value == 0:
+        return 0
+    rounded = round(value, digits - 1 - math.floor(math.log10(abs(value))))
+    return int(rounded) if rounded == int(rounded) else rounded
+
+
+def capacity(link: Points, until_s: float, most: int = MOST_POINTS) -> dict[str, list[float | int | None]]:
+    """A piecewise constant line from 0 to ``until_s`` in at most ``most`` steps.
+
+    Args:
+        link: [seconds, bytes per second], by time; each rate holds until the next.
+        until_s: where the drawing ends.
+        most: steps that it may have; more are put into bins of equal length.
+
+    Returns:
+        ``t``: start of every step, seconds; ``mean``: its mean rate, bytes per second; ``low``: its least rate, only
+        where bins hide something.
+    """
+    points = [(max(0.0, float(t)), number(rate) or 0.0) for t, rate in link if float(t) < until_s]
+    if not points or until_s <= 0:
+        return {"t": [], "mean": []}
+    if len(points) <= most:
+        return {"t": [_time(t) for t, _ in points], "mean": [significant(rate, 4) for _, rate in points]}
+    edges = [until_s * index / most for index in range(most + 1)]
+    starts = [t for t, _ in points]
+    carried = _Integral(points, until_s)
+    means, lows = [], []
+    for left, right in pairwise(edges):
+        first = max(0, bisect_right(starts, left) - 1)
+        inside = [rate for start, rate in points[first : bisect_right(starts, right)] if start < right]
+        means.append((carried.at(right) - carried.at(left)) / (right - left))
+        lows.append(min(inside))
+    return {
+        "t": [_time(t) for t in edges[:-1]],
+        "mean": [significant(rate, 4) for rate in means],
+        "low": [significant(rate, 4) for rate in lows],
+    }
+
+
+def achieved(log: list[Event], until_s: float) -> dict[str, list[float | int | None]]:
+    """Bytes per second that really arrived, in steps from 0 to ``until_s``.
+
+    Counted from ``progress`` events where there are some, since they alone see transfers that are under way; otherwise
+    every request's bytes are spread evenly from its first byte to its end.
+
+    Returns:
+        ``t``: start of every step, seconds; ``rate``: bytes per second.
+    """
+    if until_s <= 0:
+        return {"t": [], "rate": []}
+    arrivals: list[tuple[float, float, float]] = []
+    counted, since = 0.0, 0.0
+    for event in log:
+        if event.get("event") != "progress":
+            continue
+        t, received = float(event["t"]), float(event["received"])
+        if t > since and received >= counted:
+            arrivals.append((since, t, received - counted))
+            counted, since = received, t
+    flights = requests(log)
+    if arrivals:
+        # What came after the last progress event is known only in total.
+        rest = sum(item.received for item in flights) - counted
+        end = max((item.end_s for item in flights), default=since)
+        if rest > 0:
+            arrivals.append((since, max(since, end), rest))
+    else:
+        for item in flights:
+            begun = item.sent_s if item.first_byte_s is None else item.first_byte_s
+            arrivals.append((min(begun, item.end_s), item.end_s, float(item.received)))
+    step = until_s / _BINS
+    bins = [0.0] * _BINS
+    for start, end, nbytes in arrivals:
+        _spread(bins, step, start, end, nbytes)
+    return {
+        "t": [_time(index * step) for index in range(_BINS)],
+        "rate": [significant(total / step, 4) for total in bins],
+    }
+
+
+def estimates(log: list[Event], most: int = MOST_POINTS) -> dict[str, list[float | int | None]]:
+    """What the player believed, wherever it wrote it down.
+
+    Returns:
+        ``t`` in seconds; ``rate`` and ``lower`` in bytes per second; ``slack`` in seconds; None where it did not know.
+        Of points that are too many, each bin keeps its last rate and its least lower bound and slack.
+    """
+    rows: list[tuple[float, list[float | None]]] = []
+    for event in log:
+        if event.get("event") in {"progress", "decision"}:
+            beliefs = [number(event.get(key)) for key in ("rate", "lower", "slack_s")]
+            if any(value is not None for value in beliefs):
+                rows.append((float(event["t"]), beliefs))
+    size = max(1, math.ceil(len(rows) / most))
+    kept = [rows[index : index + size] for index in range(0, len(rows), size)]
+    return {
+        "t": [_time(part[-1][0]) for part in kept],
+        "rate": [significant(part[-1][1][0], 4) for part in kept],
+        "lower": [significant(_least([beliefs[1] for _, beliefs in part]), 4) for part in kept],
+        "slack": [significant(_least([beliefs[2] for _, beliefs in part]), 4) for part in kept],
+    }
+
+
+class _Integral:
+    """Area below a piecewise constant line."""
+
+    def __init__(self, points: Sequence[tuple[float, float]], until_s: float) -> None:
+        self._points = points
+        self._starts = [t for t, _ in points]
+        self._sums = [0.0]
+        ends = [*self._starts[1:], until_s]
+        for (start, rate), end in zip(points, ends, strict=True):
+            self._sums.append(self._sums[-1] + max(0.0, end - start) * rate)
+
+    def at(self, t: float) -> float:
+        index = bisect_right(self._starts, t) - 1
+        if index < 0:
+            return 0.0
+        start, rate = self._points[index]
+        return self._sums[index] + (t - start) * rate
+
+
+def _spread(bins: list[float], step: float, start: float, end: float, nbytes: float) -> None:
+    """Add ``nbytes`` that came evenly from ``start`` to ``end`` to the bins that they fall into."""
+    top = len(bins) - 1
+    first, last = min(top, int(start / step)), min(top, int(end / step))
+    if first == last or end <= start:
+        bins[first] += nbytes
+        return
+    for index in range(first, last + 1):
+        covered = min(end, (index + 1) * step) - max(start, index * step)
+        bins[index] += nbytes * max(0.0, covered) / (end - start)
+
+
+def _least(values: list[float | None]) -> float | None:
+    return min((value for value in values if value is not None), default=None)
+
+
+def _time(seconds: float) -> float:
+    return round(seconds, 5)

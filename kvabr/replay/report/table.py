@@ -1,0 +1,215 @@
+"""Terminal tables: how the policies did over all plays, and per trace family."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.measure import Measurement
+from rich.segment import Segment
+from rich.style import Style
+from rich.table import Table
+from rich.text import Text
+
+from kvabr.replay.report.colour import DARK, RECOMPUTED_DARK, ramp
+from kvabr.replay.report.plays import (
+    DASH,
+    RECOMPUTED,
+    Result,
+    Run,
+    families,
+    feasible,
+    mean_regret,
+    nats,
+    number,
+    play_key,
+    ranked,
+    set_apart,
+    track_order,
+)
+
+_FAMILY_WIDTH = 11
+"""Characters that a family's column may take."""
+_BAR = (6, 24)
+"""Least and greatest width of a track bar, in characters."""
+
+
+_TITLES = (
+    *("\nhit", "95 %\nCI", "TTFT\np50", "TTFT\np95", "loss\nmean", "loss\np95"),
+    *("\nregret", "re-\ncomp.", "\nwaste"),
+)
+"""Two lines each, none wider than its numbers, so that the whole line fits 80 columns."""
+
+
+class ShareBar:
+    """How much of the groups each track had, as a bar as wide as its cell; marks instead of colours without colour."""
+
+    def __init__(self, parts: Iterable[tuple[str, str, float]]) -> None:
+        """Lay out a bar.
+
+        Args:
+            parts: (mark of one character, colour ``#rrggbb``, share), left to right; shares are relative.
+        """
+        self._parts = [part for part in parts if part[2] > 0]
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement(*_BAR).with_maximum(options.max_width)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        width = min(options.max_width, _BAR[1])
+        plain = console.color_system is None or console.no_color
+        total = sum(share for _, _, share in self._parts)
+        done = cells = 0.0
+        for mark, colour, share in self._parts:
+            done += share
+            end = round(done / total * width)
+            count = int(end - cells)
+            cells = end
+            yield Segment(mark * count, None) if plain else Segment(" " * count, Style(bgcolor=colour))
+        yield Segment(" " * (width - int(cells)))
+
+
+def summary_table(result: Result) -> RenderableType:
+    """One line a policy, least mean regret first, and the legend of the tracks below.
+
+    Fits 80 columns; at 100 the bars of the tracks grow.
+
+    Args:
+        result: what `kvabr replay --json` writes.
+    """
+    table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="bold", collapse_padding=True)
+    table.add_column("policy", no_wrap=True, overflow="ellipsis", min_width=10)
+    for title in _TITLES:
+        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("\ntracks")
+    summary = result.get("summary", {})
+    tracks = track_order(result)
+    style = _styles(tracks)
+    used: set[str] = set()
+    for rank, policy in enumerate(ranked(result)):
+        line: dict[str, Any] = summary[policy]
+        share = {str(track): number(part) or 0.0 for track, part in (line.get("track_share") or {}).items()}
+        used.update(track for track, part in share.items() if part > 0)
+        table.add_row(
+            Text(policy, style="bold" if rank == 0 else ""),
+            _percent(line.get("hit_ratio")),
+            _interval(line.get("hit_ratio_ci95")),
+            _seconds(line.get("ttft_p50_s")),
+            _seconds(line.get("ttft_p95_s")),
+            nats(number(line.get("loss_mean"))),
+            nats(number(line.get("loss_p95"))),
+            Text(nats(number(line.get("regret_mean"))), style="bold" if rank == 0 else ""),
+            _count(line.get("tokens_recomputed_mean")),
+            _percent(line.get("bytes_wasted_share")),
+            ShareBar((*style[track], share.get(track, 0.0)) for track in style),
+        )
+    return Group(table, *_notes(result, {track: style[track] for track in style if track in used}))
+
+
+def family_table(result: Result) -> RenderableType | None:
+    """Mean regret of every policy on every trace family; None if there are fewer than two families.
+
+    As many families side by side as fit the console, the others below.
+
+    Args:
+        result: what `kvabr replay --json` writes; its runs must carry ``trace_family``.
+    """
+    by_family = families(result)
+    return _FamilyTable(ranked(result), by_family) if len(by_family) > 1 else None
+
+
+class _FamilyTable:
+    def __init__(self, policies: list[str], by_family: dict[str, list[Run]]) -> None:
+        self._policies, self._families = policies, by_family
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        names = list(self._families)
+        side = max([len("policy"), *map(len, self._policies)])
+        fit = max(1, (options.max_width - side) // (_FAMILY_WIDTH + 2))
+        for first in range(0, len(names), fit):
+            yield self._block(names[first : first + fit])
+
+    def _block(self, names: list[str]) -> Table:
+        table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="bold", collapse_padding=True)
+        table.add_column("mean\nregret", no_wrap=True, overflow="ellipsis")
+        columns: list[list[Text]] = []
+        for name in names:
+            runs = self._families[name]
+            plays = len({play_key(run) for run in runs if feasible(run)})
+            title = f"{_broken(name)}\n{plays} {'play' if plays == 1 else 'plays'}"
+            table.add_column(title, justify="right", vertical="bottom", no_wrap=True)
+            values = [mean_regret(run for run in runs if run["policy"] == policy) for policy in self._policies]
+            least = min((value for value in values if value is not None), default=0.0)
+            best = [value is not None and value <= least * 1.01 for value in values]
+            columns.append(
+                [Text(nats(v), style="bold" if b else "") for v, b in zip(values, best, strict=True)]
+            )
+        for policy, cells in zip(self._policies, zip(*columns, strict=True), strict=True):
+            table.add_row(Text(policy), *cells)
+        return table
+
+
+def _broken(name: str) -> str:
+    """A family's name in lines of at most `_FAMILY_WIDTH` characters, broken after its separators where possible."""
+    lines = [""]
+    for part in re.findall(r"[^_\- ]*[_\- ]?", name):
+        rest = part
+        if len(lines[-1]) + len(rest) > _FAMILY_WIDTH and lines[-1]:
+            lines.append("")
+        while len(rest) > _FAMILY_WIDTH:
+            lines[-1:] = [rest[:_FAMILY_WIDTH], ""]
+            rest = rest[_FAMILY_WIDTH:]
+        lines[-1] += rest
+    return "\n".join(line for line in lines if line)
+
+
+def _styles(tracks: list[str]) -> dict[str, tuple[str, str]]:
+    """Mark and colour of every track, and of recomputed groups, cheapest first."""
+    marks = "123456789abcdefghijklmnopqstuvwxyz"
+    colours = ramp(len(tracks), DARK)
+    pairs = enumerate(zip(tracks, colours, strict=True))
+    found = {name: (marks[index % len(marks)], colour) for index, (name, colour) in pairs}
+    found[RECOMPUTED] = ("r", RECOMPUTED_DARK)
+    return found
+
+
+def _notes(result: Result, styles: dict[str, tuple[str, str]]) -> list[RenderableType]:
+    legend = Text()
+    for name, (mark, colour) in styles.items():
+        legend.append(f" {mark} ", style=Style(bgcolor=colour, color="#000000"))
+        legend.append(f" {name}  ")
+    units = "TTFT in seconds · loss and regret in nats per generated token · recomp.: mean tokens recomputed"
+    notes: list[RenderableType] = [legend, Text(units, style="dim")]
+    apart = set_apart(result)
+    if apart:
+        noun = "play is" if apart == 1 else "plays are"
+        text = f"{apart:,} {noun} set apart: even the cheapest tracks could not arrive in time"
+        notes.append(Text(text, style="yellow"))
+    return notes
+
+
+def _seconds(value: Any) -> str:
+    seconds = number(value)
+    if seconds is None:
+        return DASH
+    return f"{seconds:.0f}" if seconds >= 100 else f"{seconds:.3g}" if seconds < 1 else f"{seconds:.2f}"
+
+
+def _percent(value: Any) -> str:
+    share = number(value)
+    return DASH if share is None else f"{math.floor(share * 100 + 0.5)} %"
+
+
+def _interval(value: Any) -> str:
+    if not isinstance(value, list | tuple) or len(value) != 2:
+        return DASH
+    low, high = map(number, value)
+    return DASH if low is None or high is None else f"{low * 100:.0f}{DASH}{high * 100:.0f}"
+
+
+def _count(value: Any) -> str:
+    count = number(value)
+    return DASH if count is None else f"{count:,.0f}"

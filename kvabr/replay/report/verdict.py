@@ -1,0 +1,161 @@
+"""One sentence in words: what adapting won, or did not win, over the best fixed track."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from kvabr.replay.report.plays import FIXED, ORACLE, Result, Run, feasible, nats, number, play_key, set_apart
+
+_SAME = 0.01
+"""Relative difference below which two losses or regrets count as equal."""
+_NOTHING = 1e-6
+"""Loss, in nats per token, that nobody can measure."""
+
+Plays = dict[tuple[str, float, float], Run]
+
+
+@dataclass(frozen=True, slots=True)
+class _Score:
+    """How one policy did over a set of plays."""
+
+    policy: str
+    plays: int
+    met: int
+    loss: float
+    """Mean, nats per token."""
+    regret: float
+    """Mean."""
+
+    @property
+    def hits(self) -> str:
+        if self.plays == 1:
+            return "met the deadline" if self.met else "missed the deadline"
+        return f"met the deadline in {self.met:,} of {self.plays:,} plays"
+
+    @property
+    def title(self) -> str:
+        return self.policy.removeprefix(FIXED)
+
+
+def verdict(result: Result) -> str:
+    """Say in one sentence what the best adaptive policy won over the best fixed track.
+
+    "Best" is the least mean regret over the plays that every policy played. Plays that no schedule could have brought
+    in on time are left out and counted at the end; policies that are told the future (``...-oracle``) do not compete.
+    The sentence says just as plainly that adapting lost, or changed nothing.
+
+    Args:
+        result: what `kvabr replay --json` writes.
+    """
+    apart = set_apart(result)
+    by_policy: dict[str, Plays] = {}
+    for run in result.get("runs", ()):
+        if feasible(run):
+            by_policy.setdefault(str(run["policy"]), {})[play_key(run)] = run
+    if not by_policy:
+        return _nothing_feasible(apart)
+    shared = set.intersection(*(set(plays) for plays in by_policy.values()))
+    scores = [_score(policy, plays, shared or set(plays)) for policy, plays in by_policy.items()]
+    scores.sort(key=lambda score: (score.regret, -score.met, score.loss))
+    fixed = [score for score in scores if score.policy.startswith(FIXED)]
+    adaptive = [score for score in scores if not score.policy.startswith(FIXED)]
+    adaptive = [score for score in adaptive if not score.policy.endswith(ORACLE)] or adaptive
+    if adaptive and fixed:
+        sentence = _compare(adaptive[0], fixed[0])
+        if not shared:
+            sentence += " (each over its own plays: they share none)"
+    elif adaptive:
+        sentence = _alone(adaptive[0], len(scores)) + "; no fixed track was played to compare it with"
+    else:
+        sentence = _alone(fixed[0], len(scores)) + "; no adaptive policy was played to compare it with"
+    return sentence + _apart(apart) + "."
+
+
+def _score(policy: str, plays: Plays, keys: set[tuple[str, float, float]]) -> _Score:
+    runs = [plays[key] for key in sorted(keys)]
+    losses = [number(run.get("loss")) for run in runs]
+    regrets = [number(run.get("regret")) for run in runs]
+    return _Score(
+        policy,
+        len(runs),
+        sum(bool(run.get("met")) for run in runs),
+        math.fsum(value for value in losses if value is not None) / len(runs),
+        # A play that was given up has no regret to speak of: it is worse than every other.
+        math.fsum(math.inf if value is None else value for value in regrets) / len(runs),
+    )
+
+
+def _compare(abr: _Score, fixed: _Score) -> str:
+    fewer_losses = _order(abr.loss, fixed.loss)
+    better = _order(abr.regret, fixed.regret)
+    if better == 0 and fewer_losses == 0 and abr.met == fixed.met:
+        both = f"both {abr.hits} and lost {_lost(abr)}"
+        return f"{abr.policy} did as well as the best fixed track ({fixed.title}) and no better: {both}"
+    if better > 0:
+        return (
+            f"No adaptive policy beat the best fixed track here: {fixed.title} {fixed.hits} and lost {_lost(fixed)}, "
+            f"the best adaptive one, {abr.policy}, {abr.hits} and lost {_lost(abr)} "
+            f"(mean regret {nats(fixed.regret)} against {_regret(abr)})"
+        )
+    more_hits = abr.met - fixed.met
+    if more_hits == 0:
+        hits = f", as {'often as' if abr.plays > 1 else 'did'} the best fixed track ({fixed.title})"
+    else:
+        hits = f", against {fixed.met:,} of {fixed.plays:,} for the best fixed track ({fixed.title})"
+    worse_somewhere = more_hits < 0 or fewer_losses > 0
+    join = ", but" if fewer_losses > 0 and more_hits >= 0 else ", and"
+    sentence = f"{abr.policy} {abr.hits}{hits}{join} {_quality(abr, fixed)}"
+    if worse_somewhere or fewer_losses == 0:
+        sentence += f"; its mean regret is {_regret(abr)} against {_regret(fixed)}"
+    return sentence
+
+
+def _quality(abr: _Score, fixed: _Score) -> str:
+    if abr.loss < _NOTHING and fixed.loss < _NOTHING:
+        return "neither lost any quality that could be measured"
+    digits = 2 if nats(abr.loss) != nats(fixed.loss) else 3
+    pair = f"{nats(abr.loss, digits)} against {nats(fixed.loss, digits)} nats per token"
+    order = _order(abr.loss, fixed.loss)
+    if order == 0:
+        return f"lost as much quality ({nats(abr.loss)} nats per token)"
+    if order > 0:
+        times = abr.loss / fixed.loss if fixed.loss > 0 else math.inf
+        how = f"{round((times - 1) * 100)} % more quality" if times < 3 else "more quality"
+        return f"lost {how}: {pair}"
+    percent = round((1 - abr.loss / fixed.loss) * 100)
+    return f"lost {percent} % less quality: {pair}" if percent < 100 else f"lost next to no quality: {pair}"
+
+
+def _alone(score: _Score, policies: int) -> str:
+    who = score.policy if policies == 1 else f"{score.policy}, the best of {policies} policies,"
+    return f"{who} {score.hits} and lost {_lost(score)}"
+
+
+def _lost(score: _Score) -> str:
+    return f"{nats(score.loss)} nats per token"
+
+
+def _regret(score: _Score) -> str:
+    return nats(score.regret) if math.isfinite(score.regret) else "beyond measure"
+
+
+def _order(a: float, b: float) -> int:
+    """-1, 0 or 1 as ``a`` is less than, the same as or more than ``b``, small differences left aside."""
+    if a == b or abs(a - b) <= max(_SAME * max(abs(a), abs(b)), _NOTHING):
+        return 0
+    return -1 if a < b else 1
+
+
+def _apart(plays: int) -> str:
+    if not plays:
+        return ""
+    noun = "one more play is" if plays == 1 else f"{plays:,} more plays are"
+    return f"; {noun} set apart because even the cheapest tracks could not arrive in time"
+
+
+def _nothing_feasible(apart: int) -> str:
+    if not apart:
+        return "Nothing was played."
+    which = "the only play" if apart == 1 else f"all {apart:,} plays"
+    return f"In {which}, even the cheapest tracks could not arrive in time: there is nothing for a policy to win."
