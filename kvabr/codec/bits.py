@@ -7,6 +7,10 @@ import torch
 from kvabr.errors import FormatError
 
 
+_EXPONENT = {torch.float16: 0x7C00, torch.bfloat16: 0x7F80}
+"""Bits of the exponent; all of them set in NaN and infinity alone."""
+
+
 class Reader:
     """Takes arrays off a payload one after the other, checking that there is enough of it."""
 
@@ -37,10 +41,24 @@ class Reader:
 
 
 def finite(values: torch.Tensor, what: str) -> torch.Tensor:
-    """Refuse scales that are NaN or infinite: they would poison a whole channel."""
-    if not bool(torch.isfinite(values).all()):
+    """Refuse numbers that are NaN or infinite: one such scale would poison a whole channel."""
+    if values.dtype in _EXPONENT:
+        # Comparing bits takes a tenth of the time that isfinite takes on 16-bit floats.
+        mask = _EXPONENT[values.dtype]
+        good = not values.numel() or int((values.view(torch.int16) & mask).amax()) < mask
+    else:
+        good = bool(torch.isfinite(values).all())
+    if not good:
         raise FormatError(f"{what}: a scale is not a finite number; the payload is not ours")
     return values
+
+
+def place(out: torch.Tensor, values: torch.Tensor) -> None:
+    """Copy decoded values into the caller's tensor; what FP16 cannot hold becomes its largest number, not infinity."""
+    if out.dtype == torch.float16 and values.dtype != torch.float16:
+        top = torch.finfo(torch.float16).max
+        values = values.clamp(-top, top)
+    out.copy_(values)
 
 
 def raw(values: torch.Tensor) -> bytes:

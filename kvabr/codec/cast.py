@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 
 from kvabr.codec.base import Codec, GroupContext
-from kvabr.codec.bits import Reader, finite, raw
+from kvabr.codec.bits import Reader, finite, place, raw
 
 
 class Cast(Codec):
@@ -32,7 +32,7 @@ class Cast(Codec):
         reader = Reader(payload, self.name)
         values = reader.tensor(self.dtype, context.spec.shape(context.tokens))
         reader.end()
-        out.copy_(finite(values, self.name))
+        place(out, finite(values, self.name))
 
 
 class Fp16(Cast):

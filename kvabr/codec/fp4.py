@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 
 from kvabr.codec.base import Codec, GroupContext
-from kvabr.codec.bits import Reader, pack_nibbles, raw, unpack_nibbles
+from kvabr.codec.bits import Reader, pack_nibbles, place, raw, unpack_nibbles
 
 _BLOCK = 32
 _LEVELS = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
@@ -51,8 +51,8 @@ class Fp4(Codec):
         keys = _decode(reader, layers * heads * dim, tokens)
         rest = _decode(reader, layers * tokens, heads * dim)
         reader.end()
-        out[:, 0].copy_(keys.reshape(layers, heads, dim, tokens).transpose(2, 3))
-        out[:, 1].copy_(rest.reshape(layers, tokens, heads, dim).transpose(1, 2))
+        place(out[:, 0], keys.reshape(layers, heads, dim, tokens).transpose(2, 3))
+        place(out[:, 1], rest.reshape(layers, tokens, heads, dim).transpose(1, 2))
 
 
 def _encode(rows: torch.Tensor) -> bytes:

@@ -12,9 +12,14 @@ from typing import ClassVar
 import torch
 
 from kvabr.codec.base import Codec, GroupContext
-from kvabr.codec.bits import Reader, finite, raw
+from kvabr.codec.bits import Reader, finite, place, raw
+from kvabr.errors import FormatError
 
 _TOP = 448.0
+_NAN = 0x7F
+"""The code that is no number, sign aside; E4M3 has no infinity."""
+_NUMBERS = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().numpy()
+"""What each code stands for: looking it up takes a third of the time that torch's own cast takes."""
 
 
 class Fp8(Codec):
@@ -41,6 +46,8 @@ class Fp8(Codec):
         spec = context.spec
         reader = Reader(payload, self.name)
         scale = finite(reader.tensor(torch.float16, (spec.layers, 2, spec.kv_heads, 1, spec.head_dim)), self.name)
-        coded = reader.tensor(torch.float8_e4m3fn, spec.shape(context.tokens))
+        coded = reader.tensor(torch.uint8, spec.shape(context.tokens))
         reader.end()
-        out.copy_(finite(coded.float(), self.name) * scale.float())
+        if int((coded & _NAN).amax()) == _NAN:
+            raise FormatError(f"{self.name}: an element is not a number; the payload is not ours")
+        place(out, torch.from_numpy(_NUMBERS[coded.numpy()]).mul_(scale.float()))

@@ -56,7 +56,7 @@ class EngineLane:
         if first >= len(records) or any(record.ready_s is None for record in records[:first]):
             return None
         if self._mode == "hole":
-            return first, first + 1
+            return first, self._run_end(first, now, absent)
         return (first, len(records)) if self._last_call(first, now) else None
 
     def start(self, first: int, last: int, now: float) -> None:
@@ -76,6 +76,14 @@ class EngineLane:
         begin = first * catalog.spec.group_tokens
         end = min(last * catalog.spec.group_tokens, catalog.tokens)
         return self._cost.seconds(begin, end - begin)
+
+    def _run_end(self, first: int, now: float, absent: Collection[int]) -> int:
+        """One group at a time while there is time to think again after each; all at once where that alone makes it."""
+        last = first + 1
+        while last in absent and (last in self.planned or last in self.chosen):
+            last += 1
+        one_by_one = sum(self._seconds(group, group + 1) for group in range(first, last))
+        return last if now + one_by_one > self._view.deadline_s else first + 1
 
     def _last_call(self, first: int, now: float) -> bool:
         """Whether a tail must be started on now: until then the network may still shorten it."""

@@ -99,7 +99,8 @@ def _run(
         return None
     spec = view.catalog.spec
     before = sum(need[group] for group in absent[:index])
-    computed = max(start, network_s(before))
+    begin = max(start, network_s(before))
+    tokens = view.catalog.group_tokens(absent[index])
     left = sum(need.values())
     best: tuple[float, tuple[int, int]] | None = None
     first = absent[index]
@@ -107,7 +108,8 @@ def _run(
         if group != first + offset:
             break  # a group in between is in place: a longer run would compute it again
         left -= need[group]
-        computed += cost.seconds(group * spec.group_tokens, view.catalog.group_tokens(group))
+        computed = begin + cost.seconds(first * spec.group_tokens, tokens)
+        tokens += view.catalog.group_tokens(min(group + 1, view.groups - 1))
         finish = max(computed, network_s(left))
         if best is None or finish < best[0]:
             best = (finish, (first, group + 1))

@@ -129,3 +129,128 @@ class Browser:
         self._process.wait(timeout=20)
         os.close(self._out)
         self._in.close()
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    found = Browser(tmp_path_factory.mktemp("profile"))
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def page(browser, tmp_path):
+    write_page(tmp_path / "page.html", *sample())
+    browser.problems.clear()
+    browser.open(tmp_path / "page.html")
+    return browser
+
+
+def rows(page, selector):
+    return page.js(f"document.querySelectorAll({json.dumps(selector)}).length")
+
+
+def test_everything_is_drawn_without_a_complaint(page):
+    result, timelines = sample()
+    assert page.problems == []
+    assert rows(page, ".policies tbody tr") == len(result["summary"])
+    assert rows(page, ".multiple") == len(result["summary"])
+    assert rows(page, "#strip .strip span") == len(result["runs"][0]["groups"])
+    requests = sum(event["event"] == "request" for event in timelines[0]["log"])
+    assert rows(page, ".timeline .wait") == requests
+    assert rows(page, ".timeline .deadline") == 1
+
+
+def test_every_play_can_be_shown(page):
+    plays = page.js("JSON.parse(document.getElementById('data').textContent).plays.length")
+    for index in range(plays):
+        page.js(f"location.hash = 'play={index}'; new Promise(done => setTimeout(done, 0))")
+        assert page.js("document.querySelector('.timeline').getAttribute('aria-label').length") > 40
+        nonsense = page.js("document.body.innerText.match(/NaN|undefined|Infinity|\\[object/)")
+        assert nonsense is None
+        assert not page.js("/NaN|undefined/.test(document.querySelector('.timeline').outerHTML)")
+    assert page.problems == []
+
+
+def test_the_pointer_scrubs_and_a_click_pins(page):
+    help_text = page.text("#inspector")
+    left, top, width, height = page.box(".timeline")
+    page.mouse("mouseMoved", left + width * 0.5, top + height * 0.5)
+    moment = page.text("#inspector")
+    assert moment != help_text
+    assert "lower bound" in moment
+    assert "in place" in moment
+    assert page.js("document.querySelector('.cursor').getAttribute('visibility')") == "visible"
+    assert rows(page, ".log tr.on") == 1
+    page.click(left + width * 0.5, top + height * 0.5)
+    page.mouse("mouseMoved", left + width * 0.2, top + height * 0.5)
+    assert page.text("#inspector") == moment, "a pinned moment stays"
+    assert "t=" in page.js("location.hash")
+    page.key("Escape")
+    page.mouse("mouseMoved", 1, 1)
+    assert page.text("#inspector") == help_text
+
+
+def test_the_log_and_the_charts_point_at_each_other(page):
+    left, top, width, height = page.box(".log tbody tr:nth-child(3)")
+    page.mouse("mouseMoved", left + width / 2, top + height / 2)
+    reason = page.text(".log tbody tr:nth-child(3) .why")
+    assert reason in page.text("#inspector")
+    assert page.js("document.querySelector('.cursor').getAttribute('visibility')") == "visible"
+    all_rows = rows(page, ".log tbody tr")
+    page.js("""(() => { const box = document.querySelector("#log-filters input"); box.value = "zzz"; box.dispatchEvent(new Event("input")); })()""")
+    assert rows(page, ".log tbody tr") == 0
+    page.js("""(() => { const box = document.querySelector("#log-filters input"); box.value = ""; box.dispatchEvent(new Event("input")); })()""")
+    assert rows(page, ".log tbody tr") == all_rows
+    page.js("document.querySelector('.chip.fetch').click()")
+    assert rows(page, ".log tbody tr") < all_rows
+
+
+def test_a_drag_zooms_and_keys_change_the_play(page):
+    left, top, width, height = page.box(".timeline")
+    before = page.js("document.querySelector('.grid text').textContent")
+    page.mouse("mouseMoved", left + width * 0.4, top + height * 0.5)
+    page.mouse("mousePressed", left + width * 0.4, top + height * 0.5, button="left", clickCount=1)
+    page.mouse("mouseMoved", left + width * 0.6, top + height * 0.5, buttons=1)
+    page.mouse("mouseReleased", left + width * 0.6, top + height * 0.5, button="left", clickCount=1)
+    assert "show all" in page.text("#tools")
+    assert page.js("document.querySelector('.grid text').textContent") != before
+    page.key("Escape")
+    assert "show all" not in page.text("#tools")
+    chosen = page.text(".multiple[aria-pressed=true] .name")
+    page.key("ArrowRight")
+    assert page.text(".multiple[aria-pressed=true] .name") != chosen
+    page.key("ArrowLeft")
+    assert page.text(".multiple[aria-pressed=true] .name") == chosen
+    trace = page.js("document.querySelector('#picker select').value")
+    page.key("]")
+    page.key("]")
+    assert page.js("document.querySelector('#picker select').value") != trace
+
+
+def test_an_address_names_a_play_and_a_decision(page, tmp_path):
+    page.open(tmp_path / "page.html", "#play=4&decision=2")
+    reason = page.text(".log tr.on .why")
+    assert reason in page.text("#inspector")
+    assert page.js("document.querySelector('#inspector').className") == "pinned"
+    page.open(tmp_path / "page.html", "#play=999&t=nonsense&decision=-1")
+    assert page.problems == []
+
+
+def test_hostile_names_are_shown_not_run(browser, tmp_path):
+    write_page(tmp_path / "page.html", *hostile())
+    browser.problems.clear()
+    browser.open(tmp_path / "page.html")
+    assert browser.problems == []
+    assert "</script><script>alert(1)</script>" in browser.text("#policies")
+    assert browser.js("document.scripts.length") == 2
+
+
+def test_a_narrow_window_is_not_wider_than_itself(page):
+    page.call("Emulation.setDeviceMetricsOverride", width=800, height=900, deviceScaleFactor=1, mobile=False)
+    try:
+        page.js("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
+        assert page.js("document.documentElement.scrollWidth") <= 800
+        assert page.js("document.querySelector('.timeline').getBoundingClientRect().right") <= 800
+    finally:
+        page.call("Emulation.clearDeviceMetricsOverride")

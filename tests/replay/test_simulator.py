@@ -34,7 +34,8 @@ def test_a_fixed_track_takes_a_round_trip_the_bytes_and_one_decode(track, rtt):
 
 
 def test_one_request_at_a_time_pays_a_round_trip_for_each():
-    record, offer, _ = simulate("fixed:Int4", rtt=0.2, config=PlayerConfig(min_requests=1, max_requests=1, first_requests=1))
+    one = PlayerConfig(min_requests=1, max_requests=1, first_requests=1)
+    record, offer, _ = simulate("fixed:Int4", rtt=0.2, config=one)
     assert record.delivered_s == pytest.approx(8 * 0.2 + offer.track("Int4").total_bytes / 1e6 + 0.002, abs=0.01)
 
 
@@ -65,7 +66,7 @@ def test_a_cancelled_request_still_costs_a_round_trip_of_the_link():
                 return Decision.finish("done")
             return Decision.fetch(group, "FP16" if view.rate == 0 else "AC-5x", "test")
 
-    record, offer, simulator = simulate(Regret(), groups=2, rate=6e4, rtt=0.1, deadline=1.0)
+    record, _, simulator = simulate(Regret(), groups=2, rate=6e4, rtt=0.1, deadline=1.0)
     assert record.abandoned >= 1
     assert 0 < simulator.ghost_bytes <= record.abandoned * 0.1 * 6e4 + 1
     assert [group.track for group in record.groups] == ["AC-5x", "AC-5x"]
@@ -74,7 +75,7 @@ def test_a_cancelled_request_still_costs_a_round_trip_of_the_link():
 def test_the_engine_computes_one_thing_at_a_time_as_its_cost_says():
     events = []
     cost = PrefillCost(0.01, 1e-4, 1e-8)
-    record, offer, _ = simulate("cheapfirst", rate=1.0, deadline=1.0, cost=cost, log=events.append)
+    record, _, _ = simulate("cheapfirst", rate=1.0, deadline=1.0, cost=cost, log=events.append)
     starts = [line for line in events if line["event"] == "recompute_start"]
     ends = [line for line in events if line["event"] == "recompute_done"]
     assert [line["first"] for line in starts] == list(range(8))

@@ -25,7 +25,7 @@ def verification_table(result: dict[str, Any]) -> Table:
             str(run["tokens_recomputed"]),
             f"{predicted:.5f}",
             f"{kl:.5f}",
-            f"{kl / predicted:.2f}" if predicted > 0 else "–",
+            f"{kl / predicted:.2f}" if predicted > 0 else "-",
             f"{measured['dnll']:+.4f}",
             f"{measured['top1']:.3f}",
         )

@@ -1,0 +1,109 @@
+"""The log as JSON lines, and the trace for Perfetto."""
+
+import json
+from collections import defaultdict
+
+import pytest
+
+from kvabr.errors import AssetError
+from kvabr.replay.report import write_log, write_perfetto
+from tests.replay.report_samples import HOSTILE, hostile, sample
+
+
+def test_the_log_round_trips(tmp_path):
+    result, timelines = sample()
+    path = tmp_path / "log.jsonl"
+    write_log(path, result, timelines)
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    expected = [(timeline["run"], event) for timeline in timelines for event in timeline["log"]]
+    assert len(lines) == len(expected)
+    for line, (index, event) in zip(lines, expected, strict=True):
+        run = result["runs"][index]
+        assert (line["run"], line["trace"], line["policy"]) == (index, run["trace"], run["policy"])
+        assert {key: line[key] for key in event} == json.loads(json.dumps(event))
+    first = path.read_bytes()
+    write_log(path, result, timelines)
+    assert path.read_bytes() == first
+
+
+def test_the_log_takes_any_name_and_any_number(tmp_path):
+    result, timelines = hostile()
+    timelines[0]["log"][2] |= {"rate": float("nan"), "slack_s": float("-inf"), "alternatives": {"FP8": float("inf")}}
+    write_log(tmp_path / "log.jsonl", result, timelines)
+    text = (tmp_path / "log.jsonl").read_text(encoding="utf-8")
+    lines = [json.loads(line, parse_constant=pytest.fail) for line in text.split("\n") if line]
+    assert lines[0]["trace"] == HOSTILE
+    assert (lines[2]["rate"], lines[2]["slack_s"], lines[2]["alternatives"]) == (None, None, {"FP8": None})
+
+
+def events(tmp_path, result, timelines):
+    write_perfetto(tmp_path / "trace.json", result, timelines)
+    text = (tmp_path / "trace.json").read_text(encoding="utf-8")
+    return json.loads(text, parse_constant=pytest.fail)["traceEvents"]
+
+
+def test_the_trace_is_well_formed(tmp_path):
+    result, timelines = hostile()
+    found = events(tmp_path, result, timelines)
+    for event in found:
+        assert event["ph"] in {"M", "X", "i", "C"}
+        assert isinstance(event["name"], str)
+        assert isinstance(event["pid"], int)
+        assert isinstance(event["tid"], int)
+        assert event["ts"] >= 0
+        if event["ph"] == "X":
+            assert event["dur"] >= 0
+        if event["ph"] == "C":
+            assert isinstance(event["args"]["value"], int | float)
+        if event["ph"] == "i":
+            assert event["s"] in {"t", "p"}
+    assert {event["pid"] for event in found} == set(range(1, len(timelines) + 1))
+    named = {(e["pid"], e["tid"]) for e in found if e["name"] == "thread_name"}
+    assert {(e["pid"], e["tid"]) for e in found if e["ph"] == "X"} <= named
+    assert any(HOSTILE in event["args"]["name"] for event in found if event["name"] == "process_name")
+
+
+def test_slices_of_one_lane_nest(tmp_path):
+    result, timelines = sample()
+    lanes = defaultdict(list)
+    for event in events(tmp_path, result, timelines):
+        if event["ph"] == "X":
+            lanes[event["pid"], event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
+    for spans in lanes.values():
+        spans.sort(key=lambda span: (span[0], -span[1]))
+        stack = []
+        for start, end in spans:
+            while stack and stack[-1] <= start + 2e-3:
+                stack.pop()
+            assert not stack or end <= stack[-1] + 2e-3, "a slice that crosses another cannot be drawn"
+            stack.append(end)
+
+
+def test_the_trace_shows_what_the_log_holds(tmp_path):
+    result, timelines = sample()
+    found = events(tmp_path, result, timelines)
+    log = [event for timeline in timelines for event in timeline["log"]]
+
+    def logged(kind):
+        return sum(event["event"] == kind for event in log)
+
+    requests = [e for e in found if e["ph"] == "X" and "outcome" in e["args"]]
+    assert len(requests) == logged("request")
+    assert sum(e["args"]["outcome"] == "cancelled" for e in requests) == logged("cancel") > 0
+    assert sum(e["ph"] == "X" and "finished" in e["args"] for e in found) == logged("recompute_start") > 0
+    decisions = [e for e in found if e["ph"] == "i" and "reason" in e["args"]]
+    assert len(decisions) == logged("decision")
+    assert all(e["args"]["reason"] for e in decisions)
+    assert sum(e["name"] == "deadline" for e in found) == len(timelines)
+    assert sum(e["name"] == "deliver" for e in found) == len(timelines)
+    counters = {e["name"] for e in found if e["ph"] == "C"}
+    assert counters == {
+        "link capacity (Mbit/s)", "estimate (Mbit/s)", "lower bound (Mbit/s)", "slack (s)", "received (MB)",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("write", [write_log, write_perfetto])
+def test_what_cannot_be_written_says_so(tmp_path, write):
+    result, timelines = sample()
+    with pytest.raises(AssetError, match="cannot be written"):
+        write(tmp_path / "missing" / "out", result, timelines)

@@ -1,0 +1,188 @@
+import json
+import os
+import re
+from importlib.resources import files
+
+import pytest
+
+from kvabr.errors import AssetError
+from kvabr.replay.report import write_page
+from kvabr.replay.report.digest import FIELDS, digest
+from kvabr.replay.report.page import SCRIPTS, render
+from kvabr.replay.report.plays import track_order
+from tests.replay.report_samples import HOSTILE, POLICIES, hostile, result_of, run, sample
+
+
+def embedded(text):
+    [data] = re.findall(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)
+    return json.loads(data)
+
+
+def test_the_page_holds_every_play_and_nothing_outside(tmp_path):
+    result, timelines = sample()
+    write_page(tmp_path / "page.html", result, timelines)
+    text = (tmp_path / "page.html").read_text(encoding="utf-8")
+    data = embedded(text)
+    assert [play["run"] for play in data["plays"]] == list(range(len(result["runs"])))
+    for play in data["plays"]:
+        line = result["runs"][play["run"]]
+        assert (play["trace"], play["policy"], play["met"]) == (line["trace"], line["policy"], line["met"])
+        assert play["loss"] == pytest.approx(line["loss"], rel=1e-4)
+        assert len(play["groups"]) == len(line["groups"]) == play["groups_total"]
+    assert {policy["name"] for policy in data["policies"]} == set(POLICIES)
+    outside = r"""(?:src|href|action|data|poster)\s*=|url\((?!#)|@import|\bfetch\(|XMLHttpRequest|WebSocket|import\("""
+    markup = text.replace(embedded_source(text), "")
+    assert not re.search(outside, markup)
+    assert re.findall(r"https?://[^\"' ]*", markup) == ["http://www.w3.org/2000/svg"], "a name, not an address"
+    assert "default-src 'none'" in text
+
+
+def embedded_source(text):
+    return re.search(r'<script type="application/json" id="data">.*?</script>', text, re.DOTALL)[0]
+
+
+def test_hostile_names_stay_text():
+    result, timelines = hostile()
+    text = render(result, timelines)
+    assert text.count("<script") == 2
+    assert text.count("</script") == 2
+    assert "alert(1)<" not in text
+    assert "<!--" not in text
+    data = embedded(text)
+    assert data["plays"][0]["trace"] == HOSTILE
+    assert any(policy["name"] == HOSTILE for policy in data["policies"])
+    assert "{{" not in text.replace(embedded_source(text), ""), "every place is filled"
+
+
+def test_numbers_that_json_lacks_do_not_reach_the_page():
+    result, timelines = sample()
+    result["runs"][0] |= {"loss": float("nan"), "regret": float("inf"), "measured": {"kl": float("nan")}}
+    timelines[0]["log"][3] |= {"rate": float("inf"), "slack_s": float("nan")}
+    text = embedded_source(render(result, timelines))
+    assert not re.search(r"[:\[,](NaN|-?Infinity)", text)
+
+
+def test_sixteen_long_plays_over_millisecond_links_stay_small():
+    result, timelines = sample()
+    link = [[i / 1000, 1e6 + i % 977] for i in range(20_000)]
+    many = [{**timelines[i], "link": link, "log": lengthened(timelines[i]["log"])} for i in range(16)]
+    text = render(result, many)
+    assert sum(len(timeline["log"]) for timeline in many) > 8_000
+    assert len(text.encode()) < 2_000_000
+
+
+def lengthened(log):
+    """The log with many more events of the kinds that there are most of."""
+    waits = [
+        {"t": i / 500, "event": "decision", "kind": "wait", "group": None, "track": None, "request": None,
+         "reason": f"nothing fits before {i}", "rate": 1e6, "lower": 9e5, "ttfb_s": 0.04, "slack_s": 0.1, "alternatives": None}
+        for i in range(500)
+    ]  # fmt: skip
+    return [log[0], *sorted([*log[1:], *waits], key=lambda event: event["t"])]
+
+
+def test_the_digest_says_what_the_log_said():
+    result, timelines = sample()
+    tracks = track_order(result, timelines)
+    assert tracks[0] == "AC-5x"
+    assert set(tracks[-2:]) == {"FP16", "BF16"}
+    data = digest(result, timelines, tracks)
+    seen = set()
+    for timeline, play in zip(timelines, data["plays"], strict=True):
+        logged = [event for event in timeline["log"] if event["event"] == "decision"]
+        assert len(play["decisions"]) + play["left_out"] == len(logged)
+        loud = [event for event in logged if event["kind"] not in {"wait", "finish"}]
+        rows = [dict(zip(FIELDS["decisions"], row, strict=True)) for row in play["decisions"]]
+        shown = [row for row in rows if row["kind"] not in {"wait", "finish"}]
+        assert [row["reason"] for row in shown] == [event["reason"] for event in loud]
+        assert [row["request"] for row in shown] == [event["request"] for event in loud]
+        for row in play["requests"]:
+            request = dict(zip(FIELDS["requests"], row, strict=True))
+            assert request["sent"] <= request["end"] <= play["until"]
+            seen.add(request["outcome"])
+        sources = {row[FIELDS["groups"].index("source")] for row in play["groups"]}
+        seen |= sources
+        placed = [row[0] for row in play["groups"]]
+        final = [group["track"] for group in result["runs"][play["run"]]["groups"]]
+        assert [None if t is None else "recomputed" if t == -1 else tracks[t] for t in placed] == final
+    assert seen >= {"done", "cancelled", "fetched", "upgraded", "recomputed"}, "the sample shows every kind"
+
+
+def test_policies_come_best_first_with_what_the_table_needs():
+    result, timelines = sample()
+    data = digest(result, timelines, track_order(result))
+    regrets = [policy["regret_mean"] for policy in data["policies"]]
+    assert regrets == sorted(regrets)
+    for policy in data["policies"]:
+        line = result["summary"][policy["name"]]
+        assert policy["counted"] == line["runs"] - line["infeasible"]
+        assert sum(policy["ttft"]) == policy["counted"]
+        assert sum(policy["share"]) == pytest.approx(1.0, abs=0.01)
+
+
+def test_a_group_that_never_came_is_no_track():
+    result, timelines = sample()
+    result["summary"]["rate"]["track_share"] = {"AC-5x": 0.75, "none": 0.25}
+    tracks = track_order(result)
+    data = digest(result, timelines, tracks)
+    [rate] = [policy for policy in data["policies"] if policy["name"] == "rate"]
+    assert "none" not in tracks
+    assert sum(rate["share"]) == pytest.approx(0.75)
+
+
+def test_repeated_waits_are_told_once_and_counted():
+    result, timelines = sample()
+    wait = {"t": 0.0, "event": "decision", "kind": "wait", "reason": "the link is full"}
+    start = timelines[0]["log"][0]
+    timelines[0]["log"] = [start, wait, wait, wait, {**wait, "kind": "fetch", "group": 0, "track": "AC-5x"}, wait]
+    play = digest(result, timelines, track_order(result))["plays"][0]
+    assert [row[1] for row in play["decisions"]] == ["wait", "fetch", "wait"]
+    assert play["left_out"] == 2
+
+
+def test_tracks_are_ordered_by_what_is_known():
+    assert track_order(result_of(run("rate"))) == []
+    bare = result_of(run("rate"))
+    bare["runs"][0]["groups"] = [
+        {"group": 0, "track": "big", "bytes": 900},
+        {"group": 1, "track": "small", "bytes": 10},
+        {"group": 2, "track": "recomputed", "bytes": 0},
+    ]
+    bare["summary"]["rate"]["track_share"] = {"FP16": 0.1, "AC-5x": 0.1, "recomputed": 0.2, "big": 0.6}
+    assert track_order(bare) == ["small", "big", "AC-5x", "FP16"]
+
+
+def test_a_result_without_timelines_still_makes_a_page():
+    result, _ = sample()
+    data = embedded(render(result, []))
+    assert data["plays"] == []
+    assert len(data["policies"]) == len(POLICIES)
+    assert embedded(render(result_of(), []))["policies"] == []
+
+
+def test_a_page_is_written_whole_or_not_at_all(tmp_path):
+    result, timelines = sample()
+    path = tmp_path / "page.html"
+    path.write_text("old")
+    with pytest.raises(AssetError, match="cannot be written"):
+        write_page(tmp_path / "missing" / "page.html", result, timelines)
+    broken = [{**timelines[0], "run": 10_000}]
+    with pytest.raises(IndexError):
+        write_page(path, result, broken)
+    assert os.listdir(tmp_path) == ["page.html"]
+    assert path.read_text() == "old"
+    write_page(path, result, timelines)
+    first = path.read_bytes()
+    write_page(path, result, timelines)
+    assert path.read_bytes() == first, "the same input gives the same page"
+
+
+def test_the_parts_of_the_page_are_shipped_and_tidy():
+    room = files("kvabr.replay.report")
+    scripts = {item.name for item in room.iterdir() if item.name.endswith(".js")}
+    assert scripts == set(SCRIPTS)
+    for name in SCRIPTS:
+        text = room.joinpath(name).read_text(encoding="utf-8")
+        assert len(text.splitlines()) < 400
+        assert "innerHTML" not in text, "text goes in as text"
+        assert "</script" not in text

@@ -1,0 +1,105 @@
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvabr.replay.report.series import achieved, capacity, estimates, significant
+from kvabr.replay.report.spans import computations, lanes, requests
+from tests.replay.report_samples import sample
+
+
+def area(line, until):
+    ends = [*line["t"][1:], until]
+    return sum((end - start) * rate for start, end, rate in zip(line["t"], ends, line["mean"], strict=True))
+
+
+def test_a_millisecond_link_is_thinned_and_keeps_its_bytes_and_its_dips():
+    link = [(i / 1000, 0.0 if i == 2500 else 1e6 + 1e5 * (i % 7)) for i in range(10_000)]
+    line = capacity(link, 10.0)
+    assert len(line["t"]) == len(line["mean"]) == len(line["low"]) == 1000
+    assert area(line, 10.0) == pytest.approx(sum(rate for _, rate in link) / 1000, rel=1e-3)
+    assert line["low"][250] == 0
+    assert all(low <= mean * 1.001 for low, mean in zip(line["low"], line["mean"], strict=True))
+
+
+@given(
+    rates=st.lists(st.floats(0, 1e9), min_size=1, max_size=60),
+    until=st.floats(0.01, 100),
+    most=st.integers(1, 40),
+)
+def test_thinning_never_makes_or_loses_bytes(rates, until, most):
+    step = until / len(rates)
+    link = [(i * step, rate) for i, rate in enumerate(rates)]
+    line = capacity(link, until, most)
+    assert area(line, until) == pytest.approx(sum(rates) * step, rel=2e-3, abs=until)
+    assert len(line["t"]) <= max(most, 1)
+
+
+def test_a_short_link_stays_as_it_is_and_an_empty_one_is_no_error():
+    assert capacity([(0.0, 1e6), (1.0, 2e6), (5.0, 9.0)], 2.0) == {"t": [0.0, 1.0], "mean": [1000000, 2000000]}
+    assert capacity([], 2.0) == {"t": [], "mean": []}
+    assert achieved([], 0.0) == {"t": [], "rate": []}
+
+
+@pytest.mark.parametrize("with_progress", [True, False])
+def test_achieved_throughput_adds_up_to_the_bytes_that_came(with_progress):
+    result, timelines = sample()
+    for timeline in timelines:
+        log = [event for event in timeline["log"] if with_progress or event["event"] != "progress"]
+        until = max(event["t"] for event in log) * 1.03
+        line = achieved(log, until)
+        step = until / len(line["t"])
+        came = sum(item.received for item in requests(log))
+        assert sum(line["rate"]) * step == pytest.approx(came, rel=0.01)
+        assert came <= result["runs"][timeline["run"]]["bytes_fetched"] + 1
+
+
+def test_estimates_keep_the_worst_of_what_they_thin():
+    log = [
+        {"t": i / 100, "event": "progress", "received": i, "rate": 5.0, "lower": 4.0 - (i == 33), "slack_s": -1.0 * (i == 50)}
+        for i in range(100)
+    ]
+    thin = estimates(log, 10)
+    assert len(thin["t"]) == 10
+    assert min(thin["lower"]) == 3
+    assert min(thin["slack"]) == -1
+    assert estimates([{"t": 0.0, "event": "decision", "rate": None, "lower": math.nan, "slack_s": math.inf}])["t"] == []
+
+
+def test_requests_are_read_back_from_single_events():
+    log = [
+        {"t": 0.0, "event": "request", "request": 0, "group": 3, "track": "FP8", "bytes": 10},
+        {"t": 0.1, "event": "request", "request": 1, "group": 4, "track": "FP8", "bytes": 10},
+        {"t": 0.2, "event": "first_byte", "request": 0},
+        {"t": 0.3, "event": "done", "request": 0, "group": 3, "track": "FP8", "bytes": 10},
+        {"t": 0.35, "event": "failed", "request": 0, "group": 3, "track": "FP8", "reason": "checksum"},
+        {"t": 0.4, "event": "cancel", "request": 1, "group": 4, "track": "FP8", "received": 4, "reason": "late"},
+        {"t": 0.4, "event": "request", "request": 2, "group": 5, "track": "FP8", "bytes": 10},
+        {"t": 0.5, "event": "recompute_start", "first": 4, "last": 6},
+        {"t": 0.7, "event": "progress", "received": 14},
+    ]
+    refused, cancelled, left = requests(log)
+    assert (refused.outcome, refused.end_s, refused.received, refused.reason) == ("failed", 0.3, 10, "checksum")
+    assert (cancelled.outcome, cancelled.end_s, cancelled.received, cancelled.reason) == ("cancelled", 0.4, 4, "late")
+    assert (left.outcome, left.end_s, left.first_byte_s) == ("open", 0.7, None)
+    [computed] = computations(log)
+    assert (computed.start_s, computed.end_s, computed.first, computed.last, computed.finished) == (0.5, 0.7, 4, 6, False)
+
+
+@given(st.lists(st.tuples(st.floats(0, 10), st.floats(0, 10)), max_size=40))
+def test_spans_in_one_lane_never_overlap(pairs):
+    spans = sorted((start, start + length) for start, length in pairs)
+    chosen = lanes(spans)
+    for i, (start, _) in enumerate(spans):
+        assert not any(chosen[j] == chosen[i] and spans[j][1] > start for j in range(i))
+    most = max((sum(a <= s < b for a, b in spans) for s, _ in spans), default=0)
+    assert len(set(chosen)) <= max(most, 1)
+
+
+def test_significant_digits():
+    assert significant(123456.0, 3) == 123000
+    assert significant(0.00123456, 3) == 0.00123
+    assert significant(0.0) == 0
+    assert significant(None) is None
+    assert significant(math.nan) is None

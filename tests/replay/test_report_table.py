@@ -1,0 +1,91 @@
+import io
+
+import pytest
+from rich.console import Console
+
+from kvabr.replay.report import family_table, summary_table
+from kvabr.replay.report.colour import DARK, LIGHT, ramp
+from tests.replay.report_samples import POLICIES, result_of, run, sample
+
+
+def printed(renderable, width, colour=None):
+    out = io.StringIO()
+    Console(file=out, width=width, color_system=colour, force_terminal=colour is not None).print(renderable)
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("width", [80, 100])
+def test_every_policy_fits_on_one_line_best_first(width):
+    result, _ = sample()
+    result["summary"]["cachegen-oracle"] = dict(result["summary"]["rate"], ttft_p95_s=12.345, loss_p95=0.00012)
+    lines = printed(summary_table(result), width).splitlines()
+    assert max(map(len, lines)) <= width
+    order = [line.split()[0] for line in lines if line.split()[0] in {*POLICIES, "cachegen-oracle"}]
+    regret = [result["summary"][policy]["regret_mean"] for policy in order]
+    assert sorted(order) == sorted(result["summary"])
+    assert regret == sorted(regret)
+    assert not any("\u2026" in line for line in lines), "nothing is cut off"
+
+
+def test_the_bar_shows_shares_with_and_without_colour():
+    result, _ = sample()
+    result["summary"] = {"rate": result["summary"]["rate"] | {"track_share": {"AC-5x": 0.5, "recomputed": 0.5}}}
+    plain = printed(summary_table(result), 100)
+    row = next(line for line in plain.splitlines() if line.startswith("rate"))
+    assert row.count("1") >= 4
+    assert row.split()[-1] == "1" * (len(row.split()[-1]) // 2) + "r" * (len(row.split()[-1]) // 2)
+    assert "r  recomputed" in plain
+    first = DARK[0].removeprefix("#")
+    code = ";".join(str(int(first[i : i + 2], 16)) for i in (0, 2, 4))
+    assert f"48;2;{code}m" in printed(summary_table(result), 100, "truecolor")
+
+
+def test_a_summary_without_numbers_shows_dashes():
+    result = result_of(run("rate", feasible=False, met=False))
+    result["summary"]["rate"] |= {"hit_ratio": None, "hit_ratio_ci95": None, "loss_mean": float("nan")}
+    text = printed(summary_table(result), 100)
+    assert "\u2013" in text
+    assert "nan" not in text
+    assert "1 play is set apart" in text
+
+
+def test_names_are_text_not_markup():
+    result = result_of(run("[red]x[/red]"))
+    assert "[red]x[/red]" in printed(summary_table(result), 100)
+    assert family_table(result) is None
+
+
+@pytest.mark.parametrize("width", [80, 100])
+def test_families_beyond_the_width_go_below(width):
+    names = [f"a_rather_long_family_{i}" for i in range(9)]
+    runs = [run(policy, name, family=name, loss=0.001 * i) for name in names for i, policy in enumerate(POLICIES, 1)]
+    text = printed(family_table(result_of(*runs)), width)
+    assert max(map(len, text.splitlines())) <= width
+    assert text.count("cheapfirst") == -(-9 // ((width - 11) // 13))
+    assert text.count("0.0050") == 9
+    for i in range(9):
+        assert f"family_{i}" in text
+
+
+def test_family_regret_leaves_infeasible_plays_out():
+    runs = [run("rate", "a", family="one", loss=0.2), run("rate", "b", family="one", feasible=False)]
+    text = printed(family_table(result_of(*runs, run("rate", "c", family="two", loss=0.3))), 80)
+    assert "0.20" in text
+    assert "0.30" in text
+    assert text.count("1 play") == 2
+
+
+@pytest.mark.parametrize("anchors", [LIGHT, DARK])
+@pytest.mark.parametrize("count", [1, 2, 5, 7, 12])
+def test_colours_darken_from_cheap_to_exact(anchors, count):
+    def luminance(colour):
+        channels = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+        return sum(w * c for w, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+    colours = ramp(count, anchors)
+    lights = [luminance(colour) for colour in colours]
+    assert len(set(colours)) == count
+    assert lights == sorted(lights, reverse=True)
+    assert colours[0] == anchors[0]
+    assert ramp(0, anchors) == []
