@@ -18,12 +18,13 @@ import numpy as np
 import torch
 
 from kvabr.codec.base import Codec, GroupContext
-from kvabr.codec.bits import Reader, finite, raw
+from kvabr.codec.bits import Reader, finite, place, raw
 from kvabr.codec.profile import ESCAPE, RADIUS, Profile
 from kvabr.codec.rope import rotate
 from kvabr.errors import FormatError
 
 _COUNT = struct.Struct("<I")
+_LARGEST = 2.0**100
 _FARTHEST = 1 << 24
 """Indices beyond this are clipped: float32 has no finer steps there."""
 
@@ -38,7 +39,8 @@ class Ac5x(Codec):
         """Quantise and code."""
         profile = _profile(context)
         exact = _exact_tokens(profile, context)
-        plain = group[:, :, :, exact:].float().clone()
+        # Within bounds that no cache comes near, so that turning two elements of a pair cannot overflow.
+        plain = group[:, :, :, exact:].float().clamp(-_LARGEST, _LARGEST)
         plain[:, 0] = rotate(plain[:, 0], context.spec.rope, context.first_token + exact, undo=True)
         plain -= profile.mean.float()[:, :, :, None]
         plain /= profile.step[:, :, None, None, None]
@@ -79,21 +81,27 @@ class Ac5x(Codec):
         head = reader.tensor(torch.float16, spec.shape(exact)) if exact else None
         reader.end()
         rows = _unstack(profile, words, tokens).reshape(profile.table.numel(), tokens)
-        outside = rows == ESCAPE
-        rows -= RADIUS
-        if int(outside.sum()) != len(escaped):
-            raise FormatError(f"{self.name}: {int(outside.sum())} escapes announced, {len(escaped)} there")
-        if len(escaped):
-            rows[outside] = torch.from_numpy(escaped.astype(np.int32))
+        _insert(rows, escaped, self.name)
+        # Channel by channel as they come, then to their places: one pass over long rows instead of short ones.
+        step, mean = profile.in_order
         plain = torch.empty(rows.shape)
-        plain[profile.order] = rows.float()
+        plain[profile.order] = rows.float().sub_(RADIUS).mul_(step).add_(mean)
         values = plain.reshape(spec.layers, 2, spec.kv_heads, spec.head_dim, tokens).transpose(3, 4)
-        values = values * profile.step[:, :, None, None, None]
-        values += profile.mean.float()[:, :, :, None]
-        out[:, 0, :, exact:] = rotate(values[:, 0], spec.rope, context.first_token + exact)
-        out[:, 1, :, exact:] = values[:, 1]
+        place(out[:, 0, :, exact:], rotate(values[:, 0], spec.rope, context.first_token + exact))
+        place(out[:, 1, :, exact:], values[:, 1])
         if head is not None:
             out[:, :, :, :exact] = finite(head, self.name)
+
+
+def _insert(rows: torch.Tensor, escaped: np.ndarray, what: str) -> None:
+    """Put the escaped indices in the places that wait for them, offset as the others are."""
+    places = (rows.view(-1) == ESCAPE).nonzero().view(-1)
+    if len(places) != len(escaped):
+        raise FormatError(f"{what}: {len(places)} escapes announced, {len(escaped)} there")
+    if len(escaped):
+        if escaped.min() < -_FARTHEST or escaped.max() > _FARTHEST:
+            raise FormatError(f"{what}: an escaped index is beyond what an encoder writes; the payload is not ours")
+        rows.view(-1)[places] = torch.from_numpy(escaped.astype(np.int32)) + RADIUS
 
 
 def _unstack(profile: Profile, words: np.ndarray, tokens: int) -> torch.Tensor:

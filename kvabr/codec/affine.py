@@ -2,7 +2,8 @@
 
 Keys have channels far larger than the rest at every token, so each channel has its own scale; values have none, but
 tokens differ. A scale serves the tokens of a group (keys), or at least 128 channels of one token where the cache has so
-many (values, several heads together): two half-precision numbers then cost a quarter of a bit an element at most.
+many (values, several heads together; neighbouring tokens where one token has fewer): two half-precision numbers then
+cost a quarter of a bit an element at most.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import ClassVar
 import torch
 
 from kvabr.codec.base import Codec, GroupContext
-from kvabr.codec.bits import Reader, finite, pack_nibbles, raw, unpack_nibbles
+from kvabr.codec.bits import Reader, finite, pack_nibbles, place, raw, unpack_nibbles
 from kvabr.kv import KVSpec
 
 _SPAN = 128
@@ -28,6 +29,17 @@ def head_blocks(spec: KVSpec) -> int:
     return blocks
 
 
+def value_rows(spec: KVSpec, tokens: int) -> tuple[int, int, int]:
+    """How the values of one layer are cut into rows with a scale each.
+
+    Returns:
+        Rows along the tokens, blocks of heads, and tokens in a row: 1, but in a cache whose tokens have fewer than
+        `_SPAN` channels. There the last row may reach beyond the group's tokens.
+    """
+    together = -(-_SPAN // (spec.kv_heads * spec.head_dim))
+    return -(-tokens // together), head_blocks(spec), together
+
+
 class Affine(Codec):
     """Integers with a scale and an offset."""
 
@@ -37,10 +49,13 @@ class Affine(Codec):
         """Quantise keys along tokens, values along channels."""
         values = group.float()
         keys = self._quantise(values[:, 0], dim=2)
-        spec, blocks = context.spec, head_blocks(context.spec)
-        width = spec.kv_heads // blocks * spec.head_dim
-        by_token = values[:, 1].permute(0, 2, 1, 3).reshape(spec.layers, context.tokens, blocks, width)
-        return b"".join((*keys, *self._quantise(by_token, dim=3)))
+        spec, tokens = context.spec, context.tokens
+        rows, blocks, together = value_rows(spec, tokens)
+        by_token = values[:, 1].permute(0, 2, 1, 3)
+        if rows * together > tokens:
+            # Copies of the last token fill the last row: they leave its range as it is.
+            by_token = by_token[:, torch.arange(rows * together).clamp(max=tokens - 1)]
+        return b"".join((*keys, *self._quantise(by_token.reshape(spec.layers, rows, blocks, -1), dim=3)))
 
     def decode(
         self,
@@ -50,13 +65,14 @@ class Affine(Codec):
         below: Sequence[memoryview] = (),  # noqa: ARG002
     ) -> None:
         """Scale back."""
-        spec, blocks = context.spec, head_blocks(context.spec)
+        spec = context.spec
+        rows, blocks, together = value_rows(spec, context.tokens)
         layers, heads, tokens, dim = spec.layers, spec.kv_heads, context.tokens, spec.head_dim
         reader = Reader(payload, self.name)
-        out[:, 0].copy_(self._restore(reader, (layers, heads, tokens, dim), dim=2))
-        by_token = self._restore(reader, (layers, tokens, blocks, heads // blocks * dim), dim=3)
+        place(out[:, 0], self._restore(reader, (layers, heads, tokens, dim), dim=2))
+        by_token = self._restore(reader, (layers, rows, blocks, heads // blocks * dim * together), dim=3)
         reader.end()
-        out[:, 1].copy_(by_token.reshape(layers, tokens, heads, dim).permute(0, 2, 1, 3))
+        place(out[:, 1], by_token.reshape(layers, -1, heads, dim)[:, :tokens].permute(0, 2, 1, 3))
 
     def _quantise(self, values: torch.Tensor, dim: int) -> tuple[bytes, bytes, bytes]:
         top = 2**self.bits - 1

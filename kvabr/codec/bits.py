@@ -6,7 +6,6 @@ import torch
 
 from kvabr.errors import FormatError
 
-
 _EXPONENT = {torch.float16: 0x7C00, torch.bfloat16: 0x7F80}
 """Bits of the exponent; all of them set in NaN and infinity alone."""
 
@@ -49,7 +48,7 @@ def finite(values: torch.Tensor, what: str) -> torch.Tensor:
     else:
         good = bool(torch.isfinite(values).all())
     if not good:
-        raise FormatError(f"{what}: a scale is not a finite number; the payload is not ours")
+        raise FormatError(f"{what}: it holds a number that is not finite; the payload is not ours")
     return values
 
 
@@ -57,7 +56,8 @@ def place(out: torch.Tensor, values: torch.Tensor) -> None:
     """Copy decoded values into the caller's tensor; what FP16 cannot hold becomes its largest number, not infinity."""
     if out.dtype == torch.float16 and values.dtype != torch.float16:
         top = torch.finfo(torch.float16).max
-        values = values.clamp(-top, top)
+        # In float32: bfloat16 would round the bound up to what is infinity to FP16.
+        values = values.float().clamp(-top, top)
     out.copy_(values)
 
 

@@ -9,6 +9,7 @@ SHA-256 of every frame. The chunk digest binds a frame to one prompt and one pla
 
 from __future__ import annotations
 
+import re
 import struct
 import zlib
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ MAGIC = b"KVAB"
 VERSION = 1
 MAX_PAYLOAD = 1 << 40
 _FIXED = struct.Struct("<4sBB16s32sIQIQI")
+_DIGEST = re.compile(r"[0-9a-f]{64}")
 _CRC = struct.Struct("<I")
 
 
@@ -48,10 +50,18 @@ def pack(
     first_token: int,
     tokens: int,
 ) -> bytes:
-    """Frame a payload."""
+    """Frame a payload.
+
+    Raises:
+        FormatError: a field that no frame can hold.
+    """
     name = check_track_name(track).encode()
-    if len(spec_digest) != 16 or len(bytes.fromhex(chunk)) != 32:
+    if len(spec_digest) != 16 or not _DIGEST.fullmatch(chunk):
         raise FormatError("a frame needs a spec digest of 16 bytes and a chunk digest of 64 hex digits")
+    if not (
+        0 <= group < 1 << 32 and 0 <= first_token < 1 << 64 and 0 < tokens < 1 << 32 and len(payload) <= MAX_PAYLOAD
+    ):
+        raise FormatError(f"no frame can hold group {group}: {tokens} tokens from {first_token}, {len(payload)} bytes")
     head = _FIXED.pack(
         MAGIC, VERSION, len(name), spec_digest, bytes.fromhex(chunk), group, first_token, tokens, len(payload),
         zlib.crc32(payload),

@@ -30,10 +30,12 @@ RADIUS = 127
 ALPHABET = 2 * RADIUS + 2
 ESCAPE = ALPHABET - 1
 _TOTAL = 1 << 15
+_TOP_STEP = 65504.0
+"""FP16's largest number: a coarser step than that could not tell two elements of a cache apart."""
 _CLASSES = 64
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Profile:
     """Side information for the AC codec of one model."""
 
@@ -71,6 +73,12 @@ class Profile:
         """Channels of each table."""
         sizes: list[int] = torch.bincount(self.table.reshape(-1).int(), minlength=len(self.counts)).tolist()
         return sizes
+
+    @cached_property
+    def in_order(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Step and mean of each channel, [channel, 1] float32 each, in that order."""
+        step = self.step[:, :, None, None].expand(self.mean.shape)
+        return step.reshape(-1, 1)[self.order], self.mean.float().reshape(-1, 1)[self.order]
 
     @cached_property
     def data(self) -> bytes:
@@ -128,8 +136,8 @@ class Profile:
                 raise FormatError(f"profile: {name} is {array.dtype} {tuple(array.shape)}, must be {dtype} {shape}")
         if not 0 < tables <= 256 or int(self.table.max()) >= tables:
             raise FormatError("profile: a channel names a table that is not there")
-        if not bool(torch.isfinite(self.mean).all()) or not bool(((self.step > 0) & torch.isfinite(self.step)).all()):
-            raise FormatError("profile: a mean is not finite, or a step not positive")
+        if not bool(torch.isfinite(self.mean).all()) or not bool(((self.step > 0) & (self.step <= _TOP_STEP)).all()):
+            raise FormatError(f"profile: a mean is not finite, or a step not in (0, {_TOP_STEP}]")
         if int(self.counts.min()) < 1 or bool((self.counts.long().sum(dim=1) != _TOTAL).any()):
             raise FormatError(f"profile: a table has a symbol without frequency, or does not sum to {_TOTAL}")
         if not 0 <= self.sinks <= 1 << 16:

@@ -12,13 +12,19 @@ from kvabr.codec.cast import Bf16, Fp16
 from kvabr.codec.fp4 import Fp4
 from kvabr.codec.fp8 import Fp8
 from kvabr.errors import FormatError
+from kvabr.naming import check_track_name
 
 _BUILTIN: tuple[type[Codec], ...] = (Fp16, Bf16, Fp8, Int8, Fp4, Int4, Ac5x)
 _registered: dict[str, Codec] = {cls.name: cls() for cls in _BUILTIN}
 
 
 def register(added: Codec) -> None:
-    """Make a codec known by its name, in place of one that had it."""
+    """Make a codec known by its name, in place of one that had it.
+
+    Raises:
+        FormatError: its name cannot name a track.
+    """
+    check_track_name(added.name)
     _registered[added.name] = added
 
 
@@ -26,7 +32,7 @@ def codec(name: str) -> Codec:
     """The codec of a track.
 
     Raises:
-        FormatError: there is none; the message lists those that there are.
+        FormatError: there is none; the message lists those that there are. Or a plug-in cannot be loaded.
     """
     found = _registered.get(name) or _plugins().get(name)
     if found is None:
@@ -41,4 +47,13 @@ def names() -> tuple[str, ...]:
 
 @cache
 def _plugins() -> dict[str, Codec]:
-    return {entry.name: entry.load()() for entry in entry_points(group="kvabr.codecs")}
+    found = {}
+    for entry in entry_points(group="kvabr.codecs"):
+        try:
+            made = entry.load()()
+        except Exception as error:  # a plug-in may raise anything
+            raise FormatError(f"the codec plug-in {entry.name} ({entry.value}) cannot be loaded: {error!r}") from error
+        if not isinstance(made, Codec) or made.name != entry.name:
+            raise FormatError(f"the codec plug-in {entry.name} ({entry.value}) is no codec of that name")
+        found[entry.name] = made
+    return found

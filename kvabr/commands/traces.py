@@ -6,11 +6,12 @@ import argparse
 import json
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -23,7 +24,8 @@ from kvabr.replay.trace import BYTES_PER_MBIT, Trace
 from kvabr.replay.trace_info import describe, sparkline
 
 SCHEMA = "kvabr.traces/1"
-SPARK_CELLS = 24
+_WIDE = 110
+"""Columns of text from which on the table has all its columns."""
 _SHAPE = (
     ("--scatter", "scatter", "standard deviation of the log rate (all but constant)"),
     ("--dwell", "dwell_s", "mean stay in a state, s (markov, outages)"),
@@ -157,13 +159,16 @@ def _read(args: argparse.Namespace) -> Iterator[tuple[Path, str, Trace]]:
 
 
 def _info(args: argparse.Namespace) -> int:
-    rows = [
-        ({"file": str(path), "format": name, **describe(trace)}, sparkline(trace, SPARK_CELLS))
-        for path, name, trace in _read(args)
-    ]
-    Console().print(_family_table(rows) if args.families else _trace_table(rows))
+    console = Console()
+    cells = 24 if console.width >= _WIDE else 12
+    rows: list[dict[str, Any]] = []
+    lines: list[str] = []
+    for path, name, trace in _read(args):
+        rows.append({"file": str(path), "format": name, **describe(trace)})
+        lines.append(sparkline(trace, cells))
+    console.print(_family_table(rows) if args.families else _trace_table(rows, lines, wide=console.width >= _WIDE))
     if args.json is not None:
-        write_text(args.json, json.dumps({"schema": SCHEMA, "traces": [row for row, _ in rows]}, indent=1) + "\n")
+        write_text(args.json, json.dumps({"schema": SCHEMA, "traces": rows}, indent=1) + "\n")
     return 0
 
 
@@ -224,35 +229,41 @@ def _short(value: float) -> str:
     return f"{value:.15g}"
 
 
-def _trace_table(rows: Sequence[tuple[dict[str, Any], str]]) -> Table:
-    table = Table(title="traces (rates in Mbit/s)", title_justify="left")
+def _trace_table(rows: Sequence[dict[str, Any]], lines: Sequence[str], *, wide: bool) -> Table:
+    """One line per trace; a narrow terminal does without some columns."""
+    columns: dict[str, Callable[[dict[str, Any]], str]] = {
+        "s": lambda row: _three(row["duration_s"]),
+        "mean": lambda row: _three(row["mean_mbps"]),
+        "CV": lambda row: f"{row['cv']:.2f}",
+        "p5": lambda row: _three(row["p5_mbps"]),
+        "max": lambda row: _three(row["max_mbps"]),
+        "zero": lambda row: f"{row['zero_share']:.0%}",
+    }
+    if wide:
+        columns = {"format": lambda row: row["format"], "min": lambda row: _three(row["min_mbps"]), **columns}
+        columns["RTT ms"] = lambda row: "" if row["rtt_s"] is None else _three(row["rtt_s"] * 1000)
+    table = Table(title="traces (rates in Mbit/s)", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("name", overflow="fold")
-    for column in ("format", "s", "mean", "CV", "min", "p5", "max", "zero", "RTT ms"):
-        table.add_column(column, justify="left" if column == "format" else "right", no_wrap=True)
-    table.add_column("rate over time", no_wrap=True, min_width=SPARK_CELLS)
-    for row, line in rows:
-        numbers = (row[key] for key in ("min_mbps", "p5_mbps", "max_mbps"))
-        table.add_row(
-            escape(row["name"]),
-            row["format"],
-            _three(row["duration_s"]),
-            _three(row["mean_mbps"]),
-            f"{row['cv']:.2f}",
-            *map(_three, numbers),
-            f"{row['zero_share']:.0%}",
-            "" if row["rtt_s"] is None else _three(row["rtt_s"] * 1000),
-            line,
-        )
+    for name in columns:
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("rate over time", no_wrap=True)
+    for row, line in zip(rows, lines, strict=True):
+        table.add_row(escape(row["name"]), *(show(row) for show in columns.values()), line)
     return table
 
 
-def _family_table(rows: Sequence[tuple[dict[str, Any], str]]) -> Table:
-    table = Table(title="families (rates in Mbit/s, weighted by time)", title_justify="left")
+def _family_table(rows: Sequence[dict[str, Any]]) -> Table:
+    table = Table(
+        title="families (rates in Mbit/s, weighted by time)",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+    )
     table.add_column("family", overflow="fold")
     for column in ("format", "files", "traces", "median s", "total s", "mean", "lowest", "highest", "zero"):
-        table.add_column(column, justify="left" if column == "format" else "right")
+        table.add_column(column, justify="right")
     families: dict[str, list[dict[str, Any]]] = {}
-    for row, _ in rows:
+    for row in rows:
         families.setdefault(row["family"], []).append(row)
     for family, members in sorted(families.items()):
         total = sum(row["duration_s"] for row in members)

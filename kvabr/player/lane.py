@@ -83,7 +83,8 @@ class EngineLane:
         while last in absent and (last in self.planned or last in self.chosen):
             last += 1
         one_by_one = sum(self._seconds(group, group + 1) for group in range(first, last))
-        return last if now + one_by_one > self._view.deadline_s else first + 1
+        in_time = self._view.deadline_s - now
+        return last if self._seconds(first, last) <= in_time < one_by_one else first + 1
 
     def _last_call(self, first: int, now: float) -> bool:
         """Whether a tail must be started on now: until then the network may still shorten it."""

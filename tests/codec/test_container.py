@@ -17,6 +17,7 @@ FIELDS = {"track": "Int4", "spec_digest": b"s" * 16, "chunk": "cd" * 32, "group"
 SHAPE = spec(1, 2, 32)
 SIDE = profile(SHAPE)
 CONTEXT = GroupContext(SHAPE, 0, 20, SIDE)
+DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 FRAMES = {track: encode_group(cache(SHAPE, 20), track, CONTEXT, "ab" * 32, 0) for track in LEVELS}
 
 
@@ -76,9 +77,9 @@ def test_a_good_frame_of_something_else_is_foreign(change, words):
 
 
 @settings(max_examples=80, deadline=None)
-@given(st.sampled_from(LEVELS), st.binary(max_size=3000))
-def test_no_payload_crashes_a_decoder(track, payload):
-    out = torch.zeros(SHAPE.shape(20))
+@given(st.sampled_from(LEVELS), st.binary(max_size=3000), st.sampled_from(DTYPES))
+def test_no_payload_crashes_a_decoder(track, payload, dtype):
+    out = torch.zeros(SHAPE.shape(20), dtype=dtype)
     try:
         codec(track).decode(memoryview(payload), CONTEXT, out)
     except FormatError:
@@ -94,12 +95,32 @@ def test_mutilated_payloads_decode_to_finite_numbers_or_are_refused(track, data)
     for _ in range(data.draw(st.integers(1, 5))):
         payload[data.draw(st.integers(0, len(payload) - 1))] = data.draw(st.integers(0, 255))
     payload = payload[: data.draw(st.integers(0, len(payload)))] if data.draw(st.booleans()) else payload
-    out = torch.zeros(SHAPE.shape(20))
+    out = torch.zeros(SHAPE.shape(20), dtype=data.draw(st.sampled_from(DTYPES)))
     try:
         codec(track).decode(memoryview(payload), CONTEXT, out)
     except FormatError:
         return
     assert bool(torch.isfinite(out).all())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"track": "no/slash"},
+        {"spec_digest": b"short"},
+        {"chunk": "cd" * 31},
+        {"chunk": "CD" * 32},
+        {"chunk": "cd " * 32},
+        {"group": -1},
+        {"group": 1 << 32},
+        {"first_token": -1},
+        {"tokens": 0},
+    ],
+    ids=str,
+)
+def test_what_no_frame_can_hold_is_refused(change):
+    with pytest.raises(FormatError):
+        pack(b"x", **(FIELDS | change))
 
 
 def test_decode_group_checks_what_it_was_promised():

@@ -24,6 +24,9 @@ def test_round_trip_and_name():
     for field in ("mean", "step", "table", "counts"):
         assert torch.equal(getattr(again, field), getattr(GOOD, field))
     assert profile(SHAPE).digest == GOOD.digest
+    # Comparing tensors field by field would raise.
+    assert again != GOOD
+    assert len({again, GOOD}) == 2
 
 
 def test_it_is_bound_to_its_model():
@@ -52,6 +55,8 @@ def parts(**changes):
         {"mean": torch.full_like(GOOD.mean, float("nan"))},
         {"step": torch.zeros_like(GOOD.step)},
         {"step": GOOD.step.double()},
+        {"step": torch.full_like(GOOD.step, 1e30)},
+        {"step": torch.full_like(GOOD.step, float("nan"))},
         {"table": torch.full_like(GOOD.table, 200)},
         {"counts": GOOD.counts * 0},
         {"counts": GOOD.counts * 2},

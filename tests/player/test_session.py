@@ -354,3 +354,19 @@ def test_whatever_happens_a_play_ends_without_a_hole_and_its_books_balance(polic
         assert useful + play.record.bytes_wasted == received
     else:
         assert play.record.gave_up
+
+
+def test_the_engine_never_starts_a_run_that_misses_anyway_while_slow_start_still_hides_the_link():
+    offer = catalog(64, decode=0.0)
+    whole_s = 9.0
+    cost = PrefillCost(0.02, whole_s / offer.tokens)
+    play = Session(Ladder(offer), 2.0, load_policy("cheapfirst")(), DualEwma(), cost=cost)
+    play.start(0.0)
+    now, longest = 0.0, 0
+    while now < 2.0 and not play.over:
+        now = play.next_timer()
+        play.timer(now)
+        for action in of(play.actions(), Recompute):
+            longest = max(longest, action.last - action.first)
+            play.computed(action.first, action.last, now)
+    assert longest == 1

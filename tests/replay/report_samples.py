@@ -39,6 +39,7 @@ def hostile():
     result["summary"] = {HOSTILE if name == "rate" else name: line for name, line in result["summary"].items()}
     result["asset"]["model"] = HOSTILE
     for timeline in timelines:
+        timeline["log"][0]["trace"] = result["runs"][timeline["run"]]["trace"]
         for event in timeline["log"]:
             if "reason" in event:
                 event["reason"] = HOSTILE

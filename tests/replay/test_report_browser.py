@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import select
 import shutil
 import subprocess
 import sys
@@ -40,7 +41,8 @@ class Browser:
         ends = [fcntl.fcntl(end, fcntl.F_DUPFD, 10) for end in (to_browser[0], from_browser[1])]
         for end in (to_browser[0], from_browser[1]):
             os.close(end)
-        command = [str(CHROMIUM), *FLAGS, f"--user-data-dir={profile}", f"--window-size={width},{height}", "about:blank"]
+        own = (f"--user-data-dir={profile}", f"--window-size={width},{height}", "about:blank")
+        command = [str(CHROMIUM), *FLAGS, *own]
         place = f"import os, sys; os.dup2({ends[0]}, 3); os.dup2({ends[1]}, 4); os.execv(sys.argv[1], sys.argv[1:])"
         self._process = subprocess.Popen(  # noqa: S603  # the browser found on the path
             [sys.executable, "-c", place, *command], pass_fds=ends, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL
@@ -71,6 +73,7 @@ class Browser:
 
     def _next(self):
         while b"\0" not in self._rest:
+            assert select.select([self._in], [], [], 60)[0], "the browser does not answer"
             more = self._in.read(1 << 16)
             assert more, "the browser is gone"
             self._rest += more
@@ -150,6 +153,14 @@ def rows(page, selector):
     return page.js(f"document.querySelectorAll({json.dumps(selector)}).length")
 
 
+def type_filter(page, words):
+    page.js(f"""(() => {{
+        const box = document.querySelector("#log-filters input");
+        box.value = {json.dumps(words)};
+        box.dispatchEvent(new Event("input"));
+    }})()""")
+
+
 def test_everything_is_drawn_without_a_complaint(page):
     result, timelines = sample()
     assert page.problems == []
@@ -198,9 +209,9 @@ def test_the_log_and_the_charts_point_at_each_other(page):
     assert reason in page.text("#inspector")
     assert page.js("document.querySelector('.cursor').getAttribute('visibility')") == "visible"
     all_rows = rows(page, ".log tbody tr")
-    page.js("""(() => { const box = document.querySelector("#log-filters input"); box.value = "zzz"; box.dispatchEvent(new Event("input")); })()""")
+    type_filter(page, "zzz")
     assert rows(page, ".log tbody tr") == 0
-    page.js("""(() => { const box = document.querySelector("#log-filters input"); box.value = ""; box.dispatchEvent(new Event("input")); })()""")
+    type_filter(page, "")
     assert rows(page, ".log tbody tr") == all_rows
     page.js("document.querySelector('.chip.fetch').click()")
     assert rows(page, ".log tbody tr") < all_rows

@@ -1,5 +1,4 @@
 import json
-import os
 import re
 from importlib.resources import files
 
@@ -51,7 +50,7 @@ def test_hostile_names_stay_text():
     data = embedded(text)
     assert data["plays"][0]["trace"] == HOSTILE
     assert any(policy["name"] == HOSTILE for policy in data["policies"])
-    assert "{{" not in text.replace(embedded_source(text), ""), "every place is filled"
+    assert text.count("--ground:") == 2, "a name that looks like a place to fill is not filled"
 
 
 def test_numbers_that_json_lacks_do_not_reach_the_page():
@@ -74,10 +73,13 @@ def test_sixteen_long_plays_over_millisecond_links_stay_small():
 def lengthened(log):
     """The log with many more events of the kinds that there are most of."""
     waits = [
-        {"t": i / 500, "event": "decision", "kind": "wait", "group": None, "track": None, "request": None,
-         "reason": f"nothing fits before {i}", "rate": 1e6, "lower": 9e5, "ttfb_s": 0.04, "slack_s": 0.1, "alternatives": None}
+        {
+            **dict.fromkeys(("group", "track", "request", "alternatives")),
+            "t": i / 500, "event": "decision", "kind": "wait", "reason": f"nothing fits before {i}",
+            "rate": 1e6, "lower": 9e5, "ttfb_s": 0.04, "slack_s": 0.1,
+        }
         for i in range(500)
-    ]  # fmt: skip
+    ]
     return [log[0], *sorted([*log[1:], *waits], key=lambda event: event["t"])]
 
 
@@ -169,7 +171,7 @@ def test_a_page_is_written_whole_or_not_at_all(tmp_path):
     broken = [{**timelines[0], "run": 10_000}]
     with pytest.raises(IndexError):
         write_page(path, result, broken)
-    assert os.listdir(tmp_path) == ["page.html"]
+    assert [item.name for item in tmp_path.iterdir()] == ["page.html"]
     assert path.read_text() == "old"
     write_page(path, result, timelines)
     first = path.read_bytes()

@@ -51,8 +51,8 @@ def test_loss_too_small_to_measure_is_not_a_percentage():
 
 
 def test_losses_that_round_alike_are_told_apart():
-    text = verdict(result_of(*plays("bola", loss=0.00801), *plays("fixed:FP16", loss=0.00849)))
-    assert "0.00801 against 0.00849" in text
+    text = verdict(result_of(*plays("bola", loss=0.01205), *plays("fixed:FP16", loss=0.01235)))
+    assert "0.0120 against 0.0123" in text
 
 
 def test_nothing_to_compare_with():

@@ -25,7 +25,7 @@ class Fixed(Policy):
         offered = view.catalog.by_name
         if self._track not in offered or offered[self._track].refines is not None:
             alone = ", ".join(track.name for track in view.catalog.tracks if track.refines is None)
-            raise PolicyError(f"fixed:{self._track}: no such track in this asset; give one of {alone}")
+            raise PolicyError(f"no track {self._track!r} to play alone; write fixed:TRACK with one of {alone}")
 
     def decide(self, view: View) -> Decision:
         """Ask for the next missing group."""

@@ -33,7 +33,7 @@ from kvabr.replay.report.plays import (
 
 _FAMILY_WIDTH = 11
 """Characters that a family's column may take."""
-_BAR = (6, 24)
+_BAR = (4, 24)
 """Least and greatest width of a track bar, in characters."""
 
 
@@ -195,7 +195,7 @@ def _seconds(value: Any) -> str:
     seconds = number(value)
     if seconds is None:
         return DASH
-    return f"{seconds:.0f}" if seconds >= 100 else f"{seconds:.3g}" if seconds < 1 else f"{seconds:.2f}"
+    return f"{seconds:.0f}" if seconds >= 100 else f"{seconds:.1f}" if seconds >= 10 else f"{seconds:.2f}"
 
 
 def _percent(value: Any) -> str:

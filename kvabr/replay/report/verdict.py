@@ -142,7 +142,7 @@ def _regret(score: _Score) -> str:
 
 def _order(a: float, b: float) -> int:
     """-1, 0 or 1 as ``a`` is less than, the same as or more than ``b``, small differences left aside."""
-    if a == b or abs(a - b) <= max(_SAME * max(abs(a), abs(b)), _NOTHING):
+    if a == b or (math.isfinite(a) and math.isfinite(b) and abs(a - b) <= max(_SAME * max(abs(a), abs(b)), _NOTHING)):
         return 0
     return -1 if a < b else 1
 

@@ -1,0 +1,39 @@
+"""What the tests of the real model share: one loaded model, one small asset that was really encoded."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvabr.cli import main
+from kvabr.engines.bed import Bed, open_bed
+from kvabr.origin.store import Asset
+from kvabr.origin.texts import measuring_texts
+
+# The suite runs beside other work more often than not, and threads that wait for each other spin.
+torch.set_num_threads(1)
+
+ASSET_TOKENS = 300
+"""Three groups, the last one short."""
+
+
+@pytest.fixture(scope="session")
+def bed() -> Bed:
+    """SmolLM2 from its package; fails, and says how to install it, where that is missing."""
+    return open_bed("smollm2")
+
+
+@pytest.fixture(scope="session")
+def asset(tmp_path_factory: pytest.TempPathFactory) -> Asset:
+    """A real encode by the command itself; tests must not write into it."""
+    folder = tmp_path_factory.mktemp("encoded")
+    (folder / "text.txt").write_text(measuring_texts()["manual"][:4000])
+    out = folder / "asset"
+    status = main(
+        [
+            "encode", "--text", str(folder / "text.txt"), "--tokens", str(ASSET_TOKENS), "--continuation", "32",
+            "--out", str(out), "--json", str(folder / "encode.json"),
+        ]
+    )  # fmt: skip
+    assert status == 0
+    return Asset.open(out)

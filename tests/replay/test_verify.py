@@ -1,0 +1,118 @@
+"""Verification: the steps of a play, carried out for real."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+
+from kvabr.errors import AssetError, FormatError, HoleError, ModelError
+from kvabr.origin.store import Asset, frame_path
+from kvabr.recompute.loss import predicted_loss
+from kvabr.replay.verify import ComputeStep, FetchStep, Verifier, steps_of, verify_play
+from tests import kvdata
+from tests.toymodel import ToyModel, toy_asset
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory):
+    return toy_asset(tmp_path_factory.mktemp("verify") / "asset", ("FP16", "Int8", "Int4"))
+
+
+def fetch(track, groups=range(5)):
+    return [FetchStep(group, track) for group in groups]
+
+
+def test_a_whole_track_measures_as_the_encoder_did(toy):
+    model = ToyModel()
+    for track in toy.catalog.tracks:
+        verified = verify_play(toy, model, fetch(track.name))
+        assert verified.kl == pytest.approx(track.measured.kl, rel=1e-4, abs=1e-12)
+        assert verified.dnll == pytest.approx(track.measured.dnll, rel=1e-3, abs=1e-6)
+        assert verified.predicted == pytest.approx(sum(track.loss))
+
+
+def test_groups_may_arrive_in_any_order_and_upgrades_replace(toy):
+    model = ToyModel()
+    steps = [*fetch("Int4", [3, 0, 4, 1, 2]), *fetch("FP16", [2, 0, 1, 4, 3])]
+    assert verify_play(toy, model, steps) == verify_play(toy, model, fetch("FP16"))
+
+
+def test_recomputed_from_the_start_is_exact(toy):
+    verified = verify_play(toy, ToyModel(), [ComputeStep(0, 5)])
+    assert (verified.kl, verified.predicted) == (pytest.approx(0, abs=1e-9), 0.0)
+
+
+def test_forced_misses_are_recomputed_and_predicted_within_a_factor_two(toy):
+    """A hole in the middle and a missing end, behind lossy groups."""
+    for steps in (
+        [*fetch("Int4", [0, 1, 3, 4]), ComputeStep(2, 3)],
+        [*fetch("Int4", [0, 1, 2]), ComputeStep(3, 5)],
+        [ComputeStep(0, 2), *fetch("Int4", [2, 3, 4])],
+    ):
+        verified = verify_play(toy, ToyModel(), steps)
+        assert 0.5 < verified.predicted / verified.kl < 2.0
+
+
+def test_the_order_of_steps_counts(toy):
+    """What is recomputed before an upgrade inherits the error that was there then."""
+    model = ToyModel()
+    early = [*fetch("Int4", [0, 1]), ComputeStep(2, 5), *fetch("FP16", [0, 1])]
+    late = [*fetch("Int4", [0, 1]), *fetch("FP16", [0, 1]), ComputeStep(2, 5)]
+    assert verify_play(toy, model, early).kl > 10 * verify_play(toy, model, late).kl
+
+
+def test_never_a_hole(toy):
+    with pytest.raises(HoleError, match="groups 2"):
+        verify_play(toy, ToyModel(), fetch("FP16", [0, 1, 3, 4]))
+    with pytest.raises(HoleError, match="groups 1"):
+        verify_play(toy, ToyModel(), [FetchStep(0, "FP16"), ComputeStep(2, 5)])
+
+
+def test_the_exact_cache_is_computed_once(toy):
+    model = ToyModel()
+    verify_play(toy, model, fetch("FP16"))
+    before = model.prefilled
+    verify_play(toy, model, fetch("Int8"))
+    assert model.prefilled - before < toy.catalog.tokens
+
+
+def test_another_model_is_refused(toy):
+    with pytest.raises(ModelError, match="the cache is of"):
+        Verifier(toy, ToyModel(kvdata.spec(layers=1, group_tokens=16)))
+
+
+def test_a_damaged_group_fails_the_verification(toy, tmp_path):
+    shutil.copytree(toy.path, tmp_path / "copy")
+    copy = Asset.open(tmp_path / "copy")
+    frame_path(copy.path, 1, "Int8").unlink()
+    with pytest.raises(AssetError, match="missing"):
+        verify_play(copy, ToyModel(), fetch("Int8"))
+    (copy.path / "prompt.json").unlink()
+    with pytest.raises(AssetError, match="prompt"):
+        Verifier(copy, ToyModel())
+
+
+def test_steps_of_a_record():
+    assert steps_of([("fetch", 3, "Int4"), ("compute", 0, 2)]) == [FetchStep(3, "Int4"), ComputeStep(0, 2)]
+    for bad in (("fetch", 1, 2), ("compute", 1, "Int4"), ("dance", 1, 2)):
+        with pytest.raises(FormatError, match="not a step"):
+            steps_of([bad])
+
+
+@pytest.mark.model
+def test_smollm2_with_forced_misses(asset, bed):
+    """The first group late and recomputed exactly, a hole, a missing end: none is left, all are predicted."""
+    for steps in (
+        [FetchStep(0, "Int4"), FetchStep(2, "FP4"), ComputeStep(1, 2)],
+        [FetchStep(0, "FP4"), ComputeStep(1, 3)],
+        [FetchStep(2, "Int4"), FetchStep(1, "AC-5x"), FetchStep(1, "FP8"), ComputeStep(0, 1)],
+    ):
+        verified = verify_play(asset, bed.engine, steps)
+        assert 0.5 < verified.predicted / verified.kl < 2.0, (steps, verified)
+        assert verified.top1 > 0.8
+    exact = verify_play(asset, bed.engine, [ComputeStep(0, 1), ComputeStep(1, 3)])
+    assert exact.kl < 1e-6
+    fp16 = verify_play(asset, bed.engine, [FetchStep(group, "FP16") for group in range(3)])
+    assert fp16.kl < 1e-5
+    assert fp16.predicted == predicted_loss(asset.catalog, ["FP16"] * 3)

@@ -1,0 +1,79 @@
+"""A model of a few hundred numbers that obeys the engine protocol: what a token's KV is depends on all before it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from kvabr.kv import KVSpec
+from kvabr.origin.encoder import Keeper, publish
+from kvabr.origin.store import Asset, Prompt
+from kvabr.origin.writer import AssetWriter
+from tests import kvdata
+
+SPEC = kvdata.spec(group_tokens=16)
+VOCABULARY = 97
+
+
+class ToyModel:
+    """Attention over the keys and values before a token, a fixed random embedding and head; deterministic."""
+
+    mode = "hole"
+
+    def __init__(self, spec: KVSpec = SPEC) -> None:
+        dice = torch.Generator().manual_seed(5)
+        self.spec = spec
+        width = spec.elements_per_token
+        self._embed = torch.randn(VOCABULARY, width, generator=dice)
+        self._head = torch.randn(width, VOCABULARY, generator=dice) / width**0.5
+        self.prefilled = 0
+
+    def prefill(self, tokens: Sequence[int], before: torch.Tensor | None = None) -> torch.Tensor:
+        self.prefilled += len(tokens)
+        state = self._flat(before)
+        start = len(state)
+        for token in tokens:
+            own = self._embed[token]
+            seen = self._attend(own, state)
+            state = torch.cat([state, (own + 0.5 * seen)[None]])
+        new = state[start:]
+        spec = self.spec
+        return new.reshape(len(tokens), spec.layers, 2, spec.kv_heads, spec.head_dim).permute(1, 2, 3, 0, 4).clone()
+
+    def score(self, kv: torch.Tensor | None, tokens: Sequence[int]) -> torch.Tensor:
+        state = self._flat(kv)
+        rows = []
+        for token in tokens:
+            own = self._embed[token]
+            state = torch.cat([state, (own + 0.5 * self._attend(own, state))[None]])
+            rows.append((state[-1] + self._attend(state[-1], state)) @ self._head)
+        return torch.log_softmax(torch.stack(rows).double(), dim=-1)
+
+    def _flat(self, kv: torch.Tensor | None) -> torch.Tensor:
+        if kv is None:
+            return torch.zeros(0, self.spec.elements_per_token)
+        return kv.float().permute(3, 0, 1, 2, 4).reshape(kv.shape[3], self.spec.elements_per_token)
+
+    def _attend(self, query: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+        if not len(state):
+            return torch.zeros_like(query)
+        weights = torch.softmax(state @ query / len(query) ** 0.5, dim=0)
+        return weights @ state
+
+
+def prompt(tokens: int = 70, continuation: int = 12) -> Prompt:
+    ids = [int(x) for x in torch.randint(VOCABULARY, (tokens + continuation,), generator=torch.Generator().manual_seed(3))]
+    return Prompt(tuple(ids[:tokens]), tuple(ids[tokens:]))
+
+
+def toy_asset(path, tracks=("FP16", "Int8", "Int4"), *, profile=None, tokens: int = 70, force: bool = False) -> Asset:
+    """Encode the toy model's cache into a folder: 5 groups of 16 tokens, the last one short."""
+    made = prompt(tokens)
+    with AssetWriter(path, force=force) as writer:
+        catalog = publish(ToyModel(), made, tracks, profile, Keeper(writer.frame, writer.read_frame))
+        writer.prompt(made)
+        if catalog.profile is not None:
+            writer.profile(profile.to_bytes())
+        writer.commit(catalog)
+    return Asset.open(path)
