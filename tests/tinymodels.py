@@ -1,4 +1,4 @@
-"""Real transformers models of a few thousand random weights, saved as any model is, with a tokenizer of single bytes."""
+"""Real transformers models of a few thousand random weights, saved as any model is; their tokens are single bytes."""
 
 from __future__ import annotations
 

@@ -63,7 +63,8 @@ class ToyModel:
 
 
 def prompt(tokens: int = 70, continuation: int = 12) -> Prompt:
-    ids = [int(x) for x in torch.randint(VOCABULARY, (tokens + continuation,), generator=torch.Generator().manual_seed(3))]
+    dice = torch.Generator().manual_seed(3)
+    ids = [int(token) for token in torch.randint(VOCABULARY, (tokens + continuation,), generator=dice)]
     return Prompt(tuple(ids[:tokens]), tuple(ids[tokens:]))
 
 

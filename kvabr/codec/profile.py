@@ -33,6 +33,9 @@ _TOTAL = 1 << 15
 _TOP_STEP = 65504.0
 """FP16's largest number: a coarser step than that could not tell two elements of a cache apart."""
 _CLASSES = 64
+_SKEW = 0.5
+"""How far from orthonormal a basis may be: what its products lack or have too much, summed over a row. Half precision
+leaves a hundredth; below 1 a basis has an inverse (Gershgorin), which encoding needs."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,10 +47,12 @@ class Profile:
     """Tokens at the beginning of a prompt that are kept exact: attention sinks, unlike all others."""
     mean: torch.Tensor
     """[layer, K/V, head, dim] float16: mean of each channel, rotary embedding undone."""
+    basis: torch.Tensor
+    """[layer, K/V, head, dim, component] float16: what is left of a head is this times its components (KLT)."""
     step: torch.Tensor
     """[layer, K/V] float32: quantiser steps."""
     table: torch.Tensor
-    """[layer, K/V, head, dim] uint8: which table codes a channel."""
+    """[layer, K/V, head, component] uint8: which table codes a component."""
     counts: torch.Tensor
     """[table, symbol] int32: frequencies, all positive, each table summing to the same total."""
 
@@ -65,27 +70,41 @@ class Profile:
 
     @cached_property
     def order(self) -> torch.Tensor:
-        """Flat channel numbers, sorted by table: the order in which channels are coded."""
+        """Flat component numbers, sorted by table: the order in which components are coded."""
         return torch.argsort(self.table.reshape(-1).int(), stable=True)
 
     @cached_property
     def class_sizes(self) -> list[int]:
-        """Channels of each table."""
+        """Components of each table."""
         sizes: list[int] = torch.bincount(self.table.reshape(-1).int(), minlength=len(self.counts)).tolist()
         return sizes
 
     @cached_property
-    def in_order(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Step and mean of each channel, [channel, 1] float32 each, in that order."""
-        step = self.step[:, :, None, None].expand(self.mean.shape)
-        return step.reshape(-1, 1)[self.order], self.mean.float().reshape(-1, 1)[self.order]
+    def step_in_order(self) -> torch.Tensor:
+        """Step of each component, [component, 1] float32, in that order."""
+        return self.step[:, :, None, None].expand(self.mean.shape).reshape(-1, 1)[self.order]
+
+    @cached_property
+    def synthesis(self) -> torch.Tensor:
+        """[layer, K/V, head, component, dim] float32: components times this are a head."""
+        return self.basis.float().transpose(3, 4).contiguous()
+
+    @cached_property
+    def analysis(self) -> torch.Tensor:
+        """[layer, K/V, head, dim, component] float32: a head times this is its components.
+
+        The inverse of what half precision left of the basis, so that rounding the basis costs nothing.
+        """
+        inverse: torch.Tensor = torch.linalg.inv(self.basis.double().transpose(3, 4))
+        return inverse.float()
 
     @cached_property
     def data(self) -> bytes:
         """The profile as a safetensors file."""
         # One string only: safetensors writes several in random order, and the name of a profile is its digest.
         facts = json.dumps({"format": FORMAT, "spec": self.spec.to_json(), "sinks": self.sinks}, sort_keys=True)
-        arrays = {"mean": self.mean, "step": self.step, "table": self.table, "counts": self.counts}
+        names = ("mean", "basis", "step", "table", "counts")
+        arrays = {name: getattr(self, name) for name in names}
         contiguous = {name: array.contiguous() for name, array in arrays.items()}
         return bytes(save_safetensors(contiguous, metadata={"kvabr": facts}))
 
@@ -112,7 +131,9 @@ class Profile:
             arrays = load_safetensors(data)
             spec = KVSpec.from_json(facts["spec"])
             sinks = int(facts["sinks"])
-            profile = cls(spec, sinks, arrays["mean"], arrays["step"], arrays["table"], arrays["counts"])
+            profile = cls(
+                spec, sinks, arrays["mean"], arrays["basis"], arrays["step"], arrays["table"], arrays["counts"]
+            )
         except FormatError:
             raise
         except (SafetensorError, KeyError, ValueError, TypeError, RecursionError, OverflowError) as error:
@@ -127,6 +148,7 @@ class Profile:
         tables = self.counts.shape[0] if self.counts.dim() == 2 else 0
         wanted = {
             "mean": (self.mean, torch.float16, channels),
+            "basis": (self.basis, torch.float16, (*channels, spec.head_dim)),
             "step": (self.step, torch.float32, (spec.layers, 2)),
             "table": (self.table, torch.uint8, channels),
             "counts": (self.counts, torch.int32, (tables, ALPHABET)),
@@ -138,6 +160,10 @@ class Profile:
             raise FormatError("profile: a channel names a table that is not there")
         if not bool(torch.isfinite(self.mean).all()) or not bool(((self.step > 0) & (self.step <= _TOP_STEP)).all()):
             raise FormatError(f"profile: a mean is not finite, or a step not in (0, {_TOP_STEP}]")
+        square = self.basis.float()
+        off = (square.transpose(3, 4) @ square - torch.eye(spec.head_dim)).abs().sum(dim=4).amax()
+        if not float(off) < _SKEW:
+            raise FormatError("profile: a basis is not orthonormal")
         if int(self.counts.min()) < 1 or bool((self.counts.long().sum(dim=1) != _TOTAL).any()):
             raise FormatError(f"profile: a table has a symbol without frequency, or does not sum to {_TOTAL}")
         if not 0 <= self.sinks <= 1 << 16:
@@ -150,7 +176,7 @@ class Profile:
         caches: Callable[[], Iterable[torch.Tensor]],
         *,
         sinks: int = 4,
-        relative_step: tuple[float, float] = (0.52, 0.40),
+        relative_step: tuple[float, float] = (0.48, 0.37),
     ) -> Profile:
         """Make a profile from caches of diverse texts, each starting at position 0.
 
@@ -173,23 +199,28 @@ class Profile:
         if not count:
             raise FormatError(f"calibration needs caches longer than {sinks} tokens")
         mean = (total / count).half()
-        power = torch.zeros(spec.layers, 2, dtype=torch.float64)
+        scatter = torch.zeros(*shape, spec.head_dim, dtype=torch.float64)
         for plain in _plain(spec, caches(), sinks):
-            power += ((plain - mean.float()[:, :, :, None]) ** 2).sum(dim=(2, 3, 4), dtype=torch.float64)
+            centred = plain - mean.float()[:, :, :, None]
+            scatter += (centred.transpose(3, 4) @ centred).double()
+        power = scatter.diagonal(dim1=3, dim2=4).sum(dim=(2, 3))
         rms = (power / (count * spec.kv_heads * spec.head_dim)).sqrt()
+        basis = torch.linalg.eigh(scatter / count).eigenvectors.flip(4).half()
         step = (torch.tensor(relative_step, dtype=torch.float64) * rms).clamp(min=1e-6).float()
+        analysis = torch.linalg.inv(basis.double().transpose(3, 4)).float()
         channels = spec.layers * 2 * spec.kv_heads * spec.head_dim
         histogram = torch.zeros(channels, ALPHABET, dtype=torch.int64)
         offsets = torch.arange(channels)[:, None] * ALPHABET
         for plain in _plain(spec, caches(), sinks):
-            index = ((plain - mean.float()[:, :, :, None]) / step[:, :, None, None, None]).round_().int()
+            parts = (plain - mean.float()[:, :, :, None]) @ analysis
+            index = (parts / step[:, :, None, None, None]).round_().int()
             symbol = torch.where(index.abs() > RADIUS, torch.tensor(ESCAPE), (index + RADIUS).long())
             rows = symbol.permute(0, 1, 2, 4, 3).reshape(channels, -1)
             histogram += torch.bincount((rows + offsets).reshape(-1), minlength=channels * ALPHABET).reshape(
                 channels, ALPHABET
             )
         table, counts = _tables(histogram)
-        return cls(spec, sinks, mean, step, table.reshape(shape), counts)
+        return cls(spec, sinks, mean, basis, step, table.reshape(shape), counts)
 
 
 def _plain(spec: KVSpec, caches: Iterable[torch.Tensor], sinks: int) -> Iterable[torch.Tensor]:

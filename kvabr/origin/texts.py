@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Iterable
 from pathlib import Path
 
 from kvabr.errors import AssetError, UsageError
@@ -17,14 +16,13 @@ _MEASURING_MODULES = ("calendar", "heapq", "textwrap", "zipfile")
 
 
 def calibration_texts() -> dict[str, str]:
-    """Texts to calibrate a profile on, by name: every other topic of Python's manual, and standard library sources."""
-    texts = {"pydoc": _topics(0)}
-    return texts | {module: _source(module) for module in _CALIBRATION_MODULES}
+    """Texts to calibrate a profile on, by name: half the topics of Python's manual, and standard library sources."""
+    return {"pydoc": _topics()[0]} | {module: _source(module) for module in _CALIBRATION_MODULES}
 
 
 def measuring_texts() -> dict[str, str]:
-    """Texts to measure codecs on, by name: the other topics of the manual, other sources, and Python's licence."""
-    texts = {"manual": _topics(1), "source": "\n\n".join(_source(module) for module in _MEASURING_MODULES)}
+    """Texts to measure codecs on, by name: other topics of the manual, other sources, and Python's licence."""
+    texts = {"manual": _topics()[1], "source": "\n\n".join(_source(module) for module in _MEASURING_MODULES)}
     licence = _licence()
     return texts if licence is None else texts | {"licence": licence}
 
@@ -49,11 +47,23 @@ def read_text(path: Path, limit: int = 1 << 28) -> str:
         raise UsageError(f"{path}: not UTF-8 text (byte {error.start}); convert it first") from error
 
 
-def _topics(parity: int) -> str:
-    """Every second topic of the language reference that `pydoc` shows, in alphabetical order."""
+def _topics() -> tuple[str, str]:
+    """The language reference that `pydoc` shows, topic by topic in alphabetical order, in two halves.
+
+    Topics repeat each other, so one goes to the second half only if it shares no paragraph with the first.
+    """
     topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
-    names: Iterable[str] = sorted(topics)
-    return "\n\n".join(topics[name] for index, name in enumerate(names) if index % 2 == parity)
+    every = [topics[name] for name in sorted(topics)]
+    first = every[::2]
+    seen = {paragraph for text in first for paragraph in _paragraphs(text)}
+    second = [text for text in every[1::2] if seen.isdisjoint(_paragraphs(text))]
+    return "\n\n".join(first), "\n\n".join(second)
+
+
+def _paragraphs(text: str) -> list[str]:
+    """Paragraphs, without their layout, of a length that two texts do not share by chance."""
+    every = (" ".join(part.split()) for part in text.split("\n\n"))
+    return [part for part in every if len(part) >= 160]
 
 
 def _source(module: str) -> str:

@@ -25,10 +25,23 @@ _STEPS_PER_RTT = 4
 """Steps in which slow start's exponential is drawn."""
 
 
+def running_sums(trace: Trace) -> list[float]:
+    """Bytes carried from the trace's beginning to the start of each segment, and to its end."""
+    return [0.0, *accumulate((end - start) * rate for start, end, rate in trace.segments())]
+
+
 class Capacity:
     """Bytes that a link can carry, as a function of the time since the play began."""
 
-    def __init__(self, trace: Trace, start_s: float = 0.0, rtt_s: float = 0.0, *, slow_start: bool = True) -> None:
+    def __init__(
+        self,
+        trace: Trace,
+        start_s: float = 0.0,
+        rtt_s: float = 0.0,
+        *,
+        slow_start: bool = True,
+        sums: list[float] | None = None,
+    ) -> None:
         """Lay a trace under a play.
 
         Args:
@@ -36,16 +49,15 @@ class Capacity:
             start_s: where in the trace the play begins; wraps.
             rtt_s: round trip; slow start begins one round trip after the play.
             slow_start: False for a connection that is warm already.
+            sums: `running_sums` of the trace, for many plays over one trace.
         """
-        if trace.mean_rate <= 0:
-            raise TraceError(f"{trace.name}: carries nothing at all; a play over it could never end")
         self._starts = trace.times
         self._rates = trace.rates
         self._period = trace.duration_s
-        ends = (*trace.times[1:], trace.duration_s)
-        sums = [(end - start) * rate for start, end, rate in zip(trace.times, ends, trace.rates, strict=True)]
-        self._sums = [0.0, *accumulate(sums)]
+        self._sums = running_sums(trace) if sums is None else sums
         self._total = self._sums[-1]
+        if self._total <= 0:
+            raise TraceError(f"{trace.name}: carries nothing at all; a play over it could never end")
         self._offset = start_s % self._period
         self._origin = self._carried(self._offset)
         self._ramp: list[tuple[float, float, float]] = []

@@ -17,7 +17,7 @@ from kvabr.recompute.cost import PrefillCost
 from kvabr.recompute.loss import predicted_loss
 from kvabr.recompute.planner import EngineMode
 from kvabr.replay.clairvoyant import Bound, Clairvoyant
-from kvabr.replay.link import Capacity
+from kvabr.replay.link import Capacity, running_sums
 from kvabr.replay.simulator import Simulator
 from kvabr.replay.trace import Trace
 
@@ -76,17 +76,26 @@ class Stage:
         self.catalog, self.options = catalog, options
         self.ladder = Ladder(catalog)
         self._clairvoyant = Clairvoyant(catalog, options.cost, options.mode, decode_scale=options.decode_scale)
+        self._last: tuple[Trace, Trace, list[float]] | None = None
 
     def prepare(self, trace: Trace, start_s: float) -> tuple[Capacity, float, Bound]:
         """The link of one play, its round trip, and the clairvoyant bound."""
         options = self.options
-        if options.scale_to_mean is not None:
-            wanted = options.scale_to_mean * self.catalog.fp16_bytes / options.deadline_s
-            trace = trace.scaled(wanted / trace.mean_rate)
+        trace, sums = self._scaled(trace)
         rtt_s = options.rtt_s if options.rtt_s is not None else trace.rtt_s
         rtt_s = DEFAULT_RTT_S if rtt_s is None else rtt_s
-        capacity = Capacity(trace, start_s, rtt_s, slow_start=options.slow_start)
+        capacity = Capacity(trace, start_s, rtt_s, slow_start=options.slow_start, sums=sums)
         return capacity, rtt_s, self._clairvoyant.bound(capacity, options.deadline_s)
+
+    def _scaled(self, trace: Trace) -> tuple[Trace, list[float]]:
+        """The trace as it is played, and its running sums; the last one is remembered, for plays come trace by trace."""
+        if self._last is None or self._last[0] is not trace:
+            played = trace
+            if self.options.scale_to_mean is not None:
+                wanted = self.options.scale_to_mean * self.catalog.fp16_bytes / self.options.deadline_s
+                played = trace.scaled(wanted / trace.mean_rate)
+            self._last = (trace, played, running_sums(played))
+        return self._last[1], self._last[2]
 
     def play(self, trace: Trace, start_s: float, policy: str, *, log: bool = False) -> Outcome:
         """Play once."""

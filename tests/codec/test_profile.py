@@ -21,7 +21,7 @@ def test_round_trip_and_name():
     again = Profile.from_bytes(GOOD.to_bytes())
     assert again.digest == GOOD.digest
     assert again.spec == SHAPE
-    for field in ("mean", "step", "table", "counts"):
+    for field in ("mean", "basis", "step", "table", "counts"):
         assert torch.equal(getattr(again, field), getattr(GOOD, field))
     assert profile(SHAPE).digest == GOOD.digest
     # Comparing tensors field by field would raise.
@@ -36,7 +36,7 @@ def test_it_is_bound_to_its_model():
 
 def parts(**changes):
     facts = {"format": "kvabr.profile/1", "sinks": 4, "spec": SHAPE.to_json()}
-    arrays = {name: getattr(GOOD, name).contiguous() for name in ("mean", "step", "table", "counts")}
+    arrays = {name: getattr(GOOD, name).contiguous() for name in ("mean", "basis", "step", "table", "counts")}
     for name, value in changes.items():
         (facts if name in facts else arrays)[name] = value
     return save({k: array for k, array in arrays.items() if array is not None}, metadata={"kvabr": json.dumps(facts)})
@@ -53,6 +53,12 @@ def parts(**changes):
         {"mean": None},
         {"mean": GOOD.mean[:1].contiguous()},
         {"mean": torch.full_like(GOOD.mean, float("nan"))},
+        {"basis": None},
+        {"basis": GOOD.basis[..., :-1].contiguous()},
+        {"basis": GOOD.basis.float().contiguous()},
+        {"basis": torch.zeros(GOOD.basis.shape, dtype=torch.float16)},
+        {"basis": GOOD.basis.contiguous() * 2},
+        {"basis": torch.full(GOOD.basis.shape, float("nan"), dtype=torch.float16)},
         {"step": torch.zeros_like(GOOD.step)},
         {"step": GOOD.step.double()},
         {"step": torch.full_like(GOOD.step, 1e30)},

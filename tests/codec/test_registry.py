@@ -44,7 +44,8 @@ def install(monkeypatch, name, value):
 
 def test_a_plug_in_is_a_track_like_any_other(monkeypatch):
     install(monkeypatch, "Louder", "Louder")
-    assert registry.names() == (*LEVELS, "Louder")
+    assert registry.names()[: len(LEVELS)] == LEVELS
+    assert "Louder" in registry.names()[len(LEVELS) :]
     shape, out = spec(1, 1, 32), torch.empty(spec(1, 1, 32).shape(9))
     context = GroupContext(shape, 0, 9)
     frame = encode_group(cache(shape, 9), "Louder", context, "ab" * 32, 0)

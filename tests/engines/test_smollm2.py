@@ -60,7 +60,7 @@ def test_the_model_reads_english(bed):
 
 
 def test_a_hole_is_filled_exactly(bed):
-    tokens = bed.encode(measuring_texts()["licence"] if "licence" in measuring_texts() else "text " * 300)[:384]
+    tokens = bed.encode(measuring_texts().get("licence", "text " * 300))[:384]
     whole = bed.engine.prefill(tokens)
     hole = bed.engine.prefill(tokens[128:256], whole[:, :, :, :128])
     assert (hole - whole[:, :, :, 128:256]).abs().max() < 1e-3

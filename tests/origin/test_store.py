@@ -124,7 +124,7 @@ def test_profile_of_another_model(asset):
     catalog["profile"], catalog["profile_bytes"] = other.digest, len(other.to_bytes())
     (asset.path / "catalog.json").write_text(json.dumps(catalog))
     (asset.path / "profile.safetensors").write_bytes(other.to_bytes())
-    with pytest.raises(ForeignError, match="another|calibrated for"):
+    with pytest.raises(ForeignError, match="calibrated for"):
         Asset.open(asset.path).profile()
 
 

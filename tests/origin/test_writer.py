@@ -24,10 +24,14 @@ def left_over(folder):
 
 @pytest.mark.parametrize("error", [RuntimeError("broken"), KeyboardInterrupt(), SystemExit(3)])
 def test_nothing_remains_when_interrupted(tmp_path, error):
-    with pytest.raises(type(error)), AssetWriter(tmp_path / "asset") as writer:
-        writer.frame(0, "FP16", b"x" * 1000)
-        assert len(left_over(tmp_path)) == 1
-        raise error
+    def interrupted():
+        with AssetWriter(tmp_path / "asset") as writer:
+            writer.frame(0, "FP16", b"x" * 1000)
+            assert len(left_over(tmp_path)) == 1
+            raise error
+
+    with pytest.raises(type(error)):
+        interrupted()
     assert left_over(tmp_path) == []
 
 
@@ -45,9 +49,14 @@ def test_an_asset_is_replaced_only_when_forced(tmp_path):
 def test_a_failed_replacement_leaves_the_old_asset(tmp_path):
     path = tmp_path / "asset"
     toy_asset(path)
-    with pytest.raises(RuntimeError), AssetWriter(path, force=True) as writer:
-        writer.frame(0, "FP16", b"new")
-        raise RuntimeError
+
+    def fails():
+        with AssetWriter(path, force=True) as writer:
+            writer.frame(0, "FP16", b"new")
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fails()
     assert Asset.open(path).frame(0, "FP16")
     assert left_over(tmp_path) == ["asset"]
 
@@ -120,7 +129,7 @@ def encode(path, *prefix, limit=None):
     def restrict():
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
 
-    return subprocess.run(
+    return subprocess.run(  # noqa: S603 - our own interpreter
         [*prefix, sys.executable, "-c", ENCODE, str(path)],
         cwd=ROOT, capture_output=True, text=True, check=False, preexec_fn=restrict if limit else None,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -139,9 +148,9 @@ def test_a_full_disk_leaves_no_half_asset(tmp_path):
     """A real one: a file system of 64 kB that the asset does not fit into."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    script = f'mount -t tmpfs -o size=64k none {disk} && "$@"; status=$?; ls -A {disk} | sed "s/^/left: /"; exit $status'
+    script = f'mount -t tmpfs -o size=64k none {disk} && "$@"; status=$?; ls -A {disk} | sed s/^/left:/; exit $status'
     confined = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", script, "sh"]
-    probe = subprocess.run([*confined, "true"], capture_output=True, check=False)
+    probe = subprocess.run([*confined, "true"], capture_output=True, check=False)  # noqa: S603
     if probe.returncode:
         pytest.skip("this machine lets no one mount a small disk; the test above stands in for it")
     done = encode(disk / "asset", *confined)

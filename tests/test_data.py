@@ -1,0 +1,56 @@
+"""What ships with the package: a profile that decodes what its catalog promises, and a catalog of a real encode."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from importlib.resources import files
+
+import pytest
+
+import kvabr.data
+from kvabr.codec.profile import Profile
+from kvabr.data import default_catalog, default_profile_bytes
+from kvabr.recompute.loss import RECOMPUTED, predicted_loss
+
+
+def test_the_catalog_is_a_real_one_and_small():
+    catalog = default_catalog()
+    assert (catalog.tokens, catalog.groups, catalog.spec.layers) == (8064, 63, 30)
+    assert {track.name for track in catalog.tracks} >= {"FP16", "BF16", "FP8", "Int8", "FP4", "Int4", "AC-5x"}
+    assert len(files(kvabr.data).joinpath(kvabr.data.CATALOG).read_bytes()) < 100_000
+    assert catalog.prefill is not None
+    assert catalog.source
+    for track in catalog.tracks:
+        assert track.measured is not None
+        assert sum(track.loss) == pytest.approx(track.measured.kl, rel=1e-3)
+        assert 0 < track.decode_s < 0.5
+    ratio = {track.name: catalog.fp16_bytes / track.total_bytes for track in catalog.tracks}
+    assert ratio["AC-5x"] >= 5.0
+    assert ratio["Int8"] > 1.88
+    assert ratio["Int4"] > 3.7
+
+
+def test_its_mixed_caches_were_predicted():
+    mixes = default_catalog().mixes
+    assert len(mixes) >= 6
+    for mix in mixes:
+        assert 0.5 < mix.predicted / mix.measured < 2.0, mix
+
+
+def test_the_profile_is_the_one_that_the_catalog_names():
+    catalog, data = default_catalog(), default_profile_bytes()
+    assert (hashlib.sha256(data).hexdigest(), len(data)) == (catalog.profile, catalog.profile_bytes)
+    Profile.from_bytes(data).check(catalog.spec)
+
+
+def test_predicting_a_loss_takes_microseconds():
+    """A replay asks thousands of times; a hundredth of what a simulated play may take."""
+    catalog = default_catalog()
+    tracks = [("Int4", "AC-5x", RECOMPUTED)[group % 3] for group in range(63)]
+    best = 1.0
+    for _ in range(50):
+        start = time.process_time()
+        predicted_loss(catalog, tracks)
+        best = min(best, time.process_time() - start)
+    assert best < 2e-4
