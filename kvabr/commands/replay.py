@@ -178,6 +178,7 @@ def _matrix(args: argparse.Namespace, catalog: Catalog) -> Matrix:
         starts=args.starts,
         seed=args.seed,
         timelines=args.timelines if wants_timelines else 0,
+        detail=wants_timelines or args.json is not None or args.verify,
     )
 
 

@@ -88,7 +88,7 @@ class Stage:
         return capacity, rtt_s, self._clairvoyant.bound(capacity, options.deadline_s)
 
     def _scaled(self, trace: Trace) -> tuple[Trace, list[float]]:
-        """The trace as it is played, and its running sums; the last one is remembered, for plays come trace by trace."""
+        """The trace as it is played, and its running sums; the last one is remembered: plays come trace by trace."""
         if self._last is None or self._last[0] is not trace:
             played = trace
             if self.options.scale_to_mean is not None:
@@ -214,6 +214,7 @@ def _run_line(
         "feasible": bound.feasible,
         "wrapped": capacity.wraps_within(ttft if ttft is not None else deadline),
         "gave_up": record.gave_up,
+        "track_tokens": _track_tokens(catalog, record),
         "groups": [
             {
                 "group": group.group,
@@ -228,6 +229,14 @@ def _run_line(
             for group in record.groups
         ],
     }
+
+
+def _track_tokens(catalog: Catalog, record: PlayRecord) -> dict[str, int]:
+    tokens: dict[str, int] = {}
+    for group in record.groups:
+        track = group.track or "none"
+        tokens[track] = tokens.get(track, 0) + catalog.group_tokens(group.group)
+    return tokens
 
 
 def _round(value: float | None) -> float | None:

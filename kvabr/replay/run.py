@@ -37,6 +37,8 @@ class Matrix:
     seed: int = 0
     timelines: int = 0
     """Plays whose timeline is kept: the first start of each trace and policy, until so many are kept; -1 for all."""
+    detail: bool = True
+    """Whether the report lists every group of every run, and the steps for verification: much, for many plays."""
 
     def __post_init__(self) -> None:
         if not self.traces:
@@ -98,7 +100,6 @@ def replay(matrix: Matrix, *, jobs: int | None = None, on_progress: Callable[[in
 def finish(matrix: Matrix, runs: list[dict[str, Any]]) -> dict[str, Any]:
     """The report around the runs."""
     catalog, options = matrix.catalog, matrix.options
-    group_tokens = [catalog.group_tokens(group) for group in range(catalog.groups)]
     return {
         "schema": SCHEMA,
         "asset": {
@@ -124,8 +125,8 @@ def finish(matrix: Matrix, runs: list[dict[str, Any]]) -> dict[str, Any]:
             "starts": matrix.starts,
             "seed": matrix.seed,
         },
-        "summary": summarise(runs, group_tokens),
-        "families": by_family(runs, group_tokens),
+        "summary": summarise(runs),
+        "families": by_family(runs),
         "runs": runs,
     }
 
@@ -186,5 +187,8 @@ def _play(matrix: Matrix, stage: Stage, task: _Task) -> _Outcomes:
     for index, policy in enumerate(matrix.policies):
         log = index < task.logged
         played = stage.play_on(trace, task.start_s, policy, capacity, rtt_s, bound, log=log)
-        out.append((played.run, played.record.steps, played.log, played.link))
+        steps = played.record.steps if matrix.detail else []
+        if not matrix.detail:
+            del played.run["groups"]
+        out.append((played.run, steps, played.log, played.link))
     return out

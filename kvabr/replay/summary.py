@@ -10,7 +10,7 @@ from typing import Any
 _Z95 = 1.959963984540054
 
 
-def summarise(runs: Sequence[dict[str, Any]], group_tokens: Sequence[int], decimals: int = 9) -> dict[str, Any]:
+def summarise(runs: Sequence[dict[str, Any]], digits: int = 9) -> dict[str, Any]:
     """The ``summary`` of a replay report: one entry per policy, in the order in which they first appear.
 
     Hit ratio, loss and regret are over the feasible plays: those in which at least a clairvoyant player could have met
@@ -18,21 +18,20 @@ def summarise(runs: Sequence[dict[str, Any]], group_tokens: Sequence[int], decim
 
     Args:
         runs: lines of the report.
-        group_tokens: tokens in each group of the asset.
-        decimals: significant digits kept.
+        digits: significant digits kept.
     """
     by_policy: dict[str, list[dict[str, Any]]] = {}
     for run in runs:
         by_policy.setdefault(run["policy"], []).append(run)
-    return {policy: _entry(lines, group_tokens, decimals) for policy, lines in by_policy.items()}
+    return {policy: _entry(lines, digits) for policy, lines in by_policy.items()}
 
 
-def by_family(runs: Sequence[dict[str, Any]], group_tokens: Sequence[int]) -> dict[str, Any]:
+def by_family(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The same for every trace family: {family: {policy: entry}}."""
     families: dict[str, list[dict[str, Any]]] = {}
     for run in runs:
         families.setdefault(run["trace_family"], []).append(run)
-    return {family: summarise(lines, group_tokens) for family, lines in sorted(families.items())}
+    return {family: summarise(lines) for family, lines in sorted(families.items())}
 
 
 def wilson(hits: int, runs: int) -> tuple[float, float]:
@@ -63,14 +62,13 @@ def mean(values: Iterable[float]) -> float | None:
     return math.fsum(listed) / len(listed) if listed else None
 
 
-def _entry(runs: Sequence[dict[str, Any]], group_tokens: Sequence[int], decimals: int) -> dict[str, Any]:
+def _entry(runs: Sequence[dict[str, Any]], digits: int) -> dict[str, Any]:
     feasible = [run for run in runs if run["feasible"]]
     hits = sum(run["met"] for run in feasible)
     ttft = [run["ttft_s"] for run in runs if run["ttft_s"] is not None]
     tokens: Counter[str] = Counter()
     for run in runs:
-        for group in run["groups"]:
-            tokens[group["track"] or "none"] += group_tokens[group["group"]]
+        tokens.update(run["track_tokens"])
     fetched = sum(run["bytes_fetched"] for run in runs)
     wasted = sum(run["bytes_wasted"] for run in runs)
     entry: dict[str, Any] = {
@@ -93,7 +91,7 @@ def _entry(runs: Sequence[dict[str, Any]], group_tokens: Sequence[int], decimals
         "abandoned_mean": mean(run["abandoned"] for run in runs),
         "track_share": {track: count / tokens.total() for track, count in sorted(tokens.items())},
     }
-    return {key: _round(value, decimals) for key, value in entry.items()}
+    return {key: _round(value, digits) for key, value in entry.items()}
 
 
 def _round(value: Any, digits: int) -> Any:

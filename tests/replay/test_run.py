@@ -93,4 +93,12 @@ def test_plays_that_nobody_could_make_stand_apart():
     assert entry["hit_ratio"] is None
     assert entry["regret_mean"] is None
     assert all(run["regret"] is None for run in report.result["runs"])
-    assert summarise([], []) == {}
+    assert summarise([]) == {}
+
+
+def test_without_detail_the_totals_are_the_same():
+    whole, totals = replay(matrix(), jobs=1), replay(matrix(detail=False), jobs=1)
+    assert totals.result["summary"] == whole.result["summary"]
+    assert totals.result["families"] == whole.result["families"]
+    assert "groups" not in totals.result["runs"][0]
+    assert not any(totals.steps)
