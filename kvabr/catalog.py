@@ -25,6 +25,8 @@ SCHEMA = "kvabr.catalog/1"
 MAX_CATALOG_BYTES = 64 << 20
 _MAX_GROUPS = 1 << 20
 _MAX_TRACKS = 64
+_MAX_PROFILE_BYTES = 1 << 30
+_MAX_LOSS = 1e6
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +99,10 @@ class Catalog:
         groups = self.spec.groups(self.tokens) if self.tokens > 0 else 0
         if not 0 < groups <= _MAX_GROUPS:
             raise FormatError(f"catalog: {self.tokens} tokens make {groups} groups; 1 to {_MAX_GROUPS} are allowed")
+        if not 0 <= self.profile_bytes <= _MAX_PROFILE_BYTES:
+            raise FormatError(f"catalog: a profile of {self.profile_bytes} bytes, not 0 to {_MAX_PROFILE_BYTES}")
+        if any(not (math.isfinite(mix.predicted) and math.isfinite(mix.measured)) for mix in self.mixes):
+            raise FormatError("catalog: a mix has a loss that is not a number")
         if len(self.chunks) != groups:
             raise FormatError(f"catalog: {groups} groups but {len(self.chunks)} prompt digests")
         if not 0 < len(self.tracks) <= _MAX_TRACKS:
@@ -231,10 +237,13 @@ def _check_track(track: Track, groups: int, before: set[str]) -> None:
         raise FormatError(f"catalog: track {name} must list bytes, loss and digest of each of {groups} groups")
     if any(size <= 0 or size > 1 << 40 for size in track.bytes):
         raise FormatError(f"catalog: track {name} has a group whose size is not positive")
-    if any(not math.isfinite(loss) or loss < 0 for loss in track.loss):
+    if any(not 0 <= loss <= _MAX_LOSS for loss in track.loss):
         raise FormatError(f"catalog: track {name} has a group whose loss is negative or not a number")
     if not (math.isfinite(track.decode_s) and track.decode_s >= 0):
         raise FormatError(f"catalog: track {name} has a decode time that is negative or not a number")
+    quality = track.measured
+    if quality is not None and not all(map(math.isfinite, (quality.kl, quality.dnll, quality.top1))):
+        raise FormatError(f"catalog: track {name} has a measured quality that is not a number")
 
 
 def _track_to_json(track: Track) -> dict[str, Any]:

@@ -54,6 +54,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader of our output went away, as with `| head`: that is no failure of ours.
         sys.stderr.close()
         return 0
+    except OSError as error:
+        print(f"kvabr: {error.strerror or error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("kvabr: interrupted", file=sys.stderr)
         return 130

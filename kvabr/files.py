@@ -17,8 +17,14 @@ def write_text(path: Path, text: str) -> None:
     """
     name: str | None = None
     try:
+        path = path.resolve()  # a link stays one: what it leads to is replaced
+        if path.exists() and not path.is_file():
+            # A pipe or a device: there is nothing to replace, and replacing it would destroy it.
+            with path.open("w", encoding="utf-8", errors="backslashreplace") as file:
+                file.write(text)
+            return
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
+        with os.fdopen(handle, "w", encoding="utf-8", errors="backslashreplace") as file:
             file.write(text)
         mask = os.umask(0)
         os.umask(mask)

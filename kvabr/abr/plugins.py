@@ -77,7 +77,9 @@ def _construct(cls: type[T], text: str, argument: str | None) -> Callable[[], T]
     def make() -> T:
         try:
             return build() if argument is None else build(argument)
-        except Exception as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
             raise PolicyError(f"{text}: cannot be created: {error!r} ({where(cls, error)})") from error
 
     return make
@@ -129,7 +131,7 @@ def where(cls: type[Any] | None, error: BaseException | None = None) -> str:
     """File and line of the innermost frame of an error, or of a class's ``decide``: where its author has to look."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}, line {error.lineno}"
-    if error is not None and (frames := traceback.extract_tb(error.__traceback__)):
+    if error is not None and (frames := traceback.extract_tb(error.__traceback__)) and frames[-1].filename != __file__:
         return f"{frames[-1].filename}, line {frames[-1].lineno}"
     if cls is None:
         return "unknown place"

@@ -32,6 +32,8 @@ class EngineLane:
         """Whether an absent group is the engine's, so that the policy need not care."""
         if group in self.planned or group in self.chosen:
             return True
+        if self.computing is not None and self.computing[0] <= group < self.computing[1]:
+            return True
         return self._mode == "suffix" and bool(self.chosen) and group >= min(self.chosen)
 
     def replan(self, absent: Collection[int]) -> tuple[bool, Plan | None]:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 from kvabr.abr.estimator import Estimator
+from kvabr.abr.plugins import where
+from kvabr.errors import PolicyError
 
 _SHORTEST_SHARE = 1 / 400
 """Samples shorter than this share of the deadline are gathered into longer ones."""
@@ -17,9 +21,9 @@ class Meter:
     """Watches one play's link."""
 
     def __init__(self, estimator: Estimator, deadline_s: float) -> None:
-        self.estimator = estimator
+        self._estimator = estimator
         self._deadline_s = deadline_s
-        estimator.start(deadline_s)
+        self._begin()
         self._ramp_rate: float | None = 0.0
         """Rate of the last sample while every sample is clearly faster than the one before; None once that is over."""
         self._shortest_s = _SHORTEST_SHARE * deadline_s
@@ -29,9 +33,40 @@ class Meter:
         self._bytes = 0
         self._quiet_since = 0.0
 
+    def estimates(self) -> tuple[float, float, float]:
+        """Rate and lower bound, bytes per second, and time to first byte, seconds.
+
+        Raises:
+            PolicyError: the estimator raises, or returns what is no finite number from 0.
+        """
+        estimator = self._estimator
+        try:
+            rate, lower, ttfb = estimator.rate(), estimator.lower_bound(), estimator.ttfb()
+        except Exception as error:
+            raise self._fault(f"raised {error!r}", error) from error
+        if all(isinstance(value, int | float) and 0.0 <= value < math.inf for value in (rate, lower, ttfb)):
+            return rate, min(rate, lower), ttfb
+        raise self._fault(f"estimates rate {rate!r}, lower bound {lower!r}, first byte {ttfb!r}; finite numbers from 0")
+
+    def _begin(self) -> None:
+        try:
+            self._estimator.start(self._deadline_s)
+        except Exception as error:
+            raise self._fault(f"raised {error!r}", error) from error
+
+    def _sample(self, nbytes: int, seconds: float, now: float) -> None:
+        try:
+            self._estimator.sample(nbytes, seconds, now)
+        except Exception as error:
+            raise self._fault(f"raised {error!r}", error) from error
+
+    def _fault(self, what: str, error: Exception | None = None) -> PolicyError:
+        cls = type(self._estimator)
+        return PolicyError(f"estimator {getattr(cls, 'name', cls.__name__)} {what} ({where(cls, error)})")
+
     def first_byte(self, waited_s: float, now: float) -> None:
         """A request got its first byte after so many seconds."""
-        self.estimator.first_byte(waited_s)
+        self._estimator.first_byte(waited_s)
         if self._since is None:
             self._since = now
             self._bytes = 0
@@ -48,11 +83,11 @@ class Meter:
         seconds = now - self._since
         ramping = self._ramp_rate is not None
         # The first sample of all is wanted soon; those that follow must show whether the window still doubles.
-        least = max(self._shortest_s, self.estimator.ttfb()) if self._ramp_rate else self._shortest_s
+        least = max(self._shortest_s, self._estimator.ttfb()) if self._ramp_rate else self._shortest_s
         if seconds >= least or (idle and self._bytes and seconds > 0):
             if ramping:
                 self._forget_slow_start(self._bytes / seconds)
-            self.estimator.sample(self._bytes, seconds, now)
+            self._sample(self._bytes, seconds, now)
             self._since, self._bytes = now, 0
         if idle:
             self._since = None
@@ -61,7 +96,7 @@ class Meter:
         """While the connection's window still doubles, only the last sample says anything about the link."""
         if self._ramp_rate is not None and rate > _RAMP * self._ramp_rate:
             self._ramp_rate = rate
-            self.estimator.start(self._deadline_s)
+            self._begin()
         else:
             self._ramp_rate = None
 
@@ -69,6 +104,6 @@ class Meter:
         """Time passes. A link on which everything waits far longer than a round trip carries nothing: that is news."""
         if not idle:
             self.settle(now, idle=False)
-        elif waiting and now - self._quiet_since > max(self._silence_s, 3 * self.estimator.ttfb()):
-            self.estimator.sample(0, now - self._quiet_since, now)
+        elif waiting and now - self._quiet_since > max(self._silence_s, 3 * self._estimator.ttfb()):
+            self._sample(0, now - self._quiet_since, now)
             self._quiet_since = now

@@ -94,6 +94,7 @@ class Session:
         self._in_place = 0
         self._decoding: dict[int, Transfer] = {}
         self._failures: dict[tuple[int, str], int] = {}
+        self._abandoned: set[int] = set()
         self._requests = self._upgrades = 0
         self._content = False
         """The policy wanted nothing more when it was last asked."""
@@ -184,7 +185,7 @@ class Session:
     def computed(self, first: int, last: int, now: float) -> None:
         """The engine has computed groups ``first`` to ``last`` - 1, and they are in place."""
         lane = self._lane
-        if lane is None or lane.computing != (first, last):
+        if self.over or lane is None or lane.computing != (first, last):
             return
         self.record.recompute_s += lane.finish(now)
         self.record.steps.append(("compute", first, last))
@@ -197,6 +198,11 @@ class Session:
                 group, RECOMPUTED, requested_s=lane.started_s, ready_s=now, source="recomputed"
             )
             self.record.tokens_recomputed += self._catalog.group_tokens(group)
+            # A frame of this group may have been decoded meanwhile: what was computed takes its place.
+            self.view.track_of[group] = RECOMPUTED
+            self.view.settled.discard(group)
+            self._absent.pop(group, None)
+        self._sync_missing()
         self._journal.event("recompute_done", now, first=first, last=last)
         self._advance(now)
 
@@ -210,6 +216,8 @@ class Session:
         if self._umpire.policy.abandons:
             while (found := abandon.choose(self.view)) is not None:
                 self.record.abandoned += 1
+                if not found[0].upgrade:
+                    self._abandoned.add(found[0].group)
                 self._cancel(*found, now)
         self._journal.progress(now, self.record.bytes_fetched)
         self._advance(now)
@@ -249,18 +257,16 @@ class Session:
             if complete:
                 self._deliver(now)
                 return
-            left = len(self.view.missing)
+            left = self._catalog.groups - self._in_place
             raise self._umpire.nonsense(f"waits while {left} groups are missing and nothing is under way")
         if now > self._config.give_up_after * self.view.deadline_s:
             left = self._catalog.groups - self._in_place
             self._give_up(now, f"{left} of {self._catalog.groups} groups are still not in place")
 
     def _refresh(self, now: float) -> None:
-        view, estimator = self.view, self._meter.estimator
+        view = self.view
         view.now = now
-        view.rate = estimator.rate()
-        view.lower_bound = min(view.rate, estimator.lower_bound())
-        view.ttfb_s = estimator.ttfb()
+        view.rate, view.lower_bound, view.ttfb_s = self._meter.estimates()
 
     def _idle(self) -> bool:
         return not any(transfer.first_byte_s is not None for transfer in self.view.in_flight.values())
@@ -302,6 +308,8 @@ class Session:
     def _usable(self, group: int, track: str, *, upgrade: bool) -> str | None:
         """The track asked for, or, if that group of it has failed too often, the cheapest one left; None if none is."""
         limit = self._config.attempts
+        if not upgrade and group in self._abandoned:
+            track = self.view.ladder.cheapest  # asking for the same again would only be given up again
         if not self._failures or self._failures.get((group, track), 0) < limit:
             return track
         if upgrade:
@@ -330,6 +338,8 @@ class Session:
         self._journal.transfer("request", now, transfer, bytes=size)
 
     def _end_decoding(self, request: int) -> Transfer | None:
+        if self.over:
+            return None  # too late: the cache is handed over, and the books are closed
         transfer = self._decoding.pop(request, None)
         if transfer is not None:
             left = self.view.decode_backlog_s - self.view.decode_s(transfer.track)
@@ -361,7 +371,9 @@ class Session:
         record = self.record.groups[group]
         if transfer.upgrade:
             view.track_of[group] = record.track
-            if record.track != RECOMPUTED:
+            # A group whose upgrade fails again and again is left as it is.
+            tried = self._failures.get((group, transfer.track), 0)
+            if record.track != RECOMPUTED and tried < self._config.attempts:
                 view.settled.add(group)
         elif record.track is None:
             view.track_of[group] = None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from typing import Any
 
 from kvabr.abr.plugins import where
@@ -26,9 +28,9 @@ class Umpire:
         """
         try:
             self.policy.start(self._view)
-        except PolicyError:
+        except (PolicyError, KeyboardInterrupt):
             raise
-        except Exception as error:
+        except BaseException as error:  # a policy that calls sys.exit() must not end the replay in silence
             raise self._raised(error) from error
 
     def ask(self) -> Decision:
@@ -39,9 +41,9 @@ class Umpire:
         """
         try:
             decision = self.policy.decide(self._view)
-        except PolicyError:
+        except (PolicyError, KeyboardInterrupt):
             raise
-        except Exception as error:
+        except BaseException as error:  # a policy that calls sys.exit() must not end the replay in silence
             raise self._raised(error) from error
         if (fault := self._fault(decision)) is not None:
             raise self.nonsense(fault)
@@ -56,8 +58,13 @@ class Umpire:
         if not isinstance(decision, Decision):
             return f"returned {decision!r}, not a Decision"
         kind, group = decision.kind, decision.group
-        if kind not in _KINDS:
+        if not isinstance(kind, str) or kind not in _KINDS:
             return f"returned a decision of unknown kind {kind!r}"
+        reason: Any = decision.reason
+        if not isinstance(reason, str):
+            return f"gave {reason!r} as its reason, which must be text"
+        if (others := decision.alternatives) is not None and not _is_table(others):
+            return f"gave {others!r} as alternatives, which must be names with finite numbers"
         if kind == "wait":
             return None
         if kind == "finish":
@@ -72,7 +79,7 @@ class Umpire:
     def _track_fault(self, decision: Decision, group: int) -> str | None:
         view, track = self._view, decision.track
         offered = view.catalog.by_name
-        if track not in offered:
+        if not isinstance(track, str) or track not in offered:
             return f"asked for unknown track {track!r}; there are {', '.join(offered)}"
         current = view.track_of[group]
         if decision.kind == "fetch" and group not in view.missing:
@@ -84,8 +91,15 @@ class Umpire:
             return f"asked for {track} of group {group}, which refines {refines}, while it has {current}"
         return None
 
-    def _raised(self, error: Exception) -> PolicyError:
+    def _raised(self, error: BaseException) -> PolicyError:
         return PolicyError(f"policy {self._title()} raised {error!r} ({where(type(self.policy), error)})")
 
     def _title(self) -> str:
         return self.policy.name or type(self.policy).__name__
+
+
+def _is_table(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(
+        isinstance(key, str) and isinstance(number, int | float) and math.isfinite(number)
+        for key, number in value.items()
+    )

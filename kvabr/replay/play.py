@@ -123,7 +123,8 @@ class Stage:
             log=None if lines is None else lines.append,
         )
         if lines is not None:
-            lines.append(_opening(catalog, self.ladder, options, trace, start_s, policy, estimator.name, rtt_s))
+            title = getattr(estimator, "name", type(estimator).__name__)
+            lines.append(_opening(catalog, self.ladder, options, trace, start_s, policy, title, rtt_s))
         simulator = Simulator(
             session, catalog, capacity, rtt_s=rtt_s, cost=options.cost, decode_scale=options.decode_scale
         )

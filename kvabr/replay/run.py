@@ -43,6 +43,8 @@ class Matrix:
     def __post_init__(self) -> None:
         if not self.traces:
             raise UsageError("no traces to play over")
+        if self.timelines < -1:
+            raise UsageError(f"{self.timelines} timelines; give a number from 0, or -1 for all")
         if self.starts < 1:
             raise UsageError(f"{self.starts} starts; at least one is needed")
         for policy in self.policies:
@@ -82,6 +84,8 @@ def replay(matrix: Matrix, *, jobs: int | None = None, on_progress: Callable[[in
     Raises:
         PolicyError: a policy raised or returned nonsense; the whole replay fails.
     """
+    if jobs is not None and jobs < 1:
+        raise UsageError(f"{jobs} processes; at least one is needed")
     tasks = list(_tasks(matrix))
     runs: list[dict[str, Any]] = []
     report = Report({})

@@ -201,7 +201,7 @@ class Nonsense(Policy):
         self.answer = answer
 
     def decide(self, view):
-        if isinstance(self.answer, Exception):
+        if isinstance(self.answer, BaseException):
             raise self.answer
         return self.answer
 
@@ -220,6 +220,12 @@ class Nonsense(Policy):
         (Decision.wait("x"), "waits while"),
         (Decision.recompute(0, "x"), "not possible"),
         (Decision("dance", "x"), "unknown kind"),
+        (Decision([], "x"), "unknown kind"),
+        (Decision.fetch(0, [], "x"), "unknown track"),
+        (Decision.fetch(0, "Int4", 7), "its reason"),
+        (Decision.fetch(0, "Int4", "x", 5), "alternatives"),
+        (Decision.fetch(0, "Int4", "x", {"Int4": float("nan")}), "alternatives"),
+        (SystemExit(0), "SystemExit"),
         (ValueError("boom"), "boom"),
         (ZeroDivisionError("by zero"), "by zero"),
     ],
@@ -370,3 +376,73 @@ def test_the_engine_never_starts_a_run_that_misses_anyway_while_slow_start_still
             longest = max(longest, action.last - action.first)
             play.computed(action.first, action.last, now)
     assert longest == 1
+
+
+def test_nothing_changes_once_the_play_is_over():
+    play = session(2, "cheapfirst", config=PlayerConfig(min_requests=1, first_requests=1))
+    play.start(0.0)
+    todo, now = of(play.actions(), Fetch), 0.0
+    for _ in range(2):
+        now += 0.05
+        todo += of(bring(play, todo.pop(0), now), Fetch)
+    play.done(todo[0].request, 0.9)
+    (decode,) = of(play.actions(), Decode)
+    play.timer(1.0)
+    assert play.over
+    wasted, tracks = play.record.bytes_wasted, [group.track for group in play.record.groups]
+    assert wasted == todo[0].bytes
+    play.decoded(decode.request, 1.1)
+    play.refused(decode.request, "late", 1.2)
+    assert [group.track for group in play.record.groups] == tracks
+    assert play.record.bytes_wasted == wasted
+
+
+def test_a_policy_that_always_asks_for_the_dearest_track_is_held_to_what_can_still_arrive():
+    class Stubborn(Policy):
+        def decide(self, view):
+            group = view.first_missing()
+            return Decision.finish("done") if group is None else Decision.fetch(group, "FP16", "always the best")
+
+    play = session(1, Stubborn(), config=PlayerConfig(min_requests=1, first_requests=1))
+    play.start(0.0)
+    tracks, now = [], 0.0
+    while not play.over and now < 2.0:
+        for fetch in of(play.actions(), Fetch):
+            tracks.append(fetch.track)
+            asked, flying = now, fetch
+        now = play.next_timer()
+        play.progress(flying.request, int((now - asked) * 0.5 * play.view.catalog.track("FP16").bytes[0]), now)
+        play.timer(now)
+        if len(tracks) == 2:
+            break
+    assert tracks == ["FP16", "AC-5x"]
+
+
+@pytest.mark.parametrize("fault", ["raises", "text", "nan", "negative"])
+def test_a_broken_estimator_is_named_with_its_place(fault):
+    class Broken(DualEwma):
+        def rate(self):
+            if fault == "raises":
+                raise ZeroDivisionError
+            return {"text": "fast", "nan": float("nan"), "negative": -1.0}[fault]
+
+    play = Session(Ladder(catalog(2)), 1.0, load_policy("cheapfirst")(), Broken())
+    with pytest.raises(PolicyError, match=r"estimator ewma .*test_session\.py"):
+        play.start(0.0)
+
+
+def test_an_upgrade_that_always_fails_does_not_end_the_others():
+    play = session(3, "cheapfirst", config=PlayerConfig(min_requests=1, first_requests=1, attempts=2))
+    play.start(0.0)
+    todo, now, failed = of(play.actions(), Fetch), 0.0, 0
+    while todo:
+        now += 0.02
+        fetch = todo.pop(0)
+        if fetch.priority >= 128 and fetch.group == 0:
+            failed += 1
+            play.failed(fetch.request, "gone", now)
+            todo += of(play.actions(), Fetch)
+        else:
+            todo += of(bring(play, fetch, now), Fetch)
+    assert failed == 2
+    assert [group.source for group in play.record.groups] == ["fetched", "upgraded", "upgraded"]
