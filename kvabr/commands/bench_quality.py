@@ -75,7 +75,13 @@ def run(args: argparse.Namespace) -> int:
     for name, prompt in prompts.items():
         with StageBar(STAGES, console) as bar:
             catalog = publish(
-                bed.engine, prompt, tracks, profile, Keeper.in_memory(), time_engine=False, progress=bar
+                bed.engine,
+                prompt,
+                tracks,
+                profile,
+                Keeper.in_memory(),
+                time_engine=False,
+                progress=bar,
             )
         catalogs[name] = catalog
         title = f"{name}: {args.tokens} tokens, measured on the {args.continuation} that follow"

@@ -5,8 +5,8 @@ change of NLL and top-1 of the track. Then, for a few tracks, one group at a tim
 cache: the KL of that run is the group's own. Coding noise of different groups is nearly independent, and KL is
 quadratic in small noise, so these single losses nearly add up (measured on SmolLM2 with 3- and 4-bit caches: their sum
 is 0.86 to 1.3 of the KL of the whole cache). Scaling them to the whole cache's KL makes the losses of a track add up to
-what was measured; the shares of a track on which single groups were not run are those of the track with the nearest KL
-that was.
+what was measured. Every lossy track gets shares of its own, since codecs differ in where they hurt (one that keeps the
+attention sinks exact spares the first group); a nearly lossless one takes those of the track with the nearest KL.
 
 One forward pass is one measurement, so the passes are bounded: see `MAX_PASSES`.
 """
@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -30,10 +31,10 @@ Progress = Callable[[int, int], None]
 """Told of every step: steps done, steps in all."""
 
 MAX_PASSES = 192
-"""Forward passes that the attribution may take beyond one per track: three tracks of 64 groups."""
+"""Forward passes that the attribution may take beyond one per track: four tracks of 48 groups."""
 
-MAX_UNITS = 64
-"""Units in which a long cache is perturbed; a unit is as many neighbouring groups as that takes."""
+LEAST_UNITS = 16
+"""Units into which a long cache is cut at least, should there be so many tracks that some must share their shares."""
 
 NOISE_FLOOR = 1e-4
 """KL below which a track's single groups are not run: they would cost passes, and no player tells them apart."""
@@ -81,10 +82,7 @@ def measure_quality(
     work = exact.clone()
     tokens = int(exact.shape[-2])
     ranges = [spec.group_range(group, tokens) for group in range(spec.groups(tokens))]
-    width = -(-len(ranges) // MAX_UNITS)
-    units = [range(first, min(first + width, len(ranges))) for first in range(0, len(ranges), width)]
-    shape_tracks = max(1, min(len(tracks), max_passes // len(units)))
-    total = len(tracks) + (shape_tracks * len(units) if len(ranges) > 1 else 0)
+    total = len(tracks) + (max_passes if len(ranges) > 1 else 0)
     done = 0
 
     def step() -> None:
@@ -100,7 +98,8 @@ def measure_quality(
         step()
     work.copy_(exact)
 
-    shaped = _pick({track: quality[track].kl for track in tracks}, shape_tracks) if len(ranges) > 1 else []
+    units, shaped = _plan({track: quality[track].kl for track in tracks}, len(ranges), max_passes)
+    total = len(tracks) + len(shaped) * len(units)
     shares: dict[str, list[float]] = {}
     for track in shaped:
         singles = []
@@ -120,7 +119,31 @@ def measure_quality(
     for track in tracks:
         near = _nearest(quality, track, shaped)
         loss[track] = tuple(quality[track].kl * share for share in (shares[near] if near else even))
-    return Measured(quality, loss, _in_words(len(reference.continuation), shaped, width, len(ranges)))
+    return Measured(quality, loss, _in_words(len(reference.continuation), shaped, units))
+
+
+def _plan(kl: Mapping[str, float], groups: int, max_passes: int) -> tuple[list[range], list[str]]:
+    """Units of groups to perturb together, and the tracks on which to do it, within ``max_passes`` passes."""
+    if groups == 1:
+        return [range(1)], []
+    lossy = max(1, sum(value > NOISE_FLOOR for value in kl.values()))
+    units = _units(groups, max(LEAST_UNITS, max_passes // lossy))
+    return units, _pick(kl, max(1, min(lossy, max_passes // len(units))))
+
+
+def _units(groups: int, limit: int) -> list[range]:
+    """At most ``limit`` runs of neighbouring groups.
+
+    The first group (it holds the attention sinks) and the last ones (they are the nearest to what follows) bear most of
+    the loss: each of these is a unit of its own, and the middle is cut into equal runs.
+    """
+    if groups <= limit:
+        return [range(group, group + 1) for group in range(groups)]
+    tail = limit // 4
+    middle, runs = groups - 1 - tail, limit - 1 - tail
+    cuts = [1 + middle * index // runs for index in range(runs + 1)]
+    bounds = [0, *cuts, *range(groups - tail + 1, groups + 1)]
+    return [range(first, last) for first, last in pairwise(bounds)]
 
 
 def _pick(kl: Mapping[str, float], count: int) -> list[str]:
@@ -156,14 +179,15 @@ def _nearest(quality: Mapping[str, Quality], track: str, shaped: Sequence[str]) 
     )
 
 
-def _in_words(continuation: int, shaped: Sequence[str], width: int, groups: int) -> str:
+def _in_words(continuation: int, shaped: Sequence[str], units: Sequence[range]) -> str:
     whole = (
         f"KL(exact || track) per token, mean over the {continuation} tokens that follow the prompt, measured by the "
         "model with the whole cache on one track"
     )
-    if groups == 1:
+    if not shaped:
         return whole + "."
-    unit = "one group" if width == 1 else f"{width} neighbouring groups"
+    width = max(map(len, units))
+    unit = "one group" if width == 1 else f"one group (in the middle of the prompt, up to {width} neighbours)"
     return (
         f"{whole}; split over groups in proportion to the KL measured with {unit} at a time on the track and all "
         f"others exact, run for {', '.join(shaped)} and taken for every other track from the one of these with the "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvabr.origin.quality import measure_quality
+from kvabr.origin.quality import _units, measure_quality
 from kvabr.origin.score import Reference
 from tests.toymodel import SPEC, ToyModel, prompt
 
@@ -55,7 +55,7 @@ def test_the_exact_cache_is_not_touched(setting):
 
 def test_a_track_without_a_run_of_its_own_takes_the_nearest_shape(setting):
     errors = {"a": [0.3, 0, 0, 0, 0], "b": [0.29, 0, 0, 0, 0], "c": [0, 0, 0.15, 0, 0]}
-    measured = measure(setting, errors, max_passes=10)
+    measured = measure(setting, errors, max_passes=10)  # two tracks of five groups
     share = [loss / measured.quality["b"].kl for loss in measured.loss["b"]]
     assert share == pytest.approx([loss / measured.quality["a"].kl for loss in measured.loss["a"]])
     assert "run for a, c" in measured.method
@@ -67,6 +67,17 @@ def test_passes_are_bounded_and_announced(setting):
     measure(setting, errors, max_passes=12, progress=lambda done, total: seen.append((done, total)))
     assert seen[-1] == (6 + 10, 6 + 10)
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+
+
+@pytest.mark.parametrize(("groups", "limit"), [(5, 16), (16, 16), (17, 16), (63, 48), (63, 16), (5000, 48), (64, 63)])
+def test_units_cover_every_group_once_and_leave_both_ends_alone(groups, limit):
+    units = _units(groups, limit)
+    assert [group for unit in units for group in unit] == list(range(groups))
+    assert len(units) == min(groups, limit)
+    assert len(units[0]) == 1
+    assert all(len(unit) == 1 for unit in units[-(limit // 4) :])
+    middle = [len(unit) for unit in units[1 : -(limit // 4)]]
+    assert not middle or max(middle) - min(middle) <= 1
 
 
 def test_one_group_bears_all(setting):

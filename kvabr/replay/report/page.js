@@ -102,7 +102,9 @@ function readAddress() {
     const text = wanted.get(name);
     return text !== null && /^\d+$/.test(text) && Number(text) < count ? Number(text) : null;
   };
-  const play = index("play", DATA.plays.length) ?? 0;
+  // Without an address the page opens on the policy of least regret: that is the play that people want to see.
+  const best = DATA.plays.findIndex((play) => play.policy === DATA.policies[0]?.name);
+  const play = index("play", DATA.plays.length) ?? Math.max(0, best);
   const change = { ...nowhere, pinned: false, zoom: null, play };
   const decision = index("decision", DATA.plays[play].decisions.length);
   const t = Number.parseFloat(wanted.get("t"));

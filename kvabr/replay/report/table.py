@@ -84,7 +84,7 @@ def summary_table(result: Result) -> RenderableType:
     table.add_column("policy", no_wrap=True, overflow="ellipsis", min_width=10)
     for title in _TITLES:
         table.add_column(title, justify="right", no_wrap=True)
-    table.add_column("\ntracks")
+    table.add_column("\nmix")
     summary = result.get("summary", {})
     tracks = track_order(result)
     style = _styles(tracks)
