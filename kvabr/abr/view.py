@@ -40,6 +40,7 @@ class View:
         "cost",
         "deadline_s",
         "decode_backlog_s",
+        "engine_backlog_s",
         "in_flight",
         "ladder",
         "lower_bound",
@@ -78,6 +79,8 @@ class View:
         """Bytes still to come of all requests in flight."""
         self.decode_backlog_s: float = 0.0
         """Seconds of decoding that wait for, or run on, the decoder."""
+        self.engine_backlog_s: float = 0.0
+        """Seconds until the engine is done with what it computes now and with what it was left for good."""
         self.track_of: list[str | None] = [None] * ladder.catalog.groups
         """Per group, the track that is in place or arriving; ``recomputed`` if the engine computes it; or None."""
         self.settled: set[int] = set()
@@ -119,10 +122,11 @@ class View:
         return self.catalog.by_name[track].loss[group]
 
     def recompute_s(self, group: int) -> float:
-        """Seconds that the engine takes to compute one group; infinite if the play has no engine."""
+        """Seconds until the engine could have computed one group more; infinite if the play has no engine."""
         if self.cost is None:
             return float("inf")
-        return self.cost.seconds(group * self.catalog.spec.group_tokens, self.catalog.group_tokens(group))
+        alone = self.cost.seconds(group * self.catalog.spec.group_tokens, self.catalog.group_tokens(group))
+        return self.engine_backlog_s + alone
 
     def decode_s(self, track: str) -> float:
         """Seconds to decode one group of a track."""

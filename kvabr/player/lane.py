@@ -24,6 +24,12 @@ class EngineLane:
         self.started_s = 0.0
         self._free_s = 0.0
 
+    def backlog_s(self, now: float) -> float:
+        """Seconds until the engine is done with what it computes now and with what was left to it for good."""
+        running = max(0.0, self._free_s - now) if self.computing is not None else 0.0
+        here = range(*self.computing) if self.computing is not None else range(0)
+        return running + sum(self._seconds(group, group + 1) for group in self.chosen if group not in here)
+
     def waiting(self) -> bool:
         """Whether anything is left to the engine that it has not started on."""
         return bool(self.planned) or bool(self.chosen)

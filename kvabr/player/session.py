@@ -267,6 +267,8 @@ class Session:
         view = self.view
         view.now = now
         view.rate, view.lower_bound, view.ttfb_s = self._meter.estimates()
+        if self._lane is not None:
+            view.engine_backlog_s = self._lane.backlog_s(now)
 
     def _idle(self) -> bool:
         return not any(transfer.first_byte_s is not None for transfer in self.view.in_flight.values())
@@ -395,6 +397,7 @@ class Session:
         lane = self._lane
         if lane is not None:
             lane.chosen.add(group)
+            self.view.engine_backlog_s = lane.backlog_s(now)
             self._sync_missing()
             self._use_engine(lane, now)
 

@@ -32,7 +32,7 @@ def test_recomputed_behind_lossy_groups_inherits_a_share():
     made = catalog(4)
     loss = predicted_loss(made, ["Int4", "FP4", RECOMPUTED, RECOMPUTED])
     four, block = made.track("Int4").loss, made.track("FP4").loss
-    inherited = sum(INHERITED * (four[group] + block[group]) / 2 for group in (2, 3))
+    inherited = sum(INHERITED * (four[group] + block[group]) / group for group in (2, 3))
     assert loss == pytest.approx(four[0] + block[1] + inherited)
 
 
