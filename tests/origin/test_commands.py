@@ -120,7 +120,7 @@ def test_any_directory_is_calibrated_encoded_and_inspected(tmp_path, capsys):
 
 @pytest.mark.model
 def test_the_real_asset(asset, capsys):
-    """What `encode` made with SmolLM2: every level's size is the draft's, and its loss what the issue asks."""
+    """What `encode` made with SmolLM2: every level's size is the draft's, and its loss what a user may expect."""
     catalog = asset.catalog
     assert (catalog.groups, catalog.group_tokens(2), catalog.spec.model) == (3, 44, "SmolLM2-135M-Instruct-Q4_1")
     value = json.loads((asset.path.parent / "encode.json").read_text())

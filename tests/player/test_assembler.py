@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvabr.catalog import Catalog, Track
+from kvabr.codec import registry
 from kvabr.codec.base import Codec, GroupContext
 from kvabr.codec.bits import Reader, raw
 from kvabr.codec.group import encode_group, payload_of
-from kvabr.codec.registry import register
 from kvabr.errors import ForeignError, FormatError, HoleError, UsageError
 from kvabr.naming import LEVELS, TrackNamespace, chain
 from kvabr.player.assembler import Assembler, Verdict
@@ -50,8 +50,6 @@ class Residual(Codec):
         return base
 
 
-register(Residual())
-
 
 def publish(kv=KV, salt=b""):
     """A catalog and its frames, as a publisher makes them."""
@@ -75,8 +73,15 @@ def publish(kv=KV, salt=b""):
     return Catalog(TrackNamespace(SHAPE.model, chunks[-1]), SHAPE, TOKENS, tuple(chunks), tuple(tracks)), frames
 
 
-CATALOG, FRAMES = publish()
-FOREIGN, FOREIGN_FRAMES = publish(salt=b"another prompt")
+with pytest.MonkeyPatch.context() as patch:
+    patch.setitem(registry._registered, "residual", Residual())
+    CATALOG, FRAMES = publish()
+    FOREIGN, FOREIGN_FRAMES = publish(salt=b"another prompt")
+
+
+@pytest.fixture(autouse=True)
+def _residual(monkeypatch):
+    monkeypatch.setitem(registry._registered, "residual", Residual())
 
 
 def fresh(**options):
