@@ -67,9 +67,11 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     link.add_argument("--scale-to-mean", type=float, metavar="X", help="scale traces: the mean carries X of FP16")
     link.add_argument("--rtt", type=float, metavar="MS", help="round trip in ms (default: the trace's, else 40)")
     link.add_argument("--no-slow-start", action="store_true", help="the connection is warm")
-    engine = parser.add_argument_group("the engine")
+    engine = parser.add_argument_group(
+        "the engine", "Recompute takes what the asset's publisher measured; without --asset there is none unless you say."
+    )
     how = engine.add_mutually_exclusive_group()
-    how.add_argument("--prefill-rate", type=float, metavar="TOK/S", help="recompute rate (default: as measured)")
+    how.add_argument("--prefill-rate", type=float, metavar="TOK/S", help="recompute rate (default: the asset's own)")
     how.add_argument("--no-recompute", action="store_true", help="there is no engine: every group must be fetched")
     engine.add_argument("--engine-mode", choices=("suffix", "hole"), default="hole", help="what it can recompute")
     engine.add_argument(
@@ -151,7 +153,8 @@ def _asset(path: Path | None) -> tuple[Catalog, Asset | None]:
 
 
 def _matrix(args: argparse.Namespace, catalog: Catalog) -> Matrix:
-    cost = catalog.prefill
+    # What an asset's publisher measured is a fair guess of the user's own engine; what the shipped catalog's did is not.
+    cost = catalog.prefill if args.asset is not None else None
     if args.no_recompute:
         cost = None
     elif args.prefill_rate is not None:
