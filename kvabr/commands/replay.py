@@ -68,7 +68,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     link.add_argument("--rtt", type=float, metavar="MS", help="round trip in ms (default: the trace's, else 40)")
     link.add_argument("--no-slow-start", action="store_true", help="the connection is warm")
     engine = parser.add_argument_group(
-        "the engine", "Recompute takes what the asset's publisher measured; without --asset there is none unless you say."
+        "the engine", "Recompute takes what the asset's publisher measured; without --asset there is none."
     )
     how = engine.add_mutually_exclusive_group()
     how.add_argument("--prefill-rate", type=float, metavar="TOK/S", help="recompute rate (default: the asset's own)")
@@ -153,7 +153,7 @@ def _asset(path: Path | None) -> tuple[Catalog, Asset | None]:
 
 
 def _matrix(args: argparse.Namespace, catalog: Catalog) -> Matrix:
-    # What an asset's publisher measured is a fair guess of the user's own engine; what the shipped catalog's did is not.
+    # What an asset's publisher measured is a fair guess of one's own engine; what the shipped catalog's did is not.
     cost = catalog.prefill if args.asset is not None else None
     if args.no_recompute:
         cost = None
