@@ -28,6 +28,10 @@ and took no part in the calibration of the profile that comes with kvabr.
 """
 
 
+_NOISE = 1e-4
+"""Loss, nats per token, below which a mix says nothing about the prediction."""
+
+
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Declare the bench."""
     parser = commands.add_parser(
@@ -111,7 +115,9 @@ def run(args: argparse.Namespace) -> int:
 def _ratios(catalogs: list[Catalog]) -> list[dict[str, Any]]:
     from kvabr.commands.tables import mix_rows  # noqa: PLC0415
 
-    return [row for catalog in catalogs for row in mix_rows(catalog) if row["ratio"]]
+    rows = [row for catalog in catalogs for row in mix_rows(catalog) if row["ratio"]]
+    # Below a ten-thousandth of a nat both are noise, and the ratio of noises says nothing.
+    return [row for row in rows if max(row["predicted"], row["measured"]) >= _NOISE]
 
 
 def _summary(catalogs: list[Catalog]) -> list[dict[str, Any]]:
