@@ -39,3 +39,7 @@ class HoleError(KvabrError):
 
 class ModelError(KvabrError):
     """The real-model bed is not installed, or a text or cache does not fit the model."""
+
+
+class TransportError(KvabrError):
+    """A peer cannot be reached, refuses, breaks off, or does not keep to the protocol."""

@@ -22,6 +22,12 @@ ROOT = "moq://kvcache.moq.arpa/v1/"
 LEVELS = ("FP16", "BF16", "FP8", "Int8", "FP4", "Int4", "AC-5x")
 """The draft's compression levels, which are the track names."""
 
+CATALOG_TRACK = "catalog"
+"""Track whose only group is the catalog of the prompt that the namespace names."""
+
+PROFILE_TRACK = "profile"
+"""Track whose only group is a codec profile; the prompt field of its namespace is the profile's SHA-256."""
+
 MAX_FULL_TRACK_NAME = 4096
 """Bytes that namespace fields and track name may have together (moq-transport, section 2.4.1)."""
 

@@ -1,0 +1,158 @@
+"""The interface of every transport: a `Connection` makes `Download`s, one for each group of a track that is asked for.
+
+Rules that every transport keeps:
+
+- `Connection.fetch` returns at once and never raises for what the network or the peer does; errors come out of
+  `Download.read`, and each says what happened.
+- No more than ``limit`` bytes of a download are ever held: a peer that sends more ends it with `RequestError`.
+- A download that is not read holds back its sender, not other downloads' memory.
+- After `Download.cancel`, or when its connection is closed, nothing is left of a download: no task, no stream.
+- `read` never waits beyond the life of the connection: when that is lost, every reader is told.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Literal, Self
+
+from kvabr.errors import TransportError
+from kvabr.naming import TrackNamespace
+
+Limit = Literal["network", "publisher", "cpu"]
+"""Who held a transfer up: the path, the peer that had nothing to send, or this process, which could not read faster."""
+
+
+class RequestError(TransportError):
+    """The peer refused or broke off one request; the connection goes on."""
+
+    def __init__(self, message: str, *, code: int = 0, retry_after_s: float | None = None) -> None:
+        """Say what happened.
+
+        Args:
+            message: what was asked for, and what the peer answered.
+            code: the REQUEST_ERROR or reset code of moq-transport.
+            retry_after_s: when asking again may help; None: it will not.
+        """
+        super().__init__(message)
+        self.code = code
+        self.retry_after_s = retry_after_s
+
+
+class NotFoundError(RequestError):
+    """There is no such track, or none that this connection may read: the two cannot be told apart, on purpose."""
+
+
+class ConnectionLostError(TransportError):
+    """The connection ended; whatever was under way on it is gone, but a new one may be had."""
+
+
+@dataclass(slots=True)
+class DownloadStats:
+    """What is known of one download; times are of `time.monotonic`."""
+
+    requested_s: float
+    first_byte_s: float | None = None
+    done_s: float | None = None
+    received: int = 0
+    """Payload bytes that have arrived, read or not."""
+    limit: Limit = "network"
+    """Who held it up since the last read."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionStats:
+    """What is known of a connection; None where the transport cannot tell."""
+
+    rtt_s: float | None = None
+    """Smoothed round trip."""
+    bytes_received: int = 0
+    """Payload bytes of all downloads so far."""
+    lost_packets: int | None = None
+    """Packets of ours that were lost."""
+    rate: float | None = None
+    """The transport's own estimate of what the path carries towards us, bytes per second."""
+
+
+class Download(ABC):
+    """One group of one track on its way."""
+
+    stats: DownloadStats
+
+    @abstractmethod
+    async def read(self) -> bytes:
+        """The bytes that have come since the last read, waiting for some; empty once all of the group has come.
+
+        Raises:
+            NotFoundError: no such track, or none that this connection may read.
+            RequestError: refused, reset by the peer, or longer than the limit.
+            ConnectionLostError: the connection ended.
+        """
+
+    @abstractmethod
+    def prioritise(self, priority: int) -> None:
+        """Change the priority: 0 (most urgent) to 255, as in a MoQT REQUEST_UPDATE. A hint: some peers ignore it."""
+
+    @abstractmethod
+    def cancel(self) -> None:
+        """Nothing more is wanted of it. May be called at any time, also after its end."""
+
+
+class Connection(ABC):
+    """A way to one publisher or relay. Use it as an async context manager."""
+
+    backend: str
+    """``memory``, ``aioquic``, ``qh3`` or ``moq``."""
+    protocol: str
+    """What is spoken, as negotiated: ``moqt-18``, ``moqt-16``, or what else a transport has."""
+
+    @abstractmethod
+    def fetch(
+        self, namespace: TrackNamespace, track: str, group: int = 0, *, priority: int = 128, limit: int
+    ) -> Download:
+        """Ask for one group of one track.
+
+        Args:
+            namespace: which prompt.
+            track: name of the track.
+            group: which group.
+            priority: 0 (most urgent) to 255.
+            limit: bytes that it may have at most.
+        """
+
+    @abstractmethod
+    def stats(self) -> ConnectionStats:
+        """How the connection has done so far."""
+
+    @property
+    @abstractmethod
+    def closed(self) -> bool:
+        """Whether the connection has ended, from either side."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """End the connection and everything on it; may be called twice."""
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+
+async def read_all(download: Download) -> bytes:
+    """Everything of a download, whose limit bounds it.
+
+    Raises:
+        TransportError: as `Download.read`; the download is cancelled.
+    """
+    parts = []
+    try:
+        while part := await download.read():
+            parts.append(part)
+    finally:
+        download.cancel()
+    return b"".join(parts)
