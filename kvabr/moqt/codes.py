@@ -1,0 +1,152 @@
+"""Code points of moq-transport: message types, error codes, parameters, properties; and the faults that carry them."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class SessionCode(IntEnum):
+    """Why a session is closed (draft 18, section 13.8.1)."""
+
+    NO_ERROR = 0x0
+    INTERNAL_ERROR = 0x1
+    UNAUTHORIZED = 0x2
+    PROTOCOL_VIOLATION = 0x3
+    INVALID_REQUEST_ID = 0x4
+    DUPLICATE_TRACK_ALIAS = 0x5
+    KEY_VALUE_FORMATTING_ERROR = 0x6
+    TOO_MANY_REQUESTS = 0x7
+    """Draft 16 only."""
+    INVALID_PATH = 0x8
+    MALFORMED_PATH = 0x9
+    GOAWAY_TIMEOUT = 0x10
+    CONTROL_MESSAGE_TIMEOUT = 0x11
+    DATA_STREAM_TIMEOUT = 0x12
+    AUTH_TOKEN_CACHE_OVERFLOW = 0x13
+    DUPLICATE_AUTH_TOKEN_ALIAS = 0x14
+    VERSION_NEGOTIATION_FAILED = 0x15
+    MALFORMED_AUTH_TOKEN = 0x16
+    UNKNOWN_AUTH_TOKEN_ALIAS = 0x17
+    EXPIRED_AUTH_TOKEN = 0x18
+    INVALID_AUTHORITY = 0x19
+    MALFORMED_AUTHORITY = 0x1A
+
+
+class RequestCode(IntEnum):
+    """Why a request is refused (draft 18, section 13.8.2)."""
+
+    INTERNAL_ERROR = 0x0
+    UNAUTHORIZED = 0x1
+    TIMEOUT = 0x2
+    NOT_SUPPORTED = 0x3
+    MALFORMED_AUTH_TOKEN = 0x4
+    EXPIRED_AUTH_TOKEN = 0x5
+    GOING_AWAY = 0x6
+    EXCESSIVE_LOAD = 0x9
+    DOES_NOT_EXIST = 0x10
+    INVALID_RANGE = 0x11
+    MALFORMED_TRACK = 0x12
+    DUPLICATE_SUBSCRIPTION = 0x19
+    UNINTERESTED = 0x20
+    PREFIX_OVERLAP = 0x30
+    NAMESPACE_TOO_LARGE = 0x31
+    INVALID_JOINING_REQUEST_ID = 0x32
+    UNSUPPORTED_EXTENSION = 0x33
+    REDIRECT = 0x34
+
+
+class PublishDoneCode(IntEnum):
+    """Why a subscription ended (draft 18, section 13.8.3; draft 16 has 5 and 6 the other way round)."""
+
+    INTERNAL_ERROR = 0x0
+    UNAUTHORIZED = 0x1
+    TRACK_ENDED = 0x2
+    SUBSCRIPTION_ENDED = 0x3
+    GOING_AWAY = 0x4
+    TOO_FAR_BEHIND = 0x5
+    EXPIRED = 0x6
+    UPDATE_FAILED = 0x8
+    EXCESSIVE_LOAD = 0x9
+    MALFORMED_TRACK = 0x12
+
+
+class ResetCode(IntEnum):
+    """Why a stream is reset, or its sender told to stop (draft 18, section 13.8.4)."""
+
+    INTERNAL_ERROR = 0x0
+    CANCELLED = 0x1
+    DELIVERY_TIMEOUT = 0x2
+    SESSION_CLOSED = 0x3
+    GOING_AWAY = 0x4
+    """Draft 16: UNKNOWN_OBJECT_STATUS."""
+    TOO_FAR_BEHIND = 0x5
+    UNKNOWN_OBJECT_STATUS = 0x6
+    EXPIRED_AUTH_TOKEN = 0x7
+    EXCESSIVE_LOAD = 0x9
+    MALFORMED_TRACK = 0x12
+
+
+class Param(IntEnum):
+    """Message parameters (draft 18, section 13.6)."""
+
+    OBJECT_DELIVERY_TIMEOUT = 0x02
+    """Draft 16: DELIVERY_TIMEOUT."""
+    AUTHORIZATION_TOKEN = 0x03
+    RENDEZVOUS_TIMEOUT = 0x04
+    SUBGROUP_DELIVERY_TIMEOUT = 0x06
+    EXPIRES = 0x08
+    LARGEST_OBJECT = 0x09
+    FILL_TIMEOUT = 0x0A
+    FORWARD = 0x10
+    SUBSCRIBER_PRIORITY = 0x20
+    SUBSCRIPTION_FILTER = 0x21
+    GROUP_ORDER = 0x22
+    NEW_GROUP_REQUEST = 0x32
+    TRACK_NAMESPACE_PREFIX = 0x34
+
+
+class SetupOption(IntEnum):
+    """Setup options (draft 18, section 13.3; draft 16 calls them setup parameters)."""
+
+    PATH = 0x01
+    MAX_REQUEST_ID = 0x02
+    """Draft 16 only."""
+    AUTHORIZATION_TOKEN = 0x03
+    MAX_AUTH_TOKEN_CACHE_SIZE = 0x04
+    AUTHORITY = 0x05
+    MOQT_IMPLEMENTATION = 0x07
+
+
+class Property(IntEnum):
+    """Properties of tracks and objects (draft 18, section 13.7; draft 16 calls them extension headers)."""
+
+    OBJECT_DELIVERY_TIMEOUT = 0x02
+    MAX_CACHE_DURATION = 0x04
+    SUBGROUP_DELIVERY_TIMEOUT = 0x06
+    IMMUTABLE_PROPERTIES = 0x0B
+    DEFAULT_PUBLISHER_PRIORITY = 0x0E
+    DEFAULT_PUBLISHER_GROUP_ORDER = 0x22
+    DYNAMIC_GROUPS = 0x30
+    PRIOR_GROUP_ID_GAP = 0x3C
+    PRIOR_OBJECT_ID_GAP = 0x3E
+
+
+MANDATORY_TRACK_PROPERTIES = range(0x4000, 0x8000)
+"""Track properties that a receiver must understand, or not touch the track (draft 18, section 2.5.1)."""
+
+
+class SessionFault(Exception):  # noqa: N818  # not an error of ours: the peer's, and the session ends with it
+    """The peer broke the protocol; the session must be closed with ``code``."""
+
+    def __init__(self, message: str, code: SessionCode = SessionCode.PROTOCOL_VIOLATION) -> None:
+        """Say what the peer did."""
+        super().__init__(message)
+        self.code = code
+
+
+def name_of(code: int, kind: type[IntEnum]) -> str:
+    """A code for people: its name, or its number where it has none."""
+    try:
+        return kind(code).name
+    except ValueError:
+        return f"code 0x{code:x}"

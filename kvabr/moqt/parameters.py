@@ -1,0 +1,337 @@
+"""Message parameters, setup options, authorization tokens and subscription filters.
+
+Draft 18 gives every message parameter an encoding of its own (section 9.2), draft 16 writes them as key-value pairs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from kvabr.moqt.codes import Param, SessionFault, SetupOption
+from kvabr.moqt.draft import Draft
+from kvabr.moqt.wire import (
+    KeyValue,
+    Location,
+    Reader,
+    Varint,
+    malformed,
+    read_pairs,
+    write_location,
+    write_namespace,
+    write_pairs,
+    write_text,
+)
+
+DELETE, REGISTER, USE_ALIAS, USE_VALUE = range(4)
+"""Alias types of a token (draft 18, section 9.2.2)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """An authorization token, or a reference to one (draft 18, section 9.2.2)."""
+
+    value: bytes = b""
+    alias_type: int = USE_VALUE
+    alias: int | None = None
+    token_type: int = 0
+    """0: agreed upon outside the protocol."""
+
+    def encode(self, varint: Varint) -> bytes:
+        """The Token structure."""
+        out = varint.encode(self.alias_type)
+        if self.alias_type != USE_VALUE:
+            out += varint.encode(self.alias or 0)
+        if self.alias_type in (REGISTER, USE_VALUE):
+            out += varint.encode(self.token_type) + self.value
+        return out
+
+    @classmethod
+    def decode(cls, data: bytes, varint: Varint) -> Token:
+        """Read `encode` back.
+
+        Raises:
+            SessionFault: it is no Token structure.
+        """
+        reader = Reader(data, varint)
+        try:
+            kind = reader.varint()
+            if kind > USE_VALUE:
+                raise malformed(f"a token of alias type {kind}")
+            alias = None if kind == USE_VALUE else reader.varint()
+            token_type, value = 0, b""
+            if kind in (REGISTER, USE_VALUE):
+                token_type, value = reader.varint(), reader.rest()
+            reader.end()
+        except SessionFault as fault:
+            raise malformed(f"an authorization token cannot be read: {fault}") from fault
+        return cls(value, kind, alias, token_type)
+
+
+NEXT_GROUP, LARGEST_OBJECT, ABSOLUTE_START, ABSOLUTE_RANGE = 1, 2, 3, 4
+"""Filter types (draft 18, section 5.1.2)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Filter:
+    """Which objects a subscription wants."""
+
+    kind: int
+    start: Location | None = None
+    end_group: int | None = None
+    """The last group wanted."""
+
+    def encode(self, draft: Draft) -> bytes:
+        """The Subscription Filter structure."""
+        varint = draft.varint
+        out = varint.encode(self.kind)
+        if self.kind in (ABSOLUTE_START, ABSOLUTE_RANGE):
+            start = self.start or Location(0, 0)
+            out += write_location(varint, start)
+            if self.kind == ABSOLUTE_RANGE:
+                end = start.group if self.end_group is None else self.end_group
+                out += varint.encode(end - start.group if draft.number >= 18 else end)
+        return out
+
+    @classmethod
+    def decode(cls, data: bytes, draft: Draft) -> Filter:
+        """Read `encode` back.
+
+        Raises:
+            SessionFault: it is no filter.
+        """
+        reader = Reader(data, draft.varint)
+        kind = reader.varint()
+        if kind not in (NEXT_GROUP, LARGEST_OBJECT, ABSOLUTE_START, ABSOLUTE_RANGE):
+            raise SessionFault(f"a subscription filter of type {kind}")
+        start = reader.location() if kind in (ABSOLUTE_START, ABSOLUTE_RANGE) else None
+        end: int | None = None
+        if kind == ABSOLUTE_RANGE and start is not None:
+            end = reader.varint() + (start.group if draft.number >= 18 else 0)
+            if not start.group <= end < 1 << 64:
+                raise SessionFault(f"a subscription filter from group {start.group} to {end}")
+        reader.end()
+        return cls(kind, start, end)
+
+
+@dataclass(frozen=True, slots=True)
+class Parameters:
+    """The parameters of one message; None where it has none."""
+
+    object_delivery_timeout: int | None = None
+    """Milliseconds; draft 16: DELIVERY_TIMEOUT."""
+    tokens: tuple[Token, ...] = ()
+    rendezvous_timeout: int | None = None
+    subgroup_delivery_timeout: int | None = None
+    expires: int | None = None
+    largest: Location | None = None
+    fill_timeout: int | None = None
+    forward: int | None = None
+    priority: int | None = None
+    """0 (most urgent) to 255."""
+    filter: Filter | None = None
+    group_order: int | None = None
+    """1 ascending, 2 descending."""
+    new_group: int | None = None
+    namespace_prefix: tuple[bytes, ...] | None = None
+
+
+_Encoding = Literal["varint", "u8", "location", "filter", "token", "namespace"]
+_KINDS: dict[Param, tuple[str, _Encoding, int]] = {
+    Param.OBJECT_DELIVERY_TIMEOUT: ("object_delivery_timeout", "varint", 16),
+    Param.AUTHORIZATION_TOKEN: ("tokens", "token", 16),
+    Param.RENDEZVOUS_TIMEOUT: ("rendezvous_timeout", "varint", 18),
+    Param.SUBGROUP_DELIVERY_TIMEOUT: ("subgroup_delivery_timeout", "varint", 18),
+    Param.EXPIRES: ("expires", "varint", 16),
+    Param.LARGEST_OBJECT: ("largest", "location", 16),
+    Param.FILL_TIMEOUT: ("fill_timeout", "varint", 18),
+    Param.FORWARD: ("forward", "u8", 16),
+    Param.SUBSCRIBER_PRIORITY: ("priority", "u8", 16),
+    Param.SUBSCRIPTION_FILTER: ("filter", "filter", 16),
+    Param.GROUP_ORDER: ("group_order", "u8", 16),
+    Param.NEW_GROUP_REQUEST: ("new_group", "varint", 16),
+    Param.TRACK_NAMESPACE_PREFIX: ("namespace_prefix", "namespace", 18),
+}
+"""Field, encoding in draft 18, and the first draft that has it."""
+_RANGES = {Param.FORWARD: (0, 1), Param.GROUP_ORDER: (1, 2), Param.SUBSCRIBER_PRIORITY: (0, 255)}
+
+
+def known_parameters(draft: Draft) -> frozenset[Param]:
+    """The message parameters that a draft defines."""
+    return frozenset(param for param, (_, _, since) in _KINDS.items() if draft.number >= since)
+
+
+def write_parameters(parameters: Parameters, draft: Draft) -> bytes:
+    """Count and parameters, ascending by type.
+
+    Raises:
+        ValueError: a parameter that the draft does not have, or a value that it cannot carry.
+    """
+    varint = draft.varint
+    pairs: list[tuple[Param, bytes | int]] = []
+    for param, (name, kind, since) in _KINDS.items():
+        value: Any = getattr(parameters, name)
+        if value is None or value == ():
+            continue
+        if draft.number < since:
+            raise ValueError(f"draft {draft.number} has no parameter {param.name}")
+        low_high = _RANGES.get(param)
+        if low_high is not None and not low_high[0] <= value <= low_high[1]:
+            raise ValueError(f"{param.name} cannot be {value}")
+        every = value if kind == "token" else (value,)
+        pairs += [(param, _write_value(one, kind, draft)) for one in every]
+    if draft.number < 18:
+        return varint.encode(len(pairs)) + write_pairs(varint, pairs)
+    out, before = bytearray(varint.encode(len(pairs))), 0
+    for param, value in pairs:
+        out += varint.encode(param - before)
+        before = param
+        kind = _KINDS[param][1]
+        if isinstance(value, int):
+            out += bytes([value]) if kind == "u8" else varint.encode(value)
+        else:
+            out += write_text(varint, value) if kind in ("filter", "token") else value
+    return bytes(out)
+
+
+def _write_value(value: Any, kind: _Encoding, draft: Draft) -> bytes | int:
+    if kind == "location":
+        return write_location(draft.varint, value)
+    if kind == "filter":
+        out: bytes = value.encode(draft)
+        return out
+    if kind == "token":
+        token: bytes = value.encode(draft.varint)
+        return token
+    if kind == "namespace":
+        return write_namespace(draft.varint, value)
+    return int(value)
+
+
+def read_parameters(reader: Reader, draft: Draft, allowed: frozenset[Param]) -> Parameters:
+    """Read `write_parameters` back.
+
+    Args:
+        reader: where they stand.
+        draft: the draft.
+        allowed: those that the message may have. Others are a fault; draft 16 ignores them.
+
+    Raises:
+        SessionFault: an unknown, repeated or misplaced parameter, or a value out of range.
+    """
+    found: dict[str, Any] = {}
+    count, before = reader.varint(), 0
+    pairs = read_pairs(reader, count) if draft.number < 18 else None
+    for index in range(count):
+        if pairs is None:
+            before += reader.varint()
+            number = before
+        else:
+            number = pairs[index][0]
+        param = next((known for known in known_parameters(draft) if known == number), None)
+        if param is None:
+            raise SessionFault(f"an unknown message parameter 0x{number:x}")
+        name, kind, _ = _KINDS[param]
+        value = _read_value(reader, kind, draft) if pairs is None else _convert(pairs[index][1], kind, draft)
+        if param not in allowed:
+            if draft.number >= 18:
+                raise SessionFault(f"a parameter {param.name} in a message that cannot have it")
+            continue
+        low_high = _RANGES.get(param)
+        if low_high is not None and not low_high[0] <= value <= low_high[1]:
+            raise SessionFault(f"a parameter {param.name} of {value}")
+        if kind == "token":
+            found[name] = (*found.get(name, ()), value)
+        elif name in found:
+            raise SessionFault(f"a message with two parameters {param.name}")
+        else:
+            found[name] = value
+    return Parameters(**found)
+
+
+def _read_value(reader: Reader, kind: _Encoding, draft: Draft) -> Any:
+    if kind == "varint":
+        return reader.varint()
+    if kind == "u8":
+        return reader.u8()
+    if kind == "location":
+        return reader.location()
+    if kind == "namespace":
+        return reader.namespace()
+    return _convert(reader.text(0xFFFF, "a parameter"), kind, draft)
+
+
+def _convert(value: int | bytes, kind: _Encoding, draft: Draft) -> Any:
+    """What a length-prefixed parameter, or a key-value pair of draft 16, holds."""
+    if isinstance(value, int):
+        return value
+    if kind == "token":
+        return Token.decode(value, draft.varint)
+    if kind == "filter":
+        return Filter.decode(value, draft)
+    reader = Reader(value, draft.varint)
+    location = reader.location()
+    reader.end()
+    return location
+
+
+@dataclass(frozen=True, slots=True)
+class SetupOptions:
+    """What the ends tell each other first (draft 18, section 9.3.1)."""
+
+    path: bytes | None = None
+    """From clients only."""
+    authority: bytes | None = None
+    """From clients only."""
+    tokens: tuple[Token, ...] = ()
+    max_auth_token_cache_size: int = 0
+    implementation: bytes | None = None
+    max_request_id: int = 0
+    """Draft 16 only."""
+
+
+_SETUP = {
+    SetupOption.PATH: "path",
+    SetupOption.MAX_REQUEST_ID: "max_request_id",
+    SetupOption.AUTHORIZATION_TOKEN: "tokens",
+    SetupOption.MAX_AUTH_TOKEN_CACHE_SIZE: "max_auth_token_cache_size",
+    SetupOption.AUTHORITY: "authority",
+    SetupOption.MOQT_IMPLEMENTATION: "implementation",
+}
+
+
+def setup_pairs(options: SetupOptions, draft: Draft) -> list[KeyValue]:
+    """The options as key-value pairs; those that are at their defaults are left out."""
+    defaults = SetupOptions()
+    pairs: list[KeyValue] = []
+    for kind, name in _SETUP.items():
+        value: Any = getattr(options, name)
+        if kind == SetupOption.AUTHORIZATION_TOKEN:
+            pairs += [(kind, token.encode(draft.varint)) for token in value]
+        elif value != getattr(defaults, name) and (kind != SetupOption.MAX_REQUEST_ID or draft.number < 17):
+            pairs.append((kind, value))
+    return pairs
+
+
+def setup_options(pairs: tuple[KeyValue, ...], draft: Draft) -> SetupOptions:
+    """Read `setup_pairs` back; options that this draft does not know are ignored.
+
+    Raises:
+        SessionFault: an option twice that may come once, or a token that is none.
+    """
+    found: dict[str, Any] = {}
+    for kind, value in pairs:
+        name = _SETUP.get(kind)  # type: ignore[call-overload]  # an IntEnum equals its number
+        if name is None or (kind == SetupOption.MAX_REQUEST_ID and draft.number >= 17):
+            continue
+        if name == "tokens":
+            assert isinstance(value, bytes)  # noqa: S101  # its type is odd
+            found[name] = (*found.get(name, ()), Token.decode(value, draft.varint))
+        elif name in found:
+            raise SessionFault(f"a SETUP with two options {SetupOption(kind).name}")
+        else:
+            found[name] = value
+    return SetupOptions(**found)
+
+
+assert {field.name for field in fields(Parameters)} == {name for name, _, _ in _KINDS.values()}  # noqa: S101
