@@ -253,10 +253,10 @@ def _status(value: int, properties: tuple[KeyValue, ...]) -> Status:
 
 
 class FetchWriter:
-    """Writes the objects of one FETCH, ascending."""
+    """Writes the objects of one FETCH."""
 
-    def __init__(self, draft: Draft) -> None:
-        self._draft = draft
+    def __init__(self, draft: Draft, *, descending: bool = False) -> None:
+        self._draft, self._descending = draft, descending
         self._last: Location | None = None
 
     def header(
@@ -276,7 +276,7 @@ class FetchWriter:
         flags, parts = 0, []
         if last is None or last.group != group:
             flags |= 0x08 | 0x04
-            parts += [varint.encode(group - last.group - 1 if wide and last else group), varint.encode(number)]
+            parts += [varint.encode(self._group_field(group)), varint.encode(number)]
         elif number != last.object + 1:
             flags |= 0x04
             parts.append(varint.encode(number - last.object if wide else number))
@@ -293,13 +293,18 @@ class FetchWriter:
         """The end of a range of objects that will not come; ``location`` lies behind the object before."""
         varint, last = self._draft.varint, self._last
         group, number = location
-        if self._draft.number >= 17 and last is not None:
-            if group == last.group:
-                # A group's delta cannot be zero, and a range's end always has one: only draft 16 can write this.
-                raise ValueError("the end of a range must lie in a later group than the object before it")
-            group -= last.group + 1
+        if self._draft.number >= 17 and last is not None and group == last.group:
+            # A group's delta cannot be zero, and a range's end always has one: only draft 16 can write this.
+            raise ValueError("the end of a range must lie in a later group than the object before it")
+        field = self._group_field(group)
         self._last = location
-        return varint.encode(0x10C if unknown else 0x8C) + varint.encode(group) + varint.encode(number)
+        return varint.encode(0x10C if unknown else 0x8C) + varint.encode(field) + varint.encode(number)
+
+    def _group_field(self, group: int) -> int:
+        """What stands for a group's ID: draft 18 writes the distance to the group before, less one."""
+        if self._last is None or self._draft.number < 17:
+            return group
+        return (self._last.group - group if self._descending else group - self._last.group) - 1
 
 
 def write_subgroup_header(header: SubgroupHeader, draft: Draft) -> bytes:

@@ -56,9 +56,17 @@ class Responder:
 
     # ------------------------------------------------------------------ what the peer wants
 
-    def owns(self, stream: int) -> RequestState | None:
-        """The request that a bidirectional stream is of."""
-        return self._by_stream.get(stream)
+    def heard(self, stream: int, message: Message, *, first: bool) -> None:
+        """A message came on a bidirectional stream of the peer's.
+
+        Raises:
+            SessionFault: it does not belong there.
+        """
+        request = self._by_stream.get(stream)
+        if request is not None:
+            self._more(request, message)
+        elif first:
+            self.begin(message, stream)
 
     def begin(self, message: Message, stream: int | None) -> None:
         """The peer makes a request, on a stream of its own or, in draft 16, on the control stream.
@@ -81,7 +89,7 @@ class Responder:
         else:
             self._channel.events.append(Requested(request.number, message, tokens))
 
-    def more(self, request: RequestState, message: Message) -> None:
+    def _more(self, request: RequestState, message: Message) -> None:
         """The peer sends something behind a request, on its stream.
 
         Raises:

@@ -307,12 +307,11 @@ class Session:
             parser = self._messages[stream] = MessageParser(self.draft)
         for kind, payload in parser.feed(data):
             message = decode(kind, payload, self.draft, control=False)
-            if (request := self.requester.owns(stream)) is not None:
-                self.requester.answer(request, message)
-            elif (request := self.responder.owns(stream)) is not None:
-                self.responder.more(request, message)
-            elif not ours and parser.count == 1:
-                self.responder.begin(message, stream)
+            if ours:
+                if (request := self.requester.owns(stream)) is not None:
+                    self.requester.answer(request, message)
+            else:
+                self.responder.heard(stream, message, first=parser.count == 1)
         if fin:
             if parser.buffered:
                 raise SessionFault("a request's stream ends within a message")

@@ -130,6 +130,11 @@ class Connection(ABC):
     def closed(self) -> bool:
         """Whether the connection has ended, from either side."""
 
+    @property
+    def going_away(self) -> bool:
+        """Whether the peer asks for new requests to go elsewhere (GOAWAY); what is under way may still finish."""
+        return False
+
     @abstractmethod
     async def close(self) -> None:
         """End the connection and everything on it; may be called twice."""

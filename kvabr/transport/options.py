@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-Names = Literal["auto", "draft", "split"]
-"""How namespaces are written: as the draft has them, split at the slashes, or found out at the first request."""
+Names = Literal["draft", "split"]
+"""How namespaces are written: as the draft has them, or split at the slashes, for peers that cannot carry one."""
 
 DRAFTS = ("moqt-18", "moqt-16")
 """Protocols that the QUIC transports speak, the preferred one first: ALPN identifiers of moq-transport drafts."""
@@ -32,4 +32,4 @@ class DialOptions:
     drafts: tuple[str, ...] = DRAFTS
     timeout_s: float = 5.0
     """Seconds that reaching the peer may take, until its SETUP has come."""
-    names: Names = "auto"
+    names: Names = "draft"

@@ -1,0 +1,171 @@
+"""One end of a MoQT session on one QUIC connection: carries bytes from the one to the other, and events upwards."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+from kvabr.moqt.codes import SessionCode, name_of
+from kvabr.moqt.draft import Draft, by_alpn
+from kvabr.moqt.events import Close, Event, Reset, Stop, Write
+from kvabr.moqt.session import Session
+from kvabr.transport.quiclib import QuicLibrary
+
+_CRYPTO_ERROR = 0x100
+"""QUIC error codes from here on are TLS alerts (RFC 9001, section 4.8)."""
+_NO_APPLICATION_PROTOCOL = _CRYPTO_ERROR + 120
+_GONE = (ValueError, AssertionError, RuntimeError, KeyError)
+"""What the libraries raise on a stream that is over, which a peer can bring about at any time."""
+
+
+class Endpoint(ABC):
+    """The owner of one QUIC connection and one session."""
+
+    def __init__(self, library: QuicLibrary) -> None:
+        self.library = library
+        self.driver: Any = None
+        """The library's protocol object, once there is one."""
+        self.session: Session | None = None
+        """Once the handshake is done."""
+        self._kinds = library.events
+        self.broken: tuple[type[Exception], ...] = _GONE
+        """What the library raises on a stream that is over."""
+        if library.name == "qh3":
+            from qh3.quic.connection import QuicConnectionError  # noqa: PLC0415  # only where it is installed
+
+            self.broken = (*_GONE, QuicConnectionError)
+
+    @property
+    def quic(self) -> Any:
+        """The library's connection."""
+        return self.driver._quic  # noqa: SLF001  # this is how its own subclasses reach it
+
+    # ------------------------------------------------------------------ for subclasses
+
+    @abstractmethod
+    def make_session(self, draft: Draft) -> Session | None:
+        """The handshake is done: a session, not started yet; None after having closed the connection."""
+
+    @abstractmethod
+    def happened(self, event: Event) -> None:
+        """The session has something to tell."""
+
+    @abstractmethod
+    def ended(self, reason: str, code: int) -> None:
+        """The connection is over."""
+
+    def alive(self) -> None:  # noqa: B027  # most do not care
+        """The peer has acknowledged a PING."""
+
+    def feed(self) -> None:  # noqa: B027  # a client has nothing to send
+        """Packets are about to be made: now is the time to give the connection more to send."""
+
+    # ------------------------------------------------------------------ from the library
+
+    def quic_event(self, event: Any) -> None:
+        """An event of the QUIC connection."""
+        kinds, session = self._kinds, self.session
+        kind = type(event)
+        if kind is kinds.StreamDataReceived:
+            if session is not None:
+                session.receive(event.stream_id, event.data, fin=event.end_stream)
+                self.settle()
+        elif kind is kinds.HandshakeCompleted:
+            self._handshake_done(event.alpn_protocol)
+        elif kind is kinds.ConnectionTerminated:
+            self.ended(explain(event.error_code, event.frame_type, event.reason_phrase), event.error_code)
+        elif kind is kinds.PingAcknowledged:
+            self.alive()
+        elif session is not None:
+            if kind is kinds.StreamReset:
+                session.receive_reset(event.stream_id, event.error_code)
+            elif kind is kinds.StopSendingReceived:
+                session.receive_stop(event.stream_id, event.error_code)
+            elif kind is kinds.DatagramFrameReceived:
+                session.receive_datagram(event.data)
+            self.settle()
+
+    def _handshake_done(self, alpn: str | None) -> None:
+        draft = by_alpn(alpn or "")
+        if draft is None:
+            self.shut(SessionCode.VERSION_NEGOTIATION_FAILED, f"no common protocol, the peer chose {alpn!r}")
+            return
+        self.session = self.make_session(draft)
+        if self.session is not None:
+            self.session.start()
+            self.settle()
+
+    # ------------------------------------------------------------------ to the library
+
+    def settle(self) -> None:
+        """Hand on what the session has to tell, and carry out what it wants."""
+        session = self.session
+        if session is None:
+            return
+        while events := session.take_events():
+            for event in events:
+                self.happened(event)
+        for command in session.take_commands():
+            self._carry_out(command)
+
+    def settle_and_send(self) -> None:
+        """The same, when nothing that the library called will send it."""
+        self.settle()
+        self.driver._transmit_soon() if self.library.name == "aioquic" else self.driver.transmit()  # noqa: SLF001
+
+    def _carry_out(self, command: Write | Reset | Stop | Close) -> None:
+        quic = self.quic
+        try:
+            if isinstance(command, Write):
+                quic.send_stream_data(command.stream, command.data, command.fin)
+            elif isinstance(command, Reset):
+                quic.reset_stream(command.stream, command.code)
+            elif isinstance(command, Stop):
+                quic.stop_stream(command.stream, command.code)
+            else:
+                quic.close(error_code=command.code, reason_phrase=command.reason[:500])
+        except self.broken:
+            # The stream was over before the command reached it: the peer reset it, or the connection is closing.
+            return
+
+    def shut(self, code: int, reason: str) -> None:
+        """End the connection."""
+        if self.session is not None:
+            self.session.close(code, reason)
+            self.settle()
+        else:
+            self.quic.close(error_code=code, reason_phrase=reason[:500])
+        self.driver.transmit()
+
+
+def explain(code: int, frame_type: int | None, reason: str) -> str:
+    """Why a connection ended, for people."""
+    said = f": {reason}" if reason else ""
+    if code == _NO_APPLICATION_PROTOCOL:
+        return "no common protocol: the peer speaks none of the MoQT drafts that were offered"
+    if _CRYPTO_ERROR <= code < _CRYPTO_ERROR + 0x100 and frame_type is not None:
+        return f"TLS failed (alert {code - _CRYPTO_ERROR}){said}"
+    if frame_type is None and code:
+        return f"closed with {name_of(code, SessionCode)}{said}"
+    return f"the connection ended{said}" if code == 0 else f"QUIC error 0x{code:x}{said}"
+
+
+def protocol_class(library: QuicLibrary, attach: Callable[[Any], Endpoint]) -> Any:
+    """A subclass of the library's protocol whose events go to an `Endpoint`, made by ``attach`` for each connection."""
+    base: Any = library.protocol
+
+    class EndpointProtocol(base):  # type: ignore[misc]  # the library decides what it is
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.endpoint = attach(self)
+            self.endpoint.driver = self
+
+        def quic_event_received(self, event: Any) -> None:
+            self.endpoint.quic_event(event)
+
+        def transmit(self) -> None:
+            self.endpoint.feed()
+            super().transmit()
+
+    return EndpointProtocol

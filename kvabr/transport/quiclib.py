@@ -1,0 +1,147 @@
+"""The two QUIC libraries behind one face: aioquic, and qh3, which has its API and handles packets in Rust.
+
+Only this file knows where they differ.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Literal
+
+from kvabr.errors import TransportError
+
+LibraryName = Literal["aioquic", "qh3"]
+
+STREAM_WINDOW = 8 << 20
+"""Bytes that a peer may send ahead on one stream."""
+CONNECTION_WINDOW = 32 << 20
+"""Bytes that a peer may send ahead in all. Beyond this neither library gets faster."""
+SOCKET_BUFFER = 4 << 20
+"""Bytes asked of the kernel for each direction of a socket; it may give less."""
+IDLE_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class QuicLibrary:
+    """One of the libraries."""
+
+    name: LibraryName
+    events: Any
+    """The module with the event classes."""
+    protocol: Any
+    """The class ``QuicConnectionProtocol``."""
+    connection: Any
+    """The class ``QuicConnection``."""
+    configuration: Any
+    """The class ``QuicConfiguration``."""
+    server: Any
+    """The class ``QuicServer``: a datagram protocol that has a connection for each peer."""
+
+    def configure(self, *, client: bool, alpn: Iterable[str], **more: Any) -> Any:
+        """A configuration with our windows."""
+        return self.configuration(
+            is_client=client,
+            alpn_protocols=list(alpn),
+            max_data=CONNECTION_WINDOW,
+            max_stream_data=STREAM_WINDOW,
+            max_datagram_frame_size=65536,
+            idle_timeout=more.pop("idle_timeout", IDLE_S),
+            **more,
+        )
+
+    def peer_certificate(self, quic: Any) -> bytes | None:
+        """The peer's certificate, DER."""
+        if self.name == "qh3":
+            certificate = quic.get_peercert()
+            return None if certificate is None else bytes(certificate.public_bytes())
+        from cryptography.hazmat.primitives.serialization import Encoding  # noqa: PLC0415  # slow to load
+
+        certificate = quic.tls._peer_certificate  # noqa: SLF001  # aioquic has no public way
+        return None if certificate is None else bytes(certificate.public_bytes(Encoding.DER))
+
+    def unsent(self, quic: Any, streams: Iterable[int]) -> int:
+        """Bytes of our streams that wait to be sent for the first time."""
+        if self.name == "qh3":
+            return int(quic.get_send_buffer_size())
+        known = quic._streams  # noqa: SLF001  # aioquic has no public way
+        total = 0
+        for stream in streams:
+            if (found := known.get(stream)) is not None:
+                total += found.sender._buffer_stop - found.sender.highest_offset  # noqa: SLF001
+        return total
+
+    def round_trip(self, quic: Any) -> float | None:
+        """The smoothed round trip, seconds."""
+        if self.name == "qh3":
+            return None if quic._core is None else quic._core.smoothed_rtt  # noqa: SLF001
+        loss = quic._loss  # noqa: SLF001
+        return float(loss._rtt_smoothed) if loss._rtt_initialized else None  # noqa: SLF001
+
+    def lost(self, quic: Any) -> int | None:
+        """Packets of ours that were lost, where the library counts them."""
+        return None if self.name == "aioquic" or quic._core is None else int(quic._core.loss_total)  # noqa: SLF001
+
+    async def open_socket(
+        self, sock: socket.socket, protocol: Callable[[], Any]
+    ) -> tuple[asyncio.DatagramTransport, Any]:
+        """Attach a protocol to a bound socket, by the library's fast path if it has one."""
+        _enlarge(sock)
+        loop = asyncio.get_running_loop()
+        if self.name == "qh3":
+            fast: Any = import_module("qh3.asyncio._transport").create_optimized_datagram_transport
+            return await fast(loop, protocol, sock=sock)  # type: ignore[no-any-return]
+        return await loop.create_datagram_endpoint(protocol, sock=sock)
+
+
+    async def open_server(
+        self, sock: socket.socket, configuration: Any, protocol: Any
+    ) -> tuple[asyncio.DatagramTransport, Any]:
+        """Serve on a bound socket, with a ``protocol`` for every connection."""
+        _enlarge(sock)
+        make = lambda: self.server(configuration=configuration, create_protocol=protocol)  # noqa: E731
+        return await asyncio.get_running_loop().create_datagram_endpoint(make, sock=sock)
+
+
+def _enlarge(sock: socket.socket) -> None:
+    for option in (socket.SO_RCVBUF, socket.SO_SNDBUF):
+        with contextlib.suppress(OSError):
+            sock.setsockopt(socket.SOL_SOCKET, option, SOCKET_BUFFER)
+
+
+def library(name: LibraryName) -> QuicLibrary:
+    """A library by name.
+
+    Raises:
+        TransportError: it is not installed.
+    """
+    try:
+        asyncio_part: Any = import_module(f"{name}.asyncio.protocol")
+        return QuicLibrary(
+            name,
+            import_module(f"{name}.quic.events"),
+            asyncio_part.QuicConnectionProtocol,
+            import_module(f"{name}.quic.connection").QuicConnection,
+            import_module(f"{name}.quic.configuration").QuicConfiguration,
+            import_module(f"{name}.asyncio.server").QuicServer,
+        )
+    except ImportError as error:
+        hint = "pip install 'kvabr[fast]'" if name == "qh3" else f"pip install {name}"
+        raise TransportError(f"the QUIC library {name} is not installed ({error}); {hint}") from error
+
+
+def load_certificates(configuration: Any, certfile: Path, keyfile: Path) -> None:
+    """Give a server its certificate.
+
+    Raises:
+        TransportError: the library cannot read them.
+    """
+    try:
+        configuration.load_cert_chain(certfile, keyfile)
+    except Exception as error:  # whatever the library's TLS raises
+        raise TransportError(f"{certfile}, {keyfile}: not a certificate and its key ({error})") from error
