@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from kvabr.errors import AssetError, FormatError
+from kvabr.errors import AssetError, FormatError, UsageError
 from kvabr.kv import KVSpec
 from kvabr.naming import TrackNamespace, check_track_name
 from kvabr.recompute.cost import PrefillCost
@@ -55,7 +55,7 @@ class Track:
     refines: str | None = None
     """The track that must be in place for this one to decode; None for a track that stands alone."""
     decode_s: float = 0.0
-    """Seconds that one worker of the publisher's machine took to decode a full group."""
+    """Seconds that one worker of the publisher's machine took to check and decode a full group."""
     measured: Quality | None = None
 
     @property
@@ -144,6 +144,31 @@ class Catalog:
         """Tokens in ``group``."""
         first, last = self.spec.group_range(group, self.tokens)
         return last - first
+
+    def prefix(self, groups: int) -> Catalog:
+        """The catalog of the first ``groups`` groups alone: what a longer asset offers for a prompt that begins alike.
+
+        It keeps the namespace under which the groups are published. What was measured on the whole cache is left out.
+
+        Raises:
+            UsageError: not 1 to as many groups as there are.
+        """
+        if not 1 <= groups <= self.groups:
+            raise UsageError(f"a prefix of {groups} groups of an asset that has {self.groups}")
+        if groups == self.groups:
+            return self
+        tracks = tuple(
+            replace(
+                track,
+                bytes=track.bytes[:groups],
+                loss=track.loss[:groups],
+                digests=track.digests[:groups],
+                measured=None,
+            )
+            for track in self.tracks
+        )
+        tokens = groups * self.spec.group_tokens
+        return replace(self, tokens=tokens, chunks=self.chunks[:groups], tracks=tracks, mixes=())
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values, the same for the same catalog."""

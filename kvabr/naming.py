@@ -7,6 +7,8 @@ finds the longest cached prefix.
 
 from __future__ import annotations
 
+import base64
+import binascii
 import hashlib
 import re
 import struct
@@ -30,6 +32,15 @@ PROFILE_TRACK = "profile"
 
 MAX_FULL_TRACK_NAME = 4096
 """Bytes that namespace fields and track name may have together (moq-transport, section 2.4.1)."""
+
+PREFIX_TRACK = "prefix."
+"""How the name of a lookup starts, see `prefix_track`."""
+
+MAX_PREFIX_DIGESTS = 320
+"""Digests that the name of one lookup carries at most; they leave 584 bytes for the model's name."""
+
+_KEY_BYTES = 8
+"""Of a digest in the name of a lookup. Whoever asked compares whole digests, so two that begin alike do no harm."""
 
 _TRACK_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,63}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -82,9 +93,11 @@ class TrackNamespace:
             raise FormatError("track namespace: a field is not UTF-8") from error
         if len(text) == 3 and text[0] == ROOT:
             return cls(text[1], text[2])
+        # Some peers join fields with slashes and cut them anew, or drop one that is empty: only the parts count.
         root = [part for part in ROOT.split("/") if part]
-        if len(text) > len(root) + 1 and text[: len(root)] == root:
-            return cls("/".join(text[len(root) : -1]), text[-1])
+        parts = [part for part in "/".join(text).split("/") if part]
+        if len(parts) > len(root) + 1 and parts[: len(root)] == root:
+            return cls("/".join(parts[len(root) : -1]), parts[-1])
         raise FormatError(f"track namespace: {text[:4]} does not start with {ROOT}")
 
     def full_name_bytes(self, track: str) -> int:
@@ -157,3 +170,83 @@ def chain(
         state = hashlib.sha256(state + struct.pack(f"<I{len(chunk)}I", len(chunk), *chunk)).digest()
         digests.append(state.hex())
     return digests
+
+
+def prefix_key(digest: str) -> bytes:
+    """What the name of a lookup carries of a digest: its first 8 bytes.
+
+    Raises:
+        FormatError: it is not a digest.
+    """
+    if not _DIGEST.fullmatch(digest):
+        raise FormatError(f"a prompt digest has 64 hex digits, not {digest[:80]!r}")
+    return bytes.fromhex(digest[: 2 * _KEY_BYTES])
+
+
+def prefix_positions(first: int, end: int) -> range:
+    """Which groups of ``range(first, end)`` a lookup names: all, or evenly spaced ones, the last always among them."""
+    count = max(0, end - first)
+    stride = max(1, -(-count // MAX_PREFIX_DIGESTS))
+    return range(first + (count - 1) % stride, end, stride) if count else range(first, first)
+
+
+def prefix_track(digests: Sequence[str], first: int = 1, end: int | None = None) -> str:
+    """Name of the track that looks up the longest cached prefix of a prompt.
+
+    It lives under ``TrackNamespace(model, digests[0])``. Group 0 of it is the catalog of that visible asset which
+    has the latest of the named digests among its own; of several, the newest. Being chained, a digest tells by itself
+    which group it belongs to, so no positions are sent. The asset that answers shares at least the groups up to the
+    named digest it has; whoever asked counts the groups that really match.
+
+    A name has room for `MAX_PREFIX_DIGESTS`. For a longer prompt they are thinned to every second, third ... group,
+    and the groups between two neighbours remain: `prefix_gap` says which, and a second lookup of
+    ``prefix_track(digests, gap.start, gap.stop)`` settles it. So two round trips serve any prompt of up to 102,400
+    groups, and one round trip a prompt of up to 321.
+
+    Args:
+        digests: of every group of the prompt, see `chain`.
+        first: first group whose digest may be named; group 0 need not be, it is in the namespace.
+        end: the group after the last; None: the end of the prompt.
+
+    Raises:
+        FormatError: one of them is not a digest.
+    """
+    end = len(digests) if end is None else end
+    keys = b"".join(prefix_key(digests[group]) for group in prefix_positions(first, end))
+    return PREFIX_TRACK + base64.urlsafe_b64encode(keys).rstrip(b"=").decode()
+
+
+def prefix_gap(shared: int, groups: int) -> range:
+    """What a first lookup of a prompt leaves open.
+
+    Args:
+        shared: leading groups that the asset that answered shares with the prompt, at least 1.
+        groups: of the prompt.
+
+    Returns:
+        The groups for a second lookup: those that nobody was asked about, after the last one that the first answer
+        shares, so that the second is never worse than the first. Empty if there can be no longer prefix.
+    """
+    refused = next((group for group in prefix_positions(1, groups) if group >= shared), groups)
+    return range(shared - 1, refused) if refused > shared else range(0)
+
+
+def parse_prefix_track(name: str) -> list[bytes]:
+    """What `prefix_track` put into a name: the first 8 bytes of each digest.
+
+    Raises:
+        FormatError: it is not such a name, or longer than one may be.
+    """
+    text = name.removeprefix(PREFIX_TRACK)
+    if text == name or len(text) > MAX_FULL_TRACK_NAME:
+        raise FormatError(f"not the name of a prefix lookup: {name[:80]!r}")
+    try:
+        # Exactly what `prefix_track` writes: one lookup has one name, so that a relay can keep its answer.
+        keys = base64.b64decode(text + "=" * (-len(text) % 4), altchars=b"-_", validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise FormatError(f"prefix lookup: not base64 ({error})") from error
+    if len(keys) % _KEY_BYTES or len(keys) > MAX_PREFIX_DIGESTS * _KEY_BYTES:
+        raise FormatError(f"prefix lookup: {len(keys)} bytes are not 0 to {MAX_PREFIX_DIGESTS} digests of {_KEY_BYTES}")
+    if base64.urlsafe_b64encode(keys).rstrip(b"=").decode() != text:
+        raise FormatError("prefix lookup: not written in the one way that there is")
+    return [keys[at : at + _KEY_BYTES] for at in range(0, len(keys), _KEY_BYTES)]

@@ -5,13 +5,18 @@ from __future__ import annotations
 import hashlib
 import time
 from importlib.resources import files
+from itertools import combinations
 
 import pytest
 
 import kvabr.data
+from kvabr.codec.container import header_bytes
+from kvabr.codec.layout import level_layout
 from kvabr.codec.profile import Profile
 from kvabr.data import default_catalog, default_profile_bytes
 from kvabr.recompute.loss import RECOMPUTED, predicted_loss
+
+LOSSY = ("FP8", "FP4", "Int4", "AC-5x")
 
 
 def test_the_catalog_is_a_real_one_and_small():
@@ -29,6 +34,21 @@ def test_the_catalog_is_a_real_one_and_small():
     assert ratio["AC-5x"] >= 5.0
     assert ratio["Int8"] > 1.88
     assert ratio["Int4"] > 3.7
+
+
+def test_its_groups_have_the_sizes_that_the_codecs_make():
+    catalog = default_catalog()
+    for track in catalog.tracks:
+        layout = level_layout(track.name, catalog.spec, catalog.spec.group_tokens)
+        if layout is not None:
+            assert set(track.bytes) == {header_bytes(track.name) + layout.payload_bytes}
+
+
+def test_every_lossy_tracks_own_shares_were_measured():
+    catalog = default_catalog()
+    shares = [[loss / sum(track.loss) for loss in track.loss] for track in catalog.tracks if track.name in LOSSY]
+    assert len(shares) == 4
+    assert all(one != pytest.approx(other, rel=1e-3) for one, other in combinations(shares, 2))
 
 
 def test_its_mixed_caches_were_predicted():

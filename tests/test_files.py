@@ -3,8 +3,8 @@ import threading
 
 import pytest
 
-from kvabr.errors import AssetError
-from kvabr.files import write_text
+from kvabr.errors import AssetError, TraceError, UsageError
+from kvabr.files import read_text, write_file, write_text
 
 
 def test_whole_or_not_at_all(tmp_path):
@@ -36,3 +36,41 @@ def test_a_pipe_is_written_into_not_replaced(tmp_path):
     reader.join(timeout=10)
     assert heard == ["hello"]
     assert pipe.is_fifo()
+
+
+def test_bytes_too_and_never_over_a_folder(tmp_path):
+    write_file(tmp_path / "a", b"one")
+    write_file(tmp_path / "a", b"t\0")
+    assert (tmp_path / "a").read_bytes() == b"t\0"
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(AssetError, match="cannot be written"):
+        write_file(tmp_path / "folder", b"")
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["a", "folder"]
+
+
+def test_what_is_written_is_as_public_as_other_files(tmp_path):
+    (tmp_path / "other").write_text("")
+    write_text(tmp_path / "mine", "")
+    assert (tmp_path / "mine").stat().st_mode == (tmp_path / "other").stat().st_mode
+
+
+def test_files_that_are_no_text(tmp_path):
+    (tmp_path / "latin").write_bytes("naïve".encode("latin-1"))
+    with pytest.raises(UsageError, match="not a text file in UTF-8"):
+        read_text(tmp_path / "latin")
+    with pytest.raises(TraceError, match="not a text file in UTF-8"):
+        read_text(tmp_path / "latin", unfit=TraceError)
+    (tmp_path / "long").write_text("x" * 11)
+    with pytest.raises(UsageError, match="larger than the 10 bytes"):
+        read_text(tmp_path / "long", limit=10)
+    assert read_text(tmp_path / "long", limit=11) == "x" * 11
+    for path in (tmp_path / "nothing", tmp_path):
+        with pytest.raises(AssetError, match="cannot be read"):
+            read_text(path)
+    with pytest.raises(TraceError, match="cannot be read"):
+        read_text(tmp_path / "nothing", unreadable=TraceError)
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path):
+    (tmp_path / "marked").write_bytes(b"\xef\xbb\xbfwords")
+    assert read_text(tmp_path / "marked") == "words"

@@ -4,94 +4,86 @@ Keys have channels far larger than the rest at every token, so each channel has 
 tokens differ. A scale serves the tokens of a group (keys), or at least 128 channels of one token where the cache has so
 many (values, several heads together; neighbouring tokens where one token has fewer): two half-precision numbers then
 cost a quarter of a bit an element at most.
+
+    head: offsets, then scales, of the keys as FP16, each [layer, head, dim]
+    unit: offsets, then scales, of the values as FP16, each [layer, block of heads]
+          codes, [layer, K/V, token, head, dim]
+
+The unit's tokens are those that share the scales of the values. With 4 bits, a byte holds the codes of a key (its low
+half) and of the value in the same place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
 
-from kvabr.codec.base import Codec, GroupContext
-from kvabr.codec.bits import Reader, finite, pack_nibbles, place, raw, unpack_nibbles
+from kvabr.codec.bits import finite, place
+from kvabr.codec.layout import Layout, affine, head_blocks
+from kvabr.codec.separable import Separable
 from kvabr.kv import KVSpec
 
-_SPAN = 128
-"""Channels that share a scale of the values, at least."""
 
-
-def head_blocks(spec: KVSpec) -> int:
-    """Into how many blocks of whole heads the values of one token are cut: as many as have `_SPAN` channels each."""
-    blocks = max(1, spec.kv_heads * spec.head_dim // _SPAN)
-    while spec.kv_heads % blocks:
-        blocks -= 1
-    return blocks
-
-
-def value_rows(spec: KVSpec, tokens: int) -> tuple[int, int, int]:
-    """How the values of one layer are cut into rows with a scale each.
-
-    Returns:
-        Rows along the tokens, blocks of heads, and tokens in a row: 1, but in a cache whose tokens have fewer than
-        `_SPAN` channels. There the last row may reach beyond the group's tokens.
-    """
-    together = -(-_SPAN // (spec.kv_heads * spec.head_dim))
-    return -(-tokens // together), head_blocks(spec), together
-
-
-class Affine(Codec):
+class Affine(Separable):
     """Integers with a scale and an offset."""
 
     bits: ClassVar[int]
 
-    def encode(self, group: torch.Tensor, context: GroupContext, below: Sequence[bytes] = ()) -> bytes:  # noqa: ARG002
+    def layout(self, spec: KVSpec, tokens: int) -> Layout:
+        """As many tokens a unit as share the scales of their values, and the keys' scales in the head."""
+        return affine(spec, tokens, self.bits)
+
+    def head(self, group: torch.Tensor) -> torch.Tensor:
+        """The keys' range over the tokens."""
+        return self._range(group[:, 0].amin(dim=2).float(), group[:, 0].amax(dim=2).float())
+
+    def encode_units(self, run: torch.Tensor, head: torch.Tensor, unit_tokens: int) -> torch.Tensor:
         """Quantise keys along tokens, values along channels."""
-        values = group.float()
-        keys = self._quantise(values[:, 0], dim=2)
-        spec, tokens = context.spec, context.tokens
-        rows, blocks, together = value_rows(spec, tokens)
-        by_token = values[:, 1].permute(0, 2, 1, 3)
-        if rows * together > tokens:
-            # Copies of the last token fill the last row: they leave its range as it is.
-            by_token = by_token[:, torch.arange(rows * together).clamp(max=tokens - 1)]
-        return b"".join((*keys, *self._quantise(by_token.reshape(spec.layers, rows, blocks, -1), dim=3)))
+        layers, _, heads, tokens, dim = run.shape
+        blocks = head_blocks(heads, dim)
+        units = tokens // unit_tokens
+        # Axes: K/V, unit, layer, token, head, dim.
+        values = run.float().view(layers, 2, heads, units, unit_tokens, dim).permute(1, 3, 0, 4, 2, 5)
+        low, scale = head.float()[:, :, None]
+        keys = self._quantise(values[0], low, scale)
+        rows = values[1].reshape(units, layers, blocks, -1)
+        shared = self._range(rows.amin(dim=3), rows.amax(dim=3))
+        low, scale = shared.float()[..., None]
+        rest = self._quantise(rows, low, scale).reshape(keys.shape)
+        coded = torch.stack((keys, rest), dim=2) if self.bits == 8 else keys | rest << 4
+        scales = shared.transpose(0, 1).contiguous().view(torch.uint8)
+        return torch.cat((scales.reshape(units, -1), coded.reshape(units, -1)), dim=1)
 
-    def decode(
-        self,
-        payload: memoryview,
-        context: GroupContext,
-        out: torch.Tensor,
-        below: Sequence[memoryview] = (),  # noqa: ARG002
-    ) -> None:
+    def decode_units(self, units: torch.Tensor, head: torch.Tensor, out: torch.Tensor) -> None:
         """Scale back."""
-        spec = context.spec
-        rows, blocks, together = value_rows(spec, context.tokens)
-        layers, heads, tokens, dim = spec.layers, spec.kv_heads, context.tokens, spec.head_dim
-        reader = Reader(payload, self.name)
-        place(out[:, 0], self._restore(reader, (layers, heads, tokens, dim), dim=2))
-        by_token = self._restore(reader, (layers, rows, blocks, heads // blocks * dim * together), dim=3)
-        reader.end()
-        place(out[:, 1], by_token.reshape(layers, -1, heads, dim)[:, :tokens].permute(0, 2, 1, 3))
+        layers, _, heads, count, tokens, dim = out.shape
+        blocks = head_blocks(heads, dim)
+        own = 4 * layers * blocks
+        shared = finite(units[:, :own].flatten().view(torch.float16), self.name).float()
+        keys, rest = self._codes(units[:, own:].view(count, layers, -1))
+        low, scale = head.float().reshape(2, layers, 1, -1)
+        keys = keys.reshape(count, layers, tokens, -1).float().mul_(scale).add_(low)
+        place(out[:, 0], keys.reshape(count, layers, tokens, heads, dim).permute(1, 3, 0, 2, 4))
+        low, scale = shared.reshape(count, 2, layers, blocks, 1).unbind(1)
+        rest = rest.reshape(count, layers, blocks, -1).float().mul_(scale).add_(low)
+        place(out[:, 1], rest.reshape(count, layers, tokens, heads, dim).permute(1, 3, 0, 2, 4))
 
-    def _quantise(self, values: torch.Tensor, dim: int) -> tuple[bytes, bytes, bytes]:
-        top = 2**self.bits - 1
-        low = values.amin(dim=dim, keepdim=True).clamp(-65504, 65504).half()
-        span = values.amax(dim=dim, keepdim=True) - low.float()
-        scale = (span / top).clamp(2.0**-24, 65504).half()
-        coded = ((values - low.float()) / scale.float()).round_().clamp_(0, top).to(torch.uint8)
-        return raw(low), raw(scale), raw(coded if self.bits == 8 else pack_nibbles(coded))
+    def _range(self, low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
+        """Offset and scale for numbers between two bounds, [offset/scale, ...] float16."""
+        low = low.clamp(-65504, 65504).half()
+        span = high - low.float()
+        return torch.stack((low, (span / (2**self.bits - 1)).clamp(2.0**-24, 65504).half()))
 
-    def _restore(self, reader: Reader, shape: tuple[int, ...], dim: int) -> torch.Tensor:
-        shared = tuple(1 if axis == dim else size for axis, size in enumerate(shape))
-        low = finite(reader.tensor(torch.float16, shared), self.name).float()
-        scale = finite(reader.tensor(torch.float16, shared), self.name).float()
+    def _quantise(self, values: torch.Tensor, low: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return ((values - low) / scale).round_().clamp_(0, 2**self.bits - 1).to(torch.uint8)
+
+    def _codes(self, coded: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Codes of keys and of values, from [unit, layer, byte]."""
         if self.bits == 8:
-            coded = reader.tensor(torch.uint8, shape)
-        else:
-            count = torch.Size(shape).numel()
-            coded = unpack_nibbles(reader.tensor(torch.uint8, ((count + 1) // 2,)), count).reshape(shape)
-        return coded.float().mul_(scale).add_(low)
+            keys, rest = coded.chunk(2, dim=2)
+            return keys, rest
+        return coded & 15, coded >> 4
 
 
 class Int8(Affine):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
+from kvabr.codec.layout import Layout
 from kvabr.kv import KVSpec
 
 if TYPE_CHECKING:
@@ -36,6 +37,10 @@ class Codec(ABC):
     refines: ClassVar[str | None] = None
     """The track that must be decoded below this one; None if it stands alone."""
     needs_profile: ClassVar[bool] = False
+
+    def layout(self, spec: KVSpec, tokens: int) -> Layout | None:  # noqa: ARG002
+        """Where each token lies in the payload of a group of ``tokens`` tokens; None if tokens cannot be told apart."""
+        return None
 
     @abstractmethod
     def encode(self, group: torch.Tensor, context: GroupContext, below: Sequence[bytes] = ()) -> bytes:

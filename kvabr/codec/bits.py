@@ -1,4 +1,4 @@
-"""Small shared parts of the codecs: reading arrays from a payload, and two 4-bit numbers in a byte."""
+"""Small shared parts of the codecs: reading arrays from a payload, checking and placing numbers."""
 
 from __future__ import annotations
 
@@ -16,6 +16,12 @@ class Reader:
     def __init__(self, payload: memoryview, what: str) -> None:
         self._payload, self._what, self._at = payload, what, 0
 
+    def expect(self, size: int) -> None:
+        """Refuse a payload that has not just so many bytes."""
+        if len(self._payload) != size:
+            there = len(self._payload)
+            raise FormatError(f"{self._what}: {there} bytes of payload instead of {size}; truncated, or not ours")
+
     def bytes(self, size: int) -> memoryview:
         """The next ``size`` bytes."""
         if size < 0 or self._at + size > len(self._payload):
@@ -29,6 +35,8 @@ class Reader:
         count = 1
         for size in shape:
             count *= size
+        if not count:
+            return torch.empty(shape, dtype=dtype)  # torch takes no empty buffers
         piece = self.bytes(count * dtype.itemsize)
         # A read-only buffer is fine: nothing here writes into it. bytearray() silences torch by copying only if needed.
         return torch.frombuffer(_writable(piece), dtype=torch.uint8).view(dtype).reshape(shape)
@@ -53,35 +61,24 @@ def finite(values: torch.Tensor, what: str) -> torch.Tensor:
 
 
 def place(out: torch.Tensor, values: torch.Tensor) -> None:
-    """Copy decoded values into the caller's tensor; what FP16 cannot hold becomes its largest number, not infinity."""
+    """Copy decoded values into the caller's tensor; what FP16 cannot hold becomes its largest number, not infinity.
+
+    Args:
+        out: any float dtype, any strides.
+        values: of the same shape, any float dtype; not needed afterwards, for they may be changed.
+    """
+    if out.dtype != values.dtype:
+        values = values.float()  # torch casts between the 16-bit floats three times slower than by this detour
     if out.dtype == torch.float16 and values.dtype != torch.float16:
         top = torch.finfo(torch.float16).max
         # In float32: bfloat16 would round the bound up to what is infinity to FP16.
-        values = values.float().clamp(-top, top)
+        values = values.clamp_(-top, top)
     out.copy_(values)
 
 
 def raw(values: torch.Tensor) -> bytes:
     """The bytes of an array, little-endian, in row-major order."""
     return values.contiguous().view(torch.uint8).numpy().tobytes()
-
-
-def pack_nibbles(values: torch.Tensor) -> torch.Tensor:
-    """Two 4-bit numbers a byte: the first half of the flattened array in the low nibbles, the second in the high."""
-    flat = values.reshape(-1)
-    half = (flat.numel() + 1) // 2
-    packed = flat[:half].clone()
-    packed[: flat.numel() - half] |= flat[half:] << 4
-    return packed
-
-
-def unpack_nibbles(packed: torch.Tensor, count: int) -> torch.Tensor:
-    """`pack_nibbles` undone, [count] of uint8."""
-    out = torch.empty(count, dtype=torch.uint8)
-    half = packed.numel()
-    torch.bitwise_and(packed, 15, out=out[:half])
-    torch.bitwise_right_shift(packed[: count - half], 4, out=out[half:])
-    return out
 
 
 def _writable(piece: memoryview) -> memoryview | bytearray:

@@ -1,38 +1,43 @@
-"""FP16 and BF16: the cache as it is, in 16 bits an element."""
+"""FP16 and BF16: the cache as it is, in 16 bits an element.
+
+    unit: one token, [layer, K/V, head, dim]
+
+There is no head: nothing is shared.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
 
-from kvabr.codec.base import Codec, GroupContext
-from kvabr.codec.bits import Reader, finite, place, raw
+from kvabr.codec.bits import finite, place
+from kvabr.codec.layout import Layout, cast
+from kvabr.codec.separable import Separable
+from kvabr.kv import KVSpec
 
 
-class Cast(Codec):
+class Cast(Separable):
     """Elements cast to a 16-bit float. What is out of its range becomes its largest number."""
 
     dtype: ClassVar[torch.dtype]
 
-    def encode(self, group: torch.Tensor, context: GroupContext, below: Sequence[bytes] = ()) -> bytes:  # noqa: ARG002
-        """Cast and copy."""
-        top = torch.finfo(self.dtype).max
-        return raw(group.float().clamp(-top, top).to(self.dtype))
+    def layout(self, spec: KVSpec, tokens: int) -> Layout:
+        """A token a unit."""
+        return cast(spec, tokens)
 
-    def decode(
-        self,
-        payload: memoryview,
-        context: GroupContext,
-        out: torch.Tensor,
-        below: Sequence[memoryview] = (),  # noqa: ARG002
-    ) -> None:
-        """Copy and cast."""
-        reader = Reader(payload, self.name)
-        values = reader.tensor(self.dtype, context.spec.shape(context.tokens))
-        reader.end()
-        place(out, finite(values, self.name))
+    def encode_units(self, run: torch.Tensor, head: torch.Tensor, unit_tokens: int) -> torch.Tensor:  # noqa: ARG002
+        """Cast, token by token."""
+        if run.dtype != self.dtype:
+            top = torch.finfo(self.dtype).max
+            run = run.float().clamp(-top, top).to(self.dtype)
+        return run.permute(3, 0, 1, 2, 4)
+
+    def decode_units(self, units: torch.Tensor, head: torch.Tensor, out: torch.Tensor) -> None:  # noqa: ARG002
+        """Cast back."""
+        layers, both, heads, tokens, _, dim = out.shape
+        values = finite(units.view(self.dtype), self.name).reshape(tokens, layers, both, heads, dim)
+        place(out[:, :, :, :, 0], values.permute(1, 2, 3, 0, 4))
 
 
 class Fp16(Cast):

@@ -4,11 +4,14 @@
     payload length 8 | CRC-32 of the payload 4 | track name | CRC-32 of all before 4 | payload
 
 All numbers are unsigned and little-endian. The checksums find accidents; what finds lies is the catalog, which has the
-SHA-256 of every frame. The chunk digest binds a frame to one prompt and one place in it.
+SHA-256 of every frame, and whoever compares that need not sum up the payload. The chunk digest binds a frame to one
+prompt and one place in it.
 """
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import re
 import struct
 import zlib
@@ -18,7 +21,8 @@ from kvabr.errors import ForeignError, FormatError
 from kvabr.naming import check_track_name
 
 MAGIC = b"KVAB"
-VERSION = 1
+VERSION = 2
+"""Of frames and payloads both. 1 had the tensors of a payload one after the other, not token by token."""
 MAX_PAYLOAD = 1 << 40
 _FIXED = struct.Struct("<4sBB16s32sIQIQI")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -69,45 +73,63 @@ def pack(
     return b"".join((head, _CRC.pack(zlib.crc32(head)), payload))
 
 
-def unpack(frame: bytes | memoryview, expect: FrameHeader | None = None) -> tuple[FrameHeader, memoryview]:
+def header_bytes(track: str) -> int:
+    """Bytes of a frame before its payload."""
+    return _FIXED.size + len(track.encode()) + _CRC.size
+
+
+def unpack(
+    frame: bytes | memoryview, expect: FrameHeader | None = None, digest: str | None = None
+) -> tuple[FrameHeader, memoryview]:
     """Check a frame and return its header and a view of its payload, without copying.
 
     Args:
         frame: the bytes; hostile until checked.
         expect: what it must be; its ``payload_bytes`` is not compared. None to accept any.
+        digest: SHA-256 that the frame must have, hex. None to be content with the payload's checksum.
 
     Raises:
-        FormatError: not a frame, of a newer version, truncated, too long, or corrupt.
+        FormatError: not a frame, of another version, truncated, too long, corrupt, or with another digest.
         ForeignError: a good frame of something else.
     """
     view = memoryview(frame)
+    header, begin, crc = _header(view)
+    payload = view[begin:]
+    if len(payload) != header.payload_bytes:
+        there, said = len(payload), header.payload_bytes
+        raise FormatError(f"frame: {there} bytes of payload where its header says {said}; truncated or padded")
+    if expect is not None:
+        _compare(header, expect)
+    # Last, since only this takes time: a frame of something else was refused by its header.
+    good = digest is not None and hmac.compare_digest(hashlib.sha256(view).hexdigest(), digest)
+    if not good and zlib.crc32(payload) != crc:
+        raise FormatError("frame: the payload's checksum is wrong; it is corrupt, fetch it again")
+    if not good and digest is not None:
+        raise FormatError("frame: its SHA-256 is not the one in the catalog; fetch the catalog again, or trust another")
+    return header, payload
+
+
+def _header(view: memoryview) -> tuple[FrameHeader, int, int]:
+    """What a frame says of itself, where its payload begins, and the payload's checksum."""
     if len(view) < _FIXED.size + _CRC.size:
         raise FormatError(f"frame: {len(view)} bytes are too few to be one; it was truncated")
     magic, version, name_length, spec, chunk, group, first, tokens, size, crc = _FIXED.unpack_from(view)
     if magic != MAGIC:
         raise FormatError(f"frame: starts with {bytes(magic)!r}, not {MAGIC!r}; this is no kvabr group")
     if version != VERSION:
-        raise FormatError(f"frame: version {version}, this kvabr reads version {VERSION}; upgrade kvabr")
-    body = _FIXED.size + name_length + _CRC.size
-    if len(view) < body:
+        hint = "upgrade kvabr" if version > VERSION else "an older kvabr wrote it: encode the asset again"
+        raise FormatError(f"frame: version {version}, this kvabr reads version {VERSION}; {hint}")
+    begin = _FIXED.size + name_length + _CRC.size
+    if len(view) < begin:
         raise FormatError("frame: truncated within its header")
-    (head_crc,) = _CRC.unpack_from(view, body - _CRC.size)
-    if zlib.crc32(view[: body - _CRC.size]) != head_crc:
+    (head_crc,) = _CRC.unpack_from(view, begin - _CRC.size)
+    if zlib.crc32(view[: begin - _CRC.size]) != head_crc:
         raise FormatError("frame: the header's checksum is wrong; it is corrupt, fetch it again")
-    if size > MAX_PAYLOAD or len(view) != body + size:
-        there = len(view) - body
-        raise FormatError(f"frame: {there} bytes of payload where its header says {size}; truncated or padded")
-    payload = view[body:]
-    if zlib.crc32(payload) != crc:
-        raise FormatError("frame: the payload's checksum is wrong; it is corrupt, fetch it again")
     try:
         track = check_track_name(bytes(view[_FIXED.size : _FIXED.size + name_length]).decode())
     except UnicodeDecodeError as error:
         raise FormatError("frame: its track name is not text") from error
-    header = FrameHeader(track, spec, chunk.hex(), group, first, tokens, size)
-    if expect is not None:
-        _compare(header, expect)
-    return header, payload
+    return FrameHeader(track, spec, chunk.hex(), group, first, tokens, size), begin, crc
 
 
 def _compare(header: FrameHeader, expect: FrameHeader) -> None:

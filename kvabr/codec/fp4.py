@@ -6,19 +6,25 @@ much; so the scale is a float of 5 exponent and 3 fraction bits without sign (as
 second scale). Each block takes the best of nine scales, from its largest element on 6 down to it on 3: that leaves a
 sixth less error than a choice between 6 and 4, and 13 % less KL on SmolLM2. Scales that clip the largest element leave
 less error still, but more KL.
+
+    unit: scales of the keys, [layer, head, dim]; of the values, [layer, block]; codes, [layer, token, head, dim]
+
+The unit's tokens are a block's. A byte holds the codes of a key (its low half) and of the value in the same place.
+Where 32 does not divide a token's channels, blocks of values run on into the unit's next token, and the last is short.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
+from torch.nn.functional import pad
 
-from kvabr.codec.base import Codec, GroupContext
-from kvabr.codec.bits import Reader, pack_nibbles, place, raw, unpack_nibbles
+from kvabr.codec.bits import place
+from kvabr.codec.layout import BLOCK, Layout, fp4
+from kvabr.codec.separable import Separable
+from kvabr.kv import KVSpec
 
-_BLOCK = 32
 _EXPONENT = 0x7F800000
 _ONE = 0x3F800000
 """Exponent bits of float32, and those of 1.0."""
@@ -29,45 +35,51 @@ _EXPONENT_OFFSET = (127 - 18) << 3
 """The scale's smallest exponent is 2^-18: with 5 bits, elements from 2^-18 to beyond the largest FP16 are in range."""
 
 
-class Fp4(Codec):
+class Fp4(Separable):
     """E2M1 with block scales."""
 
     name: ClassVar[str] = "FP4"
 
-    def encode(self, group: torch.Tensor, context: GroupContext, below: Sequence[bytes] = ()) -> bytes:  # noqa: ARG002
+    def layout(self, spec: KVSpec, tokens: int) -> Layout:
+        """A block of tokens a unit."""
+        return fp4(spec, tokens)
+
+    def encode_units(self, run: torch.Tensor, head: torch.Tensor, unit_tokens: int) -> torch.Tensor:  # noqa: ARG002
         """Quantise keys in blocks of tokens, values in blocks of channels."""
-        values = group.float()
-        spec = context.spec
-        keys = values[:, 0].transpose(2, 3).reshape(-1, context.tokens)
-        # All tokens of a layer in one row: where 32 does not divide a token's channels, blocks run on into the next.
-        rest = values[:, 1].transpose(1, 2).reshape(spec.layers, -1)
-        return _encode(keys) + _encode(rest)
+        layers, _, heads, tokens, dim = run.shape
+        units, channels = tokens // unit_tokens, heads * dim
+        # Axes: K/V, unit, layer, token, channel.
+        values = run.float().view(layers, 2, heads, units, unit_tokens, dim).permute(1, 3, 0, 4, 2, 5).flatten(4)
+        key_scales, keys = _encode(values[0].transpose(2, 3).reshape(-1, unit_tokens))
+        rest_scales, rest = _encode(values[1].reshape(units * layers, -1))
+        keys = keys.reshape(units, layers, channels, unit_tokens).transpose(2, 3)
+        coded = keys.reshape(units, -1) | rest.reshape(units, -1) << 4
+        return torch.cat((key_scales.reshape(units, -1), rest_scales.reshape(units, -1), coded), dim=1)
 
-    def decode(
-        self,
-        payload: memoryview,
-        context: GroupContext,
-        out: torch.Tensor,
-        below: Sequence[memoryview] = (),  # noqa: ARG002
-    ) -> None:
+    def decode_units(self, units: torch.Tensor, head: torch.Tensor, out: torch.Tensor) -> None:  # noqa: ARG002
         """Look up and scale back."""
-        spec, tokens = context.spec, context.tokens
-        layers, heads, dim = spec.layers, spec.kv_heads, spec.head_dim
-        reader = Reader(payload, self.name)
-        keys = _decode(reader, layers * heads * dim, tokens)
-        rest = _decode(reader, layers, tokens * heads * dim)
-        reader.end()
-        place(out[:, 0], keys.reshape(layers, heads, dim, tokens).transpose(2, 3))
-        place(out[:, 1], rest.reshape(layers, tokens, heads, dim).transpose(1, 2))
+        layers, _, heads, count, tokens, dim = out.shape
+        channels = heads * dim
+        blocks = -(-tokens * channels // BLOCK)
+        sizes = [layers * channels, layers * blocks, layers * tokens * channels]
+        key_scales, rest_scales, coded = units.split_with_sizes(sizes, dim=1)
+        wide = coded.short()
+        keys = _to_half(wide << 12, wide << 9).float().reshape(count, layers, tokens, channels)
+        keys.mul_(_scale(key_scales).reshape(count, layers, 1, channels))
+        place(out[:, 0], keys.reshape(count, layers, tokens, heads, dim).permute(1, 3, 0, 2, 4))
+        rest = _to_half(wide << 8, wide << 5).float().reshape(count, layers, -1)
+        scale = _scale(rest_scales).reshape(count, layers, blocks, 1)
+        if rest.shape[2] % BLOCK:
+            rest.mul_(scale.expand(-1, -1, -1, BLOCK).flatten(2)[:, :, : rest.shape[2]])
+        else:
+            rest.reshape(count, layers, blocks, BLOCK).mul_(scale)
+        place(out[:, 1], rest.reshape(count, layers, tokens, heads, dim).permute(1, 3, 0, 2, 4))
 
 
-def _encode(rows: torch.Tensor) -> bytes:
-    """Rows of [row, element], each cut into blocks of which the last may be short."""
+def _encode(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of [row, element], each cut into blocks of which the last may be short: scales and codes, [row, ...]."""
     count, length = rows.shape
-    blocks = -(-length // _BLOCK)
-    padded = torch.zeros(count, blocks * _BLOCK)
-    padded[:, :length] = rows
-    cut = padded.reshape(count, blocks, _BLOCK)
+    cut = pad(rows, (0, -length % BLOCK)).reshape(count, -1, BLOCK)
     magnitude = cut.abs()
     smallest = _store(magnitude.amax(dim=2, keepdim=True) / 6.0)
     best, error = smallest, _error(magnitude, smallest)
@@ -78,18 +90,12 @@ def _encode(rows: torch.Tensor) -> bytes:
         error = torch.minimum(found, error)
     # Twice a level is a whole number up to 12, which leads to its place among the levels.
     codes = _PLACES[(_nearest(magnitude / _load(best)) * 2).to(torch.uint8).int()] | ((cut < 0).to(torch.uint8) << 3)
-    return raw(best.to(torch.uint8)) + raw(pack_nibbles(codes.reshape(count, -1)[:, :length]))
+    return best.to(torch.uint8), codes.reshape(count, -1)[:, :length]
 
 
-def _decode(reader: Reader, count: int, length: int) -> torch.Tensor:
-    blocks = -(-length // _BLOCK)
-    # The codes' numbers come 2^14 times too small; 2^14 more of the scale make up for that, exactly.
-    scale = _load(reader.tensor(torch.uint8, (count, blocks, 1)).int()) * 2.0**14
-    codes = unpack_nibbles(reader.tensor(torch.uint8, ((count * length + 1) // 2,)), count * length)
-    values = _to_half(codes).float().reshape(count, length)
-    if length % _BLOCK:
-        return values * scale.expand(count, blocks, _BLOCK).reshape(count, -1)[:, :length]
-    return (values.reshape(count, blocks, _BLOCK) * scale).reshape(count, length)
+def _scale(stored: torch.Tensor) -> torch.Tensor:
+    """Scales for what `_to_half` makes: it is 2^14 times too small, and 2^14 more of the scale make up for that."""
+    return _load(stored) * 2.0**14
 
 
 def _error(magnitude: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
@@ -106,10 +112,16 @@ def _nearest(magnitude: torch.Tensor) -> torch.Tensor:
     return (magnitude / spacing).round_().mul_(spacing).clamp_(max=6.0)
 
 
-def _to_half(codes: torch.Tensor) -> torch.Tensor:
-    """E2M1 codes as float16, 2^14 times too small: the fields moved to where float16 has them, subnormals included."""
-    wide = codes.short()
-    return (((wide << 12) & -0x8000) | ((wide << 9) & 0x0E00)).view(torch.float16)
+def _to_half(sign: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
+    """E2M1 codes as float16, 2^14 times too small, of codes that were shifted to where float16 has these fields.
+
+    Both formats have subnormals, so this is exact.
+
+    Args:
+        sign: int16, the sign in the highest bit; changed.
+        rest: int16, exponent and fraction in the bits 9 to 11; changed.
+    """
+    return sign.bitwise_and_(-0x8000).bitwise_or_(rest.bitwise_and_(0x0E00)).view(torch.float16)
 
 
 def _store(scale: torch.Tensor) -> torch.Tensor:

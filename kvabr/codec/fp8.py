@@ -2,53 +2,54 @@
 
 E4M3 has a precision of its own at every magnitude; the scale only keeps a channel clear of overflow (448) and of the
 subnormals. One half-precision scale for the tokens of a group is 1.6 % of it.
+
+    head: scales as FP16, [layer, K/V, head, dim]
+    unit: one token, [layer, K/V, head, dim]
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
 
-from kvabr.codec.base import Codec, GroupContext
-from kvabr.codec.bits import Reader, finite, place, raw
+from kvabr.codec.bits import place
+from kvabr.codec.layout import Layout, fp8
+from kvabr.codec.separable import Separable
 from kvabr.errors import FormatError
+from kvabr.kv import KVSpec
 
 _TOP = 448.0
 _NAN = 0x7F
 """The code that is no number, sign aside; E4M3 has no infinity."""
 
 
-class Fp8(Codec):
+class Fp8(Separable):
     """E4M3, scaled per channel."""
 
     name: ClassVar[str] = "FP8"
 
-    def encode(self, group: torch.Tensor, context: GroupContext, below: Sequence[bytes] = ()) -> bytes:  # noqa: ARG002
-        """Scale every channel so that its largest element is E4M3's largest number."""
-        values = group.float()
-        scale = (values.abs().amax(dim=3, keepdim=True) / _TOP).clamp(2.0**-24, 65504).half()
-        # Half precision may round the scale down, so the quotient may pass the top by a hair.
-        coded = (values / scale.float()).clamp(-_TOP, _TOP).to(torch.float8_e4m3fn)
-        return raw(scale) + raw(coded)
+    def layout(self, spec: KVSpec, tokens: int) -> Layout:
+        """A token a unit, and the scales in the head."""
+        return fp8(spec, tokens)
 
-    def decode(
-        self,
-        payload: memoryview,
-        context: GroupContext,
-        out: torch.Tensor,
-        below: Sequence[memoryview] = (),  # noqa: ARG002
-    ) -> None:
+    def head(self, group: torch.Tensor) -> torch.Tensor:
+        """Scale every channel so that its largest element is E4M3's largest number."""
+        return (group.abs().amax(dim=3).float() / _TOP).clamp(2.0**-24, 65504).half()
+
+    def encode_units(self, run: torch.Tensor, head: torch.Tensor, unit_tokens: int) -> torch.Tensor:  # noqa: ARG002
+        """Scale and cast."""
+        # Half precision may round the scale down, so the quotient may pass the top by a hair.
+        scaled = (run.float().permute(3, 0, 1, 2, 4) / head.float()).clamp_(-_TOP, _TOP)
+        return scaled.to(torch.float8_e4m3fn)
+
+    def decode_units(self, units: torch.Tensor, head: torch.Tensor, out: torch.Tensor) -> None:
         """Multiply back."""
-        spec = context.spec
-        reader = Reader(payload, self.name)
-        scale = finite(reader.tensor(torch.float16, (spec.layers, 2, spec.kv_heads, 1, spec.head_dim)), self.name)
-        coded = reader.tensor(torch.uint8, spec.shape(context.tokens))
-        reader.end()
-        if int((coded & _NAN).amax()) == _NAN:
+        if int((units & _NAN).amax()) == _NAN:
             raise FormatError(f"{self.name}: an element is not a number; the payload is not ours")
-        place(out, _to_half(coded).float().mul_(scale.float() * 256))
+        values = _to_half(units).float().mul_(head.float() * 256)
+        layers, both, heads, tokens, _, dim = out.shape
+        place(out[:, :, :, :, 0], values.reshape(tokens, layers, both, heads, dim).permute(1, 2, 3, 0, 4))
 
 
 def _to_half(coded: torch.Tensor) -> torch.Tensor:
@@ -58,4 +59,5 @@ def _to_half(coded: torch.Tensor) -> torch.Tensor:
     time that torch's own cast takes.
     """
     wide = coded.view(torch.int8).short()
-    return ((wide & -0x8000) | ((wide << 7) & 0x3FFF)).view(torch.float16)
+    sign = wide & -0x8000
+    return wide.bitwise_left_shift_(7).bitwise_and_(0x3FFF).bitwise_or_(sign).view(torch.float16)

@@ -59,12 +59,26 @@ def decode_group(
     group: int,
     out: torch.Tensor,
     below: Sequence[memoryview] = (),
+    *,
+    digest: str | None = None,
 ) -> None:
-    """Check and decompress one frame into ``out``, [layer, K/V, head, token, dim].
+    """Check and decompress one frame.
+
+    Args:
+        frame: the bytes; hostile until checked.
+        track: the track that was asked for.
+        context: what group it is.
+        chunk: its chained prompt digest.
+        group: its index.
+        out: [layer, K/V, head, token, dim], any float dtype, any strides.
+        below: payloads of the tracks that this one refines, base first.
+        digest: SHA-256 that the frame must have, hex; what has another one is not decoded. None if it was compared
+            before, or is not known.
 
     Raises:
         ForeignError: a good frame of something else.
-        FormatError: corrupt, truncated, or not what its codec makes; or ``out`` has another shape.
+        FormatError: corrupt, truncated, with another digest, or not what its codec makes; or ``out`` has another
+            shape.
     """
     wanted = context.spec.shape(context.tokens)
     if tuple(out.shape) != wanted or not out.is_floating_point():
@@ -72,7 +86,7 @@ def decode_group(
             f"group {group}: {tuple(out.shape)} {out.dtype} cannot take it, floats of {wanted} are needed"
         )
     expect = FrameHeader(track, context.spec.digest(), chunk, group, context.first_token, context.tokens, 0)
-    _, payload = unpack(frame, expect)
+    _, payload = unpack(frame, expect, digest)
     codec(track).decode(payload, context, out, below)
 
 

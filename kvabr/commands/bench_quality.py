@@ -60,10 +60,10 @@ def run(args: argparse.Namespace) -> int:
     from kvabr.commands.progress import StageBar  # noqa: PLC0415
     from kvabr.commands.tables import mix_rows, mix_table, track_rows, track_table  # noqa: PLC0415
     from kvabr.engines.bed import open_bed  # noqa: PLC0415
-    from kvabr.files import write_text  # noqa: PLC0415
+    from kvabr.files import read_text, write_text  # noqa: PLC0415
     from kvabr.origin.encoder import Keeper, cut_prompt, publish  # noqa: PLC0415
     from kvabr.origin.frames import ordered_tracks  # noqa: PLC0415
-    from kvabr.origin.texts import measuring_texts, read_text  # noqa: PLC0415
+    from kvabr.origin.texts import measuring_texts  # noqa: PLC0415
 
     if args.tokens < 1 or args.continuation < 2:
         raise UsageError("--tokens must be at least 1 and --continuation at least 2")

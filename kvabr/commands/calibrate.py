@@ -47,9 +47,9 @@ def run(args: argparse.Namespace) -> int:
     """Calibrate, and write the profile."""
     from kvabr.commands.progress import StageBar  # noqa: PLC0415 - a command loads what it needs when it runs
     from kvabr.engines.bed import open_bed  # noqa: PLC0415
+    from kvabr.files import read_text, write_file  # noqa: PLC0415
     from kvabr.origin.calibrate import CONTEXT_TOKENS, CONTEXTS, calibrate  # noqa: PLC0415
-    from kvabr.origin.texts import calibration_texts, read_text  # noqa: PLC0415
-    from kvabr.origin.writer import write_file  # noqa: PLC0415
+    from kvabr.origin.texts import calibration_texts  # noqa: PLC0415
 
     texts = calibration_texts() if args.text is None else {str(path): read_text(path) for path in args.text}
     console = Console(stderr=True)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from kvabr.commands.salt import add_option, read_salt
 from kvabr.errors import UsageError
 
 if TYPE_CHECKING:
@@ -24,6 +25,9 @@ examples:
 
 The first --tokens tokens of the text are the prompt, whose cache is published. The --continuation tokens after it are
 what really followed: the loss of every track is measured on them by the model, which takes most of the time.
+
+Who can guess a prompt can compute its name, and so ask an origin whether it is there. With --salt-file only those who
+have the salt can; they give the same file to `kvabr fetch`. The salt is not stored in the asset: keep it.
 """
 
 STAGES = {
@@ -61,6 +65,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--profile", type=Path, metavar="FILE", help="codec profile of the model (default for smollm2: one comes along)"
     )
+    add_option(parser)
     parser.add_argument("--force", action="store_true", help="replace the asset that is there")
     parser.add_argument("--json", type=Path, metavar="F", help="write what was measured, as JSON")
     parser.set_defaults(run=run)
@@ -71,15 +76,15 @@ def run(args: argparse.Namespace) -> int:
     from kvabr.commands.progress import StageBar  # noqa: PLC0415 - a command loads what it needs when it runs
     from kvabr.commands.tables import mix_rows, mix_table, track_rows, track_table  # noqa: PLC0415
     from kvabr.engines.bed import open_bed  # noqa: PLC0415
-    from kvabr.files import write_text  # noqa: PLC0415
+    from kvabr.files import read_text, write_text  # noqa: PLC0415
     from kvabr.origin.encoder import Keeper, cut_prompt, publish  # noqa: PLC0415
     from kvabr.origin.frames import ordered_tracks  # noqa: PLC0415
-    from kvabr.origin.texts import read_text  # noqa: PLC0415
     from kvabr.origin.writer import AssetWriter  # noqa: PLC0415
 
     # All that can be wrong without the model is found before it is loaded.
     text = read_text(args.text)
     tracks = ordered_tracks(args.tracks)
+    salt = read_salt(args.salt_file)
     writer = AssetWriter(args.out, force=args.force)
     if args.tokens < 1 or args.continuation < 2:
         raise UsageError("--tokens must be at least 1 and --continuation at least 2")
@@ -97,9 +102,10 @@ def run(args: argparse.Namespace) -> int:
             profile,
             Keeper(writer.frame, writer.read_frame),
             source=f"{args.text.name}, its first {args.tokens} tokens",
+            salt=salt,
             progress=bar,
         )
-        writer.prompt(prompt)
+        writer.prompt(prompt.sealed(catalog.namespace.prompt) if salt else prompt)
         if catalog.profile is not None and profile is not None:
             writer.profile(profile.to_bytes())
         writer.commit(catalog)

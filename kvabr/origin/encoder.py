@@ -100,6 +100,7 @@ def publish(
     keeper: Keeper,
     *,
     source: str = "",
+    salt: bytes = b"",
     max_passes: int = MAX_PASSES,
     time_engine: bool = True,
     progress: Progress = lambda _stage, _done, _all: None,
@@ -113,6 +114,8 @@ def publish(
         profile: side information of the model, for the tracks that need it.
         keeper: takes every frame, and gives it back for measuring.
         source: what the prompt is, in words, for the catalog.
+        salt: a tenant's secret, see `kvabr.naming.chain`; it is not kept, and then `Prompt.sealed` must tie the token
+            ids to the catalog.
         max_passes: forward passes for attributing losses to groups, see `kvabr.origin.quality`.
         time_engine: whether to time a few prefills for the catalog's cost model.
         progress: told of every step.
@@ -134,7 +137,9 @@ def publish(
     if profile is not None:
         profile.check(spec)
     exact = compute_cache(engine, prompt.tokens, lambda done, total: progress("prefill", done, total))
-    chunks = chain(prompt.tokens, model=spec.model, tokenizer=spec.tokenizer, group_tokens=spec.group_tokens)
+    chunks = chain(
+        prompt.tokens, model=spec.model, tokenizer=spec.tokenizer, group_tokens=spec.group_tokens, salt=salt
+    )
     book = FrameBook(
         spec, chunks, len(prompt.tokens), tracks, profile if needing else None, put=keeper.put, get=keeper.get
     )

@@ -25,8 +25,9 @@ from kvabr.transport.quiclib import QuicLibrary
 if TYPE_CHECKING:
     from kvabr.origin.quicserver import QuicServer
 
-_DENSE_PEERS = (b"moq-lite",)
-"""Implementations that take a gap between object IDs for a loss (moq-rs 0.5): their objects are numbered 0, 1, 2."""
+_MOQ_RS = b"moq-lite"
+"""How moq-rs names itself. Version 0.5 takes a gap between object IDs for a loss, so towards it they run 0, 1, 2, and
+it has other habits; see `Session.resets_cancel` and `Peer._subscribe`."""
 _ROOT_PARTS = tuple(part.encode() for part in ROOT.split("/") if part)
 _MISSING = "no such track, or none that you may read"
 _BUSY_MS = 1000
@@ -143,20 +144,20 @@ class Peer(Endpoint):
     def _peer_is_ready(self, event: Ready) -> None:
         self._handshake.cancel()
         options = event.options
-        self._dense = (options.implementation or b"").startswith(_DENSE_PEERS)
+        self._dense = (options.implementation or b"").startswith(_MOQ_RS)
+        assert self.session is not None  # noqa: S101  # the event came from it
+        self.session.resets_cancel = not self._dense
         token = event.tokens[0] if event.tokens else _token_in(options.path)
         self._grant = self._server.library.admit(token)
         if self._grant is None:
             self._server.metrics.connections_total.inc("unauthorized")
             self.log.warning("connection refused", why="the token is missing or wrong")
-            assert self.session is not None  # noqa: S101  # the event came from it
             self.session.close(SessionCode.UNAUTHORIZED, "the token is missing, wrong or expired")
             return
         self._server.metrics.connections_total.inc("accepted")
         implementation = (options.implementation or b"").decode("utf-8", "replace")[:64]
-        draft = self.session.draft.alpn if self.session is not None else ""
-        self.log.info("connected", grant=self._grant.name, peer=implementation, protocol=draft)
-        if self._server.draining and self.session is not None:
+        self.log.info("connected", grant=self._grant.name, peer=implementation, protocol=self.session.draft.alpn)
+        if self._server.draining:
             self.session.goaway()
 
     # ------------------------------------------------------------------ what it wants

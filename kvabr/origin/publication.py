@@ -11,7 +11,7 @@ import mmap
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
-from kvabr.codec.spans import ObjectSpan, slices
+from kvabr.codec.spans import ObjectSpan, object_spans, slices
 from kvabr.errors import AssetError
 from kvabr.origin.store import Asset, frame_path
 
@@ -90,8 +90,10 @@ class LevelPublication(Publication):
             raise AssetError(f"{path}: cannot be read ({error})") from error
         if len(data) != size:
             raise AssetError(f"{path}: has {len(data)} bytes, its catalog says {size}; encode the asset again")
-        first = group * self._asset.catalog.spec.group_tokens
-        return PublishedGroup(data, slices(first, size), bytes.fromhex(self._track.digests[group]))
+        catalog = self._asset.catalog
+        first, last = catalog.spec.group_range(group, catalog.tokens)
+        objects = object_spans(catalog.spec, self._track.name, first, last - first, size)
+        return PublishedGroup(data, objects, bytes.fromhex(self._track.digests[group]))
 
     def _checked(self, group: int) -> int:
         if not 0 <= group < self.groups:

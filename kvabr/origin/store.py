@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+import struct
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -48,12 +48,31 @@ class Prompt:
     """The prompt, whose cache the asset is."""
     continuation: tuple[int, ...]
     """What really followed: the loss of a cache is measured on it."""
+    seal: str | None = None
+    """Of a salted prompt, see `sealed`."""
+
+    def sealed(self, name: str) -> Prompt:
+        """The same, tied to a prompt digest that nobody can compute from the token ids without the salt.
+
+        Args:
+            name: the last chained digest, which names the asset.
+        """
+        return replace(self, seal=self._seal(name))
+
+    def is_sealed_for(self, name: str) -> bool:
+        """Whether `sealed` made it for that digest, of these very token ids."""
+        return self.seal == self._seal(name)
+
+    def _seal(self, name: str) -> str:
+        parts = [name.encode()] + [struct.pack(f"<{len(ids)}I", *ids) for ids in (self.tokens, self.continuation)]
+        return hashlib.sha256(
+            b"kvabr.seal/1\0" + b"".join(struct.pack("<Q", len(part)) + part for part in parts)
+        ).hexdigest()
 
     def dumps(self) -> str:
         """The prompt as JSON text."""
-        return json.dumps(
-            {"schema": _PROMPT_SCHEMA, "tokens": list(self.tokens), "continuation": list(self.continuation)}
-        )
+        value = {"schema": _PROMPT_SCHEMA, "tokens": list(self.tokens), "continuation": list(self.continuation)}
+        return json.dumps(value if self.seal is None else {**value, "seal": self.seal})
 
     @classmethod
     def loads(cls, text: str | bytes) -> Prompt:
@@ -66,7 +85,8 @@ class Prompt:
             value = json.loads(text)
             if not isinstance(value, dict) or value.get("schema") != _PROMPT_SCHEMA:
                 raise FormatError(f"prompt: not {_PROMPT_SCHEMA!r}; written by another version of kvabr?")
-            return cls(_ids(value["tokens"]), _ids(value["continuation"]))
+            seal = value.get("seal")
+            return cls(_ids(value["tokens"]), _ids(value["continuation"]), None if seal is None else str(seal))
         except (KeyError, TypeError, ValueError, RecursionError) as error:
             raise FormatError(f"prompt: not a prompt of token ids ({error!r})") from error
 
@@ -167,14 +187,19 @@ class Asset:
             prompt = Prompt.loads(data)
         except FormatError as error:
             raise FormatError(f"{path}: {error}") from error
-        if not self._is_ours(prompt.tokens):
+        if not self._is_ours(prompt):
             raise FormatError(f"{path}: not the prompt that the catalog's digests name; {_AGAIN}")
         return prompt
 
-    def _is_ours(self, tokens: Sequence[int]) -> bool:
-        spec = self.catalog.spec
+    def _is_ours(self, prompt: Prompt) -> bool:
+        spec, tokens = self.catalog.spec, prompt.tokens
+        if len(tokens) != self.catalog.tokens:
+            return False
+        if prompt.seal is not None:
+            # The digests are salted, and the salt is not kept here.
+            return prompt.is_sealed_for(self.catalog.namespace.prompt)
         digests = chain(tokens, model=spec.model, tokenizer=spec.tokenizer, group_tokens=spec.group_tokens)
-        return len(tokens) == self.catalog.tokens and tuple(digests) == self.catalog.chunks
+        return tuple(digests) == self.catalog.chunks
 
     def _refuse_swapped(self, path: Path, group: int, track: str) -> None:
         """Raise if the file is a good frame of another place in this asset."""

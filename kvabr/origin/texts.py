@@ -9,7 +9,7 @@ import importlib
 import importlib.util
 from pathlib import Path
 
-from kvabr.errors import AssetError, UsageError
+from kvabr.errors import AssetError
 
 _CALIBRATION_MODULES = ("argparse", "asyncio.tasks", "http.client", "inspect", "json.decoder", "statistics", "tarfile")
 _MEASURING_MODULES = ("calendar", "heapq", "textwrap", "zipfile")
@@ -25,26 +25,6 @@ def measuring_texts() -> dict[str, str]:
     texts = {"manual": _topics()[1], "source": "\n\n".join(_source(module) for module in _MEASURING_MODULES)}
     licence = _licence()
     return texts if licence is None else texts | {"licence": licence}
-
-
-def read_text(path: Path, limit: int = 1 << 28) -> str:
-    """Read a text file of the user's.
-
-    Raises:
-        AssetError: it cannot be read.
-        UsageError: it is not UTF-8 text, or larger than ``limit`` bytes.
-    """
-    try:
-        with path.open("rb") as file:
-            data = file.read(limit + 1)
-    except OSError as error:
-        raise AssetError(f"{path}: cannot be read ({error.strerror})") from error
-    if len(data) > limit:
-        raise UsageError(f"{path}: larger than {limit} bytes; cut out the part that the prompt should be")
-    try:
-        return data.decode()
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{path}: not UTF-8 text (byte {error.start}); convert it first") from error
 
 
 def _topics() -> tuple[str, str]:

@@ -16,6 +16,7 @@ from typing import Self
 
 from kvabr.catalog import SCHEMA, Catalog
 from kvabr.errors import AssetError, FormatError, UsageError
+from kvabr.files import umask
 from kvabr.origin.store import CATALOG, GROUPS, PROFILE, PROMPT, Prompt, frame_path
 
 _AT_FDCWD = -100
@@ -49,7 +50,7 @@ class AssetWriter:
             name = tempfile.mkdtemp(prefix=f".{self._path.name}.", suffix=".partial", dir=self._path.parent)
             self._partial = Path(name)
             # mkdtemp makes private folders; an asset is as public as anything else that this user makes.
-            self._partial.chmod(0o777 & ~_umask())
+            self._partial.chmod(0o777 & ~umask())
         except OSError as error:
             raise AssetError(f"{self._path}: cannot be made ({error.strerror})") from error
         return self
@@ -125,30 +126,6 @@ class AssetWriter:
         return AssetError(f"{self._path}: cannot write {name} ({error.strerror}); nothing of the asset was kept")
 
 
-def write_file(path: Path, data: bytes) -> None:
-    """Write one file, whole or not at all.
-
-    Raises:
-        AssetError: it cannot be written; nothing of it is left behind, and a file that was there before still is.
-    """
-    partial: Path | None = None
-    try:
-        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".partial", dir=path.parent)
-        partial = Path(name)
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.chmod(0o666 & ~_umask())
-        partial.replace(path)
-    except BaseException as error:
-        if partial is not None:
-            partial.unlink(missing_ok=True)
-        if isinstance(error, OSError):
-            raise AssetError(f"{path}: cannot be written ({error.strerror})") from error
-        raise
-
-
 def _is_asset(path: Path) -> bool:
     """Whether a folder is one that `AssetWriter` made, of whatever version."""
     try:
@@ -190,9 +167,3 @@ def _sync(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

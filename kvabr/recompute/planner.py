@@ -14,9 +14,9 @@ Two engine modes differ in what can be computed:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from kvabr.abr.view import View
 from kvabr.recompute.cost import PrefillCost
@@ -31,6 +31,14 @@ class Plan:
     first: int
     last: int
     reason: str
+
+
+class _Candidate(NamedTuple):
+    """What may be left to the engine, and when all is in place then."""
+
+    finish: float
+    first: int
+    last: int
 
 
 def plan(view: View, cost: PrefillCost, mode: EngineMode, absent: Sequence[int], lane_free_s: float) -> Plan | None:
@@ -61,17 +69,19 @@ def plan(view: View, cost: PrefillCost, mode: EngineMode, absent: Sequence[int],
         return None
     start = max(view.now, lane_free_s)
     if mode == "suffix":
-        return _cut_tail(view, cost, absent, need, network_s, start, eta)
-    behind = next((i for i, group in enumerate(absent) if group not in flying), len(absent))
-    best = _run(view, cost, absent, need, network_s, start, behind)
-    if best is None or (best[0] > view.deadline_s and behind):
-        stalled = _run(view, cost, absent, need, network_s, start, 0)
-        if stalled is not None and (best is None or stalled[0] < best[0]):
-            best = stalled
-    if best is None or best[0] >= eta or _gamble(view, best[0], total, wait + tail_s):
+        best = _soonest(_tails(view, cost, absent, need, network_s, start), view.deadline_s)
+        other_s = view.decode_backlog_s
+    else:
+        behind = next((i for i, group in enumerate(absent) if group not in flying), len(absent))
+        best = _soonest(_runs(view, cost, absent[behind:], need, network_s, start), view.deadline_s)
+        if best is None or (best.finish > view.deadline_s and behind):
+            stalled = _soonest(_runs(view, cost, absent, need, network_s, start), view.deadline_s)
+            if stalled is not None and (best is None or stalled.finish < best.finish):
+                best = stalled
+        other_s = wait + tail_s
+    if best is None or best.finish >= eta or _gamble(view, best.finish, total, other_s):
         return None
-    finish, found = best
-    return Plan(found[0], found[1], _words(view, eta, finish))
+    return Plan(best.first, best.last, _words(view, eta, best.finish))
 
 
 def _gamble(view: View, finish: float, nbytes: int, other_s: float) -> bool:
@@ -85,59 +95,62 @@ def _words(view: View, eta: float, finish: float) -> str:
     return f"at the lower bound the rest {late}; with recompute it is in place at {finish:.2f} s"
 
 
-def _run(
-    view: View,
-    cost: PrefillCost,
-    absent: Sequence[int],
-    need: dict[int, int],
-    network_s: Callable[[float], float],
-    start: float,
-    index: int,
-) -> tuple[float, tuple[int, int]] | None:
-    """Shortest run of consecutive groups from ``absent[index]`` on that meets the deadline, else the soonest one."""
-    if index >= len(absent):
-        return None
-    spec = view.catalog.spec
-    before = sum(need[group] for group in absent[:index])
-    begin = max(start, network_s(before))
-    tokens = view.catalog.group_tokens(absent[index])
-    left = sum(need.values())
-    best: tuple[float, tuple[int, int]] | None = None
-    first = absent[index]
-    for offset, group in enumerate(absent[index:]):
-        if group != first + offset:
-            break  # a group in between is in place: a longer run would compute it again
-        left -= need[group]
-        computed = begin + cost.seconds(first * spec.group_tokens, tokens)
-        tokens += view.catalog.group_tokens(min(group + 1, view.groups - 1))
-        finish = max(computed, network_s(left))
-        if best is None or finish < best[0]:
-            best = (finish, (first, group + 1))
-        if finish <= view.deadline_s:
+def _soonest(candidates: Iterable[_Candidate], deadline_s: float) -> _Candidate | None:
+    """The first candidate that meets the deadline, else the soonest."""
+    best: _Candidate | None = None
+    for found in candidates:
+        if best is None or found.finish < best.finish:
+            best = found
+        if found.finish <= deadline_s:
             break
     return best
 
 
-def _cut_tail(
+def _runs(
     view: View,
     cost: PrefillCost,
     absent: Sequence[int],
     need: dict[int, int],
     network_s: Callable[[float], float],
     start: float,
-    eta: float,
-) -> Plan | None:
+) -> Iterator[_Candidate]:
+    """Ever longer runs of consecutive groups from the first of ``absent`` on.
+
+    Args:
+        view: the play.
+        cost: what the engine takes.
+        absent: as for `plan`, from where the runs begin.
+        need: bytes that each absent group needs, these and those before.
+        network_s: when the network has brought so many bytes.
+        start: when the engine is free.
+    """
+    if not absent:
+        return
+    spec, first = view.catalog.spec, absent[0]
+    begin = max(start, network_s(sum(size for group, size in need.items() if group < first)))
+    tokens = 0
+    left = sum(need.values())
+    for offset, group in enumerate(absent):
+        if group != first + offset:
+            break  # a group in between is in place: a longer run would compute it again
+        left -= need[group]
+        tokens += view.catalog.group_tokens(group)
+        computed = begin + cost.seconds(first * spec.group_tokens, tokens)
+        yield _Candidate(max(computed, network_s(left)), first, group + 1)
+
+
+def _tails(
+    view: View,
+    cost: PrefillCost,
+    absent: Sequence[int],
+    need: dict[int, int],
+    network_s: Callable[[float], float],
+    start: float,
+) -> Iterator[_Candidate]:
+    """Ever longer tails, each from an absent group to the end; arguments as for `_runs`."""
     spec, tokens = view.catalog.spec, view.catalog.tokens
     left = sum(need.values())
-    best: tuple[float, int] | None = None
     for group in reversed(absent):
         left -= need[group]
         first = group * spec.group_tokens
-        finish = max(start, network_s(left)) + cost.seconds(first, tokens - first)
-        if best is None or finish < best[0]:
-            best = (finish, group)
-        if finish <= view.deadline_s:
-            break
-    if best is None or best[0] >= eta or _gamble(view, best[0], sum(need.values()), view.decode_backlog_s):
-        return None
-    return Plan(best[1], view.groups, _words(view, eta, best[0]))
+        yield _Candidate(max(start, network_s(left)) + cost.seconds(first, tokens - first), group, view.groups)

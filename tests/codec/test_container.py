@@ -1,4 +1,5 @@
 import dataclasses
+import hashlib
 
 import pytest
 import torch
@@ -6,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvabr.codec.base import GroupContext
-from kvabr.codec.container import pack, unpack
+from kvabr.codec.container import VERSION, header_bytes, pack, unpack
 from kvabr.codec.group import decode_group, encode_group
 from kvabr.codec.registry import codec
 from kvabr.errors import ForeignError, FormatError
@@ -51,11 +52,30 @@ def test_garbage_is_refused(data):
         unpack(data)
 
 
-def test_a_newer_version_says_upgrade():
+@pytest.mark.parametrize(("version", "words"), [(1, "encode the asset again"), (VERSION + 1, "upgrade")])
+def test_frames_of_other_versions_say_what_to_do(version, words):
     frame = bytearray(pack(b"x", **FIELDS))
-    frame[4] = 2
-    with pytest.raises(FormatError, match="upgrade"):
+    frame[4] = version
+    with pytest.raises(FormatError, match=f"version {version}, .* {words}"):
         unpack(frame)
+
+
+def test_the_digest_is_compared_and_errors_say_the_nearest_cause():
+    frame = pack(b"payload", **FIELDS)
+    header, _ = unpack(frame)
+    digest = hashlib.sha256(frame).hexdigest()
+    assert unpack(frame, header, digest)[1] == b"payload"
+    lie = pack(b"paylord", **FIELDS)
+    with pytest.raises(FormatError, match="SHA-256"):
+        unpack(lie, header, digest)
+    with pytest.raises(FormatError, match="corrupt"):
+        unpack(frame[:-1] + b"x", header, digest)
+    with pytest.raises(ForeignError, match="group"):
+        unpack(pack(b"payload", **FIELDS | {"group": 4}), header, digest)
+
+
+def test_the_header_has_the_size_that_it_says():
+    assert header_bytes(FIELDS["track"]) == len(pack(b"", **FIELDS))
 
 
 @pytest.mark.parametrize(

@@ -155,6 +155,28 @@ def test_prompt_of_another_cache(asset):
         asset.prompt()
 
 
+def test_a_salted_asset_knows_its_prompt_and_keeps_no_salt(tmp_path):
+    salt = b"thirty-two bytes, by no means more"
+    salted = toy_asset(tmp_path / "salted", ("Int4",), salt=salt)
+    plain = toy_asset(tmp_path / "plain", ("Int4",))
+    assert not set(salted.catalog.chunks) & set(plain.catalog.chunks)
+    assert salted.prompt().tokens == plain.prompt().tokens == prompt().tokens
+    for path in salted.path.rglob("*"):
+        assert path.is_dir() or not any(form in path.read_bytes() for form in (salt, salt.hex().encode()))
+    # Neither other ids, nor the prompt of another name, nor one that claims to be unsalted.
+    mine = salted.prompt()
+    other = Prompt((*mine.tokens[:-1], mine.tokens[-1] ^ 1), mine.continuation)
+    for forged in (
+        Prompt(other.tokens, mine.continuation, mine.seal),
+        Prompt(mine.tokens, mine.continuation[:-1], mine.seal),
+        Prompt(mine.tokens, mine.continuation),
+        mine.sealed(plain.catalog.namespace.prompt),
+    ):
+        (salted.path / "prompt.json").write_text(forged.dumps())
+        with pytest.raises(FormatError, match="not the prompt"):
+            salted.prompt()
+
+
 @pytest.mark.parametrize(
     "text",
     ["", "[]", "{}", "null", '{"schema": "kvabr.prompt/9"}', "[" * 100_000]

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
-
-from kvabr.errors import AssetError, UsageError
-from kvabr.origin.texts import calibration_texts, measuring_texts, read_text
+from kvabr.origin.texts import calibration_texts, measuring_texts
 
 
 def test_there_is_enough_of_both():
@@ -23,16 +20,3 @@ def test_no_text_is_in_both():
 
     assert len(paragraphs(measuring_texts())) > 300
     assert not paragraphs(calibration_texts()) & paragraphs(measuring_texts())
-
-
-def test_files_that_are_no_text(tmp_path):
-    (tmp_path / "latin").write_bytes("naïve".encode("latin-1"))
-    with pytest.raises(UsageError, match="not UTF-8"):
-        read_text(tmp_path / "latin")
-    (tmp_path / "long").write_text("x" * 11)
-    with pytest.raises(UsageError, match="larger than 10 bytes"):
-        read_text(tmp_path / "long", limit=10)
-    with pytest.raises(AssetError, match="cannot be read"):
-        read_text(tmp_path / "nothing")
-    with pytest.raises(AssetError, match="cannot be read"):
-        read_text(tmp_path)

@@ -12,7 +12,7 @@ import pytest
 
 from kvabr.errors import AssetError, UsageError
 from kvabr.origin.store import Asset
-from kvabr.origin.writer import AssetWriter, write_file
+from kvabr.origin.writer import AssetWriter
 from tests.toymodel import toy_asset
 
 ROOT = Path(__file__).parents[2]
@@ -158,15 +158,3 @@ def test_a_full_disk_leaves_no_half_asset(tmp_path):
     assert "no space left while writing" in done.stdout
     assert "nothing of the asset was kept" in done.stdout
     assert "left:" not in done.stdout
-
-
-def test_a_single_file_is_whole_or_not_there(tmp_path):
-    write_file(tmp_path / "a", b"one")
-    write_file(tmp_path / "a", b"two")
-    assert (tmp_path / "a").read_bytes() == b"two"
-    with pytest.raises(AssetError, match="cannot be written"):
-        write_file(tmp_path / "no" / "a", b"")
-    (tmp_path / "folder").mkdir()
-    with pytest.raises(AssetError, match="cannot be written"):
-        write_file(tmp_path / "folder", b"")
-    assert left_over(tmp_path) == ["a", "folder"]

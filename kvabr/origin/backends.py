@@ -1,0 +1,74 @@
+"""Which QUIC library carries a server."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from kvabr.errors import TransportError
+from kvabr.origin.library import Library
+from kvabr.origin.metrics import Metrics
+from kvabr.origin.server import Server, ServerLimits, ServerTls
+
+if TYPE_CHECKING:
+    from structlog.typing import FilteringBoundLogger
+
+FASTEST_FIRST = ("moq", "qh3", "aioquic")
+"""Measured; see the table in the README."""
+
+_INSTALL = {"moq": "pip install 'kvabr[moq]'", "qh3": "pip install 'kvabr[fast]'", "aioquic": "pip install kvabr"}
+
+
+def missing(backend: str) -> str | None:
+    """Why a library cannot be used, in words; None if it can."""
+    try:
+        import_module(backend)
+    except ImportError as error:
+        return f"{backend} is not installed or does not load here ({error}); install it with: {_INSTALL[backend]}"
+    return None
+
+
+def make_server(
+    backend: str,
+    library: Library,
+    host: str,
+    port: int,
+    tls: ServerTls,
+    limits: ServerLimits,
+    log: FilteringBoundLogger,
+    metrics: Metrics,
+) -> Server:
+    """The server of one QUIC library: ``moq``, ``qh3``, ``aioquic``, or with ``auto`` the first of these installed.
+
+    The other arguments are those of `Server`.
+
+    Raises:
+        TransportError: it is not installed; the message says how to install it.
+    """
+    for name in FASTEST_FIRST if backend == "auto" else (backend,):
+        why = missing(name)
+        if why is None:
+            return _make(name, library, host, port, tls, limits, log, metrics)
+        if backend != "auto":
+            raise TransportError(f"--quic {why}")
+        log.debug("not used", quic=name, why=why)
+    raise TransportError(f"no QUIC library is installed; the smallest: {_INSTALL['aioquic']}")
+
+
+def _make(
+    name: str,
+    library: Library,
+    host: str,
+    port: int,
+    tls: ServerTls,
+    limits: ServerLimits,
+    log: FilteringBoundLogger,
+    metrics: Metrics,
+) -> Server:
+    if name == "moq":
+        from kvabr.origin.moqrs import MoqServer  # noqa: PLC0415 - the library is an extra
+
+        return MoqServer(library, host, port, tls, limits, log, metrics)
+    from kvabr.origin.quicserver import QuicServer  # noqa: PLC0415 - loads only the library that was chosen
+
+    return QuicServer(library, host, port, tls, limits, log, metrics, library_name=name)
