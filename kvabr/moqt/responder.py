@@ -50,6 +50,9 @@ class Responder:
         self._by_stream: dict[int, RequestState] = {}
         self._by_data: dict[int, RequestState] = {}
         self.draining = False
+        self.lenient = False
+        """Whether a peer that resets or stops the stream of a FETCH that has been answered may still want its objects:
+        moq-rs 0.5 does so, and cancels by stopping the stream of the objects."""
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -129,7 +132,10 @@ class Responder:
 
     def stream_gone(self, stream: int, code: int) -> None:
         """The peer has reset, or does not want, a stream of a request."""
-        request = self._by_stream.get(stream) or self._by_data.get(stream)
+        request = self._by_stream.get(stream)
+        if request is not None and self.lenient and request.streams:
+            return
+        request = request or self._by_data.get(stream)
         if request is not None:
             self._cancelled(request, code)
 

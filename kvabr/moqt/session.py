@@ -98,9 +98,6 @@ class Session:
         self._early_bytes = 0
         self._ready = False
         self.closed: Closed | None = None
-        self.resets_cancel = True
-        """Whether a peer that resets its side of a request's stream cancels the request, as the draft says. moq-rs 0.5
-        resets that of a FETCH once it has been answered, and goes on to read its objects."""
 
     # ------------------------------------------------------------------ what the owner wants
 
@@ -180,8 +177,7 @@ class Session:
         else:
             self._messages.pop(stream, None)
             self.requester.stream_gone(stream, code)
-            if self.resets_cancel:
-                self.responder.stream_gone(stream, code)
+            self.responder.stream_gone(stream, code)
 
     def receive_stop(self, stream: int, code: int) -> None:
         """The peer wants no more on a stream of ours."""

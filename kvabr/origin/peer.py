@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _MOQ_RS = b"moq-lite"
 """How moq-rs names itself. Version 0.5 takes a gap between object IDs for a loss, so towards it they run 0, 1, 2, and
-it has other habits; see `Session.resets_cancel` and `Peer._subscribe`."""
+it has other habits; see `Responder.lenient` and `Peer._subscribe`."""
 _ROOT_PARTS = tuple(part.encode() for part in ROOT.split("/") if part)
 _MISSING = "no such track, or none that you may read"
 _BUSY_MS = 1000
@@ -146,7 +146,7 @@ class Peer(Endpoint):
         options = event.options
         self._dense = (options.implementation or b"").startswith(_MOQ_RS)
         assert self.session is not None  # noqa: S101  # the event came from it
-        self.session.resets_cancel = not self._dense
+        self.session.responder.lenient = self._dense
         token = event.tokens[0] if event.tokens else _token_in(options.path)
         self._grant = self._server.library.admit(token)
         if self._grant is None:
