@@ -239,7 +239,12 @@ class Requester:
     def received(self, request: RequestState, items: list[Item]) -> None:
         """Objects of a request came."""
         if self._requests.get(request.number) is request:
-            self._channel.events.append(Received(request.number, items))
+            events = self._channel.events
+            last = events[-1] if events else None
+            if isinstance(last, Received) and last.request_id == request.number:
+                last.items.extend(items)
+            else:
+                events.append(Received(request.number, items))
 
     def data_ended(self, request: RequestState, stream: int, code: int | None) -> None:
         """A stream of objects has ended, or (``code``) was reset."""

@@ -70,7 +70,6 @@ class Endpoint(ABC):
         if kind is kinds.StreamDataReceived:
             if session is not None:
                 session.receive(event.stream_id, event.data, fin=event.end_stream)
-                self.settle()
         elif kind is kinds.HandshakeCompleted:
             self._handshake_done(event.alpn_protocol)
         elif kind is kinds.ConnectionTerminated:
@@ -84,7 +83,6 @@ class Endpoint(ABC):
                 session.receive_stop(event.stream_id, event.error_code)
             elif kind is kinds.DatagramFrameReceived:
                 session.receive_datagram(event.data)
-            self.settle()
 
     def _handshake_done(self, alpn: str | None) -> None:
         draft = by_alpn(alpn or "")
@@ -94,7 +92,6 @@ class Endpoint(ABC):
         self.session = self.make_session(draft)
         if self.session is not None:
             self.session.start()
-            self.settle()
 
     # ------------------------------------------------------------------ to the library
 
@@ -158,11 +155,27 @@ def protocol_class(library: QuicLibrary, attach: Callable[[Any], Endpoint]) -> A
     class EndpointProtocol(base):  # type: ignore[misc]  # the library decides what it is
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
+            library.prepare(self._quic)
             self.endpoint = attach(self)
             self.endpoint.driver = self
 
         def quic_event_received(self, event: Any) -> None:
             self.endpoint.quic_event(event)
+
+        def _process_events(self) -> None:
+            # What many packets brought is handed on at once: handing on costs more than taking in.
+            super()._process_events()
+            self.endpoint.settle()
+
+        def datagrams_received(self, datagrams: list[bytes], address: Any) -> None:
+            if library.name == "qh3":
+                super().datagrams_received(datagrams, address)
+                return
+            quic, now = self._quic, self._loop.time()
+            for datagram in datagrams:
+                quic.receive_datagram(datagram, address, now)
+            self._process_events()
+            self.transmit()
 
         def transmit(self) -> None:
             self.endpoint.feed()

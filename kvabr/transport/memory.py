@@ -28,8 +28,8 @@ from kvabr.transport.base import (
 Find = Callable[[TrackNamespace, str], Publication | None]
 """What is served under a name, or None; for a `Library`: ``functools.partial(library.find, grant)``."""
 
-_CHUNK = 16 << 10
-"""Bytes that the link carries at once."""
+_PACKET = 1200
+"""Bytes that the link carries at once, unless it is so fast that this takes less than a millisecond."""
 _LONG_CHUNK = 64 << 10
 """The same, on a link without a limit."""
 _WINDOW = 1 << 20
@@ -191,7 +191,7 @@ class _MemoryDownload(Download):
             return 0
         stops = [stop for stop in (self._end, fault.stall_after, fault.reset_after) if stop is not None]
         left = min(stops) - self._sent if stops else self._link.chunk
-        return max(0, min(left, room, self._link.chunk))
+        return max(0, min(left, room, self._limit + 1 - self._sent, self._link.chunk))
 
     def ends_now(self) -> bool:
         """Look whether all has been sent, and if so say it, or break off where the fault wants it."""
@@ -357,7 +357,7 @@ class MemoryConnection(Connection):
     @property
     def chunk(self) -> int:
         """Bytes that the link carries at once."""
-        return _LONG_CHUNK if self.path.rate is None else max(_CHUNK, int(self.path.rate / 1000))
+        return _LONG_CHUNK if self.path.rate is None else max(_PACKET, int(self.path.rate / 1000))
 
     def forget(self, download: _MemoryDownload) -> None:
         """A download was cancelled."""

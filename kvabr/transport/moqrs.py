@@ -1,0 +1,412 @@
+"""MoQT over moq-rs, a QUIC stack in Rust: the gigabit path for a player.
+
+What moq-rs does by itself, and a player should know:
+
+- A whole group is taken into memory as fast as it comes, read or not: `Download.read` does not hold its sender back.
+  What bounds memory is that only so many bytes are asked for at a time, and that no group is larger than 32 MiB.
+- A priority counts when a group is asked for, and cannot be changed any more.
+- Of a pinned certificate only the fingerprint is checked, not its dates.
+- Which protocol the two sides agreed on it does not tell, only its family: moq-lite, which two of moq-rs speak with
+  each other, or MoQT. It offers drafts 14 to 22 and cannot be told to offer fewer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import bisect
+import contextlib
+import itertools
+import time
+from collections import OrderedDict
+from functools import partial
+from typing import Any
+from urllib.parse import quote
+
+from kvabr.errors import TransportError
+from kvabr.moqt.codes import RequestCode, ResetCode
+from kvabr.naming import TrackNamespace
+from kvabr.transport import moqlib
+from kvabr.transport.base import (
+    Connection,
+    ConnectionLostError,
+    ConnectionStats,
+    Download,
+    NotFoundError,
+    RequestError,
+)
+from kvabr.transport.certificate import fingerprint_of
+from kvabr.transport.moqdownload import MoqDownload, Owner
+from kvabr.transport.options import DialOptions, Names
+from kvabr.transport.watch import LimitWatch
+
+MAX_IN_FLIGHT = 64
+"""Downloads under way at a time; more wait, the most urgent first."""
+IN_FLIGHT_BYTES = 96 << 20
+"""Bytes that they may have together by their limits, or one download alone."""
+CACHE_BYTES = 2 * IN_FLIGHT_BYTES
+"""What moq-rs keeps of groups. It throws out the oldest, read or not, so it needs room for more than is asked for."""
+
+_ANSWER_S = 30.0
+"""After so long without an answer, and without anything else coming, a request has failed."""
+_ROUTE_S = 1.0
+"""Seconds that a peer has to announce what was asked for, if it has announced something else."""
+_WARM_S = 5.0
+_WARM_TRACKS = 8
+"""Tracks that are kept open between requests, and for how long: asking the next time takes a round trip less."""
+_ENDING_S = 0.01
+_PROBE_TRACK = "kvabr.probe"
+"""Asked for to see whether a silent peer is still there: it acknowledges the packet, whatever it answers."""
+
+_WHY = (
+    ("fingerprint mismatch", "the peer's certificate does not have the fingerprint that is expected"),
+    ("UnknownIssuer", "the peer's certificate is signed by nobody that is trusted; trust its CA, or its fingerprint"),
+    ("certificate expired", "the peer's certificate has expired"),
+    ("not valid yet", "the peer's certificate is not valid yet; is the clock right?"),
+    ("not valid for name", "the peer's certificate is for another name"),
+    ("error 120", "no common protocol: the peer speaks none of those that moq-rs offers"),
+    ("failed DNS lookup", "no such host"),
+)
+
+
+class MoqConnection(Connection, Owner):
+    """A connection to one publisher or relay; `dial` makes it."""
+
+    backend = "moq"
+
+    def __init__(self, moq: Any, client: Any, options: DialOptions, protocol: str) -> None:
+        self.protocol = protocol
+        self._moq, self._client, self._options = moq, client, options
+        self._session: Any = client.session
+        self._names: Names = "split" if protocol == "moq-lite" else options.names
+        self._in_flight: set[MoqDownload] = set()
+        self._asked_bytes = 0
+        self._waiting: list[tuple[int, int, MoqDownload]] = []
+        self._order = itertools.count()
+        self._warm: OrderedDict[tuple[str, str], Any] = OrderedDict()
+        self._cooling: asyncio.TimerHandle | None = None
+        self._received = 0
+        self._heard_s = time.monotonic()
+        self._packets = 0
+        self._last_stats = ConnectionStats()
+        self._lost: str | None = None
+        self._going_away = False
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.watch = LimitWatch(lambda: None, lambda: self.stats().rtt_s)
+        """Who holds the downloads up."""
+        self._spawn(self._until_closed())
+        self._spawn(self._listen())
+
+    def fetch(
+        self, namespace: TrackNamespace, track: str, group: int = 0, *, priority: int = 128, limit: int
+    ) -> Download:
+        """See `Connection.fetch`."""
+        download = MoqDownload(self, namespace, track, group, priority, limit)
+        if self._lost is not None:
+            download.fail(ConnectionLostError(f"{download.what}: {self._lost}"))
+        else:
+            bisect.insort(self._waiting, (priority, next(self._order), download))
+            self._next()
+        return download
+
+    def stats(self) -> ConnectionStats:
+        """See `Connection.stats`."""
+        if self._lost is None:
+            with contextlib.suppress(self._moq.Error):
+                seen = self._session.stats()
+                self._packets = seen.packets_received or 0
+                self._last_stats = ConnectionStats(
+                    None if seen.rtt_us is None else seen.rtt_us / 1e6,
+                    self._received,
+                    seen.packets_lost,
+                    None if seen.estimated_recv_rate_bps is None else seen.estimated_recv_rate_bps / 8,
+                )
+        return ConnectionStats(
+            self._last_stats.rtt_s, self._received, self._last_stats.lost_packets, self._last_stats.rate
+        )
+
+    @property
+    def closed(self) -> bool:
+        """See `Connection.closed`."""
+        return self._lost is not None
+
+    @property
+    def going_away(self) -> bool:
+        """See `Connection.going_away`."""
+        return self._going_away
+
+    async def close(self) -> None:
+        """See `Connection.close`."""
+        self._end("closed by this side")
+        tasks = [task for task in self._tasks if task is not asyncio.current_task()]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+        await self._client.__aexit__(None, None, None)
+
+    # ------------------------------------------------------------------ for downloads
+
+    def prioritise(self, download: MoqDownload, priority: int) -> None:
+        """Change the place of a download that waits."""
+        self._waiting = [entry for entry in self._waiting if entry[2] is not download]
+        download.priority = priority
+        bisect.insort(self._waiting, (priority, next(self._order), download))
+
+    def drop(self, download: MoqDownload) -> None:
+        """A download is wanted no more."""
+        if download.task is None:
+            self._waiting = [entry for entry in self._waiting if entry[2] is not download]
+        else:
+            download.task.cancel()
+
+    # ------------------------------------------------------------------ internals
+
+    def _spawn(self, work: Any) -> asyncio.Task[None]:
+        task: asyncio.Task[None] = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def _next(self) -> None:
+        """Ask for what waits, as far as there is room."""
+        while self._waiting and len(self._in_flight) < MAX_IN_FLIGHT:
+            download = self._waiting[0][2]
+            cost = _cost(download)
+            if self._in_flight and self._asked_bytes + cost > IN_FLIGHT_BYTES:
+                break
+            del self._waiting[0]
+            if not self._in_flight:
+                self._heard_s = time.monotonic()
+            self._in_flight.add(download)
+            self._asked_bytes += cost
+            download.task = self._spawn(self._run(download))
+            download.task.add_done_callback(partial(self._done, download))
+        self.watch.asked(len(self._in_flight))
+
+    def _done(self, download: MoqDownload, _: asyncio.Task[None]) -> None:
+        download.fail(RequestError(f"{download.what}: cancelled", code=ResetCode.CANCELLED))
+        self._in_flight.discard(download)
+        self._asked_bytes -= _cost(download)
+        if self._lost is None:
+            self._next()
+            if not self._in_flight:
+                self._cool()
+
+    async def _run(self, download: MoqDownload) -> None:
+        group: Any = None
+        try:
+            group = await self._answered(self._open(download), download.what)
+            while (frame := await group.read_frame()) is not None:
+                self._received += len(frame.payload)
+                self.watch.received(len(frame.payload))
+                self._heard_s = time.monotonic()
+                if not download.take(frame.payload):
+                    group.cancel()
+                    return
+            self._keep_warm(download, group)
+            if download.stats.received:
+                download.finish()
+            else:
+                download.fail(NotFoundError(f"{download.what}: nothing there", code=RequestCode.DOES_NOT_EXIST))
+        except self._moq.Error as error:
+            await self._failed(download, error)
+        except TransportError as error:
+            download.fail(error)
+        except asyncio.CancelledError:
+            if group is not None:
+                group.cancel()
+            raise
+
+    async def _open(self, download: MoqDownload) -> Any:
+        moq, path = self._moq, moqlib.path_of(download.namespace, self._names)
+        options = moq.FetchGroupOptions(priority=moqlib.moq_priority(download.priority))
+        try:
+            broadcast = await self._client.request_broadcast(path)
+        except moq.Error as error:
+            if not isinstance(moqlib.as_ours(moq, error, ""), NotFoundError):
+                raise
+            # The peer has not announced it, or not yet.
+            announced = self._client.announced_broadcast(path)
+            try:
+                broadcast = await asyncio.wait_for(announced.available(), _ROUTE_S)
+            except TimeoutError:
+                raise error from None
+            finally:
+                announced.cancel()
+        return await broadcast.fetch_group(download.track, download.group, options)
+
+    async def _answered(self, asking: Any, what: str) -> Any:
+        """What a request brings, or an error if it and everything else stays without an answer."""
+        task = asyncio.ensure_future(asking)
+        begun_s = time.monotonic()
+        try:
+            while not task.done():
+                left = max(begun_s, self._heard_s) + _ANSWER_S - time.monotonic()
+                if left <= 0:
+                    raise RequestError(f"{what}: no answer within {_ANSWER_S:g} s", code=RequestCode.TIMEOUT)
+                await asyncio.wait({task}, timeout=left)
+            return task.result()
+        finally:
+            task.cancel()
+
+    def _keep_warm(self, download: MoqDownload, group: Any) -> None:
+        key = (moqlib.path_of(download.namespace, self._names), download.track)
+        self._warm[key] = group
+        self._warm.move_to_end(key)
+        if len(self._warm) > _WARM_TRACKS:
+            self._warm.popitem(last=False)
+
+    def _cool(self) -> None:
+        if self._cooling is not None:
+            self._cooling.cancel()
+        self._cooling = asyncio.get_running_loop().call_later(_WARM_S, self._cooled)
+
+    def _cooled(self) -> None:
+        if not self._in_flight:
+            self._warm.clear()
+
+    async def _until_closed(self) -> None:
+        try:
+            await self._session.closed()
+            self._end("closed by the peer")
+        except self._moq.Error as error:
+            said = moqlib.explain(self._moq, error)
+            self._end("the token is missing, wrong or expired" if self._moq.is_auth(error) else f"it ended ({said})")
+
+    async def _listen(self) -> None:
+        """Notice a peer that is gone without a word, sooner than the library does."""
+        patience_s = self._options.timeout_s
+        probe: asyncio.Task[None] | None = None
+        while self._lost is None:
+            await asyncio.sleep(patience_s / 8)
+            before = self._packets
+            self.stats()
+            now = time.monotonic()
+            if self._packets != before or not self._in_flight:
+                self._heard_s, probe = now, None
+            elif now - self._heard_s > patience_s:
+                self._end(f"nothing came from the peer for {patience_s:g} s")
+            elif probe is None and now - self._heard_s > patience_s / 2:
+                probe = self._spawn(self._probe())
+
+    async def _probe(self) -> None:
+        download = next(iter(self._in_flight), None)
+        if download is None:
+            return
+        path = moqlib.path_of(download.namespace, self._names)
+        with contextlib.suppress(self._moq.Error, TimeoutError):
+            async with asyncio.timeout(self._options.timeout_s):
+                await (await self._client.request_broadcast(path)).fetch_group(_PROBE_TRACK, 0)
+
+    async def _failed(self, download: MoqDownload, error: Exception) -> None:
+        ours = moqlib.as_ours(self._moq, error, download.what)
+        if not isinstance(ours, NotFoundError) and self._lost is None:
+            await asyncio.sleep(_ENDING_S)  # it may be the first sign of the connection's end
+        if isinstance(ours, RequestError) and ours.code == RequestCode.GOING_AWAY:
+            self._going_away = True
+            ours = ConnectionLostError(str(ours))
+        download.fail(ours if self._lost is None else ConnectionLostError(f"{download.what}: {self._lost}"))
+
+    def _end(self, reason: str) -> None:
+        if self._lost is not None:
+            return
+        self.stats()
+        self._lost = f"the connection is over: {reason}"
+        self.watch.close()
+        if self._cooling is not None:
+            self._cooling.cancel()
+        for download in [*self._in_flight, *(entry[2] for entry in self._waiting)]:
+            download.fail(ConnectionLostError(f"{download.what}: {self._lost}"))
+            if download.task is not None:
+                download.task.cancel()
+        self._waiting.clear()
+        self._warm.clear()
+        self._session.shutdown()
+        for task in self._tasks:
+            task.cancel()
+
+
+def _cost(download: MoqDownload) -> int:
+    return min(download.limit, moqlib.MAX_GROUP_BYTES)
+
+
+async def dial(options: DialOptions) -> Connection:
+    """Reach a peer.
+
+    Raises:
+        TransportError: it does not answer in time, its certificate is not trusted, it speaks nothing that moq-rs
+            speaks, or it does not let us in; the message says which. Or moq-rs is not installed.
+    """
+    moq = moqlib.load()
+    host = f"[{options.host}]" if ":" in options.host else options.host
+    where = f"{host}:{options.port}"
+    client = moq.Client(
+        f"moqt://{where}{_target(options)}",
+        tls_verify=not options.insecure,
+        tls_roots=None if options.ca is None or options.insecure else [str(options.ca)],
+        tls_fingerprints=(
+            None if options.fingerprint is None or options.insecure else [fingerprint_of(options.fingerprint)]
+        ),
+        websocket_enabled=False,
+        reconnect=False,
+        publish=moq.OriginProducer(cache_capacity_bytes=0),
+        subscribe=moq.OriginProducer(cache_capacity_bytes=CACHE_BYTES),
+    )
+    end_s = time.monotonic() + options.timeout_s
+    try:
+        async with asyncio.timeout(options.timeout_s):
+            await client.__aenter__()
+        protocol = await _admitted(moq, client, end_s - time.monotonic())
+    except TimeoutError as error:
+        await client.__aexit__(None, None, None)
+        raise TransportError(
+            f"{where}: no answer within {options.timeout_s:g} s; is it running there, and may UDP pass?"
+        ) from error
+    except moq.Error as error:
+        await client.__aexit__(None, None, None)
+        raise TransportError(f"{where}: {_why(moq, error)}") from error
+    except BaseException:
+        await client.__aexit__(None, None, None)
+        raise
+    return MoqConnection(moq, client, options, protocol)
+
+
+def _target(options: DialOptions) -> str:
+    if options.token is None:
+        return options.path
+    return f"{options.path}{'&' if '?' in options.path else '?'}token={quote(options.token, safe='')}"
+
+
+async def _admitted(moq: Any, client: Any, left_s: float) -> str:
+    """Wait until the peer has announced something: only then may anything be asked of it, and only then are we in.
+
+    A peer that announces nothing may still do so later, so time running out is no error.
+
+    Returns:
+        The family of protocols that is spoken.
+    """
+    announced = client.announced(hidden=True)
+    first = asyncio.ensure_future(anext(announced))
+    closed = asyncio.ensure_future(client.session.closed())
+    try:
+        await asyncio.wait({first, closed}, timeout=max(0.0, left_s), return_when=asyncio.FIRST_COMPLETED)
+        if closed.done():
+            closed.result()
+            raise moq.Error.Closed
+        # Announcements by MoQT carry no identity of the peer's; those by moq-lite do.
+        return "moqt" if first.done() and first.result().route.anonymous else "moq-lite"
+    finally:
+        first.cancel()
+        closed.cancel()
+        await asyncio.wait({first, closed})
+        for task in (first, closed):
+            if not task.cancelled():
+                task.exception()  # seen
+        announced.cancel()
+
+
+def _why(moq: Any, error: Exception) -> str:
+    if moq.is_auth(error):
+        return "it does not let us in: the token is missing, wrong or expired"
+    said = moqlib.explain(moq, error)
+    return next((f"{why} ({said})" for mark, why in _WHY if mark in said), said)
