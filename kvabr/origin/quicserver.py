@@ -8,7 +8,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from kvabr.errors import TransportError
-from kvabr.moqt.draft import DRAFTS
+from kvabr.moqt.draft import DRAFTS, Draft
 from kvabr.origin.library import Library
 from kvabr.origin.metrics import Metrics
 from kvabr.origin.peer import Peer
@@ -37,11 +37,13 @@ class QuicServer(Server):
         metrics: Metrics,
         *,
         library_name: LibraryName = "aioquic",
+        drafts: tuple[Draft, ...] = DRAFTS,
     ) -> None:
-        """See `Server`; ``library_name`` is the QUIC library."""
+        """See `Server`; ``library_name`` is the QUIC library, ``drafts`` what is spoken, the preferred one first."""
         super().__init__(library_, host, port, tls, limits, log, metrics)
         self.backend = library_name
         self._lib = library(library_name)
+        self._drafts = drafts
         self._transport: asyncio.DatagramTransport | None = None
         self._server: Any = None
         self.peers: set[Peer] = set()
@@ -53,7 +55,7 @@ class QuicServer(Server):
 
     async def start(self) -> None:
         """See `Server.start`."""
-        alpn = [draft.alpn for draft in DRAFTS]
+        alpn = [draft.alpn for draft in self._drafts]
         configuration = self._lib.configure(client=False, alpn=alpn, idle_timeout=self.limits.idle_s)
         load_certificates(configuration, self.tls.certfile, self.tls.keyfile)
         loop = asyncio.get_running_loop()
