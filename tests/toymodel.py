@@ -68,12 +68,14 @@ def prompt(tokens: int = 70, continuation: int = 12) -> Prompt:
     return Prompt(tuple(ids[:tokens]), tuple(ids[tokens:]))
 
 
-def toy_asset(path, tracks=("FP16", "Int8", "Int4"), *, profile=None, tokens: int = 70, force: bool = False) -> Asset:
+def toy_asset(
+    path, tracks=("FP16", "Int8", "Int4"), *, profile=None, tokens: int = 70, force: bool = False, salt: bytes = b""
+) -> Asset:
     """Encode the toy model's cache into a folder: 5 groups of 16 tokens, the last one short."""
     made = prompt(tokens)
     with AssetWriter(path, force=force) as writer:
-        catalog = publish(ToyModel(), made, tracks, profile, Keeper(writer.frame, writer.read_frame))
-        writer.prompt(made)
+        catalog = publish(ToyModel(), made, tracks, profile, Keeper(writer.frame, writer.read_frame), salt=salt)
+        writer.prompt(made.sealed(catalog.namespace.prompt) if salt else made)
         if catalog.profile is not None:
             writer.profile(profile.to_bytes())
         writer.commit(catalog)

@@ -5,18 +5,23 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from kvabr.catalog import Catalog
-from kvabr.errors import FormatError, KvabrError, UsageError
+from kvabr.commands import network
+from kvabr.errors import FormatError, KvabrError, TransportError, UsageError
+
+if TYPE_CHECKING:
+    from kvabr.origin.store import Asset
 
 _EPILOG = """\
 examples:
   kvabr inspect my.asset
   kvabr inspect my.asset --check            read every group, and compare it with the catalog
   kvabr inspect my.asset/catalog.json --groups --json tracks.json
+  kvabr inspect 'moqt://origin.example/#kvcache:MODEL/DIGEST'
 
 loss is the expected KL divergence against the exact cache, nats per generated token; KL, ΔNLL and top-1 are what the
 real model measured with the whole cache on that track; ms/group: decoding, one thread of the publisher's machine.
@@ -33,10 +38,13 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("asset", type=Path, metavar="ASSET|catalog.json", help="an asset's folder, or a catalog")
+    parser.add_argument(
+        "asset", metavar="ASSET|catalog.json|URL", help="an asset's folder, a catalog, or an asset at an origin"
+    )
     parser.add_argument("--groups", action="store_true", help="also show every group")
     parser.add_argument("--check", action="store_true", help="read all there is; exit 1 if anything is bad")
     parser.add_argument("--json", type=Path, metavar="F", help="write the tables as JSON")
+    network.add_options(parser)
     parser.set_defaults(run=run)
 
 
@@ -44,12 +52,8 @@ def run(args: argparse.Namespace) -> int:
     """Show, and check."""
     from kvabr.commands.tables import group_tables, mix_rows, mix_table, track_rows, track_table  # noqa: PLC0415
     from kvabr.files import write_text  # noqa: PLC0415
-    from kvabr.origin.store import Asset  # noqa: PLC0415
 
-    asset = Asset.open(args.asset) if args.asset.is_dir() or not args.asset.exists() else None
-    if asset is None and args.check:
-        raise UsageError("--check needs an asset's folder: a catalog alone has no groups to read")
-    catalog = Catalog.read(args.asset) if asset is None else asset.catalog
+    catalog, asset = _open(args)
     out = Console()
     _head(catalog, out)
     out.print(track_table(catalog))
@@ -83,6 +87,38 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _open(args: argparse.Namespace) -> tuple[Catalog, Asset | None]:
+    from kvabr.origin.store import Asset  # noqa: PLC0415
+
+    path, remote = Path(args.asset), network.is_url(args.asset)
+    if not remote and (path.is_dir() or not path.exists()):
+        asset = Asset.open(path)
+        return asset.catalog, asset
+    if args.check:
+        raise UsageError("--check needs an asset's folder: a catalog alone has no groups to read")
+    return _fetch_catalog(args) if remote else Catalog.read(path), None
+
+
+def _fetch_catalog(args: argparse.Namespace) -> Catalog:
+    import asyncio  # noqa: PLC0415 - only for origins
+
+    from kvabr.client.connect import asset_of  # noqa: PLC0415
+    from kvabr.client.lookup import fetch_catalog  # noqa: PLC0415
+
+    connecting, namespace = network.connecting(args.asset, args), asset_of(args.asset)
+    if namespace is None:
+        raise UsageError(f"{args.asset}: name an asset at that origin: #kvcache:MODEL/DIGEST at the end of the URL")
+
+    async def fetch() -> Catalog:
+        async with connecting as origin, asyncio.timeout(args.timeout):
+            return (await fetch_catalog(origin, namespace)).catalog
+
+    try:
+        return asyncio.run(fetch())
+    except TimeoutError as error:
+        raise TransportError(f"{args.asset}: the catalog did not come within {args.timeout:g} s") from error
+
+
 def _head(catalog: Catalog, out: Console) -> None:
     spec = catalog.spec
     lines = [
@@ -93,6 +129,7 @@ def _head(catalog: Catalog, out: Console) -> None:
     if catalog.source:
         lines.append(f"made from: {catalog.source}")
     lines.append(f"prompt digest: {catalog.namespace.prompt}")
+    lines.append(f"name for kvabr fetch: #kvcache:{catalog.namespace.model}/{catalog.namespace.prompt}")
     if catalog.prefill is not None:
         seconds = catalog.prefill.seconds(0, catalog.tokens)
         lines.append(f"prefill on the publisher's machine: {seconds:.1f} s ({catalog.tokens / seconds:.0f} tokens/s)")
@@ -101,7 +138,7 @@ def _head(catalog: Catalog, out: Console) -> None:
         out.print(line, soft_wrap=True, highlight=False, markup=False)
 
 
-def _check(asset: Any, out: Console) -> list[str]:
+def _check(asset: Asset, out: Console) -> list[str]:
     """Read everything; return what is wrong, one line a part."""
     bad: list[str] = []
     parts: list[Any] = [asset.profile, asset.prompt]

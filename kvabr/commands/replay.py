@@ -1,4 +1,4 @@
-"""`kvabr replay`: play an asset over network traces, in simulation, and show what happened."""
+"""`kvabr replay`: play an asset over network traces, in simulation or live, and show what happened."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from kvabr.abr.plugins import policies as known_policies
 from kvabr.abr.policies import DEFAULT
 from kvabr.catalog import Catalog
+from kvabr.commands.live import add_live, check_live, replay_live
 from kvabr.errors import AssetError, UsageError
 from kvabr.files import write_text
 from kvabr.recompute.cost import PrefillCost
@@ -32,6 +33,7 @@ examples:
   kvabr replay traces --policy all --starts 4 --html p.html
   kvabr replay lte.csv --policy cheapfirst fixed:Int4 ./mine.py:MyPolicy --deadline 2
   kvabr replay lte.csv --asset my.asset --verify        decode, recompute and score with the real model
+  kvabr replay lte.csv --asset my.asset --live          real bytes over QUIC, and the simulation beside them
 
 Traces may be in the formats of mahimahi, sabre (JSON), Pensieve, iperf3 (JSON) or CSV; `kvabr traces info` shows one.
 Cellular traces are slow beside a KV cache: --scale-to-mean 0.4 scales each so that its mean carries 40 % of the FP16
@@ -66,7 +68,8 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     link = parser.add_argument_group("the link")
     link.add_argument("--scale-to-mean", type=float, metavar="X", help="scale traces: the mean carries X of FP16")
     link.add_argument("--rtt", type=float, metavar="MS", help="round trip in ms (default: the trace's, else 40)")
-    link.add_argument("--no-slow-start", action="store_true", help="the connection is warm")
+    link.add_argument("--no-slow-start", action="store_true", help="the connection is warm: it has carried much before")
+    link.add_argument("--cold", action="store_true", help="the deadline counts handshake and catalog, too")
     engine = parser.add_argument_group(
         "the engine", "Recompute takes what the asset's publisher measured; without --asset there is none."
     )
@@ -81,6 +84,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     matrix.add_argument("--starts", type=int, default=1, metavar="N", help="start points per trace (default: 1)")
     matrix.add_argument("--seed", type=int, default=0, help="seed of the start points (default: 0)")
     matrix.add_argument("--jobs", type=int, metavar="N", help="processes (default: one per core)")
+    add_live(parser)
     out = parser.add_argument_group("what comes out, beside the table")
     out.add_argument("--verify", action="store_true", help="play every run for real with the model, and score it")
     out.add_argument("--json", type=Path, metavar="F", help="the report, schema kvabr.replay/1")
@@ -94,13 +98,14 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 def run(args: argparse.Namespace) -> int:
     """Replay, then write and print."""
     console = Console(stderr=True)
+    check_live(args)
     catalog, asset = _asset(args.asset)
     matrix = _matrix(args, catalog)
     for path in (args.json, args.html, args.log, args.perfetto):
         _check_writable(path)
     if args.verify and asset is None:
         raise UsageError("--verify needs an asset with its groups: `kvabr encode` makes one, --asset names it")
-    report = _replay(matrix, args.jobs, console)
+    report = _replay(args, matrix, asset, console)
     if args.verify and asset is not None:
         _verify(asset, report, console)
     _warn(report, console)
@@ -132,6 +137,8 @@ def _show(args: argparse.Namespace, result: dict[str, Any]) -> None:
         out.print(views.family_table(result))
     if args.verify:
         out.print(views.verification_table(result))
+    if args.live:
+        out.print(views.live_table(result))
     out.print(views.verdict(result), soft_wrap=True)
     if args.html is not None:
         out.print(f"page: {args.html.resolve()}", soft_wrap=True)
@@ -154,7 +161,8 @@ def _asset(path: Path | None) -> tuple[Catalog, Asset | None]:
 
 def _matrix(args: argparse.Namespace, catalog: Catalog) -> Matrix:
     # What an asset's publisher measured is a fair guess of one's own engine; what the shipped catalog's did is not.
-    cost = catalog.prefill if args.asset is not None else None
+    # Live there is no engine unless one is asked for: what stands in for it would only take time.
+    cost = catalog.prefill if args.asset is not None and not args.live else None
     if args.no_recompute:
         cost = None
     elif args.prefill_rate is not None:
@@ -167,6 +175,7 @@ def _matrix(args: argparse.Namespace, catalog: Catalog) -> Matrix:
         mode=args.engine_mode,
         decode_scale=args.decode_scale,
         slow_start=not args.no_slow_start,
+        cold=args.cold,
         estimator=args.estimator,
     )
     traces: list[Trace] = []
@@ -207,7 +216,7 @@ def _check_writable(path: Path | None) -> None:
         raise UsageError(f"{path}: cannot be written there")
 
 
-def _replay(matrix: Matrix, jobs: int | None, console: Console) -> Report:
+def _replay(args: argparse.Namespace, matrix: Matrix, asset: Asset | None, console: Console) -> Report:
     total = len(matrix.traces) * matrix.starts * len(matrix.policies)
     bar = Progress(
         TextColumn("replaying"), BarColumn(), MofNCompleteColumn(), TextColumn("plays"), TimeRemainingColumn(),
@@ -215,7 +224,9 @@ def _replay(matrix: Matrix, jobs: int | None, console: Console) -> Report:
     )  # fmt: skip
     with bar:
         task = bar.add_task("replay", total=total)
-        return replay(matrix, jobs=jobs, on_progress=lambda done: bar.advance(task, done))
+        if args.live and asset is not None:
+            return replay_live(args, matrix, asset, lambda done: bar.advance(task, done))
+        return replay(matrix, jobs=args.jobs, on_progress=lambda done: bar.advance(task, done))
 
 
 def _verify(asset: Asset, report: Report, console: Console) -> None:

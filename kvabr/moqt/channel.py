@@ -6,11 +6,12 @@ from dataclasses import dataclass, field
 
 from kvabr.moqt.codes import SessionCode, SessionFault
 from kvabr.moqt.draft import Draft
-from kvabr.moqt.encoding import encode
-from kvabr.moqt.events import Command, Event, Write
+from kvabr.moqt.encoding import MessageParser, encode
+from kvabr.moqt.events import Command, Event, Requested, Updated, Write
 from kvabr.moqt.messages import Message, Request
 
 _MAX_GAPS = 1024
+"""Request IDs that may be outstanding while later ones have come."""
 
 
 @dataclass(slots=True, eq=False)
@@ -22,6 +23,8 @@ class RequestState:
     message: Request
     stream: int | None
     """Its bidirectional stream; None where requests share one."""
+    parser: MessageParser | None = None
+    """Of what comes back on that stream, if the request is ours."""
     answered: bool = False
     streams: set[int] = field(default_factory=set)
     """Unidirectional streams with its objects."""
@@ -29,6 +32,10 @@ class RequestState:
     """FETCH: the stream with its objects has ended."""
     updates: int = 0
     """REQUEST_UPDATEs without an answer."""
+    going_away: bool = False
+    """A GOAWAY has come on its stream."""
+    alias: int | None = None
+    """SUBSCRIBE: what its objects call the track."""
     namespaces: set[tuple[bytes, ...]] = field(default_factory=set)
     """SUBSCRIBE_NAMESPACE: those that are announced."""
 
@@ -45,6 +52,8 @@ class Channel:
         self._next_bidi, self._next_uni = (0, 2) if client else (1, 3)
         self.next_id = 0 if client else 1
         """The next request ID of ours."""
+        self.aliases: dict[int, RequestState] = {}
+        """Subscriptions of ours by what their objects call the track."""
 
     def open_bidi(self) -> int:
         """A new bidirectional stream."""
@@ -65,6 +74,17 @@ class Channel:
         """Whether a request ID is one that we have used."""
         return 0 <= number < self.next_id and number % 2 == (not self.client)
 
+    def unsay(self, request_id: int) -> bool:
+        """Forget that the peer asked for something, if the owner has not heard of it yet; returns whether so."""
+        if not any(isinstance(event, Requested) and event.request_id == request_id for event in self.events):
+            return False
+        self.events = [
+            event
+            for event in self.events
+            if not (isinstance(event, Requested | Updated) and event.request_id == request_id)
+        ]
+        return True
+
     def write(self, stream: int, message: Message, *, fin: bool = False) -> None:
         """Send a message on a stream."""
         self.commands.append(Write(stream, encode(message, self.draft, client=self.client), fin))
@@ -76,24 +96,34 @@ class Channel:
 
 
 class PeerIds:
-    """The request IDs that the peer has used: of its parity, none twice (draft 18, section 9.1)."""
+    """The request IDs that the peer has used: of its parity, none twice (draft 18, section 10.1).
+
+    Streams overtake each other, and one that is cancelled early may never come, so IDs may be left out. That holds for
+    draft 16 too, which wants them in sequence: SUBSCRIBE_NAMESPACE has a stream of its own there.
+    """
 
     def __init__(self, channel: Channel, granted: int) -> None:
         """Nothing has been used.
 
         Args:
             channel: the session's.
-            granted: draft 16: IDs must be below this, and come in sequence.
+            granted: draft 16: IDs must be below this.
         """
         self._parity = int(channel.client)
-        self._strict = not channel.draft.streams
+        self._limited = not channel.draft.streams
         self.granted = granted
         self.next = self._parity
         """The smallest ID above all that were used."""
-        self._gaps: set[int] = set()
+        self._gaps: dict[int, None] = {}
+        """Those below that were not, ascending; the oldest are forgotten, and count as used."""
+        self._in_order = -1
 
-    def take(self, number: int) -> None:
+    def take(self, number: int, *, in_order: bool = False) -> None:
         """The peer uses an ID.
+
+        Args:
+            number: the ID.
+            in_order: whether it came on the stream that all requests share (draft 16), where IDs only grow.
 
         Raises:
             SessionFault: it must not.
@@ -101,18 +131,20 @@ class PeerIds:
         code = SessionCode.INVALID_REQUEST_ID
         if number % 2 != self._parity:
             raise SessionFault(f"request ID {number} is not one of the peer's", code)
-        if self._strict and number >= self.granted:
+        if self._limited and number >= self.granted:
             raise SessionFault(f"request ID {number}, where {self.granted} is the limit", SessionCode.TOO_MANY_REQUESTS)
         if number < self.next and number not in self._gaps:
             raise SessionFault(f"request ID {number} was used before", code)
-        if self._strict and number != self.next:
-            raise SessionFault(f"request ID {number} where {self.next} is next", code)
-        self._gaps.discard(number)
+        if in_order:
+            if number < self._in_order:
+                raise SessionFault(f"request ID {number} behind {self._in_order}", code)
+            self._in_order = number
+        self._gaps.pop(number, None)
         if number >= self.next:
-            # Streams overtake each other, so IDs may be left out for a while; how many is bounded.
-            if len(self._gaps) + (number - self.next) // 2 > _MAX_GAPS:
-                raise SessionFault(f"request ID {number} where {self.next} is next", code)
-            self._gaps.update(range(self.next, number, 2))
+            for missing in range(max(self.next, number - 2 * _MAX_GAPS), number, 2):
+                self._gaps[missing] = None
+            while len(self._gaps) > _MAX_GAPS:
+                del self._gaps[next(iter(self._gaps))]
             self.next = number + 2
 
     def used(self, number: int) -> bool:

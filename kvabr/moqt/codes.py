@@ -6,7 +6,7 @@ from enum import IntEnum
 
 
 class SessionCode(IntEnum):
-    """Why a session is closed (draft 18, section 13.8.1)."""
+    """Why a session is closed (draft 18, section 15.10.1)."""
 
     NO_ERROR = 0x0
     INTERNAL_ERROR = 0x1
@@ -33,7 +33,7 @@ class SessionCode(IntEnum):
 
 
 class RequestCode(IntEnum):
-    """Why a request is refused (draft 18, section 13.8.2)."""
+    """Why a request is refused (draft 18, section 15.10.2)."""
 
     INTERNAL_ERROR = 0x0
     UNAUTHORIZED = 0x1
@@ -56,7 +56,7 @@ class RequestCode(IntEnum):
 
 
 class PublishDoneCode(IntEnum):
-    """Why a subscription ended (draft 18, section 13.8.3; draft 16 has 5 and 6 the other way round)."""
+    """Why a subscription ended (draft 18, section 15.10.3; draft 16 has 5 and 6 the other way round)."""
 
     INTERNAL_ERROR = 0x0
     UNAUTHORIZED = 0x1
@@ -71,7 +71,7 @@ class PublishDoneCode(IntEnum):
 
 
 class ResetCode(IntEnum):
-    """Why a stream is reset, or its sender told to stop (draft 18, section 13.8.4)."""
+    """Why a stream is reset, or its sender told to stop (draft 18, section 15.10.4)."""
 
     INTERNAL_ERROR = 0x0
     CANCELLED = 0x1
@@ -87,7 +87,7 @@ class ResetCode(IntEnum):
 
 
 class Param(IntEnum):
-    """Message parameters (draft 18, section 13.6)."""
+    """Message parameters (draft 18, section 15.7)."""
 
     OBJECT_DELIVERY_TIMEOUT = 0x02
     """Draft 16: DELIVERY_TIMEOUT."""
@@ -106,7 +106,7 @@ class Param(IntEnum):
 
 
 class SetupOption(IntEnum):
-    """Setup options (draft 18, section 13.3; draft 16 calls them setup parameters)."""
+    """Setup options (draft 18, section 15.4; draft 16 calls them setup parameters)."""
 
     PATH = 0x01
     MAX_REQUEST_ID = 0x02
@@ -118,7 +118,7 @@ class SetupOption(IntEnum):
 
 
 class Property(IntEnum):
-    """Properties of tracks and objects (draft 18, section 13.7; draft 16 calls them extension headers)."""
+    """Properties of tracks and objects (draft 18, section 15.8; draft 16 calls them extension headers)."""
 
     OBJECT_DELIVERY_TIMEOUT = 0x02
     MAX_CACHE_DURATION = 0x04

@@ -1,4 +1,4 @@
-"""The wire format of control messages in drafts 18 and 16 (draft 18, section 9).
+"""The wire format of control messages in drafts 18 and 16 (draft 18, section 10).
 
 A message is a type, a length of 16 bits, and fields. What differs between the drafts: answers carry the ID of their
 request only where all requests share a stream (16), and a few messages exist in one draft alone.
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
 
-from kvabr.moqt.codes import RequestCode, SessionFault
+from kvabr.moqt.codes import Param, RequestCode, SessionFault
 from kvabr.moqt.draft import Draft
 from kvabr.moqt.messages import (
     Fetch,
@@ -42,11 +42,21 @@ from kvabr.moqt.messages import (
     TrackStatus,
     Unsubscribe,
 )
-from kvabr.moqt.parameters import read_parameters, setup_options, setup_pairs, write_parameters
+from kvabr.moqt.parameters import (
+    Parameters,
+    present,
+    read_parameters,
+    setup_options,
+    setup_pairs,
+    write_parameters,
+)
+from kvabr.moqt.properties import check_track
 from kvabr.moqt.wire import (
     MAX_NAME_BYTES,
     MAX_REASON_BYTES,
     MAX_URI_BYTES,
+    KeyValue,
+    Location,
     Reader,
     read_pairs,
     write_location,
@@ -99,8 +109,11 @@ def encode(message: Message, draft: Draft, *, client: bool = True) -> bytes:
     """A message with its type and length.
 
     Raises:
-        ValueError: the draft has no such message, or it does not fit.
+        ValueError: the draft has no such message, it cannot have those parameters, or it does not fit.
     """
+    given: Parameters | None = getattr(message, "parameters", None)
+    if given is not None and (extra := present(given) - allowed_parameters(type(message), draft)):
+        raise ValueError(f"a {type(message).__name__} cannot have {', '.join(sorted(param.name for param in extra))}")
     payload = _payload(message, draft)
     if len(payload) > MAX_MESSAGE_BYTES:
         raise ValueError(f"a message of {len(payload)} bytes; {MAX_MESSAGE_BYTES} are allowed")
@@ -132,12 +145,21 @@ def decode(kind: int, payload: bytes, draft: Draft, *, control: bool = True) -> 
         message = _read_fetch(reader, draft)
     else:
         message = cls(**{name: _read(each, reader, draft, cls) for name, each in _layout(cls, draft)})
-        if isinstance(message, RequestError) and draft.number >= 17 and message.code == RequestCode.REDIRECT:
+        if isinstance(message, RequestError) and _redirects(message, draft):
             redirect = Redirect(reader.text(MAX_URI_BYTES, "a URI"), *reader.full_name())
             message = RequestError(None, message.code, message.retry_interval, message.reason, redirect)
         _check_full_name(message)
     reader.end()
     return message
+
+
+def _redirects(message: RequestError, draft: Draft) -> bool:
+    return draft.number >= 17 and message.code == RequestCode.REDIRECT
+
+
+def allowed_parameters(cls: type[Message], draft: Draft) -> frozenset[Param]:
+    """The parameters that a message may have."""
+    return cls.allowed - {Param.FORWARD} if cls is SubscribeNamespace and draft.number >= 17 else cls.allowed
 
 
 def _check_full_name(message: Message) -> None:
@@ -158,9 +180,9 @@ def _read_goaway(reader: Reader, draft: Draft, *, control: bool) -> Goaway:
 def _read_fetch(reader: Reader, draft: Draft) -> Fetch | JoiningFetch:
     request_id, kind = reader.varint(), reader.varint()
     if kind == 1:
-        namespace, track = reader.full_name()
+        namespace, track = reader.full_name(least=_least_fields(draft))
         start, end = reader.location(), reader.location()
-        if end.group < start.group or (end.group == start.group and 0 < end.object <= start.object):
+        if ends_before(end, start):
             raise SessionFault(f"a FETCH from {tuple(start)} to {tuple(end)}")
         return Fetch(request_id, namespace, track, start, end, read_parameters(reader, draft, Fetch.allowed))
     if kind in (2, 3):
@@ -170,8 +192,19 @@ def _read_fetch(reader: Reader, draft: Draft) -> Fetch | JoiningFetch:
     raise SessionFault(f"a FETCH of type {kind}")
 
 
+def ends_before(end: Location, start: Location) -> bool:
+    """Whether an End Location (the last one plus one; object 0 means all of its group) is smaller than a start."""
+    return end.group < start.group or (end.group == start.group and 0 < end.object < start.object)
+
+
+def _least_fields(draft: Draft) -> int:
+    """How many fields a namespace has at least."""
+    return 0 if draft.number >= 17 else 1
+
+
 def _payload(message: Message, draft: Draft) -> bytes:
     varint = draft.varint
+    _check_sizes(message, draft)
     if isinstance(message, Setup):
         pairs = setup_pairs(message.options, draft)
         count = varint.encode(len(pairs)) if draft.number < 17 else b""
@@ -195,16 +228,29 @@ def _payload(message: Message, draft: Draft) -> bytes:
             write_parameters(message.parameters, draft),
         ))  # fmt: skip
     out = b"".join(_write(each, getattr(message, name), draft) for name, each in _layout(type(message), draft))
-    if isinstance(message, RequestError) and message.redirect is not None and draft.number >= 17:
+    if isinstance(message, RequestError) and _redirects(message, draft):
         to = message.redirect
+        if to is None:
+            raise ValueError("a REQUEST_ERROR of REDIRECT says where to")
         out += write_text(varint, to.uri) + write_namespace(varint, to.namespace) + write_text(varint, to.track)
     return out
 
 
+def _check_sizes(message: Message, draft: Draft) -> None:
+    """What the peer would end the session for must not be sent."""
+    track: bytes = getattr(message, "track", b"")
+    if getattr(message, "namespace", None) == () and _least_fields(draft):
+        raise ValueError(f"in draft {draft.number} a namespace has a field at least")
+    if sum(map(len, getattr(message, "namespace", ()))) + len(track) > MAX_NAME_BYTES:
+        raise ValueError(f"a full track name has {MAX_NAME_BYTES} bytes at most")
+    if isinstance(message, Goaway) and len(message.uri) > MAX_URI_BYTES:
+        raise ValueError(f"a URI has {MAX_URI_BYTES} bytes at most")
+
+
 _KIND_OF = {
     "request_id": "int", "existing": "int", "track_alias": "int", "code": "int", "retry_interval": "int",
-    "streams": "int", "options": "int", "reason": "reason", "namespace": "namespace", "prefix": "namespace",
-    "suffix": "namespace", "track": "text", "end_of_track": "flag", "end": "location", "parameters": "parameters",
+    "streams": "int", "options": "int", "reason": "reason", "namespace": "namespace", "prefix": "part",
+    "suffix": "part", "track": "text", "end_of_track": "flag", "end": "location", "parameters": "parameters",
     "properties": "properties",
 }  # fmt: skip
 _ANSWERS = (RequestOk, RequestError, SubscribeOk, PublishDone, FetchOk)
@@ -234,20 +280,32 @@ def _read(kind: str, reader: Reader, draft: Draft, cls: type[Message]) -> Any:
         case "reason":
             return reader.reason()
         case "namespace":
+            return reader.namespace(least=_least_fields(draft))
+        case "part":
             return reader.namespace()
         case "text":
             return reader.text(MAX_NAME_BYTES, "a track name")
         case "location":
             return reader.location()
         case "parameters":
-            return read_parameters(reader, draft, cls.allowed)
+            return read_parameters(reader, draft, allowed_parameters(cls, draft))
         case "properties":
-            return read_pairs(reader)
+            return _read_properties(reader, draft)
         case "flag":
-            if (value := reader.u8()) > 1:
-                raise SessionFault(f"a flag of {value}")
-            return bool(value)
+            return _read_flag(reader)
     return None
+
+
+def _read_properties(reader: Reader, draft: Draft) -> tuple[KeyValue, ...]:
+    properties = read_pairs(reader)
+    check_track(properties, draft)
+    return properties
+
+
+def _read_flag(reader: Reader) -> bool:
+    if (value := reader.u8()) > 1:
+        raise SessionFault(f"a flag of {value}")
+    return bool(value)
 
 
 def _write(kind: str, value: Any, draft: Draft) -> bytes:
@@ -256,8 +314,8 @@ def _write(kind: str, value: Any, draft: Draft) -> bytes:
         case "int":
             return varint.encode(value)
         case "reason":
-            return write_text(varint, value.encode()[:MAX_REASON_BYTES])
-        case "namespace":
+            return write_text(varint, value.encode()[:MAX_REASON_BYTES].decode(errors="ignore").encode())
+        case "namespace" | "part":
             return write_namespace(varint, value)
         case "text":
             return write_text(varint, value)

@@ -72,6 +72,8 @@ class Received:
 
     request_id: int
     items: list[Item]
+    stream: int = 0
+    """Which they came on: a subscription has many, and pieces of an object belong to the header on their stream."""
 
 
 @dataclass(frozen=True, slots=True)

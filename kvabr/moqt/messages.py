@@ -1,4 +1,4 @@
-"""Control messages as dataclasses (draft 18, sections 9.3 to 9.20); `kvabr.moqt.encoding` has their wire format."""
+"""Control messages as dataclasses (draft 18, sections 10.3 to 10.20); `kvabr.moqt.encoding` has their wire format."""
 
 from __future__ import annotations
 
@@ -60,7 +60,11 @@ class RequestOk(Message):
     parameters: Parameters = field(default_factory=Parameters)
     properties: tuple[KeyValue, ...] = ()
     """Draft 18, in answer to TRACK_STATUS."""
-    allowed: ClassVar[frozenset[Param]] = frozenset(Param)
+    allowed: ClassVar[frozenset[Param]] = frozenset({
+        Param.OBJECT_DELIVERY_TIMEOUT, Param.SUBGROUP_DELIVERY_TIMEOUT, Param.SUBSCRIBER_PRIORITY, Param.GROUP_ORDER,
+        Param.SUBSCRIPTION_FILTER, Param.EXPIRES, Param.LARGEST_OBJECT, Param.FORWARD, Param.NEW_GROUP_REQUEST,
+    })  # fmt: skip
+    """In answer to anything; the session knows what it answers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,13 +105,13 @@ class Subscribe(Message):
 
 @dataclass(frozen=True, slots=True)
 class TrackStatus(Message):
-    """TRACK_STATUS: a SUBSCRIBE that delivers nothing."""
+    """TRACK_STATUS: a SUBSCRIBE that delivers nothing, and says nothing about delivery."""
 
     request_id: int
     namespace: tuple[bytes, ...]
     track: bytes
     parameters: Parameters = field(default_factory=Parameters)
-    allowed: ClassVar[frozenset[Param]] = Subscribe.allowed
+    allowed: ClassVar[frozenset[Param]] = frozenset({Param.AUTHORIZATION_TOKEN})
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +122,7 @@ class SubscribeOk(Message):
     track_alias: int
     parameters: Parameters = field(default_factory=Parameters)
     properties: tuple[KeyValue, ...] = ()
-    allowed: ClassVar[frozenset[Param]] = frozenset({Param.EXPIRES, Param.LARGEST_OBJECT, Param.GROUP_ORDER})
+    allowed: ClassVar[frozenset[Param]] = frozenset({Param.EXPIRES, Param.LARGEST_OBJECT})
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +158,7 @@ class Publish(Message):
     parameters: Parameters = field(default_factory=Parameters)
     properties: tuple[KeyValue, ...] = ()
     allowed: ClassVar[frozenset[Param]] = frozenset({
-        Param.AUTHORIZATION_TOKEN, Param.EXPIRES, Param.LARGEST_OBJECT, Param.FORWARD, Param.GROUP_ORDER,
+        Param.AUTHORIZATION_TOKEN, Param.EXPIRES, Param.LARGEST_OBJECT, Param.FORWARD,
     })  # fmt: skip
 
 
@@ -276,6 +280,7 @@ class SubscribeNamespace(Message):
     """Draft 16: 0 PUBLISH, 1 NAMESPACE, 2 both are wanted."""
     parameters: Parameters = field(default_factory=Parameters)
     allowed: ClassVar[frozenset[Param]] = frozenset({Param.AUTHORIZATION_TOKEN, Param.FORWARD})
+    """FORWARD: draft 16, where it may bring PUBLISH messages."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Data streams and datagrams: how objects travel (draft 18, section 10).
+"""Data streams and datagrams: how objects travel (draft 18, section 11).
 
 The parser passes payloads through as they come and keeps no more than one object's header, whose size is bounded.
 """
@@ -10,7 +10,8 @@ from enum import IntEnum
 
 from kvabr.moqt.codes import SessionFault
 from kvabr.moqt.draft import Draft
-from kvabr.moqt.wire import MAX_INTEGER, KeyValue, Location, Reader, read_pairs, write_pairs, write_text
+from kvabr.moqt.properties import MalformedTrack, check_object
+from kvabr.moqt.wire import MAX_INTEGER, KeyValue, Location, Reader, read_pairs
 
 FETCH_HEADER = 0x05
 PADDING_STREAM = 0x132B3E28
@@ -22,7 +23,7 @@ DEFAULT_PRIORITY = 128
 
 
 class Status(IntEnum):
-    """What an object on a subscription's stream says (draft 18, section 10.2.1.1)."""
+    """What an object on a subscription's stream says (draft 18, section 11.2.1.1)."""
 
     NORMAL = 0x0
     END_OF_GROUP = 0x3
@@ -123,6 +124,8 @@ class ObjectParser:
         self._group = self._object = 0
         self._any = False
         """Whether an object or the end of a range came before."""
+        self._before: Location | None = None
+        """The object before."""
         self._prior_subgroup: int | None = None
         self._prior_priority: int | None = None
 
@@ -131,6 +134,7 @@ class ObjectParser:
 
         Raises:
             SessionFault: they are no objects.
+            MalformedTrack: they are none that a track can have; nothing more can be read.
         """
         left = self._left
         if left >= len(data) and left:
@@ -192,14 +196,26 @@ class ObjectParser:
         properties = header.properties() if flags & 0x20 else ()
         size = header.varint()
         location = self._location(header, group, number)
+        self._check_order(location)
+        check_object(properties, location.group, location.object, self._draft)
         # Nothing is kept before all of the header has come: it may be read again from its start.
         self._group, self._object, self._any = location.group, location.object, True
-        self._prior_priority = priority
+        self._before, self._prior_priority = location, priority
         if not datagram:
             self._prior_subgroup = subgroup
-        return ObjectHeader(
-            location.group, subgroup, location.object, priority or 0, size, properties
-        )
+        return ObjectHeader(location.group, subgroup, location.object, priority or 0, size, properties)
+
+    def _check_order(self, location: Location) -> None:
+        """Groups come in the order that was asked for, and objects of a group in theirs (draft 16, section 2.4.2)."""
+        before = self._before
+        if before is None:
+            return
+        if location.group == before.group:
+            wrong = location.object <= before.object
+        else:
+            wrong = (location.group < before.group) != self._descending
+        if wrong:
+            raise MalformedTrack(f"object {tuple(location)} comes after {tuple(before)}")
 
     def _fetch_subgroup(self, header: _Header, mode: int) -> int:
         if mode == 0:
@@ -208,6 +224,8 @@ class ObjectParser:
             return header.varint()
         if self._prior_subgroup is None:
             raise SessionFault("an object refers to the subgroup of one before it, and there is none")
+        if self._prior_subgroup + mode - 1 > MAX_INTEGER:
+            raise SessionFault("an object whose subgroup is beyond 64 bits")
         return self._prior_subgroup + mode - 1
 
     def _location(self, header: _Header, group: int | None, number: int | None) -> Location:
@@ -237,6 +255,7 @@ class ObjectParser:
         properties = header.properties() if common.properties else ()
         size = header.varint()
         status = _status(header.varint(), properties) if size == 0 else Status.NORMAL
+        check_object(properties, common.group, number, self._draft)
         if not self._any:
             self._prior_subgroup = number if common.subgroup is None else common.subgroup
         self._object, self._any = number, True
@@ -250,106 +269,6 @@ def _status(value: int, properties: tuple[KeyValue, ...]) -> Status:
     if value and properties:
         raise SessionFault("an object that is only a status has properties")
     return Status(value)
-
-
-class FetchWriter:
-    """Writes the objects of one FETCH."""
-
-    def __init__(self, draft: Draft, *, descending: bool = False) -> None:
-        self._draft, self._descending = draft, descending
-        self._last: Location | None = None
-
-    def header(
-        self, group: int, number: int, size: int, properties: tuple[KeyValue, ...] = (), *, priority: int | None = None
-    ) -> bytes:
-        """The header of an object; its payload of ``size`` bytes must follow.
-
-        Args:
-            group: its group.
-            number: its ID; larger than that of the object before, if the group is the same.
-            size: bytes of its payload.
-            properties: its properties.
-            priority: the publisher's; by default that of the object before, 128 for the first.
-        """
-        varint, last = self._draft.varint, self._last
-        wide = self._draft.number >= 17
-        flags, parts = 0, []
-        if last is None or last.group != group:
-            flags |= 0x08 | 0x04
-            parts += [varint.encode(self._group_field(group)), varint.encode(number)]
-        elif number != last.object + 1:
-            flags |= 0x04
-            parts.append(varint.encode(number - last.object if wide else number))
-        if last is None or priority is not None:
-            flags |= 0x10
-            parts.append(bytes([DEFAULT_PRIORITY if priority is None else priority]))
-        if properties:
-            flags |= 0x20
-            parts.append(write_text(varint, write_pairs(varint, properties)))
-        self._last = Location(group, number)
-        return b"".join((varint.encode(flags), *parts, varint.encode(size)))
-
-    def range_end(self, location: Location, *, unknown: bool) -> bytes:
-        """The end of a range of objects that will not come; ``location`` lies behind the object before."""
-        varint, last = self._draft.varint, self._last
-        group, number = location
-        if self._draft.number >= 17 and last is not None and group == last.group:
-            # A group's delta cannot be zero, and a range's end always has one: only draft 16 can write this.
-            raise ValueError("the end of a range must lie in a later group than the object before it")
-        field = self._group_field(group)
-        self._last = location
-        return varint.encode(0x10C if unknown else 0x8C) + varint.encode(field) + varint.encode(number)
-
-    def _group_field(self, group: int) -> int:
-        """What stands for a group's ID: draft 18 writes the distance to the group before, less one."""
-        if self._last is None or self._draft.number < 17:
-            return group
-        return (self._last.group - group if self._descending else group - self._last.group) - 1
-
-
-def write_subgroup_header(header: SubgroupHeader, draft: Draft) -> bytes:
-    """The header of a subgroup's stream."""
-    varint = draft.varint
-    kind = 0x10 | header.properties | header.end_of_group << 3 | (header.priority is None) << 5
-    if header.first_object and draft.number >= 17:
-        kind |= 0x40
-    out = varint.encode(header.track_alias) + varint.encode(header.group)
-    if header.subgroup is None:
-        kind |= 0x02
-    elif header.subgroup:
-        kind |= 0x04
-        out += varint.encode(header.subgroup)
-    if header.priority is not None:
-        out += bytes([header.priority])
-    return varint.encode(kind) + out
-
-
-def write_subgroup_object(
-    draft: Draft,
-    header: SubgroupHeader,
-    number: int,
-    before: int | None,
-    size: int,
-    properties: tuple[KeyValue, ...] = (),
-    status: Status = Status.NORMAL,
-) -> bytes:
-    """The header of an object on a subgroup's stream.
-
-    Args:
-        draft: the draft.
-        header: the stream's header.
-        number: the object's ID.
-        before: the ID of the object before, None for the first.
-        size: bytes of its payload.
-        properties: only where the stream's header says that there are some.
-        status: other than normal only without payload.
-    """
-    varint = draft.varint
-    out = varint.encode(number if before is None else number - before - 1)
-    if header.properties:
-        out += write_text(varint, write_pairs(varint, properties))
-    out += varint.encode(size)
-    return out if size else out + varint.encode(status)
 
 
 def is_subgroup(kind: int, draft: Draft) -> bool:
@@ -385,7 +304,7 @@ def read_stream_header(data: bytearray, draft: Draft) -> tuple[int, SubgroupHead
 
 
 def read_datagram(data: bytes, draft: Draft) -> tuple[int, ObjectHeader, bytes, bool] | None:
-    """An object that came as a datagram; None for padding.
+    """An object that came as a datagram; None for padding, which draft 16 does not know.
 
     Returns:
         Track alias, header, payload, and whether its group ends with it.
@@ -395,7 +314,7 @@ def read_datagram(data: bytes, draft: Draft) -> tuple[int, ObjectHeader, bytes, 
     """
     reader = Reader(data, draft.varint)
     kind = reader.varint()
-    if kind == PADDING_DATAGRAM:
+    if kind == PADDING_DATAGRAM and draft.number >= 17:
         return None
     if kind & ~0x2F or kind & 0x22 == 0x22:
         raise SessionFault(f"a datagram of type 0x{kind:x}")
@@ -415,19 +334,3 @@ def read_datagram(data: bytes, draft: Draft) -> tuple[int, ObjectHeader, bytes, 
     payload = reader.rest()
     header = ObjectHeader(group, None, number, priority, len(payload), properties, status)
     return alias, header, payload, bool(kind & 0x02)
-
-
-def write_datagram(
-    draft: Draft, alias: int, header: ObjectHeader, payload: bytes, *, end_of_group: bool = False
-) -> bytes:
-    """An object as a datagram."""
-    varint = draft.varint
-    only_status = header.status != Status.NORMAL
-    kind = bool(header.properties) | end_of_group << 1 | (header.object == 0) << 2 | only_status << 5
-    out = varint.encode(kind) + varint.encode(alias) + varint.encode(header.group)
-    if header.object:
-        out += varint.encode(header.object)
-    out += bytes([header.priority])
-    if header.properties:
-        out += write_text(varint, write_pairs(varint, header.properties))
-    return out + (varint.encode(header.status) if only_status else payload)

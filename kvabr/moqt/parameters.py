@@ -1,6 +1,6 @@
 """Message parameters, setup options, authorization tokens and subscription filters.
 
-Draft 18 gives every message parameter an encoding of its own (section 9.2), draft 16 writes them as key-value pairs.
+Draft 18 gives every message parameter an encoding of its own (section 10.2), draft 16 writes them as key-value pairs.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from kvabr.moqt.wire import (
 )
 
 DELETE, REGISTER, USE_ALIAS, USE_VALUE = range(4)
-"""Alias types of a token (draft 18, section 9.2.2)."""
+"""Alias types of a token (draft 18, section 10.2.2)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """An authorization token, or a reference to one (draft 18, section 9.2.2)."""
+    """An authorization token, or a reference to one (draft 18, section 10.2.2)."""
 
     value: bytes = b""
     alias_type: int = USE_VALUE
@@ -156,6 +156,23 @@ _KINDS: dict[Param, tuple[str, _Encoding, int]] = {
 _RANGES = {Param.FORWARD: (0, 1), Param.GROUP_ORDER: (1, 2), Param.SUBSCRIBER_PRIORITY: (0, 255)}
 
 
+def _in_range(param: Param, value: Any, draft: Draft) -> bool:
+    if param == Param.OBJECT_DELIVERY_TIMEOUT and draft.number < 17:
+        return bool(value > 0)  # draft 16 writes "none" by leaving it out
+    limits = _RANGES.get(param)
+    return limits is None or bool(limits[0] <= value <= limits[1])
+
+
+def present(parameters: Parameters) -> frozenset[Param]:
+    """Those that a message has."""
+    return frozenset(param for param, (name, _, _) in _KINDS.items() if _given(getattr(parameters, name), param))
+
+
+def _given(value: Any, param: Param) -> bool:
+    """Whether a message has a parameter; a prefix without fields is one, no tokens are none."""
+    return value is not None and not (param == Param.AUTHORIZATION_TOKEN and value == ())
+
+
 def known_parameters(draft: Draft) -> frozenset[Param]:
     """The message parameters that a draft defines."""
     return frozenset(param for param, (_, _, since) in _KINDS.items() if draft.number >= since)
@@ -171,12 +188,11 @@ def write_parameters(parameters: Parameters, draft: Draft) -> bytes:
     pairs: list[tuple[Param, bytes | int]] = []
     for param, (name, kind, since) in _KINDS.items():
         value: Any = getattr(parameters, name)
-        if value is None or value == ():
+        if not _given(value, param):
             continue
         if draft.number < since:
             raise ValueError(f"draft {draft.number} has no parameter {param.name}")
-        low_high = _RANGES.get(param)
-        if low_high is not None and not low_high[0] <= value <= low_high[1]:
+        if not _in_range(param, value, draft):
             raise ValueError(f"{param.name} cannot be {value}")
         every = value if kind == "token" else (value,)
         pairs += [(param, _write_value(one, kind, draft)) for one in every]
@@ -237,8 +253,7 @@ def read_parameters(reader: Reader, draft: Draft, allowed: frozenset[Param]) -> 
             if draft.number >= 18:
                 raise SessionFault(f"a parameter {param.name} in a message that cannot have it")
             continue
-        low_high = _RANGES.get(param)
-        if low_high is not None and not low_high[0] <= value <= low_high[1]:
+        if not _in_range(param, value, draft):
             raise SessionFault(f"a parameter {param.name} of {value}")
         if kind == "token":
             found[name] = (*found.get(name, ()), value)
@@ -270,14 +285,17 @@ def _convert(value: int | bytes, kind: _Encoding, draft: Draft) -> Any:
     if kind == "filter":
         return Filter.decode(value, draft)
     reader = Reader(value, draft.varint)
-    location = reader.location()
-    reader.end()
+    try:
+        location = reader.location()
+        reader.end()
+    except SessionFault as fault:
+        raise malformed(f"a location cannot be read: {fault}") from fault
     return location
 
 
 @dataclass(frozen=True, slots=True)
 class SetupOptions:
-    """What the ends tell each other first (draft 18, section 9.3.1)."""
+    """What the ends tell each other first (draft 18, section 10.3.1)."""
 
     path: bytes | None = None
     """From clients only."""

@@ -14,13 +14,14 @@ the owner and commands for streams. It allots stream IDs itself, as QUIC does: i
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
-from kvabr.moqt.channel import Channel, RequestState
+from kvabr.moqt.channel import Channel
 from kvabr.moqt.codes import ResetCode, SessionCode, SessionFault
 from kvabr.moqt.draft import Draft
-from kvabr.moqt.encoding import MessageParser, decode
-from kvabr.moqt.events import Close, Closed, Command, Event, GoingAway, Ready, Stop
+from kvabr.moqt.encoding import CLIENT_SETUP_16, SERVER_SETUP_16, MessageParser, decode
+from kvabr.moqt.events import Close, Closed, Command, Event, GoingAway, Ready, Reset
+from kvabr.moqt.incoming import IncomingStreams, Verdict
 from kvabr.moqt.messages import (
     Fetch,
     FetchCancel,
@@ -44,29 +45,21 @@ from kvabr.moqt.messages import (
     Unsubscribe,
 )
 from kvabr.moqt.messages import PublishNamespace as PublishNamespaceMessage
-from kvabr.moqt.objects import PADDING_STREAM, ObjectParser, SubgroupHeader, read_datagram, read_stream_header
+from kvabr.moqt.objects import read_datagram
 from kvabr.moqt.parameters import Parameters, SetupOptions
 from kvabr.moqt.requester import Requester
 from kvabr.moqt.responder import REQUEST_WINDOW, REQUESTS, Responder
 from kvabr.moqt.tokens import TokenCache
+from kvabr.moqt.uri import check_authority, check_path
 from kvabr.moqt.wire import Location
 
-_SETUP_STREAM = 0x2F00
 _MAX_EARLY_BYTES = 1 << 17
 """Bytes that may wait for the peer's SETUP."""
-_MAX_STREAM_HEADER = 64
+_MAX_PARTIAL_BYTES = 1 << 20
+"""Bytes of messages that have not come whole, on all the peer's requests' streams together."""
 
-
-@dataclass(slots=True)
-class _Incoming:
-    """A unidirectional stream of the peer's."""
-
-    header: bytearray = field(default_factory=bytearray)
-    """Its header, as far as it has come."""
-    request: RequestState | None = None
-    objects: ObjectParser | None = None
-    control: MessageParser | None = None
-    ignored: bool = False
+_ANSWERS = (RequestOk, RequestError, SubscribeOk, FetchOk, PublishDone, PublishOk, PublishNamespaceCancel)
+"""Draft 16: messages about a request of ours."""
 
 
 class Session:
@@ -91,10 +84,12 @@ class Session:
         self.responder = Responder(self._channel, self._tokens, self._options.max_request_id)
         """Requests of the peer's."""
         self._control_in: int | None = None
-        self._messages: dict[int, MessageParser] = {}
-        """Of the bidirectional streams."""
-        self._incoming: dict[int, _Incoming] = {}
-        self._early: list[tuple[int, bytes, bool]] = []
+        self._messages: dict[int, MessageParser | None] = {}
+        """Of the bidirectional streams that the peer opened and has not ended; None if their request is over."""
+        self._control_parser = MessageParser(draft)
+        self._incoming = IncomingStreams(self._channel, self.requester)
+        self._early: dict[int, tuple[bytearray | None, bool]] = {}
+        """What came on streams before the peer's SETUP, None if it is not wanted, and whether they ended."""
         self._early_bytes = 0
         self._ready = False
         self.closed: Closed | None = None
@@ -109,7 +104,6 @@ class Session:
             channel.control(Setup(self._options))
         elif self.client:
             channel.control_stream = self._control_in = channel.open_bidi()
-            self._messages[self._control_in] = MessageParser(self.draft)
             channel.control(Setup(self._options))
 
     def fetch(
@@ -170,12 +164,14 @@ class Session:
             return
         if stream == self._control_in:
             self.close(SessionCode.PROTOCOL_VIOLATION, "the control stream was reset")
+        elif self._early.pop(stream, None) is not None:
+            self._refuse_stream(stream)
         elif stream & 2:
-            found = self._incoming.pop(stream, None)
-            if found is not None and found.request is not None:
-                self.requester.data_ended(found.request, stream, code)
+            self._incoming.reset(stream, code)
         else:
-            self._messages.pop(stream, None)
+            parser = self._messages.pop(stream, None)
+            if parser is not None and not parser.count:
+                self._refuse_stream(stream)
             self.requester.stream_gone(stream, code)
             self.responder.stream_gone(stream, code)
 
@@ -185,9 +181,16 @@ class Session:
             return
         if stream == self._channel.control_stream:
             self.close(SessionCode.PROTOCOL_VIOLATION, "the peer does not want the control stream")
-        elif self.requester.owns(stream) is None:
-            # On a stream of ours it only means that the peer needs no more of our request, as after its answer.
+        elif self._opened(stream) and not stream & 2:
+            return  # it needs no more of our request, as after its answer
+        elif self._opened(stream) or self.responder.owns(stream):
             self.responder.stream_gone(stream, code)
+        elif (parser := self._messages.get(stream)) is not None and not parser.count:
+            self._messages[stream] = None  # no answer is wanted to what has not come whole
+            self._refuse_stream(stream)
+        elif (early := self._early.get(stream)) is not None:
+            self._early[stream] = (None, early[1])
+            self._refuse_stream(stream)
 
     def receive_datagram(self, data: bytes) -> None:
         """A datagram came."""
@@ -201,128 +204,107 @@ class Session:
         if found is not None:
             self.requester.datagram(found[0], found[1], found[2])
 
+    def _refuse_stream(self, stream: int) -> None:
+        """End our side of a stream of the peer's on which nothing was asked."""
+        if not stream & 2:
+            self._channel.commands.append(Reset(stream, ResetCode.CANCELLED))
+
+    def _opened(self, stream: int) -> bool:
+        """Whether a stream is one that this end opens."""
+        return stream % 2 == (not self.client)
+
     def take_events(self) -> list[Event]:
         """Events since the last call."""
         out, self._channel.events = self._channel.events, []
         return out
 
     def take_commands(self) -> list[Command]:
-        """Commands since the last call, to be carried out in order."""
+        """Commands since the last call, to be carried out in order; none after `Close`."""
         out, self._channel.commands = self._channel.commands, []
-        return out
+        if self.closed is None:
+            return out
+        last = next((at for at, command in enumerate(out) if isinstance(command, Close)), -1)
+        return out[: last + 1]
 
     # ------------------------------------------------------------------ unidirectional streams
 
     def _receive_uni(self, stream: int, data: bytes, *, fin: bool) -> None:
-        found = self._incoming.get(stream)
-        if found is None:
-            found = self._incoming[stream] = _Incoming()
-        if found.objects is not None:
-            self._receive_objects(stream, found, data, fin=fin)
-        elif found.control is not None:
-            self._receive_control(found.control, data, fin=fin)
-        elif not found.ignored:
-            found.header += data
-            self._begin_uni(stream, found, fin=fin)
-        if fin:
-            self._incoming.pop(stream, None)
-
-    def _begin_uni(self, stream: int, found: _Incoming, *, fin: bool) -> None:
-        """Find out what a new stream of the peer's is."""
-        header = read_stream_header(found.header, self.draft)
-        if header is None:
-            if fin or len(found.header) > _MAX_STREAM_HEADER:
-                raise SessionFault("a stream without a header")
+        if stream == self._control_in:
+            self._receive_control(data, fin=fin)
             return
-        kind, what, size = header
-        data = bytes(found.header)
-        if kind == _SETUP_STREAM and self.draft.streams:
+        if stream in self._early:
+            self._keep_early(stream, data, fin=fin)
+            return
+        verdict, held = self._incoming.receive(stream, data, fin=fin, ready=self._ready)
+        if verdict is Verdict.CONTROL:
             if self._control_in is not None:
                 raise SessionFault("a second control stream")
             self._control_in = stream
-            found.control = MessageParser(self.draft)
-            found.header.clear()
-            self._receive_control(found.control, data, fin=fin)
-        elif kind == PADDING_STREAM and self.draft.streams:
-            found.ignored = True
-        elif what is None:
-            raise SessionFault(f"a stream of type 0x{kind:x}")
-        elif not self._ready:
-            self._keep_early(stream, data, fin=fin)
-            self._incoming.pop(stream)
-        else:
-            found.header.clear()
-            self._begin_objects(stream, found, what, data[size:], fin=fin)
-
-    def _begin_objects(
-        self, stream: int, found: _Incoming, what: SubgroupHeader | int, data: bytes, *, fin: bool
-    ) -> None:
-        request = self.requester.claim(stream, what)
-        if request is None:
-            # What it belongs to was cancelled, or its SUBSCRIBE_OK is still on its way: the draft lets us drop it.
-            found.ignored = True
-            if not fin:
-                self._channel.commands.append(Stop(stream, ResetCode.CANCELLED))
-            return
-        found.request = request
-        fetch = isinstance(what, int)
-        descending = fetch and request.message.parameters.group_order == 2
-        found.objects = ObjectParser(self.draft, None if isinstance(what, int) else what, descending=descending)
-        self._receive_objects(stream, found, data, fin=fin)
-
-    def _receive_objects(self, stream: int, found: _Incoming, data: bytes, *, fin: bool) -> None:
-        request, objects = found.request, found.objects
-        assert request is not None  # noqa: S101  # both are set at once
-        assert objects is not None  # noqa: S101
-        items = objects.feed(data)
-        if items:
-            self.requester.received(request, items)
-        if fin:
-            objects.finish()
-            self.requester.data_ended(request, stream, None)
+            self._receive_control(held, fin=fin)
+        elif verdict is Verdict.EARLY:
+            self._keep_early(stream, held, fin=fin)
 
     # ------------------------------------------------------------------ bidirectional streams
 
     def _receive_bidi(self, stream: int, data: bytes, *, fin: bool) -> None:
-        if not self.draft.streams and self._control_in is None:
+        if stream == 0 and not self.draft.streams and not self.client:
             self._control_in = self._channel.control_stream = stream
-            self._messages[stream] = MessageParser(self.draft)
         if stream == self._control_in:
-            self._receive_control(self._messages[stream], data, fin=fin)
+            self._receive_control(data, fin=fin)
         elif not self._ready:
             self._keep_early(stream, data, fin=fin)
         else:
             self._receive_request(stream, data, fin=fin)
 
     def _receive_request(self, stream: int, data: bytes, *, fin: bool) -> None:
-        ours = stream % 2 == (not self.client)
-        if ours and self.requester.owns(stream) is None:
-            if fin:
-                self._messages.pop(stream, None)
-            return  # its request is over
-        parser = self._messages.get(stream)
-        if parser is None:
-            if not ours and not data:
-                return  # the end of a stream whose request is over
-            parser = self._messages[stream] = MessageParser(self.draft)
+        if self._opened(stream):
+            self._receive_answers(stream, data, fin=fin)
+            return
+        parser = self._messages.setdefault(stream, MessageParser(self.draft))
+        if parser is not None:
+            self._hear(stream, parser, data)
+            if fin and parser.buffered:
+                raise SessionFault("a request's stream ends within a message")
+            if fin and not parser.count:
+                self._refuse_stream(stream)
+        if fin:
+            self._messages.pop(stream)
+            self.responder.stream_ended(stream)
+
+    def _hear(self, stream: int, parser: MessageParser, data: bytes) -> None:
+        """A request of the peer's, or more about it."""
         for kind, payload in parser.feed(data):
             message = decode(kind, payload, self.draft, control=False)
-            if ours:
-                if (request := self.requester.owns(stream)) is not None:
-                    self.requester.answer(request, message)
-            else:
-                self.responder.heard(stream, message, first=parser.count == 1)
+            self.responder.heard(stream, message, first=parser.count == 1)
+        if parser.count and not self.responder.owns(stream):
+            self._messages[stream] = None  # whatever else comes is for nobody
+        elif parser.buffered:
+            self._check_partial()
+
+    def _receive_answers(self, stream: int, data: bytes, *, fin: bool) -> None:
+        """Answers to a request of ours."""
+        request = self.requester.owns(stream)
+        if request is None or request.parser is None:
+            return  # it is over
+        for kind, payload in request.parser.feed(data):
+            message = decode(kind, payload, self.draft, control=False)
+            if self.requester.owns(stream) is request:
+                self.requester.answer(request, message)
         if fin:
-            if parser.buffered:
-                raise SessionFault("a request's stream ends within a message")
-            self._messages.pop(stream, None)
+            if request.parser.buffered:
+                raise SessionFault("the answers to a request end within a message")
             self.requester.stream_gone(stream, None)
 
-    def _receive_control(self, parser: MessageParser, data: bytes, *, fin: bool) -> None:
-        for kind, payload in parser.feed(data):
+    def _check_partial(self) -> None:
+        if sum(parser.buffered for parser in self._messages.values() if parser is not None) > _MAX_PARTIAL_BYTES:
+            what = f"more than {_MAX_PARTIAL_BYTES} bytes of unfinished messages"
+            raise SessionFault(what, SessionCode.INTERNAL_ERROR)
+
+    def _receive_control(self, data: bytes, *, fin: bool) -> None:
+        for kind, payload in self._control_parser.feed(data):
             message = decode(kind, payload, self.draft)
             if isinstance(message, Setup):
-                self._setup_came(message)
+                self._setup_came(message, kind)
             elif not self._ready:
                 raise SessionFault("a message before SETUP")
             else:
@@ -333,30 +315,45 @@ class Session:
             raise SessionFault("the control stream has ended")
 
     def _keep_early(self, stream: int, data: bytes, *, fin: bool) -> None:
+        kept: bytearray | None = self._early.get(stream, (bytearray(), False))[0]
         self._early_bytes += len(data) + 64
         if self._early_bytes > _MAX_EARLY_BYTES:
             raise SessionFault(f"more than {_MAX_EARLY_BYTES} bytes before SETUP", SessionCode.INTERNAL_ERROR)
-        self._early.append((stream, data, fin))
+        if kept is not None:
+            kept += data
+        self._early[stream] = (kept, fin)
 
     # ------------------------------------------------------------------ control messages
 
-    def _setup_came(self, message: Setup) -> None:
+    def _check_setup(self, options: SetupOptions, kind: int) -> None:
         if self._ready:
             raise SessionFault("a second SETUP")
+        if not self.draft.streams and kind != (SERVER_SETUP_16 if self.client else CLIENT_SETUP_16):
+            raise SessionFault("a SETUP of the wrong end")
+        if options.path is not None:
+            if self.client:
+                raise SessionFault("a server's SETUP has a path", SessionCode.INVALID_PATH)
+            check_path(options.path)
+        if options.authority is not None:
+            if self.client:
+                raise SessionFault("a server's SETUP has an authority", SessionCode.INVALID_AUTHORITY)
+            check_authority(options.authority)
+
+    def _setup_came(self, message: Setup, kind: int) -> None:
         options = message.options
-        if self.client and options.path is not None:
-            raise SessionFault("a server's SETUP has a path", SessionCode.INVALID_PATH)
-        if self.client and options.authority is not None:
-            raise SessionFault("a server's SETUP has an authority", SessionCode.INVALID_AUTHORITY)
+        self._check_setup(options, kind)
         tokens = self._tokens.resolve(options.tokens, setup=True)
         self._ready = True
         if not self.draft.streams and not self.client:
             self._channel.control(Setup(self._options))
         self._channel.events.append(Ready(options, tokens))
         self.requester.grant(options.max_request_id)
-        early, self._early = self._early, []
-        for stream, data, fin in early:
-            self.receive(stream, data, fin=fin)
+        early, self._early = self._early, {}
+        for stream, (data, fin) in early.items():
+            if data is not None:
+                self.receive(stream, bytes(data), fin=fin)
+            elif not fin:
+                self._messages[stream] = None
 
     def _control_came(self, message: Message) -> None:
         """A message on the control stream: a GOAWAY, or anything in draft 16."""
@@ -372,12 +369,11 @@ class Session:
             self.responder.update_16(message)
         elif isinstance(message, FetchCancel | Unsubscribe | PublishNamespaceDone):
             self.responder.cancelled_16(message.request_id)
-        elif isinstance(message, RequestOk | RequestError | SubscribeOk | FetchOk | PublishDone):
+        elif isinstance(message, _ANSWERS):
             number = -1 if message.request_id is None else message.request_id
             if (request := self.requester.by_id(number)) is not None:
                 self.requester.answer(request, message)
-        elif not isinstance(message, RequestsBlocked | PublishNamespaceCancel | PublishOk):
-            # The first of these only informs; the others answer what is never sent here.
+        elif not isinstance(message, RequestsBlocked):  # which only informs
             raise SessionFault(f"a {type(message).__name__} on the control stream")
 
     def _goaway_came(self, message: Goaway) -> None:

@@ -1,4 +1,4 @@
-"""The cache of authorization tokens that a peer has registered (draft 18, section 9.2.2)."""
+"""The cache of authorization tokens that a peer has registered (draft 18, section 10.2.2)."""
 
 from __future__ import annotations
 

@@ -130,11 +130,11 @@ class Reader:
         """A location."""
         return Location(self.varint(), self.varint())
 
-    def namespace(self) -> tuple[bytes, ...]:
-        """A track namespace: up to 32 fields, none of them empty."""
+    def namespace(self, *, least: int = 0) -> tuple[bytes, ...]:
+        """A track namespace: ``least`` to 32 fields, none of them empty."""
         count = self.varint()
-        if count > MAX_NAMESPACE_FIELDS:
-            raise SessionFault(f"a namespace of {count} fields, more than {MAX_NAMESPACE_FIELDS}")
+        if not least <= count <= MAX_NAMESPACE_FIELDS:
+            raise SessionFault(f"a namespace of {count} fields; {least} to {MAX_NAMESPACE_FIELDS} are allowed")
         fields: list[bytes] = []
         for _ in range(count):
             field = self.text(MAX_NAME_BYTES, "a namespace field")
@@ -145,9 +145,9 @@ class Reader:
             raise SessionFault(f"a namespace of more than {MAX_NAME_BYTES} bytes")
         return tuple(fields)
 
-    def full_name(self) -> tuple[tuple[bytes, ...], bytes]:
-        """A namespace and a track's name."""
-        namespace = self.namespace()
+    def full_name(self, *, least: int = 0) -> tuple[tuple[bytes, ...], bytes]:
+        """A namespace of at least so many fields, and a track's name."""
+        namespace = self.namespace(least=least)
         track = self.text(MAX_NAME_BYTES, "a track name")
         if sum(map(len, namespace)) + len(track) > MAX_NAME_BYTES:
             raise SessionFault(f"a full track name of more than {MAX_NAME_BYTES} bytes")

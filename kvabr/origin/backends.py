@@ -9,14 +9,27 @@ from kvabr.errors import TransportError
 from kvabr.origin.library import Library
 from kvabr.origin.metrics import Metrics
 from kvabr.origin.server import Server, ServerLimits, ServerTls
+from kvabr.transport.moqlib import MAX_GROUP_BYTES
 
 if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger
+
+    from kvabr.transport.quiclib import LibraryName
 
 FASTEST_FIRST = ("moq", "qh3", "aioquic")
 """Measured; see the table in the README."""
 
 _INSTALL = {"moq": "pip install 'kvabr[moq]'", "qh3": "pip install 'kvabr[fast]'", "aioquic": "pip install kvabr"}
+
+
+def unfit(library: Library) -> str | None:
+    """Why moq-rs cannot serve a library as well as the others do, in words; None if it can."""
+    if not library.open_to_all:
+        return "of a client's token it shows only one in the URL, and clients of other libraries send theirs in SETUP"
+    largest = max((max(track.bytes) for asset in library.assets for track in asset.asset.catalog.tracks), default=0)
+    if largest > MAX_GROUP_BYTES:
+        return f"an asset has groups of {largest} bytes, moq-rs carries {MAX_GROUP_BYTES} at most"
+    return None
 
 
 def missing(backend: str) -> str | None:
@@ -38,7 +51,7 @@ def make_server(
     log: FilteringBoundLogger,
     metrics: Metrics,
 ) -> Server:
-    """The server of one QUIC library: ``moq``, ``qh3``, ``aioquic``, or with ``auto`` the first of these installed.
+    """The server of one QUIC library: ``moq``, ``qh3``, ``aioquic``, or with ``auto`` the first of these that will do.
 
     The other arguments are those of `Server`.
 
@@ -47,11 +60,13 @@ def make_server(
     """
     for name in FASTEST_FIRST if backend == "auto" else (backend,):
         why = missing(name)
+        if why is None and backend == "auto" and name == "moq":
+            why = unfit(library)
         if why is None:
             return _make(name, library, host, port, tls, limits, log, metrics)
         if backend != "auto":
             raise TransportError(f"--quic {why}")
-        log.debug("not used", quic=name, why=why)
+        log.info("not used", quic=name, why=why)
     raise TransportError(f"no QUIC library is installed; the smallest: {_INSTALL['aioquic']}")
 
 
@@ -71,4 +86,5 @@ def _make(
         return MoqServer(library, host, port, tls, limits, log, metrics)
     from kvabr.origin.quicserver import QuicServer  # noqa: PLC0415 - loads only the library that was chosen
 
-    return QuicServer(library, host, port, tls, limits, log, metrics, library_name=name)
+    library_name: LibraryName = "qh3" if name == "qh3" else "aioquic"
+    return QuicServer(library, host, port, tls, limits, log, metrics, library_name=library_name)

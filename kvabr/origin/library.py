@@ -118,6 +118,11 @@ class Library:
         """How many were left out."""
         return len(self._damaged)
 
+    @property
+    def open_to_all(self) -> bool:
+        """Whether everyone may read everything."""
+        return self._grants is None
+
     def admit(self, token: bytes | None) -> Grant | None:
         """What the holder of a token may read; None: nothing, refuse the connection. Takes the same time for all."""
         grants = self._grants

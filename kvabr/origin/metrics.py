@@ -11,6 +11,8 @@ from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 
+from kvabr.naming import PREFIX_TRACK
+
 MAX_SERIES = 256
 """Label values that one metric tells apart; what peers or assets bring beyond that is counted under ``other``."""
 
@@ -90,6 +92,17 @@ class Counter(_Scalar):
         self._add(by, labels)
 
 
+class TrackCounter(Counter):
+    """Counts by track; all lookups are one series, since their names tell what someone asked for."""
+
+    def __init__(self, name: str, text: str) -> None:
+        super().__init__(name, text, ["track"])
+
+    def inc(self, *labels: str, by: float = 1.0) -> None:
+        """Count ``by`` more, of the track with this name."""
+        super().inc(*("lookup" if label.startswith(PREFIX_TRACK) else label for label in labels), by=by)
+
+
 class Gauge(_Scalar):
     """Goes up and down."""
 
@@ -158,9 +171,9 @@ class Metrics:
             "kvabr_refusals_total", "Requests that were refused, by REQUEST_ERROR or reset code.", ["code"]
         )
         self.cancelled_total = Counter("kvabr_cancelled_total", "Requests that the peer gave up before their end.")
-        self.groups_sent_total = Counter("kvabr_groups_sent_total", "Groups sent in full, by track.", ["track"])
+        self.groups_sent_total = TrackCounter("kvabr_groups_sent_total", "Groups sent in full, by track.")
         self.bytes_sent_total = Counter("kvabr_bytes_sent_total", "Payload bytes handed to the transport.")
-        self.buffered_bytes = Gauge("kvabr_buffered_bytes", "Bytes handed to the transport and not yet sent.")
+        self.buffered_bytes = Gauge("kvabr_buffered_bytes", "Bytes handed to moq-rs and not yet sent.")
         self.first_byte_seconds = Histogram(
             "kvabr_first_byte_seconds", "From a request's arrival to its first byte sent.", FIRST_BYTE_BUCKETS_S
         )

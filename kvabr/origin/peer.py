@@ -45,6 +45,8 @@ class Peer(Endpoint):
         self._dense = False
         self._outbox = Outbox(self._send, self._unsent)
         self._feeding = False
+        self._underway: set[int] = set()
+        """Streams that QUIC has been given all of, and the peer has not acknowledged all of."""
         self._allowance, self._allowance_at = server.limits.requests_per_s, time.monotonic()
         self._aliases = 0
         self._namespaces: dict[int, tuple[bytes, ...]] = {}
@@ -55,8 +57,8 @@ class Peer(Endpoint):
 
     @property
     def busy(self) -> bool:
-        """Whether anything is being sent."""
-        return len(self._outbox) > 0
+        """Whether anything is being sent, or is still on its way."""
+        return len(self._outbox) > 0 or bool(self._underway)
 
     # ------------------------------------------------------------------ Endpoint
 
@@ -97,11 +99,14 @@ class Peer(Endpoint):
         for job in self._outbox:
             self._outbox.remove(job.request_id)
             self._done(job, complete=False)
+        self._underway.clear()
         self._server.settled()
         self.log.debug("connection over", why=reason, code=code)
 
     def feed(self) -> None:
         """See `Endpoint.feed`."""
+        if self._underway:
+            self._forget_delivered()
         if self._feeding or not len(self._outbox):
             return
         self._feeding = True
@@ -112,6 +117,7 @@ class Peer(Endpoint):
                 return
             for job in done:
                 session.responder.fetch_sent(job.request_id)
+                self._underway.add(job.stream)
                 self._done(job, complete=True)
             for job, error in broken:
                 self.log.warning("group cannot be sent", error=str(error))
@@ -324,7 +330,13 @@ class Peer(Endpoint):
             metrics.group_bytes.observe(job.sent)
         else:
             metrics.cancelled_total.inc()
-        if not len(self._outbox):
+        if not self.busy:
+            self._server.settled()
+
+    def _forget_delivered(self) -> None:
+        quic, library = self.quic, self.library
+        self._underway = {stream for stream in self._underway if not library.delivered(quic, stream)}
+        if not self.busy:
             self._server.settled()
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from kvabr.codec.spans import ObjectSpan
 from kvabr.moqt.draft import Draft
-from kvabr.moqt.objects import FetchWriter
+from kvabr.moqt.objectwriter import FetchWriter
 from kvabr.moqt.wire import KeyValue
 from kvabr.origin.publication import PROPERTY_GROUP_BYTES, PROPERTY_GROUP_DIGEST, Publication, PublishedGroup
 

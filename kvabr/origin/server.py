@@ -40,11 +40,11 @@ class ServerLimits:
     requests_per_s: float = 2000.0
     """Of one connection, averaged over seconds."""
     buffered_bytes_per_connection: int = 16 << 20
-    """Handed to QUIC and not yet acknowledged."""
+    """Handed to moq-rs and not yet sent; the other libraries are given a fixed, small number of bytes ahead."""
     buffered_bytes: int = 512 << 20
     """The same, of all connections together."""
     idle_s: float = 60.0
-    """A connection on which nothing comes for so long is closed."""
+    """A connection on which nothing comes for so long is closed; with moq-rs, after a time of its own."""
     handshake_s: float = 10.0
     """So long may a peer take until its SETUP has come."""
 

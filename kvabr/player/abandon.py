@@ -7,14 +7,22 @@ the play can then still make it, or that it is late already and comes in sooner.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from kvabr.abr.view import Transfer, View
+from kvabr.catalog import Track
 
 _MARGIN = 1.05
 """How much of the time left the rest must exceed before a transfer is given up: estimates waver."""
 
 
-def choose(view: View) -> tuple[Transfer, str] | None:
-    """The transfer to give up now and the reason, or None."""
+def choose(view: View, instead: Callable[[int], Track | None]) -> tuple[Transfer, str] | None:
+    """The transfer to give up now and the reason, or None.
+
+    Args:
+        view: the play.
+        instead: the cheapest track on which a group can still be had; None if there is none.
+    """
     if view.rate <= 0 or not view.in_flight:
         return None
     cheapest = view.ladder.tracks[0]
@@ -26,15 +34,19 @@ def choose(view: View) -> tuple[Transfer, str] | None:
         return None  # only upgrades fly: they cost nothing but bytes, and the deadline cuts them off
     best: Transfer | None = None
     best_freed = 0.0
+    other = cheapest
     for transfer in view.in_flight.values():
-        replacement = 0 if transfer.upgrade else cheapest.bytes[transfer.group]
+        found = instead(transfer.group)
+        if found is None and not transfer.upgrade:
+            continue
+        replacement = 0 if transfer.upgrade or found is None else found.bytes[transfer.group]
         freed = transfer.remaining - replacement - view.ttfb_s * view.rate
         if freed > best_freed:
-            best, best_freed = transfer, freed
+            best, best_freed, other = transfer, freed, found or cheapest
     if best is None:
         return None
     after_s = need_s - best_freed / view.rate
     if after_s > view.time_left and view.time_left > 0 and after_s > 0.9 * need_s:
         return None  # it would neither make the deadline nor come much sooner
-    what = "an upgrade in the way" if best.upgrade else f"{cheapest.name} instead"
+    what = "an upgrade in the way" if best.upgrade else f"{other.name} instead"
     return best, f"the rest takes {need_s:.2f} s of {view.time_left:.2f} s left; {what} frees {best_freed / 1e3:.0f} kB"

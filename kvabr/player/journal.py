@@ -36,6 +36,10 @@ class Journal:
             estimates = {"rate": self._view.rate, "lower": self._view.lower_bound, "slack_s": self._slack()}
             self._log({"t": now, "event": "progress", "received": received, **estimates})
 
+    def limited(self, by: str, rate: float, now: float, *, fed: bool) -> None:
+        """A sample of ``rate`` bytes per second was not held up by the network; did the estimator hear of it?"""
+        self.event("limited", now, by=by, rate=rate, fed=fed)
+
     def decision(
         self,
         decision: Decision,

@@ -1,12 +1,18 @@
-"""Turns what arrives into samples for the estimator: bytes of all requests together, over the time of a busy link."""
+"""Turns what arrives into samples for the estimator: bytes of all requests together, over the time of a busy link.
+
+A sample that the publisher or this machine's processor held up says only that the link is at least that fast: it may
+raise the estimate, never lower it. Silence always counts, since nothing at all arrives to say who is at fault.
+"""
 
 from __future__ import annotations
 
 import math
+from typing import Protocol
 
 from kvabr.abr.estimator import Estimator
 from kvabr.abr.plugins import where
 from kvabr.errors import PolicyError
+from kvabr.transport.base import Limit
 
 _SHORTEST_SHARE = 1 / 400
 """Samples shorter than this share of the deadline are gathered into longer ones."""
@@ -17,11 +23,19 @@ _RAMP = 1.25
 """A sample so many times faster than the one before still belongs to slow start."""
 
 
+class Limited(Protocol):
+    """Hears of samples that the network did not hold up."""
+
+    def __call__(self, by: str, rate: float, now: float, *, fed: bool) -> None:
+        """``fed`` tells whether the estimator heard of it."""
+
+
 class Meter:
     """Watches one play's link."""
 
-    def __init__(self, estimator: Estimator, deadline_s: float) -> None:
+    def __init__(self, estimator: Estimator, deadline_s: float, limited: Limited | None = None) -> None:
         self._estimator = estimator
+        self._limited = limited
         self._deadline_s = deadline_s
         self._begin()
         self._ramp_rate: float | None = 0.0
@@ -31,6 +45,8 @@ class Meter:
         self._since: float | None = None
         """When the sample being gathered began; None while nothing arrives."""
         self._bytes = 0
+        self._held: dict[Limit, int] = {}
+        """Of these bytes, those that were held up by another than the network."""
         self._quiet_since = 0.0
 
     def estimates(self) -> tuple[float, float, float]:
@@ -70,10 +86,13 @@ class Meter:
         if self._since is None:
             self._since = now
             self._bytes = 0
+            self._held.clear()
 
-    def received(self, nbytes: int, now: float) -> None:
-        """Bytes arrived."""
+    def received(self, nbytes: int, now: float, limit: Limit = "network") -> None:
+        """Bytes arrived; ``limit`` says who held them up."""
         self._bytes += nbytes
+        if limit != "network":
+            self._held[limit] = self._held.get(limit, 0) + nbytes
         self._quiet_since = now
 
     def settle(self, now: float, *, idle: bool) -> None:
@@ -81,16 +100,33 @@ class Meter:
         if self._since is None:
             return
         seconds = now - self._since
-        ramping = self._ramp_rate is not None
-        # The first sample of all is wanted soon; those that follow must show whether the window still doubles.
-        least = max(self._shortest_s, self._estimator.ttfb()) if self._ramp_rate else self._shortest_s
-        if seconds >= least or (idle and self._bytes and seconds > 0):
-            if ramping:
-                self._forget_slow_start(self._bytes / seconds)
-            self._sample(self._bytes, seconds, now)
-            self._since, self._bytes = now, 0
+        if seconds >= self._least_s() or (idle and self._bytes and seconds > 0):
+            self._conclude(seconds, now)
+            self._since = now
         if idle:
             self._since = None
+
+    def _least_s(self) -> float:
+        """The first sample of all is wanted soon; those that follow must show whether the window still doubles."""
+        return max(self._shortest_s, self._estimator.ttfb()) if self._ramp_rate else self._shortest_s
+
+    def _conclude(self, seconds: float, now: float) -> None:
+        """Give the bytes gathered to the estimator, and begin to gather anew."""
+        if self._says_something(self._bytes / seconds, now):
+            if self._ramp_rate is not None:
+                self._forget_slow_start(self._bytes / seconds)
+            self._sample(self._bytes, seconds, now)
+        self._bytes = 0
+        self._held.clear()
+
+    def _says_something(self, rate: float, now: float) -> bool:
+        """Whether a sample is of the link: not if others held up most of it, unless the link is even faster."""
+        if 2 * sum(self._held.values()) <= self._bytes:
+            return True
+        fed = rate > self.estimates()[0]
+        if self._limited is not None:
+            self._limited(max(self._held, key=lambda limit: self._held[limit]), rate, now, fed=fed)
+        return fed
 
     def _forget_slow_start(self, rate: float) -> None:
         """While the connection's window still doubles, only the last sample says anything about the link."""

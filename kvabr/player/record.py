@@ -34,6 +34,8 @@ class PlayRecord:
     met: bool = False
     bytes_fetched: int = 0
     """Bytes received, useful or not."""
+    bytes_held_up: dict[str, int] = field(default_factory=dict)
+    """Of the bytes received, those that another than the network held up: ``publisher`` or ``cpu``."""
     bytes_wasted: int = 0
     """Bytes of cancelled, failed and replaced transfers."""
     tokens_recomputed: int = 0

@@ -27,17 +27,21 @@ from kvabr.abr.estimator import Estimator
 from kvabr.abr.ladder import Ladder
 from kvabr.abr.policy import Decision, Policy
 from kvabr.abr.view import Transfer, View
+from kvabr.catalog import Track
 from kvabr.errors import UsageError
 from kvabr.player import abandon
 from kvabr.player.actions import Action, Cancel, Decode, Deliver, Fetch, GiveUp, Recompute
 from kvabr.player.journal import Journal, Log
 from kvabr.player.lane import EngineLane
+from kvabr.player.lumps import LumpMeter
 from kvabr.player.meter import Meter
 from kvabr.player.record import GroupRecord, PlayRecord
+from kvabr.player.stall import LEAST_SILENCE_S, StallWatch
 from kvabr.player.umpire import Umpire
 from kvabr.recompute.cost import PrefillCost
 from kvabr.recompute.loss import RECOMPUTED
 from kvabr.recompute.planner import EngineMode
+from kvabr.transport.base import Limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +62,13 @@ class PlayerConfig:
     """Share of the deadline before which nothing is left to the engine: slow start makes every link look too slow."""
     give_up_after: float = 10.0
     """Deadlines after which a play that cannot be completed is given up."""
+    lumps: bool = False
+    """Whether bytes are told of as they are read, as real transports do, and not as they flow."""
+    stalled_after: float | None = None
+    """Share of the deadline after which a transfer that stands still is asked for again; None: never."""
+    silent_after: float | None = None
+    """Share of the deadline: a play that is late and has heard nothing for so long, and for thrice the usual time to a
+    first byte, is given up; None: never."""
 
 
 class Session:
@@ -84,8 +95,9 @@ class Session:
         self._tick_s = deadline_s / self._config.ticks
         self._next_tick_s = self._tick_s
         self._umpire = Umpire(policy, self.view)
-        self._meter = Meter(estimator, deadline_s)
         self._journal = Journal(log, self.view)
+        meter = LumpMeter if self._config.lumps else Meter
+        self._meter = meter(estimator, deadline_s, self._journal.limited)
         self._lane = None if cost is None else EngineLane(cost, mode, self.view, self._tick_s)
         groups = self._catalog.groups
         self.record = PlayRecord([GroupRecord(group) for group in range(groups)])
@@ -94,6 +106,12 @@ class Session:
         self._in_place = 0
         self._decoding: dict[int, Transfer] = {}
         self._failures: dict[tuple[int, str], int] = {}
+        self._faults: dict[str, str] = {}
+        """What went wrong last with a transfer, and with the engine: for the last words of a play that is given up."""
+        share = self._config.stalled_after
+        self._stall = None if share is None else StallWatch(share * deadline_s)
+        self._heard_s = 0.0
+        """When bytes came last."""
         self._abandoned: set[int] = set()
         self._requests = self._upgrades = 0
         self._content = False
@@ -123,8 +141,8 @@ class Session:
             self._meter.first_byte(now - transfer.requested_s, now)
             self._journal.event("first_byte", now, request=request)
 
-    def progress(self, request: int, received: int, now: float) -> None:
-        """A request has received so many bytes in all."""
+    def progress(self, request: int, received: int, now: float, limit: Limit = "network") -> None:
+        """A request has received so many bytes in all; ``limit`` says who held up those that are new."""
         transfer = self.view.in_flight.get(request)
         if transfer is None:
             return
@@ -135,14 +153,19 @@ class Session:
             transfer.received += more
             self.view.outstanding_bytes -= more
             self.record.bytes_fetched += more
-            self._meter.received(more, now)
+            if limit != "network":
+                self.record.bytes_held_up[limit] = self.record.bytes_held_up.get(limit, 0) + more
+            self._heard_s = now
+            if self._stall is not None:
+                self._stall.heard(transfer, self.view.in_flight.values(), now)
+            self._meter.received(more, now, limit)
 
-    def done(self, request: int, now: float) -> None:
-        """A request is complete: its bytes are all here."""
+    def done(self, request: int, now: float, limit: Limit = "network") -> None:
+        """A request is complete: its bytes are all here; ``limit`` says who held up those that are new."""
         transfer = self.view.in_flight.get(request)
         if transfer is None:
             return
-        self.progress(request, transfer.bytes, now)
+        self.progress(request, transfer.bytes, now, limit)
         del self.view.in_flight[request]
         self._decoding[request] = transfer
         self._absent.pop(transfer.group, None)
@@ -206,6 +229,32 @@ class Session:
         self._journal.event("recompute_done", now, first=first, last=last)
         self._advance(now)
 
+    def compute_failed(self, reason: str, now: float) -> None:
+        """The engine could not compute what it was to. It is not asked again: the network must bring the rest."""
+        lane = self._lane
+        if self.over or lane is None or lane.computing is None:
+            return
+        first, last = lane.computing
+        self.record.recompute_s += lane.finish(now)
+        self._journal.event("recompute_failed", now, first=first, last=last, reason=reason)
+        self._faults["engine"] = f"the engine failed: {reason}"
+        self._lane = self.view.cost = None
+        self.view.engine_backlog_s = 0.0
+        decoding = {transfer.group: transfer.track for transfer in self._decoding.values()}
+        for group in range(first, last):
+            record = self.record.groups[group]
+            if record.ready_s is not None:
+                self.view.track_of[group] = record.track
+                if group not in decoding:
+                    self.view.settled.add(group)
+            else:
+                self.view.track_of[group] = decoding.get(group)
+                if group not in decoding:
+                    self._absent[group] = None
+        self._absent = dict.fromkeys(sorted(self._absent))
+        self._sync_missing()
+        self._advance(now)
+
     def timer(self, now: float) -> None:
         """The time that `next_timer` named has come."""
         if self.over:
@@ -214,11 +263,14 @@ class Session:
         self._meter.tick(now, waiting=bool(self.view.in_flight), idle=self._idle())
         self._refresh(now)
         if self._umpire.policy.abandons:
-            while (found := abandon.choose(self.view)) is not None:
+            while (found := abandon.choose(self.view, self._cheapest_left)) is not None:
                 self.record.abandoned += 1
                 if not found[0].upgrade:
                     self._abandoned.add(found[0].group)
                 self._cancel(*found, now)
+        if self._stall is not None:
+            for transfer, proven in self._stall.stalled(list(self.view.in_flight.values()), self.view.ttfb_s, now):
+                self._cancel(transfer, "it stands still", now, event="failed" if proven else "cancel")
         self._journal.progress(now, self.record.bytes_fetched)
         self._advance(now)
 
@@ -259,9 +311,11 @@ class Session:
                 return
             left = self._catalog.groups - self._in_place
             raise self._umpire.nonsense(f"waits while {left} groups are missing and nothing is under way")
+        lacking = f"{self._catalog.groups - self._in_place} of {self._catalog.groups} groups are still not in place"
         if now > self._config.give_up_after * self.view.deadline_s:
-            left = self._catalog.groups - self._in_place
-            self._give_up(now, f"{left} of {self._catalog.groups} groups are still not in place")
+            self._give_up(now, lacking)
+        elif now >= self.view.deadline_s and not complete and self._silent(now):
+            self._give_up(now, f"{lacking}, and nothing has come for {now - self._heard_s:.2f} s")
 
     def _refresh(self, now: float) -> None:
         view = self.view
@@ -272,6 +326,13 @@ class Session:
 
     def _idle(self) -> bool:
         return not any(transfer.first_byte_s is not None for transfer in self.view.in_flight.values())
+
+    def _silent(self, now: float) -> bool:
+        """Whether nothing is heard and nothing is being worked on, so that waiting on is of no use."""
+        share, lane = self._config.silent_after, self._lane
+        if share is None or self._decoding or (lane is not None and (lane.computing is not None or lane.waiting())):
+            return False
+        return now - self._heard_s >= max(share * self.view.deadline_s, 3 * self.view.ttfb_s, LEAST_SILENCE_S)
 
     def _has_room(self) -> bool:
         view, config = self.view, self._config
@@ -316,7 +377,13 @@ class Session:
             return track
         if upgrade:
             return None
-        return next((name for name in self.view.ladder.names if self._failures.get((group, name), 0) < limit), None)
+        left = self._cheapest_left(group)
+        return None if left is None else left.name
+
+    def _cheapest_left(self, group: int) -> Track | None:
+        """The cheapest track on which a group has not failed too often."""
+        limit, tracks = self._config.attempts, self.view.ladder.tracks
+        return next((track for track in tracks if self._failures.get((group, track.name), 0) < limit), None)
 
     def _request(self, group: int, track: str, decision: Decision, now: float, *, upgrade: bool) -> None:
         view, request = self.view, self._requests
@@ -370,6 +437,7 @@ class Session:
         if event == "failed":
             key = (group, transfer.track)
             self._failures[key] = self._failures.get(key, 0) + 1
+            self._faults["transfer"] = f"last fault: {reason}"
         record = self.record.groups[group]
         if transfer.upgrade:
             view.track_of[group] = record.track
@@ -425,12 +493,12 @@ class Session:
         self._journal.event("recompute_start", now, first=first, last=last)
         self._sync_missing()
 
-    def _cancel(self, transfer: Transfer, reason: str, now: float) -> None:
+    def _cancel(self, transfer: Transfer, reason: str, now: float, event: str = "cancel") -> None:
         del self.view.in_flight[transfer.request]
         self.view.outstanding_bytes -= transfer.remaining
         self._actions.append(Cancel(transfer.request))
         self._meter.settle(now, idle=self._idle())
-        self._lost(transfer, "cancel", reason, now)
+        self._lost(transfer, event, reason, now)
 
     def _end(self, reason: str, now: float) -> None:
         for transfer in list(self.view.in_flight.values()):
@@ -447,5 +515,6 @@ class Session:
 
     def _give_up(self, now: float, reason: str) -> None:
         self._end("the play is given up", now)
+        reason = "; ".join((reason, *self._faults.values()))
         self.record.gave_up = reason
         self._actions.append(GiveUp(now, reason))

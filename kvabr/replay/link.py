@@ -2,11 +2,13 @@
 
 What is modelled, and what is not:
 
-- Capacity is the trace's rate, wrapped at its end, from the play's start on. In the first round trips it is bounded by
-  slow start: the window starts at ten packets (RFC 6928) and doubles every round trip until the link is full; after
-  that the window never holds the link back again.
-- The first byte of a request comes one round trip after it was sent. The request of lowest priority number takes all
-  the capacity; those of equal priority share it evenly.
+- Capacity is the share of the trace's rate that is payload, wrapped at the trace's end, from the play's start on.
+- In the first round trips it is bounded by slow start: the window starts at ten packets and what the lookup before the
+  play has brought, and nearly doubles every round trip until the link is full; after that the window never holds the
+  link back again. (On a link with a drop-tail queue of one round trip a live connection then loses packets and halves
+  its window, but goes on to fill the link. A fluid model of that loss recovery predicted live transfers no better.)
+- The first byte of a request comes one round trip after it was sent, and what both ends need to handle it. The request
+  of lowest priority number takes all the capacity; those of equal priority share it evenly.
 - A cancelled request goes on to take capacity for one round trip: what is on its way cannot be called back.
 - No loss, no queueing delay beyond the sharing, no cross traffic but what the trace already saw.
 """
@@ -19,10 +21,24 @@ from itertools import accumulate
 from kvabr.errors import TraceError
 from kvabr.replay.trace import Trace
 
-INITIAL_WINDOW = 14_600
-"""Bytes in flight at the start of a connection: ten packets of 1,460 bytes (RFC 6928)."""
-_STEPS_PER_RTT = 4
-"""Steps in which slow start's exponential is drawn."""
+PAYLOAD_SHARE = 0.948
+"""Bytes of a cache in each byte on the wire: a datagram has 1,200 bytes of UDP, the rest are headers.
+
+Measured over whole live plays on aioquic; 28 of 1,228 bytes are UDP and IPv4, about 35 QUIC, less than one MoQT."""
+INITIAL_WINDOW = 10 * 1164
+"""Payload in flight at the start of a connection: ten packets (RFC 9002, section 7.2)."""
+HANDSHAKE_BYTES = 2_000
+"""What a handshake brings from the origin: its certificate and SETUP. It widens the window like any other byte."""
+WINDOW_GROWTH = 1.85
+"""How much wider the window is after a round trip of slow start. Without pacing it would be 2; with it the first
+acknowledgements come while the rest of the window still waits to be sent, which gives 1.76 at the least."""
+FIRST_BYTE_S = 0.004
+"""What both ends together need to handle a request, seconds: from its sending to its first byte, less a round trip.
+
+Measured on aioquic, two processes on one shared core each."""
+_LONGEST_RAMP = 64
+LOOKUP_ROUND_TRIPS = 3.0
+"""Round trips from dialling to the catalog: QUIC's handshake, SETUP, the request."""
 
 
 def running_sums(trace: Trace) -> list[float]:
@@ -40,6 +56,7 @@ class Capacity:
         rtt_s: float = 0.0,
         *,
         slow_start: bool = True,
+        window: float = INITIAL_WINDOW,
         sums: list[float] | None = None,
     ) -> None:
         """Lay a trace under a play.
@@ -49,6 +66,7 @@ class Capacity:
             start_s: where in the trace the play begins; wraps.
             rtt_s: round trip; slow start begins one round trip after the play.
             slow_start: False for a connection that is warm already.
+            window: bytes that may be in flight at the start.
             sums: `running_sums` of the trace, for many plays over one trace.
         """
         self._starts = trace.times
@@ -63,7 +81,7 @@ class Capacity:
         self._ramp: list[tuple[float, float, float]] = []
         self._ramp_end = self._ramp_bytes = self._ramp_base = 0.0
         if slow_start and rtt_s > 0:
-            self._draw_ramp(rtt_s)
+            self._draw_ramp(rtt_s, window)
 
     def rate(self, t: float) -> float:
         """Bytes per second at ``t``."""
@@ -136,20 +154,20 @@ class Capacity:
             level += (end - start) * rate
         return level
 
-    def _draw_ramp(self, rtt_s: float) -> None:
-        """Draw slow start as steps until the window fills the link."""
-        step = rtt_s / _STEPS_PER_RTT
+    def _draw_ramp(self, rtt_s: float, window: float) -> None:
+        """Draw slow start, one step a round trip, until the window fills the link."""
         segments = [(0.0, rtt_s, 0.0)]
-        t, window, level = rtt_s, float(INITIAL_WINDOW), 0.0
-        # The sixty-fourth doubling is beyond any link: the bound only keeps a mad trace from looping.
-        for _ in range(64 * _STEPS_PER_RTT):
-            allowed = window / rtt_s
-            carried = self._carried(self._offset + t + step) - self._carried(self._offset + t)
-            if carried < allowed * step and carried > 0:
+        t, level = rtt_s, 0.0
+        # So many round trips are beyond any link: the bound only keeps a mad trace from looping.
+        for _ in range(_LONGEST_RAMP):
+            carried = self._carried(self._offset + t + rtt_s) - self._carried(self._offset + t)
+            if 0 < carried < window:
                 break
-            segments.append((t, t + step, min(allowed, carried / step)))
-            level += min(allowed * step, carried)
-            window *= 2.0 ** (1.0 / _STEPS_PER_RTT)
-            t += step
+            more = min(window, carried)
+            segments.append((t, t + rtt_s, more / rtt_s))
+            level += more
+            # Only what arrives is acknowledged, and only that opens the window.
+            window += (WINDOW_GROWTH - 1.0) * more
+            t += rtt_s
         self._ramp, self._ramp_end, self._ramp_bytes = segments, t, level
         self._ramp_base = self._carried(self._offset + t) - self._origin

@@ -17,7 +17,15 @@ from kvabr.recompute.cost import PrefillCost
 from kvabr.recompute.loss import predicted_loss
 from kvabr.recompute.planner import EngineMode
 from kvabr.replay.clairvoyant import Bound, Clairvoyant
-from kvabr.replay.link import Capacity, running_sums
+from kvabr.replay.link import (
+    FIRST_BYTE_S,
+    HANDSHAKE_BYTES,
+    INITIAL_WINDOW,
+    LOOKUP_ROUND_TRIPS,
+    PAYLOAD_SHARE,
+    Capacity,
+    running_sums,
+)
 from kvabr.replay.simulator import Simulator
 from kvabr.replay.trace import Trace
 
@@ -25,6 +33,8 @@ DEFAULT_RTT_S = 0.04
 """Round trip where neither the user nor the trace names one."""
 MISS_PENALTY = 0.5
 """What a missed deadline adds to the regret, beside its lateness."""
+_LEAST_SHARE = 0.1
+"""Share of the deadline that a play is given at least, however long the lookup took."""
 NO_CACHE_LOSS = 1.0
 """Loss of a play that was given up, nats per token: about what having no prompt at all cost on a real model."""
 
@@ -44,6 +54,8 @@ class PlayOptions:
     decode_scale: float = 1.0
     """Decode times of the catalog, times this."""
     slow_start: bool = True
+    cold: bool = False
+    """Whether the deadline counts from before the handshake; else the connection is open and the catalog at hand."""
     estimator: str | None = None
     """Estimator for every policy; None for each policy's own."""
     config: PlayerConfig = field(default_factory=PlayerConfig)
@@ -76,26 +88,51 @@ class Stage:
         self.catalog, self.options = catalog, options
         self.ladder = Ladder(catalog)
         self._clairvoyant = Clairvoyant(catalog, options.cost, options.mode, decode_scale=options.decode_scale)
-        self._last: tuple[Trace, Trace, list[float]] | None = None
+        # Whatever opens the window: what came before the play counts, too.
+        self._window = INITIAL_WINDOW + HANDSHAKE_BYTES + len(catalog.dumps())
+        self._last: tuple[Trace, Trace, Trace, list[float]] | None = None
 
     def prepare(self, trace: Trace, start_s: float) -> tuple[Capacity, float, Bound]:
-        """The link of one play, its round trip, and the clairvoyant bound."""
+        """The link of one play, its round trip, and the clairvoyant bound.
+
+        What the link carries is counted in bytes of the cache: the trace counts headers, too.
+        """
         options = self.options
-        trace, sums = self._scaled(trace)
+        _, carried, sums = self._scaled(trace)
         rtt_s = options.rtt_s if options.rtt_s is not None else trace.rtt_s
         rtt_s = DEFAULT_RTT_S if rtt_s is None else rtt_s
-        capacity = Capacity(trace, start_s, rtt_s, slow_start=options.slow_start, sums=sums)
-        return capacity, rtt_s, self._clairvoyant.bound(capacity, options.deadline_s)
+        lookup_s = self.lookup_s(rtt_s)
+        capacity = Capacity(
+            carried, start_s + lookup_s, rtt_s, slow_start=options.slow_start, window=self._window, sums=sums
+        )
+        return capacity, rtt_s, self._clairvoyant.bound(capacity, self._time_for(lookup_s))
 
-    def _scaled(self, trace: Trace) -> tuple[Trace, list[float]]:
-        """The trace as it is played, and its running sums; the last one is remembered: plays come trace by trace."""
+    def lookup_s(self, rtt_s: float) -> float:
+        """Seconds before a play can begin: handshake and catalog, if the play is to count them."""
+        return LOOKUP_ROUND_TRIPS * rtt_s if self.options.cold else 0.0
+
+    def _time_for(self, lookup_s: float) -> float:
+        """The deadline, counted from the end of a lookup."""
+        deadline_s = self.options.deadline_s
+        return max(_LEAST_SHARE * deadline_s, deadline_s - lookup_s)
+
+    def played(self, trace: Trace) -> Trace:
+        """The trace as it is played: scaled, if the options say so."""
+        return self._scaled(trace)[0]
+
+    def _scaled(self, trace: Trace) -> tuple[Trace, Trace, list[float]]:
+        """The trace as it is played, the payload that it carries, and the running sums of that.
+
+        The last one is remembered: plays come trace by trace.
+        """
         if self._last is None or self._last[0] is not trace:
             played = trace
             if self.options.scale_to_mean is not None:
                 wanted = self.options.scale_to_mean * self.catalog.fp16_bytes / self.options.deadline_s
                 played = trace.scaled(wanted / trace.mean_rate)
-            self._last = (trace, played, running_sums(played))
-        return self._last[1], self._last[2]
+            carried = played.scaled(PAYLOAD_SHARE)
+            self._last = (trace, played, carried, running_sums(carried))
+        return self._last[1:]
 
     def play(self, trace: Trace, start_s: float, policy: str, *, log: bool = False) -> Outcome:
         """Play once."""
@@ -106,44 +143,120 @@ class Stage:
         self, trace: Trace, start_s: float, policy: str, capacity: Capacity, rtt_s: float, bound: Bound, *, log: bool
     ) -> Outcome:
         """Play once over a link that `prepare` made: policies compared on one start share it."""
-        options, catalog = self.options, self.catalog
+        options = self.options
+        lines: list[dict[str, Any]] | None = [] if log else None
+        lookup_s = self.lookup_s(rtt_s)
+        session = self.session(trace, start_s, policy, capacity, rtt_s, lines, lookup_s=lookup_s)
+        simulator = Simulator(
+            session,
+            self.catalog,
+            capacity,
+            rtt_s=rtt_s,
+            first_byte_s=FIRST_BYTE_S,
+            cost=options.cost,
+            decode_scale=options.decode_scale,
+        )
+        simulator.run()
+        ghosts = simulator.ghost_bytes
+        return self.outcome(
+            trace, start_s, policy, session, capacity, bound, lines, lookup_s=lookup_s, ghost_bytes=ghosts
+        )
+
+    def session(
+        self,
+        trace: Trace,
+        start_s: float,
+        policy: str,
+        capacity: Capacity,
+        rtt_s: float,
+        lines: list[dict[str, Any]] | None,
+        *,
+        lookup_s: float = 0.0,
+    ) -> Session:
+        """The player of one play, whoever drives it.
+
+        Args:
+            trace: what is played over.
+            start_s: where in the trace.
+            policy: name of the policy.
+            capacity: the link as the model has it, for policies that are told the future.
+            rtt_s: round trip.
+            lines: take the play's timeline; None for none.
+            lookup_s: seconds of the deadline that are gone when the play begins.
+        """
+        options = self.options
         player = load_policy(policy)()
         estimator = load_estimator(options.estimator or player.estimator)()
-        lines: list[dict[str, Any]] | None = [] if log else None
-        clock = _Clock()
+        if lines is not None:
+            title = getattr(estimator, "name", type(estimator).__name__)
+            lines.append(_opening(self.catalog, self.ladder, options, trace, start_s, policy, title, rtt_s))
+
+        def oracle(seconds: float) -> float:
+            return capacity.between(session.view.now, session.view.now + seconds)
+
         session = Session(
             self.ladder,
-            options.deadline_s,
+            self._time_for(lookup_s),
             player,
             estimator,
             cost=options.cost,
             mode=options.mode,
             config=options.config,
-            oracle=lambda seconds: capacity.between(clock.view_now(session), clock.view_now(session) + seconds),
+            oracle=oracle,
             log=None if lines is None else lines.append,
         )
-        if lines is not None:
-            title = getattr(estimator, "name", type(estimator).__name__)
-            lines.append(_opening(catalog, self.ladder, options, trace, start_s, policy, title, rtt_s))
-        simulator = Simulator(
-            session, catalog, capacity, rtt_s=rtt_s, cost=options.cost, decode_scale=options.decode_scale
-        )
-        record = simulator.run()
-        run = _run_line(catalog, options, trace, start_s, policy, record, bound, capacity, simulator.ghost_bytes)
-        if lines is not None:
-            end = record.delivered_s if record.delivered_s is not None else session.view.now
-            lines.append({"t": end, "event": "deliver", "met": record.met, "loss": run["loss"]})
-            link = capacity.series(max(end, options.deadline_s) * 1.05)
-            return Outcome(run, record, lines, link)
-        return Outcome(run, record, None, None)
+        return session
+
+    def outcome(
+        self,
+        trace: Trace,
+        start_s: float,
+        policy: str,
+        session: Session,
+        capacity: Capacity,
+        bound: Bound,
+        lines: list[dict[str, Any]] | None,
+        *,
+        lookup_s: float = 0.0,
+        ghost_bytes: float = 0.0,
+    ) -> Outcome:
+        """What a play that is over left behind.
+
+        Args:
+            trace: what was played over.
+            start_s: where in the trace.
+            policy: name of the policy.
+            session: the player.
+            capacity: the link as the model has it.
+            bound: what a clairvoyant player could have done.
+            lines: the play's timeline; None for none.
+            lookup_s: seconds that passed before the play began and count.
+            ghost_bytes: what came although it was not wanted any more.
+        """
+        options, record = self.options, session.record
+        if lookup_s:
+            _shift(record, lines, lookup_s)
+            record.met = record.delivered_s is not None and record.delivered_s <= options.deadline_s
+        run = _run_line(self.catalog, options, trace, start_s, policy, record, bound, capacity, ghost_bytes)
+        if lines is None:
+            return Outcome(run, record, None, None)
+        end = record.delivered_s if record.delivered_s is not None else session.view.now + lookup_s
+        lines.append({"t": end, "event": "deliver", "met": record.met, "loss": run["loss"]})
+        series = capacity.series(max(end, options.deadline_s) * 1.05 - lookup_s)
+        return Outcome(run, record, lines, [(t + lookup_s, rate) for t, rate in series])
 
 
-class _Clock:
-    """Reads a session's time; a function of its own so that the oracle can be made before the session exists."""
-
-    @staticmethod
-    def view_now(session: Session) -> float:
-        return session.view.now
+def _shift(record: PlayRecord, lines: list[dict[str, Any]] | None, seconds: float) -> None:
+    """Count all times of a play from so much earlier."""
+    if record.delivered_s is not None:
+        record.delivered_s += seconds
+    for group in record.groups:
+        for name in ("requested_s", "first_byte_s", "done_s", "ready_s"):
+            if (value := getattr(group, name)) is not None:
+                setattr(group, name, value + seconds)
+    for line in lines or ():
+        if line["event"] != "start":
+            line["t"] += seconds
 
 
 def _opening(

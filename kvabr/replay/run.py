@@ -66,7 +66,9 @@ class Report:
 
 
 @dataclass(frozen=True, slots=True)
-class _Task:
+class Task:
+    """One start of one trace, played with every policy."""
+
     trace: int
     start_s: float
     logged: int
@@ -86,10 +88,10 @@ def replay(matrix: Matrix, *, jobs: int | None = None, on_progress: Callable[[in
     """
     if jobs is not None and jobs < 1:
         raise UsageError(f"{jobs} processes; at least one is needed")
-    tasks = list(_tasks(matrix))
+    todo = list(tasks(matrix))
     runs: list[dict[str, Any]] = []
     report = Report({})
-    for outcomes in _outcomes(matrix, tasks, jobs or os.cpu_count() or 1):
+    for outcomes in _outcomes(matrix, todo, jobs or os.cpu_count() or 1):
         for run, steps, log, link in outcomes:
             if log is not None:
                 report.timelines.append({"run": len(runs), "log": log, "link": link})
@@ -125,6 +127,7 @@ def finish(matrix: Matrix, runs: list[dict[str, Any]]) -> dict[str, Any]:
             "recompute": None if options.cost is None else options.cost.to_json(),
             "decode_scale": options.decode_scale,
             "slow_start": options.slow_start,
+            "cold": options.cold,
             "estimator": options.estimator,
             "starts": matrix.starts,
             "seed": matrix.seed,
@@ -135,7 +138,8 @@ def finish(matrix: Matrix, runs: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _tasks(matrix: Matrix) -> Iterator[_Task]:
+def tasks(matrix: Matrix) -> Iterator[Task]:
+    """Everything to play, in order; the same seed gives the same starts."""
     kept = 0
     for index, trace in enumerate(matrix.traces):
         dice = random.Random(f"{matrix.seed}:{trace.family}:{trace.name}")  # noqa: S311  # start points, not secrets
@@ -146,26 +150,26 @@ def _tasks(matrix: Matrix) -> Iterator[_Task]:
             else:
                 logged = min(len(matrix.policies), matrix.timelines - kept) if number == 0 else 0
             kept += logged
-            yield _Task(index, start_s, logged)
+            yield Task(index, start_s, logged)
 
 
 _Outcomes = list[tuple[dict[str, Any], list[Any], list[Any] | None, list[Any] | None]]
 
 
-def _outcomes(matrix: Matrix, tasks: Sequence[_Task], jobs: int) -> Iterator[_Outcomes]:
-    if jobs == 1 or len(tasks) == 1:
+def _outcomes(matrix: Matrix, todo: Sequence[Task], jobs: int) -> Iterator[_Outcomes]:
+    if jobs == 1 or len(todo) == 1:
         stage = Stage(matrix.catalog, matrix.options)
-        for task in tasks:
+        for task in todo:
             yield _play(matrix, stage, task)
         return
     # Forking shares the traces with the children for nothing; where it does not exist they are sent once.
     method = "fork" if "fork" in multiprocessing.get_all_start_methods() else None
     pool = ProcessPoolExecutor(
-        min(jobs, len(tasks)), multiprocessing.get_context(method), initializer=_begin, initargs=(matrix,)
+        min(jobs, len(todo)), multiprocessing.get_context(method), initializer=_begin, initargs=(matrix,)
     )
     try:
-        chunk = max(1, min(16, len(tasks) // (4 * jobs)))
-        yield from pool.map(_play_in_child, tasks, chunksize=chunk)
+        chunk = max(1, min(16, len(todo) // (4 * jobs)))
+        yield from pool.map(_play_in_child, todo, chunksize=chunk)
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 
@@ -179,12 +183,12 @@ def _begin(matrix: Matrix) -> None:
     _child = (matrix, Stage(matrix.catalog, matrix.options))
 
 
-def _play_in_child(task: _Task) -> _Outcomes:
+def _play_in_child(task: Task) -> _Outcomes:
     assert _child is not None  # noqa: S101
     return _play(*_child, task)
 
 
-def _play(matrix: Matrix, stage: Stage, task: _Task) -> _Outcomes:
+def _play(matrix: Matrix, stage: Stage, task: Task) -> _Outcomes:
     trace = matrix.traces[task.trace]
     capacity, rtt_s, bound = stage.prepare(trace, task.start_s)
     out: _Outcomes = []

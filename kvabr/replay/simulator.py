@@ -39,11 +39,24 @@ class Simulator:
         capacity: Capacity,
         *,
         rtt_s: float,
+        first_byte_s: float = 0.0,
         cost: PrefillCost | None = None,
         decode_scale: float = 1.0,
     ) -> None:
+        """Take everything; nothing happens before `run`.
+
+        Args:
+            session: fresh.
+            catalog: the session's.
+            capacity: what the link carries.
+            rtt_s: round trip.
+            first_byte_s: what both ends need to handle a request.
+            cost: what recompute costs; None for no engine.
+            decode_scale: decode times of the catalog, times this.
+        """
         self._session, self._catalog, self._capacity = session, catalog, capacity
         self._rtt_s, self._cost, self._decode_scale = rtt_s, cost, decode_scale
+        self._first_byte_s = rtt_s + first_byte_s
         self._flows: list[_Flow] = []
         self._decoding: deque[tuple[float, int]] = deque()
         self._decoder_free_s = 0.0
@@ -73,7 +86,7 @@ class Simulator:
     def _obey(self, now: float) -> None:
         for action in self._session.actions():
             if isinstance(action, Fetch):
-                self._flows.append(_Flow(action.request, action.bytes, action.priority, now + self._rtt_s))
+                self._flows.append(_Flow(action.request, action.bytes, action.priority, now + self._first_byte_s))
             elif isinstance(action, Decode):
                 track = self._catalog.by_name[action.track]
                 share = self._catalog.group_tokens(action.group) / self._catalog.spec.group_tokens

@@ -135,6 +135,14 @@ class Connection(ABC):
         """Whether the peer asks for new requests to go elsewhere (GOAWAY); what is under way may still finish."""
         return False
 
+    async def answers(self, within_s: float) -> bool:
+        """Ask the peer for a sign of life, and tell whether one came within so many seconds.
+
+        A peer that was killed says nothing any more, and QUIC takes its whole idle timeout to notice.
+        """
+        del within_s  # where nothing can be asked, a connection that is open counts as alive
+        return not self.closed
+
     @abstractmethod
     async def close(self) -> None:
         """End the connection and everything on it; may be called twice."""

@@ -166,6 +166,8 @@ def protocol_class(library: QuicLibrary, attach: Callable[[Any], Endpoint]) -> A
             # What many packets brought is handed on at once: handing on costs more than taking in.
             super()._process_events()
             self.endpoint.settle()
+            if (closing := library.closing(self._quic)) is not None:
+                self.endpoint.quic_event(closing)
 
         def datagrams_received(self, datagrams: list[bytes], address: Any) -> None:
             if library.name == "qh3":

@@ -162,7 +162,8 @@ class _MemoryDownload(Download):
             self.fail(error)
         self._end = None if fault.endless else len(self._data)
         self._next_s = self._link.loop.time()
-        self._link.serve()
+        # Not at once: of those that arrive at the same moment, the most urgent goes first.
+        self._link.loop.call_soon(self._link.serve)
 
     def _published(self, what: str) -> memoryview:
         ask = self._ask

@@ -12,7 +12,7 @@ from typing import Any
 
 from kvabr.errors import FormatError, TransportError
 from kvabr.moqt.codes import RequestCode
-from kvabr.naming import MAX_FULL_TRACK_NAME, TrackNamespace
+from kvabr.naming import CATALOG_TRACK, MAX_FULL_TRACK_NAME, PREFIX_TRACK, TrackNamespace
 from kvabr.transport.base import ConnectionLostError, NotFoundError, RequestError
 from kvabr.transport.options import Names
 
@@ -51,6 +51,17 @@ def path_of(namespace: TrackNamespace, names: Names) -> str:
     return "/".join(field.decode().replace("\\", "\\\\").replace("/", "\\/") for field in fields)
 
 
+def fresh_path_of(namespace: TrackNamespace, number: int) -> str:
+    """Another spelling of the path in ``split`` form, one for each number; `namespace_of` reads all of them.
+
+    moq-rs shows its own copy of whatever it has fetched for as long as it is asked for now and then. Where that would
+    be wrong, a new spelling makes it ask. Only moq-lite carries it.
+    """
+    head, prompt = path_of(namespace, "split").rsplit("/", 1)
+    spelt = "".join(f"\\{digit}" if number >> index & 1 else digit for index, digit in enumerate(prompt))
+    return f"{head}/{spelt}"
+
+
 def namespace_of(path: str) -> TrackNamespace:
     """Read a path of either form back, also if slashes have melted.
 
@@ -61,6 +72,11 @@ def namespace_of(path: str) -> TrackNamespace:
         raise FormatError("track namespace: longer than a full track name may be")
     plain = re.sub(r"\\(.)", r"\1", path, flags=re.DOTALL)
     return TrackNamespace.from_fields([part.encode() for part in plain.split("/") if part])
+
+
+def may_change(track: str) -> bool:
+    """Whether what is under this name may be another thing tomorrow: a catalog, or the answer to a lookup."""
+    return track == CATALOG_TRACK or track.startswith(PREFIX_TRACK)
 
 
 def moq_priority(priority: int) -> int:

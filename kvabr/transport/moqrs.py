@@ -24,7 +24,7 @@ from urllib.parse import quote
 
 from kvabr.errors import TransportError
 from kvabr.moqt.codes import RequestCode, ResetCode
-from kvabr.naming import TrackNamespace
+from kvabr.naming import PROFILE_TRACK, TrackNamespace
 from kvabr.transport import moqlib
 from kvabr.transport.base import (
     Connection,
@@ -46,6 +46,11 @@ IN_FLIGHT_BYTES = 96 << 20
 CACHE_BYTES = 2 * IN_FLIGHT_BYTES
 """What moq-rs keeps of groups. It throws out the oldest, read or not, so it needs room for more than is asked for."""
 
+MOQT, MOQ_LITE = "moqt", "moq-lite"
+
+_FRESH_S = 2.0
+"""Catalogs and lookups are asked for anew after so long. Over MoQT moq-rs shows the copy that it has until nobody has
+asked for it for some 20 seconds."""
 _ANSWER_S = 30.0
 """After so long without an answer, and without anything else coming, a request has failed."""
 _ROUTE_S = 1.0
@@ -54,6 +59,7 @@ _WARM_S = 5.0
 _WARM_TRACKS = 8
 """Tracks that are kept open between requests, and for how long: asking the next time takes a round trip less."""
 _ENDING_S = 0.01
+_LOOK_S = 0.01
 _PROBE_TRACK = "kvabr.probe"
 """Asked for to see whether a silent peer is still there: it acknowledges the packet, whatever it answers."""
 
@@ -77,7 +83,7 @@ class MoqConnection(Connection, Owner):
         self.protocol = protocol
         self._moq, self._client, self._options = moq, client, options
         self._session: Any = client.session
-        self._names: Names = "split" if protocol == "moq-lite" else options.names
+        self._names: Names = "split" if protocol == MOQ_LITE else options.names
         self._in_flight: set[MoqDownload] = set()
         self._asked_bytes = 0
         self._waiting: list[tuple[int, int, MoqDownload]] = []
@@ -85,8 +91,9 @@ class MoqConnection(Connection, Owner):
         self._warm: OrderedDict[tuple[str, str], Any] = OrderedDict()
         self._cooling: asyncio.TimerHandle | None = None
         self._received = 0
-        self._heard_s = time.monotonic()
+        self._heard_s = self._payload_s = time.monotonic()
         self._packets = 0
+        self._asked = _PROBE_TRACK
         self._last_stats = ConnectionStats()
         self._lost: str | None = None
         self._going_away = False
@@ -113,7 +120,8 @@ class MoqConnection(Connection, Owner):
         if self._lost is None:
             with contextlib.suppress(self._moq.Error):
                 seen = self._session.stats()
-                self._packets = seen.packets_received or 0
+                if (packets := seen.packets_received or 0) != self._packets:
+                    self._packets, self._heard_s = packets, time.monotonic()
                 self._last_stats = ConnectionStats(
                     None if seen.rtt_us is None else seen.rtt_us / 1e6,
                     self._received,
@@ -133,6 +141,21 @@ class MoqConnection(Connection, Owner):
     def going_away(self) -> bool:
         """See `Connection.going_away`."""
         return self._going_away
+
+    async def answers(self, within_s: float) -> bool:
+        """See `Connection.answers`."""
+        if self._lost is not None:
+            return False
+        self.stats()
+        packets, end_s = self._packets, time.monotonic() + within_s
+        probe = self._spawn(self._probe(self._asked))
+        try:
+            while self._packets == packets and self._lost is None and time.monotonic() < end_s:
+                await asyncio.sleep(min(_LOOK_S, within_s / 4))
+                self.stats()
+        finally:
+            probe.cancel()
+        return self._packets != packets and self._lost is None
 
     async def close(self) -> None:
         """See `Connection.close`."""
@@ -199,7 +222,7 @@ class MoqConnection(Connection, Owner):
             while (frame := await group.read_frame()) is not None:
                 self._received += len(frame.payload)
                 self.watch.received(len(frame.payload))
-                self._heard_s = time.monotonic()
+                self._payload_s = time.monotonic()
                 if not download.take(frame.payload):
                     group.cancel()
                     return
@@ -217,8 +240,18 @@ class MoqConnection(Connection, Owner):
                 group.cancel()
             raise
 
+    async def _failed(self, download: MoqDownload, error: Exception) -> None:
+        ours = moqlib.as_ours(self._moq, error, download.what)
+        if not isinstance(ours, NotFoundError) and self._lost is None:
+            await asyncio.sleep(_ENDING_S)  # it may be the first sign of the connection's end
+        if isinstance(ours, RequestError) and ours.code == RequestCode.GOING_AWAY:
+            self._going_away = True
+            ours = ConnectionLostError(str(ours))
+        download.fail(ours if self._lost is None else ConnectionLostError(f"{download.what}: {self._lost}"))
+
     async def _open(self, download: MoqDownload) -> Any:
-        moq, path = self._moq, moqlib.path_of(download.namespace, self._names)
+        moq = self._moq
+        path = self._asked = self._path(download)
         options = moq.FetchGroupOptions(priority=moqlib.moq_priority(download.priority))
         try:
             broadcast = await self._client.request_broadcast(path)
@@ -235,13 +268,18 @@ class MoqConnection(Connection, Owner):
                 announced.cancel()
         return await broadcast.fetch_group(download.track, download.group, options)
 
+    def _path(self, download: MoqDownload) -> str:
+        if moqlib.may_change(download.track) and self.protocol == MOQ_LITE:
+            return moqlib.fresh_path_of(download.namespace, int(time.monotonic() / _FRESH_S))
+        return moqlib.path_of(download.namespace, self._names)
+
     async def _answered(self, asking: Any, what: str) -> Any:
         """What a request brings, or an error if it and everything else stays without an answer."""
         task = asyncio.ensure_future(asking)
         begun_s = time.monotonic()
         try:
             while not task.done():
-                left = max(begun_s, self._heard_s) + _ANSWER_S - time.monotonic()
+                left = max(begun_s, self._payload_s) + _ANSWER_S - time.monotonic()
                 if left <= 0:
                     raise RequestError(f"{what}: no answer within {_ANSWER_S:g} s", code=RequestCode.TIMEOUT)
                 await asyncio.wait({task}, timeout=left)
@@ -250,7 +288,9 @@ class MoqConnection(Connection, Owner):
             task.cancel()
 
     def _keep_warm(self, download: MoqDownload, group: Any) -> None:
-        key = (moqlib.path_of(download.namespace, self._names), download.track)
+        if moqlib.may_change(download.track) or download.track == PROFILE_TRACK:
+            return  # there is no second group
+        key = (self._path(download), download.track)
         self._warm[key] = group
         self._warm.move_to_end(key)
         if len(self._warm) > _WARM_TRACKS:
@@ -276,36 +316,18 @@ class MoqConnection(Connection, Owner):
     async def _listen(self) -> None:
         """Notice a peer that is gone without a word, sooner than the library does."""
         patience_s = self._options.timeout_s
-        probe: asyncio.Task[None] | None = None
         while self._lost is None:
             await asyncio.sleep(patience_s / 8)
-            before = self._packets
             self.stats()
-            now = time.monotonic()
-            if self._packets != before or not self._in_flight:
-                self._heard_s, probe = now, None
-            elif now - self._heard_s > patience_s:
-                self._end(f"nothing came from the peer for {patience_s:g} s")
-            elif probe is None and now - self._heard_s > patience_s / 2:
-                probe = self._spawn(self._probe())
+            if self._in_flight and time.monotonic() - self._heard_s > patience_s / 2:
+                before_s = self._heard_s
+                if not await self.answers(patience_s / 2) and self._heard_s == before_s:
+                    self._end(f"nothing came from the peer for {patience_s:g} s")
 
-    async def _probe(self) -> None:
-        download = next(iter(self._in_flight), None)
-        if download is None:
-            return
-        path = moqlib.path_of(download.namespace, self._names)
-        with contextlib.suppress(self._moq.Error, TimeoutError):
-            async with asyncio.timeout(self._options.timeout_s):
-                await (await self._client.request_broadcast(path)).fetch_group(_PROBE_TRACK, 0)
-
-    async def _failed(self, download: MoqDownload, error: Exception) -> None:
-        ours = moqlib.as_ours(self._moq, error, download.what)
-        if not isinstance(ours, NotFoundError) and self._lost is None:
-            await asyncio.sleep(_ENDING_S)  # it may be the first sign of the connection's end
-        if isinstance(ours, RequestError) and ours.code == RequestCode.GOING_AWAY:
-            self._going_away = True
-            ours = ConnectionLostError(str(ours))
-        download.fail(ours if self._lost is None else ConnectionLostError(f"{download.what}: {self._lost}"))
+    async def _probe(self, path: str) -> None:
+        """Send what the peer must acknowledge."""
+        with contextlib.suppress(self._moq.Error):
+            await (await self._client.request_broadcast(path)).fetch_group(_PROBE_TRACK, 0)
 
     def _end(self, reason: str) -> None:
         if self._lost is not None:
@@ -394,7 +416,7 @@ async def _admitted(moq: Any, client: Any, left_s: float) -> str:
             closed.result()
             raise moq.Error.Closed
         # Announcements by MoQT carry no identity of the peer's; those by moq-lite do.
-        return "moqt" if first.done() and first.result().route.anonymous else "moq-lite"
+        return MOQT if first.done() and first.result().route.anonymous else MOQ_LITE
     finally:
         first.cancel()
         closed.cancel()

@@ -177,6 +177,7 @@ class QuicConnection(Endpoint, Connection):
         self._going_away = False
         self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done when the peer's SETUP has come, or failed."""
+        self._heard = asyncio.Event()
         self.watch = LimitWatch(self._probe, self.round_trip)
         """Who holds the downloads up."""
 
@@ -215,6 +216,14 @@ class QuicConnection(Endpoint, Connection):
         """See `Connection.going_away`."""
         return self._going_away
 
+    async def answers(self, within_s: float) -> bool:
+        """See `Connection.answers`."""
+        self._heard.clear()
+        self._probe()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._heard.wait(), within_s)
+        return self._lost is None and self._heard.is_set()
+
     async def close(self) -> None:
         """See `Connection.close`."""
         if self._transport is None:
@@ -223,8 +232,9 @@ class QuicConnection(Endpoint, Connection):
         if self._lost is None:
             self.ended("closed by this side", 0)
             self.shut(SessionCode.NO_ERROR, "")
-            with contextlib.suppress(TimeoutError):  # else the peer finds out by itself
-                await asyncio.wait_for(self.driver.wait_closed(), _CLOSING_S)
+            if self.session is not None:
+                with contextlib.suppress(TimeoutError):  # else the peer finds out by itself
+                    await asyncio.wait_for(self.driver.wait_closed(), _CLOSING_S)
         transport.close()
 
     # ------------------------------------------------------------------ for downloads
@@ -268,7 +278,7 @@ class QuicConnection(Endpoint, Connection):
         self.protocol = draft.alpn
         setup = SetupOptions(
             path=options.path.encode(),
-            authority=f"{options.host}:{options.port}".encode(),
+            authority=(f"[{options.host}]" if ":" in options.host else options.host).encode() + b":%d" % options.port,
             tokens=(Token(options.token.encode()),) if options.token is not None else (),
             implementation=b"kvabr",
         )
@@ -283,6 +293,7 @@ class QuicConnection(Endpoint, Connection):
                     count = download.take(event.items)
                     self._received += count
                     self.watch.received(count)
+                    self._heard.set()
             case Ended():
                 self._finished(event.request_id, lambda download: download.finish(event.reset))
             case Refused():
@@ -306,6 +317,7 @@ class QuicConnection(Endpoint, Connection):
     def alive(self) -> None:
         """See `Endpoint.alive`."""
         self.watch.alive()
+        self._heard.set()
 
     # ------------------------------------------------------------------ internals
 
@@ -361,8 +373,9 @@ class QuicConnection(Endpoint, Connection):
 
     def _probe(self) -> None:
         if self._lost is None:
-            self.quic.send_ping(id(self) & 0xFFFF)
-            self.driver.transmit()
+            with contextlib.suppress(*self.broken):  # it is ending, and will say so in a moment
+                self.quic.send_ping(id(self) & 0xFFFF)
+                self.driver.transmit()
 
     def _fail(self, reason: str) -> None:
         if self._lost is not None:

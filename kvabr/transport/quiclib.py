@@ -80,6 +80,14 @@ class QuicLibrary:
                 total += found.sender._buffer_stop - found.sender.highest_offset  # noqa: SLF001
         return total
 
+    def closing(self, quic: Any) -> Any:
+        """The event ``ConnectionTerminated`` of a connection that either end has closed; None while it lasts.
+
+        The libraries tell of it only when no late packet of it can come any more, which takes three probe timeouts:
+        seconds, behind a long queue.
+        """
+        return quic._close_event  # noqa: SLF001  # neither has a public way
+
     def delivered(self, quic: Any, stream: int) -> bool:
         """Whether the peer has acknowledged all of a stream of ours that has ended, or gave it up."""
         if self.name == "qh3":

@@ -9,6 +9,7 @@ import pytest
 
 from kvabr.catalog import Catalog
 from kvabr.cli import main
+from kvabr.naming import chain
 from kvabr.origin.store import Asset, frame_path
 from kvabr.origin.texts import measuring_texts
 from tests import tinymodels
@@ -77,8 +78,14 @@ def test_inspect_of_nothing(tmp_path, capsys):
 def test_encode_finds_mistakes_before_it_loads_a_model(toy, tmp_path, capsys):
     text = tmp_path / "text"
     text.write_text("words " * 1000)
+    (tmp_path / "short.salt").write_bytes(b"fifteen bytes!!")
+    (tmp_path / "long.salt").write_bytes(b"x" * 4097)
     base = ("encode", "--text", text, "--model", tmp_path / "no-model")
+    salted = (*base, "--tokens", 9, "--out", tmp_path / "o", "--salt-file")
     cases = [
+        ((*salted, tmp_path / "no.salt"), 2, "no.salt: cannot be read"),
+        ((*salted, tmp_path / "short.salt"), 2, "16 to 4096 random bytes"),
+        ((*salted, tmp_path / "long.salt"), 2, "16 to 4096 random bytes"),
         ((*base, "--tokens", 0, "--out", tmp_path / "o"), 2, "--tokens must be at least 1"),
         ((*base, "--tokens", 9, "--out", toy), 2, "add --force"),
         ((*base, "--tokens", 9, "--out", tmp_path), 1, "not an asset"),
@@ -116,6 +123,26 @@ def test_any_directory_is_calibrated_encoded_and_inspected(tmp_path, capsys):
     value = json.loads(report.read_text())
     assert value["schema"] == "kvabr.bench.quality/1"
     assert [row["track"] for row in value["mean"]] == ["Int4", "FP8"]
+
+
+@pytest.mark.model
+def test_a_salt_changes_every_digest_and_nothing_else(tmp_path):
+    model = tinymodels.save(tmp_path / "tiny")
+    text, salt = tmp_path / "text", tmp_path / "tenant.salt"
+    text.write_text(measuring_texts()["manual"][:3000])
+    salt.write_bytes(bytes(range(32)))
+    base = ("encode", "--text", text, "--tokens", 140, "--continuation", 20, "--model", model, "--tracks", "Int4")
+    assert kvabr(*base, "--out", tmp_path / "plain") == 0
+    assert kvabr(*base, "--out", tmp_path / "salted", "--salt-file", salt) == 0
+    plain, salted = Asset.open(tmp_path / "plain"), Asset.open(tmp_path / "salted")
+    assert salted.prompt().tokens == plain.prompt().tokens
+    spec = salted.catalog.spec
+    assert list(salted.catalog.chunks) == chain(
+        salted.prompt().tokens, model=spec.model, tokenizer=spec.tokenizer, salt=salt.read_bytes()
+    )
+    assert not set(salted.catalog.chunks) & set(plain.catalog.chunks)
+    assert salted.catalog.tracks[0].bytes == plain.catalog.tracks[0].bytes
+    assert kvabr("inspect", tmp_path / "salted", "--check") == 0
 
 
 @pytest.mark.model

@@ -170,7 +170,7 @@ def edit(path, before, after):
     [
         (lambda a: (a / CATALOG).write_text("{"), "not JSON"),
         (lambda a: edit(a / CATALOG, "kvabr.catalog/1", "kvabr.catalog/9"), "upgrade"),
-        (lambda a: edit(a / CATALOG, '"name": "Int4"', '"name": "catalog"'), "names another track"),
+        (lambda a: edit(a / CATALOG, '"name": "Int4"', '"name": "kvabr.catalog"'), "names another track"),
         (lambda a: edit(a / CATALOG, '"name": "Int4"', '"name": "prefix.AA"'), "names another track"),
         (lambda a: edit(a / CATALOG, NAMESPACE, NAMESPACE + "m" * 4000), "longer than 4096"),
         (lambda a: edit(a / CATALOG, NAMESPACE, NAMESPACE + "m"), "its namespace says 'mtest/model'"),
@@ -340,6 +340,7 @@ def test_forbidden_and_missing_take_the_same_steps(root, two_tenants, monkeypatc
         (first, prefix_track(theirs.chunks)),
     ]
     absent = TrackNamespace("test/model", "e" * 64)
+
     def steps(space, track):
         seen = []
         sys.setprofile(lambda frame, event, _: seen.append((event, frame.f_code.co_qualname, frame.f_lineno)))

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvabr.errors import TransportError
+from kvabr.naming import prefix_track
 from kvabr.origin import scrape
 from kvabr.origin.metrics import MAX_SERIES, Counter, Gauge, Histogram, Metrics
 from kvabr.origin.scrape import ScrapeServer
@@ -100,6 +101,15 @@ def test_label_values_from_outside_are_bounded():
     assert counter.value("other") == 2 * MAX_SERIES
     counter.inc("track-0")
     assert counter.value("track-0") == 2
+
+
+def test_names_of_lookups_are_not_shown():
+    metrics = Metrics()
+    metrics.groups_sent_total.inc(prefix_track(["a" * 64, "b" * 64]))
+    metrics.groups_sent_total.inc(prefix_track(["a" * 64]))
+    metrics.groups_sent_total.inc("prefix")
+    assert "prefix." not in metrics.expose()
+    assert metrics.groups_sent_total.value("lookup") == 2
 
 
 def test_misuse_is_refused():

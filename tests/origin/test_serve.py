@@ -19,6 +19,7 @@ from kvabr.commands.address import is_loopback, moqt_url, parse_address
 from kvabr.commands.events import captured, logger
 from kvabr.commands.serve import parse_limits
 from kvabr.errors import TransportError, UsageError
+from kvabr.origin import backends
 from kvabr.origin.backends import make_server
 from kvabr.origin.certificates import make
 from kvabr.origin.grants import Grants
@@ -158,6 +159,21 @@ def test_a_library_that_is_not_installed_says_how_to_get_it(root, pem, monkeypat
     monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(TransportError, match=extra):
         make_server(name, Library(root), "::1", 0, ServerTls(*pem), ServerLimits(), LOG, Metrics())
+
+
+def test_auto_takes_the_fastest_that_will_do(root, pem, tmp_path, monkeypatch):
+    def chosen(library):
+        return make_server("auto", library, "::1", 0, ServerTls(*pem), ServerLimits(), LOG, Metrics()).backend
+
+    pytest.importorskip("moq")
+    pytest.importorskip("qh3")
+    assert chosen(Library(root)) == "moq"
+    tokens_file(tmp_path / "tokens.json", "a")
+    assert chosen(Library(root, Grants.from_file(tmp_path / "tokens.json"))) == "qh3"
+    monkeypatch.setattr(backends, "MAX_GROUP_BYTES", 10)
+    assert chosen(Library(root)) == "qh3"
+    monkeypatch.setitem(sys.modules, "qh3", None)
+    assert chosen(Library(root)) == "aioquic"
 
 
 class Recorder(Server):

@@ -446,3 +446,187 @@ def test_an_upgrade_that_always_fails_does_not_end_the_others():
             todo += of(bring(play, fetch, now), Fetch)
     assert failed == 2
     assert [group.source for group in play.record.groups] == ["fetched", "upgraded", "upgraded"]
+
+
+# ------------------------------------------------------- what real networks add
+
+
+def test_an_engine_that_fails_is_not_asked_again_and_its_groups_are_missing_again():
+    play = session(4, cost=PrefillCost(0.0, 0.1 / 128))
+    play.start(0.0)
+    now, started = 0.0, of(play.actions(), Recompute)
+    while not started and now < 1:
+        now = play.next_timer()
+        play.timer(now)
+        started = of(play.actions(), Recompute)
+    play.compute_failed("out of memory", now + 0.05)
+    again = of(play.actions(), Fetch)
+    assert started[0].first in {fetch.group for fetch in again}
+    assert play.view.cost is None
+    play.computed(started[0].first, started[0].last, now + 0.06)  # too late: it was said to have failed
+    assert play.record.groups[started[0].first].track is None
+    while not play.over:
+        now = max(now + 0.05, play.next_timer())
+        play.timer(now)
+        assert not of(play.actions(), Recompute)
+    assert "the engine failed: out of memory" in play.record.gave_up
+
+
+def test_an_engine_that_fails_leaves_what_was_decoded_meanwhile_in_place():
+    log = []
+    play = session(2, cost=PrefillCost(0.0, 0.1 / 128), mode="suffix", log=log.append)
+    play.start(0.0)
+    first, second = of(play.actions(), Fetch)[:2]
+    bring(play, first, 0.02)
+    play.done(second.request, 0.03)
+    now, started = 0.03, []
+    play._lane.chosen.add(1)
+    while not started and now < 1:
+        now = play.next_timer()
+        play.timer(now)
+        started = of(play.actions(), Recompute)
+    play.decoded(second.request, now)
+    play.compute_failed("broken", now + 0.01)
+    assert any(line["event"] == "recompute_failed" and line["reason"] == "broken" for line in log)
+    assert play.record.groups[1].track == "Int4"
+    assert play.over
+    assert play.record.delivered_s is not None
+
+
+def test_a_play_that_is_late_and_hears_nothing_is_given_up_with_the_last_fault():
+    play = session(2, config=PlayerConfig(silent_after=0.25))
+    play.start(0.0)
+    fetches = of(play.actions(), Fetch)
+    play.first_byte(fetches[1].request, 0.02)
+    play.failed(fetches[0].request, "reset, says the test", 0.1)
+    play.progress(fetches[1].request, 100, 0.5)
+    now = 0.5
+    while not play.over:
+        now = play.next_timer()
+        play.timer(now)
+    assert 1.0 <= now <= 1.05
+    assert play.record.gave_up.endswith("nothing has come for 0.50 s; last fault: reset, says the test")
+    patient = session(2)
+    patient.start(0.0)
+    while patient.view.now < 5:
+        patient.timer(patient.next_timer())
+    assert not patient.over
+
+
+def test_a_late_play_goes_on_while_something_comes():
+    play = session(2, config=PlayerConfig(silent_after=0.25))
+    play.start(0.0)
+    fetch = of(play.actions(), Fetch)[0]
+    now, received = 0.0, 0
+    while now < 3.0:
+        now = play.next_timer()
+        received += 5
+        play.progress(fetch.request, received, now)
+        play.timer(now)
+    assert not play.over
+
+
+def test_a_transfer_that_is_overtaken_and_stands_still_has_failed():
+    play = session(4, config=PlayerConfig(stalled_after=0.4))
+    play.start(0.0)
+    fetches = of(play.actions(), Fetch)
+    for fetch in fetches:
+        play.first_byte(fetch.request, 0.01)
+    now, received = 0.01, 0
+    while now < 0.35:
+        now = play.next_timer()
+        received += 50
+        for fetch in (fetches[0], fetches[2]):
+            play.progress(fetch.request, received, now)
+        play.timer(now)
+    actions = play.actions()
+    assert [action.request for action in of(actions, Cancel)] == [fetches[1].request]
+    assert fetches[1].group in play.view.missing
+    # Group 3 was silent as well, but nobody who came after it got anything.
+    assert fetches[3].request in play.view.in_flight
+    assert play._failures == {(1, "Int4"): 1}
+
+
+def test_silence_of_all_proves_nothing_but_is_worth_asking_again():
+    play = session(2, config=PlayerConfig(stalled_after=0.4))
+    play.start(0.0)
+    fetches = of(play.actions(), Fetch)
+    play.progress(fetches[0].request, 100, 0.05)
+    cancelled, now = [], 0.05
+    while not cancelled and now < 1:
+        now = play.next_timer()
+        play.timer(now)
+        cancelled = of(play.actions(), Cancel)
+    assert 0.45 <= now <= 0.5
+    assert {cancel.request for cancel in cancelled} == {fetch.request for fetch in fetches}
+    assert not play._failures
+
+
+def test_before_the_first_byte_of_all_nothing_counts_as_stalled():
+    play = session(2, config=PlayerConfig(stalled_after=0.1))
+    play.start(0.0)
+    play.actions()
+    while play.view.now < 1.5:
+        play.timer(play.next_timer())
+        assert not of(play.actions(), Cancel)
+
+
+def test_only_what_the_network_held_up_lowers_the_estimate():
+    def rates(limit):
+        log = []
+        play = session(8, "fixed:FP16", log=log.append)
+        play.start(0.0)
+        fetches, now = of(play.actions(), Fetch), 0.01
+        for fetch in fetches:
+            play.first_byte(fetch.request, now)
+        seen, received = [], 0
+        for step in range(30):
+            now += 0.02
+            received += 2000 if step < 10 else 200
+            play.progress(fetches[0].request, received, now, "network" if step < 10 else limit)
+            play.timer(now)
+            seen.append(play.view.rate)
+        return seen, play, log
+
+    for limit in ("cpu", "publisher"):
+        seen, play, log = rates(limit)
+        assert seen[-1] == pytest.approx(seen[9])
+        assert play.record.bytes_held_up == {limit: 20 * 200}
+        lines = [line for line in log if line["event"] == "limited"]
+        assert {(line["by"], line["fed"]) for line in lines} == {(limit, False)}
+        assert len(lines) >= 15
+    seen, play, log = rates("network")
+    assert seen[-1] < seen[9] / 5
+    assert not play.record.bytes_held_up
+    assert not any(line["event"] == "limited" for line in log)
+
+
+def test_what_others_held_up_may_raise_the_estimate():
+    log = []
+    play = session(8, "fixed:FP16", log=log.append)
+    play.start(0.0)
+    fetches, now = of(play.actions(), Fetch), 0.01
+    for fetch in fetches:
+        play.first_byte(fetch.request, now)
+    received = 0
+    for step in range(30):
+        now += 0.02
+        received += 200 if step < 10 else 600
+        play.progress(fetches[0].request, received, now, "network" if step < 10 else "cpu")
+        play.timer(now)
+    assert play.view.rate > 20_000
+    assert any(line["event"] == "limited" and line["fed"] for line in log)
+
+
+def test_a_transfer_is_not_abandoned_for_a_track_that_cannot_be_had():
+    play = session(1, "fixed:FP16", config=PlayerConfig(min_requests=1, first_requests=1, attempts=1))
+    play.start(0.0)
+    # Every cheaper track has failed once, and that is as often as one may.
+    play._failures = {(0, name): 1 for name in play.view.ladder.names if name != "FP16"}
+    (fetch,) = of(play.actions(), Fetch)
+    now = 0.0
+    while now < 1.5:
+        now = play.next_timer()
+        play.progress(fetch.request, int(2000 * now), now)
+        play.timer(now)
+        assert not of(play.actions(), Cancel)

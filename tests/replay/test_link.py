@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvabr.errors import TraceError
-from kvabr.replay.link import INITIAL_WINDOW, Capacity
+from kvabr.replay.link import INITIAL_WINDOW, WINDOW_GROWTH, Capacity
 from kvabr.replay.trace import Trace
 
 
@@ -46,19 +46,28 @@ def test_an_outage_is_waited_out():
     assert link.rate(1.5) == 0
 
 
-def test_slow_start_begins_after_a_round_trip_and_then_doubles():
+def test_slow_start_begins_after_a_round_trip_and_then_nearly_doubles():
     rtt = 0.1
     link = Capacity(trace([1e9]), 0.0, rtt)
     assert link.between(0, rtt) == 0
     first = link.between(rtt, 2 * rtt)
     second = link.between(2 * rtt, 3 * rtt)
-    assert INITIAL_WINDOW <= first <= 1.5 * INITIAL_WINDOW
-    assert second == pytest.approx(2 * first, rel=0.01)
+    assert first == pytest.approx(INITIAL_WINDOW)
+    assert second == pytest.approx(WINDOW_GROWTH * first)
+    assert Capacity(trace([1e9]), 0.0, rtt, window=50_000).between(0, 2 * rtt) == pytest.approx(50_000)
     warm = Capacity(trace([1e9]), 0.0, rtt, slow_start=False)
     assert warm.between(0, rtt) == 1e8
     late = 30.0
     assert link.rate(late) == 1e9
     assert link.between(0, late) < warm.between(0, late)
+
+
+def test_an_outage_opens_no_window():
+    rtt = 0.1
+    link = Capacity(trace([0, 0, 1e9], 0.25), 0.0, rtt)
+    begins = 0.5
+    assert link.between(0, begins) == 0
+    assert link.between(begins, begins + 2 * rtt) <= (1 + WINDOW_GROWTH) * INITIAL_WINDOW
 
 
 def test_a_slow_link_hardly_notices_slow_start():

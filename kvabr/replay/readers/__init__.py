@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from kvabr.errors import TraceError
+from kvabr.files import read_text
 from kvabr.replay.readers import iperf3, mahimahi, native, pensieve, sabre, table, values
 from kvabr.replay.readers.columns import TIME_UNITS, Columns
 from kvabr.replay.readers.source import BYTES_PER_SECOND, MAX_FILE_BYTES, Source
@@ -96,7 +97,8 @@ def read(path: Path, *, format_name: str | None = None, columns: Columns | None 
     if format_name is not None and format_name not in FORMATS:
         raise TraceError(f"unknown trace format {format_name!r}; known are {', '.join(FORMATS)}")
     family, name = _names(path)
-    source = Source(path, _text(path), name, family)
+    text = read_text(path, MAX_FILE_BYTES, unreadable=TraceError, unfit=TraceError)
+    source = Source(path, text, name, family)
     chosen = format_name or _sniff_text(source.text[:_HEAD_BYTES], cut=len(source.text) > _HEAD_BYTES)
     if chosen is None:
         what = "looks like no trace format that is known" if source.text.strip() else "it is empty"
@@ -104,20 +106,6 @@ def read(path: Path, *, format_name: str | None = None, columns: Columns | None 
     if chosen == "csv":
         return table.parse(source, columns or Columns())
     return _PARSERS[chosen](source)
-
-
-def _text(path: Path) -> str:
-    try:
-        with path.open("rb") as file:
-            data = file.read(MAX_FILE_BYTES + 1)
-    except OSError as error:
-        raise TraceError(f"{path}: cannot be read ({error.strerror})") from error
-    if len(data) > MAX_FILE_BYTES:
-        raise TraceError(f"{path}: larger than the {MAX_FILE_BYTES} bytes allowed; cut it in pieces")
-    try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise TraceError(f"{path}: not a text file ({error.reason}); unpack it if it is compressed") from error
 
 
 def _sniff_text(head: str, *, cut: bool) -> str | None:

@@ -1,0 +1,295 @@
+"""Drives one `player.Session` over one `Connection`: the clock, the downloads, the decoding and the engine of a play.
+
+Everything but decoding and prefill happens on the event loop's thread. Decoding runs in a few threads that all plays
+share, so that it overlaps the network; an engine computes in a thread of its own, one play at a time. Neither is waited
+for when a play ends: what they still bring is thrown away.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from kvabr.catalog import Catalog
+from kvabr.client.engines import decoders, on_engine
+from kvabr.client.watch import Snapshot, Watch
+from kvabr.errors import KvabrError, TransportError
+from kvabr.player.actions import Cancel, Decode, Deliver, Fetch, GiveUp, Recompute
+from kvabr.player.assembler import Assembler
+from kvabr.player.record import PlayRecord
+from kvabr.player.session import PlayerConfig, Session
+from kvabr.recompute.engine import Engine
+from kvabr.transport.base import Connection, ConnectionLostError, Download, RequestError
+
+EXCESSIVE_LOAD = 0x9
+"""REQUEST_ERROR code of a peer that has too much to do (moq-transport, section 9)."""
+_SPARE = 4
+"""Buffers kept for frames to come."""
+_PAUSE_SHARE = 1 / 50
+"""Share of the deadline that a refused request waits before it is asked for again, unless the peer names a time."""
+_LONGEST_PAUSE_SHARE = 1 / 8
+"""Share of the deadline that it waits at most, whatever the peer names."""
+
+
+LIVE = PlayerConfig(lumps=True, stalled_after=0.2, silent_after=0.25)
+"""What a player does over a real network: there bytes come in lumps, streams stall, and peers fall silent."""
+
+
+class Driver:
+    """One play, from `Session.start` to its end."""
+
+    def __init__(
+        self,
+        session: Session,
+        connection: Connection,
+        catalog: Catalog,
+        assembler: Assembler,
+        *,
+        engine: Engine | None = None,
+        tokens: Sequence[int] = (),
+        watch: Watch | None = None,
+    ) -> None:
+        """Take everything; nothing happens before `run`.
+
+        Args:
+            session: fresh; the driver alone may call it.
+            connection: where the groups are fetched; it outlives the play.
+            catalog: the session's.
+            assembler: takes the groups; the cache can be taken from it once `run` has returned a delivered play.
+            engine: computes what the session leaves to it; needed if the session has a cost model.
+            tokens: ids of the catalog's tokens, for the engine.
+            watch: called with a snapshot at every tick, on the event loop's thread.
+        """
+        self._session, self._connection, self._catalog = session, connection, catalog
+        self._assembler, self._engine, self._tokens, self._watch = assembler, engine, tokens, watch
+        self._reads: dict[int, tuple[asyncio.Task[None], Download]] = {}
+        self._frames: dict[int, memoryview] = {}
+        self._spare: list[bytearray] = []
+        """Buffers whose frames have been decoded: fresh memory would have to be cleared, page by page."""
+        self._decoding: set[asyncio.Future[None]] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_s: float | None = None
+        self._ended = False
+        self._computing: asyncio.Task[None] | None = None
+        self.engine_error: BaseException | None = None
+        """What the engine raised, if it failed."""
+
+    async def run(self) -> PlayRecord:
+        """Play to the end; the record says whether the cache was delivered or the play was given up.
+
+        Cancelling it cancels every download.
+
+        Raises:
+            PolicyError: from the session's policy or estimator.
+        """
+        self._loop = asyncio.get_running_loop()
+        self._over: asyncio.Future[None] = self._loop.create_future()
+        self._start_s = self._loop.time()
+        try:
+            self._tell(self._session.start)
+            await self._over
+        finally:
+            self._ended = True
+            await self._clear()
+        self._show()
+        return self._session.record
+
+    def now(self) -> float:
+        """Seconds since the play began."""
+        return self._loop.time() - self._start_s
+
+    async def _clear(self) -> None:
+        """Leave nothing behind: no timer, no download, no task."""
+        if self._timer is not None:
+            self._timer.cancel()
+        tasks = [task for task, _ in self._reads.values()]
+        for _, download in self._reads.values():
+            download.cancel()
+        if self._computing is not None:
+            tasks.append(self._computing)
+        for task in tasks:
+            task.cancel()
+        for future in self._decoding:
+            future.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+
+    # ---------------------------------------------------- events and actions
+
+    def _tell(self, event: Callable[..., None], *arguments: Any) -> None:
+        """Tell the session something, and do what it then asks for."""
+        if self._over.done():
+            return
+        try:
+            event(*arguments, now=self.now())
+            for action in self._session.actions():
+                self._obey(action)
+        except Exception as error:  # noqa: BLE001  # a policy's, or our own: the play is to end with it, not to hang
+            if not self._over.done():
+                self._over.set_exception(error)
+        else:
+            self._schedule()
+
+    def _obey(self, action: Fetch | Cancel | Decode | Recompute | Deliver | GiveUp) -> None:
+        match action:
+            case Fetch():
+                self._fetch(action)
+            case Cancel():
+                self._cancel(action.request)
+            case Decode():
+                self._decode(action)
+            case Recompute():
+                self._compute(action)
+            case Deliver() | GiveUp():
+                self._over.set_result(None)
+
+    def _schedule(self) -> None:
+        when = self._session.next_timer()
+        if when == self._timer_s or self._over.done():
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer_s = when
+        self._timer = None if when is None else self._loop.call_at(self._start_s + when, self._tick)
+
+    def _tick(self) -> None:
+        self._timer = self._timer_s = None
+        self._tell(self._session.timer)
+        self._show()
+
+    def _show(self) -> None:
+        if self._watch is not None:
+            self._watch(Snapshot.of(self._session, self._assembler, self._connection.stats(), self.now()))
+
+    # ------------------------------------------------------------- downloads
+
+    def _fetch(self, action: Fetch) -> None:
+        download = self._connection.fetch(
+            self._catalog.namespace, action.track, action.group, priority=action.priority, limit=action.bytes
+        )
+        task = self._loop.create_task(self._read(action, download))
+        self._reads[action.request] = (task, download)
+
+    def _cancel(self, request: int) -> None:
+        task, download = self._reads.pop(request, (None, None))
+        if task is not None and download is not None:
+            task.cancel()
+            download.cancel()
+
+    async def _read(self, action: Fetch, download: Download) -> None:
+        try:
+            frame = await self._receive(action, download)
+        except Exception as error:  # noqa: BLE001  # a transport's, whatever it is: this request has failed
+            if download.stats.first_byte_s is None:
+                await self._pause(error)
+            self._reads.pop(action.request, None)
+            self._tell(self._session.failed, action.request, _said(error))
+        else:
+            self._reads.pop(action.request, None)
+            self._frames[action.request] = frame
+            self._tell(partial(self._session.done, limit=download.stats.limit), action.request)
+        finally:
+            download.cancel()
+
+    async def _receive(self, action: Fetch, download: Download) -> memoryview:
+        """Everything of a group, in one buffer; returns as soon as its last byte is here.
+
+        Raises:
+            TransportError: it failed, or has another length than the catalog says.
+        """
+        size = action.bytes
+        frame = self._buffer(size)
+        received = 0
+        while received < size:
+            part = await download.read()
+            if not part or received + len(part) > size:
+                what = f"group {action.group} of {action.track}"
+                got = "more" if part else str(received)
+                raise RequestError(f"{what}: {got} bytes came, the catalog says {size}")
+            first = not received
+            frame[received : received + len(part)] = part
+            received += len(part)
+            if first:
+                self._session.first_byte(action.request, self.now())
+            if received < size:
+                self._session.progress(action.request, received, self.now(), download.stats.limit)
+        return frame
+
+    def _buffer(self, size: int) -> memoryview:
+        for index, spare in enumerate(self._spare):
+            if size <= len(spare) <= 2 * size:
+                return memoryview(self._spare.pop(index))[:size]
+        return memoryview(bytearray(size))
+
+    async def _pause(self, error: Exception) -> None:
+        """Give a peer that is too busy the time it asks for; to ask again at once would only use up the attempts."""
+        if not isinstance(error, RequestError):
+            return
+        deadline_s, wanted = self._session.view.deadline_s, error.retry_after_s
+        if wanted is None and error.code == EXCESSIVE_LOAD:
+            wanted = _PAUSE_SHARE * deadline_s
+        if wanted is not None:
+            await asyncio.sleep(max(0.0, min(wanted, _LONGEST_PAUSE_SHARE * deadline_s)))
+
+    # -------------------------------------------------------------- decoding
+
+    def _decode(self, action: Decode) -> None:
+        frame = self._frames.pop(action.request)
+        future = self._loop.run_in_executor(decoders(), self._put, action, frame)
+        self._decoding.add(future)
+        future.add_done_callback(partial(self._decoded, action, frame))
+
+    def _put(self, action: Decode, frame: memoryview) -> None:
+        """Check, decode and place; in a thread."""
+        if not self._ended:
+            self._assembler.put(action.group, action.track, frame)
+
+    def _decoded(self, action: Decode, frame: memoryview, future: asyncio.Future[None]) -> None:
+        self._decoding.discard(future)
+        if future.cancelled():
+            return
+        if isinstance(frame.obj, bytearray) and len(self._spare) < _SPARE:
+            self._spare.append(frame.obj)
+        error = future.exception()
+        if error is None:
+            self._tell(self._session.decoded, action.request)
+        else:
+            self._tell(self._session.refused, action.request, _said(error))
+
+    # ---------------------------------------------------------------- engine
+
+    def _compute(self, action: Recompute) -> None:
+        engine = self._engine
+        if engine is None:
+            raise KvabrError("this play has a cost of recompute but no engine")
+        spec, tokens = self._catalog.spec, self._catalog.tokens
+        begin, end = spec.group_range(action.first, tokens)[0], spec.group_range(action.last - 1, tokens)[1]
+        before = self._assembler.before(action.first) if action.first else None
+
+        def work() -> None:
+            kv = engine.prefill(self._tokens[begin:end], before)
+            self._assembler.put_computed(action.first, action.last, kv)
+
+        self._computing = self._loop.create_task(on_engine(engine, work))
+        self._computing.add_done_callback(partial(self._computed, action))
+
+    def _computed(self, action: Recompute, task: asyncio.Task[None]) -> None:
+        if task.cancelled():
+            return
+        error = task.exception()
+        if error is None:
+            self._tell(self._session.computed, action.first, action.last)
+        else:
+            self.engine_error = error
+            self._tell(self._session.compute_failed, _said(error))
+
+
+def _said(error: BaseException) -> str:
+    """What an error says, for the log and for the user."""
+    if isinstance(error, ConnectionLostError):
+        return f"connection lost: {error}"
+    if isinstance(error, TransportError | KvabrError) and str(error):
+        return str(error)
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,113 @@
+"""What goes into a play and what comes out of it."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvabr.abr.plugins import load_estimator, load_policy
+from kvabr.abr.policies import DEFAULT
+from kvabr.catalog import Catalog
+from kvabr.client.watch import Watch
+from kvabr.errors import UsageError
+from kvabr.kv import KVSpec
+from kvabr.player.record import PlayRecord
+from kvabr.recompute.cost import PrefillCost
+from kvabr.recompute.engine import Engine
+from kvabr.recompute.planner import EngineMode
+
+_GUARD_SHARE, _MOST_GUARD_S = 0.02, 0.05
+
+Log = Callable[[dict[str, Any]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class PlayOptions:
+    """How to play, whatever is played; `kvabr.client.play.play` says what each means."""
+
+    deadline_s: float
+    policy: str = DEFAULT
+    estimator: str | None = None
+    engine: Engine | None = None
+    cost: PrefillCost | None = None
+    mode: EngineMode | None = None
+    salt: bytes = b""
+    out: torch.Tensor | None = None
+    dtype: torch.dtype | None = None
+    profiles: Path | None = None
+    patience: float = 10.0
+    log: Log | None = None
+    watch: Watch | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 < self.deadline_s < math.inf:
+            raise UsageError(f"the deadline is {self.deadline_s} s; it must be a positive number of seconds")
+        if not 1 <= self.patience < math.inf:
+            raise UsageError(f"patience is {self.patience} deadlines; it must be at least 1")
+        # That they are there is known before anything is asked of the network.
+        load_policy(self.policy)
+        if self.estimator is not None:
+            load_estimator(self.estimator)
+
+    @property
+    def guard_s(self) -> float:
+        """How much earlier than the deadline a play aims to end.
+
+        An event loop is late now and then, and what is late by a millisecond is late.
+        """
+        return min(_MOST_GUARD_S, _GUARD_SHARE * self.deadline_s)
+
+    def note(self, event: str, now: float, **fields: Any) -> None:
+        """Log an event outside the player's own."""
+        if self.log is not None:
+            self.log({"t": now, "event": event, **fields})
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """What a play brought."""
+
+    kv: torch.Tensor
+    """The cache of the first `tokens` tokens, [layer, K/V, head, token, dim]."""
+    tokens: int
+    """How many tokens it covers; the engine computes the rest of the prompt as it would without kvabr. 0: nothing was
+    cached, and there was no engine."""
+    coverage: tuple[str, ...]
+    """Per group, the track it came on, or ``recomputed``."""
+    ttft_s: float
+    """Seconds from the call until the cache was in place."""
+    lookup_s: float
+    """Of these, the seconds until the catalog and the profile were at hand."""
+    met: bool
+    """Whether that left the engine, within the deadline, the time it needs for the rest of the prompt."""
+    loss: float
+    """Expected loss against the exact cache, nats per generated token."""
+    record: PlayRecord
+    """What happened to every group; times count from the end of the lookup."""
+    spec: KVSpec
+    catalog: Catalog | None = None
+    """What was played; None if nothing was cached."""
+    catalog_sha256: str | None = None
+    """Of the catalog as the origin has it, hex."""
+
+
+class Clock:
+    """Seconds since a play was called for, and to its deadline."""
+
+    def __init__(self, deadline_s: float) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._start_s, self._deadline_s = self._loop.time(), deadline_s
+
+    def now(self) -> float:
+        """Seconds since the call."""
+        return self._loop.time() - self._start_s
+
+    def left(self) -> float:
+        """Seconds to the deadline; negative once it has passed."""
+        return self._deadline_s - self.now()

@@ -1,0 +1,56 @@
+"""A played cache as a safetensors file: one tensor, and what it is."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from pathlib import Path
+
+from safetensors.torch import save_file
+
+from kvabr.client.played import Played
+from kvabr.errors import AssetError
+
+FORMAT = "kvabr.cache/1"
+
+
+def save(played: Played, path: Path) -> None:
+    """Write the cache, whole or not at all: the tensor ``kv``, [layer, K/V, head, token, dim], and what it is.
+
+    That is one string of metadata, ``kvabr``, JSON: ``format``, ``spec``, ``tokens`` (how many), ``tracks`` (one per
+    group), ``namespace`` and ``catalog_sha256`` (null if all of it was recomputed), ``loss``.
+
+    Raises:
+        AssetError: it cannot be written; nothing is left behind.
+    """
+    catalog = played.catalog
+    namespace = None if catalog is None else {"model": catalog.namespace.model, "prompt": catalog.namespace.prompt}
+    facts = {
+        "format": FORMAT,
+        "spec": played.spec.to_json(),
+        "tokens": played.tokens,
+        "tracks": list(played.coverage),
+        "namespace": namespace,
+        "catalog_sha256": played.catalog_sha256,
+        "loss": played.loss,
+    }
+    partial: Path | None = None
+    try:
+        path = path.resolve()
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".partial")
+        os.close(handle)
+        partial = Path(name)
+        save_file({"kv": played.kv.contiguous()}, partial, metadata={"kvabr": json.dumps(facts, sort_keys=True)})
+        mask = os.umask(0)
+        os.umask(mask)
+        partial.chmod(0o666 & ~mask)
+        partial.replace(path)
+    except BaseException as error:
+        if partial is not None:
+            partial.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise AssetError(f"{path}: cannot be written ({error.strerror})") from error
+        if type(error).__name__ == "SafetensorError":
+            raise AssetError(f"{path}: cannot be written ({error})") from error
+        raise

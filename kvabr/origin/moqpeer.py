@@ -1,0 +1,388 @@
+"""One session of an origin on moq-rs: what its peer asks for, and what of that is under way.
+
+moq-rs takes what it is given and sends it when it can; it does not say when. So what it has not sent yet is reckoned
+from what the connection's counters say, and it is given more only when there is room. What it has sent it would keep:
+it is taken away again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import heapq
+import itertools
+import time
+from collections import OrderedDict, deque
+from collections.abc import Coroutine
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from kvabr.errors import AssetError, FormatError
+from kvabr.moqt.codes import RequestCode
+from kvabr.naming import TrackNamespace
+from kvabr.origin.grants import Grant
+from kvabr.origin.publication import Publication
+from kvabr.transport import moqlib
+
+if TYPE_CHECKING:
+    from kvabr.origin.moqrs import MoqServer
+
+MAX_TRACKS = 256
+"""Tracks of one session that are kept open, and namespaces as many; those that were not used for longest go."""
+
+_KEEP_US = 10**13
+"""Groups do not grow old: when they go is decided here."""
+_KEPT_WINDOWS = 4
+"""moq-rs may keep so many times what a connection may have unsent."""
+_YIELD_BYTES = 1 << 20
+"""After so many bytes others get their turn."""
+_POLL_S, _LONGEST_POLL_S = 0.002, 0.02
+_QUIET_S, _QUIET_BYTES = 1.0, 1 << 16
+"""What was sent is forgotten when for so long next to nothing has happened."""
+_MISSING_S = 1.0
+"""A track that does not exist is held open so long: moq-rs then answers "not found", and "dropped" otherwise."""
+_PAYLOAD = 0.96
+"""Share of payload in what a connection sends, at least."""
+_STALL_S = 0.03
+
+
+@dataclass(order=True, slots=True)
+class _Job:
+    """A group that was asked for."""
+
+    priority: int
+    order: int
+    request: Any = field(compare=False)
+    track: _Track = field(compare=False)
+    size: int = field(compare=False)
+    requested_s: float = field(compare=False)
+
+
+@dataclass(slots=True, eq=False)
+class _Track:
+    """A track that was asked for."""
+
+    namespace: TrackNamespace
+    name: str
+    producer: Any
+    jobs: int = 0
+    task: asyncio.Task[None] | None = None
+
+
+class Unsent:
+    """How many bytes of payload a connection was given and has not sent yet, as near as can be known."""
+
+    def __init__(self, session: Any) -> None:
+        self._session = session
+        self._written = 0
+        self._base = self._sent = self._looked = 0
+        self._moved_s = time.monotonic()
+        self._stalls = 0
+        self._round_trip_s = 0.0
+
+    def add(self, count: int) -> None:
+        """It was given more."""
+        if self._written == 0:
+            self._base = self._sent = self._now_sent()
+            self._moved_s = time.monotonic()
+        self._written += count
+
+    def bytes(self) -> int:
+        """How many are left now."""
+        if self._written == 0:
+            return 0
+        sent, now = self._now_sent(), time.monotonic()
+        if sent != self._sent:
+            self._sent, self._moved_s, self._stalls = sent, now, 0
+        elif now - self._moved_s > max(_STALL_S, 3 * self._round_trip_s) * 2**self._stalls:
+            # Nothing moves: what seems to be left was cancelled, or never counted right. Or the path is dead, or this
+            # machine was busy; so half of it is believed to be there still, and the next wait is longer.
+            self._stalls = min(self._stalls + 1, 16)
+            self._moved_s = now
+            left = self._written - int(_PAYLOAD * (sent - self._base))
+            self._written -= left if left < _YIELD_BYTES else left // 2
+        left = self._written - int(_PAYLOAD * (sent - self._base))
+        if left <= 0:
+            self._written = 0
+        return max(0, left)
+
+    def quiet(self) -> bool:
+        """Whether next to nothing was sent since this was asked before."""
+        before, self._looked = self._looked, self._now_sent()
+        return self._looked - before < _QUIET_BYTES
+
+    def _now_sent(self) -> int:
+        stats = self._session.stats()
+        self._round_trip_s = (stats.rtt_us or 0) / 1e6
+        return (stats.bytes_sent or 0) - (stats.bytes_lost or 0)
+
+
+class MoqPeer:
+    """One session, once its peer was let in."""
+
+    def __init__(self, moq: Any, server: MoqServer, session: Any, origin: Any, grant: Grant) -> None:
+        self._moq, self._server, self._session, self._origin, self._grant = moq, server, session, origin, grant
+        self._unsent = Unsent(session)
+        self._jobs: list[_Job] = []
+        self._order = itertools.count()
+        self._more = asyncio.Event()
+        self._working = False
+        self._seen_unsent = 0
+        self._broadcasts: OrderedDict[str, Any] = OrderedDict()
+        self._tracks: OrderedDict[tuple[str, str], _Track] = OrderedDict()
+        self._kept: deque[tuple[Any, int]] = deque()
+        self._kept_bytes = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+        limits = server.limits
+        self._allowance, self._allowance_at = limits.requests_per_s, time.monotonic()
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything is still to be sent."""
+        return bool(self._jobs) or self._working or self._measure() > 0
+
+    async def run(self) -> None:
+        """Serve until the session is over."""
+        self._spawn(self._broadcasts_wanted())
+        self._spawn(self._send())
+        try:
+            with contextlib.suppress(self._moq.Error):
+                await self._session.closed()
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            if self._tasks:
+                await asyncio.wait(self._tasks)
+            for job in self._jobs:
+                self._over(job)
+            self._jobs.clear()
+            self._tracks.clear()
+            self._broadcasts.clear()
+            self._forget(0)
+            self._server.buffered(-self._seen_unsent)
+
+    def close(self) -> None:
+        """End the session."""
+        self._session.shutdown()
+
+    # ------------------------------------------------------------------ what the peer wants
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(self._guarded(work))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _guarded(self, work: Coroutine[Any, Any, None]) -> None:
+        """What moq-rs raises here means that the peer has gone, or wants it no more."""
+        with contextlib.suppress(self._moq.Error):
+            await work
+
+    async def _broadcasts_wanted(self) -> None:
+        moq = self._moq
+        async with self._origin.dynamic("", moq.Route()) as wanted:
+            while True:
+                request = await wanted.requested_broadcast()
+                path = request.path
+                try:
+                    namespace = moqlib.namespace_of(path)
+                except FormatError:
+                    del request  # which answers it
+                    continue
+                broadcast = moq.BroadcastProducer()
+                self._broadcasts[path] = broadcast
+                self._spawn(self._tracks_wanted(path, namespace, broadcast.dynamic()))
+                request.accept(broadcast)
+                del request
+                if len(self._broadcasts) > MAX_TRACKS:
+                    _, oldest = self._broadcasts.popitem(last=False)
+                    oldest.close()
+
+    async def _tracks_wanted(self, path: str, namespace: TrackNamespace, wanted: Any) -> None:
+        moq, server = self._moq, self._server
+        async with wanted:
+            while True:
+                request = await wanted.requested_track()
+                if path in self._broadcasts:
+                    self._broadcasts.move_to_end(path)
+                name = request.name
+                server.metrics.requests_total.inc("Track")
+                why = self._overload()
+                if why is not None:
+                    self._refuse(request, why)
+                    continue
+                publication = server.library.find(self._grant, namespace, name)
+                groups = request.dynamic() if publication is not None else None
+                producer = request.accept(moq.TrackInfo(max_age_us=_KEEP_US))
+                del request
+                if publication is None:
+                    server.metrics.refusals_total.inc(RequestCode.DOES_NOT_EXIST.name)
+                    asyncio.get_running_loop().call_later(_MISSING_S, _let_go, producer)
+                    continue
+                producer.finish_at(publication.groups)
+                track = _Track(namespace, name, producer)
+                self._tracks[path, name] = track
+                track.task = self._spawn(self._groups_wanted(track, groups))
+                self._close_idle_tracks()
+
+    async def _groups_wanted(self, track: _Track, wanted: Any) -> None:
+        server = self._server
+        async with wanted:
+            while True:
+                request = await wanted.requested_group()
+                server.metrics.requests_total.inc("Fetch")
+                why = self._overload()
+                size = 0
+                if why is None:
+                    try:
+                        size = self._publication(track).size(request.sequence)
+                    except IndexError:
+                        why = RequestCode.DOES_NOT_EXIST
+                if size > moqlib.MAX_GROUP_BYTES:
+                    why = RequestCode.NOT_SUPPORTED
+                    hint = "moq-rs carries groups of at most 32 MiB; serve this with --quic qh3 or aioquic"
+                    server.log.warning("group too large", track=track.name, bytes=size, hint=hint)
+                if why is not None:
+                    self._refuse(request, why)
+                    continue
+                track.jobs += 1
+                server.requests += 1
+                server.metrics.requests_in_flight.inc()
+                priority = moqlib.moq_priority(request.priority)
+                heapq.heappush(self._jobs, _Job(priority, next(self._order), request, track, size, time.monotonic()))
+                del request
+                self._more.set()
+
+    def _publication(self, track: _Track) -> Publication:
+        """Looked up anew each time: the asset may have gone, or been replaced, or the token's grant changed.
+
+        Raises:
+            IndexError: it is not there any more.
+        """
+        publication = self._server.library.find(self._grant, track.namespace, track.name)
+        if publication is None:
+            raise IndexError(track.name)
+        return publication
+
+    def _close_idle_tracks(self) -> None:
+        for key, track in list(self._tracks.items()):
+            if len(self._tracks) <= MAX_TRACKS:
+                break
+            if not track.jobs and track.task is not None:
+                track.task.cancel()
+                del self._tracks[key]
+
+    def _overload(self) -> RequestCode | None:
+        """Why a request must be turned away, if it must."""
+        limits, server = self._server.limits, self._server
+        if server.draining:
+            return RequestCode.GOING_AWAY
+        now, rate = time.monotonic(), limits.requests_per_s
+        self._allowance = min(rate, self._allowance + (now - self._allowance_at) * rate)
+        self._allowance_at = now
+        if self._allowance < 1 or len(self._jobs) >= limits.requests_per_connection:
+            return RequestCode.EXCESSIVE_LOAD
+        self._allowance -= 1
+        return RequestCode.EXCESSIVE_LOAD if server.requests >= limits.requests else None
+
+    def _refuse(self, request: Any, code: RequestCode) -> None:
+        self._server.metrics.refusals_total.inc(code.name)
+        request.abort(int(code))
+
+    # ------------------------------------------------------------------ what it gets
+
+    async def _send(self) -> None:
+        pause_s = _POLL_S
+        while True:
+            self._more.clear()
+            if not self._jobs:
+                try:
+                    await asyncio.wait_for(self._more.wait(), _QUIET_S if self._kept else None)
+                except TimeoutError:
+                    # A group that moq-rs still has it sends again without asking: that shows only here.
+                    if self._measure() == 0 and self._unsent.quiet():
+                        self._forget(0)
+            elif not self._room(self._jobs[0].size):
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, _LONGEST_POLL_S)
+            else:
+                pause_s = _POLL_S
+                job = heapq.heappop(self._jobs)
+                self._working = True
+                try:
+                    await self._answer(job)
+                finally:
+                    self._working = False
+                    self._over(job)
+
+    async def _answer(self, job: _Job) -> None:
+        server, size = self._server, job.size
+        try:
+            group = self._publication(job.track).open(job.request.sequence)
+        except (IndexError, AssetError) as error:
+            missing = isinstance(error, IndexError)
+            if not missing:
+                server.log.warning("group cannot be read", error=str(error))
+            self._refuse(job.request, RequestCode.DOES_NOT_EXIST if missing else RequestCode.INTERNAL_ERROR)
+            return
+        producer = job.request.accept()
+        self._forget(self._allowance_bytes() - size)
+        self._kept.append((producer, size))
+        self._kept_bytes += size
+        since = 0
+        for span in group.objects:
+            producer.write_frame(bytes(group.data[span.begin : span.end]))
+            since += span.end - span.begin
+            if since >= _YIELD_BYTES:
+                self._handed_over(since)
+                since = 0
+                await asyncio.sleep(0)
+        producer.finish()
+        self._handed_over(since)
+        metrics = server.metrics
+        metrics.first_byte_seconds.observe(time.monotonic() - job.requested_s)
+        metrics.groups_sent_total.inc(job.track.name)
+        metrics.bytes_sent_total.inc(by=size)
+        metrics.group_bytes.observe(size)
+
+    def _room(self, size: int) -> bool:
+        """Whether so much more may be handed over; one group may, whatever its size, if nothing else is unsent."""
+        limits, unsent = self._server.limits, self._measure()
+        total = self._server.buffered()
+        return (not unsent or unsent + size <= limits.buffered_bytes_per_connection) and (
+            total == unsent or total + size <= limits.buffered_bytes
+        )
+
+    def _handed_over(self, count: int) -> None:
+        self._unsent.add(count)
+        self._seen_unsent += count
+        self._server.buffered(count)
+
+    def _measure(self) -> int:
+        """Bytes that were handed over and not sent yet."""
+        before, self._seen_unsent = self._seen_unsent, self._unsent.bytes()
+        self._server.buffered(self._seen_unsent - before)
+        return self._seen_unsent
+
+    def _allowance_bytes(self) -> int:
+        """Bytes of groups that moq-rs may keep: more than are unsent, lest one is taken away that still is."""
+        limits, server = self._server.limits, self._server
+        share = 2 * limits.buffered_bytes // max(1, len(server.peers))
+        return max(min(_KEPT_WINDOWS * limits.buffered_bytes_per_connection, share), 2 * self._seen_unsent)
+
+    def _forget(self, most: int) -> None:
+        """Take the oldest groups away until at most so many bytes are kept."""
+        while self._kept and self._kept_bytes > max(0, most):
+            producer, size = self._kept.popleft()
+            self._kept_bytes -= size
+            with contextlib.suppress(self._moq.Error):
+                producer.abort(int(RequestCode.EXCESSIVE_LOAD))
+
+    def _over(self, job: _Job) -> None:
+        job.track.jobs -= 1
+        self._server.requests -= 1
+        self._server.metrics.requests_in_flight.dec()
+
+
+def _let_go(_: Any) -> None:
+    """The last reference to something of moq-rs ends here."""

@@ -1,0 +1,62 @@
+"""Transfers that stand still while the link does not: they are asked for again, where the simulator never needs to.
+
+A publisher serves the more urgent request first, or the earlier one, or all alike. So a transfer that is overtaken by
+one that is less urgent and was asked for later, and stays silent, has been forgotten. If nothing at all moves there is
+no telling whether the link or the publisher stands still; asking again then costs little, but proves nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from kvabr.abr.view import Transfer
+
+LEAST_SILENCE_S = 0.2
+"""Machines are busy with something else for that long now and then; it proves nothing."""
+_OVERTAKEN_TTFB = 3.0
+_SILENT_TTFB = 4.0
+"""Times the usual wait for a first byte that a transfer must have been silent, beside its share of the deadline."""
+
+
+class StallWatch:
+    """Watches the transfers of one play."""
+
+    def __init__(self, patience_s: float) -> None:
+        """Start watching.
+
+        Args:
+            patience_s: seconds that a transfer may stand still; half of it, if another overtakes it.
+        """
+        self._patience_s = patience_s
+        self._heard: dict[int, float] = {}
+        self._overtaken: set[int] = set()
+        self._any_s: float | None = None
+        """When bytes came last; None: never yet, and then nobody knows how long a first byte takes here."""
+
+    def heard(self, transfer: Transfer, others: Iterable[Transfer], now: float) -> None:
+        """Bytes of a transfer came, while ``others`` were under way as well."""
+        self._any_s = self._heard[transfer.request] = now
+        self._overtaken.discard(transfer.request)
+        for other in others:
+            if other.request < transfer.request and _rank(other) < _rank(transfer):
+                self._overtaken.add(other.request)
+
+    def stalled(self, transfers: Iterable[Transfer], ttfb_s: float, now: float) -> list[tuple[Transfer, bool]]:
+        """Those that stand still, and of each whether that is its publisher's fault for sure."""
+        found: list[tuple[Transfer, bool]] = []
+        if self._any_s is None:
+            return found
+        nothing_s = now - self._any_s
+        for transfer in transfers:
+            quiet_s = now - self._heard.get(transfer.request, transfer.requested_s)
+            if transfer.request in self._overtaken:
+                if quiet_s >= max(self._patience_s / 2, _OVERTAKEN_TTFB * ttfb_s, LEAST_SILENCE_S):
+                    found.append((transfer, True))
+            elif min(quiet_s, nothing_s) >= max(self._patience_s, _SILENT_TTFB * ttfb_s, LEAST_SILENCE_S):
+                found.append((transfer, False))
+        return found
+
+
+def _rank(transfer: Transfer) -> tuple[bool, int]:
+    """The more urgent, the lower."""
+    return transfer.upgrade, transfer.request if transfer.upgrade else transfer.group

@@ -1,0 +1,84 @@
+"""Simulated against live: how far apart the two are, play by play, and over families and policies."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from kvabr.replay.summary import percentile
+
+Run = Mapping[str, Any]
+"""One line of a replay report."""
+
+
+def comparison(live: Sequence[Run], simulated: Sequence[Run], tokens: int, group_tokens: int) -> dict[str, Any]:
+    """The ``live_comparison`` of a report.
+
+    Args:
+        live: runs, with their groups.
+        simulated: the same plays in the simulator, in the same order.
+        tokens: tokens of the asset.
+        group_tokens: tokens of a full group.
+    """
+    plays = [
+        _play(index, one, other, tokens, group_tokens)
+        for index, (one, other) in enumerate(zip(live, simulated, strict=True))
+    ]
+    return {
+        "all": _totals(plays),
+        "families": _by(plays, "family"),
+        "policies": _by(plays, "policy"),
+        "plays": plays,
+    }
+
+
+def _play(index: int, live: Run, simulated: Run, tokens: int, group_tokens: int) -> dict[str, Any]:
+    took, expected = live["ttft_s"], simulated["ttft_s"]
+    same = 0
+    for group, (one, other) in enumerate(zip(live["groups"], simulated["groups"], strict=True)):
+        if one["track"] is not None and one["track"] == other["track"]:
+            same += min(group_tokens, tokens - group * group_tokens)
+    return {
+        "run": index,
+        "trace": live["trace"],
+        "family": live["trace_family"],
+        "start_s": live["start_s"],
+        "policy": live["policy"],
+        "ttft_live_s": took,
+        "ttft_simulated_s": expected,
+        "ttft_error": None if took is None or expected is None else float(f"{expected / took - 1:.6g}"),
+        "track_agreement": same / tokens,
+        "met_live": live["met"],
+        "met_simulated": simulated["met"],
+        "limit": live["transport"]["limit"],
+    }
+
+
+def _by(plays: Sequence[dict[str, Any]], key: str) -> dict[str, Any]:
+    names = dict.fromkeys(str(play[key]) for play in plays)
+    return {name: _totals([play for play in plays if play[key] == name]) for name in names}
+
+
+def _totals(plays: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    errors = [play["ttft_error"] for play in plays if play["ttft_error"] is not None]
+    sizes = [abs(error) for error in errors]
+    return {
+        "plays": len(plays),
+        "compared": len(errors),
+        "network_limited": sum(play["limit"] == "network" for play in plays),
+        "ttft_error_median": _rounded(statistics.median(sizes) if sizes else None),
+        "ttft_error_p90": _rounded(percentile(sizes, 0.9)),
+        "ttft_bias": _rounded(statistics.median(errors) if errors else None),
+        "track_agreement": _rounded(_mean(play["track_agreement"] for play in plays)),
+        "met_agreement": _rounded(_mean(play["met_live"] == play["met_simulated"] for play in plays)),
+    }
+
+
+def _mean(values: Iterable[float]) -> float | None:
+    listed = list(values)
+    return sum(listed) / len(listed) if listed else None
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.6g}")

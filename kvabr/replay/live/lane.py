@@ -1,0 +1,86 @@
+"""One direction of an emulated link: a drop-tail queue before a bottleneck, then a constant delay.
+
+No sockets and no clock in here.
+
+What is counted: a packet's size on the wire is its UDP payload and `HEADER_BYTES` for UDP and IPv4, as in recorded
+traces of link capacity. It takes its share of the trace even where it is lost afterwards, as on a radio.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+
+from kvabr.replay.link import Capacity
+
+HEADER_BYTES = 28
+"""Bytes of UDP and IPv4 headers, which a payload of UDP takes along on the wire."""
+
+
+class Lane:
+    """When the packets of one direction come out at the other end, and which never do."""
+
+    def __init__(self, dice: random.Random) -> None:
+        """Make a lane without delay, loss or limits; ``dice`` decide what is lost."""
+        self._dice = dice
+        self._delay_s = self._loss = 0.0
+        self._limit: float = float("inf")
+        self._capacity: Capacity | None = None
+        self._began_s = self._free_s = self._last_s = 0.0
+        self._queue: deque[tuple[float, int]] = deque()
+        self.queued = 0
+        """Bytes that wait for the bottleneck, as of the last packet."""
+        self.most_queued = 0
+        self.carried = 0
+        """Packets that were let through, and their bytes on the wire."""
+        self.carried_bytes = 0
+        self.overflowed = 0
+        """Packets that found the queue full."""
+        self.lost = 0
+        """Packets that were lost at random."""
+
+    def shape(self, *, delay_s: float, loss: float, limit_bytes: float) -> None:
+        """Change delay (s), random loss (0 to 1) and the queue's limit (bytes) from the next packet on."""
+        self._delay_s, self._loss, self._limit = delay_s, loss, limit_bytes
+
+    def begin(self, capacity: Capacity | None, at_s: float) -> None:
+        """Lay a trace under the lane whose time 0 is ``at_s``; None for a lane without a bottleneck.
+
+        What still queues is forgotten: it belongs to another play.
+        """
+        self._capacity, self._began_s, self._free_s, self._last_s = capacity, at_s, at_s, 0.0
+        self._queue.clear()
+        self.queued = 0
+
+    def reset(self) -> None:
+        """Count from zero again."""
+        self.most_queued = self.queued
+        self.carried = self.carried_bytes = self.overflowed = self.lost = 0
+
+    def admit(self, now: float, payload: int) -> float | None:
+        """Take a packet of ``payload`` bytes of UDP.
+
+        Returns:
+            When it comes out at the other end, never before one that came earlier; None if it does not.
+        """
+        size = payload + HEADER_BYTES
+        departs = now
+        if self._capacity is not None:
+            queue = self._queue
+            while queue and queue[0][0] <= now:
+                self.queued -= queue.popleft()[1]
+            if queue and self.queued + size > self._limit:
+                self.overflowed += 1
+                return None
+            begins = max(now, self._free_s) - self._began_s
+            self._free_s = departs = self._began_s + self._capacity.when(begins, size)
+            queue.append((departs, size))
+            self.queued += size
+            self.most_queued = max(self.most_queued, self.queued)
+        if self._loss and self._dice.random() < self._loss:
+            self.lost += 1
+            return None
+        self.carried += 1
+        self.carried_bytes += size
+        self._last_s = max(self._last_s, departs + self._delay_s)
+        return self._last_s

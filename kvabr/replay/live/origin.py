@@ -1,0 +1,90 @@
+"""The origin of a live replay: a server as `kvabr serve` runs it, in a process of its own, for one asset.
+
+Its certificate is one for development, made for this run: the player knows it by its fingerprint.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import sys
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from kvabr.errors import KvabrError
+from kvabr.replay.live.child import Child
+from kvabr.replay.live.usage import Usage
+
+
+class LiveOrigin(Child):
+    """The parent's side. Use it as a context manager: leaving it ends the process."""
+
+    def __init__(self, asset: Path, backend: str) -> None:
+        """Serve an asset on a free port of the loopback interface.
+
+        Args:
+            asset: its folder.
+            backend: the QUIC library, as for `kvabr serve --quic`.
+
+        Raises:
+            TransportError: the server cannot start; the message says why.
+        """
+        super().__init__("origin", _main, asset, backend)
+        self.address: tuple[str, int]
+        self.fingerprint: str
+        self.address, self.fingerprint = self.greeting
+
+    def usage(self) -> Usage:
+        """What the process has used so far.
+
+        Raises:
+            TransportError: it has died.
+        """
+        answer: Usage = self.ask("usage")
+        return answer
+
+
+def _main(pipe: Connection, asset: Path, backend: str) -> None:
+    with contextlib.suppress(BrokenPipeError):
+        try:
+            asyncio.run(_serve(pipe, asset, backend))
+        except (KvabrError, OSError, ImportError) as error:
+            pipe.send(str(error) or repr(error))
+
+
+async def _serve(pipe: Connection, asset: Path, backend: str) -> None:
+    import structlog  # noqa: PLC0415  # all of these are of no use to the parent
+
+    from kvabr.origin import certificates  # noqa: PLC0415
+    from kvabr.origin.backends import make_server  # noqa: PLC0415
+    from kvabr.origin.library import Library  # noqa: PLC0415
+    from kvabr.origin.metrics import Metrics  # noqa: PLC0415
+    from kvabr.origin.server import ServerLimits  # noqa: PLC0415
+
+    log = structlog.wrap_logger(
+        structlog.PrintLogger(sys.stderr), wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING)
+    )
+    with certificates.development() as tls:
+        server = make_server(
+            backend, Library(asset, None, log), "127.0.0.1", 0, tls, ServerLimits(), log, Metrics()
+        )
+        async with server:
+            pipe.send((server.address, certificates.check(tls).fingerprint))
+            await _answer_until_the_end(pipe)
+
+
+async def _answer_until_the_end(pipe: Connection) -> None:
+    loop = asyncio.get_running_loop()
+    over: asyncio.Future[None] = loop.create_future()
+
+    def ready() -> None:
+        try:
+            pipe.recv()
+            pipe.send(Usage.now())
+        except (EOFError, OSError):
+            loop.remove_reader(pipe.fileno())
+            over.set_result(None)
+
+    loop.add_reader(pipe.fileno(), ready)
+    await over

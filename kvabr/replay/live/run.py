@@ -1,0 +1,102 @@
+"""A whole live replay: traces x starts x policies, one play after the other, and the same plays in the simulator."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from typing import Any
+
+from kvabr.catalog import Catalog
+from kvabr.errors import UsageError
+from kvabr.origin.store import Asset
+from kvabr.player.assembler import Assembler
+from kvabr.replay.live.compare import comparison
+from kvabr.replay.live.origin import LiveOrigin
+from kvabr.replay.live.play import LiveOptions, LiveStage
+from kvabr.replay.live.shaper import Shaper
+from kvabr.replay.play import Stage
+from kvabr.replay.run import Matrix, Report, finish, tasks
+
+_DECODES = 3
+"""Times that a group of each track is decoded to learn how fast this machine is; the median counts."""
+
+
+async def replay_live(
+    matrix: Matrix,
+    asset: Asset,
+    options: LiveOptions,
+    *,
+    on_progress: Callable[[int], None] | None = None,
+) -> Report:
+    """Play everything over real connections through a shaped link, and simulate it as well.
+
+    The report is that of `kvabr.replay.run.replay`; its runs have ``live`` and ``transport`` besides, and its
+    ``live_comparison`` holds them against their simulated counterparts.
+
+    Args:
+        matrix: what to play; its catalog must be the asset's.
+        asset: what the origin serves.
+        options: the transport and the link.
+        on_progress: told how many plays were finished since it was last told.
+
+    Raises:
+        TransportError: a process of the replay died, or the origin cannot be reached.
+        PolicyError: from a policy.
+    """
+    if matrix.catalog != asset.catalog:
+        raise UsageError("the origin of a live replay serves the asset that is played: give its folder with --asset")
+    # What decoding costs here and now, not where the asset was made: the simulator is to be judged by its link.
+    decode_scale = decode_speed(asset)
+    stage = Stage(matrix.catalog, matrix.options)
+    model = Stage(matrix.catalog, replace(matrix.options, decode_scale=decode_scale))
+    report = Report({})
+    runs: list[dict[str, Any]] = []
+    simulated: list[dict[str, Any]] = []
+    with LiveOrigin(asset.path, options.quic) as origin, Shaper(origin.address) as shaper:
+        live = LiveStage(stage, asset, origin, shaper, options)
+        for task in tasks(matrix):
+            trace = matrix.traces[task.trace]
+            for index, policy in enumerate(matrix.policies):
+                played = await live.play(trace, task.start_s, policy, log=index < task.logged)
+                simulated.append(model.play(trace, task.start_s, policy).run)
+                if played.log is not None:
+                    report.timelines.append({"run": len(runs), "log": played.log, "link": played.link})
+                runs.append(played.run)
+                report.steps.append(played.record.steps)
+                if on_progress is not None:
+                    on_progress(1)
+    catalog = matrix.catalog
+    compared = comparison(runs, simulated, catalog.tokens, catalog.spec.group_tokens)
+    if not matrix.detail:
+        for run in runs:
+            del run["groups"]
+    report.result = finish(matrix, runs)
+    report.result["options"]["live"] = asdict(options)
+    report.result["live_comparison"] = {"decode_scale": float(f"{decode_scale:.4g}"), **compared}
+    return report
+
+
+def decode_speed(asset: Asset) -> float:
+    """How long decoding takes on this machine, in this process, over what the catalog says; 1.0 where it says nothing.
+
+    Raises:
+        AssetError, FormatError: a group of the asset is missing or damaged.
+    """
+    catalog: Catalog = asset.catalog
+    profile = asset.profile()
+    promised = took = 0.0
+    for track in catalog.tracks:
+        if track.refines is not None:
+            continue
+        frame = asset.frame(0, track.name)
+        times = []
+        for _ in range(_DECODES):
+            assembler = Assembler(catalog, profile)
+            began = time.perf_counter()
+            assembler.put(0, track.name, frame)
+            times.append(time.perf_counter() - began)
+        took += statistics.median(times)
+        promised += track.decode_s * catalog.group_tokens(0) / catalog.spec.group_tokens
+    return took / promised if promised > 0 else 1.0

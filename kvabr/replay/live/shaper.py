@@ -1,0 +1,318 @@
+"""A link in user space: UDP in at one loopback port, out at another as a trace, a delay, a queue and losses allow.
+
+The shaper runs in a process of its own, so that what it forwards and what the peers compute do not wait for each
+other's interpreter. Its parent talks to it over a pipe; when the parent is gone, the pipe ends, and so does the shaper.
+
+    player <-> [listening socket] shaper [a socket for each player] <-> origin
+
+Packets towards the player pass the bottleneck; those towards the origin only the delay. Packets are read in batches
+and wait in order for their time, by the monotonic clock; sleeping ends up to `_EARLY_S` early, since waking for every
+packet would cost more precision than it brings.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import random
+import select
+import socket
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from kvabr.replay.link import Capacity, running_sums
+from kvabr.replay.live.child import Child
+from kvabr.replay.live.conditions import Conditions
+from kvabr.replay.live.lane import Lane
+from kvabr.replay.live.usage import Usage
+from kvabr.replay.trace import Trace
+
+Address = tuple[str, int]
+
+_EARLY_S = 100e-6
+"""Packets whose time is so close are sent with those that are due."""
+_BATCH = 64
+"""Packets read from one socket before others have their turn."""
+_SOCKET_BYTES = 4 << 20
+"""Kernel buffers asked for: what waits there while this process does not run must not be lost."""
+_PLAYERS = 256
+"""Addresses that packets are forwarded for; the one that was silent longest makes room for one more."""
+_HELD = 64 << 20
+"""Bytes on their way in one direction: what would be more is dropped, so that no sender can fill the memory."""
+_LATE_STEP_S = 100e-6
+_LATE_STEPS = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class ShaperStats:
+    """What a shaper saw since the trace was last started."""
+
+    forwarded_down: int
+    """Packets sent on to the player, and their bytes on the wire."""
+    bytes_down: int
+    forwarded_up: int
+    bytes_up: int
+    overflowed: int
+    """Packets that found the bottleneck's queue full."""
+    lost_down: int
+    """Packets that were lost at random."""
+    lost_up: int
+    missed: int | None
+    """Packets that the kernel dropped because the shaper did not read in time; None where it cannot be known."""
+    most_queued_bytes: int
+    late_p50_s: float
+    """How much later than they should packets were sent."""
+    late_p99_s: float
+    usage: Usage
+    """Of the shaper's process."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Begin:
+    conditions: Conditions
+    start_s: float | None
+    """Where in the trace that was loaded to begin; None: no bottleneck."""
+    at_s: float
+    """When, by the monotonic clock, which all processes share."""
+
+
+class Shaper(Child):
+    """The parent's side. Use it as a context manager: leaving it ends the process."""
+
+    def __init__(self, origin: Address, conditions: Conditions | None = None, *, host: str = "127.0.0.1") -> None:
+        """Start a link to ``origin`` that has delay and losses, but no bottleneck until `begin`.
+
+        Raises:
+            TransportError: the process did not start, or could not have its sockets.
+        """
+        super().__init__("link shaper", _main, origin, host, conditions or Conditions())
+        self.address: Address = self.greeting
+        """Where players find the link."""
+        self._trace: Trace | None = None
+
+    def open(self, conditions: Conditions) -> None:
+        """Take the bottleneck away; delays and losses stay."""
+        self.send(_Begin(conditions, None, time.monotonic()))
+
+    def load(self, trace: Trace) -> None:
+        """Send a trace ahead, so that `begin` with the same trace takes no time."""
+        if trace is not self._trace:
+            self.send(trace)
+            self._trace = trace
+
+    def begin(self, trace: Trace, start_s: float, conditions: Conditions, *, at_s: float | None = None) -> None:
+        """Start the trace ``start_s`` seconds into it, at the time ``at_s`` of `time.monotonic` (None: now).
+
+        What still waits in the queue is dropped, and statistics begin anew.
+        """
+        self.load(trace)
+        self.send(_Begin(conditions, start_s, time.monotonic() if at_s is None else at_s))
+
+    def stats(self) -> ShaperStats:
+        """What happened since `begin`."""
+        answer: ShaperStats = self.ask("stats")
+        return answer
+
+
+# ------------------------------------------------------------------------------------------- the process
+
+
+def _main(pipe: Connection, origin: Address, host: str, conditions: Conditions) -> None:
+    gc.disable()  # nothing here makes cycles, and a pause is a delay
+    try:
+        forwarder = _Forwarder(origin, host, conditions)
+    except OSError as error:
+        pipe.send(f"{error} (forwarding {host} to {origin[0]} port {origin[1]})")
+        return
+    pipe.send(forwarder.listener.getsockname()[:2])
+    with contextlib.suppress(EOFError, OSError):
+        forwarder.run(pipe)
+
+
+@dataclass(slots=True, eq=False)
+class _Way:
+    """One direction: its lane, and the packets on their way."""
+
+    lane: Lane
+    held: deque[tuple[float, socket.socket, Address | None, bytes]] = field(default_factory=deque)
+    held_bytes: int = 0
+
+
+class _Forwarder:
+    """The child's side: sockets and the loop."""
+
+    def __init__(self, origin: Address, host: str, conditions: Conditions) -> None:
+        self._origin = origin
+        self.listener = _socket()
+        self.listener.bind((host, 0))
+        self._upstream: dict[Address, socket.socket] = {}
+        self._player: dict[socket.socket, Address] = {}
+        self._down = _Way(Lane(random.Random(f"down:{conditions.seed}")))  # noqa: S311  # losses, not secrets
+        self._up = _Way(Lane(random.Random(f"up:{conditions.seed}")))  # noqa: S311
+        self._trace: tuple[Trace, list[float]] | None = None
+        self._begin(_Begin(conditions, None, time.monotonic()))
+
+    def run(self, pipe: Connection) -> None:
+        """Forward until the pipe ends."""
+        clock = time.monotonic
+        ways = (self._down, self._up)
+        while True:
+            due = min((way.held[0][0] for way in ways if way.held), default=None)
+            wait = None if due is None else max(0.0, due - clock())
+            watched: list[Connection | socket.socket] = [pipe, self.listener, *self._player]
+            readable, _, _ = select.select(watched, (), (), wait)
+            # Looked at again, since what was sent after a message must not be treated as if it came before it.
+            while select.select([pipe], (), (), 0)[0]:
+                self._obey(pipe)
+            now = clock()
+            for ready in readable:
+                if isinstance(ready, Connection):
+                    continue
+                if ready is self.listener:
+                    self._read_players(now)
+                else:
+                    self._read_origin(ready, now)
+            for way in ways:
+                self._deliver(way, clock())
+
+    def _read_players(self, now: float) -> None:
+        listener, way = self.listener, self._up
+        try:
+            for _ in range(_BATCH):
+                data, address = listener.recvfrom(65536)
+                upstream = self._upstream.get(address) or self._connect(address)
+                self._hold(way, now, upstream, None, data)
+        except BlockingIOError:
+            pass
+
+    def _read_origin(self, upstream: socket.socket, now: float) -> None:
+        way, address, listener = self._down, self._player.get(upstream), self.listener
+        if address is None:
+            return  # closed a moment ago, to make room
+        try:
+            for _ in range(_BATCH):
+                self._hold(way, now, listener, address, upstream.recv(65536))
+        except BlockingIOError:
+            pass
+        except ConnectionError:
+            pass  # nobody listens at the origin's port: QUIC will find out by itself
+
+    @staticmethod
+    def _hold(way: _Way, now: float, to: socket.socket, address: Address | None, data: bytes) -> None:
+        if way.held_bytes > _HELD:
+            way.lane.overflowed += 1
+            return
+        due = way.lane.admit(now, len(data))
+        if due is not None:
+            way.held.append((due, to, address, data))
+            way.held_bytes += len(data)
+
+    def _deliver(self, way: _Way, now: float) -> None:
+        held, limit, late = way.held, now + _EARLY_S, self._late
+        while held and held[0][0] <= limit:
+            due, to, address, data = held.popleft()
+            way.held_bytes -= len(data)
+            with contextlib.suppress(OSError):  # a full buffer or a dead peer: a lost packet, as on any link
+                _send(to, address, data)
+            late[min(max(0, int((now - due) / _LATE_STEP_S)), _LATE_STEPS - 1)] += 1
+
+    def _connect(self, address: Address) -> socket.socket:
+        if len(self._upstream) >= _PLAYERS:
+            oldest = next(iter(self._upstream))
+            gone = self._upstream.pop(oldest)
+            del self._player[gone]
+            gone.close()
+        upstream = _socket()
+        upstream.connect(self._origin)
+        self._upstream[address], self._player[upstream] = upstream, address
+        return upstream
+
+    def _obey(self, pipe: Connection) -> None:
+        message = pipe.recv()
+        if isinstance(message, _Begin):
+            self._begin(message)
+        elif isinstance(message, Trace):
+            self._trace = message, running_sums(message)
+        else:
+            pipe.send(self._stats())
+
+    def _begin(self, message: _Begin) -> None:
+        conditions, at = message.conditions, message.at_s
+        capacity, limit = None, 0
+        if message.start_s is not None and self._trace is not None:
+            trace, sums = self._trace
+            capacity = Capacity(trace, message.start_s, slow_start=False, sums=sums)
+            limit = conditions.limit_bytes(trace.mean_rate)
+        down, up = self._down, self._up
+        # What has passed the bottleneck goes on; what still waits for it belongs to the play before.
+        passed = time.monotonic() + conditions.rtt_s / 2
+        while down.held and down.held[-1][0] > passed:
+            down.held_bytes -= len(down.held.pop()[3])
+        down.lane.shape(delay_s=conditions.rtt_s / 2, loss=conditions.loss, limit_bytes=limit)
+        down.lane.begin(capacity, at)
+        up.lane.shape(delay_s=conditions.rtt_s / 2, loss=conditions.loss_up, limit_bytes=0)
+        self._reset()
+
+    def _reset(self) -> None:
+        for way in (self._down, self._up):
+            way.lane.reset()
+        self._late = [0] * _LATE_STEPS
+        self._missed = self._kernel_drops()
+        self._began = Usage.now()
+
+    def _stats(self) -> ShaperStats:
+        down, up = self._down.lane, self._up.lane
+        missed = self._kernel_drops()
+        return ShaperStats(
+            forwarded_down=down.carried,
+            bytes_down=down.carried_bytes,
+            forwarded_up=up.carried,
+            bytes_up=up.carried_bytes,
+            overflowed=down.overflowed + up.overflowed,
+            lost_down=down.lost,
+            lost_up=up.lost,
+            missed=None if missed is None or self._missed is None else missed - self._missed,
+            most_queued_bytes=down.most_queued,
+            late_p50_s=self._lateness(0.5),
+            late_p99_s=self._lateness(0.99),
+            usage=Usage.now().since(self._began),
+        )
+
+    def _lateness(self, share: float) -> float:
+        wanted, seen = share * sum(self._late), 0
+        for step, count in enumerate(self._late):
+            seen += count
+            if seen >= wanted:
+                return step * _LATE_STEP_S
+        return _LATE_STEPS * _LATE_STEP_S
+
+    def _kernel_drops(self) -> int | None:
+        """Packets that the kernel threw away at our sockets, as Linux tells."""
+        inodes = {str(Path(f"/proc/self/fd/{sock.fileno()}")) for sock in (self.listener, *self._player)}
+        try:
+            wanted = {str(Path(path).readlink()).removeprefix("socket:[").removesuffix("]") for path in inodes}
+            lines = Path("/proc/self/net/udp").read_text().splitlines()[1:]
+        except OSError:
+            return None
+        return sum(int(columns[-1]) for columns in map(str.split, lines) if columns[9] in wanted)
+
+
+def _send(to: socket.socket, address: Address | None, data: bytes) -> None:
+    if address is not None:
+        to.sendto(data, address)
+        return
+    try:
+        to.send(data)
+    except ConnectionRefusedError:
+        to.send(data)  # the error was about an earlier packet: someone may listen there by now
+
+
+def _socket() -> socket.socket:
+    made = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    made.setblocking(False)
+    for option in (socket.SO_RCVBUF, socket.SO_SNDBUF):
+        made.setsockopt(socket.SOL_SOCKET, option, _SOCKET_BYTES)
+    return made

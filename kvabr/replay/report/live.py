@@ -1,0 +1,58 @@
+"""Terminal table of a live replay: what was played over a real transport against the same plays in the simulator."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from kvabr.replay.report.plays import DASH, Result, number
+
+_TITLES = ("plays", "TTFT error\nmedian", "\np90", "\nbias", "same\ntrack", "same\nverdict")
+
+
+def live_table(result: Result) -> RenderableType:
+    """Errors of the simulator, relative to the live TTFT, in all and by trace family and policy.
+
+    Args:
+        result: what `kvabr replay --live --json` writes.
+    """
+    compared: dict[str, Any] = result["live_comparison"]
+    table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="bold", collapse_padding=True)
+    table.add_column("simulated\nagainst live", no_wrap=True, overflow="ellipsis", min_width=12)
+    for title in _TITLES:
+        table.add_column(title, justify="right", no_wrap=True)
+    _row(table, "all", compared["all"], style="bold")
+    for kind in ("families", "policies"):
+        if len(compared[kind]) > 1:
+            for name, totals in compared[kind].items():
+                _row(table, name, totals)
+    notes: list[RenderableType] = [
+        Text("error: |simulated / live - 1| · same track: share of the tokens · verdict: deadline met or not", "dim")
+    ]
+    busy = compared["all"]["plays"] - compared["all"]["network_limited"]
+    if busy:
+        plays = "1 play was" if busy == 1 else f"{busy} plays were"
+        notes.append(Text(f"{plays} held up by this machine's processors, not by the link", "yellow"))
+    return Group(table, *notes)
+
+
+def _row(table: Table, name: str, totals: dict[str, Any], style: str = "") -> None:
+    table.add_row(
+        Text(name, style),
+        f"{totals['compared']}" if totals["compared"] == totals["plays"] else f"{totals['compared']}/{totals['plays']}",
+        _percent(totals["ttft_error_median"]),
+        _percent(totals["ttft_error_p90"]),
+        _percent(totals["ttft_bias"], sign=True),
+        _percent(totals["track_agreement"]),
+        _percent(totals["met_agreement"]),
+    )
+
+
+def _percent(value: Any, *, sign: bool = False) -> str:
+    share = number(value)
+    if share is None:
+        return DASH
+    return f"{100 * share:+.1f} %" if sign else f"{100 * share:.1f} %"

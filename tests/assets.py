@@ -1,0 +1,62 @@
+"""Assets for tests of the origin: true names, sizes and digests; frames of noise, since no origin looks inside."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvabr.catalog import Catalog, Track
+from kvabr.kv import KVSpec, RopeSpec
+from kvabr.naming import TrackNamespace, chain
+from kvabr.origin.store import CATALOG, PROFILE, Asset, frame_path
+
+GROUP_TOKENS = 4
+
+
+def spec(model: str = "test/model") -> KVSpec:
+    return KVSpec(model, "tokenizer", 1, 1, 2, "float16", RopeSpec(10000.0, 2), group_tokens=GROUP_TOKENS)
+
+
+def digests(tokens: Sequence[int], *, model: str = "test/model", salt: bytes = b"") -> list[str]:
+    return chain(tokens, model=model, tokenizer="tokenizer", group_tokens=GROUP_TOKENS, salt=salt)
+
+
+def make_asset(
+    path: Path,
+    tokens: Sequence[int],
+    *,
+    model: str = "test/model",
+    salt: bytes = b"",
+    levels: Sequence[str] = ("FP16", "Int4"),
+    profile: bytes | None = None,
+    frame_bytes: int = 40,
+    seed: int = 1,
+) -> Asset:
+    """Write one, and give it its name when it is whole, as `kvabr encode` does."""
+    chunks = digests(tokens, model=model, salt=salt)
+    dice = random.Random(seed)
+    partial = path.parent / f".{path.name}.partial"
+    tracks = []
+    for level in levels:
+        frames = [dice.randbytes(frame_bytes + dice.randrange(8)) for _ in chunks]
+        frame_path(partial, 0, level).parent.mkdir(parents=True)
+        for group, frame in enumerate(frames):
+            frame_path(partial, group, level).write_bytes(frame)
+        sums = tuple(hashlib.sha256(frame).hexdigest() for frame in frames)
+        tracks.append(Track(level, tuple(map(len, frames)), (0.001,) * len(frames), sums))
+    if profile is not None:
+        (partial / PROFILE).write_bytes(profile)
+    catalog = Catalog(
+        TrackNamespace(model, chunks[-1]),
+        spec(model),
+        len(tokens),
+        tuple(chunks),
+        tuple(tracks),
+        profile=None if profile is None else hashlib.sha256(profile).hexdigest(),
+        profile_bytes=0 if profile is None else len(profile),
+    )
+    (partial / CATALOG).write_text(catalog.dumps())
+    partial.rename(path)
+    return Asset.open(path)

@@ -1,0 +1,54 @@
+"""One small real asset and its library for all tests of the client, and origins in memory around it."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+
+from kvabr.codec.profile import Profile
+from kvabr.origin.grants import EVERYTHING
+from kvabr.origin.library import Library
+from kvabr.transport.memory import MemoryConnection, MemoryLink
+from tests.toymodel import SPEC, ToyModel, prompt, toy_asset
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def root(tmp_path_factory):
+    """A folder with two assets of one prompt: 5 groups of 16 tokens, and twice as many with a codec profile."""
+    folder = tmp_path_factory.mktemp("origin")
+    toy_asset(folder / "short", ("FP16", "Int8", "Int4"))
+    profile = Profile.calibrate(SPEC, lambda: iter([ToyModel().prefill(prompt(200).tokens)]))
+    toy_asset(folder / "long", ("FP16", "Int4", "AC-5x"), profile=profile, tokens=160)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def libraries(root):
+    return {folder: Library(root / folder) for folder in (".", "short", "long")}
+
+
+@pytest.fixture(scope="session")
+def short(libraries):
+    """Catalog of the asset of 70 tokens."""
+    return libraries["short"].assets[0].asset.catalog
+
+
+@pytest.fixture(scope="session")
+def long(libraries):
+    """Catalog of the asset of 160 tokens."""
+    return libraries["long"].assets[0].asset.catalog
+
+
+@pytest.fixture
+def origin(libraries):
+    """Make a connection to an origin: ``origin(rate=..., rtt_s=..., faults=..., folder=...)``."""
+
+    def make(rate=1e8, rtt_s=0.02, folder="short", **options):
+        find = partial(libraries[folder].find, EVERYTHING)
+        return MemoryConnection(find, MemoryLink(rate, rtt_s), **options)
+
+    return make

@@ -1,0 +1,56 @@
+"""A real origin over QUIC in this process, on an event loop in a thread of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+
+import structlog
+
+from kvabr.client.sync import Loop
+from kvabr.origin.backends import make_server
+from kvabr.origin.certificates import check, make
+from kvabr.origin.grants import Grant, Grants
+from kvabr.origin.library import Library
+from kvabr.origin.metrics import Metrics
+from kvabr.origin.server import ServerLimits, ServerTls
+
+LOG = structlog.wrap_logger(structlog.ReturnLogger(), processors=[])
+
+
+class Served:
+    def __init__(self, root, folder, *, token=None, quic="aioquic"):
+        certificate, key = make()
+        self.pem, keyfile = folder / "cert.pem", folder / "key.pem"
+        self.pem.write_bytes(certificate)
+        keyfile.write_bytes(key)
+        self._root, self._quic = root, quic
+        self._grants = None
+        if token is not None:
+            self._grants = Grants([Grant("t", token_sha256=hashlib.sha256(token.encode()).hexdigest())])
+        self._tls = ServerTls(self.pem, keyfile)
+        self.fingerprint = check(self._tls).fingerprint
+        self._loop = Loop()
+        self.port = 0
+        self.start()
+
+    def start(self):
+        library = Library(self._root, self._grants, LOG)
+        server = make_server(
+            self._quic, library, "127.0.0.1", self.port, self._tls, ServerLimits(), LOG, Metrics()
+        )
+        self._loop.call(server.start())
+        self._server, self.port = server, server.address[1]
+
+    @property
+    def url(self):
+        return f"moqt://127.0.0.1:{self.port}/"
+
+    def kill(self):
+        """End the server at once, without a word to its peers' requests; `start` brings it back."""
+        self._loop.call(self._server.close())
+
+    def close(self):
+        with contextlib.suppress(Exception):
+            self.kill()
+        self._loop.close()

@@ -1,0 +1,267 @@
+"""`kvabr fetch` and `kvabr inspect URL` against a real origin: what they write, what they say, what they refuse."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from rich.console import Console
+from safetensors import safe_open
+
+from kvabr.cli import main
+from kvabr.client.watch import Flight, Snapshot
+from kvabr.commands.overlay import Overlay
+from kvabr.recompute.loss import RECOMPUTED
+from kvabr.transport.base import ConnectionStats
+from tests.client.served import Served
+from tests.client.test_play import close
+from tests.toymodel import SPEC, prompt
+
+TOKENS = prompt(70).tokens
+
+
+@pytest.fixture(scope="module")
+def served(root, tmp_path_factory):
+    made = Served(root / "short", tmp_path_factory.mktemp("served"))
+    yield made
+    made.close()
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("KVABR_TOKEN", raising=False)
+
+
+def kvabr(*words):
+    return main([str(word) for word in words])
+
+
+def name(short):
+    return f"{short.namespace.model}/{short.namespace.prompt}"
+
+
+def network(served):
+    return ("--ca", served.pem, "--quic", "aioquic")
+
+
+def test_fetch_writes_the_cache_and_says_how_it_went(served, short, tmp_path, capsys):
+    out, result, log = tmp_path / "c.safetensors", tmp_path / "r.json", tmp_path / "l.jsonl"
+    status = kvabr(
+        "fetch", f"{served.url}#kvcache:{name(short)}", *network(served), "--deadline", 5, "--policy", "fixed:Int8",
+        "--out", out, "--json", result, "--log", log,
+    )  # fmt: skip
+    assert status == 0
+    said = capsys.readouterr()
+    assert "70 tokens in place" in said.out
+    assert "in time" in said.out
+    assert "5 on Int8" in said.out
+    with safe_open(out, "pt") as file:
+        assert list(file.keys()) == ["kv"]
+        kv = file.get_tensor("kv")
+        facts = json.loads(file.metadata()["kvabr"])
+    assert close(kv, error=1e-3)
+    assert facts["format"] == "kvabr.cache/1"
+    assert facts["spec"] == SPEC.to_json()
+    assert facts["tokens"] == 70
+    assert facts["tracks"] == ["Int8"] * 5
+    assert facts["namespace"] == {"model": short.namespace.model, "prompt": short.namespace.prompt}
+    line = json.loads(result.read_text())
+    assert line["schema"] == "kvabr.fetch/1"
+    assert line["catalog_sha256"] == facts["catalog_sha256"]
+    assert line["met"]
+    assert [group["track"] for group in line["groups"]] == ["Int8"] * 5
+    events = [json.loads(text)["event"] for text in log.read_text().splitlines()]
+    assert (events[0], events[-1]) == ("start", "deliver")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["c.safetensors", "l.jsonl", "r.json"]
+
+
+def test_inspect_shows_what_an_origin_has(served, short, capsys):
+    assert kvabr("inspect", f"{served.url}#kvcache:{name(short)}", *network(served)) == 0
+    said = capsys.readouterr().out
+    assert "70 tokens in 5 groups" in said
+    assert f"#kvcache:{name(short)}" in said.replace("\n", "")
+    assert kvabr("inspect", served.url, *network(served)) == 2
+    assert "#kvcache:" in capsys.readouterr().err
+    assert kvabr("inspect", f"{served.url}#kvcache:m/{'0' * 64}", *network(served)) == 1
+    assert kvabr("inspect", f"{served.url}#kvcache:{name(short)}", "--check", *network(served)) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "said"),
+    [
+        ((), 2, "say which cache"),
+        (("--asset", "model"), 2, "no asset's name"),
+        (("--asset", "NAME", "--deadline", "0"), 2, "deadline"),
+        (("--asset", "NAME", "--policy", "hope"), 1, "unknown policy"),
+        (("--asset", "m/" + "0" * 64), 1, "catalog"),
+        (("--asset", "NAME", "--out", "/nowhere/c.safetensors"), 2, "cannot be written"),
+        (("--asset", "NAME", "--recompute", "smollm2"), 2, "needs the prompt"),
+        (("--tokens", "TOKENS"), 2, "need --model"),
+        (("--asset", "NAME", "--tokens", "BAD"), 1, "list of token ids"),
+        (("--asset", "NAME", "--tokens", "OTHER"), 2, "not those of"),
+        (("--asset", "NAME", "--tokens", "/nowhere.json"), 2, "cannot be read"),
+        (("--asset", "NAME", "--token-file", "/nowhere"), 2, "cannot be read"),
+        (("--asset", "NAME", "--salt-file", "/nowhere"), 2, "cannot be read"),
+        (("--asset", "NAME", "--fingerprint", "12"), 2, "fingerprint"),
+    ],
+)
+def test_what_is_refused_says_why(served, short, tmp_path, capsys, words, status, said):
+    files = {"TOKENS": list(TOKENS), "BAD": {"tokens": ["a"]}, "OTHER": list(reversed(TOKENS))}
+    for key, value in files.items():
+        (tmp_path / key).write_text(json.dumps(value))
+    filled = [name(short) if w == "NAME" else str(tmp_path / w) if w in files else w for w in words]
+    trust = ("--quic", "aioquic") if "--fingerprint" in words else network(served)
+    assert kvabr("fetch", served.url, *trust, *filled) == status
+    error = capsys.readouterr().err
+    assert said in error
+    assert "Traceback" not in error
+
+
+def test_an_asset_named_twice_and_a_bad_url(served, short, capsys):
+    assert kvabr("fetch", f"{served.url}#kvcache:{name(short)}", "--asset", name(short)) == 2
+    assert "twice" in capsys.readouterr().err
+    assert kvabr("fetch", "https://h/", "--asset", name(short)) == 2
+    assert "moqt://" in capsys.readouterr().err
+
+
+def test_a_prompt_that_goes_with_the_asset_is_taken(served, short, tmp_path, capsys):
+    tokens = tmp_path / "prompt.json"
+    tokens.write_text(prompt(70).dumps())
+    assert kvabr("fetch", served.url, *network(served), "--asset", name(short), "--tokens", tokens) == 0
+    assert "70 of 70 tokens" in capsys.readouterr().out
+
+
+RESTLESS = """
+from kvabr.abr import Decision, Policy
+
+
+class Restless(Policy):
+    def decide(self, view):
+        group = view.first_missing()
+        if group is not None:
+            return Decision.fetch(group, "Int4", "first of all")
+        if not view.settled:
+            return Decision.wait("for the others")
+        group = min(view.settled)
+        return Decision.upgrade(group, "Int8" if view.track_of[group] == "Int4" else "Int4", "to and fro until the end")
+"""
+
+
+def test_ctrl_c_leaves_no_file(served, short, tmp_path):
+    policy, out, log = tmp_path / "restless.py", tmp_path / "c.safetensors", tmp_path / "l.jsonl"
+    policy.write_text(RESTLESS)
+    words = ["fetch", f"{served.url}#kvcache:{name(short)}", "--ca", served.pem, "--quic", "aioquic"]
+    words += ["--deadline", 20, "--policy", f"{policy}:Restless", "--out", out, "--log", log]
+    process = subprocess.Popen(  # noqa: S603
+        [sys.executable, "-m", "kvabr", *map(str, words)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    for line in process.stderr:
+        if "5 of 5 groups in place" in line:
+            break
+    start = time.monotonic()
+    os.kill(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert time.monotonic() - start < 10
+    assert "interrupted" in errors
+    assert "Traceback" not in errors
+    # The log of an interrupted play is there, and nothing else.
+    assert len(log.read_text().splitlines()) > 10
+    assert sorted(path.name for path in tmp_path.iterdir() if path.suffix) == ["l.jsonl", "restless.py"]
+
+
+# -------------------------------------------------------------------- overlay
+
+
+def shot(now=0.5, **changes):
+    fields = {
+        "now": now,
+        "deadline_s": 2.0,
+        "offers": ("Int4", "Int8", "FP16"),
+        "tracks": ("FP16", None, "Int4", None, RECOMPUTED, None),
+        "flights": {1: Flight("Int4", 0.5), 2: Flight("Int8", 0.1)},
+        "rate": 5e6,
+        "lower_bound": 4e6,
+        "slack_s": 0.75,
+        "bytes_fetched": int(1e6 * now),
+        "bytes_wasted": 2000,
+        "requests": 2,
+        "decode_backlog_s": 0.012,
+        "computing": True,
+        "network": ConnectionStats(rtt_s=0.0213),
+    }
+    return Snapshot(**(fields | changes))
+
+
+def test_the_overlay_shows_strip_rate_and_slack_on_a_terminal():
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, width=90, color_system=None)
+    with Overlay("moqt://h/ by memory", console) as overlay:
+        for step in range(1, 6):
+            overlay.show(shot(step / 10))
+    text = screen.getvalue()
+    for part in (
+        "█▄▲·█·", "FP16 1", "missing 3", "40.00 Mbit/s, at least 32.00 Mbit/s", "8.00 Mbit/s", "+0.75 s",
+        "deadline in 1.50 s", "the engine computes", "500.0 kB (2.0 kB wasted)", "RTT 21.3 ms", "12 ms behind",
+    ):  # fmt: skip
+        assert part in text, part
+
+
+def test_a_long_prompt_fits_and_its_worst_groups_show():
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, width=40, color_system=None)
+    tracks = ["Int4"] * 5000
+    tracks[4321] = None
+    with Overlay("long", console) as overlay:
+        overlay.show(shot(tracks=tuple(tracks), flights={}))
+    strip = [line for line in screen.getvalue().splitlines() if "█" in line and "Int4" not in line]
+    assert 0 < len(strip) <= 6 * 3
+    assert any("·" in line for line in strip)
+
+
+def test_lines_instead_where_there_is_no_terminal():
+    screen = io.StringIO()
+    with Overlay("plain", Console(file=screen)) as overlay:
+        for step in range(20):
+            overlay.show(shot(step / 10))
+        overlay.show(shot(2.5, rate=0.0, slack_s=None))
+    lines = screen.getvalue().splitlines()
+    assert 4 <= len(lines) <= 6
+    assert "3 of 6 groups in place" in lines[0]
+    assert "rate not known yet, slack not known yet" in lines[-1]
+    assert "\x1b" not in screen.getvalue()
+
+
+def test_save_is_whole_or_not_at_all(tmp_path, monkeypatch):
+    from kvabr.client import save as module
+    from kvabr.client.played import Played
+    from kvabr.errors import AssetError
+    from kvabr.player.record import PlayRecord
+
+    kv = torch.zeros(SPEC.shape(3))
+    played = Played(kv, 3, ("recomputed",), 1.0, 0.1, True, 0.0, PlayRecord([]), SPEC)
+    module.save(played, tmp_path / "good.safetensors")
+    with safe_open(tmp_path / "good.safetensors", "pt") as file:
+        assert json.loads(file.metadata()["kvabr"])["namespace"] is None
+    with pytest.raises(AssetError, match="cannot be written"):
+        module.save(played, tmp_path / "no" / "such" / "folder.safetensors")
+
+    def full(*arguments, **options):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(module, "save_file", full)
+    with pytest.raises(AssetError, match="No space left"):
+        module.save(played, tmp_path / "good.safetensors")
+    assert [path.name for path in tmp_path.iterdir() if path.name != "cache"] == ["good.safetensors"]

@@ -1,0 +1,157 @@
+"""What an origin has of a prompt: the longest prefix, in as few round trips as it takes, and nothing on trust."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from functools import partial
+
+import pytest
+
+from kvabr.client import profiles
+from kvabr.client.lookup import fetch_catalog, find_prefix, playable
+from kvabr.client.profiles import fetch_profile, profile_at_hand
+from kvabr.errors import ForeignError, FormatError
+from kvabr.naming import TrackNamespace
+from kvabr.origin.grants import EVERYTHING
+from kvabr.origin.library import Library
+from kvabr.transport.base import NotFoundError
+from kvabr.transport.memory import Fault, MemoryConnection
+from tests import assets
+from tests.client.virtual import virtual
+
+SPEC = assets.spec()
+
+
+def connection(root, **options):
+    return MemoryConnection(partial(Library(root).find, EVERYTHING), **options)
+
+
+@pytest.mark.parametrize("groups", [3, 320, 321, 1000])
+def test_the_longest_prefix_is_found_in_two_round_trips_at_most(tmp_path, groups):
+    dice = random.Random(groups)
+    prompt = [dice.randrange(50_000) for _ in range(4 * groups + 3)]
+    shares = sorted({1, groups // 3, groups - 1, dice.randrange(1, groups + 1)})
+    for share in shares:
+        assets.make_asset(tmp_path / f"shares-{share}", [*prompt[: 4 * share], *range(9)])
+
+    @virtual
+    async def check():
+        async with connection(tmp_path) as link:
+            found = await find_prefix(link, prompt, SPEC)
+            assert found.catalog.groups == shares[-1]
+            assert found.catalog.tokens == 4 * shares[-1]
+            assert link.requests == (1 if groups < 321 else 2)
+            other = await find_prefix(link, [*prompt[: 4 * shares[0]], 49_999, 49_998], SPEC)
+            assert other.catalog.groups == shares[0]
+            assert await find_prefix(link, [49_999, *prompt], SPEC) is None
+            assert await find_prefix(link, prompt, SPEC, salt=b"tenant") is None
+
+    check()
+
+
+def test_an_exact_prompt_with_a_short_last_group_is_found_whole(tmp_path):
+    assets.make_asset(tmp_path / "exact", range(10))
+
+    @virtual
+    async def check():
+        async with connection(tmp_path) as link:
+            assert (await find_prefix(link, range(10), SPEC)).catalog.tokens == 10
+            assert (await find_prefix(link, range(11), SPEC)).catalog.tokens == 10
+            assert (await find_prefix(link, [*range(9), 77, 78], SPEC)).catalog.tokens == 8
+            assert (await find_prefix(link, range(4), SPEC)).catalog.tokens == 4
+
+    check()
+
+
+def test_a_cache_of_another_shape_is_foreign(tmp_path):
+    assets.make_asset(tmp_path / "exact", range(10))
+
+    @virtual
+    async def check():
+        async with connection(tmp_path) as link:
+            with pytest.raises(ForeignError, match="cannot be mixed"):
+                await find_prefix(link, range(10), replace(SPEC, layers=2))
+
+    check()
+
+
+@virtual
+async def test_a_catalog_by_name(origin, short):
+    async with origin() as link:
+        found = await fetch_catalog(link, short.namespace)
+        assert found.catalog == short
+        with pytest.raises(NotFoundError):
+            await fetch_catalog(link, TrackNamespace("other", short.namespace.prompt))
+
+
+def test_only_what_can_be_decoded_is_played(long, short):
+    assert playable(long, profile=True) is long
+    assert "AC-5x" not in playable(long, profile=False).by_name
+    strange = replace(short.tracks[0], name="MPEG")
+    refining = replace(short.tracks[1], name="FP8", refines="MPEG")
+    odd = replace(short, tracks=(strange, refining, short.tracks[2]))
+    assert list(playable(odd, profile=False).by_name) == ["Int4"]
+    with pytest.raises(FormatError, match=r"MPEG.*can be decoded here.*plug-in"):
+        playable(replace(short, tracks=(strange,)), profile=True)
+
+
+@pytest.fixture
+def forgotten(monkeypatch):
+    profiles._profiles.clear()
+
+
+@virtual
+async def test_a_profile_is_fetched_once_and_kept(origin, long, forgotten, tmp_path):
+    folder = tmp_path / "cache" / "profiles"
+    async with origin(folder="long") as link:
+        assert not profile_at_hand(long, folder)
+        first = await fetch_profile(link, long, folder)
+        assert first.digest == long.profile
+        assert link.requests == 1
+        assert await fetch_profile(link, long, folder) is first
+        profiles._profiles.clear()
+        assert profile_at_hand(long, folder)
+        again = await fetch_profile(link, long, folder)
+        assert again.digest == long.profile
+        assert link.requests == 1
+        # A damaged file is as good as none.
+        profiles._profiles.clear()
+        (file,) = folder.iterdir()
+        file.write_bytes(file.read_bytes()[:-1])
+        assert (await fetch_profile(link, long, folder)).digest == long.profile
+        assert link.requests == 2
+
+
+@virtual
+async def test_plays_that_want_the_same_profile_fetch_it_once(origin, long, forgotten):
+    import asyncio
+
+    async with origin(folder="long") as link:
+        found = await asyncio.gather(*(fetch_profile(link, long) for _ in range(10)))
+        assert len({id(profile) for profile in found}) == 1
+        assert link.requests == 1
+
+
+@virtual
+async def test_a_profile_that_is_not_the_one_named_is_refused(origin, long, short, forgotten):
+    async with origin(folder="long", faults=lambda _: Fault(corrupt_at=100)) as link:
+        with pytest.raises(FormatError, match="not the one that the catalog names"):
+            await fetch_profile(link, long)
+        with pytest.raises(FormatError, match="64 hex digits"):
+            await fetch_profile(link, replace(long, profile="../../etc/passwd"))
+        with pytest.raises(FormatError, match="profile of"):
+            await fetch_profile(link, replace(long, profile_bytes=0))
+        assert await fetch_profile(link, short) is None
+        assert not profiles._profiles
+
+
+@virtual
+async def test_the_shipped_profile_needs_no_network(origin, forgotten):
+    from kvabr.data import default_catalog
+
+    catalog = default_catalog()
+    assert profile_at_hand(catalog)
+    async with origin() as link:
+        assert (await fetch_profile(link, catalog)).digest == catalog.profile
+        assert link.requests == 0

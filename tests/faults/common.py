@@ -1,0 +1,216 @@
+"""What the tests of faults share: a small real asset, real servers on loopback, and shaped links to them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import structlog
+
+import kvabr
+from kvabr.naming import CATALOG_TRACK, PREFIX_TRACK
+from kvabr.origin.encoder import Keeper, publish
+from kvabr.origin.grants import Grants
+from kvabr.origin.library import Library
+from kvabr.origin.metrics import Metrics
+from kvabr.origin.publication import Publication
+from kvabr.origin.quicserver import QuicServer
+from kvabr.origin.server import ServerLimits, ServerTls
+from kvabr.origin.writer import AssetWriter
+from kvabr.recompute.cost import PrefillCost
+from kvabr.replay.live.conditions import Conditions
+from kvabr.replay.live.shaper import Shaper
+from tests import kvdata
+from tests.replay.live.links import trace
+from tests.toymodel import ToyModel, prompt
+
+LIBRARIES = ("aioquic", "qh3")
+SPEC = kvdata.spec(layers=2, heads=4, dim=64, group_tokens=16)
+PROMPT = prompt(96)
+TOKENS = PROMPT.tokens
+GROUPS = 6
+COST = PrefillCost(0.002, 0.005)
+"""Of the engine, seconds: half a second for the whole prompt."""
+QUIET = structlog.wrap_logger(structlog.ReturnLogger(), processors=[])
+
+
+def engine() -> ToyModel:
+    return ToyModel(SPEC)
+
+
+def write_asset(path: Path) -> None:
+    """6 groups of 16 tokens; 33 KB each at FP16."""
+    with AssetWriter(path) as writer:
+        catalog = publish(engine(), PROMPT, ("FP16", "Int8", "Int4"), None, Keeper(writer.frame, writer.read_frame))
+        writer.prompt(PROMPT)
+        writer.commit(catalog)
+
+
+def right(played, tokens: int = len(TOKENS)) -> bool:
+    """Whether a play brought all of the cache, without a hole."""
+    exact = engine().prefill(TOKENS[:tokens])
+    error = (played.kv.float() - exact).square().mean() / exact.square().mean()
+    return played.tokens == tokens and len(played.coverage) == tokens // 16 and all(played.coverage) and error < 0.02
+
+
+def level(track: str) -> bool:
+    """Whether a track is one of the cache itself."""
+    return track != CATALOG_TRACK and not track.startswith(PREFIX_TRACK)
+
+
+Find = Callable[[str, Publication | None], Publication | None]
+
+
+class OtherLibrary(Library):
+    """Finds what a library has, and lets ``change`` have its way with it."""
+
+    def __init__(self, root: Path, grants: Grants | None, change: Find) -> None:
+        super().__init__(root, grants)
+        self._change = change
+
+    def find(self, grant, namespace, track):
+        return self._change(track, super().find(grant, namespace, track))
+
+
+@dataclass
+class Origin:
+    """A server in this process."""
+
+    server: QuicServer
+    tls: ServerTls
+    fingerprint: str
+
+    @property
+    def metrics(self) -> Metrics:
+        return self.server.metrics
+
+    @property
+    def address(self) -> tuple[str, int]:
+        return self.server.address
+
+    def connect(self, quic="aioquic", at=None, **options):
+        """`kvabr.connect` to it, or to a link that leads there."""
+        return connect(at or self.address, self.fingerprint, quic, **options)
+
+    async def empty(self) -> None:
+        """Wait until nothing is left of any connection."""
+        server = self.server
+        async with asyncio.timeout(5):
+            while server.peers or server._server._protocols:
+                await asyncio.sleep(0.01)  # no event tells that a library has forgotten a connection
+        assert server.requests == 0
+        assert server.metrics.connections.value() == 0
+        assert server.metrics.requests_in_flight.value() == 0
+
+
+def connect(address, fingerprint, quic="aioquic", *, timeout_s=2.0, **options):
+    host, port = address
+    return kvabr.connect(f"moqt://{host}:{port}/", fingerprint=fingerprint, quic=quic, timeout_s=timeout_s, **options)
+
+
+@dataclass
+class Log:
+    """Events of a play."""
+
+    lines: list[dict] = field(default_factory=list)
+    waiting: list[tuple[str, asyncio.Event]] = field(default_factory=list)
+
+    def __call__(self, line: dict) -> None:
+        self.lines.append(line)
+        for name, event in self.waiting:
+            if line["event"] == name:
+                event.set()
+
+    async def seen(self, name: str) -> None:
+        """Wait for an event of that name, past or to come."""
+        event = asyncio.Event()
+        self.waiting.append((name, event))
+        if any(line["event"] == name for line in self.lines):
+            return
+        async with asyncio.timeout(10):
+            await event.wait()
+
+    def first(self, name: str) -> dict:
+        return next(line for line in self.lines if line["event"] == name)
+
+    def reasons(self, name: str = "failed") -> list[str]:
+        return [line["reason"] for line in self.lines if line["event"] == name]
+
+
+@asynccontextmanager
+async def serving(root, tls, fingerprint, *, library="aioquic", find: Find | None = None, grants=None, **limits):
+    """An origin of the assets below a folder, on QUIC."""
+    assets = Library(root, grants) if find is None else OtherLibrary(root, grants, find)
+    server = QuicServer(assets, "127.0.0.1", 0, tls, ServerLimits(**limits), QUIET, Metrics(), library_name=library)
+    async with server:
+        yield Origin(server, tls, fingerprint)
+
+
+def shape(link: Shaper, rates, *, step=1.0, **conditions) -> None:
+    """From now on the link carries so many bytes per second, each for ``step`` seconds, over and over."""
+    link.begin(trace(rates, step), 0.0, Conditions(**conditions))
+
+
+@contextmanager
+def shaped(address, rates=(), **conditions) -> Iterator[Shaper]:
+    """A link to ``address``; without ``rates`` it has delay and losses, but no bottleneck."""
+    with Shaper(address, Conditions(**conditions)) as link:
+        if rates:
+            shape(link, rates, **conditions)
+        yield link
+
+
+class Process:
+    """A running `kvabr serve` or `kvabr relay`."""
+
+    def __init__(self, process, url: str) -> None:
+        self.process, self.url = process, url
+        self.address = ("127.0.0.1", int(url.rsplit(":", 1)[1].strip("/")))
+
+    async def kill(self) -> None:
+        self.process.kill()
+        await self.process.wait()
+
+
+@asynccontextmanager
+async def running(command: str, *words) -> AsyncIterator[Process]:
+    """A kvabr command that prints its URL once it is up."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "kvabr", command, *map(str, words), stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.DEVNULL,
+    )  # fmt: skip
+    try:
+        async with asyncio.timeout(20):
+            yield_url = (await process.stdout.readline()).decode().strip()
+        assert yield_url.startswith("moqt://"), yield_url
+        yield Process(process, yield_url)
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.communicate()
+
+
+def serve_process(root, tls, *, port=0, quic="aioquic"):
+    """`kvabr serve`."""
+    words = ("--cert", tls.certfile, "--key", tls.keyfile, "--bind", f"127.0.0.1:{port}", "--quic", quic)
+    return running("serve", root, *words, "--log-json")
+
+
+class Stopwatch:
+    """Seconds since it was made."""
+
+    def __init__(self) -> None:
+        self._start = time.monotonic()
+
+    @property
+    def s(self) -> float:
+        return time.monotonic() - self._start
+
+
+logging.getLogger("quic").setLevel(logging.ERROR)

@@ -1,0 +1,187 @@
+"""Plays over links that lose, delay, fall silent, and lead nowhere: real QUIC, real processes."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+from contextlib import AsyncExitStack
+
+import pytest
+
+from kvabr.client.play import play
+from kvabr.errors import PlayError, TransportError
+from tests.faults.common import (
+    COST,
+    GROUPS,
+    LIBRARIES,
+    SPEC,
+    TOKENS,
+    Log,
+    Stopwatch,
+    connect,
+    engine,
+    right,
+    serve_process,
+    shape,
+    shaped,
+)
+
+MB = 1e6
+FORGOTTEN = "the peer fell silent; it answers a new connection"
+
+
+async def for_both(one):
+    """Do something with either QUIC library, at the same time."""
+    return await asyncio.gather(*map(one, LIBRARIES))
+
+
+@pytest.mark.parametrize("loss", [0.01, 0.05])
+async def test_losses(origin, loss):
+    async def one(library):
+        async with origin(library=library) as served:
+            with shaped(served.address, [2 * MB], rtt_s=0.02, loss=loss, loss_up=loss, seed=2) as link:
+                async with served.connect(library, link.address) as connection:
+                    played = await play(connection, TOKENS, deadline=2.0, policy="fixed:FP16", spec=SPEC)
+                return played, link.stats()
+
+    for played, stats in await for_both(one):
+        assert right(played)
+        assert played.coverage == ("FP16",) * GROUPS
+        assert played.met
+        assert stats.lost_down > 0
+
+
+async def test_a_round_trip_of_300_ms(origin):
+    async def one(library):
+        async with origin(library=library) as served:
+            with shaped(served.address, [4 * MB], rtt_s=0.3) as link:
+                async with served.connect(library, link.address) as connection:
+                    return await play(connection, TOKENS, deadline=3.0, policy="fixed:Int8", spec=SPEC)
+
+    for played in await for_both(one):
+        assert right(played)
+        assert played.met
+        assert 0.3 <= played.lookup_s < 0.5
+        assert 0.6 <= played.ttft_s
+
+
+async def test_udp_that_leads_nowhere():
+    """A packet filter that drops everything, or a host where nothing listens."""
+
+    async def one(quic, address):
+        watch = Stopwatch()
+        with pytest.raises(TransportError) as caught:
+            async with connect(address, "0" * 64, quic, timeout_s=0.6):
+                pass
+        assert "no answer within" in str(caught.value)
+        assert "may UDP pass?" in str(caught.value)
+        assert f"127.0.0.1:{address[1]}" in str(caught.value)
+        assert watch.s < 1.5
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as deaf, socket.socket(type=socket.SOCK_DGRAM) as gone:
+        for end in (deaf, gone):
+            end.bind(("127.0.0.1", 0))
+        addresses = deaf.getsockname(), gone.getsockname()
+        gone.close()
+        await asyncio.gather(*(one(quic, at) for quic in (*LIBRARIES, "moq", "auto") for at in addresses))
+
+
+async def test_an_outage_in_the_middle(origin):
+    async def one(library):
+        async with origin(library=library) as served:
+            with shaped(served.address, rtt_s=0.01) as link:
+                async with served.connect(library, link.address) as connection:
+                    shape(link, [0.1 * MB, 0, 1 * MB, 1 * MB, 1 * MB], step=0.4, rtt_s=0.01)
+                    played = await play(connection, TOKENS, deadline=1.5, spec=SPEC)
+                    return played, connection.dials
+
+    for played, dials in await for_both(one):
+        assert right(played)
+        assert played.met
+        assert dials == 0  # the old connection has outlived it
+
+
+async def test_an_origin_killed_in_the_middle_and_started_again(root, tls, fingerprint):
+    """The player connects anew and goes on from what it has; one that asks only later finds out then."""
+    async with AsyncExitStack() as stack:
+        first = await stack.enter_async_context(serve_process(root, tls))
+
+        async def connected(library):
+            link = stack.enter_context(shaped(first.address, [0.1 * MB], rtt_s=0.01))
+            return await stack.enter_async_context(connect(link.address, fingerprint, library))
+
+        def playing(connection, log):
+            return asyncio.create_task(
+                play(connection, TOKENS, deadline=6.0, policy="fixed:Int4", spec=SPEC, log=log)
+            )
+
+        busy = [(await connected(library), Log()) for library in LIBRARIES]
+        idle = [(await connected(library), Log()) for library in LIBRARIES]
+        tasks = [playing(*one) for one in busy]
+        await asyncio.gather(*(log.seen("decoded") for _, log in busy))
+        await first.kill()
+        await stack.enter_async_context(serve_process(root, tls, port=first.address[1]))
+        tasks += [playing(*one) for one in idle]
+        results = await asyncio.gather(*tasks)
+    for played, (connection, _) in zip(results, busy + idle, strict=True):
+        assert right(played)
+        assert played.met
+        assert connection.dials == 1
+    for _, log in busy:
+        forgotten = [line for line in log.lines if FORGOTTEN in line.get("reason", "")]
+        lost = log.lines.index(forgotten[0])
+        had = {line["group"] for line in log.lines[:lost] if line["event"] == "decoded"}
+        asked = {line["group"] for line in log.lines[lost:] if line["event"] == "request"}
+        assert had
+        assert asked
+        assert not had & asked
+
+
+async def test_an_origin_killed_for_good(root, tls, fingerprint):
+    """The engine computes the rest in time; without one the error says why, and does not come late."""
+    async with AsyncExitStack() as stack:
+        served = await stack.enter_async_context(serve_process(root, tls))
+        plays, logs = [], []
+        for options in ({"recompute": engine(), "cost": COST}, {"spec": SPEC}):
+            for library in LIBRARIES:
+                link = stack.enter_context(shaped(served.address, [0.1 * MB], rtt_s=0.01))
+                connecting = connect(link.address, fingerprint, library, timeout_s=0.5)
+                connection = await stack.enter_async_context(connecting)
+                logs.append(Log())
+                plays.append(play(connection, TOKENS, deadline=1.5, patience=2.0, log=logs[-1], **options))
+        tasks = [asyncio.create_task(one) for one in plays]
+        await asyncio.gather(*(log.seen("decoded") for log in logs))
+        await served.kill()
+        watch = Stopwatch()
+        *computed, one_error, other_error = await asyncio.gather(*tasks, return_exceptions=True)
+        assert watch.s < 2 * 1.5 + 0.5
+    for played in computed:
+        assert right(played)
+        assert played.met
+        assert "recomputed" in played.coverage
+        assert set(played.coverage) != {"recomputed"}  # it went on from what it had
+    for error in (one_error, other_error):
+        assert isinstance(error, PlayError), error
+        assert "of 6 groups are still not in place" in str(error)
+        assert "nothing has come for" in str(error)
+
+
+async def test_an_origin_that_is_told_to_end_completes_what_is_under_way(root, tls, fingerprint):
+    async def one(library):
+        async with serve_process(root, tls, quic=library) as served:
+            with shaped(served.address, [0.05 * MB], rtt_s=0.01) as link:
+                async with connect(link.address, fingerprint, library, timeout_s=0.5) as connection:
+                    log = Log()
+                    first_four = TOKENS[:64]  # groups, as many as are asked for at once while no rate is known
+                    work = play(connection, first_four, deadline=4.0, policy="fixed:Int4", spec=SPEC, log=log)
+                    task = asyncio.create_task(work)
+                    await log.seen("first_byte")
+                    served.process.send_signal(signal.SIGTERM)
+                    played = await task
+                assert await served.process.wait() == 0
+                return played, log
+
+    for played, log in await for_both(one):
+        assert right(played, 64)
+        assert log.reasons() == []

@@ -1,0 +1,162 @@
+"""Everything that a message can say, for property tests."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+
+from kvabr.moqt import messages as m
+from kvabr.moqt.codes import Param, RequestCode
+from kvabr.moqt.draft import Draft
+from kvabr.moqt.encoding import allowed_parameters
+from kvabr.moqt.parameters import (
+    ABSOLUTE_RANGE,
+    ABSOLUTE_START,
+    DELETE,
+    LARGEST_OBJECT,
+    NEXT_GROUP,
+    REGISTER,
+    USE_ALIAS,
+    USE_VALUE,
+    Filter,
+    Parameters,
+    SetupOptions,
+    Token,
+    known_parameters,
+)
+from kvabr.moqt.wire import Location
+
+fields = st.binary(min_size=1, max_size=12)
+namespaces = st.lists(fields, max_size=5).map(tuple)
+full = st.lists(fields, min_size=1, max_size=5).map(tuple)
+tracks = st.binary(max_size=20)
+reasons = st.text(max_size=60)
+
+
+def integers(draft: Draft) -> st.SearchStrategy[int]:
+    return st.integers(0, draft.varint.largest) | st.integers(0, 300)
+
+
+def locations(draft: Draft) -> st.SearchStrategy[Location]:
+    return st.builds(Location, integers(draft), integers(draft))
+
+
+def tokens(draft: Draft) -> st.SearchStrategy[Token]:
+    number, value = integers(draft), st.binary(max_size=30)
+    return st.one_of(
+        st.builds(Token, value, st.just(USE_VALUE), st.none(), number),
+        st.builds(Token, value, st.just(REGISTER), number, number),
+        st.builds(Token, st.just(b""), st.sampled_from([DELETE, USE_ALIAS]), number),
+    )
+
+
+def filters(draft: Draft) -> st.SearchStrategy[Filter]:
+    ranges = st.tuples(locations(draft), integers(draft)).map(
+        lambda both: Filter(ABSOLUTE_RANGE, both[0], min(draft.varint.largest, both[0].group + both[1]))
+    )
+    return st.one_of(
+        st.sampled_from([Filter(NEXT_GROUP), Filter(LARGEST_OBJECT)]),
+        st.builds(Filter, st.just(ABSOLUTE_START), locations(draft)),
+        ranges,
+    )
+
+
+def properties(draft: Draft) -> st.SearchStrategy[tuple[tuple[int, int | bytes], ...]]:
+    """Of tracks: none that means anything here."""
+    pair = st.integers(0x40, 0x3FFF).flatmap(
+        lambda kind: st.tuples(st.just(kind), st.binary(max_size=20) if kind % 2 else integers(draft))
+    )
+    return st.lists(pair, max_size=4).map(lambda pairs: tuple(sorted(pairs, key=lambda pair: pair[0])))
+
+
+def parameters(draft: Draft, allowed: frozenset[Param]) -> st.SearchStrategy[Parameters]:
+    number = integers(draft)
+    how = {
+        Param.OBJECT_DELIVERY_TIMEOUT: ("object_delivery_timeout", st.integers(1, draft.varint.largest)),
+        Param.AUTHORIZATION_TOKEN: ("tokens", st.lists(tokens(draft), max_size=3).map(tuple)),
+        Param.RENDEZVOUS_TIMEOUT: ("rendezvous_timeout", number),
+        Param.SUBGROUP_DELIVERY_TIMEOUT: ("subgroup_delivery_timeout", number),
+        Param.EXPIRES: ("expires", number),
+        Param.LARGEST_OBJECT: ("largest", locations(draft)),
+        Param.FILL_TIMEOUT: ("fill_timeout", number),
+        Param.FORWARD: ("forward", st.integers(0, 1)),
+        Param.SUBSCRIBER_PRIORITY: ("priority", st.integers(0, 255)),
+        Param.SUBSCRIPTION_FILTER: ("filter", filters(draft)),
+        Param.GROUP_ORDER: ("group_order", st.integers(1, 2)),
+        Param.NEW_GROUP_REQUEST: ("new_group", number),
+        Param.TRACK_NAMESPACE_PREFIX: ("namespace_prefix", namespaces),
+    }
+    assert set(how) == set(Param)
+    usable = [how[param] for param in Param if param in allowed & known_parameters(draft)]
+    return st.builds(Parameters, **{name: value if name == "tokens" else st.none() | value for name, value in usable})
+
+
+def setups(draft: Draft) -> st.SearchStrategy[SetupOptions]:
+    return st.builds(
+        SetupOptions,
+        path=st.none() | st.binary(max_size=30),
+        authority=st.none() | st.binary(max_size=30),
+        tokens=st.lists(tokens(draft), max_size=2).map(tuple),
+        max_auth_token_cache_size=integers(draft),
+        implementation=st.none() | st.binary(max_size=30),
+        max_request_id=st.just(0) if draft.streams else integers(draft),
+    )
+
+
+def ranges(draft: Draft) -> st.SearchStrategy[tuple[Location, Location]]:
+    return st.tuples(locations(draft), locations(draft)).map(lambda both: (min(both), max(both)))
+
+
+def message(draft: Draft) -> st.SearchStrategy[m.Message]:
+    """Any message of a draft, with any content; request IDs of answers as they come back."""
+    number = integers(draft)
+    answered = st.none() if draft.streams else number
+    spaces = namespaces if draft.number >= 17 else full
+
+    def given(cls: type[m.Message]) -> st.SearchStrategy[Parameters]:
+        return parameters(draft, allowed_parameters(cls, draft))
+
+    def fetch(number: int, space: tuple[bytes, ...], track: bytes, both: tuple[Location, ...], more: Parameters):
+        return m.Fetch(number, space, track, both[0], both[1], more)
+
+    props = properties(draft)
+    common = [
+        st.builds(m.Setup, setups(draft)),
+        st.builds(m.RequestOk, answered, given(m.RequestOk), props if draft.streams else st.just(())),
+        st.builds(m.RequestError, answered, number.filter(lambda code: code != RequestCode.REDIRECT), number, reasons),
+        st.builds(m.Subscribe, number, spaces, tracks, given(m.Subscribe)),
+        st.builds(m.TrackStatus, number, spaces, tracks, given(m.TrackStatus)),
+        st.builds(m.SubscribeOk, answered, number, given(m.SubscribeOk), props),
+        st.builds(m.RequestUpdate, number, st.none() if draft.streams else number, given(m.RequestUpdate)),
+        st.builds(m.Publish, number, spaces, tracks, number, given(m.Publish), props),
+        st.builds(m.PublishDone, answered, number, number, reasons),
+        st.builds(fetch, number, spaces, tracks, ranges(draft), given(m.Fetch)),
+        st.builds(m.JoiningFetch, number, number, number, st.booleans(), given(m.JoiningFetch)),
+        st.builds(m.FetchOk, answered, st.booleans(), locations(draft), st.just(Parameters()), props),
+        st.builds(m.PublishNamespace, number, spaces, given(m.PublishNamespace)),
+        st.builds(m.Namespace, namespaces),
+        st.builds(m.NamespaceDone, namespaces),
+        st.builds(
+            m.SubscribeNamespace, number, namespaces, st.just(1) if draft.streams else number,
+            given(m.SubscribeNamespace),
+        ),
+    ]  # fmt: skip
+    if draft.number == 18:
+        to = st.builds(m.Redirect, st.binary(max_size=40), namespaces, tracks)
+        return st.one_of(
+            *common,
+            st.builds(m.Goaway, st.binary(max_size=40), number, number),
+            st.builds(m.RequestError, answered, st.just(0x34), number, reasons, to),
+            st.builds(m.SubscribeTracks, number, namespaces, given(m.SubscribeTracks)),
+            st.builds(m.PublishBlocked, namespaces, tracks),
+        )
+    return st.one_of(
+        *common,
+        st.builds(m.Goaway, st.binary(max_size=40)),
+        st.builds(m.RequestError, answered, st.just(0x34), number, reasons),
+        st.builds(m.PublishOk, number, given(m.PublishOk)),
+        st.builds(m.PublishNamespaceCancel, number, number, reasons),
+        *(
+            st.builds(cls, number)
+            for cls in (m.MaxRequestId, m.RequestsBlocked, m.Unsubscribe, m.FetchCancel, m.PublishNamespaceDone)
+        ),
+    )

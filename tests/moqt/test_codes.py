@@ -1,0 +1,90 @@
+"""Every code point by its name and number, as the drafts' tables have them."""
+
+import pytest
+
+from kvabr.moqt.codes import (
+    MANDATORY_TRACK_PROPERTIES,
+    Param,
+    Property,
+    PublishDoneCode,
+    RequestCode,
+    ResetCode,
+    SessionCode,
+    SetupOption,
+    name_of,
+)
+from kvabr.moqt.draft import DRAFT_16, DRAFT_18, DRAFTS, by_alpn
+from kvabr.moqt.parameters import known_parameters
+
+SESSION = """NO_ERROR 0x0; INTERNAL_ERROR 0x1; UNAUTHORIZED 0x2; PROTOCOL_VIOLATION 0x3; INVALID_REQUEST_ID 0x4;
+DUPLICATE_TRACK_ALIAS 0x5; KEY_VALUE_FORMATTING_ERROR 0x6; TOO_MANY_REQUESTS 0x7; INVALID_PATH 0x8; MALFORMED_PATH 0x9;
+GOAWAY_TIMEOUT 0x10; CONTROL_MESSAGE_TIMEOUT 0x11; DATA_STREAM_TIMEOUT 0x12; AUTH_TOKEN_CACHE_OVERFLOW 0x13;
+DUPLICATE_AUTH_TOKEN_ALIAS 0x14; VERSION_NEGOTIATION_FAILED 0x15; MALFORMED_AUTH_TOKEN 0x16;
+UNKNOWN_AUTH_TOKEN_ALIAS 0x17; EXPIRED_AUTH_TOKEN 0x18; INVALID_AUTHORITY 0x19; MALFORMED_AUTHORITY 0x1A"""
+"""Draft 18, section 15.10.1; 0x7 in draft 16 alone, section 13.4.1."""
+REQUEST = """INTERNAL_ERROR 0x0; UNAUTHORIZED 0x1; TIMEOUT 0x2; NOT_SUPPORTED 0x3; MALFORMED_AUTH_TOKEN 0x4;
+EXPIRED_AUTH_TOKEN 0x5; GOING_AWAY 0x6; EXCESSIVE_LOAD 0x9; DOES_NOT_EXIST 0x10; INVALID_RANGE 0x11;
+MALFORMED_TRACK 0x12; DUPLICATE_SUBSCRIPTION 0x19; UNINTERESTED 0x20; PREFIX_OVERLAP 0x30; NAMESPACE_TOO_LARGE 0x31;
+INVALID_JOINING_REQUEST_ID 0x32; UNSUPPORTED_EXTENSION 0x33; REDIRECT 0x34"""
+"""Draft 18, section 15.10.2; those of draft 16 are among them."""
+DONE = """INTERNAL_ERROR 0x0; UNAUTHORIZED 0x1; TRACK_ENDED 0x2; SUBSCRIPTION_ENDED 0x3; GOING_AWAY 0x4;
+TOO_FAR_BEHIND 0x5; EXPIRED 0x6; UPDATE_FAILED 0x8; EXCESSIVE_LOAD 0x9; MALFORMED_TRACK 0x12"""
+"""Draft 18, section 15.10.3."""
+RESET = """INTERNAL_ERROR 0x0; CANCELLED 0x1; DELIVERY_TIMEOUT 0x2; SESSION_CLOSED 0x3; GOING_AWAY 0x4;
+TOO_FAR_BEHIND 0x5; UNKNOWN_OBJECT_STATUS 0x6; EXPIRED_AUTH_TOKEN 0x7; EXCESSIVE_LOAD 0x9; MALFORMED_TRACK 0x12"""
+"""Draft 18, section 15.10.4."""
+PARAMETERS = """OBJECT_DELIVERY_TIMEOUT 0x02; AUTHORIZATION_TOKEN 0x03; RENDEZVOUS_TIMEOUT 0x04;
+SUBGROUP_DELIVERY_TIMEOUT 0x06; EXPIRES 0x08; LARGEST_OBJECT 0x09; FILL_TIMEOUT 0x0A; FORWARD 0x10;
+SUBSCRIBER_PRIORITY 0x20; SUBSCRIPTION_FILTER 0x21; GROUP_ORDER 0x22; NEW_GROUP_REQUEST 0x32;
+TRACK_NAMESPACE_PREFIX 0x34"""
+"""Draft 18, section 15.7."""
+OPTIONS = """PATH 0x01; MAX_REQUEST_ID 0x02; AUTHORIZATION_TOKEN 0x03; MAX_AUTH_TOKEN_CACHE_SIZE 0x04; AUTHORITY 0x05;
+MOQT_IMPLEMENTATION 0x07"""
+"""Draft 18, section 15.4; 0x02 in draft 16 alone, section 9.3.1.3."""
+PROPERTIES = """OBJECT_DELIVERY_TIMEOUT 0x02; MAX_CACHE_DURATION 0x04; SUBGROUP_DELIVERY_TIMEOUT 0x06;
+IMMUTABLE_PROPERTIES 0x0B; DEFAULT_PUBLISHER_PRIORITY 0x0E; DEFAULT_PUBLISHER_GROUP_ORDER 0x22; DYNAMIC_GROUPS 0x30;
+PRIOR_GROUP_ID_GAP 0x3C; PRIOR_OBJECT_ID_GAP 0x3E"""
+"""Draft 18, section 15.8."""
+
+
+@pytest.mark.parametrize(
+    ("enum", "table"),
+    [
+        (SessionCode, SESSION),
+        (RequestCode, REQUEST),
+        (PublishDoneCode, DONE),
+        (ResetCode, RESET),
+        (Param, PARAMETERS),
+        (SetupOption, OPTIONS),
+        (Property, PROPERTIES),
+    ],
+)
+def test_tables(enum, table):
+    rows = {name: int(number, 16) for name, number in (row.split() for row in table.split(";"))}
+    assert {member.name: member.value for member in enum} == rows
+
+
+def test_parameters_of_draft_16():
+    """Draft 16, section 13.2."""
+    assert sorted(known_parameters(DRAFT_16)) == [0x02, 0x03, 0x08, 0x09, 0x10, 0x20, 0x21, 0x22, 0x32]
+    assert known_parameters(DRAFT_18) == frozenset(Param)
+
+
+def test_mandatory_track_properties():
+    """Draft 18, section 2.5.1: 0x4000 to 0x7FFF."""
+    assert 0x3FFF not in MANDATORY_TRACK_PROPERTIES
+    assert 0x4000 in MANDATORY_TRACK_PROPERTIES
+    assert 0x7FFF in MANDATORY_TRACK_PROPERTIES
+    assert 0x8000 not in MANDATORY_TRACK_PROPERTIES
+
+
+def test_codes_for_people():
+    """Codes that nobody knows are no error (draft 18, section 14)."""
+    assert name_of(0x10, RequestCode) == "DOES_NOT_EXIST"
+    assert name_of(0x9D, RequestCode) == "code 0x9d"
+
+
+def test_drafts():
+    assert [draft.alpn for draft in DRAFTS] == ["moqt-18", "moqt-16"]
+    assert by_alpn("moqt-16") is DRAFT_16
+    assert by_alpn("moqt-17") is None

@@ -1,0 +1,448 @@
+"""Control messages: bytes by the drafts' text, and what closes the session."""
+
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvabr.moqt import messages as m
+from kvabr.moqt.codes import SessionCode, SessionFault
+from kvabr.moqt.draft import DRAFT_16, DRAFT_18, DRAFTS
+from kvabr.moqt.encoding import MessageParser, decode, encode
+from kvabr.moqt.parameters import Filter, Parameters, SetupOptions, Token
+from kvabr.moqt.wire import Location
+from tests.moqt import strategies
+
+NAME = "02 0161 026263"  # the namespace ("a", "bc")
+SPACE = (b"a", b"bc")
+TRACK = "0174"  # the track "t"
+
+
+def frame(kind: str, *parts: str) -> bytes:
+    """Message type, length in 16 bits, payload (draft 18, section 10)."""
+    body = bytes.fromhex("".join(parts))
+    return bytes.fromhex(kind) + len(body).to_bytes(2, "big") + body
+
+
+def one(data: bytes, draft, *, control: bool = True) -> m.Message:
+    ((kind, payload),) = MessageParser(draft).feed(data)
+    return decode(kind, payload, draft, control=control)
+
+
+def fault(data: bytes, draft) -> SessionCode:
+    with pytest.raises(SessionFault) as caught:
+        one(data, draft)
+    return caught.value.code
+
+
+TOKEN = Token(b"k")
+MESSAGES_18 = [
+    # SETUP, section 10.3: type 0x2F00, options to its end
+    ("af00", ["01 022f61", "02 050300746f6b", "01 8400", "01 05683a343433", "02 0178"],
+     m.Setup(SetupOptions(b"/a", b"h:443", (Token(b"tok"),), 1024, b"x"))),
+    ("af00", [], m.Setup(SetupOptions())),
+    # GOAWAY on the control stream, section 10.4: URI, timeout, request ID
+    ("10", ["03 6d3a2f", "9388", "04"], m.Goaway(b"m:/", 5000, 4)),
+    # REQUEST_OK, section 10.5: parameters, properties
+    ("07", ["00"], m.RequestOk()),
+    ("07", ["02", "0805", "01 0902"], m.RequestOk(None, Parameters(expires=5, largest=Location(9, 2)))),
+    ("07", ["00", "0464", "07 0161"], m.RequestOk(None, Parameters(), ((4, 100), (11, b"a")))),
+    # REQUEST_ERROR, section 10.6.2: code, retry interval, reason
+    ("05", ["10", "00", "046e6f6e65"], m.RequestError(None, 0x10, 0, "none")),
+    ("05", ["09", "83e9", "00"], m.RequestError(None, 0x9, 1001, "")),
+    # ... and Redirect, section 10.6.1: URI, namespace, track name
+    ("05", ["34", "01", "00", "03 6d3a2f", NAME, TRACK],
+     m.RequestError(None, 0x34, 1, "", m.Redirect(b"m:/", SPACE, b"t"))),
+    ("05", ["34", "00", "00", "00", "00", "00"], m.RequestError(None, 0x34, 0, "", m.Redirect(b"", (), b""))),
+    # SUBSCRIBE, section 10.7: request ID, namespace, track name, parameters
+    ("03", ["00", NAME, TRACK, "09", "0264", "01 03 03006b", "010a", "0214", "0a01", "1007", "01 0101", "0102",
+            "1005"],
+     m.Subscribe(0, SPACE, b"t", Parameters(
+         object_delivery_timeout=100, tokens=(TOKEN,), rendezvous_timeout=10, subgroup_delivery_timeout=20, forward=1,
+         priority=7, filter=Filter(1), group_order=2, new_group=5))),
+    ("03", ["80fe", "00", "00", "00"], m.Subscribe(254, (), b"")),
+    # SUBSCRIBE_OK, section 10.8: alias, parameters, properties
+    ("04", ["07", "02", "0805", "01 0902", "0e20"],
+     m.SubscribeOk(None, 7, Parameters(expires=5, largest=Location(9, 2)), ((14, 32),))),
+    ("04", ["8080", "00"], m.SubscribeOk(None, 128)),
+    # REQUEST_UPDATE, section 10.9: request ID, parameters
+    ("02", ["06", "01", "20 09"], m.RequestUpdate(6, None, Parameters(priority=9))),
+    ("02", ["06", "01", "34" + NAME], m.RequestUpdate(6, None, Parameters(namespace_prefix=SPACE))),
+    # PUBLISH, section 10.10: request ID, namespace, track name, alias, parameters, properties
+    ("1d", ["02", NAME, TRACK, "05", "01", "1000", "3001"],
+     m.Publish(2, SPACE, b"t", 5, Parameters(forward=0), ((0x30, 1),))),
+    # PUBLISH_DONE, section 10.11: status, stream count, reason
+    ("0b", ["02", "03", "026f6b"], m.PublishDone(None, 2, 3, "ok")),
+    ("0b", ["06", "ff 3fffffffffffffff", "00"], m.PublishDone(None, 6, (1 << 62) - 1, "")),
+    # FETCH, section 10.12: request ID, type, and by the type
+    ("16", ["04", "01", NAME, TRACK, "0500", "0600", "03", "0a09", "16 ff", "02 02"],
+     m.Fetch(4, SPACE, b"t", Location(5, 0), Location(6, 0), Parameters(fill_timeout=9, priority=255, group_order=2))),
+    ("16", ["04", "02", "02", "03", "00"], m.JoiningFetch(4, 2, 3, True)),
+    ("16", ["04", "03", "02", "8103", "01", "2040"], m.JoiningFetch(4, 2, 259, False, Parameters(priority=64))),
+    # FETCH_OK, section 10.13: end of track in 8 bits, end location, parameters, properties
+    ("18", ["01", "0580c8", "00"], m.FetchOk(None, True, Location(5, 200))),
+    ("18", ["00", "0500", "00", "22 02"], m.FetchOk(None, False, Location(5, 0), Parameters(), ((0x22, 2),))),
+    # TRACK_STATUS, section 10.14: as SUBSCRIBE
+    ("0d", ["08", NAME, TRACK, "01", "03 03 03006b"], m.TrackStatus(8, SPACE, b"t", Parameters(tokens=(TOKEN,)))),
+    # PUBLISH_NAMESPACE, section 10.15
+    ("06", ["0a", NAME, "00"], m.PublishNamespace(10, SPACE)),
+    # NAMESPACE and NAMESPACE_DONE, sections 10.16 and 10.17
+    ("08", [NAME], m.Namespace(SPACE)),
+    ("08", ["00"], m.Namespace(())),
+    ("0e", [NAME], m.NamespaceDone(SPACE)),
+    # SUBSCRIBE_NAMESPACE, section 10.18, and SUBSCRIBE_TRACKS, section 10.19
+    ("50", ["0c", "00", "00"], m.SubscribeNamespace(12, ())),
+    ("50", ["0c", NAME, "01", "03 03 03006b"], m.SubscribeNamespace(12, SPACE, 1, Parameters(tokens=(TOKEN,)))),
+    ("51", ["0e", NAME, "01", "1000"], m.SubscribeTracks(14, SPACE, Parameters(forward=0))),
+    # PUBLISH_BLOCKED, section 10.20
+    ("0f", ["01 0161", TRACK], m.PublishBlocked((b"a",), b"t")),
+]  # fmt: skip
+
+MESSAGES_16 = [
+    # MAX_REQUEST_ID and REQUESTS_BLOCKED, draft 16, sections 9.5 and 9.6
+    ("15", ["4200"], m.MaxRequestId(512)),
+    ("1a", ["10"], m.RequestsBlocked(16)),
+    # GOAWAY, section 9.4: only a URI
+    ("10", ["03 6d3a2f"], m.Goaway(b"m:/")),
+    # REQUEST_OK, section 9.7: request ID, parameters, no properties
+    ("07", ["06", "02", "0805", "01 02 0902"], m.RequestOk(6, Parameters(expires=5, largest=Location(9, 2)))),
+    # REQUEST_ERROR, section 9.8
+    ("05", ["06", "10", "43e9", "046e6f6e65"], m.RequestError(6, 0x10, 1001, "none")),
+    ("05", ["06", "34", "00", "00"], m.RequestError(6, 0x34, 0, "")),
+    # SUBSCRIBE, section 9.9
+    ("03", ["00", NAME, TRACK, "07", "024064", "01 03 03006b", "0d01", "1007", "01 0101", "0102", "1005"],
+     m.Subscribe(0, SPACE, b"t", Parameters(
+         object_delivery_timeout=100, tokens=(TOKEN,), forward=1, priority=7, filter=Filter(1), group_order=2,
+         new_group=5))),
+    # SUBSCRIBE_OK, section 9.10
+    ("04", ["06", "07", "01", "09 02 0902", "0e20"],
+     m.SubscribeOk(6, 7, Parameters(largest=Location(9, 2)), ((14, 32),))),
+    # REQUEST_UPDATE, section 9.11: request ID, existing request ID
+    ("02", ["08", "06", "01", "2040c8"], m.RequestUpdate(8, 6, Parameters(priority=200))),
+    # UNSUBSCRIBE, section 9.12
+    ("0a", ["06"], m.Unsubscribe(6)),
+    # PUBLISH and PUBLISH_OK, sections 9.13 and 9.14
+    ("1d", ["02", NAME, TRACK, "05", "01", "1000", "3001"],
+     m.Publish(2, SPACE, b"t", 5, Parameters(forward=0), ((0x30, 1),))),
+    ("1e", ["02", "02", "1001", "1005"], m.PublishOk(2, Parameters(forward=1, priority=5))),
+    # PUBLISH_DONE, section 9.15
+    ("0b", ["06", "05", "ffffffffffffffff", "026f6b"], m.PublishDone(6, 5, (1 << 62) - 1, "ok")),
+    # FETCH, section 9.16
+    ("16", ["04", "01", NAME, TRACK, "0500", "0600", "02", "2040ff", "0202"],
+     m.Fetch(4, SPACE, b"t", Location(5, 0), Location(6, 0), Parameters(priority=255, group_order=2))),
+    ("16", ["04", "02", "02", "03", "00"], m.JoiningFetch(4, 2, 3, True)),
+    ("16", ["04", "03", "02", "4103", "00"], m.JoiningFetch(4, 2, 259, False)),
+    # FETCH_OK, section 9.17; FETCH_CANCEL, section 9.18
+    ("18", ["04", "01", "0540c8", "00", "2202"], m.FetchOk(4, True, Location(5, 200), Parameters(), ((0x22, 2),))),
+    ("17", ["04"], m.FetchCancel(4)),
+    # TRACK_STATUS, section 9.19
+    ("0d", ["08", NAME, TRACK, "00"], m.TrackStatus(8, SPACE, b"t")),
+    # PUBLISH_NAMESPACE, ..._DONE and ..._CANCEL, sections 9.20, 9.22 and 9.24
+    ("06", ["0a", NAME, "00"], m.PublishNamespace(10, SPACE)),
+    ("09", ["0a"], m.PublishNamespaceDone(10)),
+    ("0c", ["0a", "05", "0165"], m.PublishNamespaceCancel(10, 5, "e")),
+    # NAMESPACE and NAMESPACE_DONE, sections 9.21 and 9.23
+    ("08", [NAME], m.Namespace(SPACE)),
+    ("0e", ["00"], m.NamespaceDone(())),
+    # SUBSCRIBE_NAMESPACE, section 9.25: with options
+    ("11", ["0c", NAME, "02", "01", "1001"], m.SubscribeNamespace(12, SPACE, 2, Parameters(forward=1))),
+    ("11", ["0c", "00", "01", "00"], m.SubscribeNamespace(12, (), 1)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "parts", "message"), MESSAGES_18)
+def test_draft_18(kind, parts, message):
+    data = frame(kind, *parts)
+    assert one(data, DRAFT_18) == message
+    assert encode(message, DRAFT_18) == data
+
+
+@pytest.mark.parametrize(("kind", "parts", "message"), MESSAGES_16)
+def test_draft_16(kind, parts, message):
+    data = frame(kind, *parts)
+    assert one(data, DRAFT_16) == message
+    assert encode(message, DRAFT_16) == data
+
+
+def test_setup_of_draft_16():
+    """Draft 16, section 9.3: CLIENT_SETUP and SERVER_SETUP, with a number of parameters."""
+    setup = m.Setup(SetupOptions(path=b"/", max_request_id=256))
+    body = ["02", "01 012f", "01 4100"]
+    assert encode(setup, DRAFT_16, client=True) == frame("20", *body)
+    assert encode(setup, DRAFT_16, client=False) == frame("21", *body)
+    assert one(frame("20", *body), DRAFT_16) == setup
+    assert one(frame("21", *body), DRAFT_16) == setup
+
+
+def test_goaway_on_a_requests_stream():
+    """Draft 18, section 10.4: without a request ID."""
+    data = frame("10", "00", "9388")
+    assert one(data, DRAFT_18, control=False) == m.Goaway(b"", 5000)
+    assert encode(m.Goaway(b"", 5000), DRAFT_18) == data
+    assert fault(data, DRAFT_18) == SessionCode.PROTOCOL_VIOLATION
+
+
+def test_publish_ok_of_draft_18():
+    """Section 10 lists it as type 0x1E, section 10.5 as a REQUEST_OK, whose type is 0x7: both are read, 0x7 is sent."""
+    assert one(frame("1e", "00"), DRAFT_18) == m.RequestOk()
+    assert encode(m.RequestOk(), DRAFT_18) == frame("07", "00")
+
+
+LISTED = {
+    18: "2f00 10 3 4 1d 1e b 16 18 d 6 50 51 8 e f 2 7 5",
+    16: "20 21 10 15 1a 7 5 3 4 2 a 1d 1e b 16 18 17 d 6 8 9 e c 11",
+}
+"""Message types: draft 18, section 10; draft 16, section 9."""
+
+
+def test_every_type_has_a_vector():
+    for draft, vectors, more in ((DRAFT_18, MESSAGES_18, {0x1E}), (DRAFT_16, MESSAGES_16, {0x20, 0x21})):
+        listed = {int(kind, 16) for kind in LISTED[draft.number].split()}
+        tested = {draft.varint.peek(bytes.fromhex(kind), 0)[0] for kind, _, _ in vectors}
+        assert tested | more == listed
+        for kind in set(range(0x80)) - listed:
+            assert fault(draft.varint.encode(kind) + bytes(2), draft) == SessionCode.PROTOCOL_VIOLATION
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_come_back(draft):
+    @settings(max_examples=400)
+    @given(strategies.message(draft), st.booleans())
+    def check(message, client):
+        data = encode(message, draft, client=client)
+        control = not (isinstance(message, m.Goaway) and draft.streams and message.request_id is None)
+        assert one(data, draft, control=control) == message
+
+    check()
+
+
+# ------------------------------------------------------------------ what closes the session
+
+
+@pytest.mark.parametrize(("number", "vectors"), [(18, MESSAGES_18), (16, MESSAGES_16)])
+def test_lengths_that_do_not_match(number, vectors):
+    """Draft 18, section 10: a message longer or shorter than its fields."""
+    draft = DRAFT_18 if number == 18 else DRAFT_16
+    for kind, parts, message in vectors:
+        body = "".join(parts)
+        open_ended = isinstance(message, m.Setup) or (
+            hasattr(message, "properties") and (draft.streams or not isinstance(message, m.RequestOk))
+        )
+        if not open_ended:
+            assert fault(frame(kind, body, "00"), draft) == SessionCode.PROTOCOL_VIOLATION, message
+        if body and not (open_ended and (isinstance(message, m.Setup) or message.properties)):
+            assert fault(frame(kind, body[:-2]), draft) in (
+                SessionCode.PROTOCOL_VIOLATION, SessionCode.KEY_VALUE_FORMATTING_ERROR,
+            ), message  # fmt: skip
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_limits(draft):
+    """Draft 18, sections 1.4.4, 2.4.1 and 10.4."""
+    varint = draft.varint
+
+    def text(size: int) -> str:
+        return (varint.encode(size) + b"x" * size).hex()
+
+    answered = "" if draft.streams else "06"
+    more = "0000" if draft.streams else ""
+    assert one(frame("05", answered, "10", "00", text(1024)), draft).reason == "x" * 1024
+    assert fault(frame("05", answered, "10", "00", text(1025)), draft) == SessionCode.PROTOCOL_VIOLATION
+    assert len(one(frame("10", text(8192), more), draft).uri) == 8192
+    assert fault(frame("10", text(8193), more), draft) == SessionCode.PROTOCOL_VIOLATION
+    heads = (("03", "00", "00"), ("0d", "00", "00"), ("1d", "00", "0500"), ("16", "0001", "0000000000"))
+    for kind, head, tail in heads:
+        space = "01" + text(4000)
+        assert len(one(frame(kind, head, space, text(96), tail), draft).track) == 96
+        assert fault(frame(kind, head, space, text(97), tail), draft) == SessionCode.PROTOCOL_VIOLATION
+        assert fault(frame(kind, head, "01" + text(4097), "00", tail), draft) == SessionCode.PROTOCOL_VIOLATION
+        assert fault(frame(kind, head, "21" + "0161" * 33, "00", tail), draft) == SessionCode.PROTOCOL_VIOLATION
+    kind = "50" if draft.streams else "11"
+    options = "" if draft.streams else "01"
+    assert len(one(frame(kind, "00", "20" + "0161" * 32, options, "00"), draft).prefix) == 32
+    assert fault(frame(kind, "00", "21" + "0161" * 33, options, "00"), draft) == SessionCode.PROTOCOL_VIOLATION
+    assert fault(frame(kind, "00", "0100", options, "00"), draft) == SessionCode.PROTOCOL_VIOLATION
+
+
+@pytest.mark.parametrize(
+    ("kind", "parts"),
+    [("03", ["00", "00", TRACK, "00"]), ("0d", ["00", "00", TRACK, "00"]), ("06", ["00", "00", "00"]),
+     ("1d", ["00", "00", TRACK, "05", "00"]), ("16", ["00", "01", "00", TRACK, "0000", "0000", "00"])],
+)  # fmt: skip
+def test_a_namespace_without_fields(kind, parts):
+    """Draft 16, section 2.4.1, closes the session; draft 18 has such namespaces."""
+    assert fault(frame(kind, *parts), DRAFT_16) == SessionCode.PROTOCOL_VIOLATION
+    message = one(frame(kind, *parts), DRAFT_18)
+    assert message.namespace == ()
+    assert encode(message, DRAFT_18) == frame(kind, *parts)
+    with pytest.raises(ValueError, match="a field at least"):
+        encode(message, DRAFT_16)
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize(
+    ("start", "end", "right"),
+    [((5, 0), (5, 0), True), ((5, 3), (5, 0), True), ((5, 3), (5, 4), True), ((5, 3), (6, 1), True),
+     ((5, 3), (5, 2), False), ((5, 0), (4, 0), False), ((5, 0), (4, 9), False)],
+)  # fmt: skip
+def test_ranges_of_fetch(draft, start, end, right):
+    """Draft 18, section 10.12.3: the end is not before the start; object 0 means the whole group."""
+    data = frame("16", "00", "01", NAME, TRACK, bytes(start).hex(), bytes(end).hex(), "00")
+    if right:
+        assert one(data, draft).end == end
+    else:
+        assert fault(data, draft) == SessionCode.PROTOCOL_VIOLATION
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize("kind", ["00", "04"])
+def test_types_of_fetch(draft, kind):
+    """Draft 18, section 10.12."""
+    assert fault(frame("16", "00", kind, "02", "03", "00"), draft) == SessionCode.PROTOCOL_VIOLATION
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_a_flag_that_is_none(draft):
+    answered = "" if draft.streams else "04"
+    assert fault(frame("18", answered, "02", "0500", "00"), draft) == SessionCode.PROTOCOL_VIOLATION
+
+
+IN_18 = {  # by parameter: the messages that may have it, draft 18, sections 10.2.2 to 10.2.14
+    "0264": {"03", "02", "07"}, "06 14": {"03", "02", "07"},
+    "03 03 03006b": {"1d", "03", "02", "50", "51", "06", "0d", "16"},
+    "0a 05": {"16"}, "04 05": {"03"}, "20 05": {"03", "16", "02", "07"}, "22 01": {"03", "07", "16"},
+    "21 01 01": {"03", "02", "07"}, "08 05": {"04", "1d", "07"}, "09 0500": {"04", "1d", "07"},
+    "10 01": {"03", "02", "1d", "07", "51"}, "32 05": {"03", "02", "07"}, "34 00": {"02"},
+}  # fmt: skip
+HEADS_18 = {
+    "03": "00" + NAME + TRACK, "0d": "00" + NAME + TRACK, "04": "07", "02": "06", "1d": "00" + NAME + TRACK + "05",
+    "16": "0001" + NAME + TRACK + "05000600", "18": "000500", "06": "00" + NAME, "50": "00" + NAME, "51": "00" + NAME,
+    "07": "",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("parameter", IN_18)
+def test_where_parameters_may_be(parameter):
+    """Draft 18, section 10.2.1: anywhere else they close the session."""
+    for kind, head in HEADS_18.items():
+        data = frame(kind, head, "01", parameter)
+        if kind in IN_18[parameter]:
+            message = one(data, DRAFT_18)
+            assert message.parameters != Parameters()
+            assert encode(message, DRAFT_18) == data
+        else:
+            assert fault(data, DRAFT_18) == SessionCode.PROTOCOL_VIOLATION, kind
+
+
+IN_16 = {  # draft 16, sections 9.2.2.1 to 9.2.2.9
+    "0264": {"1e", "03", "02", "07"}, "03 03 03006b": {"1d", "03", "02", "11", "06", "0d", "16"},
+    "20 05": {"03", "16", "02", "1e", "07"}, "22 01": {"03", "1e", "16", "07"}, "21 01 01": {"03", "1e", "02", "07"},
+    "08 05": {"04", "1d", "1e", "07"}, "09 02 0500": {"04", "1d", "07"}, "10 01": {"03", "02", "1d", "1e", "11", "07"},
+    "32 05": {"1e", "03", "02", "07"},
+}  # fmt: skip
+HEADS_16 = {
+    "03": "00" + NAME + TRACK, "0d": "00" + NAME + TRACK, "04": "0007", "02": "0600", "1d": "00" + NAME + TRACK + "05",
+    "16": "0001" + NAME + TRACK + "05000600", "18": "00000500", "06": "00" + NAME, "11": "00" + NAME + "01",
+    "1e": "00", "07": "00",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("parameter", IN_16)
+def test_parameters_out_of_place_are_ignored_in_draft_16(parameter):
+    """Draft 16, section 9.2.2."""
+    parameter = parameter.replace("0264", "024064")
+    for kind, head in HEADS_16.items():
+        data = frame(kind, head, "01", parameter)
+        message = one(data, DRAFT_16)
+        assert (message.parameters != Parameters()) == (kind in IN_16[parameter.replace("024064", "0264")]), kind
+
+
+def test_parameters_out_of_place_are_not_written():
+    with pytest.raises(ValueError, match="cannot have SUBSCRIBER_PRIORITY"):
+        encode(m.TrackStatus(0, SPACE, b"t", Parameters(priority=5)), DRAFT_18)
+    with pytest.raises(ValueError, match="cannot have FORWARD"):
+        encode(m.SubscribeNamespace(0, SPACE, 1, Parameters(forward=1)), DRAFT_18)
+    assert encode(m.SubscribeNamespace(0, SPACE, 1, Parameters(forward=1)), DRAFT_16)
+
+
+@pytest.mark.parametrize(
+    ("draft", "property_"),
+    [(DRAFT_18, "2203"), (DRAFT_18, "2200"), (DRAFT_18, "3002"), (DRAFT_18, "0e8100"), (DRAFT_18, "0b 02 3002"),
+     (DRAFT_16, "2203"), (DRAFT_16, "3002"), (DRAFT_16, "0200"), (DRAFT_16, "0e4100")],
+)  # fmt: skip
+def test_properties_of_tracks(draft, property_):
+    """Draft 18, sections 12.4 to 12.6; draft 16, section 11.0.1, for a DELIVERY_TIMEOUT of 0."""
+    answered = "" if draft.streams else "06"
+    heads = (("04", answered + "0700"), ("18", answered + "00050000"), ("1d", "00" + NAME + TRACK + "0500"))
+    for kind, head in heads:
+        assert fault(frame(kind, head, property_), draft) == SessionCode.PROTOCOL_VIOLATION
+        fine = one(frame(kind, head, "2201", "0e01", "8080" if draft.streams else "4080", "05"), draft)
+        assert fine.properties == ((0x22, 1), (0x30, 1), (0xB0, 5))
+
+
+def test_what_cannot_be_written():
+    long = m.Subscribe(0, (b"a" * 4000,), b"t" * 97)
+    with pytest.raises(ValueError, match="full track name"):
+        encode(long, DRAFT_18)
+    with pytest.raises(ValueError, match="URI"):
+        encode(m.Goaway(b"x" * 8193, 0, 0), DRAFT_18)
+    with pytest.raises(ValueError, match="says where to"):
+        encode(m.RequestError(None, 0x34, 0, ""), DRAFT_18)
+    with pytest.raises(ValueError, match="no SubscribeTracks"):
+        encode(m.SubscribeTracks(0, ()), DRAFT_16)
+    with pytest.raises(ValueError, match="no Unsubscribe"):
+        encode(m.Unsubscribe(0), DRAFT_18)
+    tokens = (Token(b"x" * 0xFFF0), Token(b"y" * 100))
+    with pytest.raises(ValueError, match="65535 are allowed"):
+        encode(m.PublishNamespace(0, SPACE, Parameters(tokens=tokens)), DRAFT_18)
+
+
+def test_reasons_are_cut_between_letters():
+    message = one(encode(m.RequestError(None, 1, 0, "ä" * 600), DRAFT_18), DRAFT_18)
+    assert message.reason == "ä" * 512
+    message = one(encode(m.RequestError(None, 1, 0, "x" + "ä" * 600), DRAFT_18), DRAFT_18)
+    assert message.reason == "x" + "ä" * 511
+
+
+# ------------------------------------------------------------------ cutting a stream into messages
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_any_split_gives_the_same_messages(draft):
+    @given(st.lists(strategies.message(draft), min_size=1, max_size=5), st.data())
+    def check(messages, data):
+        whole = b"".join(encode(message, draft) for message in messages)
+        expected = list(MessageParser(draft).feed(whole))
+        assert len(expected) == len(messages)
+        parser, found, at = MessageParser(draft), [], 0
+        while at < len(whole):
+            size = data.draw(st.integers(1, len(whole) - at))
+            found += parser.feed(whole[at : at + size])
+            at += size
+        assert found == expected
+        assert parser.buffered == 0
+        assert parser.count == len(messages)
+        single = MessageParser(draft)
+        assert [each for byte in whole for each in single.feed(bytes([byte]))] == expected
+
+    check()
+
+
+def test_the_longest_message_byte_by_byte():
+    """It is held once, and the time is linear."""
+    parser = MessageParser(DRAFT_18)
+    data = b"\x08\xff\xff" + b"x" * 0xFFFF
+    begin = time.perf_counter()
+    for _ in range(2):
+        found = [each for at in range(len(data)) for each in parser.feed(data[at : at + 1])]
+        assert found == [(8, b"x" * 0xFFFF)]
+        assert parser.buffered == 0
+    assert time.perf_counter() - begin < 3  # it takes 0.05 s; with a copy for each byte it would take minutes
+
+
+def test_many_messages_at_once():
+    data = b"\x08\x00\x01\x00" * 100_000
+    begin = time.perf_counter()
+    assert sum(1 for _ in MessageParser(DRAFT_18).feed(data)) == 100_000
+    assert time.perf_counter() - begin < 3

@@ -1,0 +1,569 @@
+"""Data streams and datagrams: bytes by the drafts' text, and what closes the session."""
+
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvabr.moqt.codes import SessionCode, SessionFault
+from kvabr.moqt.draft import DRAFT_16, DRAFT_18, DRAFTS
+from kvabr.moqt.objects import (
+    DEFAULT_PRIORITY,
+    Item,
+    ObjectHeader,
+    ObjectParser,
+    RangeEnd,
+    Status,
+    SubgroupHeader,
+    is_subgroup,
+    read_datagram,
+    read_stream_header,
+)
+from kvabr.moqt.objectwriter import FetchWriter, write_datagram, write_subgroup_header, write_subgroup_object
+from kvabr.moqt.properties import MalformedTrack
+from kvabr.moqt.wire import Location
+from tests.moqt import strategies
+
+PLAIN = SubgroupHeader(1, 5, 0, 0, properties=False, end_of_group=False)
+
+
+def parse(data: str, draft=DRAFT_18, subgroup: SubgroupHeader | None = None, *, descending: bool = False) -> list[Item]:
+    parser = ObjectParser(draft, subgroup, descending=descending)
+    items = parser.feed(bytes.fromhex(data))
+    parser.finish()
+    return items
+
+
+def fault(data: str, *how, descending: bool = False) -> SessionCode:
+    with pytest.raises(SessionFault) as caught:
+        parse(data, *how, descending=descending)
+    return caught.value.code
+
+
+def join(items: list[Item]) -> list[Item]:
+    """The same items, with each payload in one piece."""
+    out: list[Item] = []
+    for item in items:
+        if isinstance(item, bytes) and out and isinstance(out[-1], bytes):
+            out[-1] += item
+        else:
+            out.append(item)
+    return out
+
+
+# ------------------------------------------------------------------ types of streams
+
+
+def test_types_of_streams_of_draft_18():
+    """Sections 3.4 and 11.4.2: 0b0XX1XXXX, but for SUBGROUP_ID_MODE 0b11."""
+    valid = {low + kind for low in (0x10, 0x18, 0x30, 0x38, 0x50, 0x58, 0x70, 0x78) for kind in range(6)}
+    assert {kind for kind in range(0x2000) if is_subgroup(kind, DRAFT_18)} == valid
+
+
+def test_types_of_streams_of_draft_16():
+    """Sections 10 and 10.4.2: 0b00X1XXXX."""
+    valid = {low + kind for low in (0x10, 0x18, 0x30, 0x38) for kind in range(6)}
+    assert {kind for kind in range(0x2000) if is_subgroup(kind, DRAFT_16)} == valid
+
+
+@pytest.mark.parametrize(
+    ("data", "header"),
+    [  # section 11.4.2: type, alias, group, perhaps subgroup and priority
+        ("10 07 05 09", SubgroupHeader(7, 5, 0, 9, properties=False, end_of_group=False)),
+        ("11 07 05 09", SubgroupHeader(7, 5, 0, 9, properties=True, end_of_group=False)),
+        ("12 07 05 09", SubgroupHeader(7, 5, None, 9, properties=False, end_of_group=False)),
+        ("14 07 05 06 09", SubgroupHeader(7, 5, 6, 9, properties=False, end_of_group=False)),
+        ("18 07 05 09", SubgroupHeader(7, 5, 0, 9, properties=False, end_of_group=True)),
+        ("30 07 05", SubgroupHeader(7, 5, 0, None, properties=False, end_of_group=False)),
+        ("3d 07 05 06", SubgroupHeader(7, 5, 6, None, properties=True, end_of_group=True)),
+        ("50 07 05 09", SubgroupHeader(7, 5, 0, 9, properties=False, end_of_group=False, first_object=True)),
+        ("7d 8080 8081 8082", SubgroupHeader(128, 129, 130, None, True, True, True)),
+        ("14 02 00 00 00", SubgroupHeader(2, 0, 0, 0, properties=False, end_of_group=False)),  # section 11.6
+    ],
+)  # fmt: skip
+def test_headers_of_subgroups(data, header):
+    raw = bytearray.fromhex(data)
+    assert read_stream_header(raw + b"rest", DRAFT_18) == (raw[0], header, len(raw))
+    if header.subgroup or raw[0] & 6 != 4:
+        assert write_subgroup_header(header, DRAFT_18) == bytes(raw)
+    assert all(read_stream_header(raw[:cut], DRAFT_18) is None for cut in range(len(raw)))
+
+
+def test_headers_of_other_streams():
+    assert read_stream_header(bytearray.fromhex("05 80c8 00"), DRAFT_18) == (0x05, 200, 3)
+    assert read_stream_header(bytearray.fromhex("05 40c8 00"), DRAFT_16) == (0x05, 200, 3)
+    assert read_stream_header(bytearray.fromhex("05 80"), DRAFT_18) is None
+    assert read_stream_header(bytearray.fromhex("af00 0000"), DRAFT_18) == (0x2F00, None, 2)
+    assert read_stream_header(bytearray.fromhex("f0132b3e28 00"), DRAFT_18) == (0x132B3E28, None, 5)
+    assert read_stream_header(bytearray(), DRAFT_18) is None
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_headers_of_subgroups_come_back(draft):
+    number = st.integers(0, draft.varint.largest)
+    first = st.booleans() if draft.number >= 17 else st.just(value=False)
+
+    @given(
+        st.builds(
+            SubgroupHeader, number, number, st.none() | number, st.none() | st.integers(0, 255),
+            st.booleans(), st.booleans(), first,
+        )
+    )  # fmt: skip
+    def check(header):
+        data = write_subgroup_header(header, draft)
+        found = read_stream_header(bytearray(data + b"x"), draft)
+        assert found is not None
+        assert found[1:] == (header, len(data))
+
+    check()
+
+
+# ------------------------------------------------------------------ objects of a FETCH
+
+
+def test_a_fetch_of_draft_18():
+    """Section 11.4.4: flags, group and object as differences, subgroup, priority, properties, length, payload."""
+    items = parse(
+        "1f 05 02 03 64 02 6162"  # all there: group 5, subgroup 2, object 3, priority 100
+        "01 01 63"  # subgroup as before, object 4
+        "02 00"  # subgroup plus one, object 5, no payload
+        "04 0a 01 64"  # subgroup 0, object 5 + 10
+        "08 01 00"  # group 5 + 1 + 1, object 16: one more, regardless of the group
+        "3c 00 07 09 02 0405 01 65"  # group 8, object 7, priority 9, properties
+        "40 00"  # a datagram, object 8
+        "43 01 66"  # whose low bits mean nothing
+    )
+    assert items == [
+        ObjectHeader(5, 2, 3, 100, 2), b"ab",
+        ObjectHeader(5, 2, 4, 100, 1), b"c",
+        ObjectHeader(5, 3, 5, 100, 0),
+        ObjectHeader(5, 0, 15, 100, 1), b"d",
+        ObjectHeader(7, 0, 16, 100, 0),
+        ObjectHeader(8, 0, 7, 9, 1, ((4, 5),)), b"e",
+        ObjectHeader(8, None, 8, 9, 0),
+        ObjectHeader(8, None, 9, 9, 1), b"f",
+    ]  # fmt: skip
+
+
+def test_a_fetch_of_draft_16():
+    """Section 10.4.4: IDs as they are."""
+    items = parse(
+        "1f 05 02 03 64 02 6162 01 01 63 02 00 04 0f 01 64 08 07 00 3c 08 07 09 02 0405 01 65 4040 00 4043 01 66",
+        DRAFT_16,
+    )
+    assert items == [
+        ObjectHeader(5, 2, 3, 100, 2), b"ab",
+        ObjectHeader(5, 2, 4, 100, 1), b"c",
+        ObjectHeader(5, 3, 5, 100, 0),
+        ObjectHeader(5, 0, 15, 100, 1), b"d",
+        ObjectHeader(7, 0, 16, 100, 0),
+        ObjectHeader(8, 0, 7, 9, 1, ((4, 5),)), b"e",
+        ObjectHeader(8, None, 8, 9, 0),
+        ObjectHeader(8, None, 9, 9, 1), b"f",
+    ]  # fmt: skip
+
+
+def test_a_descending_fetch():
+    """Section 11.4.4.1: a group's difference counts down."""
+    assert parse("1c 09 00 80 00 0c 00 00 00 0c 04 02 00", descending=True) == [
+        ObjectHeader(9, 0, 0, 128, 0), ObjectHeader(8, 0, 0, 128, 0), ObjectHeader(3, 0, 2, 128, 0),
+    ]  # fmt: skip
+    assert parse("1c 09 00 80 00 0c 08 00 00 0c 03 02 00", DRAFT_16, descending=True) == [
+        ObjectHeader(9, 0, 0, 128, 0), ObjectHeader(8, 0, 0, 128, 0), ObjectHeader(3, 0, 2, 128, 0),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize("flags", range(0x80))
+def test_every_combination_of_flags(draft, flags):
+    """Section 11.4.4.1, on the second object of a stream."""
+    raw = draft.varint.encode
+    first = raw(0x1F) + raw(10) + raw(20) + raw(30) + bytes([40]) + raw(0)
+    data = raw(flags)
+    group, subgroup, number, priority, properties = 10, 0, 31, 40, ()
+    if flags & 0x08:
+        data += raw(2) if draft.streams else raw(13)
+        group = 13
+    if flags & 0x40:
+        subgroup = None
+    elif flags & 3:
+        subgroup = 19 + (flags & 3)
+        if flags & 3 == 3:
+            data, subgroup = data + raw(77), 77
+    if flags & 0x04:
+        data += raw(35)
+        number = 35 if flags & 0x08 or not draft.streams else 65
+    if flags & 0x10:
+        data, priority = data + bytes([200]), 200
+    if flags & 0x20:
+        data, properties = data + raw(2) + raw(4) + raw(9), ((4, 9),)
+    data += raw(3) + b"abc"
+    assert parse((first + data).hex(), draft) == [
+        ObjectHeader(10, 20, 30, 40, 0), ObjectHeader(group, subgroup, number, priority, 3, properties), b"abc",
+    ]  # fmt: skip
+    if flags & 0x1C == 0x1C and (flags & 0x40 or flags & 3 not in (1, 2)):
+        assert len(parse(data.hex(), draft)) == 2
+    else:  # the first object refers to one before it
+        assert fault(data.hex(), draft) == SessionCode.PROTOCOL_VIOLATION
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_other_flags(draft):
+    """Section 11.4.4: whatever is not below 128, 0x8C or 0x10C."""
+    first = "1c 05 00 80 00"
+    for flags in [*range(0x80, 0x300), 0x10000, draft.varint.largest]:
+        data = first + draft.varint.encode(flags).hex() + "07 03"
+        if flags in (0x8C, 0x10C):
+            assert isinstance(parse(data, draft)[1], RangeEnd)
+        else:
+            assert fault(data, draft) == SessionCode.PROTOCOL_VIOLATION
+
+
+def test_ends_of_ranges():
+    """Section 11.4.4.2: what follows counts from their location, but from the subgroup and priority before them."""
+    items = parse("1f 05 02 03 64 00808c 01 0601 00810c 00 090c 01 02 00")
+    assert items == [
+        ObjectHeader(5, 2, 3, 100, 0),
+        RangeEnd(Location(7, 6), unknown=False),
+        ObjectHeader(7, 2, 7, 100, 0),
+        RangeEnd(Location(8, 9), unknown=True),
+        ObjectHeader(10, 0, 2, 100, 0),
+    ]
+    assert parse("808c 05 06 1c 01 00 64 00") == [
+        RangeEnd(Location(5, 6), unknown=False), ObjectHeader(7, 0, 0, 100, 0),
+    ]  # fmt: skip
+    assert parse("1c 05 03 64 00 410c 07 06 00 00", DRAFT_16) == [
+        ObjectHeader(5, 0, 3, 100, 0), RangeEnd(Location(7, 6), unknown=True), ObjectHeader(7, 0, 7, 100, 0),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        "808c 05 06 0c 01 00 00",  # no priority before the end of a range
+        "808c 05 06 1d 01 00 64 00",  # no subgroup
+        "808c 05 06 1e 01 00 64 00",
+        "5c 05 00 64 00 01 00",  # none but that of a datagram
+        "1c ffffffffffffffffff 00 80 00 08 00 00",  # a group beyond 2^64 - 1
+        "1c 05 ffffffffffffffffff 80 00 00 00",  # an object beyond it
+        "1c 05 02 80 00 04 ffffffffffffffffff 00",
+        "1f 05 ffffffffffffffffff 02 80 00 02 00",  # a subgroup beyond it
+        "3c 05 00 80 02 0480",  # properties that end within one
+        "3c 05 00 80 02 0505",
+    ],
+)
+def test_faults_of_fetches(data):
+    assert fault(data) == SessionCode.PROTOCOL_VIOLATION
+
+
+def test_a_group_below_zero():
+    assert fault("1c 01 00 80 00 08 01 00", descending=True) == SessionCode.PROTOCOL_VIOLATION
+    assert len(parse("1c 01 00 80 00 08 00 00", descending=True)) == 2
+
+
+@pytest.mark.parametrize("cut", range(1, 12))
+def test_a_stream_that_ends_within_an_object(cut):
+    """Section 11.4."""
+    whole = bytes.fromhex("3f 05 00 00 80 02 0405 03 616263")
+    assert fault(whole[:cut].hex()) == SessionCode.PROTOCOL_VIOLATION
+    parse(whole.hex())
+
+
+@pytest.mark.parametrize(
+    ("data", "draft", "descending"),
+    [
+        ("1c 05 03 80 00 04 00 00", DRAFT_18, False),  # one object twice
+        ("1c 05 03 80 00 04 03 00", DRAFT_16, False),  # draft 16, section 2.4.2
+        ("1c 05 03 80 00 04 02 00", DRAFT_16, False),
+        ("1c 05 03 80 00 08 04 00", DRAFT_16, False),
+        ("1c 05 03 80 00 08 06 00", DRAFT_16, True),
+        ("3c 05 03 80 04 c0400000 00", DRAFT_18, False),  # mandatory, section 2.5.1
+        ("3c 05 03 80 04 0b 02 0b00 00", DRAFT_18, False),  # immutable within immutable, section 12.7
+        ("3c 05 03 80 03 0b 01 04 00", DRAFT_18, False),  # immutable, and cannot be read
+        ("3c 05 03 80 04 0b 00 00 00 00", DRAFT_18, False),  # twice
+        ("3c 05 03 80 02 3c 06 00", DRAFT_18, False),  # a gap larger than the group, section 12.8
+        ("3c 05 03 80 02 3e 04 00", DRAFT_18, False),  # or than the object, section 12.9
+        ("3c 05 03 80 04 3c 01 00 01 00", DRAFT_18, False),  # twice
+        ("3c 05 03 80 06 0b 02 3c01 31 01 00", DRAFT_18, False),  # once within immutable properties
+    ],
+)
+def test_malformed_tracks(data, draft, descending):
+    """These end the request, not the session."""
+    with pytest.raises(MalformedTrack):
+        parse(data, draft, descending=descending)
+
+
+def test_properties_that_a_track_may_have():
+    items = parse("3c 05 03 80 06 0b 02 3c05 33 03 00")
+    assert items == [ObjectHeader(5, 0, 3, 128, 0, ((0x0B, b"\x3c\x05"), (0x3E, 3)))]
+    unknown = parse("3c 05 03 80 07 bffe 01 c04002 05 00")
+    assert unknown == [ObjectHeader(5, 0, 3, 128, 0, ((0x3FFE, 1), (0x8000, 5)))]
+    assert parse("3c 05 03 80 05 80004000 01 00", DRAFT_16)  # draft 16 has no mandatory ones
+
+
+# ------------------------------------------------------------------ objects of a subgroup
+
+
+def test_the_drafts_examples():
+    """Section 11.6."""
+    stream = bytearray.fromhex("14 02 00 00 00 00 04 61626364 00 04 65666768")
+    kind, header, size = read_stream_header(stream, DRAFT_18)
+    assert kind == 0x14
+    assert join(parse(stream[size:].hex(), DRAFT_18, header)) == [
+        ObjectHeader(0, 0, 0, 0, 4), b"abcd", ObjectHeader(0, 0, 1, 0, 4), b"efgh",
+    ]  # fmt: skip
+    # The second, with the lengths that its text really has: 6 + 1 + 1 + 14 bytes of properties.
+    stream = bytearray.fromhex("35 02 00 00") + bytes.fromhex("00 16 04 f08257dcd3") + b"\x49\x0etraceID:123456"
+    stream += bytes.fromhex("04 61626364 00 00 04 65666768")
+    kind, header, size = read_stream_header(stream, DRAFT_18)
+    properties = ((4, 2186796243), (77, b"traceID:123456"))
+    assert join(parse(stream[size:].hex(), DRAFT_18, header)) == [
+        ObjectHeader(0, 0, 0, DEFAULT_PRIORITY, 4, properties), b"abcd",
+        ObjectHeader(0, 0, 1, DEFAULT_PRIORITY, 4), b"efgh",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_objects_of_subgroups(draft):
+    """Section 11.4.2: differences less one, but for the first."""
+    items = parse("03 01 61 00 00 00 04 00 03", draft, PLAIN)
+    assert items == [
+        ObjectHeader(5, 0, 3, 0, 1), b"a", ObjectHeader(5, 0, 4, 0, 0),
+        ObjectHeader(5, 0, 9, 0, 0, (), Status.END_OF_GROUP),
+    ]  # fmt: skip
+    by_first = SubgroupHeader(1, 5, None, None, properties=False, end_of_group=False)
+    assert parse("03 01 61 00 00 04", draft, by_first) == [
+        ObjectHeader(5, 3, 3, DEFAULT_PRIORITY, 1), b"a",
+        ObjectHeader(5, 3, 4, DEFAULT_PRIORITY, 0, (), Status.END_OF_TRACK),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize("status", [1, 2, 5, 6, 63])
+def test_statuses_that_are_none(draft, status):
+    """Section 11.2.1.1."""
+    assert fault(f"00 00 {status:02x}", draft, PLAIN) == SessionCode.PROTOCOL_VIOLATION
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_statuses_have_no_properties(draft):
+    """Section 11.2.1.2."""
+    header = SubgroupHeader(1, 5, 0, 0, properties=True, end_of_group=False)
+    assert parse("00 02 0405 00 00 00 00 00 03", draft, header) == [
+        ObjectHeader(5, 0, 0, 0, 0, ((4, 5),)), ObjectHeader(5, 0, 1, 0, 0, (), Status.END_OF_GROUP),
+    ]  # fmt: skip
+    assert fault("00 02 0405 00 03", draft, header) == SessionCode.PROTOCOL_VIOLATION
+
+
+def test_an_object_beyond_64_bits():
+    """Section 11.4.2."""
+    assert fault("ffffffffffffffffff 00 00 00 00 00", DRAFT_18, PLAIN) == SessionCode.PROTOCOL_VIOLATION
+
+
+# ------------------------------------------------------------------ datagrams
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize("kind", range(0x100))
+def test_every_type_of_datagram(draft, kind):
+    """Section 11.3.1: bit 0 properties, 1 end of group, 2 object 0, 3 default priority, 5 status."""
+    raw = draft.varint.encode
+    data = raw(kind) + raw(200) + raw(5)
+    number, priority, properties, status = 7, 9, (), Status.NORMAL
+    data += b"" if kind & 4 else raw(7)
+    data += b"" if kind & 8 else b"\x09"
+    if kind & 1:
+        data, properties = data + raw(2) + raw(4) + raw(6), ((4, 6),)
+    if kind & 0x20:
+        status = Status.NORMAL if kind & 1 else Status.END_OF_GROUP
+        data, payload = data + raw(status), b""
+    else:
+        data, payload = data + b"payload", b"payload"
+    if kind & ~0x2F or kind & 0x22 == 0x22:
+        with pytest.raises(SessionFault) as caught:
+            read_datagram(data, draft)
+        assert caught.value.code == SessionCode.PROTOCOL_VIOLATION
+        return
+    number, priority = 0 if kind & 4 else 7, DEFAULT_PRIORITY if kind & 8 else 9
+    header = ObjectHeader(5, None, number, priority, len(payload), properties, status)
+    assert read_datagram(data, draft) == (200, header, payload, bool(kind & 2))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        "01 07 05 01 80 00 61",  # properties of no length, section 11.3.1
+        "21 07 05 01 80 02 0405 03",  # a status and properties
+        "20 07 05 01 80 02",  # no status
+        "20 07 05 01 80 03 00",  # something behind a status
+        "20 07 05 01 80",
+        "00 07 05 01",
+        "",
+        "00 07 05 80",
+    ],
+)
+def test_faults_of_datagrams(data):
+    for draft in DRAFTS:
+        with pytest.raises(SessionFault) as caught:
+            read_datagram(bytes.fromhex(data), draft)
+        assert caught.value.code == SessionCode.PROTOCOL_VIOLATION
+
+
+def test_padding():
+    """Section 11.5.2; draft 16 has none."""
+    assert read_datagram(bytes.fromhex("f0132b3e29 0000"), DRAFT_18) is None
+    with pytest.raises(SessionFault):
+        read_datagram(bytes.fromhex("932b3e29 0000"), DRAFT_16)
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_datagrams_come_back(draft):
+    number = st.integers(0, draft.varint.largest)
+
+    @given(number, number, number, st.integers(0, 255), st.booleans(), st.binary(max_size=30), st.booleans())
+    def check(alias, group, at, priority, end_of_group, payload, properties):
+        extra = ((4, 5), (7, b"x")) if properties else ()
+        header = ObjectHeader(group, None, at, priority, len(payload), extra)
+        data = write_datagram(draft, alias, header, payload, end_of_group=end_of_group)
+        assert read_datagram(data, draft) == (alias, header, payload, end_of_group)
+        last = ObjectHeader(group, None, at, priority, 0, (), Status.END_OF_TRACK)
+        assert read_datagram(write_datagram(draft, alias, last, b""), draft) == (alias, last, b"", False)
+
+    check()
+
+
+# ------------------------------------------------------------------ what is written comes back, however it is cut
+
+
+objects = st.tuples(
+    st.integers(0, 3),
+    st.integers(0, 1000),
+    st.binary(max_size=40),
+    strategies.properties(DRAFT_16),
+    st.none() | st.integers(0, 255),
+)
+"""Steps in group and object, payload, properties, priority."""
+ends = st.tuples(st.integers(1, 3), st.integers(0, 9), st.booleans())
+"""Of ranges: steps in group and object, and whether nobody knows."""
+
+
+def cut_and_feed(parser: ObjectParser, whole: bytes, data) -> list[Item]:
+    items, at = [], 0
+    while at < len(whole):
+        size = data.draw(st.integers(1, min(60, len(whole) - at)))
+        items += parser.feed(whole[at : at + size])
+        at += size
+    parser.finish()
+    return join(items)
+
+
+@pytest.mark.parametrize("descending", [False, True])
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_fetches_come_back(draft, descending):
+    @settings(max_examples=60)
+    @given(st.lists(objects | ends, max_size=8), st.data())
+    def check(steps, data):
+        writer, whole, expected = FetchWriter(draft, descending=descending), b"", []
+        group, number, last, first = 1 << 30, -1, DEFAULT_PRIORITY, True
+        for step in steps:
+            if step[0]:
+                group, number = group + (-step[0] if descending else step[0]), -1
+            number += step[1] + 1
+            if len(step) == 3:
+                end = Location(group, number)
+                whole += writer.range_end(end, unknown=step[2])
+                expected.append(RangeEnd(end, unknown=step[2]))
+                continue
+            _, _, payload, extra, priority = step
+            last = priority if priority is not None else DEFAULT_PRIORITY if first else last
+            first = False
+            whole += writer.header(group, number, len(payload), extra, priority=priority) + payload
+            expected.append(ObjectHeader(group, 0, number, last, len(payload), extra))
+            expected += [payload] if payload else []
+        parser = ObjectParser(draft, descending=descending)
+        assert join(parser.feed(whole)) == expected
+        parser.finish()
+        assert cut_and_feed(ObjectParser(draft, descending=descending), whole, data) == expected
+
+    check()
+
+
+def test_a_range_cannot_end_in_the_group_before_it():
+    """Draft 18 has no way to write that."""
+    writer = FetchWriter(DRAFT_18)
+    writer.header(5, 0, 0)
+    with pytest.raises(ValueError, match="later group"):
+        writer.range_end(Location(5, 9), unknown=True)
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_subgroups_come_back(draft):
+    @settings(max_examples=60)
+    @given(st.lists(objects), st.booleans(), st.none() | st.integers(0, 99), st.sampled_from(Status), st.data())
+    def check(steps, has_properties, subgroup, status, data):
+        header = SubgroupHeader(1, 5, subgroup, 9, has_properties, end_of_group=False)
+        whole, expected, before, first = b"", [], None, None
+        for _, step, payload, extra, _ in steps:
+            number = step if before is None else before + 1 + step
+            first = number if first is None else first
+            mine = Status.NORMAL if payload else status
+            extra = extra if has_properties and mine == Status.NORMAL else ()  # noqa: PLW2901  # what can be sent of it
+            whole += write_subgroup_object(draft, header, number, before, len(payload), extra, mine) + payload
+            before = number
+            where = first if subgroup is None else subgroup
+            expected.append(ObjectHeader(5, where, number, 9, len(payload), extra, mine))
+            expected += [payload] if payload else []
+        assert cut_and_feed(ObjectParser(draft, header), whole, data) == expected
+
+    check()
+
+
+# ------------------------------------------------------------------ bounds
+
+
+def test_a_long_stream_byte_by_byte():
+    """Nothing is held but an object's header, and the time is linear."""
+    writer = FetchWriter(DRAFT_18)
+    whole = b"".join(writer.header(group, 0, 8) + b"x" * 8 for group in range(10_000))
+    parser = ObjectParser(DRAFT_18)
+    begin, count, most = time.perf_counter(), 0, 0
+    for at in range(len(whole)):
+        count += len(parser.feed(whole[at : at + 1]))
+        most = max(most, len(parser._buffer))
+    assert count == 90_000
+    assert most < 16
+    assert time.perf_counter() - begin < 5  # it takes 0.3 s
+
+
+def test_many_objects_at_once():
+    writer = FetchWriter(DRAFT_18)
+    whole = b"".join(writer.header(group, 0, 1) + b"x" for group in range(50_000))
+    begin = time.perf_counter()
+    assert len(ObjectParser(DRAFT_18).feed(whole)) == 100_000
+    assert time.perf_counter() - begin < 5
+
+
+def test_long_properties_byte_by_byte():
+    value = b"v" * 0xFF00
+    writer = FetchWriter(DRAFT_18)
+    whole = writer.header(0, 0, 1, ((0x81, value),)) + b"x"
+    parser = ObjectParser(DRAFT_18)
+    begin = time.perf_counter()
+    items = [item for at in range(len(whole)) for item in parser.feed(whole[at : at + 1])]
+    assert items == [ObjectHeader(0, 0, 0, DEFAULT_PRIORITY, 1, ((0x81, value),)), b"x"]
+    assert time.perf_counter() - begin < 5
+
+
+def test_properties_that_are_too_long():
+    parser = ObjectParser(DRAFT_18)
+    with pytest.raises(SessionFault):
+        parser.feed(bytes.fromhex("3c 05 00 80 e0010000"))
+
+
+def test_a_long_payload_is_not_held():
+    parser = ObjectParser(DRAFT_18)
+    parser.feed(bytes.fromhex("1c 05 00 80 f0ffffffff"))
+    piece = b"p" * 65536
+    assert all(parser.feed(piece) == [piece] for _ in range(100))
+    assert len(parser._buffer) == 0

@@ -1,0 +1,249 @@
+"""Message parameters, filters and setup options, by the drafts' text."""
+
+import pytest
+from hypothesis import given
+
+from kvabr.moqt.codes import Param, SessionCode, SessionFault
+from kvabr.moqt.draft import DRAFT_16, DRAFT_18, DRAFTS
+from kvabr.moqt.parameters import (
+    Filter,
+    Parameters,
+    SetupOptions,
+    Token,
+    present,
+    read_parameters,
+    setup_options,
+    setup_pairs,
+    write_parameters,
+)
+from kvabr.moqt.wire import Location, Reader, read_pairs, write_pairs
+from tests.moqt import strategies
+
+EVERY = frozenset(Param)
+
+
+def read(data: str | bytes, draft=DRAFT_18, allowed=EVERY) -> Parameters:
+    raw = bytes.fromhex(data) if isinstance(data, str) else data
+    reader = Reader(raw, draft.varint)
+    found = read_parameters(reader, draft, allowed)
+    reader.end()
+    return found
+
+
+def fault(data: str | bytes, draft=DRAFT_18, allowed=EVERY) -> SessionCode:
+    with pytest.raises(SessionFault) as caught:
+        read(data, draft, allowed)
+    return caught.value.code
+
+
+@pytest.mark.parametrize(
+    ("data", "parameters"),
+    [  # count, then type and value as draft 18 encodes each, sections 10.2.2 to 10.2.14
+        ("00", Parameters()),
+        ("01 02 8064", Parameters(object_delivery_timeout=100)),
+        ("01 02 00", Parameters(object_delivery_timeout=0)),
+        ("01 03 03 0300 6b", Parameters(tokens=(Token(b"k"),))),
+        ("02 03 03 0300 6b 00 02 0207", Parameters(tokens=(Token(b"k"), Token(b"", 2, 7)))),
+        ("01 04 0a", Parameters(rendezvous_timeout=10)),
+        ("01 06 bfff", Parameters(subgroup_delivery_timeout=16383)),
+        ("01 08 00", Parameters(expires=0)),
+        ("01 09 05 80c8", Parameters(largest=Location(5, 200))),
+        ("01 0a 09", Parameters(fill_timeout=9)),
+        ("01 10 00", Parameters(forward=0)),
+        ("01 20 c8", Parameters(priority=200)),
+        ("01 20 ff", Parameters(priority=255)),
+        ("01 21 01 01", Parameters(filter=Filter(1))),
+        ("01 21 01 02", Parameters(filter=Filter(2))),
+        ("01 21 03 03 0805", Parameters(filter=Filter(3, Location(8, 5)))),
+        ("01 21 04 04 0805 02", Parameters(filter=Filter(4, Location(8, 5), 10))),
+        ("01 21 04 04 0805 00", Parameters(filter=Filter(4, Location(8, 5), 8))),
+        ("01 22 01", Parameters(group_order=1)),
+        ("01 22 02", Parameters(group_order=2)),
+        ("01 32 8080", Parameters(new_group=128)),
+        ("01 34 02 0161 0262 63", Parameters(namespace_prefix=(b"a", b"bc"))),
+        ("01 34 00", Parameters(namespace_prefix=())),
+        (
+            "0d 0205 01 020300 0104 0206 0208 01 0901 010a 0601 1020 01 0101 0102 1032 02 00",
+            Parameters(
+                object_delivery_timeout=5, tokens=(Token(b""),), rendezvous_timeout=4, subgroup_delivery_timeout=6,
+                expires=8, largest=Location(9, 1), fill_timeout=10, forward=1, priority=0x20, filter=Filter(1),
+                group_order=2, new_group=0x32, namespace_prefix=(),
+            ),
+        ),
+    ],
+)  # fmt: skip
+def test_draft_18(data, parameters):
+    assert read(data) == parameters
+    if parameters != Parameters(object_delivery_timeout=100):  # 100 is written with fewer bytes
+        assert write_parameters(parameters, DRAFT_18) == bytes.fromhex(data)
+    names = {name for name in Parameters.__dataclass_fields__ if getattr(parameters, name) not in (None, ())}
+    names |= {"namespace_prefix"} if parameters.namespace_prefix == () else set()
+    assert len(present(parameters)) == len(names)
+
+
+@pytest.mark.parametrize(
+    ("data", "parameters"),
+    [  # count, then key-value pairs, draft 16, sections 9.2.2.1 to 9.2.2.9
+        ("00", Parameters()),
+        ("01 02 4064", Parameters(object_delivery_timeout=100)),
+        ("01 03 03 0300 6b", Parameters(tokens=(Token(b"k"),))),
+        ("01 03 04 010502 6b", Parameters(tokens=(Token(b"k", 1, 5, 2),))),
+        ("01 08 00", Parameters(expires=0)),
+        ("01 09 03 05 40c8", Parameters(largest=Location(5, 200))),
+        ("01 10 01", Parameters(forward=1)),
+        ("01 20 40c8", Parameters(priority=200)),
+        ("01 21 01 01", Parameters(filter=Filter(1))),
+        ("01 21 03 03 0805", Parameters(filter=Filter(3, Location(8, 5)))),
+        ("01 21 04 04 0805 0a", Parameters(filter=Filter(4, Location(8, 5), 10))),
+        ("01 22 02", Parameters(group_order=2)),
+        ("01 32 4080", Parameters(new_group=128)),
+        (
+            "07 0205 01 020300 0508 01 020901 0701 1020 0202",
+            Parameters(
+                object_delivery_timeout=5, tokens=(Token(b""),), expires=8, largest=Location(9, 1), forward=1,
+                priority=0x20, group_order=2,
+            ),
+        ),
+    ],
+)  # fmt: skip
+def test_draft_16(data, parameters):
+    assert read(data, DRAFT_16) == parameters
+    assert write_parameters(parameters, DRAFT_16) == bytes.fromhex(data)
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_come_back(draft):
+    @given(strategies.parameters(draft, EVERY))
+    def check(parameters):
+        assert read(write_parameters(parameters, draft), draft) == parameters
+
+    check()
+
+
+# ------------------------------------------------------------------ what closes the session
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        "01 1002",  # FORWARD beyond 1, section 10.2.12
+        "01 10ff",
+        "01 2200",  # GROUP_ORDER outside 1 and 2, section 10.2.8
+        "01 2203",
+        "02 0205 0006",  # one type twice, section 10.2
+        "01 0105",  # an unknown type, section 10.2
+        "01 8134 05",
+        "01 21 01 00",  # a filter of an unknown type, section 5.1.2
+        "01 21 01 05",
+        "01 21 0c 04 ffffffffffffffffff 00 01",  # whose last group is beyond 2^64 - 1
+        "01 21 02 0100",  # longer than it should be
+        "01 21 02 0308",  # or shorter
+        "02 0205",  # fewer than announced
+        "02 0205 ffffffffffffffffff 00",  # a type beyond 2^64 - 1, section 10.2
+        "01 20",
+        "01 34 01 00",  # a namespace with an empty field
+        "01 34 21" + "0161" * 33,
+    ],
+)
+def test_faults_of_draft_18(data):
+    assert fault(data) == SessionCode.PROTOCOL_VIOLATION
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        "01 0200",  # DELIVERY_TIMEOUT of 0, draft 16, section 9.2.2.2
+        "01 1002",  # FORWARD beyond 1, section 9.2.2.8
+        "01 204100",  # SUBSCRIBER_PRIORITY beyond 255, section 9.2.2.3
+        "01 2200",
+        "01 2203",
+        "02 0205 0006",
+        "01 0105",  # an unknown type, section 9.2
+        "01 0405",  # RENDEZVOUS_TIMEOUT came later
+        "01 21 01 05",
+        "01 21 02 0100",  # a filter that is not as long as its parameter, section 9.2.2.5
+        "01 21 04 04 0805 07",  # one that ends before it begins, section 5.1.2
+        "02 0205",
+    ],
+)
+def test_faults_of_draft_16(data):
+    assert fault(data, DRAFT_16) == SessionCode.PROTOCOL_VIOLATION
+
+
+@pytest.mark.parametrize("data", ["01 09 01 05", "01 09 03 050607", "01 03 01 04", "01 03 00"])
+def test_values_that_do_not_fit_their_type(data):
+    """Draft 16, section 1.4.2: KEY_VALUE_FORMATTING_ERROR."""
+    assert fault(data, DRAFT_16) == SessionCode.KEY_VALUE_FORMATTING_ERROR
+
+
+def test_parameters_out_of_place():
+    """Draft 18, section 10.2.1, closes the session; draft 16, section 9.2.2, ignores them."""
+    only = frozenset({Param.FORWARD})
+    assert fault("01 2005", DRAFT_18, only) == SessionCode.PROTOCOL_VIOLATION
+    assert read("02 1001 1005", DRAFT_16, only) == Parameters(forward=1)
+    assert read("03 0200 0e01 1003", DRAFT_16, frozenset({Param.FORWARD})) == Parameters(forward=1)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "draft"),
+    [
+        (Parameters(rendezvous_timeout=5), DRAFT_16),
+        (Parameters(fill_timeout=5), DRAFT_16),
+        (Parameters(subgroup_delivery_timeout=5), DRAFT_16),
+        (Parameters(namespace_prefix=(b"a",)), DRAFT_16),
+        (Parameters(object_delivery_timeout=0), DRAFT_16),
+        (Parameters(forward=2), DRAFT_18),
+        (Parameters(group_order=0), DRAFT_18),
+        (Parameters(priority=256), DRAFT_18),
+    ],
+)
+def test_what_cannot_be_written(parameters, draft):
+    with pytest.raises(ValueError, match=r"has no parameter|cannot be"):
+        write_parameters(parameters, draft)
+
+
+# ------------------------------------------------------------------ setup options
+
+
+def options(data: str, draft=DRAFT_18) -> SetupOptions:
+    return setup_options(read_pairs(Reader(bytes.fromhex(data), draft.varint)), draft)
+
+
+def test_setup_options():
+    """Draft 18, sections 10.3.1.1 to 10.3.1.5, in ascending order."""
+    data = "01 022f61 02 050300746f6b 01 8400 01 05683a343433 02 0178"
+    found = SetupOptions(b"/a", b"h:443", (Token(b"tok"),), 1024, b"x")
+    assert options(data) == found
+    assert write_pairs(DRAFT_18.varint, setup_pairs(found, DRAFT_18)) == bytes.fromhex(data)
+
+
+def test_setup_parameters_of_draft_16():
+    """Draft 16, section 9.3.1; 0x02 is MAX_REQUEST_ID."""
+    data = "01 022f61 01 4100 02 4400 01 05683a343433 02 0178"
+    found = SetupOptions(b"/a", b"h:443", (), 1024, b"x", 256)
+    assert options(data, DRAFT_16) == found
+    assert write_pairs(DRAFT_16.varint, setup_pairs(found, DRAFT_16)) == bytes.fromhex(data)
+    assert setup_pairs(SetupOptions(max_request_id=5), DRAFT_18) == []
+
+
+def test_unknown_setup_options_are_ignored():
+    """Draft 18, sections 10.3 and 14: also twice, also those reserved for greasing, also draft 16's MAX_REQUEST_ID."""
+    assert options("02 05 0b 01ff 00 02abcd 8090 0101 807f 05") == SetupOptions()
+    assert options("4021 01ff 00 01ff", DRAFT_16) == SetupOptions()
+
+
+@pytest.mark.parametrize("data", ["01 0161 00 0162", "0405 0006", "05 00 00 00", "07 00 00 00"])
+def test_setup_options_that_may_come_once(data):
+    with pytest.raises(SessionFault) as caught:
+        options(data)
+    assert caught.value.code == SessionCode.PROTOCOL_VIOLATION
+
+
+def test_tokens_in_setup_may_repeat():
+    assert options("03 020300 00 03030061").tokens == (Token(b""), Token(b"a"))
+
+
+def test_a_token_in_setup_that_is_none():
+    with pytest.raises(SessionFault) as caught:
+        options("03 0104")
+    assert caught.value.code == SessionCode.KEY_VALUE_FORMATTING_ERROR
