@@ -43,6 +43,8 @@ MAX_PREFIX_DIGESTS = 320
 _KEY_BYTES = 8
 """Of a digest in the name of a lookup. Whoever asked compares whole digests, so two that begin alike do no harm."""
 
+_FRESH = "~"
+_NUMBER = re.compile(r"[0-9a-f]{1,16}")
 _TRACK_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,63}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
@@ -140,6 +142,26 @@ class ObjectName:
         if not path.startswith(ROOT) or len(parts) != 5 or not (parts[3] + parts[4]).isdecimal():
             raise FormatError(f"not an object's name: {path[:120]!r}")
         return cls(TrackNamespace(parts[0], parts[1]), parts[2], int(parts[3]), int(parts[4]))
+
+
+def fresh_track(track: str, number: int) -> str:
+    """Another name for a track that may change, a catalog or a lookup: one for each number.
+
+    Relays, and libraries with a cache of their own, keep what they have of a name for as long as they like. Who asks by
+    a name that is new now and then sees what has changed. An origin takes all of them for the track itself.
+    """
+    return f"{track}{_FRESH}{number:x}"
+
+
+def plain_track(name: str) -> str:
+    """Undo `fresh_track`; other names stay as they are."""
+    track, mark, number = name.rpartition(_FRESH)
+    return track if mark and may_change(track) and _NUMBER.fullmatch(number) else name
+
+
+def may_change(track: str) -> bool:
+    """Whether what is under a name may be another thing tomorrow: a catalog, or the answer to a lookup."""
+    return track == CATALOG_TRACK or track.startswith(PREFIX_TRACK)
 
 
 def chain(

@@ -10,8 +10,8 @@ from kvabr.moqt.encoding import MessageParser, encode
 from kvabr.moqt.events import Command, Event, Requested, Updated, Write
 from kvabr.moqt.messages import Message, Request
 
-_MAX_GAPS = 1024
-"""Request IDs that may be outstanding while later ones have come."""
+_ID_WINDOW = 1 << 16
+"""Of so many request IDs below the largest it is known whether they were used; older ones count as used."""
 
 
 @dataclass(slots=True, eq=False)
@@ -114,8 +114,8 @@ class PeerIds:
         self.granted = granted
         self.next = self._parity
         """The smallest ID above all that were used."""
-        self._gaps: dict[int, None] = {}
-        """Those below that were not, ascending; the oldest are forgotten, and count as used."""
+        self._used = 0
+        """A bit for each ID below that, the largest ID's the lowest."""
         self._in_order = -1
 
     def take(self, number: int, *, in_order: bool = False) -> None:
@@ -133,23 +133,26 @@ class PeerIds:
             raise SessionFault(f"request ID {number} is not one of the peer's", code)
         if self._limited and number >= self.granted:
             raise SessionFault(f"request ID {number}, where {self.granted} is the limit", SessionCode.TOO_MANY_REQUESTS)
-        if number < self.next and number not in self._gaps:
+        if self.used(number):
             raise SessionFault(f"request ID {number} was used before", code)
         if in_order:
             if number < self._in_order:
                 raise SessionFault(f"request ID {number} behind {self._in_order}", code)
             self._in_order = number
-        self._gaps.pop(number, None)
-        if number >= self.next:
-            for missing in range(max(self.next, number - 2 * _MAX_GAPS), number, 2):
-                self._gaps[missing] = None
-            while len(self._gaps) > _MAX_GAPS:
-                del self._gaps[next(iter(self._gaps))]
+        if number < self.next:
+            self._used |= 1 << (self.next - number) // 2 - 1
+        else:
+            ahead = (number - self.next) // 2 + 1
+            known = self._used << ahead & ((1 << _ID_WINDOW) - 1) if ahead < _ID_WINDOW else 0
+            self._used = known | 1
             self.next = number + 2
 
     def used(self, number: int) -> bool:
         """Whether the peer has used an ID."""
-        return 0 <= number < self.next and number % 2 == self._parity and number not in self._gaps
+        if not 0 <= number < self.next or number % 2 != self._parity:
+            return False
+        behind = (self.next - number) // 2 - 1
+        return behind >= _ID_WINDOW or bool(self._used >> behind & 1)
 
     def widen(self, window: int, active: int) -> int | None:
         """Draft 16: grant as many IDs as keep ``window`` requests possible; returns the new limit when it is time."""

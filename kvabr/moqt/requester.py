@@ -107,6 +107,8 @@ class Requester:
         request = self._requests.get(request_id)
         if request is None or not self._channel.draft.streams or request.stream is None or self.peer_draining:
             return False
+        if isinstance(request.message, TrackStatus):
+            return False  # which cannot be changed (draft 18, section 10.14)
         request.updates += 1
         self._channel.write(request.stream, RequestUpdate(self._channel.take_id(), None, parameters))
         return True

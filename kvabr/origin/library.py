@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from kvabr.errors import AssetError, FormatError
-from kvabr.naming import CATALOG_TRACK, PREFIX_TRACK, PROFILE_TRACK, TrackNamespace, parse_prefix_track
+from kvabr.naming import CATALOG_TRACK, PREFIX_TRACK, PROFILE_TRACK, TrackNamespace, parse_prefix_track, plain_track
 from kvabr.origin.grants import EVERYTHING, Grant, Grants
 from kvabr.origin.publication import BytesPublication, Publication
 from kvabr.origin.shelf import ShelvedAsset, Stamp, shelve
@@ -150,11 +150,12 @@ class Library:
             grant: from `admit`.
             namespace: of the track.
             track: a level, `kvabr.naming.CATALOG_TRACK`, `kvabr.naming.PROFILE_TRACK`, or the name of a lookup from
-                `kvabr.naming.prefix_track`.
+                `kvabr.naming.prefix_track`; these may be as `kvabr.naming.fresh_track` writes them.
 
         Returns:
             None if there is no such track, or none that the grant may read.
         """
+        track = plain_track(track)
         asset = self._lookup(grant, namespace, track)
         if asset is not None and not asset.is_current():
             # Replaced or removed since the last look: do not wait for the next one.

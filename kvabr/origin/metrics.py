@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 
-from kvabr.naming import PREFIX_TRACK
+from kvabr.naming import PREFIX_TRACK, plain_track
 
 MAX_SERIES = 256
 """Label values that one metric tells apart; what peers or assets bring beyond that is counted under ``other``."""
@@ -100,7 +100,7 @@ class TrackCounter(Counter):
 
     def inc(self, *labels: str, by: float = 1.0) -> None:
         """Count ``by`` more, of the track with this name."""
-        super().inc(*("lookup" if label.startswith(PREFIX_TRACK) else label for label in labels), by=by)
+        super().inc(*("lookup" if label.startswith(PREFIX_TRACK) else plain_track(label) for label in labels), by=by)
 
 
 class Gauge(_Scalar):

@@ -143,7 +143,8 @@ class MoqPeer:
 
     async def run(self) -> None:
         """Serve until the session is over."""
-        self._spawn(self._broadcasts_wanted())
+        for route in moqlib.ROUTES:
+            self._spawn(self._broadcasts_wanted(route))
         self._spawn(self._send())
         try:
             with contextlib.suppress(self._moq.Error):
@@ -178,9 +179,9 @@ class MoqPeer:
         with contextlib.suppress(self._moq.Error):
             await work
 
-    async def _broadcasts_wanted(self) -> None:
+    async def _broadcasts_wanted(self, route: str) -> None:
         moq = self._moq
-        async with self._origin.dynamic("", moq.Route()) as wanted:
+        async with self._origin.dynamic(route, moq.Route()) as wanted:
             while True:
                 request = await wanted.requested_broadcast()
                 path = request.path

@@ -115,7 +115,7 @@ class MoqServer(Server):
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
-        await server.__aexit__(None, None, None)
+        await moqlib.close(server)
 
     def _spawn(self, work: Any) -> None:
         task = asyncio.get_running_loop().create_task(work)

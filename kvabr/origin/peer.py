@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from itertools import chain
 from typing import TYPE_CHECKING
 from urllib.parse import parse_qs, urlsplit
 
@@ -43,7 +44,7 @@ class Peer(Endpoint):
         self.log = server.log
         self._grant: Grant | None = None
         self._dense = False
-        self._outbox = Outbox(self._send, self._unsent)
+        self._outbox = Outbox(self._send, self._unsent, lambda: self.library.window(self.quic))
         self._feeding = False
         self._underway: set[int] = set()
         """Streams that QUIC has been given all of, and the peer has not acknowledged all of."""
@@ -317,7 +318,7 @@ class Peer(Endpoint):
         return True
 
     def _unsent(self) -> int:
-        return self.library.unsent(self.quic, self._outbox.streams)
+        return self.library.unsent(self.quic, chain(self._outbox.streams, self._underway))
 
     def _done(self, job: Sending | None, *, complete: bool) -> None:
         if job is None:

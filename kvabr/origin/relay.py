@@ -22,7 +22,7 @@ from urllib.parse import parse_qs
 from kvabr.codec.spans import SLICE_BYTES
 from kvabr.errors import FormatError, TransportError
 from kvabr.moqt.codes import RequestCode
-from kvabr.naming import TrackNamespace
+from kvabr.naming import TrackNamespace, may_change, plain_track
 from kvabr.origin.metrics import Metrics
 from kvabr.origin.relaycache import GroupCache, SmallTracks, is_small
 from kvabr.origin.server import Server, ServerLimits, ServerTls
@@ -141,7 +141,8 @@ class Relay(Server):
         self._server = server
         bound, _, port = server.local_addr.rpartition(":")
         self._address = bound.strip("[]"), int(port)
-        self._spawn(self._broadcasts_wanted())
+        for route in moqlib.ROUTES:
+            self._spawn(self._broadcasts_wanted(route))
         self._spawn(self._accept())
 
     @property
@@ -175,7 +176,7 @@ class Relay(Server):
         self.cache.clear()
         self._tracks.clear()
         self._broadcasts.clear()
-        await server.__aexit__(None, None, None)
+        await moqlib.close(server)
 
     # ------------------------------------------------------------------ who comes
 
@@ -228,9 +229,9 @@ class Relay(Server):
 
     # ------------------------------------------------------------------ what they want
 
-    async def _broadcasts_wanted(self) -> None:
+    async def _broadcasts_wanted(self, route: str) -> None:
         moq = self._moq
-        async with self._origin.dynamic("", moq.Route()) as wanted:
+        async with self._origin.dynamic(route, moq.Route()) as wanted:
             while True:
                 request = await wanted.requested_broadcast()
                 path = request.path
@@ -259,7 +260,7 @@ class Relay(Server):
 
     async def _open(self, path: str, namespace: TrackNamespace, request: Any) -> None:
         """Answer a request for a track, once it is known whether there is one."""
-        name = request.name
+        asked, name = request.name, plain_track(request.name)
         if self._draining:
             request.abort(int(RequestCode.GOING_AWAY))
             return
@@ -280,7 +281,7 @@ class Relay(Server):
         if count is not None:
             track.producer.finish_at(count)
         del request
-        self._tracks[path, name] = track
+        self._tracks[path, asked] = track
         track.task = self._spawn(self._groups_wanted(track, groups))
         for key, idle in list(self._tracks.items())[: len(self._tracks) - _MAX_TRACKS]:
             if not idle.fetches and idle.task is not None:
@@ -330,7 +331,7 @@ class Relay(Server):
                 )  # fmt: skip
             self._flush(fetch, 1)
             fetch.producer.finish()
-            keep_s = SmallTracks.FRESH_S if moqlib.may_change(track.name) else None
+            keep_s = SmallTracks.FRESH_S if may_change(track.name) else None
             self.cache.add(track, fetch.producer, fetch.passed, keep_s)
             self.metrics.groups_sent_total.inc(track.name)
         except TransportError as error:

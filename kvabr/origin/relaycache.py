@@ -14,7 +14,7 @@ from typing import Any
 from kvabr.catalog import Catalog
 from kvabr.errors import FormatError, KvabrError
 from kvabr.moqt.codes import RequestCode
-from kvabr.naming import CATALOG_TRACK, PROFILE_TRACK, TrackNamespace
+from kvabr.naming import CATALOG_TRACK, PROFILE_TRACK, TrackNamespace, may_change
 from kvabr.origin.metrics import Metrics
 from kvabr.origin.upstream import bring
 from kvabr.transport import moqlib
@@ -134,7 +134,7 @@ class GroupCache:
 
 def is_small(track: str) -> bool:
     """Whether a track has one group, which is fetched as a whole before it is passed on."""
-    return moqlib.may_change(track) or track == PROFILE_TRACK
+    return may_change(track) or track == PROFILE_TRACK
 
 
 class SmallTracks:
@@ -205,7 +205,7 @@ class SmallTracks:
         limit = moqlib.MAX_GROUP_BYTES
         await bring(self._upstream, namespace, track, 0, parts.append, priority=_URGENT, limit=limit)
         data = b"".join(parts)
-        if moqlib.may_change(track):
+        if may_change(track):
             self._look(data)
         return data
 

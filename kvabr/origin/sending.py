@@ -16,8 +16,9 @@ from kvabr.moqt.objectwriter import FetchWriter
 from kvabr.moqt.wire import KeyValue
 from kvabr.origin.publication import PROPERTY_GROUP_BYTES, PROPERTY_GROUP_DIGEST, Publication, PublishedGroup
 
-AHEAD_BYTES = 256 << 10
-"""Bytes that QUIC is given ahead of what it has sent: more than it can send before it asks again."""
+MOST_AHEAD_BYTES, LEAST_AHEAD_BYTES = 256 << 10, 16 << 10
+"""Bytes that QUIC is given ahead of what it has sent: a congestion window, which is all that it can send before it asks
+again, within these bounds. On a slow link more would let what is less urgent in before what is more so."""
 _PIECE = 64 << 10
 
 Piece = bytes | memoryview
@@ -110,14 +111,17 @@ def last_object(objects: tuple[ObjectSpan, ...], *, dense: bool) -> int:
 class Outbox:
     """Everything that one connection has to send."""
 
-    def __init__(self, send: Callable[[Sending, Piece], bool], unsent: Callable[[], int]) -> None:
+    def __init__(
+        self, send: Callable[[Sending, Piece], bool], unsent: Callable[[], int], window: Callable[[], int]
+    ) -> None:
         """Nothing to send yet.
 
         Args:
             send: gives QUIC a piece of an answer; returns False if its stream is no more.
             unsent: bytes that QUIC was given and has not sent.
+            window: bytes that QUIC may have on their way.
         """
-        self._send, self._unsent = send, unsent
+        self._send, self._unsent, self._window = send, unsent, window
         self._jobs: dict[int, Sending] = {}
         self._order: list[Sending] | None = None
 
@@ -150,7 +154,7 @@ class Outbox:
         return self._jobs.pop(request_id, None)
 
     def feed(self) -> tuple[list[Sending], list[tuple[Sending, Exception]]]:
-        """Give QUIC what it can use now, the most urgent first.
+        """Give QUIC what it can use now: the most urgent first, and of those the one that was asked for first.
 
         Returns:
             The answers that are complete, and those that broke off, with why.
@@ -159,10 +163,10 @@ class Outbox:
         broken: list[tuple[Sending, Exception]] = []
         if not self._jobs:
             return done, broken
-        room = AHEAD_BYTES - self._unsent()
+        room = min(MOST_AHEAD_BYTES, max(LEAST_AHEAD_BYTES, self._window())) - self._unsent()
         while room > 0 and self._jobs:
             if not self._order:
-                self._order = sorted(self._jobs.values(), key=lambda job: job.priority, reverse=True)
+                self._order = sorted(self._jobs.values(), key=lambda job: (job.priority, job.request_id), reverse=True)
             job = self._order[-1]
             try:
                 piece = job.piece()

@@ -369,15 +369,22 @@ class Session:
                 self._leave_to_engine(group, now)
 
     def _usable(self, group: int, track: str, *, upgrade: bool) -> str | None:
-        """The track asked for, or, if that group of it has failed too often, the cheapest one left; None if none is."""
+        """The track asked for, or, if that group of it has failed too often, the cheapest one left; None if none is.
+
+        If there is an engine, a group that has failed so often on all tracks together is its: no more time is lost.
+        """
         limit = self._config.attempts
         if not upgrade and group in self._abandoned:
             track = self.view.ladder.cheapest  # asking for the same again would only be given up again
-        if not self._failures or self._failures.get((group, track), 0) < limit:
+        if not self._failures:
             return track
-        if upgrade:
-            return None
-        left = self._cheapest_left(group)
+        if self._lane is not None and not upgrade:
+            failures = sum(count for (other, _), count in self._failures.items() if other == group)
+            if failures >= limit:
+                return None
+        if self._failures.get((group, track), 0) < limit:
+            return track
+        left = None if upgrade else self._cheapest_left(group)
         return None if left is None else left.name
 
     def _cheapest_left(self, group: int) -> Track | None:

@@ -2,7 +2,8 @@
 
 A publisher serves the more urgent request first, or the earlier one, or all alike. So a transfer that is overtaken by
 one that is less urgent and was asked for later, and stays silent, has been forgotten. If nothing at all moves there is
-no telling whether the link or the publisher stands still; asking again then costs little, but proves nothing.
+no telling whether the link or the publisher stands still; asking again then costs little, but proves nothing, unless
+what was asked for again begins to come and then stands still as well: the link was there.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ class StallWatch:
         self._patience_s = patience_s
         self._heard: dict[int, float] = {}
         self._overtaken: set[int] = set()
+        self._stood: set[tuple[int, str]] = set()
+        """Groups and tracks that have stood still before."""
         self._any_s: float | None = None
         """When bytes came last; None: never yet, and then nobody knows how long a first byte takes here."""
 
@@ -53,7 +56,9 @@ class StallWatch:
                 if quiet_s >= max(self._patience_s / 2, _OVERTAKEN_TTFB * ttfb_s, LEAST_SILENCE_S):
                     found.append((transfer, True))
             elif min(quiet_s, nothing_s) >= max(self._patience_s, _SILENT_TTFB * ttfb_s, LEAST_SILENCE_S):
-                found.append((transfer, False))
+                again = (transfer.group, transfer.track) in self._stood
+                found.append((transfer, again and transfer.request in self._heard))
+        self._stood.update((transfer.group, transfer.track) for transfer, _ in found)
         return found
 
 

@@ -139,7 +139,7 @@ class Endpoint(ABC):
 def explain(code: int, frame_type: int | None, reason: str) -> str:
     """Why a connection ended, for people."""
     said = f": {reason}" if reason else ""
-    if code == _NO_APPLICATION_PROTOCOL:
+    if code == _NO_APPLICATION_PROTOCOL or "ALPN" in reason:  # qh3 has another alert for it
         return "no common protocol: the peer speaks none of the MoQT drafts that were offered"
     if _CRYPTO_ERROR <= code < _CRYPTO_ERROR + 0x100 and frame_type is not None:
         return f"TLS failed (alert {code - _CRYPTO_ERROR}){said}"

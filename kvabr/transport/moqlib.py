@@ -6,13 +6,15 @@ written as ``\/``. It calls objects frames, and its priorities run the other way
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import re
 from importlib import import_module
 from typing import Any
 
 from kvabr.errors import FormatError, TransportError
 from kvabr.moqt.codes import RequestCode
-from kvabr.naming import CATALOG_TRACK, MAX_FULL_TRACK_NAME, PREFIX_TRACK, TrackNamespace
+from kvabr.naming import MAX_FULL_TRACK_NAME, ROOT, TrackNamespace
 from kvabr.transport.base import ConnectionLostError, NotFoundError, RequestError
 from kvabr.transport.options import Names
 
@@ -21,6 +23,9 @@ MAX_GROUP_BYTES = 32 << 20
 
 APP_CODES = 64
 """moq-rs adds this to the codes that an application gives when it refuses something."""
+
+ROUTES = ("/".join(part for part in ROOT.split("/") if part), ROOT.replace("/", "\\/"))
+"""What an origin or a relay announces: where kvabr's names begin, in both forms. Nothing tells what there is below."""
 
 _REMOTE_CODE = re.compile(r"remote error: code=(\d+)")
 _RETRY_S = 0.1
@@ -51,17 +56,6 @@ def path_of(namespace: TrackNamespace, names: Names) -> str:
     return "/".join(field.decode().replace("\\", "\\\\").replace("/", "\\/") for field in fields)
 
 
-def fresh_path_of(namespace: TrackNamespace, number: int) -> str:
-    """Another spelling of the path in ``split`` form, one for each number; `namespace_of` reads all of them.
-
-    moq-rs shows its own copy of whatever it has fetched for as long as it is asked for now and then. Where that would
-    be wrong, a new spelling makes it ask. Only moq-lite carries it.
-    """
-    head, prompt = path_of(namespace, "split").rsplit("/", 1)
-    spelt = "".join(f"\\{digit}" if number >> index & 1 else digit for index, digit in enumerate(prompt))
-    return f"{head}/{spelt}"
-
-
 def namespace_of(path: str) -> TrackNamespace:
     """Read a path of either form back, also if slashes have melted.
 
@@ -74,14 +68,19 @@ def namespace_of(path: str) -> TrackNamespace:
     return TrackNamespace.from_fields([part.encode() for part in plain.split("/") if part])
 
 
-def may_change(track: str) -> bool:
-    """Whether what is under this name may be another thing tomorrow: a catalog, or the answer to a lookup."""
-    return track == CATALOG_TRACK or track.startswith(PREFIX_TRACK)
-
-
 def moq_priority(priority: int) -> int:
     """The priority for moq-rs of one of MoQT; the same function leads back."""
     return 255 - min(255, max(0, priority))
+
+
+async def close(server: Any) -> None:
+    """Close a server of moq-rs, in a thread: it waits until handshakes that failed just now are forgotten."""
+
+    def run() -> None:
+        with contextlib.suppress(StopIteration):
+            server.__aexit__(None, None, None).send(None)
+
+    await asyncio.to_thread(run)
 
 
 def explain(moq: Any, error: Exception) -> str:

@@ -24,7 +24,7 @@ from urllib.parse import quote
 
 from kvabr.errors import TransportError
 from kvabr.moqt.codes import RequestCode, ResetCode
-from kvabr.naming import PROFILE_TRACK, TrackNamespace
+from kvabr.naming import PROFILE_TRACK, TrackNamespace, fresh_track, may_change
 from kvabr.transport import moqlib
 from kvabr.transport.base import (
     Connection,
@@ -49,8 +49,7 @@ CACHE_BYTES = 2 * IN_FLIGHT_BYTES
 MOQT, MOQ_LITE = "moqt", "moq-lite"
 
 _FRESH_S = 2.0
-"""Catalogs and lookups are asked for anew after so long. Over MoQT moq-rs shows the copy that it has until nobody has
-asked for it for some 20 seconds."""
+"""Catalogs and lookups are asked for by a new name after so long: of a name that it knows moq-rs shows its own copy."""
 _ANSWER_S = 30.0
 """After so long without an answer, and without anything else coming, a request has failed."""
 _ROUTE_S = 1.0
@@ -251,7 +250,7 @@ class MoqConnection(Connection, Owner):
 
     async def _open(self, download: MoqDownload) -> Any:
         moq = self._moq
-        path = self._asked = self._path(download)
+        path = self._asked = moqlib.path_of(download.namespace, self._names)
         options = moq.FetchGroupOptions(priority=moqlib.moq_priority(download.priority))
         try:
             broadcast = await self._client.request_broadcast(path)
@@ -266,12 +265,10 @@ class MoqConnection(Connection, Owner):
                 raise error from None
             finally:
                 announced.cancel()
-        return await broadcast.fetch_group(download.track, download.group, options)
-
-    def _path(self, download: MoqDownload) -> str:
-        if moqlib.may_change(download.track) and self.protocol == MOQ_LITE:
-            return moqlib.fresh_path_of(download.namespace, int(time.monotonic() / _FRESH_S))
-        return moqlib.path_of(download.namespace, self._names)
+        name = download.track
+        if may_change(name):
+            name = fresh_track(name, int(time.monotonic() / _FRESH_S))
+        return await broadcast.fetch_group(name, download.group, options)
 
     async def _answered(self, asking: Any, what: str) -> Any:
         """What a request brings, or an error if it and everything else stays without an answer."""
@@ -288,9 +285,9 @@ class MoqConnection(Connection, Owner):
             task.cancel()
 
     def _keep_warm(self, download: MoqDownload, group: Any) -> None:
-        if moqlib.may_change(download.track) or download.track == PROFILE_TRACK:
+        if may_change(download.track) or download.track == PROFILE_TRACK:
             return  # there is no second group
-        key = (self._path(download), download.track)
+        key = (moqlib.path_of(download.namespace, self._names), download.track)
         self._warm[key] = group
         self._warm.move_to_end(key)
         if len(self._warm) > _WARM_TRACKS:

@@ -38,7 +38,7 @@ from kvabr.transport.watch import LimitWatch
 
 MAX_IN_FLIGHT = 64
 """Requests under way at a time; more wait here, the most urgent first. Both libraries allow about 100 streams."""
-_CLOSING_S = 1.0
+_CLOSING_S = 0.25
 """Seconds that a connection may take to say goodbye."""
 _Name = tuple[tuple[bytes, ...], bytes, int]
 """Namespace fields, track and group."""
@@ -306,7 +306,8 @@ class QuicConnection(Endpoint, Connection):
             case Requested():
                 self._answer(event)
             case Closed():
-                self._fail(event.reason or "closed by this side")
+                code = name_of(event.code, SessionCode)
+                self._fail(f"the peer broke the protocol, {code}: {event.reason}" if event.code else "closed by this side")
 
     def ended(self, reason: str, code: int) -> None:
         """See `Endpoint.ended`."""

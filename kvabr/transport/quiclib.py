@@ -95,6 +95,12 @@ class QuicLibrary:
         found = quic._streams.get(stream)  # noqa: SLF001  # nor has aioquic
         return found is None or bool(found.sender.is_finished)
 
+    def window(self, quic: Any) -> int:
+        """The congestion window: bytes of ours that may be on their way."""
+        if self.name == "qh3":
+            return int(quic._core.congestion_window)  # noqa: SLF001  # neither has a public way
+        return int(quic._loss.congestion_window)  # noqa: SLF001
+
     def round_trip(self, quic: Any) -> float | None:
         """The smoothed round trip, seconds."""
         if self.name == "qh3":

@@ -107,14 +107,15 @@ async def test_an_origin_killed_in_the_middle_and_started_again(root, tls, finge
     async with AsyncExitStack() as stack:
         first = await stack.enter_async_context(serve_process(root, tls))
 
+        links = []
+
         async def connected(library):
-            link = stack.enter_context(shaped(first.address, [0.1 * MB], rtt_s=0.01))
+            link = stack.enter_context(shaped(first.address, [0.15 * MB], rtt_s=0.01))
+            links.append(link)
             return await stack.enter_async_context(connect(link.address, fingerprint, library))
 
         def playing(connection, log):
-            return asyncio.create_task(
-                play(connection, TOKENS, deadline=6.0, policy="fixed:Int4", spec=SPEC, log=log)
-            )
+            return asyncio.create_task(play(connection, TOKENS, deadline=6.0, policy="fixed:FP16", spec=SPEC, log=log))
 
         busy = [(await connected(library), Log()) for library in LIBRARIES]
         idle = [(await connected(library), Log()) for library in LIBRARIES]
@@ -122,6 +123,8 @@ async def test_an_origin_killed_in_the_middle_and_started_again(root, tls, finge
         await asyncio.gather(*(log.seen("decoded") for _, log in busy))
         await first.kill()
         await stack.enter_async_context(serve_process(root, tls, port=first.address[1]))
+        for link in links:
+            shape(link, [2 * MB], rtt_s=0.01)
         tasks += [playing(*one) for one in idle]
         results = await asyncio.gather(*tasks)
     for played, (connection, _) in zip(results, busy + idle, strict=True):
@@ -149,7 +152,9 @@ async def test_an_origin_killed_for_good(root, tls, fingerprint):
                 connecting = connect(link.address, fingerprint, library, timeout_s=0.5)
                 connection = await stack.enter_async_context(connecting)
                 logs.append(Log())
-                plays.append(play(connection, TOKENS, deadline=1.5, patience=2.0, log=logs[-1], **options))
+                plays.append(
+                    play(connection, TOKENS, deadline=1.5, policy="fixed:Int8", patience=2.0, log=logs[-1], **options)
+                )
         tasks = [asyncio.create_task(one) for one in plays]
         await asyncio.gather(*(log.seen("decoded") for log in logs))
         await served.kill()

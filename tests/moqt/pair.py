@@ -69,6 +69,11 @@ class Pair:
     # ------------------------------------------------------------------ what an owner of a session does
 
     def write(self, sender: bool, stream: int, data: bytes, *, fin: bool = False) -> None:
+        """Behind all that the session has wanted sent before."""
+        self._carry_out(sender)
+        self._write(sender, stream, data, fin=fin)
+
+    def _write(self, sender: bool, stream: int, data: bytes, *, fin: bool) -> None:
         lane = self.lanes.setdefault((sender, stream), Lane())
         if lane.over:
             return  # a QUIC library raises here, and the owner lets it be
@@ -99,18 +104,21 @@ class Pair:
                     if sender in self.owners:
                         self.owners[sender](event)
                 again |= bool(events)
-                for command in session.take_commands():
-                    if isinstance(command, Write):
-                        self.write(sender, command.stream, command.data, fin=command.fin)
-                    elif isinstance(command, Reset):
-                        self.reset(sender, command.stream, command.code)
-                    elif isinstance(command, Stop):
-                        lane = self.lanes.setdefault((not sender, command.stream), Lane())
-                        if not lane.stopped:
-                            lane.stopped = True
-                            self.stops.append((not sender, command.stream, command.code))
-                    else:
-                        self.closes[sender] = command
+                self._carry_out(sender)
+
+    def _carry_out(self, sender: bool) -> None:
+        for command in self.ends[sender].take_commands():
+            if isinstance(command, Write):
+                self._write(sender, command.stream, command.data, fin=command.fin)
+            elif isinstance(command, Reset):
+                self.reset(sender, command.stream, command.code)
+            elif isinstance(command, Stop):
+                lane = self.lanes.setdefault((not sender, command.stream), Lane())
+                if not lane.stopped:
+                    lane.stopped = True
+                    self.stops.append((not sender, command.stream, command.code))
+            else:
+                self.closes[sender] = command
 
     # ------------------------------------------------------------------ the network
 

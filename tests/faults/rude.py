@@ -1,0 +1,170 @@
+"""Servers that misbehave: an origin that lies about its groups, and ends of QUIC that do whatever a test says."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable
+from contextlib import asynccontextmanager
+
+from kvabr.moqt.codes import ResetCode
+from kvabr.moqt.draft import DRAFTS
+from kvabr.moqt.events import Requested
+from kvabr.moqt.objectwriter import FetchWriter
+from kvabr.moqt.session import Session
+from kvabr.moqt.wire import Location
+from kvabr.origin.library import Library
+from kvabr.origin.metrics import Metrics
+from kvabr.origin.peer import Peer
+from kvabr.origin.quicserver import QuicServer
+from kvabr.origin.server import ServerLimits
+from kvabr.transport.endpoint import Endpoint, protocol_class
+from kvabr.transport.quiclib import library, load_certificates
+from tests.faults.common import QUIET, Origin, level
+
+GOAL = 2
+"""The group that is lied about."""
+
+
+class Answer:
+    """What a liar may do in answer to one FETCH."""
+
+    def __init__(self, peer: LyingPeer, number: int, frame: bytes, group: int, first_object: int) -> None:
+        self.peer, self.number, self.frame, self.group, self.first_object = peer, number, frame, group, first_object
+        self.writer = FetchWriter(peer.session.draft)
+        self.stream: int | None = None
+
+    def accept(self) -> None:
+        self.stream = self.peer.session.responder.accept_fetch(self.number, Location(self.group, 0), end_of_track=False)
+        self.peer.settle()
+
+    def write(self, data: bytes, *, end: bool = False) -> None:
+        if self.stream is None:
+            self.accept()
+        self.peer.quic.send_stream_data(self.stream, data, end)
+
+    def one_object(self, payload: bytes, *, group: int | None = None, size: int | None = None, end: bool = True):
+        """Write a payload as one object."""
+        at = self.group if group is None else group
+        self.write(self.writer.header(at, self.first_object, len(payload) if size is None else size) + payload, end=end)
+
+    def reset(self, code: int) -> None:
+        self.peer.session.responder.break_off(self.number, code)
+        self.peer.settle()
+
+    def refuse(self, code: int, reason: str) -> None:
+        self.peer.session.responder.refuse(self.number, code, reason)
+
+
+Lie = Callable[[Answer], None]
+
+
+class LyingPeer(Peer):
+    """Answers one group, once or always, as its server's lie says."""
+
+    def _fetch(self, number, message, grant):
+        server = self._server
+        track, group = message.track.decode(), message.start.group
+        if not level(track) or group != GOAL or (server.told and server.once):
+            super()._fetch(number, message, grant)
+            return
+        server.told += 1
+        frame = bytes(self._find(message, grant).open(group).data)
+        server.lie(Answer(self, number, frame, group, 16 * group))
+
+
+class LyingServer(QuicServer):
+    """An origin that lies."""
+
+    def __init__(self, *arguments, lie: Lie, once: bool, **options) -> None:
+        super().__init__(*arguments, **options)
+        self.lie, self.once, self.told = lie, once, 0
+
+    def _admit(self):
+        peer = LyingPeer(self._lib, self)
+        self.peers.add(peer)
+        return peer
+
+
+@asynccontextmanager
+async def lying(root, tls, fingerprint, lie: Lie, *, once: bool = True):
+    server = LyingServer(
+        Library(root, None, QUIET), "127.0.0.1", 0, tls, ServerLimits(), QUIET, Metrics(), lie=lie, once=once
+    )
+    async with server:
+        yield Origin(server, tls, fingerprint)
+
+
+class RudeEnd(Endpoint):
+    """One end of a connection: ``greet`` gets it after the handshake, ``heard`` each event of its session."""
+
+    def __init__(self, lib, *, greet=None, heard=None, client=False) -> None:
+        super().__init__(lib)
+        self._greet, self._heard, self._client = greet, heard, client
+        self.shaken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.over: asyncio.Future[tuple[int, str]] = asyncio.get_running_loop().create_future()
+        self.events = []
+
+    def make_session(self, draft):
+        if not self.shaken.done():
+            self.shaken.set_result(None)
+        if self._greet is not None:
+            return self._greet(self, draft)
+        return Session(draft, client=self._client)
+
+    def happened(self, event):
+        self.events.append(event)
+        if self._heard is not None:
+            self._heard(self, event)
+
+    def ended(self, reason, code):
+        if not self.over.done():
+            self.over.set_result((code, reason))
+
+
+@asynccontextmanager
+async def rude_server(tls, *, greet=None, heard=None, alpn=tuple(draft.alpn for draft in DRAFTS)):
+    """A server that does as it likes; yields its address."""
+    lib = library("aioquic")
+    configuration = lib.configure(client=False, alpn=alpn)
+    load_certificates(configuration, tls.certfile, tls.keyfile)
+    sock = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    sock.setblocking(False)
+    sock.bind(("127.0.0.1", 0))
+    made = protocol_class(lib, lambda _: RudeEnd(lib, greet=greet, heard=heard))
+    transport, _ = await lib.open_server(sock, configuration, made)
+    try:
+        yield sock.getsockname()
+    finally:
+        transport.close()
+        await asyncio.sleep(0)
+
+
+@asynccontextmanager
+async def rude_client(address, *, draft=DRAFTS[0], greet=None, name="aioquic"):
+    """A client that says nothing but what a test has it say."""
+    lib = library(name)
+    configuration = lib.configure(client=True, alpn=[draft.alpn], server_name="localhost")
+    configuration.verify_mode = 0
+    end = RudeEnd(lib, greet=greet, client=True)
+    sock = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    sock.setblocking(False)
+    sock.bind(("127.0.0.1", 0))
+    made = protocol_class(lib, lambda _: end)
+    transport, protocol = await lib.open_socket(sock, lambda: made(lib.connection(configuration=configuration)))
+    try:
+        protocol.connect(address)
+        async with asyncio.timeout(5):
+            await end.shaken
+        yield end
+    finally:
+        end.shut(0, "")
+        transport.close()
+        await asyncio.sleep(0)
+
+
+def requested(event) -> bool:
+    return isinstance(event, Requested)
+
+
+STOPPED = ResetCode.INTERNAL_ERROR

@@ -1,0 +1,465 @@
+"""Hostile input for every parser: valid bytes, mutated at random; `tools/fuzz` runs it for long, a test for a moment.
+
+A target takes bytes and dice. It returns if the parser has taken them or refused them as it should, and raises
+otherwise: any error that is not the documented one, a value that does not come back, more kept than is allowed.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+from kvabr.catalog import Catalog
+from kvabr.codec.container import FrameHeader, pack, unpack
+from kvabr.errors import FormatError
+from kvabr.moqt import messages as m
+from kvabr.moqt import session as session_module
+from kvabr.moqt.codes import SessionFault
+from kvabr.moqt.draft import DRAFT_16, DRAFT_18, Draft
+from kvabr.moqt.encoding import MAX_MESSAGE_BYTES, MessageParser, decode, encode
+from kvabr.moqt.events import Requested, Write
+from kvabr.moqt.objects import (
+    MAX_PROPERTIES_BYTES,
+    ObjectHeader,
+    ObjectParser,
+    SubgroupHeader,
+    read_datagram,
+    read_stream_header,
+)
+from kvabr.moqt.objectwriter import FetchWriter, write_datagram, write_subgroup_header, write_subgroup_object
+from kvabr.moqt.parameters import Filter, Parameters, SetupOptions, Token, setup_options, setup_pairs
+from kvabr.moqt.properties import MalformedTrack
+from kvabr.moqt.session import Session
+from kvabr.moqt.wire import Location, Reader, read_pairs, write_pairs
+from kvabr.naming import parse_prefix_track, prefix_track
+from tests.catalogs import catalog
+
+Take = Callable[[bytes, random.Random], None]
+_SLOW_S = 5.0
+"""No input of the sizes used here may take as long; the slowest take a few milliseconds."""
+_BYTES = (0x00, 0x01, 0x3F, 0x40, 0x7F, 0x80, 0xBF, 0xC0, 0xFE, 0xFF)
+_LONG = 70_000
+
+
+@dataclass(frozen=True)
+class Target:
+    """One parser."""
+
+    take: Take
+    corpus: Callable[[], list[bytes]]
+    """Valid inputs."""
+
+
+# ------------------------------------------------------------------ mutation
+
+
+def mutate(data: bytes, others: list[bytes], dice: random.Random) -> bytes:
+    """A few random changes."""
+    out = bytearray(data)
+    for _ in range(dice.choice((0, 1, 1, 1, 2, 3, 6))):
+        at = dice.randrange(len(out) + 1)
+        end = min(len(out), at + dice.choice((1, 1, 2, 4, 8, 64)))
+        match dice.randrange(8):
+            case 0 if at < len(out):
+                out[at] ^= 1 << dice.randrange(8)
+            case 1 if at < len(out):
+                out[at] = dice.choice(_BYTES)
+            case 2:
+                del out[at:end]
+            case 3:
+                out[at:at] = out[at:end]
+            case 4:
+                out[at:at] = dice.randbytes(dice.choice((1, 2, 8, 9)))
+            case 5:
+                out[at:at] = b"\xff" * dice.choice((1, 8, 9))
+            case 6:
+                other = dice.choice(others)
+                cut = dice.randrange(len(other) + 1)
+                out[at:] = other[cut:]
+            case 7 if dice.random() < 0.05:
+                out[at:at] = bytes([dice.choice(_BYTES)]) * _LONG
+            case _:
+                del out[at:]
+    return bytes(out)
+
+
+def chunks(data: bytes, dice: random.Random) -> list[bytes]:
+    """The same bytes in pieces."""
+    out, at, most = [], 0, dice.choice((1, 3, 40, 2000, 1 << 20))
+    while at < len(data) and len(out) < 5000:
+        size = dice.randint(1, most)
+        out.append(data[at : at + size])
+        at += size
+    return [*out, data[at:]] if at < len(data) else out
+
+
+# ------------------------------------------------------------------ valid inputs
+
+
+SPACE, TRACK = (b"root", b"model"), b"FP16"
+_SOME = Parameters(tokens=(Token(b"secret"), Token(b"x", 1, 5, 2), Token(b"", 2, 5)))
+
+
+def sample_messages(draft: Draft) -> list[m.Message]:
+    """One of every kind, at least."""
+    new = draft.streams
+    answered = None if new else 0
+    space, start, end = (b"a", b"bc"), Location(3, 0), Location(5, 7)
+    rich = Parameters(
+        object_delivery_timeout=100, tokens=_SOME.tokens, forward=1, priority=9, filter=Filter(4, start, 9), group_order=2,
+        new_group=5, rendezvous_timeout=7 if new else None, subgroup_delivery_timeout=8 if new else None,
+    )  # fmt: skip
+    properties = ((4, 9), (11, b"\x3c\x01"), (34, 1), (0x4001, b"x"))
+    out: list[m.Message] = [
+        m.Setup(SetupOptions(b"/p", b"h:1", (Token(b"t"),), 100, b"me", 0 if new else 300)),
+        m.Goaway(b"", 9 if new else 0, 1 if new else None),
+        m.RequestOk(answered, Parameters(expires=5, largest=start), properties if new else ()),
+        m.RequestError(answered, 0x10, 5, "none"),
+        m.Subscribe(0, space, b"t", rich),
+        m.TrackStatus(0, space, b"t", _SOME),
+        m.SubscribeOk(answered, 7, Parameters(expires=1, largest=start), properties),
+        m.RequestUpdate(2, None if new else 0, Parameters(priority=3)),
+        m.Publish(0, space, b"t", 7, Parameters(forward=0), properties),
+        m.PublishDone(answered, 2, 3, "over"),
+        m.Fetch(0, space, b"t", start, end, Parameters(priority=1, group_order=1)),
+        m.JoiningFetch(2, 0, 3, True),
+        m.FetchOk(answered, True, end, Parameters(), properties),
+        m.PublishNamespace(0, space, _SOME),
+        m.Namespace((b"x",)),
+        m.NamespaceDone((b"x",)),
+        m.SubscribeNamespace(0, (), 1, _SOME),
+    ]
+    if new:
+        to = m.Redirect(b"moqt://h/", space, b"t")
+        out += [m.RequestError(None, 0x34, 1, "there", to), m.SubscribeTracks(0, space), m.PublishBlocked((b"a",), b"t")]
+        return out
+    return [
+        *out, m.MaxRequestId(600), m.RequestsBlocked(5), m.Unsubscribe(0), m.PublishOk(0, Parameters(forward=1)),
+        m.FetchCancel(0), m.PublishNamespaceDone(0), m.PublishNamespaceCancel(0, 5, "no"),
+    ]  # fmt: skip
+
+
+@cache
+def control(draft: Draft) -> tuple[bytes, ...]:
+    """Messages with type and length."""
+    return tuple(encode(message, draft, client=side) for message in sample_messages(draft) for side in (True, False))
+
+
+@cache
+def fetch_streams(draft: Draft) -> tuple[bytes, ...]:
+    """Objects of FETCHes, without the stream's header."""
+    out = []
+    for properties in ((), ((4, 9), (11, b"\x3c\x01"), (0x81, b"value"))):
+        writer = FetchWriter(draft)
+        data = writer.header(3, 0, 5, properties) + b"hello" + writer.header(3, 4, 0) + writer.header(5, 0, 200)
+        data += bytes(200) + writer.range_end(Location(9, 1), unknown=True) + writer.header(9, 2, 1, priority=7) + b"x"
+        out.append(data)
+    return tuple(out)
+
+
+SUBGROUPS = (
+    SubgroupHeader(7, 5, 0, 9, properties=True, end_of_group=False),
+    SubgroupHeader(7, 5, None, None, properties=False, end_of_group=True),
+    SubgroupHeader(700, 5, 6, 9, properties=False, end_of_group=False),
+)
+
+
+@cache
+def subgroup_streams(draft: Draft) -> tuple[bytes, ...]:
+    """Objects of subgroups, behind their stream's header."""
+    out = []
+    for header in SUBGROUPS:
+        properties = ((4, 9), (0x81, b"value")) if header.properties else ()
+        data = write_subgroup_header(header, draft) + write_subgroup_object(draft, header, 3, None, 5, properties)
+        data += b"hello" + write_subgroup_object(draft, header, 9, 3, 0)
+        out.append(data)
+    return tuple(out)
+
+
+# ------------------------------------------------------------------ small parsers
+
+
+def _expect(parse: Callable[[], object], *errors: type[Exception]) -> object:
+    """What it reads, or None if it refuses as it should."""
+    try:
+        return parse()
+    except errors:
+        return None
+
+
+def _message(draft: Draft) -> Take:
+    def take(data: bytes, dice: random.Random) -> None:
+        found = _expect(lambda: list(MessageParser(draft).feed(data)), SessionFault)
+        for kind, payload in found if isinstance(found, list) else []:
+            side = dice.random() < 0.5
+            message = _expect(lambda: decode(kind, payload, draft, control=side), SessionFault)  # noqa: B023  # at once
+            if isinstance(message, m.Message) and not hasattr(message, "reason"):  # reasons are repaired
+                again = encode(message, draft)
+                ((kind, payload),) = MessageParser(draft).feed(again)  # noqa: PLW2901
+                assert decode(kind, payload, draft, control=side) == message
+
+    return take
+
+
+def _parser(draft: Draft) -> Take:
+    def take(data: bytes, dice: random.Random) -> None:
+        whole = list(MessageParser(draft).feed(data))
+        parser = MessageParser(draft)
+        pieces = [each for piece in chunks(data, dice) for each in parser.feed(piece)]
+        assert pieces == whole
+        assert parser.buffered <= MAX_MESSAGE_BYTES + 11
+
+    return take
+
+
+def _objects(draft: Draft, *, subgroup: bool) -> Take:
+    def feed(pieces: list[bytes], header: SubgroupHeader | None, descending: bool) -> list[object]:
+        parser = ObjectParser(draft, header, descending=descending)
+        out: list[object] = []
+        try:
+            for piece in pieces:
+                for item in parser.feed(piece):
+                    if isinstance(item, bytes) and out and isinstance(out[-1], bytes):
+                        out[-1] += item
+                    else:
+                        out.append(item)
+                assert len(parser._buffer) <= MAX_PROPERTIES_BYTES + 64
+            parser.finish()
+        except (SessionFault, MalformedTrack) as error:
+            out.append(type(error))
+        return out
+
+    def take(data: bytes, dice: random.Random) -> None:
+        header, descending = None, dice.random() < 0.3
+        if subgroup:
+            found = _expect(lambda: read_stream_header(bytearray(data), draft), SessionFault)
+            if not isinstance(found, tuple) or not isinstance(found[1], SubgroupHeader):
+                return
+            header, data = found[1], data[found[2] :]
+        cut = feed(chunks(data, dice), header, descending)
+        whole = feed([data], header, descending)
+        # An error hides what came in the same piece: whatever did come out must be the same.
+        bare = [item for item in whole if not isinstance(item, type)]
+        assert [item for item in cut if not isinstance(item, type)][: len(bare)] == bare or isinstance(whole[-1], type)
+        assert isinstance(cut[-1] if cut else None, type) == isinstance(whole[-1] if whole else None, type)
+
+    return take
+
+
+def _header(draft: Draft) -> Take:
+    def take(data: bytes, _: random.Random) -> None:
+        _expect(lambda: read_stream_header(bytearray(data), draft), SessionFault)
+
+    return take
+
+
+def _datagram(draft: Draft) -> Take:
+    def take(data: bytes, _: random.Random) -> None:
+        found = _expect(lambda: read_datagram(data, draft), SessionFault)
+        if isinstance(found, tuple):
+            alias, header, payload, last = found
+            if not (last and header.status):
+                assert read_datagram(write_datagram(draft, alias, header, payload, end_of_group=last), draft) == found
+
+    return take
+
+
+def _token(data: bytes, _: random.Random) -> None:
+    for draft in (DRAFT_18, DRAFT_16):
+        found = _expect(lambda: Token.decode(data, draft.varint), SessionFault)  # noqa: B023  # at once
+        if isinstance(found, Token):
+            assert Token.decode(found.encode(draft.varint), draft.varint) == found
+
+
+def _filter(data: bytes, _: random.Random) -> None:
+    for draft in (DRAFT_18, DRAFT_16):
+        found = _expect(lambda: Filter.decode(data, draft), SessionFault)  # noqa: B023  # at once
+        if isinstance(found, Filter):
+            assert Filter.decode(found.encode(draft), draft) == found
+
+
+def _setup(data: bytes, _: random.Random) -> None:
+    for draft in (DRAFT_18, DRAFT_16):
+
+        def read(raw: bytes, draft: Draft = draft) -> SetupOptions:
+            return setup_options(read_pairs(Reader(raw, draft.varint)), draft)
+
+        found = _expect(lambda: read(data), SessionFault)  # noqa: B023  # at once
+        if isinstance(found, SetupOptions):
+            assert read(write_pairs(draft.varint, setup_pairs(found, draft))) == found
+
+
+def _setup_corpus() -> list[bytes]:
+    options = SetupOptions(b"/p", b"h:1", _SOME.tokens, 100, b"me", 300)
+    return [write_pairs(draft.varint, setup_pairs(options, draft)) for draft in (DRAFT_18, DRAFT_16)]
+
+
+def _prefix(data: bytes, _: random.Random) -> None:
+    found = _expect(lambda: parse_prefix_track(data.decode("utf-8", "surrogateescape")), FormatError)
+    assert found is None or all(len(key) == 8 for key in found)
+
+
+def _catalog(data: bytes, _: random.Random) -> None:
+    found = _expect(lambda: Catalog.loads(data.decode("utf-8", "replace")), FormatError)
+    if isinstance(found, Catalog):
+        assert Catalog.loads(found.dumps()) == found
+
+
+def _container(data: bytes, _: random.Random) -> None:
+    found = _expect(lambda: unpack(data), FormatError)
+    assert found is None or isinstance(found[0], FrameHeader)
+
+
+def _container_corpus() -> list[bytes]:
+    return [
+        pack(payload, track="Int4", spec_digest=bytes(16), chunk="ab" * 32, group=3, first_token=384, tokens=128)
+        for payload in (b"", b"payload")
+    ]
+
+
+# ------------------------------------------------------------------ a whole session
+
+
+def held(session: Session) -> int:
+    """Bytes of a peer's that a session keeps for later."""
+    early = sum(len(kept or b"") for kept, _ in session._early.values())
+    asked = sum(parser.buffered for parser in session._messages.values() if parser is not None)
+    streams = session._incoming._streams.values()
+    objects = sum(len(each.header) + (len(each.objects._buffer) if each.objects else 0) for each in streams)
+    answers = sum(each.parser.buffered for each in session.requester._requests.values() if each.parser is not None)
+    return early + asked + objects + answers + session._control_parser.buffered
+
+
+def _session(draft: Draft, *, client: bool) -> Take:
+    """Streams, resets and stops at random, before and after SETUP, of a peer that often knows what it should say."""
+    corpus = [*control(draft), *(bytes([5, 0]) + each for each in fetch_streams(draft)), *subgroup_streams(draft)]
+    theirs_control = (3 if client else 2) if draft.streams else 0
+
+    def take(data: bytes, dice: random.Random) -> None:
+        session = Session(draft, client=client, options=SetupOptions(max_auth_token_cache_size=100))
+        session.start()
+        if dice.random() < 0.9:
+            session.receive(theirs_control, encode(m.Setup(SetupOptions(max_request_id=0 if draft.streams else 300)), draft, client=not client))
+        if dice.random() < 0.7:
+            _make_requests(session)
+        bidi = [*range(1 if client else 0, 30, 4), *range(0 if client else 1, 30, 4)]
+        uni = list(range(3 if client else 2, 30, 4))
+        for _ in range(dice.randrange(1, 12)):
+            stream = dice.choice([*bidi, *uni, theirs_control])
+            chance = dice.random()
+            if chance < 0.08:
+                session.receive_reset(stream, dice.randrange(20))
+            elif chance < 0.16:
+                session.receive_stop(stream, dice.randrange(20))
+            elif chance < 0.2:
+                session.receive_datagram(data)
+            else:
+                for piece in chunks(data, dice):
+                    session.receive(stream, piece)
+                if dice.random() < 0.3:
+                    session.receive(stream, b"", fin=True)
+            _own(session, dice)
+            assert held(session) <= session_module._MAX_PARTIAL_BYTES + (1 << 18) + 8 * (1 << 17), held(session)
+            data = mutate(dice.choice(corpus), corpus, dice) if dice.random() < 0.6 else dice.choice(corpus)
+        if session.closed is not None:
+            assert session.take_commands() == []
+
+    return take
+
+
+def _make_requests(session: Session) -> None:
+    at = Location(3, 0)
+    session.fetch(SPACE, TRACK, at, at, Parameters(priority=1))
+    session.subscribe(SPACE, TRACK, Parameters())
+    session.track_status(SPACE, TRACK, Parameters())
+    session.subscribe_namespace(SPACE)
+    session.publish_namespace(SPACE)
+    session.requester.update(0, Parameters(priority=2))
+
+
+def _own(session: Session, dice: random.Random) -> None:
+    """What an owner does with what it is told."""
+    for event in session.take_events():
+        if not isinstance(event, Requested):
+            continue
+        number, message = event.request_id, event.message
+        if dice.random() < 0.3:
+            session.responder.refuse(number, 0x10, "no")
+        elif isinstance(message, m.Fetch):
+            stream = session.responder.accept_fetch(number, message.end, end_of_track=False)
+            session._channel.commands.append(Write(stream, b"objects", fin=True))
+            if dice.random() < 0.5:
+                session.responder.fetch_sent(number)
+        elif isinstance(message, m.Subscribe):
+            session.responder.accept_subscribe(number, number, None)
+        elif isinstance(message, m.TrackStatus | m.SubscribeNamespace):
+            session.responder.accept(number)
+    session.take_commands()
+
+
+# ------------------------------------------------------------------ all of them
+
+
+def targets() -> dict[str, Target]:
+    """By name."""
+    out = {
+        "token": Target(_token, lambda: [token.encode(DRAFT_18.varint) for token in _SOME.tokens]),
+        "filter": Target(_filter, lambda: [Filter(4, Location(300, 1), 900).encode(d) for d in (DRAFT_18, DRAFT_16)]),
+        "setup": Target(_setup, _setup_corpus),
+        "prefix": Target(_prefix, lambda: [prefix_track([f"{n:064x}" for n in range(9)]).encode(), b"prefix."]),
+        "catalog": Target(_catalog, lambda: [catalog(3).dumps().encode()]),
+        "container": Target(_container, _container_corpus),
+    }
+    for draft in (DRAFT_18, DRAFT_16):
+        number = draft.number
+        messages = lambda draft=draft: list(control(draft))  # noqa: E731
+        out[f"message-{number}"] = Target(_message(draft), messages)
+        out[f"parser-{number}"] = Target(_parser(draft), messages)
+        out[f"fetch-{number}"] = Target(
+            _objects(draft, subgroup=False), lambda draft=draft: list(fetch_streams(draft))
+        )
+        out[f"subgroup-{number}"] = Target(
+            _objects(draft, subgroup=True), lambda draft=draft: list(subgroup_streams(draft))
+        )
+        out[f"header-{number}"] = Target(_header(draft), lambda draft=draft: list(subgroup_streams(draft)))
+        out[f"datagram-{number}"] = Target(_datagram(draft), lambda draft=draft: _datagrams(draft))
+        for client in (True, False):
+            name = f"{'client' if client else 'server'}-{number}"
+            out[name] = Target(_session(draft, client=client), messages)
+    return out
+
+
+def _datagrams(draft: Draft) -> list[bytes]:
+    header = ObjectHeader(5, None, 3, 9, 4, ((4, 9), (0x81, b"value")))
+    return [
+        write_datagram(draft, 7, header, b"data"),
+        write_datagram(draft, 700, ObjectHeader(5, None, 0, 9, 0), b"", end_of_group=True),
+        draft.varint.encode(0x20) + draft.varint.encode(7) + b"\x05\x03\x80\x03",
+    ]
+
+
+def run(target: Target, *, seed: int, rounds: int | None = None, seconds: float | None = None) -> int:
+    """Feed a target until the rounds or the seconds are over; returns how many inputs it got.
+
+    Raises:
+        AssertionError: with the input that it did not take as it should, and the seed that leads there.
+    """
+    corpus = target.corpus()
+    until = None if seconds is None else time.monotonic() + seconds
+    done = 0
+    while (rounds is None or done < rounds) and (until is None or time.monotonic() < until):
+        dice = random.Random(f"{seed}/{done}")
+        data = mutate(dice.choice(corpus), corpus, dice)
+        began = time.monotonic()
+        try:
+            target.take(data, dice)
+        except Exception as error:
+            shown = data.hex() if len(data) < 2000 else f"{data[:1000].hex()}... ({len(data)} bytes)"
+            raise AssertionError(f"seed {seed}, round {done}: {error!r} for {shown}") from error
+        took = time.monotonic() - began
+        assert took < _SLOW_S, f"seed {seed}, round {done}: {took:.1f} s for {len(data)} bytes"
+        done += 1
+    return done

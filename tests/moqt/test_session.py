@@ -1,0 +1,676 @@
+"""Two sessions joined in memory: every kind of request, from beginning to end, in both drafts."""
+
+import pytest
+
+from kvabr.moqt.codes import RequestCode, ResetCode, SessionCode
+from kvabr.moqt.draft import DRAFT_16, DRAFT_18, DRAFTS
+from kvabr.moqt.events import (
+    Answered,
+    Cancelled,
+    DatagramReceived,
+    Ended,
+    GoingAway,
+    NamespaceChanged,
+    Ready,
+    Received,
+    Refused,
+    Requested,
+    SubscriptionDone,
+    Updated,
+)
+from kvabr.moqt.messages import Fetch, JoiningFetch, PublishNamespace, SubscribeNamespace, SubscribeTracks
+from kvabr.moqt.objects import ObjectHeader, RangeEnd, SubgroupHeader
+from kvabr.moqt.objectwriter import FetchWriter, write_datagram, write_subgroup_header, write_subgroup_object
+from kvabr.moqt.parameters import DELETE, REGISTER, USE_ALIAS, Filter, Parameters, SetupOptions, Token
+from kvabr.moqt.responder import REQUEST_WINDOW
+from kvabr.moqt.wire import Location
+from tests.moqt.pair import NAMESPACE, TRACK, Origin, Pair, locations, payload
+
+both = pytest.mark.parametrize("draft", DRAFTS)
+GROUPS = {0: [b"a0", b"a1", b"a2"], 1: [b"b0"], 3: [b"d0", b"d1"]}
+
+
+def ask(pair: Pair, start=(0, 0), end=(0, 0), **more) -> int:
+    return pair.client.fetch(NAMESPACE, TRACK, Location(*start), Location(*end), Parameters(**more))
+
+
+@both
+def test_setup(draft):
+    mine = SetupOptions(b"/p?q", b"host:4433", (Token(b"secret"),), 0, b"me")
+    pair = Pair(draft, client=mine, server=SetupOptions(implementation=b"you"))
+    (at_server,), (at_client,) = pair.told(False, Ready), pair.told(True, Ready)
+    assert at_server.tokens == (b"secret",)
+    limit = 0 if draft.streams else 2 * REQUEST_WINDOW
+    assert at_server.options == SetupOptions(b"/p?q", b"host:4433", (Token(b"secret"),), 0, b"me", limit)
+    assert at_client.options == SetupOptions(implementation=b"you", max_request_id=limit)
+    pair.healthy()
+
+
+@both
+@pytest.mark.parametrize(
+    ("start", "end", "expected"),
+    [
+        ((0, 0), (0, 0), [(0, 0), (0, 1), (0, 2)]),
+        ((0, 1), (0, 0), [(0, 1), (0, 2)]),
+        ((0, 0), (0, 2), [(0, 0), (0, 1)]),
+        ((0, 1), (0, 2), [(0, 1)]),
+        ((0, 2), (3, 1), [(0, 2), (1, 0), (3, 0)]),
+        ((0, 0), (3, 0), [(0, 0), (0, 1), (0, 2), (1, 0), (3, 0), (3, 1)]),
+        ((2, 0), (2, 0), []),
+    ],
+)
+@pytest.mark.parametrize("order", [None, 1, 2])
+def test_fetch(draft, start, end, expected, order):
+    pair = Pair(draft)
+    Origin(pair, GROUPS)
+    number = ask(pair, start, end, group_order=order)
+    pair.run()
+    pair.healthy()
+    if order == 2:
+        expected = sorted(expected, key=lambda at: (-at[0], at[1]))
+    received = pair.told(True, Received)
+    assert locations(received) == expected
+    assert payload(received) == b"".join(GROUPS[group][index] for group, index in expected)
+    (answer,), (ended,) = pair.told(True, Answered), pair.told(True, Ended)
+    assert answer.message.end == end
+    assert ended == Ended(number, None)
+    pair.tidy()
+
+
+@both
+def test_a_fetch_with_gaps(draft):
+    """Ends of ranges are handed on; the stream may come before the answer."""
+    pair = Pair(draft)
+    ask(pair, (0, 0), (9, 0))
+    pair.run()
+    (request,) = pair.told(False, Requested)
+    stream = pair.server.responder.accept_fetch(request.request_id, Location(9, 0), end_of_track=True)
+    writer = FetchWriter(draft)
+    data = writer.header(0, 5, 1) + b"x" + writer.range_end(Location(4, 2), unknown=True) + writer.header(7, 0, 0)
+    pair.write(False, stream, data, fin=True)
+    pair.server.responder.fetch_sent(request.request_id)
+    pair.run()
+    items = [item for event in pair.told(True, Received) for item in event.items]
+    assert [item for item in items if isinstance(item, RangeEnd)] == [RangeEnd(Location(4, 2), unknown=True)]
+    assert locations(pair.told(True, Received)) == [(0, 5), (4, 2), (7, 0)]
+    pair.healthy()
+    pair.tidy()
+
+
+@both
+def test_refused(draft):
+    pair = Pair(draft)
+    number = ask(pair)
+    pair.run()
+    pair.server.responder.refuse(number, RequestCode.EXCESSIVE_LOAD, "later", retry_ms=250)
+    pair.run()
+    (refused,) = pair.told(True, Refused)
+    assert (refused.request_id, refused.message.code) == (number, RequestCode.EXCESSIVE_LOAD)
+    assert (refused.message.retry_interval, refused.message.reason) == (251, "later")
+    pair.healthy()
+    pair.tidy()
+
+
+# ------------------------------------------------------------------ changes
+
+
+def test_update():
+    """Draft 18, section 10.9."""
+    pair = Pair(DRAFT_18)
+    number = ask(pair, priority=5)
+    pair.run()
+    stream = pair.server.responder.accept_fetch(number, Location(0, 1), end_of_track=False)
+    pair.run()
+    assert pair.client.requester.update(number, Parameters(priority=9))
+    assert pair.client.requester.update(number, Parameters())
+    pair.run()
+    assert pair.told(False, Updated) == [Updated(number, Parameters(priority=9)), Updated(number, Parameters())]
+    pair.write(False, stream, FetchWriter(DRAFT_18).header(0, 0, 0), fin=True)
+    pair.server.responder.fetch_sent(number)
+    pair.run()
+    assert not pair.client.requester.update(number, Parameters(priority=1))
+    pair.healthy()
+    pair.tidy()
+
+
+def test_an_update_is_acknowledged_after_its_request():
+    """FETCH_OK is the first message on the stream (draft 18, section 10.13)."""
+    pair = Pair(DRAFT_18)
+    number = ask(pair)
+    assert pair.client.requester.update(number, Parameters(priority=9))
+    pair.run()
+    assert pair.told(False, Updated)
+    assert pair.lanes.get((False, 0)) is None
+    pair.server.responder.accept_fetch(number, Location(0, 1), end_of_track=False)
+    pair.collect()
+    assert b"".join(pair.lanes[(False, 0)].sent).hex() == "1800040000010007000100"
+    pair.run()
+    assert len(pair.told(True, Answered)) == 1
+    pair.healthy()
+
+
+def test_draft_16_changes_nothing():
+    pair = Pair(DRAFT_16)
+    number = ask(pair)
+    assert not pair.client.requester.update(number, Parameters(priority=9))
+
+
+def test_a_prefix_that_changes():
+    """Not supported here; the request ends with that (draft 18, section 10.9.1)."""
+    pair = Pair(DRAFT_18)
+    number = pair.client.subscribe_namespace((b"a",))
+    pair.run()
+    pair.server.responder.accept(number)
+    pair.run()
+    pair.client.requester.update(number, Parameters(namespace_prefix=(b"b",)))
+    pair.run()
+    assert pair.told(False, Cancelled)
+    assert len(pair.told(True, Refused)) == 1
+    pair.healthy()
+    pair.tidy()
+
+
+# ------------------------------------------------------------------ cancelling
+
+
+@both
+def test_cancelled_before_its_answer(draft):
+    pair = Pair(draft)
+    number = ask(pair)
+    pair.run()
+    pair.client.requester.cancel(number)
+    pair.run()
+    assert pair.told(False, Cancelled) == [Cancelled(number, ResetCode.CANCELLED)]
+    assert pair.told(True, Refused, Ended, Answered) == []
+    pair.healthy()
+    pair.tidy()
+
+
+@both
+def test_cancelled_before_the_owner_knows_of_it(draft):
+    """Request and cancellation come in one packet: the owner hears of neither, and cannot answer what is over."""
+    pair = Pair(draft)
+    number = ask(pair)
+    if draft.streams:
+        pair.client.requester.update(number, Parameters(priority=1))
+    pair.client.requester.cancel(number)
+    server = pair.server
+    for command in pair.client.take_commands():
+        if hasattr(command, "data"):
+            server.receive(command.stream, command.data)
+        elif type(command).__name__ == "Reset":
+            server.receive_reset(command.stream, command.code)
+    assert server.take_events() == []
+    assert server.closed is None
+    assert server.responder._requests == {}
+
+
+@both
+def test_cancelled_in_the_middle(draft):
+    pair = Pair(draft)
+    number = ask(pair)
+    pair.run()
+    stream = pair.server.responder.accept_fetch(number, Location(0, 0), end_of_track=False)
+    pair.write(False, stream, FetchWriter(draft).header(0, 0, 100) + b"x" * 50)
+    pair.run()
+    assert payload(pair.told(True, Received)) == b"x" * 50
+    pair.client.requester.cancel(number)
+    pair.write(False, stream, b"x" * 50)
+    pair.run()
+    assert pair.told(False, Cancelled)
+    assert payload(pair.told(True, Received)) == b"x" * 50
+    assert pair.told(True, Ended) == []
+    pair.healthy()
+    pair.tidy()
+
+
+@both
+def test_broken_off_by_the_publisher(draft):
+    pair = Pair(draft)
+    number = ask(pair)
+    pair.run()
+    stream = pair.server.responder.accept_fetch(number, Location(0, 0), end_of_track=False)
+    pair.write(False, stream, FetchWriter(draft).header(0, 0, 100))
+    pair.run()
+    pair.server.responder.break_off(number, ResetCode.INTERNAL_ERROR)
+    pair.run()
+    over = pair.told(True, Ended, Refused)
+    assert len(over) == 1  # whichever of its two streams tells of it first
+    assert over[0].request_id == number
+    assert over[0] != Ended(number, None)
+    pair.healthy()
+    pair.tidy()
+
+
+def test_stop_of_the_data_alone_cancels():
+    pair = Pair(DRAFT_18)
+    number = ask(pair)
+    pair.run()
+    stream = pair.server.responder.accept_fetch(number, Location(0, 0), end_of_track=False)
+    pair.run()
+    pair.server.receive_stop(stream, ResetCode.CANCELLED)
+    pair.run()
+    assert pair.told(False, Cancelled)
+    pair.healthy()
+
+
+def test_a_lenient_responder_goes_on():
+    """moq-rs 0.5 resets and stops the stream of a FETCH that has been answered, and wants its objects."""
+    pair = Pair(DRAFT_18)
+    pair.server.responder.lenient = True
+    number = ask(pair)
+    pair.run()
+    stream = pair.server.responder.accept_fetch(number, Location(0, 1), end_of_track=False)
+    pair.run()
+    pair.server.receive_reset(0, 0)
+    pair.server.receive_stop(0, 0)
+    pair.run()
+    assert pair.told(False, Cancelled) == []
+    pair.server.receive_stop(stream, 0)
+    pair.run()
+    assert len(pair.told(False, Cancelled)) == 1
+
+
+@both
+def test_an_empty_answer(draft):
+    """The peer ends a request without having answered it."""
+    pair = Pair(draft)
+    if not draft.streams:
+        return
+    ask(pair)
+    pair.run()
+    pair.write(False, 0, b"", fin=True)
+    pair.run()
+    (refused,) = pair.told(True, Refused)
+    assert refused.message.code == RequestCode.INTERNAL_ERROR
+    pair.healthy()
+
+
+# ------------------------------------------------------------------ subscriptions
+
+
+def subscribed(pair: Pair, alias: int = 7, track: bytes = TRACK) -> int:
+    number = pair.client.subscribe(NAMESPACE, track, Parameters(filter=Filter(2)))
+    pair.run()
+    pair.server.responder.accept_subscribe(number, alias, Location(4, 2))
+    pair.run()
+    return number
+
+
+@both
+def test_subscribe(draft):
+    pair = Pair(draft)
+    number = subscribed(pair)
+    (answer,) = pair.told(True, Answered)
+    assert (answer.message.track_alias, answer.message.parameters.largest) == (7, (4, 2))
+    header = SubgroupHeader(7, 5, 0, 10, properties=False, end_of_group=False)
+    streams = [pair.server._channel.open_uni() for _ in range(2)]
+    for index, stream in enumerate(streams):
+        data = write_subgroup_header(header, draft) + write_subgroup_object(draft, header, index, None, 4)
+        pair.write(False, stream, data + b"da")
+    for stream in streams:
+        pair.write(False, stream, b"ta", fin=True)
+    pair.run()
+    for index, stream in enumerate(streams):
+        mine = [event for event in pair.told(True, Received) if event.stream == stream]
+        assert locations(mine) == [(5, index)]
+        assert payload(mine) == b"data"
+    pair.server.responder.publish_done(number, 0x2, 2, "over")
+    pair.run()
+    (done,) = pair.told(True, SubscriptionDone)
+    assert (done.message.code, done.message.streams, done.message.reason) == (0x2, 2, "over")
+    pair.healthy()
+    pair.tidy()
+
+
+@both
+def test_unsubscribe(draft):
+    pair = Pair(draft)
+    number = subscribed(pair)
+    header = SubgroupHeader(7, 5, 0, 10, properties=False, end_of_group=False)
+    stream = pair.server._channel.open_uni()
+    pair.write(False, stream, write_subgroup_header(header, draft))
+    pair.run()
+    pair.client.requester.cancel(number)
+    pair.run()
+    assert pair.told(False, Cancelled)
+    pair.healthy()
+    pair.tidy()
+
+
+@both
+def test_objects_of_an_unknown_track(draft):
+    """They may belong to a subscription that is over: dropped, and stopped (draft 18, section 11.4.2)."""
+    pair = Pair(draft)
+    header = SubgroupHeader(7, 5, 0, 10, properties=False, end_of_group=False)
+    stream = pair.server._channel.open_uni()
+    pair.write(False, stream, write_subgroup_header(header, draft) + b"anything")
+    pair.write(False, stream, b"more", fin=False)
+    pair.run()
+    assert pair.lanes[(False, stream)].stopped
+    assert pair.told(True, Received) == []
+    pair.healthy()
+    pair.tidy()
+
+
+@both
+def test_datagrams(draft):
+    pair = Pair(draft)
+    number = subscribed(pair)
+    header = ObjectHeader(5, None, 3, 9, 4)
+    pair.client.receive_datagram(write_datagram(draft, 7, header, b"data"))
+    pair.client.receive_datagram(write_datagram(draft, 8, header, b"data"))
+    pair.run()
+    assert pair.told(True, DatagramReceived) == [DatagramReceived(number, header, b"data")]
+    pair.healthy()
+
+
+def test_padding_is_dropped():
+    """Draft 18, section 11.5."""
+    pair = Pair(DRAFT_18)
+    stream = pair.server._channel.open_uni()
+    pair.write(False, stream, bytes.fromhex("f0132b3e28") + bytes(1000))
+    pair.write(False, stream, bytes(1000), fin=True)
+    pair.client.receive_datagram(bytes.fromhex("f0132b3e29") + bytes(100))
+    pair.run()
+    pair.healthy()
+    pair.tidy()
+
+
+@both
+def test_an_alias_can_be_used_again(draft):
+    pair = Pair(draft)
+    for _ in range(3):
+        number = subscribed(pair)
+        pair.client.requester.cancel(number)
+        pair.run()
+    pair.healthy()
+    pair.tidy()
+
+
+# ------------------------------------------------------------------ other requests
+
+
+@both
+def test_track_status(draft):
+    pair = Pair(draft)
+    number = pair.client.track_status(NAMESPACE, TRACK, Parameters())
+    pair.run()
+    properties = ((0x30, 1),) if draft.streams else ()
+    pair.server.responder.accept(number, Parameters(largest=Location(3, 1)), properties)
+    pair.run()
+    (answer,) = pair.told(True, Answered)
+    assert answer.message.parameters.largest == (3, 1)
+    assert answer.message.properties == properties
+    pair.healthy()
+    pair.tidy()
+
+
+@both
+def test_publish_namespace(draft):
+    pair = Pair(draft)
+    number = pair.server.publish_namespace((b"root",))
+    pair.run()
+    (request,) = pair.told(True, Requested)
+    assert isinstance(request.message, PublishNamespace)
+    pair.client.responder.accept(number)
+    pair.run()
+    assert len(pair.told(False, Answered)) == 1
+    pair.server.requester.cancel(number)
+    pair.run()
+    assert pair.told(True, Cancelled)
+    pair.healthy()
+    pair.tidy()
+
+
+@both
+def test_subscribe_namespace(draft):
+    pair = Pair(draft)
+    number = pair.client.subscribe_namespace((b"root",))
+    pair.run()
+    (request,) = pair.told(False, Requested)
+    assert isinstance(request.message, SubscribeNamespace)
+    responder = pair.server.responder
+    responder.accept(number)
+    responder.tell_namespace(number, (b"a", b"b"))
+    responder.tell_namespace(number, ())
+    responder.tell_namespace(number, (b"a", b"b"), gone=True)
+    pair.run()
+    assert pair.told(True, NamespaceChanged) == [
+        NamespaceChanged(number, (b"a", b"b"), gone=False),
+        NamespaceChanged(number, (), gone=False),
+        NamespaceChanged(number, (b"a", b"b"), gone=True),
+    ]
+    pair.client.requester.cancel(number)
+    pair.run()
+    assert pair.told(False, Cancelled)
+    pair.healthy()
+    pair.tidy()
+
+
+@both
+@pytest.mark.parametrize("how", ["fin", "reset"])
+def test_a_subscription_to_namespaces_that_breaks(draft, how):
+    """As if each namespace had gone (draft 18, section 10.18)."""
+    pair = Pair(draft)
+    number = pair.client.subscribe_namespace((b"root",))
+    pair.run()
+    pair.server.responder.accept(number)
+    pair.server.responder.tell_namespace(number, (b"a",))
+    pair.run()
+    stream = 0 if draft.streams else 4
+    if how == "fin":
+        pair.write(False, stream, b"", fin=True)
+    else:
+        pair.reset(False, stream, 0)
+    pair.run()
+    assert pair.told(True, NamespaceChanged)[-1] == NamespaceChanged(number, (b"a",), gone=True)
+    assert len(pair.told(True, Refused)) == 1
+    pair.healthy()
+
+
+@both
+def test_a_fin_ends_a_subscription_to_namespaces(draft):
+    """Draft 18, section 6.1; it ends no other request."""
+    pair = Pair(draft)
+    number = pair.client.subscribe_namespace((b"root",))
+    pair.run()
+    pair.server.responder.accept(number)
+    pair.run()
+    pair.write(True, 0 if draft.streams else 4, b"", fin=True)
+    pair.run()
+    assert pair.told(False, Cancelled) == [Cancelled(number, ResetCode.CANCELLED)]
+    assert len(pair.server.responder) == 0
+    if draft.streams:
+        other = ask(pair)
+        pair.run()
+        pair.write(True, 4, b"", fin=True)
+        pair.run()
+        assert len(pair.told(False, Cancelled)) == 1
+        assert pair.server.responder.message_of(other) is not None
+    pair.healthy()
+
+
+@both
+def test_prefix_overlap(draft):
+    """Which prefixes overlap is for the owner to say; the refusal travels, and ends the request."""
+    pair = Pair(draft)
+    first, second = pair.client.subscribe_namespace((b"root",)), pair.client.subscribe_namespace((b"root", b"model"))
+    pair.run()
+    pair.server.responder.accept(first)
+    pair.server.responder.refuse(second, RequestCode.PREFIX_OVERLAP, "you have that already")
+    pair.run()
+    (refused,) = pair.told(True, Refused)
+    assert (refused.request_id, refused.message.code) == (second, RequestCode.PREFIX_OVERLAP)
+    assert pair.server.responder.message_of(first) is not None
+    pair.healthy()
+
+
+def test_subscribe_tracks_and_joining_fetches_are_heard():
+    pair = Pair(DRAFT_18)
+    number = pair.client.requester.request(lambda number: SubscribeTracks(number, (b"a",)))
+    joining = pair.client.requester.request(lambda other: JoiningFetch(other, number, 1, relative=True))
+    pair.run()
+    assert [event.request_id for event in pair.told(False, Requested)] == [number, joining]
+    pair.server.responder.refuse(number, RequestCode.NOT_SUPPORTED, "")
+    pair.server.responder.refuse(joining, RequestCode.INVALID_JOINING_REQUEST_ID, "")
+    pair.run()
+    assert len(pair.told(True, Refused)) == 2
+    pair.healthy()
+    pair.tidy()
+
+
+def test_namespaces_that_are_reserved():
+    """Draft 18, sections 3.2.1 and 3.2.2: `.` and `.session` have nothing; others with a period are the owner's."""
+    pair = Pair(DRAFT_18)
+    pair.client.subscribe_namespace((b".",))
+    pair.client.fetch((b".session", b"x"), b"", Location(0, 0), Location(0, 0), Parameters())
+    pair.client.publish_namespace((b".session",))
+    pair.client.subscribe((b".other",), b"t", Parameters())
+    pair.run()
+    assert [event.message.code for event in pair.told(True, Refused)] == [RequestCode.DOES_NOT_EXIST] * 3
+    (request,) = pair.told(False, Requested)
+    assert request.message.namespace == (b".other",)
+    pair.healthy()
+
+
+# ------------------------------------------------------------------ going away
+
+
+@both
+def test_goaway(draft):
+    pair = Pair(draft)
+    origin = Origin(pair, GROUPS)
+    before = ask(pair)
+    pair.run()
+    pair.server.goaway(1500)
+    pair.server.goaway(1500)
+    pair.run()
+    assert pair.told(True, GoingAway) == [GoingAway(b"", 1500 if draft.streams else 0)]
+    after = ask(pair)
+    pair.run()
+    (refused,) = pair.told(True, Refused)
+    assert (refused.request_id, refused.message.code) == (after, RequestCode.GOING_AWAY)
+    assert origin.answered == 1
+    assert not pair.client.requester.update(before, Parameters(priority=1))
+    pair.client.goaway()
+    pair.run()
+    assert len(pair.told(False, GoingAway)) == 1
+    pair.healthy()
+    pair.tidy()
+
+
+def test_goaway_names_the_first_request_that_was_not_processed():
+    """Draft 18, section 10.4: 0 at a server, 1 at a client, if there was none."""
+    for client, first in ((False, 0), (True, 1)):
+        pair = Pair(DRAFT_18)
+        pair.ends[client].goaway()
+        pair.collect()
+        sent = pair.lanes[(client, 2 if client else 3)].sent[-1]
+        assert sent.hex() == f"10 0003 00 00 {first:02x}".replace(" ", "")
+
+
+# ------------------------------------------------------------------ tokens
+
+
+@both
+def test_tokens(draft):
+    pair = Pair(draft, server=SetupOptions(max_auth_token_cache_size=100))
+    for token in (Token(b"one"), Token(b"two", REGISTER, 5), Token(b"", USE_ALIAS, 5), Token(b"", DELETE, 5)):
+        ask(pair, tokens=(token,))
+        pair.run()
+    assert [event.tokens for event in pair.told(False, Requested)] == [(b"one",), (b"two",), (b"two",), ()]
+    pair.healthy()
+
+
+@both
+@pytest.mark.parametrize(
+    ("tokens", "code"),
+    [
+        ((Token(b"", USE_ALIAS, 5),), SessionCode.UNKNOWN_AUTH_TOKEN_ALIAS),
+        ((Token(b"x", REGISTER, 5), Token(b"y", REGISTER, 5)), SessionCode.DUPLICATE_AUTH_TOKEN_ALIAS),
+        ((Token(b"x" * 100, REGISTER, 5),), SessionCode.AUTH_TOKEN_CACHE_OVERFLOW),
+    ],
+)
+def test_tokens_that_close_the_session(draft, tokens, code):
+    pair = Pair(draft, server=SetupOptions(max_auth_token_cache_size=100))
+    ask(pair, tokens=tokens)
+    pair.run()
+    assert pair.closes[False].code == code
+
+
+# ------------------------------------------------------------------ limits of draft 16
+
+
+def test_max_request_id():
+    """Draft 16, section 9.5: more requests than are granted wait, in order, and all are made in the end."""
+    pair = Pair(DRAFT_16)
+    Origin(pair, GROUPS)
+    numbers = [ask(pair) for _ in range(3 * REQUEST_WINDOW)]
+    assert len(pair.client.requester._waiting) == 2 * REQUEST_WINDOW
+    pair.run()
+    assert [event.request_id for event in pair.told(True, Ended)] == numbers
+    pair.healthy()
+    pair.tidy()
+
+
+def test_a_request_that_waits_and_is_cancelled():
+    """IDs come in sequence, so it is made all the same, and cancelled."""
+    pair = Pair(DRAFT_16)
+    open_ones = [ask(pair) for _ in range(REQUEST_WINDOW)]
+    waiting = [ask(pair) for _ in range(3)]
+    pair.run()
+    pair.client.requester.cancel(waiting[1])
+    pair.client.requester.cancel(waiting[1])
+    for number in open_ones:
+        pair.client.requester.cancel(number)
+    pair.run()
+    assert {event.request_id for event in pair.told(False, Cancelled)} == {*open_ones, waiting[1]}
+    assert pair.server.responder.message_of(waiting[2]) is not None
+    pair.healthy()
+
+
+def test_no_requests_without_a_grant():
+    """Draft 16, section 9.3.1.3: the default is 0."""
+    pair = Pair(DRAFT_16, start=False)
+    pair.collect()
+    pair.client.receive(0, bytes.fromhex("21 0001 00"))
+    number = ask(pair)
+    pair.collect()
+    assert [bytes(sent)[:1] for sent in pair.lanes[(True, 0)].sent] == [b"\x20"]
+    pair.client.receive(0, bytes.fromhex("15 0001 02"))
+    pair.collect()
+    assert pair.lanes[(True, 0)].sent[-1][:1] == b"\x16"
+    assert number == 0
+
+
+# ------------------------------------------------------------------ the end
+
+
+@both
+def test_close(draft):
+    """Nothing is sent or heard after it."""
+    pair = Pair(draft)
+    ask(pair)
+    pair.client.close(SessionCode.NO_ERROR, "bye")
+    ask(pair)
+    commands = pair.client.take_commands()
+    assert type(commands[-1]).__name__ == "Close"
+    assert pair.client.take_commands() == []
+    pair.client.receive(3, b"\xff")
+    pair.client.receive_reset(3, 0)
+    pair.client.receive_stop(2, 0)
+    pair.client.receive_datagram(b"\xff")
+    ask(pair)
+    assert pair.client.take_commands() == []
+    (closed,) = pair.client.take_events()
+    assert (closed.code, closed.reason) == (SessionCode.NO_ERROR, "bye")
+
+
+def test_messages_say_what_they_are():
+    pair = Pair(DRAFT_18)
+    ask(pair, (1, 2), (3, 4), priority=7, group_order=2)
+    pair.run()
+    (request,) = pair.told(False, Requested)
+    wanted = Parameters(priority=7, group_order=2)
+    assert request.message == Fetch(0, NAMESPACE, TRACK, Location(1, 2), Location(3, 4), wanted)
