@@ -268,7 +268,8 @@ class Requester:
             same = code in (ResetCode.EXPIRED_AUTH_TOKEN, ResetCode.EXCESSIVE_LOAD, ResetCode.MALFORMED_TRACK)
             refusal = code if same and code is not None else RequestCode.INTERNAL_ERROR
             how = "ended" if code is None else f"reset (code 0x{code:x})"
-            error = RequestError(request.number, refusal, 0, f"the peer {how} the request without an answer")
+            when = "in the middle" if request.answered else "without an answer"
+            error = RequestError(request.number, refusal, 0, f"the peer {how} the request {when}")
             self._channel.events.append(Refused(request.number, error))
         self._drop(request)
 

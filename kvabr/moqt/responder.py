@@ -326,8 +326,12 @@ class Responder:
         stream = request.stream
         if stream is not None:
             self._by_stream.pop(stream, None)
-            self._channel.commands.append(Write(stream, b"", fin=True) if reset is None else Reset(stream, reset))
-            self._channel.commands.append(Stop(stream, ResetCode.CANCELLED))
+            if reset is None:
+                # The peer will end its side. To stop it would cost a frame, and with aioquic far more: a STOP_SENDING
+                # that waits behind data makes it send one packet at a time.
+                self._channel.commands.append(Write(stream, b"", fin=True))
+            else:
+                self._channel.commands += [Reset(stream, reset), Stop(stream, ResetCode.CANCELLED)]
         self._widen()
 
     def _widen(self) -> None:
