@@ -145,10 +145,10 @@ class ObjectName:
 
 
 def fresh_track(track: str, number: int) -> str:
-    """Another name for a track that may change, a catalog or a lookup: one for each number.
+    """Another name for a track: one for each number.
 
     Relays, and libraries with a cache of their own, keep what they have of a name for as long as they like. Who asks by
-    a name that is new now and then sees what has changed. An origin takes all of them for the track itself.
+    a new name sees what has changed. An origin takes all of them for the track itself.
     """
     return f"{track}{_FRESH}{number:x}"
 
@@ -156,7 +156,7 @@ def fresh_track(track: str, number: int) -> str:
 def plain_track(name: str) -> str:
     """Undo `fresh_track`; other names stay as they are."""
     track, mark, number = name.rpartition(_FRESH)
-    return track if mark and may_change(track) and _NUMBER.fullmatch(number) else name
+    return track if mark and _NUMBER.fullmatch(number) else name
 
 
 def may_change(track: str) -> bool:

@@ -9,8 +9,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, replace
 
 from kvabr.catalog import Catalog
 from kvabr.codec.container import FrameHeader, pack, unpack
@@ -29,13 +28,14 @@ from kvabr.moqt.objects import (
     read_datagram,
     read_stream_header,
 )
-from kvabr.moqt.objectwriter import FetchWriter, write_datagram, write_subgroup_header, write_subgroup_object
+from kvabr.moqt.objectwriter import write_datagram
 from kvabr.moqt.parameters import Filter, Parameters, SetupOptions, Token, setup_options, setup_pairs
 from kvabr.moqt.properties import MalformedTrack
 from kvabr.moqt.session import Session
 from kvabr.moqt.wire import Location, Reader, read_pairs, write_pairs
 from kvabr.naming import parse_prefix_track, prefix_track
 from tests.catalogs import catalog
+from tests.fuzzcorpus import SOME, SPACE, TRACK, control, fetch_streams, sample_messages, subgroup_streams
 
 Take = Callable[[bytes, random.Random], None]
 _SLOW_S = 5.0
@@ -94,89 +94,6 @@ def chunks(data: bytes, dice: random.Random) -> list[bytes]:
         out.append(data[at : at + size])
         at += size
     return [*out, data[at:]] if at < len(data) else out
-
-
-# ------------------------------------------------------------------ valid inputs
-
-
-SPACE, TRACK = (b"root", b"model"), b"FP16"
-_SOME = Parameters(tokens=(Token(b"secret"), Token(b"x", 1, 5, 2), Token(b"", 2, 5)))
-
-
-def sample_messages(draft: Draft) -> list[m.Message]:
-    """One of every kind, at least."""
-    new = draft.streams
-    answered = None if new else 0
-    space, start, end = (b"a", b"bc"), Location(3, 0), Location(5, 7)
-    rich = Parameters(
-        object_delivery_timeout=100, tokens=_SOME.tokens, forward=1, priority=9, filter=Filter(4, start, 9), group_order=2,
-        new_group=5, rendezvous_timeout=7 if new else None, subgroup_delivery_timeout=8 if new else None,
-    )  # fmt: skip
-    properties = ((4, 9), (11, b"\x3c\x01"), (34, 1), (0x4001, b"x"))
-    out: list[m.Message] = [
-        m.Setup(SetupOptions(b"/p", b"h:1", (Token(b"t"),), 100, b"me", 0 if new else 300)),
-        m.Goaway(b"", 9 if new else 0, 1 if new else None),
-        m.RequestOk(answered, Parameters(expires=5, largest=start), properties if new else ()),
-        m.RequestError(answered, 0x10, 5, "none"),
-        m.Subscribe(0, space, b"t", rich),
-        m.TrackStatus(0, space, b"t", _SOME),
-        m.SubscribeOk(answered, 7, Parameters(expires=1, largest=start), properties),
-        m.RequestUpdate(2, None if new else 0, Parameters(priority=3)),
-        m.Publish(0, space, b"t", 7, Parameters(forward=0), properties),
-        m.PublishDone(answered, 2, 3, "over"),
-        m.Fetch(0, space, b"t", start, end, Parameters(priority=1, group_order=1)),
-        m.JoiningFetch(2, 0, 3, True),
-        m.FetchOk(answered, True, end, Parameters(), properties),
-        m.PublishNamespace(0, space, _SOME),
-        m.Namespace((b"x",)),
-        m.NamespaceDone((b"x",)),
-        m.SubscribeNamespace(0, (), 1, _SOME),
-    ]
-    if new:
-        to = m.Redirect(b"moqt://h/", space, b"t")
-        out += [m.RequestError(None, 0x34, 1, "there", to), m.SubscribeTracks(0, space), m.PublishBlocked((b"a",), b"t")]
-        return out
-    return [
-        *out, m.MaxRequestId(600), m.RequestsBlocked(5), m.Unsubscribe(0), m.PublishOk(0, Parameters(forward=1)),
-        m.FetchCancel(0), m.PublishNamespaceDone(0), m.PublishNamespaceCancel(0, 5, "no"),
-    ]  # fmt: skip
-
-
-@cache
-def control(draft: Draft) -> tuple[bytes, ...]:
-    """Messages with type and length."""
-    return tuple(encode(message, draft, client=side) for message in sample_messages(draft) for side in (True, False))
-
-
-@cache
-def fetch_streams(draft: Draft) -> tuple[bytes, ...]:
-    """Objects of FETCHes, without the stream's header."""
-    out = []
-    for properties in ((), ((4, 9), (11, b"\x3c\x01"), (0x81, b"value"))):
-        writer = FetchWriter(draft)
-        data = writer.header(3, 0, 5, properties) + b"hello" + writer.header(3, 4, 0) + writer.header(5, 0, 200)
-        data += bytes(200) + writer.range_end(Location(9, 1), unknown=True) + writer.header(9, 2, 1, priority=7) + b"x"
-        out.append(data)
-    return tuple(out)
-
-
-SUBGROUPS = (
-    SubgroupHeader(7, 5, 0, 9, properties=True, end_of_group=False),
-    SubgroupHeader(7, 5, None, None, properties=False, end_of_group=True),
-    SubgroupHeader(700, 5, 6, 9, properties=False, end_of_group=False),
-)
-
-
-@cache
-def subgroup_streams(draft: Draft) -> tuple[bytes, ...]:
-    """Objects of subgroups, behind their stream's header."""
-    out = []
-    for header in SUBGROUPS:
-        properties = ((4, 9), (0x81, b"value")) if header.properties else ()
-        data = write_subgroup_header(header, draft) + write_subgroup_object(draft, header, 3, None, 5, properties)
-        data += b"hello" + write_subgroup_object(draft, header, 9, 3, 0)
-        out.append(data)
-    return tuple(out)
 
 
 # ------------------------------------------------------------------ small parsers
@@ -287,13 +204,13 @@ def _setup(data: bytes, _: random.Random) -> None:
         def read(raw: bytes, draft: Draft = draft) -> SetupOptions:
             return setup_options(read_pairs(Reader(raw, draft.varint)), draft)
 
-        found = _expect(lambda: read(data), SessionFault)  # noqa: B023  # at once
+        found = _expect(lambda: read(data), SessionFault)  # at once
         if isinstance(found, SetupOptions):
             assert read(write_pairs(draft.varint, setup_pairs(found, draft))) == found
 
 
 def _setup_corpus() -> list[bytes]:
-    options = SetupOptions(b"/p", b"h:1", _SOME.tokens, 100, b"me", 300)
+    options = SetupOptions(b"/p", b"h:1", SOME.tokens, 100, b"me", 300)
     return [write_pairs(draft.varint, setup_pairs(options, draft)) for draft in (DRAFT_18, DRAFT_16)]
 
 
@@ -335,32 +252,60 @@ def held(session: Session) -> int:
 
 def _session(draft: Draft, *, client: bool) -> Take:
     """Streams, resets and stops at random, before and after SETUP, of a peer that often knows what it should say."""
-    corpus = [*control(draft), *(bytes([5, 0]) + each for each in fetch_streams(draft)), *subgroup_streams(draft)]
+    objects = [bytes([5, 0]) + each for each in fetch_streams(draft)] + list(subgroup_streams(draft))
+    corpus = [*control(draft), *objects]
     theirs_control = (3 if client else 2) if draft.streams else 0
+    setup = m.Setup(SetupOptions(max_request_id=0 if draft.streams else 300))
+    samples = [message for message in sample_messages(draft) if not isinstance(message, m.Setup)]
+
+    def say(session: Session, dice: random.Random, fresh: int) -> tuple[int, bytes]:
+        """Something that a peer might rightly say: a stream, and the bytes."""
+        message = dice.choice(samples)
+        request = isinstance(message, m.Request | m.RequestUpdate)
+        if request:
+            message = replace(message, request_id=fresh)
+        elif getattr(message, "request_id", None) is not None and not isinstance(message, m.Goaway):
+            message = replace(message, request_id=dice.randrange(0, 12, 2) + (not client))
+        asks = request and not isinstance(message, m.RequestUpdate)
+        base = (1 if client else 0) if asks else (0 if client else 1)
+        stream = base + 4 * dice.randrange(6) if asks else base + 4 * dice.randrange(5)
+        if isinstance(message, m.RequestUpdate):
+            stream = dice.choice(list(session.responder._by_stream) or [1 if client else 0])
+        if not draft.streams and not isinstance(message, m.SubscribeNamespace | m.Namespace | m.NamespaceDone):
+            stream = 0
+        if isinstance(message, m.Goaway):
+            stream = theirs_control
+        return stream, encode(message, draft, client=not client)
 
     def take(data: bytes, dice: random.Random) -> None:
         session = Session(draft, client=client, options=SetupOptions(max_auth_token_cache_size=100))
         session.start()
         if dice.random() < 0.9:
-            session.receive(theirs_control, encode(m.Setup(SetupOptions(max_request_id=0 if draft.streams else 300)), draft, client=not client))
+            session.receive(theirs_control, encode(setup, draft, client=not client))
         if dice.random() < 0.7:
             _make_requests(session)
+        fresh = 1 if client else 0
         bidi = [*range(1 if client else 0, 30, 4), *range(0 if client else 1, 30, 4)]
         uni = list(range(3 if client else 2, 30, 4))
-        for _ in range(dice.randrange(1, 12)):
+        for step in range(dice.randrange(1, 20)):
             stream = dice.choice([*bidi, *uni, theirs_control])
             chance = dice.random()
-            if chance < 0.08:
+            if step and chance < 0.7:
+                stream, data = say(session, dice, fresh) if chance < 0.5 else (dice.choice(uni), dice.choice(objects))
+                fresh += 2
+                for piece in chunks(data, dice):
+                    session.receive(stream, piece)
+            elif chance < 0.08 or chance > 0.95:
                 session.receive_reset(stream, dice.randrange(20))
-            elif chance < 0.16:
+            elif chance < 0.16 or chance > 0.9:
                 session.receive_stop(stream, dice.randrange(20))
-            elif chance < 0.2:
+            elif chance < 0.2 or chance > 0.85:
                 session.receive_datagram(data)
             else:
                 for piece in chunks(data, dice):
                     session.receive(stream, piece)
-                if dice.random() < 0.3:
-                    session.receive(stream, b"", fin=True)
+            if dice.random() < 0.2 and stream != theirs_control:
+                session.receive(stream, b"", fin=True)
             _own(session, dice)
             assert held(session) <= session_module._MAX_PARTIAL_BYTES + (1 << 18) + 8 * (1 << 17), held(session)
             data = mutate(dice.choice(corpus), corpus, dice) if dice.random() < 0.6 else dice.choice(corpus)
@@ -406,7 +351,7 @@ def _own(session: Session, dice: random.Random) -> None:
 def targets() -> dict[str, Target]:
     """By name."""
     out = {
-        "token": Target(_token, lambda: [token.encode(DRAFT_18.varint) for token in _SOME.tokens]),
+        "token": Target(_token, lambda: [token.encode(DRAFT_18.varint) for token in SOME.tokens]),
         "filter": Target(_filter, lambda: [Filter(4, Location(300, 1), 900).encode(d) for d in (DRAFT_18, DRAFT_16)]),
         "setup": Target(_setup, _setup_corpus),
         "prefix": Target(_prefix, lambda: [prefix_track([f"{n:064x}" for n in range(9)]).encode(), b"prefix."]),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
-import moq
+import pytest
 import structlog
 
 from kvabr.origin.certificates import check, development
@@ -15,6 +15,8 @@ from kvabr.origin.moqrs import MoqServer
 from kvabr.origin.server import ServerLimits
 from kvabr.transport import moqrs
 from kvabr.transport.options import DialOptions
+
+moq = pytest.importorskip("moq", reason="moq-rs is not installed")
 
 LOG = structlog.get_logger()
 
@@ -32,9 +34,7 @@ async def origin(root, *, grants=None, limits=None, port=0, tls=None):
 
 def options(server, **more):
     """How to reach it."""
-    return DialOptions(
-        "localhost", more.pop("port", server.address[1]), fingerprint=more.pop("fingerprint", server.fingerprint), **more
-    )
+    return DialOptions("localhost", **{"port": server.address[1], "fingerprint": server.fingerprint} | more)
 
 
 async def dialled(server, **more):

@@ -144,7 +144,7 @@ def test_a_policy_that_fails_fails_the_replay_with_file_and_line(capsys, asset, 
 
 def test_the_policy_of_the_readme_plays(capsys, asset, tmp_path):
     readme = (TRACES.parent / "README.md").read_text()
-    code = readme.split("```python")[1].split("```")[0]
+    code = next(text.split("```")[0] for text in readme.split("```python") if "class Cautious" in text)
     path = tmp_path / "cautious.py"
     path.write_text(code)
     argv = ["--policy", f"{path}:Cautious", "--deadline", 1, "--scale-to-mean", 0.4]

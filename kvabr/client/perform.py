@@ -97,7 +97,7 @@ async def perform(
         options.note("gave_up", clock.now() - lookup_s, reason=record.gave_up)
         if isinstance(driver.engine_error, KvabrError):
             raise driver.engine_error
-        message = f"no cache after {clock.now():.2f} s: {record.gave_up}"
+        message = with_trouble(f"no cache after {clock.now():.2f} s: {record.gave_up}", origin)
         raise (PlayError if driver.engine_error is None else ModelError)(message) from driver.engine_error
     kv = assembler.take()
     ttft_s = clock.now()
@@ -146,6 +146,11 @@ async def recompute_all(tokens: Sequence[int], options: PlayOptions, clock: Cloc
         steps=[("compute", 0, groups)],
     )
     return Played(kv, len(tokens), (RECOMPUTED,) * groups, ttft_s, lookup_s, met, 0.0, record, spec)
+
+
+def with_trouble(message: str, origin: Connection) -> str:
+    """What to tell whoever gets no cache: what happened, and what the connection knows of why."""
+    return message if origin.trouble is None else f"{message}; {origin.trouble}"
 
 
 def nothing(spec: KVSpec, options: PlayOptions, clock: Clock) -> Played:

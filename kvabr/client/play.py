@@ -16,7 +16,7 @@ import torch
 
 from kvabr.abr.policies import DEFAULT
 from kvabr.client.lookup import fetch_catalog, find_prefix, shared_groups
-from kvabr.client.perform import Prepared, nothing, perform, prepare, recompute_all, timed
+from kvabr.client.perform import Prepared, nothing, perform, prepare, recompute_all, timed, with_trouble
 from kvabr.client.played import Clock, Log, Played, PlayOptions
 from kvabr.client.watch import Watch
 from kvabr.errors import FormatError, PlayError, TransportError, UsageError
@@ -100,7 +100,7 @@ async def play(
         if found is not None:
             prepared = await prepare(origin, found, options, clock)
     except (TransportError, FormatError, TimeoutError) as error:
-        reason = str(error) or f"no answer within {clock.now():.2f} s"
+        reason = str(error) or with_trouble(f"no answer within {clock.now():.2f} s", origin)
         options.note("lookup_failed", 0.0, reason=reason)
         if recompute is None:
             raise PlayError(f"what the origin has of this prompt cannot be played: {reason}") from error
@@ -170,7 +170,8 @@ async def play_asset(
         async with asyncio.timeout(deadline):
             found = await fetch_catalog(origin, namespace)
     except TimeoutError as error:
-        raise PlayError(f"the catalog did not come within the deadline of {deadline} s") from error
+        late = f"the catalog did not come within the deadline of {deadline} s"
+        raise PlayError(with_trouble(late, origin)) from error
     spec = found.catalog.spec
     if recompute is not None and recompute.spec.digest() != spec.digest():
         raise UsageError(f"the engine computes caches of {recompute.spec.model}, the asset is of {spec.model}")

@@ -113,6 +113,7 @@ class RedialledConnection(Connection):
         self._asking: asyncio.Task[None] | None = None
         self._doubted: Connection | None = None
         """The connection whose peer gave no sign of life when it was last asked."""
+        self._trouble: str | None = None
         self.dials = 0
         """Times that a connection was made anew."""
 
@@ -148,6 +149,11 @@ class RedialledConnection(Connection):
     def closed(self) -> bool:
         """Whether `close` was called: a lost connection is made anew."""
         return self._closed
+
+    @property
+    def trouble(self) -> str | None:
+        """See `Connection.trouble`."""
+        return self._trouble
 
     async def close(self) -> None:
         """Close all connections there are; whoever waits for another is told."""
@@ -209,7 +215,7 @@ class RedialledConnection(Connection):
     def _look_whether_any_come(self, connection: Connection, before: int) -> None:
         self._look = None
         if connection is not self._current or connection.stats().bytes_received != before:
-            self._doubted = None
+            self._doubted = self._trouble = None
         elif self._usable() and connection in self._using.values():
             self._asking = asyncio.get_running_loop().create_task(self._ask(connection))
             self._asking.add_done_callback(self._asked)
@@ -220,9 +226,10 @@ class RedialledConnection(Connection):
     async def _ask(self, connection: Connection) -> None:
         """Ask for a sign of life, and dial if there is none."""
         if await self._lives(connection):
-            self._doubted = None
+            self._doubted = self._trouble = None
         elif connection is self._current and self._usable():
             self._doubted = connection
+            self._trouble = self._trouble or "the peer has fallen silent"
             self._redial()
 
     def _asked(self, task: asyncio.Task[None]) -> None:
@@ -259,7 +266,8 @@ class RedialledConnection(Connection):
             self._pause_s = min(_LONGEST_PAUSE_S, max(_FIRST_PAUSE_S, 2 * self._pause_s))
             try:
                 made = await self._dial_within(attempt_s)
-            except TransportError:
+            except TransportError as error:
+                self._trouble = f"dialling again fails: {error}"
                 if loop.time() - start_s + self._pause_s > self._patience_s:
                     raise
                 if not self._waiting:
@@ -288,7 +296,7 @@ class RedialledConnection(Connection):
                     with contextlib.suppress(TransportError):
                         await made.close()
             if alive:
-                self._doubted = None
+                self._doubted = self._trouble = None
                 return
         self._adopt(made)
 
@@ -302,7 +310,7 @@ class RedialledConnection(Connection):
                 download.forgotten |= used is old
         if old.closed or old is self._doubted or old not in self._using.values():
             self._retire(old)
-        self._doubted = None
+        self._doubted = self._trouble = None
         self._tell(None)
 
     def _retire(self, connection: Connection) -> None:

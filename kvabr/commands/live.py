@@ -27,7 +27,7 @@ def add_live(parser: argparse.ArgumentParser) -> None:
     live.add_argument("--loss", type=float, metavar="PERCENT", help="packets lost at random in each direction")
     live.add_argument(
         "--queue", type=float, metavar="KB",
-        help="the bottleneck's queue (default: a round trip at the trace's mean rate, at least 64 packets)",
+        help="the bottleneck's queue (default: a round trip of the trace at its best, at least 64 packets)",
     )  # fmt: skip
 
 

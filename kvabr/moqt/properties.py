@@ -70,6 +70,8 @@ def check_object(properties: tuple[KeyValue, ...], group: int, number: int, draf
     Raises:
         MalformedTrack: they make its track malformed.
     """
+    if not properties:
+        return
     if sum(kind == Property.IMMUTABLE_PROPERTIES for kind, _ in properties) > 1:
         raise MalformedTrack("an object with two sets of immutable properties")
     seen: set[int] = set()

@@ -150,7 +150,7 @@ class Library:
             grant: from `admit`.
             namespace: of the track.
             track: a level, `kvabr.naming.CATALOG_TRACK`, `kvabr.naming.PROFILE_TRACK`, or the name of a lookup from
-                `kvabr.naming.prefix_track`; these may be as `kvabr.naming.fresh_track` writes them.
+                `kvabr.naming.prefix_track`; any of them may be as `kvabr.naming.fresh_track` writes it.
 
         Returns:
             None if there is no such track, or none that the grant may read.

@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 MAX_TRACKS = 256
 """Tracks of one session that are kept open, and namespaces as many; those that were not used for longest go."""
 
+FRAME_BYTES = 256 << 10
+"""Objects are put together to frames of so many bytes: a frame costs both sides the same time, whatever its size. The
+first object goes alone, so that its receiver soon sees something come."""
 _KEEP_US = 10**13
 """Groups do not grow old: when they go is decided here."""
 _KEPT_WINDOWS = 4
@@ -330,10 +333,13 @@ class MoqPeer:
         self._forget(self._allowance_bytes() - size)
         self._kept.append((producer, size))
         self._kept_bytes += size
-        since = 0
+        begin = since = 0
         for span in group.objects:
-            producer.write_frame(bytes(group.data[span.begin : span.end]))
-            since += span.end - span.begin
+            if begin and span.end - begin < FRAME_BYTES and span.end < size:
+                continue
+            producer.write_frame(bytes(group.data[begin : span.end]))
+            since += span.end - begin
+            begin = span.end
             if since >= _YIELD_BYTES:
                 self._handed_over(since)
                 since = 0

@@ -38,13 +38,18 @@ _BUSY_MS = 1000
 class Peer(Endpoint):
     """One connection."""
 
+    starts_at_once = False
+    """SETUP is sent to those who are let in, so that the others learn of their refusal as they connect."""
+
     def __init__(self, library: QuicLibrary, server: QuicServer) -> None:
         super().__init__(library)
         self._server = server
         self.log = server.log
         self._grant: Grant | None = None
         self._dense = False
-        self._outbox = Outbox(self._send, self._unsent, lambda: self.library.window(self.quic))
+        self._outbox = Outbox(
+            self._send, self._unsent, lambda: self.library.window(self.quic), self.may_send
+        )
         self._feeding = False
         self._underway: set[int] = set()
         """Streams that QUIC has been given all of, and the peer has not acknowledged all of."""
@@ -162,6 +167,8 @@ class Peer(Endpoint):
             self.session.close(SessionCode.UNAUTHORIZED, "the token is missing, wrong or expired")
             return
         self._server.metrics.connections_total.inc("accepted")
+        if self.session.draft.streams:
+            self.session.start()
         implementation = (options.implementation or b"").decode("utf-8", "replace")[:64]
         self.log.info("connected", grant=self._grant.name, peer=implementation, protocol=self.session.draft.alpn)
         if self._server.draining:

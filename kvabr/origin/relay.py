@@ -24,6 +24,7 @@ from kvabr.errors import FormatError, TransportError
 from kvabr.moqt.codes import RequestCode
 from kvabr.naming import TrackNamespace, may_change, plain_track
 from kvabr.origin.metrics import Metrics
+from kvabr.origin.moqpeer import FRAME_BYTES
 from kvabr.origin.relaycache import GroupCache, SmallTracks, is_small
 from kvabr.origin.server import Server, ServerLimits, ServerTls
 from kvabr.origin.upstream import bring
@@ -119,6 +120,7 @@ class Relay(Server):
         self.cache = GroupCache(memory_bytes, metrics)
         """What is kept."""
         self._small = SmallTracks(upstream, self._changed)
+        self._leaders: dict[tuple[TrackNamespace, str, int], asyncio.Event] = {}
         self.fetches = 0
         """Groups that are on their way."""
 
@@ -325,14 +327,13 @@ class Relay(Server):
                     raise NotFoundError(f"{track.name} has only group 0", code=RequestCode.INVALID_RANGE)
                 self._pass_on(fetch, await self._small.get(track.namespace, track.name))
             else:
-                await bring(
-                    self._upstream, track.namespace, track.name, number, partial(self._pass_on, fetch),
-                    priority=priority, limit=moqlib.MAX_GROUP_BYTES,
-                )  # fmt: skip
-            self._flush(fetch, 1)
+                await self._obtain(fetch, number, priority)
+            self._flush(fetch, rest=True)
             fetch.producer.finish()
+            self.cache.release(reserved)
+            reserved = 0
             keep_s = SmallTracks.FRESH_S if may_change(track.name) else None
-            self.cache.add(track, fetch.producer, fetch.passed, keep_s)
+            self.cache.add(track, number, fetch.producer, fetch.passed, keep_s)
             self.metrics.groups_sent_total.inc(track.name)
         except TransportError as error:
             self.log.debug("group not relayed", track=track.name, group=number, why=str(error))
@@ -346,17 +347,48 @@ class Relay(Server):
             self.fetches -= 1
             self.metrics.requests_in_flight.dec()
 
+    async def _obtain(self, fetch: _Fetch, number: int, priority: int) -> None:
+        """Take a group from the origin; or from here, if it came under another spelling of its name."""
+        track = fetch.track
+        key = track.namespace, track.name, number
+        while (leader := self._leaders.get(key)) is not None:
+            await leader.wait()
+        kept = self.cache.find(track, number)
+        if kept is not None and await self._copied(fetch, kept):
+            return
+        leader = self._leaders[key] = asyncio.Event()
+        try:
+            await bring(
+                self._upstream, track.namespace, track.name, number, partial(self._pass_on, fetch),
+                priority=priority, limit=moqlib.MAX_GROUP_BYTES,
+            )  # fmt: skip
+        finally:
+            del self._leaders[key]
+            # Those who wait go on once it is kept, or has failed.
+            asyncio.get_running_loop().call_soon(leader.set)
+
+    async def _copied(self, fetch: _Fetch, kept: Any) -> bool:
+        """Pass on a group that is kept; False if it was dropped before anything of it was passed on."""
+        try:
+            async for frame in kept.consume():
+                self._pass_on(fetch, frame.payload)
+        except self._moq.Error as error:
+            if fetch.producer is None:
+                return False
+            raise RequestError("dropped while it was read", code=RequestCode.EXCESSIVE_LOAD) from error
+        return fetch.producer is not None
+
     def _pass_on(self, fetch: _Fetch, data: bytes) -> None:
         if fetch.producer is None:
             fetch.producer = fetch.request.accept()
         fetch.pending += data
-        self._flush(fetch, SLICE_BYTES)
+        self._flush(fetch)
 
-    def _flush(self, fetch: _Fetch, least: int) -> None:
-        """Hand over whole objects; with ``least`` 1 also the rest."""
-        while len(fetch.pending) >= least:
-            part = bytes(fetch.pending[:SLICE_BYTES])
-            del fetch.pending[:SLICE_BYTES]
+    def _flush(self, fetch: _Fetch, *, rest: bool = False) -> None:
+        """Hand over as many whole frames as there are, or all that there is."""
+        while len(fetch.pending) >= (size := FRAME_BYTES if fetch.passed else SLICE_BYTES) or (rest and fetch.pending):
+            part = bytes(fetch.pending[:size])
+            del fetch.pending[:size]
             fetch.producer.write_frame(part)
             fetch.passed += len(part)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import heapq
 import itertools
 from collections import OrderedDict
@@ -12,13 +11,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvabr.catalog import Catalog
-from kvabr.errors import FormatError, KvabrError
+from kvabr.errors import FormatError
 from kvabr.moqt.codes import RequestCode
 from kvabr.naming import CATALOG_TRACK, PROFILE_TRACK, TrackNamespace, may_change
 from kvabr.origin.metrics import Metrics
 from kvabr.origin.upstream import bring
 from kvabr.transport import moqlib
 from kvabr.transport.base import Connection, NotFoundError, RequestError
+from kvabr.transport.catalogwatch import CatalogWatch
 
 _URGENT = 0
 _MAX_SMALL = 4096
@@ -29,6 +29,7 @@ _LIKELY_BYTES = 4 << 20
 @dataclass(slots=True, eq=False)
 class _Kept:
     owner: Any
+    group: int
     producer: Any
     size: int
     timer: asyncio.TimerHandle | None = None
@@ -50,6 +51,7 @@ class GroupCache:
         """
         self.limit, self._metrics = limit, metrics
         self._kept: OrderedDict[int, _Kept] = OrderedDict()
+        self._found: dict[tuple[TrackNamespace, str, int], Any] = {}
         self._numbers = itertools.count()
         self._largest: dict[tuple[TrackNamespace, str], int] = {}
         self._waiting: list[tuple[int, int, int, asyncio.Future[None]]] = []
@@ -90,16 +92,21 @@ class GroupCache:
                 waiter.set_result(None)
             heapq.heappop(self._waiting)
 
-    def add(self, track: Any, producer: Any, size: int, keep_s: float | None) -> None:
+    def find(self, track: Any, group: int) -> Any:
+        """What moq-rs has of a group under whatever name it was asked for; None if nothing is kept."""
+        return self._found.get((track.namespace, track.name, group))
+
+    def add(self, track: Any, group: int, producer: Any, size: int, keep_s: float | None) -> None:
         """A group is complete: keep it, at most for so many seconds."""
         key = track.namespace, track.name
         if len(self._largest) > 10_000:
             self._largest.clear()
         self._largest[key] = max(size, self._largest.get(key, 0))
-        number, kept = next(self._numbers), _Kept(track, producer, size)
+        number, kept = next(self._numbers), _Kept(track, group, producer, size)
         if keep_s is not None:
             kept.timer = asyncio.get_running_loop().call_later(keep_s, self._drop, number)
         self._kept[number] = kept
+        self._found[*key, group] = producer
         self._count(size)
         self._shrink()
 
@@ -122,6 +129,9 @@ class GroupCache:
         if kept.timer is not None:
             kept.timer.cancel()
         self._count(-kept.size)
+        key = kept.owner.namespace, kept.owner.name, kept.group
+        if self._found.get(key) is kept.producer:
+            del self._found[key]
         try:
             kept.producer.abort(int(RequestCode.EXCESSIVE_LOAD))
         except moqlib.load().Error:
@@ -152,7 +162,7 @@ class SmallTracks:
         """
         self._upstream, self._changed = upstream, changed
         self._asked: dict[tuple[TrackNamespace, str], asyncio.Task[bytes]] = {}
-        self._catalogs: OrderedDict[TrackNamespace, bytes] = OrderedDict()
+        self._watch = CatalogWatch()
 
     async def get(self, namespace: TrackNamespace, track: str) -> bytes:
         """The only group of a track.
@@ -205,19 +215,6 @@ class SmallTracks:
         limit = moqlib.MAX_GROUP_BYTES
         await bring(self._upstream, namespace, track, 0, parts.append, priority=_URGENT, limit=limit)
         data = b"".join(parts)
-        if may_change(track):
-            self._look(data)
+        if may_change(track) and (replaced := self._watch.replaced(data)) is not None:
+            self._changed(replaced)
         return data
-
-    def _look(self, data: bytes) -> None:
-        try:
-            namespace = Catalog.loads(data).namespace
-        except KvabrError:
-            return  # players will say what is wrong with it
-        digest = hashlib.sha256(data).digest()
-        before = self._catalogs.pop(namespace, digest)
-        self._catalogs[namespace] = digest
-        if len(self._catalogs) > 10_000:
-            self._catalogs.popitem(last=False)
-        if before != digest:
-            self._changed(namespace)

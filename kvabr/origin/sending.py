@@ -112,7 +112,11 @@ class Outbox:
     """Everything that one connection has to send."""
 
     def __init__(
-        self, send: Callable[[Sending, Piece], bool], unsent: Callable[[], int], window: Callable[[], int]
+        self,
+        send: Callable[[Sending, Piece], bool],
+        unsent: Callable[[], int],
+        window: Callable[[], int],
+        may_send: Callable[[int], bool] = lambda _: True,
     ) -> None:
         """Nothing to send yet.
 
@@ -120,8 +124,9 @@ class Outbox:
             send: gives QUIC a piece of an answer; returns False if its stream is no more.
             unsent: bytes that QUIC was given and has not sent.
             window: bytes that QUIC may have on their way.
+            may_send: whether the peer allows a stream already.
         """
-        self._send, self._unsent, self._window = send, unsent, window
+        self._send, self._unsent, self._window, self._may_send = send, unsent, window, may_send
         self._jobs: dict[int, Sending] = {}
         self._order: list[Sending] | None = None
 
@@ -167,7 +172,10 @@ class Outbox:
         while room > 0 and self._jobs:
             if not self._order:
                 self._order = sorted(self._jobs.values(), key=lambda job: (job.priority, job.request_id), reverse=True)
-            job = self._order[-1]
+            at = next((at for at in reversed(range(len(self._order))) if self._may_send(self._order[at].stream)), None)
+            if at is None:
+                break
+            job = self._order[at]
             try:
                 piece = job.piece()
                 alive = self._send(job, piece)
@@ -180,5 +188,5 @@ class Outbox:
             if job.finished or not alive:
                 done.append(job)
                 del self._jobs[job.request_id]
-                self._order.pop()
+                self._order.pop(at)
         return done, broken

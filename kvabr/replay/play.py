@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvabr.abr.ladder import Ladder
@@ -56,6 +56,8 @@ class PlayOptions:
     slow_start: bool = True
     cold: bool = False
     """Whether the deadline counts from before the handshake; else the connection is open and the catalog at hand."""
+    guard_s: float = 0.0
+    """How much earlier than the deadline a player aims to end, since a real one's event loop is late now and then."""
     estimator: str | None = None
     """Estimator for every policy; None for each policy's own."""
     config: PlayerConfig = field(default_factory=PlayerConfig)
@@ -112,9 +114,9 @@ class Stage:
         return LOOKUP_ROUND_TRIPS * rtt_s if self.options.cold else 0.0
 
     def _time_for(self, lookup_s: float) -> float:
-        """The deadline, counted from the end of a lookup."""
+        """What a player is told is the deadline, counted from the end of a lookup."""
         deadline_s = self.options.deadline_s
-        return max(_LEAST_SHARE * deadline_s, deadline_s - lookup_s)
+        return max(_LEAST_SHARE * deadline_s, deadline_s - lookup_s - self.options.guard_s)
 
     def played(self, trace: Trace) -> Trace:
         """The trace as it is played: scaled, if the options say so."""
@@ -194,14 +196,19 @@ class Stage:
         def oracle(seconds: float) -> float:
             return capacity.between(session.view.now, session.view.now + seconds)
 
+        wanted_s, config = self._time_for(lookup_s), options.config
+        if wanted_s != options.deadline_s:
+            # Patience is counted in deadlines of the whole play, not in what is left of one.
+            patience_s = config.give_up_after * options.deadline_s - lookup_s
+            config = replace(config, give_up_after=max(1.0, patience_s / wanted_s))
         session = Session(
             self.ladder,
-            self._time_for(lookup_s),
+            wanted_s,
             player,
             estimator,
             cost=options.cost,
             mode=options.mode,
-            config=options.config,
+            config=config,
             oracle=oracle,
             log=None if lines is None else lines.append,
         )
@@ -234,7 +241,7 @@ class Stage:
             ghost_bytes: what came although it was not wanted any more.
         """
         options, record = self.options, session.record
-        if lookup_s:
+        if lookup_s or options.guard_s:
             _shift(record, lines, lookup_s)
             record.met = record.delivered_s is not None and record.delivered_s <= options.deadline_s
         run = _run_line(self.catalog, options, trace, start_s, policy, record, bound, capacity, ghost_bytes)

@@ -135,6 +135,11 @@ class Connection(ABC):
         """Whether the peer asks for new requests to go elsewhere (GOAWAY); what is under way may still finish."""
         return False
 
+    @property
+    def trouble(self) -> str | None:
+        """What keeps it from its peer at the moment, in words; None: nothing that is known."""
+        return None
+
     async def answers(self, within_s: float) -> bool:
         """Ask the peer for a sign of life, and tell whether one came within so many seconds.
 

@@ -6,10 +6,13 @@ import datetime as dt
 import hashlib
 import hmac
 import ssl
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvabr.errors import TransportError, UsageError
 from kvabr.transport.options import DialOptions
+
+if TYPE_CHECKING:
+    from cryptography.x509 import Certificate
 
 
 def fingerprint_of(text: str) -> str:
@@ -60,14 +63,61 @@ def check_pinned(der: bytes | None, fingerprint: str) -> None:
     found = hashlib.sha256(der).hexdigest()
     if not hmac.compare_digest(found, fingerprint_of(fingerprint)):
         raise TransportError(f"the peer's certificate has the fingerprint {found}, not the one expected")
+    if (why := _outdated(_parsed(der))) is not None:
+        raise TransportError(f"the peer's certificate {why}")
+
+
+def why_refused(der: bytes | None, host: str) -> str:
+    """Why TLS did not accept a peer's certificate, in words; the libraries' own say little.
+
+    Args:
+        der: the certificate; None: TLS failed before it came.
+        host: the name or address that was dialled.
+    """
+    if der is None:
+        return "the peer's certificate was not accepted"
+    try:
+        parsed = _parsed(der)
+    except TransportError as error:
+        return str(error)
+    if (why := _outdated(parsed)) is not None:
+        return f"the peer's certificate {why}; is the clock right?"
+    names = _names(parsed)
+    if not any(_matches(host.rstrip(".").lower(), name.lower()) for name in names):
+        known = ", ".join(names[:4]) or "no host at all"
+        return f"the peer's certificate is for another name: {known}, not {host}"
+    return "the peer's certificate is signed by nobody that is trusted; trust its CA, or its fingerprint"
+
+
+def _parsed(der: bytes) -> Certificate:
     from cryptography import x509  # noqa: PLC0415  # slow to load
 
     try:
-        parsed = x509.load_der_x509_certificate(der)
+        return x509.load_der_x509_certificate(der)
     except ValueError as error:
         raise TransportError(f"the peer's certificate cannot be read ({error})") from error
+
+
+def _outdated(certificate: Certificate) -> str | None:
     now = dt.datetime.now(dt.UTC)
-    if now > parsed.not_valid_after_utc:
-        raise TransportError(f"the peer's certificate expired on {parsed.not_valid_after_utc:%Y-%m-%d}")
-    if now < parsed.not_valid_before_utc:
-        raise TransportError(f"the peer's certificate is not valid before {parsed.not_valid_before_utc:%Y-%m-%d}")
+    if now > certificate.not_valid_after_utc:
+        return f"expired on {certificate.not_valid_after_utc:%Y-%m-%d}"
+    if now < certificate.not_valid_before_utc:
+        return f"is not valid before {certificate.not_valid_before_utc:%Y-%m-%d}"
+    return None
+
+
+def _names(certificate: Certificate) -> list[str]:
+    """Host names and addresses that a certificate is good for."""
+    from cryptography import x509  # noqa: PLC0415  # slow to load
+
+    try:
+        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except (x509.ExtensionNotFound, ValueError):
+        return []
+    return [*names.get_values_for_type(x509.DNSName), *map(str, names.get_values_for_type(x509.IPAddress))]
+
+
+def _matches(host: str, name: str) -> bool:
+    """Whether a name of a certificate is that of a host; a leading ``*`` stands for one label (RFC 6125)."""
+    return host == name or (name.startswith("*.") and host.partition(".")[2] == name[2:])

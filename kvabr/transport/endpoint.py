@@ -15,12 +15,17 @@ from kvabr.transport.quiclib import QuicLibrary
 _CRYPTO_ERROR = 0x100
 """QUIC error codes from here on are TLS alerts (RFC 9001, section 4.8)."""
 _NO_APPLICATION_PROTOCOL = _CRYPTO_ERROR + 120
+_MOST_HELD = 1024
+"""Streams that may wait until the peer allows them; one that makes so many necessary and allows none is up to no good."""
 _GONE = (ValueError, AssertionError, RuntimeError, KeyError)
 """What the libraries raise on a stream that is over, which a peer can bring about at any time."""
 
 
 class Endpoint(ABC):
     """The owner of one QUIC connection and one session."""
+
+    starts_at_once = True
+    """Whether our SETUP goes when the handshake is done, or the subclass starts the session itself."""
 
     def __init__(self, library: QuicLibrary) -> None:
         self.library = library
@@ -29,6 +34,8 @@ class Endpoint(ABC):
         self.session: Session | None = None
         """Once the handshake is done."""
         self._kinds = library.events
+        self._held: dict[int, list[Write | Reset | Stop]] = {}
+        """Commands for streams that the peer does not allow yet, in the order of the streams."""
         self.broken: tuple[type[Exception], ...] = _GONE
         """What the library raises on a stream that is over."""
         if library.name == "qh3":
@@ -90,7 +97,7 @@ class Endpoint(ABC):
             self.shut(SessionCode.VERSION_NEGOTIATION_FAILED, f"no common protocol, the peer chose {alpn!r}")
             return
         self.session = self.make_session(draft)
-        if self.session is not None:
+        if self.session is not None and self.starts_at_once:
             self.session.start()
 
     # ------------------------------------------------------------------ to the library
@@ -103,16 +110,29 @@ class Endpoint(ABC):
         while events := session.take_events():
             for event in events:
                 self.happened(event)
-        for command in session.take_commands():
-            self._carry_out(command)
+        if self._held:
+            self._release()
+        while commands := session.take_commands():
+            for command in commands:
+                self._carry_out(command)
 
     def settle_and_send(self) -> None:
         """The same, when nothing that the library called will send it."""
         self.settle()
         self.driver._transmit_soon() if self.library.name == "aioquic" else self.driver.transmit()  # noqa: SLF001
 
+    def may_send(self, stream: int) -> bool:
+        """Whether a stream of ours that the session has opened is allowed by the peer, too."""
+        return stream not in self._held
+
     def _carry_out(self, command: Write | Reset | Stop | Close) -> None:
-        quic = self.quic
+        quic, session = self.quic, self.session
+        if not isinstance(command, Close) and session is not None:
+            stream = command.stream
+            ours = stream % 2 == (not session.client)
+            if stream in self._held or (ours and not self.library.may_open(quic, stream)):
+                self._hold(command, session)
+                return
         try:
             if isinstance(command, Write):
                 quic.send_stream_data(command.stream, command.data, command.fin)
@@ -125,6 +145,24 @@ class Endpoint(ABC):
         except self.broken:
             # The stream was over before the command reached it: the peer reset it, or the connection is closing.
             return
+
+    def _hold(self, command: Write | Reset | Stop, session: Session) -> None:
+        """Keep a command until the peer allows its stream."""
+        stream = command.stream
+        waiting = self._held.setdefault(stream, [])
+        if not isinstance(command, Write):
+            # Nothing of it is wanted any more; but the stream must be opened, since their numbers leave no gaps.
+            waiting[:] = [Write(stream, b""), *(one for one in waiting if not isinstance(one, Write))]
+        waiting.append(command)
+        if len(self._held) > _MOST_HELD:
+            session.close(SessionCode.INTERNAL_ERROR, f"more than {_MOST_HELD} streams wait for leave to be opened")
+
+    def _release(self) -> None:
+        """Carry out what the peer allows by now."""
+        for stream in list(self._held):
+            if self.library.may_open(self.quic, stream):
+                for command in self._held.pop(stream):
+                    self._carry_out(command)
 
     def shut(self, code: int, reason: str) -> None:
         """End the connection."""

@@ -34,6 +34,7 @@ from kvabr.transport.base import (
     NotFoundError,
     RequestError,
 )
+from kvabr.transport.catalogwatch import CatalogWatch
 from kvabr.transport.certificate import fingerprint_of
 from kvabr.transport.moqdownload import MoqDownload, Owner
 from kvabr.transport.options import DialOptions, Names
@@ -49,7 +50,7 @@ CACHE_BYTES = 2 * IN_FLIGHT_BYTES
 MOQT, MOQ_LITE = "moqt", "moq-lite"
 
 _FRESH_S = 2.0
-"""Catalogs and lookups are asked for by a new name after so long: of a name that it knows moq-rs shows its own copy."""
+"""Catalogs and lookups are asked for by a new name after so long."""
 _ANSWER_S = 30.0
 """After so long without an answer, and without anything else coming, a request has failed."""
 _ROUTE_S = 1.0
@@ -87,6 +88,8 @@ class MoqConnection(Connection, Owner):
         self._asked_bytes = 0
         self._waiting: list[tuple[int, int, MoqDownload]] = []
         self._order = itertools.count()
+        self._catalogs = CatalogWatch()
+        self._replaced: dict[TrackNamespace, int] = {}
         self._warm: OrderedDict[tuple[str, str], Any] = OrderedDict()
         self._cooling: asyncio.TimerHandle | None = None
         self._received = 0
@@ -218,13 +221,18 @@ class MoqConnection(Connection, Owner):
         group: Any = None
         try:
             group = await self._answered(self._open(download), download.what)
+            parts: list[bytes] | None = [] if may_change(download.track) else None
             while (frame := await group.read_frame()) is not None:
                 self._received += len(frame.payload)
+                if parts is not None:
+                    parts.append(frame.payload)
                 self.watch.received(len(frame.payload))
                 self._payload_s = time.monotonic()
                 if not download.take(frame.payload):
                     group.cancel()
                     return
+            if parts is not None and (namespace := self._catalogs.replaced(b"".join(parts))) is not None:
+                self._replaced[namespace] = self._replaced.get(namespace, 0) + 1
             self._keep_warm(download, group)
             if download.stats.received:
                 download.finish()
@@ -265,10 +273,15 @@ class MoqConnection(Connection, Owner):
                 raise error from None
             finally:
                 announced.cancel()
-        name = download.track
-        if may_change(name):
-            name = fresh_track(name, int(time.monotonic() / _FRESH_S))
-        return await broadcast.fetch_group(name, download.group, options)
+        return await broadcast.fetch_group(self._track(download), download.group, options)
+
+    def _track(self, download: MoqDownload) -> str:
+        """The name to ask by: of a name that it knows moq-rs shows its own copy."""
+        track = download.track
+        if may_change(track):
+            return fresh_track(track, int(time.monotonic() / _FRESH_S))
+        replaced = self._replaced.get(download.namespace, 0)
+        return fresh_track(track, replaced) if replaced else track
 
     async def _answered(self, asking: Any, what: str) -> Any:
         """What a request brings, or an error if it and everything else stays without an answer."""

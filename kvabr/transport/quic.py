@@ -42,6 +42,8 @@ _CLOSING_S = 0.25
 """Seconds that a connection may take to say goodbye."""
 _Name = tuple[tuple[bytes, ...], bytes, int]
 """Namespace fields, track and group."""
+_BAD_CERTIFICATE = range(0x100 + 42, 0x100 + 49)
+"""QUIC error codes of the TLS alerts about certificates (RFC 8446, section 6.2)."""
 _NOT_THERE = (RequestCode.DOES_NOT_EXIST, RequestCode.INVALID_RANGE)
 
 
@@ -177,6 +179,8 @@ class QuicConnection(Endpoint, Connection):
         self._going_away = False
         self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done when the peer's SETUP has come, or failed."""
+        self.shaken = False
+        """Whether the handshake is done."""
         self._heard = asyncio.Event()
         self.watch = LimitWatch(self._probe, self.round_trip)
         """Who holds the downloads up."""
@@ -268,6 +272,7 @@ class QuicConnection(Endpoint, Connection):
     def make_session(self, draft: Draft) -> Session | None:
         """See `Endpoint.make_session`: the certificate is checked before anything of ours is said."""
         options = self._options
+        self.shaken = True
         if options.fingerprint is not None:
             try:
                 certificate.check_pinned(self.library.peer_certificate(self.quic), options.fingerprint)
@@ -306,12 +311,15 @@ class QuicConnection(Endpoint, Connection):
             case Requested():
                 self._answer(event)
             case Closed():
-                code = name_of(event.code, SessionCode)
-                self._fail(f"the peer broke the protocol, {code}: {event.reason}" if event.code else "closed by this side")
+                why = f"the peer broke the protocol, {name_of(event.code, SessionCode)}: {event.reason}"
+                self._fail(why if event.code else "closed by this side")
 
     def ended(self, reason: str, code: int) -> None:
         """See `Endpoint.ended`."""
-        if code == SessionCode.UNAUTHORIZED:
+        if not self.shaken and code in _BAD_CERTIFICATE:
+            der = self.library.peer_certificate(self.quic)
+            reason = f"{certificate.why_refused(der, self._options.host)} ({reason})"
+        elif code == SessionCode.UNAUTHORIZED:
             reason = f"{reason}; the token is missing, wrong or expired"
         self._fail(reason)
 
@@ -438,6 +446,9 @@ async def dial(options: DialOptions, library_name: LibraryName = "aioquic") -> Q
         await asyncio.wait_for(asyncio.shield(connection.ready), options.timeout_s)
     except TimeoutError as error:
         await connection.close()
+        if connection.shaken:
+            said = f"it accepts connections, but sent no SETUP within {options.timeout_s:g} s"
+            raise TransportError(f"{where}: {said}") from error
         raise TransportError(
             f"{where}: no answer within {options.timeout_s:g} s; is it running there, and may UDP pass?"
         ) from error

@@ -88,6 +88,17 @@ class QuicLibrary:
         """
         return quic._close_event  # noqa: SLF001  # neither has a public way
 
+    def may_open(self, quic: Any, stream: int) -> bool:
+        """Whether the peer allows so many streams of ours that this is one of them.
+
+        Beyond that qh3 raises, and aioquic breaks the rules if such a stream is reset before it is allowed.
+        """
+        one_way = bool(stream & 2)
+        if self.name == "qh3":
+            return stream // 4 < quic._core.stream_limits[one_way]  # type: ignore[no-any-return]  # noqa: SLF001
+        limit = quic._remote_max_streams_uni if one_way else quic._remote_max_streams_bidi  # noqa: SLF001
+        return bool(stream // 4 < limit)
+
     def delivered(self, quic: Any, stream: int) -> bool:
         """Whether the peer has acknowledged all of a stream of ours that has ended, or gave it up."""
         if self.name == "qh3":

@@ -7,15 +7,14 @@ import socket
 from collections.abc import Callable
 from contextlib import asynccontextmanager
 
-from kvabr.moqt.codes import ResetCode
 from kvabr.moqt.draft import DRAFTS
-from kvabr.moqt.events import Requested
 from kvabr.moqt.objectwriter import FetchWriter
 from kvabr.moqt.session import Session
 from kvabr.moqt.wire import Location
 from kvabr.origin.library import Library
 from kvabr.origin.metrics import Metrics
 from kvabr.origin.peer import Peer
+from kvabr.origin.publication import Publication
 from kvabr.origin.quicserver import QuicServer
 from kvabr.origin.server import ServerLimits
 from kvabr.transport.endpoint import Endpoint, protocol_class
@@ -29,8 +28,9 @@ GOAL = 2
 class Answer:
     """What a liar may do in answer to one FETCH."""
 
-    def __init__(self, peer: LyingPeer, number: int, frame: bytes, group: int, first_object: int) -> None:
-        self.peer, self.number, self.frame, self.group, self.first_object = peer, number, frame, group, first_object
+    def __init__(self, peer: LyingPeer, number: int, publication: Publication, group: int) -> None:
+        self.peer, self.number, self.group, self.first_object = peer, number, group, 16 * group
+        self.frame, self.other = (bytes(publication.open(at).data) for at in (group, group + 1))
         self.writer = FetchWriter(peer.session.draft)
         self.stream: int | None = None
 
@@ -50,7 +50,7 @@ class Answer:
 
     def reset(self, code: int) -> None:
         self.peer.session.responder.break_off(self.number, code)
-        self.peer.settle()
+        self.peer.settle_and_send()
 
     def refuse(self, code: int, reason: str) -> None:
         self.peer.session.responder.refuse(self.number, code, reason)
@@ -69,8 +69,7 @@ class LyingPeer(Peer):
             super()._fetch(number, message, grant)
             return
         server.told += 1
-        frame = bytes(self._find(message, grant).open(group).data)
-        server.lie(Answer(self, number, frame, group, 16 * group))
+        server.lie(Answer(self, number, self._find(message, grant), group))
 
 
 class LyingServer(QuicServer):
@@ -163,8 +162,3 @@ async def rude_client(address, *, draft=DRAFTS[0], greet=None, name="aioquic"):
         await asyncio.sleep(0)
 
 
-def requested(event) -> bool:
-    return isinstance(event, Requested)
-
-
-STOPPED = ResetCode.INTERNAL_ERROR

@@ -6,13 +6,28 @@ import asyncio
 import hashlib
 import json
 import shutil
+from dataclasses import asdict
 
 import pytest
 
 from kvabr.client.play import play
+from kvabr.codec.container import pack, unpack
 from kvabr.errors import PlayError, TransportError
 from kvabr.moqt.codes import RequestCode, ResetCode
-from tests.faults.common import COST, SPEC, TOKENS, Log, Stopwatch, connect, engine, right
+from kvabr.origin.store import frame_path
+from tests.faults.common import (
+    COST,
+    GROUPS,
+    LIBRARIES,
+    SPEC,
+    TOKENS,
+    Log,
+    Stopwatch,
+    connect,
+    engine,
+    right,
+    serving,
+)
 from tests.faults.rude import GOAL, lying, rude_server
 
 FULL = 10586
@@ -42,28 +57,42 @@ def of_nobody(answer):
 
 
 def bad_control(answer):
-    answer.peer.quic.send_stream_data(answer.peer.session._channel.control_stream, b"\x3f\xff" * 40, False)
+    session = answer.peer.session
+    answer.peer.quic.send_stream_data(session._channel.control_stream, b"\x3f\x00\x00", False)
+
+
+def broken_off(answer):
+    answer.one_object(answer.frame[:999], size=FULL, end=False)
+    # A stream that is reset before anything of it is sent tells a subscriber of draft 16 nothing at all.
+    asyncio.get_running_loop().call_later(0.05, answer.reset, ResetCode.MALFORMED_TRACK)
 
 
 LIES = {
-    "short": (lambda answer: answer.one_object(answer.frame[:-100]), f"{FULL - 100} bytes came, the catalog says {FULL}"),
-    "long": (lambda answer: answer.one_object(answer.frame + b"more"), f"longer than the {FULL} bytes"),
+    "short": (
+        lambda answer: answer.one_object(answer.frame[:-100]),
+        f"{FULL - 100} bytes came, the catalog says {FULL}",
+    ),
+    "long": (lambda answer: answer.one_object(answer.frame + b"more"), "longer than the"),
     "empty": (lambda answer: answer.write(b"", end=True), "nothing there"),
-    "one bit": (lambda answer: answer.one_object(flipped(answer.frame)), "digest"),
-    "noise": (lambda answer: answer.one_object(bytes(FULL)), "digest"),
+    "one bit": (lambda answer: answer.one_object(flipped(answer.frame)), "checksum is wrong"),
+    "noise": (lambda answer: answer.one_object(b"kvab" + bytes(FULL - 4)), "this is no kvabr group"),
+    "another group": (lambda answer: answer.one_object(answer.other), "belongs to something else"),
     "one huge object": (lambda answer: answer.one_object(answer.frame, size=1 << 40, end=False), "longer than the"),
-    "objects without end": (many_objects, f"longer than the {FULL} bytes"),
-    "another group's objects": (lambda answer: answer.one_object(answer.frame, group=GOAL + 1), "objects of group 3 came"),
-    "reset": (lambda answer: (answer.one_object(answer.frame[:999], size=FULL, end=False), answer.reset(0x12)), "MALFORMED"),
-    "refused": (lambda answer: answer.refuse(RequestCode.INTERNAL_ERROR, "disk on fire"), "INTERNAL_ERROR: disk on fire"),
+    "objects without end": (many_objects, "longer than the"),
+    "another group's objects": (lambda answer: answer.one_object(answer.frame, group=GOAL + 1), "of group 3 came"),
+    "broken off": (broken_off, "MALFORMED_TRACK"),
+    "refused": (
+        lambda answer: answer.refuse(RequestCode.INTERNAL_ERROR, "disk on fire"),
+        "INTERNAL_ERROR: disk on fire",
+    ),
     "refused with an unknown code": (lambda answer: answer.refuse(0x7777, "because"), "0x7777: because"),
     "stalled": (lambda answer: answer.one_object(answer.frame[:999], size=FULL, end=False), "it stands still"),
     "no answer": (lambda answer: None, "it stands still"),
-    "garbage as objects": (lambda answer: answer.write(b"\x3f" + b"\xff" * 500), "PROTOCOL_VIOLATION"),
-    "garbage as messages": (bad_control, "PROTOCOL_VIOLATION"),
-    "two streams": (two_streams, "second stream"),
+    "garbage as objects": (lambda answer: answer.write(b"\x3f" + b"\xff" * 500), "broke the protocol"),
+    "garbage as messages": (bad_control, "broke the protocol"),
+    "two streams": (two_streams, "a second stream"),
     "a stream for nobody's request": (of_nobody, "never made"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("draft", ["moqt-18", "moqt-16"])
@@ -72,7 +101,7 @@ async def test_a_lie_told_once_is_refused_and_the_group_asked_for_again(root, tl
         log = Log()
         async with lying(root, tls, fingerprint, lie) as served:
             async with served.connect(drafts=(draft,)) as connection:
-                played = await play(connection, TOKENS, deadline=2.0, policy="fixed:Int4", spec=SPEC, log=log)
+                played = await play(connection, TOKENS, deadline=4.0, policy="fixed:Int4", spec=SPEC, log=log)
             assert served.server.told == 1, name
             await served.empty()
         assert right(played), name
@@ -80,8 +109,7 @@ async def test_a_lie_told_once_is_refused_and_the_group_asked_for_again(root, tl
         return name, log
 
     for name, log in await asyncio.gather(*(one(name, lie) for name, (lie, _) in LIES.items())):
-        reasons = [line["reason"] for line in log.lines if line["event"] in {"failed", "cancel"}]
-        assert any(LIES[name][1] in reason for reason in reasons), (name, reasons)
+        assert any(LIES[name][1] in reason for reason in log.reasons()), (name, log.reasons())
 
 
 @pytest.mark.parametrize("name", ["one bit", "long", "stalled", "garbage as objects"])
@@ -101,3 +129,101 @@ async def test_a_lie_told_always(root, tls, fingerprint, name):
     assert reason in str(error)
     assert right(played)
     assert played.coverage[GOAL] == "recomputed"
+
+
+FOREIGN = {
+    "model or cache shape": {"spec_digest": bytes(16)},
+    "prompt": {"chunk": "ab" * 32},
+    "group": {"group": 3},
+    "track": {"track": "Int8"},
+    "first token": {"first_token": 48},
+}
+
+
+async def test_a_catalog_that_vouches_for_frames_of_something_else(root, tls, fingerprint, tmp_path):
+    """Sizes and digests agree: only what the frames say of themselves gives them away."""
+
+    async def one(what, changes):
+        asset = shutil.copytree(root / "one", tmp_path / what / "one")
+        path = frame_path(asset, GOAL, "Int4")
+        header, payload = unpack(path.read_bytes())
+        header = asdict(header)
+        del header["payload_bytes"]
+        frame = pack(payload, **(header | changes))
+        path.write_bytes(frame)
+        value = json.loads((asset / "catalog.json").read_text())
+        (track,) = [track for track in value["tracks"] if track["name"] == "Int4"]
+        track["digests"][GOAL], track["bytes"][GOAL] = hashlib.sha256(frame).hexdigest(), len(frame)
+        (asset / "catalog.json").write_text(json.dumps(value))
+        log = Log()
+        async with serving(tmp_path / what, tls, fingerprint) as served, served.connect() as connection:
+            played = await play(connection, TOKENS, deadline=4.0, policy="fixed:Int4", spec=SPEC, log=log)
+        assert right(played)
+        assert played.coverage[GOAL] != "Int4"
+        return what, log
+
+    for what, log in await asyncio.gather(*(one(what, changes) for what, changes in FOREIGN.items())):
+        assert all(f"its {what} is" in reason for reason in log.reasons()), log.reasons()
+        assert "it belongs to something else" in log.reasons()[0]
+
+
+async def failing(work, kind=TransportError):
+    """What an error says, and after how long."""
+    watch = Stopwatch()
+    with pytest.raises(kind) as caught:
+        await work
+    return str(caught.value), watch.s
+
+
+async def dialled(address, fingerprint, quic="aioquic", **options):
+    async with connect(address, fingerprint, quic, timeout_s=0.6, **options):
+        pass
+
+
+async def test_a_server_that_never_says_setup(tls, fingerprint):
+    async with rude_server(tls, greet=lambda end, draft: None) as address:
+        for library in LIBRARIES:
+            said, after_s = await failing(dialled(address, fingerprint, library))
+            assert "no SETUP within 0.6 s" in said
+            assert after_s < 1.2
+
+
+async def test_a_server_that_closes_at_once(tls, fingerprint):
+    async with rude_server(tls, greet=lambda end, draft: end.shut(0x1, "out of order")) as address:
+        for library in LIBRARIES:
+            said, after_s = await failing(dialled(address, fingerprint, library))
+            assert "INTERNAL_ERROR: out of order" in said
+            assert after_s < 0.5
+
+
+async def test_a_server_whose_setup_is_garbage(tls, fingerprint):
+    def greet(end, draft):
+        end.quic.send_stream_data(3, b"\xff\xfe\xfd" * 20, False)
+
+    async with rude_server(tls, greet=greet) as address:
+        for library in LIBRARIES:
+            said, after_s = await failing(dialled(address, fingerprint, library))
+            assert "broke the protocol" in said
+            assert after_s < 0.5
+
+
+async def test_a_server_that_answers_nothing(tls, fingerprint):
+    async with rude_server(tls) as address:
+        for library in LIBRARIES:
+            async with connect(address, fingerprint, library) as connection:
+                (said, after_s), played = await asyncio.gather(
+                    failing(play(connection, TOKENS, deadline=0.8, spec=SPEC), PlayError),
+                    play(connection, TOKENS, deadline=1.2, recompute=engine(), cost=COST),
+                )
+                assert "no answer within 0.8" in said
+                assert after_s < 1.0
+                assert played.coverage == ("recomputed",) * GROUPS
+                assert played.met
+                assert right(played)
+
+
+async def test_a_server_that_speaks_only_an_unknown_draft(tls, fingerprint):
+    async with rude_server(tls, alpn=("moqt-99",)) as address:
+        for quic in (*LIBRARIES, "moq", "auto"):
+            said, _ = await failing(dialled(address, fingerprint, quic))
+            assert "no common protocol" in said

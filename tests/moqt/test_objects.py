@@ -1,9 +1,8 @@
 """Data streams and datagrams: bytes by the drafts' text, and what closes the session."""
 
-import time
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvabr.moqt.codes import SessionCode, SessionFault
@@ -17,13 +16,11 @@ from kvabr.moqt.objects import (
     Status,
     SubgroupHeader,
     is_subgroup,
-    read_datagram,
     read_stream_header,
 )
-from kvabr.moqt.objectwriter import FetchWriter, write_datagram, write_subgroup_header, write_subgroup_object
+from kvabr.moqt.objectwriter import write_subgroup_header
 from kvabr.moqt.properties import MalformedTrack
 from kvabr.moqt.wire import Location
-from tests.moqt import strategies
 
 PLAIN = SubgroupHeader(1, 5, 0, 0, properties=False, end_of_group=False)
 
@@ -359,211 +356,3 @@ def test_statuses_have_no_properties(draft):
 def test_an_object_beyond_64_bits():
     """Section 11.4.2."""
     assert fault("ffffffffffffffffff 00 00 00 00 00", DRAFT_18, PLAIN) == SessionCode.PROTOCOL_VIOLATION
-
-
-# ------------------------------------------------------------------ datagrams
-
-
-@pytest.mark.parametrize("draft", DRAFTS)
-@pytest.mark.parametrize("kind", range(0x100))
-def test_every_type_of_datagram(draft, kind):
-    """Section 11.3.1: bit 0 properties, 1 end of group, 2 object 0, 3 default priority, 5 status."""
-    raw = draft.varint.encode
-    data = raw(kind) + raw(200) + raw(5)
-    number, priority, properties, status = 7, 9, (), Status.NORMAL
-    data += b"" if kind & 4 else raw(7)
-    data += b"" if kind & 8 else b"\x09"
-    if kind & 1:
-        data, properties = data + raw(2) + raw(4) + raw(6), ((4, 6),)
-    if kind & 0x20:
-        status = Status.NORMAL if kind & 1 else Status.END_OF_GROUP
-        data, payload = data + raw(status), b""
-    else:
-        data, payload = data + b"payload", b"payload"
-    if kind & ~0x2F or kind & 0x22 == 0x22:
-        with pytest.raises(SessionFault) as caught:
-            read_datagram(data, draft)
-        assert caught.value.code == SessionCode.PROTOCOL_VIOLATION
-        return
-    number, priority = 0 if kind & 4 else 7, DEFAULT_PRIORITY if kind & 8 else 9
-    header = ObjectHeader(5, None, number, priority, len(payload), properties, status)
-    assert read_datagram(data, draft) == (200, header, payload, bool(kind & 2))
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        "01 07 05 01 80 00 61",  # properties of no length, section 11.3.1
-        "21 07 05 01 80 02 0405 03",  # a status and properties
-        "20 07 05 01 80 02",  # no status
-        "20 07 05 01 80 03 00",  # something behind a status
-        "20 07 05 01 80",
-        "00 07 05 01",
-        "",
-        "00 07 05 80",
-    ],
-)
-def test_faults_of_datagrams(data):
-    for draft in DRAFTS:
-        with pytest.raises(SessionFault) as caught:
-            read_datagram(bytes.fromhex(data), draft)
-        assert caught.value.code == SessionCode.PROTOCOL_VIOLATION
-
-
-def test_padding():
-    """Section 11.5.2; draft 16 has none."""
-    assert read_datagram(bytes.fromhex("f0132b3e29 0000"), DRAFT_18) is None
-    with pytest.raises(SessionFault):
-        read_datagram(bytes.fromhex("932b3e29 0000"), DRAFT_16)
-
-
-@pytest.mark.parametrize("draft", DRAFTS)
-def test_datagrams_come_back(draft):
-    number = st.integers(0, draft.varint.largest)
-
-    @given(number, number, number, st.integers(0, 255), st.booleans(), st.binary(max_size=30), st.booleans())
-    def check(alias, group, at, priority, end_of_group, payload, properties):
-        extra = ((4, 5), (7, b"x")) if properties else ()
-        header = ObjectHeader(group, None, at, priority, len(payload), extra)
-        data = write_datagram(draft, alias, header, payload, end_of_group=end_of_group)
-        assert read_datagram(data, draft) == (alias, header, payload, end_of_group)
-        last = ObjectHeader(group, None, at, priority, 0, (), Status.END_OF_TRACK)
-        assert read_datagram(write_datagram(draft, alias, last, b""), draft) == (alias, last, b"", False)
-
-    check()
-
-
-# ------------------------------------------------------------------ what is written comes back, however it is cut
-
-
-objects = st.tuples(
-    st.integers(0, 3),
-    st.integers(0, 1000),
-    st.binary(max_size=40),
-    strategies.properties(DRAFT_16),
-    st.none() | st.integers(0, 255),
-)
-"""Steps in group and object, payload, properties, priority."""
-ends = st.tuples(st.integers(1, 3), st.integers(0, 9), st.booleans())
-"""Of ranges: steps in group and object, and whether nobody knows."""
-
-
-def cut_and_feed(parser: ObjectParser, whole: bytes, data) -> list[Item]:
-    items, at = [], 0
-    while at < len(whole):
-        size = data.draw(st.integers(1, min(60, len(whole) - at)))
-        items += parser.feed(whole[at : at + size])
-        at += size
-    parser.finish()
-    return join(items)
-
-
-@pytest.mark.parametrize("descending", [False, True])
-@pytest.mark.parametrize("draft", DRAFTS)
-def test_fetches_come_back(draft, descending):
-    @settings(max_examples=60)
-    @given(st.lists(objects | ends, max_size=8), st.data())
-    def check(steps, data):
-        writer, whole, expected = FetchWriter(draft, descending=descending), b"", []
-        group, number, last, first = 1 << 30, -1, DEFAULT_PRIORITY, True
-        for step in steps:
-            if step[0]:
-                group, number = group + (-step[0] if descending else step[0]), -1
-            number += step[1] + 1
-            if len(step) == 3:
-                end = Location(group, number)
-                whole += writer.range_end(end, unknown=step[2])
-                expected.append(RangeEnd(end, unknown=step[2]))
-                continue
-            _, _, payload, extra, priority = step
-            last = priority if priority is not None else DEFAULT_PRIORITY if first else last
-            first = False
-            whole += writer.header(group, number, len(payload), extra, priority=priority) + payload
-            expected.append(ObjectHeader(group, 0, number, last, len(payload), extra))
-            expected += [payload] if payload else []
-        parser = ObjectParser(draft, descending=descending)
-        assert join(parser.feed(whole)) == expected
-        parser.finish()
-        assert cut_and_feed(ObjectParser(draft, descending=descending), whole, data) == expected
-
-    check()
-
-
-def test_a_range_cannot_end_in_the_group_before_it():
-    """Draft 18 has no way to write that."""
-    writer = FetchWriter(DRAFT_18)
-    writer.header(5, 0, 0)
-    with pytest.raises(ValueError, match="later group"):
-        writer.range_end(Location(5, 9), unknown=True)
-
-
-@pytest.mark.parametrize("draft", DRAFTS)
-def test_subgroups_come_back(draft):
-    @settings(max_examples=60)
-    @given(st.lists(objects), st.booleans(), st.none() | st.integers(0, 99), st.sampled_from(Status), st.data())
-    def check(steps, has_properties, subgroup, status, data):
-        header = SubgroupHeader(1, 5, subgroup, 9, has_properties, end_of_group=False)
-        whole, expected, before, first = b"", [], None, None
-        for _, step, payload, extra, _ in steps:
-            number = step if before is None else before + 1 + step
-            first = number if first is None else first
-            mine = Status.NORMAL if payload else status
-            extra = extra if has_properties and mine == Status.NORMAL else ()  # noqa: PLW2901  # what can be sent of it
-            whole += write_subgroup_object(draft, header, number, before, len(payload), extra, mine) + payload
-            before = number
-            where = first if subgroup is None else subgroup
-            expected.append(ObjectHeader(5, where, number, 9, len(payload), extra, mine))
-            expected += [payload] if payload else []
-        assert cut_and_feed(ObjectParser(draft, header), whole, data) == expected
-
-    check()
-
-
-# ------------------------------------------------------------------ bounds
-
-
-def test_a_long_stream_byte_by_byte():
-    """Nothing is held but an object's header, and the time is linear."""
-    writer = FetchWriter(DRAFT_18)
-    whole = b"".join(writer.header(group, 0, 8) + b"x" * 8 for group in range(10_000))
-    parser = ObjectParser(DRAFT_18)
-    begin, count, most = time.perf_counter(), 0, 0
-    for at in range(len(whole)):
-        count += len(parser.feed(whole[at : at + 1]))
-        most = max(most, len(parser._buffer))
-    assert count == 90_000
-    assert most < 16
-    assert time.perf_counter() - begin < 5  # it takes 0.3 s
-
-
-def test_many_objects_at_once():
-    writer = FetchWriter(DRAFT_18)
-    whole = b"".join(writer.header(group, 0, 1) + b"x" for group in range(50_000))
-    begin = time.perf_counter()
-    assert len(ObjectParser(DRAFT_18).feed(whole)) == 100_000
-    assert time.perf_counter() - begin < 5
-
-
-def test_long_properties_byte_by_byte():
-    value = b"v" * 0xFF00
-    writer = FetchWriter(DRAFT_18)
-    whole = writer.header(0, 0, 1, ((0x81, value),)) + b"x"
-    parser = ObjectParser(DRAFT_18)
-    begin = time.perf_counter()
-    items = [item for at in range(len(whole)) for item in parser.feed(whole[at : at + 1])]
-    assert items == [ObjectHeader(0, 0, 0, DEFAULT_PRIORITY, 1, ((0x81, value),)), b"x"]
-    assert time.perf_counter() - begin < 5
-
-
-def test_properties_that_are_too_long():
-    parser = ObjectParser(DRAFT_18)
-    with pytest.raises(SessionFault):
-        parser.feed(bytes.fromhex("3c 05 00 80 e0010000"))
-
-
-def test_a_long_payload_is_not_held():
-    parser = ObjectParser(DRAFT_18)
-    parser.feed(bytes.fromhex("1c 05 00 80 f0ffffffff"))
-    piece = b"p" * 65536
-    assert all(parser.feed(piece) == [piece] for _ in range(100))
-    assert len(parser._buffer) == 0

@@ -25,7 +25,7 @@ def ask(pair: Pair, group: int, **more) -> int:
 
 
 @both
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(seed=st.integers(0, 1 << 32), groups=st.lists(st.integers(0, 7), min_size=1, max_size=8))
 def test_streams_in_any_order(draft, seed, groups):
     """SETUPs too; every FETCH gets its objects, in order, and the session is as if nothing had been."""
@@ -145,7 +145,7 @@ def storm(draft, seed: int, rounds: int) -> Pair:
 
 
 @both
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(seed=st.integers(0, 1 << 32))
 def test_anything_at_any_moment(draft, seed):
     pair = storm(draft, seed, 80)

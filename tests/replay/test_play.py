@@ -6,6 +6,7 @@ from kvabr.abr.policies import BUILTIN
 from kvabr.errors import PolicyError, UsageError
 from kvabr.player import PlayerConfig
 from kvabr.recompute.cost import PrefillCost
+from kvabr.replay.link import FIRST_BYTE_S, LOOKUP_ROUND_TRIPS, PAYLOAD_SHARE
 from kvabr.replay.play import PlayOptions, Stage
 from tests.catalogs import catalog
 from tests.replay.worlds import world, worlds
@@ -111,3 +112,51 @@ def test_options_that_make_no_sense_are_refused(options):
 def test_the_oracle_needs_a_simulation_and_has_one_here():
     run = Stage(catalog(12), PlayOptions(2.0, 0.02, 0.4)).play(world("steady", [1e6]), 0.0, "cachegen-oracle").run
     assert run["met"]
+
+
+def test_a_trace_counts_whole_packets_of_which_a_share_is_payload():
+    offer = catalog(12)
+    run = Stage(offer, PlayOptions(60.0, 0.05, slow_start=False)).play(world("steady", [1e6]), 0.0, "fixed:Int8").run
+    size = offer.track("Int8").total_bytes
+    assert run["ttft_s"] == pytest.approx(0.05 + FIRST_BYTE_S + size / (PAYLOAD_SHARE * 1e6), rel=0.02)
+
+
+def test_what_the_lookup_brought_has_opened_the_window():
+    """A catalog with more groups is longer, so the first round trip of its play carries more."""
+    link = world("steady", [1e9])
+    short, _, _ = Stage(catalog(4), PlayOptions(2.0, 0.1)).prepare(link, 0.0)
+    long, _, _ = Stage(catalog(64), PlayOptions(2.0, 0.1)).prepare(link, 0.0)
+    more = len(catalog(64).dumps()) - len(catalog(4).dumps())
+    assert long.between(0.0, 0.2) - short.between(0.0, 0.2) == pytest.approx(more)
+
+
+@pytest.mark.parametrize("policy", ["fixed:AC-5x", "cheapfirst"])
+def test_a_cold_play_counts_the_lookup_and_begins_as_much_later_in_the_trace(policy):
+    rtt, link = 0.1, world("walk", [1e6, 3e5, 2e6, 5e5] * 20)
+    lookup = LOOKUP_ROUND_TRIPS * rtt
+    cold = Stage(catalog(12), PlayOptions(2.0, rtt, cold=True)).play(link, 0.5, policy, log=True)
+    warm = Stage(catalog(12), PlayOptions(2.0 - lookup, rtt)).play(link, 0.5 + lookup, policy)
+    assert cold.run["ttft_s"] == pytest.approx(warm.run["ttft_s"] + lookup)
+    assert cold.run["met"] == warm.run["met"]
+    assert cold.run["loss"] == warm.run["loss"]
+    assert cold.run["clairvoyant_loss"] == warm.run["clairvoyant_loss"]
+    for one, other in zip(cold.run["groups"], warm.run["groups"], strict=True):
+        assert one["ready_s"] == pytest.approx(other["ready_s"] + lookup)
+    assert cold.log[-1]["t"] == pytest.approx(cold.run["ttft_s"])
+    assert cold.link[0][0] == pytest.approx(lookup)
+
+
+def test_a_lookup_longer_than_the_deadline_is_late_not_an_error():
+    run = Stage(catalog(4), PlayOptions(0.2, 0.3, cold=True)).play(world("steady", [1e6]), 0.0, "cheapfirst").run
+    assert run["gave_up"] is None
+    assert not run["met"]
+    assert run["ttft_s"] > LOOKUP_ROUND_TRIPS * 0.3
+
+
+def test_a_guarded_player_ends_early_and_is_judged_by_the_whole_deadline():
+    link = world("steady", [4e5])
+    plain = Stage(catalog(12), PlayOptions(2.0, 0.05)).play(link, 0.0, "cheapfirst").run
+    guarded = Stage(catalog(12), PlayOptions(2.0, 0.05, guard_s=0.2)).play(link, 0.0, "cheapfirst").run
+    assert plain["ttft_s"] > 1.8 >= guarded["ttft_s"]
+    assert guarded["deadline_s"] == 2.0
+    assert guarded["met"]

@@ -6,9 +6,12 @@ import math
 from dataclasses import dataclass
 
 from kvabr.errors import UsageError
+from kvabr.replay.trace import Trace
 
 PACKET_BYTES = 1228
 """A full packet of QUIC on the wire: 1,200 bytes of UDP payload and the headers of UDP and IPv4."""
+_AT_BEST = 0.05
+"""Share of its time that a link is at its best."""
 LEAST_QUEUE_BYTES = 64 * PACKET_BYTES
 """The queue's default is never shorter: a pacer's bursts of 16 packets must fit beside each other."""
 
@@ -24,7 +27,7 @@ class Conditions:
     loss_up: float = 0.0
     """Share of the packets towards the origin that are lost at random."""
     queue_bytes: int | None = None
-    """Bytes that may wait for the bottleneck; None: one round trip at the trace's mean rate, at least 64 packets."""
+    """Bytes that may wait for the bottleneck; None: one round trip at the `line_rate`, at least 64 packets."""
     seed: int = 0
     """What the random losses follow from."""
 
@@ -37,8 +40,22 @@ class Conditions:
         if self.queue_bytes is not None and self.queue_bytes < PACKET_BYTES:
             raise UsageError(f"a queue of {self.queue_bytes} bytes; it must hold a packet of {PACKET_BYTES} at least")
 
-    def limit_bytes(self, mean_rate: float) -> int:
-        """Bytes that may wait for a bottleneck of ``mean_rate`` bytes per second."""
+    def limit_bytes(self, rate: float) -> int:
+        """Bytes that may wait for a bottleneck whose line carries ``rate`` bytes per second."""
         if self.queue_bytes is not None:
             return self.queue_bytes
-        return max(LEAST_QUEUE_BYTES, int(self.rtt_s * mean_rate))
+        return max(LEAST_QUEUE_BYTES, int(self.rtt_s * rate))
+
+
+def line_rate(trace: Trace) -> float:
+    """What a link carries at its best, bytes per second: the rate that a trace exceeds for one twentieth of its time.
+
+    Buffers are built for the line, not for the mean of what interference leaves of it: with a queue of one round trip
+    at the mean rate, a trace that varies by the millisecond would drop packets in every burst.
+    """
+    left = _AT_BEST * trace.duration_s
+    for rate, seconds in sorted(((rate, end - start) for start, end, rate in trace.segments()), reverse=True):
+        left -= seconds
+        if left < 0:
+            return rate
+    return min(trace.rates)

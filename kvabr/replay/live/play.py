@@ -52,7 +52,7 @@ class LiveOptions:
     loss: float = 0.0
     """Share of the packets lost at random, in each direction."""
     queue_bytes: int | None = None
-    """The bottleneck's queue; None: one round trip at the trace's mean rate, at least 64 packets."""
+    """The bottleneck's queue; None: see `Conditions`."""
     cold: bool = False
     """Whether the clock counts handshake and catalog."""
     warm: bool = False

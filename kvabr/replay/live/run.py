@@ -9,6 +9,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from kvabr.catalog import Catalog
+from kvabr.client.played import PlayOptions as ClientOptions
 from kvabr.errors import UsageError
 from kvabr.origin.store import Asset
 from kvabr.player.assembler import Assembler
@@ -49,8 +50,10 @@ async def replay_live(
         raise UsageError("the origin of a live replay serves the asset that is played: give its folder with --asset")
     # What decoding costs here and now, not where the asset was made: the simulator is to be judged by its link.
     decode_scale = decode_speed(asset)
-    stage = Stage(matrix.catalog, matrix.options)
-    model = Stage(matrix.catalog, replace(matrix.options, decode_scale=decode_scale))
+    # A player outside the simulator ends a little early, see `kvabr.client`; so must the one it is held against.
+    careful = replace(matrix.options, guard_s=ClientOptions(matrix.options.deadline_s).guard_s)
+    stage = Stage(matrix.catalog, careful)
+    model = Stage(matrix.catalog, replace(careful, decode_scale=decode_scale))
     report = Report({})
     runs: list[dict[str, Any]] = []
     simulated: list[dict[str, Any]] = []

@@ -8,6 +8,10 @@ other's interpreter. Its parent talks to it over a pipe; when the parent is gone
 Packets towards the player pass the bottleneck; those towards the origin only the delay. Packets are read in batches
 and wait in order for their time, by the monotonic clock; sleeping ends up to `_EARLY_S` early, since waking for every
 packet would cost more precision than it brings.
+
+Measured by `kvabr.replay.live.gauge` (see tools/bench-live) on two shared cores: the rate is right to 0.1 % up to 100
+Mbit/s, packets come 0.1 to 0.2 ms later than asked for (99 of 100 within 0.6 ms, within 3 ms on a busy machine), and
+one process carries 80,000 packets of 1,200 bytes a second (770 Mbit/s) with half a core.
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ from pathlib import Path
 
 from kvabr.replay.link import Capacity, running_sums
 from kvabr.replay.live.child import Child
-from kvabr.replay.live.conditions import Conditions
+from kvabr.replay.live.conditions import Conditions, line_rate
 from kvabr.replay.live.lane import Lane
 from kvabr.replay.live.usage import Usage
 from kvabr.replay.trace import Trace
@@ -152,7 +156,8 @@ class _Forwarder:
         self._player: dict[socket.socket, Address] = {}
         self._down = _Way(Lane(random.Random(f"down:{conditions.seed}")))  # noqa: S311  # losses, not secrets
         self._up = _Way(Lane(random.Random(f"up:{conditions.seed}")))  # noqa: S311
-        self._trace: tuple[Trace, list[float]] | None = None
+        self._trace: tuple[Trace, list[float], float] | None = None
+        """The trace that was loaded last, its running sums, and its line rate."""
         self._begin(_Begin(conditions, None, time.monotonic()))
 
     def run(self, pipe: Connection) -> None:
@@ -235,7 +240,7 @@ class _Forwarder:
         if isinstance(message, _Begin):
             self._begin(message)
         elif isinstance(message, Trace):
-            self._trace = message, running_sums(message)
+            self._trace = message, running_sums(message), line_rate(message)
         else:
             pipe.send(self._stats())
 
@@ -243,9 +248,9 @@ class _Forwarder:
         conditions, at = message.conditions, message.at_s
         capacity, limit = None, 0
         if message.start_s is not None and self._trace is not None:
-            trace, sums = self._trace
+            trace, sums, rate = self._trace
             capacity = Capacity(trace, message.start_s, slow_start=False, sums=sums)
-            limit = conditions.limit_bytes(trace.mean_rate)
+            limit = conditions.limit_bytes(rate)
         down, up = self._down, self._up
         # What has passed the bottleneck goes on; what still waits for it belongs to the play before.
         passed = time.monotonic() + conditions.rtt_s / 2

@@ -1,0 +1,266 @@
+"""Clients that misbehave: limits hold, others are served meanwhile, and nothing is left of them afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import socket
+
+import pytest
+
+from kvabr.client.play import play
+from kvabr.moqt.codes import RequestCode, SessionCode
+from kvabr.moqt.draft import DRAFT_16, DRAFT_18, DRAFTS
+from kvabr.moqt.events import Ready, Refused
+from kvabr.moqt.messages import Fetch
+from kvabr.moqt.parameters import Parameters, SetupOptions
+from kvabr.moqt.session import Session
+from kvabr.moqt.wire import Location
+from kvabr.origin import sending
+from tests.faults.common import LIBRARIES, SPEC, TOKENS, right, serving
+from tests.faults.rude import rude_client
+
+HERE = Location(0, 0)
+
+
+async def others_are_served(served):
+    async with served.connect() as connection:
+        played = await play(connection, TOKENS, deadline=3.0, policy="fixed:Int4", spec=SPEC)
+    assert right(played)
+    assert played.met
+
+
+def ask(end, catalog, track="FP16", group=0):
+    """Ask for a group, without the courtesies of a `QuicConnection`."""
+    where = Location(group, 0)
+    number = end.session.fetch(catalog.namespace.fields(), track.encode(), where, where, Parameters())
+    end.settle()
+    return number
+
+
+def refusals(end):
+    return [event.message for event in end.events if isinstance(event, Refused)]
+
+
+async def until(holds):
+    """Wait until something is so that no event tells of."""
+    async with asyncio.timeout(5):
+        while not holds():
+            await asyncio.sleep(0.005)
+
+
+def nothing_kept(peer):
+    """Whether a connection that goes on has nothing of its requests left."""
+    session = peer.session
+    kept = (peer._outbox, session.responder._requests, session.responder._by_stream, session.responder._by_data)
+    return not any(map(len, (*kept, peer._underway, session._early)))
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("draft", DRAFTS, ids=lambda draft: draft.alpn)
+async def test_a_flood_of_requests(root, tls, fingerprint, catalog, library, draft):
+    async with serving(root, tls, fingerprint, library=library, requests_per_connection=8) as served:
+        async with rude_client(served.address, draft=draft) as end:
+            for number in range(400):
+                ask(end, catalog, group=number % 6)
+            end.driver.transmit()
+            most = 0
+
+            async def watch():
+                nonlocal most
+                while True:
+                    most = max(most, *(len(peer._outbox) for peer in served.server.peers), 0)
+                    await asyncio.sleep(0.001)
+
+            watching = asyncio.create_task(watch())
+            await others_are_served(served)
+            await until(lambda: refusals(end))
+            watching.cancel()
+            assert most <= 8
+            assert {refusal.code for refusal in refusals(end)} == {RequestCode.EXCESSIVE_LOAD}
+            assert all("more than 8 requests at a time" in refusal.reason for refusal in refusals(end))
+            assert all(refusal.retry_interval > 0 for refusal in refusals(end))
+        await served.empty()
+
+
+async def test_more_requests_a_second_than_allowed(root, tls, fingerprint, catalog):
+    async with serving(root, tls, fingerprint, requests_per_s=20) as served:
+        async with rude_client(served.address) as end:
+            for _ in range(100):
+                ask(end, catalog, "no such track")
+            end.driver.transmit()
+            await until(lambda: len(refusals(end)) == 100)
+            codes = [refusal.code for refusal in refusals(end)]
+            assert 20 <= codes.count(RequestCode.DOES_NOT_EXIST) < 60
+            assert codes.count(RequestCode.EXCESSIVE_LOAD) > 40
+            await others_are_served(served)
+        await served.empty()
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("draft", DRAFTS, ids=lambda draft: draft.alpn)
+async def test_thousands_of_requests_that_are_cancelled(root, tls, fingerprint, catalog, library, draft):
+    async with serving(root, tls, fingerprint, library=library, requests_per_s=1e6) as served:
+        async with rude_client(served.address, draft=draft) as end:
+            await until(lambda: any(isinstance(event, Ready) for event in end.events))
+            total = 0
+            dice = random.Random(1)
+            (peer,) = served.server.peers
+            while total < 1000:
+                numbers = [ask(end, catalog, group=dice.randrange(6)) for _ in range(50)]
+                if dice.random() < 0.5:
+                    end.driver.transmit()
+                    await asyncio.sleep(dice.random() * 0.02)
+                for number in numbers:
+                    end.session.requester.cancel(number)
+                end.settle_and_send()
+                total += len(numbers)
+                await asyncio.sleep(0)
+            await until(lambda: nothing_kept(peer))
+            assert served.server.requests == 0
+            assert served.metrics.requests_in_flight.value() == 0
+            number = ask(end, catalog)  # the connection is as good as new
+            end.driver.transmit()
+            await until(lambda: any(getattr(event, "request_id", None) == number for event in end.events[-20:]))
+        await served.empty()
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+async def test_a_client_that_does_not_read(root, tls, fingerprint, catalog, library):
+    async with serving(root, tls, fingerprint, library=library, idle_s=1.0) as served:
+        async with rude_client(served.address) as end:
+            for number in range(60):
+                ask(end, catalog, group=number % 6)
+            end.driver.transmit()
+            loop = asyncio.get_running_loop()
+            loop.remove_reader(end.driver._transport.get_extra_info("socket").fileno())
+            (peer,) = served.server.peers
+            await until(lambda: peer.busy)
+            await others_are_served(served)
+            assert peer._unsent() <= sending.MOST_AHEAD_BYTES + (64 << 10)
+            await served.empty()
+        # What the client still believes does not matter.
+
+
+GARBAGE = {
+    "control stream": (2, os.urandom(200)),
+    "request": (0, b"\x3f\x00\x04abcd"),
+    "request that does not end": (0, b"\x03\xff\xff" + bytes(100)),
+    "objects of an unknown kind": (2, b"\x3e" * 100),
+    "objects nobody asked for": (2, b"\x05\x01" + bytes(100)),
+}
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+async def test_garbage_on_streams(root, tls, fingerprint, library):
+    async with serving(root, tls, fingerprint, library=library, handshake_s=0.5) as served:
+
+        async def one(stream, data):
+            async with rude_client(served.address, greet=lambda end, draft: None) as end:
+                end.quic.send_stream_data(stream, data, False)
+                end.driver.transmit()
+                async with asyncio.timeout(5):
+                    return await end.over
+
+        results = await asyncio.gather(*(one(*garbage) for garbage in GARBAGE.values()))
+        for name, (code, reason) in zip(GARBAGE, results, strict=True):
+            assert code in {SessionCode.PROTOCOL_VIOLATION, SessionCode.CONTROL_MESSAGE_TIMEOUT}, (name, reason)
+        await others_are_served(served)
+        await served.empty()
+
+
+async def test_garbage_in_packets(root, tls, fingerprint):
+    dice = random.Random(2)
+    async with serving(root, tls, fingerprint) as served:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+            sock.connect(served.address)
+            for _ in range(300):
+                sock.send(dice.randbytes(dice.randrange(1, 1500)))
+                # What looks like the first packet of a connection of version 1.
+                sock.send(b"\xc0\0\0\0\1\x08" + dice.randbytes(8) + b"\0\0\x44\xb0" + dice.randbytes(1200))
+            await others_are_served(served)
+        assert len(served.server.peers) <= served.server.limits.connections + 1
+
+
+async def test_connections_without_end(root, tls, fingerprint):
+    async with serving(root, tls, fingerprint, connections=5, handshake_s=1.0) as served:
+        async with served.connect() as guest:
+
+            async def one():
+                async with rude_client(served.address, greet=lambda end, draft: None) as end:
+                    return await end.over
+
+            results = await asyncio.gather(*(one() for _ in range(12)))
+            reasons = [reason for _, reason in results]
+            assert sum("too many connections" in reason for reason in reasons) >= 7
+            assert sum("no SETUP came in time" in reason for reason in reasons) >= 1
+            played = await play(guest, TOKENS, deadline=3.0, policy="fixed:Int4", spec=SPEC)
+            assert right(played)
+        await served.empty()
+
+
+async def test_a_request_before_setup_waits_for_it(root, tls, fingerprint, catalog):
+    held = []
+
+    def greet(end, draft):
+        session = Session(draft, client=True)
+        session.start()
+        held.extend(session.take_commands())  # SETUP, for later
+        return session
+
+    async with serving(root, tls, fingerprint) as served:
+        async with rude_client(served.address, greet=lambda end, draft: hold(end, draft, held)) as end:
+            number = ask(end, catalog, "Int4")
+            end.driver.transmit()
+            await until(lambda: any(peer.session and peer.session._early for peer in served.server.peers))
+            assert not end.events
+            for command in held:
+                end._carry_out(command)
+            end.driver.transmit()
+            await until(lambda: any(getattr(event, "request_id", None) == number for event in end.events))
+            assert not refusals(end)
+        await served.empty()
+
+
+def hold(end, draft, held):
+    session = Session(draft, client=True, options=SetupOptions())
+    session.start()
+    held.extend(session.take_commands())
+    session.start = lambda: None
+    return session
+
+
+@pytest.mark.parametrize("draft", [DRAFT_18, DRAFT_16], ids=lambda draft: draft.alpn)
+async def test_names_that_are_too_long(root, tls, fingerprint, catalog, draft):
+    async with serving(root, tls, fingerprint) as served:
+        names = [
+            (tuple(b"x" * 100 for _ in range(32)), b"y" * 800, True),
+            (tuple(b"x" * 100 for _ in range(33)), b"y", False),
+            ((b"x" * 4000,), b"y" * 200, False),
+            ((b"",), b"y", None),
+            ((), b"y", None),
+            ((b"\xff\xfe",), b"\xff", True),
+        ]
+        for namespace, track, fits in names:
+            async with rude_client(served.address, draft=draft) as end:
+                message = Fetch(0, namespace, track, HERE, HERE, Parameters())
+                payload = raw_fetch(message, draft)
+                end.quic.send_stream_data(end.session._channel.open_bidi() if draft.streams else 0, payload, False)
+                end.driver.transmit()
+                await until(lambda: end.over.done() or refusals(end))  # noqa: B023
+                if fits is not None:
+                    assert end.over.done() != fits, (len(namespace), len(track))
+        await others_are_served(served)
+        await served.empty()
+
+
+def raw_fetch(message, draft):
+    """A FETCH as our own encoder would never write it."""
+    varint = draft.varint
+    name = varint.encode(len(message.namespace)) + b"".join(
+        varint.encode(len(field)) + field for field in message.namespace
+    )
+    name += varint.encode(len(message.track)) + message.track
+    body = varint.encode(message.request_id) + varint.encode(1) + name + bytes(4) + bytes(1)
+    return varint.encode(0x16) + len(body).to_bytes(2, "big") + body

@@ -1,0 +1,95 @@
+"""Valid input for the parsers that `tests.fuzzing` feeds: something of every kind."""
+
+
+from __future__ import annotations
+
+from functools import cache
+
+from kvabr.moqt import messages as m
+from kvabr.moqt.draft import Draft
+from kvabr.moqt.encoding import encode
+from kvabr.moqt.objects import (
+    SubgroupHeader,
+)
+from kvabr.moqt.objectwriter import FetchWriter, write_subgroup_header, write_subgroup_object
+from kvabr.moqt.parameters import Filter, Parameters, SetupOptions, Token
+from kvabr.moqt.wire import Location
+
+SPACE, TRACK = (b"root", b"model"), b"FP16"
+SOME = Parameters(tokens=(Token(b"secret"), Token(b"x", 1, 5, 2), Token(b"", 2, 5)))
+
+
+def sample_messages(draft: Draft) -> list[m.Message]:
+    """One of every kind, at least."""
+    new = draft.streams
+    answered = None if new else 0
+    space, start, end = (b"a", b"bc"), Location(3, 0), Location(5, 7)
+    rich = Parameters(
+        object_delivery_timeout=100, tokens=SOME.tokens, forward=1, priority=9, filter=Filter(4, start, 9),
+        group_order=2, new_group=5, rendezvous_timeout=7 if new else None, subgroup_delivery_timeout=8 if new else None,
+    )  # fmt: skip
+    properties = ((4, 9), (11, b"\x3c\x01"), (34, 1), (0x4001, b"x"))
+    out: list[m.Message] = [
+        m.Setup(SetupOptions(b"/p", b"h:1", (Token(b"t"),), 100, b"me", 0 if new else 300)),
+        m.Goaway(b"", 9 if new else 0, 1 if new else None),
+        m.RequestOk(answered, Parameters(expires=5, largest=start), properties if new else ()),
+        m.RequestError(answered, 0x10, 5, "none"),
+        m.Subscribe(0, space, b"t", rich),
+        m.TrackStatus(0, space, b"t", SOME),
+        m.SubscribeOk(answered, 7, Parameters(expires=1, largest=start), properties),
+        m.RequestUpdate(2, None if new else 0, Parameters(priority=3)),
+        m.Publish(0, space, b"t", 7, Parameters(forward=0), properties),
+        m.PublishDone(answered, 2, 3, "over"),
+        m.Fetch(0, space, b"t", start, end, Parameters(priority=1, group_order=1)),
+        m.JoiningFetch(2, 0, 3, True),
+        m.FetchOk(answered, True, end, Parameters(), properties),
+        m.PublishNamespace(0, space, SOME),
+        m.Namespace((b"x",)),
+        m.NamespaceDone((b"x",)),
+        m.SubscribeNamespace(0, (), 1, SOME),
+    ]
+    if new:
+        to = m.Redirect(b"moqt://h/", space, b"t")
+        redirected = m.RequestError(None, 0x34, 1, "there", to)
+        return [*out, redirected, m.SubscribeTracks(0, space), m.PublishBlocked((b"a",), b"t")]
+    return [
+        *out, m.MaxRequestId(600), m.RequestsBlocked(5), m.Unsubscribe(0), m.PublishOk(0, Parameters(forward=1)),
+        m.FetchCancel(0), m.PublishNamespaceDone(0), m.PublishNamespaceCancel(0, 5, "no"),
+    ]  # fmt: skip
+
+
+@cache
+def control(draft: Draft) -> tuple[bytes, ...]:
+    """Messages with type and length."""
+    return tuple(encode(message, draft, client=side) for message in sample_messages(draft) for side in (True, False))
+
+
+@cache
+def fetch_streams(draft: Draft) -> tuple[bytes, ...]:
+    """Objects of FETCHes, without the stream's header."""
+    out = []
+    for properties in ((), ((4, 9), (11, b"\x3c\x01"), (0x81, b"value"))):
+        writer = FetchWriter(draft)
+        data = writer.header(3, 0, 5, properties) + b"hello" + writer.header(3, 4, 0) + writer.header(5, 0, 200)
+        data += bytes(200) + writer.range_end(Location(9, 1), unknown=True) + writer.header(9, 2, 1, priority=7) + b"x"
+        out.append(data)
+    return tuple(out)
+
+
+SUBGROUPS = (
+    SubgroupHeader(7, 5, 0, 9, properties=True, end_of_group=False),
+    SubgroupHeader(7, 5, None, None, properties=False, end_of_group=True),
+    SubgroupHeader(700, 5, 6, 9, properties=False, end_of_group=False),
+)
+
+
+@cache
+def subgroup_streams(draft: Draft) -> tuple[bytes, ...]:
+    """Objects of subgroups, behind their stream's header."""
+    out = []
+    for header in SUBGROUPS:
+        properties = ((4, 9), (0x81, b"value")) if header.properties else ()
+        data = write_subgroup_header(header, draft) + write_subgroup_object(draft, header, 3, None, 5, properties)
+        data += b"hello" + write_subgroup_object(draft, header, 9, 3, 0)
+        out.append(data)
+    return tuple(out)

@@ -1,0 +1,74 @@
+"""A session whose peer is the test itself."""
+
+from __future__ import annotations
+
+from kvabr.moqt.codes import SessionCode
+from kvabr.moqt.draft import Draft
+from kvabr.moqt.events import Close
+from kvabr.moqt.parameters import Parameters, SetupOptions
+from kvabr.moqt.session import Session
+from kvabr.moqt.wire import Location
+
+NAME = "01 0161 0174"
+"""The namespace ("a") and the track "t"."""
+START = Location(0, 0)
+VIOLATION = SessionCode.PROTOCOL_VIOLATION
+
+
+def frame(kind: str, *parts: str) -> bytes:
+    body = bytes.fromhex("".join(parts))
+    return bytes.fromhex(kind) + len(body).to_bytes(2, "big") + body
+
+
+class Raw:
+    """A session whose peer is the test: it sends bytes, and looks at what comes of them."""
+
+    def __init__(self, draft: Draft, *, client: bool, ready: bool = True, options: SetupOptions | None = None) -> None:
+        self.draft, self.client = draft, client
+        self.session = Session(draft, client=client, options=options)
+        self.session.start()
+        if ready:
+            self.setup()
+        self.commands: list[object] = []
+        self.events: list[object] = []
+
+    def setup(self, *options: str) -> None:
+        if self.draft.streams:
+            self.receive(3 if self.client else 2, frame("af00", *options))
+        else:
+            count = f"{1 + len(options):02x}"
+            self.receive(0, frame("21" if self.client else "20", count, *options or ("02 40c8",)))
+        self.session.take_commands()
+
+    def receive(self, stream: int, data: str | bytes = b"", *, fin: bool = False) -> None:
+        self.session.receive(stream, bytes.fromhex(data) if isinstance(data, str) else data, fin=fin)
+
+    def ask(self, stream: int, *messages: bytes, fin: bool = False) -> None:
+        """Requests: each on a stream of its own in draft 18, all on one in draft 16."""
+        self.receive(stream if self.draft.streams else 0, b"".join(messages), fin=fin)
+
+    def fetch(self) -> int:
+        number = self.session.fetch((b"a",), b"t", START, START, Parameters())
+        self.session.take_commands()
+        return number
+
+    def collect(self) -> None:
+        self.commands += self.session.take_commands()
+        self.events += self.session.take_events()
+
+    def told(self, *kinds: type) -> list:
+        self.collect()
+        return [event for event in self.events if isinstance(event, kinds)]
+
+    @property
+    def code(self) -> int | None:
+        """Why the session was closed, None if it was not."""
+        self.collect()
+        closes = [command for command in self.commands if isinstance(command, Close)]
+        assert len(closes) <= 1
+        assert bool(closes) == (self.session.closed is not None)
+        return closes[0].code if closes else None
+
+
+def fetch_of(number: str) -> bytes:
+    return frame("16", number, "01", NAME, "0000 0000 00")

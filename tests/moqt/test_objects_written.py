@@ -1,0 +1,156 @@
+"""Objects and datagrams that are written come back, however they are cut, in linear time and little memory."""
+
+
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvabr.moqt.codes import SessionFault
+from kvabr.moqt.draft import DRAFT_16, DRAFT_18, DRAFTS
+from kvabr.moqt.objects import (
+    DEFAULT_PRIORITY,
+    Item,
+    ObjectHeader,
+    ObjectParser,
+    RangeEnd,
+    Status,
+    SubgroupHeader,
+)
+from kvabr.moqt.objectwriter import FetchWriter, write_subgroup_object
+from kvabr.moqt.wire import Location
+from tests.moqt import strategies
+from tests.moqt.test_objects import join
+
+objects = st.tuples(
+    st.integers(0, 3),
+    st.integers(0, 1000),
+    st.binary(max_size=40),
+    strategies.properties(DRAFT_16),
+    st.none() | st.integers(0, 255),
+)
+"""Steps in group and object, payload, properties, priority."""
+ends = st.tuples(st.integers(1, 3), st.integers(0, 9), st.booleans())
+"""Of ranges: steps in group and object, and whether nobody knows."""
+
+
+def cut_and_feed(parser: ObjectParser, whole: bytes, data) -> list[Item]:
+    items, at = [], 0
+    while at < len(whole):
+        size = data.draw(st.integers(1, min(60, len(whole) - at)))
+        items += parser.feed(whole[at : at + size])
+        at += size
+    parser.finish()
+    return join(items)
+
+
+@pytest.mark.parametrize("descending", [False, True])
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_fetches_come_back(draft, descending):
+    @settings(max_examples=60)
+    @given(st.lists(objects | ends, max_size=8), st.data())
+    def check(steps, data):
+        writer, whole, expected = FetchWriter(draft, descending=descending), b"", []
+        group, number, last, first = 1 << 30, -1, DEFAULT_PRIORITY, True
+        for step in steps:
+            if step[0]:
+                group, number = group + (-step[0] if descending else step[0]), -1
+            number += step[1] + 1
+            if len(step) == 3:
+                end = Location(group, number)
+                whole += writer.range_end(end, unknown=step[2])
+                expected.append(RangeEnd(end, unknown=step[2]))
+                continue
+            _, _, payload, extra, priority = step
+            last = priority if priority is not None else DEFAULT_PRIORITY if first else last
+            first = False
+            whole += writer.header(group, number, len(payload), extra, priority=priority) + payload
+            expected.append(ObjectHeader(group, 0, number, last, len(payload), extra))
+            expected += [payload] if payload else []
+        parser = ObjectParser(draft, descending=descending)
+        assert join(parser.feed(whole)) == expected
+        parser.finish()
+        assert cut_and_feed(ObjectParser(draft, descending=descending), whole, data) == expected
+
+    check()
+
+
+def test_a_range_cannot_end_in_the_group_before_it():
+    """Draft 18 has no way to write that."""
+    writer = FetchWriter(DRAFT_18)
+    writer.header(5, 0, 0)
+    with pytest.raises(ValueError, match="later group"):
+        writer.range_end(Location(5, 9), unknown=True)
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_subgroups_come_back(draft):
+    @settings(max_examples=60)
+    @given(st.lists(objects), st.booleans(), st.none() | st.integers(0, 99), st.sampled_from(Status), st.data())
+    def check(steps, has_properties, subgroup, status, data):
+        header = SubgroupHeader(1, 5, subgroup, 9, has_properties, end_of_group=False)
+        whole, expected, before, first = b"", [], None, None
+        for _, step, payload, extra, _ in steps:
+            number = step if before is None else before + 1 + step
+            first = number if first is None else first
+            mine = Status.NORMAL if payload else status
+            extra = extra if has_properties and mine == Status.NORMAL else ()  # noqa: PLW2901  # what can be sent of it
+            whole += write_subgroup_object(draft, header, number, before, len(payload), extra, mine) + payload
+            before = number
+            where = first if subgroup is None else subgroup
+            expected.append(ObjectHeader(5, where, number, 9, len(payload), extra, mine))
+            expected += [payload] if payload else []
+        assert cut_and_feed(ObjectParser(draft, header), whole, data) == expected
+
+    check()
+
+
+# ------------------------------------------------------------------ bounds
+
+
+def test_a_long_stream_byte_by_byte():
+    """Nothing is held but an object's header, and the time is linear."""
+    writer = FetchWriter(DRAFT_18)
+    whole = b"".join(writer.header(group, 0, 8) + b"x" * 8 for group in range(10_000))
+    parser = ObjectParser(DRAFT_18)
+    begin, count, most = time.perf_counter(), 0, 0
+    for at in range(len(whole)):
+        count += len(parser.feed(whole[at : at + 1]))
+        most = max(most, len(parser._buffer))
+    assert count == 90_000
+    assert most < 16
+    assert time.perf_counter() - begin < 5  # it takes 0.3 s
+
+
+def test_many_objects_at_once():
+    writer = FetchWriter(DRAFT_18)
+    whole = b"".join(writer.header(group, 0, 1) + b"x" for group in range(50_000))
+    begin = time.perf_counter()
+    assert len(ObjectParser(DRAFT_18).feed(whole)) == 100_000
+    assert time.perf_counter() - begin < 5
+
+
+def test_long_properties_byte_by_byte():
+    value = b"v" * 0xFF00
+    writer = FetchWriter(DRAFT_18)
+    whole = writer.header(0, 0, 1, ((0x81, value),)) + b"x"
+    parser = ObjectParser(DRAFT_18)
+    begin = time.perf_counter()
+    items = [item for at in range(len(whole)) for item in parser.feed(whole[at : at + 1])]
+    assert items == [ObjectHeader(0, 0, 0, DEFAULT_PRIORITY, 1, ((0x81, value),)), b"x"]
+    assert time.perf_counter() - begin < 5
+
+
+def test_properties_that_are_too_long():
+    parser = ObjectParser(DRAFT_18)
+    with pytest.raises(SessionFault):
+        parser.feed(bytes.fromhex("3c 05 00 80 e0010000"))
+
+
+def test_a_long_payload_is_not_held():
+    parser = ObjectParser(DRAFT_18)
+    parser.feed(bytes.fromhex("1c 05 00 80 f0ffffffff"))
+    piece = b"p" * 65536
+    assert all(parser.feed(piece) == [piece] for _ in range(100))
+    assert len(parser._buffer) == 0

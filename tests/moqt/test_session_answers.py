@@ -1,0 +1,360 @@
+"""Answers that a peer may not give, tracks that may not be touched, and GOAWAY."""
+
+
+import pytest
+
+from kvabr.moqt.codes import RequestCode, SessionCode
+from kvabr.moqt.draft import DRAFT_16, DRAFT_18, DRAFTS, Draft
+from kvabr.moqt.events import Answered, Ended, Refused, Stop
+from kvabr.moqt.parameters import Parameters
+from kvabr.moqt.requester import MAX_NAMESPACES
+from kvabr.moqt.wire import Location
+from tests.moqt.raw import START, VIOLATION, Raw, frame
+
+both = pytest.mark.parametrize("draft", DRAFTS)
+
+
+def answered(kind: str, draft: Draft, body: str, number: str = "00") -> bytes:
+    """An answer, with its request's ID where it has one."""
+    return frame(kind, "" if draft.streams else number, body)
+
+
+ANSWERS = {"07": "00", "04": "07 00", "18": "00 00 00 00", "0b": "02 00 00"}
+ASK = {
+    "16": lambda session: session.fetch((b"a",), b"t", START, START, Parameters()),
+    "03": lambda session: session.subscribe((b"a",), b"t", Parameters()),
+    "0d": lambda session: session.track_status((b"a",), b"t", Parameters()),
+    "06": lambda session: session.publish_namespace((b"a",)),
+}
+FITS = {("16", "18"), ("03", "04"), ("0d", "07"), ("06", "07"), ("03", "0b")}
+
+
+@both
+@pytest.mark.parametrize("answer", ANSWERS)
+@pytest.mark.parametrize("asked", ASK)
+def test_answers_that_are_none(draft, asked, answer):
+    raw = Raw(draft, client=True)
+    ASK[asked](raw.session)
+    raw.ask(0, answered(answer, draft, ANSWERS[answer]))
+    assert raw.code == (None if (asked, answer) in FITS else VIOLATION)
+
+
+@both
+@pytest.mark.parametrize(("asked", "answer"), [("16", "18"), ("03", "04"), ("06", "07")])
+def test_a_second_answer(draft, asked, answer):
+    """Draft 18, sections 5.1, 5.2 and 6.2: exactly one."""
+    raw = Raw(draft, client=True)
+    ASK[asked](raw.session)
+    raw.ask(0, answered(answer, draft, ANSWERS[answer]))
+    raw.ask(0, answered(answer, draft, ANSWERS[answer]))
+    assert raw.code == VIOLATION
+
+
+@pytest.mark.parametrize("kind", ["07", "05", "04", "18", "0b", "1e", "0c"])
+def test_answers_to_what_was_never_asked(kind):
+    bodies = {**ANSWERS, "05": "00 00 00", "1e": "00", "0c": "00 00"}
+    for number in ("00", "01"):
+        raw = Raw(DRAFT_16, client=True)
+        raw.receive(0, frame(kind, number, bodies[kind]))
+        assert raw.code == VIOLATION
+
+
+def test_publish_ok_for_what_is_no_publish():
+    raw = Raw(DRAFT_16, client=True)
+    raw.fetch()
+    raw.receive(0, frame("1e", "00 00"))
+    assert raw.code == VIOLATION
+
+
+def test_publish_namespace_cancel():
+    """Draft 16, section 9.24: revokes it, and PUBLISH_NAMESPACE_DONE is not sent."""
+    raw = Raw(DRAFT_16, client=True)
+    number = raw.session.publish_namespace((b"a",))
+    raw.receive(0, frame("07", "00 00") + frame("0c", "00 05 0165"))
+    (refused,) = raw.told(Refused)
+    assert (refused.request_id, refused.message.code, refused.message.reason) == (number, 5, "e")
+    raw.commands.clear()
+    raw.session.requester.cancel(number)
+    assert raw.session.take_commands() == []
+    assert raw.code is None
+
+
+@both
+def test_track_aliases(draft):
+    """Draft 18, section 11.1."""
+    raw = Raw(draft, client=True)
+    raw.session.subscribe((b"a",), b"t", Parameters())
+    raw.session.subscribe((b"a",), b"u", Parameters())
+    raw.ask(0, answered("04", draft, "07 00"))
+    raw.ask(4, answered("04", draft, "07 00", "02"))
+    assert raw.code == SessionCode.DUPLICATE_TRACK_ALIAS
+
+
+@both
+@pytest.mark.parametrize(
+    ("start", "end", "fine"),
+    [((5, 3), "05 04", True), ((5, 3), "05 00", True), ((5, 3), "05 03", True), ((5, 3), "06 00", True),
+     ((5, 3), "05 02", False), ((5, 3), "04 00", False), ((5, 0), "04 09", False), ((5, 0), "05 00", True)],
+)  # fmt: skip
+def test_the_end_of_a_fetch(draft, start, end, fine):
+    """Draft 18, section 10.13: not before its start; object 0 is the whole group."""
+    raw = Raw(draft, client=True)
+    raw.session.fetch((b"a",), b"t", Location(*start), Location(9, 0), Parameters())
+    raw.ask(0, answered("18", draft, f"00 {end} 00"))
+    assert raw.code == (None if fine else VIOLATION)
+
+
+@pytest.mark.parametrize("asked", ["06", "50", "update", "update of an open fetch"])
+def test_properties_of_request_ok(asked):
+    """Draft 18, section 10.5: only in TRACK_STATUS_OK."""
+    raw = Raw(DRAFT_18, client=True)
+    if asked.startswith("update"):
+        number = raw.fetch()
+        if asked == "update":
+            raw.receive(0, frame("18", "00 00 00 00"))
+        raw.session.requester.update(number, Parameters(priority=1))
+    elif asked == "50":
+        raw.session.subscribe_namespace(())
+    else:
+        ASK[asked](raw.session)
+    raw.receive(0, frame("07", "00 30 01"))
+    assert raw.code == VIOLATION
+
+
+@pytest.mark.parametrize(
+    ("asked", "parameter", "fine"),
+    [("0d", "09 0500", True), ("0d", "08 05", True), ("0d", "20 05", False), ("0d", "10 01", False),
+     ("06", "08 05", False), ("06", "09 0500", False), ("update", "08 05", True), ("update", "09 0500", True),
+     ("update", "10 01", False)],
+)  # fmt: skip
+def test_parameters_of_request_ok(asked, parameter, fine):
+    """Draft 18, sections 10.2.10 and 10.2.11."""
+    raw = Raw(DRAFT_18, client=True)
+    if asked == "update":
+        number = raw.session.subscribe((b"a",), b"t", Parameters())
+        raw.receive(0, frame("04", "07 00"))
+        raw.session.requester.update(number, Parameters(forward=1))
+    else:
+        ASK[asked](raw.session)
+    raw.receive(0, frame("07", "01", parameter))
+    assert raw.code == (None if fine else VIOLATION)
+
+
+def test_parameters_of_request_ok_in_draft_16():
+    """Out of place, they are ignored."""
+    raw = Raw(DRAFT_16, client=True)
+    raw.session.publish_namespace((b"a",))
+    raw.receive(0, frame("07", "00 01 10 01"))
+    assert raw.told(Answered)
+    assert raw.code is None
+
+
+@both
+def test_namespaces_before_their_answer(draft):
+    """Draft 18, section 10.18: REQUEST_OK or REQUEST_ERROR is the first message."""
+    for kind in ("08", "0e"):
+        raw = Raw(draft, client=True)
+        raw.session.subscribe_namespace(())
+        raw.receive(0 if draft.streams else 4, frame(kind, "00"))
+        assert raw.code == VIOLATION
+
+
+@both
+def test_namespace_done_without_its_namespace(draft):
+    """Draft 18, section 10.18."""
+    raw = Raw(draft, client=True)
+    raw.session.subscribe_namespace(())
+    messages = answered("07", draft, "00") + frame("08", "01 0161") + frame("0e", "01 0162")
+    raw.receive(0 if draft.streams else 4, messages)
+    assert raw.code == VIOLATION
+
+
+@both
+def test_namespaces_that_are_too_long_together(draft):
+    """Draft 18, section 2.4.1: prefix and suffix make one namespace."""
+    for suffix in ("1f" + "0161" * 31, "01 9f60" + "61" * 8032):
+        raw = Raw(draft, client=True)
+        raw.session.subscribe_namespace((b"a", b"b"))
+        raw.receive(0 if draft.streams else 4, answered("07", draft, "00") + frame("08", suffix))
+        assert raw.code == VIOLATION
+
+
+def test_too_many_namespaces():
+    """A peer that never stops is stopped."""
+    raw = Raw(DRAFT_18, client=True)
+    raw.session.subscribe_namespace(())
+    raw.receive(0, frame("07", "00"))
+    for index in range(MAX_NAMESPACES + 1):
+        raw.receive(0, frame("08", "01 04", index.to_bytes(4, "big").hex()))
+    assert raw.code == SessionCode.INTERNAL_ERROR
+
+
+def test_an_answer_on_another_requests_stream():
+    raw = Raw(DRAFT_16, client=True)
+    raw.session.subscribe_namespace(())
+    raw.receive(4, frame("07", "02 00"))
+    assert raw.code == VIOLATION
+
+
+@both
+def test_an_answer_that_ends_within_a_message(draft):
+    if draft.streams:
+        raw = Raw(draft, client=True)
+        raw.fetch()
+        raw.receive(0, "18 0005 00", fin=True)
+        assert raw.code == VIOLATION
+
+
+def test_redirects():
+    """Draft 18, section 10.6.1: servers are not sent elsewhere; namespaces have no track."""
+    raw = Raw(DRAFT_18, client=True)
+    raw.fetch()
+    raw.receive(0, frame("05", "34 01 00", "03 6d3a2f", "01 0161", "01 74"))
+    (refused,) = raw.told(Refused)
+    assert (refused.message.redirect.uri, refused.message.redirect.track) == (b"m:/", b"t")
+    for to, code in (("01 6d 00 00", VIOLATION), ("00 00 00", None), ("00 00 0174", VIOLATION)):
+        raw = Raw(DRAFT_18, client=False)
+        raw.session.publish_namespace((b"a",))
+        raw.receive(1, frame("05", "34 01 00", to))
+        assert raw.code == code
+    raw = Raw(DRAFT_18, client=True)
+    raw.session.subscribe_namespace((b"a",))
+    raw.receive(0, frame("05", "34 01 00", "00 00 0174"))
+    assert raw.code == VIOLATION
+
+
+@pytest.mark.parametrize("property_", ["c0409d 01 05", "c04000 05", "c07fff 00", "0b 04 c04000 05"])
+@pytest.mark.parametrize("asked", ["16", "03"])
+def test_mandatory_track_properties(asked, property_):
+    """Draft 18, section 2.5.1: the request is cancelled, the session goes on."""
+    raw = Raw(DRAFT_18, client=True)
+    number = ASK[asked](raw.session)
+    head = "00 00 00 00" if asked == "16" else "07 00"
+    raw.receive(0, frame("18" if asked == "16" else "04", head, property_))
+    (refused,) = raw.told(Refused)
+    assert (refused.request_id, refused.message.code) == (number, RequestCode.UNSUPPORTED_EXTENSION)
+    assert raw.told(Answered) == []
+    assert Stop(0, 1) in raw.commands
+    assert raw.code is None
+    assert raw.session.requester._requests == {}
+    assert raw.session._channel.aliases == {}
+
+
+def test_properties_beyond_the_mandatory_are_ignored():
+    """Also those for greasing, and in draft 16 all."""
+    for draft, kind in ((DRAFT_18, "c08000"), (DRAFT_18, "bffe"), (DRAFT_18, "811c"), (DRAFT_16, "80004000")):
+        raw = Raw(draft, client=True)
+        raw.fetch()
+        raw.ask(0, answered("18", draft, "00 00 00 00" + kind + "05"))
+        assert len(raw.told(Answered)) == 1
+
+
+@both
+def test_a_malformed_track(draft):
+    """Draft 18, section 2.4.2: what was asked of it is cancelled, the session goes on."""
+    raw = Raw(draft, client=True)
+    number = raw.fetch()
+    raw.receive(7, "05 00 3c 05 03 80 03 0b 01 04 00")
+    (refused,) = raw.told(Refused)
+    assert (refused.request_id, refused.message.code) == (number, RequestCode.MALFORMED_TRACK)
+    assert Stop(7, 1) in raw.commands
+    raw.receive(7, b"\xff" * 100, fin=True)
+    assert raw.code is None
+    assert len(raw.session._incoming) == 0
+    assert raw.session.requester._requests == {}
+
+
+def test_a_malformed_datagram():
+    raw = Raw(DRAFT_18, client=True)
+    raw.session.subscribe((b"a",), b"t", Parameters())
+    raw.receive(0, frame("04", "07 00"))
+    raw.session.receive_datagram(bytes.fromhex("01 07 05 03 80 02 3e04 61"))
+    (refused,) = raw.told(Refused)
+    assert refused.message.code == RequestCode.MALFORMED_TRACK
+    assert raw.code is None
+
+
+@both
+def test_unknown_error_codes(draft):
+    """Draft 18, section 14: as INTERNAL_ERROR, and no reason to close the session."""
+    raw = Raw(draft, client=True)
+    raw.fetch()
+    raw.ask(0, answered("05", draft, ("809d" if draft.streams else "409d") + "00 00"))
+    (refused,) = raw.told(Refused)
+    assert refused.message.code == 0x9D
+    raw.session.fetch((b"a",), b"t", START, START, Parameters())
+    raw.receive(7, "05 02")
+    raw.session.receive_reset(7, 0x11C)
+    assert raw.told(Ended) == [Ended(2, 0x11C)]
+    assert raw.code is None
+
+
+# ------------------------------------------------------------------ GOAWAY
+
+
+@both
+def test_a_second_goaway(draft):
+    """Draft 18, section 10.4."""
+    goaway = frame("10", "00 00 00" if draft.streams else "00")
+    raw = Raw(draft, client=False)
+    raw.receive(2 if draft.streams else 0, frame("10", "00 00 01" if draft.streams else "00"))
+    assert raw.code is None
+    raw.receive(2 if draft.streams else 0, goaway.replace(b"\x00\x00\x00\x00", b"\x00\x00\x00\x01"))
+    assert raw.code == VIOLATION
+
+
+@both
+def test_a_goaway_that_names_a_server(draft):
+    """Draft 18, section 10.4: clients cannot."""
+    body = "01 6d" + ("00 01" if draft.streams else "")
+    raw = Raw(draft, client=False)
+    raw.receive(2 if draft.streams else 0, frame("10", body))
+    assert raw.code == VIOLATION
+    raw = Raw(draft, client=True)
+    raw.receive(3 if draft.streams else 0, frame("10", "01 6d" + ("00 00" if draft.streams else "")))
+    assert raw.code is None
+
+
+def test_the_request_id_of_a_goaway():
+    """Draft 18, section 10.4: the receiver's parity."""
+    for client, number, code in (
+        (True, "00", None), (True, "01", SessionCode.INVALID_REQUEST_ID), (False, "01", None),
+        (False, "02", SessionCode.INVALID_REQUEST_ID),
+    ):  # fmt: skip
+        raw = Raw(DRAFT_18, client=client)
+        raw.receive(3 if client else 2, frame("10", "00 00", number))
+        assert raw.code == code
+
+
+def test_goaway_on_a_requests_stream():
+    """Draft 18, section 10.4: once, and only a server names another."""
+    for client in (True, False):
+        for messages, code in (
+            ((frame("10", "00 00"),), None),
+            ((frame("10", "00 00"), frame("10", "00 00")), VIOLATION),
+            ((frame("10", "01 6d 00"),), None if client else VIOLATION),
+        ):
+            raw = Raw(DRAFT_18, client=client)
+            ours = 0 if client else 1
+            ASK["06"](raw.session)
+            raw.receive(ours, b"".join(messages))
+            assert raw.code == code
+            raw = Raw(DRAFT_18, client=client)
+            raw.receive(1 if client else 0, frame("06", "01" if client else "00", "01 0161 00") + b"".join(messages))
+            assert raw.code == code
+    raw = Raw(DRAFT_18, client=True)
+    raw.fetch()
+    raw.receive(0, frame("10", "00 00") + frame("18", "00 00 00 00"))
+    assert raw.told(Answered)
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_goaway_on_a_requests_stream_of_draft_16(ours):
+    """There it is for the control stream alone."""
+    raw = Raw(DRAFT_16, client=True)
+    if ours:
+        raw.session.subscribe_namespace(())
+        raw.receive(4, frame("10", "00"))
+    else:
+        raw.receive(1, frame("11", "01 00 01 00") + frame("10", "00"))
+    assert raw.code == VIOLATION

@@ -1,0 +1,289 @@
+"""Requests that a peer may not make, and what becomes of those that never come whole."""
+
+
+import pytest
+
+from kvabr.moqt.codes import RequestCode, SessionCode
+from kvabr.moqt.draft import DRAFT_16, DRAFT_18, DRAFTS
+from kvabr.moqt.events import Cancelled, Requested, Reset, Updated
+from kvabr.moqt.parameters import Parameters
+from tests.moqt.raw import NAME, VIOLATION, Raw, fetch_of, frame
+
+both = pytest.mark.parametrize("draft", DRAFTS)
+
+
+FIRST_18 = ["03", "1d", "16", "0d", "06", "50", "51"]
+REST_18 = {
+    "04": "07 00", "1e": "00", "0b": "02 00 00", "18": "00 00 00 00", "08": "00", "0e": "00", "0f": "00 00",
+    "02": "00 00", "07": "00", "05": "00 00 00", "10": "00 00", "af00": "",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", REST_18)
+def test_what_begins_no_request(kind):
+    """Draft 18, section 3.3: one of seven messages."""
+    raw = Raw(DRAFT_18, client=False)
+    raw.receive(0, frame(kind, REST_18[kind]))
+    assert raw.code == VIOLATION
+
+
+@pytest.mark.parametrize("kind", [*REST_18, "16"])
+def test_what_comes_behind_no_request(kind):
+    """Draft 18, section 10: requests come first; only REQUEST_UPDATE and GOAWAY come behind them."""
+    raw = Raw(DRAFT_18, client=False)
+    raw.receive(0, frame("03", "00", NAME, "00"))
+    body = "02 00" if kind == "02" else "02 01" + NAME + "0000 0000 00" if kind == "16" else REST_18[kind]
+    raw.receive(0, frame(kind, body))
+    assert raw.code == (None if kind in ("02", "10") else VIOLATION)
+
+
+@pytest.mark.parametrize("kind", [*FIRST_18, *(kind for kind in REST_18 if kind not in ("10", "af00"))])
+def test_what_is_not_on_a_control_stream(kind):
+    """Draft 18, section 10: GOAWAY alone."""
+    bodies = {"03": NAME + "00", "1d": NAME + "0000", "16": "01" + NAME + "0000 0000 00", "0d": NAME + "00"}
+    body = REST_18.get(kind, "00" + bodies.get(kind, "00 00"))
+    raw = Raw(DRAFT_18, client=False)
+    raw.receive(2, frame(kind, body))
+    assert raw.code == VIOLATION
+
+
+@pytest.mark.parametrize("kind", ["03", "0d", "16", "06", "20", "07"])
+def test_streams_of_draft_16(kind):
+    """Draft 16, section 3.3: only SUBSCRIBE_NAMESPACE begins a bidirectional stream."""
+    named = "00" + NAME + "00"
+    bodies = {"03": named, "0d": named, "16": "0001" + NAME + "00000000 00", "06": "00 010161 00"}
+    raw = Raw(DRAFT_16, client=False)
+    raw.receive(4, frame(kind, bodies.get(kind, "00 00" if kind == "07" else "00")))
+    assert raw.code == VIOLATION
+
+
+def test_subscribe_namespace_on_the_control_stream_of_draft_16():
+    raw = Raw(DRAFT_16, client=False)
+    raw.receive(0, frame("11", "00 00 01 00"))
+    assert raw.code == VIOLATION
+
+
+@pytest.mark.parametrize("kind", ["08", "0e"])
+def test_namespaces_on_the_control_stream_of_draft_16(kind):
+    raw = Raw(DRAFT_16, client=True)
+    raw.receive(0, frame(kind, "00"))
+    assert raw.code == VIOLATION
+
+
+@both
+def test_an_unknown_message(draft):
+    raw = Raw(draft, client=False)
+    raw.receive(2 if draft.streams else 0, frame("3f"))
+    assert raw.code == VIOLATION
+
+
+@both
+def test_request_ids(draft):
+    """Draft 18, section 10.1: the sender's parity, none twice."""
+    raw = Raw(draft, client=False)
+    raw.ask(0, fetch_of("01"))
+    assert raw.code == SessionCode.INVALID_REQUEST_ID
+    raw = Raw(draft, client=False)
+    raw.ask(0, fetch_of("00"))
+    raw.ask(4, fetch_of("00"))
+    assert raw.code == SessionCode.INVALID_REQUEST_ID
+    raw = Raw(draft, client=True)
+    raw.ask(1, fetch_of("02"))
+    assert raw.code == SessionCode.INVALID_REQUEST_ID
+
+
+def test_request_ids_of_updates():
+    """Draft 18, section 10.1: a REQUEST_UPDATE consumes one."""
+    raw = Raw(DRAFT_18, client=False)
+    raw.receive(0, fetch_of("00") + frame("02", "02 00"))
+    assert raw.told(Updated)
+    raw.receive(4, fetch_of("02"))
+    assert raw.code == SessionCode.INVALID_REQUEST_ID
+
+
+def test_request_ids_in_any_order():
+    """Draft 18: streams overtake each other, and what is cancelled early may never come."""
+    raw = Raw(DRAFT_18, client=False)
+    for stream, number in ((8, "04"), (0, "00"), (40, "14"), (4, "02")):
+        raw.receive(stream, fetch_of(number))
+    assert [event.request_id for event in raw.told(Requested)] == [4, 0, 20, 2]
+    assert raw.code is None
+    raw.receive(44, fetch_of("04"))
+    assert raw.code == SessionCode.INVALID_REQUEST_ID
+
+
+def test_request_ids_that_never_come():
+    """However many: a client that changes its mind quickly is no attacker. What is kept of them is bounded."""
+    raw = Raw(DRAFT_18, client=False)
+    encode = DRAFT_18.varint.encode
+    for index in range(5000):
+        raw.receive(4 * index, fetch_of(encode(4 * index).hex()))
+    raw.receive(4 * 5000, fetch_of("02"))
+    assert raw.code is None
+    raw.receive(4 * 6000, fetch_of(encode((1 << 63) - 2).hex()))
+    assert raw.code is None
+    assert raw.session.responder.ids._used.bit_length() == 1
+    raw.receive(4 * 6001, fetch_of(encode((1 << 63) - 6).hex()))
+    assert raw.code is None
+    raw.receive(4 * 6002, fetch_of("06"))  # so long ago that it counts as used
+    assert raw.code == SessionCode.INVALID_REQUEST_ID
+
+
+def test_request_ids_of_draft_16():
+    """Draft 16, section 9.1 wants them in sequence; what stands in for a SUBSCRIBE_NAMESPACE may be missing."""
+    raw = Raw(DRAFT_16, client=False)
+    raw.receive(0, fetch_of("02"))
+    raw.receive(4, frame("11", "00 00 01 00"))
+    assert raw.code is None
+    raw = Raw(DRAFT_16, client=False)
+    raw.receive(0, fetch_of("02") + fetch_of("00"))
+    assert raw.code == SessionCode.INVALID_REQUEST_ID
+
+
+def test_too_many_requests():
+    """Draft 16, section 9.5: an ID that was not granted."""
+    raw = Raw(DRAFT_16, client=False)
+    raw.receive(0, fetch_of("4200"))
+    assert raw.code == SessionCode.TOO_MANY_REQUESTS
+
+
+@pytest.mark.parametrize("limit", ["40c8", "4001", "00"])
+def test_a_max_request_id_that_does_not_grow(limit):
+    """Draft 16, section 9.5; the SETUP here grants 200."""
+    raw = Raw(DRAFT_16, client=True)
+    raw.receive(0, frame("15", limit))
+    assert raw.code == VIOLATION
+
+
+def test_max_request_id_in_draft_18_and_later():
+    raw = Raw(DRAFT_18, client=True)
+    raw.receive(3, frame("15", "05"))
+    assert raw.code == VIOLATION
+
+
+@pytest.mark.parametrize(
+    ("head", "parameter"),
+    [  # by request: what its REQUEST_UPDATE cannot have, draft 18, sections 10.2.3 to 10.2.14
+        (("16", "00 01" + NAME + "0000 0000 00"), "10 01"),
+        (("16", "00 01" + NAME + "0000 0000 00"), "21 01 01"),
+        (("16", "00 01" + NAME + "0000 0000 00"), "02 05"),
+        (("16", "00 01" + NAME + "0000 0000 00"), "34 00"),
+        (("03", "00" + NAME + "00"), "34 00"),
+        (("06", "00 00 00"), "20 05"),
+        (("50", "00 00 00"), "20 05"),
+        (("51", "00 00 00"), "10 01"),
+        (("0d", "00" + NAME + "00"), ""),  # TRACK_STATUS cannot be changed, section 10.14
+    ],
+)
+def test_changes_that_do_not_fit(head, parameter):
+    raw = Raw(DRAFT_18, client=False)
+    raw.receive(0, frame(*head))
+    raw.receive(0, frame("02", "02", "01" if parameter else "00", parameter))
+    assert raw.code == VIOLATION
+
+
+def test_changes_of_draft_16():
+    """Draft 16, section 9.11."""
+    raw = Raw(DRAFT_16, client=False)
+    raw.receive(0, fetch_of("00") + frame("02", "02 00 01 20 05"))
+    assert raw.told(Updated) == [Updated(0, Parameters(priority=5))]
+    raw.receive(0, frame("02", "04 00 01 10 01"))
+    assert raw.code == VIOLATION  # FORWARD is nothing that a FETCH has
+    raw = Raw(DRAFT_16, client=False)
+    raw.receive(0, frame("02", "00 02 00"))
+    assert raw.code == VIOLATION  # there never was a request 2
+
+
+def test_a_change_that_comes_too_late():
+    """Draft 16 would have the session closed; nobody can rule it out, so it is only refused."""
+    raw = Raw(DRAFT_16, client=False)
+    raw.receive(0, fetch_of("00"))
+    raw.session.responder.refuse(0, RequestCode.DOES_NOT_EXIST, "")
+    raw.receive(0, frame("02", "02 00 00"))
+    assert raw.code is None
+    assert raw.commands[-1].data[:1] == b"\x05"
+
+
+@pytest.mark.parametrize("kind", ["0a", "17", "09"])
+def test_cancelling_what_never_was(kind):
+    raw = Raw(DRAFT_16, client=False)
+    raw.receive(0, fetch_of("00") + frame(kind, "00"))
+    assert raw.told(Cancelled) == []
+    assert raw.told(Requested) == []
+    raw.receive(0, frame(kind, "00"))
+    assert raw.code is None
+    raw.receive(0, frame(kind, "02"))
+    assert raw.code == VIOLATION
+
+
+def test_publish_with_an_alias_that_is_taken():
+    """Draft 18, section 11.1: by a different track."""
+    for track, code in (("74", None), ("75", SessionCode.DUPLICATE_TRACK_ALIAS)):
+        raw = Raw(DRAFT_18, client=True)
+        raw.session.subscribe((b"a",), b"t", Parameters())
+        raw.receive(0, frame("04", "07 00"))
+        raw.receive(1, frame("1d", "01 01 0161 01", track, "07 00"))
+        assert raw.code == code
+
+
+def test_publish_with_a_mandatory_property():
+    """Draft 18, section 2.5.1: UNSUPPORTED_EXTENSION, and the owner never hears of it."""
+    raw = Raw(DRAFT_18, client=True)
+    raw.receive(1, frame("1d", "01", NAME, "07 00", "c04000 00"))
+    raw.receive(5, frame("1d", "03", NAME, "07 00", "0b 02 0b00"))
+    raw.receive(9, frame("1d", "05", NAME, "07 00", "c04001 00"))
+    assert raw.told(Requested) == []
+    refusals = [command.data for command in raw.commands if getattr(command, "data", b"")]
+    assert [data[3] for data in refusals] == [0x33, 0x12, 0x33]
+    assert raw.code is None
+
+
+def test_unfinished_messages_are_bounded():
+    """On all streams together."""
+    raw = Raw(DRAFT_18, client=False)
+    for stream in range(0, 4 * 20, 4):
+        raw.receive(stream, bytes.fromhex("16 ffff") + b"x" * 60_000)
+    assert raw.code == SessionCode.INTERNAL_ERROR
+
+
+def test_what_comes_for_a_request_that_is_over():
+    """It is not even read."""
+    raw = Raw(DRAFT_18, client=False)
+    raw.receive(0, fetch_of("00"))
+    raw.session.responder.refuse(0, RequestCode.DOES_NOT_EXIST, "")
+    raw.receive(0, frame("02", "02 00"))
+    raw.receive(0, b"\xff" * 100_000)
+    assert raw.code is None
+    assert raw.session._messages == {0: None}
+    raw.receive(0, b"\xff", fin=True)
+    assert raw.session._messages == {}
+
+
+@pytest.mark.parametrize("sent", ["", "16", "16 0005 00"])
+def test_requests_that_never_come_whole(sent):
+    """Reset, stopped, or ended before they said anything: our side of the stream ends, too."""
+    for how in ("receive_reset", "receive_stop"):
+        raw = Raw(DRAFT_18, client=False)
+        raw.receive(0, sent)
+        getattr(raw.session, how)(0, 0)
+        raw.collect()
+        assert raw.commands == [Reset(0, 1)]
+        if how == "receive_stop":
+            raw.receive(0, fetch_of("00")[len(bytes.fromhex(sent)) :], fin=True)
+        assert raw.told(Requested) == []
+        assert raw.session._messages == {}
+        assert raw.code is None
+
+
+def test_an_empty_stream():
+    raw = Raw(DRAFT_18, client=False)
+    raw.receive(0, b"", fin=True)
+    raw.collect()
+    assert raw.commands == [Reset(0, 1)]
+    assert raw.session._messages == {}
+
+
+def test_a_request_that_ends_within_a_message():
+    raw = Raw(DRAFT_18, client=False)
+    raw.receive(0, fetch_of("00")[:-1], fin=True)
+    assert raw.code == VIOLATION
