@@ -22,6 +22,7 @@ a first try, beside `kvabr serve assets --dev` on the same machine:
 
 Groups are kept in memory, and fetched from the origin once however many players wait for them; catalogs and lookups are
 asked for anew after two seconds. When the origin goes away, the relay serves what it has, and goes on when it is back.
+Besides --memory, QUIC holds up to 10 MB for each player that takes more slowly than it is given.
 
 Everyone who may enter the relay may read what its own token for the origin opens. --token says who may enter.
 

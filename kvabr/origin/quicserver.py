@@ -19,6 +19,8 @@ from kvabr.transport.quiclib import LibraryName, library, load_certificates
 if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger
 
+_HALF_OPEN = 64
+"""Connections that may be in their handshakes before newcomers must prove that their address is theirs."""
 _GOODBYE_S = 0.2
 """Seconds for the last packets to leave."""
 
@@ -46,6 +48,7 @@ class QuicServer(Server):
         self._drafts = drafts
         self._transport: asyncio.DatagramTransport | None = None
         self._server: Any = None
+        self._retry_tokens: Any = None
         self.peers: set[Peer] = set()
         """Connections, from their first packet on."""
         self.requests = 0
@@ -117,4 +120,9 @@ class QuicServer(Server):
     def _admit(self) -> Peer:
         peer = Peer(self._lib, self)
         self.peers.add(peer)
+        crowd = sum(peer.session is None for peer in self.peers) > _HALF_OPEN
+        if crowd and self._retry_tokens is None:
+            self._retry_tokens = self._lib.retry_tokens()
+        if self._server is not None:
+            self._lib.demand_proof(self._server, self._retry_tokens if crowd else None)
         return peer

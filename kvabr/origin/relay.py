@@ -99,7 +99,8 @@ class Relay(Server):
             limits: what peers may take; those of single connections moq-rs does not let a relay enforce.
             log: takes the events.
             metrics: takes the counts.
-            memory_bytes: groups that are kept; besides, those that are on their way.
+            memory_bytes: groups that are kept, and on their way from the origin. Besides, moq-rs holds up to 10 MB for
+                each player that takes more slowly than it is given; ``limits.connections`` bounds those.
             token: what players must show; None: everyone may come in.
 
         Raises:

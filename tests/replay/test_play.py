@@ -147,10 +147,10 @@ def test_a_cold_play_counts_the_lookup_and_begins_as_much_later_in_the_trace(pol
 
 
 def test_a_lookup_longer_than_the_deadline_is_late_not_an_error():
-    run = Stage(catalog(4), PlayOptions(0.2, 0.3, cold=True)).play(world("steady", [1e6]), 0.0, "cheapfirst").run
+    run = Stage(catalog(4), PlayOptions(0.5, 0.2, cold=True)).play(world("steady", [2e7]), 0.0, "cheapfirst").run
     assert run["gave_up"] is None
     assert not run["met"]
-    assert run["ttft_s"] > LOOKUP_ROUND_TRIPS * 0.3
+    assert run["ttft_s"] > LOOKUP_ROUND_TRIPS * 0.2
 
 
 def test_a_guarded_player_ends_early_and_is_judged_by_the_whole_deadline():
