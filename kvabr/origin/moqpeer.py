@@ -35,7 +35,7 @@ FRAME_BYTES = 256 << 10
 first object goes alone, so that its receiver soon sees something come."""
 _KEEP_US = 10**13
 """Groups do not grow old: when they go is decided here."""
-_KEPT_WINDOWS = 4
+_KEPT_WINDOWS = 2
 """moq-rs may keep so many times what a connection may have unsent."""
 _YIELD_BYTES = 1 << 20
 """After so many bytes others get their turn."""
@@ -46,7 +46,13 @@ _MISSING_S = 1.0
 """A track that does not exist is held open so long: moq-rs then answers "not found", and "dropped" otherwise."""
 _PAYLOAD = 0.96
 """Share of payload in what a connection sends, at least."""
-_STALL_S = 0.03
+_COUNTED_S = 0.1
+"""So often moq-rs brings its counters up to date (measured with 0.5.1)."""
+_STALL_S = 5 * _COUNTED_S
+_AHEAD_S = 4 * _COUNTED_S
+"""Seconds of what a connection sends that it is given ahead."""
+_LEAST_AHEAD = 4 << 20
+"""What it is given ahead before it is known how fast it is."""
 
 
 @dataclass(order=True, slots=True)
@@ -73,7 +79,11 @@ class _Track:
 
 
 class Unsent:
-    """How many bytes of payload a connection was given and has not sent yet, as near as can be known."""
+    """How many bytes of payload a connection was given and has not sent yet, as near as can be known.
+
+    moq-rs brings its counters up to date ten times a second. So nothing is made of a shorter silence, and what may be
+    handed over ahead is what the connection has lately sent in a few such turns.
+    """
 
     def __init__(self, session: Any) -> None:
         self._session = session
@@ -82,6 +92,7 @@ class Unsent:
         self._moved_s = time.monotonic()
         self._stalls = 0
         self._round_trip_s = 0.0
+        self._rate = 0.0
 
     def add(self, count: int) -> None:
         """It was given more."""
@@ -96,6 +107,8 @@ class Unsent:
             return 0
         sent, now = self._now_sent(), time.monotonic()
         if sent != self._sent:
+            rate = (sent - self._sent) / max(_COUNTED_S / 2, now - self._moved_s)
+            self._rate = max(rate, 0.7 * self._rate)
             self._sent, self._moved_s, self._stalls = sent, now, 0
         elif now - self._moved_s > max(_STALL_S, 3 * self._round_trip_s) * 2**self._stalls:
             # Nothing moves: what seems to be left was cancelled, or never counted right. Or the path is dead, or this
@@ -108,6 +121,10 @@ class Unsent:
         if left <= 0:
             self._written = 0
         return max(0, left)
+
+    def ahead(self, most: int) -> int:
+        """How many bytes it may be given ahead of what it has sent, ``most`` at the most."""
+        return min(most, max(_LEAST_AHEAD, int(_AHEAD_S * self._rate)))
 
     def quiet(self) -> bool:
         """Whether next to nothing was sent since this was asked before."""
@@ -356,7 +373,7 @@ class MoqPeer:
         """Whether so much more may be handed over; one group may, whatever its size, if nothing else is unsent."""
         limits, unsent = self._server.limits, self._measure()
         total = self._server.buffered()
-        return (not unsent or unsent + size <= limits.buffered_bytes_per_connection) and (
+        return (not unsent or unsent + size <= self._unsent.ahead(limits.buffered_bytes_per_connection)) and (
             total == unsent or total + size <= limits.buffered_bytes
         )
 

@@ -39,7 +39,7 @@ class ServerLimits:
     """In flight, of all connections together."""
     requests_per_s: float = 2000.0
     """Of one connection, averaged over seconds."""
-    buffered_bytes_per_connection: int = 16 << 20
+    buffered_bytes_per_connection: int = 96 << 20
     """Handed to moq-rs and not yet sent; the other libraries are given a fixed, small number of bytes ahead."""
     buffered_bytes: int = 512 << 20
     """The same, of all connections together."""
