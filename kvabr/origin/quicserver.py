@@ -15,6 +15,7 @@ from kvabr.origin.peer import Peer
 from kvabr.origin.server import Server, ServerLimits, ServerTls
 from kvabr.transport.endpoint import protocol_class
 from kvabr.transport.quiclib import LibraryName, library, load_certificates
+from kvabr.transport.retry import RetryTokens
 
 if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger
@@ -48,7 +49,7 @@ class QuicServer(Server):
         self._drafts = drafts
         self._transport: asyncio.DatagramTransport | None = None
         self._server: Any = None
-        self._retry_tokens: Any = None
+        self._retry_tokens = RetryTokens()
         self.peers: set[Peer] = set()
         """Connections, from their first packet on."""
         self.requests = 0
@@ -121,8 +122,6 @@ class QuicServer(Server):
         peer = Peer(self._lib, self)
         self.peers.add(peer)
         crowd = sum(peer.session is None for peer in self.peers) > _HALF_OPEN
-        if crowd and self._retry_tokens is None:
-            self._retry_tokens = self._lib.retry_tokens()
         if self._server is not None:
             self._lib.demand_proof(self._server, self._retry_tokens if crowd else None)
         return peer

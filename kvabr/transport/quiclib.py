@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from kvabr.errors import TransportError
 from kvabr.transport.batch import BatchTransport
+from kvabr.transport.retry import RetryTokens
 
 LibraryName = Literal["aioquic", "qh3"]
 
@@ -80,11 +81,7 @@ class QuicLibrary:
                 total += found.sender._buffer_stop - found.sender.highest_offset  # noqa: SLF001
         return total
 
-    def retry_tokens(self) -> Any:
-        """What makes and checks the tokens of `demand_proof`; making it may take a tenth of a second."""
-        return import_module(f"{self.name}.quic.retry").QuicRetryTokenHandler()
-
-    def demand_proof(self, server: Any, tokens: Any | None) -> None:
+    def demand_proof(self, server: Any, tokens: RetryTokens | None) -> None:
         """Have newcomers prove, or no longer, that their address is theirs: by a Retry (RFC 9000, section 8.1.2).
 
         It costs them a round trip, and us no memory for those who only pretend.

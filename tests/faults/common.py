@@ -202,6 +202,14 @@ def serve_process(root, tls, *, port=0, quic="aioquic"):
     return running("serve", root, *words, "--log-json")
 
 
+def relay_process(origin, tls, *, port=0):
+    """`kvabr relay` before an origin."""
+    host, upstream = origin.address
+    words = ("--upstream", f"moqt://{host}:{upstream}/", "--upstream-fingerprint", origin.fingerprint)
+    words += ("--cert", tls.certfile, "--key", tls.keyfile, "--bind", f"127.0.0.1:{port}")
+    return running("relay", *words, "--log-json")
+
+
 class Stopwatch:
     """Seconds since it was made."""
 

@@ -6,6 +6,7 @@ import asyncio
 import signal
 import socket
 from contextlib import AsyncExitStack
+from functools import partial
 
 import pytest
 
@@ -22,6 +23,7 @@ from tests.faults.common import (
     connect,
     engine,
     right,
+    relay_process,
     serve_process,
     shape,
     shaped,
@@ -102,11 +104,10 @@ async def test_an_outage_in_the_middle(origin):
         assert dials == 0  # the old connection has outlived it
 
 
-async def test_an_origin_killed_in_the_middle_and_started_again(root, tls, fingerprint):
-    """The player connects anew and goes on from what it has; one that asks only later finds out then."""
+async def killed_and_started_again(start, fingerprint, libraries) -> None:
+    """Have players in the middle of a play, and others that ask only later, when ``start``'s process is killed."""
     async with AsyncExitStack() as stack:
-        first = await stack.enter_async_context(serve_process(root, tls))
-
+        first = await stack.enter_async_context(start(0))
         links = []
 
         async def connected(library):
@@ -117,12 +118,12 @@ async def test_an_origin_killed_in_the_middle_and_started_again(root, tls, finge
         def playing(connection, log):
             return asyncio.create_task(play(connection, TOKENS, deadline=6.0, policy="fixed:FP16", spec=SPEC, log=log))
 
-        busy = [(await connected(library), Log()) for library in LIBRARIES]
-        idle = [(await connected(library), Log()) for library in LIBRARIES]
+        busy = [(await connected(library), Log()) for library in libraries]
+        idle = [(await connected(library), Log()) for library in libraries]
         tasks = [playing(*one) for one in busy]
         await asyncio.gather(*(log.seen("decoded") for _, log in busy))
         await first.kill()
-        await stack.enter_async_context(serve_process(root, tls, port=first.address[1]))
+        await stack.enter_async_context(start(first.address[1]))
         for link in links:
             shape(link, [2 * MB], rtt_s=0.01)
         tasks += [playing(*one) for one in idle]
@@ -130,7 +131,7 @@ async def test_an_origin_killed_in_the_middle_and_started_again(root, tls, finge
     for played, (connection, _) in zip(results, busy + idle, strict=True):
         assert right(played)
         assert played.met
-        assert connection.dials == 1
+        assert connection.dials == 1, connection.backend
     for _, log in busy:
         forgotten = [line for line in log.lines if FORGOTTEN in line.get("reason", "")]
         lost = log.lines.index(forgotten[0])
@@ -139,6 +140,18 @@ async def test_an_origin_killed_in_the_middle_and_started_again(root, tls, finge
         assert had
         assert asked
         assert not had & asked
+
+
+async def test_an_origin_killed_in_the_middle_and_started_again(root, tls, fingerprint):
+    """The player connects anew and goes on from what it has; one that asks only later finds out then."""
+    await killed_and_started_again(lambda port: serve_process(root, tls, port=port), fingerprint, LIBRARIES)
+
+
+async def test_a_relay_killed_in_the_middle_and_started_again(origin, tls, fingerprint):
+    """As with an origin; and its library, moq-rs, is the players' as well."""
+    async with origin() as served:
+        start = partial(relay_process, served, tls)
+        await killed_and_started_again(lambda port: start(port=port), fingerprint, ["aioquic", "moq"])
 
 
 async def test_an_origin_killed_for_good(root, tls, fingerprint):
@@ -170,6 +183,7 @@ async def test_an_origin_killed_for_good(root, tls, fingerprint):
         assert isinstance(error, PlayError), error
         assert "of 6 groups are still not in place" in str(error)
         assert "nothing has come for" in str(error)
+        assert "the peer has fallen silent" in str(error) or "dialling again fails: " in str(error)
 
 
 async def test_an_origin_that_is_told_to_end_completes_what_is_under_way(root, tls, fingerprint):

@@ -13,7 +13,7 @@ Run = Mapping[str, Any]
 
 
 def comparison(live: Sequence[Run], simulated: Sequence[Run], tokens: int, group_tokens: int) -> dict[str, Any]:
-    """The ``live_comparison`` of a report.
+    """The ``live_comparison`` of a report: totals of all plays, of those that the network held up, and so on.
 
     Args:
         live: runs, with their groups.
@@ -27,6 +27,7 @@ def comparison(live: Sequence[Run], simulated: Sequence[Run], tokens: int, group
     ]
     return {
         "all": _totals(plays),
+        "network": _totals([play for play in plays if play["limit"] == "network"]),
         "families": _by(plays, "family"),
         "policies": _by(plays, "policy"),
         "plays": plays,
@@ -66,7 +67,6 @@ def _totals(plays: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {
         "plays": len(plays),
         "compared": len(errors),
-        "network_limited": sum(play["limit"] == "network" for play in plays),
         "ttft_error_median": _rounded(statistics.median(sizes) if sizes else None),
         "ttft_error_p90": _rounded(percentile(sizes, 0.9)),
         "ttft_bias": _rounded(statistics.median(errors) if errors else None),

@@ -32,8 +32,9 @@ from kvabr.transport.base import Connection, read_all
 
 Quic = Literal["aioquic", "qh3", "moq"]
 
-_BUSY = 0.85
-"""Share of the time that a process ran or waited to run, from which on it was the limit and not the network."""
+_BUSY, _STARVED = 0.85, 0.3
+"""Shares of the time that a process ran or waited to run, and that it waited: from either on it was the limit and not
+the network. Acknowledgements that are late by a time slice look like a queue, and close a congestion window."""
 _WARM_ROUND_TRIPS = 4
 """Round trips at the trace's mean rate that a warm connection has carried before a play: its window is as full by then
 as the link and its queue allow."""
@@ -173,7 +174,8 @@ class LiveStage:
         origin, player = (now.since(before) for now, before in zip(self._usage(), began, strict=True))
         uses = {"origin": origin, "shaper": stats.usage, "player": player}
         busiest = max(uses, key=lambda name: uses[name].busy + uses[name].waited)
-        busy = uses[busiest].busy + uses[busiest].waited
+        waited = uses[busiest].waited
+        held_up_by = busiest if uses[busiest].busy + waited > _BUSY or waited > _STARVED else "network"
         return {
             "backend": self._options.quic,
             "protocol": None if connection is None else connection.protocol,
@@ -190,5 +192,5 @@ class LiveStage:
             "cpu": {name: round(use.busy, 3) for name, use in uses.items()},
             "cpu_waited": {name: round(use.waited, 3) for name, use in uses.items()},
             "bytes_held_up": dict(held_up),
-            "limit": busiest if busy > _BUSY else "network",
+            "limit": held_up_by,
         }

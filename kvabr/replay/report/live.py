@@ -25,6 +25,9 @@ def live_table(result: Result) -> RenderableType:
     for title in _TITLES:
         table.add_column(title, justify="right", no_wrap=True)
     _row(table, "all", compared["all"], style="bold")
+    busy = compared["all"]["plays"] - compared["network"]["plays"]
+    if busy:
+        _row(table, "network-limited", compared["network"])
     for kind in ("families", "policies"):
         if len(compared[kind]) > 1:
             for name, totals in compared[kind].items():
@@ -32,7 +35,6 @@ def live_table(result: Result) -> RenderableType:
     notes: list[RenderableType] = [
         Text("error: |simulated / live - 1| · same track: share of the tokens · verdict: deadline met or not", "dim")
     ]
-    busy = compared["all"]["plays"] - compared["all"]["network_limited"]
     if busy:
         plays = "1 play was" if busy == 1 else f"{busy} plays were"
         notes.append(Text(f"{plays} held up by this machine's processors, not by the link", "yellow"))
