@@ -138,8 +138,10 @@ class Endpoint(ABC):
                 quic.send_stream_data(command.stream, command.data, command.fin)
             elif isinstance(command, Reset):
                 quic.reset_stream(command.stream, command.code)
+                self.library.hurry(quic, command.stream)
             elif isinstance(command, Stop):
                 quic.stop_stream(command.stream, command.code)
+                self.library.hurry(quic, command.stream)
             else:
                 quic.close(error_code=command.code, reason_phrase=command.reason[:500])
         except self.broken:

@@ -114,6 +114,18 @@ class QuicLibrary:
         found = quic._streams.get(stream)  # noqa: SLF001  # nor has aioquic
         return found is None or bool(found.sender.is_finished)
 
+    def hurry(self, quic: Any, stream: int) -> None:
+        """Let a stream's RESET_STREAM or STOP_SENDING go before the data of others.
+
+        aioquic fills a packet with data first, finds no room for such a frame, and sends no more than that packet until
+        there is.
+        """
+        if self.name == "aioquic" and (found := quic._streams.get(stream)) is not None:  # noqa: SLF001  # no public way
+            queue = quic._streams_queue  # noqa: SLF001
+            if found in queue:
+                queue.remove(found)
+                queue.insert(0, found)
+
     def window(self, quic: Any) -> int:
         """The congestion window: bytes of ours that may be on their way."""
         if self.name == "qh3":
