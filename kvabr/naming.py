@@ -71,6 +71,10 @@ class TrackNamespace:
     def __post_init__(self) -> None:
         if not self.model or "\0" in self.model:
             raise FormatError(f"track namespace: {self.model!r} cannot be a model's name")
+        try:
+            self.model.encode()
+        except UnicodeEncodeError as error:
+            raise FormatError(f"track namespace: {self.model!r} cannot be written as UTF-8") from error
         if not _DIGEST.fullmatch(self.prompt):
             raise FormatError(f"track namespace: the prompt field must be 64 hex digits, not {self.prompt[:80]!r}")
 

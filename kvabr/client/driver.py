@@ -15,7 +15,7 @@ from typing import Any
 from kvabr.catalog import Catalog
 from kvabr.client.engines import decoders, on_engine
 from kvabr.client.watch import Snapshot, Watch
-from kvabr.errors import KvabrError, TransportError
+from kvabr.errors import KvabrError, PolicyError, TransportError
 from kvabr.player.actions import Cancel, Decode, Deliver, Fetch, GiveUp, Recompute
 from kvabr.player.assembler import Assembler
 from kvabr.player.record import PlayRecord
@@ -181,6 +181,9 @@ class Driver:
     async def _read(self, action: Fetch, download: Download) -> None:
         try:
             frame = await self._receive(action, download)
+        except PolicyError as error:
+            if not self._over.done():
+                self._over.set_exception(error)
         except Exception as error:  # noqa: BLE001  # a transport's, whatever it is: this request has failed
             if download.stats.first_byte_s is None:
                 await self._pause(error)

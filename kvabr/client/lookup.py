@@ -7,6 +7,7 @@ which the chained digests of the prompt tell (`kvabr.naming.chain`).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ from kvabr.catalog import MAX_CATALOG_BYTES, Catalog, Track
 from kvabr.client.engines import decoders
 from kvabr.client.whole import fetch_whole
 from kvabr.codec.registry import codec
-from kvabr.errors import ForeignError, FormatError
+from kvabr.errors import ForeignError, FormatError, TransportError
 from kvabr.kv import KVSpec
 from kvabr.naming import CATALOG_TRACK, TrackNamespace, chain, prefix_gap, prefix_track
 from kvabr.transport.base import Connection, NotFoundError
@@ -78,7 +79,9 @@ async def find_prefix(
     shared = shared_groups(best.catalog, tokens, digests, salt)
     gap = prefix_gap(shared, len(digests)) if shared else range(0)
     if gap:
-        other = await _ask(origin, digests, spec, prefix_track(digests, gap.start, gap.stop))
+        other: Found | None = None
+        with contextlib.suppress(TransportError, FormatError):  # then what is known already has to do
+            other = await _ask(origin, digests, spec, prefix_track(digests, gap.start, gap.stop))
         more = 0 if other is None else shared_groups(other.catalog, tokens, digests, salt)
         if other is not None and more > shared:
             best, shared = other, more

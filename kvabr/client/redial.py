@@ -4,8 +4,8 @@ What was under way on a lost connection is gone, and its readers are told. What 
 for the next, as long as whoever asked does: nobody waiting, nobody dialling. After GOAWAY new requests go to a new
 connection, while the old one is kept until what is under way on it has ended.
 
-A peer that was killed does not say so. When nothing comes of what is under way, the peer is asked for a sign of life; if
-none comes either, it is dialled beside the old connection. An outage of the path ends that dial as well, and the old
+A peer that was killed does not say so. When nothing comes of what is under way, the peer is asked for a sign of life;
+if none comes either, it is dialled beside the old connection. An outage of the path ends that dial as well, and the old
 connection goes on after it; only a peer that answers the dial, and still not the old connection, has forgotten it.
 """
 
@@ -26,8 +26,9 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
 """Pauses between two dials: doubled after each, and drawn from half to one and a half times that."""
 _SHORT_LIFE_S = 1.0
 """A connection that is of no use any more so soon is no success: dialling goes on where it was."""
-_LOOK_S = 0.1
-"""Seconds between two looks whether anything comes of what is under way."""
+_LOOK_S, _LONGEST_LOOK_S = 0.1, 1.0
+"""Seconds between two looks whether anything comes of what is under way; twice as long after each time that nothing
+did but the peer proved to be there: one that has much to do is not to be asked all the time."""
 _SIGN_S, _SIGN_RTT = 0.25, 4.0
 """Seconds, and round trips, that a sign of life may take: a packet that asks for it may be lost, and sent again."""
 _ATTEMPT_S, _ATTEMPT_RTT = 1.0, 8.0
@@ -47,7 +48,7 @@ class _RedialledDownload(Download):
         self.inner: Download | None = None
         self.forgotten = False
         """Its peer answers others, but no more on this download's connection."""
-        self._cancelled = False
+        self.cancelled = False
 
     @property
     def stats(self) -> DownloadStats:  # type: ignore[override]
@@ -59,7 +60,7 @@ class _RedialledDownload(Download):
         return stats
 
     async def read(self) -> bytes:
-        if self._cancelled:
+        if self.cancelled:
             raise ConnectionLostError("cancelled by this side")
         if self.inner is None:
             await self._owner.attach(self)
@@ -82,7 +83,8 @@ class _RedialledDownload(Download):
             self.inner.prioritise(priority)
 
     def cancel(self) -> None:
-        self._cancelled = True
+        self.cancelled = True
+        self._owner.forget(self)
         if self.inner is not None:
             self.inner.cancel()
         self._owner.release(self)
@@ -110,6 +112,7 @@ class RedialledConnection(Connection):
         self._pause_s = 0.0
         self._adopted_s = float("-inf")
         self._look: asyncio.TimerHandle | None = None
+        self._look_s = _LOOK_S
         self._asking: asyncio.Task[None] | None = None
         self._doubted: Connection | None = None
         """The connection whose peer gave no sign of life when it was last asked."""
@@ -200,7 +203,15 @@ class RedialledConnection(Connection):
                 await waiter
             finally:
                 self._waiting.pop(download, None)
+            if download.cancelled:
+                raise ConnectionLostError("cancelled by this side")
         self._start(download)
+
+    def forget(self, download: _RedialledDownload) -> None:
+        """A download is wanted no more: if it waits for a connection, it need not."""
+        waiter = self._waiting.get(download)
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
 
     def release(self, download: _RedialledDownload) -> None:
         """A download has ended; the connection that it was the last to use may go, if it is to."""
@@ -210,12 +221,13 @@ class RedialledConnection(Connection):
 
     def _look_later(self) -> None:
         before = self._current, self._current.stats().bytes_received
-        self._look = asyncio.get_running_loop().call_later(_LOOK_S, self._look_whether_any_come, *before)
+        self._look = asyncio.get_running_loop().call_later(self._look_s, self._look_whether_any_come, *before)
 
     def _look_whether_any_come(self, connection: Connection, before: int) -> None:
         self._look = None
         if connection is not self._current or connection.stats().bytes_received != before:
             self._doubted = self._trouble = None
+            self._look_s = _LOOK_S
         elif self._usable() and connection in self._using.values():
             self._asking = asyncio.get_running_loop().create_task(self._ask(connection))
             self._asking.add_done_callback(self._asked)
@@ -227,6 +239,7 @@ class RedialledConnection(Connection):
         """Ask for a sign of life, and dial if there is none."""
         if await self._lives(connection):
             self._doubted = self._trouble = None
+            self._look_s = min(_LONGEST_LOOK_S, 2 * self._look_s)
         elif connection is self._current and self._usable():
             self._doubted = connection
             self._trouble = self._trouble or "the peer has fallen silent"

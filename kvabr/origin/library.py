@@ -217,7 +217,7 @@ class Library:
         """Check an asset that is new or has changed; one that is damaged is noted, and logged once."""
         try:
             return shelve(path, folder, stamp)
-        except (AssetError, FormatError) as error:
+        except (OSError, ValueError, AssetError, FormatError) as error:
             # It is checked again each time: a slow copy brings the catalog first and the frames later.
             damaged[folder] = _Damaged(stamp, str(error))
             if self._damaged.get(folder) != damaged[folder]:

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import mmap
+import os
+import stat
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from pathlib import Path
 
 from kvabr.codec.spans import ObjectSpan, object_spans, slices
 from kvabr.errors import AssetError
@@ -84,8 +87,7 @@ class LevelPublication(Publication):
         size = self.size(group)
         path = frame_path(self._asset.path, group, self._track.name)
         try:
-            with path.open("rb") as file:
-                data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+            data = _mapped(path)
         except (OSError, ValueError) as error:
             raise AssetError(f"{path}: cannot be read ({error})") from error
         if len(data) != size:
@@ -99,6 +101,21 @@ class LevelPublication(Publication):
         if not 0 <= group < self.groups:
             raise IndexError(f"group {group} is outside an asset of {self.groups} groups")
         return group
+
+
+def _mapped(path: Path) -> memoryview:
+    """Map a file of an asset: an ordinary one that lies where it seems to, since a link might lead anywhere."""
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        handle = os.open(path.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
+    finally:
+        os.close(folder)
+    try:
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            raise ValueError("not an ordinary file")
+        return memoryview(mmap.mmap(handle, 0, access=mmap.ACCESS_READ))
+    finally:
+        os.close(handle)
 
 
 class BytesPublication(Publication):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import hmac
 from collections import OrderedDict
 from collections.abc import Coroutine
@@ -228,7 +229,9 @@ class Relay(Server):
             shown = parse_qs(query or "", max_num_fields=64).get("token", [""])[0]
         except ValueError:
             return False
-        return hmac.compare_digest(shown.encode(), self._token.encode())
+        # Of digests, so that not even the length shows.
+        shown_digest, wanted = (hashlib.sha256(text.encode()).digest() for text in (shown, self._token))
+        return hmac.compare_digest(shown_digest, wanted)
 
     # ------------------------------------------------------------------ what they want
 
@@ -286,7 +289,7 @@ class Relay(Server):
         del request
         self._tracks[path, asked] = track
         track.task = self._spawn(self._groups_wanted(track, groups))
-        for key, idle in list(self._tracks.items())[: len(self._tracks) - _MAX_TRACKS]:
+        for key, idle in list(self._tracks.items())[: max(0, len(self._tracks) - _MAX_TRACKS)]:
             if not idle.fetches and idle.task is not None:
                 idle.task.cancel()
                 del self._tracks[key]

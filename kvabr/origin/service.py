@@ -65,11 +65,14 @@ class Watcher:
 
     def look(self) -> None:
         """Look once."""
+        self._look_at_tokens()
         try:
             self._library.refresh()
         except (OSError, KvabrError) as error:
             self._log.warning("cannot look for assets", error=str(error))
         self._count()
+
+    def _look_at_tokens(self) -> None:
         if self._tokens is None:
             return
         stamp = Stamp.of(self._tokens)
@@ -88,7 +91,10 @@ class Watcher:
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(self._every_s)
-            await asyncio.to_thread(self.look)
+            try:
+                await asyncio.to_thread(self.look)
+            except Exception:  # noqa: BLE001  # whatever it is: a server that no longer notices a token's end is worse
+                self._log.exception("cannot look for what changed")
 
     def _count(self) -> None:
         self._metrics.assets.set(len(self._library.assets))

@@ -12,6 +12,8 @@ from kvabr.transport.base import Connection, ConnectionLostError, RequestError
 PATIENCE_S = 10.0
 """So long a group may wait for an origin that went away, before those who wait for it are told."""
 _PAUSE_S = 0.1
+_SILENCE_S = 2.0
+"""A group of which nothing comes for so long is asked for anew: its publisher may have forgotten it."""
 
 
 async def bring(
@@ -42,18 +44,22 @@ async def bring(
         TransportError: as `kvabr.transport.base.Download.read`.
     """
     loop = asyncio.get_running_loop()
-    received, end_s = 0, loop.time() + PATIENCE_S
+    received, end_s, silence_s = 0, loop.time() + PATIENCE_S, _SILENCE_S
     while True:
         download = upstream.fetch(namespace, track, group, priority=priority, limit=limit)
         skip = received
         try:
-            while data := await download.read():
+            while data := await asyncio.wait_for(download.read(), silence_s):
                 if skip < len(data):
                     new = data[skip:] if skip else data
                     received += len(new)
                     take(new)
                 skip = max(0, skip - len(data))
                 end_s = loop.time() + PATIENCE_S
+        except TimeoutError as error:
+            if loop.time() > end_s:
+                raise RequestError(f"{track[:80]}, group {group}: the origin fell silent", retry_after_s=1.0) from error
+            silence_s *= 2
         except ConnectionLostError:
             if upstream.closed or loop.time() > end_s:
                 raise

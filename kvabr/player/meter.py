@@ -82,7 +82,10 @@ class Meter:
 
     def first_byte(self, waited_s: float, now: float) -> None:
         """A request got its first byte after so many seconds."""
-        self._estimator.first_byte(waited_s)
+        try:
+            self._estimator.first_byte(waited_s)
+        except Exception as error:
+            raise self._fault(f"raised {error!r}", error) from error
         if self._since is None:
             self._since = now
             self._bytes = 0

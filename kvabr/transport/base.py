@@ -5,7 +5,6 @@ Rules that every transport keeps:
 - `Connection.fetch` returns at once and never raises for what the network or the peer does; errors come out of
   `Download.read`, and each says what happened.
 - No more than ``limit`` bytes of a download are ever held: a peer that sends more ends it with `RequestError`.
-- A download that is not read holds back its sender, not other downloads' memory.
 - After `Download.cancel`, or when its connection is closed, nothing is left of a download: no task, no stream.
 - `read` never waits beyond the life of the connection: when that is lost, every reader is told.
 """

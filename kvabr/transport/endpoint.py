@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +18,9 @@ _CRYPTO_ERROR = 0x100
 """QUIC error codes from here on are TLS alerts (RFC 9001, section 4.8)."""
 _NO_APPLICATION_PROTOCOL = _CRYPTO_ERROR + 120
 _MOST_HELD = 1024
-"""Streams that may wait until the peer allows them; one that makes so many necessary and allows none is up to no good."""
+"""Streams that may wait until the peer allows them; one that needs so many and allows none is up to no good."""
+_MOST_UNREAD = 1 << 20
+"""Bytes of answers on one stream that a peer may leave unread."""
 _GONE = (ValueError, AssertionError, RuntimeError, KeyError)
 """What the libraries raise on a stream that is over, which a peer can bring about at any time."""
 
@@ -136,6 +140,8 @@ class Endpoint(ABC):
         try:
             if isinstance(command, Write):
                 quic.send_stream_data(command.stream, command.data, command.fin)
+                if len(command.data) > 0 and self.library.backlog(quic, command.stream) > _MOST_UNREAD:
+                    quic.close(error_code=SessionCode.INTERNAL_ERROR, reason_phrase="answers are not read")
             elif isinstance(command, Reset):
                 quic.reset_stream(command.stream, command.code)
                 self.library.hurry(quic, command.stream)
@@ -165,6 +171,16 @@ class Endpoint(ABC):
             if self.library.may_open(self.quic, stream):
                 for command in self._held.pop(stream):
                     self._carry_out(command)
+
+    def safely(self, work: Callable[..., None], *arguments: Any) -> None:
+        """Do something; what nobody thought of ends the connection, and says so, rather than leave it half alive."""
+        try:
+            work(*arguments)
+        except Exception as error:
+            logging.getLogger(__name__).exception("connection ended by an internal error")
+            with contextlib.suppress(*self.broken):
+                self.quic.close(error_code=SessionCode.INTERNAL_ERROR, reason_phrase="internal error")
+            self.ended(f"internal error: {type(error).__name__}: {error}", SessionCode.INTERNAL_ERROR)
 
     def shut(self, code: int, reason: str) -> None:
         """End the connection."""
@@ -200,12 +216,12 @@ def protocol_class(library: QuicLibrary, attach: Callable[[Any], Endpoint]) -> A
             self.endpoint.driver = self
 
         def quic_event_received(self, event: Any) -> None:
-            self.endpoint.quic_event(event)
+            self.endpoint.safely(self.endpoint.quic_event, event)
 
         def _process_events(self) -> None:
             # What many packets brought is handed on at once: handing on costs more than taking in.
             super()._process_events()
-            self.endpoint.settle()
+            self.endpoint.safely(self.endpoint.settle)
             if (closing := library.closing(self._quic)) is not None:
                 self.endpoint.quic_event(closing)
 

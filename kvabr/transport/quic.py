@@ -20,7 +20,7 @@ from kvabr.moqt.objects import Item, RangeEnd
 from kvabr.moqt.parameters import Parameters, SetupOptions, Token
 from kvabr.moqt.session import Session
 from kvabr.moqt.wire import Location
-from kvabr.naming import TrackNamespace
+from kvabr.naming import MAX_FULL_TRACK_NAME, TrackNamespace
 from kvabr.transport import certificate
 from kvabr.transport.base import (
     Connection,
@@ -194,7 +194,10 @@ class QuicConnection(Endpoint, Connection):
         split = self._options.names == "split"
         fields = namespace.split_fields() if split else namespace.fields()
         download = QuicDownload(self, (fields, track.encode(), group), priority, limit)
-        if self._lost is not None:
+        if (size := namespace.full_name_bytes(track)) > MAX_FULL_TRACK_NAME:
+            why = f"the full track name has {size} bytes, {MAX_FULL_TRACK_NAME} are allowed"
+            download.fail(RequestRefusedError(why))
+        elif self._lost is not None:
             download.lose(self._lost)
         elif self._going_away:
             download.lose("the peer is going away; connect anew")

@@ -114,6 +114,13 @@ class QuicLibrary:
         found = quic._streams.get(stream)  # noqa: SLF001  # nor has aioquic
         return found is None or bool(found.sender.is_finished)
 
+    def backlog(self, quic: Any, stream: int) -> int:
+        """Bytes of one of our streams that the peer has not taken yet."""
+        if self.name == "qh3":
+            return int(quic.get_send_buffer_size(stream))
+        found = quic._streams.get(stream)  # noqa: SLF001  # no public way
+        return 0 if found is None else found.sender._buffer_stop - found.sender._buffer_start  # noqa: SLF001
+
     def hurry(self, quic: Any, stream: int) -> None:
         """Let a stream's RESET_STREAM or STOP_SENDING go before the data of others.
 

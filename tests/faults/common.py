@@ -102,8 +102,9 @@ class Origin:
         """Wait until nothing is left of any connection."""
         server = self.server
         async with asyncio.timeout(5):
-            while server.peers or server._server._protocols:
-                await asyncio.sleep(0.01)  # no event tells that a library has forgotten a connection
+            # No event tells that a library has forgotten a connection.
+            while server.peers or server._server._protocols:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
         assert server.requests == 0
         assert server.metrics.connections.value() == 0
         assert server.metrics.requests_in_flight.value() == 0
@@ -166,6 +167,17 @@ def shaped(address, rates=(), **conditions) -> Iterator[Shaper]:
         yield link
 
 
+@asynccontextmanager
+async def relaying(origin: Origin, tls: ServerTls):
+    """A relay in this process, before an origin."""
+    from kvabr.origin.relay import Relay
+
+    async with origin.connect() as upstream:
+        relay = Relay(upstream, "127.0.0.1", 0, tls, ServerLimits(), QUIET, Metrics(), memory_bytes=64 << 20)
+        async with relay:
+            yield Origin(relay, tls, origin.fingerprint)
+
+
 class Process:
     """A running `kvabr serve` or `kvabr relay`."""
 
@@ -208,6 +220,11 @@ def relay_process(origin, tls, *, port=0):
     words = ("--upstream", f"moqt://{host}:{upstream}/", "--upstream-fingerprint", origin.fingerprint)
     words += ("--cert", tls.certfile, "--key", tls.keyfile, "--bind", f"127.0.0.1:{port}")
     return running("relay", *words, "--log-json")
+
+
+async def for_both(one):
+    """Do something with either QUIC library, at the same time."""
+    return await asyncio.gather(*map(one, LIBRARIES))
 
 
 class Stopwatch:

@@ -160,5 +160,3 @@ async def rude_client(address, *, draft=DRAFTS[0], greet=None, name="aioquic"):
         end.shut(0, "")
         transport.close()
         await asyncio.sleep(0)
-
-

@@ -46,7 +46,7 @@ def refusals(end):
 async def until(holds):
     """Wait until something is so that no event tells of."""
     async with asyncio.timeout(5):
-        while not holds():
+        while not holds():  # noqa: ASYNC110  # as it says
             await asyncio.sleep(0.005)
 
 
@@ -107,7 +107,7 @@ async def test_thousands_of_requests_that_are_cancelled(root, tls, fingerprint, 
             total = 0
             dice = random.Random(1)
             (peer,) = served.server.peers
-            while total < 1000:
+            while total < 600:
                 numbers = [ask(end, catalog, group=dice.randrange(6)) for _ in range(50)]
                 if dice.random() < 0.5:
                     end.driver.transmit()
@@ -119,7 +119,7 @@ async def test_thousands_of_requests_that_are_cancelled(root, tls, fingerprint, 
                 await asyncio.sleep(0)
             await until(lambda: nothing_kept(peer))
             assert served.server.requests == 0
-            assert served.metrics.requests_total.value("Fetch") > 100
+            assert served.metrics.requests_total.value("Fetch") > 60
             assert served.metrics.requests_in_flight.value() == 0
             number = ask(end, catalog)  # the connection is as good as new
             end.driver.transmit()
@@ -129,19 +129,18 @@ async def test_thousands_of_requests_that_are_cancelled(root, tls, fingerprint, 
 
 @pytest.mark.parametrize("library", LIBRARIES)
 async def test_a_client_that_does_not_read(root, tls, fingerprint, catalog, library):
-    async with serving(root, tls, fingerprint, library=library, idle_s=1.0) as served:
-        async with rude_client(served.address) as end:
-            for number in range(60):
-                ask(end, catalog, group=number % 6)
-            end.driver.transmit()
-            loop = asyncio.get_running_loop()
-            loop.remove_reader(end.driver._transport.get_extra_info("socket").fileno())
-            (peer,) = served.server.peers
-            await until(lambda: peer.busy)
-            await others_are_served(served)
-            assert peer._unsent() <= sending.MOST_AHEAD_BYTES + (64 << 10)
-            await served.empty()
-        # What the client still believes does not matter.
+    starting = serving(root, tls, fingerprint, library=library, idle_s=0.6)
+    async with starting as served, rude_client(served.address) as end:
+        for number in range(60):
+            ask(end, catalog, group=number % 6)
+        end.driver.transmit()
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(end.driver._transport.get_extra_info("socket").fileno())
+        (peer,) = served.server.peers
+        await until(lambda: peer.busy)
+        await others_are_served(served)
+        assert peer._unsent() <= sending.MOST_AHEAD_BYTES + (64 << 10)
+        await served.empty()
 
 
 GARBAGE = {
@@ -155,10 +154,10 @@ GARBAGE = {
 
 @pytest.mark.parametrize("library", LIBRARIES)
 async def test_garbage_on_streams(root, tls, fingerprint, library):
-    async with serving(root, tls, fingerprint, library=library, handshake_s=0.5) as served:
+    async with serving(root, tls, fingerprint, library=library, handshake_s=0.3) as served:
 
         async def one(stream, data):
-            async with rude_client(served.address, greet=lambda end, draft: None) as end:
+            async with rude_client(served.address, greet=lambda *_: None) as end:
                 end.quic.send_stream_data(stream, data, False)
                 end.driver.transmit()
                 async with asyncio.timeout(5):
@@ -204,11 +203,11 @@ async def test_garbage_in_packets(root, tls, fingerprint, library):
 
 
 async def test_connections_without_end(root, tls, fingerprint):
-    async with serving(root, tls, fingerprint, connections=5, handshake_s=1.0) as served:
+    async with serving(root, tls, fingerprint, connections=5, handshake_s=0.5) as served:
         async with served.connect() as guest:
 
             async def one():
-                async with rude_client(served.address, greet=lambda end, draft: None) as end:
+                async with rude_client(served.address, greet=lambda *_: None) as end:
                     return await end.over
 
             results = await asyncio.gather(*(one() for _ in range(12)))
@@ -251,12 +250,12 @@ async def test_names_that_are_too_long(root, tls, fingerprint, catalog, draft):
     async with serving(root, tls, fingerprint) as served:
         for name in (*fits, *too_long):
             async with rude_client(served.address, draft=draft) as end:
-                await until(lambda: any(isinstance(event, Ready) for event in end.events))  # noqa: B023
+                await until(lambda: any(isinstance(event, Ready) for event in end.events))
                 number = end.session.fetch(catalog.namespace.fields(), b"Int4", HERE, HERE, Parameters())
                 (command,) = end.session.take_commands()
                 end._carry_out(replace(command, data=raw_fetch(draft, number, *name)))
                 end.driver.transmit()
-                await until(lambda: end.over.done() or refusals(end))  # noqa: B023
+                await until(lambda: end.over.done() or refusals(end))
                 if name in fits:
                     assert refusals(end)[0].code == RequestCode.DOES_NOT_EXIST
                 else:

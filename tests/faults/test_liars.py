@@ -25,6 +25,7 @@ from tests.faults.common import (
     Stopwatch,
     connect,
     engine,
+    for_both,
     right,
     serving,
 )
@@ -87,7 +88,7 @@ LIES = {
     ),
     "refused with an unknown code": (lambda answer: answer.refuse(0x7777, "because"), "0x7777: because"),
     "stalled": (lambda answer: answer.one_object(answer.frame[:999], size=FULL, end=False), "it stands still"),
-    "no answer": (lambda answer: None, "it stands still"),
+    "no answer": (lambda _: None, "it stands still"),
     "garbage as objects": (lambda answer: answer.write(b"\x3f" + b"\xff" * 500), "broke the protocol"),
     "garbage as messages": (bad_control, "broke the protocol"),
     "two streams": (two_streams, "a second stream"),
@@ -112,23 +113,27 @@ async def test_a_lie_told_once_is_refused_and_the_group_asked_for_again(root, tl
         assert any(LIES[name][1] in reason for reason in log.reasons()), (name, log.reasons())
 
 
-@pytest.mark.parametrize("name", ["one bit", "long", "stalled", "garbage as objects"])
-async def test_a_lie_told_always(root, tls, fingerprint, name):
+async def test_a_lie_told_always(root, tls, fingerprint):
     """Without an engine it ends in an error that names it; with one, in a cache without a hole."""
-    lie, reason = LIES[name]
-    async with lying(root, tls, fingerprint, lie, once=False) as served:
-        async with served.connect() as one, served.connect() as other:
+
+    async def one(name):
+        lie, reason = LIES[name]
+        starting = lying(root, tls, fingerprint, lie, once=False)
+        async with starting as served, served.connect() as connection, served.connect() as other:
             watch = Stopwatch()
             error, played = await asyncio.gather(
-                play(one, TOKENS, deadline=1.0, patience=2.0, spec=SPEC),
+                play(connection, TOKENS, deadline=1.0, patience=2.0, spec=SPEC),
                 play(other, TOKENS, deadline=1.0, patience=2.0, recompute=engine(), cost=COST),
                 return_exceptions=True,
             )
-            assert watch.s < 2.5
-    assert isinstance(error, PlayError), error
-    assert reason in str(error)
-    assert right(played)
-    assert played.coverage[GOAL] == "recomputed"
+            assert watch.s < 2.5, name
+        assert isinstance(error, PlayError), error
+        assert reason in str(error), name
+        assert right(played), name
+        assert played.met, name
+        assert played.coverage[GOAL] == "recomputed", name
+
+    await asyncio.gather(*map(one, ("one bit", "long", "stalled", "garbage as objects")))
 
 
 FOREIGN = {
@@ -181,17 +186,15 @@ async def dialled(address, fingerprint, quic="aioquic", **options):
 
 
 async def test_a_server_that_never_says_setup(tls, fingerprint):
-    async with rude_server(tls, greet=lambda end, draft: None) as address:
-        for library in LIBRARIES:
-            said, after_s = await failing(dialled(address, fingerprint, library))
+    async with rude_server(tls, greet=lambda *_: None) as address:
+        for said, after_s in await for_both(lambda library: failing(dialled(address, fingerprint, library))):
             assert "no SETUP within 0.6 s" in said
             assert after_s < 1.2
 
 
 async def test_a_server_that_closes_at_once(tls, fingerprint):
-    async with rude_server(tls, greet=lambda end, draft: end.shut(0x1, "out of order")) as address:
-        for library in LIBRARIES:
-            said, after_s = await failing(dialled(address, fingerprint, library))
+    async with rude_server(tls, greet=lambda end, _: end.shut(0x1, "out of order")) as address:
+        for said, after_s in await for_both(lambda library: failing(dialled(address, fingerprint, library))):
             assert "INTERNAL_ERROR: out of order" in said
             assert after_s < 0.5
 
@@ -201,25 +204,25 @@ async def test_a_server_whose_setup_is_garbage(tls, fingerprint):
         end.quic.send_stream_data(3, b"\xff\xfe\xfd" * 20, False)
 
     async with rude_server(tls, greet=greet) as address:
-        for library in LIBRARIES:
-            said, after_s = await failing(dialled(address, fingerprint, library))
+        for said, after_s in await for_both(lambda library: failing(dialled(address, fingerprint, library))):
             assert "broke the protocol" in said
             assert after_s < 0.5
 
 
 async def test_a_server_that_answers_nothing(tls, fingerprint):
-    async with rude_server(tls) as address:
-        for library in LIBRARIES:
-            async with connect(address, fingerprint, library) as connection:
-                (said, after_s), played = await asyncio.gather(
-                    failing(play(connection, TOKENS, deadline=0.8, spec=SPEC), PlayError),
-                    play(connection, TOKENS, deadline=1.2, recompute=engine(), cost=COST),
-                )
-                assert "no answer within 0.8" in said
-                assert after_s < 1.0
-                assert played.coverage == ("recomputed",) * GROUPS
-                assert played.met
-                assert right(played)
+    async def one(library):
+        async with rude_server(tls) as address, connect(address, fingerprint, library) as connection:
+            return await asyncio.gather(
+                failing(play(connection, TOKENS, deadline=0.8, spec=SPEC), PlayError),
+                play(connection, TOKENS, deadline=1.2, recompute=engine(), cost=COST),
+            )
+
+    for (said, after_s), played in await for_both(one):
+        assert "no answer within 0.8" in said
+        assert after_s < 1.0
+        assert played.coverage == ("recomputed",) * GROUPS
+        assert played.met
+        assert right(played)
 
 
 async def test_a_server_that_speaks_only_an_unknown_draft(tls, fingerprint):
