@@ -15,7 +15,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvabr.errors import FormatError
+from kvabr.errors import FormatError, UsageError
 from kvabr.kv import GROUP_TOKENS
 
 ROOT = "moq://kvcache.moq.arpa/v1/"
@@ -188,13 +188,20 @@ def chain(
 
     Returns:
         One string of 64 hex digits per group; the last one names the prompt.
+
+    Raises:
+        UsageError: something that is no token id.
     """
     head = [model.encode(), tokenizer.encode(), salt, struct.pack("<I", group_tokens)]
     state = hashlib.sha256(b"kvabr.chain/1\0" + b"".join(struct.pack("<Q", len(part)) + part for part in head)).digest()
     digests = []
     for first in range(0, len(tokens), group_tokens):
         chunk = tokens[first : first + group_tokens]
-        state = hashlib.sha256(state + struct.pack(f"<I{len(chunk)}I", len(chunk), *chunk)).digest()
+        try:
+            packed = struct.pack(f"<I{len(chunk)}I", len(chunk), *chunk)
+        except struct.error as error:
+            raise UsageError(f"token ids are whole numbers from 0 to 2**32 - 1 ({error})") from error
+        state = hashlib.sha256(state + packed).digest()
         digests.append(state.hex())
     return digests
 

@@ -35,9 +35,11 @@ def save(played: Played, path: Path) -> None:
         "catalog_sha256": played.catalog_sha256,
         "loss": played.loss,
     }
+    path = path.resolve()
+    if path.exists() and not path.is_file():
+        raise AssetError(f"{path}: is no ordinary file, and is left alone; name another")
     partial: Path | None = None
     try:
-        path = path.resolve()
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".partial")
         os.close(handle)
         partial = Path(name)

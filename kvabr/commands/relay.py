@@ -24,7 +24,7 @@ Groups are kept in memory, and fetched from the origin once however many players
 asked for anew after two seconds. When the origin goes away, the relay serves what it has, and goes on when it is back.
 Besides --memory, QUIC holds up to 10 MB for each player that takes more slowly than it is given.
 
-Everyone who may enter the relay may read what its own token for the origin opens. --token says who may enter.
+Everyone who may enter the relay may read what its own token for the origin opens. --token-file says who may enter.
 
 The relay needs moq-rs (pip install 'kvabr[moq]'), towards players; towards the origin it speaks whatever that speaks.
 Groups larger than 32 MiB do not pass through it. Any other MoQT relay may stand in its place.
@@ -181,4 +181,5 @@ def _announce(relay: Relay, fingerprint: str | None, token: str | None, log: Fil
     if fingerprint is not None:
         print(f"certificate, for development: SHA-256 fingerprint {fingerprint}")
     trust = f" --fingerprint {fingerprint}" if fingerprint is not None else ""
-    print(f"fetch through it: kvabr fetch {url}{trust} --deadline 2 --out cache.safetensors", flush=True)
+    line = f"kvabr fetch {url}{trust} --asset MODEL/DIGEST --deadline 2 --out cache.safetensors"
+    print(f"fetch through it: {line}", flush=True)

@@ -70,6 +70,9 @@ class Peer(Endpoint):
 
     def make_session(self, draft: Draft) -> Session | None:
         """See `Endpoint.make_session`."""
+        if self._server.draining:
+            self.shut(SessionCode.NO_ERROR, "the server is going away")
+            return None
         if len(self._server.peers) > self._server.limits.connections:
             self._server.metrics.connections_total.inc("too many")
             self.log.warning("connection refused", why="too many connections")
@@ -164,7 +167,7 @@ class Peer(Endpoint):
         if self._grant is None:
             self._server.metrics.connections_total.inc("unauthorized")
             self.log.warning("connection refused", why="the token is missing or wrong")
-            self.session.close(SessionCode.UNAUTHORIZED, "the token is missing, wrong or expired")
+            self.session.close(SessionCode.UNAUTHORIZED, "the token is missing or wrong")
             return
         self._server.metrics.connections_total.inc("accepted")
         if self.session.draft.streams:
@@ -183,7 +186,7 @@ class Peer(Endpoint):
         if event.tokens and grant is not None:
             grant = self._server.library.admit(event.tokens[0])
         if grant is None:
-            self._refuse(number, RequestCode.UNAUTHORIZED, "the token is missing, wrong or expired")
+            self._refuse(number, RequestCode.UNAUTHORIZED, "the token is missing or wrong")
         elif (why := self._overload()) is not None:
             self._refuse(number, RequestCode.EXCESSIVE_LOAD, why, retry_ms=_BUSY_MS)
         elif isinstance(message, Fetch):

@@ -84,7 +84,10 @@ class Endpoint(ABC):
         elif kind is kinds.HandshakeCompleted:
             self._handshake_done(event.alpn_protocol)
         elif kind is kinds.ConnectionTerminated:
-            self.ended(explain(event.error_code, event.frame_type, event.reason_phrase), event.error_code)
+            # Only an application's code is one of MoQT's: QUIC has other meanings for the same small numbers.
+            ours = event.frame_type is None or event.error_code >= _CRYPTO_ERROR
+            code = event.error_code if ours else SessionCode.INTERNAL_ERROR
+            self.ended(explain(event.error_code, event.frame_type, event.reason_phrase), code)
         elif kind is kinds.PingAcknowledged:
             self.alive()
         elif session is not None:

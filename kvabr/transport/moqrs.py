@@ -321,7 +321,7 @@ class MoqConnection(Connection, Owner):
             self._end("closed by the peer")
         except self._moq.Error as error:
             said = moqlib.explain(self._moq, error)
-            self._end("the token is missing, wrong or expired" if self._moq.is_auth(error) else f"it ended ({said})")
+            self._end("the token is missing or wrong" if self._moq.is_auth(error) else f"it ended ({said})")
 
     async def _listen(self) -> None:
         """Notice a peer that is gone without a word, sooner than the library does."""
@@ -439,6 +439,6 @@ async def _admitted(moq: Any, client: Any, left_s: float) -> str:
 
 def _why(moq: Any, error: Exception) -> str:
     if moq.is_auth(error):
-        return "it does not let us in: the token is missing, wrong or expired"
+        return "it does not let us in: the token is missing or wrong"
     said = moqlib.explain(moq, error)
     return next((f"{why} ({said})" for mark, why in _WHY if mark in said), said)

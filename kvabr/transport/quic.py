@@ -322,8 +322,8 @@ class QuicConnection(Endpoint, Connection):
         if not self.shaken and code in _BAD_CERTIFICATE:
             der = self.library.peer_certificate(self.quic)
             reason = f"{certificate.why_refused(der, self._options.host)} ({reason})"
-        elif code == SessionCode.UNAUTHORIZED:
-            reason = f"{reason}; the token is missing, wrong or expired"
+        elif code == SessionCode.UNAUTHORIZED and "token" not in reason:
+            reason = f"{reason}; the token is missing or wrong"
         self._fail(reason)
 
     def alive(self) -> None:

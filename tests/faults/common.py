@@ -14,7 +14,7 @@ from pathlib import Path
 import structlog
 
 import kvabr
-from kvabr.naming import CATALOG_TRACK, PREFIX_TRACK
+from kvabr.naming import CATALOG_TRACK, PREFIX_TRACK, chain
 from kvabr.origin.encoder import Keeper, publish
 from kvabr.origin.grants import Grants
 from kvabr.origin.library import Library
@@ -35,6 +35,7 @@ SPEC = kvdata.spec(layers=2, heads=4, dim=64, group_tokens=16)
 PROMPT = prompt(96)
 TOKENS = PROMPT.tokens
 GROUPS = 6
+DIGESTS = chain(TOKENS, model=SPEC.model, tokenizer=SPEC.tokenizer, group_tokens=SPEC.group_tokens)
 COST = PrefillCost(0.002, 0.005)
 """Of the engine, seconds: half a second for the whole prompt."""
 QUIET = structlog.wrap_logger(structlog.ReturnLogger(), processors=[])
