@@ -121,25 +121,18 @@ class Log:
     """Events of a play."""
 
     lines: list[dict] = field(default_factory=list)
-    waiting: list[tuple[str, asyncio.Event]] = field(default_factory=list)
+    more: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __call__(self, line: dict) -> None:
         self.lines.append(line)
-        for name, event in self.waiting:
-            if line["event"] == name:
-                event.set()
+        self.more.set()
 
-    async def seen(self, name: str) -> None:
-        """Wait for an event of that name, past or to come."""
-        event = asyncio.Event()
-        self.waiting.append((name, event))
-        if any(line["event"] == name for line in self.lines):
-            return
+    async def seen(self, *names: str) -> None:
+        """Wait for an event of one of these names, past or to come."""
         async with asyncio.timeout(10):
-            await event.wait()
-
-    def first(self, name: str) -> dict:
-        return next(line for line in self.lines if line["event"] == name)
+            while not any(line["event"] in names for line in self.lines):
+                self.more.clear()
+                await self.more.wait()
 
     def reasons(self, name: str = "failed") -> list[str]:
         return [line["reason"] for line in self.lines if line["event"] == name]

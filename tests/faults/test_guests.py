@@ -183,7 +183,7 @@ def first_packet_with_token(dice):
 async def test_garbage_in_packets(root, tls, fingerprint, library):
     """Also handshakes that nobody means to finish, from addresses that need not be the sender's."""
     dice = random.Random(2)
-    async with serving(root, tls, fingerprint, library=library, handshake_s=0.5) as served:
+    async with serving(root, tls, fingerprint, library=library, handshake_s=0.3) as served:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
             sock.connect(served.address)
             for number in range(300):
