@@ -228,6 +228,9 @@ class Library:
         before = self._assets
         if assets == before:
             return False
+        self._assets = assets
+        self._index()
+        # Told only now: whoever acts on it will find what it says.
         for folder, asset in assets.items():
             if before.get(folder) is not asset:
                 event = "asset replaced" if folder in before else "asset added"
@@ -235,8 +238,6 @@ class Library:
                 self._log.info(event, asset=folder, model=catalog.namespace.model, groups=catalog.groups)
         for folder in before.keys() - assets.keys():
             self._log.info("asset removed", asset=folder)
-        self._assets = assets
-        self._index()
         return True
 
     def _index(self) -> None:
