@@ -9,7 +9,7 @@ import pytest
 import structlog
 
 from kvabr.origin.certificates import check, development
-from kvabr.origin.library import Library
+from kvabr.origin.holdings import Library
 from kvabr.origin.metrics import Metrics
 from kvabr.origin.moqrs import MoqServer
 from kvabr.origin.server import ServerLimits

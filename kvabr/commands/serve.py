@@ -153,7 +153,7 @@ async def _serve(
     from kvabr.origin import certificates  # noqa: PLC0415
     from kvabr.origin.backends import make_server  # noqa: PLC0415
     from kvabr.origin.grants import Grants  # noqa: PLC0415
-    from kvabr.origin.library import Library  # noqa: PLC0415
+    from kvabr.origin.holdings import Library  # noqa: PLC0415
     from kvabr.origin.metrics import Metrics  # noqa: PLC0415
     from kvabr.origin.scrape import ScrapeServer  # noqa: PLC0415
     from kvabr.origin.service import Watcher, run_until_signal  # noqa: PLC0415
@@ -187,8 +187,8 @@ def _announce(server: Server, facts: CertificateFacts, args: argparse.Namespace,
     from urllib.parse import quote  # noqa: PLC0415
 
     url = moqt_url(*server.address)
-    assets = server.library.assets
-    log.info("serving", url=url, quic=server.backend, assets=len(assets), left_out=server.library.damaged)
+    assets = server.holdings.assets
+    log.info("serving", url=url, quic=server.backend, assets=len(assets), left_out=server.holdings.damaged)
     if not assets:
         log.warning(
             "no assets yet",

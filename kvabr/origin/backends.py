@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from kvabr.errors import TransportError
-from kvabr.origin.library import Library
+from kvabr.origin.holdings import Library
 from kvabr.origin.metrics import Metrics
 from kvabr.origin.server import Server, ServerLimits, ServerTls
 from kvabr.transport.moqlib import MAX_GROUP_BYTES

@@ -232,7 +232,7 @@ class MoqPeer:
                 if why is not None:
                     self._refuse(request, why)
                     continue
-                publication = server.library.find(self._grant, namespace, name)
+                publication = server.holdings.find(self._grant, namespace, name)
                 groups = request.dynamic() if publication is not None else None
                 producer = request.accept(moq.TrackInfo(max_age_us=_KEEP_US))
                 del request
@@ -280,7 +280,7 @@ class MoqPeer:
         Raises:
             IndexError: it is not there any more.
         """
-        publication = self._server.library.find(self._grant, track.namespace, track.name)
+        publication = self._server.holdings.find(self._grant, track.namespace, track.name)
         if publication is None:
             raise IndexError(track.name)
         return publication

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs
 
 from kvabr.errors import TransportError
-from kvabr.origin.library import Library
+from kvabr.origin.holdings import Library
 from kvabr.origin.metrics import Metrics
 from kvabr.origin.moqpeer import MoqPeer
 from kvabr.origin.server import Server, ServerLimits, ServerTls
@@ -137,7 +137,7 @@ class MoqServer(Server):
                     await request.reject(_BUSY)
                     return
                 tokens = parse_qs(request.query or "", max_num_fields=64).get("token")
-                grant = self.library.admit(tokens[0].encode() if tokens else None)
+                grant = self.holdings.admit(tokens[0].encode() if tokens else None)
                 if grant is None:
                     counted.inc("unauthorized")
                     self.log.warning("connection refused", why="the token is missing or wrong")

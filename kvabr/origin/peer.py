@@ -48,7 +48,7 @@ class Peer(Endpoint):
         self._grant: Grant | None = None
         self._dense = False
         self._outbox = Outbox(
-            self._send, self._unsent, lambda: self.library.window(self.quic), self.may_send
+            self._send, self._unsent, lambda: self.lib.window(self.quic), self.may_send
         )
         self._feeding = False
         self._underway: set[int] = set()
@@ -163,7 +163,7 @@ class Peer(Endpoint):
         assert self.session is not None  # noqa: S101  # the event came from it
         self.session.responder.lenient = self._dense
         token = event.tokens[0] if event.tokens else _token_in(options.path)
-        self._grant = self._server.library.admit(token)
+        self._grant = self._server.holdings.admit(token)
         if self._grant is None:
             self._server.metrics.connections_total.inc("unauthorized")
             self.log.warning("connection refused", why="the token is missing or wrong")
@@ -184,7 +184,7 @@ class Peer(Endpoint):
         self._server.metrics.requests_total.inc(type(message).__name__)
         grant = self._grant
         if event.tokens and grant is not None:
-            grant = self._server.library.admit(event.tokens[0])
+            grant = self._server.holdings.admit(event.tokens[0])
         if grant is None:
             self._refuse(number, RequestCode.UNAUTHORIZED, "the token is missing or wrong")
         elif (why := self._overload()) is not None:
@@ -223,7 +223,7 @@ class Peer(Endpoint):
             track = message.track.decode()
         except (FormatError, UnicodeDecodeError):
             return None
-        return self._server.library.find(grant, namespace, track)
+        return self._server.holdings.find(grant, namespace, track)
 
     def _fetch(self, number: int, message: Fetch, grant: Grant) -> None:
         publication = self._find(message, grant)
@@ -328,7 +328,7 @@ class Peer(Endpoint):
         return True
 
     def _unsent(self) -> int:
-        return self.library.unsent(self.quic, chain(self._outbox.streams, self._underway))
+        return self.lib.unsent(self.quic, chain(self._outbox.streams, self._underway))
 
     def _done(self, job: Sending | None, *, complete: bool) -> None:
         if job is None:
@@ -345,7 +345,7 @@ class Peer(Endpoint):
             self._server.settled()
 
     def _forget_delivered(self) -> None:
-        quic, library = self.quic, self.library
+        quic, library = self.quic, self.lib
         self._underway = {stream for stream in self._underway if not library.delivered(quic, stream)}
         if not self.busy:
             self._server.settled()

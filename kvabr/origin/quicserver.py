@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvabr.errors import TransportError
 from kvabr.moqt.draft import DRAFTS, Draft
-from kvabr.origin.library import Library
+from kvabr.origin.holdings import Library
 from kvabr.origin.metrics import Metrics
 from kvabr.origin.peer import Peer
 from kvabr.origin.server import Server, ServerLimits, ServerTls

@@ -13,7 +13,7 @@ from kvabr.errors import UsageError
 if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger
 
-    from kvabr.origin.library import Library
+    from kvabr.origin.holdings import Library
     from kvabr.origin.metrics import Metrics
 
 
@@ -82,7 +82,7 @@ class Server(ABC):
             log: takes the events.
             metrics: takes the counts.
         """
-        self.library, self.host, self.port = library, host, port
+        self.holdings, self.host, self.port = library, host, port
         self.tls, self.limits, self.log, self.metrics = tls, limits, log, metrics
 
     @abstractmethod

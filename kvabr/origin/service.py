@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Self
 
 from kvabr.errors import KvabrError, TransportError
 from kvabr.origin.grants import Grants
-from kvabr.origin.library import Library
+from kvabr.origin.holdings import Library
 from kvabr.origin.metrics import Metrics
 from kvabr.origin.server import Server
 from kvabr.origin.shelf import Stamp

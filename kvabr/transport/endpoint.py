@@ -32,7 +32,7 @@ class Endpoint(ABC):
     """Whether our SETUP goes when the handshake is done, or the subclass starts the session itself."""
 
     def __init__(self, library: QuicLibrary) -> None:
-        self.library = library
+        self.lib = library
         self.driver: Any = None
         """The library's protocol object, once there is one."""
         self.session: Session | None = None
@@ -126,7 +126,7 @@ class Endpoint(ABC):
     def settle_and_send(self) -> None:
         """The same, when nothing that the library called will send it."""
         self.settle()
-        self.driver._transmit_soon() if self.library.name == "aioquic" else self.driver.transmit()  # noqa: SLF001
+        self.driver._transmit_soon() if self.lib.name == "aioquic" else self.driver.transmit()  # noqa: SLF001
 
     def may_send(self, stream: int) -> bool:
         """Whether a stream of ours that the session has opened is allowed by the peer, too."""
@@ -137,20 +137,20 @@ class Endpoint(ABC):
         if not isinstance(command, Close) and session is not None:
             stream = command.stream
             ours = stream % 2 == (not session.client)
-            if stream in self._held or (ours and not self.library.may_open(quic, stream)):
+            if stream in self._held or (ours and not self.lib.may_open(quic, stream)):
                 self._hold(command, session)
                 return
         try:
             if isinstance(command, Write):
                 quic.send_stream_data(command.stream, command.data, command.fin)
-                if len(command.data) > 0 and self.library.backlog(quic, command.stream) > _MOST_UNREAD:
+                if len(command.data) > 0 and self.lib.backlog(quic, command.stream) > _MOST_UNREAD:
                     quic.close(error_code=SessionCode.INTERNAL_ERROR, reason_phrase="answers are not read")
             elif isinstance(command, Reset):
                 quic.reset_stream(command.stream, command.code)
-                self.library.hurry(quic, command.stream)
+                self.lib.hurry(quic, command.stream)
             elif isinstance(command, Stop):
                 quic.stop_stream(command.stream, command.code)
-                self.library.hurry(quic, command.stream)
+                self.lib.hurry(quic, command.stream)
             else:
                 quic.close(error_code=command.code, reason_phrase=command.reason[:500])
         except self.broken:
@@ -171,7 +171,7 @@ class Endpoint(ABC):
     def _release(self) -> None:
         """Carry out what the peer allows by now."""
         for stream in list(self._held):
-            if self.library.may_open(self.quic, stream):
+            if self.lib.may_open(self.quic, stream):
                 for command in self._held.pop(stream):
                     self._carry_out(command)
 

@@ -211,7 +211,7 @@ class QuicConnection(Endpoint, Connection):
     def stats(self) -> ConnectionStats:
         """See `Connection.stats`."""
         rtt = self.round_trip()
-        return ConnectionStats(rtt, self._received, self.library.lost(self.quic))
+        return ConnectionStats(rtt, self._received, self.lib.lost(self.quic))
 
     @property
     def closed(self) -> bool:
@@ -268,7 +268,7 @@ class QuicConnection(Endpoint, Connection):
 
     def round_trip(self) -> float | None:
         """The smoothed round trip, seconds."""
-        return self.library.round_trip(self.quic) if self.driver is not None else None
+        return self.lib.round_trip(self.quic) if self.driver is not None else None
 
     # ------------------------------------------------------------------ Endpoint
 
@@ -278,7 +278,7 @@ class QuicConnection(Endpoint, Connection):
         self.shaken = True
         if options.fingerprint is not None:
             try:
-                certificate.check_pinned(self.library.peer_certificate(self.quic), options.fingerprint)
+                certificate.check_pinned(self.lib.peer_certificate(self.quic), options.fingerprint)
             except TransportError as error:
                 self._fail(str(error))
                 self.close_quietly()
@@ -320,7 +320,7 @@ class QuicConnection(Endpoint, Connection):
     def ended(self, reason: str, code: int) -> None:
         """See `Endpoint.ended`."""
         if not self.shaken and code in _BAD_CERTIFICATE:
-            der = self.library.peer_certificate(self.quic)
+            der = self.lib.peer_certificate(self.quic)
             reason = f"{certificate.why_refused(der, self._options.host)} ({reason})"
         elif code == SessionCode.UNAUTHORIZED and "token" not in reason:
             reason = f"{reason}; the token is missing or wrong"

@@ -9,7 +9,7 @@ import torch
 
 from kvabr.codec.profile import Profile
 from kvabr.origin.grants import EVERYTHING
-from kvabr.origin.library import Library
+from kvabr.origin.holdings import Library
 from kvabr.transport.memory import MemoryConnection, MemoryLink
 from tests.toymodel import SPEC, ToyModel, prompt, toy_asset
 

@@ -11,7 +11,7 @@ from kvabr.client.sync import Loop
 from kvabr.origin.backends import make_server
 from kvabr.origin.certificates import check, make
 from kvabr.origin.grants import Grant, Grants
-from kvabr.origin.library import Library
+from kvabr.origin.holdings import Library
 from kvabr.origin.metrics import Metrics
 from kvabr.origin.server import ServerLimits, ServerTls
 

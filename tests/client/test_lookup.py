@@ -14,7 +14,7 @@ from kvabr.client.profiles import fetch_profile, profile_at_hand
 from kvabr.errors import ForeignError, FormatError
 from kvabr.naming import TrackNamespace
 from kvabr.origin.grants import EVERYTHING
-from kvabr.origin.library import Library
+from kvabr.origin.holdings import Library
 from kvabr.transport.base import NotFoundError
 from kvabr.transport.memory import Fault, MemoryConnection
 from tests import assets

@@ -17,7 +17,7 @@ import kvabr
 from kvabr.naming import CATALOG_TRACK, PREFIX_TRACK, chain
 from kvabr.origin.encoder import Keeper, publish
 from kvabr.origin.grants import Grants
-from kvabr.origin.library import Library
+from kvabr.origin.holdings import Library
 from kvabr.origin.metrics import Metrics
 from kvabr.origin.publication import Publication
 from kvabr.origin.quicserver import QuicServer

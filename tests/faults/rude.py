@@ -11,7 +11,7 @@ from kvabr.moqt.draft import DRAFTS
 from kvabr.moqt.objectwriter import FetchWriter
 from kvabr.moqt.session import Session
 from kvabr.moqt.wire import Location
-from kvabr.origin.library import Library
+from kvabr.origin.holdings import Library
 from kvabr.origin.metrics import Metrics
 from kvabr.origin.peer import Peer
 from kvabr.origin.publication import Publication

@@ -168,10 +168,10 @@ async def test_tokens(root, tls, fingerprint, catalog, quic, draft):
 
         async with connect("all") as connection:
             assert right(await play(connection, TOKENS, deadline=2.0, policy="fixed:Int4", spec=SPEC))
-            served.server.library.regrant(Grants([grant("all", assets=("elsewhere/*",))]))
+            served.server.holdings.regrant(Grants([grant("all", assets=("elsewhere/*",))]))
             played = await play(connection, TOKENS, deadline=1.0, spec=SPEC)
             assert played.tokens == 0
-            served.server.library.regrant(Grants([grant("another")]))
+            served.server.holdings.regrant(Grants([grant("another")]))
             played = await play(connection, TOKENS, deadline=1.0, spec=SPEC)
             assert played.tokens == 0
         await refused("all")

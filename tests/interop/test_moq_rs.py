@@ -14,7 +14,7 @@ from kvabr.client.play import play_asset
 from kvabr.moqt.draft import DRAFTS, by_alpn
 from kvabr.naming import CATALOG_TRACK, PROFILE_TRACK, TrackNamespace
 from kvabr.origin.certificates import development
-from kvabr.origin.library import Library
+from kvabr.origin.holdings import Library
 from kvabr.origin.metrics import Metrics
 from kvabr.origin.quicserver import QuicServer
 from kvabr.origin.server import ServerLimits

@@ -101,7 +101,7 @@ async def test_a_grant_that_is_taken_back_counts_at_once(asset, tmp_path):
     async with origin(tmp_path, grants=Grants([grant])) as server, await dialled(server, token="t") as connection:  # noqa: S106
         namespace = asset.catalog.namespace
         assert await read_all(connection.fetch(namespace, "FP16", 0, limit=BIG))
-        server.library.regrant(Grants([]))
+        server.holdings.regrant(Grants([]))
         with pytest.raises(NotFoundError):
             await read_all(connection.fetch(namespace, "FP16", 1, limit=BIG))
 

@@ -22,7 +22,7 @@ from kvabr.moqt.codes import RequestCode
 from kvabr.naming import CATALOG_TRACK, TrackNamespace, chain, prefix_track
 from kvabr.origin.certificates import check, development
 from kvabr.origin.grants import EVERYTHING
-from kvabr.origin.library import Library
+from kvabr.origin.holdings import Library
 from kvabr.origin.metrics import Metrics
 from kvabr.origin.moqpeer import FRAME_BYTES
 from kvabr.origin.quicserver import QuicServer

@@ -23,7 +23,7 @@ from kvabr.origin import backends
 from kvabr.origin.backends import make_server
 from kvabr.origin.certificates import make
 from kvabr.origin.grants import Grants
-from kvabr.origin.library import Library
+from kvabr.origin.holdings import Library
 from kvabr.origin.metrics import Metrics
 from kvabr.origin.server import Server, ServerLimits, ServerTls
 from kvabr.origin.service import INTERRUPTED, Watcher, run_until_signal

@@ -16,7 +16,7 @@ from kvabr.moqt.objects import ObjectHeader, RangeEnd
 from kvabr.naming import CATALOG_TRACK
 from kvabr.origin import quicserver
 from kvabr.origin.certificates import check, development
-from kvabr.origin.library import Library
+from kvabr.origin.holdings import Library
 from kvabr.origin.metrics import Metrics
 from kvabr.origin.server import ServerLimits
 from kvabr.transport import quic
@@ -244,7 +244,7 @@ async def test_nobody_in_common(asset, tls, library):
 async def test_an_address_in_use(asset, tls):
     async with served(asset, tls) as server:
         port = server.address[1]
-        second = quicserver.QuicServer(server.library, "127.0.0.1", port, tls, ServerLimits(), LOG, Metrics())
+        second = quicserver.QuicServer(server.holdings, "127.0.0.1", port, tls, ServerLimits(), LOG, Metrics())
         with pytest.raises(TransportError, match="cannot be bound"):
             await second.start()
 

@@ -58,7 +58,7 @@ async def _serve(pipe: Connection, asset: Path, backend: str) -> None:
 
     from kvabr.origin import certificates  # noqa: PLC0415
     from kvabr.origin.backends import make_server  # noqa: PLC0415
-    from kvabr.origin.library import Library  # noqa: PLC0415
+    from kvabr.origin.holdings import Library  # noqa: PLC0415
     from kvabr.origin.metrics import Metrics  # noqa: PLC0415
     from kvabr.origin.server import ServerLimits  # noqa: PLC0415
 

@@ -16,9 +16,9 @@ import structlog
 from kvabr.catalog import Catalog
 from kvabr.errors import AssetError
 from kvabr.naming import CATALOG_TRACK, PROFILE_TRACK, TrackNamespace, prefix_gap, prefix_track
-from kvabr.origin import library as library_module
+from kvabr.origin import holdings as holdings_module
 from kvabr.origin.grants import EVERYTHING, Grant, Grants
-from kvabr.origin.library import Library
+from kvabr.origin.holdings import Library
 from kvabr.origin.publication import BytesPublication
 from kvabr.origin.store import CATALOG, frame_path
 from tests.assets import digests, make_asset
@@ -374,7 +374,7 @@ def test_grants_that_see_the_same_share_one_index(root, two_tenants):
 
 
 def test_catalogs_in_memory_are_bounded(root, monkeypatch):
-    monkeypatch.setattr(library_module, "KEPT_BYTES", 20_000)
+    monkeypatch.setattr(holdings_module, "KEPT_BYTES", 20_000)
     spaces = [make_asset(root / f"a{n}", range(n, n + 40)).catalog.namespace for n in range(20)]
     library = Library(root)
     for space in spaces * 2:
