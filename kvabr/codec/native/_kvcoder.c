@@ -1,0 +1,453 @@
+/* The Python module. Private: coder.py checks what it is given (and model.py the profile); here only sizes are checked, so
+ * that no mistake above can make this read or write outside of a buffer that it was handed. Where an address is handed
+ * instead, of a tensor, coder.py has checked shape and strides. Work is done without the GIL. */
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include "rans.h"
+
+static const char depth_name[] = "kvabr.Depth", transform_name[] = "kvabr.Transform";
+
+static const char *message(int error) {
+    switch (error) {
+    case TOO_SHORT: return "it ends too early, or its parts do not add up; truncated, or of another profile";
+    case LEFT_OVER: return "it does not end where it should; corrupt, or of another profile";
+    case BAD_ESCAPE: return "escapes that were not sent, or that no encoder writes; corrupt, or of another profile";
+    case BAD_INDEX: return "an index is beyond 16 bits, or cannot be reached from the one below; keep such tokens exact";
+    default: return "?";
+    }
+}
+
+static PyObject *raised(int error) {
+    if (error == NO_MEMORY)
+        return PyErr_NoMemory();
+    PyErr_SetString(PyExc_ValueError, message(error));
+    return NULL;
+}
+
+static int runs(const Path *path) {
+#ifdef HAVE_X86
+    if (path == &path_avx2)
+        return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("popcnt");
+    if (path == &path_avx512)
+        return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+               __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni");
+#endif
+    return path == &path_portable;
+}
+
+static const Path *const all_paths[] = {
+#ifdef HAVE_X86
+    &path_avx512, &path_avx2,
+#endif
+    &path_portable, NULL};
+
+static const Path *path_named(const char *name) {
+    for (int i = 0; all_paths[i]; i++)
+        if (!strcmp(all_paths[i]->name, name) && runs(all_paths[i]))
+            return all_paths[i];
+    PyErr_Format(PyExc_LookupError, "this processor has no path %s", name);
+    return NULL;
+}
+
+static PyObject *paths(PyObject *self, PyObject *none) {
+    (void)self, (void)none;
+    PyObject *list = PyList_New(0);
+    for (int i = 0; list && all_paths[i]; i++) {
+        if (!runs(all_paths[i]))
+            continue;
+        PyObject *name = PyUnicode_FromString(all_paths[i]->name);
+        if (!name || PyList_Append(list, name) < 0)
+            Py_CLEAR(list);
+        Py_XDECREF(name);
+    }
+    return list;
+}
+
+static void free_depth(PyObject *capsule) { depth_free(PyCapsule_GetPointer(capsule, depth_name)); }
+static void free_transform(PyObject *capsule) { transform_free(PyCapsule_GetPointer(capsule, transform_name)); }
+
+/* Whether a buffer has room for count items of a size. */
+static int holds(const Py_buffer *b, size_t count, size_t size) {
+    if (size && count > (size_t)PY_SSIZE_T_MAX / size)
+        return 0;
+    return (size_t)b->len == count * size;
+}
+
+static void release(Py_buffer *buffers, int n) {
+    for (int i = 0; i < n; i++)
+        if (buffers[i].obj)
+            PyBuffer_Release(buffers + i);
+}
+
+static PyObject *size_error(void) {
+    PyErr_SetString(PyExc_TypeError, "a buffer has not the size that it should have");
+    return NULL;
+}
+
+/* depth(row_class u8, radius u8, freqs u16, flag_freq u16, delta u8, order u32, contexts) */
+static PyObject *depth(PyObject *self, PyObject *args) {
+    (void)self;
+    Py_buffer b[6] = {{0}};
+    unsigned contexts;
+    PyObject *result = NULL;
+    if (!PyArg_ParseTuple(args, "y*y*y*y*y*y*I", b, b + 1, b + 2, b + 3, b + 4, b + 5, &contexts))
+        return NULL;
+    size_t rows = (size_t)b[0].len, classes = (size_t)b[1].len;
+    size_t width = classes && (contexts == 1 || contexts == 3) ? (size_t)b[2].len / 2 / classes / contexts : 0;
+    int good = rows > 0 && rows < (1u << 31) && classes > 0 && classes <= 256 && width > 1 && width <= 254;
+    good = good && holds(b + 2, classes * contexts * width, 2) && holds(b + 3, rows * (contexts == 1 ? 1 : 2), 2);
+    good = good && holds(b + 4, classes, 1) && holds(b + 5, rows, 4);
+    for (size_t i = 0; good && i < rows; i++)
+        good = ((const uint32_t *)b[5].buf)[i] < rows && ((const uint8_t *)b[0].buf)[i] < classes;
+    for (size_t c = 0; good && c < classes; c++)
+        good = 2u * ((const uint8_t *)b[1].buf)[c] + 2 <= width;
+    if (!good) {
+        release(b, 6);
+        return size_error();
+    }
+    Depth *d = depth_new((uint32_t)rows, (uint32_t)classes, contexts, (uint32_t)width, b[0].buf, b[1].buf, b[2].buf,
+                         b[3].buf, b[4].buf, b[5].buf);
+    if (!d)
+        PyErr_NoMemory();
+    else if (!(result = PyCapsule_New(d, depth_name, free_depth)))
+        depth_free(d);
+    release(b, 6);
+    return result;
+}
+
+/* One stack: (kv, kept, layers u32, mantissa i8, gain u8). */
+static int read_stack(PyObject *tuple, Transform *t, StackTransform *s, uint32_t first_row, const Path *path) {
+    Py_buffer b[3] = {{0}};
+    if (!PyArg_ParseTuple(tuple, "IIy*y*y*", &s->kv, &s->kept, b, b + 1, b + 2))
+        return -1;
+    size_t count = (size_t)b[0].len / 4, size = count * t->blocks * s->kept;
+    int good = s->kv < 2 && s->kept <= t->width && s->kept % 2 == 0 && count && count <= t->layers && holds(b, count, 4);
+    good = good && size <= (1u << 14) && holds(b + 1, size * size, 1) && holds(b + 2, size, 1);
+    for (size_t i = 0; good && i < count; i++)
+        good = ((const uint32_t *)b[0].buf)[i] < t->layers;
+    good = good && (uint64_t)first_row + count * t->blocks * t->width <= t->rows;
+    if (!good) {
+        size_error();
+    } else {
+        s->layers = (uint32_t)count, s->size = (uint32_t)size, s->first_row = first_row;
+        t->most_size = s->size > t->most_size ? s->size : t->most_size;
+        s->layer = aligned_zeros(count, sizeof *s->layer);
+        if (size)
+            s->matrix = aligned_zeros(packed_entries(s->size), sizeof *s->matrix);
+        good = s->layer && (!size || s->matrix);
+        if (good)
+            memcpy(s->layer, b[0].buf, count * sizeof *s->layer);
+        if (good && size) {
+            pack_matrix(s->matrix, b[1].buf, b[2].buf, s->size, t->paired);
+            good = !path->products8 || pack_small(s, b[1].buf, b[2].buf) == OK;
+        }
+        if (!good)
+            PyErr_NoMemory();
+    }
+    release(b, 3);
+    return good ? 0 : -1;
+}
+
+static int read_blocks(Transform *t, const Py_buffer *mantissa, const Py_buffer *gain) {
+    size_t count = (size_t)t->layers * 2 * t->blocks, area = (size_t)t->width * t->width;
+    if (!mantissa->len)
+        return 0;
+    if (!holds(mantissa, count * area, 1) || !holds(gain, count * t->width, 1))
+        return size_error(), -1;
+    t->block_entries = packed_entries(t->width);
+    t->block = aligned_zeros(count * t->block_entries, sizeof *t->block);
+    if (!t->block)
+        return PyErr_NoMemory(), -1;
+    for (size_t i = 0; i < count; i++)
+        pack_matrix(t->block + i * t->block_entries, (const int8_t *)mantissa->buf + i * area,
+                    (const uint8_t *)gain->buf + i * t->width, t->width, t->paired);
+    return 0;
+}
+
+/* transform(path, (layers, kv_heads, head_dim, block_heads), rotary, interleaved, block i8, gain u8, mean f32, stacks) */
+static PyObject *transform(PyObject *self, PyObject *args) {
+    (void)self;
+    Py_buffer b[3] = {{0}};
+    const char *name;
+    PyObject *stacks, *result = NULL;
+    Transform *t = calloc(1, sizeof *t);
+    if (!t)
+        return PyErr_NoMemory();
+    if (!PyArg_ParseTuple(args, "s(IIII)IIy*y*y*O!", &name, &t->layers, &t->kv_heads, &t->head_dim, &t->block_heads, &t->rotary,
+                          &t->interleaved, b, b + 1, b + 2, &PyTuple_Type, &stacks)) {
+        free(t);
+        return NULL;
+    }
+    const Path *path = path_named(name);
+    uint64_t layer = 2ull * t->kv_heads * t->head_dim;
+    int good = path && t->layers && t->layers <= 4096 && t->kv_heads && t->kv_heads <= 4096 && t->head_dim &&
+               t->head_dim <= 4096 && t->block_heads && t->kv_heads % t->block_heads == 0 && t->rotary <= t->head_dim &&
+               t->rotary % 2 == 0 && t->layers * layer <= (1u << 22) && t->block_heads * t->head_dim <= (1u << 14);
+    if (good) {
+        t->paired = path->paired;
+        t->rows = (uint32_t)(t->layers * layer), t->blocks = t->kv_heads / t->block_heads;
+        t->width = t->block_heads * t->head_dim, t->padded_width = (t->width + OUTPUTS - 1) / OUTPUTS * OUTPUTS;
+        t->stacks = (uint32_t)PyTuple_GET_SIZE(stacks);
+        good = holds(b + 2, t->rows, sizeof(float)) && t->stacks <= 2 * t->layers;
+    }
+    if (!good && !PyErr_Occurred())
+        size_error();
+    good = good && read_blocks(t, b, b + 1) == 0;
+    size_t count = (size_t)t->layers * 2 * t->blocks;
+    if (good) {
+        t->mean = aligned_zeros(count * t->padded_width, sizeof *t->mean);
+        t->stack = aligned_zeros(t->stacks, sizeof *t->stack);
+        good = t->mean && t->stack;
+        if (!good)
+            PyErr_NoMemory();
+    }
+    for (size_t i = 0; good && i < count; i++)
+        memcpy(t->mean + i * t->padded_width, (const float *)b[2].buf + i * t->width, t->width * sizeof(float));
+    uint32_t row = 0;
+    for (uint32_t s = 0; good && s < t->stacks; s++) {
+        good = read_stack(PyTuple_GET_ITEM(stacks, s), t, t->stack + s, row, path) == 0;
+        row += good ? t->stack[s].layers * t->blocks * t->width : 0;
+    }
+    if (good && !(result = PyCapsule_New(t, transform_name, free_transform)))
+        good = 0;
+    if (!good)
+        transform_free(t);
+    release(b, 3);
+    return result;
+}
+
+/* encode(path, depth, index i16 [row, token], below i16 or None, tokens) -> bytes */
+static PyObject *encode(PyObject *self, PyObject *args) {
+    (void)self;
+    Py_buffer b[2] = {{0}};
+    PyObject *capsule;
+    const char *name;
+    unsigned tokens;
+    if (!PyArg_ParseTuple(args, "sOy*z*I", &name, &capsule, b, b + 1, &tokens))
+        return NULL;
+    PyObject *result = NULL;
+    uint8_t *out = NULL;
+    size_t size = 0;
+    int error = OK;
+    const Path *path = path_named(name);
+    const Depth *d = path ? PyCapsule_GetPointer(capsule, depth_name) : NULL;
+    if (d && (!tokens || !holds(b, (size_t)d->rows * tokens, 2) || (d->contexts == 1) != !b[1].buf ||
+              (b[1].buf && b[1].len != b[0].len)))
+        size_error();
+    else if (d) {
+        Py_BEGIN_ALLOW_THREADS
+        error = path->encode_group(d, b[0].buf, b[1].buf, tokens, &out, &size);
+        Py_END_ALLOW_THREADS
+        result = error ? raised(error) : PyBytes_FromStringAndSize((const char *)out, (Py_ssize_t)size);
+        aligned_free(out);
+    }
+    release(b, 2);
+    return result;
+}
+
+/* decode_indices(path, depth, payload, index i16 [row, token], tokens): index holds what is below, or zeros */
+static PyObject *decode_indices(PyObject *self, PyObject *args) {
+    (void)self;
+    Py_buffer b[2] = {{0}};
+    PyObject *capsule;
+    const char *name;
+    unsigned tokens;
+    if (!PyArg_ParseTuple(args, "sOy*w*I", &name, &capsule, b, b + 1, &tokens))
+        return NULL;
+    const Path *path = path_named(name);
+    const Depth *d = path ? PyCapsule_GetPointer(capsule, depth_name) : NULL;
+    if (!d || !tokens || !holds(b + 1, (size_t)d->rows * tokens, 2)) {
+        release(b, 2);
+        return PyErr_Occurred() ? NULL : size_error();
+    }
+    int error;
+    Py_BEGIN_ALLOW_THREADS
+    Scratch *scratch = scratch_new(d->rows, tokens, NULL, 0);
+    Reader *r = aligned_zeros(1, sizeof *r);
+    int16_t *index = b[1].buf;
+    error = scratch && r ? reader_open(r, b[0].buf, (size_t)b[0].len, (uint64_t)d->rows * tokens) : NO_MEMORY;
+    for (uint32_t first = 0; first < tokens && !error; first += TILE) {
+        uint32_t here = at_most(TILE, tokens - first);
+        for (uint32_t row = 0; row < d->rows && d->contexts > 1; row++) {
+            int any = 0;
+            for (uint32_t t = 0; t < here; t++)
+                any |= index[(size_t)row * tokens + first + t];
+            scratch->live[row] = any != 0;
+        }
+        error = path->decode_tile(r, d, index + first, tokens, here, scratch->live, scratch);
+    }
+    error = error ? error : reader_end(r);
+    aligned_free(r);
+    scratch_free(scratch);
+    Py_END_ALLOW_THREADS
+    release(b, 2);
+    if (error)
+        return raised(error);
+    Py_RETURN_NONE;
+}
+
+/* Where to: (address, dtype, 5 strides in elements), and the tables of what to multiply with. */
+typedef struct {
+    Output out;
+    Py_buffer buffer[3]; /* scale, cos, sin */
+    unsigned tokens;
+} Target;
+
+static int read_target(PyObject *tuple, Target *target) {
+    unsigned long long address;
+    Output *o = &target->out;
+    Py_ssize_t s[5];
+    if (!PyArg_ParseTuple(tuple, "Ki(nnnnn)Iy*y*y*", &address, &o->dtype, s, s + 1, s + 2, s + 3, s + 4, &target->tokens,
+                          target->buffer, target->buffer + 1, target->buffer + 2))
+        return -1;
+    o->data = (char *)(uintptr_t)address;
+    for (int i = 0; i < 5; i++)
+        o->stride[i] = s[i];
+    return 0;
+}
+
+static int fits(const Target *target, const Transform *t) {
+    size_t angles = (size_t)target->tokens * (t->rotary / 2);
+    return target->tokens && target->tokens < (1u << 24) && target->out.dtype >= FLOAT32 && target->out.dtype <= BFLOAT16 &&
+           holds(target->buffer, (size_t)t->layers * 2, 4) && holds(target->buffer + 1, angles, 4) &&
+           holds(target->buffer + 2, angles, 4);
+}
+
+/* synthesise(path, transform, z i16 [row, token], target) */
+static PyObject *synthesise(PyObject *self, PyObject *args) {
+    (void)self;
+    Py_buffer z = {0};
+    Target target = {0};
+    PyObject *capsule, *tuple;
+    const char *name;
+    if (!PyArg_ParseTuple(args, "sOy*O!", &name, &capsule, &z, &PyTuple_Type, &tuple))
+        return NULL;
+    const Path *path = path_named(name);
+    const Transform *t = path ? PyCapsule_GetPointer(capsule, transform_name) : NULL;
+    int good = t && read_target(tuple, &target) == 0;
+    if (good && (t->paired != path->paired || !fits(&target, t) || !holds(&z, (size_t)t->rows * target.tokens, 2))) {
+        size_error();
+        good = 0;
+    }
+    int error = OK;
+    if (good) {
+        Py_BEGIN_ALLOW_THREADS
+        Scratch *scratch = scratch_new(t->rows, target.tokens, t, 0);
+        error = scratch ? OK : NO_MEMORY;
+        if (scratch)
+            memset(scratch->live, 1, t->rows);
+        for (uint32_t first = 0; first < target.tokens && !error; first += TILE) {
+            Tile tile = {target.buffer[0].buf, target.buffer[1].buf, target.buffer[2].buf, first,
+                         at_most(TILE, target.tokens - first)};
+            path->synthesise(t, &tile, (const int16_t *)z.buf + first, target.tokens, scratch->live, NULL, NULL, &target.out,
+                             scratch);
+        }
+        scratch_free(scratch);
+        Py_END_ALLOW_THREADS
+    }
+    release(&z, 1);
+    release(target.buffer, 3);
+    if (!good)
+        return NULL;
+    if (error)
+        return raised(error);
+    Py_RETURN_NONE;
+}
+
+typedef struct {
+    const Depth *depth[MOST_DEPTHS];
+    Py_buffer payload[MOST_DEPTHS];
+    int depths;
+} Chain;
+
+static int decode_chain(const Path *path, const Transform *t, const Chain *chain, const Target *target) {
+    size_t stride = (at_most(target->tokens, TILE) + TOKENS - 1) / TOKENS * TOKENS;
+    Scratch *scratch = scratch_new(t->rows, target->tokens, t, 1);
+    Reader *readers = aligned_zeros((size_t)chain->depths, sizeof *readers);
+    int error = scratch && readers ? OK : NO_MEMORY;
+    for (int d = 0; d < chain->depths && !error; d++)
+        error = reader_open(readers + d, chain->payload[d].buf, (size_t)chain->payload[d].len, (uint64_t)t->rows * target->tokens);
+    const Depth *last = chain->depth[chain->depths - 1];
+    for (uint32_t first = 0; first < target->tokens && !error; first += TILE) {
+        uint32_t here = at_most(TILE, target->tokens - first);
+        memset(scratch->live, 0, t->rows);
+        for (int d = 0; d < chain->depths && !error; d++)
+            error = path->decode_tile(readers + d, chain->depth[d], scratch->index, stride, here, scratch->live, scratch);
+        Tile tile = {target->buffer[0].buf, target->buffer[1].buf, target->buffer[2].buf, first, here};
+        if (!error)
+            path->synthesise(t, &tile, scratch->index, stride, scratch->live, last->row_class, last->delta, &target->out, scratch);
+    }
+    for (int d = 0; d < chain->depths && !error; d++)
+        error = reader_end(readers + d);
+    aligned_free(readers);
+    scratch_free(scratch);
+    return error;
+}
+
+/* decode(path, transform, depths, payloads, target) */
+static PyObject *decode(PyObject *self, PyObject *args) {
+    (void)self;
+    const char *name;
+    PyObject *capsule, *depths, *payloads, *tuple;
+    Target target = {0};
+    Chain chain = {0};
+    if (!PyArg_ParseTuple(args, "sOO!O!O!", &name, &capsule, &PyTuple_Type, &depths, &PyTuple_Type, &payloads, &PyTuple_Type, &tuple))
+        return NULL;
+    const Path *path = path_named(name);
+    const Transform *t = path ? PyCapsule_GetPointer(capsule, transform_name) : NULL;
+    int good = t && read_target(tuple, &target) == 0;
+    Py_ssize_t n = PyTuple_GET_SIZE(depths);
+    if (good && (t->paired != path->paired || !fits(&target, t) || n < 1 || n > MOST_DEPTHS || PyTuple_GET_SIZE(payloads) != n)) {
+        size_error();
+        good = 0;
+    }
+    for (Py_ssize_t d = 0; good && d < n; d++) {
+        chain.depth[d] = PyCapsule_GetPointer(PyTuple_GET_ITEM(depths, d), depth_name);
+        good = chain.depth[d] && PyObject_GetBuffer(PyTuple_GET_ITEM(payloads, d), chain.payload + d, PyBUF_SIMPLE) == 0;
+        if (good && (chain.depth[d]->rows != t->rows || (chain.depth[d]->contexts > 1) != (d > 0))) {
+            size_error();
+            good = 0;
+        }
+    }
+    chain.depths = (int)n;
+    int error = OK;
+    if (good) {
+        Py_BEGIN_ALLOW_THREADS
+        error = decode_chain(path, t, &chain, &target);
+        Py_END_ALLOW_THREADS
+    }
+    release(chain.payload, n < MOST_DEPTHS ? (int)n : MOST_DEPTHS);
+    release(target.buffer, 3);
+    if (!good)
+        return NULL;
+    if (error)
+        return raised(error);
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef methods[] = {
+    {"paths", paths, METH_NOARGS, "Names of the paths that this processor can run, fastest first."},
+    {"depth", depth, METH_VARARGS, "Prepare the tables of one depth."},
+    {"transform", transform, METH_VARARGS, "Prepare the matrices of a synthesis for one path."},
+    {"encode", encode, METH_VARARGS, "Indices to a payload."},
+    {"decode_indices", decode_indices, METH_VARARGS, "A payload to indices."},
+    {"synthesise", synthesise, METH_VARARGS, "Coefficients to a tensor."},
+    {"decode", decode, METH_VARARGS, "A chain of payloads to a tensor."},
+    {NULL, NULL, 0, NULL},
+};
+
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_kvcoder", "The native coder; see kvabr.codec.native.coder.", 0,
+                                    methods, NULL, NULL, NULL, NULL};
+
+PyMODINIT_FUNC PyInit__kvcoder(void) {
+    const uint32_t one = 1;
+    if (*(const uint8_t *)&one != 1) {
+        PyErr_SetString(PyExc_ImportError, "kvabr's native coder runs on little-endian processors only");
+        return NULL;
+    }
+#ifdef HAVE_X86
+    __builtin_cpu_init();
+#endif
+    return PyModule_Create(&module);
+}

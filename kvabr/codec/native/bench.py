@@ -1,0 +1,238 @@
+"""How fast the coder is: synthetic groups of real shapes, timed stage by stage on one thread. For `kvabr bench codec`.
+
+The numbers of a group are drawn so that its rate is that of a real one: Laplacian, with a spread that falls from the
+first component of each stack and block to the last. Speed depends on the rates and on how many rows are dead, on
+nothing else. Times are of the processor, not of the clock on the wall: others may be at work on the machine.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvabr.codec.native import coder, reference
+from kvabr.codec.native.model import TILE, CoderModel, Index, Stack, SynthesisModel, dequantise, frequencies
+from kvabr.kv import RopeSpec
+
+CLASSES = 32
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A cache, and how it is transformed."""
+
+    name: str
+    layers: int
+    kv_heads: int
+    head_dim: int
+    block_heads: int
+    stack_layers: int
+    kept: int
+
+
+SMOLLM2 = Shape("SmolLM2-135M", 30, 3, 64, 3, 15, 64)
+LLAMA = Shape("Llama-3.1-8B", 32, 8, 128, 2, 8, 32)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A synthetic group and its models."""
+
+    shape: Shape
+    synthesis: SynthesisModel
+    depths: tuple[CoderModel, ...]
+    indices: tuple[Index, ...]
+    payloads: tuple[bytes, ...]
+    ideal_bits: tuple[float, ...]
+
+    @property
+    def symbols(self) -> int:
+        """Elements of the group."""
+        return int(self.indices[0].size)
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Of one path and one sample: millions of elements of the cache a second, on one core; dead rows count as well."""
+
+    path: str
+    bits_per_element: float
+    live_share: float
+    """Of all elements, those in rows that are coded at all."""
+    decode_indices: float
+    decode_live: float
+    """The same, counting only elements of rows that are coded."""
+    synthesise: float
+    decode: float
+    encode_indices: float
+
+
+def synthetic(
+    shape: Shape, bits: float, depths: int = 1, *, tokens: int = TILE, seed: int = 0, dense: bool = False
+) -> Sample:
+    """Draw a group.
+
+    Args:
+        shape: of the cache.
+        bits: about how many bits an element of the base takes, .2 to 6.
+        depths: the base and so many enhancements less one, each with a step 3 times finer.
+        tokens: in the group.
+        seed: of the dice.
+        dense: all components alike, so that no row is dead: the coder's raw speed.
+    """
+    dice = np.random.default_rng(seed)
+    synthesis = _synthesis(shape, dice)
+    spread = np.ones(synthesis.rows) if dense else _spread(synthesis)
+    draw = dice.laplace(size=(synthesis.rows, tokens)) * spread[:, None]
+    step = _step_for(draw, bits)
+    finest = step / 3 ** (depths - 1)
+    indices = [np.round(draw / finest).clip(-2047, 2047).astype(np.int16)]
+    for _ in range(depths - 1):  # thirds, to the nearest
+        indices.insert(0, np.round(indices[0] / 3).astype(np.int16))
+    models: list[CoderModel] = []
+    payloads: list[bytes] = []
+    ideal: list[float] = []
+    below: Index | None = None
+    for index in indices:
+        model = _tables(index, below, spread)
+        models.append(model)
+        payloads.append(coder.encode_indices(model, index, below))
+        ideal.append(reference.ideal_bits(model, index, below))
+        below = index
+    return Sample(shape, synthesis, tuple(models), tuple(indices), tuple(payloads), tuple(ideal))
+
+
+def measure(sample: Sample, *, seconds: float = 0.5, dtype: torch.dtype = torch.bfloat16) -> Speed:
+    """Time each stage by the active path (KVABR_CODER), best of as many rounds as fit the time.
+
+    The stages of a chain are those of its last depth alone, but `decode` is the whole chain in one call.
+    """
+    model, index = sample.depths[-1], sample.indices[-1]
+    below = sample.indices[-2] if len(sample.indices) > 1 else None
+    tokens, s = index.shape[1], sample.shape
+    out = torch.empty(s.layers, 2, s.kv_heads, tokens, s.head_dim, dtype=dtype)
+    z = dequantise(model, index)
+    million = sample.symbols / 1e6
+    coded = index if below is None else index.astype(np.int32) - 3 * below
+    live = float((coded != 0).any(axis=1).mean())
+    took = _best(lambda: coder.decode_indices(model, sample.payloads[-1], tokens, below), seconds)
+    return Speed(
+        path=coder.active_path(),
+        bits_per_element=sum(len(each) for each in sample.payloads) * 8 / sample.symbols,
+        live_share=live,
+        decode_indices=million / took,
+        decode_live=million * live / took,
+        synthesise=million / _best(lambda: coder.synthesise(sample.synthesis, z, 0.1, 0, out), seconds),
+        decode=million
+        / _best(lambda: coder.decode(sample.depths, sample.payloads, sample.synthesis, 0.1, 0, out), seconds),
+        encode_indices=million / _best(lambda: coder.encode_indices(model, index, below), seconds),
+    )
+
+
+def _best(work: Callable[[], object], seconds: float) -> float:
+    best, end = float("inf"), time.thread_time() + seconds
+    while True:
+        began = time.thread_time()
+        work()
+        best = min(best, time.thread_time() - began)
+        if time.thread_time() > end:
+            return best
+
+
+def _synthesis(shape: Shape, dice: np.random.Generator) -> SynthesisModel:
+    width, blocks = shape.block_heads * shape.head_dim, shape.kv_heads // shape.block_heads
+    size = shape.stack_layers * blocks * shape.kept
+
+    def mantissas(*of: int) -> NDArray[np.int8]:
+        return dice.integers(-127, 128, of).astype(np.int8)
+
+    gain = np.full(size, 7, np.uint8)
+    stacks = tuple(
+        Stack(kv, tuple(range(first, first + shape.stack_layers)), shape.kept, mantissas(size, size), gain)
+        for kv in (0, 1)
+        for first in range(0, shape.layers, shape.stack_layers)
+    )
+    return SynthesisModel(
+        shape.layers,
+        shape.kv_heads,
+        shape.head_dim,
+        RopeSpec(10000.0, shape.head_dim),
+        shape.block_heads,
+        mantissas(shape.layers, 2, blocks, width, width),
+        np.full((shape.layers, 2, blocks, width), 16, np.uint8),
+        stacks,
+        np.zeros((shape.layers, 2, shape.kv_heads, shape.head_dim), np.float32),
+        np.ones((shape.layers, 2), np.float32),
+    )
+
+
+def _spread(synthesis: SynthesisModel) -> NDArray[np.float64]:
+    """Of each row: falling like a power, as eigenvalues of real caches do."""
+    spread = np.empty(synthesis.rows)
+    for number, stack in enumerate(synthesis.stacks):
+        spread[synthesis.stack_rows(number)] = (1 + np.arange(stack.size)) ** -0.5 * 8
+        trailing = synthesis.width - stack.kept
+        falling = (stack.kept + np.arange(trailing) + 1.0) ** -0.5
+        spread[synthesis.trailing_rows(number)] = np.tile(falling, len(stack.layers) * synthesis.blocks)
+    return spread
+
+
+def _step_for(draw: NDArray[np.float64], bits: float) -> float:
+    """The step at which rows of Laplacian indices take so many bits on average."""
+    low, high = 1e-3, 1e3
+    step = 1.0
+    scale = np.abs(draw).mean(axis=1)
+    for _ in range(40):
+        step = math.sqrt(low * high)
+        still = 1 - np.exp(-0.5 * step / scale)  # the chance of a zero, and the entropy of what is not
+        move = 1 - still
+        decay = np.exp(-step / scale)
+        size = (-_xlog(decay) - _xlog(1 - decay)) / np.maximum(1 - decay, 1e-12)
+        entropy = float((-_xlog(still) - _xlog(move) + move * (1 + size)).mean())
+        low, high = (step, high) if entropy > bits else (low, step)
+    return step
+
+
+def _xlog(p: NDArray[np.float64]) -> NDArray[np.float64]:
+    return p * np.log2(np.maximum(p, 1e-300))
+
+
+def _tables(index: Index, below: Index | None, spread: NDArray[np.float64]) -> CoderModel:
+    """Tables as a calibration would make them, of the group itself."""
+    rows = len(index)
+    coded = index.astype(np.int32)
+    context = np.zeros(index.shape, np.int64)
+    if below is not None:
+        coded = (coded - 3 * below) * np.where(below < 0, -1, 1)
+        context = np.minimum(np.abs(below.astype(np.int64)), 2)
+    rank = np.argsort(np.argsort(-spread, kind="stable"), kind="stable")
+    which = (rank * CLASSES // rows).astype(np.uint8)
+    tile_live = (coded != 0).any(axis=1)
+    contexts, widest = (1 if below is None else 3), 0
+    radius = np.zeros(CLASSES, np.uint8)
+    for c in range(CLASSES):
+        seen = np.abs(coded[which == c])
+        radius[c] = min(126, int(seen.max(initial=0)))
+        widest = max(widest, int(radius[c]))
+    freqs = np.zeros((CLASSES, contexts, 2 * widest + 2), np.uint16)
+    for c in range(CLASSES):
+        n = 2 * int(radius[c]) + 2
+        part, where = coded[(which == c) & tile_live], context[(which == c) & tile_live]
+        counts = np.zeros((contexts, n))
+        for k in range(contexts):
+            values = part[where == k] + int(radius[c])
+            values = np.where((values < 0) | (values > n - 2), n - 1, values)
+            counts[k] = np.bincount(values, minlength=n)
+        freqs[c, :, :n] = frequencies(counts)
+    chance = np.empty(rows)
+    for c in range(CLASSES):
+        chance[which == c] = tile_live[which == c].mean() if (which == c).any() else 0.5
+    flags = np.clip(np.round(chance * 4096), 1, 4095).astype(np.uint16)
+    flag_freq = np.tile(flags, (1 if below is None else 2, 1))
+    return CoderModel(which, radius, freqs, flag_freq, np.ones(CLASSES, np.uint8))

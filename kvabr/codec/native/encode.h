@@ -1,0 +1,151 @@
+/* The encoder: last symbol first, as rANS wants it, so that the decoder has them first to last. The same for every path,
+ * compiled with each; a path that defines VECTOR_ENCODER brings its own put_row and put_flags.
+ */
+#include "rans.h"
+
+#include <stdlib.h>
+
+typedef struct Writer {
+    uint32_t state[LANES] __attribute__((aligned(64)));
+    uint8_t *word;   /* written downwards */
+    uint8_t *escape; /* written downwards, too */
+} Writer;
+
+static inline void put16(uint8_t *p, uint32_t value) { p[0] = (uint8_t)value, p[1] = (uint8_t)(value >> 8); }
+static inline void put32(uint8_t *p, uint32_t value) { put16(p, value), put16(p + 2, value >> 16); }
+
+#ifndef VECTOR_ENCODER
+static inline uint32_t quotient(uint32_t x, uint64_t reciprocal) {
+#ifdef __SIZEOF_INT128__
+    return (uint32_t)((unsigned __int128)x * reciprocal >> 64);
+#else
+    uint64_t high = (uint64_t)x * (reciprocal >> 32), low = (uint64_t)x * (reciprocal & 0xFFFFFFFF);
+    return (uint32_t)((high + (low >> 32)) >> 32);
+#endif
+}
+
+static inline void put(Writer *w, uint32_t lane, const EncoderSymbol *symbol) {
+    uint32_t x = w->state[lane];
+    uint32_t full = (uint64_t)x >= (uint64_t)symbol->freq << (32 - PROBABILITY_BITS);
+    put16(w->word - 2, x);
+    w->word -= 2 * full;
+    x = full ? x >> 16 : x;
+    w->state[lane] = x + symbol->bias + quotient(x, symbol->reciprocal) * symbol->complement;
+}
+
+/* One step of flags. */
+static void put_flags(Writer *w, const uint16_t *chance, const uint8_t *set, uint32_t n) {
+    for (uint32_t lane = n; lane-- > 0;) {
+        uint32_t freq = set[lane] ? chance[lane] : TOTAL - chance[lane], start = set[lane] ? 0 : chance[lane];
+        uint32_t x = w->state[lane];
+        if ((uint64_t)x >= (uint64_t)freq << (32 - PROBABILITY_BITS)) {
+            w->word -= 2;
+            put16(w->word, x);
+            x >>= 16;
+        }
+        w->state[lane] = (x / freq << PROBABILITY_BITS) + x % freq + start;
+    }
+}
+
+static void put_row(Writer *w, const Depth *d, uint32_t which, const int16_t *value, const uint8_t *context, uint32_t tokens) {
+    int radius = d->radius[which];
+    const EncoderSymbol *tables = d->encoder + (size_t)which * d->contexts * d->width, *table = tables;
+    for (uint32_t t = tokens; t-- > 0;) {
+        int v = value[t];
+        if (d->contexts > 1)
+            table = tables + context[t] * d->width;
+        const EncoderSymbol *symbol = table + (v < -radius || v > radius ? 2 * radius + 1 : v + radius);
+        if (symbol->freq == 0 || symbol == table + 2 * radius + 1) {
+            symbol = table + 2 * radius + 1;
+            w->escape -= 2;
+            put16(w->escape, (uint16_t)v);
+        }
+        put(w, t % LANES, symbol);
+    }
+}
+#endif
+
+/* What is coded for one row of a tile: values, and their contexts. *bad is set if a decoder would not get there. */
+static int conditioned(const int16_t *index, const int16_t *below, uint32_t tokens, int16_t *value, uint8_t *context,
+                       int *bad) {
+    int any = 0, wrong = 0;
+    if (!below) {
+        for (uint32_t t = 0; t < tokens; t++) {
+            any |= index[t];
+            wrong |= index[t] == INT16_MIN;
+        }
+        if (any)
+            memcpy(value, index, tokens * sizeof *value);
+    } else {
+        for (uint32_t t = 0; t < tokens; t++) {
+            int b = below[t], change = index[t] - 3 * b, size = b < 0 ? -b : b;
+            wrong |= (size > INT16_MAX / 3) | (change > INT16_MAX) | (change < -INT16_MAX);
+            value[t] = (int16_t)(b < 0 ? -change : change);
+            context[t] = (uint8_t)(size > 2 ? 2 : size);
+            any |= value[t];
+        }
+    }
+    *bad |= wrong;
+    return any != 0;
+}
+
+static int any_nonzero(const int16_t *row, uint32_t tokens) {
+    int any = 0;
+    for (uint32_t t = 0; t < tokens; t++)
+        any |= row[t];
+    return any != 0;
+}
+
+static int encode_group(const Depth *d, const int16_t *index, const int16_t *below, uint32_t tokens, uint8_t **out, size_t *size) {
+    int bad = 0;
+    size_t rows = d->rows, tiles = ((size_t)tokens + TILE - 1) / TILE;
+    /* A word and an escape for each symbol and a word for each flag, at most; the first is written before it counts. */
+    size_t most_words = rows * tokens + rows * tiles + 1, most_escapes = rows * tokens;
+    uint8_t *words = malloc(2 * most_words), *escapes = malloc(2 * most_escapes), *live = calloc(rows + LANES, 1);
+    uint16_t *mixed = calloc(rows + LANES, sizeof *mixed); /* chances of flags, where they depend on what is below */
+    if (!words || !escapes || !live || !mixed) {
+        free(words), free(escapes), free(live), free(mixed);
+        return NO_MEMORY;
+    }
+    Writer w = {{0}, words + 2 * most_words, escapes + 2 * most_escapes};
+    for (int lane = 0; lane < LANES; lane++)
+        w.state[lane] = LOW;
+    for (size_t tile = tiles; tile-- > 0;) {
+        uint32_t first = (uint32_t)tile * TILE, here = at_most(TILE, tokens - first);
+        uint32_t which = d->classes;
+        while (which-- > 0) {
+            uint32_t begin = which ? d->class_end[which - 1] : 0;
+            for (uint32_t i = d->class_end[which]; i-- > begin;) {
+                int16_t value[TILE];
+                uint8_t context[TILE];
+                size_t at = (size_t)d->order[i] * tokens + first;
+                live[i] = (uint8_t)conditioned(index + at, below ? below + at : NULL, here, value, context, &bad);
+                if (live[i])
+                    put_row(&w, d, which, value, context, here);
+            }
+        }
+        const uint16_t *chance = d->flag[0];
+        if (below) {
+            for (uint32_t i = 0; i < d->rows; i++)
+                mixed[i] = d->flag[any_nonzero(below + (size_t)d->order[i] * tokens + first, here)][i];
+            chance = mixed;
+        }
+        for (uint32_t step = (d->rows + LANES - 1) / LANES; step-- > 0;)
+            put_flags(&w, chance + step * LANES, live + step * LANES, at_most(LANES, d->rows - step * LANES));
+    }
+    size_t word_bytes = (size_t)(words + 2 * most_words - w.word), escape_bytes = (size_t)(escapes + 2 * most_escapes - w.escape);
+    int error = bad || word_bytes / 2 > UINT32_MAX || escape_bytes / 2 > UINT32_MAX ? BAD_INDEX : OK;
+    *size = HEAD_BYTES + word_bytes + escape_bytes;
+    if (!error && (*out = aligned_zeros(*size, 1)) == NULL)
+        error = NO_MEMORY;
+    if (!error) {
+        put32(*out, (uint32_t)(word_bytes / 2));
+        put32(*out + 4, (uint32_t)(escape_bytes / 2));
+        for (int lane = 0; lane < LANES; lane++)
+            put32(*out + 8 + 4 * lane, w.state[lane]);
+        memcpy(*out + HEAD_BYTES, w.word, word_bytes);
+        memcpy(*out + HEAD_BYTES + word_bytes, w.escape, escape_bytes);
+    }
+    free(words), free(escapes), free(live), free(mixed);
+    return error;
+}

@@ -1,0 +1,157 @@
+/* The native coder: what its files share. `reference.py` says what all of it must compute, bit for bit.
+ *
+ *   tables.c     what is prepared once per profile: lookup tables, packed matrices
+ *   rans.h       the state of 64 interleaved rANS decoders and how a payload is opened
+ *   path_*.c     one for each instruction set: a rANS step and an integer matrix product ...
+ *   tile.h, synth.h, encode.h     ... and what is the same for all, compiled anew with each of them
+ *   _kvcoder.c   the Python module
+ */
+#ifndef KVCODER_H
+#define KVCODER_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#define LANES 64
+#define TILE 128
+#define PROBABILITY_BITS 12
+#define TOTAL (1 << PROBABILITY_BITS)
+#define LOW (1u << 16)
+#define FARTHEST 2047
+#define MOST_DEPTHS 16
+#define ESCAPE (-128) /* in place of a value in a lookup entry */
+#define FLAT_BASE 32  /* symbols up to which a table is searched by comparing, without contexts ... */
+#define FLAT_CONTEXT 8 /* ... and with three of them */
+
+/* Matrix products work on 8 tokens and 32 outputs at a time. */
+#define TOKENS 8
+#define OUTPUTS 32
+
+enum { OK = 0, TOO_SHORT, LEFT_OVER, BAD_ESCAPE, BAD_INDEX, NO_MEMORY };
+enum { FLOAT32 = 0, FLOAT16, BFLOAT16 };
+
+/* A table whose few symbols are found by comparing a slot with where each begins. */
+typedef struct {
+    uint16_t symbols;                /* used ones; 0: too many, look slots up */
+    int16_t start[FLAT_BASE];        /* without contexts: of symbol 1, 2 ...; with: see start3 */
+    int16_t start3[FLAT_CONTEXT][8]; /* [symbol][context, padded]: of symbol 1, 2 ... */
+    uint32_t entry[FLAT_BASE];       /* [symbol], or [8 context + symbol]: as in Depth.lookup, with the start as place */
+} Flat;
+
+typedef struct {
+    uint32_t freq, start;
+    uint64_t reciprocal; /* ceil(2^64 / freq); 2^64 - 1 for 1 */
+    uint32_t bias, complement;
+} EncoderSymbol;
+
+/* One depth: a CoderModel. */
+typedef struct {
+    uint32_t rows, classes, contexts, width;
+    uint32_t *order;      /* [row] in coding order */
+    uint32_t *class_end;  /* [class]: where in `order` it ends */
+    uint16_t *flag[2];    /* [position in `order`]; the second only with three contexts */
+    uint32_t *lookup;     /* [class][context][slot]: value << 24 | place in symbol << 12 | frequency */
+    Flat *flat;           /* [class] */
+    EncoderSymbol *encoder; /* [class][context][symbol] */
+    uint32_t *coded;        /* [class], then [context][symbol] without gaps: escape << 31 | start << 12 | frequency */
+    uint8_t *radius;      /* [class] */
+    uint8_t *row_class, *delta; /* [row], [class] */
+} Depth;
+
+typedef struct {
+    uint32_t kv, layers, kept, size;
+    uint32_t *layer;
+    uint32_t first_row;
+    int16_t *matrix; /* packed; NULL if size is 0 */
+    /* For components that are small in a tile, four at a time: [outputs / 32][components / 4][32][4] mantissa + 128, of
+     * the fours whose gain is `gain`; NULL if the path has no use for it. */
+    uint8_t *small, *fits; /* fits: [components / 4] */
+    int32_t gain;
+} StackTransform;
+
+/* A SynthesisModel. A packed matrix is [outputs / 32][components / 2][32][2], or [...][2][32] for the portable path. */
+typedef struct {
+    uint32_t layers, kv_heads, head_dim, block_heads, blocks, width, padded_width, rows, most_size;
+    uint32_t rotary, interleaved; /* leading dimensions of a key that turn; which form pairs */
+    int paired;                   /* whether the packed matrices hold two components side by side */
+    size_t block_entries;         /* int16 per packed block matrix */
+    int16_t *block;               /* [layer][kv][block] packed; NULL: identity */
+    float *mean;                  /* [layer][kv][block][padded_width] */
+    uint32_t stacks;
+    StackTransform *stack;
+} Transform;
+
+typedef struct {
+    char *data;
+    int dtype;
+    ptrdiff_t stride[5]; /* elements: layer, kv, head, token, dim */
+} Output;
+
+/* What synthesis needs besides the transform. */
+typedef struct {
+    const float *scale;     /* [layer][kv] */
+    const float *cos, *sin; /* [token][rotary / 2] */
+    uint32_t first, tokens; /* of the tile within the group */
+} Tile;
+
+struct Reader;
+struct Scratch;
+
+/* One instruction set. */
+typedef struct {
+    const char *name;
+    int paired;   /* whether packed matrices hold two components side by side */
+    int products8; /* whether it multiplies bytes, too, in the stack transform */
+    /* Decodes one tile of one depth into index[row * stride + token], which holds what is below if the depth refines.
+     * live[row]: whether the row has any index but 0; of what is below before, of the result after. */
+    int (*decode_tile)(struct Reader *, const Depth *, int16_t *index, size_t stride, uint32_t tokens, uint8_t *live,
+                       struct Scratch *);
+    /* From indices (delta not NULL) or coefficients to the output. */
+    void (*synthesise)(const Transform *, const Tile *, const int16_t *index, size_t stride, const uint8_t *live,
+                       const uint8_t *row_class, const uint8_t *delta, const Output *, struct Scratch *);
+    /* Indices of a group to a payload in a new buffer (aligned_free). */
+    int (*encode_group)(const Depth *, const int16_t *index, const int16_t *below, uint32_t tokens, uint8_t **out,
+                        size_t *size);
+} Path;
+
+extern const Path path_portable;
+#if defined(__GNUC__) && defined(__x86_64__)
+#define HAVE_X86 1
+extern const Path path_avx2, path_avx512;
+#endif
+
+/* Memory of one decode; sized by `scratch_new`. */
+typedef struct Scratch {
+    void *block;
+    size_t bytes;
+    uint16_t *chance;   /* [rows + 64] */
+    uint64_t *flags;    /* [rows / 64 + 1] */
+    int16_t *index;     /* [rows][TILE or less]: only if asked for */
+    uint8_t *live;      /* [rows] */
+    uint32_t *list;     /* [most pairs] */
+    uint32_t *z, *y;    /* [token block][pair][8] */
+    uint32_t *list8, *z8; /* of fours: [most fours], [token block][four][8] */
+    int32_t *offset8;   /* [token]: what the 128 in the mantissas adds, negative */
+    float *values;      /* [token][padded width] */
+} Scratch;
+
+Scratch *scratch_new(uint32_t rows, uint32_t tokens, const Transform *transform, int index);
+void scratch_free(Scratch *);
+
+/* 64-byte aligned, zeroed; counts in elements, refused if the product overflows. */
+void *aligned_zeros(size_t count, size_t size);
+void aligned_free(void *);
+
+/* tables.c: none of these checks what model.py has checked, but all check sizes. */
+Depth *depth_new(uint32_t rows, uint32_t classes, uint32_t contexts, uint32_t width, const uint8_t *row_class,
+                 const uint8_t *radius, const uint16_t *freqs, const uint16_t *flag_freq, const uint8_t *delta,
+                 const uint32_t *order);
+void depth_free(Depth *);
+void pack_matrix(int16_t *to, const int8_t *mantissa, const uint8_t *gain, uint32_t size, int paired);
+int pack_small(StackTransform *, const int8_t *mantissa, const uint8_t *gain);
+size_t packed_entries(uint32_t size);
+void transform_free(Transform *);
+
+static inline uint32_t at_most(uint32_t a, uint32_t b) { return a < b ? a : b; }
+
+#endif

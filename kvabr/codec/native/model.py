@@ -1,0 +1,386 @@
+"""What a coder needs to know before the first byte: probability tables of one depth, and the matrices behind indices.
+
+All of it comes from a profile, which is hostile until checked: the constructors check everything that decoding relies
+on, so that no decoder has to.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvabr.errors import FormatError
+from kvabr.kv import RopeSpec
+
+PROBABILITY_BITS = 12
+TOTAL = 1 << PROBABILITY_BITS
+"""What the frequencies of a table sum to."""
+LANES = 64
+"""rANS states side by side."""
+TILE = 128
+"""Tokens that share row flags."""
+MOST_ROWS = 1 << 22
+"""Coefficients per token; the largest known caches have a tenth."""
+MOST_RADIUS = 126
+MOST_DELTA = 7
+FARTHEST = 2047
+"""Indices beyond this are decoded as this: 16 times it still is an int16."""
+ONE = 1 << 14
+"""1.0 in the fixed point of the matrices."""
+FINE = 16
+"""Coefficients are in units of the step divided by this."""
+_MOST_WIDTH = 1 << 14
+_MOST_ENTRIES = 1 << 30
+"""Entries of all matrices together."""
+
+Index = NDArray[np.int16]
+
+
+@dataclass(frozen=True, eq=False)
+class CoderModel:
+    """The probability tables of one depth.
+
+    A row is one coefficient over the tokens of a group. Rows of a class share a table; a depth that refines another
+    has three tables a class, for indices below of magnitude 0, 1, and 2 or more.
+
+    Raises:
+        FormatError: the arrays are not those of a coder.
+    """
+
+    row_class: NDArray[np.uint8]
+    """[row]: the class of each."""
+    radius: NDArray[np.uint8]
+    """[class]: symbol s stands for index s - radius; symbol 2 radius + 1 is the escape."""
+    freqs: NDArray[np.uint16]
+    """[class, context, symbol]: of 4,096. 0 is never used (such an index is escaped), the escape has at least 1."""
+    flag_freq: NDArray[np.uint16]
+    """[flag context, row]: the chance of 4,096 that a row has any index but 0 in a tile; with three contexts it has two
+    rows, for the row below without and with such an index."""
+    delta: NDArray[np.uint8]
+    """[class]: how much nearer to zero than the middle of their interval indices are decoded, in units of step/16."""
+    order: NDArray[np.uint32] = field(init=False)
+    """[row]: the rows as they are coded, class after class."""
+
+    def __post_init__(self) -> None:
+        _array(self, "row_class", np.uint8, 1)
+        _array(self, "radius", np.uint8, 1)
+        _array(self, "freqs", np.uint16, 3)
+        _array(self, "flag_freq", np.uint16, 2)
+        _array(self, "delta", np.uint8, 1)
+        rows, classes = len(self.row_class), len(self.radius)
+        _need(0 < rows <= MOST_ROWS, f"{rows} coefficients per token, must be 1 to {MOST_ROWS}")
+        _need(0 < classes <= 256, f"{classes} classes, must be 1 to 256")
+        _need(int(self.row_class.max()) < classes, "a coefficient is of a class that does not exist")
+        widest = int(self.radius.max())
+        _need(widest <= MOST_RADIUS, f"a radius of {widest}, must be at most {MOST_RADIUS}")
+        contexts = self.freqs.shape[1]
+        _need(contexts in (1, 3), f"{contexts} contexts, must be 1 or 3")
+        wanted = (classes, contexts, 2 * widest + 2)
+        _need(self.freqs.shape == wanted, f"tables of shape {self.freqs.shape}, must be {wanted}")
+        _need(bool((self.freqs.sum(axis=2, dtype=np.int64) == TOTAL).all()), f"a table does not sum to {TOTAL}")
+        _need(int(self.freqs.max()) < TOTAL, f"a symbol has all the probability; {TOTAL - 1} is the most")
+        escape = 2 * self.radius.astype(np.int64) + 1
+        at = np.broadcast_to(escape[:, None, None], (classes, contexts, 1))
+        _need(bool((np.take_along_axis(self.freqs, at, axis=2) > 0).all()), "an escape has no probability")
+        beyond = np.arange(wanted[2]) > escape[:, None]
+        _need(not self.freqs[np.broadcast_to(beyond[:, None], wanted)].any(), "a symbol beyond the escape is used")
+        flags = (1 if contexts == 1 else 2, rows)
+        _need(self.flag_freq.shape == flags, f"flags of shape {self.flag_freq.shape}, must be {flags}")
+        lowest, highest = int(self.flag_freq.min()), int(self.flag_freq.max())
+        _need(lowest >= 1 and highest < TOTAL, f"a flag's probability must be 1 to {TOTAL - 1} of {TOTAL}")
+        _need(self.delta.shape == (classes,), f"{self.delta.shape} deltas for {classes} classes")
+        _need(int(self.delta.max()) <= MOST_DELTA, f"a delta of {int(self.delta.max())}, must be at most {MOST_DELTA}")
+        order = np.argsort(self.row_class, kind="stable").astype(np.uint32)
+        order.flags.writeable = False
+        object.__setattr__(self, "order", order)
+
+    @property
+    def rows(self) -> int:
+        """Coefficients per token."""
+        return len(self.row_class)
+
+    @property
+    def classes(self) -> int:
+        """How many tables, or triples of tables."""
+        return len(self.radius)
+
+    @property
+    def contexts(self) -> int:
+        """1, or 3 if it refines."""
+        return int(self.freqs.shape[1])
+
+    @property
+    def refines(self) -> bool:
+        """Whether it is coded conditionally on the depth below."""
+        return self.contexts == 3
+
+
+@dataclass(frozen=True, eq=False)
+class Stack:
+    """A run of layers, keys or values, whose first components are transformed together."""
+
+    kv: int
+    """0: keys, 1: values."""
+    layers: tuple[int, ...]
+    kept: int
+    """Components of every block that are; even."""
+    mantissa: NDArray[np.int8]
+    """[output, component], of size layers x blocks of a layer x kept; empty if ``kept`` is 0."""
+    gain: NDArray[np.uint8]
+    """[component]: the matrix is mantissa * gain, 16,384 being 1."""
+
+    def __post_init__(self) -> None:
+        _need(self.kv in (0, 1), f"a stack of kind {self.kv!r}, must be 0 (keys) or 1 (values)")
+        _need(type(self.kept) is int and self.kept >= 0 and self.kept % 2 == 0, f"kept is {self.kept!r}, must be even")
+        _array(self, "mantissa", np.int8, 2)
+        _array(self, "gain", np.uint8, 1)
+
+    @property
+    def size(self) -> int:
+        """Coefficients that the transform takes."""
+        return len(self.gain)
+
+    @cached_property
+    def matrix(self) -> NDArray[np.int16]:
+        """[output, component], 16,384 being 1."""
+        return self.mantissa.astype(np.int16) * self.gain.astype(np.int16)
+
+
+@dataclass(frozen=True, eq=False)
+class SynthesisModel:
+    """How coefficients become a cache: stack transforms, block transforms, norms, means, rotary embedding.
+
+    A block is ``block_heads`` neighbouring heads of one layer's keys or values. Rows are ordered stack by stack: first
+    the coefficients of the stack transform, then for every layer of it and every block the components from ``kept`` on.
+
+    Raises:
+        FormatError: the arrays are not those of a synthesis.
+    """
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    rope: RopeSpec | None
+    block_heads: int
+    block_mantissa: NDArray[np.int8] | None
+    """[layer, K/V, block, channel, component]; None: no block transform."""
+    block_gain: NDArray[np.uint8] | None
+    """[layer, K/V, block, component]."""
+    stacks: tuple[Stack, ...]
+    """Every layer's keys and values are in exactly one."""
+    mean: NDArray[np.float32]
+    """[layer, K/V, head, dim]: of the cache without rotary embedding."""
+    norm: NDArray[np.float32]
+    """[layer, K/V]: what one unit of a coefficient is worth."""
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "kv_heads", "head_dim", "block_heads"):
+            value = getattr(self, name)
+            _need(type(value) is int and 0 < value <= 4096, f"{name} is {value!r}, must be 1 to 4096")
+        _need(self.kv_heads % self.block_heads == 0, f"{self.kv_heads} heads do not divide into {self.block_heads}")
+        _need(self.width <= _MOST_WIDTH, f"blocks {self.width} wide, at most {_MOST_WIDTH}")
+        _need(self.rows <= MOST_ROWS, f"{self.rows} coefficients per token, at most {MOST_ROWS}")
+        _need(self.rope is None or self.rope.rotary_dim <= self.head_dim, "the rotary embedding is wider than a head")
+        shape = (self.layers, 2, self.blocks, self.width, self.width)
+        _need((self.block_mantissa is None) == (self.block_gain is None), "a block transform without its gains")
+        entries = 0
+        if self.block_mantissa is not None:
+            _array(self, "block_mantissa", np.int8, 5)
+            _array(self, "block_gain", np.uint8, 4)
+            assert self.block_gain is not None  # noqa: S101  # they come together, as was just checked
+            found = self.block_mantissa.shape, self.block_gain.shape
+            _need(found == (shape, shape[:-1]), f"block transforms of shapes {found}, must be {shape} and {shape[:-1]}")
+            entries += self.block_mantissa.size
+        _array(self, "mean", np.float32, 4)
+        _array(self, "norm", np.float32, 2)
+        wanted = (self.layers, 2, self.kv_heads, self.head_dim)
+        _need(self.mean.shape == wanted, f"means of shape {self.mean.shape}, must be {wanted}")
+        _need(self.norm.shape == wanted[:2], f"norms of shape {self.norm.shape}, must be {wanted[:2]}")
+        # So that no sum of a decoded number's parts is ever infinite.
+        _need(bool((np.abs(self.mean) < 2.0**64).all()), "a mean is not finite, or absurd")
+        _need(bool(((self.norm > 0) & (self.norm < 2.0**32)).all()), "a norm is not positive, or absurd")
+        seen: set[tuple[int, int]] = set()
+        for stack in self.stacks:
+            size = len(stack.layers) * self.blocks * stack.kept
+            _need(len(stack.layers) > 0, "a stack of no layers")
+            _need(stack.kept <= self.width, f"a stack keeps {stack.kept} components of blocks of {self.width}")
+            _need(size <= _MOST_WIDTH, f"a stack transform of {size}, at most {_MOST_WIDTH}")
+            found2 = stack.mantissa.shape, stack.gain.shape
+            matrix = (size, size) if size else (0, 0)
+            _need(found2 == (matrix, (size,)), f"a stack transform of shapes {found2}, must be {matrix} and ({size},)")
+            entries += stack.mantissa.size
+            for layer in stack.layers:
+                _need(type(layer) is int and 0 <= layer < self.layers, f"a stack has layer {layer!r}; there is none")
+                _need((layer, stack.kv) not in seen, f"layer {layer} is in two stacks")
+                seen.add((layer, stack.kv))
+        _need(len(seen) == 2 * self.layers, "some layers are in no stack")
+        _need(entries <= _MOST_ENTRIES, f"{entries} numbers of transforms, at most {_MOST_ENTRIES}")
+
+    @property
+    def width(self) -> int:
+        """Channels of a block."""
+        return self.block_heads * self.head_dim
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of one layer's keys or values."""
+        return self.kv_heads // self.block_heads
+
+    @property
+    def rows(self) -> int:
+        """Coefficients per token: as many as elements."""
+        return self.layers * 2 * self.kv_heads * self.head_dim
+
+    @cached_property
+    def starts(self) -> tuple[int, ...]:
+        """The first row of each stack, and the row after the last."""
+        sizes = [len(stack.layers) * self.blocks * self.width for stack in self.stacks]
+        return (0, *(sum(sizes[: n + 1]) for n in range(len(sizes))))
+
+    def stack_rows(self, stack: int) -> slice:
+        """The rows that go through the transform of this stack."""
+        first = self.starts[stack]
+        return slice(first, first + self.stacks[stack].size)
+
+    def trailing_rows(self, stack: int) -> slice:
+        """The rows of this stack that do not: [layer of the stack, block, component - kept] as one run."""
+        return slice(self.starts[stack] + self.stacks[stack].size, self.starts[stack + 1])
+
+    def scale(self, step: float) -> NDArray[np.float32]:
+        """[layer, K/V]: what one unit of the block transform's integer output is worth, float32.
+
+        Raises:
+            FormatError: the step is not a positive number, or absurd.
+        """
+        _need(math.isfinite(step) and 0 < step < 2.0**20, f"a step of {step!r}")
+        return (self.norm.astype(np.float64) * step / (FINE * ONE)).astype(np.float32)
+
+
+def dequantise(model: CoderModel, index: Index) -> NDArray[np.int16]:
+    """Indices [row, token] as coefficients in units of step/16."""
+    bounded = np.clip(index, -FARTHEST, FARTHEST).astype(np.int16)
+    shift = model.delta[model.row_class].astype(np.int16)[:, None]
+    return (FINE * bounded - np.sign(bounded) * shift).astype(np.int16)
+
+
+@lru_cache(maxsize=256)
+def rope_tables(rope: RopeSpec, first_token: int, tokens: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Cosines and sines [token, pair] of the angles by which keys are turned, computed in float64."""
+    half = rope.rotary_dim // 2
+    inverse = rope.theta ** (-np.arange(half, dtype=np.float64) / half)
+    angles = np.arange(first_token, first_token + tokens, dtype=np.float64)[:, None] * inverse
+    tables = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+    for table in tables:
+        table.flags.writeable = False
+    return tables
+
+
+def frequencies(counts: NDArray[Any]) -> NDArray[np.uint16]:
+    """Turn histograms into tables.
+
+    Args:
+        counts: [..., symbol], not negative; the last symbol is the escape.
+
+    Returns:
+        [..., symbol] uint16 that sums to 4,096: a symbol that was seen keeps at least 1, one that was not has 0, the
+        escape has at least 1, and none has all. Not for more than 2,048 symbols.
+    """
+    flat = np.asarray(counts, dtype=np.float64).reshape(-1, np.shape(counts)[-1])
+    out = np.empty(flat.shape, dtype=np.uint16)
+    for row, seen in zip(out, flat, strict=True):
+        row[:] = _table(seen)
+    return out.reshape(np.shape(counts))
+
+
+def _table(seen: NDArray[np.float64]) -> NDArray[np.int64]:
+    used = seen > 0
+    used[-1] = True
+    if used.sum() == 1:
+        used[(len(seen) - 1) // 2] = True  # nothing seen: zeros, most likely
+    share = np.where(used, np.maximum(seen, 1e-9), 0)
+    exact = share / share.sum() * TOTAL
+    table = np.where(used, np.clip(np.floor(exact), 1, TOTAL - 1), 0).astype(np.int64)
+    # One after the other to (from) where it saves (costs) the fewest bits.
+    while (short := TOTAL - int(table.sum())) != 0:
+        change = 1 if short > 0 else -1
+        able = used & (table + change >= 1) & (table + change < TOTAL)
+        saved = share * np.log2(np.maximum(table + change, 1) / np.maximum(table, 1))
+        table[int(np.where(able, saved, -np.inf).argmax())] += change
+    return table
+
+
+def _need(good: bool, otherwise: str) -> None:
+    if not good:
+        raise FormatError(f"profile: {otherwise}; it is corrupt, or not ours")
+
+
+def _array(owner: object, name: str, dtype: type[np.generic], dims: int) -> None:
+    """Keep a private, contiguous, read-only copy, so that what was checked stays as it is."""
+    value = getattr(owner, name)
+    good = isinstance(value, np.ndarray) and value.dtype == dtype and value.ndim == dims
+    _need(good, f"{name} must be an array of {np.dtype(dtype).name} with {dims} axes")
+    copy = np.array(value, dtype=dtype, order="C", copy=True)
+    copy.flags.writeable = False
+    object.__setattr__(owner, name, copy)
+
+
+def check_indices(model: CoderModel, index: NDArray[Any], below: NDArray[Any] | None) -> tuple[Index, Index | None]:
+    """Indices as the coders want them: int16, contiguous, [row, token].
+
+    Raises:
+        FormatError: another shape, beyond int16, or indices below given or missing against the model.
+    """
+    _below_or_not(model, below)
+    if index.ndim != 2 or index.shape[0] != model.rows or index.shape[1] < 1:
+        raise FormatError(f"indices of shape {index.shape}, must be [{model.rows}, tokens]")
+    if below is not None and below.shape != index.shape:
+        raise FormatError(f"indices below of shape {below.shape} for {index.shape}")
+    return _int16(index), None if below is None else _int16(below)
+
+
+def check_below(model: CoderModel, tokens: int, below: NDArray[Any] | None) -> Index | None:
+    """The same for a decoder, which has only what is below.
+
+    Raises:
+        FormatError: as `check_indices`.
+    """
+    _below_or_not(model, below)
+    if tokens < 1:
+        raise FormatError(f"a group of {tokens} tokens")
+    if below is not None and below.shape != (model.rows, tokens):
+        raise FormatError(f"indices below of shape {below.shape}, must be {(model.rows, tokens)}")
+    return None if below is None else _int16(below)
+
+
+def check_chain(models: Sequence[CoderModel], payloads: Sequence[object], synthesis: SynthesisModel) -> None:
+    """Refuse a chain that is none: base first, each of the others refining the one before it.
+
+    Raises:
+        FormatError: it is not one, or not for this synthesis.
+    """
+    if not models or len(models) != len(payloads):
+        raise FormatError(f"{len(payloads)} payloads for {len(models)} depths")
+    if [model.refines for model in models] != [False] + [True] * (len(models) - 1):
+        raise FormatError("the first depth must stand alone, and all others refine the one below")
+    for model in models:
+        if model.rows != synthesis.rows:
+            raise FormatError(f"tables for {model.rows} coefficients, but the synthesis takes {synthesis.rows}")
+
+
+def _below_or_not(model: CoderModel, below: object | None) -> None:
+    if model.refines != (below is not None):
+        raise FormatError("this depth " + ("needs" if model.refines else "takes no") + " indices below")
+
+
+def _int16(index: NDArray[Any]) -> Index:
+    if index.dtype != np.int16:
+        if index.size and (int(index.min()) < -32767 or int(index.max()) > 32767):
+            raise FormatError("an index is beyond 16 bits; keep such tokens exact")
+        index = index.astype(np.int16)
+    return np.ascontiguousarray(index)

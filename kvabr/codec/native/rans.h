@@ -1,0 +1,90 @@
+/* 64 interleaved rANS decoders over one payload: the state that they share between steps.
+ *
+ * A step reads at most 64 words, and may look at 64 beyond where it begins. So the words of a payload are read in place
+ * up to its last ones, and those from a copy with zeros behind them: no step looks outside, and having gone past the end
+ * shows as a position in the zeros.
+ */
+#ifndef RANS_H
+#define RANS_H
+
+#include "kvcoder.h"
+#include <string.h>
+
+#define HEAD_BYTES (8 + 4 * LANES)
+#define TAIL 128 /* words of the copy that are the payload's, at most */
+
+typedef struct Reader {
+    uint32_t state[LANES] __attribute__((aligned(64)));
+    const uint8_t *word;   /* next */
+    const uint8_t *safe;   /* a step may begin here, or before */
+    const uint8_t *end;    /* of the payload's words, or of those in the copy */
+    const uint8_t *escape, *escape_end;
+    int in_tail;
+    uint8_t tail[2 * (TAIL + 2 * LANES)];
+} Reader;
+
+static inline uint32_t little32(const uint8_t *p) {
+    return (uint32_t)p[0] | (uint32_t)p[1] << 8 | (uint32_t)p[2] << 16 | (uint32_t)p[3] << 24;
+}
+
+static inline void reader_to_tail(Reader *r) {
+    size_t left = (size_t)(r->end - r->word);
+    memcpy(r->tail, r->word, left);
+    memset(r->tail + left, 0, sizeof r->tail - left);
+    r->word = r->tail;
+    r->end = r->tail + left;
+    r->safe = r->end;
+    r->in_tail = 1;
+}
+
+/* Opens a payload; `symbols`: how many it stands for. */
+static inline int reader_open(Reader *r, const uint8_t *data, size_t size, uint64_t symbols) {
+    if (size < HEAD_BYTES)
+        return TOO_SHORT;
+    uint64_t words = little32(data), escapes = little32(data + 4);
+    if (size != HEAD_BYTES + 2 * words + 2 * escapes || escapes > symbols)
+        return TOO_SHORT;
+    for (int lane = 0; lane < LANES; lane++)
+        r->state[lane] = little32(data + 8 + 4 * lane);
+    r->word = data + HEAD_BYTES;
+    r->end = r->word + 2 * words;
+    r->escape = r->end;
+    r->escape_end = r->escape + 2 * escapes;
+    r->in_tail = 0;
+    if (words <= TAIL)
+        reader_to_tail(r);
+    else
+        r->safe = r->end - 2 * LANES;
+    return OK;
+}
+
+/* Called when word > safe, before a step: makes the step possible, or says that the words are used up. */
+static inline int reader_refill(Reader *r) {
+    if (r->in_tail)
+        return TOO_SHORT;
+    reader_to_tail(r);
+    return OK;
+}
+
+#define READER_READY(r) \
+    do { \
+        if (__builtin_expect((r)->word > (r)->safe, 0) && reader_refill(r)) \
+            return TOO_SHORT; \
+    } while (0)
+
+static inline int reader_end(const Reader *r) {
+    int left = r->word != r->end || r->escape != r->escape_end;
+    for (int lane = 0; lane < LANES; lane++)
+        left |= r->state[lane] != LOW;
+    return left ? LEFT_OVER : OK;
+}
+
+static inline int reader_escape(Reader *r, int16_t *value) {
+    if (r->escape == r->escape_end)
+        return BAD_ESCAPE;
+    *value = (int16_t)(r->escape[0] | r->escape[1] << 8);
+    r->escape += 2;
+    return *value == INT16_MIN ? BAD_ESCAPE : OK;
+}
+
+#endif

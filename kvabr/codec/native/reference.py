@@ -1,0 +1,409 @@
+"""The format in NumPy: what every native path must match bit for bit. Slow: about a second a group.
+
+    words 4 | escapes 4 | 64 states 4 | words 2 ... | escapes 2 ...          (little-endian)
+
+The words are those of 64 rANS coders side by side (Duda, 2013; interleaved as in Giesen, 2014): 32-bit states, 12-bit
+probabilities, one 16-bit word at a time. A step decodes up to 64 symbols, one in each lane from the first on; then the
+lanes whose state fell below 2^16 take a word each, in order. A group is cut into tiles of 128 tokens. For each tile
+come the flags of all rows in coding order, 64 a step; then, row after row, the indices of the rows whose flag is set,
+64 tokens a step. An escaped index follows at the end. States begin (for the decoder: end) at 2^16.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvabr.codec.native.model import (
+    LANES,
+    ONE,
+    PROBABILITY_BITS,
+    TILE,
+    TOTAL,
+    CoderModel,
+    Index,
+    Stack,
+    SynthesisModel,
+    check_below,
+    check_chain,
+    check_indices,
+    dequantise,
+    rope_tables,
+)
+from kvabr.errors import FormatError
+
+HEAD = struct.Struct("<II")
+LOW = 1 << 16
+"""States stay from here to 2^32."""
+_SLOT = TOTAL - 1
+_Step = tuple[NDArray[np.int64], NDArray[np.int64]]
+"""Start and frequency of the symbols of one step."""
+
+
+def encode_indices(model: CoderModel, index: NDArray[Any], below: NDArray[Any] | None = None) -> bytes:
+    """Code the indices of one group.
+
+    Args:
+        model: the tables.
+        index: [row, token], any integers within 16 bits: the indices at this depth, not their difference from below.
+        below: [row, token]: the indices one depth below, if the model refines one.
+
+    Returns:
+        The payload.
+
+    Raises:
+        FormatError: indices that do not fit the model or 16 bits, or that no index below leads to.
+    """
+    index, base = check_indices(model, index, below)
+    steps: list[_Step] = []
+    escapes: list[NDArray[np.int16]] = []
+    values, context = _conditioned(index, base)
+    cum = _starts(model)
+    for first in range(0, index.shape[1], TILE):
+        tile = slice(first, first + TILE)
+        live = (values[:, tile] != 0).any(axis=1)
+        chance = _flag_chance(model, base, tile)
+        for at in range(0, model.rows, LANES):
+            rows = model.order[at : at + LANES]
+            one = chance[rows]
+            steps.append((np.where(live[rows], 0, one), np.where(live[rows], one, TOTAL - one)))
+        for row in model.order[live[model.order]]:
+            symbols, escaped = _symbols(model, int(row), values[row, tile], context[row, tile])
+            escapes.append(escaped)
+            for at in range(0, len(symbols), LANES):
+                which = (model.row_class[row], context[row, tile][at : at + LANES], symbols[at : at + LANES])
+                steps.append((cum[which], model.freqs[which].astype(np.int64)))
+    side = np.concatenate([np.zeros(0, np.int16), *escapes])
+    states, words = _push(steps)
+    return HEAD.pack(len(words), len(side)) + states.tobytes() + words.tobytes() + side.astype("<i2").tobytes()
+
+
+def decode_indices(
+    model: CoderModel, data: bytes | memoryview, tokens: int, below: NDArray[Any] | None = None
+) -> Index:
+    """Read what `encode_indices` made.
+
+    Args:
+        model: the same tables.
+        data: the payload; hostile.
+        tokens: tokens in the group.
+        below: [row, token]: the indices one depth below, if the model refines one.
+
+    Returns:
+        [row, token] int16: the indices at this depth.
+
+    Raises:
+        FormatError: truncated, corrupt, or coded with other tables.
+    """
+    base = check_below(model, tokens, below)
+    reader = _Reader(data, model.rows * tokens)
+    out = np.zeros((model.rows, tokens), dtype=np.int16)
+    lookup = _lookup(model)
+    for first in range(0, tokens, TILE):
+        tile = slice(first, min(tokens, first + TILE))
+        chance = _flag_chance(model, base, tile)
+        live = np.concatenate(
+            [reader.flags(chance[model.order[at : at + LANES]]) for at in range(0, model.rows, LANES)]
+        )
+        for row in model.order[live]:
+            table, radius = lookup[model.row_class[row]], int(model.radius[model.row_class[row]])
+            for at in range(tile.start, tile.stop, LANES):
+                step = slice(at, min(tile.stop, at + LANES))
+                which = _context(base[row, step]) if base is not None else np.zeros(step.stop - at, np.int64)
+                symbols = reader.symbols(which, *table)
+                values = symbols - radius
+                for lane in np.flatnonzero(symbols == 2 * radius + 1):
+                    values[lane] = reader.escape()
+                out[row, step] = values
+        if base is not None:
+            out[:, tile] = _combined(out[:, tile] * _sign(base[:, tile]), base[:, tile])
+    reader.end()
+    return out
+
+
+def synthesise(
+    synthesis: SynthesisModel, z: NDArray[np.int16], step: float, first_token: int, out: torch.Tensor
+) -> None:
+    """Turn coefficients into a cache.
+
+    Args:
+        synthesis: transforms, norms, means.
+        z: [row, token] int16: what `dequantise` gives.
+        step: the quantiser's, of the depth that ``z`` is of.
+        first_token: position of the first token, for the rotary embedding.
+        out: [layer, K/V, head, token, dim], any float dtype, any strides: written whole.
+    """
+    tokens = z.shape[1]
+    scale, nb, width = synthesis.scale(step), synthesis.blocks, synthesis.width
+    for number, stack in enumerate(synthesis.stacks):
+        count, kept = len(stack.layers), stack.kept
+        parts = np.empty((count, nb, width, tokens), dtype=np.int16)
+        parts[:, :, :kept] = _unstacked(stack, z[synthesis.stack_rows(number)]).reshape(count, nb, kept, tokens)
+        parts[:, :, kept:] = z[synthesis.trailing_rows(number)].reshape(count, nb, width - kept, tokens)
+        for layer, blocks in zip(stack.layers, parts, strict=True):
+            sums = _unblocked(synthesis, layer, stack.kv, blocks)  # [block, channel, token]
+            values = sums.transpose(2, 0, 1).reshape(tokens, synthesis.kv_heads, -1).astype(np.float32)
+            values = values * scale[layer, stack.kv] + synthesis.mean[layer, stack.kv]
+            if stack.kv == 0 and synthesis.rope is not None:
+                values = _turned(values, synthesis, first_token)
+            if out.dtype == torch.float16:
+                values = values.clip(-65504, 65504)
+            out[layer, stack.kv] = torch.from_numpy(values.transpose(1, 0, 2).copy())
+
+
+def decode(
+    models: Sequence[CoderModel],
+    payloads: Sequence[bytes | memoryview],
+    synthesis: SynthesisModel,
+    step: float,
+    first_token: int,
+    out: torch.Tensor,
+) -> None:
+    """From a base and the enhancements above it to the cache, in one call.
+
+    Args:
+        models: one for each depth, base first.
+        payloads: one for each depth; hostile.
+        synthesis: transforms, norms, means.
+        step: of the last depth.
+        first_token: position of the first token.
+        out: [layer, K/V, head, token, dim], any float dtype, any strides: written whole, or on error in part.
+
+    Raises:
+        FormatError: a payload is not one of its depth.
+    """
+    check_chain(models, payloads, synthesis)
+    index: Index | None = None
+    for model, payload in zip(models, payloads, strict=True):
+        index = decode_indices(model, payload, out.shape[3], index)
+    assert index is not None  # noqa: S101  # a chain has at least one depth, as was just checked
+    synthesise(synthesis, dequantise(models[-1], index), step, first_token, out)
+
+
+def head(data: bytes | memoryview, symbols: int) -> tuple[int, int]:
+    """How many words and escapes a payload says it has; its length is checked against that.
+
+    Args:
+        data: the payload; hostile.
+        symbols: rows times tokens.
+
+    Raises:
+        FormatError: truncated, too long, or more escapes than symbols.
+    """
+    size = memoryview(data).nbytes
+    words, escapes = HEAD.unpack_from(data) if size >= HEAD.size else (0, 0)
+    if size != HEAD.size + 4 * LANES + 2 * words + 2 * escapes or escapes > symbols:
+        raise FormatError(f"entropy coded part: {size} bytes for {words} words and {escapes} escapes; truncated?")
+    return words, escapes
+
+
+def ideal_bits(model: CoderModel, index: NDArray[Any], below: NDArray[Any] | None = None) -> float:
+    """The code length of a group's indices under the model's own tables, flags and 16 bits an escape included."""
+    index, base = check_indices(model, index, below)
+    values, context = _conditioned(index, base)
+    cost = -np.log2(np.maximum(model.freqs, 1) / TOTAL)
+    bits = 0.0
+    for first in range(0, index.shape[1], TILE):
+        tile = slice(first, first + TILE)
+        live = (values[:, tile] != 0).any(axis=1)
+        chance = _flag_chance(model, base, tile)
+        bits -= float(np.log2(np.where(live, chance, TOTAL - chance) / TOTAL).sum())
+        for row in np.flatnonzero(live):
+            symbols, escaped = _symbols(model, int(row), values[row, tile], context[row, tile])
+            bits += float(cost[model.row_class[row], context[row, tile], symbols].sum()) + 16 * len(escaped)
+    return bits
+
+
+# ------------------------------------------------------------------ conditioning
+
+
+def _conditioned(index: Index, below: Index | None) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """What is coded, and its context, both [row, token]."""
+    values = index.astype(np.int64)
+    farthest = 0
+    if below is not None:
+        values -= 3 * below.astype(np.int64)
+        farthest = int(np.abs(below.astype(np.int64)).max())
+    if int(np.abs(values).max()) > 32767 or farthest > 32767 // 3:
+        raise FormatError("an index is beyond 16 bits, or cannot be reached from the one below; keep such tokens exact")
+    if below is None:
+        return values, np.zeros(index.shape, dtype=np.int64)
+    return values * _sign(below), _context(below)
+
+
+def _context(below: Index) -> NDArray[np.int64]:
+    context: NDArray[np.int64] = np.minimum(np.abs(below.astype(np.int64)), 2)
+    return context
+
+
+def _sign(below: Index) -> NDArray[np.int64]:
+    """What is coded is the difference as it were if the index below was not negative."""
+    return np.where(below < 0, -1, 1)
+
+
+def _combined(difference: NDArray[np.int64], below: Index) -> Index:
+    """An index from the one below and the difference from its triple, saturating as int16 does."""
+    tripled = np.clip(3 * below.astype(np.int64), -32768, 32767)
+    combined: Index = np.clip(tripled + difference, -32768, 32767).astype(np.int16)
+    return combined
+
+
+def _flag_chance(model: CoderModel, below: Index | None, tile: slice) -> NDArray[np.int64]:
+    """[row]: the chance of a set flag."""
+    chance: NDArray[np.int64] = model.flag_freq[0].astype(np.int64)
+    if below is not None:
+        chance = np.where((below[:, tile] != 0).any(axis=1), model.flag_freq[1], chance)
+    return chance
+
+
+# ------------------------------------------------------------------ entropy coding
+
+
+def _starts(model: CoderModel) -> NDArray[np.int64]:
+    """[class, context, symbol]: the sum of the frequencies before each symbol."""
+    freqs = model.freqs.astype(np.int64)
+    return np.cumsum(freqs, axis=2) - freqs
+
+
+def _symbols(
+    model: CoderModel, row: int, values: NDArray[np.int64], context: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int16]]:
+    """Symbols of one row, and the values that escape."""
+    which = model.row_class[row]
+    radius = int(model.radius[which])
+    symbols = np.where(np.abs(values) <= radius, values + radius, 2 * radius + 1)
+    symbols[model.freqs[which, context, symbols] == 0] = 2 * radius + 1
+    return symbols, values[symbols == 2 * radius + 1].astype(np.int16)
+
+
+def _push(steps: list[_Step]) -> tuple[NDArray[np.uint32], NDArray[np.uint16]]:
+    """Encode the steps, last first, so that a decoder has them first to last."""
+    states = np.full(LANES, LOW, dtype=np.int64)
+    pieces: list[NDArray[np.uint16]] = []
+    for start, freq in reversed(steps):
+        used = states[: len(freq)]
+        full = used >= freq << (32 - PROBABILITY_BITS)
+        pieces.append((used[full] & 0xFFFF).astype("<u2"))
+        used[full] >>= 16
+        used[:] = (used // freq << PROBABILITY_BITS) + used % freq + start
+    return states.astype("<u4"), np.concatenate([np.zeros(0, "<u2"), *reversed(pieces)])
+
+
+def _lookup(model: CoderModel) -> list[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]]:
+    """Of each class [context, slot]: the symbol, its frequency, the slot's place in it."""
+    out = []
+    for freqs, starts in zip(model.freqs.astype(np.int64), _starts(model), strict=True):
+        symbol = np.stack([np.repeat(np.arange(freqs.shape[1]), each) for each in freqs])
+        place = np.arange(TOTAL) - np.take_along_axis(starts, symbol, axis=1)
+        out.append((symbol, np.take_along_axis(freqs, symbol, axis=1), place))
+    return out
+
+
+class _Reader:
+    """64 rANS decoders over a payload, and the escapes behind it."""
+
+    def __init__(self, data: bytes | memoryview, symbols: int) -> None:
+        data = memoryview(data)
+        words, escapes = head(data, symbols)
+        self._states = np.frombuffer(data, "<u4", LANES, HEAD.size).astype(np.int64)
+        self._words = np.frombuffer(data, "<u2", words, HEAD.size + 4 * LANES).astype(np.int64)
+        self._escapes = np.frombuffer(data, "<i2", escapes, HEAD.size + 4 * LANES + 2 * words)
+        self._word = self._escape = 0
+
+    def flags(self, chance: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """One flag in each lane."""
+        states = self._states[: len(chance)]
+        slot = states & _SLOT
+        out: NDArray[np.bool_] = slot < chance
+        self._advance(states, np.where(out, chance, TOTAL - chance), np.where(out, slot, slot - chance))
+        return out
+
+    def symbols(
+        self,
+        context: NDArray[np.int64],
+        symbol: NDArray[np.int64],
+        freq: NDArray[np.int64],
+        place: NDArray[np.int64],
+    ) -> NDArray[np.int64]:
+        """One symbol in each lane."""
+        states = self._states[: len(context)]
+        slot = states & _SLOT
+        found: NDArray[np.int64] = symbol[context, slot]
+        self._advance(states, freq[context, slot], place[context, slot])
+        return found
+
+    def escape(self) -> int:
+        """The next escaped value."""
+        if self._escape == len(self._escapes):
+            raise FormatError("entropy coded part: more escapes than were sent; corrupt, or of another profile")
+        self._escape += 1
+        value = int(self._escapes[self._escape - 1])
+        if value == -32768:
+            raise FormatError("entropy coded part: an escape that no encoder writes; corrupt")
+        return value
+
+    def end(self) -> None:
+        """Everything must be used up."""
+        left = self._word != len(self._words) or self._escape != len(self._escapes)
+        if left or (self._states != LOW).any():
+            raise FormatError("entropy coded part: it does not end where it should; corrupt, or of another profile")
+
+    def _advance(self, states: NDArray[np.int64], freq: NDArray[np.int64], place: NDArray[np.int64]) -> None:
+        states[:] = freq * (states >> PROBABILITY_BITS) + place
+        low = states < LOW
+        count = int(low.sum())
+        if self._word + count > len(self._words):
+            raise FormatError("entropy coded part: it ends too early; truncated, or of another profile")
+        states[low] = states[low] << 16 | self._words[self._word : self._word + count]
+        self._word += count
+
+
+# ------------------------------------------------------------------ synthesis
+
+
+def _unstacked(stack: Stack, z: NDArray[np.int16]) -> NDArray[np.int16]:
+    """The inverse stack transform: [coefficient, token] to [output, token]."""
+    sums = _wrapped(_product(stack.matrix, z) + ONE // 2) >> 14
+    bounded: NDArray[np.int16] = np.clip(sums, -32768, 32767).astype(np.int16)
+    return bounded
+
+
+def _unblocked(synthesis: SynthesisModel, layer: int, kv: int, y: NDArray[np.int16]) -> NDArray[np.int32]:
+    """The inverse block transforms of one layer: [block, component, token] to [block, channel, token]."""
+    if synthesis.block_mantissa is None or synthesis.block_gain is None:
+        return y.astype(np.int32) * np.int32(ONE)
+    gain = synthesis.block_gain[layer, kv].astype(np.int16)[:, None]
+    return _wrapped(_product(synthesis.block_mantissa[layer, kv].astype(np.int16) * gain, y))
+
+
+def _product(matrix: NDArray[np.int16], vectors: NDArray[np.int16]) -> NDArray[np.int64]:
+    """A product in integers: float64 holds every partial sum exactly (at most 2^14 terms below 2^30)."""
+    product: NDArray[np.float64] = matrix.astype(np.float64) @ vectors.astype(np.float64)
+    return product.astype(np.int64)
+
+
+def _wrapped(sums: NDArray[np.int64]) -> NDArray[np.int32]:
+    """The low 32 bits, as a sum in int32 keeps them."""
+    low: NDArray[np.int32] = sums.astype(np.uint64).astype(np.uint32).view(np.int32)
+    return low
+
+
+def _turned(values: NDArray[np.float32], synthesis: SynthesisModel, first_token: int) -> NDArray[np.float32]:
+    """Keys [token, head, dim] turned by their positions."""
+    rope = synthesis.rope
+    assert rope is not None  # noqa: S101  # the caller has checked
+    cos, sin = (table[:, None] for table in rope_tables(rope, first_token, len(values)))
+    half = rope.rotary_dim // 2
+    pair = (slice(0, half), slice(half, 2 * half))
+    if rope.layout == "interleaved":
+        pair = (slice(0, 2 * half, 2), slice(1, 2 * half, 2))
+    first, second = values[..., pair[0]], values[..., pair[1]]
+    out = values.copy()
+    out[..., pair[0]] = first * cos - second * sin
+    out[..., pair[1]] = second * cos + first * sin
+    return out

@@ -1,0 +1,283 @@
+/* From the coefficients of one tile to the cache: stack transform, block transform, mean, rotation, cast, store.
+ *
+ * Vectors run along outputs (channels), tokens come 8 at a time, and components in pairs: a pair of int16 is one uint32,
+ * two products and a sum are one instruction. Pairs of dead rows are left out. One stack is worked on at a time, so that
+ * its matrix and coefficients stay in the processor's second cache.
+ *
+ * A path defines before it includes this:
+ *   product(const int16_t *panel, const uint32_t *list, unsigned n, const uint32_t *z, int32_t *sums)
+ *       sums[token 8][output 32] = over j < n: the panel's pair list[j] times z[j][token 8], wrapping
+ *   to_half(const float *, uint16_t *, unsigned)        round to nearest even; finite and within +-65504
+ * and, with PRODUCTS8, for components that fit a byte in all of a tile, four at a time and twice as fast:
+ *   product8(const uint8_t *panel, const uint32_t *list, unsigned n, const uint32_t *z, const int32_t *offset, int32_t gain,
+ *            int32_t *sums)
+ *       sums += gain * (offset[token 8] + over j < n: the panel's four list[j] times z[j][token 8])
+ */
+#include "kvcoder.h"
+#include <string.h>
+
+/* Coefficients of one row as int16 in units of step/16, zeros up to a whole number of 8 tokens. */
+static void coefficients(int16_t *to, const int16_t *from, uint32_t tokens, const uint8_t *delta, uint32_t which) {
+    if (!delta) {
+        memcpy(to, from, tokens * sizeof *to);
+        return;
+    }
+    int16_t shift = delta[which];
+    for (uint32_t t = 0; t < tokens; t++) {
+        int16_t q = from[t];
+        q = q > FARTHEST ? FARTHEST : q < -FARTHEST ? -FARTHEST : q;
+        to[t] = (int16_t)(16 * q - (q > 0 ? shift : q < 0 ? -shift : 0));
+    }
+}
+
+typedef struct {
+    const int16_t *index;
+    size_t stride;
+    const uint8_t *live, *row_class, *delta;
+    uint32_t tokens;
+} Rows;
+
+/* Two rows side by side into column j of n of z[token block][column][8]; a second row there may not be. */
+static void interleave(uint32_t *z, uint32_t n, uint32_t j, const Rows *rows, uint32_t row, int has_second) {
+    int16_t pair[2][TILE] __attribute__((aligned(64))) = {{0}};
+    for (int k = 0; k <= has_second; k++)
+        if (rows->live[row + k])
+            coefficients(pair[k], rows->index + (row + k) * rows->stride, rows->tokens, rows->delta,
+                         rows->row_class ? rows->row_class[row + k] : 0);
+    for (uint32_t t = 0; t < rows->tokens; t += TOKENS) {
+        uint32_t *to = z + ((size_t)(t / TOKENS) * n + j) * TOKENS;
+        for (uint32_t i = 0; i < TOKENS; i++)
+            to[i] = (uint16_t)pair[0][t + i] | (uint32_t)(uint16_t)pair[1][t + i] << 16;
+    }
+}
+
+static uint32_t saturated(int32_t sum) {
+    int32_t y = (int32_t)((uint32_t)sum + 8192u) >> 14;
+    return (uint16_t)(int16_t)(y > 32767 ? 32767 : y < -32768 ? -32768 : y);
+}
+
+#ifdef PRODUCTS8
+/* Whether a live row's coefficients fit a signed byte; 7 is the largest index of which that is sure. */
+static int is_small(const Rows *rows, uint32_t row) {
+    const int16_t *from = rows->index + row * rows->stride;
+    int16_t most = rows->delta ? 7 : 127, least = (int16_t)-most;
+    int beyond = 0;
+    for (uint32_t t = 0; t < rows->tokens; t++)
+        beyond |= (from[t] > most) | (from[t] < least);
+    return !beyond;
+}
+
+/* Four rows side by side as bytes into column j of n of z8; `count` are there. */
+static void interleave8(Scratch *scratch, uint32_t n, uint32_t j, const Rows *rows, uint32_t row, uint32_t count) {
+    int16_t four[4][TILE] __attribute__((aligned(64))) = {{0}};
+    for (uint32_t k = 0; k < count; k++)
+        if (rows->live[row + k])
+            coefficients(four[k], rows->index + (row + k) * rows->stride, rows->tokens, rows->delta,
+                         rows->row_class ? rows->row_class[row + k] : 0);
+    for (uint32_t t = 0; t < rows->tokens; t += TOKENS) {
+        uint32_t *to = scratch->z8 + ((size_t)(t / TOKENS) * n + j) * TOKENS;
+        for (uint32_t i = 0; i < TOKENS; i++) {
+            int16_t a = four[0][t + i], b = four[1][t + i], c = four[2][t + i], d = four[3][t + i];
+            to[i] = (uint8_t)a | (uint32_t)(uint8_t)b << 8 | (uint32_t)(uint8_t)c << 16 | (uint32_t)(uint8_t)d << 24;
+            scratch->offset8[t + i] -= 128 * (a + b + c + d);
+        }
+    }
+}
+#endif
+
+/* Lists the live pairs of a stack, and the live fours whose coefficients are small. */
+static void sort_out(const StackTransform *stack, const Rows *rows, Scratch *scratch, uint32_t *pairs, uint32_t *fours) {
+    *pairs = *fours = 0;
+    for (uint32_t k = 0; k < stack->size; k += 4) {
+        uint32_t row = stack->first_row + k, here = at_most(4, stack->size - k);
+        const uint8_t *live = rows->live + row;
+        int first = live[0] | live[1], second = here == 4 && (live[2] | live[3]);
+#ifdef PRODUCTS8
+        int small = stack->small && stack->fits[k / 4] && (first | second);
+        for (uint32_t i = 0; i < here && small; i++)
+            small = !live[i] || is_small(rows, row + i);
+        if (small) {
+            scratch->list8[(*fours)++] = k / 4;
+            continue;
+        }
+#endif
+        if (first)
+            scratch->list[(*pairs)++] = k / 2;
+        if (second)
+            scratch->list[(*pairs)++] = k / 2 + 1;
+    }
+}
+
+/* The stack transform: fills scratch->y[token block][pair][8]; 0 if all its rows are dead (y is then zero). */
+static int unstack(const StackTransform *stack, const Rows *rows, Scratch *scratch) {
+    uint32_t pairs = stack->size / 2, blocks = (rows->tokens + TOKENS - 1) / TOKENS, n, n8;
+    sort_out(stack, rows, scratch, &n, &n8);
+    if (!(n | n8))
+        return 0;
+    for (uint32_t j = 0; j < n; j++)
+        interleave(scratch->z, n, j, rows, stack->first_row + 2 * scratch->list[j], 1);
+#ifdef PRODUCTS8
+    uint32_t fours = (stack->size + 3) / 4;
+    memset(scratch->offset8, 0, (size_t)blocks * TOKENS * sizeof *scratch->offset8);
+    for (uint32_t j = 0; j < n8; j++)
+        interleave8(scratch, n8, j, rows, stack->first_row + 4 * scratch->list8[j], at_most(4, stack->size - 4 * scratch->list8[j]));
+#endif
+    for (uint32_t panel = 0; panel * OUTPUTS < stack->size; panel++) {
+        const int16_t *matrix = stack->matrix + (size_t)panel * pairs * OUTPUTS * 2;
+        uint32_t here = at_most(OUTPUTS / 2, pairs - panel * (OUTPUTS / 2));
+        for (uint32_t b = 0; b < blocks; b++) {
+            int32_t sums[TOKENS * OUTPUTS] __attribute__((aligned(64)));
+            product(matrix, scratch->list, n, scratch->z + (size_t)b * n * TOKENS, sums);
+#ifdef PRODUCTS8
+            if (n8)
+                product8(stack->small + (size_t)panel * fours * OUTPUTS * 4, scratch->list8, n8,
+                         scratch->z8 + (size_t)b * n8 * TOKENS, scratch->offset8 + b * TOKENS, stack->gain, sums);
+#endif
+            uint32_t *y = scratch->y + ((size_t)b * pairs + panel * (OUTPUTS / 2)) * TOKENS;
+            for (uint32_t i = 0; i < here; i++)
+                for (uint32_t t = 0; t < TOKENS; t++)
+                    y[i * TOKENS + t] = saturated(sums[t * OUTPUTS + 2 * i]) | saturated(sums[t * OUTPUTS + 2 * i + 1]) << 16;
+        }
+    }
+    return 1;
+}
+
+/* values[token][channel] = sums * scale + mean; separately rounded. */
+static void scaled(float *values, uint32_t width, const int32_t *sums, float scale, const float *mean) {
+    for (uint32_t t = 0; t < TOKENS; t++, values += width)
+        for (uint32_t i = 0; i < OUTPUTS; i++) {
+            float product = (float)sums[t * OUTPUTS + i] * scale;
+            values[i] = product + mean[i];
+        }
+}
+
+/* The block transform: its components are `kept` from y (if there are any), the others from rows. */
+static void unblock(const Transform *t, const StackTransform *stack, const Rows *rows, uint32_t number, int stacked,
+                    float scale, const int16_t *matrix, const float *mean, Scratch *scratch) {
+    uint32_t width = t->width, kept = stack->kept, pairs = (width + 1) / 2, n = 0;
+    uint32_t blocks = (rows->tokens + TOKENS - 1) / TOKENS, of_stack = stack->size / 2;
+    uint32_t trailing = stack->first_row + stack->size + number * (width - kept);
+    uint32_t *list = scratch->list;
+    if (stacked)
+        for (; n < kept / 2; n++)
+            list[n] = n;
+    uint32_t from_stack = n;
+    for (uint32_t p = kept / 2; p < pairs; p++) {
+        uint32_t row = trailing + 2 * p - kept;
+        if (rows->live[row] || (2 * p + 1 < width && rows->live[row + 1]))
+            list[n++] = p;
+    }
+    for (uint32_t b = 0; b < blocks && from_stack; b++)
+        memcpy(scratch->z + (size_t)b * n * TOKENS, scratch->y + ((size_t)b * of_stack + number * (kept / 2)) * TOKENS,
+               (size_t)from_stack * TOKENS * sizeof *scratch->z);
+    for (uint32_t j = from_stack; j < n; j++)
+        interleave(scratch->z, n, j, rows, trailing + 2 * list[j] - kept, 2 * list[j] + 1 < width);
+    for (uint32_t panel = 0; panel * OUTPUTS < width; panel++)
+        for (uint32_t b = 0; b < blocks; b++) {
+            int32_t sums[TOKENS * OUTPUTS] __attribute__((aligned(64)));
+            const uint32_t *z = scratch->z + (size_t)b * n * TOKENS;
+            if (matrix) {
+                product(matrix + (size_t)panel * pairs * OUTPUTS * 2, list, n, z, sums);
+            } else { /* identity */
+                memset(sums, 0, sizeof sums);
+                for (uint32_t j = 0; j < n; j++)
+                    if (list[j] / (OUTPUTS / 2) == panel)
+                        for (uint32_t i = 0; i < TOKENS; i++) {
+                            int32_t *to = sums + i * OUTPUTS + 2 * (list[j] % (OUTPUTS / 2));
+                            to[0] = (int16_t)z[j * TOKENS + i] * 16384;
+                            to[1] = (int16_t)(z[j * TOKENS + i] >> 16) * 16384;
+                        }
+            }
+            scaled(scratch->values + (size_t)b * TOKENS * t->padded_width + panel * OUTPUTS, t->padded_width, sums, scale,
+                   mean + panel * OUTPUTS);
+        }
+}
+
+/* One key of one head, turned by its position. Products and sums are rounded one by one (-ffp-contract=off). */
+static void turn(float *restrict key, const float *restrict cos, const float *restrict sin, uint32_t half, int interleaved) {
+    if (interleaved) {
+        for (uint32_t i = 0; i < half; i++) {
+            float first = key[2 * i], second = key[2 * i + 1];
+            key[2 * i] = first * cos[i] - second * sin[i];
+            key[2 * i + 1] = second * cos[i] + first * sin[i];
+        }
+        return;
+    }
+    for (uint32_t i = 0; i < half; i++) {
+        float first = key[i], second = key[half + i];
+        key[i] = first * cos[i] - second * sin[i];
+        key[half + i] = second * cos[i] + first * sin[i];
+    }
+}
+
+static void to_bfloat(const float *restrict from, uint16_t *restrict to, uint32_t n) {
+    for (uint32_t i = 0; i < n; i++) {
+        uint32_t bits;
+        memcpy(&bits, from + i, sizeof bits);
+        to[i] = (uint16_t)((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
+    }
+}
+
+/* One head of one token to where it belongs. */
+static void store(float *from, uint32_t dim, const Output *out, ptrdiff_t at) {
+    ptrdiff_t step = out->stride[4];
+    uint16_t halves[256];
+    for (uint32_t first = 0; first < dim; first += 256) {
+        uint32_t n = at_most(256, dim - first);
+        ptrdiff_t here = at + (ptrdiff_t)first * step;
+        if (out->dtype == FLOAT32) {
+            float *to = (float *)out->data + here;
+            if (step == 1)
+                memcpy(to, from + first, n * sizeof *to);
+            else
+                for (uint32_t i = 0; i < n; i++)
+                    to[(ptrdiff_t)i * step] = from[first + i];
+            continue;
+        }
+        uint16_t *to = (uint16_t *)out->data + here, *cast = step == 1 ? to : halves;
+        if (out->dtype == BFLOAT16) {
+            to_bfloat(from + first, cast, n);
+        } else {
+            for (uint32_t i = 0; i < n; i++) {
+                float x = from[first + i];
+                from[first + i] = x > 65504.f ? 65504.f : x < -65504.f ? -65504.f : x;
+            }
+            to_half(from + first, cast, n);
+        }
+        if (step != 1)
+            for (uint32_t i = 0; i < n; i++)
+                to[(ptrdiff_t)i * step] = halves[i];
+    }
+}
+
+static void finish(const Transform *t, const Tile *tile, uint32_t kv, uint32_t layer, uint32_t block, const Output *out,
+                   float *values) {
+    uint32_t half = t->rotary / 2;
+    for (uint32_t h = 0; h < t->block_heads; h++) {
+        ptrdiff_t at = (ptrdiff_t)layer * out->stride[0] + (ptrdiff_t)kv * out->stride[1] +
+                       (ptrdiff_t)(block * t->block_heads + h) * out->stride[2] + (ptrdiff_t)tile->first * out->stride[3];
+        for (uint32_t i = 0; i < tile->tokens; i++, at += out->stride[3]) {
+            float *head = values + (size_t)i * t->padded_width + (size_t)h * t->head_dim;
+            size_t position = (size_t)(tile->first + i) * half;
+            if (kv == 0 && half)
+                turn(head, tile->cos + position, tile->sin + position, half, (int)t->interleaved);
+            store(head, t->head_dim, out, at);
+        }
+    }
+}
+
+static void synthesise(const Transform *t, const Tile *tile, const int16_t *index, size_t stride, const uint8_t *live,
+                       const uint8_t *row_class, const uint8_t *delta, const Output *out, Scratch *scratch) {
+    Rows rows = {index, stride, live, row_class, delta, tile->tokens};
+    for (uint32_t s = 0; s < t->stacks; s++) {
+        const StackTransform *stack = t->stack + s;
+        int stacked = unstack(stack, &rows, scratch);
+        for (uint32_t n = 0; n < stack->layers * t->blocks; n++) {
+            uint32_t layer = stack->layer[n / t->blocks], block = n % t->blocks;
+            size_t which = ((size_t)layer * 2 + stack->kv) * t->blocks + block;
+            unblock(t, stack, &rows, n, stacked, tile->scale[layer * 2 + stack->kv],
+                    t->block ? t->block + which * t->block_entries : NULL, t->mean + which * t->padded_width, scratch);
+            finish(t, tile, stack->kv, layer, block, out, scratch->values);
+        }
+    }
+}

@@ -1,0 +1,74 @@
+/* Decoding one tile of one depth: flags, then the live rows. The same for every path, compiled with each.
+ *
+ * A path defines before it includes this:
+ *   step_flags(Reader *, const uint16_t *chance, unsigned n) -> bits       one step of flags, n of 1..64
+ *   row_base(Reader *, const Depth *, class, int16_t *row, tokens) -> error; OR of all values to *any
+ *   row_refine(...)                                                        the same on top of what is below
+ */
+#include "rans.h"
+
+/* A row below on which nothing is added. */
+static void triple(int16_t *row, uint32_t tokens) {
+    for (uint32_t t = 0; t < tokens; t++) {
+        int value = 3 * row[t];
+        row[t] = (int16_t)(value > 32767 ? 32767 : value < -32768 ? -32768 : value);
+    }
+}
+
+static int nonzero(const int16_t *row, uint32_t tokens) {
+    int any = 0;
+    for (uint32_t t = 0; t < tokens; t++)
+        any |= row[t];
+    return any != 0;
+}
+
+static int decode_flags(Reader *r, const Depth *d, const uint8_t *live, Scratch *scratch) {
+    const uint16_t *chance = d->flag[0];
+    if (d->contexts > 1) {
+        for (uint32_t i = 0; i < d->rows; i++)
+            scratch->chance[i] = live[d->order[i]] ? d->flag[1][i] : d->flag[0][i];
+        chance = scratch->chance;
+    }
+    for (uint32_t at = 0; at < d->rows; at += LANES) {
+        READER_READY(r);
+        scratch->flags[at / LANES] = step_flags(r, chance + at, at_most(LANES, d->rows - at));
+    }
+    return OK;
+}
+
+static int decode_tile(Reader *r, const Depth *d, int16_t *index, size_t stride, uint32_t tokens, uint8_t *live,
+                       Scratch *scratch) {
+    int error = decode_flags(r, d, live, scratch);
+    if (error)
+        return error;
+    int refines = d->contexts > 1;
+    uint32_t at = 0;
+    for (uint32_t which = 0; which < d->classes; which++) {
+        while (at < d->class_end[which]) {
+            uint64_t flags = scratch->flags[at / LANES] >> at % LANES;
+            if (!flags && !refines) {
+                at = at_most(d->class_end[which], (at / LANES + 1) * LANES);
+                continue;
+            }
+            uint32_t row = d->order[at++];
+            int16_t *to = index + row * stride;
+            if (!refines) {
+                if (!(flags & 1))
+                    continue;
+                error = row_base(r, d, which, to, tokens);
+            } else if (flags & 1) {
+                if (!live[row])
+                    memset(to, 0, tokens * sizeof *to);
+                error = row_refine(r, d, which, to, tokens);
+            } else {
+                if (live[row])
+                    triple(to, tokens);
+                continue;
+            }
+            if (error)
+                return error;
+            live[row] = (uint8_t)nonzero(to, tokens);
+        }
+    }
+    return OK;
+}

@@ -1,0 +1,124 @@
+"""Random coders and syntheses of every shape that is allowed, and groups for them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvabr.codec.native.model import CoderModel, Index, Stack, SynthesisModel, frequencies
+from kvabr.kv import RopeSpec
+
+TOKENS = (1, 2, 5, 7, 8, 9, 16, 31, 63, 64, 65, 100, 127, 128, 129, 191, 256, 300)
+_RADII = (0, 1, 1, 1, 2, 3, 5, 8, 15, 16, 40, 126)
+
+
+def coder_model(dice: np.random.Generator, rows: int, *, refines: bool) -> CoderModel:
+    """Tables of odd sizes, some symbols never used, some classes empty."""
+    classes, contexts = int(dice.integers(1, 7)), 3 if refines else 1
+    radius = dice.choice(_RADII, classes).astype(np.uint8)
+    freqs = np.zeros((classes, contexts, 2 * int(radius.max()) + 2), np.uint16)
+    for which, table in enumerate(freqs):
+        symbols = 2 * int(radius[which]) + 2
+        counts = dice.random((contexts, symbols)) ** 4 * (dice.random((contexts, symbols)) < 0.8)
+        table[:, :symbols] = frequencies(counts)
+    return CoderModel(
+        row_class=dice.integers(0, classes, rows).astype(np.uint8),
+        radius=radius,
+        freqs=freqs,
+        flag_freq=dice.integers(1, 4096, (2 if refines else 1, rows)).astype(np.uint16),
+        delta=dice.integers(0, 8, classes).astype(np.uint8),
+    )
+
+
+def synthesis_model(dice: np.random.Generator, *, small: bool = False) -> SynthesisModel:
+    """Grouped or not, odd head dims, partial rotation of both kinds or none, with and without transforms."""
+    layers, block_heads, blocks = (int(dice.integers(1, n)) for n in ((3, 3, 2) if small else (5, 4, 4)))
+    dim = int(dice.choice((1, 2, 3, 7, 16) if small else (1, 2, 3, 7, 16, 33, 40, 64)))
+    heads, width = block_heads * blocks, block_heads * dim
+    rope = None
+    if dim > 1 and dice.random() < 0.75:
+        rotary = 2 * int(dice.integers(1, dim // 2 + 1))
+        rope = RopeSpec(10_000.0, rotary, "half" if dice.random() < 0.5 else "interleaved")
+    stacks = []
+    for kv in (0, 1):
+        left = dice.permutation(layers).tolist()
+        while left:
+            count = int(dice.integers(1, len(left) + 1))
+            some, left = tuple(sorted(left[:count])), left[count:]
+            kept = 2 * int(dice.integers(0, width // 2 + 1))
+            size = count * blocks * kept
+            stacks.append(Stack(kv, some, kept, _mantissas(dice, size, size), _stack_gains(dice, size)))
+    blocked = dice.random() < 0.75
+    return SynthesisModel(
+        layers,
+        heads,
+        dim,
+        rope,
+        block_heads,
+        _mantissas(dice, layers, 2, blocks, width, width) if blocked else None,
+        _gains(dice, layers, 2, blocks, width) if blocked else None,
+        tuple(stacks),
+        dice.normal(size=(layers, 2, heads, dim)).astype(np.float32),
+        (dice.random((layers, 2)) + 0.1).astype(np.float32),
+    )
+
+
+def _mantissas(dice: np.random.Generator, *shape: int) -> np.ndarray:
+    return dice.integers(-128, 128, shape).astype(np.int8)
+
+
+def _gains(dice: np.random.Generator, *shape: int) -> np.ndarray:
+    return dice.integers(0, 256, shape).astype(np.uint8)
+
+
+def _stack_gains(dice: np.random.Generator, size: int) -> np.ndarray:
+    """All alike, alike in runs, or not: neighbours that are alike may be multiplied as bytes."""
+    kind = dice.integers(0, 3)
+    if kind == 2:
+        return _gains(dice, size)
+    runs = np.repeat(dice.choice((9, 9, 9, 200, 0), size // 4 + 1), 4)[:size].astype(np.uint8)
+    return runs if kind else np.full(size, dice.integers(0, 256), np.uint8)
+
+
+def base_indices(dice: np.random.Generator, rows: int, tokens: int) -> Index:
+    """Some rows dead, some loud, some indices far out."""
+    index = dice.laplace(0, 2, (rows, 1)) * dice.laplace(0, 1, (rows, tokens))
+    index[dice.random(rows) < 0.4] = 0
+    index[dice.random(index.shape) < 0.002] = dice.integers(-32767, 32768)
+    return np.round(index).clip(-32767, 32767).astype(np.int16)
+
+
+def finer_indices(dice: np.random.Generator, below: Index) -> Index:
+    """Mostly thirds of what is below; where that is out of reach, what is below is pulled in first, in place."""
+    below[:] = below.clip(-10_000, 10_000)
+    change = dice.integers(-1, 2, below.shape)
+    change[dice.random(len(below)) < 0.4] = 0
+    change[dice.random(below.shape) < 0.01] = dice.integers(-200, 200)
+    return (3 * below.astype(np.int32) + change).astype(np.int16)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A chain of depths, and a synthesis for it."""
+
+    synthesis: SynthesisModel
+    models: tuple[CoderModel, ...]
+    indices: tuple[Index, ...]
+
+
+def case(seed: int, *, small: bool = False, depths: int | None = None) -> Case:
+    """The case of this number."""
+    dice = np.random.default_rng(seed)
+    synthesis = synthesis_model(dice, small=small)
+    tokens = int(dice.choice(TOKENS[:10] if small else TOKENS))
+    count = depths or int(dice.choice((1, 1, 2, 3)))
+    indices = [base_indices(dice, synthesis.rows, tokens)]
+    for _ in range(count - 1):
+        indices.append(finer_indices(dice, indices[-1]))
+    # What was pulled in on a higher depth has to be reached from below again.
+    for depth in range(count - 1, 0, -1):
+        far = np.abs(indices[depth].astype(np.int32) - 3 * indices[depth - 1].astype(np.int32)) > 2000
+        indices[depth - 1][far] = np.round(indices[depth][far] / 3).astype(np.int16)
+    models = tuple(coder_model(dice, synthesis.rows, refines=depth > 0) for depth in range(count))
+    return Case(synthesis, models, tuple(indices))

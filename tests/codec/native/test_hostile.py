@@ -1,0 +1,153 @@
+"""Payloads that are none: an error, the same by every path, and soon; never a crash."""
+
+from __future__ import annotations
+
+import random
+import struct
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from kvabr.codec.native import coder
+from kvabr.codec.native.model import LANES
+from kvabr.codec.native.reference import HEAD
+from kvabr.errors import FormatError
+from tests.codec.native.conftest import NATIVE
+from tests.codec.native.models import Case, case
+from tests.fuzzing import mutate
+
+WORDS = HEAD.size + 4 * LANES
+
+
+def outcome(it: Case, payloads: list[bytes]) -> list[np.ndarray] | None:
+    """The indices of each depth, or None if one is refused."""
+    out, below = [], None
+    try:
+        for model, payload in zip(it.models, payloads, strict=True):
+            below = coder.decode_indices(model, payload, it.indices[0].shape[1], below)
+            out.append(below)
+    except FormatError:
+        return None
+    return out
+
+
+def same(a: list[np.ndarray] | None, b: list[np.ndarray] | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    return all(np.array_equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def coded(it: Case) -> list[bytes]:
+    below = (None, *it.indices[:-1])
+    return [coder.encode_indices(*each) for each in zip(it.models, it.indices, below, strict=True)]
+
+
+def test_every_truncation_is_refused(path: str) -> None:
+    it = case(7, small=True, depths=1)
+    (payload,) = coded(it)
+    cuts = range(0, len(payload), 97 if path == "reference" else 1)
+    for cut in cuts:
+        assert outcome(it, [payload[:cut]]) is None
+    assert outcome(it, [payload + b"\0\0"]) is None
+    assert outcome(it, [payload]) is not None
+
+
+def test_counts_that_lie_are_refused(path: str) -> None:
+    it = case(7, small=True, depths=1)
+    (payload,) = coded(it)
+    words, escapes = HEAD.unpack_from(payload)
+    lies = [
+        (words + 1, escapes), (words + 1, escapes - 1), (words - 1, escapes + 1), (0, words + escapes),
+        (2**32 - 1, escapes), (words, 2**32 - 1), (2**31, 2**31), (2**32 - 1, 2**32 - 1),
+    ]  # fmt: skip
+    for lie in lies:
+        assert outcome(it, [struct.pack("<II", *(each % 2**32 for each in lie)) + payload[8:]]) is None
+
+
+def test_an_escape_that_no_encoder_writes_is_refused(path: str) -> None:
+    cases = (case(seed, small=True, depths=1) for seed in range(100))
+    it, payload = next((it, payload) for it in cases for payload in coded(it) if HEAD.unpack_from(payload)[1])
+    assert outcome(it, [payload]) is not None
+    assert outcome(it, [payload[:-2] + b"\x00\x80"]) is None
+
+
+@pytest.mark.skipif(not NATIVE, reason="the extension is not built")
+@pytest.mark.parametrize("seed", range(6))
+def test_mutations_come_out_the_same_by_every_path(seed: int, use) -> None:
+    """Most are refused; what is not (a changed escape) is decoded alike."""
+    it = case(100 + seed, small=True)
+    good = coded(it)
+    dice = random.Random(seed)
+    accepted = 0
+    for round_ in range(60):
+        payloads = list(good)
+        which = dice.randrange(len(payloads))
+        if round_ % 3:  # only where it does not show in the lengths
+            data = bytearray(payloads[which])
+            for _ in range(dice.randrange(1, 4)):
+                data[dice.randrange(8, len(data))] ^= 1 << dice.randrange(8)
+            payloads[which] = bytes(data)
+        else:
+            payloads[which] = mutate(payloads[which], good, dice)
+        results = []
+        for path in (*NATIVE, "reference") if round_ < 20 else NATIVE:
+            use(path)
+            results.append(outcome(it, payloads))
+        assert all(same(result, results[0]) for result in results)
+        accepted += results[0] is not None
+    assert accepted < 60
+
+
+def test_noise_takes_no_longer_than_a_group(path: str) -> None:
+    """Random words decode to random indices: bounded by the size of the group, not by the bytes."""
+    it = case(31, depths=1)
+    dice = np.random.default_rng(0)
+    tokens = it.indices[0].shape[1]
+    words = dice.bytes(2 * 500_000)
+    payload = HEAD.pack(500_000, 0) + dice.bytes(4 * LANES) + words
+    out = torch.empty(it.synthesis.layers, 2, it.synthesis.kv_heads, tokens, it.synthesis.head_dim)
+    began = time.thread_time()
+    with pytest.raises(FormatError):
+        coder.decode(it.models, [payload], it.synthesis, 1.0, 0, out)
+    assert time.thread_time() - began < 5
+
+
+def test_chains_and_tensors_that_do_not_fit_are_refused(path: str) -> None:
+    it, other = case(7, small=True, depths=2), case(8, small=True, depths=1)
+    payloads = coded(it)
+    s, tokens = it.synthesis, it.indices[0].shape[1]
+    out = torch.empty(s.layers, 2, s.kv_heads, tokens, s.head_dim)
+    bad = [
+        (it.models[1:], payloads[1:], out),
+        (it.models, payloads[:1], out),
+        ((), (), out),
+        ((it.models[0], it.models[0]), payloads, out),
+        (other.models, payloads[:1], out),
+        (it.models, payloads, out[0]),
+        (it.models, payloads, out.int()),
+        (it.models, payloads, out[:, :, :, :0]),
+    ]
+    assert other.synthesis.rows != s.rows
+    for models, data, tensor in bad:
+        with pytest.raises(FormatError):
+            coder.decode(models, data, s, 1.0, 0, tensor)
+    with pytest.raises(FormatError, match="needs"):
+        coder.decode_indices(it.models[1], payloads[1], tokens)
+    with pytest.raises(FormatError, match="takes no"):
+        coder.decode_indices(it.models[0], payloads[0], tokens, it.indices[0])
+
+
+def test_indices_out_of_reach_are_not_encoded(path: str) -> None:
+    it = case(7, small=True, depths=2)
+    index, below = it.indices[1].astype(np.int32), it.indices[0].astype(np.int32)
+    for value, under in ((32768, 0), (-32768, 0), (32767, 10_923), (0, 10_923), (-32767, 1000)):
+        far, base = index.copy(), below.copy()
+        far[0, 0], base[0, 0] = value, under
+        with pytest.raises(FormatError, match="exact"):
+            coder.encode_indices(it.models[1], far, base)
+    far = below.astype(np.int16)
+    far[0, 0] = -32768
+    with pytest.raises(FormatError, match="exact"):
+        coder.encode_indices(it.models[0], far)

@@ -1,0 +1,184 @@
+"""Every native path gives the reference's bits: payloads, indices, caches."""
+
+from __future__ import annotations
+
+import os
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvabr.codec.native import coder, reference
+from kvabr.codec.native.model import dequantise
+from kvabr.errors import FormatError
+from tests.codec.native.conftest import NATIVE
+from tests.codec.native.models import base_indices, case, coder_model
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+STEP, FIRST = 0.37, 4093
+
+
+@contextmanager
+def taking(path: str):
+    before = os.environ.get(coder.VARIABLE)
+    os.environ[coder.VARIABLE] = path
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[coder.VARIABLE]
+        else:
+            os.environ[coder.VARIABLE] = before
+
+
+def spread_out(shape: tuple[int, ...], dtype: torch.dtype, kind: int) -> torch.Tensor:
+    """A tensor of this shape with strides of many kinds, filled with something that must not stay."""
+    layers, two, heads, tokens, dim = shape
+    match kind % 5:
+        case 0:
+            out = torch.empty(shape, dtype=dtype)
+        case 1:  # token before head
+            out = torch.empty(layers, two, tokens, heads, dim, dtype=dtype).transpose(2, 3)
+        case 2:  # the last axis is not the innermost
+            out = torch.empty(layers, two, heads, dim, tokens, dtype=dtype).transpose(3, 4)
+        case 3:  # a page of a larger cache, at an odd address
+            out = torch.empty(heads, layers, tokens + 5, two, dim + 3, dtype=dtype)[:, :, 2:-3, :, 1:-2]
+            out = out.permute(1, 3, 0, 2, 4)
+        case _:  # every other
+            out = torch.empty(2 * layers, two, heads, 3 * tokens, 2 * dim, dtype=dtype)[::2, :, :, ::3, ::2]
+    return out.fill_(7)
+
+
+@pytest.mark.skipif(not NATIVE, reason="the extension is not built")
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 1 << 32), kind=st.integers(0, 4), dtype=st.sampled_from(DTYPES))
+def test_native_paths_match_the_reference(seed: int, kind: int, dtype: torch.dtype) -> None:
+    it = case(seed)
+    tokens = it.indices[0].shape[1]
+    shape = (it.synthesis.layers, 2, it.synthesis.kv_heads, tokens, it.synthesis.head_dim)
+    below = (None, *it.indices[:-1])
+    with taking("reference"):
+        payloads = [coder.encode_indices(*each) for each in zip(it.models, it.indices, below, strict=True)]
+        wanted = spread_out(shape, dtype, 0)
+        coder.synthesise(it.synthesis, dequantise(it.models[-1], it.indices[-1]), STEP, FIRST, wanted)
+    for path in NATIVE:
+        with taking(path):
+            for model, index, under, payload in zip(it.models, it.indices, below, payloads, strict=True):
+                assert coder.encode_indices(model, index, under) == payload
+                assert np.array_equal(coder.decode_indices(model, payload, tokens, under), index)
+            alone, chain = spread_out(shape, dtype, kind), spread_out(shape, dtype, kind)
+            coder.synthesise(it.synthesis, dequantise(it.models[-1], it.indices[-1]), STEP, FIRST, alone)
+            assert torch.equal(alone, wanted)
+            coder.decode(it.models, payloads, it.synthesis, STEP, FIRST, chain)
+            assert torch.equal(chain, wanted)
+
+
+@settings(max_examples=10, deadline=None)
+@given(seed=st.integers(0, 1 << 32), kind=st.integers(0, 4))
+def test_the_reference_reads_what_it_writes(seed: int, kind: int) -> None:
+    it = case(seed, small=True)
+    below = (None, *it.indices[:-1])
+    payloads = [reference.encode_indices(*each) for each in zip(it.models, it.indices, below, strict=True)]
+    for model, index, under, payload in zip(it.models, it.indices, below, payloads, strict=True):
+        assert np.array_equal(reference.decode_indices(model, payload, index.shape[1], under), index)
+    s = it.synthesis
+    out = spread_out((s.layers, 2, s.kv_heads, it.indices[0].shape[1], s.head_dim), torch.bfloat16, kind)
+    again = torch.empty_like(out)
+    reference.decode(it.models, payloads, s, STEP, FIRST, out)
+    reference.synthesise(s, dequantise(it.models[-1], it.indices[-1]), STEP, FIRST, again)
+    assert torch.equal(out, again)
+
+
+@pytest.mark.parametrize("tokens", [1, 40, 128, 300])
+def test_payloads_are_hardly_longer_than_the_ideal(path: str, tokens: int) -> None:
+    dice = np.random.default_rng(tokens)
+    rows = 40 if path == "reference" else 1500
+    for refines in (False, True):
+        model = coder_model(dice, rows, refines=refines)
+        below = base_indices(dice, rows, tokens).clip(-100, 100) if refines else None
+        index = base_indices(dice, rows, tokens) if below is None else 3 * below + 1
+        bits = len(coder.encode_indices(model, index, below)) * 8
+        # The states cost 64 x 32 bits and the counts 64, whatever the payload.
+        assert bits <= 1.002 * reference.ideal_bits(model, index, below) + 64 * 32 + 64
+
+
+def test_sums_wrap_and_saturate_alike(use) -> None:
+    """Far beyond what an encoder sends: int32 sums that overflow, int16 outputs that saturate, FP16 that is clamped."""
+    it = case(5, depths=1)
+    tokens = 19
+    z = np.random.default_rng(0).choice([-32752, 32752, 32000], (it.synthesis.rows, tokens)).astype(np.int16)
+    for dtype in DTYPES:
+        outs = []
+        for path in coder.available_paths():
+            use(path)
+            out = torch.empty(it.synthesis.layers, 2, it.synthesis.kv_heads, tokens, it.synthesis.head_dim, dtype=dtype)
+            coder.synthesise(it.synthesis, z, 1000.0, 0, out)
+            outs.append(out)
+        assert all(torch.equal(out, outs[0]) for out in outs)
+        assert bool(torch.isfinite(outs[0]).all())
+
+
+@pytest.mark.parametrize("most", [7, 8, 127, 128, 2000])
+def test_bytes_and_words_are_multiplied_alike(use, most: int) -> None:
+    """Around the border between what fits a byte and what does not, and with rows of both kinds."""
+    for seed in range(12):
+        it = case(1000 + seed, depths=1)
+        dice = np.random.default_rng(seed)
+        bounds = dice.choice((most, most, 1, 0), (it.synthesis.rows, 1))
+        z = dice.integers(-bounds, bounds + 1, (it.synthesis.rows, 21)).astype(np.int16)
+        outs = []
+        for path in coder.available_paths():
+            use(path)
+            s = it.synthesis
+            outs.append(torch.empty(s.layers, 2, s.kv_heads, 21, s.head_dim))
+            coder.synthesise(s, z, 0.5, 0, outs[-1])
+        assert all(torch.equal(out, outs[0]) for out in outs)
+
+
+def test_small_numbers_round_alike(use) -> None:
+    """A step so small that FP16 has only its subnormal numbers left."""
+    it = case(11, depths=1)
+    it.synthesis.mean.flags.writeable = True
+    it.synthesis.mean[:] = 0
+    z = np.random.default_rng(1).integers(-300, 300, (it.synthesis.rows, 33)).astype(np.int16)
+    for step in (1e-6, 1e-9, 1e-30, 1e-36):
+        for dtype in DTYPES:
+            outs = []
+            for path in coder.available_paths():
+                use(path)
+                s = it.synthesis
+                outs.append(torch.empty(s.layers, 2, s.kv_heads, 33, s.head_dim, dtype=dtype))
+                coder.synthesise(s, z, step, 0, outs[-1])
+            assert all(torch.equal(out, outs[0]) for out in outs)
+
+
+def test_other_dtypes_and_many_threads(path: str) -> None:
+    cases = [case(seed, small=True, depths=2) for seed in range(4 if path == "reference" else 24)]
+    jobs, wanted = [], []
+    for it in cases:
+        s, tokens = it.synthesis, it.indices[0].shape[1]
+        below = (None, it.indices[0])
+        payloads = [coder.encode_indices(*each) for each in zip(it.models, it.indices, below, strict=True)]
+        shape = (s.layers, 2, s.kv_heads, tokens, s.head_dim)
+        jobs.append(coder.DecodeJob(it.models, payloads, s, STEP, FIRST, torch.empty(shape, dtype=torch.float64)))
+        wanted.append(torch.empty(shape))
+        coder.decode(it.models, payloads, s, STEP, FIRST, wanted[-1])
+    coder.decode_many(jobs, threads=4)
+    for job, each in zip(jobs, wanted, strict=True):
+        assert torch.equal(job.out.float(), each)
+
+
+def test_one_bad_group_among_many_is_told(path: str) -> None:
+    it = case(3, small=True, depths=1)
+    payload = coder.encode_indices(it.models[0], it.indices[0])
+    s = it.synthesis
+    jobs = [
+        coder.DecodeJob(it.models, [each], s, STEP, 0, torch.empty(s.layers, 2, s.kv_heads, tokens, s.head_dim))
+        for each in (payload, payload[:-1], payload)
+        for tokens in [it.indices[0].shape[1]]
+    ]
+    with pytest.raises(FormatError):
+        coder.decode_many(jobs, threads=2)
