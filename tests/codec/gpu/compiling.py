@@ -1,0 +1,43 @@
+"""Compile every kernel for a GPU that need not be here. Run by a test as a process of its own: no interpreter.
+
+Prints a line for each: its name, the multiply-adds that round once in it, and the bytes of its machine code.
+"""
+
+import re
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from kvabr.codec.gpu import kernels
+from kvabr.codec.gpu.decoder import _COMPONENTS, _OUTPUTS, _PAIRS, _ROWS, _TOKENS, _WARPS
+
+TYPES = {
+    "*i8": "below_live live delta mantissa",
+    "*u8": "gain",
+    "*i16": "data index y",
+    "*i32": "tokens_of coding_order chances entries listed status places",
+    "*i64": "parts outs",
+    "*fp32": "scale mean cos sin",
+}
+TYPE_OF = {name: kind for kind, names in TYPES.items() for name in names.split()}
+TILES = {"TOKENS": _TOKENS, "COMPONENTS": _COMPONENTS}
+PAIRS = {"PAIRS": _PAIRS, **TILES}
+VARIANTS = (
+    ("read_rows", {"REFINES": True}, 1),
+    ("triple", {"ROWS": _ROWS}, 4),
+    ("unstack", {"OUTPUTS": _OUTPUTS, **TILES}, _WARPS),
+    # Arguments that are 1 are constants to Triton.
+    ("finish", {"KIND": 1, "BLOCKS": False, "INTERLEAVED": True, "dim": 1, "heads": 1, **PAIRS}, _WARPS),
+    ("finish", {"KIND": 2, "BLOCKS": True, "INTERLEAVED": False, "stride_dim": 1, **PAIRS}, _WARPS),
+)
+
+for name, constants, warps in VARIANTS:
+    kernel = getattr(kernels, name)
+    kinds = {arg: "constexpr" if arg in constants else TYPE_OF.get(arg, "i32") for arg in kernel.arg_names}
+    made = triton.compile(
+        ASTSource(kernel, kinds, constants),
+        target=GPUTarget("cuda", 90, 32),
+        options={"num_warps": warps, "enable_fp_fusion": False},
+    )
+    print(name, len(re.findall(r"fma\.rn(\.ftz)?\.f32", made.asm["ptx"])), len(made.asm["cubin"]))
