@@ -24,6 +24,9 @@ ROOT = "moq://kvcache.moq.arpa/v1/"
 LEVELS = ("FP16", "BF16", "FP8", "Int8", "FP4", "Int4", "AC-5x")
 """The draft's compression levels, which are the track names."""
 
+LAYERS = ("AC-L0", "AC-L1", "AC-L2", "AC-L3")
+"""The layers, base first: each of the others refines the one before it."""
+
 CATALOG_TRACK = "kvabr.catalog"
 """Track whose only group is the catalog of the prompt that the namespace names. Plain ``catalog`` belongs to media: the
 servers of moq-rs have a track of that name in every namespace and serve no other under it."""

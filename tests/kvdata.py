@@ -6,6 +6,7 @@ from functools import cache as cache_result
 
 import torch
 
+from kvabr.codec.fit import fit
 from kvabr.codec.profile import Profile
 from kvabr.codec.rope import rotate
 from kvabr.kv import KVSpec, RopeSpec
@@ -30,6 +31,23 @@ def cache(shape: KVSpec, tokens: int, seed: int = 0) -> torch.Tensor:
     return kv
 
 
+def related(shape: KVSpec, tokens: int, seed: int = 0, first: int = 0) -> torch.Tensor:
+    """As `cache`, but channels share causes across heads and layers, as those of a model share its residual stream.
+
+    Its first token is at position ``first``.
+    """
+    fixed = torch.Generator().manual_seed(98)
+    dice = torch.Generator().manual_seed(1000 + seed)
+    causes = shape.head_dim
+    mixing = torch.randn(causes, shape.elements_per_token, generator=fixed)
+    strength = 3.0 * 0.9 ** torch.arange(causes)
+    parts = torch.randn(tokens, causes, generator=dice) * strength @ mixing / causes**0.5
+    kv = parts.view(tokens, shape.layers, 2, shape.kv_heads, shape.head_dim).permute(1, 2, 3, 0, 4).contiguous()
+    kv += 0.05 * torch.randn(kv.shape, generator=dice)
+    kv[:, 0] = rotate(kv[:, 0], shape.rope, first)
+    return kv
+
+
 @cache_result
 def profile(shape: KVSpec) -> Profile:
-    return Profile.calibrate(shape, lambda: (cache(shape, 400, seed) for seed in (101, 102, 103)))
+    return fit(shape, lambda: (cache(shape, 400, seed) for seed in (101, 102, 103)))

@@ -14,15 +14,16 @@ from kvabr.codec.container import header_bytes
 from kvabr.codec.layout import level_layout
 from kvabr.codec.profile import Profile
 from kvabr.data import default_catalog, default_profile_bytes
+from kvabr.naming import LAYERS
 from kvabr.recompute.loss import RECOMPUTED, predicted_loss
 
-LOSSY = ("FP8", "FP4", "Int4", "AC-5x")
+LOSSY = ("FP8", "Int4", "AC-5x", "AC-L0", "AC-L1")
 
 
 def test_the_catalog_is_a_real_one_and_small():
     catalog = default_catalog()
     assert (catalog.tokens, catalog.groups, catalog.spec.layers) == (8064, 63, 30)
-    assert {track.name for track in catalog.tracks} >= {"FP16", "BF16", "FP8", "Int8", "FP4", "Int4", "AC-5x"}
+    assert {track.name for track in catalog.tracks} == {"FP16", "BF16", "FP8", "Int8", "Int4", "AC-5x", *LAYERS}
     assert len(files(kvabr.data).joinpath(kvabr.data.CATALOG).read_bytes()) < 100_000
     assert catalog.prefill is not None
     assert catalog.source
@@ -32,6 +33,7 @@ def test_the_catalog_is_a_real_one_and_small():
         assert 0 < track.decode_s < 0.5
     ratio = {track.name: catalog.fp16_bytes / track.total_bytes for track in catalog.tracks}
     assert ratio["AC-5x"] >= 5.0
+    assert ratio["AC-L0"] >= 40.0
     assert ratio["Int8"] > 1.88
     assert ratio["Int4"] > 3.7
 
@@ -47,7 +49,7 @@ def test_its_groups_have_the_sizes_that_the_codecs_make():
 def test_every_lossy_tracks_own_shares_were_measured():
     catalog = default_catalog()
     shares = [[loss / sum(track.loss) for loss in track.loss] for track in catalog.tracks if track.name in LOSSY]
-    assert len(shares) == 4
+    assert len(shares) == len(LOSSY)
     assert all(one != pytest.approx(other, rel=1e-3) for one, other in combinations(shares, 2))
 
 
@@ -60,6 +62,7 @@ def test_its_mixed_caches_were_predicted():
 
 def test_the_profile_is_the_one_that_the_catalog_names():
     catalog, data = default_catalog(), default_profile_bytes()
+    assert len(data) < 0.03 * 269e6  # of what the weights have at 16 bits
     assert (hashlib.sha256(data).hexdigest(), len(data)) == (catalog.profile, catalog.profile_bytes)
     Profile.from_bytes(data).check(catalog.spec)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -27,6 +27,9 @@ class GroupContext:
     """Tokens in this group: `KVSpec.group_tokens`, or fewer in the last one."""
     profile: Profile | None = None
     """Side information of the model, for codecs that need it."""
+    memo: dict[str, Any] | None = field(default=None, compare=False, repr=False)
+    """Where codecs keep, from one track to the next, what they found out about a group that they encode: give a dict of
+    its own to every group that is encoded on several tracks, and do not change the group meanwhile."""
 
 
 class Codec(ABC):
@@ -41,6 +44,10 @@ class Codec(ABC):
     def layout(self, spec: KVSpec, tokens: int) -> Layout | None:  # noqa: ARG002
         """Where each token lies in the payload of a group of ``tokens`` tokens; None if tokens cannot be told apart."""
         return None
+
+    def aside(self, payload: memoryview, context: GroupContext) -> int:  # noqa: ARG002
+        """Tokens that an encoder found too unusual to code as the others, so that a payload has them whole."""
+        return 0
 
     @abstractmethod
     def encode(self, group: torch.Tensor, context: GroupContext, below: Sequence[bytes] = ()) -> bytes:

@@ -41,6 +41,10 @@ class Reader:
         # A read-only buffer is fine: nothing here writes into it. bytearray() silences torch by copying only if needed.
         return torch.frombuffer(_writable(piece), dtype=torch.uint8).view(dtype).reshape(shape)
 
+    def rest(self) -> memoryview:
+        """All that is left."""
+        return self.bytes(len(self._payload) - self._at)
+
     def end(self) -> None:
         """Nothing may be left."""
         if self._at != len(self._payload):
@@ -78,7 +82,7 @@ def place(out: torch.Tensor, values: torch.Tensor) -> None:
 
 def raw(values: torch.Tensor) -> bytes:
     """The bytes of an array, little-endian, in row-major order."""
-    return values.contiguous().view(torch.uint8).numpy().tobytes()
+    return values.contiguous().cpu().view(torch.uint8).numpy().tobytes()
 
 
 def _writable(piece: memoryview) -> memoryview | bytearray:

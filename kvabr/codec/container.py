@@ -21,8 +21,8 @@ from kvabr.errors import ForeignError, FormatError
 from kvabr.naming import check_track_name
 
 MAGIC = b"KVAB"
-VERSION = 2
-"""Of frames and payloads both. 1 had the tensors of a payload one after the other, not token by token."""
+VERSION = 3
+"""Of frames and payloads both. 1 had the tensors of a payload one after the other, not token by token; 2 another AC."""
 MAX_PAYLOAD = 1 << 40
 _FIXED = struct.Struct("<4sBB16s32sIQIQI")
 _DIGEST = re.compile(r"[0-9a-f]{64}")

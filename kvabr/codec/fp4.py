@@ -89,7 +89,8 @@ def _encode(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         best = torch.where(found < error, stored, best)
         error = torch.minimum(found, error)
     # Twice a level is a whole number up to 12, which leads to its place among the levels.
-    codes = _PLACES[(_nearest(magnitude / _load(best)) * 2).to(torch.uint8).int()] | ((cut < 0).to(torch.uint8) << 3)
+    codes = _PLACES.to(rows.device)[(_nearest(magnitude / _load(best)) * 2).to(torch.uint8).int()]
+    codes |= (cut < 0).to(torch.uint8) << 3
     return best.to(torch.uint8), codes.reshape(count, -1)[:, :length]
 
 

@@ -11,6 +11,25 @@ from kvabr.codec.container import FrameHeader, pack, unpack
 from kvabr.codec.registry import codec
 from kvabr.errors import FormatError
 
+_TOP = 65504.0
+"""FP16's largest number."""
+
+
+def clean(kv: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Replace what no cache should hold: NaN by zero, infinity and what FP16 cannot hold by FP16's largest number.
+
+    Args:
+        kv: any shape, any float dtype.
+
+    Returns:
+        The tensor itself if there is nothing to replace, and how many numbers were replaced.
+    """
+    # The largest magnitude is not finite if any element is not, and is found ten times faster than isfinite is.
+    if not kv.numel() or bool(kv.abs().amax() <= _TOP):
+        return kv, 0
+    bad = ~(kv.abs() <= _TOP)
+    return torch.nan_to_num(kv, nan=0.0, posinf=_TOP, neginf=-_TOP).clamp(-_TOP, _TOP), int(bad.sum())
+
 
 def encode_group(
     kv: torch.Tensor,
@@ -23,7 +42,8 @@ def encode_group(
     """Compress and frame one group.
 
     Args:
-        kv: [layer, K/V, head, token, dim], any float dtype.
+        kv: [layer, K/V, head, token, dim], any float dtype; numbers that no cache should hold are replaced as `clean`
+            does.
         track: name of the codec.
         context: what group it is.
         chunk: its chained prompt digest.
@@ -31,15 +51,12 @@ def encode_group(
         below: payloads of the tracks that this one refines, base first.
 
     Raises:
-        FormatError: another shape than the context says, or numbers that are not finite.
+        FormatError: another shape than the context says.
     """
     wanted = context.spec.shape(context.tokens)
     if tuple(kv.shape) != wanted or not kv.is_floating_point():
         raise FormatError(f"group {group}: {tuple(kv.shape)} {kv.dtype} cannot be encoded, only floats of {wanted}")
-    # The largest magnitude is not finite if any element is not, and is found ten times faster than isfinite is.
-    if not bool(torch.isfinite(kv.abs().amax())):
-        raise FormatError(f"group {group}: the cache holds NaN or infinity; it cannot be encoded")
-    payload = codec(track).encode(kv, context, below)
+    payload = codec(track).encode(clean(kv)[0], context, below)
     return pack(
         payload,
         track=track,

@@ -1,11 +1,11 @@
-"""Codecs by name: the seven levels of the draft, and those of installed packages (entry points ``kvabr.codecs``)."""
+"""Codecs by name: the draft's levels, the layers, and those of installed packages (entry points ``kvabr.codecs``)."""
 
 from __future__ import annotations
 
 from functools import cache
 from importlib.metadata import entry_points
 
-from kvabr.codec.ac import Ac5x
+from kvabr.codec.ac import Ac5x, AcL0, AcL1, AcL2, AcL3
 from kvabr.codec.affine import Int4, Int8
 from kvabr.codec.base import Codec
 from kvabr.codec.cast import Bf16, Fp16
@@ -14,7 +14,7 @@ from kvabr.codec.fp8 import Fp8
 from kvabr.errors import FormatError
 from kvabr.naming import check_track_name
 
-_BUILTIN: tuple[type[Codec], ...] = (Fp16, Bf16, Fp8, Int8, Fp4, Int4, Ac5x)
+_BUILTIN: tuple[type[Codec], ...] = (Fp16, Bf16, Fp8, Int8, Fp4, Int4, Ac5x, AcL0, AcL1, AcL2, AcL3)
 _registered: dict[str, Codec] = {cls.name: cls() for cls in _BUILTIN}
 
 
@@ -41,7 +41,7 @@ def codec(name: str) -> Codec:
 
 
 def names() -> tuple[str, ...]:
-    """Names of all codecs, the draft's levels first and in its order."""
+    """Names of all codecs, the draft's levels first and in its order, then the layers, base first."""
     return tuple(dict.fromkeys((*_registered, *_plugins())))
 
 

@@ -17,7 +17,7 @@ from kvabr.codec.bits import Reader, finite, raw
 from kvabr.codec.layout import Layout
 from kvabr.kv import KVSpec
 
-_RUN_ELEMENTS = 3 << 19
+_RUN_ELEMENTS = 1 << 20
 """Elements that are coded at once, about: few enough for the cache, many enough that calling torch costs little."""
 
 
@@ -70,7 +70,7 @@ class Separable(Codec):
         layout = self.layout(context.spec, context.tokens)
         head = self.head(group)
         parts = [raw(head)]
-        for first, last in layout.runs(_most_tokens(context.spec)):
+        for first, last in layout.runs(_most_tokens(context, group.device)):
             run = group[:, :, :, first:last]
             parts.append(raw(self.encode_units(run, head, min(layout.unit_tokens, last - first))))
         return b"".join(parts)
@@ -86,14 +86,17 @@ class Separable(Codec):
         layout = self.layout(context.spec, context.tokens)
         reader = Reader(payload, self.name)
         reader.expect(layout.payload_bytes)
-        head = finite(reader.tensor(torch.float16, (layout.head_bytes // 2,)), self.name)
-        for first, last in layout.runs(_most_tokens(context.spec)):
+        # The payload goes to where the cache is, not what comes of it. The head is checked here: asking a device waits.
+        head = finite(reader.tensor(torch.float16, (layout.head_bytes // 2,)), self.name).to(out.device)
+        for first, last in layout.runs(_most_tokens(context, out.device)):
             tokens = min(layout.unit_tokens, last - first)
             size = layout.unit_bytes if tokens == layout.unit_tokens else layout.last_bytes
-            units = reader.tensor(torch.uint8, ((last - first) // tokens, size))
+            units = reader.tensor(torch.uint8, ((last - first) // tokens, size)).to(out.device)
             run = out[:, :, :, first:last]
             self.decode_units(units, head, run.view(*run.shape[:3], -1, tokens, run.shape[4]))
 
 
-def _most_tokens(spec: KVSpec) -> int:
-    return max(1, _RUN_ELEMENTS // spec.elements_per_token)
+def _most_tokens(context: GroupContext, device: torch.device) -> int:
+    if device.type != "cpu":
+        return context.tokens  # one copy, one check
+    return max(1, _RUN_ELEMENTS // context.spec.elements_per_token)

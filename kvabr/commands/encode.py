@@ -23,6 +23,9 @@ examples:
   kvabr encode --text book.txt --tokens 4096 --tracks Int8 Int4 AC-5x --out my.asset --force
   kvabr encode --text book.txt --tokens 2048 --model ./my-llama --profile my-llama.safetensors --out my.asset
 
+The AC tracks need a profile of the model (`kvabr calibrate`). Without one, their tables are estimated from the asset
+itself and published with it: that works for any model, but takes two to three times the bytes.
+
 The first --tokens tokens of the text are the prompt, whose cache is published. The --continuation tokens after it are
 what really followed: the loss of every track is measured on them by the model, which takes most of the time.
 
@@ -61,9 +64,12 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--continuation", type=int, default=128, metavar="M", help="tokens to measure losses on (default: 128)"
     )
-    parser.add_argument("--tracks", nargs="+", metavar="TRACK", help="tracks to make (default: all)")
+    parser.add_argument("--tracks", nargs="+", metavar="TRACK", help="tracks to make (default: all but FP4)")
     parser.add_argument(
-        "--profile", type=Path, metavar="FILE", help="codec profile of the model (default for smollm2: one comes along)"
+        "--profile",
+        type=Path,
+        metavar="FILE",
+        help="codec profile of the model (default: for smollm2 one comes along, else one is estimated from the asset)",
     )
     add_option(parser)
     parser.add_argument("--force", action="store_true", help="replace the asset that is there")
@@ -94,20 +100,20 @@ def run(args: argparse.Namespace) -> int:
         bed = open_bed(args.model)
     prompt = cut_prompt(bed, text, args.tokens, args.continuation)
     profile = find_profile(bed, args.profile)
+    unusual: list[str] = []
     with writer, StageBar(STAGES, console) as bar:
         catalog = publish(
             bed.engine,
             prompt,
             tracks,
             profile,
-            Keeper(writer.frame, writer.read_frame),
+            Keeper(writer.frame, writer.read_frame, writer.profile),
             source=f"{args.text.name}, its first {args.tokens} tokens",
             salt=salt,
             progress=bar,
+            tell=unusual.append,
         )
         writer.prompt(prompt.sealed(catalog.namespace.prompt) if salt else prompt)
-        if catalog.profile is not None and profile is not None:
-            writer.profile(profile.to_bytes())
         writer.commit(catalog)
     seconds = time.perf_counter() - start
     if args.json is not None:
@@ -124,6 +130,8 @@ def run(args: argparse.Namespace) -> int:
     out = Console()
     out.print(track_table(catalog, f"{catalog.spec.model}: {catalog.tokens} tokens in {catalog.groups} groups"))
     out.print(mix_table(catalog))
+    for line in unusual:
+        out.print(line, highlight=False)
     out.print(f"asset: {args.out} ({seconds:.0f} s)", soft_wrap=True, highlight=False)
     return 0
 

@@ -38,22 +38,23 @@ class Bed:
         return text
 
 
-def open_bed(model: str) -> Bed:
+def open_bed(model: str, *, whole_windows: bool = False) -> Bed:
     """Load a model for the CPU, in float32 and without any network.
 
     Args:
         model: ``smollm2`` (or its full name, as catalogs have it), or a directory with config.json, tokenizer.json
             and weights in safetensors.
+        whole_windows: see `kvabr.engines.transformers.spec_of`.
 
     Raises:
         ModelError: it is not there, something is not installed, or its cache is not plain full attention.
     """
     if model in (SMOLLM2, smollm2.NAME):
         return Bed(*smollm2.load())
-    return _load_directory(Path(model))
+    return _load_directory(Path(model), whole_windows=whole_windows)
 
 
-def _load_directory(path: Path) -> Bed:
+def _load_directory(path: Path, *, whole_windows: bool) -> Bed:
     if not (path / "config.json").is_file():
         raise ModelError(f"{path}: no such model; give {SMOLLM2!r}, or a directory with a transformers model")
     if not (path / "tokenizer.json").is_file():
@@ -79,6 +80,7 @@ def _load_directory(path: Path) -> Bed:
         name=f"{path.resolve().name}-{_fingerprint(path)}",
         tokenizer=hashlib.sha256((path / "tokenizer.json").read_bytes()).hexdigest(),
         dtype="bfloat16" if native == "bfloat16" else "float16",
+        whole_windows=whole_windows,
     )
     return Bed(TransformersEngine(model, spec, context=context), tokenizer)
 

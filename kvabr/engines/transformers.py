@@ -93,6 +93,37 @@ class TransformersEngine:
             out[first : first + SCORE_CHUNK] = torch.log_softmax(logits.double(), dim=-1)
         return out
 
+    def gradient(self, kv: torch.Tensor, tokens: Sequence[int], seed: int = 0) -> torch.Tensor:
+        """How what the model says changes with the cache: what a calibration weighs errors by.
+
+        The expectation of the square of this gradient, over what the model itself would say next (so the tokens are
+        sampled, not those of the text), is how fast the KL divergence grows with an error: the Fisher information.
+
+        Args:
+            kv: the cache, [layer, K/V, head, token, dim]; read, never written.
+            tokens: ids of what followed.
+            seed: of the sampling.
+
+        Returns:
+            Of the shape of ``kv``, float32: the gradient of the summed log-probability of one sampled token after each
+            of ``tokens``.
+
+        Raises:
+            ModelError: as for `score`.
+        """
+        self._model.requires_grad_(False)
+        dice = torch.Generator().manual_seed(seed)
+        with torch.enable_grad():
+            leaf = kv.detach().to(self.dtype, copy=True).requires_grad_()
+            ids, cache, _ = self._begin(tokens, leaf)
+            logits = self._model(input_ids=ids, past_key_values=cache, use_cache=True).logits[0].float()
+            likely = torch.log_softmax(logits, dim=-1)
+            said = torch.multinomial(likely.detach().exp(), 1, generator=dice)
+            likely.gather(1, said).sum().backward()  # type: ignore[no-untyped-call]
+        if leaf.grad is None:
+            raise ModelError(f"{self._spec.model}: it does not look at its cache")
+        return leaf.grad.float()
+
     def _begin(self, tokens: Sequence[int], before: torch.Tensor | None) -> tuple[torch.Tensor, Any, int]:
         """Ids as a batch of one, a transformers cache over ``before``, and the number of tokens in it."""
         start = 0 if before is None else int(before.shape[-2])
@@ -117,7 +148,7 @@ class TransformersEngine:
         return torch.tensor([list(tokens)], dtype=torch.long), cache, start
 
 
-def spec_of(model: Any, *, name: str, tokenizer: str, dtype: str) -> KVSpec:
+def spec_of(model: Any, *, name: str, tokenizer: str, dtype: str, whole_windows: bool = False) -> KVSpec:
     """The spec of a transformers model's cache, checked on a real one of a few tokens.
 
     Args:
@@ -125,6 +156,8 @@ def spec_of(model: Any, *, name: str, tokenizer: str, dtype: str) -> KVSpec:
         name: the model's name, as in the track namespace.
         tokenizer: digest of its tokenizer.
         dtype: element type of the published cache, a key of `kvabr.kv.DTYPES`.
+        whole_windows: take a model with sliding windows too: for measuring, its cache keeps every token in every
+            layer. Such models turn keys differently in different layers, so keys count as not rotated.
 
     Raises:
         ModelError: the cache is not plain full attention; the message names what it is.
@@ -133,9 +166,10 @@ def spec_of(model: Any, *, name: str, tokenizer: str, dtype: str) -> KVSpec:
     if getattr(config, "kv_lora_rank", None):
         raise ModelError(f"{name}: multi-head latent attention (MLA) keeps a compressed cache, not keys and values")
     kinds = sorted(set(getattr(config, "layer_types", None) or ["full_attention"]) - {"full_attention"})
-    if kinds:
+    windows = kinds == ["sliding_attention"] and whole_windows
+    if kinds and not windows:
         raise ModelError(f"{name}: has {', '.join(kinds)} layers; kvabr needs full attention in every layer")
-    if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
+    if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True) and not windows:
         raise ModelError(f"{name}: its attention is a sliding window; kvabr needs full attention in every layer")
     keys = _probe_keys(model, name)
     _, heads, _, dim = keys[0].shape
@@ -146,7 +180,7 @@ def spec_of(model: Any, *, name: str, tokenizer: str, dtype: str) -> KVSpec:
         kv_heads=heads,
         head_dim=dim,
         dtype=dtype,
-        rope=_rope_of(config, keys[0][0]),
+        rope=None if windows else _rope_of(config, keys[0][0]),
     )
 
 

@@ -8,11 +8,12 @@ from dataclasses import dataclass, replace
 import torch
 
 from kvabr.catalog import Catalog, Mix, Quality, Track
+from kvabr.codec.fit import FitConfig, fit
 from kvabr.codec.profile import Profile
 from kvabr.codec.registry import codec
 from kvabr.engines.bed import Bed
 from kvabr.errors import UsageError
-from kvabr.kv import GROUP_TOKENS
+from kvabr.kv import GROUP_TOKENS, KVSpec
 from kvabr.naming import TrackNamespace, chain
 from kvabr.origin.frames import FrameBook
 from kvabr.origin.mixes import measure_mixes, sample_mixes
@@ -28,6 +29,9 @@ Progress = Callable[[str, int, int], None]
 STAGES = ("prefill", "encode", "time", "measure", "mix")
 """What `publish` does, in this order; ``prefill`` counts tokens."""
 
+_OWN_CLASSES = 16
+"""Classes of rows in a profile that is estimated from one asset, and travels with it."""
+
 _CHARACTERS_PER_TOKEN = 16
 """More than any text has on average: so much of a long text is tokenised at first."""
 
@@ -38,6 +42,8 @@ class Keeper:
 
     put: Callable[[int, str, bytes], None]
     get: Callable[[int, str], bytes]
+    profile: Callable[[bytes], None] = lambda _data: None
+    """Takes the file of the profile, if a track needs one."""
 
     @classmethod
     def in_memory(cls) -> Keeper:
@@ -92,6 +98,18 @@ def compute_cache(
     return cache
 
 
+def own_profile(spec: KVSpec, exact: torch.Tensor) -> Profile:
+    """A profile for one cache alone, where the model has none: no transform, few tables, so that it is small.
+
+    Args:
+        spec: the cache's spec.
+        exact: the cache, [layer, K/V, head, token, dim].
+    """
+    tokens = int(exact.shape[3])
+    plain = FitConfig(transform=False, classes=_OWN_CLASSES, sinks=min(FitConfig.sinks, tokens - 1))
+    return fit(spec, lambda: [exact], plain)
+
+
 def publish(
     engine: ScoringEngine,
     prompt: Prompt,
@@ -104,6 +122,7 @@ def publish(
     max_passes: int = MAX_PASSES,
     time_engine: bool = True,
     progress: Progress = lambda _stage, _done, _all: None,
+    tell: Callable[[str], None] = lambda _line: None,
 ) -> Catalog:
     """Encode and measure one prompt.
 
@@ -111,39 +130,45 @@ def publish(
         engine: the model.
         prompt: what to publish, and what really followed.
         tracks: names of the tracks, see `kvabr.origin.frames.ordered_tracks`.
-        profile: side information of the model, for the tracks that need it.
-        keeper: takes every frame, and gives it back for measuring.
+        profile: side information of the model, for the tracks that need it; None: one is estimated from this very
+            cache, small and without a transform, and published with it.
+        keeper: takes every frame, and gives it back for measuring; and the profile.
         source: what the prompt is, in words, for the catalog.
         salt: a tenant's secret, see `kvabr.naming.chain`; it is not kept, and then `Prompt.sealed` must tie the token
             ids to the catalog.
         max_passes: forward passes for attributing losses to groups, see `kvabr.origin.quality`.
         time_engine: whether to time a few prefills for the catalog's cost model.
         progress: told of every step.
+        tell: told, in words, what is unusual about the cache.
 
     Returns:
         The catalog, with measured losses, decode times and mixes. Floats have six significant digits.
 
     Raises:
-        UsageError: a track needs a profile, and there is none.
         ForeignError: the profile is of another model.
     """
     spec = engine.spec
     needing = [track for track in tracks if codec(track).needs_profile]
-    if needing and profile is None:
-        raise UsageError(
-            f"{', '.join(needing)} needs a profile of {spec.model}: make one with `kvabr calibrate --model ...` "
-            "and give it with --profile F, or name other tracks with --tracks"
-        )
+    if not needing:
+        profile = None
     if profile is not None:
         profile.check(spec)
     exact = compute_cache(engine, prompt.tokens, lambda done, total: progress("prefill", done, total))
+    if needing:
+        profile = profile or own_profile(spec, exact)
+        keeper.profile(profile.to_bytes())
     chunks = chain(
         prompt.tokens, model=spec.model, tokenizer=spec.tokenizer, group_tokens=spec.group_tokens, salt=salt
     )
     book = FrameBook(
-        spec, chunks, len(prompt.tokens), tracks, profile if needing else None, put=keeper.put, get=keeper.get
+        spec, chunks, len(prompt.tokens), tracks, profile, put=keeper.put, get=keeper.get
     )
     book.encode(exact, lambda done, total: progress("encode", done, total))
+    if book.replaced:
+        tell(f"{book.replaced:,} numbers of the cache were NaN, infinite or beyond FP16; they were replaced")
+    for track, count in book.aside.items():
+        if count:
+            tell(f"{track} keeps {count:,} of {len(prompt.tokens):,} tokens aside, which stand out")
     decode_s = {}
     for index, track in enumerate(tracks):
         decode_s[track] = book.decode_seconds(track)
@@ -164,7 +189,6 @@ def publish(
         progress=lambda done, total: progress("measure", done, total),
     )
     del exact
-    data = None if profile is None or not needing else profile.to_bytes()
     catalog = Catalog(
         namespace=TrackNamespace(spec.model, chunks[-1]),
         spec=spec,
@@ -182,8 +206,8 @@ def publish(
             )
             for track in tracks
         ),
-        profile=None if data is None or profile is None else profile.digest,
-        profile_bytes=0 if data is None else len(data),
+        profile=None if profile is None else profile.digest,
+        profile_bytes=0 if profile is None else len(profile.to_bytes()),
         prefill=prefill,
         loss_method=measured.method,
         source=source,

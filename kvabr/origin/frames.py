@@ -6,11 +6,12 @@ import hashlib
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
 from kvabr.codec.base import GroupContext
-from kvabr.codec.group import decode_group, encode_group, payload_of
+from kvabr.codec.group import clean, decode_group, encode_group, payload_of
 from kvabr.codec.profile import Profile
 from kvabr.codec.registry import codec, names
 from kvabr.errors import UsageError
@@ -19,16 +20,19 @@ from kvabr.kv import KVSpec
 TIMED_GROUPS = 5
 """Groups whose decoding is timed, of which the median counts."""
 
+ON_REQUEST = ("FP4",)
+"""Levels that are made only if they are named: Int4 is as small and loses half as much."""
+
 
 def ordered_tracks(wanted: Sequence[str] | None) -> tuple[str, ...]:
-    """The tracks to make, each after the one that it refines; all that there are for None.
+    """The tracks to make, each after the one that it refines; for None all that there are but `ON_REQUEST`.
 
     Raises:
         FormatError: there is no such codec.
         UsageError: a track refines one that is not wanted, or is wanted twice.
     """
     if wanted is None:
-        wanted = names()
+        wanted = [name for name in names() if name not in ON_REQUEST]
     if len(set(wanted)) != len(wanted) or not wanted:
         raise UsageError("name at least one track, and each only once")
     out: list[str] = []
@@ -71,20 +75,26 @@ class FrameBook:
         self._profile, self._put, self._get = profile, put, get
         self.bytes: dict[str, list[int]] = {track: [] for track in tracks}
         self.digests: dict[str, list[str]] = {track: [] for track in tracks}
+        self.aside: dict[str, int] = dict.fromkeys(tracks, 0)
+        """Tokens that a track has whole because they are too unusual to code, see `kvabr.codec.base.Codec.aside`."""
+        self.replaced = 0
+        """Numbers of the cache that were NaN, infinite or beyond FP16, see `kvabr.codec.group.clean`."""
 
     def encode(self, cache: torch.Tensor, progress: Callable[[int, int], None]) -> None:
         """Encode every group of ``cache``, [layer, K/V, head, token, dim], on every track, groups in order."""
         total = len(self.chunks) * len(self.tracks)
         for group, chunk in enumerate(self.chunks):
-            context = self._context(group)
+            context = replace(self._context(group), memo={})
             end = context.first_token + context.tokens
-            kv = cache[:, :, :, context.first_token : end]
+            kv, replaced = clean(cache[:, :, :, context.first_token : end])
+            self.replaced += replaced
             made: dict[str, bytes] = {}
             for index, track in enumerate(self.tracks):
                 below = [bytes(payload_of(made[name])) for name in _below(track)]
                 frame = encode_group(kv, track, context, chunk, group, below)
                 made[track] = frame
                 self._put(group, track, frame)
+                self.aside[track] += codec(track).aside(payload_of(frame), context)
                 self.bytes[track].append(len(frame))
                 self.digests[track].append(hashlib.sha256(frame).hexdigest())
                 progress(group * len(self.tracks) + index + 1, total)

@@ -4,11 +4,10 @@ import pytest
 import torch
 
 from kvabr.codec.base import GroupContext
-from kvabr.codec.group import decode_group, encode_group, payload_of
+from kvabr.codec.group import clean, decode_group, encode_group, payload_of
 from kvabr.codec.registry import codec, names
-from kvabr.codec.rope import rotate
 from kvabr.errors import FormatError
-from kvabr.naming import LEVELS
+from kvabr.naming import LAYERS, LEVELS
 from tests.kvdata import cache, profile, spec
 
 SHAPES = [(1, 1, 32), (3, 2, 64), (2, 3, 64), (1, 8, 128), (2, 1, 80)]
@@ -60,16 +59,15 @@ def allowed(kv, track):
     raise ValueError(track)
 
 
-def check_ac_error(out, kv, shape, side, first):
-    """In the domain where AC quantises, no component may be off by more than half a step."""
-    exact = max(0, side.sinks - first)
-    assert torch.equal(out[:, :, :, :exact], kv[:, :, :, :exact].half().float())
-    error, kv = out[:, :, :, exact:] - kv[:, :, :, exact:], kv[:, :, :, exact:]
-    error[:, 0] = rotate(error[:, 0], shape.rope, first + exact, undo=True)
-    # Rounding of float32 and of the basis grows with the numbers that are rounded.
-    slack = 2e-5 * kv.norm(dim=4, keepdim=True) + 1e-5
-    limit = side.step[:, :, None, None, None] * 0.5005 + slack
-    assert bool(((error @ side.analysis).abs() <= limit).all())
+def check_ac_error(out, kv, track, side, first):
+    """Where AC quantises, no coefficient may be off by more than a step; tokens kept aside have 8 bits."""
+    wanted, got = side.transform.analyse(kv, first), side.transform.analyse(out, first)
+    aside = wanted.outlying.clone()
+    aside[: max(0, side.sinks - first)] = True
+    error = (out - kv).abs()[:, :, :, aside]
+    assert bool((error <= kv[:, :, :, aside].abs().amax(dim=(2, 4), keepdim=True) / 250).all())
+    # Half a step of rounding, and the rounding of what the stack transform gives.
+    assert bool(((got.rows - wanted.rows)[:, ~aside].abs() <= 1.05 * side.depth(track).step).all())
 
 
 @pytest.mark.parametrize("track", LEVELS)
@@ -82,7 +80,7 @@ def test_round_trip_within_the_error_that_the_codec_allows(track, tokens, sizes)
         kv = cache(shape, tokens, seed=first)
         out, _ = round_trip(kv, track, shape, first=first, side=side)
         if track == "AC-5x":
-            check_ac_error(out, kv, shape, side, first)
+            check_ac_error(out, kv, track, side, first)
         else:
             error, limit = (out - kv).abs(), allowed(kv, track)
             assert bool((error <= limit).all()), float((error - limit).max())
@@ -99,16 +97,6 @@ def test_size_per_weight_is_the_drafts_and_scales_cost_at_most_a_sixteenth(track
     least = kv.numel() * BITS[track] // 8
     assert least <= payload <= least * 1.0625
     assert len(frame) - payload < 120
-
-
-def test_ac_is_smaller_where_the_cache_is_as_calibrated_and_keeps_the_sinks_exact():
-    shape = spec(3, 3, 64)
-    side = profile(shape)
-    kv = cache(shape, 128, seed=5)
-    out, frame = round_trip(kv, "AC-5x", shape, side=side)
-    assert torch.equal(out[:, :, :, :4], kv[:, :, :, :4].half().float())
-    assert shape.fp16_bytes(128) / len(frame) > 4.0
-    assert not torch.equal(out[:, :, :, 4:], kv[:, :, :, 4:])
 
 
 @pytest.mark.parametrize("track", LEVELS)
@@ -137,19 +125,27 @@ def test_constant_caches_come_back(track, value):
     frame = encode_group(kv, track, context, "ab" * 32, 0)
     out = torch.empty_like(kv)
     decode_group(frame, track, context, "ab" * 32, 0, out)
-    # AC spreads half a step in each of 32 components over the head's elements.
-    limit = max(abs(value) * 0.07, 1e-4 if track != "AC-5x" else float(side.step.max()) * 0.5 * 32**0.5)
+    # AC spreads up to a step in each of 64 components over the elements of a layer's heads.
+    norms = float(side.transform.norm.max())
+    limit = max(abs(value) * 0.07, 1e-4 if track != "AC-5x" else side.depth(track).step * norms * 64**0.5)
     assert float((out - value).abs().max()) <= limit
 
 
 @pytest.mark.parametrize("track", LEVELS)
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_what_is_not_finite_is_refused(track, bad):
+def test_what_is_not_finite_is_replaced(track):
     shape = spec(1, 1, 32)
+    side = profile(shape)
     kv = cache(shape, 8)
-    kv[0, 1, 0, 3, 5] = bad
-    with pytest.raises(FormatError, match="NaN or infinity"):
-        encode_group(kv, track, GroupContext(shape, 0, 8, profile(shape)), "ab" * 32, 0)
+    tame = kv.clone()
+    infinity = float("inf")
+    for dim, (bad, good) in enumerate([(float("nan"), 0), (infinity, 65504), (-infinity, -65504), (1e30, 65504)]):
+        kv[0, 1, 0, 3, dim], tame[0, 1, 0, 3, dim] = bad, good
+    assert clean(kv)[1] == 4
+    assert clean(tame) == (tame, 0)
+    before = kv.clone()
+    frames = {round_trip(each, track, shape, side=side)[1] for each in (kv, tame)}
+    assert len(frames) == 1
+    assert torch.equal(kv.nan_to_num(), before.nan_to_num())
 
 
 @pytest.mark.parametrize("track", LEVELS)
@@ -161,17 +157,6 @@ def test_encoding_is_deterministic_and_leaves_its_input_alone(track):
     frames = {round_trip(kv, track, shape, side=side)[1] for _ in range(2)}
     assert len(frames) == 1
     assert torch.equal(kv, before)
-
-
-def test_values_far_outside_the_tables_are_escaped():
-    shape = spec(1, 2, 32)
-    side = profile(shape)
-    kv = cache(shape, 64)
-    kv[0, 1, 1, 30, 7] = 5000.0
-    kv[0, 1, 0, 31, 2] = -60000.0
-    out, _ = round_trip(kv, "AC-5x", shape, side=side)
-    assert abs(float(out[0, 1, 1, 30, 7]) - 5000.0) < 1.0
-    assert abs(float(out[0, 1, 0, 31, 2]) + 60000.0) < 1.0
 
 
 @pytest.mark.parametrize("rope", ["half", "interleaved", None])
@@ -189,7 +174,7 @@ def test_ac_without_its_profile_says_so():
 
 
 def test_names_are_the_drafts():
-    assert names()[:7] == LEVELS
+    assert names()[:11] == (*LEVELS, *LAYERS)
     assert [codec(name).name for name in LEVELS] == list(LEVELS)
     with pytest.raises(FormatError, match="AC-5x"):
         codec("MP3")
@@ -224,17 +209,3 @@ def test_what_fp16_cannot_hold_becomes_its_largest_number(track, top):
     assert bool(torch.isfinite(out).all())
     if track != "AC-5x" or top < 1e6:  # clipping at 2^24 steps bends keys, whose pairs turn
         assert float((out.float() * kv.sign()).min()) > 60000
-
-
-def test_an_escaped_index_that_no_encoder_writes_is_refused():
-    shape = spec(1, 1, 32)
-    side = profile(shape)
-    kv = cache(shape, 8)
-    kv[0, 1, 0, 3, 5] = 30000.0
-    context = GroupContext(shape, 500, 8, side)
-    payload = bytearray(payload_of(encode_group(kv, "AC-5x", context, "ab" * 32, 0)))
-    out = torch.empty(shape.shape(8))
-    codec("AC-5x").decode(memoryview(payload), context, out)
-    payload[-4:] = (-(2**31)).to_bytes(4, "little", signed=True)
-    with pytest.raises(FormatError, match="escaped index"):
-        codec("AC-5x").decode(memoryview(payload), context, out)

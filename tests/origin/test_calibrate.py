@@ -6,7 +6,7 @@ import pytest
 
 from kvabr.codec.profile import Profile
 from kvabr.errors import UsageError
-from kvabr.origin.calibrate import calibrate, cut_contexts
+from kvabr.origin.calibrate import STAGES, calibrate, cut_contexts
 
 
 def test_longer_texts_give_more_contexts_and_none_overlap():
@@ -37,8 +37,10 @@ def test_no_text():
 def test_a_profile_of_a_real_model(bed):
     seen = []
     profile = calibrate(bed, {"a": "some text " * 200}, contexts=2, tokens=64, progress=lambda *at: seen.append(at))
-    assert seen == [(1, 2), (2, 2)]
+    assert seen == [(stage, done, 2) for stage in STAGES for done in (1, 2)]
     profile.check(bed.engine.spec)
     assert Profile.from_bytes(profile.to_bytes()).digest == profile.digest
+    # The model minds some channels more than others, and its profile knows.
+    assert float(profile.transform.norm.max() / profile.transform.norm.min()) > 3
     with pytest.raises(UsageError, match="16 to 8192 tokens"):
         calibrate(bed, {"a": "x"}, tokens=8193)

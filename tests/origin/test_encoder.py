@@ -8,6 +8,7 @@ import hashlib
 import pytest
 
 from kvabr.catalog import Catalog
+from kvabr.codec.fit import fit
 from kvabr.codec.profile import Profile
 from kvabr.errors import ForeignError, FormatError, UsageError
 from kvabr.naming import chain
@@ -80,9 +81,23 @@ def test_the_cache_is_the_same_however_it_is_cut():
     assert (compute_cache(model, tokens[:700]) - model.prefill(tokens[:700])).abs().max() < 1e-4
 
 
-def test_a_track_that_needs_a_profile_says_so():
-    with pytest.raises(UsageError, match=r"AC-5x needs a profile .*kvabr calibrate"):
-        publish(ToyModel(), prompt(), ("FP16", "AC-5x"), None, Keeper.in_memory())
+def test_without_a_profile_one_is_made_of_the_asset_and_published_with_it():
+    kept, made = Keeper.in_memory(), []
+    catalog = publish(
+        ToyModel(), prompt(), ("FP16", "AC-L0", "AC-L1", "AC-5x"), None, Keeper(kept.put, kept.get, made.append)
+    )
+    profile = Profile.from_bytes(made[0])
+    assert (catalog.profile, catalog.profile_bytes) == (profile.digest, len(made[0]))
+    profile.check(catalog.spec)
+    sizes = [catalog.track(name).total_bytes for name in ("FP16", "AC-L1", "AC-5x")]
+    assert sizes[0] > 2 * sizes[2]
+    assert catalog.track("AC-5x").measured.kl < 0.1
+    assert catalog.track("AC-L1").measured.kl < catalog.track("AC-L0").measured.kl
+
+
+def test_even_a_prompt_of_one_token_has_a_profile_of_its_own():
+    catalog = publish(ToyModel(), prompt(1), ("AC-L0",), None, Keeper.in_memory())
+    assert catalog.profile is not None
 
 
 def test_a_profile_of_another_model_is_refused_before_the_work():
@@ -94,7 +109,7 @@ def test_a_profile_of_another_model_is_refused_before_the_work():
 
 def test_the_profile_is_named_only_if_a_track_needs_it():
     cache = ToyModel().prefill(prompt(200).tokens)
-    profile = Profile.calibrate(SPEC, lambda: iter([cache]))
+    profile = fit(SPEC, lambda: iter([cache]))
     with_it = publish(ToyModel(), prompt(), ("Int4", "AC-5x"), profile, Keeper.in_memory())
     without = publish(ToyModel(), prompt(), ("Int4",), profile, Keeper.in_memory())
     assert (with_it.profile, with_it.profile_bytes) == (profile.digest, len(profile.to_bytes()))

@@ -104,8 +104,8 @@ def test_steps_of_a_record():
 def test_smollm2_with_forced_misses(asset, bed):
     """The first group late and recomputed exactly, a hole, a missing end: none is left, all are predicted."""
     for steps in (
-        [FetchStep(0, "Int4"), FetchStep(2, "FP4"), ComputeStep(1, 2)],
-        [FetchStep(0, "FP4"), ComputeStep(1, 3)],
+        [FetchStep(0, "Int4"), FetchStep(2, "FP8"), ComputeStep(1, 2)],
+        [FetchStep(0, "FP8"), ComputeStep(1, 3)],
         [FetchStep(2, "Int4"), FetchStep(1, "AC-5x"), FetchStep(1, "FP8"), ComputeStep(0, 1)],
     ):
         verified = verify_play(asset, bed.engine, steps)

@@ -1,0 +1,410 @@
+"""The AC tracks: what a chain of layers decodes to, what it costs, what it refuses, whatever cache comes."""
+
+import dataclasses
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvabr.codec.acpayload import split
+from kvabr.codec.base import GroupContext
+from kvabr.codec.fit import PASSES, FitConfig, fit
+from kvabr.codec.native import coder
+from kvabr.codec.native.reference import ideal_bits
+from kvabr.codec.profile import Profile
+from kvabr.codec.quantiser import below, nested, quantise
+from kvabr.codec.registry import codec
+from kvabr.errors import ForeignError, FormatError
+from kvabr.kv import KVSpec, RopeSpec
+from kvabr.naming import LAYERS
+from tests.kvdata import cache, related, spec
+
+FIRST = 1000
+"""Where most groups begin: behind the sinks."""
+
+
+SHAPE = spec(6, 2, 32, group_tokens=4096)
+SMALL = FitConfig(stack_layers=3, kept=(48, 64), classes=40, outliers=0.0)
+SIDE = fit(SHAPE, lambda: [related(SHAPE, 600, seed) for seed in range(4)], SMALL)
+TRACKS = (*LAYERS, "AC-5x")
+
+
+def chain_of(track):
+    return (*chain_of(below(track)), track) if below(track) else (track,)
+
+
+def encode(kv, side, track="AC-L3", first=FIRST, memo=None):
+    """Payloads of a track and of those below it, base first."""
+    context = GroupContext(side.spec, first, kv.shape[3], side, memo)
+    payloads = []
+    for name in chain_of(track):
+        payloads.append(codec(name).encode(kv, context, payloads))
+    return payloads
+
+
+def decode(payloads, side, tokens, track="AC-L3", first=FIRST, dtype=torch.float32):
+    out = torch.full(side.spec.shape(tokens), float("nan"), dtype=dtype)
+    views = [memoryview(payload) for payload in payloads]
+    codec(track).decode(views[-1], GroupContext(side.spec, first, tokens, side), out, views[:-1])
+    return out
+
+
+def off_by(kv, out, side, first=FIRST):
+    """[row, token]: how far coefficients are off."""
+    wanted, got = side.transform.analyse(kv, first).rows, side.transform.analyse(out, first).rows
+    return (wanted - got).abs()
+
+
+def tokens_aside(payload, context, track):
+    return codec(track).aside(memoryview(payload), context)
+
+
+def near(out, kv):
+    """Whether all of it is as near as 8 bits are, with a scale for each token and layer's keys, or values."""
+    largest = kv.abs().amax(dim=(2, 4) if kv.dim() == 5 else (2, 3), keepdim=True)
+    return bool(((out - kv).abs() <= largest / 127 * 0.51).all())
+
+
+def test_a_chain_decodes_to_just_what_its_finest_quantiser_gives():
+    kv = related(SHAPE, 300, 50, FIRST)
+    payloads = encode(kv, SIDE)
+    context = GroupContext(SHAPE, FIRST, 300, SIDE)
+    index = None
+    for track, payload in zip(LAYERS, payloads, strict=True):
+        depth = SIDE.depth(track)
+        index = coder.decode_indices(depth.coder, split(payload, context, 0, track).coded, 300, index)
+    rows = SIDE.transform.analyse(kv, FIRST).rows
+    assert np.array_equal(index, quantise(rows, SIDE.depth("AC-L3").step).numpy())
+
+
+@pytest.mark.parametrize("track", TRACKS)
+def test_every_depth_decodes_alone_and_no_coefficient_is_off_by_more_than_a_step(track):
+    kv = related(SHAPE, 200, 51, FIRST)
+    out = decode(encode(kv, SIDE, track), SIDE, 200, track)
+    step = SIDE.depth(track).step
+    assert float(off_by(kv, out, SIDE).max()) <= 1.05 * step
+    assert float(off_by(kv, out, SIDE).square().mean()) <= step**2 / 7
+
+
+def test_each_layer_is_nearer_than_the_one_below():
+    kv = related(SHAPE, 200, 52, FIRST)
+    errors = [float((decode(encode(kv, SIDE, track), SIDE, 200, track) - kv).norm()) for track in LAYERS]
+    assert all(finer < 0.7 * coarser for coarser, finer in itertools.pairwise(errors[1:]))
+    assert errors[1] < errors[0]
+
+
+def test_layers_cost_what_one_quantiser_would_and_the_coder_adds_nothing():
+    finest = SIDE.depth("AC-L3").step
+    both = dataclasses.replace(SMALL, steps=dict(SMALL.steps) | {"AC-5x": finest})
+    side = fit(SHAPE, lambda: [related(SHAPE, 600, seed) for seed in range(4)], both)
+    kv = related(SHAPE, 1024, 53, FIRST)
+    layers, single = encode(kv, side), encode(kv, side, "AC-5x")
+    assert sum(map(len, layers)) < 1.02 * len(single[0])
+    rows = side.transform.analyse(kv, FIRST).rows
+    index = quantise(rows, finest).numpy().astype(np.int16)
+    assert 8 * len(single[0]) < 1.005 * ideal_bits(side.depth("AC-5x").coder, index) + 8 * 300  # states, counts
+
+
+def test_a_transform_across_layers_pays():
+    """Channels that share their causes: one stack knows it, a profile without a transform does not."""
+    without = fit(
+        SHAPE, lambda: [related(SHAPE, 600, seed) for seed in range(4)], dataclasses.replace(SMALL, transform=False)
+    )
+    kv = related(SHAPE, 512, 54, FIRST)
+    for track in ("AC-L1", "AC-5x"):
+        sizes = [sum(map(len, encode(kv, side, track))) for side in (SIDE, without)]
+        assert sizes[0] < 0.6 * sizes[1]
+    assert len(without.to_bytes()) < len(SIDE.to_bytes()) / 2
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 63, 64, 65, 127, 129, 1000, 4096])
+def test_groups_of_any_size(tokens):
+    kv = related(SHAPE, tokens, 55, FIRST)
+    for track, first in (("AC-L3", 0), ("AC-5x", 7)):
+        out = decode(encode(kv, SIDE, track, first), SIDE, tokens, track, first)
+        sinks = max(0, SIDE.sinks - first)
+        assert near(out[:, :, :, :sinks], kv[:, :, :, :sinks])
+        assert (off_by(kv, out, SIDE, first)[:, sinks:] <= 1.05 * SIDE.depth(track).step).all()
+
+
+def test_only_the_first_tokens_of_a_prompt_are_sinks():
+    side = dataclasses.replace(SIDE, sinks=5)
+    kv = related(SHAPE, 8, 56, FIRST)
+    for first, sinks in ((0, 5), (3, 2), (5, 0)):
+        context = GroupContext(SHAPE, first, 8, side)
+        out = decode(encode(kv, side, "AC-L1", first), side, 8, "AC-L1", first)
+        assert sum(near(out[:, :, :, token], kv[:, :, :, token]) for token in range(8)) == sinks
+        assert tokens_aside(encode(kv, side, "AC-L0", first)[0], context, "AC-L0") == 0
+
+
+def test_tokens_that_stand_out_are_kept_aside_but_never_many():
+    wary = dataclasses.replace(SMALL, outliers=0.002)
+    side = fit(SHAPE, lambda: [related(SHAPE, 600, seed) for seed in range(4)], wary)
+    kv = related(SHAPE, 256, 69, FIRST)
+    context = GroupContext(SHAPE, FIRST, 256, side)
+    assert max(tokens_aside(encode(kv, side, track)[0], context, track) for track in ("AC-L0", "AC-5x")) <= 3
+    kv[2, 0, :, 77] *= 8
+    for track in TRACKS:
+        payloads = encode(kv, side, track)
+        assert near(decode(payloads, side, 256, track)[:, :, :, 77], kv[:, :, :, 77])
+    noise = torch.randn(SHAPE.shape(256)) * 20
+    assert tokens_aside(encode(noise, side, "AC-L0")[0], context, "AC-L0") <= 5
+
+
+@pytest.mark.parametrize("value", [60000.0, -65504.0, 3000.0])
+def test_tokens_out_of_range_are_kept_exact_and_counted_and_hurt_no_other(value):
+    kv = related(SHAPE, 100, 57, FIRST)
+    wild = kv.clone()
+    wild[2, 1, 0, 30, 7] = wild[4, 0, 1, 99, 3] = value
+    payloads = encode(wild, SIDE)
+    out, tame = decode(payloads, SIDE, 100), decode(encode(kv, SIDE), SIDE, 100)
+    context = GroupContext(SHAPE, FIRST, 100, SIDE)
+    counted = [tokens_aside(payload, context, track) for track, payload in zip(LAYERS, payloads, strict=True)]
+    assert sum(counted) == 2
+    others = [token for token in range(100) if token not in {30, 99}]
+    assert torch.equal(out[:, :, :, [30, 99]], wild[:, :, :, [30, 99]].half().float())
+    assert torch.equal(out[:, :, :, others], tame[:, :, :, others])
+
+
+def test_a_finer_layer_lists_what_a_coarser_one_still_could_hold():
+    kv = related(SHAPE, 50, 58, FIRST)
+    kv[0, 1, 0, 20] += 900 * SIDE.transform.norm[0, 1]
+    payloads = encode(kv, SIDE)
+    context = GroupContext(SHAPE, FIRST, 50, SIDE)
+    counted = [tokens_aside(payload, context, track) for track, payload in zip(LAYERS, payloads, strict=True)]
+    assert counted[0] == 0
+    assert sum(counted) == 1
+    for depth, track in enumerate(LAYERS):
+        out = decode(payloads[: depth + 1], SIDE, 50, track)
+        assert float(off_by(kv, out, SIDE)[:, 20].max()) <= 1.05 * SIDE.depth(track).step + 1
+
+
+@pytest.mark.parametrize("track", TRACKS)
+def test_a_cache_far_from_the_calibration_is_coded_as_well_only_longer(track):
+    """The transform is complete: what calibration never saw has somewhere to go."""
+    noise = torch.randn(SHAPE.shape(150), generator=torch.Generator().manual_seed(1)) * 4 + 2
+    payloads = encode(noise, SIDE, track)
+    out = decode(payloads, SIDE, 150, track)
+    assert float(off_by(noise, out, SIDE).max()) <= 1.05 * SIDE.depth(track).step
+    assert tokens_aside(payloads[0], GroupContext(SHAPE, FIRST, 150, SIDE), chain_of(track)[0]) == 0
+
+
+def test_coefficients_of_a_stack_are_uncorrelated_and_the_first_ones_are_the_largest():
+    """Also if what the layers hold is of very unlike size."""
+
+    def caches():
+        return [related(SHAPE, 600, seed) * 10.0 ** torch.arange(-2, 4)[:, None, None, None, None] for seed in range(4)]
+
+    side = fit(SHAPE, caches, SMALL)
+    stack, first = side.transform.structure.stacks[1], side.transform.structure.first_rows[1]
+    rows = slice(first, first + 3 * stack.kept)
+    every = torch.cat([side.transform.analyse(cache, 0).rows[rows, 1:] for cache in caches()], 1)
+    power = every.square().mean(dim=1).sqrt()
+    strong = power > 0.2
+    assert int(strong.sum()) > 8
+    across = torch.corrcoef(every[strong]) - torch.eye(int(strong.sum()))
+    assert float(across.abs().max()) < 0.1
+    assert float(power[:8].min()) > float(power[40:].max())
+
+
+def test_constant_channels_and_silent_layers():
+    def constant(seed):
+        kv = related(SHAPE, 300, seed)
+        kv[1] = 0
+        kv[3, 1, :, :, 5] = 7.0
+        return kv
+
+    side = fit(SHAPE, lambda: map(constant, range(3)), SMALL)
+    side = Profile.from_bytes(side.to_bytes())
+    for track in TRACKS:
+        out = decode(encode(constant(9), side, track), side, 300, track)
+        assert bool(torch.isfinite(out).all())
+        assert float(out[1].abs().max()) < 1e-4
+        assert float((out[3, 1, :, :, 5] - 7).abs().max()) <= 4 * side.depth(track).step
+    # And one that calibration saw constant, but a prompt moves.
+    moved = constant(9)
+    moved[1] += torch.randn(moved[1].shape)
+    out = decode(encode(moved, side), side, 300)
+    assert float((out - moved).abs().max()) < 0.5
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        KVSpec("mha", "t", 3, 8, 16, "bfloat16", RopeSpec(1e6, 16)),
+        KVSpec("partial", "t", 2, 2, 80, "float16", RopeSpec(10000.0, 32, "interleaved")),
+        KVSpec("none", "t", 4, 1, 48, "float32"),
+        KVSpec("odd", "t", 1, 3, 24, "float16", RopeSpec(500.0, 8)),
+        KVSpec("wide", "t", 2, 12, 64, "float16", RopeSpec(10000.0, 64)),
+    ],
+    ids=lambda shape: shape.model,
+)
+@pytest.mark.parametrize("transform", [True, False])
+def test_attention_of_every_kind(shape, transform):
+    side = fit(shape, lambda: [related(shape, 400, seed) for seed in range(2)], FitConfig(transform=transform))
+    side = Profile.from_bytes(side.to_bytes())
+    kv = related(shape, 40, 60, FIRST).to(shape.torch_dtype)
+    for track in TRACKS:
+        out = decode(encode(kv, side, track), side, 40, track)
+        assert float(off_by(kv, out, side).max()) <= 1.05 * side.depth(track).step
+
+
+def test_what_was_worked_out_for_one_track_serves_the_next_and_changes_nothing():
+    kv = related(SHAPE, 100, 61, FIRST)
+    assert encode(kv, SIDE) == encode(kv, SIDE, memo={})
+    memo = {}
+    first = encode(kv, SIDE, memo=memo)
+    other = related(SHAPE, 100, 62, FIRST)
+    assert encode(other, SIDE, memo=memo) == encode(other, SIDE) != first
+    # A base of another encoder: its indices are read from it, whatever was worked out before.
+    coarse = dataclasses.replace(SIDE.depth("AC-L0"), dead=0.3)
+    lazy = dataclasses.replace(SIDE, depths=dict(SIDE.depths) | {"AC-L0": coarse})
+    base = encode(kv, lazy, "AC-L0")[0]
+    assert base != first[0]
+    context = GroupContext(SHAPE, FIRST, 100, SIDE, memo)
+    payload = codec("AC-L1").encode(kv, context, [base])
+    out = decode([base, payload], SIDE, 100, "AC-L1")
+    assert torch.equal(out, decode(first[:2], SIDE, 100, "AC-L1"))
+
+
+def test_a_dead_zone_shortens_the_base_and_its_enhancements_make_up_for_it():
+    lazy = dataclasses.replace(SMALL, dead={"AC-L0": 0.2})
+    side = fit(SHAPE, lambda: [related(SHAPE, 600, seed) for seed in range(4)], lazy)
+    kv = related(SHAPE, 400, 63, FIRST)
+    assert Profile.from_bytes(side.to_bytes()).depth("AC-L0").dead == 0.2
+    lazy, plain = encode(kv, side), encode(kv, SIDE)
+    assert len(lazy[0]) < 0.97 * len(plain[0])
+    assert sum(map(len, lazy)) < 1.02 * sum(map(len, plain))
+    assert float(off_by(kv, decode(lazy, side, 400), side).max()) <= 1.05 * side.depth("AC-L3").step
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data(), st.sampled_from(TRACKS))
+def test_truncated_and_changed_payloads_are_refused(data, track):
+    payloads = list(PAYLOADS[track])
+    which = data.draw(st.integers(0, len(payloads) - 1))
+    bad = bytearray(payloads[which])
+    if data.draw(st.booleans()):
+        bad = bad[: data.draw(st.integers(0, len(bad) - 1))]
+    else:
+        place = data.draw(st.integers(0, len(bad) - 1))
+        bad[place] ^= 1 << data.draw(st.integers(0, 7))
+    payloads[which] = bytes(bad)
+    # A flipped bit of an exact token or of an escaped index decodes to something: nothing tells it from any other.
+    try:
+        out = decode(payloads, SIDE, 70, track, first=0)
+    except FormatError:
+        return
+    assert bool(torch.isfinite(out).all())
+    assert len(bad) == len(PAYLOADS[track][which])
+
+
+@given(st.binary(max_size=600), st.sampled_from(TRACKS))
+def test_garbage_is_refused(garbage, track):
+    with pytest.raises(FormatError):
+        decode([*PAYLOADS[track][:-1], garbage], SIDE, 70, track, first=0)
+
+
+def test_lists_of_tokens_aside_that_no_encoder_writes():
+    kv = related(SHAPE, 70, 64, FIRST)
+    kv[0, 1, 0, [10, 20], 0] = 60000.0
+    payload = encode(kv, SIDE, "AC-5x")[0]
+    far = 1 << 31
+    for changed in ([far + 20, far + 10], [far + 10, far + 10], [far + 10, far + 70]):
+        bad = payload[:4] + np.array(changed, "<u4").tobytes() + payload[12:]
+        with pytest.raises(FormatError, match="not in order"):
+            decode([bad], SIDE, 70, "AC-5x")
+    with pytest.raises(FormatError, match="4294967295 tokens kept aside"):
+        decode([b"\xff" * 4 + payload[4:]], SIDE, 70, "AC-5x")
+    nan = payload[:12] + b"\xff\xff" + payload[14:]
+    with pytest.raises(FormatError, match="not finite"):
+        decode([nan], SIDE, 70, "AC-5x")
+
+
+def test_a_wrong_profile_is_refused():
+    kv = related(SHAPE, 64, 65, FIRST)
+    other = fit(SHAPE, lambda: [related(SHAPE, 500, seed) for seed in (70, 71)], SMALL)
+    foreign = fit(spec(6, 2, 32, rope=None), lambda: [related(SHAPE, 300, 1)], SMALL)
+    for track in TRACKS:
+        payloads = encode(kv, SIDE, track)
+        with pytest.raises(FormatError, match="of another profile"):
+            decode(payloads, other, 64, track)
+        context = GroupContext(SHAPE, FIRST, 64, foreign)
+        views = [memoryview(payload) for payload in payloads]
+        with pytest.raises(ForeignError, match="calibrated for"):
+            codec(track).decode(views[-1], context, torch.empty(SHAPE.shape(64)), views[:-1])
+    with pytest.raises(FormatError, match="without one"):
+        codec("AC-L0").encode(kv, GroupContext(SHAPE, 0, 64))
+
+
+def test_a_layer_missing_in_the_middle_is_named():
+    kv = related(SHAPE, 64, 66, FIRST)
+    payloads = encode(kv, SIDE)
+    for chosen in (payloads[2:], [payloads[0], payloads[2]], []):
+        with pytest.raises(FormatError, match="AC-L2 needs the payloads of AC-L0 and AC-L1"):
+            codec("AC-L2").decode(
+                memoryview(payloads[2]),
+                GroupContext(SHAPE, FIRST, 64, SIDE),
+                torch.empty(SHAPE.shape(64)),
+                [memoryview(payload) for payload in chosen[:-1]],
+            )
+    with pytest.raises(FormatError, match="AC-L1 needs"):
+        codec("AC-L2").encode(kv, GroupContext(SHAPE, FIRST, 64, SIDE), [payloads[1]])
+    # Two layers in each other's place are not two layers.
+    with pytest.raises(FormatError):
+        decode([payloads[1], payloads[0], payloads[2]], SIDE, 64, "AC-L2")
+    with pytest.raises(FormatError):
+        decode([payloads[0], payloads[2]], SIDE, 64, "AC-L1")
+
+
+def test_a_profile_may_have_fewer_layers():
+    steps = {"AC-L0": 1.5, "AC-L1": 0.5}
+    side = fit(SHAPE, lambda: [related(SHAPE, 300, 1)], dataclasses.replace(SMALL, steps=steps))
+    kv = related(SHAPE, 64, 67, FIRST)
+    assert float(off_by(kv, decode(encode(kv, side, "AC-L1"), side, 64, "AC-L1"), side).max()) <= 0.53
+    with pytest.raises(FormatError, match="no AC-5x, only AC-L0, AC-L1"):
+        encode(kv, side, "AC-5x")
+    for bad in ({"AC-L1": 1.0}, {"AC-L0": 1.0, "AC-L1": 0.5}, {"AC-L0": 1.0, "Int4": 1.0}, {}):
+        with pytest.raises(FormatError, match="profile:"):
+            nested(bad)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.sampled_from(TRACKS),
+    st.integers(1, 200),
+    st.integers(0, 5000),
+    st.floats(1e-3, 100),
+    st.sampled_from([torch.float16, torch.bfloat16, torch.float32]),
+)
+def test_whatever_comes_is_coded_to_within_a_step(track, tokens, first, loud, dtype):
+    kv = (related(SHAPE, tokens, first, first) * loud).clamp(-60000, 60000)
+    side = SIDE
+    payloads = encode(kv, side, track, first)
+    out = decode(payloads, side, tokens, track, first)
+    sinks = min(tokens, max(0, side.sinks - first))
+    # Tokens kept aside are exact to FP16.
+    slack = float(kv.abs().max()) * 2**-11 / float(side.transform.norm.min()) * 4
+    assert bool((off_by(kv, out, side, first)[:, sinks:] <= 1.05 * side.depth(track).step + slack).all())
+    assert torch.equal(decode(payloads, side, tokens, track, first, dtype), out.to(dtype))
+
+
+def test_calibration_needs_tokens_and_the_right_shape():
+    with pytest.raises(FormatError, match="longer"):
+        fit(SHAPE, lambda: [related(SHAPE, 1, 0)])
+    with pytest.raises(FormatError, match="longer"):
+        fit(SHAPE, list)
+    with pytest.raises(FormatError, match="shape"):
+        fit(SHAPE, lambda: [cache(spec(1, 1, 32), 40)])
+
+
+def test_progress_is_told_of_every_cache():
+    seen = []
+    fit(SHAPE, lambda: [related(SHAPE, 30, seed) for seed in range(2)], SMALL, lambda *at: seen.append(at))
+    assert seen == [(stage, done) for stage in PASSES for done in (1, 2)]
+
+
+PAYLOADS = {track: encode(related(SHAPE, 70, 68), SIDE, track, 0) for track in TRACKS}
