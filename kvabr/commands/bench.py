@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from kvabr.commands import bench_quality
+from kvabr.commands import bench_codec, bench_quality, bench_rd
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -12,3 +12,5 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser("bench", help="measure", description="Measure something; each bench prints a table.")
     benches = parser.add_subparsers(title="benches", metavar="NAME", required=True)
     bench_quality.add(benches)
+    bench_rd.add(benches)
+    bench_codec.add(benches)
