@@ -15,7 +15,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvabr.client import sync
+    from kvabr import sync
     from kvabr.client.connect import connect
     from kvabr.client.engines import prefill_cost
     from kvabr.client.play import play, play_asset
@@ -37,7 +37,7 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     """Load what is asked for, and not before: most of it needs torch."""
     if name == "sync":
-        return import_module("kvabr.client.sync")
+        return import_module("kvabr.sync")
     if name in _HOMES:
         return getattr(import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'kvabr' has no attribute {name!r}")

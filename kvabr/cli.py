@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -58,7 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the entry point of the `kvabr` script."""
     args = parser().parse_args(argv)
     try:
-        return int(args.run(args))
+        status = int(args.run(args))
+        sys.stdout.flush()  # now, where it is known what to make of an error
     except UsageError as error:
         print(f"kvabr: {error}", file=sys.stderr)
         return 2
@@ -66,15 +68,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"kvabr: {error}", file=sys.stderr)
         return 1
     except BrokenPipeError:
-        # The reader of our output went away, as with `| head`: that is no failure of ours.
-        sys.stderr.close()
+        # The reader of our output went away, as with `| head`: that is no failure of ours. What is still in our buffers
+        # goes nowhere, lest the interpreter complain of it as it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except SystemExit:
+        return 0  # the same, where it was rich that noticed: no command ends like that by itself
     except OSError as error:
         print(f"kvabr: {error.strerror or error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("kvabr: interrupted", file=sys.stderr)
         return 130
+    return status
 
 
 if __name__ == "__main__":

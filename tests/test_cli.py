@@ -31,7 +31,8 @@ def run(capsys, *argv):
 
 
 def test_help_of_every_command_teaches(capsys):
-    for argv in ([], *([name] for name in COMMANDS), ["traces", "synth"], ["bench", "quality"]):
+    benches = (["bench", name] for name in ("quality", "rd", "codec"))
+    for argv in ([], *([name] for name in COMMANDS), ["traces", "synth"], *benches):
         with pytest.raises(SystemExit) as caught:
             main([*argv, "--help"])
         assert caught.value.code == 0
@@ -183,3 +184,13 @@ def test_catalog_of_the_package_is_whole():
     assert shipped.groups > 32
     assert shipped.prefill is not None
     assert all(track.measured is not None for track in shipped.tracks)
+
+
+def test_a_reader_that_goes_away_is_no_failure():
+    """As with ``| head``; also where what is left fits into the buffers."""
+    command = [sys.executable, "-m", "kvabr", "policies"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)  # noqa: S603
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    assert process.wait(30) == 0
+    process.stderr.close()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import os
-import re
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +16,7 @@ from kvabr.client.redial import RedialledConnection
 from kvabr.errors import FormatError, TransportError, UsageError
 from kvabr.naming import TrackNamespace
 from kvabr.transport.base import Connection
+from kvabr.transport.certificate import fingerprint_of
 from kvabr.transport.options import DRAFTS, DialOptions, Names
 
 Quic = Literal["auto", "aioquic", "qh3", "moq"]
@@ -29,7 +29,6 @@ FRAGMENT_TYPE = "kvcache"
 """In a URL's fragment, before an asset's name (draft-ietf-moq-transport-18, Fragment Identifiers; not registered)."""
 
 _EXTRA = {"moq": "moq", "qh3": "fast"}
-_HEX = re.compile(r"[0-9a-f]{64}")
 _worked: dict[tuple[str, int], Backend] = {}
 """By host and port, the backend that ``auto`` found."""
 
@@ -67,7 +66,7 @@ def connect(
         TransportError: the peer cannot be reached, does not speak our protocol, or does not let us in.
     """
     if not 0 < timeout_s < float("inf"):
-        raise UsageError(f"a timeout of {timeout_s} s; it must be a positive number of seconds")
+        raise UsageError(f"a timeout of {timeout_s:g} s; it must be a positive number of seconds")
     if quic not in get_args(Quic):
         raise UsageError(f"no QUIC library {quic!r} here; there are {', '.join(get_args(Quic))}")
     host, port, path = parse_url(url)
@@ -77,7 +76,7 @@ def connect(
         path=path,
         token=token or os.environ.get("KVABR_TOKEN") or None,
         ca=ca,
-        fingerprint=None if fingerprint is None else _plain(fingerprint),
+        fingerprint=None if fingerprint is None else fingerprint_of(fingerprint),
         insecure=insecure,
         drafts=drafts,
         timeout_s=timeout_s,
@@ -213,10 +212,3 @@ def _summary(options: DialOptions, failures: dict[str, str]) -> str:
     if len(set(said.values())) == 1:
         return f"{where}: {said.popitem()[1]}"
     return f"{where} cannot be reached: " + "; ".join(f"by {name}: {text}" for name, text in said.items())
-
-
-def _plain(fingerprint: str) -> str:
-    plain = fingerprint.replace(":", "").strip().lower()
-    if not _HEX.fullmatch(plain):
-        raise UsageError(f"{fingerprint[:80]!r} is no fingerprint: give the 64 hex digits of a certificate's SHA-256")
-    return plain

@@ -16,15 +16,15 @@ from kvabr.catalog import Catalog
 from kvabr.client.engines import decoders, on_engine
 from kvabr.client.watch import Snapshot, Watch
 from kvabr.errors import KvabrError, PolicyError, TransportError
+from kvabr.moqt.codes import RequestCode
 from kvabr.player.actions import Cancel, Decode, Deliver, Fetch, GiveUp, Recompute
 from kvabr.player.assembler import Assembler
+from kvabr.player.config import PlayerConfig
 from kvabr.player.record import PlayRecord
-from kvabr.player.session import PlayerConfig, Session
+from kvabr.player.session import Session
 from kvabr.recompute.engine import Engine
 from kvabr.transport.base import Connection, ConnectionLostError, Download, RequestError
 
-EXCESSIVE_LOAD = 0x9
-"""REQUEST_ERROR code of a peer that has too much to do (moq-transport, section 9)."""
 _SPARE = 4
 """Buffers kept for frames to come."""
 _PAUSE_SHARE = 1 / 50
@@ -203,7 +203,7 @@ class Driver:
             TransportError: it failed, or has another length than the catalog says.
         """
         size = action.bytes
-        frame = self._buffer(size)
+        frame = memoryview(b"")
         received = 0
         while received < size:
             part = await download.read()
@@ -212,6 +212,8 @@ class Driver:
                 got = "more" if part else str(received)
                 raise RequestError(f"{what}: {got} bytes came, the catalog says {size}")
             first = not received
+            if first:  # not sooner: most of what was asked for waits behind other groups, and needs no memory yet
+                frame = self._buffer(size)
             frame[received : received + len(part)] = part
             received += len(part)
             if first:
@@ -231,7 +233,7 @@ class Driver:
         if not isinstance(error, RequestError):
             return
         deadline_s, wanted = self._session.view.deadline_s, error.retry_after_s
-        if wanted is None and error.code == EXCESSIVE_LOAD:
+        if wanted is None and error.code == RequestCode.EXCESSIVE_LOAD:
             wanted = _PAUSE_SHARE * deadline_s
         if wanted is not None:
             await asyncio.sleep(max(0.0, min(wanted, _LONGEST_PAUSE_SHARE * deadline_s)))

@@ -12,6 +12,7 @@ import torch
 from kvabr.abr.ladder import Ladder
 from kvabr.abr.plugins import load_estimator, load_policy
 from kvabr.catalog import Catalog
+from kvabr.client import room
 from kvabr.client.driver import LIVE, Driver
 from kvabr.client.engines import decoders, in_thread, known_cost, on_engine, prefill_cost
 from kvabr.client.lookup import Found, playable
@@ -46,7 +47,7 @@ class Prepared:
 
 async def timed(options: PlayOptions, tokens: Sequence[int]) -> PlayOptions:
     """The options with the cost of their engine, which is timed if nobody has done so yet."""
-    engine = options.engine
+    engine = options.recompute
     if engine is None:
         return replace(options, cost=None)
     if options.cost is not None:
@@ -71,6 +72,7 @@ async def prepare(origin: Connection, found: Found, options: PlayOptions, clock:
         except (TransportError, FormatError, TimeoutError) as error:
             options.note("profile_failed", clock.now(), reason=str(error) or "it did not come in time")
     catalog = playable(catalog, profile=profile is not None or not needed)
+    origin.expect(catalog.namespace, [track.name for track in catalog.tracks])
     ladder = await asyncio.get_running_loop().run_in_executor(decoders(), Ladder, catalog)
     return Prepared(ladder, profile, found.sha256)
 
@@ -91,7 +93,7 @@ async def perform(
     lookup_s = clock.now()
     wanted_s = max(_LEAST_SHARE * options.deadline_s, clock.left() - options.guard_s - rest_s)
     session = _session(origin, prepared.ladder, options, wanted_s, lookup_s)
-    driver = Driver(session, origin, catalog, assembler, engine=options.engine, tokens=tokens, watch=options.watch)
+    driver = Driver(session, origin, catalog, assembler, engine=options.recompute, tokens=tokens, watch=options.watch)
     record = await driver.run()
     if record.gave_up is not None:
         options.note("gave_up", clock.now() - lookup_s, reason=record.gave_up)
@@ -116,7 +118,7 @@ async def recompute_all(tokens: Sequence[int], options: PlayOptions, clock: Cloc
     Raises:
         ModelError: it failed, or did not end.
     """
-    engine = options.engine
+    engine = options.recompute
     if engine is None or options.cost is None:
         raise UsageError("there is no engine to recompute with")
     spec, lookup_s = engine.spec, clock.now()
@@ -161,12 +163,12 @@ def nothing(spec: KVSpec, options: PlayOptions, clock: Clock) -> Played:
 
 
 def _room(catalog: Catalog, options: PlayOptions) -> torch.Tensor:
-    """Where the cache goes. A new tensor is not cleared: that takes long, and all of it is written in any case."""
+    """Where the cache goes."""
     out = options.out
     if out is None:
         try:
-            return torch.empty(catalog.spec.shape(catalog.tokens), dtype=options.dtype or catalog.spec.torch_dtype)
-        except RuntimeError as error:  # what torch raises when there is no memory
+            return room.empty(catalog.spec.shape(catalog.tokens), options.dtype or catalog.spec.torch_dtype)
+        except RuntimeError as error:  # there is no memory
             raise PlayError(f"no memory for a cache of {catalog.fp16_bytes:,} bytes: {error}") from error
     return out[:, :, :, : catalog.tokens] if out.dim() == 5 else out
 
@@ -176,7 +178,7 @@ def _session(
 ) -> Session:
     policy = load_policy(options.policy)()
     name = options.estimator or policy.estimator
-    mode = options.mode or ("hole" if options.engine is None else options.engine.mode)
+    mode = options.mode or ("hole" if options.recompute is None else options.recompute.mode)
     catalog, cost = ladder.catalog, options.cost
     # However slow the engine is: what it has begun is sooner done than begun again by whoever would get an error.
     engine_s = 0.0 if cost is None else _ENGINE_PATIENCE * cost.seconds(0, catalog.tokens)

@@ -10,21 +10,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from pathlib import Path
+from typing import Unpack
 
-import torch
-
-from kvabr.abr.policies import DEFAULT
-from kvabr.client.lookup import fetch_catalog, find_prefix, shared_groups
+from kvabr.client.lookup import LIKELY, fetch_catalog, find_prefix, shared_groups
 from kvabr.client.perform import Prepared, nothing, perform, prepare, recompute_all, timed, with_trouble
-from kvabr.client.played import Clock, Log, Played, PlayOptions
-from kvabr.client.watch import Watch
+from kvabr.client.played import Clock, How, Played, PlayOptions
 from kvabr.errors import FormatError, PlayError, TransportError, UsageError
 from kvabr.kv import KVSpec
 from kvabr.naming import TrackNamespace, chain
-from kvabr.recompute.cost import PrefillCost
-from kvabr.recompute.engine import Engine
-from kvabr.recompute.planner import EngineMode
 from kvabr.transport.base import Connection
 
 _LOOKUP_SHARE = 0.25
@@ -36,19 +29,8 @@ async def play(
     tokens: Sequence[int],
     *,
     deadline: float,
-    policy: str = DEFAULT,
-    estimator: str | None = None,
-    recompute: Engine | None = None,
-    cost: PrefillCost | None = None,
-    mode: EngineMode | None = None,
     spec: KVSpec | None = None,
-    salt: bytes = b"",
-    out: torch.Tensor | None = None,
-    dtype: torch.dtype | None = None,
-    profiles: Path | None = None,
-    patience: float = 10.0,
-    log: Log | None = None,
-    watch: Watch | None = None,
+    **how: Unpack[How],
 ) -> Played:
     """Get the KV cache of a prompt: the longest prefix that the origin has, as good as the deadline allows.
 
@@ -59,20 +41,9 @@ async def play(
         tokens: ids of the prompt.
         deadline: seconds from this call in which the cache is wanted. The engine's own time for what no cache covers
             comes out of it, if the engine is known.
-        policy: ABR policy, see `kvabr policies`.
-        estimator: bandwidth estimator; None: the policy's own.
-        recompute: an engine that computes what would be late, or, if nothing is cached, everything.
-        cost: what its prefill costs; None: it is timed at its first play, before the deadline begins to count, see
-            `kvabr.prefill_cost`.
-        mode: what the engine can recompute; None: what it says itself.
         spec: of the model's cache; None: the engine's.
-        salt: the tenant's secret, see `kvabr.naming.chain`.
-        out: where to put the cache, [layer, K/V, head, token, dim] with room for all tokens; None: a new tensor.
-        dtype: element type of the new tensor; None: that of the cache.
-        profiles: folder where codec profiles are kept from one process to the next; None: nowhere.
-        patience: deadlines after which a play that cannot be completed ends, beside what the engine needs.
-        log: takes every event of the play, one dictionary each.
-        watch: called with a snapshot some fifty times per deadline, on the event loop's thread.
+        how: see `How`: ``policy``, ``estimator``, ``recompute``, ``cost``, ``mode``, ``salt``, ``out``, ``dtype``,
+            ``profiles``, ``patience``, ``log``, ``watch``.
 
     Raises:
         UsageError: arguments that make no sense.
@@ -80,9 +51,8 @@ async def play(
         ModelError: the engine failed, and the network could not make up for it.
         PolicyError: from the policy or the estimator.
     """
-    options = PlayOptions(
-        deadline, policy, estimator, recompute, cost, mode, salt, out, dtype, profiles, patience, log, watch
-    )
+    options = PlayOptions(deadline, **how)
+    recompute = options.recompute
     if spec is None:
         if recompute is None:
             raise UsageError("play: say of which model the tokens are: spec=..., or recompute=an engine")
@@ -96,7 +66,7 @@ async def play(
     prepared: Prepared | None = None
     try:
         async with asyncio.timeout(_lookup_time(options, len(tokens))):
-            found = await find_prefix(origin, tokens, spec, salt=salt)
+            found = await find_prefix(origin, tokens, spec, salt=options.salt)
         if found is not None:
             prepared = await prepare(origin, found, options, clock)
     except (TransportError, FormatError, TimeoutError) as error:
@@ -117,18 +87,7 @@ async def play_asset(
     *,
     deadline: float,
     tokens: Sequence[int] = (),
-    policy: str = DEFAULT,
-    estimator: str | None = None,
-    recompute: Engine | None = None,
-    cost: PrefillCost | None = None,
-    mode: EngineMode | None = None,
-    salt: bytes = b"",
-    out: torch.Tensor | None = None,
-    dtype: torch.dtype | None = None,
-    profiles: Path | None = None,
-    patience: float = 10.0,
-    log: Log | None = None,
-    watch: Watch | None = None,
+    **how: Unpack[How],
 ) -> Played:
     """Get the cache that is published under a name; `play` finds the name by the prompt.
 
@@ -136,19 +95,8 @@ async def play_asset(
         origin: from `connect`.
         namespace: the name.
         deadline: seconds from this call in which the cache is wanted.
-        tokens: ids of the asset's tokens; an engine needs them.
-        policy: as for `play`.
-        estimator: as for `play`.
-        recompute: as for `play`.
-        cost: as for `play`.
-        mode: as for `play`.
-        salt: as for `play`; needed where tokens are given of an asset that has one.
-        out: as for `play`.
-        dtype: as for `play`.
-        profiles: as for `play`.
-        patience: as for `play`.
-        log: as for `play`.
-        watch: as for `play`.
+        tokens: ids of the asset's tokens; an engine needs them. If the asset has a salt, so does checking them.
+        how: as for `play`.
 
     Raises:
         NotFoundError: there is no such asset, or none that we may read.
@@ -159,24 +107,25 @@ async def play_asset(
         ModelError: as `play`.
         PolicyError: as `play`.
     """
+    options = PlayOptions(deadline, **how)
+    recompute = options.recompute
     if recompute is not None and not len(tokens):
         raise UsageError("play_asset: to recompute, an engine needs the prompt: tokens=...")
-    options = PlayOptions(
-        deadline, policy, estimator, recompute, cost, mode, salt, out, dtype, profiles, patience, log, watch
-    )
     options = await timed(options, tokens)
     clock = Clock(deadline)
     try:
         async with asyncio.timeout(deadline):
+            origin.expect(namespace, LIKELY)
             found = await fetch_catalog(origin, namespace)
     except TimeoutError as error:
-        late = f"the catalog did not come within the deadline of {deadline} s"
+        late = f"the catalog did not come within the deadline of {deadline:g} s"
         raise PlayError(with_trouble(late, origin)) from error
     spec = found.catalog.spec
     if recompute is not None and recompute.spec.digest() != spec.digest():
         raise UsageError(f"the engine computes caches of {recompute.spec.model}, the asset is of {spec.model}")
     if len(tokens):
-        ours = chain(tokens, model=spec.model, tokenizer=spec.tokenizer, group_tokens=spec.group_tokens, salt=salt)
+        name = {"model": spec.model, "tokenizer": spec.tokenizer}
+        ours = chain(tokens, **name, group_tokens=spec.group_tokens, salt=options.salt)
         if len(tokens) != found.catalog.tokens or shared_groups(found.catalog, tokens, ours) < found.catalog.groups:
             raise UsageError(f"the tokens given are not those of {namespace.model}/{namespace.prompt}")
     prepared = await prepare(origin, found, options, clock)

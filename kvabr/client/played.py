@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 
@@ -27,14 +27,44 @@ _GUARD_SHARE, _MOST_GUARD_S = 0.02, 0.05
 Log = Callable[[dict[str, Any]], None]
 
 
+class How(TypedDict, total=False):
+    """The options that `kvabr.play` and `kvabr.play_asset` share, by keyword."""
+
+    policy: str
+    """ABR policy, see `kvabr policies`; without it, the one that is best for most."""
+    estimator: str | None
+    """Bandwidth estimator; None: the policy's own."""
+    recompute: Engine | None
+    """An engine that computes what would be late, or, if nothing is cached, everything."""
+    cost: PrefillCost | None
+    """What its prefill costs; None: it is timed at its first play, before the deadline begins to count, see
+    `kvabr.prefill_cost`."""
+    mode: EngineMode | None
+    """What the engine can recompute; None: what it says itself."""
+    salt: bytes
+    """The tenant's secret, see `kvabr.naming.chain`."""
+    out: torch.Tensor | None
+    """Where to put the cache, [layer, K/V, head, token, dim] with room for all tokens; None: a new tensor."""
+    dtype: torch.dtype | None
+    """Element type of the new tensor; None: that of the cache."""
+    profiles: Path | None
+    """Folder where codec profiles are kept from one process to the next; None: nowhere."""
+    patience: float
+    """Deadlines after which a play that cannot be completed ends, beside what the engine needs; 10 if not given."""
+    log: Log | None
+    """Takes every event of the play, one dictionary each."""
+    watch: Watch | None
+    """Called with a snapshot some fifty times per deadline, on the event loop's thread."""
+
+
 @dataclass(frozen=True, slots=True)
 class PlayOptions:
-    """How to play, whatever is played; `kvabr.client.play.play` says what each means."""
+    """How to play, whatever is played; `How` says what each means."""
 
     deadline_s: float
     policy: str = DEFAULT
     estimator: str | None = None
-    engine: Engine | None = None
+    recompute: Engine | None = None
     cost: PrefillCost | None = None
     mode: EngineMode | None = None
     salt: bytes = b""
@@ -47,7 +77,7 @@ class PlayOptions:
 
     def __post_init__(self) -> None:
         if not 0 < self.deadline_s < math.inf:
-            raise UsageError(f"the deadline is {self.deadline_s} s; it must be a positive number of seconds")
+            raise UsageError(f"the deadline is {self.deadline_s:g} s; it must be a positive number of seconds")
         if not 1 <= self.patience < math.inf:
             raise UsageError(f"patience is {self.patience} deadlines; it must be at least 1")
         # That they are there is known before anything is asked of the network.

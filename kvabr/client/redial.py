@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 
 from kvabr.errors import TransportError
 from kvabr.naming import TrackNamespace
@@ -140,6 +140,11 @@ class RedialledConnection(Connection):
         elif not self._closed:
             self._redial()
         return download
+
+    def expect(self, namespace: TrackNamespace, tracks: Iterable[str]) -> None:
+        """See `Connection.expect`."""
+        if self._usable():
+            self._current.expect(namespace, tracks)
 
     def stats(self) -> ConnectionStats:
         """Of the current connection; bytes of all of them."""
@@ -295,7 +300,7 @@ class RedialledConnection(Connection):
             async with asyncio.timeout(seconds):
                 return await self._dial()
         except TimeoutError as error:
-            raise TransportError(f"no answer within {seconds:g} s") from error
+            raise TransportError(f"no answer within {seconds:.3g} s") from error
 
     async def _choose(self, made: Connection) -> None:
         """Go over to a new connection, unless the one that was doubted proves to be alive."""

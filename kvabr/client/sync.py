@@ -150,3 +150,8 @@ class connect:  # noqa: N801  # called like the function it stands for
 def play(origin: Origin, tokens: Sequence[int], *, deadline: float, **options: Any) -> Played:
     """As `kvabr.play`, with an origin from this module's `connect`."""
     return origin.play(tokens, deadline=deadline, **options)
+
+
+def play_asset(origin: Origin, namespace: TrackNamespace, *, deadline: float, **options: Any) -> Played:
+    """As `kvabr.play_asset`, with an origin from this module's `connect`."""
+    return origin.play_asset(namespace, deadline=deadline, **options)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import os
 import sys
 import time
@@ -82,6 +83,8 @@ def run(args: argparse.Namespace) -> int:
     from kvabr.client.connect import asset_of, parse_namespace  # noqa: PLC0415
 
     # All that can be wrong without the network is found before it is asked.
+    if not 0 < args.deadline < math.inf:
+        raise UsageError(f"--deadline {args.deadline:g}: must be a positive number of seconds")
     connecting = network.connecting(args.url, args)
     namespace = asset_of(args.url)
     if args.asset is not None:
@@ -92,9 +95,7 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(_HOW)
     if args.recompute is not None and args.tokens is None and args.text is None:
         raise UsageError("--recompute needs the prompt: --tokens or --text")
-    for path in (args.out, args.json, args.log):
-        if path is not None and (not path.parent.is_dir() or not os.access(path.parent, os.W_OK) or path.is_dir()):
-            raise UsageError(f"{path}: cannot be written there")
+    _check_places(args)
     console = Console(stderr=True)
     bed, tokens = _prompt(args, namespace, console)
     lines: list[dict[str, Any]] = []
@@ -108,6 +109,15 @@ def run(args: argparse.Namespace) -> int:
 
         write_text(args.json, json.dumps(result, indent=1) + "\n")
     return 0
+
+
+def _check_places(args: argparse.Namespace) -> None:
+    """Make sure that what comes out can be written where it is to go."""
+    for path in (args.out, args.json, args.log):
+        if path is not None and (not path.parent.is_dir() or not os.access(path.parent, os.W_OK) or path.is_dir()):
+            raise UsageError(f"{path}: cannot be written there")
+    if args.out is not None and args.out.exists() and not args.out.is_file():
+        raise UsageError(f"--out {args.out}: is no ordinary file, and is left alone; name another")
 
 
 def _prompt(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ from kvabr.errors import UsageError
 if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger
 
+    from kvabr.naming import TrackNamespace
     from kvabr.origin.relay import Relay
 
 _EPILOG = """\
@@ -22,7 +24,9 @@ a first try, beside `kvabr serve assets --dev` on the same machine:
 
 Groups are kept in memory, and fetched from the origin once however many players wait for them; catalogs and lookups are
 asked for anew after two seconds. When the origin goes away, the relay serves what it has, and goes on when it is back.
-Besides --memory, QUIC holds up to 10 MB for each player that takes more slowly than it is given.
+A group is kept if its length and SHA-256 are those of the asset's catalog, and broken off at its end if they are not.
+Besides --memory, catalogs take up to an eighth of it (64 MiB at least), and QUIC holds up to 10 MB for each player that
+takes more slowly than it is given.
 
 Everyone who may enter the relay may read what its own token for the origin opens. --token-file says who may enter.
 
@@ -42,7 +46,12 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--upstream", required=True, metavar="URL", help="the origin: moqt://HOST[:PORT]/")
+    parser.add_argument(
+        "--upstream",
+        required=True,
+        metavar="URL",
+        help="the origin: moqt://HOST[:PORT]/; with the #kvcache:... of an asset the relay prints how to fetch that",
+    )
     parser.add_argument(
         "--bind", default="127.0.0.1:4443", metavar="HOST:PORT", help="UDP address (default: 127.0.0.1:4443)"
     )
@@ -116,6 +125,7 @@ async def _relay(
     import socket  # noqa: PLC0415 - as in `run`
     from contextlib import AsyncExitStack, ExitStack  # noqa: PLC0415
 
+    from kvabr.client.connect import asset_of  # noqa: PLC0415
     from kvabr.commands.events import captured, logger  # noqa: PLC0415
     from kvabr.origin import certificates  # noqa: PLC0415
     from kvabr.origin.metrics import Metrics  # noqa: PLC0415
@@ -124,6 +134,7 @@ async def _relay(
     from kvabr.origin.server import ServerLimits, ServerTls  # noqa: PLC0415
     from kvabr.origin.service import run_until_signal  # noqa: PLC0415
 
+    asset = asset_of(args.upstream)
     log = logger(json=args.log_json or None, verbose=args.verbose)
     metrics = Metrics()
     token = None if args.token_file is None else _read_token(args.token_file)
@@ -143,7 +154,7 @@ async def _relay(
                 log.info("metrics", url="http://{}:{}/metrics".format(*scrape.address))
             fingerprint = facts.fingerprint if args.dev else None
             return await run_until_signal(
-                relay, args.drain, log, metrics, lambda: _announce(relay, fingerprint, token, log)
+                relay, args.drain, log, metrics, lambda: _announce(relay, asset, fingerprint, token, log)
             )
 
 
@@ -171,8 +182,14 @@ def _read_token(path: Path) -> str:
     return token
 
 
-def _announce(relay: Relay, fingerprint: str | None, token: str | None, log: FilteringBoundLogger) -> None:
+def _announce(
+    relay: Relay, asset: TrackNamespace | None, fingerprint: str | None, token: str | None, log: FilteringBoundLogger
+) -> None:
     """Say where it is, and what a person should know before others find out."""
+    from urllib.parse import quote  # noqa: PLC0415 - as in `run`
+
+    from kvabr.client.connect import FRAGMENT_TYPE  # noqa: PLC0415
+
     url = moqt_url(*relay.address)
     log.info("relaying", url=url, memory_bytes=relay.cache.limit)
     if token is None and not is_loopback(relay.address[0]):
@@ -180,6 +197,13 @@ def _announce(relay: Relay, fingerprint: str | None, token: str | None, log: Fil
     print(url)
     if fingerprint is not None:
         print(f"certificate, for development: SHA-256 fingerprint {fingerprint}")
-    trust = f" --fingerprint {fingerprint}" if fingerprint is not None else ""
-    line = f"kvabr fetch {url}{trust} --asset MODEL/DIGEST --deadline 2 --out cache.safetensors"
-    print(f"fetch through it: {line}", flush=True)
+    words = ["--deadline 2", "--out cache.safetensors"]
+    words += [f"--fingerprint {fingerprint}"] if fingerprint is not None else []
+    entry = "" if token is None else "KVABR_TOKEN=... "
+    if asset is None:
+        # Which assets there are no origin tells; `kvabr serve` prints one, in the fragment of a URL.
+        print(f"fetch through it: what you would fetch from the origin, from {url} instead, with {' '.join(words)}")
+    else:
+        name = f"{quote(asset.model)}/{asset.prompt}"
+        print(f"fetch through it: {entry}kvabr fetch '{url}#{FRAGMENT_TYPE}:{name}' {' '.join(words)}")
+    sys.stdout.flush()

@@ -46,7 +46,7 @@ _LIMITS = {
     "connections": "connections at a time",
     "requests_per_connection": "requests in flight on one connection",
     "requests": "requests in flight, all connections together",
-    "requests_per_s": "requests per second of one connection",
+    "requests_per_s": "requests per second of one connection, and as many changes of priorities",
     "buffered_bytes_per_connection": "bytes handed to moq-rs and not yet sent, of one connection",
     "buffered_bytes": "the same, all connections together",
     "idle_s": "seconds until a silent connection is closed (not with moq)",

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import ipaddress
 import os
+import shutil
+import stat
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, gettempdir
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
@@ -25,6 +29,8 @@ DEV_DAYS = 13
 """How long a certificate for development is good: browsers and others pin such by fingerprint only up to 14 days."""
 
 _MAX_PEM_BYTES = 1 << 20
+_DEV_PREFIX, _SETTLED_S = "kvabr-dev-", 10.0
+"""How the folders of certificates for development are called, and the age at which one is locked if it is in use."""
 _DEV_HINT = "for a first try, --dev makes a certificate by itself"
 
 
@@ -141,13 +147,38 @@ def make(hosts: tuple[str, ...] = (), now: datetime | None = None) -> tuple[byte
 def development(*hosts: str) -> Iterator[ServerTls]:
     """A fresh certificate for development, as files in a folder that only this user can enter; gone afterwards."""
     certificate, key = make(hosts)
-    with TemporaryDirectory(prefix="kvabr-dev-") as name:  # mode 0700
+    _remove_leftovers()
+    with TemporaryDirectory(prefix=_DEV_PREFIX) as name, _locked(Path(name)):  # mode 0700
         folder = Path(name)
         tls = ServerTls(folder / "cert.pem", folder / "key.pem")
         tls.certfile.write_bytes(certificate)
         with os.fdopen(os.open(tls.keyfile, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
             file.write(key)
         yield tls
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold the lock of a folder: the kernel lets go of it when this process ends, however it does."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _remove_leftovers() -> None:
+    """Remove what servers that were killed have left: folders of ours of whose lock nobody holds."""
+    for folder in Path(gettempdir()).glob(f"{_DEV_PREFIX}*"):
+        try:
+            found = folder.lstat()
+            old = time.time() - found.st_mtime > _SETTLED_S  # a younger one may not have its lock yet
+            if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and old:
+                with _locked(folder):
+                    shutil.rmtree(folder)
+        except OSError:
+            continue  # in use, or gone
 
 
 def _general_name(host: str) -> x509.GeneralName:

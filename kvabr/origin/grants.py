@@ -20,6 +20,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
+from urllib.parse import parse_qs
 
 from kvabr.errors import AssetError, FormatError
 
@@ -143,6 +144,15 @@ def new_token(name: str = "name-me") -> tuple[str, dict[str, object]]:
     token = secrets.token_urlsafe(32)
     digest = hashlib.sha256(token.encode()).hexdigest()
     return token, {"name": name, "token_sha256": digest, "assets": ["*"], "models": ["*"]}
+
+
+def token_in_query(query: str | None) -> bytes | None:
+    """The token in a URL's query, ``token=...``, for peers that have no other place for it; None without one."""
+    try:
+        found = parse_qs(query or "", max_num_fields=64).get("token")
+        return found[0].encode() if found else None
+    except ValueError:  # too many fields, or no Unicode
+        return None
 
 
 def _grant(entry: object, index: int) -> Grant:

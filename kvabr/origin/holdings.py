@@ -7,6 +7,7 @@ the time that it takes depends on assets that the grant cannot read.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
 from collections import OrderedDict
@@ -143,7 +144,9 @@ class Library:
         with self._refreshing:
             return self._refresh()
 
-    def find(self, grant: Grant, namespace: TrackNamespace, track: str) -> Publication | None:
+    def find(
+        self, grant: Grant, namespace: TrackNamespace, track: str, *, at_once: bool = False
+    ) -> Publication | None:
         """What a grant may read under a name.
 
         Args:
@@ -151,14 +154,20 @@ class Library:
             namespace: of the track.
             track: a level, `kvabr.naming.CATALOG_TRACK`, `kvabr.naming.PROFILE_TRACK`, or the name of a lookup from
                 `kvabr.naming.prefix_track`; any of them may be as `kvabr.naming.fresh_track` writes it.
+            at_once: do not read files, nor wait for who does: an event loop has others to serve.
 
         Returns:
             None if there is no such track, or none that the grant may read.
+
+        Raises:
+            BlockingIOError: it cannot be told at once. Ask again in a thread, see `find_soon`.
         """
         track = plain_track(track)
         asset = self._lookup(grant, namespace, track)
         if asset is not None and not asset.is_current():
             # Replaced or removed since the last look: do not wait for the next one.
+            if at_once:
+                raise BlockingIOError(f"{asset.folder}: has changed")
             with self._refreshing:
                 self._renew(asset)
             asset = self._lookup(grant, namespace, track)
@@ -166,13 +175,20 @@ class Library:
             return None
         try:
             if track == PROFILE_TRACK:
-                return self._kept.get(asset.asset.catalog.profile or "", asset.profile_data)
+                return self._kept.get(asset.asset.catalog.profile or "", asset.profile_data, at_once=at_once)
             if track == CATALOG_TRACK or track.startswith(PREFIX_TRACK):
-                return self._kept.get(asset.catalog_sha256, asset.catalog_data)
+                return self._kept.get(asset.catalog_sha256, asset.catalog_data, at_once=at_once)
         except AssetError as error:
             self._log.warning("asset unreadable", asset=asset.folder, error=str(error))
             return None
         return asset.levels.get(track)
+
+    async def find_soon(self, grant: Grant, namespace: TrackNamespace, track: str) -> Publication | None:
+        """As `find`, for an event loop: what takes long is done in a thread."""
+        try:
+            return self.find(grant, namespace, track, at_once=True)
+        except BlockingIOError:
+            return await asyncio.to_thread(self.find, grant, namespace, track)
 
     def namespaces(self, grant: Grant) -> list[TrackNamespace]:
         """Every namespace under which a grant may read something: of assets, of profiles, and of lookups."""
@@ -278,13 +294,19 @@ class _KeptBytes:
         self._kept: OrderedDict[str, BytesPublication] = OrderedDict()
         self._lock = threading.Lock()
 
-    def get(self, sha256: str, read: Callable[[], bytes]) -> BytesPublication:
-        """The file, read with ``read`` unless it is at hand; the least recently asked for make room."""
+    def get(self, sha256: str, read: Callable[[], bytes], *, at_once: bool) -> BytesPublication:
+        """The file, read with ``read`` unless it is at hand; the least recently asked for make room.
+
+        Raises:
+            BlockingIOError: it is not at hand, but is wanted at once.
+        """
         with self._lock:
             kept = self._kept.get(sha256)
             if kept is not None:
                 self._kept.move_to_end(sha256)
                 return kept
+        if at_once:
+            raise BlockingIOError(f"{sha256}: must be read")
         made = BytesPublication(read())
         with self._lock:
             if self._kept.setdefault(sha256, made) is made:

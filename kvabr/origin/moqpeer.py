@@ -17,11 +17,14 @@ from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from kvabr.errors import AssetError, FormatError
+from kvabr.errors import AssetError
 from kvabr.moqt.codes import RequestCode
 from kvabr.naming import TrackNamespace
+from kvabr.origin.allowance import Allowance
 from kvabr.origin.grants import Grant
+from kvabr.origin.moqlisten import FRAME_BYTES, KEEP_US, MISSING_S, Broadcasts, frame_bytes
 from kvabr.origin.publication import Publication
+from kvabr.origin.unsent import Unsent
 from kvabr.transport import moqlib
 
 if TYPE_CHECKING:
@@ -30,29 +33,16 @@ if TYPE_CHECKING:
 MAX_TRACKS = 256
 """Tracks of one session that are kept open, and namespaces as many; those that were not used for longest go."""
 
-FRAME_BYTES = 256 << 10
-"""Objects are put together to frames of so many bytes: a frame costs both sides the same time, whatever its size. The
-first object goes alone, so that its receiver soon sees something come."""
-_KEEP_US = 10**13
-"""Groups do not grow old: when they go is decided here."""
+_FRAME_S, _SMALL_FRAME, _FRAME = 0.01, 1 << 14, 1 << 16
+"""A frame has what the connection sends in so many seconds, but at least so many bytes; and so many before that is
+known. A receiver sees nothing of a frame before it has all of it."""
 _KEPT_WINDOWS = 2
 """moq-rs may keep so many times what a connection may have unsent."""
 _YIELD_BYTES = 1 << 20
 """After so many bytes others get their turn."""
 _POLL_S, _LONGEST_POLL_S = 0.002, 0.02
-_QUIET_S, _QUIET_BYTES = 1.0, 1 << 16
+_QUIET_S = 1.0
 """What was sent is forgotten when for so long next to nothing has happened."""
-_MISSING_S = 1.0
-"""A track that does not exist is held open so long: moq-rs then answers "not found", and "dropped" otherwise."""
-_PAYLOAD = 0.96
-"""Share of payload in what a connection sends, at least."""
-_COUNTED_S = 0.1
-"""So often moq-rs brings its counters up to date (measured with 0.5.1)."""
-_STALL_S = 5 * _COUNTED_S
-_AHEAD_S = 4 * _COUNTED_S
-"""Seconds of what a connection sends that it is given ahead."""
-_LEAST_AHEAD = 4 << 20
-"""What it is given ahead before it is known how fast it is."""
 
 
 @dataclass(order=True, slots=True)
@@ -78,65 +68,6 @@ class _Track:
     task: asyncio.Task[None] | None = None
 
 
-class Unsent:
-    """How many bytes of payload a connection was given and has not sent yet, as near as can be known.
-
-    moq-rs brings its counters up to date ten times a second. So nothing is made of a shorter silence, and what may be
-    handed over ahead is what the connection has lately sent in a few such turns.
-    """
-
-    def __init__(self, session: Any) -> None:
-        self._session = session
-        self._written = 0
-        self._base = self._sent = self._looked = 0
-        self._moved_s = time.monotonic()
-        self._stalls = 0
-        self._round_trip_s = 0.0
-        self._rate = 0.0
-
-    def add(self, count: int) -> None:
-        """It was given more."""
-        if self._written == 0:
-            self._base = self._sent = self._now_sent()
-            self._moved_s = time.monotonic()
-        self._written += count
-
-    def bytes(self) -> int:
-        """How many are left now."""
-        if self._written == 0:
-            return 0
-        sent, now = self._now_sent(), time.monotonic()
-        if sent != self._sent:
-            rate = (sent - self._sent) / max(_COUNTED_S / 2, now - self._moved_s)
-            self._rate = max(rate, 0.7 * self._rate)
-            self._sent, self._moved_s, self._stalls = sent, now, 0
-        elif now - self._moved_s > max(_STALL_S, 3 * self._round_trip_s) * 2**self._stalls:
-            # Nothing moves: what seems to be left was cancelled, or never counted right. Or the path is dead, or this
-            # machine was busy; so half of it is believed to be there still, and the next wait is longer.
-            self._stalls = min(self._stalls + 1, 16)
-            self._moved_s = now
-            left = self._written - int(_PAYLOAD * (sent - self._base))
-            self._written -= left if left < _YIELD_BYTES else left // 2
-        left = self._written - int(_PAYLOAD * (sent - self._base))
-        if left <= 0:
-            self._written = 0
-        return max(0, left)
-
-    def ahead(self, most: int) -> int:
-        """How many bytes it may be given ahead of what it has sent, ``most`` at the most."""
-        return min(most, max(_LEAST_AHEAD, int(_AHEAD_S * self._rate)))
-
-    def quiet(self) -> bool:
-        """Whether next to nothing was sent since this was asked before."""
-        before, self._looked = self._looked, self._now_sent()
-        return self._looked - before < _QUIET_BYTES
-
-    def _now_sent(self) -> int:
-        stats = self._session.stats()
-        self._round_trip_s = (stats.rtt_us or 0) / 1e6
-        return (stats.bytes_sent or 0) - (stats.bytes_lost or 0)
-
-
 class MoqPeer:
     """One session, once its peer was let in."""
 
@@ -148,13 +79,12 @@ class MoqPeer:
         self._more = asyncio.Event()
         self._working = False
         self._seen_unsent = 0
-        self._broadcasts: OrderedDict[str, Any] = OrderedDict()
+        self._broadcasts = Broadcasts(moq, origin, MAX_TRACKS, self._spawn)
         self._tracks: OrderedDict[tuple[str, str], _Track] = OrderedDict()
         self._kept: deque[tuple[Any, int]] = deque()
         self._kept_bytes = 0
         self._tasks: set[asyncio.Task[None]] = set()
-        limits = server.limits
-        self._allowance, self._allowance_at = limits.requests_per_s, time.monotonic()
+        self._allowance = Allowance(server.limits.requests_per_s)
 
     @property
     def busy(self) -> bool:
@@ -164,7 +94,7 @@ class MoqPeer:
     async def run(self) -> None:
         """Serve until the session is over."""
         for route in moqlib.ROUTES:
-            self._spawn(self._broadcasts_wanted(route))
+            self._spawn(self._broadcasts.listen(route, self._tracks_wanted))
         self._spawn(self._send())
         try:
             with contextlib.suppress(self._moq.Error):
@@ -199,46 +129,25 @@ class MoqPeer:
         with contextlib.suppress(self._moq.Error):
             await work
 
-    async def _broadcasts_wanted(self, route: str) -> None:
-        moq = self._moq
-        async with self._origin.dynamic(route, moq.Route()) as wanted:
-            while True:
-                request = await wanted.requested_broadcast()
-                path = request.path
-                try:
-                    namespace = moqlib.namespace_of(path)
-                except FormatError:
-                    del request  # which answers it
-                    continue
-                broadcast = moq.BroadcastProducer()
-                self._broadcasts[path] = broadcast
-                self._spawn(self._tracks_wanted(path, namespace, broadcast.dynamic()))
-                request.accept(broadcast)
-                del request
-                if len(self._broadcasts) > MAX_TRACKS:
-                    _, oldest = self._broadcasts.popitem(last=False)
-                    oldest.close()
-
     async def _tracks_wanted(self, path: str, namespace: TrackNamespace, wanted: Any) -> None:
         moq, server = self._moq, self._server
         async with wanted:
             while True:
                 request = await wanted.requested_track()
-                if path in self._broadcasts:
-                    self._broadcasts.move_to_end(path)
+                self._broadcasts.used(path)
                 name = request.name
                 server.metrics.requests_total.inc("Track")
                 why = self._overload()
                 if why is not None:
                     self._refuse(request, why)
                     continue
-                publication = server.holdings.find(self._grant, namespace, name)
+                publication = await server.holdings.find_soon(self._grant, namespace, name)
                 groups = request.dynamic() if publication is not None else None
-                producer = request.accept(moq.TrackInfo(max_age_us=_KEEP_US))
+                producer = request.accept(moq.TrackInfo(max_age_us=KEEP_US))
                 del request
                 if publication is None:
                     server.metrics.refusals_total.inc(RequestCode.DOES_NOT_EXIST.name)
-                    asyncio.get_running_loop().call_later(_MISSING_S, _let_go, producer)
+                    asyncio.get_running_loop().call_later(MISSING_S, _let_go, producer)
                     continue
                 producer.finish_at(publication.groups)
                 track = _Track(namespace, name, producer)
@@ -256,7 +165,7 @@ class MoqPeer:
                 size = 0
                 if why is None:
                     try:
-                        size = self._publication(track).size(request.sequence)
+                        size = (await self._publication(track)).size(request.sequence)
                     except IndexError:
                         why = RequestCode.DOES_NOT_EXIST
                 if size > moqlib.MAX_GROUP_BYTES:
@@ -274,13 +183,13 @@ class MoqPeer:
                 del request
                 self._more.set()
 
-    def _publication(self, track: _Track) -> Publication:
+    async def _publication(self, track: _Track) -> Publication:
         """Looked up anew each time: the asset may have gone, or been replaced, or the token's grant changed.
 
         Raises:
             IndexError: it is not there any more.
         """
-        publication = self._server.holdings.find(self._grant, track.namespace, track.name)
+        publication = await self._server.holdings.find_soon(self._grant, track.namespace, track.name)
         if publication is None:
             raise IndexError(track.name)
         return publication
@@ -298,12 +207,8 @@ class MoqPeer:
         limits, server = self._server.limits, self._server
         if server.draining:
             return RequestCode.GOING_AWAY
-        now, rate = time.monotonic(), limits.requests_per_s
-        self._allowance = min(rate, self._allowance + (now - self._allowance_at) * rate)
-        self._allowance_at = now
-        if self._allowance < 1 or len(self._jobs) >= limits.requests_per_connection:
+        if not self._allowance.take() or len(self._jobs) >= limits.requests_per_connection:
             return RequestCode.EXCESSIVE_LOAD
-        self._allowance -= 1
         return RequestCode.EXCESSIVE_LOAD if server.requests >= limits.requests else None
 
     def _refuse(self, request: Any, code: RequestCode) -> None:
@@ -339,7 +244,7 @@ class MoqPeer:
     async def _answer(self, job: _Job) -> None:
         server, size = self._server, job.size
         try:
-            group = self._publication(job.track).open(job.request.sequence)
+            group = (await self._publication(job.track)).open(job.request.sequence)
         except (IndexError, AssetError) as error:
             missing = isinstance(error, IndexError)
             if not missing:
@@ -350,13 +255,13 @@ class MoqPeer:
         self._forget(self._allowance_bytes() - size)
         self._kept.append((producer, size))
         self._kept_bytes += size
+        most = self._frame_bytes()
         begin = since = 0
-        for span in group.objects:
-            if begin and span.end - begin < FRAME_BYTES and span.end < size:
-                continue
-            producer.write_frame(bytes(group.data[begin : span.end]))
-            since += span.end - begin
-            begin = span.end
+        while begin < size:
+            end = min(size, begin + frame_bytes(begin, most))
+            producer.write_frame(bytes(group.data[begin:end]))
+            since += end - begin
+            begin = end
             if since >= _YIELD_BYTES:
                 self._handed_over(since)
                 since = 0
@@ -368,6 +273,10 @@ class MoqPeer:
         metrics.groups_sent_total.inc(job.track.name)
         metrics.bytes_sent_total.inc(by=size)
         metrics.group_bytes.observe(size)
+
+    def _frame_bytes(self) -> int:
+        rate = self._unsent.rate
+        return min(FRAME_BYTES, max(_SMALL_FRAME, int(_FRAME_S * rate))) if rate else _FRAME
 
     def _room(self, size: int) -> bool:
         """Whether so much more may be handed over; one group may, whatever its size, if nothing else is unsent."""

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Awaitable
 from itertools import chain
 from typing import TYPE_CHECKING
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import urlsplit
 
-from kvabr.errors import AssetError, FormatError, KvabrError
+from kvabr.errors import AssetError, FormatError
 from kvabr.moqt.codes import RequestCode, ResetCode, SessionCode, name_of
 from kvabr.moqt.draft import Draft
 from kvabr.moqt.events import Cancelled, Closed, Event, Ready, Requested, Updated
-from kvabr.moqt.messages import Fetch, JoiningFetch, Request, Subscribe, SubscribeNamespace, TrackStatus
+from kvabr.moqt.messages import Fetch, JoiningFetch, Subscribe, SubscribeNamespace, TrackStatus
 from kvabr.moqt.parameters import Parameters, SetupOptions
 from kvabr.moqt.session import Session
 from kvabr.moqt.wire import Location
 from kvabr.naming import ROOT, TrackNamespace
-from kvabr.origin.grants import Grant
+from kvabr.origin.allowance import Allowance
+from kvabr.origin.grants import Grant, token_in_query
 from kvabr.origin.publication import Publication
 from kvabr.origin.sending import GroupRange, Outbox, Piece, Sending, last_object
 from kvabr.transport.endpoint import Endpoint
@@ -33,6 +35,9 @@ _ROOT_PARTS = tuple(part.encode() for part in ROOT.split("/") if part)
 _MISSING = "no such track, or none that you may read"
 _BUSY_MS = 1000
 """After so many milliseconds a peer that was turned away for load may ask again."""
+
+_OfTrack = Fetch | Subscribe | TrackStatus
+"""Requests that name a track."""
 
 
 class Peer(Endpoint):
@@ -53,7 +58,10 @@ class Peer(Endpoint):
         self._feeding = False
         self._underway: set[int] = set()
         """Streams that QUIC has been given all of, and the peer has not acknowledged all of."""
-        self._allowance, self._allowance_at = server.limits.requests_per_s, time.monotonic()
+        self._allowance = Allowance(server.limits.requests_per_s)
+        self._updates = Allowance(server.limits.requests_per_s)
+        self._looking: dict[int, asyncio.Task[None]] = {}
+        """Requests for which files must be read first."""
         self._aliases = 0
         self._namespaces: dict[int, tuple[bytes, ...]] = {}
         self._over = False
@@ -64,7 +72,7 @@ class Peer(Endpoint):
     @property
     def busy(self) -> bool:
         """Whether anything is being sent, or is still on its way."""
-        return len(self._outbox) > 0 or bool(self._underway)
+        return len(self._outbox) > 0 or bool(self._underway) or bool(self._looking)
 
     # ------------------------------------------------------------------ Endpoint
 
@@ -86,10 +94,11 @@ class Peer(Endpoint):
             case Requested():
                 self._requested(event)
             case Updated():
-                if event.parameters.priority is not None:
-                    self._outbox.prioritise(event.request_id, event.parameters.priority)
+                self._updated(event)
             case Cancelled():
                 self._namespaces.pop(event.request_id, None)
+                if (looking := self._looking.pop(event.request_id, None)) is not None:
+                    looking.cancel()
                 self._done(self._outbox.remove(event.request_id), complete=False)
             case Ready():
                 self._peer_is_ready(event)
@@ -103,13 +112,15 @@ class Peer(Endpoint):
             return
         self._over = True
         self._handshake.cancel()
-        self._server.peers.discard(self)
         self._server.metrics.connections.dec()
+        for task in self._looking.values():
+            task.cancel()
+        self._looking.clear()
         for job in self._outbox:
             self._outbox.remove(job.request_id)
             self._done(job, complete=False)
         self._underway.clear()
-        self._server.settled()
+        self._server.leaves(self)
         self.log.debug("connection over", why=reason, code=code)
 
     def feed(self) -> None:
@@ -182,17 +193,16 @@ class Peer(Endpoint):
     def _requested(self, event: Requested) -> None:
         message, number = event.message, event.request_id
         self._server.metrics.requests_total.inc(type(message).__name__)
+        if (why := self._overload()) is not None:
+            self._refuse(number, RequestCode.EXCESSIVE_LOAD, why, retry_ms=_BUSY_MS)
+            return
         grant = self._grant
         if event.tokens and grant is not None:
-            grant = self._server.holdings.admit(event.tokens[0])
+            grant = self._server.holdings.admit(event.tokens[0])  # takes the longer the more tokens there are
         if grant is None:
             self._refuse(number, RequestCode.UNAUTHORIZED, "the token is missing or wrong")
-        elif (why := self._overload()) is not None:
-            self._refuse(number, RequestCode.EXCESSIVE_LOAD, why, retry_ms=_BUSY_MS)
-        elif isinstance(message, Fetch):
-            self._fetch(number, message, grant)
-        elif isinstance(message, Subscribe | TrackStatus):
-            self._subscribe(number, message, grant)
+        elif isinstance(message, Fetch | Subscribe | TrackStatus):
+            self._find(number, message, grant)
         elif isinstance(message, SubscribeNamespace):
             self._subscribe_namespace(number, message)
         elif isinstance(message, JoiningFetch):
@@ -203,33 +213,62 @@ class Peer(Endpoint):
     def _overload(self) -> str | None:
         """Why a request must be turned away, if it must."""
         limits = self._server.limits
-        now = time.monotonic()
-        rate = limits.requests_per_s
-        self._allowance = min(rate, self._allowance + (now - self._allowance_at) * rate)
-        self._allowance_at = now
-        if self._allowance < 1:
-            return f"more than {rate:g} requests a second"
-        self._allowance -= 1
-        if len(self._outbox) >= limits.requests_per_connection:
+        if not self._allowance.take():
+            return f"more than {limits.requests_per_s:g} requests a second"
+        if len(self._outbox) + len(self._looking) >= limits.requests_per_connection:
             return f"more than {limits.requests_per_connection} requests at a time"
         if self._server.requests >= limits.requests:
             return "the server is busy"
         return None
 
-    def _find(self, message: Request, grant: Grant) -> Publication | None:
-        assert isinstance(message, Fetch | Subscribe | TrackStatus)  # noqa: S101  # the only ones that name a track
+    def _updated(self, event: Updated) -> None:
+        if not self._updates.take():
+            if self._updates.overdrawn and self.session is not None:
+                why = f"more than {self._updates.rate:g} updates of requests a second"
+                self.session.close(SessionCode.INTERNAL_ERROR, why)
+        elif event.parameters.priority is not None:
+            self._outbox.prioritise(event.request_id, event.parameters.priority)
+
+    def _find(self, number: int, message: _OfTrack, grant: Grant) -> None:
+        """Look for a track, and answer."""
         try:
             namespace = TrackNamespace.from_fields(message.namespace)
             track = message.track.decode()
         except (FormatError, UnicodeDecodeError):
-            return None
-        return self._server.holdings.find(grant, namespace, track)
-
-    def _fetch(self, number: int, message: Fetch, grant: Grant) -> None:
-        publication = self._find(message, grant)
-        if publication is None:
-            self._refuse(number, RequestCode.DOES_NOT_EXIST, _MISSING)
+            self._answer(number, message, None)
             return
+        holdings = self._server.holdings
+        try:
+            found = holdings.find(grant, namespace, track, at_once=True)
+        except BlockingIOError:
+            looking = self._look(number, message, asyncio.to_thread(holdings.find, grant, namespace, track))
+            self._looking[number] = asyncio.get_running_loop().create_task(looking)
+        else:
+            self._answer(number, message, found)
+
+    async def _look(self, number: int, message: _OfTrack, finding: Awaitable[Publication | None]) -> None:
+        """The same, once files have been read."""
+        try:
+            found = await finding
+        except Exception as error:  # noqa: BLE001  # nobody thought of it: see `safely`
+            self.safely(_raise, error)
+            return
+        del self._looking[number]
+        if not self._over:
+            self.safely(self._answer, number, message, found)
+            self.settle_and_send()
+            if not self.busy:
+                self._server.settled()
+
+    def _answer(self, number: int, message: _OfTrack, found: Publication | None) -> None:
+        if found is None:
+            self._refuse(number, RequestCode.DOES_NOT_EXIST, _MISSING)
+        elif isinstance(message, Fetch):
+            self._fetch(number, message, found)
+        else:
+            self._subscribe(number, message, found)
+
+    def _fetch(self, number: int, message: Fetch, publication: Publication) -> None:
         start, end = message.start, message.end
         if start.group >= publication.groups:
             self._refuse(number, RequestCode.INVALID_RANGE, f"the track has {publication.groups} groups")
@@ -271,12 +310,8 @@ class Peer(Endpoint):
         self._server.requests += 1
         self._server.metrics.requests_in_flight.inc()
 
-    def _subscribe(self, number: int, message: Subscribe | TrackStatus, grant: Grant) -> None:
+    def _subscribe(self, number: int, message: Subscribe | TrackStatus, publication: Publication) -> None:
         """Everything is published already, so a subscription brings nothing, and its track has ended."""
-        publication = self._find(message, grant)
-        if publication is None:
-            self._refuse(number, RequestCode.DOES_NOT_EXIST, _MISSING)
-            return
         assert self.session is not None  # noqa: S101  # the request came from it
         responder = self.session.responder
         try:
@@ -351,6 +386,10 @@ class Peer(Endpoint):
             self._server.settled()
 
 
+def _raise(error: Exception) -> None:
+    raise error
+
+
 def _overlap(one: tuple[bytes, ...], other: tuple[bytes, ...]) -> bool:
     """Whether one is a prefix of the other."""
     size = min(len(one), len(other))
@@ -359,10 +398,7 @@ def _overlap(one: tuple[bytes, ...], other: tuple[bytes, ...]) -> bool:
 
 def _token_in(path: bytes | None) -> bytes | None:
     """The token in a URL's query, for peers that have no other place for it."""
-    if path is None:
-        return None
     try:
-        found = parse_qs(urlsplit(path.decode()).query, max_num_fields=16).get("token")
-    except (ValueError, KvabrError):
+        return None if path is None else token_in_query(urlsplit(path.decode()).query)
+    except ValueError:
         return None
-    return found[0].encode() if found else None

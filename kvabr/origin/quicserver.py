@@ -15,13 +15,14 @@ from kvabr.origin.peer import Peer
 from kvabr.origin.server import Server, ServerLimits, ServerTls
 from kvabr.transport.endpoint import protocol_class
 from kvabr.transport.quiclib import LibraryName, library, load_certificates
-from kvabr.transport.retry import RetryTokens
+from kvabr.transport.retry import NoTokens, RetryTokens
 
 if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger
 
 _HALF_OPEN = 64
-"""Connections that may be in their handshakes before newcomers must prove that their address is theirs."""
+"""Connections that may be in their handshakes before newcomers must prove that their address is theirs; and that may be
+there, beyond those that are allowed, to be told so."""
 _GOODBYE_S = 0.2
 """Seconds for the last packets to leave."""
 
@@ -49,7 +50,7 @@ class QuicServer(Server):
         self._drafts = drafts
         self._transport: asyncio.DatagramTransport | None = None
         self._server: Any = None
-        self._retry_tokens = RetryTokens()
+        self._retry_tokens, self._no_tokens = RetryTokens(), NoTokens()
         self.peers: set[Peer] = set()
         """Connections, from their first packet on."""
         self.requests = 0
@@ -115,13 +116,33 @@ class QuicServer(Server):
         transport.close()
 
     def settled(self) -> None:
-        """A connection has nothing under way any more, or is gone."""
+        """A connection has nothing under way any more."""
         self._idle.set()
 
+    def leaves(self, peer: Peer) -> None:
+        """A connection is over."""
+        self.peers.discard(peer)
+        self._guard()
+        self.settled()
+
+    def make_peer(self) -> Peer:
+        """A connection that begins."""
+        return Peer(self._lib, self)
+
     def _admit(self) -> Peer:
-        peer = Peer(self._lib, self)
+        peer = self.make_peer()
         self.peers.add(peer)
-        crowd = sum(peer.session is None for peer in self.peers) > _HALF_OPEN
-        if self._server is not None:
-            self._lib.demand_proof(self._server, self._retry_tokens if crowd else None)
+        self._guard()
         return peer
+
+    def _guard(self) -> None:
+        """Decide what newcomers must show before anything is kept of them."""
+        if self._server is None:
+            return
+        if len(self.peers) >= self.limits.connections + _HALF_OPEN:
+            # Until then newcomers are let in far enough to be told why they cannot stay.
+            self._lib.demand_proof(self._server, self._no_tokens)
+        elif sum(peer.session is None for peer in self.peers) > _HALF_OPEN:
+            self._lib.demand_proof(self._server, self._retry_tokens)
+        else:
+            self._lib.demand_proof(self._server, None)

@@ -5,8 +5,9 @@ out. The simulator and the network drivers run the very same `Session`.
 """
 
 from kvabr.player.actions import Action, Cancel, Decode, Deliver, Fetch, GiveUp, Recompute
+from kvabr.player.config import PlayerConfig
 from kvabr.player.record import GroupRecord, PlayRecord
-from kvabr.player.session import PlayerConfig, Session
+from kvabr.player.session import Session
 
 __all__ = [
     "Action",

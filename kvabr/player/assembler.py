@@ -8,6 +8,8 @@ than the one in place, anything after the cache was handed over.
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import Enum
 
 import torch
@@ -69,6 +71,8 @@ class Assembler:
         self._kept: dict[tuple[int, str], bytes] = {}
         self._refined = {track.refines for track in catalog.tracks if track.refines is not None}
         self._lock = threading.Lock()
+        self._spare: list[torch.Tensor] = []
+        """Scratch that nobody uses now: fresh memory would have to be cleared, page by page, for every group."""
         self._taken = False
 
     @property
@@ -98,22 +102,22 @@ class Assembler:
             promised = offer.bytes[group]
             raise FormatError(f"group {group} of {track}: {len(frame)} bytes came, the catalog says {promised}")
         context = GroupContext(catalog.spec, first, last - first, self._profile)
-        scratch = torch.empty(catalog.spec.shape(last - first), dtype=self._out.dtype)
         below = self._below(group, offer)
         digest = offer.digests[group]
-        decode_group(frame, track, context, catalog.chunks[group], group, scratch, below, digest=digest)
-        with self._lock:
-            if (late := self._verdict(group, offer)) is not None:
-                return late
-            if offer.refines is not None and self._tracks[group] != offer.refines:
-                raise FormatError(f"group {group} of {track}: {offer.refines} is no longer in place")
-            self._out[:, :, :, first:last].copy_(scratch)
-            verdict = Verdict.PLACED if self._tracks[group] is None else Verdict.REPLACED
-            self._tracks[group] = track
-            if offer.refines is None:
-                self._forget(group)
-            if track in self._refined:
-                self._kept[group, track] = bytes(frame)
+        with self._scratch(last - first) as scratch:
+            decode_group(frame, track, context, catalog.chunks[group], group, scratch, below, digest=digest)
+            with self._lock:
+                if (late := self._verdict(group, offer)) is not None:
+                    return late
+                if offer.refines is not None and self._tracks[group] != offer.refines:
+                    raise FormatError(f"group {group} of {track}: {offer.refines} is no longer in place")
+                self._out[:, :, :, first:last].copy_(scratch)
+                verdict = Verdict.PLACED if self._tracks[group] is None else Verdict.REPLACED
+                self._tracks[group] = track
+                if offer.refines is None:
+                    self._forget(group)
+                if track in self._refined:
+                    self._kept[group, track] = bytes(frame)
         return verdict
 
     def put_computed(self, first: int, last: int, kv: torch.Tensor) -> Verdict:
@@ -165,7 +169,19 @@ class Assembler:
             self._no_hole(self._catalog.groups)
             self._taken = True
         self._kept.clear()
+        self._spare.clear()
         return self._out
+
+    @contextmanager
+    def _scratch(self, tokens: int) -> Iterator[torch.Tensor]:
+        """Room for a decoded group, used by one thread at a time."""
+        spec, out = self._catalog.spec, self._out
+        try:
+            whole = self._spare.pop()
+        except IndexError:
+            whole = torch.empty(spec.elements_per_token * spec.group_tokens, dtype=out.dtype, device=out.device)
+        yield whole[: spec.elements_per_token * tokens].view(spec.shape(tokens))
+        self._spare.append(whole)
 
     def _no_hole(self, groups: int) -> None:
         missing = [group for group, track in enumerate(self._tracks[:groups]) if track is None]

@@ -21,54 +21,27 @@ and a group in place may have one upgrade under way. The rules:
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from kvabr.abr.estimator import Estimator
 from kvabr.abr.ladder import Ladder
 from kvabr.abr.policy import Decision, Policy
 from kvabr.abr.view import Transfer, View
-from kvabr.catalog import Track
 from kvabr.errors import UsageError
 from kvabr.player import abandon
 from kvabr.player.actions import Action, Cancel, Decode, Deliver, Fetch, GiveUp, Recompute
+from kvabr.player.config import PlayerConfig
 from kvabr.player.journal import Journal, Log
 from kvabr.player.lane import EngineLane
 from kvabr.player.lumps import LumpMeter
 from kvabr.player.meter import Meter
 from kvabr.player.record import GroupRecord, PlayRecord
 from kvabr.player.stall import LEAST_SILENCE_S, StallWatch
+from kvabr.player.trials import Trials
 from kvabr.player.umpire import Umpire
 from kvabr.recompute.cost import PrefillCost
 from kvabr.recompute.loss import RECOMPUTED
 from kvabr.recompute.planner import EngineMode
 from kvabr.transport.base import Limit
-
-
-@dataclass(frozen=True, slots=True)
-class PlayerConfig:
-    """What a player does whatever its policy."""
-
-    min_requests: int = 2
-    """Requests kept in flight at least, to hide the round trip."""
-    first_requests: int = 4
-    """Requests in flight at least while no rate is known."""
-    max_requests: int = 32
-    """Requests in flight at most."""
-    ticks: int = 50
-    """Times per deadline that the session looks at transfers that move, or do not."""
-    attempts: int = 3
-    """Times that one group of one track is asked for before it counts as not to be had."""
-    plan_after: float = 0.1
-    """Share of the deadline before which nothing is left to the engine: slow start makes every link look too slow."""
-    give_up_after: float = 10.0
-    """Deadlines after which a play that cannot be completed is given up."""
-    lumps: bool = False
-    """Whether bytes are told of as they are read, as real transports do, and not as they flow."""
-    stalled_after: float | None = None
-    """Share of the deadline after which a transfer that stands still is asked for again; None: never."""
-    silent_after: float | None = None
-    """Share of the deadline: a play that is late and has heard nothing for so long, and for thrice the usual time to a
-    first byte, is given up; None: never."""
 
 
 class Session:
@@ -105,14 +78,11 @@ class Session:
         """Groups that have neither arrived nor are being computed, ascending; those in flight included."""
         self._in_place = 0
         self._decoding: dict[int, Transfer] = {}
-        self._failures: dict[tuple[int, str], int] = {}
-        self._faults: dict[str, str] = {}
-        """What went wrong last with a transfer, and with the engine: for the last words of a play that is given up."""
+        self._trials = Trials(ladder, self._config.attempts)
         share = self._config.stalled_after
         self._stall = None if share is None else StallWatch(share * deadline_s)
         self._heard_s = 0.0
         """When bytes came last."""
-        self._abandoned: set[int] = set()
         self._requests = self._upgrades = 0
         self._content = False
         """The policy wanted nothing more when it was last asked."""
@@ -237,7 +207,7 @@ class Session:
         first, last = lane.computing
         self.record.recompute_s += lane.finish(now)
         self._journal.event("recompute_failed", now, first=first, last=last, reason=reason)
-        self._faults["engine"] = f"the engine failed: {reason}"
+        self._trials.engine_failed(reason)
         self._lane = self.view.cost = None
         self.view.engine_backlog_s = 0.0
         decoding = {transfer.group: transfer.track for transfer in self._decoding.values()}
@@ -263,10 +233,10 @@ class Session:
         self._meter.tick(now, waiting=bool(self.view.in_flight), idle=self._idle())
         self._refresh(now)
         if self._umpire.policy.abandons:
-            while (found := abandon.choose(self.view, self._cheapest_left)) is not None:
+            while (found := abandon.choose(self.view, self._trials.cheapest_left)) is not None:
                 self.record.abandoned += 1
                 if not found[0].upgrade:
-                    self._abandoned.add(found[0].group)
+                    self._trials.abandoned(found[0].group)
                 self._cancel(*found, now)
         if self._stall is not None:
             for transfer, proven in self._stall.stalled(list(self.view.in_flight.values()), self.view.ttfb_s, now):
@@ -358,7 +328,8 @@ class Session:
             self._leave_to_engine(group, now)
         elif group is not None and decision.track is not None:
             upgrade = kind == "upgrade"
-            track = self._usable(group, decision.track, upgrade=upgrade)
+            engine = self._lane is not None
+            track = self._trials.usable(group, decision.track, upgrade=upgrade, engine=engine)
             if track is not None:
                 self._request(group, track, decision, now, upgrade=upgrade)
             elif upgrade:
@@ -367,30 +338,6 @@ class Session:
                 self._give_up(now, f"group {group} cannot be had on any track, and there is no engine to compute it")
             else:
                 self._leave_to_engine(group, now)
-
-    def _usable(self, group: int, track: str, *, upgrade: bool) -> str | None:
-        """The track asked for, or, if that group of it has failed too often, the cheapest one left; None if none is.
-
-        If there is an engine, a group that has failed so often on all tracks together is its: no more time is lost.
-        """
-        limit = self._config.attempts
-        if not upgrade and group in self._abandoned:
-            track = self.view.ladder.cheapest  # asking for the same again would only be given up again
-        if not self._failures:
-            return track
-        if self._lane is not None and not upgrade:
-            failures = sum(count for (other, _), count in self._failures.items() if other == group)
-            if failures >= limit:
-                return None
-        if self._failures.get((group, track), 0) < limit:
-            return track
-        left = None if upgrade else self._cheapest_left(group)
-        return None if left is None else left.name
-
-    def _cheapest_left(self, group: int) -> Track | None:
-        """The cheapest track on which a group has not failed too often."""
-        limit, tracks = self._config.attempts, self.view.ladder.tracks
-        return next((track for track in tracks if self._failures.get((group, track.name), 0) < limit), None)
 
     def _request(self, group: int, track: str, decision: Decision, now: float, *, upgrade: bool) -> None:
         view, request = self.view, self._requests
@@ -442,15 +389,12 @@ class Session:
         self.record.bytes_wasted += transfer.received
         self._journal.transfer(event, now, transfer, received=transfer.received, reason=reason)
         if event == "failed":
-            key = (group, transfer.track)
-            self._failures[key] = self._failures.get(key, 0) + 1
-            self._faults["transfer"] = f"last fault: {reason}"
+            self._trials.failed(group, transfer.track, reason)
         record = self.record.groups[group]
         if transfer.upgrade:
             view.track_of[group] = record.track
             # A group whose upgrade fails again and again is left as it is.
-            tried = self._failures.get((group, transfer.track), 0)
-            if record.track != RECOMPUTED and tried < self._config.attempts:
+            if record.track != RECOMPUTED and not self._trials.spent(group, transfer.track):
                 view.settled.add(group)
         elif record.track is None:
             view.track_of[group] = None
@@ -522,6 +466,6 @@ class Session:
 
     def _give_up(self, now: float, reason: str) -> None:
         self._end("the play is given up", now)
-        reason = "; ".join((reason, *self._faults.values()))
+        reason = "; ".join((reason, *self._trials.last_words))
         self.record.gave_up = reason
         self._actions.append(GiveUp(now, reason))

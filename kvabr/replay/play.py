@@ -11,8 +11,9 @@ from kvabr.abr.ladder import Ladder
 from kvabr.abr.plugins import load_estimator, load_policy
 from kvabr.catalog import Catalog
 from kvabr.errors import UsageError
+from kvabr.player.config import PlayerConfig
 from kvabr.player.record import PlayRecord
-from kvabr.player.session import PlayerConfig, Session
+from kvabr.player.session import Session
 from kvabr.recompute.cost import PrefillCost
 from kvabr.recompute.loss import predicted_loss
 from kvabr.recompute.planner import EngineMode

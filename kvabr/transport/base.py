@@ -12,6 +12,7 @@ Rules that every transport keeps:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Literal, Self
@@ -118,6 +119,12 @@ class Connection(ABC):
             group: which group.
             priority: 0 (most urgent) to 255.
             limit: bytes that it may have at most.
+        """
+
+    def expect(self, namespace: TrackNamespace, tracks: Iterable[str]) -> None:  # noqa: B027  # most need not
+        """Groups of these tracks may soon be asked for: if a first request costs more time than others, spend it now.
+
+        A hint: what is named need not exist.
         """
 
     @abstractmethod

@@ -19,19 +19,23 @@ class CatalogWatch:
     def __init__(self) -> None:
         self._seen: OrderedDict[TrackNamespace, bytes] = OrderedDict()
 
-    def replaced(self, data: bytes) -> TrackNamespace | None:
-        """Look at a catalog.
+    def replaced(self, namespace: TrackNamespace, digest: bytes) -> bool:
+        """Note the catalog of an asset.
 
         Returns:
-            The namespace of its asset, if that had another catalog before; None also for what is no catalog.
+            Whether the asset had another one before.
         """
-        try:
-            namespace = Catalog.loads(data).namespace
-        except KvabrError:
-            return None  # players will say what is wrong with it
-        digest = hashlib.sha256(data).digest()
         before = self._seen.pop(namespace, digest)
         self._seen[namespace] = digest
         if len(self._seen) > _MOST:
             self._seen.popitem(last=False)
-        return namespace if before != digest else None
+        return before != digest
+
+
+def asset_of(data: bytes) -> tuple[TrackNamespace, bytes] | None:
+    """Of which asset a catalog is, and its SHA-256; None if it is no catalog. Takes long for a long one."""
+    try:
+        namespace = Catalog.loads(data).namespace
+    except KvabrError:
+        return None  # players will say what is wrong with it
+    return namespace, hashlib.sha256(data).digest()

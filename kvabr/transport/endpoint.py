@@ -12,15 +12,16 @@ from kvabr.moqt.codes import SessionCode, name_of
 from kvabr.moqt.draft import Draft, by_alpn
 from kvabr.moqt.events import Close, Event, Reset, Stop, Write
 from kvabr.moqt.session import Session
+from kvabr.transport.moqlib import TURNED_AWAY
 from kvabr.transport.quiclib import QuicLibrary
 
 _CRYPTO_ERROR = 0x100
 """QUIC error codes from here on are TLS alerts (RFC 9001, section 4.8)."""
+_INVALID_TOKEN = 0xB
+"""Of QUIC (RFC 9000, section 20.1): our own Retry tokens are good, so it means that the server wants nobody."""
 _NO_APPLICATION_PROTOCOL = _CRYPTO_ERROR + 120
 _MOST_HELD = 1024
 """Streams that may wait until the peer allows them; one that needs so many and allows none is up to no good."""
-_MOST_UNREAD = 1 << 20
-"""Bytes of answers on one stream that a peer may leave unread."""
 _GONE = (ValueError, AssertionError, RuntimeError, KeyError)
 """What the libraries raise on a stream that is over, which a peer can bring about at any time."""
 
@@ -28,6 +29,8 @@ _GONE = (ValueError, AssertionError, RuntimeError, KeyError)
 class Endpoint(ABC):
     """The owner of one QUIC connection and one session."""
 
+    most_unread = 1 << 20
+    """Bytes of answers on one stream that a peer may leave unread."""
     starts_at_once = True
     """Whether our SETUP goes when the handshake is done, or the subclass starts the session itself."""
 
@@ -143,7 +146,7 @@ class Endpoint(ABC):
         try:
             if isinstance(command, Write):
                 quic.send_stream_data(command.stream, command.data, command.fin)
-                if len(command.data) > 0 and self.lib.backlog(quic, command.stream) > _MOST_UNREAD:
+                if len(command.data) > 0 and self.lib.backlog(quic, command.stream) > self.most_unread:
                     quic.close(error_code=SessionCode.INTERNAL_ERROR, reason_phrase="answers are not read")
             elif isinstance(command, Reset):
                 quic.reset_stream(command.stream, command.code)
@@ -200,8 +203,12 @@ def explain(code: int, frame_type: int | None, reason: str) -> str:
     said = f": {reason}" if reason else ""
     if code == _NO_APPLICATION_PROTOCOL or "ALPN" in reason:  # qh3 has another alert for it
         return "no common protocol: the peer speaks none of the MoQT drafts that were offered"
+    if code == _INVALID_TOKEN and frame_type is not None:
+        return "it takes no more connections now; try another server, or later"
     if _CRYPTO_ERROR <= code < _CRYPTO_ERROR + 0x100 and frame_type is not None:
         return f"TLS failed (alert {code - _CRYPTO_ERROR}){said}"
+    if frame_type is None and reason in TURNED_AWAY:
+        return TURNED_AWAY[reason]
     if frame_type is None and code:
         return f"closed with {name_of(code, SessionCode)}{said}"
     return f"the connection ended{said}" if code == 0 else f"QUIC error 0x{code:x}{said}"

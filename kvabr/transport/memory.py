@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvabr.errors import AssetError
+from kvabr.moqt.codes import RequestCode
 from kvabr.naming import TrackNamespace
 from kvabr.origin.publication import Publication
 from kvabr.transport.base import (
@@ -24,6 +25,7 @@ from kvabr.transport.base import (
     NotFoundError,
     RequestError,
 )
+from kvabr.transport.faults import Ask, Fault, tampered
 
 Find = Callable[[TrackNamespace, str], Publication | None]
 """What is served under a name, or None; for a `Library`: ``functools.partial(library.find, grant)``."""
@@ -34,45 +36,6 @@ _LONG_CHUNK = 64 << 10
 """The same, on a link without a limit."""
 _WINDOW = 1 << 20
 """Bytes that a download holds unread before its sender must wait."""
-
-
-@dataclass(frozen=True, slots=True)
-class Ask:
-    """One request, as the publisher sees it."""
-
-    number: int
-    """Requests of this connection before it."""
-    namespace: TrackNamespace
-    track: str
-    group: int
-    attempt: int
-    """Requests of this connection for the same group of the same track before it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Fault:
-    """How a publisher misbehaves towards one request. Several may be combined."""
-
-    refuse: int | None = None
-    """Answer with this REQUEST_ERROR code."""
-    retry_after_s: float | None = None
-    """What the refusal says about asking again."""
-    first_byte_s: float = 0.0
-    """Think so long before the first byte."""
-    rate: float | None = None
-    """Have no more than so many bytes per second to send."""
-    stall_after: int | None = None
-    """Send nothing more after so many bytes, and say nothing."""
-    reset_after: int | None = None
-    """Break off after so many bytes."""
-    truncate_to: int | None = None
-    """End, as if that were all, after so many bytes."""
-    corrupt_at: int | None = None
-    """Flip a bit of this byte."""
-    replace: bytes | None = None
-    """Send this instead."""
-    endless: bool = False
-    """Go on with zeros after the end, for ever."""
 
 
 @dataclass(slots=True)
@@ -156,8 +119,9 @@ class _MemoryDownload(Download):
         try:
             if fault.refuse is not None:
                 code, after = fault.refuse, fault.retry_after_s
-                raise RequestError(f"{what}: refused, code {code:#x}", code=code, retry_after_s=after)  # noqa: TRY301
-            self._data = _tampered(self._published(what), fault)
+                kind = NotFoundError if code == RequestCode.DOES_NOT_EXIST else RequestError
+                raise kind(f"{what}: refused, code {code:#x}", code=code, retry_after_s=after)
+            self._data = tampered(self._published(what), fault)
         except RequestError as error:
             self.fail(error)
         self._end = None if fault.endless else len(self._data)
@@ -175,7 +139,8 @@ class _MemoryDownload(Download):
             pass
         except AssetError as error:
             raise RequestError(f"{what}: the publisher cannot read it ({error})") from error
-        raise NotFoundError(f"{what} of {ask.namespace.model}: there is none that we may read", code=0x10)
+        why = f"{what} of {ask.namespace.model}: there is none that we may read"
+        raise NotFoundError(why, code=RequestCode.DOES_NOT_EXIST)
 
     def next_chunk(self, now: float) -> int:
         """Bytes that could go on the link now; 0 while there are none."""
@@ -217,7 +182,8 @@ class _MemoryDownload(Download):
         if self._fault.rate is not None:
             self._next_s = max(now - 0.01, self._next_s) + count / self._fault.rate
         if self._sent > self._limit:
-            self.fail(RequestError(f"longer than the {self._limit} bytes that were asked for"))
+            why = f"longer than the {self._limit} bytes that were asked for"
+            self.fail(RequestError(why, code=RequestCode.MALFORMED_TRACK))
             return
         self.stats.received = self._sent
         part: bytes | memoryview = self._data[begin : self._sent]
@@ -394,15 +360,3 @@ class MemoryConnection(Connection):
         if carried is not None:
             carried.download.arrived(carried.count)
         self.serve(then)
-
-
-def _tampered(data: memoryview, fault: Fault) -> memoryview:
-    if fault.replace is not None:
-        data = memoryview(fault.replace)
-    if fault.truncate_to is not None:
-        data = data[: fault.truncate_to]
-    if fault.corrupt_at is not None:
-        copy = bytearray(data)
-        copy[fault.corrupt_at] ^= 0x10
-        data = memoryview(copy)
-    return data

@@ -27,6 +27,15 @@ APP_CODES = 64
 ROUTES = ("/".join(part for part in ROOT.split("/") if part), ROOT.replace("/", "\\/"))
 """What an origin or a relay announces: where kvabr's names begin, in both forms. Nothing tells what there is below."""
 
+UNAUTHORIZED, BUSY, GOING_AWAY = 401, 503, 504
+"""Codes by which a server of moq-rs turns connections away; of the first it makes UNAUTHORIZED, the others are ours."""
+
+TURNED_AWAY = {
+    f"app code={BUSY}": "it takes no more connections now; try another server, or later",
+    f"app code={GOING_AWAY}": "it is going away; try another server, or later",
+}
+"""What such a server writes when it closes a connection, and what that means."""
+
 _REMOTE_CODE = re.compile(r"remote error: code=(\d+)")
 _RETRY_S = 0.1
 """When to ask again for what a full cache threw out."""

@@ -1,410 +1,31 @@
-"""MoQT over QUIC in Python: a `Connection` by aioquic or qh3, drafts 18 and 16."""
+"""Dialling over QUIC in Python, by aioquic or qh3."""
 
 from __future__ import annotations
 
 import asyncio
-import bisect
-import contextlib
-import itertools
 import socket
 import ssl
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, TypeVar
 
 from kvabr.errors import TransportError
-from kvabr.moqt.codes import RequestCode, ResetCode, SessionCode, name_of
-from kvabr.moqt.draft import DRAFTS, Draft
-from kvabr.moqt.events import Closed, Ended, Event, GoingAway, Ready, Received, Refused, Requested
-from kvabr.moqt.messages import PublishNamespace, RequestError, SubscribeNamespace
-from kvabr.moqt.objects import Item, RangeEnd
-from kvabr.moqt.parameters import Parameters, SetupOptions, Token
-from kvabr.moqt.session import Session
-from kvabr.moqt.wire import Location
-from kvabr.naming import MAX_FULL_TRACK_NAME, TrackNamespace
+from kvabr.moqt.draft import DRAFTS
 from kvabr.transport import certificate
-from kvabr.transport.base import (
-    Connection,
-    ConnectionLostError,
-    ConnectionStats,
-    Download,
-    DownloadStats,
-    NotFoundError,
-)
-from kvabr.transport.base import RequestError as RequestRefusedError
-from kvabr.transport.endpoint import Endpoint, protocol_class
+from kvabr.transport.endpoint import protocol_class
 from kvabr.transport.options import DialOptions
+from kvabr.transport.quicconnection import QuicConnection
 from kvabr.transport.quiclib import LibraryName, QuicLibrary, library
-from kvabr.transport.watch import LimitWatch
 
-MAX_IN_FLIGHT = 64
-"""Requests under way at a time; more wait here, the most urgent first. Both libraries allow about 100 streams."""
-_CLOSING_S = 0.25
-"""Seconds that a connection may take to say goodbye."""
-_Name = tuple[tuple[bytes, ...], bytes, int]
-"""Namespace fields, track and group."""
-_BAD_CERTIFICATE = range(0x100 + 42, 0x100 + 49)
-"""QUIC error codes of the TLS alerts about certificates (RFC 8446, section 6.2)."""
-_NOT_THERE = (RequestCode.DOES_NOT_EXIST, RequestCode.INVALID_RANGE)
+HEAD_START_S = 0.25
+"""What an address has before the next one of the same host is tried beside it (RFC 8305, section 5)."""
+_MOST_ADDRESSES = 8
 
-
-class QuicDownload(Download):
-    """One FETCH."""
-
-    def __init__(self, connection: QuicConnection, name: _Name, priority: int, limit: int) -> None:
-        self.stats = DownloadStats(time.monotonic())
-        self.name, self.priority = name, priority
-        self.request_id: int | None = None
-        """Once it has been asked for."""
-        self.over = False
-        """Nothing more will come."""
-        self._connection, self._limit = connection, limit
-        self._what = f"{name[1][:80].decode()}, group {name[2]}"
-        self._parts: list[bytes] = []
-        self._error: TransportError | None = None
-        self._waiter: asyncio.Future[None] | None = None
-
-    async def read(self) -> bytes:
-        """See `Download.read`."""
-        while not self._parts:
-            if self._error is not None:
-                raise self._error
-            if self.over:
-                return b""
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-        parts, self._parts = self._parts, []
-        self.stats.limit = self._connection.watch.limit
-        return parts[0] if len(parts) == 1 else b"".join(parts)
-
-    def prioritise(self, priority: int) -> None:
-        """See `Download.prioritise`; draft 16 cannot do it safely, so there it only counts before the request goes."""
-        if priority != self.priority and not self.over:
-            self._connection.prioritise(self, priority)
-
-    def cancel(self) -> None:
-        """See `Download.cancel`."""
-        if not self.over:
-            self.fail(RequestRefusedError(f"{self._what}: cancelled", code=ResetCode.CANCELLED))
-            self._connection.drop(self)
-        self._parts.clear()
-
-    def take(self, items: list[Item]) -> int:
-        """Objects have come; returns how many bytes of payload."""
-        stats, count = self.stats, 0
-        for item in items:
-            if isinstance(item, bytes):
-                count += len(item)
-                self._parts.append(item)
-            elif isinstance(item, RangeEnd):
-                self._give_up(f"{self._what}: the peer does not have all of it", RequestCode.INTERNAL_ERROR)
-            elif item.group != self.name[2] or item.status:
-                self._give_up(f"{self._what}: objects of group {item.group} came", RequestCode.MALFORMED_TRACK)
-            elif item.size > self._limit:
-                self._too_long()
-        if count:
-            stats.received += count
-            if stats.first_byte_s is None:
-                stats.first_byte_s = time.monotonic()
-            if stats.received > self._limit:
-                self._too_long()
-            self._wake()
-        return count
-
-    def finish(self, reset: int | None) -> None:
-        """The stream has ended, or was reset."""
-        if reset is not None:
-            reason = name_of(reset, ResetCode)
-            self.fail(RequestRefusedError(f"{self._what}: broken off by the peer ({reason})", code=reset))
-        elif not self.stats.received:
-            self.fail(NotFoundError(f"{self._what}: nothing there", code=RequestCode.DOES_NOT_EXIST))
-        elif not self.over:
-            self.over = True
-            self.stats.done_s = time.monotonic()
-            self._wake()
-
-    def refuse(self, message: RequestError) -> None:
-        """The peer has refused it."""
-        code = message.code
-        said = f": {message.reason}" if message.reason else ""
-        if code in _NOT_THERE:
-            error: RequestRefusedError = NotFoundError(f"{self._what}: not found{said}", code=code)
-        else:
-            retry_s = (message.retry_interval - 1) / 1000 if message.retry_interval else None
-            name = name_of(code, RequestCode)
-            error = RequestRefusedError(f"{self._what}: refused, {name}{said}", code=code, retry_after_s=retry_s)
-        self.fail(error)
-
-    def fail(self, error: TransportError) -> None:
-        """Nothing more will come; what has come can still be read."""
-        if not self.over:
-            self.over = True
-            self._error = error
-            self._wake()
-
-    def lose(self, reason: str) -> None:
-        """Its connection is gone."""
-        self.fail(ConnectionLostError(f"{self._what}: {reason}"))
-
-    def _too_long(self) -> None:
-        self._parts.clear()
-        self._give_up(f"{self._what}: longer than the {self._limit} bytes expected", RequestCode.MALFORMED_TRACK)
-
-    def _give_up(self, why: str, code: int) -> None:
-        if not self.over:
-            self.fail(RequestRefusedError(why, code=code))
-            self._connection.drop(self)
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-
-class QuicConnection(Endpoint, Connection):
-    """A connection to one publisher or relay; `dial` makes it."""
-
-    def __init__(self, library: QuicLibrary, options: DialOptions) -> None:
-        super().__init__(library)
-        self.backend = library.name
-        self.protocol = ""
-        self._options = options
-        self._transport: asyncio.DatagramTransport | None = None
-        self._downloads: dict[int, QuicDownload] = {}
-        self._waiting: list[tuple[int, int, QuicDownload]] = []
-        self._order = itertools.count()
-        self._received = 0
-        self._lost: str | None = None
-        self._going_away = False
-        self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Done when the peer's SETUP has come, or failed."""
-        self.shaken = False
-        """Whether the handshake is done."""
-        self._heard = asyncio.Event()
-        self.watch = LimitWatch(self._probe, self.round_trip)
-        """Who holds the downloads up."""
-
-    # ------------------------------------------------------------------ Connection
-
-    def fetch(
-        self, namespace: TrackNamespace, track: str, group: int = 0, *, priority: int = 128, limit: int
-    ) -> Download:
-        """See `Connection.fetch`."""
-        split = self._options.names == "split"
-        fields = namespace.split_fields() if split else namespace.fields()
-        download = QuicDownload(self, (fields, track.encode(), group), priority, limit)
-        if (size := namespace.full_name_bytes(track)) > MAX_FULL_TRACK_NAME:
-            why = f"the full track name has {size} bytes, {MAX_FULL_TRACK_NAME} are allowed"
-            download.fail(RequestRefusedError(why))
-        elif self._lost is not None:
-            download.lose(self._lost)
-        elif self._going_away:
-            download.lose("the peer is going away; connect anew")
-        elif len(self._downloads) < MAX_IN_FLIGHT:
-            self._ask(download)
-            self.settle_and_send()
-        else:
-            bisect.insort(self._waiting, (priority, next(self._order), download))
-        return download
-
-    def stats(self) -> ConnectionStats:
-        """See `Connection.stats`."""
-        rtt = self.round_trip()
-        return ConnectionStats(rtt, self._received, self.lib.lost(self.quic))
-
-    @property
-    def closed(self) -> bool:
-        """See `Connection.closed`."""
-        return self._lost is not None
-
-    @property
-    def going_away(self) -> bool:
-        """See `Connection.going_away`."""
-        return self._going_away
-
-    async def answers(self, within_s: float) -> bool:
-        """See `Connection.answers`."""
-        self._heard.clear()
-        self._probe()
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._heard.wait(), within_s)
-        return self._lost is None and self._heard.is_set()
-
-    async def close(self) -> None:
-        """See `Connection.close`."""
-        if self._transport is None:
-            return
-        transport, self._transport = self._transport, None
-        if self._lost is None:
-            self.ended("closed by this side", 0)
-            self.shut(SessionCode.NO_ERROR, "")
-            if self.session is not None:
-                with contextlib.suppress(TimeoutError):  # else the peer finds out by itself
-                    await asyncio.wait_for(self.driver.wait_closed(), _CLOSING_S)
-        transport.close()
-
-    # ------------------------------------------------------------------ for downloads
-
-    def prioritise(self, download: QuicDownload, priority: int) -> None:
-        """Change the priority of a download."""
-        if download.request_id is not None:
-            if self.session is not None and self.session.requester.update(
-                download.request_id, Parameters(priority=priority)
-            ):
-                self.settle_and_send()
-        else:
-            self._waiting = [entry for entry in self._waiting if entry[2] is not download]
-            bisect.insort(self._waiting, (priority, next(self._order), download))
-        download.priority = priority
-
-    def drop(self, download: QuicDownload) -> None:
-        """A download is wanted no more."""
-        if download.request_id is None:
-            self._waiting = [entry for entry in self._waiting if entry[2] is not download]
-        elif self._downloads.pop(download.request_id, None) is not None and self.session is not None:
-            self.session.requester.cancel(download.request_id)
-            asyncio.get_running_loop().call_soon(self._next)
-
-    def round_trip(self) -> float | None:
-        """The smoothed round trip, seconds."""
-        return self.lib.round_trip(self.quic) if self.driver is not None else None
-
-    # ------------------------------------------------------------------ Endpoint
-
-    def make_session(self, draft: Draft) -> Session | None:
-        """See `Endpoint.make_session`: the certificate is checked before anything of ours is said."""
-        options = self._options
-        self.shaken = True
-        if options.fingerprint is not None:
-            try:
-                certificate.check_pinned(self.lib.peer_certificate(self.quic), options.fingerprint)
-            except TransportError as error:
-                self._fail(str(error))
-                self.close_quietly()
-                return None
-        self.protocol = draft.alpn
-        setup = SetupOptions(
-            path=options.path.encode(),
-            authority=(f"[{options.host}]" if ":" in options.host else options.host).encode() + b":%d" % options.port,
-            tokens=(Token(options.token.encode()),) if options.token is not None else (),
-            implementation=b"kvabr",
-        )
-        return Session(draft, client=True, options=setup)
-
-    def happened(self, event: Event) -> None:
-        """See `Endpoint.happened`."""
-        match event:
-            case Received():
-                download = self._downloads.get(event.request_id)
-                if download is not None:
-                    count = download.take(event.items)
-                    self._received += count
-                    self.watch.received(count)
-                    self._heard.set()
-            case Ended():
-                self._finished(event.request_id, lambda download: download.finish(event.reset))
-            case Refused():
-                self._finished(event.request_id, lambda download: download.refuse(event.message))
-            case Ready():
-                if not self.ready.done():
-                    self.ready.set_result(None)
-            case GoingAway():
-                self._peer_goes_away()
-            case Requested():
-                self._answer(event)
-            case Closed():
-                why = f"the peer broke the protocol, {name_of(event.code, SessionCode)}: {event.reason}"
-                self._fail(why if event.code else "closed by this side")
-
-    def ended(self, reason: str, code: int) -> None:
-        """See `Endpoint.ended`."""
-        if not self.shaken and code in _BAD_CERTIFICATE:
-            der = self.lib.peer_certificate(self.quic)
-            reason = f"{certificate.why_refused(der, self._options.host)} ({reason})"
-        elif code == SessionCode.UNAUTHORIZED and "token" not in reason:
-            reason = f"{reason}; the token is missing or wrong"
-        self._fail(reason)
-
-    def alive(self) -> None:
-        """See `Endpoint.alive`."""
-        self.watch.alive()
-        self._heard.set()
-
-    # ------------------------------------------------------------------ internals
-
-    def close_quietly(self) -> None:
-        """End a connection that was never ready."""
-        self.quic.close(error_code=SessionCode.NO_ERROR)
-        self.driver.transmit()
-
-    def attach(self, transport: asyncio.DatagramTransport) -> None:
-        """The socket that must be closed in the end."""
-        self._transport = transport
-
-    def _ask(self, download: QuicDownload) -> None:
-        session = self.session
-        assert session is not None  # noqa: S101  # nobody has a connection before its SETUP has come
-        fields, track, group = download.name
-        where = Location(group, 0)
-        number = session.fetch(fields, track, where, where, Parameters(priority=download.priority))
-        download.request_id = number
-        self._downloads[number] = download
-        self.watch.asked(len(self._downloads))
-
-    def _next(self) -> None:
-        """Ask for what waits, and send whatever the session wants sent."""
-        while self._waiting and len(self._downloads) < MAX_IN_FLIGHT and self._lost is None:
-            self._ask(self._waiting.pop(0)[2])
-        self.watch.asked(len(self._downloads))
-        if self._lost is None:
-            self.settle_and_send()
-
-    def _peer_goes_away(self) -> None:
-        self._going_away = True
-        for _, _, download in self._waiting:
-            download.lose("the peer is going away; connect anew")
-        self._waiting.clear()
-
-    def _finished(self, number: int, tell: Callable[[QuicDownload], None]) -> None:
-        download = self._downloads.pop(number, None)
-        if download is not None:
-            tell(download)
-            if self._waiting:
-                asyncio.get_running_loop().call_soon(self._next)
-            self.watch.asked(len(self._downloads))
-
-    def _answer(self, event: Requested) -> None:
-        """A relay asks for namespaces and tells of its own: there is nothing to tell, and all is well."""
-        assert self.session is not None  # noqa: S101  # the event came from it
-        responder = self.session.responder
-        if isinstance(event.message, PublishNamespace | SubscribeNamespace):
-            responder.accept(event.request_id)
-        else:
-            responder.refuse(event.request_id, RequestCode.NOT_SUPPORTED, "this end only fetches")
-
-    def _probe(self) -> None:
-        if self._lost is None:
-            with contextlib.suppress(*self.broken):  # it is ending, and will say so in a moment
-                self.quic.send_ping(id(self) & 0xFFFF)
-                self.driver.transmit()
-
-    def _fail(self, reason: str) -> None:
-        if self._lost is not None:
-            return
-        self._lost = reason
-        self.watch.close()
-        if not self.ready.done():
-            self.ready.set_exception(ConnectionLostError(reason))
-            self.ready.exception()  # whoever waits will see it; nobody need
-        for download in (*self._downloads.values(), *(entry[2] for entry in self._waiting)):
-            download.lose(reason)
-        self._downloads.clear()
-        self._waiting.clear()
+A = TypeVar("A")
+C = TypeVar("C")
 
 
 async def dial(options: DialOptions, library_name: LibraryName = "aioquic") -> QuicConnection:
-    """Connect to a publisher or a relay.
+    """Connect to a publisher or a relay, at whichever of its addresses answers first.
 
     Args:
         options: whom, and how.
@@ -420,19 +41,92 @@ async def dial(options: DialOptions, library_name: LibraryName = "aioquic") -> Q
     lib = library(library_name)
     where = f"{options.host}:{options.port}"
     loop = asyncio.get_running_loop()
+    end_s = loop.time() + options.timeout_s
     try:
         found = await asyncio.wait_for(
             loop.getaddrinfo(options.host, options.port, type=socket.SOCK_DGRAM), options.timeout_s
         )
-    except (OSError, TimeoutError) as error:
+    except TimeoutError as error:
+        raise TransportError(f"{where}: the name server did not answer within {options.timeout_s:.3g} s") from error
+    except OSError as error:
         raise TransportError(f"{where}: no such host ({error})") from error
     known = {draft.alpn for draft in DRAFTS}
     alpn = [draft for draft in options.drafts if draft in known]
     if not alpn:
         raise TransportError(f"{where}: {', '.join(options.drafts)}: this kvabr speaks {', '.join(sorted(known))}")
+
+    made: list[QuicConnection] = []
+
+    async def attempt(address: tuple[int, Any]) -> QuicConnection:
+        made.append(await _dial_address(lib, options, alpn, address, max(0.0, end_s - loop.time())))
+        return made[-1]
+
+    addresses = list(dict.fromkeys((family, address) for family, _, _, _, address in found))
+    chosen: QuicConnection | None = None
+    try:
+        chosen = await first_of(addresses[:_MOST_ADDRESSES], attempt, HEAD_START_S)
+    except TransportError as error:
+        raise TransportError(f"{where}: {error}") from error
+    finally:
+        for connection in made:  # two may have answered at the same time
+            if connection is not chosen:
+                await connection.close()
+    return chosen
+
+
+class NoAnswerError(TransportError):
+    """Nothing came from an address: who knows whether anybody is there."""
+
+
+async def first_of(
+    candidates: Sequence[A], attempt: Callable[[A], Coroutine[Any, Any, C]], head_start_s: float
+) -> C:
+    """What the first attempt that succeeds brings, of one for each candidate.
+
+    Each begins when the one before it has failed, or has had its head start. Once somebody has answered, and nobody is
+    left to be tried, silence lasts no longer than one more head start. Attempts that are not needed are cancelled.
+
+    Raises:
+        TransportError: that of who answered; `NoAnswerError` if nobody did.
+    """
+    tasks: list[asyncio.Task[C]] = []
+    waiting = list(candidates)
+    try:
+        while waiting or not all(task.done() for task in tasks):
+            if waiting:
+                tasks.append(asyncio.get_running_loop().create_task(attempt(waiting.pop(0))))
+            pending = {task for task in tasks if not task.done()}
+            patient = not waiting and _answer(tasks) is None
+            done, _ = await asyncio.wait(
+                pending, timeout=None if patient else head_start_s, return_when=asyncio.FIRST_COMPLETED
+            )
+            for task in done:
+                if task.exception() is None:
+                    return task.result()
+            if not waiting and not done and not patient:
+                break
+        raise _answer(tasks) or NoAnswerError("no address to dial") from None
+    finally:
+        losers = [task for task in tasks if not task.done()]
+        for task in losers:
+            task.cancel()
+        if losers:
+            await asyncio.wait(losers)
+
+
+def _answer(tasks: Sequence[asyncio.Task[C]]) -> BaseException | None:
+    """What an attempt that failed has to say: one that had an answer, or, if all had none, any."""
+    errors = [error for task in tasks if task.done() and (error := task.exception()) is not None]
+    said = [error for error in errors if not isinstance(error, NoAnswerError)]
+    return said[0] if said else errors[0] if len(errors) == len(tasks) else None
+
+
+async def _dial_address(
+    lib: QuicLibrary, options: DialOptions, alpn: list[str], address: tuple[int, Any], timeout_s: float
+) -> QuicConnection:
+    family, where = address
     configuration = lib.configure(client=True, alpn=alpn, server_name=options.host)
     certificate.trust(configuration, options, lib.name)
-    family, _, _, _, address = found[0]
     connection = QuicConnection(lib, options)
     cls = protocol_class(lib, lambda _: connection)
     sock = socket.socket(family, socket.SOCK_DGRAM)
@@ -442,22 +136,20 @@ async def dial(options: DialOptions, library_name: LibraryName = "aioquic") -> Q
         transport, protocol = await lib.open_socket(sock, lambda: cls(lib.connection(configuration=configuration)))
     except OSError as error:
         sock.close()
-        raise TransportError(f"{where}: no socket can be opened ({error})") from error
+        raise TransportError(f"no socket can be opened ({error})") from error
     connection.attach(transport)
     try:
-        protocol.connect(address)
-        await asyncio.wait_for(asyncio.shield(connection.ready), options.timeout_s)
+        protocol.connect(where)
+        await asyncio.wait_for(asyncio.shield(connection.ready), timeout_s)
     except TimeoutError as error:
         await connection.close()
+        within = f"within {options.timeout_s:.3g} s"
         if connection.shaken:
-            said = f"it accepts connections, but sent no SETUP within {options.timeout_s:g} s"
-            raise TransportError(f"{where}: {said}") from error
-        raise TransportError(
-            f"{where}: no answer within {options.timeout_s:g} s; is it running there, and may UDP pass?"
-        ) from error
+            raise TransportError(f"it accepts connections, but sent no SETUP {within}") from error
+        raise NoAnswerError(f"no answer {within}; is it running there, and may UDP pass?") from error
     except (TransportError, OSError, ssl.SSLError) as error:
         await connection.close()
-        raise TransportError(f"{where}: {error}") from error
+        raise TransportError(str(error)) from error
     except BaseException:
         await connection.close()
         raise

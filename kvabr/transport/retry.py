@@ -78,3 +78,15 @@ class RetryTokens:
     def _mac(self, address: Any, body: bytes) -> bytes:
         where = f"{address[0]} {address[1]} ".encode()
         return hmac.new(self._key, where + body, hashlib.sha256).digest()[:_MAC_BYTES]
+
+
+class NoTokens(RetryTokens):
+    """Takes none: whoever comes is turned away before anything is kept of it."""
+
+    def validate_token(self, *_: Any, **__: Any) -> bytes | tuple[bytes, bytes]:
+        """No token will do.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError("no more connections")

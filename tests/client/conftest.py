@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from kvabr.codec.profile import Profile
+from kvabr.codec.fit import fit
 from kvabr.origin.grants import EVERYTHING
 from kvabr.origin.holdings import Library
 from kvabr.transport.memory import MemoryConnection, MemoryLink
@@ -21,7 +21,7 @@ def root(tmp_path_factory):
     """A folder with two assets of one prompt: 5 groups of 16 tokens, and twice as many with a codec profile."""
     folder = tmp_path_factory.mktemp("origin")
     toy_asset(folder / "short", ("FP16", "Int8", "Int4"))
-    profile = Profile.calibrate(SPEC, lambda: iter([ToyModel().prefill(prompt(200).tokens)]))
+    profile = fit(SPEC, lambda: iter([ToyModel().prefill(prompt(200).tokens)]))
     toy_asset(folder / "long", ("FP16", "Int4", "AC-5x"), profile=profile, tokens=160)
     return folder
 

@@ -245,3 +245,11 @@ def test_ctrl_c_cancels_what_the_main_thread_waits_for(served):
             origin._loop.call(interrupting())
         assert ended == [True]
         assert origin.play(TOKENS, deadline=5.0, spec=SPEC).tokens == 70
+
+
+def test_the_blocking_twin_has_one_name():
+    import kvabr.sync
+    from kvabr import sync
+
+    assert sync is kvabr.sync
+    assert sync.connect is kvabr.client.sync.connect

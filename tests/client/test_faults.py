@@ -17,7 +17,8 @@ from kvabr.naming import CATALOG_TRACK, PREFIX_TRACK, TrackNamespace
 from kvabr.origin.publication import BytesPublication
 from kvabr.recompute.cost import PrefillCost
 from kvabr.transport.base import ConnectionLostError
-from kvabr.transport.memory import Fault, MemoryConnection
+from kvabr.transport.faults import Fault
+from kvabr.transport.memory import MemoryConnection
 from tests import kvdata
 from tests.client.test_play import close
 from tests.client.virtual import virtual

@@ -265,3 +265,19 @@ def test_save_is_whole_or_not_at_all(tmp_path, monkeypatch):
     with pytest.raises(AssetError, match="No space left"):
         module.save(played, tmp_path / "good.safetensors")
     assert [path.name for path in tmp_path.iterdir() if path.name != "cache"] == ["good.safetensors"]
+
+
+def test_a_device_or_a_pipe_is_left_alone(tmp_path, capsys):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for out in (pipe, "/dev/null"):
+        assert kvabr("fetch", "moqt://localhost:1/", "--asset", f"m/{'0' * 64}", "--out", out) == 2
+        assert "no ordinary file" in capsys.readouterr().err
+    assert pipe.is_fifo()
+
+
+@pytest.mark.parametrize("deadline", ["0", "-1", "nan", "inf"])
+def test_a_deadline_that_is_none_is_refused_before_anything_is_dialled(deadline, capsys):
+    words = ("fetch", "moqt://localhost:1/", "--asset", f"m/{'0' * 64}", f"--deadline={deadline}")
+    assert kvabr(*words) == 2
+    assert "--deadline" in capsys.readouterr().err

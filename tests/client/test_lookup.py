@@ -16,7 +16,8 @@ from kvabr.naming import TrackNamespace
 from kvabr.origin.grants import EVERYTHING
 from kvabr.origin.holdings import Library
 from kvabr.transport.base import NotFoundError
-from kvabr.transport.memory import Fault, MemoryConnection
+from kvabr.transport.faults import Fault
+from kvabr.transport.memory import MemoryConnection
 from tests import assets
 from tests.client.virtual import virtual
 

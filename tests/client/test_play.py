@@ -14,7 +14,7 @@ from kvabr.errors import PolicyError, UsageError
 from kvabr.naming import TrackNamespace
 from kvabr.recompute.cost import PrefillCost
 from kvabr.transport.base import NotFoundError
-from kvabr.transport.memory import Fault
+from kvabr.transport.faults import Fault
 from tests.client.virtual import virtual
 from tests.toymodel import SPEC, ToyModel, prompt
 

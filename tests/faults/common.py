@@ -75,8 +75,8 @@ class OtherLibrary(Library):
         super().__init__(root, grants)
         self._change = change
 
-    def find(self, grant, namespace, track):
-        return self._change(track, super().find(grant, namespace, track))
+    def find(self, grant, namespace, track, **how):
+        return self._change(track, super().find(grant, namespace, track, **how))
 
 
 @dataclass

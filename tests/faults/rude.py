@@ -62,14 +62,14 @@ Lie = Callable[[Answer], None]
 class LyingPeer(Peer):
     """Answers one group, once or always, as its server's lie says."""
 
-    def _fetch(self, number, message, grant):
+    def _fetch(self, number, message, found):
         server = self._server
         track, group = message.track.decode(), message.start.group
         if not level(track) or group != GOAL or (server.told and server.once):
-            super()._fetch(number, message, grant)
+            super()._fetch(number, message, found)
             return
         server.told += 1
-        server.lie(Answer(self, number, self._find(message, grant), group))
+        server.lie(Answer(self, number, found, group))
 
 
 class LyingServer(QuicServer):
@@ -79,10 +79,8 @@ class LyingServer(QuicServer):
         super().__init__(*arguments, **options)
         self.lie, self.once, self.told = lie, once, 0
 
-    def _admit(self):
-        peer = LyingPeer(self._lib, self)
-        self.peers.add(peer)
-        return peer
+    def make_peer(self):
+        return LyingPeer(self._lib, self)
 
 
 @asynccontextmanager

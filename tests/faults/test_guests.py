@@ -6,18 +6,24 @@ import asyncio
 import os
 import random
 import socket
+import threading
 from dataclasses import replace
 
 import pytest
 
 from kvabr.client.play import play
+from kvabr.errors import TransportError
 from kvabr.moqt.codes import RequestCode, SessionCode
 from kvabr.moqt.draft import DRAFTS
 from kvabr.moqt.events import Ready, Refused
 from kvabr.moqt.parameters import Parameters, SetupOptions
 from kvabr.moqt.session import Session
 from kvabr.moqt.wire import Location
-from kvabr.origin import sending
+from kvabr.naming import CATALOG_TRACK
+from kvabr.origin import quicserver, sending
+from kvabr.origin.peer import Peer
+from kvabr.origin.shelf import ShelvedAsset
+from kvabr.transport.base import ConnectionLostError, read_all
 from tests.faults.common import LIBRARIES, SPEC, TOKENS, right, serving
 from tests.faults.rude import rude_client
 
@@ -270,3 +276,102 @@ def raw_fetch(draft, number, namespace, track):
     name = encode(len(namespace)) + b"".join(encode(len(field)) + field for field in namespace)
     body = encode(number) + encode(1) + name + encode(len(track)) + track + bytes(4) + bytes(1)
     return encode(0x16) + len(body).to_bytes(2, "big") + body
+
+
+async def test_answers_that_nobody_reads(root, tls, fingerprint, catalog, monkeypatch):
+    """Draft 16 has one stream for all of them. (What qh3 has sent once it no longer counts.)"""
+    monkeypatch.setattr(Peer, "most_unread", 1000)
+    async with serving(root, tls, fingerprint) as served:
+        async with rude_client(served.address, draft=DRAFTS[1]) as end:
+            await until(lambda: any(isinstance(event, Ready) for event in end.events))
+            (peer,) = served.server.peers
+            asyncio.get_running_loop().remove_reader(end.driver._transport.get_extra_info("socket").fileno())
+            for _ in range(50):
+                ask(end, catalog, "there is no such track")
+            end.driver.transmit()
+            await until(lambda: peer not in served.server.peers)
+            assert peer._server.metrics.refusals_total.value("DOES_NOT_EXIST") > 10
+        await others_are_served(served)
+        await served.empty()
+
+
+async def test_a_mistake_of_ours_ends_one_connection_and_says_so(root, tls, fingerprint, catalog, monkeypatch, caplog):
+    right_way = Peer._fetch
+
+    def fetch(peer, number, message, found):
+        if message.track == b"FP16":
+            raise ZeroDivisionError("nobody thought of that")
+        right_way(peer, number, message, found)
+
+    monkeypatch.setattr(Peer, "_fetch", fetch)
+    async with serving(root, tls, fingerprint) as served, served.connect() as guest:
+        assert await read_all(guest.fetch(catalog.namespace, "Int4", limit=1 << 20))
+        async with served.connect() as connection:
+            with pytest.raises(ConnectionLostError, match="internal error"):
+                await read_all(connection.fetch(catalog.namespace, "FP16", limit=1 << 20))
+            assert await read_all(connection.fetch(catalog.namespace, "Int4", limit=1 << 20))
+        assert await read_all(guest.fetch(catalog.namespace, "Int4", 1, limit=1 << 20))
+        assert not guest.dials
+    assert "nobody thought of that" in caplog.text
+
+
+async def test_priorities_changed_without_end(root, tls, fingerprint, catalog):
+    async with serving(root, tls, fingerprint, requests_per_s=50) as served:
+        async with rude_client(served.address) as end:
+            await until(lambda: any(isinstance(event, Ready) for event in end.events))
+            number = ask(end, catalog)
+            for priority in range(300):
+                end.session.requester.update(number, Parameters(priority=priority % 256))
+            end.settle_and_send()
+            async with asyncio.timeout(5):
+                _, reason = await end.over
+            assert "updates of requests a second" in reason
+        await others_are_served(served)
+        await served.empty()
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+async def test_more_connections_than_can_be_told_so(root, tls, fingerprint, library, monkeypatch):
+    """Nothing is kept of them; and when others have gone there is room again."""
+    monkeypatch.setattr(quicserver, "_HALF_OPEN", 2)
+    dice = random.Random(3)
+    async with serving(root, tls, fingerprint, library=library, connections=2, handshake_s=2.0) as served:
+        async with served.connect(), served.connect():
+            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+                sock.connect(served.address)
+                for _ in range(2):
+                    sock.send(first_packet(dice))
+                await until(lambda: len(served.server.peers) == 4)
+                for client in LIBRARIES:
+                    with pytest.raises(TransportError):
+                        async with served.connect(client, timeout_s=0.3):
+                            pass
+                assert len(served.server.peers) <= 4
+        await until(lambda: not served.server.peers)
+        await others_are_served(served)
+        await served.empty()
+
+
+async def test_files_are_read_beside_the_event_loop(root, tls, fingerprint, catalog, monkeypatch):
+    """A catalog that is not at hand takes long to read here; others are served meanwhile, and it comes in the end."""
+    go_on = threading.Event()
+    right_way = ShelvedAsset.catalog_data
+
+    def slowly(asset):
+        assert go_on.wait(10)
+        return right_way(asset)
+
+    monkeypatch.setattr(ShelvedAsset, "catalog_data", slowly)
+    async with serving(root, tls, fingerprint) as served:
+        async with served.connect() as connection:
+            (peer,) = served.server.peers
+            waiting = asyncio.create_task(read_all(connection.fetch(catalog.namespace, CATALOG_TRACK, limit=1 << 20)))
+            given_up = connection.fetch(catalog.namespace, CATALOG_TRACK, limit=1 << 20)
+            await until(lambda: len(peer._looking) == 2)
+            assert await read_all(connection.fetch(catalog.namespace, "Int4", limit=1 << 20))
+            given_up.cancel()
+            await until(lambda: len(peer._looking) == 1)
+            assert not waiting.done()
+            go_on.set()
+            assert await waiting == (root / "one" / "catalog.json").read_bytes()
+        await served.empty()

@@ -26,6 +26,7 @@ from tests.faults.common import (
     connect,
     engine,
     for_both,
+    relaying,
     right,
     serving,
 )
@@ -230,3 +231,18 @@ async def test_a_server_that_speaks_only_an_unknown_draft(tls, fingerprint):
         for quic in (*LIBRARIES, "moq", "auto"):
             said, _ = await failing(dialled(address, fingerprint, quic))
             assert "no common protocol" in said
+
+
+@pytest.mark.parametrize(
+    "name", ["short", "long", "one bit", "noise", "another group", "broken off", "garbage as objects"]
+)
+async def test_a_relay_does_not_keep_a_lie(root, tls, fingerprint, name):
+    """It is told to one player; the next one gets what is true, and the origin is not asked for it again."""
+    logs = [Log(), Log()]
+    async with lying(root, tls, fingerprint, LIES[name][0]) as origin, relaying(origin, tls) as relay:
+        for log in logs:
+            async with relay.connect("moq") as connection:
+                played = await play(connection, TOKENS, deadline=4.0, policy="fixed:Int4", spec=SPEC, log=log)
+            assert right(played)
+        assert origin.server.told == 1
+    assert not logs[1].reasons()

@@ -189,7 +189,7 @@ async def test_an_origin_that_is_told_to_end_completes_what_is_under_way(root, t
     async def one(library):
         async with serve_process(root, tls, quic=library) as served:
             with shaped(served.address, [0.05 * MB], rtt_s=0.01) as link:
-                async with connect(link.address, fingerprint, library, timeout_s=0.5) as connection:
+                async with connect(link.address, fingerprint, library, timeout_s=2.0) as connection:
                     log = Log()
                     first_four = TOKENS[:64]  # groups, as many as are asked for at once while no rate is known
                     work = play(connection, first_four, deadline=4.0, policy="fixed:Int4", spec=SPEC, log=log)
@@ -203,3 +203,36 @@ async def test_an_origin_that_is_told_to_end_completes_what_is_under_way(root, t
     for played, log in await for_both(one):
         assert right(played, 64)
         assert log.reasons() == []
+
+
+@pytest.mark.parametrize("library", [*LIBRARIES, "moq"])
+async def test_a_rolling_restart(root, tls, fingerprint, library):
+    """The old server completes what is under way, and takes nobody in; the play goes on at the new one."""
+    async with AsyncExitStack() as stack:
+        old = await stack.enter_async_context(serve_process(root, tls, quic=library))
+        link = stack.enter_context(shaped(old.address, [0.1 * MB], rtt_s=0.01))
+        connection = await stack.enter_async_context(connect(link.address, fingerprint, library))
+        log = Log()
+        work = play(connection, TOKENS, deadline=20.0, policy="fixed:FP16", spec=SPEC, log=log)
+        task = asyncio.create_task(work)
+        await log.seen("first_byte")
+        old.process.send_signal(signal.SIGTERM)
+        await log.seen("decoded")
+        with pytest.raises(TransportError) as refused:
+            async with connect(old.address, fingerprint, library, timeout_s=1.0):
+                pass
+        assert await old.process.wait() == 0
+        before = len(log.lines)
+        await stack.enter_async_context(serve_process(root, tls, port=old.address[1], quic=library))
+        shape(link, [2 * MB], rtt_s=0.01)
+        played = await task
+        dials = connection.dials
+    assert "going away" in str(refused.value)
+    assert right(played)
+    assert played.met
+    assert dials == 1
+    had = {line["group"] for line in log.lines[:before] if line["event"] == "decoded"}
+    asked = {line["group"] for line in log.lines[before:] if line["event"] == "request"}
+    assert had
+    assert not had & asked
+    assert all("going away" in reason for reason in log.reasons())

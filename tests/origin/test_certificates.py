@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import os
 import ssl
 import stat
+import subprocess
+import sys
+import time
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -129,3 +133,21 @@ def write_key(folder, key, how=None):
     how = serialization.NoEncryption() if how is None else how
     path.write_bytes(key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, how))
     return path
+
+
+def test_what_a_killed_server_left_is_removed_by_the_next(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    code = "import os, signal; from kvabr.origin.certificates import development\n"
+    code += "with development(): os.kill(os.getpid(), signal.SIGKILL)"
+    subprocess.run([sys.executable, "-c", code], env={**os.environ, "TMPDIR": str(tmp_path)}, check=False)  # noqa: S603
+    (left,) = tmp_path.iterdir()
+    mine = tmp_path / "kvabr-dev-file"
+    mine.write_text("no folder")
+    long_ago = time.time() - 3600
+    os.utime(left, (long_ago, long_ago))
+    with development() as one:
+        os.utime(one.keyfile.parent, (long_ago, long_ago))
+        assert not left.exists()
+        with development():
+            assert one.keyfile.exists()  # in use, however old
+    assert list(tmp_path.iterdir()) == [mine]

@@ -9,7 +9,7 @@ import pytest
 
 from kvabr.catalog import Catalog
 from kvabr.cli import main
-from kvabr.naming import chain
+from kvabr.naming import LAYERS, chain
 from kvabr.origin.store import Asset, frame_path
 from kvabr.origin.texts import measuring_texts
 from tests import tinymodels
@@ -106,10 +106,14 @@ def test_any_directory_is_calibrated_encoded_and_inspected(tmp_path, capsys):
     text.write_text(measuring_texts()["manual"][:3000])
     profile, out = tmp_path / "tiny.safetensors", tmp_path / "asset"
     encode = ("encode", "--text", text, "--tokens", 300, "--continuation", 20, "--model", model, "--out", out)
-    assert kvabr(*encode) == 2
-    assert "AC-5x needs a profile of tiny-" in capsys.readouterr().err
-    assert kvabr("calibrate", "--model", model, "--text", text, "--context-tokens", 200, "--out", profile) == 0
-    assert kvabr(*encode, "--profile", profile) == 0
+    assert kvabr(*encode) == 0
+    own = Asset.open(out).catalog
+    assert own.profile_bytes < 100_000  # estimated from the asset, and part of it
+    calibrate = ("calibrate", "--model", model, "--text", text, "--context-tokens", 200, "--stack-layers", 2)
+    assert kvabr(*calibrate, "--kept", 8, 8, "--step-scale", 0.5, "--out", profile) == 0
+    assert kvabr(*calibrate, "--step-scale", 0, "--out", profile) == 2
+    assert kvabr(*encode, "--profile", profile, "--force") == 0
+    assert Asset.open(out).catalog.profile != own.profile
     assert kvabr("inspect", out, "--check") == 0
     assert Asset.open(out).catalog.spec.model.startswith("tiny-")
     # The profile of this model is not one of SmolLM2's shape, and a text file is none at all.
@@ -152,19 +156,22 @@ def test_the_real_asset(asset, capsys):
     assert (catalog.groups, catalog.group_tokens(2), catalog.spec.model) == (3, 44, "SmolLM2-135M-Instruct-Q4_1")
     value = json.loads((asset.path.parent / "encode.json").read_text())
     rows = {row["track"]: row for row in value["tracks"]}
-    assert set(rows) >= {"FP16", "BF16", "FP8", "Int8", "FP4", "Int4", "AC-5x"}
-    for name, bits in (("FP16", 16), ("BF16", 16), ("FP8", 8), ("Int8", 8), ("FP4", 4), ("Int4", 4)):
+    assert set(rows) >= {"FP16", "BF16", "FP8", "Int8", "Int4", "AC-5x", *LAYERS}
+    for name, bits in (("FP16", 16), ("BF16", 16), ("FP8", 8), ("Int8", 8), ("Int4", 4)):
         size = catalog.track(name).bytes[0] - 200  # what frames it is no part of the weight
         assert size <= 128 * 11_520 * bits * 1.0625 / 8 < catalog.track(name).bytes[0] * 1.0625, name
-    assert rows["AC-5x"]["ratio"] > 4.5  # the exact sinks weigh more in a prompt this short
+    assert rows["AC-5x"]["ratio"] > 4.5  # what is kept aside weighs more in a prompt this short
+    assert rows["AC-L0"]["ratio"] > 30
     assert rows["FP16"]["kl"] < 1e-5
     assert rows["Int8"]["kl"] < 1e-3
     assert abs(rows["Int8"]["dnll"]) < 0.005
-    assert rows["AC-5x"]["kl"] < 0.03
-    assert all(row["top1"] > 0.8 for row in rows.values())
+    assert rows["AC-5x"]["kl"] < 0.003
+    losses = [rows[layer]["kl"] for layer in LAYERS]
+    assert losses == sorted(losses, reverse=True)
+    assert all(row["top1"] > 0.8 for row in rows.values() if row["track"] != "AC-L0")
     assert catalog.prefill is not None
     assert kvabr("inspect", asset.path, "--check") == 0
-    assert "23 parts: 0 bad" in capsys.readouterr().out
+    assert "32 parts: 0 bad" in capsys.readouterr().out
 
 
 @pytest.mark.model

@@ -99,6 +99,18 @@ def test_a_file_that_is_gone_or_was_changed(asset):
     assert level.open(0).objects
 
 
+@pytest.mark.parametrize("place", ["frame", "level"])
+def test_a_link_is_not_followed(asset, tmp_path, place):
+    """Not even one that took a good file's place after the asset was looked at."""
+    level = LevelPublication(asset, "Int4")
+    path = frame_path(asset.path, 1, "Int4")
+    path = path if place == "frame" else path.parent
+    path.rename(tmp_path / "elsewhere")
+    path.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(AssetError, match="cannot be read"):
+        level.open(1)
+
+
 def test_bytes_at_hand_are_one_group_in_slices():
     data = bytes(range(256)) * 600
     one = BytesPublication(data)

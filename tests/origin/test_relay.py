@@ -5,33 +5,40 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import hashlib
+import json
 import random
-import re
+import shlex
 import sys
 import time
 from asyncio.subprocess import PIPE
 
 import pytest
+import structlog
 
-from kvabr.client.connect import connect
+from kvabr.client.connect import asset_of, connect
 from kvabr.client.redial import RedialledConnection
 from kvabr.codec.spans import SLICE_BYTES
 from kvabr.commands.relay import parse_size
-from kvabr.errors import TransportError, UsageError
+from kvabr.errors import FormatError, TransportError, UsageError
 from kvabr.moqt.codes import RequestCode
-from kvabr.naming import CATALOG_TRACK, TrackNamespace, chain, prefix_track
+from kvabr.naming import CATALOG_TRACK, PROFILE_TRACK, TrackNamespace, chain, prefix_track
 from kvabr.origin.certificates import check, development
 from kvabr.origin.grants import EVERYTHING
 from kvabr.origin.holdings import Library
 from kvabr.origin.metrics import Metrics
-from kvabr.origin.moqpeer import FRAME_BYTES
+from kvabr.origin.moqlisten import FRAME_BYTES
 from kvabr.origin.quicserver import QuicServer
 from kvabr.origin.relay import Relay
-from kvabr.origin.relaycache import GroupCache, SmallTracks
+from kvabr.origin.relaycache import GroupCache
+from kvabr.origin.relaycheck import check_small
+from kvabr.origin.relaysmall import SmallTracks
 from kvabr.origin.server import ServerLimits
-from kvabr.transport import moqrs, quic
+from kvabr.origin.upstream import bring
+from kvabr.transport import moqconnection, moqrs, quic
 from kvabr.transport.base import ConnectionLostError, NotFoundError, RequestError, read_all
-from kvabr.transport.memory import Fault, MemoryConnection, MemoryLink
+from kvabr.transport.faults import Fault
+from kvabr.transport.memory import MemoryConnection, MemoryLink
 from tests.assets import make_asset
 from tests.moqbed import LOG, dialled, options, origin
 
@@ -97,7 +104,8 @@ async def play(dial, relay, asset, track="FP16"):
 
 
 @pytest.mark.parametrize("kind", ["moq", "aioquic"])
-async def test_many_players_one_fetch(kind, asset, tls):
+async def test_many_players_one_fetch(kind, asset, tls, monkeypatch):
+    monkeypatch.setattr(SmallTracks, "FRESH_S", 60.0)  # the machine may be slow
     async with chain_of(kind, asset, tls) as (server, relay):
         aioquic = functools.partial(quic.dial, library_name="aioquic")
         dials = [moqrs.dial] * 20 + [aioquic] * 2
@@ -270,7 +278,7 @@ async def test_memory_has_a_bound(tmp_path, tls):
 
 
 async def test_an_asset_that_is_replaced_is_seen(asset, tmp_path, tls, monkeypatch):
-    monkeypatch.setattr(moqrs, "_FRESH_S", 0.05)
+    monkeypatch.setattr(moqconnection, "_FRESH_S", 0.05)
     monkeypatch.setattr(SmallTracks, "FRESH_S", 0.05)
     namespace = asset.catalog.namespace
     async with chain_of("moq", type(asset)(tmp_path, asset.catalog), tls) as (_, relay):
@@ -315,6 +323,181 @@ async def test_draining_finishes_what_is_under_way(asset, tls):
         await asyncio.wait_for(draining, SOON_S)
 
 
+# ---------------------------------------------------------------- an origin that lies
+
+
+WRONG = {
+    "one bit": Fault(corrupt_at=1000),
+    "short": Fault(truncate_to=299_000),
+    "another group": Fault(replace=b"x" * 300_001),
+    "more": Fault(endless=True),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+async def test_a_wrong_group_is_broken_off_and_not_kept(wrong, asset, tls):
+    upstream = in_memory(asset, faults=lambda ask: WRONG[wrong] if ask.track == "FP16" and ask.attempt == 0 else None)
+    async with upstream, relaying(upstream, tls) as relay:
+        namespace = asset.catalog.namespace
+        async with await dialled(relay) as connection:
+            with pytest.raises(RequestError):
+                await asyncio.wait_for(read_all(connection.fetch(namespace, "FP16", 3, limit=BIG)), SOON_S)
+            assert relay.cache.bytes < 100_000
+            again = await asyncio.wait_for(read_all(connection.fetch(namespace, "FP16", 3, limit=BIG)), SOON_S)
+            assert again == asset.frame(3, "FP16")
+        before = upstream.requests
+        async with await dialled(relay) as other:
+            assert await read_all(other.fetch(namespace, "FP16", 3, limit=BIG)) == asset.frame(3, "FP16")
+        assert upstream.requests == before
+
+
+async def test_a_catalog_that_is_wrong_is_refused_and_not_kept(asset, tmp_path, tls, monkeypatch):
+    monkeypatch.setattr(moqconnection, "_FRESH_S", 0.05)
+    elsewhere = make_asset(tmp_path / "elsewhere", list(range(100, 132)))
+    lies = [b"{}", b"no JSON", (elsewhere.path / "catalog.json").read_bytes(), b""]
+
+    def fault(ask):
+        return Fault(replace=lies[ask.attempt]) if ask.track == CATALOG_TRACK and ask.attempt < len(lies) else None
+
+    upstream = in_memory(asset, faults=fault)
+    async with upstream, relaying(upstream, tls) as relay, await dialled(relay) as connection:
+        namespace = asset.catalog.namespace
+        for _ in lies:
+            with pytest.raises(RequestError):
+                await asyncio.wait_for(read_all(connection.fetch(namespace, CATALOG_TRACK, limit=BIG)), SOON_S)
+            assert relay.small.bytes == 0
+        good = await asyncio.wait_for(read_all(connection.fetch(namespace, CATALOG_TRACK, limit=BIG)), SOON_S)
+        assert good == (asset.path / "catalog.json").read_bytes()
+
+
+async def test_a_profile_that_is_wrong_is_refused(tmp_path, tls):
+    asset = make_asset(tmp_path / "asset", list(range(32)), profile=b"a profile")
+    fault = Fault(replace=b"another one")
+    upstream = in_memory(asset, faults=lambda ask: fault if ask.track == PROFILE_TRACK and not ask.attempt else None)
+    name = TrackNamespace(asset.catalog.spec.model, asset.catalog.profile)
+    async with upstream, relaying(upstream, tls) as relay, await dialled(relay) as connection:
+        with pytest.raises(RequestError):
+            await asyncio.wait_for(read_all(connection.fetch(name, PROFILE_TRACK, limit=BIG)), SOON_S)
+        assert await read_all(connection.fetch(name, PROFILE_TRACK, limit=BIG)) == b"a profile"
+
+
+@pytest.mark.parametrize(
+    ("track", "change", "words"),
+    [
+        (CATALOG_TRACK, lambda value: value["chunks"].reverse(), "another prompt"),
+        (CATALOG_TRACK, lambda value: value["tracks"][0]["digests"].__setitem__(0, "z" * 64), "digest that is none"),
+        (CATALOG_TRACK, lambda value: value["tracks"][0]["digests"].__setitem__(0, "00"), "digest that is none"),
+        ("prefix.", lambda value: value["chunks"].__setitem__(0, "00" * 32), "another prompt"),
+    ],
+)
+def test_what_a_catalog_must_say(asset, track, change, words):
+    data = (asset.path / "catalog.json").read_bytes()
+    namespace = asset.catalog.namespace
+    if track != CATALOG_TRACK:
+        namespace = TrackNamespace(namespace.model, asset.catalog.chunks[0])
+    facts = check_small(namespace, track, data)
+    assert facts.expected("Int4", 2) == (
+        len(asset.frame(2, "Int4")), hashlib.sha256(asset.frame(2, "Int4")).digest(),
+    )  # fmt: skip
+    value = json.loads(data)
+    change(value)
+    with pytest.raises(FormatError, match=words):
+        check_small(namespace, track, json.dumps(value).encode())
+
+
+# ---------------------------------------------------------------- an origin that is away
+
+
+@pytest.mark.parametrize("kind", ["moq", "aioquic"])
+async def test_what_is_kept_is_served_while_the_origin_is_away(kind, asset, tls, monkeypatch):
+    """Also to players that come only then, by name and by prompt; and the log says so, once."""
+    monkeypatch.setattr(moqconnection, "_FRESH_S", 0.05)
+    monkeypatch.setattr(SmallTracks, "FRESH_S", 0.05)
+    spec = asset.catalog.spec
+    digests = chain(list(range(48)), model=spec.model, tokenizer=spec.tokenizer, group_tokens=spec.group_tokens)
+    lookup = TrackNamespace(spec.model, digests[0]), prefix_track(digests)
+    catalog = (asset.path / "catalog.json").read_bytes()
+    with structlog.testing.capture_logs() as logs:
+        async with chain_of(kind, asset, tls) as (server, relay):
+            async with await dialled(relay) as connection:
+                assert await read_all(connection.fetch(*lookup, limit=BIG)) == catalog
+            await play(moqrs.dial, relay, asset)
+            await server.close()
+            await asyncio.sleep(0.06)  # nothing is fresh any more
+            await asyncio.wait_for(play(moqrs.dial, relay, asset), SOON_S)
+            async with await dialled(relay) as connection:
+                assert await asyncio.wait_for(read_all(connection.fetch(*lookup, limit=BIG)), SOON_S) == catalog
+    away = [line for line in logs if line["event"] == "origin away"]
+    assert len(away) == 1
+    assert away[0]["log_level"] == "warning"
+
+
+async def test_what_the_origin_no_longer_has_is_gone_here_too(asset, tls, monkeypatch):
+    monkeypatch.setattr(moqconnection, "_FRESH_S", 0.05)
+    monkeypatch.setattr(SmallTracks, "FRESH_S", 0.05)
+    refused = Fault(refuse=int(RequestCode.DOES_NOT_EXIST))
+    upstream = in_memory(asset, faults=lambda ask: refused if ask.track == CATALOG_TRACK and ask.attempt else None)
+    async with upstream, relaying(upstream, tls) as relay, await dialled(relay) as connection:
+        namespace = asset.catalog.namespace
+        assert await read_all(connection.fetch(namespace, CATALOG_TRACK, limit=BIG))
+        await asyncio.sleep(0.06)
+        with pytest.raises(NotFoundError):
+            await asyncio.wait_for(read_all(connection.fetch(namespace, CATALOG_TRACK, limit=BIG)), SOON_S)
+        assert relay.small.bytes == 0
+
+
+def small_tracks(upstream, **more):
+    return SmallTracks(upstream, lambda _: None, LOG, **more)
+
+
+async def test_an_origin_that_says_nothing_is_waited_for_a_moment(asset, monkeypatch):
+    monkeypatch.setattr(SmallTracks, "FRESH_S", 0.0)
+    monkeypatch.setattr(SmallTracks, "PATIENCE_S", 0.05)
+    silent = Fault(stall_after=0)
+    upstream = in_memory(asset, faults=lambda ask: silent if ask.attempt else None)
+    async with upstream:
+        small = small_tracks(upstream)
+        first = await small.get(asset.catalog.namespace, CATALOG_TRACK)
+        for _ in range(3):
+            assert await asyncio.wait_for(small.get(asset.catalog.namespace, CATALOG_TRACK), 1.0) == first
+        assert upstream.requests == 2
+        small.close()
+
+
+async def test_a_group_of_a_silent_origin_is_asked_for_again_and_then_told(asset, monkeypatch):
+    monkeypatch.setattr("kvabr.origin.upstream._SILENCE_S", 0.05)
+    monkeypatch.setattr("kvabr.origin.upstream.PATIENCE_S", 0.2)
+    stalled = Fault(stall_after=100_000)
+    upstream = in_memory(asset, faults=lambda ask: stalled if ask.group == 1 or ask.attempt == 0 else None)
+    async with upstream:
+        got = bytearray()
+        name = asset.catalog.namespace, "FP16"
+        await asyncio.wait_for(bring(upstream, *name, 0, got.extend, priority=0, limit=BIG), SOON_S)
+        assert got == asset.frame(0, "FP16")
+        with pytest.raises(RequestError, match="the origin fell silent"):
+            await asyncio.wait_for(bring(upstream, *name, 1, lambda _: None, priority=0, limit=BIG), SOON_S)
+        assert upstream.downloads == 0
+
+
+async def test_small_tracks_have_a_bound(tmp_path):
+    assets = [make_asset(tmp_path / str(at), list(range(at, at + 400))) for at in range(6)]
+    size = (assets[0].path / "catalog.json").stat().st_size
+    async with MemoryConnection(functools.partial(Library(tmp_path).find, EVERYTHING)) as upstream:
+        small = small_tracks(upstream, limit=3 * size)
+        for asset in assets:
+            assert await small.get(asset.catalog.namespace, CATALOG_TRACK)
+            assert 0 < small.bytes <= 3 * size
+        last = upstream.requests
+        assert await small.facts(assets[-1].catalog.namespace)
+        assert upstream.requests == last
+        assert await small.facts(assets[0].catalog.namespace)  # which had to go
+        assert upstream.requests == last + 1
+        tight = small_tracks(upstream, limit=size // 2)
+        with pytest.raises(RequestError, match="no room"):
+            await tight.get(assets[0].catalog.namespace, CATALOG_TRACK)
+        assert tight.bytes == tight._coming == 0
+
+
 # ---------------------------------------------------------------- what it keeps
 
 
@@ -338,10 +521,9 @@ async def test_the_oldest_groups_go_first():
     for producer in producers:
         cache.add(track, 0, producer, 300, None)
     assert [producer.gone for producer in producers] == [True, True, False, False, False]
-    reserved = await cache.reserve(track, 0)
-    assert reserved == 300
+    await cache.reserve(300, 0)
     assert [producer.gone for producer in producers] == [True, True, True, False, False]
-    cache.release(reserved)
+    cache.release(300)
     cache.forget(lambda owner: owner is track)
     assert all(producer.gone for producer in producers)
     assert cache.bytes == 0
@@ -350,21 +532,22 @@ async def test_the_oldest_groups_go_first():
 async def test_groups_on_their_way_wait_for_room_the_most_urgent_first():
     cache, track = GroupCache(2000, Metrics()), Track("FP16")
     cache.add(track, 0, Producer(), 600, None)
-    first = await cache.reserve(track, 128)
+    await cache.reserve(600, 128)
     order = []
 
     async def ask(name, priority):
-        size = await cache.reserve(track, priority)
+        await cache.reserve(600, priority)
         order.append(name)
-        return size
 
     priorities = {"later": 200, "urgent": 1, "gone": 0}
     asking = [asyncio.create_task(ask(name, priority)) for name, priority in priorities.items()]
     await asyncio.sleep(0)
     asking[2].cancel()
     await asyncio.sleep(0)
-    cache.release(first)
-    cache.release(await asking[1])
+    cache.release(600)
+    await asking[1]
+    assert order == ["urgent"]
+    cache.release(600)
     await asking[0]
     assert order == ["urgent", "later"]
 
@@ -386,12 +569,12 @@ async def test_random_use_keeps_to_the_bound():
     held = []
     for _ in range(500):
         if held and dice.random() < 0.6:
-            track, size = held.pop(dice.randrange(len(held)))
+            size = held.pop(dice.randrange(len(held)))
             cache.release(size)
-            cache.add(track, 0, Producer(), dice.randrange(1, 400), None)
+            cache.add(dice.choice(tracks), 0, Producer(), size, None)
         elif len(held) < 10:
-            track = dice.choice(tracks)
-            held.append((track, await asyncio.wait_for(cache.reserve(track, 0), 1.0)))
+            held.append(dice.randrange(1, 400))
+            await asyncio.wait_for(cache.reserve(held[-1], 0), 1.0)
         assert cache.bytes + cache._reserved <= 10_000
 
 
@@ -412,18 +595,24 @@ def test_sizes_that_are_none(text):
 
 
 async def test_the_command(asset, tls):
+    namespace = asset.catalog.namespace
     async with origin(asset.path, tls=tls) as server:
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "kvabr", "relay", "--upstream", f"moqt://localhost:{server.address[1]}/",
+            sys.executable, "-m", "kvabr", "relay", "--upstream",
+            f"moqt://localhost:{server.address[1]}/#kvcache:{namespace.model}/{namespace.prompt}",
             "--upstream-fingerprint", server.fingerprint, "--bind", "127.0.0.1:0", "--dev", "--memory", "64MiB",
             stdout=PIPE, stderr=PIPE,
         )  # fmt: skip
         try:
-            lines = [(await asyncio.wait_for(process.stdout.readline(), 30)).decode() for _ in range(2)]
-            port = int(re.search(r":(\d+)/", lines[0])[1])
-            fingerprint = re.search(r"fingerprint ([0-9a-f]{64})", lines[1])[1]
-            async with connect(f"moqt://localhost:{port}/", fingerprint=fingerprint, quic="moq") as connection:
-                data = await read_all(connection.fetch(asset.catalog.namespace, "FP16", 3, limit=BIG))
+            lines = [(await asyncio.wait_for(process.stdout.readline(), 30)).decode() for _ in range(3)]
+            fingerprint = lines[1].split()[-1]
+            assert lines[0].strip() in lines[2]
+            words = shlex.split(lines[2].partition(": ")[2])
+            assert words[:2] == ["kvabr", "fetch"]
+            assert asset_of(words[2]) == namespace
+            assert words[words.index("--fingerprint") + 1] == fingerprint
+            async with connect(words[2], fingerprint=fingerprint, quic="moq") as connection:
+                data = await read_all(connection.fetch(namespace, "FP16", 3, limit=BIG))
                 assert data == asset.frame(3, "FP16")
             process.terminate()
             _, log = await asyncio.wait_for(process.communicate(), 30)

@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 
-from kvabr.codec.profile import Profile
+from kvabr.codec.fit import fit
 from kvabr.errors import AssetError, ForeignError, FormatError
 from kvabr.origin.store import Asset, Prompt, frame_path
 from tests import kvdata
@@ -17,7 +17,7 @@ from tests.toymodel import SPEC, ToyModel, prompt, toy_asset
 @pytest.fixture(scope="module")
 def profile():
     caches = [ToyModel().prefill(prompt(200).tokens)]
-    return Profile.calibrate(SPEC, lambda: iter(caches))
+    return fit(SPEC, lambda: iter(caches))
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from kvabr.naming import CATALOG_TRACK, TrackNamespace
 from kvabr.origin import certificates
 from kvabr.origin.grants import Grant, Grants
 from kvabr.origin.server import ServerTls
-from kvabr.transport import moqlib, moqrs
+from kvabr.transport import moqconnection, moqlib, moqrs
 from kvabr.transport.base import ConnectionLostError, NotFoundError, RequestError, read_all
 from kvabr.transport.options import DialOptions
 from kvabr.transport.quiclib import library
@@ -34,7 +34,7 @@ def asset(tmp_path):
 @pytest.mark.parametrize("names", ["draft", "split"])
 async def test_groups_come_as_they_are_on_disk(asset, names):
     async with origin(asset.path) as server, await dialled(server, names=names) as connection:
-        assert (connection.backend, connection.protocol) == ("moq", moqrs.MOQ_LITE)
+        assert (connection.backend, connection.protocol) == ("moq", moqconnection.MOQ_LITE)
         namespace = asset.catalog.namespace
         catalog = await read_all(connection.fetch(namespace, CATALOG_TRACK, limit=1 << 20))
         assert catalog == (asset.path / "catalog.json").read_bytes()
@@ -69,7 +69,7 @@ async def test_fifty_at_a_time(asset):
 
 
 async def test_only_so_many_bytes_are_asked_for_at_a_time(asset, monkeypatch):
-    monkeypatch.setattr(moqrs, "IN_FLIGHT_BYTES", 500_000)
+    monkeypatch.setattr(moqconnection, "IN_FLIGHT_BYTES", 500_000)
     async with origin(asset.path) as server, await dialled(server) as connection:
         namespace = asset.catalog.namespace
         downloads = [
@@ -211,7 +211,7 @@ async def test_refusals_keep_their_codes(code, kind, match):
 
 
 async def test_a_request_that_nobody_answers_ends(monkeypatch):
-    monkeypatch.setattr(moqrs, "_ANSWER_S", 0.3)
+    monkeypatch.setattr(moqconnection, "_ANSWER_S", 0.3)
     held = []
 
     async def write(request):
@@ -225,7 +225,7 @@ async def test_a_request_that_nobody_answers_ends(monkeypatch):
 
 
 async def test_catalogs_are_asked_for_anew(asset, tmp_path, monkeypatch):
-    monkeypatch.setattr(moqrs, "_FRESH_S", 0.05)
+    monkeypatch.setattr(moqconnection, "_FRESH_S", 0.05)
     async with origin(tmp_path) as server, await dialled(server) as connection:
         namespace = asset.catalog.namespace
         before = await read_all(connection.fetch(namespace, CATALOG_TRACK, limit=1 << 20))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import socket
 from dataclasses import replace
 
 import pytest
@@ -19,7 +20,7 @@ from kvabr.origin.certificates import check, development
 from kvabr.origin.holdings import Library
 from kvabr.origin.metrics import Metrics
 from kvabr.origin.server import ServerLimits
-from kvabr.transport import quic
+from kvabr.transport import quic, quicconnection, quicdownload
 from kvabr.transport.base import ConnectionLostError, NotFoundError, RequestError, read_all
 from kvabr.transport.options import DialOptions
 from tests.assets import make_asset
@@ -162,7 +163,7 @@ async def test_a_priority_can_be_changed_under_way(asset, tls):
 async def test_more_requests_than_streams_wait_their_turn(asset, tls):
     space = asset.catalog.namespace
     async with joined(asset, tls) as (_, connection):
-        many = [connection.fetch(space, CATALOG_TRACK, limit=1 << 20) for _ in range(3 * quic.MAX_IN_FLIGHT)]
+        many = [connection.fetch(space, CATALOG_TRACK, limit=1 << 20) for _ in range(3 * quicconnection.MAX_IN_FLIGHT)]
         many[-1].prioritise(0)
         waiting = connection.fetch(space, "Int4", 0, limit=1 << 20)
         waiting.cancel()
@@ -262,8 +263,72 @@ def test_a_gap_or_a_foreign_group_ends_a_download():
         (ObjectHeader(3, 0, 0, 128, 101), "longer than the 100 bytes"),
     ):
         connection = Nowhere()
-        download = quic.QuicDownload(connection, ((b"a",), b"FP16", 3), 0, 100)
+        download = quicdownload.QuicDownload(connection, ((b"a",), b"FP16", 3), 0, 100)
         download.take([item])
         assert connection.dropped == 1
         with pytest.raises(RequestError, match=words):
             asyncio.run(download.read())
+
+
+# ---------------------------------------------------------------- several addresses
+
+
+def attempts(what, log):
+    """``what`` says of each candidate: after how long it ends, and with what error, if any."""
+
+    async def attempt(name):
+        log.append(name)
+        seconds, error = what[name]
+        try:
+            await asyncio.sleep(seconds)
+        except asyncio.CancelledError:
+            log.append(f"{name} cancelled")
+            raise
+        if error is not None:
+            raise error
+        return name
+
+    return attempt
+
+
+async def test_the_first_address_that_answers_is_taken():
+    log = []
+    what = {"dead": (9.0, None), "good": (0.01, None), "never tried": (0.0, None)}
+    assert await quic.first_of(list(what), attempts(what, log), 0.05) == "good"
+    assert log == ["dead", "good", "dead cancelled"]
+
+
+async def test_an_address_that_fails_is_followed_at_once_by_the_next():
+    log = []
+    what = {"refused": (0.0, TransportError("refused")), "good": (0.0, None)}
+    assert await asyncio.wait_for(quic.first_of(list(what), attempts(what, log), 60.0), 5.0) == "good"
+
+
+async def test_who_answers_is_believed_before_who_is_silent():
+    log = []
+    silent = quic.NoAnswerError("no answer")
+    what = {"silent": (60.0, silent), "bad": (0.0, TransportError("its certificate has expired"))}
+    with pytest.raises(TransportError, match="expired"):
+        await asyncio.wait_for(quic.first_of(list(what), attempts(what, log), 0.01), 5.0)
+    assert log[-1] == "silent cancelled"
+    what = {"one": (0.0, silent), "two": (0.01, quic.NoAnswerError("no answer either"))}
+    with pytest.raises(quic.NoAnswerError, match="no answer"):
+        await quic.first_of(list(what), attempts(what, log), 0.01)
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+async def test_all_addresses_of_a_host_are_dialled(asset, tls, library, monkeypatch):
+    loop = asyncio.get_running_loop()
+    async with served(asset, tls, library) as server:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as deaf:
+            deaf.bind(("127.0.0.2", server.address[1]))
+
+            async def found(*_, **__):
+                return [
+                    (socket.AF_INET, socket.SOCK_DGRAM, 17, "", (host, server.address[1]))
+                    for host in ("127.0.0.2", "127.0.0.2", "127.0.0.1")
+                ]
+
+            monkeypatch.setattr(loop, "getaddrinfo", found)
+            async with await quic.dial(options(server, tls), library) as connection:
+                assert await read_all(connection.fetch(asset.catalog.namespace, CATALOG_TRACK, limit=1 << 20))
