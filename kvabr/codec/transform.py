@@ -162,7 +162,7 @@ class Transform:
         """How far the keys of each token are from their mean, squared: [layer, token] float32."""
         spec = self.structure.spec
         keys = channels.reshape(spec.layers, 2, -1, channels.shape[2])[:, 0]
-        return torch.einsum("lct,lct->lt", keys, keys)
+        return keys.square().sum(dim=1)
 
     def outlying(self, channels: torch.Tensor) -> torch.Tensor:
         """The tokens to keep aside, [token] bool; of a cache that is far from the calibration only the loudest few."""
