@@ -36,7 +36,7 @@ _LEAST = 1e-6
 _RIDGE = 1e-6
 """Added to what channels have in common, in units of their mean power: constant channels have components too."""
 
-STEPS = {"AC-L0": 3.3, "AC-L1": 1.1, "AC-L2": 1.1 / 3, "AC-L3": 1.1 / 9, "AC-5x": 0.18}
+STEPS = {"AC-L0": 3.3, "AC-L1": 1.1, "AC-L2": 1.1 / 3, "AC-L3": 1.1 / 9, "AC-5x": 0.185}
 """Steps of every depth. The layers' nest, so each is a third of the one below."""
 
 _FOUR = 4

@@ -4,9 +4,11 @@ A recomputed group is exact if everything before it is. Behind lossy groups it i
 attends to them while it computes the group. Measured on SmolLM2-135M (8 groups of three texts; 4, 3 and 2 bits, and
 the seven levels of the draft), such a group costs 5 % to 30 % of what it would cost had it been fetched on the tracks
 of the groups before it, whatever the track. `INHERITED` of their mean is the rule, where those before it that were
-recomputed themselves count as exact.
+recomputed themselves count as exact, and near ones count as much more than far ones as they do for what follows the
+whole prompt: the shape of a track's own losses says how much. (21 recomputed groups behind 42 lossy ones of 8,064
+tokens: measured .00042; a plain mean says .0031, this .0005.)
 
-Pure Python on catalog numbers, cheap enough to ask thousands of times in a replay.
+Pure Python on catalog numbers.
 """
 
 from __future__ import annotations
@@ -38,18 +40,23 @@ def predicted_loss(catalog: Catalog, tracks: Sequence[str]) -> float:
     """
     if len(tracks) != catalog.groups:
         raise FormatError(f"{len(tracks)} tracks for an asset of {catalog.groups} groups")
-    losses: dict[str, Sequence[float]] = {}
-    before: dict[str, int] = {}
     total = 0.0
     for group, name in enumerate(tracks):
-        if name == RECOMPUTED:
-            # Recomputed groups among those before have next to no error to hand on: they count as exact.
-            if before:
-                mean = sum(count * losses[other][group] for other, count in before.items()) / group
-                total += INHERITED * mean
-            continue
-        if name not in losses:
-            losses[name] = catalog.track(name).loss
-        before[name] = before.get(name, 0) + 1
-        total += losses[name][group]
+        if name != RECOMPUTED:
+            total += catalog.track(name).loss[group]
+        else:
+            total += INHERITED * sum(_handed_on(catalog, other, tracks, group) for other in sorted(set(tracks[:group])))
     return total
+
+
+def _handed_on(catalog: Catalog, name: str, tracks: Sequence[str], group: int) -> float:
+    """What a group would lose on a track, as far as the groups before it are on that track."""
+    if name == RECOMPUTED:
+        return 0.0
+    losses = catalog.track(name).loss
+    # To what follows the prompt, these groups are as far away as the first ones are to this group.
+    nearness = losses[len(tracks) - group :]
+    everything = sum(nearness)
+    if not everything:
+        return 0.0
+    return losses[group] * sum(near for near, other in zip(nearness, tracks, strict=False) if other == name) / everything

@@ -32,8 +32,19 @@ def test_recomputed_behind_lossy_groups_inherits_a_share():
     made = catalog(4)
     loss = predicted_loss(made, ["Int4", "FP4", RECOMPUTED, RECOMPUTED])
     four, block = made.track("Int4").loss, made.track("FP4").loss
-    inherited = sum(INHERITED * (four[group] + block[group]) / group for group in (2, 3))
-    assert loss == pytest.approx(four[0] + block[1] + inherited)
+    # Two groups before it: the first is as far from it as the third is from the end, the second as the last.
+    inherited = four[2] * four[2] / (four[2] + four[3]) + block[2] * block[3] / (block[2] + block[3])
+    inherited += four[3] * four[1] / sum(four[1:]) + block[3] * block[2] / sum(block[1:])
+    assert loss == pytest.approx(four[0] + block[1] + INHERITED * inherited)
+
+
+def test_near_groups_hand_on_more_than_far_ones():
+    made = catalog(8)
+    shape = made.track("Int4").loss
+    assert shape[-1] > shape[1], "the shape of the catalog says that near groups matter more"
+    far = predicted_loss(made, ["Int4", *["FP16"] * 6, RECOMPUTED]) - shape[0]
+    near = predicted_loss(made, [*["FP16"] * 6, "Int4", RECOMPUTED]) - shape[6]
+    assert near > far > 0
 
 
 def test_what_comes_behind_is_not_inherited():
