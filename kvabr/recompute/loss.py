@@ -59,4 +59,5 @@ def _handed_on(catalog: Catalog, name: str, tracks: Sequence[str], group: int) -
     everything = sum(nearness)
     if not everything:
         return 0.0
-    return losses[group] * sum(near for near, other in zip(nearness, tracks, strict=False) if other == name) / everything
+    share = sum(near for near, other in zip(nearness, tracks, strict=False) if other == name) / everything
+    return losses[group] * share
