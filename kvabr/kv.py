@@ -64,12 +64,15 @@ class KVSpec:
                 raise FormatError(f"KV spec: {name} is {value!r}, must be a whole number from 1 to {limit}")
         if self.dtype not in DTYPES:
             raise FormatError(f"KV spec: dtype is {self.dtype!r}, must be one of {', '.join(DTYPES)}")
+        if not isinstance(self.model, str) or not isinstance(self.tokenizer, str):
+            raise FormatError("KV spec: the names of the model and of the tokenizer must be text")
         if not self.model or len(self.model) > 256 or len(self.tokenizer) > 256:
             raise FormatError("KV spec: the model's name must have 1 to 256 characters, the tokenizer's at most 256")
         rope = self.rope
         if rope is not None:
-            if not 0 < rope.rotary_dim <= self.head_dim or rope.rotary_dim % 2:
-                raise FormatError(f"KV spec: rotary_dim is {rope.rotary_dim}, must be even and at most {self.head_dim}")
+            rotary = rope.rotary_dim
+            if not isinstance(rotary, int) or not 0 < rotary <= self.head_dim or rotary % 2:
+                raise FormatError(f"KV spec: rotary_dim is {rotary!r}, must be even and at most {self.head_dim}")
             if not (math.isfinite(rope.theta) and rope.theta > 0):
                 raise FormatError(f"KV spec: rope theta is {rope.theta}, must be positive")
             if rope.layout not in ("half", "interleaved"):
@@ -121,7 +124,7 @@ class KVSpec:
             fields = dict(value)
             rope = fields.pop("rope")
             return cls(**fields, rope=None if rope is None else RopeSpec(**rope))
-        except (TypeError, KeyError, ValueError) as error:
+        except (TypeError, KeyError, ValueError, OverflowError) as error:
             raise FormatError(f"KV spec: not a spec that this version knows ({error})") from error
 
     def digest(self) -> bytes:

@@ -16,7 +16,7 @@ from kvabr.codec.profile import Depth, Profile
 from kvabr.codec.quantiser import nested
 from kvabr.codec.structure import Structure, layered
 from kvabr.codec.tables import Counts, coder_model
-from kvabr.codec.transform import FRACTION, MAX_INDEX, Detector, Transform, rounded
+from kvabr.codec.transform import FRACTION, MAX_INDEX, RUN, Detector, Transform, rounded
 from kvabr.kv import KVSpec, RopeSpec
 
 LLAMA = KVSpec("Llama-3.1-8B", "synthetic", 32, 8, 128, "bfloat16", RopeSpec(500000.0, 128))
@@ -46,7 +46,8 @@ def profile(spec: KVSpec, seed: int = 0, config: FitConfig | None = None) -> Pro
     block = rounded(torch.stack([_rotation(structure.width, dice) for _ in range(structure.blocks)]))
     nothing = torch.zeros((0, 0), dtype=torch.int8), torch.zeros(0, dtype=torch.uint8)
     stacks = tuple(
-        rounded(_rotation(structure.width_of(stack), dice)) if stack.kept else nothing for stack in structure.stacks
+        rounded(_rotation(structure.width_of(stack), dice), run=RUN) if stack.kept else nothing
+        for stack in structure.stacks
     )
     shape = (spec.layers, 2, spec.kv_heads, spec.head_dim)
     mean = torch.randn(shape, generator=dice).half()

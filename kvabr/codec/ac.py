@@ -130,7 +130,7 @@ class AcL3(Ac):
 
 
 class Ac5x(Ac):
-    """The draft's arithmetic-coded level: at least five times smaller than FP16, and alone."""
+    """The draft's arithmetic-coded level, alone: with a profile of the model at least five times smaller than FP16."""
 
     name: ClassVar[str] = SINGLE
 

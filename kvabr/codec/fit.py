@@ -15,13 +15,13 @@ import torch
 from numpy.typing import NDArray
 
 from kvabr.codec.native.model import TILE
-from kvabr.codec.profile import Depth, Profile
+from kvabr.codec.profile import MAX_SINKS, Depth, Profile
 from kvabr.codec.quantiser import nested, quantise
 from kvabr.codec.rope import rotate
 from kvabr.codec.structure import Structure, layered, plain
 from kvabr.codec.tables import Counts, coder_model
-from kvabr.codec.transform import LARGEST, Detector, Transform, rounded
-from kvabr.errors import FormatError
+from kvabr.codec.transform import LARGEST, RUN, Detector, Transform, rounded
+from kvabr.errors import FormatError, UsageError
 from kvabr.kv import KVSpec
 
 Caches = Callable[[], Iterable[torch.Tensor]]
@@ -39,8 +39,14 @@ _RIDGE = 1e-6
 STEPS = {"AC-L0": 3.3, "AC-L1": 1.1, "AC-L2": 1.1 / 3, "AC-L3": 1.1 / 9, "AC-5x": 0.185}
 """Steps of every depth. The layers' nest, so each is a third of the one below."""
 
-_FOUR = 4
-"""Neighbouring columns of a stack's matrix that have the same gain: decoders multiply so many bytes at a time."""
+_TOP = 65504.0
+"""FP16's largest number."""
+_ABSURD = 100.0
+"""How much louder than the median a token's keys, or values, of a layer are if they cannot be meant: one such number
+would make a quantiser so coarse that nothing else of its layer were left."""
+_BEYOND = 1e6
+"""Indices that large are not told apart: no table has a symbol for them, and no integer is to overflow."""
+_LONGEST_STEP = 1024.0
 
 
 @dataclass(frozen=True)
@@ -75,6 +81,14 @@ class FitConfig:
     some rows, and tables that fit too well cost more there than they save elsewhere."""
     classes: int = 16
     """Classes of rows at each depth, at most 256."""
+
+    def __post_init__(self) -> None:
+        # A calibration takes minutes: what a profile cannot have is refused before.
+        if not 0 <= self.sinks <= MAX_SINKS:
+            raise UsageError(f"a profile keeps 0 to {MAX_SINKS} sinks aside, not {self.sinks}")
+        if not all(0 < step <= _LONGEST_STEP for step in self.steps.values()):
+            steps = ", ".join(f"{step:g}" for step in self.steps.values())
+            raise UsageError(f"steps of {steps}: each must be above 0, and at most {_LONGEST_STEP:g}")
 
     def scaled(self, factor: float) -> FitConfig:
         """The same with all steps longer by a factor."""
@@ -132,7 +146,7 @@ class _Source:
             if cache.dim() != 5 or tuple(cache.shape) != self.spec.shape(cache.shape[3]):
                 raise FormatError(f"calibration: a cache of shape {tuple(cache.shape)} is not one of {self.spec.model}")
             if cache.shape[3] > self.sinks:
-                yield self.bare(cache)
+                yield _sensible(self.bare(cache))
                 seen += 1
                 self.progress(stage, seen)
         if not seen:
@@ -143,6 +157,16 @@ class _Source:
         bare = cache[:, :, :, self.sinks :].float().clone()
         bare[:, 0] = rotate(bare[:, 0], self.spec.rope, self.sinks, undo=True)
         return bare
+
+
+def _sensible(bare: torch.Tensor) -> torch.Tensor:
+    """A cache whose absurd tokens are 0 in their layer, in place; an encoder keeps such tokens aside."""
+    peak = bare.abs().amax(dim=(2, 4))  # [layer, K/V, token]
+    usual = peak.nanmedian(dim=2, keepdim=True).values
+    absurd = ~(peak <= _TOP) | ((peak > _ABSURD * usual) & (usual > 0))
+    if bool(absurd.any()):
+        bare.masked_fill_(absurd[:, :, None, :, None], 0)
+    return bare
 
 
 def _means(structure: Structure, source: _Source) -> Transform:
@@ -182,7 +206,7 @@ def _channels(transform: Transform, source: _Source, config: FitConfig, gradient
         channels = transform.centred(bare)
         usual = ~transform.outlying(channels)
         if slopes is not None:
-            slope = source.bare(next(slopes))
+            slope = source.bare(next(slopes)).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
             same = slope.transpose(3, 4).reshape(blocks, width, -1)[:, :, usual[: slope.shape[3]]]
             # Between the gradient and its direction: a few tokens, of which calibration sees too few, have huge ones.
             same /= torch.linalg.vector_norm(same, dim=1, keepdim=True).clamp(min=1e-30).sqrt()
@@ -250,7 +274,7 @@ def _stacks(transform: Transform, source: _Source) -> Transform:
                 scatter.add_(across @ across.T)
     made = []
     for scatter, none in zip(scatters, transform.stack, strict=True):
-        made.append(rounded(_turn(scatter), run=_FOUR) if len(scatter) else none)
+        made.append(rounded(_turn(scatter), run=RUN) if len(scatter) else none)
     return replace(transform, stack=tuple(made))
 
 
@@ -287,7 +311,8 @@ def _count(
     made: dict[str, NDArray[np.int32]] = {}
     for track, below in chain.items():
         step = config.steps[track]
-        made[track] = quantise(tile, step, config.dead.get(track, 0.0)).int().numpy()
+        index = quantise(tile, step, config.dead.get(track, 0.0)).clamp_(-_BEYOND, _BEYOND)
+        made[track] = index.int().numpy()
         counts[track].add(made[track], None if below is None else made[below])
 
 

@@ -94,7 +94,9 @@ def load(data: bytes) -> Profile:
         profile = Profile(spec, facts["sinks"], transform, depths)
     except FormatError:
         raise
-    except (SafetensorError, KeyError, ValueError, TypeError, AttributeError, RecursionError, OverflowError) as error:
+    # RuntimeError is what torch raises for the shape of an array that has no elements but impossibly many of each other
+    # axis; RecursionError is one too.
+    except (SafetensorError, KeyError, ValueError, TypeError, AttributeError, RuntimeError, OverflowError) as error:
         raise FormatError(f"profile: not a profile file ({error!r})") from error
     if arrays:
         raise FormatError(f"profile: {', '.join(sorted(arrays)[:4])} belongs to no part of it")
@@ -136,7 +138,10 @@ def _coder(arrays: dict[str, torch.Tensor], track: str) -> CoderModel:
     if freqs.dim() != 3 or freqs.shape[2] > 2 * MOST_RADIUS + 2:
         raise FormatError(f"profile: tables of shape {tuple(freqs.shape)}")
     chances, of_row = _unsigned(flags), rows.numpy()
-    if rows.dim() == 1 and chances.ndim == 2 and chances.shape[1] == len(radius) != len(rows):
+    # How many flag contexts there are is checked before anything grows by the number of rows: a small file must not ask
+    # for more memory than a large one could.
+    contexts = 1 if freqs.shape[1] == 1 else 2
+    if rows.dim() == 1 and chances.shape == (contexts, len(radius)) and len(radius) != len(rows) > 0:
         if int(rows.max()) >= len(radius):
             raise FormatError("profile: a coefficient is of a class that does not exist")
         chances = chances[:, of_row]

@@ -28,6 +28,8 @@ _LONGEST = 8191
 """Largest element of a group over norm and step for which 32 bits hold all sums: 2**31 over `ONE` and `FRACTION`."""
 LARGEST = 1.95
 """Largest entry of a block's matrix; what it really is, is in the norm."""
+RUN = 4
+"""Neighbouring columns of a stack's matrix with one gain: a decoder that multiplies bytes takes so many at a time."""
 _TOKENS_PER_OUTLIER = 64
 """Tokens among which one is kept aside at most, and one more: a detector that finds more does not know this cache."""
 _WORST_CONDITION = 1e-2
@@ -49,7 +51,8 @@ def rounded(matrix: torch.Tensor, *, run: int = 1) -> tuple[torch.Tensor, torch.
     scaled = matrix.double() * ONE
     largest = scaled.abs().amax(dim=-2)
     if run > 1:
-        runs = torch.nn.functional.pad(largest, (0, -largest.shape[-1] % run)).unflatten(-1, (-1, run))
+        padded = torch.nn.functional.pad(largest, (0, -largest.shape[-1] % run))
+        runs = padded.reshape(*padded.shape[:-1], -1, run)
         largest = runs.amax(dim=-1).repeat_interleave(run, dim=-1)[..., : largest.shape[-1]]
     gain = (largest / 127).ceil().clamp(1, 255)
     mantissa = (scaled / gain.unsqueeze(-2)).round().clamp(-127, 127)
@@ -221,6 +224,8 @@ def _inverse(matrix: torch.Tensor) -> torch.Tensor:
     Raises:
         FormatError: it has none.
     """
+    if not len(matrix):
+        return matrix.float()  # of a stack that transforms nothing
     square = matrix.double() / ONE
     inverse, failed = torch.linalg.inv_ex(square)
     off = float((square @ inverse - torch.eye(len(square), dtype=torch.float64)).abs().sum(dim=1).amax())

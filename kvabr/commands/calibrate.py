@@ -24,6 +24,10 @@ The AC tracks code a cache against statistics of the model: channel means, the t
 layers, quantiser steps, probability tables. They are calibrated once per model on texts as diverse as its prompts will
 be, and fetched once by every player. More layers in a stack and more components of each make smaller caches and a
 larger profile; --step-scale makes all tracks smaller and coarser, or larger and finer.
+
+The model runs over every context once forwards, and backwards through the last quarter of it, to see in which channels
+it minds errors. That takes minutes for a small model, and room for all caches twice among the temporary files (TMPDIR).
+A profile serves the very model that it was made of, and no other.
 """
 
 
@@ -48,12 +52,23 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     )
     parser.add_argument("--out", type=Path, required=True, metavar="F.safetensors", help="the profile to write")
     parser.add_argument("--contexts", type=int, metavar="N", help="contexts to cut out of the texts (default: 24)")
-    parser.add_argument("--context-tokens", type=int, metavar="N", help="tokens of each (default: 1024)")
-    parser.add_argument("--stack-layers", type=int, metavar="N", help="layers that are transformed together, at most")
     parser.add_argument(
-        "--kept", type=int, nargs=2, metavar=("K", "V"), help="components of a layer's keys, and values, that take part"
+        "--context-tokens", type=int, metavar="N", help="tokens of each (default: 1024, or all that the model sees)"
     )
-    parser.add_argument("--sinks", type=int, metavar="N", help="first tokens of a prompt that are kept aside")
+    parser.add_argument(
+        "--stack-layers", type=int, metavar="N", help="layers that are transformed together, at most (default: 15)"
+    )
+    parser.add_argument(
+        "--kept",
+        type=int,
+        nargs=2,
+        metavar=("K", "V"),
+        help="components that take part in that, of each layer's keys and of its values, or, where a layer has more "
+        "than 512 channels of either, of every 512; 0 0 leaves only the transform within a layer (default: 76 76)",
+    )
+    parser.add_argument(
+        "--sinks", type=int, metavar="N", help="first tokens of a prompt that are kept aside, 64 at most (default: 1)"
+    )
     parser.add_argument("--step-scale", type=float, default=1.0, metavar="X", help="lengthen every step (default: 1)")
     parser.set_defaults(run=run)
 
@@ -63,10 +78,13 @@ def run(args: argparse.Namespace) -> int:
     from kvabr.commands.progress import StageBar  # noqa: PLC0415 - a command loads what it needs when it runs
     from kvabr.engines.bed import open_bed  # noqa: PLC0415
     from kvabr.files import read_text, write_file  # noqa: PLC0415
-    from kvabr.origin.calibrate import CONTEXT_TOKENS, CONTEXTS, STAGES, calibrate  # noqa: PLC0415
+    from kvabr.origin.calibrate import CONTEXTS, STAGES, calibrate  # noqa: PLC0415
     from kvabr.origin.texts import calibration_texts  # noqa: PLC0415
 
+    # What can be wrong is found before minutes of work.
     config = _config(args)
+    if args.out.is_dir() or not args.out.parent.is_dir():
+        raise UsageError(f"--out {args.out}: give a file, in a folder that is there")
     texts = calibration_texts() if args.text is None else {str(path): read_text(path) for path in args.text}
     console = Console(stderr=True)
     start = time.perf_counter()
@@ -77,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
             bed,
             texts,
             contexts=CONTEXTS if args.contexts is None else args.contexts,
-            tokens=CONTEXT_TOKENS if args.context_tokens is None else args.context_tokens,
+            tokens=args.context_tokens,
             config=config,
             progress=bar,
         )
@@ -86,16 +104,20 @@ def run(args: argparse.Namespace) -> int:
     seconds = time.perf_counter() - start
     print(f"profile of {profile.spec.model}: {args.out}, {len(data):,} bytes ({seconds:.0f} s)")
     print(f"SHA-256 {profile.digest}")
+    if profile.spec.rope is None:
+        print("no rotary embedding that can be undone was found (scaled ones cannot): keys are coded as they are")
     return 0
 
 
 def _config(args: argparse.Namespace) -> FitConfig:
     from kvabr.codec.fit import FitConfig  # noqa: PLC0415 - needs torch
 
-    if args.step_scale <= 0 or (args.stack_layers is not None and args.stack_layers < 1):
-        raise UsageError("--step-scale and --stack-layers must be positive")
-    if min(0, args.sinks or 0, *(args.kept or ())) < 0:
-        raise UsageError("--kept and --sinks cannot be negative")
+    if not 0.01 <= args.step_scale <= 100:
+        raise UsageError("--step-scale must be from 0.01 to 100")
+    if args.stack_layers is not None and args.stack_layers < 1:
+        raise UsageError("--stack-layers must be positive")
+    if min(args.kept or (0,)) < 0:
+        raise UsageError("--kept cannot be negative")
     options = {"stack_layers": args.stack_layers, "kept": args.kept and tuple(args.kept), "sinks": args.sinks}
     return replace(FitConfig(), **{name: value for name, value in options.items() if value is not None}).scaled(
         args.step_scale

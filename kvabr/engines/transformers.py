@@ -109,7 +109,7 @@ class TransformersEngine:
             of ``tokens``.
 
         Raises:
-            ModelError: as for `score`.
+            ModelError: as for `score`; or what the model says is not finite.
         """
         self._model.requires_grad_(False)
         dice = torch.Generator().manual_seed(seed)
@@ -118,6 +118,8 @@ class TransformersEngine:
             ids, cache, _ = self._begin(tokens, leaf)
             logits = self._model(input_ids=ids, past_key_values=cache, use_cache=True).logits[0].float()
             likely = torch.log_softmax(logits, dim=-1)
+            if not bool(torch.isfinite(likely.detach()).all()):
+                raise ModelError(f"{self._spec.model}: what it says is NaN or infinite; its weights are damaged")
             said = torch.multinomial(likely.detach().exp(), 1, generator=dice)
             likely.gather(1, said).sum().backward()  # type: ignore[no-untyped-call]
         if leaf.grad is None:

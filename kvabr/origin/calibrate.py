@@ -11,6 +11,7 @@ import torch
 
 from kvabr.codec.bits import raw
 from kvabr.codec.fit import PASSES, FitConfig, fit
+from kvabr.codec.group import clean
 from kvabr.codec.profile import Profile
 from kvabr.engines.bed import Bed
 from kvabr.errors import AssetError, UsageError
@@ -65,7 +66,7 @@ def calibrate(
     texts: Mapping[str, str],
     *,
     contexts: int = CONTEXTS,
-    tokens: int = CONTEXT_TOKENS,
+    tokens: int | None = None,
     config: FitConfig | None = None,
     progress: Progress = lambda _stage, _done, _all: None,
 ) -> Profile:
@@ -75,7 +76,8 @@ def calibrate(
         bed: the model and its tokenizer.
         texts: texts by name; the more they differ, the better the profile fits what it never saw.
         contexts: contexts to cut out of them, see `cut_contexts`.
-        tokens: tokens of each. Their caches wait in a temporary file, 16 bits an element; memory holds one at a time.
+        tokens: tokens of each; None: `CONTEXT_TOKENS`, or as many as the model sees. Their caches and gradients wait in
+            temporary files, 16 bits an element; memory holds one at a time.
         config: what the profile is to be like.
         progress: told of every context in every one of `STAGES`.
 
@@ -83,6 +85,8 @@ def calibrate(
         UsageError: no text, or contexts longer than the model sees.
         AssetError: there is no room for the caches.
     """
+    if tokens is None:
+        tokens = min(CONTEXT_TOKENS, bed.engine.context)
     if contexts < 1 or not 16 <= tokens <= bed.engine.context:
         raise UsageError(f"a calibration takes at least 1 context of 16 to {bed.engine.context} tokens")
     cuts = cut_contexts({name: bed.encode(text) for name, text in texts.items()}, contexts, tokens)
@@ -95,7 +99,9 @@ def calibrate(
                 cache = engine.prefill(ids)
                 caches.add(cache)
                 asked = len(ids) // _ASKED
-                gradients.add(engine.gradient(cache[:, :, :, :-asked], ids[-asked:], seed=done))
+                # A cache of 16 bits may hold infinities, behind which a model says nothing.
+                asking = clean(cache[:, :, :, :-asked])[0]
+                gradients.add(engine.gradient(asking, ids[-asked:], seed=done))
                 progress("prefill", done + 1, len(cuts))
             return fit(
                 engine.spec,

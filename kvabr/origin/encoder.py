@@ -32,6 +32,9 @@ STAGES = ("prefill", "encode", "time", "measure", "mix")
 _OWN_CLASSES = 16
 """Classes of rows in a profile that is estimated from one asset, and travels with it."""
 
+_TOP = 65504.0
+"""FP16's largest number."""
+
 _CHARACTERS_PER_TOKEN = 16
 """More than any text has on average: so much of a long text is tokenised at first."""
 
@@ -155,7 +158,12 @@ def publish(
         profile.check(spec)
     exact = compute_cache(engine, prompt.tokens, lambda done, total: progress("prefill", done, total))
     if needing:
-        profile = profile or own_profile(spec, exact)
+        if profile is None:
+            profile = own_profile(spec, exact)
+            tell(
+                f"no profile of {spec.model}: the AC tracks have tables of this asset alone and take two to three "
+                "times the bytes; `kvabr calibrate` makes a profile"
+            )
         keeper.profile(profile.to_bytes())
     chunks = chain(
         prompt.tokens, model=spec.model, tokenizer=spec.tokenizer, group_tokens=spec.group_tokens, salt=salt
@@ -166,6 +174,8 @@ def publish(
     book.encode(exact, lambda done, total: progress("encode", done, total))
     if book.replaced:
         tell(f"{book.replaced:,} numbers of the cache were NaN, infinite or beyond FP16; they were replaced")
+        # A model that is given what is not finite says nothing that anything could be compared with.
+        exact = torch.nan_to_num(exact, nan=0.0, posinf=_TOP, neginf=-_TOP)
     for track, count in book.aside.items():
         if count:
             tell(f"{track} keeps {count:,} of {len(prompt.tokens):,} tokens aside, which stand out")

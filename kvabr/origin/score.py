@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -39,12 +40,17 @@ def compare(exact: torch.Tensor, other: torch.Tensor, tokens: Sequence[int]) -> 
     Returns:
         Mean KL(exact || other) and top-1 agreement over all rows; the change of the negative log-likelihood over the
         rows whose next token is known.
+
+    Raises:
+        ModelError: either run has probabilities that are not finite.
     """
     kl = 0.0
     # A few rows at a time: whole distributions over a vocabulary are many megabytes, and fresh memory is slow.
     for first in range(0, len(exact), 16):
         some, same = exact[first : first + 16], other[first : first + 16]
         kl += float(torch.dot(some.exp().flatten(), (some - same).flatten()))
+    if not math.isfinite(kl):
+        raise ModelError("the model's probabilities are NaN or infinite; its weights, or its caches, are damaged")
     following = torch.tensor(tokens[1:], dtype=torch.long)[:, None]
     gained = exact[:-1].gather(1, following) - other[:-1].gather(1, following)
     agree = (exact.argmax(dim=-1) == other.argmax(dim=-1)).double().mean()

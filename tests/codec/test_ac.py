@@ -17,7 +17,8 @@ from kvabr.codec.native.reference import ideal_bits
 from kvabr.codec.profile import Profile
 from kvabr.codec.quantiser import below, nested, quantise
 from kvabr.codec.registry import codec
-from kvabr.errors import ForeignError, FormatError
+from kvabr.codec.transform import ONE, expanded, rounded
+from kvabr.errors import ForeignError, FormatError, UsageError
 from kvabr.kv import KVSpec, RopeSpec
 from kvabr.naming import LAYERS
 from tests.kvdata import cache, related, spec
@@ -390,6 +391,71 @@ def test_whatever_comes_is_coded_to_within_a_step(track, tokens, first, loud, dt
     slack = float(kv.abs().max()) * 2**-11 / float(side.transform.norm.min()) * 4
     assert bool((off_by(kv, out, side, first)[:, sinks:] <= 1.05 * side.depth(track).step + slack).all())
     assert torch.equal(decode(payloads, side, tokens, track, first, dtype), out.to(dtype))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1e30, 60000.0])
+@pytest.mark.parametrize("transform", [True, False])
+def test_absurd_numbers_do_not_spoil_a_calibration(value, transform):
+    def caches(spoilt):
+        for seed in range(3):
+            kv = related(SHAPE, 400, seed)
+            if spoilt:
+                kv[2, 1, 0, 30 + seed, 7] = kv[4, 0, 1, 99, 3] = value
+            yield kv
+
+    config = dataclasses.replace(SMALL, transform=transform)
+    good, spoilt = (fit(SHAPE, lambda spoilt=spoilt: caches(spoilt), config) for spoilt in (False, True))
+    spoilt = Profile.from_bytes(spoilt.to_bytes())
+    kv = related(SHAPE, 200, 50, FIRST)
+    sizes = [sum(map(len, encode(kv, side))) for side in (good, spoilt)]
+    assert sizes[1] < 1.02 * sizes[0]
+    assert float((decode(encode(kv, spoilt), spoilt, 200) - kv).norm() / kv.norm()) < 0.1
+
+
+def test_indices_beyond_all_integers_are_counted_as_such():
+    """A channel that is nearly always silent has a norm so small that a loud token's index overflows."""
+
+    def caches():
+        kv = torch.zeros(SHAPE.shape(200))
+        kv[1, 1, 0, 50, 4] = 6e4
+        return [related(SHAPE, 200, 1), kv]
+
+    side = fit(SHAPE, caches, dataclasses.replace(SMALL, transform=False, steps={"AC-5x": 1e-7}))
+    assert Profile.from_bytes(side.to_bytes()).digest == side.digest
+
+
+@pytest.mark.parametrize("kept", [(48, 0), (0, 48)])
+def test_some_stacks_may_transform_nothing(kept):
+    side = fit(SHAPE, lambda: [related(SHAPE, 300, 1)], dataclasses.replace(SMALL, kept=kept))
+    side = Profile.from_bytes(side.to_bytes())
+    kv = related(SHAPE, 64, 71, FIRST)
+    assert float(off_by(kv, decode(encode(kv, side), side, 64), side).max()) <= 1.05 * side.depth("AC-L3").step
+
+
+def test_four_neighbouring_columns_of_a_stack_have_one_gain():
+    """So a decoder multiplies four bytes at a time; and nothing but the precision of the quieter ones is lost."""
+    dice = torch.Generator().manual_seed(3)
+    matrix = torch.randn((2, 30, 30), generator=dice).mul(0.2).clamp(-1.9, 1.9)
+    mantissa, gain = rounded(matrix, run=4)
+    assert mantissa.shape == matrix.shape
+    assert gain.shape == (2, 30)  # the last run is shorter
+    for first in range(0, 30, 4):
+        assert bool((gain[:, first : first + 4] == gain[:, first : first + 1]).all())
+    off = (expanded(mantissa, gain).double() / ONE - matrix).abs()
+    assert bool((off <= (0.5 * gain / ONE + 1e-9).unsqueeze(-2)).all())
+    # A column alone never has a coarser gain than in a run.
+    assert bool((rounded(matrix)[1] <= gain).all())
+    for stack, (_, made) in zip(SIDE.transform.structure.stacks, SIDE.transform.stack, strict=True):
+        assert stack.kept % 4 == 0
+        assert bool((made.view(-1, 4) == made.view(-1, 4)[:, :1]).all())
+
+
+@pytest.mark.parametrize(
+    "change", [{"sinks": 65}, {"sinks": -1}, {"steps": {"AC-5x": float("nan")}}, {"steps": {"AC-5x": 2000}}]
+)
+def test_what_no_profile_can_have_is_refused_before_the_work(change):
+    with pytest.raises(UsageError):
+        dataclasses.replace(SMALL, **change)
 
 
 def test_calibration_needs_tokens_and_the_right_shape():

@@ -89,6 +89,11 @@ IMPOSSIBLE = [
     {"spec": None},
     {"spec": spec(4, 2, 64).to_json()},
     {"spec": SHAPE.to_json() | {"layers": 1000, "kv_heads": 1000, "head_dim": 4000}},
+    {"spec": SHAPE.to_json() | {"model": ["a", "list"]}},
+    {"spec": SHAPE.to_json() | {"tokenizer": 7}},
+    # 32.0 is equal to 32, so nothing else would tell it apart until a decoder cuts a tensor by it.
+    {"spec": SHAPE.to_json() | {"rope": SHAPE.to_json()["rope"] | {"rotary_dim": 32.0}}},
+    {"spec": SHAPE.to_json() | {"rope": SHAPE.to_json()["rope"] | {"theta": 10**400}}},
     {"depths": {}},
     {"depths": None},
     {"depths": {"AC-L9": FACTS["depths"]["AC-L0"]}},
@@ -140,6 +145,15 @@ IMPOSSIBLE = [
     {"AC_L0__flags": filled("AC-L0.flags", 0)},
     {"AC_L0__flags": filled("AC-L0.flags", 4096)},
     {"AC_L0__flags": ARRAYS["AC-L0.flags"][:, :-1]},
+    {  # A small file whose flags, by row, would be 16 terabytes.
+        "AC_L0__radius": ARRAYS["AC-L0.radius"][:1],
+        "AC_L0__flags": torch.ones((2_000_000, 1), dtype=torch.int16),
+        "AC_L0__class": torch.zeros(4_000_000, dtype=torch.uint8),
+    },
+    {
+        "AC_L0__flags": torch.ones((1, len(ARRAYS["AC-L0.radius"])), dtype=torch.int16),
+        "AC_L0__class": torch.zeros(0, dtype=torch.uint8),
+    },
     {"AC_L1__flags": ARRAYS["AC-L1.flags"][:1]},
     {"AC_5x__class": None},
 ]
@@ -150,6 +164,13 @@ def test_impossible_profiles_are_refused(changes):
     Profile.from_bytes(file_of())
     with pytest.raises(FormatError):
         Profile.from_bytes(file_of(**changes))
+
+
+def test_an_array_of_no_elements_and_impossible_axes_is_refused():
+    empty = {"dtype": "F16", "shape": [0, 1 << 40, 1 << 40], "data_offsets": [0, 0]}
+    header = json.dumps({"__metadata__": {"kvabr": json.dumps(FACTS)}, "mean": empty}).encode()
+    with pytest.raises(FormatError, match="not a profile file"):
+        Profile.from_bytes(len(header).to_bytes(8, "little") + header)
 
 
 def test_profiles_of_older_versions_say_what_to_do():

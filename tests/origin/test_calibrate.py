@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from kvabr.codec.profile import Profile
-from kvabr.errors import UsageError
+from kvabr.engines.bed import open_bed
+from kvabr.errors import ModelError, UsageError
 from kvabr.origin.calibrate import STAGES, calibrate, cut_contexts
+from tests import tinymodels
 
 
 def test_longer_texts_give_more_contexts_and_none_overlap():
@@ -31,6 +34,36 @@ def test_no_more_contexts_than_a_text_holds():
 def test_no_text():
     with pytest.raises(UsageError, match="not empty"):
         cut_contexts({"a": []}, 3, 100)
+
+
+def test_a_model_of_short_sight_is_calibrated_with_all_that_it_sees(tmp_path):
+    bed = open_bed(str(tinymodels.save(tmp_path, max_position_embeddings=96)))
+    assert calibrate(bed, {"a": "what it says " * 40}, contexts=2).spec == bed.engine.spec
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_cache_with_numbers_that_are_none_still_calibrates(tmp_path, monkeypatch, value):
+    bed = open_bed(str(tinymodels.save(tmp_path)))
+    prefill = type(bed.engine).prefill
+
+    def spoilt(engine, tokens, before=None):
+        kv = prefill(engine, tokens, before).clone()
+        with torch.inference_mode():
+            kv[1, 0, 0, 7, 3] = value
+        return kv
+
+    good = calibrate(bed, {"a": "what it says " * 40}, contexts=2, tokens=200)
+    monkeypatch.setattr(type(bed.engine), "prefill", spoilt)
+    made = calibrate(bed, {"a": "what it says " * 40}, contexts=2, tokens=200)
+    assert Profile.from_bytes(made.to_bytes()).digest == made.digest
+    assert float((made.transform.norm / good.transform.norm).log().abs().max()) < 0.3
+
+
+def test_a_model_that_says_nothing_finite_is_named(tmp_path):
+    bed = open_bed(str(tinymodels.save(tmp_path)))
+    bed.engine._model.lm_head.weight.data[0] = float("nan")
+    with pytest.raises(ModelError, match="weights are damaged"):
+        calibrate(bed, {"a": "what it says " * 40}, contexts=1, tokens=100)
 
 
 @pytest.mark.model

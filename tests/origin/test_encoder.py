@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import math
 
 import pytest
 
@@ -93,6 +94,23 @@ def test_without_a_profile_one_is_made_of_the_asset_and_published_with_it():
     assert sizes[0] > 2 * sizes[2]
     assert catalog.track("AC-5x").measured.kl < 0.1
     assert catalog.track("AC-L1").measured.kl < catalog.track("AC-L0").measured.kl
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e9])
+def test_numbers_that_no_cache_should_hold_are_replaced_counted_and_told(value):
+    class Wild(ToyModel):
+        def prefill(self, tokens, before=None):
+            kv = super().prefill(tokens, before)
+            if before is None and len(tokens) > 20:
+                kv[0, 1, 0, 20, 3] = value
+            return kv
+
+    told = []
+    catalog = publish(Wild(), prompt(), ("FP16", "AC-5x"), None, Keeper.in_memory(), tell=told.append)
+    assert any(line.startswith("1 numbers of the cache were NaN, infinite or beyond FP16") for line in told)
+    assert any(line.startswith("no profile of") and "kvabr calibrate" in line for line in told)
+    assert 0 < catalog.track("AC-5x").measured.kl < 0.1 or value == 1e9
+    assert all(math.isfinite(mix.measured) for mix in catalog.mixes)
 
 
 def test_even_a_prompt_of_one_token_has_a_profile_of_its_own():

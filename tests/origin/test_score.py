@@ -27,6 +27,14 @@ def test_two_outcomes_by_hand():
     assert quality.top1 == pytest.approx(2 / 3)
 
 
+@pytest.mark.parametrize("where", [0, 1])
+def test_what_is_not_finite_is_no_loss_of_nothing(where):
+    runs = [logs((0.5, 0.5), (0.9, 0.1)), logs((0.5, 0.5), (0.6, 0.4))]
+    runs[where][1] = float("nan")
+    with pytest.raises(ModelError, match="NaN"):
+        compare(*runs, [0, 1])
+
+
 def test_equal_runs_lose_nothing():
     some = torch.log_softmax(torch.randn(40, 300, dtype=torch.float64), dim=-1)
     assert compare(some, some.clone(), list(range(40))) == compare(some, some, list(range(40)))
