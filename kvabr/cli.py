@@ -57,10 +57,14 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the entry point of the `kvabr` script."""
-    args = parser().parse_args(argv)
+    try:
+        args = parser().parse_args(argv)  # loads every command, which takes a moment
+    except KeyboardInterrupt:
+        return _interrupted()
     try:
         status = int(args.run(args))
-        sys.stdout.flush()  # now, where it is known what to make of an error
+        if sys.stdout is not None:  # it is, if whoever started this had closed it
+            sys.stdout.flush()  # now, where it is known what to make of an error
     except UsageError as error:
         print(f"kvabr: {error}", file=sys.stderr)
         return 2
@@ -78,9 +82,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"kvabr: {error.strerror or error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("kvabr: interrupted", file=sys.stderr)
-        return 130
+        return _interrupted()
     return status
+
+
+def _interrupted() -> int:
+    print("kvabr: interrupted", file=sys.stderr)
+    return 130
 
 
 if __name__ == "__main__":

@@ -50,12 +50,13 @@ def write_file(path: Path, data: bytes) -> None:
     """
     name: str | None = None
     try:
-        path = path.resolve()  # a link stays one: what it leads to is replaced
         if path.exists() and not path.is_file():
-            # A pipe or a device: there is nothing to replace, and replacing it would destroy it.
+            # A pipe or a device: there is nothing to replace, and replacing it would destroy it. That one may write to
+            # /dev/stdout is why this is asked first: what that leads to may have no path.
             with path.open("wb") as file:
                 file.write(data)
             return
+        path = path.resolve()  # a link stays one: what it leads to is replaced
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".partial")
         with os.fdopen(handle, "wb") as file:
             file.write(data)

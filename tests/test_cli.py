@@ -194,3 +194,19 @@ def test_a_reader_that_goes_away_is_no_failure():
     assert process.stderr.read() == b""
     assert process.wait(30) == 0
     process.stderr.close()
+
+
+def test_it_may_be_started_without_an_output():
+    """As with ``>&-``."""
+    words = f"exec {sys.executable} -m kvabr policies >&-"
+    process = subprocess.run(["/bin/sh", "-c", words], stderr=subprocess.PIPE, timeout=60, check=False)  # noqa: S603
+    assert (process.returncode, process.stderr) == (0, b"")
+
+
+def test_ctrl_c_while_commands_are_loaded(monkeypatch, capsys):
+    def interrupted():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("kvabr.cli.parser", interrupted)
+    assert main(["policies"]) == 130
+    assert capsys.readouterr().err == "kvabr: interrupted\n"

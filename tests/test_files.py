@@ -1,5 +1,6 @@
 import os
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -36,6 +37,15 @@ def test_a_pipe_is_written_into_not_replaced(tmp_path):
     reader.join(timeout=10)
     assert heard == ["hello"]
     assert pipe.is_fifo()
+
+
+def test_a_pipe_without_a_path_is_written_into():
+    """As /dev/stdout is, and what a shell makes of ``>(...)``."""
+    ours, theirs = os.pipe()
+    write_text(Path("/dev/fd") / str(theirs), "hello")
+    os.close(theirs)
+    with os.fdopen(ours) as reader:
+        assert reader.read() == "hello"
 
 
 def test_bytes_too_and_never_over_a_folder(tmp_path):

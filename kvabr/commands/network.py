@@ -23,7 +23,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     token.add_argument("--token-file", type=Path, metavar="F", help="read the token from a file")
     trust = network.add_mutually_exclusive_group()
     trust.add_argument("--ca", type=Path, metavar="F.pem", help="certificates to trust instead of the system's")
-    trust.add_argument("--fingerprint", metavar="HEX", help="SHA-256 of the only certificate to trust")
+    trust.add_argument(
+        "--fingerprint",
+        metavar="HEX",
+        help="SHA-256 of the only certificate to trust (moq, which auto may take, does not look at its dates)",
+    )
     trust.add_argument(
         "--insecure", action="store_true", help="trust any certificate: token and cache are then anybody's"
     )

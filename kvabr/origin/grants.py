@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
-from urllib.parse import parse_qs
+from urllib.parse import parse_qs, urlsplit
 
 from kvabr.errors import AssetError, FormatError
 
@@ -152,6 +152,14 @@ def token_in_query(query: str | None) -> bytes | None:
         found = parse_qs(query or "", max_num_fields=64).get("token")
         return found[0].encode() if found else None
     except ValueError:  # too many fields, or no Unicode
+        return None
+
+
+def token_in_path(path: bytes | None) -> bytes | None:
+    """The token in the query of a URL's path and query, as MoQT's SETUP may have them; None without one."""
+    try:
+        return None if path is None else token_in_query(urlsplit(path.decode()).query)
+    except ValueError:  # no Unicode, or no URL
         return None
 
 

@@ -178,36 +178,44 @@ class MoqListener(Server):
             self.metrics.connections.dec()
 
 
+def claim_routes(moq: Any, origin: Any) -> list[Any]:
+    """Claim the names of assets in an origin of moq-rs, in all spellings.
+
+    What is asked for in an unclaimed name is refused, what is asked for in a claimed one waits for `Broadcasts.listen`.
+    So claim before anybody is let in. The claims hold as long as what is returned.
+    """
+    return [origin.dynamic(route, moq.Route()) for route in moqlib.ROUTES]
+
+
 TracksWanted = Callable[[str, TrackNamespace, Any], Coroutine[Any, Any, None]]
 
 
 class Broadcasts:
     """The namespaces that peers of an origin of moq-rs ask for; those that were not used for longest go."""
 
-    def __init__(self, moq: Any, origin: Any, most: int, serve: Callable[[Coroutine[Any, Any, None]], object]) -> None:
+    def __init__(self, moq: Any, most: int, serve: Callable[[Coroutine[Any, Any, None]], object]) -> None:
         """None yet.
 
         Args:
             moq: the module.
-            origin: where they are asked for.
             most: how many are kept open.
             serve: runs what answers the requests for the tracks of one.
         """
-        self._moq, self._origin, self._most, self._serve = moq, origin, most, serve
+        self._moq, self._most, self._serve = moq, most, serve
         self._open: OrderedDict[str, Any] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._open)
 
-    async def listen(self, route: str, tracks_wanted: TracksWanted) -> None:
+    async def listen(self, route: Any, tracks_wanted: TracksWanted) -> None:
         """Answer requests for namespaces beneath a route, until cancelled.
 
         Args:
-            route: one of `moqlib.ROUTES`.
+            route: one of `claim_routes`.
             tracks_wanted: called with path, namespace and where tracks are asked for.
         """
         moq = self._moq
-        async with self._origin.dynamic(route, moq.Route()) as wanted:
+        async with route as wanted:
             while True:
                 request = await wanted.requested_broadcast()
                 path = request.path

@@ -71,15 +71,15 @@ class _Track:
 class MoqPeer:
     """One session, once its peer was let in."""
 
-    def __init__(self, moq: Any, server: MoqServer, session: Any, origin: Any, grant: Grant) -> None:
-        self._moq, self._server, self._session, self._origin, self._grant = moq, server, session, origin, grant
+    def __init__(self, moq: Any, server: MoqServer, session: Any, routes: list[Any], grant: Grant) -> None:
+        self._moq, self._server, self._session, self._routes, self._grant = moq, server, session, routes, grant
         self._unsent = Unsent(session)
         self._jobs: list[_Job] = []
         self._order = itertools.count()
         self._more = asyncio.Event()
         self._working = False
         self._seen_unsent = 0
-        self._broadcasts = Broadcasts(moq, origin, MAX_TRACKS, self._spawn)
+        self._broadcasts = Broadcasts(moq, MAX_TRACKS, self._spawn)
         self._tracks: OrderedDict[tuple[str, str], _Track] = OrderedDict()
         self._kept: deque[tuple[Any, int]] = deque()
         self._kept_bytes = 0
@@ -93,7 +93,7 @@ class MoqPeer:
 
     async def run(self) -> None:
         """Serve until the session is over."""
-        for route in moqlib.ROUTES:
+        for route in self._routes:
             self._spawn(self._broadcasts.listen(route, self._tracks_wanted))
         self._spawn(self._send())
         try:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from kvabr.origin.grants import Grant
 from kvabr.origin.holdings import Library
 from kvabr.origin.metrics import Metrics
-from kvabr.origin.moqlisten import MoqListener
+from kvabr.origin.moqlisten import MoqListener, claim_routes
 from kvabr.origin.moqpeer import MoqPeer
 from kvabr.origin.server import ServerLimits, ServerTls
 
@@ -64,20 +64,20 @@ class MoqServer(MoqListener):
         await self.say_goodbye(until - time.monotonic())
         await self.close()
 
-    def admit(self, request: Any, token: bytes | None) -> tuple[Grant, Any] | None:
+    def admit(self, request: Any, token: bytes | None) -> tuple[Grant, list[Any]] | None:
         """See `MoqListener.admit`: what it may read, and an origin of its own, where it sees nothing of the others."""
         grant = self.holdings.admit(token)
         if grant is None:
             return None
         origin = self._moq.OriginProducer(cache_capacity_bytes=None)
         request.set_publish(origin)
-        return grant, origin
+        return grant, claim_routes(self._moq, origin)
 
-    async def attend(self, session: Any, guest: tuple[Grant, Any]) -> None:
+    async def attend(self, session: Any, guest: tuple[Grant, list[Any]]) -> None:
         """See `MoqListener.attend`."""
-        grant, origin = guest
+        grant, routes = guest
         self.log.info("connected", grant=grant.name, protocol="moq")
-        peer = MoqPeer(self._moq, self, session, origin, grant)
+        peer = MoqPeer(self._moq, self, session, routes, grant)
         self.peers.add(peer)
         try:
             await peer.run()

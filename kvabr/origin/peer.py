@@ -7,7 +7,6 @@ import time
 from collections.abc import Awaitable
 from itertools import chain
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
 
 from kvabr.errors import AssetError, FormatError
 from kvabr.moqt.codes import RequestCode, ResetCode, SessionCode, name_of
@@ -19,7 +18,7 @@ from kvabr.moqt.session import Session
 from kvabr.moqt.wire import Location
 from kvabr.naming import ROOT, TrackNamespace
 from kvabr.origin.allowance import Allowance
-from kvabr.origin.grants import Grant, token_in_query
+from kvabr.origin.grants import Grant, token_in_path
 from kvabr.origin.publication import Publication
 from kvabr.origin.sending import GroupRange, Outbox, Piece, Sending, last_object
 from kvabr.transport.endpoint import Endpoint
@@ -173,7 +172,7 @@ class Peer(Endpoint):
         self._dense = (options.implementation or b"").startswith(_MOQ_RS)
         assert self.session is not None  # noqa: S101  # the event came from it
         self.session.responder.lenient = self._dense
-        token = event.tokens[0] if event.tokens else _token_in(options.path)
+        token = event.tokens[0] if event.tokens else token_in_path(options.path)
         self._grant = self._server.holdings.admit(token)
         if self._grant is None:
             self._server.metrics.connections_total.inc("unauthorized")
@@ -252,6 +251,7 @@ class Peer(Endpoint):
             found = await finding
         except Exception as error:  # noqa: BLE001  # nobody thought of it: see `safely`
             self.safely(_raise, error)
+            self.driver.transmit()
             return
         del self._looking[number]
         if not self._over:
@@ -394,11 +394,3 @@ def _overlap(one: tuple[bytes, ...], other: tuple[bytes, ...]) -> bool:
     """Whether one is a prefix of the other."""
     size = min(len(one), len(other))
     return one[:size] == other[:size]
-
-
-def _token_in(path: bytes | None) -> bytes | None:
-    """The token in a URL's query, for peers that have no other place for it."""
-    try:
-        return None if path is None else token_in_query(urlsplit(path.decode()).query)
-    except ValueError:
-        return None

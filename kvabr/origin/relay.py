@@ -21,7 +21,7 @@ from kvabr.moqt.codes import RequestCode
 from kvabr.naming import TrackNamespace, plain_track
 from kvabr.origin.grants import EVERYTHING, Grant, Grants
 from kvabr.origin.metrics import Metrics
-from kvabr.origin.moqlisten import KEEP_US, MISSING_S, Broadcasts, MoqListener
+from kvabr.origin.moqlisten import KEEP_US, MISSING_S, Broadcasts, MoqListener, claim_routes
 from kvabr.origin.relaycache import GroupCache
 from kvabr.origin.relaycarry import Carrier, Track
 from kvabr.origin.relaysmall import LEAST_BYTES, SmallTracks, is_small
@@ -81,7 +81,7 @@ class Relay(MoqListener):
         self._grants = None
         if token is not None:
             self._grants = Grants([Grant("players", token_sha256=hashlib.sha256(token.encode()).hexdigest())])
-        self._broadcasts = Broadcasts(self._moq, origin, _MAX_TRACKS, self.spawn)
+        self._broadcasts = Broadcasts(self._moq, _MAX_TRACKS, self.spawn)
         self._tracks: OrderedDict[tuple[str, str], Track] = OrderedDict()
         self.cache = GroupCache(memory_bytes, metrics)
         """What is kept."""
@@ -100,8 +100,9 @@ class Relay(MoqListener):
 
     async def start(self) -> None:
         """See `Server.start`."""
+        routes = claim_routes(self._moq, self._published)
         await super().start()
-        for route in moqlib.ROUTES:
+        for route in routes:
             self.spawn(self._broadcasts.listen(route, self._tracks_wanted))
 
     async def drain(self, grace_s: float) -> None:

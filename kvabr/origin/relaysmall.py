@@ -46,6 +46,8 @@ class _Kept:
     facts: Facts | None
     asked_s: float
     """When it was last known to be true."""
+    doubted: bool = False
+    """Whether something that came since does not agree with it."""
 
     @property
     def size(self) -> int:
@@ -96,14 +98,16 @@ class SmallTracks:
         kept = self._kept.get(key)
         if kept is not None:
             self._kept.move_to_end(key)
-            if track == PROFILE_TRACK or time.monotonic() - kept.asked_s < self.FRESH_S:
+            if track == PROFILE_TRACK or self._is_fresh(kept):
                 return kept.data
         task = self._asking.get(key)
         if task is None:
             task = self._ask(key)
         if kept is not None:
             gone = self._away or self._upstream.trouble is not None
-            await asyncio.wait({task}, timeout=0 if gone else self.PATIENCE_S)
+            # What is doubted is better waited for: the groups that it speaks of are no more.
+            patience_s = None if kept.doubted else self.PATIENCE_S
+            await asyncio.wait({task}, timeout=0 if gone else patience_s)
             if not task.done() or _is_absent(task.exception()):
                 self._missed(kept, namespace, track)
                 return kept.data
@@ -116,27 +120,33 @@ class SmallTracks:
             NotFoundError: there is no such asset.
             TransportError: as `get`.
         """
-        known = self._facts.get(namespace)
-        if known is None or time.monotonic() - known.asked_s >= self.FRESH_S:
+        known = self._latest(namespace)
+        if known is None or not self._is_fresh(known):
             await self.get(namespace, CATALOG_TRACK)
         return self._known(namespace)
 
     async def facts_of_old(self, namespace: TrackNamespace) -> Facts:
-        """What an asset has, as the origin said last, however long ago that is.
+        """What an asset has, as the origin said last, however long ago that is, unless there is reason to doubt it.
 
         Raises:
             TransportError: as `facts`.
         """
-        return self._known(namespace) if namespace in self._facts else await self.facts(namespace)
+        known = self._latest(namespace)
+        return await self.facts(namespace) if known is None or known.doubted else self._known(namespace)
 
     def is_known(self, facts: Facts) -> bool:
         """Whether that is what is known of its asset now."""
-        known = self._facts.get(facts.namespace)
+        known = self._latest(facts.namespace)
         return known is not None and known.facts is facts
 
     def doubt(self, namespace: TrackNamespace) -> None:
-        """What is known of an asset does not agree with its groups: have it asked for anew."""
-        self._drop_asset(namespace)
+        """What is known of an asset does not agree with its groups: have it asked for anew before it is used again.
+
+        It is not dropped: if the origin goes away now, it is still the best that there is.
+        """
+        for kept in self._kept.values():
+            if kept.facts is not None and kept.facts.namespace == namespace:
+                kept.doubted = True
 
     def close(self) -> None:
         """Give up what is being asked for."""
@@ -149,8 +159,15 @@ class SmallTracks:
 
     # ------------------------------------------------------------------ internals
 
+    def _is_fresh(self, kept: _Kept) -> bool:
+        return not kept.doubted and time.monotonic() - kept.asked_s < self.FRESH_S
+
+    def _latest(self, namespace: TrackNamespace) -> _Kept | None:
+        """What says most lately what an asset has; its catalog, where that was a lookup which had to go."""
+        return self._facts.get(namespace) or self._kept.get((namespace, CATALOG_TRACK))
+
     def _known(self, namespace: TrackNamespace) -> Facts:
-        known = self._facts.get(namespace)
+        known = self._latest(namespace)
         if known is None or known.facts is None:
             why = "the relay has no room for the catalog; give it more --memory"
             raise RequestError(why, code=RequestCode.EXCESSIVE_LOAD, retry_after_s=_BUSY_S)

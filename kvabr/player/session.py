@@ -25,18 +25,16 @@ from collections.abc import Callable
 from kvabr.abr.estimator import Estimator
 from kvabr.abr.ladder import Ladder
 from kvabr.abr.policy import Decision, Policy
-from kvabr.abr.view import Transfer, View
+from kvabr.abr.view import Transfer
 from kvabr.errors import UsageError
 from kvabr.player import abandon
-from kvabr.player.actions import Action, Cancel, Decode, Deliver, Fetch, GiveUp, Recompute
+from kvabr.player.actions import Action, Decode, Deliver, Fetch, GiveUp, Recompute
 from kvabr.player.config import PlayerConfig
-from kvabr.player.journal import Journal, Log
+from kvabr.player.journal import Log
 from kvabr.player.lane import EngineLane
-from kvabr.player.lumps import LumpMeter
-from kvabr.player.meter import Meter
-from kvabr.player.record import GroupRecord, PlayRecord
+from kvabr.player.ledger import Ledger
+from kvabr.player.record import GroupRecord
 from kvabr.player.stall import LEAST_SILENCE_S, StallWatch
-from kvabr.player.trials import Trials
 from kvabr.player.umpire import Umpire
 from kvabr.recompute.cost import PrefillCost
 from kvabr.recompute.loss import RECOMPUTED
@@ -44,7 +42,7 @@ from kvabr.recompute.planner import EngineMode
 from kvabr.transport.base import Limit
 
 
-class Session:
+class Session(Ledger):
     """One play: events go in by the methods below, actions come out of `actions`."""
 
     def __init__(
@@ -62,23 +60,11 @@ class Session:
     ) -> None:
         if not 0 < deadline_s < float("inf"):
             raise UsageError(f"the deadline is {deadline_s} s; it must be a positive number of seconds")
-        self.view = View(ladder, deadline_s, cost=cost, oracle=oracle)
-        self._catalog = ladder.catalog
-        self._config = config or PlayerConfig()
-        self._tick_s = deadline_s / self._config.ticks
+        super().__init__(
+            ladder, deadline_s, estimator, cost=cost, mode=mode, config=config or PlayerConfig(), oracle=oracle, log=log
+        )
         self._next_tick_s = self._tick_s
         self._umpire = Umpire(policy, self.view)
-        self._journal = Journal(log, self.view)
-        meter = LumpMeter if self._config.lumps else Meter
-        self._meter = meter(estimator, deadline_s, self._journal.limited)
-        self._lane = None if cost is None else EngineLane(cost, mode, self.view, self._tick_s)
-        groups = self._catalog.groups
-        self.record = PlayRecord([GroupRecord(group) for group in range(groups)])
-        self._absent: dict[int, None] = dict.fromkeys(range(groups))
-        """Groups that have neither arrived nor are being computed, ascending; those in flight included."""
-        self._in_place = 0
-        self._decoding: dict[int, Transfer] = {}
-        self._trials = Trials(ladder, self._config.attempts)
         share = self._config.stalled_after
         self._stall = None if share is None else StallWatch(share * deadline_s)
         self._heard_s = 0.0
@@ -86,9 +72,6 @@ class Session:
         self._requests = self._upgrades = 0
         self._content = False
         """The policy wanted nothing more when it was last asked."""
-        self._actions: list[Action] = []
-        self.over = False
-        """True once the play has been delivered or given up."""
 
     # ------------------------------------------------------------------ events
 
@@ -294,9 +277,6 @@ class Session:
         if self._lane is not None:
             view.engine_backlog_s = self._lane.backlog_s(now)
 
-    def _idle(self) -> bool:
-        return not any(transfer.first_byte_s is not None for transfer in self.view.in_flight.values())
-
     def _silent(self, now: float) -> bool:
         """Whether nothing is heard and nothing is being worked on, so that waiting on is of no use."""
         share, lane = self._config.silent_after, self._lane
@@ -360,58 +340,6 @@ class Session:
         self._journal.decision(decision, now, request=request)
         self._journal.transfer("request", now, transfer, bytes=size)
 
-    def _end_decoding(self, request: int) -> Transfer | None:
-        if self.over:
-            return None  # too late: the cache is handed over, and the books are closed
-        transfer = self._decoding.pop(request, None)
-        if transfer is not None:
-            left = self.view.decode_backlog_s - self.view.decode_s(transfer.track)
-            self.view.decode_backlog_s = max(0.0, left)
-        return transfer
-
-    def _place(self, transfer: Transfer, record: GroupRecord, now: float) -> None:
-        layered = self._catalog.by_name[transfer.track].refines is not None
-        if record.ready_s is None:
-            self._in_place += 1
-        elif not layered:
-            self.record.bytes_wasted += record.bytes
-        record.bytes = transfer.bytes + (record.bytes if layered else 0)
-        record.requested_s, record.first_byte_s = transfer.requested_s, transfer.first_byte_s
-        record.done_s, record.ready_s = transfer.done_s, now
-        record.source = "upgraded" if transfer.upgrade else "fetched"
-        record.track = self.view.track_of[transfer.group] = transfer.track
-        self.view.settled.add(transfer.group)
-        self.record.steps.append(("fetch", transfer.group, transfer.track))
-
-    def _lost(self, transfer: Transfer, event: str, reason: str, now: float) -> None:
-        """Put a group whose transfer came to nothing back to where it was."""
-        view, group = self.view, transfer.group
-        self.record.bytes_wasted += transfer.received
-        self._journal.transfer(event, now, transfer, received=transfer.received, reason=reason)
-        if event == "failed":
-            self._trials.failed(group, transfer.track, reason)
-        record = self.record.groups[group]
-        if transfer.upgrade:
-            view.track_of[group] = record.track
-            # A group whose upgrade fails again and again is left as it is.
-            if record.track != RECOMPUTED and not self._trials.spent(group, transfer.track):
-                view.settled.add(group)
-        elif record.track is None:
-            view.track_of[group] = None
-            self._absent[group] = None
-            self._absent = dict.fromkeys(sorted(self._absent))
-            self._sync_missing()
-
-    def _sync_missing(self) -> None:
-        """Work out anew what the policy sees as missing."""
-        flying = {transfer.group for transfer in self.view.in_flight.values()}
-        lane = self._lane
-        self.view.missing_groups = {
-            group: None
-            for group in self._absent
-            if group not in flying and (lane is None or not lane.takes(group))
-        }
-
     def _leave_to_engine(self, group: int, now: float) -> None:
         lane = self._lane
         if lane is not None:
@@ -443,13 +371,6 @@ class Session:
         self._actions.append(Recompute(first, last))
         self._journal.event("recompute_start", now, first=first, last=last)
         self._sync_missing()
-
-    def _cancel(self, transfer: Transfer, reason: str, now: float, event: str = "cancel") -> None:
-        del self.view.in_flight[transfer.request]
-        self.view.outstanding_bytes -= transfer.remaining
-        self._actions.append(Cancel(transfer.request))
-        self._meter.settle(now, idle=self._idle())
-        self._lost(transfer, event, reason, now)
 
     def _end(self, reason: str, now: float) -> None:
         for transfer in list(self.view.in_flight.values()):

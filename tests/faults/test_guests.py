@@ -315,6 +315,20 @@ async def test_a_mistake_of_ours_ends_one_connection_and_says_so(root, tls, fing
     assert "nobody thought of that" in caplog.text
 
 
+async def test_a_mistake_of_ours_beside_the_event_loop(root, tls, fingerprint, catalog, monkeypatch, caplog):
+    def catalog_data(asset):
+        raise ZeroDivisionError(asset)
+
+    monkeypatch.setattr(ShelvedAsset, "catalog_data", catalog_data)
+    async with serving(root, tls, fingerprint) as served:
+        async with served.connect() as connection:
+            with pytest.raises(ConnectionLostError, match="internal error"):
+                await read_all(connection.fetch(catalog.namespace, CATALOG_TRACK, limit=1 << 20))
+            assert await read_all(connection.fetch(catalog.namespace, "Int4", limit=1 << 20))
+        await served.empty()
+    assert "ZeroDivisionError" in caplog.text
+
+
 async def test_priorities_changed_without_end(root, tls, fingerprint, catalog):
     async with serving(root, tls, fingerprint, requests_per_s=50) as served:
         async with rude_client(served.address) as end:

@@ -111,7 +111,9 @@ def test_any_directory_is_calibrated_encoded_and_inspected(tmp_path, capsys):
     assert own.profile_bytes < 100_000  # estimated from the asset, and part of it
     calibrate = ("calibrate", "--model", model, "--text", text, "--context-tokens", 200, "--stack-layers", 2)
     assert kvabr(*calibrate, "--kept", 8, 8, "--step-scale", 0.5, "--out", profile) == 0
-    assert kvabr(*calibrate, "--step-scale", 0, "--out", profile) == 2
+    for wrong in (("--step-scale", 0), ("--step-scale", "nan"), ("--sinks", 65), ("--kept", -8, 8)):
+        assert kvabr(*calibrate, *wrong, "--out", profile) == 2
+    assert kvabr(*calibrate, "--out", tmp_path / "nowhere" / "profile") == 2  # not after minutes of work
     assert kvabr(*encode, "--profile", profile, "--force") == 0
     assert Asset.open(out).catalog.profile != own.profile
     assert kvabr("inspect", out, "--check") == 0
@@ -127,6 +129,18 @@ def test_any_directory_is_calibrated_encoded_and_inspected(tmp_path, capsys):
     value = json.loads(report.read_text())
     assert value["schema"] == "kvabr.bench.quality/1"
     assert [row["track"] for row in value["mean"]] == ["Int4", "FP8"]
+
+
+@pytest.mark.model
+def test_a_rotary_embedding_that_cannot_be_undone_is_told(tmp_path, capsys):
+    text = tmp_path / "text"
+    text.write_text(measuring_texts()["manual"][:3000])
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 160}
+    for scaling, told in ((None, False), (yarn, True)):
+        model = tinymodels.save(tmp_path / f"tiny{told}", rope_scaling=scaling)
+        calibrate = ("calibrate", "--model", model, "--text", text, "--context-tokens", 64, "--contexts", 2)
+        assert kvabr(*calibrate, "--out", tmp_path / "profile") == 0
+        assert ("can be undone" in capsys.readouterr().out) == told
 
 
 @pytest.mark.model

@@ -15,6 +15,7 @@ from kvabr.naming import CATALOG_TRACK, PROFILE_TRACK, TrackNamespace
 from kvabr.origin import moqpeer
 from kvabr.origin.grants import Grant, Grants
 from kvabr.origin.moqlisten import FRAME_BYTES
+from kvabr.origin.moqrs import MoqServer
 from kvabr.origin.server import ServerLimits
 from kvabr.transport import moqlib, quic
 from kvabr.transport.base import ConnectionLostError, NotFoundError, RequestError, read_all
@@ -73,6 +74,21 @@ async def test_moqt_gets_the_same(asset, draft, names):
         for missing, track, group in ((namespace, "FP16", 10), (namespace, "AC-5x", 0), (profile, "FP16", 0)):
             with pytest.raises(NotFoundError):
                 await asyncio.wait_for(read_all(connection.fetch(missing, track, group, limit=BIG)), SOON_S)
+
+
+@pytest.mark.parametrize("library", ["aioquic", "qh3"])
+async def test_who_asks_at_once_is_served(asset, library, monkeypatch):
+    """A peer's first request may be here before we have got round to the peer."""
+    attend = MoqServer.attend
+
+    async def late(*arguments):
+        await asyncio.sleep(0.2)
+        await attend(*arguments)
+
+    monkeypatch.setattr(MoqServer, "attend", late)
+    async with origin(asset.path) as server, await quic.dial(options(server), library) as connection:
+        download = connection.fetch(asset.catalog.namespace, "FP16", 2, limit=BIG)
+        assert await asyncio.wait_for(read_all(download), SOON_S) == asset.frame(2, "FP16")
 
 
 async def test_a_token_opens_its_own_assets_and_nothing_else(tmp_path):

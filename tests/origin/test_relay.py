@@ -464,6 +464,41 @@ async def test_an_origin_that_says_nothing_is_waited_for_a_moment(asset, monkeyp
         small.close()
 
 
+async def test_a_catalog_in_doubt_is_asked_for_anew_and_kept_while_the_origin_is_away(asset):
+    """As after a group that was wrong: then the origin lies, or has another asset by that name."""
+    away = Fault(refuse=int(RequestCode.GOING_AWAY))
+    upstream = in_memory(asset, faults=lambda ask: away if ask.attempt == 1 else None)
+    async with upstream:
+        small, namespace = small_tracks(upstream), asset.catalog.namespace
+        facts = await small.facts(namespace)
+        small.doubt(namespace)
+        assert await small.facts_of_old(namespace) is facts
+        assert upstream.requests == 2
+        assert await small.facts_of_old(namespace) is facts  # still in doubt, so asked for again
+        assert upstream.requests == 3
+        assert await small.facts_of_old(namespace) is facts
+        assert upstream.requests == 3
+        small.close()
+
+
+async def test_a_lookup_that_had_to_go_takes_nothing_with_it(asset):
+    spec = asset.catalog.spec
+    digests = chain(list(range(48)), model=spec.model, tokenizer=spec.tokenizer, group_tokens=spec.group_tokens)
+    gone = Fault(refuse=int(RequestCode.DOES_NOT_EXIST))
+    upstream = in_memory(asset, faults=lambda ask: gone if ask.track != CATALOG_TRACK and ask.attempt else None)
+    async with upstream:
+        small, namespace = small_tracks(upstream), asset.catalog.namespace
+        lookup = TrackNamespace(spec.model, digests[0]), prefix_track(digests)
+        facts = await small.facts(namespace)
+        await small.get(*lookup)
+        for kept in small._kept.values():
+            kept.asked_s -= small.FRESH_S
+        with pytest.raises(NotFoundError):
+            await small.get(*lookup)
+        assert await small.facts_of_old(namespace) is facts
+        small.close()
+
+
 async def test_a_group_of_a_silent_origin_is_asked_for_again_and_then_told(asset, monkeypatch):
     monkeypatch.setattr("kvabr.origin.upstream._SILENCE_S", 0.05)
     monkeypatch.setattr("kvabr.origin.upstream.PATIENCE_S", 0.2)
