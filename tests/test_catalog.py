@@ -1,5 +1,6 @@
 import contextlib
 import json
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -99,6 +100,29 @@ def test_spec_round_trip_and_digest():
     assert len({spec.digest() for spec in (SPEC, *others)}) == 5
 
 
+def scaled(**changes):
+    rope = RopeSpec(10000.0, 8, "half", (1.0, 0.25, 1e-3, 7.5e-12), 1.1386294361)
+    return replace(SPEC, rope=replace(rope, **changes))
+
+
+def test_a_scaled_rotary_embedding_is_part_of_a_spec():
+    other = scaled(frequencies=(1.0, 0.25, 1e-3, 7e-12))
+    specs = [scaled(), scaled(factor=1.0), scaled(frequencies=None), other, replace(SPEC, rope=RopeSpec(10000.0, 8))]
+    for spec in specs:
+        assert KVSpec.from_json(json.loads(json.dumps(spec.to_json()))) == spec
+    assert len({spec.digest() for spec in specs}) == len(specs)
+    # 1 and 1.0 are one number to JSON, and one spec.
+    whole = scaled(frequencies=(1, 0.25, 1e-3, 7.5e-12))
+    assert (whole, whole.digest()) == (scaled(), scaled().digest())
+
+
+def test_what_a_plain_embedding_does_not_have_changes_no_digest():
+    """Digests name what was published before there were scaled ones."""
+    assert SPEC.to_json()["rope"] == {"theta": 10000.0, "rotary_dim": 32, "layout": "half"}
+    assert SPEC.digest().hex() == "fcbfd910047072de835e1f508151929c"
+    assert scaled(frequencies=None, factor=1.0) == replace(SPEC, rope=RopeSpec(10000.0, 8))
+
+
 @given(st.integers(1, 2000))
 def test_group_ranges_tile_the_tokens(tokens):
     ranges = [SPEC.group_range(group, tokens) for group in range(SPEC.groups(tokens))]
@@ -107,6 +131,36 @@ def test_group_ranges_tile_the_tokens(tokens):
     assert all(a[1] == b[0] for a, b in pairwise(ranges))
     with pytest.raises(IndexError):
         SPEC.group_range(len(ranges), tokens)
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"frequencies": []},
+        {"frequencies": [0.5] * 15},
+        {"frequencies": [0.5] * 17},
+        {"frequencies": [0.5] * 10**6},
+        *(
+            {"frequencies": [0.5] * 15 + [bad]}
+            for bad in (0, -0.5, float("nan"), float("inf"), 1025, 10**400, "0.5", None, True, [0.5])
+        ),
+        {"frequencies": 0.5},
+        {"frequencies": "1" * 16},
+        {"frequencies": {str(pair): 0.5 for pair in range(16)}},
+        *(
+            {"factor": bad}
+            for bad in (0, -1, 1e-4, 2000, 10**400, float("nan"), float("inf"), "1", None, True, [1.0])
+        ),
+        {"rotary_dim": 30, "frequencies": [0.5] * 16},
+        {"rotary_dim": True},
+        {"theta": 0}, {"theta": -1}, {"theta": 1e-300}, {"theta": 10**400}, {"theta": "10000"}, {"theta": True},
+        {"phase": 1.0},
+    ],
+)  # fmt: skip
+def test_impossible_rotary_embeddings_are_refused(rope):
+    value = SPEC.to_json()
+    with pytest.raises(FormatError, match="KV spec"):
+        KVSpec.from_json(value | {"rope": value["rope"] | rope})
 
 
 @pytest.mark.parametrize(

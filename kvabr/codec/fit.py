@@ -153,10 +153,18 @@ class _Source:
             raise FormatError(f"calibration needs caches longer than {self.sinks} tokens")
 
     def bare(self, cache: torch.Tensor) -> torch.Tensor:
-        """One of them; or its gradient, which turns as the keys do."""
+        """One of them."""
         bare = cache[:, :, :, self.sinks :].float().clone()
         bare[:, 0] = rotate(bare[:, 0], self.spec.rope, self.sinks, undo=True)
         return bare
+
+    def slope(self, gradient: torch.Tensor) -> torch.Tensor:
+        """How what the model says changes with what `bare` returns, from how it changes with the cache."""
+        slope, rope = self.bare(gradient), self.spec.rope
+        if rope is not None:
+            # Undoing divides by the factor; but what is turned is as many times longer, and its gradient as well.
+            slope[:, 0, ..., : rope.rotary_dim] *= rope.factor**2
+        return slope
 
 
 def _sensible(bare: torch.Tensor) -> torch.Tensor:
@@ -206,7 +214,7 @@ def _channels(transform: Transform, source: _Source, config: FitConfig, gradient
         channels = transform.centred(bare)
         usual = ~transform.outlying(channels)
         if slopes is not None:
-            slope = source.bare(next(slopes)).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+            slope = source.slope(next(slopes)).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
             same = slope.transpose(3, 4).reshape(blocks, width, -1)[:, :, usual[: slope.shape[3]]]
             # Between the gradient and its direction: a few tokens, of which calibration sees too few, have huge ones.
             same /= torch.linalg.vector_norm(same, dim=1, keepdim=True).clamp(min=1e-30).sqrt()

@@ -134,4 +134,8 @@ class Profile:
 
 
 def _title(spec: KVSpec) -> str:
-    return f"{spec.model} ({spec.layers} layers, {spec.kv_heads} KV heads of {spec.head_dim}, {spec.dtype})"
+    rope, turned = spec.rope, "no rotary embedding"
+    if rope is not None:
+        scaled = "" if rope.frequencies is None else f", scaled down to {min(rope.frequencies):g} a token"
+        turned = f"a rotary embedding of base {rope.theta:g}{scaled}"
+    return f"{spec.model} ({spec.layers} layers, {spec.kv_heads} KV heads of {spec.head_dim}, {spec.dtype}, {turned})"

@@ -1,14 +1,43 @@
 """The rotary position embedding of keys, applied and undone (RoFormer; Su et al., 2021).
 
 Without it the same channel of neighbouring tokens has much the same statistics; with it every token turns them by
-another angle. So the AC codec works on keys as they were before it.
+another angle. So the AC codec works on keys as they were before it. Encoder and decoders, on whatever device, turn by
+the tables of this file.
 """
 
 from __future__ import annotations
 
+from functools import lru_cache
+
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from kvabr.kv import RopeSpec
+
+
+@lru_cache(maxsize=256)
+def rope_tables(rope: RopeSpec, first_token: int, tokens: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Cosines and sines by which keys are turned, times the embedding's factor.
+
+    Args:
+        rope: how.
+        first_token: position of the first token.
+        tokens: how many.
+
+    Returns:
+        Two of [token, pair] float32, not to be written to.
+    """
+    half = rope.rotary_dim // 2
+    if rope.frequencies is None:
+        frequencies = rope.theta ** (-np.arange(half, dtype=np.float64) / half)
+    else:
+        frequencies = np.array(rope.frequencies, dtype=np.float64)
+    # Angles in double precision: at position 100,000 float32 would be off by a hundredth of a radian.
+    angles = np.arange(first_token, first_token + tokens, dtype=np.float64)[:, None] * frequencies
+    cos, sin = ((rope.factor * table).astype(np.float32) for table in (np.cos(angles), np.sin(angles)))
+    cos.flags.writeable = sin.flags.writeable = False
+    return cos, sin
 
 
 def rotate(keys: torch.Tensor, rope: RopeSpec | None, first_token: int, *, undo: bool = False) -> torch.Tensor:
@@ -26,11 +55,9 @@ def rotate(keys: torch.Tensor, rope: RopeSpec | None, first_token: int, *, undo:
     if rope is None:
         return keys
     half = rope.rotary_dim // 2
-    # Angles in double precision: at position 100,000 float32 would be off by a hundredth of a radian.
-    inverse = rope.theta ** (-torch.arange(half, dtype=torch.float64) / half)
-    positions = torch.arange(first_token, first_token + keys.shape[-2], dtype=torch.float64)
-    angles = positions[:, None] * inverse
-    cos, sin = angles.cos().float(), angles.sin().float()
+    # What a turn makes longer by a factor, the same turn back would make longer once more.
+    length = np.float32(1 / rope.factor**2 if undo else 1)
+    cos, sin = (torch.from_numpy(table * length) for table in rope_tables(rope, first_token, keys.shape[-2]))
     if undo:
         sin = -sin
     out = keys.clone()

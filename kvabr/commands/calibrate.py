@@ -105,7 +105,10 @@ def run(args: argparse.Namespace) -> int:
     print(f"profile of {profile.spec.model}: {args.out}, {len(data):,} bytes ({seconds:.0f} s)")
     print(f"SHA-256 {profile.digest}")
     if profile.spec.rope is None:
-        print("no rotary embedding that can be undone was found (scaled ones cannot): keys are coded as they are")
+        print(
+            "no rotary embedding that can be undone was found (one that depends on the prompt's length cannot): "
+            "keys are coded as they are"
+        )
     return 0
 
 

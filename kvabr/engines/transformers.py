@@ -6,15 +6,16 @@ tensors are only ever read: transformers appends to copies.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
+from inspect import signature
 from typing import Any
 
 import torch
 
 from kvabr.engines.require import require
+from kvabr.engines.rotary import rope_of
 from kvabr.errors import ModelError
-from kvabr.kv import KVSpec, RopeSpec
+from kvabr.kv import KVSpec
 from kvabr.recompute.planner import EngineMode
 
 CHUNK = 512
@@ -22,6 +23,11 @@ CHUNK = 512
 
 SCORE_CHUNK = 128
 """Tokens of a continuation that are scored at once: logits over a whole vocabulary are large."""
+
+_PROBED = 8
+"""Tokens that show what a cache is like."""
+_FAR = 500
+"""Position of the last of them: there slow rotations show, and float32 angles are still good."""
 
 
 class TransformersEngine:
@@ -173,7 +179,8 @@ def spec_of(model: Any, *, name: str, tokenizer: str, dtype: str, whole_windows:
         raise ModelError(f"{name}: has {', '.join(kinds)} layers; kvabr needs full attention in every layer")
     if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True) and not windows:
         raise ModelError(f"{name}: its attention is a sliding window; kvabr needs full attention in every layer")
-    keys = _probe_keys(model, name)
+    positions = _probe_positions(model)
+    keys = _probe_keys(model, name, positions)
     _, heads, _, dim = keys[0].shape
     return KVSpec(
         model=name,
@@ -182,16 +189,26 @@ def spec_of(model: Any, *, name: str, tokenizer: str, dtype: str, whole_windows:
         kv_heads=heads,
         head_dim=dim,
         dtype=dtype,
-        rope=None if windows else _rope_of(config, keys[0][0]),
+        rope=None if windows else rope_of(model, keys[0][0], positions),
     )
 
 
+def _probe_positions(model: Any) -> torch.Tensor:
+    """Where to put the tokens that a model is probed with: side by side, the last far off if the model lets it be."""
+    positions = torch.arange(_PROBED)
+    context = getattr(model.config, "max_position_embeddings", None)
+    if isinstance(context, int) and "position_ids" in signature(model.base_model.forward).parameters:
+        positions[-1] = max(_PROBED - 1, min(context - 1, _FAR))
+    return positions
+
+
 @torch.inference_mode()
-def _probe_keys(model: Any, name: str) -> list[torch.Tensor]:
-    """Keys of every layer, [1, head, token, dim], for one token id repeated: what `_rope_of` looks at."""
+def _probe_keys(model: Any, name: str, positions: torch.Tensor) -> list[torch.Tensor]:
+    """Keys of every layer, [1, head, token, dim], for one token id repeated: what `rope_of` looks at."""
     cache = require("transformers").DynamicCache()
-    tokens = 8
-    model.base_model(input_ids=torch.full((1, tokens), 100), past_key_values=cache, use_cache=True)
+    tokens = len(positions)
+    moved = {} if int(positions[-1]) == tokens - 1 else {"position_ids": positions[None]}
+    model.base_model(input_ids=torch.full((1, tokens), 100), past_key_values=cache, use_cache=True, **moved)
     layers = list(cache.layers)
     for index, layer in enumerate(layers):
         kind = type(layer).__name__
@@ -200,33 +217,3 @@ def _probe_keys(model: Any, name: str) -> list[torch.Tensor]:
         if layer.keys.shape != layers[0].keys.shape or layer.keys.shape[2] != tokens:
             raise ModelError(f"{name}: the cache of layer {index} has another shape than that of layer 0")
     return [layer.keys for layer in layers]
-
-
-def _rope_of(config: Any, keys: torch.Tensor) -> RopeSpec | None:
-    """The rotary embedding of a model, believed only if it explains the keys [head, token, dim] of a repeated token.
-
-    The first layer sees nothing but the embedding of its token, so for one token id repeated its keys differ by their
-    rotation alone. Scaled variants (YaRN, Llama 3) do not fit and yield None: their keys then count as not rotated.
-    """
-    parameters = dict(getattr(config, "rope_parameters", None) or {})
-    theta = parameters.get("rope_theta", getattr(config, "rope_theta", None))
-    if theta is None:
-        return None
-    dim = int(keys.shape[-1])
-    share = parameters.get("partial_rotary_factor", getattr(config, "partial_rotary_factor", None)) or 1.0
-    rotary = int(dim * float(share))
-    if rotary < 2 or rotary % 2:
-        return None
-    wave = keys.double()
-    position = torch.arange(keys.shape[1], dtype=torch.float64)
-    angle = position[:, None] * float(theta) ** (-2 * torch.arange(rotary // 2, dtype=torch.float64) / rotary)
-    turn = torch.polar(torch.ones_like(angle), angle)
-    for layout in ("half", "interleaved"):
-        if layout == "half":
-            pairs = torch.complex(wave[..., : rotary // 2], wave[..., rotary // 2 : rotary])
-        else:
-            pairs = torch.complex(wave[..., 0:rotary:2], wave[..., 1:rotary:2])
-        error = (pairs - pairs[:, :1] * turn).abs().max().item()
-        if math.isfinite(error) and error <= 1e-3 * pairs.abs().max().item():
-            return RopeSpec(float(theta), rotary, "half" if layout == "half" else "interleaved")
-    return None

@@ -9,9 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load, save
 
+from kvabr.codec.base import GroupContext
 from kvabr.codec.fit import FitConfig, fit
+from kvabr.codec.group import decode_group, encode_group
 from kvabr.codec.profile import Profile
-from kvabr.codec.rope import rotate
+from kvabr.codec.rope import rope_tables, rotate
 from kvabr.errors import ForeignError, FormatError
 from kvabr.kv import RopeSpec
 from tests.kvdata import cache, profile, spec
@@ -43,6 +45,30 @@ def test_it_is_bound_to_its_model_but_not_to_the_size_of_groups():
         with pytest.raises(ForeignError, match="kvabr calibrate"):
             GOOD.check(other)
     GOOD.check(spec(4, 2, 32, group_tokens=16))
+
+
+def rescaled(shape, frequencies, factor=1.0):
+    return dataclasses.replace(shape, rope=dataclasses.replace(shape.rope, frequencies=frequencies, factor=factor))
+
+
+def test_a_profile_of_another_scaling_is_refused():
+    """It would decode without a complaint, to keys turned by wrong angles."""
+    one = rescaled(SHAPE, tuple(0.5**pair for pair in range(16)), 1.25)
+    made = Profile.from_bytes(profile(one).to_bytes())
+    assert (made.spec, made.synthesis.rope) == (one, one.rope)
+    made.check(one)
+    kv, chunk = cache(one, 10), "00" * 32
+    frame = encode_group(kv, "AC-5x", GroupContext(one, 0, 10, made), chunk, 0)
+    out = torch.empty(kv.shape)
+    decode_group(frame, "AC-5x", GroupContext(one, 0, 10, made), chunk, 0, out)
+    assert float((out - kv).norm() / kv.norm()) < 0.1
+    for other in (SHAPE, rescaled(one, one.rope.frequencies, 1.5), rescaled(one, (*one.rope.frequencies[:-1], 1e-4))):
+        with pytest.raises(ForeignError, match="kvabr calibrate"):
+            made.check(other)
+        theirs = profile(other)
+        assert theirs.digest != made.digest
+        with pytest.raises(ForeignError):
+            decode_group(frame, "AC-5x", GroupContext(other, 0, 10, theirs), chunk, 0, out)
 
 
 def test_flags_of_classes_or_of_rows_come_back():
@@ -94,6 +120,9 @@ IMPOSSIBLE = [
     # 32.0 is equal to 32, so nothing else would tell it apart until a decoder cuts a tensor by it.
     {"spec": SHAPE.to_json() | {"rope": SHAPE.to_json()["rope"] | {"rotary_dim": 32.0}}},
     {"spec": SHAPE.to_json() | {"rope": SHAPE.to_json()["rope"] | {"theta": 10**400}}},
+    {"spec": SHAPE.to_json() | {"rope": SHAPE.to_json()["rope"] | {"frequencies": [1.0] * 15}}},
+    {"spec": SHAPE.to_json() | {"rope": SHAPE.to_json()["rope"] | {"frequencies": [float("nan")] * 16}}},
+    {"spec": SHAPE.to_json() | {"rope": SHAPE.to_json()["rope"] | {"factor": 0.0}}},
     {"depths": {}},
     {"depths": None},
     {"depths": {"AC-L9": FACTS["depths"]["AC-L0"]}},
@@ -206,14 +235,29 @@ def test_mutilated_files_are_read_or_refused(data):
     st.integers(0, 100_000),
     st.sampled_from([2, 16, 30, 32]),
     st.floats(100, 1e6),
+    st.booleans(),
+    st.sampled_from([1.0, 0.5, 1.1386294361, 30.0]),
 )
-def test_rope_undone_and_redone_is_the_identity_and_keeps_lengths(layout, first, rotary, theta):
+def test_rope_undone_and_redone_is_the_identity_and_keeps_lengths(layout, first, rotary, theta, listed, factor):
     keys = torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(first))
-    rope = RopeSpec(theta, rotary, layout)
+    frequencies = tuple(1 / (1 + pair) for pair in range(rotary // 2)) if listed else None
+    rope = RopeSpec(theta, rotary, layout, frequencies, factor)
     turned = rotate(keys, rope, first)
     assert torch.allclose(rotate(turned, rope, first, undo=True), keys, atol=1e-5)
-    assert torch.allclose(turned.norm(dim=-1), keys.norm(dim=-1), rtol=1e-5)
+    assert torch.allclose(turned[..., :rotary].norm(dim=-1), factor * keys[..., :rotary].norm(dim=-1), rtol=1e-5)
     assert torch.equal(turned[..., rotary:], keys[..., rotary:])
+
+
+def test_a_pair_turns_by_its_own_frequency_and_grows_by_the_factor():
+    rope = RopeSpec(10000.0, 4, "half", (0.5, 0.003), 1.5)
+    cos, sin = rope_tables(rope, 70_000, 2)
+    for token, position in enumerate((70_000, 70_001)):
+        for pair, frequency in enumerate(rope.frequencies):
+            assert cos[token, pair] == np.float32(1.5 * np.cos(position * frequency))
+            assert sin[token, pair] == np.float32(1.5 * np.sin(position * frequency))
+    plain, listed = RopeSpec(10000.0, 4), RopeSpec(10000.0, 4, "half", (1.0, 0.01))
+    for ours, theirs in zip(rope_tables(plain, 5, 9), rope_tables(listed, 5, 9), strict=True):
+        assert np.array_equal(ours, theirs)
 
 
 def test_rope_is_relative():

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import copy
+import json
+import math
+
 import pytest
 import torch
 
 from kvabr.codec.rope import rotate
 from kvabr.engines import require as requirement
 from kvabr.engines.bed import open_bed
+from kvabr.engines.transformers import spec_of
 from kvabr.errors import ModelError
-from kvabr.kv import RopeSpec
+from kvabr.kv import KVSpec, RopeSpec
 from kvabr.recompute.engine import Engine, time_prefills
 from tests import tinymodels
 
@@ -98,20 +103,48 @@ def test_timed_prefills_fit_a_cost(tiny):
     assert 0 < cost.seconds(0, 128) < 10
 
 
+SHORT = {"original_max_position_embeddings": 160}
+
+
+def scaled(kind, **parameters):
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0} | parameters}
+
+
 @pytest.mark.parametrize(
     ("kind", "changes", "rope"),
     [
         ("GPTNeoX", {"rotary_pct": 0.5, "hidden_size": 64, "head_dim": 16}, RopeSpec(10000.0, 8, "half")),
         ("Cohere", {}, RopeSpec(500000.0, 8, "interleaved")),
         ("Qwen3", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, RopeSpec(1e6, 8, "half")),
+        ("Llama", scaled("linear", factor=1.0), RopeSpec(10000.0, 8, "half")),
+        ("Llama", scaled("dynamic", factor=4.0), RopeSpec(10000.0, 8, "half")),
+        ("Llama", scaled("longrope", factor=4.0, **SHORT, short_factor=[1.0] * 4, long_factor=[2.0] * 4), None),
         (
             "Llama",
-            {
-                "rope_parameters": {
-                    "rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0,
-                }
-            },
-            None,
+            scaled("linear", factor=4.0),
+            RopeSpec(10000.0, 8, "half", (0.25, 0.025, 0.0025, 0.00025)),
+        ),
+        (
+            "Cohere",
+            scaled("linear", factor=5.0),
+            RopeSpec(10000.0, 8, "interleaved", (0.2, 0.02, 0.002, 0.0002)),
+        ),
+        (
+            "GPTNeoX",
+            {"rotary_pct": 0.5, "hidden_size": 64, "head_dim": 16} | scaled("linear", factor=4.0),
+            RopeSpec(10000.0, 8, "half", (0.25, 0.025, 0.0025, 0.00025)),
+        ),
+        # The second pair turns 2.546 times within the original context, so it keeps 1.546 / 3 of its speed.
+        (
+            "Llama",
+            scaled("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, **SHORT),
+            RopeSpec(10000.0, 8, "half", (1.0, 0.0576056401, 0.00125, 0.000125)),
+        ),
+        # One turn within the original context is between the second pair and the third, 32 before the first.
+        (
+            "Qwen3",
+            scaled("yarn", factor=4.0, **SHORT),
+            RopeSpec(10000.0, 8, "half", (1.0, 0.0625, 0.0025, 0.00025), 1.13862944),
         ),
     ],
 )  # fmt: skip
@@ -120,9 +153,80 @@ def test_the_rotary_embedding_is_what_the_keys_show(tmp_path, kind, changes, rop
     bed = open_bed(str(tinymodels.save(tmp_path / "model", kind, **changes)))
     assert bed.engine.spec.rope == rope
     if rope is not None:
-        keys = bed.engine.prefill([7] * 30)[0, 0]
-        plain = rotate(keys.float(), rope, 0, undo=True)
-        assert (plain - plain[:, :1]).abs().max() < 1e-4 * plain.abs().max() + 1e-5
+        assert unturned(bed) < 1e-4
+
+
+def unturned(bed):
+    """How far the keys of one token, turned back, differ between positions, of the largest."""
+    keys = bed.engine.prefill([7] * 600)[0, 0].float()
+    plain = rotate(keys, bed.engine.spec.rope, 0, undo=True)
+    return float((plain - plain[:, :1]).abs().max() / plain.abs().max())
+
+
+YARN = {"factor": 16.0, "rope_theta": 5e5, "original_max_position_embeddings": 4096}
+
+
+@pytest.mark.parametrize(
+    ("changes", "factor"),
+    [
+        (
+            scaled(
+                "llama3", factor=8.0, rope_theta=5e5, low_freq_factor=1.0, high_freq_factor=4.0,
+                original_max_position_embeddings=8192,
+            ),
+            1.0,
+        ),
+        (scaled("yarn", **YARN), 1.27725887),
+        (scaled("yarn", **YARN, beta_fast=20, beta_slow=2, truncate=False, attention_factor=0.75), 0.75),
+        (scaled("yarn", **YARN, mscale=0.7, mscale_all_dim=1.2), (1 + 0.07 * math.log(16)) / (1 + 0.12 * math.log(16))),
+    ],
+)  # fmt: skip
+def test_scaled_embeddings_of_a_real_models_size(tmp_path, changes, factor):
+    bed = open_bed(str(tinymodels.save(tmp_path / "model", head_dim=128, **changes)))
+    rope = bed.engine.spec.rope
+    module = bed.engine._model.model.rotary_emb
+    assert torch.allclose(torch.tensor(rope.frequencies), module.inv_freq, rtol=1e-5, atol=0)
+    assert rope.factor == pytest.approx(factor, rel=1e-8)
+    assert module.attention_scaling == pytest.approx(factor, rel=1e-8)
+    assert rope.frequencies[0] == 1.0
+    assert rope.frequencies[-1] < 0.2 * 5e5 ** (-126 / 128)
+    assert unturned(bed) < 1e-4
+    spec = bed.engine.spec
+    assert KVSpec.from_json(json.loads(json.dumps(spec.to_json()))) == spec
+
+
+def test_what_a_model_does_not_do_is_not_believed(tiny):
+    """A configuration that says one thing, while the model's module does another."""
+    model = copy.deepcopy(tiny.engine._model)
+    turned = {"name": "m", "tokenizer": "t", "dtype": "float16"}
+    model.config.rope_parameters = scaled("linear", factor=4.0)["rope_parameters"]
+    assert spec_of(model, **turned).rope is None
+    module = model.model.rotary_emb
+    module.inv_freq /= 4
+    assert spec_of(model, **turned).rope.frequencies == (0.25, 0.025, 0.0025, 0.00025)
+    module.attention_scaling = 1.1
+    assert spec_of(model, **turned).rope is None
+    module.attention_scaling = 1.0
+    module.inv_freq[3] *= 1.01  # so slow a turn that keys hardly show it
+    assert spec_of(model, **turned).rope is None
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"rope_type": "linear", "factor": 0.0},
+        {"rope_type": "linear", "factor": "many"},
+        {"rope_type": "linear"},
+        {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 1.0, **SHORT},
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 0},
+        {"rope_type": "yarn", "factor": float("nan"), **SHORT},
+        {"rope_type": "yarn", "factor": 4.0, "attention_factor": 1e9, **SHORT},
+    ],
+)
+def test_scalings_that_make_no_sense_are_none(tiny, parameters):
+    model = copy.deepcopy(tiny.engine._model)
+    model.config.rope_parameters = {"rope_theta": 10000.0} | parameters
+    assert spec_of(model, name="m", tokenizer="t", dtype="float16").rope is None
 
 
 @pytest.mark.parametrize(

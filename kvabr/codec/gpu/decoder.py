@@ -17,8 +17,9 @@ import torch
 from kvabr.codec.gpu import kernels
 from kvabr.codec.gpu.tables import CoderTables, SynthesisTables, coder_tables, synthesis_tables
 from kvabr.codec.native.coder import DecodeJob
-from kvabr.codec.native.model import LANES, TILE, CoderModel, SynthesisModel, check_chain, rope_tables
+from kvabr.codec.native.model import LANES, TILE, CoderModel, SynthesisModel, check_chain
 from kvabr.codec.native.reference import HEAD, head
+from kvabr.codec.rope import rope_tables
 from kvabr.errors import FormatError
 
 SCRATCH_BYTES = 4 << 30

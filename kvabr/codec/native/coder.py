@@ -27,8 +27,8 @@ from kvabr.codec.native.model import (
     check_below,
     check_chain,
     check_indices,
-    rope_tables,
 )
+from kvabr.codec.rope import rope_tables
 from kvabr.errors import FormatError, UsageError
 
 _kvcoder: Any

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -186,7 +186,8 @@ class SynthesisModel:
         _need(self.kv_heads % self.block_heads == 0, f"{self.kv_heads} heads do not divide into {self.block_heads}")
         _need(self.width <= _MOST_WIDTH, f"blocks {self.width} wide, at most {_MOST_WIDTH}")
         _need(self.rows <= MOST_ROWS, f"{self.rows} coefficients per token, at most {MOST_ROWS}")
-        _need(self.rope is None or self.rope.rotary_dim <= self.head_dim, "the rotary embedding is wider than a head")
+        if self.rope is not None:
+            self.rope.check(self.head_dim)
         shape = (self.layers, 2, self.blocks, self.width, self.width)
         _need((self.block_mantissa is None) == (self.block_gain is None), "a block transform without its gains")
         entries = 0
@@ -267,18 +268,6 @@ def dequantise(model: CoderModel, index: Index) -> NDArray[np.int16]:
     bounded = np.clip(index, -FARTHEST, FARTHEST).astype(np.int16)
     shift = model.delta[model.row_class].astype(np.int16)[:, None]
     return (FINE * bounded - np.sign(bounded) * shift).astype(np.int16)
-
-
-@lru_cache(maxsize=256)
-def rope_tables(rope: RopeSpec, first_token: int, tokens: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Cosines and sines [token, pair] of the angles by which keys are turned, computed in float64."""
-    half = rope.rotary_dim // 2
-    inverse = rope.theta ** (-np.arange(half, dtype=np.float64) / half)
-    angles = np.arange(first_token, first_token + tokens, dtype=np.float64)[:, None] * inverse
-    tables = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
-    for table in tables:
-        table.flags.writeable = False
-    return tables
 
 
 def frequencies(counts: NDArray[Any]) -> NDArray[np.uint16]:

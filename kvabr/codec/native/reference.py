@@ -33,8 +33,8 @@ from kvabr.codec.native.model import (
     check_chain,
     check_indices,
     dequantise,
-    rope_tables,
 )
+from kvabr.codec.rope import rope_tables
 from kvabr.errors import FormatError
 
 HEAD = struct.Struct("<II")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -32,7 +32,7 @@ def coder_model(dice: np.random.Generator, rows: int, *, refines: bool) -> Coder
 
 
 def synthesis_model(dice: np.random.Generator, *, small: bool = False) -> SynthesisModel:
-    """Grouped or not, odd head dims, partial rotation of both kinds or none, with and without transforms."""
+    """Grouped or not, odd head dims, partial rotation of both kinds, scaled or not, or none; transforms or not."""
     layers, block_heads, blocks = (int(dice.integers(1, n)) for n in ((3, 3, 2) if small else (5, 4, 4)))
     dim = int(dice.choice((1, 2, 3, 7, 16) if small else (1, 2, 3, 7, 16, 33, 40, 64)))
     heads, width = block_heads * blocks, block_heads * dim
@@ -40,6 +40,9 @@ def synthesis_model(dice: np.random.Generator, *, small: bool = False) -> Synthe
     if dim > 1 and dice.random() < 0.75:
         rotary = 2 * int(dice.integers(1, dim // 2 + 1))
         rope = RopeSpec(10_000.0, rotary, "half" if dice.random() < 0.5 else "interleaved")
+        if dice.random() < 0.5:
+            frequencies = tuple((10.0 ** dice.uniform(-8, 0.5, rotary // 2)).tolist())
+            rope = replace(rope, frequencies=frequencies, factor=float(dice.choice((0.5, 1.0, 1.1386294361, 3.0))))
     stacks = []
     for kv in (0, 1):
         left = dice.permutation(layers).tolist()

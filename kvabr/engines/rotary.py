@@ -1,0 +1,169 @@
+"""Which rotary embedding a transformers model turns its keys by: what its configuration says, if its keys show it.
+
+Taken are plain embeddings and those scaled once and for all: linear (position interpolation; Chen et al., 2023),
+Llama 3 (the Llama 3.1 models), and YaRN (Peng et al., 2023). LongRoPE turns the keys of long prompts otherwise than
+those of short ones, so that no specification of a cache could say how. (An embedding with "dynamic" scaling is a plain
+one for all prompts that fit the model's context, and longer ones are none for an engine.)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import torch
+
+from kvabr.errors import FormatError
+from kvabr.kv import RopeSpec
+
+_DIGITS = 9
+"""Significant digits of a frequency. A specification is named by its digest, which must not differ from machine to
+machine: their powers and logarithms do in the last of 16 digits, and their float32 ones, a model's own, in the 7th."""
+
+_TOLERANCE = 1e-3
+"""How far keys may be from where they should have been turned to, of the largest."""
+
+_SAME = 1e-5
+"""How far, relatively, float32 frequencies are from those in float64 at most."""
+
+_LAYOUTS: tuple[Literal["half", "interleaved"], ...] = ("half", "interleaved")
+
+Scaled = tuple[list[float], float]
+"""Frequencies, and the factor of cosines and sines."""
+
+
+def rope_of(model: Any, keys: torch.Tensor, positions: torch.Tensor) -> RopeSpec | None:
+    """The rotary embedding of a model, believed only if it explains the keys of a repeated token.
+
+    The first layer sees nothing but the embedding of its token, so for one token id repeated its keys differ by their
+    rotation alone.
+
+    Args:
+        model: a loaded causal language model.
+        keys: of its first layer, [head, token, dim], all of one token id.
+        positions: [token], whole numbers, the first 0.
+
+    Returns:
+        None if there is none, or one that `kvabr.kv.RopeSpec` cannot say: keys then count as not rotated.
+    """
+    config = model.config
+    parameters = dict(getattr(config, "rope_parameters", None) or {})
+    theta = parameters.get("rope_theta", getattr(config, "rope_theta", None))
+    kind = parameters.get("rope_type", "default")
+    if theta is None or kind == "longrope":
+        return None
+    dim = int(keys.shape[-1])
+    share = parameters.get("partial_rotary_factor", getattr(config, "partial_rotary_factor", None)) or 1.0
+    rotary = int(dim * float(share))
+    if rotary < 2 or rotary % 2:
+        return None
+    plain = RopeSpec(float(theta), rotary)
+    try:
+        rope = _scaled(plain, parameters) if kind in _SCALINGS else plain
+        rope.check(dim)
+    except (FormatError, KeyError, TypeError, ValueError, ArithmeticError):
+        return None  # a configuration that makes no sense
+    if rope is not plain and not _is_the_models(rope, getattr(model.base_model, "rotary_emb", None)):
+        return None
+    for layout in _LAYOUTS:
+        if _explains(rope, layout, keys, positions):
+            return RopeSpec(rope.theta, rotary, layout, rope.frequencies, rope.factor)
+    return None
+
+
+def _scaled(plain: RopeSpec, parameters: Mapping[str, Any]) -> RopeSpec:
+    """A plain embedding, scaled as a configuration says; itself if that changes nothing."""
+    frequencies, factor = _SCALINGS[parameters["rope_type"]](plain, parameters)
+    rounded = tuple(map(_rounded, frequencies))
+    if _rounded(factor) == 1 and rounded == tuple(map(_rounded, _powers(plain))):
+        return plain
+    return RopeSpec(plain.theta, plain.rotary_dim, plain.layout, rounded, _rounded(factor))
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.{_DIGITS}g}")
+
+
+def _powers(rope: RopeSpec) -> list[float]:
+    """The frequencies of a plain embedding."""
+    return [rope.theta ** (-2 * pair / rope.rotary_dim) for pair in range(rope.rotary_dim // 2)]
+
+
+def _linear(plain: RopeSpec, parameters: Mapping[str, Any]) -> Scaled:
+    return [each / float(parameters["factor"]) for each in _powers(plain)], 1.0
+
+
+def _llama3(plain: RopeSpec, parameters: Mapping[str, Any]) -> Scaled:
+    """Pairs that turn often within the original context stay, those that turn rarely are slowed down."""
+    context, factor = float(parameters["original_max_position_embeddings"]), float(parameters["factor"])
+    low, high = float(parameters["low_freq_factor"]), float(parameters["high_freq_factor"])
+    out = []
+    for each in _powers(plain):
+        turns = context * each / (2 * math.pi)
+        kept = min(1.0, max(0.0, (turns - low) / (high - low)))
+        out.append(each * (kept + (1 - kept) / factor))
+    return out, 1.0
+
+
+def _yarn(plain: RopeSpec, parameters: Mapping[str, Any]) -> Scaled:
+    """As Llama 3's, with a ramp over the pairs and not over how often they turn; and keys become longer."""
+    context, factor = float(parameters["original_max_position_embeddings"]), float(parameters["factor"])
+    rotary = plain.rotary_dim
+
+    def pair(turns: float) -> float:
+        """Which pair turns so often within the original context."""
+        return rotary * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(plain.theta))
+
+    first = pair(float(parameters.get("beta_fast") or 32))
+    last = pair(float(parameters.get("beta_slow") or 1))
+    if parameters.get("truncate", True):
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, rotary - 1)
+    if first == last:
+        last += 0.001
+    out = []
+    for index, each in enumerate(_powers(plain)):
+        slowed = min(1.0, max(0.0, (index - first) / (last - first)))
+        out.append(each * (1 - slowed + slowed / factor))
+
+    def longer(scale: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
+
+    given, one, other = (parameters.get(name) for name in ("attention_factor", "mscale", "mscale_all_dim"))
+    if given is not None:
+        return out, float(given)
+    return out, longer(float(one)) / longer(float(other)) if one and other else longer(1.0)
+
+
+_SCALINGS: dict[str, Callable[[RopeSpec, Mapping[str, Any]], Scaled]] = {
+    "linear": _linear,
+    "llama3": _llama3,
+    "yarn": _yarn,
+}
+
+
+def _is_the_models(rope: RopeSpec, module: Any) -> bool:
+    """Whether a model turns by these very frequencies and this factor, of which its keys show not all."""
+    own = getattr(module, "inv_freq", None)
+    if not isinstance(own, torch.Tensor) or rope.frequencies is None or own.shape != (len(rope.frequencies),):
+        return False
+    ours = torch.tensor(rope.frequencies, dtype=torch.float64)
+    near = torch.allclose(own.detach().double().cpu(), ours, rtol=_SAME, atol=0.0)
+    return near and math.isclose(float(getattr(module, "attention_scaling", 1.0)), rope.factor, rel_tol=_SAME)
+
+
+def _explains(
+    rope: RopeSpec, layout: Literal["half", "interleaved"], keys: torch.Tensor, positions: torch.Tensor
+) -> bool:
+    """Whether the keys of one token are where they should have been turned to."""
+    rotary, wave = rope.rotary_dim, keys.double()
+    frequencies = torch.tensor(_powers(rope) if rope.frequencies is None else rope.frequencies, dtype=torch.float64)
+    angle = positions.double()[:, None] * frequencies
+    turn = torch.polar(torch.ones_like(angle), angle)
+    if layout == "half":
+        pairs = torch.complex(wave[..., : rotary // 2], wave[..., rotary // 2 : rotary])
+    else:
+        pairs = torch.complex(wave[..., 0:rotary:2], wave[..., 1:rotary:2])
+    error = (pairs - pairs[:, :1] * turn).abs().max().item()
+    return math.isfinite(error) and error <= _TOLERANCE * pairs.abs().max().item()
