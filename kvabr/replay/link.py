@@ -8,7 +8,8 @@ What is modelled, and what is not:
   link back again. (On a link with a drop-tail queue of one round trip a live connection then loses packets and halves
   its window, but goes on to fill the link. A fluid model of that loss recovery predicted live transfers no better.)
 - The first byte of a request comes one round trip after it was sent, and what both ends need to handle it. The request
-  of lowest priority number takes all the capacity; those of equal priority share it evenly.
+  of lowest priority number takes all the capacity; of those of equal priority it is the one that was asked for first,
+  as the origins of kvabr send them.
 - A cancelled request goes on to take capacity for one round trip: what is on its way cannot be called back.
 - No loss, no queueing delay beyond the sharing, no cross traffic but what the trace already saw.
 """
@@ -37,6 +38,7 @@ FIRST_BYTE_S = 0.004
 
 Measured on aioquic, two processes on one shared core each."""
 _LONGEST_RAMP = 64
+_ROUNDING = 1e-13
 LOOKUP_ROUND_TRIPS = 3.0
 """Round trips from dialling to the catalog: QUIC's handshake, SETUP, the request."""
 
@@ -104,6 +106,8 @@ class Capacity:
                     return max(t0, start + (target - level) / rate)
                 level += more
         wanted = self._origin + target - self._ramp_bytes + self._ramp_base
+        # What rounding has added is no byte: it must not wait for the end of an outage.
+        wanted -= _ROUNDING * wanted
         turns = int(wanted // self._total)
         rest = wanted - turns * self._total
         if rest <= 0 and turns:

@@ -136,8 +136,10 @@ def test_a_rotary_embedding_that_cannot_be_undone_is_told(tmp_path, capsys):
     text = tmp_path / "text"
     text.write_text(measuring_texts()["manual"][:3000])
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 160}
-    for scaling, told in ((None, False), (yarn, True)):
-        model = tinymodels.save(tmp_path / f"tiny{told}", rope_scaling=scaling)
+    long = yarn | {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    for scaling, told in ((None, False), (yarn, False), (long, True)):
+        kind = "plain" if scaling is None else scaling["rope_type"]
+        model = tinymodels.save(tmp_path / kind, rope_scaling=scaling)
         calibrate = ("calibrate", "--model", model, "--text", text, "--context-tokens", 64, "--contexts", 2)
         assert kvabr(*calibrate, "--out", tmp_path / "profile") == 0
         assert ("can be undone" in capsys.readouterr().out) == told

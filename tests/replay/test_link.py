@@ -1,5 +1,5 @@
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvabr.errors import TraceError
@@ -15,6 +15,7 @@ rates = st.lists(st.sampled_from([0.0, 10.0, 1e3, 123456.0, 5e6]), min_size=1, m
 times = st.floats(0, 60)
 
 
+@example([0.0, 0.0, 5e6, 123456.0, 0.0], 0.0, 11.0, 3.125, 0.3)
 @given(rates, times, times, st.floats(0, 30), st.sampled_from([0.0, 0.05, 0.3]))
 def test_bytes_add_up_and_when_is_the_inverse_of_between(levels, a, b, start, rtt):
     link = Capacity(trace(levels), start, rtt)
