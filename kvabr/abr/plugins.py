@@ -1,4 +1,7 @@
-"""Policies and estimators by name, by entry point, or from a file: ``NAME``, ``NAME:ARGUMENT``, ``FILE.py:CLASS``."""
+"""Policies and estimators by name, by entry point, or from a file: ``NAME``, ``NAME:ARGUMENT``, ``FILE.py:CLASS``.
+
+A policy that declares parameters (`kvabr.abr.parameters`) takes them as ``NAME:a=1,b=2`` or ``FILE.py:CLASS:a=1,b=2``.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ from typing import Any, TypeVar
 
 from kvabr.abr.estimator import Estimator
 from kvabr.abr.estimators import BUILTIN as ESTIMATORS
+from kvabr.abr.parameters import declared, parse
 from kvabr.abr.policies import BUILTIN as POLICIES
 from kvabr.abr.policy import Policy
 from kvabr.errors import PolicyError
@@ -37,7 +41,7 @@ def load_policy(text: str) -> Callable[[], Policy]:
     """A factory of fresh policy objects.
 
     Args:
-        text: ``NAME``, ``fixed:TRACK`` or ``FILE.py:CLASS``.
+        text: ``NAME``, ``fixed:TRACK`` or ``FILE.py:CLASS``, the first and last also with ``:a=1,b=2``.
 
     Raises:
         PolicyError: there is no such policy, or its file cannot be loaded; the message names file and line.
@@ -59,24 +63,48 @@ def _named(group: str, builtin: Mapping[str, type[T]]) -> dict[str, type[T]]:
     return found
 
 
+def policy_class(text: str) -> type[Policy]:
+    """The class behind the name of a policy; as `load_policy`."""
+    return _find(text, Policy, policies(), "policy", "policies")[0]  # type: ignore[type-abstract]
+
+
 def _load(text: str, base: type[T], named: Mapping[str, type[T]], kind: str, command: str) -> Callable[[], T]:
+    cls, argument = _find(text, base, named, kind, command)
+    if not argument:
+        return _construct(cls, text)
+    known = declared(cls)
+    if not known or "=" not in argument:
+        return _construct(cls, text, argument)
+    values = parse(argument)
+    if unknown := sorted(set(values) - set(known)):
+        raise PolicyError(f"{text}: no parameter {', '.join(unknown)}; there are {', '.join(known)}")
+    for name, value in values.items():
+        low, high = known[name].low, known[name].high
+        if not low <= value <= high:
+            raise PolicyError(f"{text}: {name} is {value:g}; it must be from {low:g} to {high:g}")
+    return _construct(cls, text, **values)
+
+
+def _find(text: str, base: type[T], named: Mapping[str, type[T]], kind: str, command: str) -> tuple[type[T], str]:
+    """The class that ``text`` names, and the argument behind it."""
     head, _, argument = text.partition(":")
     if head.endswith(".py"):
-        return _construct(_class_in(Path(head), argument, base, kind), text, None)
+        name, _, argument = argument.partition(":")
+        return _class_in(Path(head), name, base, kind), argument
     if head not in named:
         raise PolicyError(
             f"unknown {kind} {text!r}; there are {', '.join(sorted(named))}, or give FILE.py:CLASS "
             f"(`kvabr {command}` lists them)"
         )
-    return _construct(named[head], text, argument or None)
+    return named[head], argument
 
 
-def _construct(cls: type[T], text: str, argument: str | None) -> Callable[[], T]:
+def _construct(cls: type[T], text: str, *arguments: str, **values: float) -> Callable[[], T]:
     build: Callable[..., T] = cls
 
     def make() -> T:
         try:
-            return build() if argument is None else build(argument)
+            return build(*arguments, **values)
         except KeyboardInterrupt:
             raise
         except BaseException as error:

@@ -74,6 +74,10 @@ class Policy(ABC):
     abandons: ClassVar[bool] = True
     """Whether the player may cancel a transfer of this policy that will not make it when a cheaper one still can."""
 
+    paces: ClassVar[bool] = False
+    """Whether the policy itself says how much to keep in flight. It is then asked until it waits, or until as many
+    requests are in flight as the player allows; else until so much is in flight as lasts for a round trip."""
+
     def start(self, view: View) -> None:  # noqa: B027  # a hook that few need
         """Begin a play."""
 

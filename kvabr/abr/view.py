@@ -25,11 +25,28 @@ class Transfer:
     received: int = 0
     first_byte_s: float | None = None
     done_s: float | None = None
+    priority: int = 128
+    """0 (most urgent) to 255, as it was asked for."""
 
     @property
     def remaining(self) -> int:
         """Bytes still to come."""
         return self.bytes - self.received
+
+
+class Settled(set[int]):
+    """Groups in place with nothing under way for them, and the order in which they came to be so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.history: list[int] = []
+        """Every group that was ever added, again each time: who remembers how far he has read need not look through
+        all groups to find what is new. A group may have left the set since."""
+
+    def add(self, group: int, /) -> None:
+        """A group is settled, for the first time or once more."""
+        super().add(group)
+        self.history.append(group)
 
 
 class View:
@@ -41,6 +58,7 @@ class View:
         "deadline_s",
         "decode_backlog_s",
         "engine_backlog_s",
+        "front_first",
         "in_flight",
         "ladder",
         "lower_bound",
@@ -60,6 +78,7 @@ class View:
         deadline_s: float,
         *,
         cost: PrefillCost | None = None,
+        front_first: bool = False,
         oracle: Callable[[float], float] | None = None,
     ) -> None:
         self.ladder: Ladder = ladder
@@ -83,7 +102,7 @@ class View:
         """Seconds until the engine is done with what it computes now and with what it was left for good."""
         self.track_of: list[str | None] = [None] * ladder.catalog.groups
         """Per group, the track that is in place or arriving; ``recomputed`` if the engine computes it; or None."""
-        self.settled: set[int] = set()
+        self.settled: Settled = Settled()
         """Groups in place with nothing under way for them: those that may be upgraded."""
         self.in_flight: dict[int, Transfer] = {}
         """Requests in flight, by request number."""
@@ -91,6 +110,8 @@ class View:
         """In a simulator: bytes that the link will carry in the next so many seconds. None in a real play."""
         self.cost: PrefillCost | None = cost
         """What the engine's prefill costs; None if nothing can be recomputed."""
+        self.front_first: bool = front_first
+        """Whether the earliest groups are needed first: there is an engine, and it must compute all behind a miss."""
         self.missing_groups: dict[int, None] = dict.fromkeys(range(ladder.catalog.groups))
         """What `missing` shows; the player keeps it."""
 

@@ -24,7 +24,7 @@ A policy of your own is a class in a file, no installation needed:
           share = 0.8 * view.budget_bytes(view.lower_bound) / len(view.missing)
           return Decision.fetch(group, view.best_track(group, share), f"{share:.0f} bytes a group")
 
-  kvabr replay traces --policy ./cautious.py:Cautious cheapfirst
+  kvabr replay traces --policy ./cautious.py:Cautious anytime
 
 An installed package offers one by the entry point group kvabr.policies.
 """

@@ -31,7 +31,7 @@ _EPILOG = """\
 examples:
   kvabr replay traces                                   the default policy over every trace of a folder
   kvabr replay traces --policy all --starts 4 --html p.html
-  kvabr replay lte.csv --policy cheapfirst fixed:Int4 ./mine.py:MyPolicy --deadline 2
+  kvabr replay lte.csv --policy anytime fixed:Int4 ./mine.py:MyPolicy --deadline 2
   kvabr replay lte.csv --asset my.asset --verify        decode, recompute and score with the real model
   kvabr replay lte.csv --asset my.asset --live          real bytes over QUIC, and the simulation beside them
 

@@ -3,6 +3,9 @@
 The whole play is weighed, not one transfer: if what is in flight plus every missing group at its cheapest cannot arrive
 in time at the expected rate, the transfer goes whose replacement by the cheapest track frees most bytes, provided that
 the play can then still make it, or that it is late already and comes in sooner.
+
+An upgrade is asked for at a lower priority than all that is needed, so it is in nobody's way: unless its first byte
+came although something that is needed should have been on its way by then. Not every peer keeps to priorities.
 """
 
 from __future__ import annotations
@@ -12,6 +15,8 @@ from collections.abc import Callable
 from kvabr.abr.view import Transfer, View
 from kvabr.catalog import Track
 
+_ON_ITS_WAY = 2.0
+"""Times the usual time to a first byte after which a request should be on its way."""
 _MARGIN = 1.05
 """How much of the time left the rest must exceed before a transfer is given up: estimates waver."""
 
@@ -26,16 +31,18 @@ def choose(view: View, instead: Callable[[int], Track | None]) -> tuple[Transfer
     if view.rate <= 0 or not view.in_flight:
         return None
     cheapest = view.ladder.tracks[0]
-    need_s = (view.outstanding_bytes + view.floor_bytes()) / view.rate + cheapest.decode_s
+    needed = [transfer for transfer in view.in_flight.values() if not transfer.upgrade]
+    if not view.missing and not needed:
+        return None  # only upgrades fly: they cost nothing but bytes, and the deadline cuts them off
+    begun_s = min((transfer.requested_s for transfer in needed), default=view.now) + _ON_ITS_WAY * view.ttfb_s
+    weighed = [one for one in view.in_flight.values() if not one.upgrade or _overtook(one, begun_s)]
+    need_s = (sum(one.remaining for one in weighed) + view.floor_bytes()) / view.rate + cheapest.decode_s
     if need_s <= _MARGIN * view.time_left:
         return None
-    anything_needed = bool(view.missing) or any(not transfer.upgrade for transfer in view.in_flight.values())
-    if not anything_needed:
-        return None  # only upgrades fly: they cost nothing but bytes, and the deadline cuts them off
     best: Transfer | None = None
     best_freed = 0.0
     other = cheapest
-    for transfer in view.in_flight.values():
+    for transfer in weighed:
         found = instead(transfer.group)
         if found is None and not transfer.upgrade:
             continue
@@ -50,3 +57,7 @@ def choose(view: View, instead: Callable[[int], Track | None]) -> tuple[Transfer
         return None  # it would neither make the deadline nor come much sooner
     what = "an upgrade in the way" if best.upgrade else f"{other.name} instead"
     return best, f"the rest takes {need_s:.2f} s of {view.time_left:.2f} s left; {what} frees {best_freed / 1e3:.0f} kB"
+
+
+def _overtook(upgrade: Transfer, begun_s: float) -> bool:
+    return upgrade.first_byte_s is not None and upgrade.first_byte_s >= begun_s

@@ -36,7 +36,9 @@ class Ledger:
         log: Log | None,
     ) -> None:
         """All groups are absent."""
-        self.view = View(ladder, deadline_s, cost=cost, oracle=oracle)
+        self.view = View(
+            ladder, deadline_s, cost=cost, front_first=cost is not None and mode == "suffix", oracle=oracle
+        )
         self._catalog = ladder.catalog
         self._config = config
         self._tick_s = deadline_s / config.ticks

@@ -70,6 +70,8 @@ class Session(Ledger):
         self._heard_s = 0.0
         """When bytes came last."""
         self._requests = self._upgrades = 0
+        self._places: dict[int, int] = {}
+        """Of each group that was asked for, the how-manieth it was."""
         self._content = False
         """The policy wanted nothing more when it was last asked."""
 
@@ -287,6 +289,8 @@ class Session(Ledger):
     def _has_room(self) -> bool:
         view, config = self.view, self._config
         flying = len(view.in_flight)
+        if self._umpire.policy.paces:
+            return flying < config.max_requests
         if flying < (config.min_requests if view.rate > 0 else config.first_requests):
             return True
         # What is in flight must last for a round trip and a tick, or the link runs dry.
@@ -333,9 +337,10 @@ class Session(Ledger):
             self._upgrades += 1
             view.settled.discard(group)
         else:
-            # The earliest groups first: a suffix engine has no use for what lies behind a gap.
-            priority = group * 128 // view.groups
+            # In the order in which the policy first asked for them: it knows which the engine needs first.
+            priority = self._places.setdefault(group, len(self._places)) * 128 // view.groups
             view.missing_groups.pop(group, None)
+        transfer.priority = priority
         self._actions.append(Fetch(request, group, track, size, priority))
         self._journal.decision(decision, now, request=request)
         self._journal.transfer("request", now, transfer, bytes=size)

@@ -30,7 +30,8 @@ class StallWatch:
         """
         self._patience_s = patience_s
         self._heard: dict[int, float] = {}
-        self._overtaken: set[int] = set()
+        self._overtaken: dict[int, float] = {}
+        """Since when each was: what it was silent before, it may have waited for its turn."""
         self._stood: set[tuple[int, str]] = set()
         """Groups and tracks that have stood still before."""
         self._any_s: float | None = None
@@ -39,10 +40,10 @@ class StallWatch:
     def heard(self, transfer: Transfer, others: Iterable[Transfer], now: float) -> None:
         """Bytes of a transfer came, while ``others`` were under way as well."""
         self._any_s = self._heard[transfer.request] = now
-        self._overtaken.discard(transfer.request)
+        self._overtaken.pop(transfer.request, None)
         for other in others:
-            if other.request < transfer.request and _rank(other) < _rank(transfer):
-                self._overtaken.add(other.request)
+            if other.request < transfer.request and other.priority < transfer.priority:
+                self._overtaken.setdefault(other.request, now)
 
     def stalled(self, transfers: Iterable[Transfer], ttfb_s: float, now: float) -> list[tuple[Transfer, bool]]:
         """Those that stand still, and of each whether that is its publisher's fault for sure."""
@@ -52,16 +53,11 @@ class StallWatch:
         nothing_s = now - self._any_s
         for transfer in transfers:
             quiet_s = now - self._heard.get(transfer.request, transfer.requested_s)
-            if transfer.request in self._overtaken:
-                if quiet_s >= max(self._patience_s / 2, _OVERTAKEN_TTFB * ttfb_s, LEAST_SILENCE_S):
+            if (since := self._overtaken.get(transfer.request)) is not None:
+                if min(quiet_s, now - since) >= max(self._patience_s / 2, _OVERTAKEN_TTFB * ttfb_s, LEAST_SILENCE_S):
                     found.append((transfer, True))
             elif min(quiet_s, nothing_s) >= max(self._patience_s, _SILENT_TTFB * ttfb_s, LEAST_SILENCE_S):
                 again = (transfer.group, transfer.track) in self._stood
                 found.append((transfer, again and transfer.request in self._heard))
         self._stood.update((transfer.group, transfer.track) for transfer, _ in found)
         return found
-
-
-def _rank(transfer: Transfer) -> tuple[bool, int]:
-    """The more urgent, the lower."""
-    return transfer.upgrade, transfer.request if transfer.upgrade else transfer.group

@@ -27,7 +27,7 @@ from kvabr.replay.link import (
     Capacity,
     running_sums,
 )
-from kvabr.replay.simulator import Simulator
+from kvabr.replay.simulator import LinkUse, Simulator
 from kvabr.replay.trace import Trace
 
 DEFAULT_RTT_S = 0.04
@@ -82,6 +82,8 @@ class Outcome:
     record: PlayRecord
     log: list[dict[str, Any]] | None
     link: list[tuple[float, float]] | None
+    use: LinkUse | None = None
+    """Where the link's bytes went; None for a play that was not simulated."""
 
 
 class Stage:
@@ -160,10 +162,12 @@ class Stage:
             decode_scale=options.decode_scale,
         )
         simulator.run()
-        ghosts = simulator.ghost_bytes
-        return self.outcome(
+        ghosts = simulator.use.ghost_bytes
+        outcome = self.outcome(
             trace, start_s, policy, session, capacity, bound, lines, lookup_s=lookup_s, ghost_bytes=ghosts
         )
+        outcome.use = simulator.use
+        return outcome
 
     def session(
         self,

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvabr.catalog import Catalog
-from kvabr.player.actions import Cancel, Decode, Fetch, Recompute
+from kvabr.player.actions import Action, Cancel, Decode, Deliver, Fetch, GiveUp, Recompute
 from kvabr.player.record import PlayRecord
 from kvabr.player.session import Session
 from kvabr.recompute.cost import PrefillCost
@@ -25,8 +26,26 @@ class _Flow:
     closes_s: float = float("inf")
     """When a cancelled flow stops taking capacity."""
     received: float = 0.0
+    told: int = 0
+    """Of these bytes, those that the session has heard of."""
     seen: bool = False
     cancelled: bool = False
+
+
+@dataclass(slots=True)
+class LinkUse:
+    """What became of the link's bytes, beside those of the cache that was delivered: to tell why it is no better."""
+
+    ghost_bytes: float = 0.0
+    """Bytes that cancelled requests still took from the link."""
+    waiting_bytes: float = 0.0
+    """Bytes that the link could have carried by the deadline while requests were out and none of them was served."""
+    cut_bytes: float = 0.0
+    """Bytes received of requests that were under way when the play ended."""
+    cut_told_bytes: int = 0
+    """Of these, those that the session had heard of, which are in its record as wasted."""
+    undecoded_bytes: int = 0
+    """Bytes of groups that had arrived and were not yet decoded when the play ended."""
 
 
 class Simulator:
@@ -61,8 +80,9 @@ class Simulator:
         self._decoding: deque[tuple[float, int]] = deque()
         self._decoder_free_s = 0.0
         self._compute: tuple[float, int, int] | None = None
-        self.ghost_bytes = 0.0
-        """Bytes that cancelled requests still took from the link."""
+        self.use = LinkUse()
+        """Where the link's bytes went."""
+        self._decoding_bytes: dict[int, int] = {}
 
     def run(self) -> PlayRecord:
         """Play to the end.
@@ -84,7 +104,10 @@ class Simulator:
         return session.record
 
     def _obey(self, now: float) -> None:
-        for action in self._session.actions():
+        actions = self._session.actions()
+        if actions and isinstance(actions[-1], Deliver | GiveUp):
+            self._close(actions)
+        for action in actions:
             if isinstance(action, Fetch):
                 self._flows.append(_Flow(action.request, action.bytes, action.priority, now + self._first_byte_s))
             elif isinstance(action, Decode):
@@ -93,6 +116,7 @@ class Simulator:
                 start = max(now, self._decoder_free_s)
                 self._decoder_free_s = start + track.decode_s * share * self._decode_scale
                 self._decoding.append((self._decoder_free_s, action.request))
+                self._decoding_bytes[action.request] = track.bytes[action.group]
             elif isinstance(action, Cancel):
                 for flow in self._flows:
                     if flow.request == action.request and not flow.cancelled:
@@ -103,6 +127,15 @@ class Simulator:
             elif isinstance(action, Recompute):
                 self._start_compute(action, now)
 
+    def _close(self, actions: Sequence[Action]) -> None:
+        """Add up what was under way when the play ended."""
+        cut = {action.request for action in actions if isinstance(action, Cancel)}
+        for flow in self._flows:
+            if flow.request in cut and not flow.cancelled:
+                self.use.cut_bytes += flow.received
+                self.use.cut_told_bytes += flow.told
+        self.use.undecoded_bytes = sum(self._decoding_bytes[request] for _, request in self._decoding)
+
     def _start_compute(self, action: Recompute, now: float) -> None:
         assert self._cost is not None  # noqa: S101  # a session without a cost model asks for no recompute
         first = action.first * self._catalog.spec.group_tokens
@@ -110,15 +143,11 @@ class Simulator:
         self._compute = (now + self._cost.seconds(first, last - first), action.first, action.last)
 
     def _served(self, now: float) -> list[_Flow]:
-        """The flows that share the capacity now: open, of the lowest priority number."""
+        """The flow that has the capacity now: open, of the lowest priority number, of these the first asked for."""
         served: list[_Flow] = []
         for flow in self._flows:
-            if flow.opens_s > now + _EPSILON:
-                continue
-            if not served or flow.priority < served[0].priority:
+            if flow.opens_s <= now + _EPSILON and (not served or flow.priority < served[0].priority):
                 served = [flow]
-            elif flow.priority == served[0].priority:
-                served.append(flow)
         return served
 
     def _next(self, now: float, served: list[_Flow]) -> float:
@@ -146,7 +175,11 @@ class Simulator:
             for flow in served:
                 flow.received = min(flow.size, flow.received + share)
                 if flow.cancelled:
-                    self.ghost_bytes += share
+                    self.use.ghost_bytes += share
+        elif then > now and self._flows:
+            until = min(then, self._session.view.deadline_s)
+            if until > now and not all(flow.cancelled for flow in self._flows):
+                self.use.waiting_bytes += self._capacity.between(now, until)
 
     def _tell(self, now: float) -> None:
         """Tell the session what has happened by ``now``."""
@@ -185,7 +218,8 @@ class Simulator:
                 continue
             keep.append(flow)
             if due and flow.received:
-                session.progress(flow.request, int(flow.received), now)
+                flow.told = int(flow.received)
+                session.progress(flow.request, flow.told, now)
         self._flows = keep
         for flow in finished:
             session.done(flow.request, now)

@@ -282,7 +282,9 @@ def test_hole_engine_fills_groups_one_by_one_while_the_network_goes_on():
 
 @settings(max_examples=150, deadline=None)
 @given(
-    st.sampled_from(["fixed:Int4", "rate", "bola", "mpc", "cachegen", "budget", "cheapfirst"]),
+    st.sampled_from(
+        ["fixed:Int4", "rate", "bola", "mpc", "cachegen", "budget", "cheapfirst", "anytime", "anytime:compute=0.9"]
+    ),
     st.sampled_from(["hole", "suffix", None]),
     st.booleans(),
     st.integers(0, 2**32),

@@ -56,6 +56,24 @@ def test_the_link_serves_the_most_urgent_request_first():
     assert order == sorted(order)
 
 
+def test_of_equal_priority_the_request_that_was_made_first_is_served_first():
+    class Restless(Policy):
+        """Asks for upgrades of every group, one after the other: more than there are priorities."""
+
+        def decide(self, view):
+            if (group := view.first_missing()) is not None:
+                return Decision.fetch(group, "AC-5x", "first")
+            group = next((g for g in sorted(view.settled) if view.track_of[g] == "AC-5x"), None)
+            return Decision.wait("done") if group is None else Decision.upgrade(group, "Int4", "and again")
+
+    done = []
+    record, _, _ = simulate(
+        Restless(), groups=160, rate=8e6, deadline=4.0, log=lambda e: e["event"] == "done" and done.append(e["request"])
+    )
+    assert [group.track for group in record.groups] == ["Int4"] * 160
+    assert done[-40:] == sorted(done[-40:])
+
+
 def test_a_cancelled_request_still_costs_a_round_trip_of_the_link():
     class Regret(Policy):
         """Asks for one dear group, so that it must be abandoned."""
@@ -68,7 +86,7 @@ def test_a_cancelled_request_still_costs_a_round_trip_of_the_link():
 
     record, _, simulator = simulate(Regret(), groups=2, rate=6e4, rtt=0.1, deadline=1.0)
     assert record.abandoned >= 1
-    assert 0 < simulator.ghost_bytes <= record.abandoned * 0.1 * 6e4 + 1
+    assert 0 < simulator.use.ghost_bytes <= record.abandoned * 0.1 * 6e4 + 1
     assert [group.track for group in record.groups] == ["AC-5x", "AC-5x"]
 
 
@@ -89,4 +107,4 @@ def test_bytes_never_exceed_what_the_link_carries():
     for policy in ("cheapfirst", "bola", "mpc"):
         record, _, simulator = simulate(policy, groups=16, rate=5e5, deadline=1.5)
         end = record.delivered_s
-        assert record.bytes_fetched + simulator.ghost_bytes <= (end - 0.05) * 5e5 + 32  # a byte per transfer
+        assert record.bytes_fetched + simulator.use.ghost_bytes <= (end - 0.05) * 5e5 + 32  # a byte per transfer

@@ -1,5 +1,6 @@
 """The policies that come with kvabr, one small file each."""
 
+from kvabr.abr.policies.anytime import Anytime
 from kvabr.abr.policies.bola import Bola
 from kvabr.abr.policies.budget import Budget
 from kvabr.abr.policies.cachegen import CacheGen, CacheGenOracle
@@ -8,13 +9,14 @@ from kvabr.abr.policies.fixed import Fixed
 from kvabr.abr.policies.mpc import Mpc
 from kvabr.abr.policies.rate import Rate
 
-DEFAULT = "cheapfirst"
+DEFAULT = "anytime"
 
-BUILTIN = {cls.name: cls for cls in (Fixed, Rate, Bola, Mpc, CacheGen, CacheGenOracle, Budget, CheapFirst)}
+BUILTIN = {cls.name: cls for cls in (Fixed, Rate, Bola, Mpc, CacheGen, CacheGenOracle, Budget, CheapFirst, Anytime)}
 
 __all__ = [
     "BUILTIN",
     "DEFAULT",
+    "Anytime",
     "Bola",
     "Budget",
     "CacheGen",

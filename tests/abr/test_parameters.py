@@ -1,0 +1,60 @@
+import pytest
+
+from kvabr.abr.parameters import Parameter, declared, parse, spell
+from kvabr.abr.plugins import load_policy, policy_class
+from kvabr.errors import PolicyError
+from tests.lab.matrices import tuned
+
+
+def test_values_and_shares_are_inverse():
+    for parameter in (Parameter(0.2, 1.4, 0.5), Parameter(0.001, 10.0, 0.1, log=True)):
+        for share in (0.0, 0.25, 0.5, 1.0):
+            assert parameter.share(parameter.at(share)) == pytest.approx(share, abs=1e-3)
+        assert (parameter.at(0.0), parameter.at(1.0)) == (parameter.low, parameter.high)
+    assert Parameter(0.01, 1.0, 0.1, log=True).at(0.5) == pytest.approx(0.1)
+    assert Parameter(0.0, 1.0, 0.1).share(7.0) == 1.0
+
+
+def test_a_policy_takes_its_parameters_by_name(tmp_path):
+    text = tuned(tmp_path)
+    assert load_policy(text)()._caution == 0.7
+    assert load_policy(f"{text}:caution=0.25")()._caution == 0.25
+    assert load_policy(f"{text}:idle=2,caution=0.5")()._caution == 0.5
+    assert list(declared(policy_class(text))) == ["caution", "idle"]
+    assert declared(policy_class("cachegen")) == {}
+    assert declared(policy_class("fixed:FP8")) == {}
+
+
+@pytest.mark.parametrize(
+    ("argument", "words"),
+    [
+        ("caution=9", "from 0.1 to 1.5"),
+        ("nosuch=1", "no parameter nosuch; there are caution, idle"),
+        ("caution=much", "not name=number"),
+        ("caution=nan", "not name=number"),
+        ("caution=0.5,caution=0.6", "not name=number"),
+        ("caution=0.5,", "not name=number"),
+    ],
+)
+def test_what_a_policy_does_not_take_is_refused(tmp_path, argument, words):
+    with pytest.raises(PolicyError, match=words):
+        load_policy(f"{tuned(tmp_path)}:{argument}")()
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        7, {"a": 7}, {"a": (1.0, 2.0)}, {"a": (1.0, 2.0, 3.0)}, {"a": (2.0, 1.0, 1.5)}, {"a": (0.0, 1.0, 0.5, True)},
+        {"a b": (0.0, 1.0, 0.5)}, {"a": (0.0, float("inf"), 1.0)}, {"a": (1.0, 1.0, 1.0)}, {"a": ("0", 1.0, 0.5)},
+        {str(number): (0.0, 1.0, 0.5) for number in range(40)},
+    ],
+)  # fmt: skip
+def test_declarations_that_make_no_sense_are_refused(table):
+    with pytest.raises(PolicyError):
+        declared(type("Odd", (), {"parameters": table}))
+
+
+def test_spelling_is_what_parsing_reads():
+    values = {"a": 0.125, "b": 1e-7}
+    assert parse(spell("x", values).removeprefix("x:")) == values
+    assert spell("x", {}) == "x"
