@@ -78,7 +78,7 @@ def test_the_same_seed_gives_the_same_bytes(capsys, asset, tmp_path):
 def test_it_needs_no_model_and_no_asset(capsys):
     status, out, _ = run(capsys, "replay", TRACES / "flat.csv", "--deadline", 4, "--scale-to-mean", 0.4)
     assert status == 0
-    assert "cheapfirst" in out
+    assert "anytime" in out
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_the_policy_of_the_readme_plays(capsys, asset, tmp_path):
 
 def test_lists_name_everything(capsys):
     out = run(capsys, "policies")[1]
-    assert "cheapfirst" in out
+    assert "anytime" in out
     assert "cachegen-oracle" in out
     assert "harmonic" in run(capsys, "estimators")[1]
 

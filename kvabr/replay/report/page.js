@@ -158,6 +158,10 @@ function start() {
   Object.assign(state, readAddress());
   drawPlay();
   addEventListener("hashchange", () => update(readAddress()));
+  // A link to a play may stand far above it.
+  addEventListener("click", (event) => {
+    if (event.target.closest && event.target.closest('a[href^="#play="]')) byId("play-section").scrollIntoView();
+  });
   addEventListener("keydown", (event) => {
     const typing = event.target.closest && event.target.closest("input, select, textarea");
     if (typing || event.ctrlKey || event.metaKey || event.altKey || !KEYS[event.key]) return;

@@ -9,7 +9,8 @@ from __future__ import annotations
 import html
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,24 @@ from kvabr.replay.report.verdict import verdict
 
 SCRIPTS = ("dom.js", "overview.js", "strip.js", "timeline.js", "inspector.js", "log.js", "page.js")
 """The page's scripts in the order in which they are put together."""
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """What a page that shows more than a replay puts around the plays."""
+
+    mark: str = "kvabr replay"
+    """What made the page."""
+    title: str | None = None
+    """The window's title; None for the asset's name."""
+    verdict: str | None = None
+    """The sentence at the top; None for the replay's own."""
+    sections: str = ""
+    """HTML that stands between the overview and the plays. It is not escaped."""
+    style: str = ""
+    """CSS of these sections."""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """Facts of the header that the result's runs do not tell rightly."""
 
 
 def write_page(path: Path, result: Result, timelines: list[Timeline]) -> None:
@@ -39,15 +58,19 @@ def write_page(path: Path, result: Result, timelines: list[Timeline]) -> None:
     write_text(path, render(result, timelines))
 
 
-def render(result: Result, timelines: list[Timeline]) -> str:
+def render(result: Result, timelines: list[Timeline], frame: Frame | None = None) -> str:
     """The page's text."""
-    sentence = verdict(result)
+    frame = frame or Frame()
+    sentence = verdict(result) if frame.verdict is None else frame.verdict
     tracks = track_order(result, timelines)
     data = digest(result, timelines, tracks)
+    data["facts"] |= frame.facts
     fill = {
-        "title": html.escape(data["title"]),
+        "mark": html.escape(frame.mark),
+        "title": html.escape(data["title"] if frame.title is None else frame.title),
         "verdict": html.escape(sentence),
-        "style": _own("page.css").replace("/*tracks*/", _palette(len(tracks))),
+        "sections": frame.sections,
+        "style": _own("page.css").replace("/*tracks*/", _palette(len(tracks))) + frame.style,
         "data": _embed(data),
         "script": "\n".join(map(_own, SCRIPTS)),
     }

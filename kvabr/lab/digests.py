@@ -1,0 +1,143 @@
+"""Digests of everything that a play depends on: what has the same digest need not be played again.
+
+A policy's digest covers the source of its class, of the classes that it derives from, and of what these import from
+beside themselves. Everything else that decides a play, the player and the simulator, is one digest of its own: where it
+changes, everything is played again.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import inspect
+import json
+import struct
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
+from functools import cache
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+from pathlib import Path
+from typing import Any
+
+from kvabr.abr.plugins import load_estimator, policy_class
+from kvabr.catalog import Catalog
+from kvabr.replay.play import PlayOptions
+from kvabr.replay.trace import Trace
+
+_DECIDES = ("abr", "player", "recompute", "replay", "lab", "catalog.py", "kv.py", "transport/base.py")
+"""Of kvabr, what can change the outcome of a simulated play."""
+_DOES_NOT = (
+    *("abr/policies", "abr/estimators", "replay/live", "replay/report", "replay/readers", "lab/report"),
+    *("replay/run.py", "replay/summary.py", "replay/verify.py", "replay/trace_info.py", "replay/synth.py"),
+)
+_LAB = ("lab/causes.py", "lab/curve.py", "lab/play.py")
+"""Of the laboratory, the same: the rest only reads what was played."""
+
+
+def digest(*parts: Any) -> str:
+    """SHA-256 of plain JSON values, hex."""
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def of_trace(trace: Trace) -> str:
+    """A trace: every number of it, and the name that its start points are drawn by."""
+    sums = hashlib.sha256(f"{trace.family}\0{trace.name}\0{trace.rtt_s!r}\0{trace.duration_s!r}\0".encode())
+    sums.update(struct.pack(f"<{len(trace.times)}d", *trace.times))
+    sums.update(struct.pack(f"<{len(trace.rates)}d", *trace.rates))
+    return sums.hexdigest()
+
+
+def of_catalog(catalog: Catalog) -> str:
+    """A catalog: all of it."""
+    return hashlib.sha256(catalog.dumps().encode()).hexdigest()
+
+
+def of_options(options: PlayOptions) -> str:
+    """How a play is played."""
+    values = asdict(options)
+    estimator = values["estimator"]
+    return digest(values, None if estimator is None else of_class(type(load_estimator(estimator)())))
+
+
+def of_policy(text: str) -> str:
+    """A policy and its parameters, and the estimator that it asks for."""
+    cls = policy_class(text)
+    return digest(text, of_class(cls), of_class(type(load_estimator(cls.estimator)())))
+
+
+def of_class(cls: type[Any]) -> str:
+    """The source behind a class, as this module's text says.
+
+    A class whose source cannot be found has its name for a digest.
+    """
+    sums = hashlib.sha256(f"{cls.__module__ if _ours(cls.__module__) else ''}.{cls.__qualname__}".encode())
+    found: dict[Path, None] = {}
+    for base in cls.__mro__:
+        if base.__module__ not in {"builtins", "abc"}:
+            _gather(base.__module__, found)
+    for path in sorted(found, key=lambda item: item.name):
+        sums.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return sums.hexdigest()
+
+
+@cache
+def of_code() -> str:
+    """Everything of kvabr that decides a play, but for policies and estimators."""
+    sums = hashlib.sha256()
+    for name, data in sorted(_sources(files("kvabr"), "")):
+        sums.update(name.encode() + b"\0" + data + b"\0")
+    return sums.hexdigest()
+
+
+def _sources(folder: Traversable, prefix: str) -> Iterator[tuple[str, bytes]]:
+    for item in folder.iterdir():
+        name = prefix + item.name
+        if name in _DOES_NOT:
+            continue
+        if item.is_dir():
+            yield from _sources(item, f"{name}/")
+        elif name.endswith(".py") and _decides(name):
+            yield name, item.read_bytes()
+
+
+def _decides(name: str) -> bool:
+    if name.startswith("lab/"):
+        return name in _LAB
+    return any(name == part or name.startswith(f"{part}/") for part in _DECIDES)
+
+
+def _ours(module: str) -> bool:
+    return module == "kvabr" or module.startswith("kvabr.")
+
+
+def _gather(module: str, found: dict[Path, None]) -> None:
+    """Add a module's file and those beside it that it imports, and so on."""
+    if _ours(module) and not module.startswith(("kvabr.abr.policies.", "kvabr.abr.estimators.")):
+        return  # `of_code` covers it
+    loaded = sys.modules.get(module)
+    source = None if loaded is None else inspect.getsourcefile(loaded)
+    path = None if source is None else Path(source)
+    if path is None or path in found or not path.is_file():
+        return
+    found[path] = None
+    for other in _imports(path, module):
+        _gather(other, found)
+
+
+def _imports(path: Path, module: str) -> Iterable[str]:
+    """Loaded modules that a file imports and that lie in its own folder, or in one of its package."""
+    names: set[str] = set()
+    package = module.rpartition(".")[0]
+    for node in ast.walk(ast.parse(path.read_bytes())):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package.rsplit(".", node.level - 1)[0] if node.level else ""
+            whole = ".".join(part for part in (base, node.module or "") if part)
+            names.update((whole, *(f"{whole}.{alias.name}" for alias in node.names)))
+    for name in sorted(names):
+        source = getattr(sys.modules.get(name), "__file__", None)
+        if source is not None and (_ours(name) or Path(source).is_relative_to(path.parent)):
+            yield name

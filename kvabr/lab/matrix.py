@@ -1,0 +1,225 @@
+"""What a laboratory run plays: every combination of what its axes name."""
+
+from __future__ import annotations
+
+import math
+import random
+import re
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, fields
+from itertools import product
+
+from kvabr.abr.plugins import load_estimator, load_policy
+from kvabr.catalog import Catalog
+from kvabr.errors import PolicyError, UsageError
+from kvabr.recompute.cost import PrefillCost
+from kvabr.recompute.planner import EngineMode
+from kvabr.replay.play import PlayOptions
+from kvabr.replay.trace import Trace
+
+_ENGINE = re.compile(r"(?:(none)|(asset)|([0-9.eE+-]+)(x|/s))(?::(suffix|hole))?")
+_MOST_PLAYS = 10_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """What can be recomputed, and how fast; written as `parse` reads it."""
+
+    text: str
+    """As the user wrote it."""
+    kind: str
+    """``none``, ``asset`` (as its publisher measured), ``x`` (of the deadline) or ``/s`` (tokens a second)."""
+    number: float
+    mode: EngineMode
+
+    @classmethod
+    def parse(cls, text: str) -> EngineSpec:
+        """Read ``none``, ``asset``, ``2x`` or ``1500/s``, each also with ``:suffix``.
+
+        ``2x`` is an engine that takes twice the deadline to compute the whole prompt.
+
+        Raises:
+            UsageError: it is none of these.
+        """
+        match = _ENGINE.fullmatch(text)
+        try:
+            number = float(match[3]) if match is not None and match[3] else 0.0
+        except ValueError:
+            number = -1.0
+        if match is None or number < 0 or (match[3] and not 0 < number < math.inf):
+            raise UsageError(f"engine {text!r}: write none, asset, 2x (of the deadline) or 1500/s, each with :suffix")
+        kind = match[1] or match[2] or match[4]
+        return cls(text, kind, number, "suffix" if match[5] == "suffix" else "hole")
+
+    def cost(self, catalog: Catalog, deadline_s: float) -> PrefillCost | None:
+        """What recomputing this asset costs; None for no engine.
+
+        Raises:
+            UsageError: the asset's publisher measured nothing.
+        """
+        if self.kind == "none":
+            return None
+        if self.kind == "x":
+            return PrefillCost(0.0, self.number * deadline_s / catalog.tokens)
+        if self.kind == "/s":
+            return PrefillCost.from_rate(self.number)
+        if catalog.prefill is None:
+            raise UsageError("engine 'asset': this asset does not say what its prefill cost; give 2x or 1500/s")
+        return catalog.prefill
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """One asset of a matrix."""
+
+    name: str
+    """What people call it; unique in the matrix."""
+    catalog: Catalog
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One combination of everything but trace, start and policy."""
+
+    asset: str
+    deadline_s: float
+    load: float | None
+    """The traces' mean carries this fraction of the FP16 cache within the deadline; None: traces are not scaled."""
+    rtt_s: float | None
+    """Round trip; None for the trace's own."""
+    engine: str
+
+    def title(self, axes: Collection[str] | None = None, *, kinds: bool = False) -> str:
+        """The cell in a few words.
+
+        Args:
+            axes: fields to name; None for all.
+            kinds: the names of the axes rather than the cell's values.
+        """
+        words = {
+            "asset": ("asset", self.asset),
+            "deadline_s": ("deadline", f"{self.deadline_s:g} s"),
+            "load": ("load", "as recorded" if self.load is None else f"load {self.load:g}"),
+            "rtt_s": ("round trip", "own RTT" if self.rtt_s is None else f"{1000 * self.rtt_s:g} ms"),
+            "engine": ("engine", "no engine" if self.engine == "none" else f"engine {self.engine}"),
+        }
+        return " · ".join(words[name][0 if kinds else 1] for name in words if axes is None or name in axes)
+
+
+def varying(cells: Sequence[Cell]) -> list[str]:
+    """The fields in which these cells differ; all of them if there is but one cell."""
+    names = [field.name for field in fields(Cell)]
+    if len(cells) < 2:
+        return names
+    return [name for name in names if len({getattr(cell, name) for cell in cells}) > 1]
+
+
+@dataclass(frozen=True, slots=True)
+class LabMatrix:
+    """Everything that a run of the laboratory plays.
+
+    Raises:
+        UsageError: an axis is empty, has a value twice, or a value that makes no sense.
+        PolicyError: a policy cannot be loaded.
+    """
+
+    offers: tuple[Offer, ...]
+    traces: tuple[Trace, ...]
+    policies: tuple[str, ...]
+    deadlines: tuple[float, ...] = (2.0,)
+    loads: tuple[float | None, ...] = (0.1,)
+    rtts: tuple[float | None, ...] = (None,)
+    engines: tuple[EngineSpec, ...] = (EngineSpec("none", "none", 0.0, "hole"),)
+    starts: int = 1
+    """Start points of each trace: the first at its beginning, the others at random."""
+    per_family: int | None = None
+    """Plays of each family in each cell, spread evenly over its traces; None: `starts` of every trace.
+
+    A family of many traces then counts no more than one of few; some of its traces may not be played at all."""
+    seed: int = 0
+    estimator: str | None = None
+    """Estimator for every policy; None for each policy's own."""
+    decode_scale: float = 1.0
+    slow_start: bool = True
+
+    def __post_init__(self) -> None:
+        axes: dict[str, Sequence[object]] = {
+            "assets": [offer.name for offer in self.offers],
+            "traces": [trace.name for trace in self.traces],
+            "policies": self.policies, "deadlines": self.deadlines, "loads": self.loads, "rtts": self.rtts,
+            "engines": [engine.text for engine in self.engines],
+        }  # fmt: skip
+        for name, values in axes.items():
+            if not values:
+                raise UsageError(f"the matrix has no {name}")
+            if len(set(values)) != len(values):
+                twice = next(value for value in values if list(values).count(value) > 1)
+                raise UsageError(f"the matrix names {twice!r} twice among its {name}")
+        if self.starts < 1 or (self.per_family is not None and self.per_family < 1):
+            raise UsageError(f"{min(self.starts, self.per_family or 1)} starts; at least one is needed")
+        if self.plays > _MOST_PLAYS:
+            raise UsageError(f"the matrix has {self.plays:,} plays; {_MOST_PLAYS:,} are the most: take fewer starts")
+        for cell in self.cells():
+            self.options(cell)  # a value that makes no sense is found before hours of work, not after
+        for policy in self.policies:
+            _try(policy, self.offers)
+        if self.estimator is not None:
+            load_estimator(self.estimator)()
+
+    @property
+    def plays(self) -> int:
+        """How many plays the matrix has."""
+        axes = (self.offers, self.deadlines, self.loads, self.rtts, self.engines, self.policies)
+        return math.prod(map(len, axes)) * sum(self.counts())
+
+    def counts(self) -> list[int]:
+        """How many start points each trace has."""
+        if self.per_family is None:
+            return [self.starts] * len(self.traces)
+        sizes = Counter(trace.family for trace in self.traces)
+        seen: Counter[str] = Counter()
+        found = []
+        for trace in self.traces:
+            size, index = sizes[trace.family], seen[trace.family]
+            found.append(self.per_family * (index + 1) // size - self.per_family * index // size)
+            seen[trace.family] += 1
+        return found
+
+    def cells(self) -> Iterator[Cell]:
+        """Every cell, in the order of the axes."""
+        axes = (self.offers, self.deadlines, self.loads, self.rtts, self.engines)
+        for offer, deadline_s, load, rtt_s, engine in product(*axes):
+            yield Cell(offer.name, deadline_s, load, rtt_s, engine.text)
+
+    def catalog(self, cell: Cell) -> Catalog:
+        """What a cell plays."""
+        return next(offer.catalog for offer in self.offers if offer.name == cell.asset)
+
+    def options(self, cell: Cell) -> PlayOptions:
+        """How a cell plays."""
+        engine = next(engine for engine in self.engines if engine.text == cell.engine)
+        return PlayOptions(
+            deadline_s=cell.deadline_s,
+            rtt_s=cell.rtt_s,
+            scale_to_mean=cell.load,
+            cost=engine.cost(self.catalog(cell), cell.deadline_s),
+            mode=engine.mode,
+            decode_scale=self.decode_scale,
+            slow_start=self.slow_start,
+            estimator=self.estimator,
+        )
+
+    def starts_of(self, trace: Trace, count: int) -> list[float]:
+        """So many start points of a trace, seconds; more starts add to those that there were."""
+        dice = random.Random(f"{self.seed}:{trace.family}:{trace.name}")  # noqa: S311  # start points, not secrets
+        return [0.0, *(dice.uniform(0.0, trace.duration_s) for _ in range(count - 1))]
+
+
+def _try(policy: str, offers: tuple[Offer, ...]) -> None:
+    load_policy(policy)()
+    track = policy.removeprefix("fixed:")
+    for offer in offers:
+        if track != policy and track not in offer.catalog.by_name:
+            names = ", ".join(offer.catalog.by_name)
+            raise PolicyError(f"{policy}: asset {offer.name} has no such track; it has {names}")

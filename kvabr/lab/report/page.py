@@ -1,0 +1,84 @@
+"""Puts the page of a matrix together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from kvabr.files import write_text
+from kvabr.lab.matrix import LabMatrix
+from kvabr.lab.report.axes import cuts
+from kvabr.lab.report.sections import build
+from kvabr.lab.report.worst import PER_POLICY, replay_worst
+from kvabr.lab.run import Played
+from kvabr.lab.tables import verdict
+from kvabr.replay.report.page import Frame, render
+
+
+def write_report(
+    path: Path, matrix: LabMatrix, played: Played, result: dict[str, Any], *, per_policy: int = PER_POLICY
+) -> None:
+    """Write the page.
+
+    Args:
+        path: where to; replaced whole.
+        matrix: what was played.
+        played: the lines.
+        result: their totals, of `kvabr.lab.totals.result`.
+        per_policy: worst plays of each policy that are shown.
+
+    Raises:
+        AssetError: the file cannot be written.
+    """
+    ranked = [row["policy"] for row in result["comparison"]["ranking"]]
+    policies = ranked or list(matrix.policies)
+    worst = replay_worst(matrix, played, policies, per_policy=per_policy)
+    sections = build(result, played, cuts(played, policies), worst.shown)
+    frame = Frame(
+        mark="kvabr lab",
+        title=f"{_assets(matrix)} · kvabr lab",
+        verdict=verdict(result),
+        sections=sections,
+        style=files("kvabr.lab.report").joinpath("lab.css").read_text(encoding="utf-8"),
+        facts=_facts(matrix, played),
+    )
+    write_text(path, render(_as_replay(matrix, played, result, worst.runs), worst.timelines, frame))
+
+
+def _as_replay(matrix: LabMatrix, played: Played, result: dict[str, Any], worst: Sequence[Any]) -> dict[str, Any]:
+    """The matrix as a replay's result: the plays that are shown first, since timelines name them by their place."""
+    lines = [line for cell in played.lines for line in cell]
+    tracks: dict[str, dict[str, Any]] = {}
+    for offer in matrix.offers:
+        for track in offer.catalog.tracks:
+            row = {"track": track.name, "bytes": track.total_bytes, "loss": sum(track.loss)}
+            tracks.setdefault(track.name, row)
+    return {
+        "asset": {
+            "model": _assets(matrix),
+            "tokens": matrix.offers[0].catalog.tokens if len(matrix.offers) == 1 else None,
+            "tracks": list(tracks.values()),
+        },
+        "summary": result["summary"],
+        "runs": [*worst, *lines],
+    }
+
+
+def _assets(matrix: LabMatrix) -> str:
+    return ", ".join(offer.name for offer in matrix.offers)
+
+
+def _facts(matrix: LabMatrix, played: Played) -> dict[str, Any]:
+    lines = [line for cell in played.lines for line in cell]
+    starts = sum(matrix.counts())
+    first = matrix.policies[0]
+    return {
+        "runs": len(lines),
+        "plays": starts * len(played.cells),
+        "traces": len(matrix.traces),
+        "apart": sum(not line["feasible"] for line in lines if line["policy"] == first),
+        "deadlines": sorted(matrix.deadlines),
+        "engine_mode": None,
+    }

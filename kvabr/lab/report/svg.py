@@ -1,0 +1,140 @@
+"""Charts as inline SVG: lines of text, no library, no script. Colours are CSS variables of ``lab.css``."""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Mapping, Sequence
+
+from kvabr.lab.causes import CAUSES
+from kvabr.lab.tables import cause_title, short
+
+COLOURS = 10
+"""Colours of lines; a policy beyond them has a colour again, but another dash."""
+_FLOOR = 1e-5
+"""Regrets below this are drawn here: on a logarithmic axis there is no zero."""
+_LABEL = 190
+
+
+def escape(text: object) -> str:
+    """Text that may stand anywhere in the page."""
+    return html.escape(str(text))
+
+
+def line_class(index: int) -> str:
+    """The class of a policy's line."""
+    return f"l{index % COLOURS}" + (" dashed" if index >= COLOURS else "")
+
+
+class LogAxis:
+    """Regret on a logarithmic axis, from `_FLOOR` or the decade below the least to the decade above the most."""
+
+    def __init__(self, values: Sequence[float], left: float, right: float) -> None:
+        known = [max(_FLOOR, value) for value in values] or [_FLOOR, 1.0]
+        self._low = math.floor(math.log10(min(known)) + 1e-9)
+        self._high = max(self._low + 1, math.ceil(math.log10(max(known)) - 1e-9))
+        self._left, self._width = left, right - left
+
+    def x(self, value: float) -> float:
+        """Where a value lies."""
+        share = (math.log10(max(_FLOOR, value)) - self._low) / (self._high - self._low)
+        return self._left + min(1.0, max(0.0, share)) * self._width
+
+    def grid(self, top: float, bottom: float) -> str:
+        """A line and a label for every decade."""
+        parts = []
+        for power in range(self._low, self._high + 1):
+            x, text = self.x(10.0**power), f"{10.0**power:g}"
+            if power <= math.log10(_FLOOR) + 1e-9:
+                text = f"≤{text}"
+            parts.append(f'<line class="rule" x1="{x:.1f}" x2="{x:.1f}" y1="{top}" y2="{bottom}"/>')
+            parts.append(f'<text x="{x:.1f}" y="{bottom + 13}" text-anchor="middle">{text}</text>')
+        return "".join(parts)
+
+
+def ranking(rows: Sequence[Mapping[str, object]], regrets: Mapping[str, tuple[float, float, float]]) -> str:
+    """Mean regret of every policy with its interval, best on top.
+
+    Args:
+        rows: the ranking of a result.
+        regrets: mean, low and high end by policy.
+    """
+    width, step, top = 860, 22, 8
+    bottom = top + step * len(rows)
+    axis = LogAxis([value for ends in regrets.values() for value in ends], _LABEL + 10, width - 60)
+    parts = [axis.grid(top, bottom)]
+    for index, row in enumerate(rows):
+        policy, y = str(row["policy"]), top + step * (index + 0.5)
+        mean, low, high = regrets[policy]
+        said = f"{policy}: {short(mean)} ({short(low)} to {short(high)})"
+        parts.append(
+            f'<g><title>{escape(said)}</title><text x="{_LABEL}" y="{y + 4}" text-anchor="end" class="name">'
+            f'{escape(_cut(policy))}</text><line class="interval" x1="{axis.x(low):.1f}" x2="{axis.x(high):.1f}" '
+            f'y1="{y}" y2="{y}"/><circle class="dot" cx="{axis.x(mean):.1f}" cy="{y}" r="4"/>'
+            f'<text x="{width - 52}" y="{y + 4}">{escape(short(mean))}</text></g>'
+        )
+    return _frame(width, bottom + 20, "Mean regret of every policy", "".join(parts))
+
+
+def causes(rows: Sequence[tuple[str, Mapping[str, float]]]) -> str:
+    """What each policy's regret comes from: bars of shares, all of one length."""
+    width, step, top = 860, 22, 6
+    inner = width - _LABEL - 80
+    parts = []
+    for index, (policy, parted) in enumerate(rows):
+        y, x = top + step * index, float(_LABEL + 10)
+        whole = sum(max(0.0, parted[cause]) for cause in CAUSES)
+        parts.append(f'<text x="{_LABEL}" y="{y + 14}" text-anchor="end" class="name">{escape(_cut(policy))}</text>')
+        for cause in CAUSES:
+            part = max(0.0, parted[cause]) / whole * inner if whole > 0 else 0.0
+            if part > 0.2:
+                said = f"{policy}, {cause_title(cause)}: {short(parted[cause])}"
+                parts.append(
+                    f'<rect class="cause-{cause}" x="{x:.1f}" y="{y + 2}" width="{part:.1f}" height="{step - 5}">'
+                    f"<title>{escape(said)}</title></rect>"
+                )
+            x += part
+        total = sum(parted.values())
+        parts.append(f'<text x="{_LABEL + 18 + inner}" y="{y + 14}">{escape(short(total))}</text>')
+    return _frame(width, top + step * len(rows) + 4, "Regret by cause", "".join(parts))
+
+
+def distribution(values: Mapping[str, Sequence[float]], order: Sequence[str], title: str) -> str:
+    """How regret is spread: for every policy, the share of plays with at most so much."""
+    width, height, left, top = 410, 200, 34, 8
+    bottom = height - 22
+    axis = LogAxis([value for line in values.values() for value in _ends(line)], left, width - 12)
+    parts = [axis.grid(top, bottom)]
+    for share in (0.0, 0.25, 0.5, 0.75, 1.0):
+        y = bottom - share * (bottom - top)
+        parts.append(f'<line class="rule" x1="{left}" x2="{width - 12}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(f'<text x="{left - 4}" y="{y + 4:.1f}" text-anchor="end">{100 * share:g}</text>')
+    for index, policy in enumerate(order):
+        ranked = sorted(values.get(policy, ()))
+        if not ranked:
+            continue
+        points = []
+        for number in range(101):
+            share = number / 100
+            value = ranked[min(len(ranked) - 1, max(0, math.ceil(share * len(ranked)) - 1))]
+            points.append(f"{axis.x(value):.1f},{bottom - share * (bottom - top):.1f}")
+        parts.append(
+            f'<polyline class="curve {line_class(index)}" points="{" ".join(points)}">'
+            f"<title>{escape(policy)}</title></polyline>"
+        )
+    return _frame(width, height, title, "".join(parts))
+
+
+def _ends(line: Sequence[float]) -> tuple[float, ...]:
+    return (min(line), max(line)) if line else ()
+
+
+def _cut(policy: str) -> str:
+    return policy if len(policy) <= 28 else "…" + policy[-27:]
+
+
+def _frame(width: int, height: float, title: str, inside: str) -> str:
+    return (
+        f'<svg class="chart" viewBox="0 0 {width} {height}" width="{width}" height="{height}" role="img" '
+        f'aria-label="{escape(title)}">{inside}</svg>'
+    )

@@ -1,0 +1,208 @@
+"""Plays what a matrix has and the store lacks, in parallel processes; then gathers every line.
+
+What was played is kept as it comes, so that an interrupted run goes on where it was.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import dataclass
+from typing import Any
+
+from kvabr.errors import UsageError
+from kvabr.lab import digests
+from kvabr.lab.matrix import Cell, LabMatrix
+from kvabr.lab.play import Bench
+from kvabr.lab.store import Line, Store
+
+_CHUNK = 48
+"""Plays of one task, about: enough to make handing them over worthwhile, few enough to keep all processes busy."""
+_COMMIT_S = 2.0
+
+Progress = Callable[[int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """Some starts of one trace in one cell, with the policies that have yet to play each."""
+
+    cell: int
+    trace: int
+    todo: tuple[tuple[int, tuple[str, ...]], ...]
+    """(number of the start, policies)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """What a run of the laboratory gives."""
+
+    cells: tuple[Cell, ...]
+    lines: list[list[Line]]
+    """Per cell, every play: traces, starts, then policies, in the matrix's order."""
+    fresh: int
+    """Plays that were played now; the others were kept from before."""
+
+
+class Keys:
+    """The digest of every play of a matrix, but for its start."""
+
+    def __init__(self, matrix: LabMatrix) -> None:
+        self._traces = [digests.of_trace(trace) for trace in matrix.traces]
+        self._policies = {policy: digests.of_policy(policy) for policy in matrix.policies}
+        assets = {offer.name: digests.of_catalog(offer.catalog) for offer in matrix.offers}
+        self._cells = {
+            cell: digests.digest(assets[cell.asset], digests.of_options(matrix.options(cell)))
+            for cell in matrix.cells()
+        }
+        self._rest = digests.digest(digests.of_code(), matrix.seed)
+
+    def key(self, cell: Cell, trace: int, policy: str) -> str:
+        """The digest of all starts of one trace, played with one policy in one cell."""
+        return digests.digest(self._cells[cell], self._traces[trace], self._policies[policy], self._rest)
+
+
+def run(
+    matrix: LabMatrix, store: Store, *, jobs: int | None = None, progress: Progress | None = None,
+    planned: Callable[[int, int], None] | None = None,
+) -> Played:  # fmt: skip
+    """Play a matrix.
+
+    Args:
+        matrix: what to play.
+        store: takes what is played; what it has already is not played again.
+        jobs: processes; None for one per core. One plays in this process.
+        progress: told how many plays were finished since it was last told.
+        planned: told once how many plays have to be played, and how many there are in all.
+
+    Raises:
+        PolicyError: a policy raised or returned nonsense; what was played before is kept.
+    """
+    if jobs is not None and jobs < 1:
+        raise UsageError(f"{jobs} processes; at least one is needed")
+    cells = tuple(matrix.cells())
+    keys = Keys(matrix)
+    known, todo = _survey(matrix, cells, keys, store)
+    fresh = sum(len(policies) for task in todo for _, policies in task.todo)
+    if planned is not None:
+        planned(fresh, matrix.plays)
+    last = time.monotonic()
+    try:
+        for task, found in _outcomes(matrix, cells, todo, jobs or os.cpu_count() or 1):
+            for policy, fresh_lines in found.items():
+                known[task.cell, task.trace, policy].update(fresh_lines)
+                store.put(keys.key(cells[task.cell], task.trace, policy), fresh_lines)
+            if time.monotonic() - last > _COMMIT_S:
+                store.commit()
+                last = time.monotonic()
+            if progress is not None:
+                progress(sum(map(len, found.values())))
+    finally:
+        store.commit()
+    counts = matrix.counts()
+    lines = [
+        [
+            known[place, trace, policy][start]
+            for trace, count in enumerate(counts)
+            for start in range(count)
+            for policy in matrix.policies
+        ]
+        for place in range(len(cells))
+    ]
+    return Played(cells, lines, fresh)
+
+
+_Known = dict[tuple[int, int, str], dict[int, Line]]
+
+
+def _survey(matrix: LabMatrix, cells: Sequence[Cell], keys: Keys, store: Store) -> tuple[_Known, list[Task]]:
+    """What the store has, and tasks for all else."""
+    known: _Known = {}
+    todo: list[Task] = []
+    counts = matrix.counts()
+    for place, cell in enumerate(cells):
+        for trace, count in enumerate(counts):
+            wanting: dict[int, list[str]] = {}
+            for policy in matrix.policies:
+                found = store.get(keys.key(cell, trace, policy), count)
+                known[place, trace, policy] = found
+                for start in range(count):
+                    if start not in found:
+                        wanting.setdefault(start, []).append(policy)
+            rows = [(start, tuple(policies)) for start, policies in sorted(wanting.items())]
+            size = max(1, _CHUNK // max((len(policies) for _, policies in rows), default=1))
+            todo += [Task(place, trace, tuple(rows[at : at + size])) for at in range(0, len(rows), size)]
+    return known, todo
+
+
+_Found = dict[str, dict[int, Line]]
+
+
+def _outcomes(
+    matrix: LabMatrix, cells: Sequence[Cell], todo: Sequence[Task], jobs: int
+) -> Iterator[tuple[Task, _Found]]:
+    if jobs == 1 or len(todo) < 2:
+        player = _Player(matrix, cells)
+        for task in todo:
+            yield task, player.play(task)
+        return
+    # Forking shares the traces with the children for nothing; where it does not exist they are sent once.
+    method = "fork" if "fork" in multiprocessing.get_all_start_methods() else None
+    pool = ProcessPoolExecutor(
+        min(jobs, len(todo)), multiprocessing.get_context(method), initializer=_begin, initargs=(matrix, tuple(cells))
+    )
+    try:
+        queue = iter(todo)
+        flying: dict[Future[_Found], Task] = {}
+        while True:
+            # Only what will be played soon is handed over, so that an interrupt has little to wait for.
+            while len(flying) < 2 * jobs and (item := next(queue, None)) is not None:
+                flying[pool.submit(_play_in_child, item)] = item
+            if not flying:
+                return
+            for future in wait(flying, return_when=FIRST_COMPLETED).done:
+                done = flying.pop(future)
+                yield done, future.result()
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+class _Player:
+    """Plays tasks; keeps the bench of the last cell, since tasks come cell by cell."""
+
+    def __init__(self, matrix: LabMatrix, cells: Sequence[Cell]) -> None:
+        self._matrix, self._cells = matrix, cells
+        self._at = -1
+        self._bench: Bench | None = None
+
+    def play(self, task: Task) -> _Found:
+        matrix, cell = self._matrix, self._cells[task.cell]
+        if self._bench is None or self._at != task.cell:
+            self._at, self._bench = task.cell, Bench(matrix.catalog(cell), matrix.options(cell))
+        trace = matrix.traces[task.trace]
+        starts = matrix.starts_of(trace, task.todo[-1][0] + 1)
+        found: _Found = {}
+        for start, policies in task.todo:
+            link = self._bench.link(trace, starts[start])
+            for policy in policies:
+                line: dict[str, Any] = self._bench.play(trace, link, policy)[0]
+                found.setdefault(policy, {})[start] = line
+        return found
+
+
+_child: _Player | None = None
+
+
+def _begin(matrix: LabMatrix, cells: Sequence[Cell]) -> None:
+    global _child  # noqa: PLW0603  # what a pool's initialiser is for
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business: it keeps what is done
+    _child = _Player(matrix, cells)
+
+
+def _play_in_child(task: Task) -> _Found:
+    assert _child is not None  # noqa: S101
+    return _child.play(task)

@@ -1,0 +1,188 @@
+"""The totals of what was played: per cell and policy, and per family; what a results folder's JSON holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
+from functools import lru_cache
+from typing import Any, TypeVar
+
+import numpy as np
+
+from kvabr.lab.causes import totals as mean_causes
+from kvabr.lab.matrix import LabMatrix
+from kvabr.lab.paired import Bootstrap, Comparison, Interval, compare
+from kvabr.lab.run import Played
+from kvabr.lab.store import Line
+from kvabr.replay.summary import summarise
+
+SCHEMA = "kvabr.lab/1"
+_DIGITS = 9
+
+T = TypeVar("T")
+
+
+def result(matrix: LabMatrix, played: Played) -> dict[str, Any]:
+    """Everything that a matrix showed, as plain JSON values; the same for the same plays."""
+    everything = [line for lines in played.lines for line in lines]
+    where = [place for place, lines in enumerate(played.lines) for _ in lines]
+    return {
+        "schema": SCHEMA,
+        "matrix": describe(matrix),
+        "plays": len(everything),
+        "summary": _per_policy(everything),
+        "comparison": _comparison(comparison(everything, where)),
+        "cells": [
+            {
+                **asdict(cell),
+                "summary": _per_policy(lines),
+                "comparison": _comparison(comparison(lines, [0] * len(lines))),
+                "families": {
+                    family: _per_policy(part)
+                    for family, part in by(lines, lambda line: line["trace_family"]).items()
+                },
+            }
+            for cell, lines in zip(played.cells, played.lines, strict=True)
+        ],
+        "families": {
+            family: {
+                "summary": _per_policy([line for line, _ in part]),
+                "comparison": _comparison(comparison([line for line, _ in part], [place for _, place in part])),
+            }
+            for family, part in by(zip(everything, where, strict=True), lambda item: item[0]["trace_family"]).items()
+        },
+    }
+
+
+def describe(matrix: LabMatrix) -> dict[str, Any]:
+    """The axes in words and numbers."""
+    counts: dict[str, int] = {}
+    for trace in matrix.traces:
+        counts[trace.family] = counts.get(trace.family, 0) + 1
+    return {
+        "assets": [
+            {"name": o.name, "model": o.catalog.spec.model, "tokens": o.catalog.tokens, "groups": o.catalog.groups}
+            for o in matrix.offers
+        ],
+        "families": counts,
+        "policies": list(matrix.policies),
+        "deadlines": list(matrix.deadlines),
+        "loads": list(matrix.loads),
+        "rtts_s": list(matrix.rtts),
+        "engines": [engine.text for engine in matrix.engines],
+        "starts": matrix.starts,
+        "per_family": matrix.per_family,
+        "seed": matrix.seed,
+        "estimator": matrix.estimator,
+        "decode_scale": matrix.decode_scale,
+        "slow_start": matrix.slow_start,
+    }
+
+
+def by(items: Iterable[T], key: Callable[[T], str]) -> dict[str, list[T]]:
+    """Items by key, keys in order."""
+    found: dict[str, list[T]] = {}
+    for item in items:
+        found.setdefault(key(item), []).append(item)
+    return dict(sorted(found.items()))
+
+
+def comparison(lines: Sequence[Line], where: Sequence[int]) -> Comparison:
+    """The policies of these lines, paired over the feasible plays that all of them played.
+
+    Args:
+        lines: plays.
+        where: the cell of each.
+    """
+    table: dict[tuple[int, str, float], dict[str, float]] = {}
+    for line, place in zip(lines, where, strict=True):
+        if line["feasible"]:
+            table.setdefault((place, line["trace"], line["start_s"]), {})[line["policy"]] = line["regret"]
+    policies = list(dict.fromkeys(line["policy"] for line in lines))
+    shared = {key: row for key, row in table.items() if len(row) == len(policies)}
+    traces = [trace for _, trace, _ in shared]
+    return compare({policy: [row[policy] for row in shared.values()] for policy in policies}, traces)
+
+
+def _per_policy(lines: Sequence[Line]) -> dict[str, Any]:
+    summary = summarise(lines)
+    for policy, part in by(lines, lambda line: line["policy"]).items():
+        summary[policy] |= _more(part)
+    return summary
+
+
+def _more(lines: Sequence[Line]) -> dict[str, Any]:
+    """What a replay's summary has not: intervals, the second bound, causes, and the plays that nobody could make."""
+    feasible = [line for line in lines if line["feasible"]]
+    network = [line for line in lines if line["network_regret"] is not None]
+    hopeless = [line for line in lines if not line["feasible"]]
+    return {
+        "traces": len({line["trace"] for line in feasible}),
+        "regret_ci95": _interval(feasible, "regret"),
+        "network_feasible": len(network),
+        "network_loss_mean": _mean(line["network_loss"] for line in network),
+        "network_regret_mean": _mean(line["network_regret"] for line in network),
+        "causes": {
+            cause: _number(value)
+            for cause, value in mean_causes([line["causes"] for line in feasible if line["causes"]]).items()
+        },
+        "apart": {
+            "plays": len(hopeless),
+            "gave_up": sum(line["gave_up"] is not None for line in hopeless),
+            "ttft_over_deadline_mean": _mean(
+                line["ttft_s"] / line["deadline_s"] for line in hopeless if line["ttft_s"] is not None
+            ),
+            "loss_mean": _mean(line["loss"] for line in hopeless),
+            "tokens_recomputed_mean": _mean(line["tokens_recomputed"] for line in hopeless),
+        },
+    }
+
+
+def _interval(lines: Sequence[Line], name: str) -> list[float] | None:
+    if not lines:
+        return None
+    bootstrap = _bootstrap(tuple(line["trace"] for line in lines))
+    found = bootstrap.interval(np.array([line[name] for line in lines], dtype=float))
+    return [_number(found.low), _number(found.high)]
+
+
+@lru_cache(maxsize=4)
+def _bootstrap(traces: tuple[str, ...]) -> Bootstrap:
+    """Policies play the same plays, one after the other: they share their draws."""
+    return Bootstrap(traces)
+
+
+def _comparison(found: Comparison) -> dict[str, Any]:
+    return {
+        "plays": found.plays,
+        "traces": found.traces,
+        "ranking": [
+            {
+                "policy": row.policy, "place": row.place, "regret_mean": _number(row.regret.mean),
+                "regret_ci95": _ends(row.regret), "like": list(row.like),
+            }
+            for row in found.ranking
+        ],
+        "pairs": [
+            {
+                "first": pair.first, "second": pair.second, "difference": _number(pair.difference.mean),
+                "difference_ci95": _ends(pair.difference), "wins": _number(pair.wins),
+                "losses": _number(pair.losses), "apart": pair.apart,
+            }
+            for pair in found.pairs
+        ],
+    }  # fmt: skip
+
+
+def _ends(interval: Interval) -> list[float]:
+    return [_number(interval.low), _number(interval.high)]
+
+
+def _mean(values: Iterable[float]) -> float | None:
+    listed = list(values)
+    return _number(sum(listed) / len(listed)) if listed else None
+
+
+def _number(value: float) -> float:
+    return float(f"{value:.{_DIGITS}g}")
+

@@ -1,0 +1,258 @@
+"""Searches the parameters that a policy declares, and says honestly whether the search won anything.
+
+The search begins with points spread evenly over the declared ranges (a scrambled Sobol sequence) and the default, which
+all folds share: they were drawn before anything was played. Then, for every fold by itself, it looks closer around the
+best so far, in ever smaller steps; a fold never sees a play of the family that it holds out until it has chosen. One
+more fold, which holds out nothing, makes the recommendation: its own score is of the plays that it was chosen on, so
+what is reported for it is the cross-validated score of the procedure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from scipy.stats import qmc
+
+from kvabr.abr.parameters import Parameter, declared, parse, spell
+from kvabr.abr.plugins import policy_class
+from kvabr.errors import UsageError
+from kvabr.lab.folds import Fold, choose, mean_over, others
+from kvabr.lab.matrix import LabMatrix
+from kvabr.lab.paired import Bootstrap, Interval
+from kvabr.lab.run import Progress, run
+from kvabr.lab.store import Line, Store
+
+_CLOSE = 0.15
+"""Width of the first closer look, as a share of the range; halved every round."""
+_TELLS = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class Search:
+    """How long to look."""
+
+    points: int = 16
+    """Points of the first, even look, the default aside."""
+    rounds: int = 2
+    """Closer looks."""
+    near: int = 4
+    """Points of each closer look of each fold."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.points < 1 or self.rounds < 0 or self.near < 1 or self.points > 4096:
+            raise UsageError("a search needs 1 to 4096 points, no negative number of rounds, and a point in each")
+
+
+@dataclass(frozen=True, slots=True)
+class Tuned:
+    """What a search found."""
+
+    policy: str
+    parameters: dict[str, Parameter]
+    default: str
+    """The policy with its defaults."""
+    chosen: str
+    """The recommendation: the best over all families."""
+    folds: tuple[Fold, ...]
+    gain: Interval
+    """Regret of the default less that of what each fold chose, on the families held out: above zero, tuning won."""
+    default_regret: float
+    """Mean over families."""
+    held_out_regret: float
+    """Mean over families of what the folds chose, each on the family that it did not see."""
+    inside_regret: float
+    """Mean over families of the recommendation, on the very plays that it was chosen on."""
+    candidates: int
+    plays: int
+
+    @property
+    def won(self) -> bool:
+        """Whether tuning can be told from chance, on links that it did not see."""
+        return self.gain.low > _TELLS
+
+    def values(self, name: str) -> dict[str, float]:
+        """Every parameter's value under a candidate's name."""
+        given = parse(name.removeprefix(f"{self.policy}:")) if name != self.policy else {}
+        return {key: given.get(key, parameter.default) for key, parameter in self.parameters.items()}
+
+    def verdict(self) -> str:
+        """One sentence."""
+        if self.chosen == self.default:
+            return f"Tuning won nothing: no candidate is better than the defaults of {self.policy} over all families."
+        span = f"{self.gain.low:.2g} to {self.gain.high:.2g}"
+        if self.won:
+            return f"Tuning won {self.gain.mean:.2g} of regret on families that it did not see ({span}): {self.chosen}"
+        word = "lost" if self.gain.mean < 0 else "gained"
+        return (
+            f"Tuning won nothing that holds: on families that it did not see it {word} {abs(self.gain.mean):.2g} "
+            f"({span}, which has zero in it). Keep the defaults."
+        )
+
+
+class _Scores:
+    """Plays candidates over families, and remembers what they scored."""
+
+    def __init__(self, matrix: LabMatrix, store: Store, jobs: int | None, progress: Progress | None) -> None:
+        self._matrix, self._store, self._jobs, self._progress = matrix, store, jobs, progress
+        self.families = sorted({trace.family for trace in matrix.traces})
+        self.table: dict[str, dict[str, float]] = {}
+        self.lines: dict[tuple[str, str], list[Line]] = {}
+        self.plays = 0
+
+    def play(self, candidates: Iterable[str], families: Sequence[str]) -> None:
+        """Play what has not been played yet."""
+        todo: dict[tuple[str, ...], list[str]] = {}
+        for candidate in dict.fromkeys(candidates):
+            missing = tuple(family for family in families if (candidate, family) not in self.lines)
+            if missing:
+                todo.setdefault(missing, []).append(candidate)
+        for missing, names in todo.items():
+            traces = tuple(trace for trace in self._matrix.traces if trace.family in missing)
+            part = replace(self._matrix, traces=traces, policies=tuple(names))
+            played = run(part, self._store, jobs=self._jobs, progress=self._progress)
+            self.plays += part.plays
+            for line in (line for lines in played.lines for line in lines):
+                self.lines.setdefault((line["policy"], line["trace_family"]), []).append(line)
+            for name in names:
+                for family in missing:
+                    found = [line["regret"] for line in self.lines[name, family] if line["feasible"]]
+                    # A family in which nothing is feasible says nothing, the same for every candidate.
+                    self.table.setdefault(name, {})[family] = sum(found) / len(found) if found else 0.0
+
+
+def tune(
+    policy: str,
+    matrix: LabMatrix,
+    store: Store,
+    search: Search | None = None,
+    *,
+    jobs: int | None = None,
+    progress: Progress | None = None,
+    tell: Callable[[str], None] | None = None,
+) -> Tuned:
+    """Tune one policy over a matrix; its own policies do not matter.
+
+    Args:
+        policy: its name, without parameters.
+        matrix: what to play over; at least two trace families.
+        store: takes what is played.
+        search: how long to look.
+        jobs: processes; None for one per core.
+        progress: told how many plays were finished since it was last told.
+        tell: told in words what is being done.
+
+    Raises:
+        UsageError: the policy declares no parameters, or there is but one family.
+        PolicyError: the policy cannot be loaded, or fails.
+    """
+    search = search or Search()
+    parameters = declared(policy_class(policy))
+    if not parameters:
+        raise UsageError(f"{policy} declares no parameters to tune; see `kvabr tune --help` for how a policy does")
+    scores = _Scores(matrix, store, jobs, progress)
+    families = scores.families
+    if len(families) < 2:
+        raise UsageError("tuning needs traces of two families at least: one to choose on, one to show on")
+    say = tell or (lambda _: None)
+    say(f"first look: {search.points} points and the default over {len(families)} families")
+    scores.play([policy, *_spread(policy, parameters, search)], families)
+    common = list(scores.table)
+    chosen: dict[str | None, str] = {}
+    for held_out in (*families, None):
+        within = others(families, held_out)
+        say("closer looks over all families" if held_out is None else f"closer looks without {held_out}")
+        chosen[held_out] = _closer(policy, parameters, search, scores, common, within, held_out)
+    for held_out in families:
+        scores.play([chosen[held_out]], [held_out])
+    return _result(policy, parameters, scores, chosen)
+
+
+def _spread(policy: str, parameters: dict[str, Parameter], search: Search) -> list[str]:
+    """Points spread evenly over the ranges."""
+    sobol = qmc.Sobol(len(parameters), scramble=True, rng=np.random.default_rng(search.seed))
+    rows = sobol.random(1 << max(0, search.points - 1).bit_length())[: search.points]
+    return [_name(policy, parameters, row) for row in rows]
+
+
+def _closer(
+    policy: str, parameters: dict[str, Parameter], search: Search, scores: _Scores, common: Sequence[str],
+    within: Sequence[str], held_out: str | None,
+) -> str:  # fmt: skip
+    """One fold's closer looks; returns what it chooses."""
+    dice = np.random.default_rng([search.seed, *(held_out or "").encode()])
+    seen = list(common)
+    for number in range(search.rounds):
+        best = choose({name: scores.table[name] for name in seen}, within, policy)
+        centre = np.array([parameters[key].share(value) for key, value in _values(policy, best, parameters).items()])
+        width = _CLOSE / 2**number
+        rows = np.clip(centre + width * dice.standard_normal((search.near, len(parameters))), 0.0, 1.0)
+        near = [_name(policy, parameters, row) for row in rows]
+        scores.play(near, within)
+        seen = list(dict.fromkeys((*seen, *near)))
+    return choose({name: scores.table[name] for name in seen}, within, policy)
+
+
+def _name(policy: str, parameters: dict[str, Parameter], shares: Iterable[float]) -> str:
+    values = {key: parameters[key].at(float(share)) for key, share in zip(parameters, shares, strict=True)}
+    return spell(policy, values)
+
+
+def _values(policy: str, name: str, parameters: dict[str, Parameter]) -> dict[str, float]:
+    given = parse(name.removeprefix(f"{policy}:")) if name != policy else {}
+    return {key: given.get(key, parameter.default) for key, parameter in parameters.items()}
+
+
+def _result(policy: str, parameters: dict[str, Parameter], scores: _Scores, chosen: dict[str | None, str]) -> Tuned:
+    families = scores.families
+    folds = tuple(
+        Fold(
+            held_out=family,
+            chosen=chosen[family],
+            inside=mean_over(scores.table[chosen[family]], others(families, family)),
+            outside=scores.table[chosen[family]][family],
+            default_outside=scores.table[policy][family],
+        )
+        for family in families
+    )
+    everywhere = chosen[None]
+    return Tuned(
+        policy=policy,
+        parameters=parameters,
+        default=policy,
+        chosen=everywhere,
+        folds=folds,
+        gain=_gain(policy, scores, chosen),
+        default_regret=mean_over(scores.table[policy], families),
+        held_out_regret=sum(fold.outside for fold in folds) / len(folds),
+        inside_regret=mean_over(scores.table[everywhere], families),
+        candidates=len(scores.table),
+        plays=scores.plays,
+    )
+
+
+def _gain(policy: str, scores: _Scores, chosen: dict[str | None, str]) -> Interval:
+    """What the folds won over the default, on what they did not see: mean over families, traces drawn within each."""
+    drawn, means = [], []
+    for number, family in enumerate(scores.families):
+        pairs = [
+            (default["trace"], default["regret"] - other["regret"])
+            for default, other in zip(scores.lines[policy, family], scores.lines[chosen[family], family], strict=True)
+            if default["feasible"]
+        ]
+        if not pairs:
+            continue
+        values = np.array([value for _, value in pairs])
+        means.append(float(values.mean()))
+        drawn.append(Bootstrap([trace for trace, _ in pairs], seed=number).means(values))
+    if not means:
+        return Interval(0.0, 0.0, 0.0)
+    # Families are drawn, too: what is asked is how it would do on a family yet to come.
+    dice = np.random.default_rng(0)
+    weights = dice.multinomial(len(means), [1 / len(means)] * len(means), size=len(drawn[0])).T
+    total = (np.array(drawn) * weights).sum(axis=0) / len(means)
+    low, high = np.quantile(total, (0.025, 0.975))
+    mean = sum(means) / len(means)
+    return Interval(mean, min(mean, float(low)), max(mean, float(high)))

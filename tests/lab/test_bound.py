@@ -1,0 +1,94 @@
+"""The clairvoyant bound against exact solvers: every schedule of small cases, linear and integer programs of larger."""
+
+import numpy as np
+import pytest
+from scipy.optimize import Bounds, LinearConstraint, linprog, milp
+
+from kvabr.abr.ladder import stack
+from kvabr.lab.curve import Curves
+from kvabr.recompute.cost import PrefillCost
+from kvabr.replay.clairvoyant import Clairvoyant
+from kvabr.replay.link import Capacity
+from kvabr.replay.trace import Trace
+from tests.catalogs import catalog
+from tests.lab.exact import best_loss
+from tests.lab.small import link, offer
+
+SHARES = (0.08, 0.15, 0.3, 0.6)
+
+
+@pytest.mark.parametrize("decode", [0.0, 1.0, 30.0])
+@pytest.mark.parametrize("seed", range(4))
+def test_no_schedule_of_network_and_decoder_passes_the_bound(seed, decode):
+    small = offer(seed=seed, decode=decode, short=40)
+    clairvoyant = Clairvoyant(small, None, "hole")
+    for share in SHARES:
+        capacity = link(small, share, seed)
+        bound, best = clairvoyant.bound(capacity, 1.0), best_loss(small, capacity, 1.0)
+        assert bound.loss <= best + 1e-9
+        assert bound.feasible or best == float("inf")
+        if decode == 0.0 and bound.feasible:
+            # One group off the linear relaxation, at most.
+            assert best - bound.loss <= max(max(track.loss) for track in small.tracks)
+
+
+@pytest.mark.parametrize("mode", ["hole", "suffix"])
+@pytest.mark.parametrize("seed", range(3))
+def test_no_schedule_with_an_engine_passes_the_bound(seed, mode):
+    small = offer(seed=seed, decode=1.0)
+    for whole_s in (0.5, 2.0, 4.0):
+        cost = PrefillCost(0.0, whole_s / small.tokens)
+        clairvoyant = Clairvoyant(small, cost, mode)
+        alone = Clairvoyant(small, None, mode)
+        for share in SHARES[:3]:
+            capacity = link(small, share, seed)
+            bound, best = clairvoyant.bound(capacity, 1.0), best_loss(small, capacity, 1.0, cost, mode)
+            assert bound.loss <= best + 1e-9
+            assert bound.feasible or best == float("inf")
+            assert bound.loss <= alone.bound(capacity, 1.0).loss + 1e-12
+
+
+def test_an_engine_that_computes_it_all_in_time_leaves_no_loss():
+    small = offer()
+    assert Clairvoyant(small, PrefillCost(0.0, 0.9 / small.tokens), "hole").bound(link(small, 0.01), 1.0).loss == 0.0
+    assert best_loss(small, link(small, 0.01), 1.0, PrefillCost(0.0, 0.9 / small.tokens)) == 0.0
+
+
+def program(whole):
+    """Losses, bytes, and the constraint that every group has one option."""
+    options = [(track.loss[g], sum(layer.bytes[g] for layer in stack(whole, track)), g)
+               for g in range(whole.groups) for track in whole.tracks]  # fmt: skip
+    losses = np.array([loss for loss, _, _ in options])
+    sizes = np.array([float(size) for _, size, _ in options])
+    one = np.array([[float(g == group) for _, _, g in options] for group in range(whole.groups)])
+    return losses, sizes, one
+
+
+@pytest.mark.parametrize("layered", [False, True])
+@pytest.mark.parametrize("share", [0.07, 0.12, 0.2, 0.33, 0.6])
+def test_network_bound_is_the_linear_program_and_one_step_below_the_integer_one(share, layered):
+    whole = catalog(12, short=40, decode=0.0, layered=layered)
+    losses, sizes, one = program(whole)
+    nbytes = share * whole.fp16_bytes
+    bound = Clairvoyant(whole, None, "hole").bound(Capacity(Trace("flat", "t", (0.0,), (nbytes,), 1.0)), 1.0)
+    relaxed = linprog(losses, A_ub=sizes[None], b_ub=[nbytes], A_eq=one, b_eq=np.ones(whole.groups), bounds=(0, 1))
+    assert bound.feasible == (relaxed.status == 0)
+    if not bound.feasible:
+        return
+    assert bound.loss == pytest.approx(relaxed.fun, rel=1e-6, abs=1e-12)
+    assert Curves(whole).of(range(whole.groups)).at(nbytes) == pytest.approx(relaxed.fun, rel=1e-6, abs=1e-12)
+    ones = np.ones(whole.groups)
+    budget = LinearConstraint(np.vstack([sizes[None], one]), np.r_[0.0, ones], np.r_[nbytes, ones])
+    exact = milp(losses, integrality=np.ones_like(losses), bounds=Bounds(0, 1), constraints=budget)
+    assert exact.status == 0
+    assert bound.loss <= exact.fun + 1e-9
+    largest = max(track.loss[group] for track in whole.tracks for group in range(whole.groups))
+    assert exact.fun - bound.loss <= largest
+
+
+def test_a_curve_of_some_groups_is_that_of_a_catalog_that_has_only_these():
+    whole = catalog(6, layered=True)
+    curve, alone = Curves(whole).of([0, 1, 2]), Curves(whole.prefix(3)).of(range(3))
+    for share in (0.01, 0.05, 0.1, 0.3, 1.0, 3.0):
+        assert curve.at(share * whole.fp16_bytes) == pytest.approx(alone.at(share * whole.fp16_bytes))
+    assert curve.least_bytes == alone.least_bytes

@@ -1,0 +1,139 @@
+"""Causes add up to the regret, whatever happens, and each is found where it was put."""
+
+import pytest
+
+from kvabr.abr.policies import BUILTIN
+from kvabr.lab.causes import CAUSES
+from kvabr.lab.play import Bench
+from kvabr.player import PlayerConfig
+from kvabr.recompute.cost import PrefillCost
+from kvabr.replay.play import PlayOptions
+from tests.catalogs import catalog
+from tests.replay.worlds import world, worlds
+
+POLICIES = ["fixed:AC-5x", "fixed:FP16", *(name for name in BUILTIN if name != "fixed")]
+ENGINES = {"none": (None, "hole"), "hole": (PrefillCost(0.005, 1 / 800), "hole"),
+           "suffix": (PrefillCost(0.0, 1 / 1500), "suffix")}  # fmt: skip
+
+
+def bench(cost=None, mode="hole", *, deadline=2.0, rtt=0.05, load=0.3, layered=True, **catalog_options):
+    options = PlayOptions(deadline, rtt, load, cost, mode, config=PlayerConfig(give_up_after=5.0))
+    return Bench(catalog(12, layered=layered, **catalog_options), options)
+
+
+def play(on, policy, trace, start_s=0.0):
+    return on.play(trace, on.link(trace, start_s), policy)[0]
+
+
+@pytest.mark.parametrize("layered", [False, True])
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("trace", worlds(), ids=lambda trace: trace.name)
+def test_causes_add_up_to_the_regret(trace, engine, layered):
+    cost, mode = ENGINES[engine]
+    for load in (0.1, 0.6):
+        on = bench(cost, mode, load=load, layered=layered, short=40)
+        for policy in POLICIES:
+            line = play(on, policy, trace, 0.3)
+            if not line["feasible"]:
+                assert line["causes"] is None
+                assert line["regret"] is None
+                continue
+            assert set(line["causes"]) == set(CAUSES)
+            assert sum(line["causes"].values()) == pytest.approx(line["regret"], rel=1e-4, abs=1e-6)
+            # What no rule explains is only what is cut off at zero: a late play with a better cache.
+            assert line["causes"]["residual"] <= 1e-6 or line["regret"] == 0.0
+            if line["met"]:
+                for cause in ("too_high", "too_low", "order", "idle", "wasted", "decode"):
+                    assert line["causes"][cause] >= -1e-9, (policy, cause)
+            if cost is None:
+                assert abs(line["causes"]["compute"]) < 1e-9
+
+
+def main(line):
+    return max(CAUSES, key=lambda cause: line["causes"][cause])
+
+
+STEADY = world("steady", [1e6])
+
+
+def test_too_high_is_found():
+    line = play(bench(load=0.3), "fixed:FP8", STEADY)
+    assert not line["met"]
+    assert main(line) == "too_high"
+
+
+def test_too_low_is_found(tmp_path):
+    path = tmp_path / "shy.py"
+    path.write_text(
+        "from kvabr.abr import Decision, Policy\n\n\nclass Shy(Policy):\n    def decide(self, view):\n"
+        "        group = view.first_missing()\n        if group is None:\n"
+        "            return Decision.finish('enough')\n"
+        "        return Decision.fetch(group, 'base', 'I dare no more')\n"
+    )
+    line = play(bench(load=0.3), f"{path}:Shy", STEADY)
+    assert line["met"]
+    assert main(line) == "too_low"
+
+
+def test_order_is_found():
+    """What is not layers was chosen once and for all: the same bytes buy more in layers."""
+    line = play(bench(load=0.3), "budget", STEADY)
+    assert line["met"]
+    assert main(line) == "order"
+
+
+def test_idle_is_found(tmp_path):
+    path = tmp_path / "single.py"
+    path.write_text(
+        "from kvabr.abr import Decision, Policy\n\n\nclass Single(Policy):\n    def decide(self, view):\n"
+        "        if view.in_flight:\n            return Decision.wait('one at a time')\n"
+        "        group = view.first_missing()\n        if group is None:\n"
+        "            return Decision.finish('enough')\n"
+        "        return Decision.fetch(group, 'AC-5x', 'next')\n"
+    )
+    slow = bench(load=0.6, rtt=0.15)
+    line = play(slow, f"{path}:Single", world("steady", [1e6]))
+    assert not line["met"]
+    assert main(line) == "idle"
+    assert play(bench(load=0.6, rtt=0.001), f"{path}:Single", STEADY)["causes"]["idle"] < 0.01
+
+
+def test_decode_is_found():
+    line = play(bench(load=1.0, decode=45.0, layered=False), "fixed:AC-5x", STEADY)
+    assert line["feasible"]
+    assert not line["met"]
+    assert main(line) == "decode"
+
+
+def test_wasted_is_found(tmp_path):
+    """Fetching everything twice, cheap first, then dear: what was replaced is charged as waste."""
+    path = tmp_path / "twice.py"
+    path.write_text(
+        "from kvabr.abr import Decision, Policy\n\n\nclass Twice(Policy):\n    def decide(self, view):\n"
+        "        group = view.first_missing()\n        if group is not None:\n"
+        "            return Decision.fetch(group, 'FP4', 'once')\n"
+        "        for group in sorted(view.settled):\n            if view.track_of[group] == 'FP4':\n"
+        "                return Decision.upgrade(group, 'AC-5x', 'twice')\n        return Decision.finish('done')\n"
+    )
+    line = play(bench(load=0.6, layered=False), f"{path}:Twice", STEADY)
+    assert line["met"]
+    assert line["bytes_wasted"] > 0.3 * line["bytes_fetched"]
+    assert main(line) == "wasted"
+
+
+def test_compute_is_found():
+    """An engine that could have computed most of it, and a policy that never asks while the network makes it."""
+    line = play(bench(PrefillCost(0.0, 1 / 700), load=0.1), "cheapfirst", STEADY)
+    assert line["met"]
+    assert main(line) == "compute"
+    assert line["network_regret"] < line["regret"]
+    assert line["network_loss"] > line["clairvoyant_loss"]
+
+
+def test_a_play_that_was_given_up_has_one_cause():
+    dies = world("dies", [3e6] + [0.0] * 400 + [1.0])
+    line = play(bench(load=None, rtt=0.01), "fixed:FP16", dies)
+    assert line["gave_up"]
+    if line["feasible"]:
+        assert main(line) == "gave_up"
+        assert line["causes"]["gave_up"] == pytest.approx(line["regret"])

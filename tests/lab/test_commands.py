@@ -1,0 +1,108 @@
+"""The commands, as people run them."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from kvabr.cli import main
+from tests.catalogs import catalog
+from tests.lab.matrices import tuned
+from tests.lab.test_matrix import trace_file
+
+
+@pytest.fixture
+def links(tmp_path):
+    for family in ("bus", "train"):
+        for number in range(2):
+            trace_file(tmp_path / "links" / family / f"{number}.csv", 1.0 + number)
+    (tmp_path / "small.json").write_text(catalog(6, layered=True).dumps())
+    return [str(tmp_path / "links"), "--asset", str(tmp_path / "small.json"), "--deadline", "1", "--jobs", "1"]
+
+
+def test_lab_then_report_then_lab_again(links, tmp_path, capsys):
+    out = str(tmp_path / "out")
+    words = ["lab", *links, "--policy", "cheapfirst", "mpc", "--load", ".1", "own", "--rtt", "20", "--out", out]
+    assert main(words) == 0
+    said = capsys.readouterr().out
+    assert "cheapfirst leads" in said
+    assert "16 plays, 0 of them kept" in said
+    told = json.loads((tmp_path / "out" / "result.json").read_text())
+    assert told["schema"] == "kvabr.lab/1"
+    assert set(told["families"]) == {"bus", "train"}
+    assert main(["report", out]) == 0
+    assert "missing" not in capsys.readouterr().out
+    assert "kvabr lab" in (tmp_path / "out" / "report.html").read_text()
+    assert main([*words, "--starts", "2", "--html", str(tmp_path / "page.html")]) == 0
+    assert "32 plays, 16 of them kept" in capsys.readouterr().out
+    assert (tmp_path / "page.html").is_file()
+
+
+def test_a_file_and_options_before_it(links, tmp_path, capsys):
+    path = tmp_path / "m.toml"
+    path.write_text(
+        'traces = ["links"]\nassets = ["small.json"]\npolicies = ["mpc"]\nloads = [0.2]\ndeadlines = [1.0]\n'
+    )
+    out = str(tmp_path / "out")
+    assert main(["lab", str(path), "--load", ".3", "--jobs", "1", "--out", out]) == 0
+    told = json.loads((tmp_path / "out" / "result.json").read_text())["matrix"]
+    assert (told["loads"], told["policies"]) == ([0.3], ["mpc"])
+    assert main(["lab", str(path), str(path), "--out", out]) == 2
+    assert main(["lab", str(path), "--load", "much", "--out", out]) == 2
+    assert main(["lab", str(tmp_path / "absent.toml"), "--out", out]) == 2
+    assert "kvabr:" in capsys.readouterr().err
+
+
+def test_tune_writes_what_it_found_and_lab_takes_it(links, tmp_path, capsys):
+    found, out = tmp_path / "tuned.json", str(tmp_path / "out")
+    words = ["tune", tuned(tmp_path), *links, "--load", ".3", "--points", "3", "--rounds", "1", "--near", "1"]
+    assert main([*words, "--out", out, "--json", str(found)]) == 0
+    said = capsys.readouterr().out
+    assert "Tuning" in said
+    told = json.loads(found.read_text())
+    assert told["schema"] == "kvabr.tune/1"
+    assert {fold["held_out"] for fold in told["folds"]} == {"bus", "train"}
+    assert told["verdict"] in said
+    assert main(["lab", *links, "--load", ".3", "--policy", told["chosen"], "--out", out]) == 0
+    assert re.search(r"4 plays, 4 of them kept", capsys.readouterr().out)
+    assert main(["tune", "cachegen", *links, "--out", out]) == 2
+
+
+def test_report_needs_results(tmp_path, capsys):
+    assert main(["report", str(tmp_path / "nothing")]) == 1
+    assert "kvabr lab" in capsys.readouterr().err
+    assert not (tmp_path / "nothing").exists()
+
+
+@pytest.mark.parametrize("command", ["lab", "tune", "report"])
+def test_help_teaches(command, capsys):
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    assert "examples:" in capsys.readouterr().out
+
+
+def test_ctrl_c_keeps_what_was_played(links, tmp_path):
+    """A real interrupt, in the middle, to a run with children of its own."""
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "kvabr", "lab", *links[:-2], "--jobs", "2", "--policy", "cheapfirst"]
+    command += ["--load", ".1", "--starts", "4000", "--out", str(out)]
+    process = subprocess.Popen(  # noqa: S603
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    wal = out / "plays.sqlite-wal"
+    while process.poll() is None and not (wal.exists() and wal.stat().st_size > 40_000):
+        with contextlib.suppress(subprocess.TimeoutExpired):  # until the first plays are on the disk
+            process.wait(timeout=0.02)
+    os.killpg(process.pid, signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert "Traceback" not in err
+    fewer = [*command[:-3], "10", *command[-2:]]
+    again = subprocess.run(fewer, capture_output=True, text=True, check=True)  # noqa: S603
+    kept = int(re.search(r"40 plays, (\d+) of them kept", again.stdout)[1])
+    assert kept > 0

@@ -1,0 +1,95 @@
+import random
+
+import numpy as np
+import pytest
+
+from kvabr.errors import UsageError
+from kvabr.lab.paired import Bootstrap, compare
+
+
+def plays(traces=30, each=6):
+    return [f"t{trace}" for trace in range(traces) for _ in range(each)]
+
+
+def noisy(names, dice, *, level, spread=0.01, trace_spread=0.02):
+    """Regrets whose noise is partly common to a trace, as a link's is."""
+    common = {}
+    return [
+        level + common.setdefault(name, dice.gauss(0, trace_spread)) + dice.gauss(0, spread) for name in names
+    ]
+
+
+def test_a_clear_winner_is_told_apart_and_twins_are_not():
+    names, dice = plays(), random.Random(1)
+    good = noisy(names, dice, level=0.1)
+    found = compare({"bad": noisy(names, dice, level=0.3), "good": good, "twin": [x + 1e-12 for x in good]}, names)
+    assert [row.policy for row in found.ranking] == ["good", "twin", "bad"]
+    assert [row.place for row in found.ranking] == [1, 1, 3]
+    assert found.ranking[0].like == ("twin",)
+    assert found.ranking[2].like == ()
+    pair = found.versus("good", "bad")
+    assert pair.apart
+    assert pair.difference.mean == pytest.approx(-0.2, abs=0.02)
+    assert pair.difference.low < pair.difference.mean < pair.difference.high < 0
+    assert pair.wins == 1.0
+    turned = found.versus("bad", "good")
+    assert turned.difference.mean == -pair.difference.mean
+    assert (turned.difference.low, turned.difference.high) == (-pair.difference.high, -pair.difference.low)
+    assert (turned.wins, turned.losses) == (pair.losses, pair.wins)
+    twins = found.versus("good", "twin")
+    assert not twins.apart
+    assert twins.wins == twins.losses == 0.0
+    assert (found.plays, found.traces) == (180, 30)
+
+
+def test_pairing_sees_what_means_alone_would_not():
+    """The links differ far more than the policies do: side by side the difference is plain all the same."""
+    names, dice = plays(), random.Random(2)
+    one = noisy(names, dice, level=0.5, trace_spread=0.3)
+    two = [value + 0.01 + dice.gauss(0, 0.005) for value in one]
+    found = compare({"one": one, "two": two}, names)
+    assert found.ranking[0].regret.high > found.ranking[1].regret.low
+    assert found.versus("one", "two").apart
+
+
+def test_equal_policies_are_seldom_told_apart_however_many_are_compared():
+    wrong = 0
+    for seed in range(60):
+        names, dice = plays(20, 4), random.Random(seed)
+        found = compare({f"p{i}": noisy(names, dice, level=0.2) for i in range(6)}, names, seed=seed)
+        wrong += any(pair.apart for pair in found.pairs)
+    assert wrong <= 9  # 5 % of 60 are 3; more than 9 would be one in a thousand, or a fault
+
+
+def test_plays_of_one_trace_do_not_count_as_independent():
+    """Ten traces played a hundred times each are ten pieces of evidence, not a thousand."""
+    dice = random.Random(3)
+    names = [f"t{trace}" for trace in range(10) for _ in range(100)]
+    values = np.array(noisy(names, dice, level=0.1, spread=0.001))
+    clustered = Bootstrap(names).interval(values)
+    single = Bootstrap([str(number) for number in range(1000)]).interval(values)
+    assert clustered.high - clustered.low > 5 * (single.high - single.low)
+    assert clustered.low <= clustered.mean <= clustered.high
+
+
+def test_the_interval_covers_the_truth_about_as_often_as_it_says():
+    covered = 0
+    for seed in range(100):
+        names, dice = plays(40, 2), random.Random(seed)
+        interval = Bootstrap(names, seed=seed, draws=800).interval(np.array(noisy(names, dice, level=0.2)))
+        covered += interval.low <= 0.2 <= interval.high
+    assert 86 <= covered <= 100
+
+
+def test_the_same_seed_gives_the_same_answer():
+    names, dice = plays(), random.Random(4)
+    table = {"a": noisy(names, dice, level=0.1), "b": noisy(names, dice, level=0.12)}
+    assert compare(table, names) == compare(table, names)
+
+
+def test_one_trace_tells_nothing_and_no_play_is_no_comparison():
+    found = compare({"a": [0.1, 0.2], "b": [0.5, 0.9]}, ["t", "t"])
+    assert not found.versus("a", "b").apart
+    assert compare({"a": [], "b": []}, []).ranking == ()
+    with pytest.raises(UsageError):
+        compare({"a": [0.1], "b": [0.1, 0.2]}, ["t"])

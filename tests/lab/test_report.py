@@ -1,0 +1,136 @@
+import re
+
+import pytest
+
+from kvabr.lab.causes import CAUSES
+from kvabr.lab.matrix import EngineSpec
+from kvabr.lab.report import write_report
+from kvabr.lab.run import run
+from kvabr.lab.store import Store
+from kvabr.lab.tables import apart_table, causes_table, cells_table, deadline_table, ranking_table, short, verdict
+from kvabr.lab.totals import result
+from kvabr.replay.report.plays import DASH
+from tests.lab.matrices import matrix, traces
+from tests.replay.report_samples import HOSTILE
+from tests.replay.test_report_browser import CHROMIUM, Browser
+from tests.replay.test_report_page import embedded, embedded_source
+
+
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory):
+    """A page of two loads, two round trips and two engines; and what it was made of."""
+    folder = tmp_path_factory.mktemp("report")
+    what = matrix(rtts=(0.01, 0.08), engines=(EngineSpec.parse("none"), EngineSpec.parse("2x")), loads=(0.05, 0.4))
+    with Store(folder) as store:
+        played = run(what, store, jobs=1)
+    totals = result(what, played)
+    path = folder / "report.html"
+    write_report(path, what, played, totals, per_policy=2)
+    return path, what, played, totals
+
+
+def test_the_page_holds_everything_and_loads_nothing(shown):
+    path, what, played, totals = shown
+    text = path.read_text(encoding="utf-8")
+    markup = text.replace(embedded_source(text), "")
+    assert not re.search(r"""(?:src|action|poster)\s*=|url\((?!#)|@import|\bfetch\(|XMLHttpRequest""", markup)
+    assert "default-src 'none'" in text
+    assert "{{" not in markup
+    for policy in what.policies:
+        assert f'<th scope="row">{policy}</th>' in markup
+    for title in ("Ranking", "Who wins against whom", "By trace family", "By load", "By round trip", "By engine",
+                  "Where regret comes from", "How regret is spread", "The worst plays"):  # fmt: skip
+        assert f">{title}</h2>" in markup
+    assert "By deadline" not in markup  # there is but one
+    assert "mean regret against the network alone" in markup
+    assert totals["summary"]["mpc"]["hit_ratio_ci95"]
+    data = embedded(text)
+    assert {policy["name"] for policy in data["policies"]} == set(what.policies)
+    assert data["facts"]["runs"] == what.plays
+    # Every worst play is there, with its timeline, and is the very play that the table speaks of.
+    links = [int(number) for number in re.findall(r'href="#play=(\d+)"', markup)]
+    assert len(links) == 2 * len(what.policies)
+    regrets = {policy: [] for policy in what.policies}
+    for line in (line for lines in played.lines for line in lines):
+        if line["feasible"]:
+            regrets[line["policy"]].append(line["regret"])
+    for number in links:
+        play = data["plays"][number]
+        assert play["requests"]
+        assert play["decisions"]
+    for policy in what.policies:
+        worst = max(data["plays"][number]["regret"] for number in links if data["plays"][number]["policy"] == policy)
+        assert worst == pytest.approx(max(regrets[policy]), rel=1e-4)
+    # The best policy's play of the same moment is there to compare with.
+    best = totals["comparison"]["ranking"][0]["policy"]
+    for number in links:
+        play = data["plays"][number]
+        here = (play["trace"], play["start_s"])
+        assert best in [other["policy"] for other in data["plays"] if (other["trace"], other["start_s"]) == here]
+
+
+def test_the_same_plays_give_the_same_page(shown, tmp_path):
+    path, what, played, totals = shown
+    write_report(tmp_path / "again.html", what, played, totals, per_policy=2)
+    assert (tmp_path / "again.html").read_bytes() == path.read_bytes()
+
+
+def test_hostile_names_stay_text(tmp_path):
+    from dataclasses import replace
+
+    odd = tuple(replace(trace, family=HOSTILE, name=f"{HOSTILE}/{number}") for number, trace in enumerate(traces()[:2]))
+    what = matrix(traces=(*odd, *traces()[2:]), loads=(0.3,), policies=("cheapfirst", "mpc"))
+    with Store(tmp_path) as store:
+        played = run(what, store, jobs=1)
+    write_report(tmp_path / "page.html", what, played, result(what, played))
+    text = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert text.count("<script") == 2
+    assert text.count("</script") == 2
+    assert "<!--" not in text
+    assert "&lt;/script&gt;" in text
+
+
+def test_a_matrix_in_which_nothing_is_feasible_has_a_page_that_says_so(tmp_path):
+    what = matrix(loads=(0.001,), policies=("cheapfirst", "mpc"))
+    with Store(tmp_path) as store:
+        played = run(what, store, jobs=1)
+    totals = result(what, played)
+    write_report(tmp_path / "page.html", what, played, totals)
+    text = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "nothing can be compared" in verdict(totals)
+    assert "Plays that nobody could have made" in text
+    for table in (ranking_table, deadline_table, cells_table, causes_table, apart_table):
+        table(totals)
+
+
+def test_tables_and_verdict_say_who_leads(shown):
+    _, what, _, totals = shown
+    best, *others = totals["comparison"]["ranking"]
+    assert verdict(totals).startswith(f"{best['policy']} leads")
+    assert ranking_table(totals).row_count == causes_table(totals).row_count == len(what.policies)
+    assert cells_table(totals).row_count == 8
+    assert len(CAUSES) == 9
+    assert [short(value) for value in (None, 0.0, 1e-7, 0.00012, 0.5, 1.25, -0.002)] == [
+        DASH, "0", "0", ".00012", ".500", "1.25", "-.00200",
+    ]  # fmt: skip
+    assert others
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine")
+def test_a_click_on_a_worst_play_shows_its_timeline(shown, tmp_path):
+    browser = Browser(tmp_path / "profile")
+    try:
+        browser.open(shown[0])
+        links = browser.js("[...document.querySelectorAll('a.to-play')].map((a) => a.getAttribute('href'))")
+        for link in (links[-1], links[1]):
+            left, top, width, height = browser.box(f'a.to-play[href="{link}"]')
+            browser.click(left + width / 2, top + height / 2)
+            number = int(link.removeprefix("#play="))
+            play = browser.js(f"JSON.parse(document.getElementById('data').textContent).plays[{number}].trace")
+            # The browser tells of a new address when it is done with the click.
+            assert any(play in browser.text("#play-head") for _ in range(200))
+            assert browser.js("document.querySelectorAll('#timeline svg').length") == 1
+            assert -2 < browser.js("document.getElementById('play-section').getBoundingClientRect().top") < 200
+        assert browser.problems == []
+    finally:
+        browser.close()

@@ -1,0 +1,185 @@
+import json
+import sqlite3
+
+import pytest
+
+from kvabr.errors import AssetError, PolicyError, UsageError
+from kvabr.lab import digests
+from kvabr.lab.matrix import EngineSpec, Offer
+from kvabr.lab.run import Keys, run
+from kvabr.lab.store import FILE, Store
+from kvabr.lab.totals import result
+from tests.catalogs import catalog
+from tests.lab.matrices import matrix, traces, tuned
+
+
+def played(folder, what, **options):
+    with Store(folder) as store:
+        return run(what, store, **options)
+
+
+def test_any_number_of_processes_gives_the_same_and_nothing_is_played_twice(tmp_path):
+    what = matrix()
+    one, two = played(tmp_path / "one", what, jobs=1), played(tmp_path / "two", what, jobs=2)
+    assert one == two
+    assert one.fresh == what.plays == 2 * 6 * 2 * 3
+    told, planned = [], []
+    again = played(tmp_path / "one", what, progress=told.append, planned=lambda *both: planned.append(both))
+    assert again.fresh == 0
+    assert not told
+    assert planned == [(0, what.plays)]
+    assert again.lines == one.lines
+    assert json.dumps(result(what, again)) == json.dumps(result(what, one))
+
+
+def test_only_what_is_new_is_played(tmp_path):
+    first = matrix(policies=("cheapfirst",), loads=(0.1,))
+    assert played(tmp_path, first).fresh == 12
+    assert played(tmp_path, matrix(policies=("cheapfirst", "mpc"), loads=(0.1,))).fresh == 12
+    assert played(tmp_path, matrix(policies=("cheapfirst", "mpc"), loads=(0.1, 0.4))).fresh == 24
+    assert played(tmp_path, matrix(policies=("mpc",), starts=3)).fresh == 2 * 6
+    assert played(tmp_path, matrix(policies=("mpc", "cheapfirst"))).fresh == 0
+
+
+def test_families_of_any_size_have_as_many_plays(tmp_path):
+    found = played(tmp_path, matrix(per_family=4, policies=("mpc",), loads=(0.1,)))
+    counts = {}
+    for line in found.lines[0]:
+        counts[line["trace_family"]] = counts.get(line["trace_family"], 0) + 1
+    assert counts == {"calm": 4, "rough": 4, "bursts": 4}
+
+
+def test_what_a_play_depends_on_is_in_its_key():
+    base = matrix()
+    cell = next(base.cells())
+    keys = {Keys(base).key(cell, 0, "mpc")}
+    others = [
+        matrix(seed=4),
+        matrix(offers=(Offer("small", catalog(9, layered=True)),)),
+        matrix(traces=tuple(trace.scaled(2.0) for trace in traces())),
+        matrix(deadlines=(1.5,)), matrix(loads=(0.2,)), matrix(rtts=(0.04,)), matrix(estimator="last"),
+        matrix(engines=(EngineSpec.parse("2x"),)), matrix(engines=(EngineSpec.parse("2x:suffix"),)),
+        matrix(decode_scale=2.0), matrix(slow_start=False),
+    ]  # fmt: skip
+    for other in others:
+        keys.add(Keys(other).key(next(other.cells()), 0, "mpc"))
+    keys.add(Keys(base).key(cell, 1, "mpc"))
+    keys.add(Keys(base).key(cell, 0, "cheapfirst"))
+    assert len(keys) == len(others) + 3
+    # How many starts there are, and what else is played, is not in it.
+    assert Keys(matrix(starts=7, policies=("mpc",))).key(cell, 0, "mpc") in keys
+
+
+def test_a_policy_is_played_again_when_its_file_or_one_beside_it_changes(tmp_path):
+    (tmp_path / "helper_of_mine.py").write_text("SHARE = 0.5\n")
+    path = tmp_path / "using.py"
+    path.write_text(
+        "import sys\nfrom pathlib import Path\nsys.path.insert(0, str(Path(__file__).parent))\n"
+        "from helper_of_mine import SHARE\nfrom kvabr.abr.policies.budget import Budget\n\n\n"
+        "class Using(Budget):\n    share = SHARE\n"
+    )
+    text = f"{path}:Using"
+    before = digests.of_policy(text)
+    assert digests.of_policy(text) == before
+    (tmp_path / "helper_of_mine.py").write_text("SHARE = 0.6\n")
+    after = digests.of_policy(text)
+    assert after != before
+    path.write_text(path.read_text() + "# a word\n")
+    assert digests.of_policy(text) not in {before, after}
+
+
+def test_parameters_and_built_in_bases_are_in_a_policys_digest(tmp_path):
+    mine = tuned(tmp_path)
+    assert len({digests.of_policy(mine), digests.of_policy(f"{mine}:caution=0.5"), digests.of_policy("mpc")}) == 3
+    from kvabr.abr.policies import Budget, Mpc
+
+    class Twin(Mpc):
+        pass
+
+    assert len({digests.of_class(cls) for cls in (Budget, Mpc, Twin)}) == 3
+    assert len(digests.of_code()) == 64
+
+
+def test_an_interrupt_keeps_what_is_done(tmp_path):
+    what, done = matrix(), []
+
+    def stop(plays):
+        done.append(plays)
+        if len(done) == 2:
+            raise KeyboardInterrupt
+
+    for jobs in (1, 2):
+        done.clear()
+        folder = tmp_path / str(jobs)
+        with pytest.raises(KeyboardInterrupt):
+            played(folder, what, jobs=jobs, progress=stop)
+        assert played(folder, what).fresh == what.plays - sum(done)
+
+
+def test_a_policy_that_fails_late_fails_the_run_and_keeps_the_rest(tmp_path):
+    path = tmp_path / "late.py"
+    path.write_text("from kvabr.abr import Policy\nclass Late(Policy):\n    def decide(self, view): return 7\n")
+    with pytest.raises(PolicyError, match=r"7, not a Decision.*late\.py, line 3"):
+        played(tmp_path / "out", matrix(policies=("cheapfirst", f"{path}:Late")), jobs=2)
+    played(tmp_path / "out", matrix(policies=("cheapfirst",)), jobs=2)
+
+
+def test_corrupt_lines_are_played_again(tmp_path):
+    what = matrix(policies=("cheapfirst",), loads=(0.1,))
+    first = played(tmp_path, what)
+    lines = ["", "null", "{}", "[" * 10000, '{"regret": 1}', "x" * 70000]
+    with sqlite3.connect(tmp_path / FILE) as base:
+        rows = base.execute("SELECT key, start, line FROM plays ORDER BY key, start").fetchall()
+        rows.sort(key=lambda row: '"causes":null' in row[2])
+        edited = [rows[0][2].replace('"met":true', '"met":1').replace('"met":false', '"met":0')]
+        edited.append(rows[1][2].replace('"loss":', '"loss":"a","was":'))
+        edited.append(rows[2][2].replace('"order":', '"orders":'))
+        lines = [*edited, *lines]
+        for (key, start, _), line in zip(rows, lines, strict=False):
+            base.execute("UPDATE plays SET line = ? WHERE key = ? AND start = ?", (line, key, start))
+    base.close()
+    again = played(tmp_path, what)
+    assert again.fresh == len(lines)
+    assert again.lines == first.lines
+
+
+def test_what_is_no_store_is_refused(tmp_path):
+    (tmp_path / FILE).write_bytes(b"something else entirely" * 100)
+    with pytest.raises(AssetError, match="delete it"):
+        Store(tmp_path)
+    newer = tmp_path / "newer"
+    newer.mkdir()
+    with sqlite3.connect(newer / FILE) as base:
+        base.execute("PRAGMA user_version=99")
+    base.close()
+    with pytest.raises(AssetError, match="another version"):
+        Store(newer)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(AssetError):
+        Store(tmp_path / "file" / "below")
+
+
+def test_no_processes_is_refused(tmp_path):
+    with pytest.raises(UsageError):
+        played(tmp_path, matrix(), jobs=0)
+
+
+def test_totals_say_what_the_lines_say(tmp_path):
+    what = matrix(engines=(EngineSpec.parse("none"), EngineSpec.parse("2x")))
+    told = result(what, played(tmp_path, what))
+    assert told["schema"] == "kvabr.lab/1"
+    assert told["plays"] == what.plays == sum(line["runs"] for line in told["summary"].values())
+    assert len(told["cells"]) == 4
+    assert set(told["families"]) == {"bursts", "calm", "rough"}
+    for line in told["summary"].values():
+        assert sum(line["causes"].values()) == pytest.approx(line["regret_mean"], rel=1e-4, abs=1e-6)
+        assert line["regret_ci95"][0] <= line["regret_mean"] <= line["regret_ci95"][1]
+        assert line["apart"]["plays"] == line["infeasible"]
+        low, high = line["hit_ratio_ci95"]
+        assert low <= line["hit_ratio"] <= high
+    by_engine = {cell["engine"]: cell["summary"]["cheapfirst"] for cell in told["cells"] if cell["load"] == 0.1}
+    assert by_engine["none"]["network_regret_mean"] == by_engine["none"]["regret_mean"]
+    assert by_engine["2x"]["network_regret_mean"] <= by_engine["2x"]["regret_mean"]
+    plays = [cell["comparison"]["plays"] for cell in told["cells"]]
+    assert told["comparison"]["plays"] == sum(plays)
+    json.dumps(told, allow_nan=False)
