@@ -52,6 +52,8 @@ def _play(index: int, live: Run, simulated: Run, tokens: int, group_tokens: int)
         "track_agreement": same / tokens,
         "met_live": live["met"],
         "met_simulated": simulated["met"],
+        "regret_live": live["regret"],
+        "regret_simulated": simulated["regret"],
         "limit": live["transport"]["limit"],
     }
 
@@ -64,6 +66,8 @@ def _by(plays: Sequence[dict[str, Any]], key: str) -> dict[str, Any]:
 def _totals(plays: Sequence[dict[str, Any]]) -> dict[str, Any]:
     errors = [play["ttft_error"] for play in plays if play["ttft_error"] is not None]
     sizes = [abs(error) for error in errors]
+    both = ((play["regret_live"], play["regret_simulated"]) for play in plays)
+    regrets = [pair for pair in both if None not in pair]
     return {
         "plays": len(plays),
         "compared": len(errors),
@@ -72,6 +76,8 @@ def _totals(plays: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "ttft_bias": _rounded(statistics.median(errors) if errors else None),
         "track_agreement": _rounded(_mean(play["track_agreement"] for play in plays)),
         "met_agreement": _rounded(_mean(play["met_live"] == play["met_simulated"] for play in plays)),
+        "regret_live": _rounded(_mean(live for live, _ in regrets)),
+        "regret_simulated": _rounded(_mean(simulated for _, simulated in regrets)),
     }
 
 

@@ -10,7 +10,9 @@ from rich.text import Text
 
 from kvabr.replay.report.plays import DASH, Result, number
 
-_TITLES = ("plays", "TTFT error\nmedian", "\np90", "\nbias", "same\ntrack", "same\nverdict")
+_TITLES = (
+    "plays", "TTFT error\nmedian", "\np90", "\nbias", "same\ntrack", "same\nverdict", "regret\nlive", "\nsimulated",
+)  # fmt: skip
 
 
 def live_table(result: Result) -> RenderableType:
@@ -33,7 +35,8 @@ def live_table(result: Result) -> RenderableType:
             for name, totals in compared[kind].items():
                 _row(table, name, totals)
     notes: list[RenderableType] = [
-        Text("error: |simulated / live - 1| · same track: share of the tokens · verdict: deadline met or not", "dim")
+        Text("error: |simulated / live - 1| · same track: share of the tokens · verdict: deadline met or not", "dim"),
+        Text("regret: mean over the plays that some schedule could have made in time, nats per token", "dim"),
     ]
     if busy:
         plays = "1 play was" if busy == 1 else f"{busy} plays were"
@@ -50,7 +53,14 @@ def _row(table: Table, name: str, totals: dict[str, Any], style: str = "") -> No
         _percent(totals["ttft_bias"], sign=True),
         _percent(totals["track_agreement"]),
         _percent(totals["met_agreement"]),
+        _nats(totals.get("regret_live")),
+        _nats(totals.get("regret_simulated")),
     )
+
+
+def _nats(value: Any) -> str:
+    regret = number(value)
+    return DASH if regret is None else f"{regret:.4f}"
 
 
 def _percent(value: Any, *, sign: bool = False) -> str:

@@ -8,7 +8,7 @@ from kvabr.replay.live.gauge import gauge
 from kvabr.replay.report import live_table
 
 
-def run(ttft, tracks, *, family="a", policy="p", met=True, limit="network"):
+def run(ttft, tracks, *, family="a", policy="p", met=True, limit="network", regret=None):
     return {
         "trace": f"{family}/t",
         "trace_family": family,
@@ -16,6 +16,7 @@ def run(ttft, tracks, *, family="a", policy="p", met=True, limit="network"):
         "policy": policy,
         "ttft_s": ttft,
         "met": met,
+        "regret": regret,
         "groups": [{"track": track} for track in tracks],
         "transport": {"limit": limit},
     }
@@ -23,13 +24,13 @@ def run(ttft, tracks, *, family="a", policy="p", met=True, limit="network"):
 
 def compared():
     live = [
-        run(2.0, ["X", "X", "Y"]),
-        run(1.0, ["X", "X", "X"], family="b"),
+        run(2.0, ["X", "X", "Y"], regret=0.02),
+        run(1.0, ["X", "X", "X"], family="b", regret=0.01),
         run(4.0, ["Y", "X", "X"], policy="q", met=False),
         run(None, [None, None, None], family="b", policy="q", met=False, limit="player"),
     ]
     simulated = [
-        run(1.8, ["X", "X", "X"]),
+        run(1.8, ["X", "X", "X"], regret=0.04),
         run(1.1, ["X", "X", "X"], family="b"),
         run(3.0, ["X", "X", "X"], policy="q"),
         run(5.0, ["X", "X", "X"], family="b", policy="q", met=False),
@@ -45,6 +46,8 @@ def test_errors_are_relative_to_live_and_a_play_without_a_ttft_has_none():
     assert everything["ttft_error_median"] == pytest.approx(0.1)
     assert everything["ttft_bias"] == pytest.approx(-0.1)
     assert everything["met_agreement"] == 0.75
+    assert (everything["regret_live"], everything["regret_simulated"]) == (0.02, 0.04)
+    assert found["policies"]["q"]["regret_live"] is None
 
 
 def test_agreement_is_a_share_of_tokens_of_which_the_last_group_has_fewer():
