@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
@@ -15,7 +17,7 @@ from kvabr.errors import UsageError
 _EPILOG = """\
 examples:
   kvabr lab traces --policy all --load .03 .1 .3 --rtt 10 50 200 --starts 4 --out results
-  kvabr lab traces --policy cheapfirst ./mine.py:Mine --out results    plays only what results lacks
+  kvabr lab traces --policy anytime ./mine.py:Mine --out results       plays only what results lacks
   kvabr lab matrix.toml --out results
   kvabr report results                                                 one page that shows it all
 
@@ -28,6 +30,7 @@ A matrix as a file (options on the command line come before what it says; paths 
   loads    = [0.03, 0.1, 0.3]              # the trace's mean carries this much of FP16; "own": not scaled
   rtts     = [10, 50, 200]                 # ms; "own": the trace's
   engines  = ["none", "2x", "2x:suffix"]   # 2x: the whole prompt takes two deadlines; 1500/s; asset
+                                           # 2x@0.05: a second of its time is worth .05 nats per token
   assets   = ["smollm2-8k", "my.asset"]
   starts   = 4                             # or per_family = 100: so many plays of each family in each cell
   [families]                               # instead of traces, to give families names of your own
@@ -37,10 +40,15 @@ What was played is kept in the folder, by digests of trace, catalog, policy, opt
 what is new, and after Ctrl-C the next run goes on where this one stopped. A policy from a file is played again when it
 changes, or when a module beside it that it imports does.
 
-Regret is compared play by play. Intervals are bootstraps over whole traces (95 %). Policies that share a place cannot
-be told apart by these plays. `net only` is regret against a clairvoyant without an engine. Regret splits into: too high
-(asked for more than came), too low (asked for less than the link would have carried), order (the bytes in place could
-have bought more), idle (round trips), wasted, decode, compute (the engine should have done more).
+Regret is compared play by play. Intervals are bootstraps over whole traces (95 %). Two policies cannot be told apart if
+chance alone, which of them did better on each trace, makes as large a difference somewhere in the table once in twenty
+times; policies that share a place cannot be told from its first. It takes six traces at least to tell anything. `net
+only` is regret against a clairvoyant without an engine. Regret splits into: too high (asked for more than came), too
+low (asked for less than the link would have carried), order (the bytes in place could have bought more), idle (round
+trips), wasted, decode, compute (the engine should have done more). Plays that not even the clairvoyant could have made
+are in none of these numbers; they have a table of their own.
+
+A policy that spends 20 seconds of CPU on one play is taken to be in a loop: the run ends, and says where.
 """
 
 
@@ -56,7 +64,10 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     )
     add_axes(parser)
     parser.add_argument(
-        "--policy", nargs="+", metavar="NAME|FILE.py:CLASS", help="policies, or `all` (default: the default policy)"
+        "--policy",
+        nargs="+",
+        metavar="NAME|FILE.py:CLASS",
+        help="policies, or `all`; after the traces (default: the default policy)",
     )
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder that keeps what was played")
     parser.add_argument("--html", type=Path, metavar="F", help="write the page of `kvabr report`, too")
@@ -72,7 +83,7 @@ def add_axes(parser: argparse.ArgumentParser) -> None:
     axes.add_argument("--deadline", nargs="+", type=float, metavar="S", help="TTFT deadlines (default: 2)")
     axes.add_argument("--load", nargs="+", metavar="X", help="the mean carries X of FP16, or own (default: 0.1)")
     axes.add_argument("--rtt", nargs="+", metavar="MS", help="round trips, or own (default: own, else 40)")
-    axes.add_argument("--engine", nargs="+", metavar="E", help="none, asset, 2x, 1500/s, 2x:suffix (default: none)")
+    axes.add_argument("--engine", nargs="+", metavar="E", help="none, asset, 2x, 1500/s, 2x@.05:suffix (default: none)")
     axes.add_argument("--asset", nargs="+", metavar="A", help="assets, or catalogs (default: the one of SmolLM2)")
     axes.add_argument("--exclude", nargs="+", metavar="FAMILY", help="trace families to leave out")
     axes.add_argument("--starts", type=int, metavar="N", help="start points of each trace (default: 1)")
@@ -106,6 +117,7 @@ def axes_of(args: argparse.Namespace) -> dict[str, Any]:
 def run(args: argparse.Namespace) -> int:
     """Play, compare, print."""
     from kvabr.lab import folder, matrixfile, tables, totals  # noqa: PLC0415
+    from kvabr.lab.axes import cuts  # noqa: PLC0415
     from kvabr.lab.run import run as play  # noqa: PLC0415
     from kvabr.lab.store import Store  # noqa: PLC0415
 
@@ -113,16 +125,19 @@ def run(args: argparse.Namespace) -> int:
     matrix = matrixfile.build(axes)
     with Store(args.out) as store:
         folder.save_axes(args.out, axes)
-        with PlayBar() as bar:
+        with kept_on_interrupt(args.out), PlayBar() as bar:
             played = play(matrix, store, jobs=args.jobs, progress=bar.advance, planned=bar.planned)
     result = totals.result(matrix, played)
     folder.save_result(args.out, result)
     console = Console()
     console.print(tables.ranking_table(result))
     console.print(tables.deadline_table(result))
-    if len(result["cells"]) > 1:
-        console.print(tables.cells_table(result))
-    console.print(tables.causes_table(result))
+    ranked = [row["policy"] for row in result["comparison"]["ranking"]]
+    for cut in cuts(played, ranked) if ranked else ():
+        for table in tables.cut_tables(cut, ranked, console.width):
+            console.print(table)
+    for table in tables.causes_tables(result, console.width):
+        console.print(table)
     if (apart := tables.apart_table(result)) is not None:
         console.print(apart)
     console.print(tables.verdict(result), soft_wrap=True)
@@ -143,6 +158,16 @@ def _or_own(text: str) -> float | str:
         return float(text)
     except ValueError as error:
         raise UsageError(f"{text!r} is neither a number nor own") from error
+
+
+@contextmanager
+def kept_on_interrupt(folder: Path) -> Iterator[None]:
+    """Say on Ctrl-C that nothing is lost."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        print(f"what was played is kept in {folder}: the same command goes on from there", file=sys.stderr)
+        raise
 
 
 class PlayBar:

@@ -36,7 +36,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Read, play what is missing, write."""
-    from kvabr.commands.lab import PlayBar  # noqa: PLC0415 - a command loads what it needs when it runs
+    from kvabr.commands.lab import PlayBar, kept_on_interrupt  # noqa: PLC0415 - a command loads what it needs when it runs
     from kvabr.errors import UsageError  # noqa: PLC0415
     from kvabr.lab import folder, tables, totals  # noqa: PLC0415
     from kvabr.lab.report import write_report  # noqa: PLC0415
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"--worst {args.worst}: give 0 to 100")
     matrix = folder.load_matrix(args.folder)
     path = args.html or args.folder / "report.html"
-    with Store(args.folder) as store, PlayBar() as bar:
+    with kept_on_interrupt(args.folder), Store(args.folder) as store, PlayBar() as bar:
         played = play(matrix, store, jobs=args.jobs, progress=bar.advance, planned=bar.planned)
     result = totals.result(matrix, played)
     folder.save_result(args.folder, result)

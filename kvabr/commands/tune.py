@@ -12,7 +12,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from kvabr.commands.lab import PlayBar, add_axes, axes_of
+from kvabr.commands.lab import PlayBar, add_axes, axes_of, kept_on_interrupt
 
 if TYPE_CHECKING:
     from kvabr.lab.tune import Tuned
@@ -71,13 +71,15 @@ def run(args: argparse.Namespace) -> int:
 
     matrix = matrixfile.build(axes_of(args) | {"policies": [args.tuned]})
     search = Search(args.points, args.rounds, args.near, args.search_seed)
-    with Store(args.out) as store, PlayBar("tuning") as bar:
+    with kept_on_interrupt(args.out), Store(args.out) as store, PlayBar("tuning") as bar:
         found = tune(args.tuned, matrix, store, search, jobs=args.jobs, progress=bar.advance, tell=bar.say)
     if args.json is not None:
         write_text(args.json, json.dumps(as_json(found), indent=1) + "\n")
     console = Console()
     console.print(_values(found))
     console.print(_folds(found))
+    if found.left_out:
+        console.print(f"left out, since nobody could have made a play: {', '.join(found.left_out)}", soft_wrap=True)
     console.print(
         f"mean regret over families: {found.default_regret:.4g} with the defaults, {found.held_out_regret:.4g} held "
         f"out, {found.inside_regret:.4g} on the plays that were chosen on (do not believe this one)",
@@ -102,6 +104,7 @@ def as_json(found: Tuned) -> dict[str, Any]:
         "inside_regret": found.inside_regret,
         "gain": asdict(found.gain),
         "folds": [asdict(fold) for fold in found.folds],
+        "left_out": list(found.left_out),
         "candidates": found.candidates,
         "plays": found.plays,
     }

@@ -86,9 +86,14 @@ def of_class(cls: type[Any]) -> str:
 def of_code() -> str:
     """Everything of kvabr that decides a play, but for policies and estimators."""
     sums = hashlib.sha256()
-    for name, data in sorted(_sources(files("kvabr"), "")):
+    for name, data in sorted(sources()):
         sums.update(name.encode() + b"\0" + data + b"\0")
     return sums.hexdigest()
+
+
+def sources() -> Iterator[tuple[str, bytes]]:
+    """Name and text of every file that `of_code` covers."""
+    return _sources(files("kvabr"), "")
 
 
 def _sources(folder: Traversable, prefix: str) -> Iterator[tuple[str, bytes]]:

@@ -13,12 +13,13 @@ from itertools import product
 from kvabr.abr.plugins import load_estimator, load_policy
 from kvabr.catalog import Catalog
 from kvabr.errors import PolicyError, UsageError
+from kvabr.player.config import GPU_PRICE, PlayerConfig
 from kvabr.recompute.cost import PrefillCost
 from kvabr.recompute.planner import EngineMode
 from kvabr.replay.play import PlayOptions
 from kvabr.replay.trace import Trace
 
-_ENGINE = re.compile(r"(?:(none)|(asset)|([0-9.eE+-]+)(x|/s))(?::(suffix|hole))?")
+_ENGINE = re.compile(r"(?:(none)|(asset)|([0-9.eE+-]+)(x|/s))(?:@([0-9.eE+-]+|inf))?(?::(suffix|hole))?")
 _MOST_PLAYS = 10_000_000
 
 
@@ -32,12 +33,15 @@ class EngineSpec:
     """``none``, ``asset`` (as its publisher measured), ``x`` (of the deadline) or ``/s`` (tokens a second)."""
     number: float
     mode: EngineMode
+    gpu_price: float = GPU_PRICE
+    """What a second of its time is worth, nats per token: little where it is idle, much where it is busy."""
 
     @classmethod
     def parse(cls, text: str) -> EngineSpec:
-        """Read ``none``, ``asset``, ``2x`` or ``1500/s``, each also with ``:suffix``.
+        """Read ``none``, ``asset``, ``2x`` or ``1500/s``, each also with ``@PRICE`` and ``:suffix``.
 
-        ``2x`` is an engine that takes twice the deadline to compute the whole prompt.
+        ``2x`` is an engine that takes twice the deadline to compute the whole prompt; ``2x@0.05`` one whose time is
+        worth .05 nats per token a second.
 
         Raises:
             UsageError: it is none of these.
@@ -45,12 +49,16 @@ class EngineSpec:
         match = _ENGINE.fullmatch(text)
         try:
             number = float(match[3]) if match is not None and match[3] else 0.0
+            price = float(match[5]) if match is not None and match[5] else GPU_PRICE
         except ValueError:
-            number = -1.0
-        if match is None or number < 0 or (match[3] and not 0 < number < math.inf):
-            raise UsageError(f"engine {text!r}: write none, asset, 2x (of the deadline) or 1500/s, each with :suffix")
+            number = price = -1.0
+        if match is None or number < 0 or (match[3] and not 0 < number < math.inf) or not price >= 0:
+            raise UsageError(
+                f"engine {text!r}: write none, asset, 2x (of the deadline) or 1500/s, each with @PRICE (nats per token "
+                "that a second is worth) and :suffix"
+            )
         kind = match[1] or match[2] or match[4]
-        return cls(text, kind, number, "suffix" if match[5] == "suffix" else "hole")
+        return cls(text, kind, number, "suffix" if match[6] == "suffix" else "hole", price)
 
     def cost(self, catalog: Catalog, deadline_s: float) -> PrefillCost | None:
         """What recomputing this asset costs; None for no engine.
@@ -208,6 +216,7 @@ class LabMatrix:
             decode_scale=self.decode_scale,
             slow_start=self.slow_start,
             estimator=self.estimator,
+            config=PlayerConfig(gpu_price=engine.gpu_price),
         )
 
     def starts_of(self, trace: Trace, count: int) -> list[float]:

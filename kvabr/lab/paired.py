@@ -2,15 +2,21 @@
 
 Two policies are compared by the difference of their regrets play by play, so that what the link did cancels out. Plays
 over one trace are not independent of each other, whatever their start: the bootstrap draws whole traces, with all of
-their plays. Where many pairs are compared at once, the largest of many chance differences is larger than each: whether
-two policies can be told apart is decided by the bootstrap distribution of the largest studentised difference over all
-pairs (max-t), so that in 95 % of matrices no two equal policies are told apart.
+their plays.
+
+Whether two policies can be told apart at all is another question than how wide an interval is, for a rare miss weighs a
+hundred times what other plays do. If two policies were equal, it would be by chance which of them did better on a
+trace: the sign of each trace's difference could as well be the other. Signs are drawn anew many times, for all pairs at
+once, and the largest difference of all pairs is what a difference has to pass (the step-down of Westfall and Young): of
+equal policies, none are told apart in 95 % of matrices, however many are compared and whatever their regrets look like.
+Five traces are too few to tell anything: with all signs alike, chance does as much once in sixteen times.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -22,8 +28,12 @@ Counts = npt.NDArray[np.int64]
 
 DRAWS = 4000
 """Bootstrap samples."""
+_LEVEL = 0.05
+"""Chance below which a difference is taken for one."""
 _SAME = 1e-9
 """Regrets that differ by no more count as equal."""
+_ROUNDING = 1e-5
+"""By how much a sum of drawn signs may be off, relative."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +57,13 @@ class Versus:
     """Share of the plays in which the first has less regret."""
     losses: float
     """Share in which it has more; in the others they are equal."""
-    apart: bool
-    """Whether the two can be told apart, among all pairs that were compared."""
+    chance: float
+    """How often signs alone make a difference so large among all pairs that were compared, 0 to 1."""
+
+    @property
+    def apart(self) -> bool:
+        """Whether the two can be told apart."""
+        return self.chance <= _LEVEL
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +100,7 @@ class Comparison:
                 return pair
             if (pair.second, pair.first) == (first, second):
                 turned = Interval(-pair.difference.mean, -pair.difference.high, -pair.difference.low)
-                return Versus(first, second, turned, pair.losses, pair.wins, pair.apart)
+                return Versus(first, second, turned, pair.losses, pair.wins, pair.chance)
         raise KeyError((first, second))
 
 
@@ -108,8 +123,12 @@ class Bootstrap:
 
     def means(self, values: Array) -> Array:
         """The mean of ``values``, one per play, in every draw."""
-        sums = np.bincount(self._of, weights=values, minlength=self.traces)
-        found: Array = (self._weights @ sums) / (self._weights @ self._plays)
+        found: Array = (self._weights @ self.sums(values)) / (self._weights @ self._plays)
+        return found
+
+    def sums(self, values: Array) -> Array:
+        """The sum of ``values``, one per play, over each trace."""
+        found: Array = np.bincount(self._of, weights=values, minlength=self.traces).astype(float)
         return found
 
     def interval(self, values: Array) -> Interval:
@@ -139,35 +158,49 @@ def compare(regrets: Mapping[str, Sequence[float]], traces: Sequence[str], *, se
     order = sorted(values, key=lambda policy: float(values[policy].mean()))
     bootstrap = Bootstrap(traces, seed=seed)
     pairs = [(a, b) for place, a in enumerate(order) for b in order[place + 1 :]]
-    apart = _apart([values[a] - values[b] for a, b in pairs], bootstrap)
-    versus = tuple(_versus(a, b, values, bootstrap, apart=told) for (a, b), told in zip(pairs, apart, strict=True))
+    chances = _chances([bootstrap.sums(values[a] - values[b]) for a, b in pairs], len(traces), seed)
+    versus = tuple(_versus(a, b, values, bootstrap, chance) for (a, b), chance in zip(pairs, chances, strict=True))
     ranking = _rank(order, values, versus, bootstrap)
     return Comparison(len(traces), bootstrap.traces, ranking, versus)
 
 
-def _versus(a: str, b: str, values: Mapping[str, Array], bootstrap: Bootstrap, *, apart: bool) -> Versus:
+def _versus(a: str, b: str, values: Mapping[str, Array], bootstrap: Bootstrap, chance: float) -> Versus:
     difference = values[a] - values[b]
     wins, losses = float((difference < -_SAME).mean()), float((difference > _SAME).mean())
-    return Versus(a, b, bootstrap.interval(difference), wins, losses, apart)
+    return Versus(a, b, bootstrap.interval(difference), wins, losses, chance)
 
 
-def _apart(differences: Sequence[Array], bootstrap: Bootstrap) -> list[bool]:
-    """Which mean differences are too large for chance, all of them taken together."""
-    if not differences or bootstrap.traces < 2:
-        return [False] * len(differences)
-    found = [float(values.mean()) for values in differences]
-    drawn = [bootstrap.means(values) for values in differences]
-    spread = [float(line.std()) for line in drawn]
-    largest = np.zeros(len(drawn[0]))
-    for mean, line, width in zip(found, drawn, spread, strict=True):
-        if width > 0:
-            largest = np.maximum(largest, np.abs(line - mean) / width)
-    critical = float(np.quantile(largest, 0.95))
-    # Where nothing varies from trace to trace (one is better by the same everywhere), the difference is what it is.
-    return [
-        abs(mean) > max(_SAME, critical * width)
-        for mean, width in zip(found, spread, strict=True)
-    ]
+def _chances(differences: Sequence[Array], plays: int, seed: int) -> list[float]:
+    """For every pair, how often drawn signs make so large a difference, all pairs taken together.
+
+    Args:
+        differences: per pair, the sum of its differences over each trace.
+        plays: of all traces.
+        seed: of the signs.
+    """
+    found = [1.0] * len(differences)
+    # What rounding alone makes of two that are the same is no difference.
+    telling = [index for index, sums in enumerate(differences) if abs(sums.sum()) > _SAME * plays]
+    if not telling:
+        return found
+    table = np.array([differences[index] / np.linalg.norm(differences[index]) for index in telling])
+    seen = np.abs(table.sum(axis=1))
+    drawn = np.abs(_signs(table.shape[1], seed) @ table.T.astype(np.float32))
+    # From the largest down: each has to pass only what is left to be told.
+    order = np.argsort(-seen, kind="stable")
+    largest = np.maximum.accumulate(drawn[:, order[::-1]], axis=1)[:, ::-1]
+    passed = (largest >= seen[order] * (1 - _ROUNDING)).sum(axis=0)
+    chance = np.maximum.accumulate((1 + passed) / (1 + len(drawn)))
+    for place, index in enumerate(order):
+        found[telling[int(index)]] = float(chance[place])
+    return found
+
+
+@lru_cache(maxsize=2)
+def _signs(traces: int, seed: int) -> npt.NDArray[np.float32]:
+    """Drawn signs, [draw, trace]; the comparisons of a matrix share them."""
+    dice = np.random.default_rng(seed)
+    return (2 * dice.integers(0, 2, size=(DRAWS, traces), dtype=np.int8) - 1).astype(np.float32)
 
 
 def _rank(

@@ -34,7 +34,8 @@ class Bench:
         self._catalog, self._options = catalog, options
         self.stage = Stage(catalog, options)
         self._curves = Curves(catalog)
-        self._tail_s = options.decode_scale * min(track.decode_s for track in catalog.tracks)
+        share = catalog.group_tokens(catalog.groups - 1) / catalog.spec.group_tokens
+        self._tail_s = options.decode_scale * share * min(track.decode_s for track in catalog.tracks)
         self._network = None
         if options.cost is not None:
             self._network = Clairvoyant(catalog, None, options.mode, decode_scale=options.decode_scale)

@@ -11,14 +11,16 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from typing import Any
 
-from kvabr.errors import UsageError
+from kvabr.errors import PlayError, UsageError
 from kvabr.lab import digests
 from kvabr.lab.matrix import Cell, LabMatrix
 from kvabr.lab.play import Bench
 from kvabr.lab.store import Line, Store
+from kvabr.replay.watch import watched
 
 _CHUNK = 48
 """Plays of one task, about: enough to make handing them over worthwhile, few enough to keep all processes busy."""
@@ -80,7 +82,8 @@ def run(
         planned: told once how many plays have to be played, and how many there are in all.
 
     Raises:
-        PolicyError: a policy raised or returned nonsense; what was played before is kept.
+        PolicyError: a policy raised, returned nonsense or never came to an end; what was played before is kept.
+        PlayError: a process that played has died; the same.
     """
     if jobs is not None and jobs < 1:
         raise UsageError(f"{jobs} processes; at least one is needed")
@@ -152,9 +155,11 @@ def _outcomes(
         return
     # Forking shares the traces with the children for nothing; where it does not exist they are sent once.
     method = "fork" if "fork" in multiprocessing.get_all_start_methods() else None
+    others = set(multiprocessing.active_children())
     pool = ProcessPoolExecutor(
         min(jobs, len(todo)), multiprocessing.get_context(method), initializer=_begin, initargs=(matrix, tuple(cells))
     )
+    over = False
     try:
         queue = iter(todo)
         flying: dict[Future[_Found], Task] = {}
@@ -163,11 +168,21 @@ def _outcomes(
             while len(flying) < 2 * jobs and (item := next(queue, None)) is not None:
                 flying[pool.submit(_play_in_child, item)] = item
             if not flying:
+                over = True
                 return
             for future in wait(flying, return_when=FIRST_COMPLETED).done:
                 done = flying.pop(future)
                 yield done, future.result()
+    except BrokenProcessPool as error:
+        raise PlayError(
+            "a process that was playing has died: for want of memory, or since a policy ended it. What was played is "
+            "kept; --jobs 1 plays the rest in one process, and shows where"
+        ) from error
     finally:
+        if not over:
+            # What is being played is lost anyway, and a policy may never let it end.
+            for process in set(multiprocessing.active_children()) - others:
+                process.terminate()
         pool.shutdown(wait=True, cancel_futures=True)
 
 
@@ -189,7 +204,8 @@ class _Player:
         for start, policies in task.todo:
             link = self._bench.link(trace, starts[start])
             for policy in policies:
-                line: dict[str, Any] = self._bench.play(trace, link, policy)[0]
+                with watched(policy, f"{trace.name} from {link.start_s:.2f} s, {cell.title()}"):
+                    line: dict[str, Any] = self._bench.play(trace, link, policy)[0]
                 found.setdefault(policy, {})[start] = line
         return found
 

@@ -17,6 +17,8 @@ FILE = "plays.sqlite"
 """Name of the file in a results folder."""
 SCHEMA = 1
 _MAX_LINE = 1 << 16
+_PATIENCE_S = 60.0
+"""For another process that writes to the same folder: it holds the file for some seconds at a time."""
 
 Line = dict[str, Any]
 
@@ -39,7 +41,7 @@ class Store:
         self._path = folder / FILE
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._db = sqlite3.connect(self._path)
+            self._db = sqlite3.connect(self._path, timeout=_PATIENCE_S)
             version = self._db.execute("PRAGMA user_version").fetchone()[0]
             if version not in {0, SCHEMA}:
                 raise AssetError(f"{self._path}: written by another version of kvabr; take a new folder")

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from rich import box
 from rich.table import Table
 
+from kvabr.lab.axes import Cut
 from kvabr.lab.causes import CAUSES
-from kvabr.lab.matrix import Cell, varying
+from kvabr.lab.matrix import Cell
 from kvabr.replay.report.plays import DASH, nats
 
 _WORDS = {
     "too_high": "too high", "too_low": "too low", "gave_up": "gave up",
 }  # fmt: skip
+_POLICY_WIDTH = 40
+"""Longer names of policies go on in the next line."""
+_BETWEEN = 2
+"""Spaces between two columns of a table."""
 
 
 def cause_title(cause: str) -> str:
@@ -43,9 +49,11 @@ def ranking_table(result: dict[str, Any]) -> Table:
     comparison = result["comparison"]
     title = f"{comparison['plays']:,} feasible plays over {comparison['traces']} traces, each by every policy"
     table = _table(title)
-    for name in ("#", "policy", "regret", "95 %", "net only", "cannot be told from"):
-        left = name in {"policy", "cannot be told from"}
-        table.add_column(name, justify="left" if left else "right", no_wrap=name != "cannot be told from")
+    table.add_column("#", justify="right", no_wrap=True)
+    _policy_column(table)
+    for name in ("regret", "95 %", "net only"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("cannot be told from", overflow="fold")
     for row in comparison["ranking"]:
         line = result["summary"][row["policy"]]
         table.add_row(
@@ -58,49 +66,72 @@ def ranking_table(result: dict[str, Any]) -> Table:
 def deadline_table(result: dict[str, Any]) -> Table:
     """Deadlines met, and what was paid, policy by policy, over the feasible plays of each."""
     table = _table("deadlines met, loss and waste")
-    for name in ("policy", "met", "95 %", "TTFT p50", "p95", "loss", "wasted"):
-        table.add_column(name, justify="left" if name == "policy" else "right", no_wrap=True)
+    _policy_column(table)
+    computed = any(line["recompute_s_mean"] for line in result["summary"].values())
+    for name in ("met", "95 %", "TTFT p50", "p95", "loss", "wasted", *(["engine"] if computed else [])):
+        table.add_column(name, justify="right", no_wrap=True)
     for row in result["comparison"]["ranking"]:
         line = result["summary"][row["policy"]]
         low, high = line["hit_ratio_ci95"]
         table.add_row(
             row["policy"], f"{100 * line['hit_ratio']:.2f} %", f"{100 * low:.2f}{DASH}{100 * high:.2f}",
-            _seconds(line["ttft_p50_s"]), _seconds(line["ttft_p95_s"]), short(line["loss_mean"]),
-            f"{100 * line['bytes_wasted_share']:.2f} %",
+            _seconds(line["feasible_ttft_p50_s"]), _seconds(line["feasible_ttft_p95_s"]), short(line["loss_mean"]),
+            f"{100 * line['feasible_wasted_share']:.2f} %",
+            *([_seconds(line["recompute_s_mean"])] if computed else []),
         )  # fmt: skip
     return table
 
 
-def cells_table(result: dict[str, Any]) -> Table:
-    """Mean regret of every policy in every cell."""
-    cells = list(map(cell_of, result["cells"]))
-    table = _table(f"mean regret by cell ({cells[0].title(varying(cells), kinds=True)})")
+def cut_tables(cut: Cut, policies: Sequence[str], width: int) -> list[Table]:
+    """Mean regret of every policy along one axis, in as many tables as it takes to fit the terminal.
+
+    Args:
+        cut: the axis.
+        policies: best first.
+        width: characters of a line.
+    """
+    columns = []
+    for value in cut.values:
+        scores = [cut.scores.get((policy, value)) for policy in policies]
+        columns.append((value.replace("_", "_\n"), [short(score.regret if score else None, 2) for score in scores]))
+    return _side_by_side(f"mean regret by {cut.title}", policies, columns, width)
+
+
+def causes_tables(result: dict[str, Any], width: int) -> list[Table]:
+    """Mean regret of every policy by cause, in as many tables as it takes to fit the terminal."""
     policies = [row["policy"] for row in result["comparison"]["ranking"]]
-    table.add_column("cell", no_wrap=True)
-    for policy in policies:
-        table.add_column(policy, justify="right", overflow="fold")
-    for cell, where in zip(result["cells"], cells, strict=True):
-        table.add_row(
-            where.title(varying(cells)),
-            *(short(cell["summary"][policy]["regret_mean"], 2) for policy in policies),
-        )  # fmt: skip
-    return table
+    lines = [result["summary"][policy] for policy in policies]
+    columns = [("regret", [_thousandths(line["regret_mean"]) for line in lines])]
+    for cause in CAUSES:
+        if any(abs(line["causes"][cause]) >= 5e-7 for line in lines):
+            cells = [_thousandths(line["causes"][cause]) for line in lines]
+            columns.append((cause_title(cause).replace(" ", "\n"), cells))
+    return _side_by_side("mean regret by cause, thousandths", policies, columns, width) if policies else []
 
 
-def causes_table(result: dict[str, Any]) -> Table:
-    """Mean regret of every policy by cause."""
-    table = _table("mean regret by cause, thousandths")
-    table.add_column("policy", no_wrap=True)
-    table.add_column("regret", justify="right")
-    lines = [result["summary"][row["policy"]] for row in result["comparison"]["ranking"]]
-    here = [cause for cause in CAUSES if any(abs(line["causes"][cause]) >= 5e-7 for line in lines)]
-    for cause in here:
-        table.add_column(cause_title(cause), justify="right")
-    for row in result["comparison"]["ranking"]:
-        line = result["summary"][row["policy"]]
-        shown = (_thousandths(line["causes"][cause]) for cause in here)
-        table.add_row(row["policy"], _thousandths(line["regret_mean"]), *shown)
-    return table
+def _side_by_side(
+    title: str, policies: Sequence[str], columns: Sequence[tuple[str, list[str]]], width: int
+) -> list[Table]:
+    """Tables of a line per policy: as many columns in each as fit into the width."""
+    blocks: list[list[tuple[str, list[str]]]] = []
+    room = 0
+    for head, cells in columns:
+        needed = _BETWEEN + max(map(len, (*head.split("\n"), *cells)))
+        if needed > room:
+            blocks.append([])
+            room = width - min(_POLICY_WIDTH, max(map(len, policies))) - 2 * _BETWEEN
+        blocks[-1].append((head, cells))
+        room -= needed
+    tables = []
+    for number, block in enumerate(blocks):
+        table = _table(title + (", continued" if number else ""))
+        _policy_column(table)
+        for head, _ in block:
+            table.add_column(head, justify="right", no_wrap=True)
+        for policy, row in zip(policies, zip(*(cells for _, cells in block), strict=True), strict=True):
+            table.add_row(policy, *row)
+        tables.append(table)
+    return tables
 
 
 def apart_table(result: dict[str, Any]) -> Table | None:
@@ -109,8 +140,9 @@ def apart_table(result: dict[str, Any]) -> Table | None:
     if not any(line["plays"] for line in lines.values()):
         return None
     table = _table("plays that nobody could have made: what was done")
-    for name in ("policy", "plays", "gave up", "TTFT / deadline", "loss", "tokens recomputed"):
-        table.add_column(name, justify="left" if name == "policy" else "right", no_wrap=True)
+    _policy_column(table)
+    for name in ("plays", "gave up", "TTFT / deadline", "loss", "tokens recomputed"):
+        table.add_column(name, justify="right", no_wrap=True)
     for policy, line in lines.items():
         late, tokens = line["ttft_over_deadline_mean"], line["tokens_recomputed_mean"]
         table.add_row(
@@ -121,13 +153,19 @@ def apart_table(result: dict[str, Any]) -> Table | None:
 
 
 def verdict(result: dict[str, Any]) -> str:
-    """One sentence: what leads, by how much, and what cannot be told from it."""
-    rows = result["comparison"]["ranking"]
-    if not rows:
+    """In words: what leads, by how much, and what cannot be told from it.
+
+    Policies that are told the future do not compete.
+    """
+    everyone = result["comparison"]["ranking"]
+    if not everyone:
         return "No play was feasible for every policy: nothing can be compared."
+    rows = [row for row in everyone if not row["policy"].endswith("oracle")] or everyone
     best = rows[0]
     said = f"{best['policy']} leads with mean regret {short(best['regret_mean'])} ({interval(best['regret_ci95'])})"
     alike = [row["policy"] for row in rows if row["policy"] in best["like"]]
+    if rows is not everyone and everyone[0] not in rows:
+        said += f" ({everyone[0]['policy']}, which is told the future, has {short(everyone[0]['regret_mean'])})"
     if alike:
         said += f"; {', '.join(alike)} cannot be told from it"
     other = next((row for row in rows[1:] if row["policy"] not in best["like"]), None)
@@ -156,6 +194,10 @@ def _thousandths(value: float | None) -> str:
     if value is None:
         return DASH
     return "0" if abs(value) < 5e-7 else f"{1000 * value:.2g}" if abs(value) < 0.1 else f"{1000 * value:.0f}"
+
+
+def _policy_column(table: Table) -> None:
+    table.add_column("policy", overflow="fold", max_width=_POLICY_WIDTH)
 
 
 def _table(title: str) -> Table:

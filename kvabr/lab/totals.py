@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from functools import lru_cache
@@ -14,7 +15,7 @@ from kvabr.lab.matrix import LabMatrix
 from kvabr.lab.paired import Bootstrap, Comparison, Interval, compare
 from kvabr.lab.run import Played
 from kvabr.lab.store import Line
-from kvabr.replay.summary import summarise
+from kvabr.replay.summary import percentile, summarise
 
 SCHEMA = "kvabr.lab/1"
 _DIGITS = 9
@@ -118,6 +119,9 @@ def _more(lines: Sequence[Line]) -> dict[str, Any]:
     hopeless = [line for line in lines if not line["feasible"]]
     return {
         "traces": len({line["trace"] for line in feasible}),
+        "feasible_ttft_p50_s": _quantile(feasible, 0.50),
+        "feasible_ttft_p95_s": _quantile(feasible, 0.95),
+        "feasible_wasted_share": _share(feasible, "bytes_wasted", "bytes_fetched"),
         "regret_ci95": _interval(feasible, "regret"),
         "network_feasible": len(network),
         "network_loss_mean": _mean(line["network_loss"] for line in network),
@@ -167,7 +171,7 @@ def _comparison(found: Comparison) -> dict[str, Any]:
             {
                 "first": pair.first, "second": pair.second, "difference": _number(pair.difference.mean),
                 "difference_ci95": _ends(pair.difference), "wins": _number(pair.wins),
-                "losses": _number(pair.losses), "apart": pair.apart,
+                "losses": _number(pair.losses), "chance": _number(pair.chance), "apart": pair.apart,
             }
             for pair in found.pairs
         ],
@@ -178,6 +182,17 @@ def _ends(interval: Interval) -> list[float]:
     return [_number(interval.low), _number(interval.high)]
 
 
+def _quantile(lines: Sequence[Line], share: float) -> float | None:
+    """A quantile of the times at which caches were complete; plays that were given up never were."""
+    value = percentile((math.inf if line["ttft_s"] is None else line["ttft_s"] for line in lines), share)
+    return None if value is None or not math.isfinite(value) else _number(value)
+
+
+def _share(lines: Sequence[Line], part: str, whole: str) -> float:
+    total = sum(line[whole] for line in lines)
+    return _number(sum(line[part] for line in lines) / total) if total else 0.0
+
+
 def _mean(values: Iterable[float]) -> float | None:
     listed = list(values)
     return _number(sum(listed) / len(listed)) if listed else None
@@ -185,4 +200,3 @@ def _mean(values: Iterable[float]) -> float | None:
 
 def _number(value: float) -> float:
     return float(f"{value:.{_DIGITS}g}")
-

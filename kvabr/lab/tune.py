@@ -65,6 +65,8 @@ class Tuned:
     """Mean over families of what the folds chose, each on the family that it did not see."""
     inside_regret: float
     """Mean over families of the recommendation, on the very plays that it was chosen on."""
+    left_out: tuple[str, ...]
+    """Families in which nobody could have made a play."""
     candidates: int
     plays: int
 
@@ -82,6 +84,8 @@ class Tuned:
         """One sentence."""
         if self.chosen == self.default:
             return f"Tuning won nothing: no candidate is better than the defaults of {self.policy} over all families."
+        if abs(self.gain.mean) <= _TELLS and self.gain.high - self.gain.low <= _TELLS:
+            return "Tuning won nothing: on families that it did not see, what it chose does as well as the defaults."
         span = f"{self.gain.low:.2g} to {self.gain.high:.2g}"
         if self.won:
             return f"Tuning won {self.gain.mean:.2g} of regret on families that it did not see ({span}): {self.chosen}"
@@ -119,8 +123,16 @@ class _Scores:
             for name in names:
                 for family in missing:
                     found = [line["regret"] for line in self.lines[name, family] if line["feasible"]]
-                    # A family in which nothing is feasible says nothing, the same for every candidate.
+                    # A family in which nothing is feasible says nothing: `narrow` leaves it out.
                     self.table.setdefault(name, {})[family] = sum(found) / len(found) if found else 0.0
+
+
+    def narrow(self, policy: str) -> list[str]:
+        """Leave out families in which nobody could have made a play, and say which these are."""
+        told = [family for family in self.families if any(line["feasible"] for line in self.lines[policy, family])]
+        out = [family for family in self.families if family not in told]
+        self.families = told
+        return out
 
 
 def tune(
@@ -145,7 +157,7 @@ def tune(
         tell: told in words what is being done.
 
     Raises:
-        UsageError: the policy declares no parameters, or there is but one family.
+        UsageError: the policy declares no parameters, or there is but one family in which plays can be made.
         PolicyError: the policy cannot be loaded, or fails.
     """
     search = search or Search()
@@ -159,6 +171,10 @@ def tune(
     say = tell or (lambda _: None)
     say(f"first look: {search.points} points and the default over {len(families)} families")
     scores.play([policy, *_spread(policy, parameters, search)], families)
+    out = scores.narrow(policy)
+    families = scores.families
+    if len(families) < 2:
+        raise UsageError(f"nobody could have made a play over {', '.join(out)}: give less load, or more families")
     common = list(scores.table)
     chosen: dict[str | None, str] = {}
     for held_out in (*families, None):
@@ -167,7 +183,7 @@ def tune(
         chosen[held_out] = _closer(policy, parameters, search, scores, common, within, held_out)
     for held_out in families:
         scores.play([chosen[held_out]], [held_out])
-    return _result(policy, parameters, scores, chosen)
+    return _result(policy, parameters, scores, chosen, tuple(out))
 
 
 def _spread(policy: str, parameters: dict[str, Parameter], search: Search) -> list[str]:
@@ -205,7 +221,9 @@ def _values(policy: str, name: str, parameters: dict[str, Parameter]) -> dict[st
     return {key: given.get(key, parameter.default) for key, parameter in parameters.items()}
 
 
-def _result(policy: str, parameters: dict[str, Parameter], scores: _Scores, chosen: dict[str | None, str]) -> Tuned:
+def _result(
+    policy: str, parameters: dict[str, Parameter], scores: _Scores, chosen: dict[str | None, str], out: tuple[str, ...]
+) -> Tuned:
     families = scores.families
     folds = tuple(
         Fold(
@@ -228,6 +246,7 @@ def _result(policy: str, parameters: dict[str, Parameter], scores: _Scores, chos
         default_regret=mean_over(scores.table[policy], families),
         held_out_regret=sum(fold.outside for fold in folds) / len(folds),
         inside_regret=mean_over(scores.table[everywhere], families),
+        left_out=out,
         candidates=len(scores.table),
         plays=scores.plays,
     )
@@ -242,13 +261,9 @@ def _gain(policy: str, scores: _Scores, chosen: dict[str | None, str]) -> Interv
             for default, other in zip(scores.lines[policy, family], scores.lines[chosen[family], family], strict=True)
             if default["feasible"]
         ]
-        if not pairs:
-            continue
         values = np.array([value for _, value in pairs])
         means.append(float(values.mean()))
         drawn.append(Bootstrap([trace for trace, _ in pairs], seed=number).means(values))
-    if not means:
-        return Interval(0.0, 0.0, 0.0)
     # Families are drawn, too: what is asked is how it would do on a family yet to come.
     dice = np.random.default_rng(0)
     weights = dice.multinomial(len(means), [1 / len(means)] * len(means), size=len(drawn[0])).T

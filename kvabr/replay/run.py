@@ -20,6 +20,7 @@ from kvabr.errors import UsageError
 from kvabr.replay.play import PlayOptions, Stage
 from kvabr.replay.summary import by_family, summarise
 from kvabr.replay.trace import Trace
+from kvabr.replay.watch import watched
 
 SCHEMA = "kvabr.replay/1"
 
@@ -84,7 +85,7 @@ def replay(matrix: Matrix, *, jobs: int | None = None, on_progress: Callable[[in
         on_progress: told how many plays were finished since it was last told.
 
     Raises:
-        PolicyError: a policy raised or returned nonsense; the whole replay fails.
+        PolicyError: a policy raised, returned nonsense or never came to an end; the whole replay fails.
     """
     if jobs is not None and jobs < 1:
         raise UsageError(f"{jobs} processes; at least one is needed")
@@ -194,7 +195,8 @@ def _play(matrix: Matrix, stage: Stage, task: Task) -> _Outcomes:
     out: _Outcomes = []
     for index, policy in enumerate(matrix.policies):
         log = index < task.logged
-        played = stage.play_on(trace, task.start_s, policy, capacity, rtt_s, bound, log=log)
+        with watched(policy, f"{trace.name} from {task.start_s:.2f} s"):
+            played = stage.play_on(trace, task.start_s, policy, capacity, rtt_s, bound, log=log)
         steps = played.record.steps if matrix.detail else []
         if not matrix.detail:
             del played.run["groups"]

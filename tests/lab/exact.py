@@ -55,15 +55,16 @@ def orders(items):
 def in_time(offer, order, free, capacity, deadline_s, cost):
     """Whether all is in place by the deadline if the link carries the items in this order."""
     link = decoder = 0.0
-    ready = {}
+    ready, usable = {}, {}
     for group, size, decode_s in order:
         link = capacity.when(link, size)
         decoder = max(decoder, link) + decode_s
         ready[group] = decoder
+        usable.setdefault(group, decoder)  # its lowest layer: the engine can go on from there
     engine = 0.0
     for group in free:
-        before = max((ready[other] for other in range(group)), default=0.0)
+        before = max((usable[other] for other in range(group)), default=0.0)
         first = group * offer.spec.group_tokens
         engine = max(engine, before) + cost.seconds(first, offer.group_tokens(group))
-        ready[group] = engine
+        ready[group] = usable[group] = engine
     return max(ready.values()) <= deadline_s + 1e-9

@@ -1,5 +1,7 @@
 """The clairvoyant bound against exact solvers: every schedule of small cases, linear and integer programs of larger."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from scipy.optimize import Bounds, LinearConstraint, linprog, milp
@@ -30,6 +32,18 @@ def test_no_schedule_of_network_and_decoder_passes_the_bound(seed, decode):
         if decode == 0.0 and bound.feasible:
             # One group off the linear relaxation, at most.
             assert best - bound.loss <= max(max(track.loss) for track in small.tracks)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_cache_that_arrives_too_late_to_be_decoded_is_not_feasible(seed):
+    """A dear track that decodes at once does not help where the link carries the cheapest tracks alone."""
+    small = offer(seed=seed, layered=False)
+    wide, base = small.tracks
+    small = replace(small, tracks=(replace(wide, decode_s=0.0), replace(base, decode_s=0.1)))
+    for share, feasible in ((0.88, True), (0.92, False)):
+        capacity = Capacity(Trace("flat", "t", (0.0,), (base.total_bytes / share,), 1.0))
+        assert Clairvoyant(small, None, "hole").bound(capacity, 1.0).feasible == feasible
+        assert (best_loss(small, capacity, 1.0) < float("inf")) == feasible
 
 
 @pytest.mark.parametrize("mode", ["hole", "suffix"])

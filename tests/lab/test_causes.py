@@ -43,6 +43,7 @@ def test_causes_add_up_to_the_regret(trace, engine, layered):
             # What no rule explains is only what is cut off at zero: a late play with a better cache.
             assert line["causes"]["residual"] <= 1e-6 or line["regret"] == 0.0
             if line["met"]:
+                assert line["loss"] >= line["clairvoyant_loss"] - 1e-9, f"{policy} passes the bound"
                 for cause in ("too_high", "too_low", "order", "idle", "wasted", "decode"):
                     assert line["causes"][cause] >= -1e-9, (policy, cause)
             if cost is None:

@@ -102,6 +102,7 @@ def test_ctrl_c_keeps_what_was_played(links, tmp_path):
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
     assert "Traceback" not in err
+    assert "the same command goes on from there" in err
     fewer = [*command[:-3], "10", *command[-2:]]
     again = subprocess.run(fewer, capture_output=True, text=True, check=True)  # noqa: S603
     kept = int(re.search(r"40 plays, (\d+) of them kept", again.stdout)[1])

@@ -4,6 +4,7 @@ from kvabr.errors import AssetError, KvabrError, UsageError
 from kvabr.lab.folder import load_matrix, save_axes
 from kvabr.lab.matrix import EngineSpec, varying
 from kvabr.lab.matrixfile import build, read_toml
+from kvabr.player.config import GPU_PRICE
 from tests.catalogs import catalog
 from tests.lab.matrices import matrix, tuned
 
@@ -24,9 +25,23 @@ def trace_file(path, rate=1.0):
 def test_engines(text, kind, number, mode):
     engine = EngineSpec.parse(text)
     assert (engine.kind, engine.number, engine.mode) == (kind, number, mode)
+    assert engine.gpu_price == GPU_PRICE
 
 
-@pytest.mark.parametrize("text", ["", "x", "0x", "-1x", "1e999x", "2y", "2x:tail", "1.2.3/s", "none:", "e5x"])
+def test_what_an_engines_time_is_worth():
+    busy = EngineSpec.parse("2x@0.05:suffix")
+    assert (busy.number, busy.gpu_price, busy.mode) == (2.0, 0.05, "suffix")
+    what = matrix(engines=(busy, EngineSpec.parse("2x@inf")))
+    assert [what.options(cell).config.gpu_price for cell in what.cells()][:2] == [0.05, float("inf")]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", "x", "0x", "-1x", "1e999x", "2y", "2x:tail", "1.2.3/s", "none:", "e5x", "2x@", "2x@-1", "2x@much",
+        "2x:suffix@1",
+    ],
+)  # fmt: skip
 def test_engines_that_make_no_sense(text):
     with pytest.raises(UsageError, match="engine"):
         EngineSpec.parse(text)

@@ -61,6 +61,38 @@ def test_equal_policies_are_seldom_told_apart_however_many_are_compared():
     assert wrong <= 9  # 5 % of 60 are 3; more than 9 would be one in a thousand, or a fault
 
 
+def test_better_on_every_trace_is_told_apart_though_rare_misses_make_the_mean_uncertain():
+    """One policy is a little better everywhere; where the link fails it is much better, and that is seldom."""
+    names, dice = plays(60, 2), random.Random(6)
+    good = [0.001 * dice.random() for _ in names]
+    bad = [value + (0.9 if number in {7, 31} else 0.002) for number, value in enumerate(good)]
+    found = compare({"good": good, "bad": bad, **{f"far{i}": [3.0 + i + x for x in good] for i in range(8)}}, names)
+    pair = found.versus("good", "bad")
+    assert pair.apart
+    assert pair.wins == 1.0
+    assert pair.chance < 0.01
+    # The other way round: better nearly everywhere, but much worse now and then, is not told to be better.
+    rare = [value + (0.9 if number in {7, 31} else -0.0005) for number, value in enumerate(good)]
+    assert not compare({"good": good, "rare": rare}, names).versus("good", "rare").apart
+
+
+def test_misses_that_befall_either_by_chance_tell_nothing():
+    wrong = 0
+    for seed in range(40):
+        names, dice = plays(40, 2), random.Random(seed)
+        found = compare({f"p{i}": [0.6 * (dice.random() < 0.02) for _ in names] for i in range(6)}, names, seed=seed)
+        wrong += any(pair.apart for pair in found.pairs)
+    assert wrong <= 7
+
+
+def test_a_handful_of_traces_cannot_tell_anything():
+    for traces, told in ((5, False), (9, True)):
+        names = plays(traces, 4)
+        found = compare({"a": [0.1] * len(names), "b": [0.2] * len(names)}, names)
+        assert found.versus("a", "b").apart == told
+        assert found.versus("a", "b").chance == pytest.approx(2 * 0.5**traces, abs=0.015)
+
+
 def test_plays_of_one_trace_do_not_count_as_independent():
     """Ten traces played a hundred times each are ten pieces of evidence, not a thousand."""
     dice = random.Random(3)

@@ -1,13 +1,16 @@
+import io
 import re
 
 import pytest
+from rich.console import Console
 
+from kvabr.lab.axes import cuts
 from kvabr.lab.causes import CAUSES
 from kvabr.lab.matrix import EngineSpec
 from kvabr.lab.report import write_report
 from kvabr.lab.run import run
 from kvabr.lab.store import Store
-from kvabr.lab.tables import apart_table, causes_table, cells_table, deadline_table, ranking_table, short, verdict
+from kvabr.lab.tables import apart_table, causes_tables, cut_tables, deadline_table, ranking_table, short, verdict
 from kvabr.lab.totals import result
 from kvabr.replay.report.plays import DASH
 from tests.lab.matrices import matrix, traces
@@ -99,21 +102,43 @@ def test_a_matrix_in_which_nothing_is_feasible_has_a_page_that_says_so(tmp_path)
     text = (tmp_path / "page.html").read_text(encoding="utf-8")
     assert "nothing can be compared" in verdict(totals)
     assert "Plays that nobody could have made" in text
-    for table in (ranking_table, deadline_table, cells_table, causes_table, apart_table):
+    for table in (ranking_table, deadline_table, apart_table):
         table(totals)
+    assert causes_tables(totals, 80) == []
 
 
 def test_tables_and_verdict_say_who_leads(shown):
-    _, what, _, totals = shown
+    _, what, played, totals = shown
     best, *others = totals["comparison"]["ranking"]
     assert verdict(totals).startswith(f"{best['policy']} leads")
-    assert ranking_table(totals).row_count == causes_table(totals).row_count == len(what.policies)
-    assert cells_table(totals).row_count == 8
+    assert ranking_table(totals).row_count == len(what.policies)
+    assert {table.row_count for table in causes_tables(totals, 60)} == {len(what.policies)}
+    policies = [row["policy"] for row in totals["comparison"]["ranking"]]
+    for cut in cuts(played, policies):
+        for width in (80, 34):
+            tables = cut_tables(cut, policies, width)
+            assert sum(len(table.columns) - 1 for table in tables) == len(cut.values)
+            for table in tables:
+                assert table.row_count == len(policies)
+                console = Console(width=width, record=True, file=io.StringIO())
+                console.print(table)
+                lines = console.export_text().splitlines()
+                assert max(map(len, lines)) <= width
+                names = {line.strip().partition(" ")[0] for line in lines}
+                assert names >= set(policies), "a name goes on in the next line though there is room"
     assert len(CAUSES) == 9
     assert [short(value) for value in (None, 0.0, 1e-7, 0.00012, 0.5, 1.25, -0.002)] == [
         DASH, "0", "0", ".00012", ".500", "1.25", "-.00200",
     ]  # fmt: skip
     assert others
+
+
+def test_who_is_told_the_future_does_not_lead(tmp_path):
+    what = matrix(loads=(0.2,), policies=("cachegen-oracle", "fixed:AC-5x", "fixed:FP16"))
+    with Store(tmp_path) as store:
+        totals = result(what, run(what, store, jobs=1))
+    assert totals["comparison"]["ranking"][0]["policy"] == "cachegen-oracle"
+    assert re.match(r"fixed:AC-5x leads.*\(cachegen-oracle, which is told the future, has [.\d]+\)", verdict(totals))
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine")

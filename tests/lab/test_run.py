@@ -1,9 +1,13 @@
 import json
 import sqlite3
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
-from kvabr.errors import AssetError, PolicyError, UsageError
+import kvabr
+from kvabr.errors import AssetError, PlayError, PolicyError, UsageError
 from kvabr.lab import digests
 from kvabr.lab.matrix import EngineSpec, Offer
 from kvabr.lab.run import Keys, run
@@ -88,6 +92,22 @@ def test_a_policy_is_played_again_when_its_file_or_one_beside_it_changes(tmp_pat
     assert digests.of_policy(text) not in {before, after}
 
 
+def test_all_code_that_a_play_loads_is_in_a_digest():
+    """What a fresh process loads to play, but for what only names things or says what went wrong."""
+    ask = (
+        "import sys, kvabr.lab.play, kvabr.abr.plugins\n"
+        "for name, module in sys.modules.items():\n    if name.startswith('kvabr.'): print(module.__file__)\n"
+    )
+    said = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True).stdout  # noqa: S603
+    root = Path(kvabr.__file__).parent
+    loaded = {Path(line).relative_to(root).as_posix() for line in said.splitlines()}
+    assert {"player/session.py", "replay/link.py", "abr/policies/mpc.py", "lab/causes.py"} <= loaded
+    covered = {name for name, _ in digests.sources()}
+    apart = {name for name in loaded if name.startswith(("abr/policies/", "abr/estimators/"))}
+    assert loaded - covered - apart <= {"errors.py", "naming.py", "transport/__init__.py", "lab/__init__.py"}
+    assert not covered & apart
+
+
 def test_parameters_and_built_in_bases_are_in_a_policys_digest(tmp_path):
     mine = tuned(tmp_path)
     assert len({digests.of_policy(mine), digests.of_policy(f"{mine}:caution=0.5"), digests.of_policy("mpc")}) == 3
@@ -122,6 +142,52 @@ def test_a_policy_that_fails_late_fails_the_run_and_keeps_the_rest(tmp_path):
     with pytest.raises(PolicyError, match=r"7, not a Decision.*late\.py, line 3"):
         played(tmp_path / "out", matrix(policies=("cheapfirst", f"{path}:Late")), jobs=2)
     played(tmp_path / "out", matrix(policies=("cheapfirst",)), jobs=2)
+
+
+LOOPS = """
+import os
+from kvabr.abr import Policy
+
+class Loops(Policy):
+    def decide(self, view):
+        while True:
+            try:
+                while True:
+                    pass
+            except Exception:
+                pass
+
+class Exits(Policy):
+    def decide(self, view):
+        os._exit(3)
+"""
+
+
+def test_a_policy_that_never_answers_is_named_with_its_line_and_the_play(tmp_path, monkeypatch):
+    monkeypatch.setattr("kvabr.replay.watch.MOST_CPU_S", 0.2)
+    path = tmp_path / "loops.py"
+    path.write_text(LOOPS)
+    for jobs in (1, 2):
+        what = matrix(policies=(f"{path}:Loops", "cheapfirst"))
+        with pytest.raises(PolicyError, match=r"0\.2 s of CPU time.*loops\.py, line \d+\).*/.* from 0\.00 s"):
+            played(tmp_path / "out", what, jobs=jobs)
+
+
+def test_a_policy_that_ends_its_process_ends_the_run_and_keeps_the_rest(tmp_path):
+    path = tmp_path / "exits.py"
+    path.write_text(LOOPS)
+    first = played(tmp_path / "out", matrix(policies=("cheapfirst",)))
+    with pytest.raises(PlayError, match=r"has died.*--jobs 1"):
+        played(tmp_path / "out", matrix(policies=("cheapfirst", f"{path}:Exits")), jobs=2)
+    assert played(tmp_path / "out", matrix(policies=("cheapfirst",))).fresh == 0 < first.fresh
+
+
+def test_two_runs_may_share_a_folder(tmp_path):
+    one, two = matrix(policies=("cheapfirst",)), matrix(policies=("mpc",))
+    with Store(tmp_path) as first, Store(tmp_path) as second:
+        run(one, first, jobs=1)
+        run(two, second, jobs=1)
+        assert run(two, first, jobs=1).fresh == run(one, second, jobs=1).fresh == 0
 
 
 def test_corrupt_lines_are_played_again(tmp_path):

@@ -114,6 +114,19 @@ def test_what_cannot_be_tuned_is_refused(tmp_path):
             Search(**options)
 
 
+def test_families_that_nobody_can_play_are_left_out_and_said_so(tmp_path):
+    dead = replace(world("dead", [1.0] * 4 + [0.0] * 4000 + [4e6]), family="dead")
+    mine = tuned(tmp_path)
+    found = search(tmp_path / "out", mine, matrix(loads=(0.25,), traces=(*walks(), dead), starts=1))
+    assert found.left_out == ("dead",)
+    assert "dead" not in {fold.held_out for fold in found.folds}
+    alone = search(tmp_path / "out", mine, matrix(loads=(0.25,), traces=walks(), starts=1))
+    assert alone.folds == found.folds
+    assert (alone.gain, alone.held_out_regret) == (found.gain, found.held_out_regret)
+    with pytest.raises(UsageError, match="over dead: give less load"):
+        search(tmp_path / "out", mine, matrix(loads=(0.25,), traces=(walks()[0], dead), starts=1))
+
+
 def test_the_default_stays_unless_another_is_better():
     scores = {"other": {"a": 1.0, "b": 1.0}, "default": {"a": 1.0, "b": 1.0}, "best": {"a": 0.0, "b": 3.0}}
     assert choose(scores, ["a", "b"], "default") == "default"

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from kvabr.files import write_text
+from kvabr.lab.axes import cuts
 from kvabr.lab.matrix import LabMatrix
-from kvabr.lab.report.axes import cuts
 from kvabr.lab.report.sections import build
 from kvabr.lab.report.worst import PER_POLICY, replay_worst
 from kvabr.lab.run import Played

@@ -6,12 +6,12 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from kvabr.lab.axes import Cut, Score
 from kvabr.lab.causes import CAUSES
 from kvabr.lab.matrix import Cell, varying
 from kvabr.lab.report import svg
-from kvabr.lab.report.axes import Cut, Score
 from kvabr.lab.report.svg import escape
-from kvabr.lab.report.worst import Shown
+from kvabr.lab.report.worst import MOST_POLICIES, Shown
 from kvabr.lab.run import Played
 from kvabr.lab.tables import cause_title, short
 from kvabr.replay.report.plays import DASH
@@ -42,7 +42,7 @@ def build(result: dict[str, Any], played: Played, found: Sequence[Cut], worst: S
         *(_axis(cut, policies) for cut in found),
         _section("causes", "Where regret comes from", _causes(result, policies)),
         _section("spread", "How regret is spread", _distributions(played, policies)),
-        _section("worst", "The worst plays", _worst(worst, list(played.cells))),
+        _section("worst", "The worst plays", _worst(worst, list(played.cells), len(policies))),
         _apart(result),
     ]
     return "\n".join(parts)
@@ -102,7 +102,7 @@ def _wins(comparison: dict[str, Any], policies: Sequence[str]) -> str:
 
 def _axis(cut: Cut, policies: Sequence[str]) -> str:
     compute = any(
-        score.network_regret is not None and score.regret is not None and score.regret - score.network_regret > 1e-9
+        score.network_regret is not None and score.regret is not None and score.regret - score.network_regret > 1e-6
         for score in cut.scores.values()
     )
     inside = _grid("mean regret", cut, policies, _regret_cell)
@@ -208,7 +208,7 @@ def _figure(title: str, chart: str) -> str:
     return f"<figure><figcaption>{escape(title)}</figcaption>{chart}</figure>"
 
 
-def _worst(worst: Sequence[Shown], cells: Sequence[Cell]) -> str:
+def _worst(worst: Sequence[Shown], cells: Sequence[Cell], policies: int) -> str:
     axes = varying(cells) if len(cells) > 1 else []
     rows = []
     for shown in worst:
@@ -225,8 +225,9 @@ def _worst(worst: Sequence[Shown], cells: Sequence[Cell]) -> str:
         )
     names = ("policy", "trace", "start", "cell", "deadline", "regret", "mostly")
     head = "".join(f'<th scope="col"{_right(name)}>{name}</th>' for name in names)
+    whose = "each policy" if policies <= MOST_POLICIES else f"the {MOST_POLICIES} best policies"
     note = (
-        "The plays of most regret of each policy; a click shows the timeline below. The best policy's play of the same "
+        f"The plays of most regret of {whose}; a click shows the timeline below. The best policy's play of the same "
         "moment is there, too: choose it above the timeline."
     )
     return f'<p class="muted">{note}</p>' + _table(head, "".join(rows))

@@ -14,6 +14,8 @@ COLOURS = 10
 _FLOOR = 1e-5
 """Regrets below this are drawn here: on a logarithmic axis there is no zero."""
 _LABEL = 190
+_NARROW = 500
+"""Charts wider than this do not shrink to a narrow screen: one scrolls there."""
 
 
 def escape(text: object) -> str:
@@ -134,7 +136,9 @@ def _cut(policy: str) -> str:
 
 
 def _frame(width: int, height: float, title: str, inside: str) -> str:
-    return (
-        f'<svg class="chart" viewBox="0 0 {width} {height}" width="{width}" height="{height}" role="img" '
-        f'aria-label="{escape(title)}">{inside}</svg>'
+    wide = width > _NARROW
+    chart = (
+        f'<svg class="chart{" wide" * wide}" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
+        f'role="img" aria-label="{escape(title)}">{inside}</svg>'
     )
+    return f'<div class="scroll">{chart}</div>' if wide else chart
