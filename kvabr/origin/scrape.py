@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import Self
 
 from kvabr.errors import TransportError
-from kvabr.origin.metrics import Metrics
+from kvabr.telemetry.exposition import Exposition
 
 _MAX_REQUEST_BYTES = 8192
 _TIMEOUT_S = 5.0
@@ -22,7 +22,7 @@ _TYPE = "text/plain; version=0.0.4; charset=utf-8"
 class ScrapeServer:
     """Serves the metrics; an async context manager."""
 
-    def __init__(self, metrics: Metrics, host: str, port: int, healthy: Callable[[], bool] = lambda: True) -> None:
+    def __init__(self, metrics: Exposition, host: str, port: int, healthy: Callable[[], bool] = lambda: True) -> None:
         """Take note; nothing is bound before it is entered.
 
         Args:

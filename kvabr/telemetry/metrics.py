@@ -1,0 +1,125 @@
+"""`PlayerMetrics`: what a decode node counts of its plays, for Prometheus."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from kvabr.naming import plain_track
+from kvabr.telemetry.exposition import Counter, Exposition, Gauge, Histogram
+from kvabr.telemetry.listener import ENDED, Heard, Listener
+from kvabr.telemetry.plays import Plays
+
+_SECONDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0)
+_LOSSES = (1e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0)
+_SHARES = (-1.0, -0.5, -0.2, -0.1, -0.05, 0.0, 0.05, 0.1, 0.2, 0.5, 1.0)
+
+_SOURCES = {"fetch": "fetched", "upgrade": "upgraded"}
+
+
+class _Play:
+    """What is remembered of one play."""
+
+    def __init__(self, _sid: str) -> None:
+        self.deadline_s: float | None = None
+        self.kinds: dict[int, str] = {}
+        """Of each request under way, ``fetch`` or ``upgrade``."""
+        self.sent_s: dict[int, float] = {}
+        self.computing_s = 0.0
+        self.result: str | None = None
+
+
+class PlayerMetrics(Listener, Exposition):
+    """Counts plays; `expose` gives the text, `kvabr.origin.scrape.ScrapeServer` serves it."""
+
+    name: ClassVar[str] = "prometheus"
+
+    def __init__(self) -> None:
+        self.plays_total = Counter(
+            "kvabr_plays_total", "Plays that are over: met, late, gave_up, failed, or nothing was cached.", ["result"]
+        )
+        self.plays_in_progress = Gauge("kvabr_plays_in_progress", "Plays that are going on.")
+        self.ttft_seconds = Histogram(
+            "kvabr_play_seconds", "From the end of the lookup until the cache was delivered.", _SECONDS
+        )
+        self.spare_share = Histogram(
+            "kvabr_play_spare_ratio", "Share of the deadline that was left at delivery; below 0: late.", _SHARES
+        )
+        self.loss = Histogram("kvabr_play_loss_nats", "Expected loss of delivered caches, nats per token.", _LOSSES)
+        self.requests_total = Counter(
+            "kvabr_play_requests_total", "Requests for groups that are over: done, cancelled, or failed.", ["result"]
+        )
+        self.bytes_total = Counter("kvabr_play_bytes_total", "Bytes of groups that came, by track.", ["track"])
+        self.lost_bytes_total = Counter(
+            "kvabr_play_lost_bytes_total", "Bytes received of requests that were cancelled or failed."
+        )
+        self.groups_total = Counter(
+            "kvabr_play_groups_total", "Groups put in place, by how: fetched, upgraded, or recomputed.", ["source"]
+        )
+        self.recompute_seconds_total = Counter("kvabr_play_recompute_seconds_total", "Seconds that engines computed.")
+        self.first_byte_seconds = Histogram(
+            "kvabr_play_first_byte_seconds", "From a request to its first byte.", _SECONDS
+        )
+        self.rate = Gauge("kvabr_play_rate_bytes_per_second", "What the last play expected of its link.")
+        self.lower_bound = Gauge("kvabr_play_rate_lower_bytes_per_second", "The lower bound of that.")
+        self._plays = Plays(_Play)
+
+    def hear(self, heard: Heard) -> None:
+        """Count one event."""
+        play, line = self._plays.of(heard), heard.line
+        self.plays_in_progress.set(len(self._plays))
+        event = line["event"]
+        if event in {"decision", "progress"}:
+            self._estimates(play, line)
+        elif event == "start":
+            play.deadline_s = line["deadline_s"]
+        elif event in {"request", "first_byte", "done", "cancel", "failed", "decoded"}:
+            self._transfer(play, line)
+        elif event in {"recompute_start", "recompute_done", "recompute_failed"}:
+            self._engine(play, line)
+        elif event == "deliver":
+            self._delivered(play, line)
+        elif event == "gave_up":
+            play.result = "gave_up"
+        elif event == ENDED:
+            self.plays_total.inc(play.result or ("nothing" if line["error"] is None else "failed"))
+
+    def _estimates(self, play: _Play, line: Mapping[str, Any]) -> None:
+        if line.get("rate"):
+            self.rate.set(line["rate"])
+            self.lower_bound.set(line["lower"])
+        if line.get("request") is not None:
+            play.kinds[line["request"]] = line["kind"]
+
+    def _transfer(self, play: _Play, line: Mapping[str, Any]) -> None:
+        event, request = line["event"], line["request"]
+        if event == "request":
+            play.sent_s[request] = line["t"]
+        elif event == "first_byte":
+            if request in play.sent_s:
+                self.first_byte_seconds.observe(line["t"] - play.sent_s.pop(request))
+        elif event == "done":
+            self.requests_total.inc("done")
+            self.bytes_total.inc(plain_track(line["track"]), by=line["bytes"])
+        elif event == "decoded":
+            self.groups_total.inc(_SOURCES[play.kinds.pop(request, "fetch")])
+        else:
+            self.requests_total.inc("cancelled" if event == "cancel" else "failed")
+            self.lost_bytes_total.inc(by=line["received"])
+            play.sent_s.pop(request, None)
+            play.kinds.pop(request, None)
+
+    def _engine(self, play: _Play, line: Mapping[str, Any]) -> None:
+        if line["event"] == "recompute_start":
+            play.computing_s = line["t"]
+            return
+        self.recompute_seconds_total.inc(by=max(0.0, line["t"] - play.computing_s))
+        if line["event"] == "recompute_done":
+            self.groups_total.inc("recomputed", by=line["last"] - line["first"])
+
+    def _delivered(self, play: _Play, line: Mapping[str, Any]) -> None:
+        play.result = "met" if line["met"] else "late"
+        self.ttft_seconds.observe(line["t"])
+        self.loss.observe(line["loss"])
+        if play.deadline_s is not None:
+            self.spare_share.observe((play.deadline_s - line["t"]) / play.deadline_s)

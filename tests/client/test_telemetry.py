@@ -1,0 +1,87 @@
+"""Plays that tell of themselves: by the library and by `kvabr fetch`."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from kvabr.cli import main
+from kvabr.client.play import play, play_asset
+from kvabr.naming import TrackNamespace
+from kvabr.telemetry import PlayerMetrics, Telemetry
+from kvabr.transport.base import NotFoundError
+from tests.client.served import Served
+from tests.client.virtual import virtual
+from tests.telemetry.plays import Ear
+from tests.toymodel import SPEC, prompt
+
+TOKENS = prompt(70).tokens
+
+
+@virtual
+async def test_a_play_tells_of_itself(origin, short):
+    ear, metrics, mine = Ear(), PlayerMetrics(), []
+    with Telemetry(ear, metrics) as telemetry:
+        async with origin() as link:
+            played = await play(link, TOKENS, deadline=2.0, spec=SPEC, telemetry=telemetry, log=mine.append)
+    lines = [heard.line for heard in ear.heard]
+    assert [line["event"] for line in lines] == ["called", *(line["event"] for line in mine), "ended"]
+    start = lines[1]
+    assert start["asset"] == f"{short.namespace.model}/{short.namespace.prompt}"
+    assert start["track_bytes"] == sorted(track.total_bytes for track in short.tracks)
+    assert lines[-2]["loss"] == played.loss
+    assert metrics.plays_total.value("met") == 1
+    assert metrics.bytes_total.value("Int8") + metrics.bytes_total.value("FP16") > 0
+
+
+@virtual
+async def test_a_play_that_fails_tells_why(origin):
+    ear = Ear()
+    with Telemetry(ear) as telemetry:
+        async with origin() as link:
+            with pytest.raises(NotFoundError):
+                await play_asset(link, TrackNamespace("test/model", "00" * 32), deadline=2.0, telemetry=telemetry)
+    assert [heard.line["event"] for heard in ear.heard] == ["called", "ended"]
+    assert ear.heard[-1].line["error"] == "NotFoundError"
+
+
+@virtual
+async def test_a_listener_that_raises_changes_nothing(origin):
+    class Bad(Ear):
+        def hear(self, heard):
+            raise RuntimeError("bad")
+
+    with Telemetry(Bad()) as telemetry:
+        async with origin() as link:
+            played = await play(link, TOKENS, deadline=2.0, spec=SPEC, telemetry=telemetry)
+    assert played.met
+    assert telemetry.counts["ear"].errors == telemetry.counts["ear"].heard > 10
+
+
+def test_fetch_writes_what_was_heard_however_the_play_ends(root, short, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    events, counts = tmp_path / "plays.jsonl", tmp_path / "kvabr.prom"
+    served = Served(root / "short", tmp_path)
+    words = ["--ca", str(served.pem), "--quic", "aioquic", "--deadline", "5", "--policy", "fixed:Int8"]
+    words += ["--telemetry", str(events), "--metrics", str(counts)]
+    name = f"{short.namespace.model}/{short.namespace.prompt}"
+    try:
+        assert main(["fetch", f"{served.url}#kvcache:{name}", *words]) == 0
+        heard = [json.loads(line) for line in events.read_text().splitlines()]
+        requests = [record for record in heard if record["event"] == "request"]
+        assert len(requests) == short.groups
+        assert {record["cmcd"]["cid"] for record in requests} == {short.namespace.prompt}
+        assert (heard[0]["event"], heard[-1]["event"], heard[-1]["error"]) == ("called", "ended", None)
+        assert 'kvabr_plays_total{result="met"} 1\n' in counts.read_text()
+        assert main(["fetch", f"{served.url}#kvcache:m/{'0' * 64}", *words]) == 1
+    finally:
+        served.close()
+    more = [json.loads(line) for line in events.read_text().splitlines()][len(heard) :]
+    assert [record["event"] for record in more] == ["called", "ended"]
+    assert more[-1]["error"] == "NotFoundError"
+    assert more[0]["cmcd"]["sid"] != heard[0]["cmcd"]["sid"]
+    assert 'kvabr_plays_total{result="failed"} 1\n' in counts.read_text()
+    capsys.readouterr()
+    assert main(["fetch", served.url, "--telemetry", str(tmp_path / "no" / "x.jsonl"), "--asset", name]) == 2
+    assert "cannot be written there" in capsys.readouterr().err

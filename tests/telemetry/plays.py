@@ -1,0 +1,47 @@
+"""Lines of simulated plays."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from kvabr.recompute.cost import PrefillCost
+from kvabr.replay.play import PlayOptions, Stage
+from kvabr.telemetry import Listener
+from tests.catalogs import catalog
+from tests.replay.worlds import world
+
+DEADLINE_S = 2.0
+GROUPS = 8
+OFFER = catalog(GROUPS, layered=True)
+
+
+@cache
+def simulated(rates=(3e5,), policy="anytime", engine=False):
+    """The log of one play."""
+    cost = PrefillCost(0.0, 0.2 / 128) if engine else None
+    stage = Stage(OFFER, PlayOptions(DEADLINE_S, 0.05, None, cost))
+    return stage.play(world("flat", list(rates), 50.0 if len(rates) == 1 else 0.25), 0.0, policy, log=True).log
+
+
+class Ear(Listener):
+    """Remembers what it heard."""
+
+    name = "ear"
+
+    def __init__(self):
+        self.heard = []
+        self.closed = 0
+
+    def hear(self, heard):
+        self.heard.append(heard)
+
+    def close(self):
+        self.closed += 1
+
+
+def broken(telemetry, lines, error):
+    """A play that writes some lines and then raises."""
+    with telemetry.play() as log:
+        for line in lines:
+            log(line)
+        raise error

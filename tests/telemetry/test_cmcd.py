@@ -1,0 +1,160 @@
+"""CMCD names for what a play tells, and the file that they go to."""
+
+import json
+
+import pytest
+
+from kvabr.errors import AssetError
+from kvabr.telemetry import JsonLines, Telemetry
+from kvabr.telemetry.cmcd import Cmcd
+from kvabr.telemetry.plays import _MOST
+from tests.telemetry.plays import DEADLINE_S, GROUPS, OFFER, simulated
+
+START = {
+    "t": 0.0, "event": "start", "deadline_s": 2.0, "groups": 10, "asset": "test/model/abcdef", "fp16_bytes": 80_000,
+    "track_bytes": [10_000, 80_000], "policy": "anytime",
+}  # fmt: skip
+
+
+def records(*lines, sid="s1"):
+    cmcd = Cmcd(sid)
+    found = []
+    for line in (*lines, {"t": 9.0, "event": "ended", "error": None, "reason": None}):
+        found += cmcd.records(100.0 + line["t"], line)
+    return found
+
+
+def decided(t, request, kind="fetch", **more):
+    numbers = {"rate": 125_000.0, "lower": 50_000.0, "slack_s": 0.85}
+    return {"t": t, "event": "decision", "kind": kind, "request": request, "reason": "why", **numbers, **more}
+
+
+def asked(t, request, group, track="base", size=1000):
+    return {"t": t, "event": "request", "request": request, "group": group, "track": track, "bytes": size}
+
+
+def test_a_request_says_all_that_cmcd_has_a_name_for():
+    start, one, _ = records(START, decided(0.5, 0), asked(0.5, 0, 3))
+    assert (start["event"], start["cmcd"]) == ("start", {"sid": "s1", "cid": "abcdef"})
+    assert one == {
+        "ts": 100_500,
+        "t": 0.5,
+        "event": "request",
+        "request": 0,
+        "group": 3,
+        "track": "base",
+        "bytes": 1000,
+        "kind": "fetch",
+        "reason": "why",
+        "rate": 125_000.0,
+        "lower": 50_000.0,
+        "slack_s": 0.85,
+        "cmcd": {
+            "sid": "s1",
+            "cid": "abcdef",
+            "d": 200,  # 2 s for ten groups
+            "br": 40,  # 1000 bytes in 0.2 s
+            "rtp": 200,
+            "tb": 320,  # 80,000 bytes in 2 s
+            "dl": 1500,
+            "bl": 800,  # 850 ms, to the even hundred
+            "mtp": 1000,
+            "su": True,
+            "st": "v",
+            "sf": "o",
+            "ot": "o",
+        },
+    }
+
+
+def test_an_upgrade_is_no_startup_and_a_buffer_is_never_below_empty():
+    _, one, _ = records(START, decided(0.5, 0, "upgrade", slack_s=-0.4, rate=0.0), asked(0.5, 0, 3, "layer-1"))
+    assert "su" not in one["cmcd"]
+    assert one["cmcd"]["bl"] == 0
+    assert "mtp" not in one["cmcd"]
+    assert one["slack_s"] == -0.4
+    _, one, _ = records(START, decided(0.5, 0, slack_s=None), asked(0.5, 0, 3))
+    assert "bl" not in one["cmcd"]
+
+
+def test_what_is_asked_for_together_names_the_next():
+    found = records(
+        START,
+        decided(0.5, 0), asked(0.5, 0, 3), decided(0.5, 1), asked(0.5, 1, 4, "Int4"), decided(0.5, None, "wait"),
+        decided(0.6, 2), asked(0.6, 2, 5),
+    )  # fmt: skip
+    requests = [record for record in found if record["event"] == "request"]
+    assert [record["cmcd"].get("nor") for record in requests] == ["Int4/4", None, None]
+    assert [record["t"] for record in found] == sorted(record["t"] for record in found)
+
+
+def test_responses_tell_how_long_the_first_and_the_last_byte_took():
+    first = {"t": 0.55, "event": "first_byte", "request": 0}
+    done = {"t": 0.7, "event": "done", "request": 0, "group": 3, "track": "base", "bytes": 1000}
+    found = records(START, decided(0.5, 0), asked(0.5, 0, 3), first, done, done)
+    assert [record["event"] for record in found] == ["start", "request", "done", "done", "ended"]
+    assert found[2]["cmcd"] == {"sid": "s1", "cid": "abcdef", "ttfb": 50, "ttlb": 200}
+    assert found[3]["cmcd"] == {"sid": "s1", "cid": "abcdef"}  # nobody asked for it
+
+
+def test_a_deadline_missed_is_a_starved_buffer_once():
+    found = records(START, asked(1.9, 0, 1), asked(2.1, 1, 2), asked(2.2, 2, 3))
+    assert [record["cmcd"].get("bs") for record in found[1:4]] == [None, True, None]
+    assert [record["cmcd"]["dl"] for record in found[1:4]] == [100, 0, 0]
+    late = {"t": 2.3, "event": "deliver", "met": False, "loss": 0.1}
+    assert records(START, late)[1]["cmcd"]["bs"] is True
+    assert "bs" not in records(START, {**late, "met": True})[1]["cmcd"]
+
+
+def test_lines_that_come_without_a_beginning_are_taken_as_they_are():
+    found = records(asked(0.5, 0, 3), {"t": 0.6, "event": "failed", "request": 7, "reason": "reset", "received": 3})
+    assert found[0]["cmcd"] == {"sid": "s1", "st": "v", "sf": "o", "ot": "o"}
+    assert found[1]["reason"] == "reset"
+
+
+def test_what_the_engine_was_left_is_told_and_what_was_decided_in_between_is_not():
+    found = records(
+        START,
+        decided(0.1, None, "wait"),
+        decided(0.2, None, "plan", reason="the link is dead"),
+        {"t": 0.3, "event": "limited", "by": "cpu", "rate": 1.0, "fed": False},
+        {"t": 0.3, "event": "recompute_start", "first": 0, "last": 2},
+        {"t": 0.4, "event": "progress", "received": 7, "rate": 1e5, "lower": 1e4, "slack_s": 0.3},
+    )
+    assert [record["event"] for record in found] == ["start", "decision", "recompute_start", "progress", "ended"]
+    assert found[1]["reason"] == "the link is dead"
+    assert (found[3]["received"], found[3]["cmcd"]["mtp"], found[3]["cmcd"]["bl"]) == (7, 800, 300)
+
+
+def test_a_whole_play_goes_to_a_file_one_object_a_line(tmp_path):
+    path = tmp_path / "plays.jsonl"
+    for _ in range(2):
+        with Telemetry(JsonLines(path)) as telemetry:
+            telemetry.feed(simulated(), began_s=1e9)
+    found = [json.loads(line) for line in path.read_text().splitlines()]
+    assert len({record["cmcd"]["sid"] for record in found}) == 2
+    assert {record["cmcd"].get("cid") for record in found} == {None, OFFER.namespace.prompt}  # None: before it is known
+    mine = [record for record in found if record["cmcd"]["sid"] == found[0]["cmcd"]["sid"]]
+    lines = simulated()
+    for event in ("request", "done", "decoded", "deliver", "progress"):
+        assert sum(record["event"] == event for record in mine) == sum(line["event"] == event for line in lines) > 0
+    requests = [record for record in mine if record["event"] == "request"]
+    assert sum("su" in record["cmcd"] for record in requests) == GROUPS
+    assert all(record["cmcd"]["dl"] <= 1e3 * DEADLINE_S for record in requests)
+    assert all(record["cmcd"]["br"] <= record["cmcd"]["tb"] for record in requests)
+    assert mine[-1]["event"] == "ended"
+
+
+def test_a_file_that_cannot_be_written_is_said_at_once(tmp_path):
+    with pytest.raises(AssetError, match="cannot be written"):
+        JsonLines(tmp_path / "no" / "such" / "folder.jsonl")
+
+
+def test_plays_whose_end_is_never_heard_are_forgotten(tmp_path):
+    listener = JsonLines(tmp_path / "plays.jsonl")
+    with Telemetry(listener, limit=100_000) as telemetry:
+        plays = [telemetry.play() for _ in range(_MOST + 50)]
+        for play in plays:
+            play.__enter__()({"t": 0.0, "event": "progress", "received": 7})
+        telemetry.flush()
+        assert len(listener._plays) == _MOST

@@ -1,0 +1,175 @@
+"""Plays on one side, listeners on the other: nothing that a listener does comes back to a play."""
+
+import contextvars
+import logging
+import threading
+
+import pytest
+
+from kvabr.errors import UsageError
+from kvabr.telemetry import Listener, Telemetry
+from tests.telemetry.plays import Ear, simulated
+
+
+def test_every_listener_hears_every_line_in_order():
+    ears = [Ear(), Ear()]
+    lines = simulated()
+    with Telemetry(*ears) as telemetry:
+        sid = telemetry.feed(lines, began_s=1000.0)
+    for ear in ears:
+        assert [heard.line["event"] for heard in ear.heard] == ["called", *(line["event"] for line in lines), "ended"]
+        assert {heard.play for heard in ear.heard} == {sid}
+        assert ear.heard[-1].wall_s == pytest.approx(1000.0 + lines[-1]["t"])
+        assert ear.heard[-1].line["error"] is None
+        assert ear.closed == 1
+
+
+def test_a_play_is_told_of_from_its_call_to_its_end_and_its_own_log_too():
+    ear, mine = Ear(), []
+    with Telemetry(ear) as telemetry:
+        with telemetry.play(mine.append) as log:
+            log({"t": 0.5, "event": "progress"})
+            line = {"t": 0.75, "event": "deliver"}
+            log(line)
+            line["t"] = 99.0  # the caller's own: what was told stays
+        log({"t": 3.0, "event": "late"})  # the play is over
+        with pytest.raises(ValueError, match="gone"), telemetry.play() as log:
+            raise ValueError("gone")
+    events = [(heard.line["t"], heard.line["event"]) for heard in ear.heard]
+    assert events[:4] == [(0.0, "called"), (0.5, "progress"), (0.75, "deliver"), (0.75, "ended")]
+    assert [line["event"] for line in mine] == ["progress", "deliver", "late"]
+    assert events[4:] == [(0.0, "called"), (0.0, "ended")]
+    assert (ear.heard[-1].line["error"], ear.heard[-1].line["reason"]) == ("ValueError", "gone")
+    assert ear.heard[0].play != ear.heard[-1].play
+
+
+class Slow(Ear):
+    """Hears nothing until it is let go."""
+
+    def __init__(self):
+        super().__init__()
+        self.go, self.begun = threading.Event(), threading.Event()
+
+    def hear(self, heard):
+        self.begun.set()
+        self.go.wait(10.0)
+        super().hear(heard)
+
+
+def test_what_comes_faster_than_it_is_heard_is_dropped_and_counted_but_not_the_ends_of_plays():
+    slow, quick = Slow(), Ear()
+    with Telemetry(slow, quick, limit=4) as telemetry:
+        with telemetry.play() as log:
+            assert slow.begun.wait(10.0)
+            for number in range(100):
+                log({"t": 0.01 * number, "event": "progress"})
+                assert telemetry._lanes[1].mark().wait(10.0)
+        slow.go.set()
+        assert telemetry.flush()
+        counts = telemetry.counts
+    assert [heard.line["event"] for heard in slow.heard] == ["called", *["progress"] * 4, "ended"]
+    assert len(quick.heard) == 102
+    assert (counts["ear"].dropped, counts["ear-2"].dropped) == (96, 0)
+
+
+def test_a_listener_that_raises_is_counted_and_told_of_once(caplog):
+    class Bad(Listener):
+        name = "bad"
+
+        def hear(self, heard):
+            raise SystemExit(f"no room for {heard.line['event']}")
+
+        def close(self):
+            raise OSError("disk full")
+
+    ear = Ear()
+    with caplog.at_level(logging.WARNING, logger="kvabr.telemetry"), Telemetry(Bad(), ear) as telemetry:
+        telemetry.feed(simulated())
+        telemetry.feed(simulated())
+    counts = telemetry.counts["bad"]
+    assert counts.errors == counts.heard == len(ear.heard) == 2 * (len(simulated()) + 2)
+    assert len(caplog.records) == 1
+    assert "bad raised SystemExit('no room for called')" in caplog.records[0].getMessage()
+
+
+def test_a_listener_that_hangs_is_left_behind(caplog):
+    slow = Slow()
+    telemetry = Telemetry(slow)
+    telemetry.feed([])
+    assert slow.begun.wait(10.0)
+    assert not telemetry.flush(0.01)
+    with caplog.at_level(logging.WARNING, logger="kvabr.telemetry"):
+        telemetry.close(0.01)
+    assert "ear is stuck: " in caplog.records[0].getMessage()
+    with telemetry.play() as log:  # closed: told to nobody, and no one is disturbed
+        log({"t": 0.0, "event": "progress"})
+    assert telemetry.counts["ear"].dropped == 3
+    slow.go.set()
+
+
+def test_a_finished_play_waits_for_listeners_that_are_behind():
+    class Late(Ear):
+        def hear(self, heard):
+            threading.Event().wait(0.0002)
+            super().hear(heard)
+
+    ear = Late()
+    with Telemetry(ear, limit=8) as telemetry:
+        telemetry.feed(simulated())
+    assert len(ear.heard) == len(simulated()) + 2
+    assert telemetry.counts["ear"].dropped == 0
+
+
+def test_listeners_hear_in_the_context_of_the_call():
+    who = contextvars.ContextVar("who", default="nobody")
+    asked = []
+
+    class Asks(Ear):
+        def hear(self, heard):
+            asked.append((who.get(), threading.current_thread().name))
+
+    with Telemetry(Asks(), Asks()) as telemetry:
+        token = who.set("the caller")
+        with telemetry.play() as log:
+            who.reset(token)
+            log({"t": 0.0, "event": "progress"})
+    assert {name for name, _ in asked} == {"the caller"}
+    assert len(asked) == 6
+    assert {thread for _, thread in asked} == {"kvabr-telemetry-ear"}
+
+
+def test_plays_in_many_threads_are_kept_apart():
+    ear = Ear()
+    with Telemetry(ear) as telemetry:
+
+        def play(number):
+            with telemetry.play() as log:
+                for step in range(50):
+                    log({"t": float(step), "event": "progress", "number": number})
+
+        threads = [threading.Thread(target=play, args=(number,)) for number in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    by_play = {}
+    for heard in ear.heard:
+        by_play.setdefault(heard.play, []).append(heard.line)
+    assert len(by_play) == 8
+    for lines in by_play.values():
+        assert len({line["number"] for line in lines if "number" in line}) == 1
+        assert [line["t"] for line in lines[1:-1]] == [float(step) for step in range(50)]
+
+
+def test_nobody_to_tell_is_a_mistake():
+    with pytest.raises(UsageError, match="at least one listener"):
+        Telemetry()
+    with pytest.raises(UsageError, match="limit of at least 1"):
+        Telemetry(Ear(), limit=0)
+
+
+def test_a_telemetry_that_no_play_used_ends_at_once():
+    ear = Ear()
+    with Telemetry(ear):
+        pass
+    assert ear.closed == 1

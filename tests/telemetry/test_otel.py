@@ -1,0 +1,141 @@
+"""Spans of plays, made with the real OpenTelemetry SDK and its exporter into memory."""
+
+import pytest
+
+from kvabr.errors import UsageError
+from kvabr.telemetry import OpenTelemetry, Telemetry, otel
+from tests.telemetry.plays import GROUPS, OFFER, broken, simulated
+
+NEEDED = "opentelemetry-sdk is not installed (extra dev)"
+sdk = pytest.importorskip("opentelemetry.sdk.trace", reason=NEEDED)
+export = pytest.importorskip("opentelemetry.sdk.trace.export", reason=NEEDED)
+memory = pytest.importorskip("opentelemetry.sdk.trace.export.in_memory_span_exporter", reason=NEEDED)
+
+
+@pytest.fixture
+def tracing():
+    exporter = memory.InMemorySpanExporter()
+    provider = sdk.TracerProvider()
+    provider.add_span_processor(export.SimpleSpanProcessor(exporter))
+    yield provider, exporter
+    provider.shutdown()
+
+
+def spans(exporter):
+    """The spans by name, each list in the order of their beginnings."""
+    found = {}
+    for span in sorted(exporter.get_finished_spans(), key=lambda span: span.start_time):
+        found.setdefault(span.name, []).append(span)
+    return found
+
+
+def seconds(span):
+    return (span.end_time - span.start_time) / 1e9
+
+
+def test_a_play_is_a_span_with_one_below_it_for_all_that_takes_time(tracing):
+    provider, exporter = tracing
+    lines = simulated()
+    with Telemetry(OpenTelemetry(provider)) as telemetry:
+        sid = telemetry.feed(lines, began_s=1e9)
+    assert telemetry.counts["opentelemetry"].errors == 0
+    found = spans(exporter)
+    (play,) = found["kvabr.play"]
+    assert play.parent is None
+    assert play.start_time == 10**18
+    assert seconds(play) == pytest.approx(lines[-1]["t"], abs=1e-6)
+    attributes = play.attributes
+    assert attributes["kvabr.sid"] == sid
+    assert attributes["kvabr.asset"].endswith(OFFER.namespace.prompt)
+    assert attributes["kvabr.policy"] == "anytime"
+    assert attributes["kvabr.groups"] == GROUPS
+    assert attributes["kvabr.met"] is True
+    assert attributes["kvabr.loss"] == pytest.approx(lines[-1]["loss"])
+    assert play.instrumentation_scope.name == "kvabr"
+
+    fetches = found["kvabr.fetch"]
+    asked = [line for line in lines if line["event"] == "request"]
+    assert [(span.attributes["kvabr.group"], span.attributes["kvabr.track"]) for span in fetches] == [
+        (line["group"], line["track"]) for line in asked
+    ]
+    assert {span.attributes["kvabr.kind"] for span in fetches} == {"fetch", "upgrade"}
+    assert all(span.attributes["kvabr.reason"] for span in fetches)
+    done = {line["request"]: line["t"] for line in lines if line["event"] == "done"}
+    for span, line in zip(fetches, asked, strict=True):
+        if line["request"] in done:
+            assert seconds(span) == pytest.approx(done[line["request"]] - line["t"], abs=1e-6)
+            assert [event.name for event in span.events] == ["first byte"]
+    assert len(found["kvabr.decode"]) == len(done)
+    (lookup,) = found["kvabr.lookup"]
+    for span in (lookup, *fetches, *found["kvabr.decode"]):
+        assert span.parent.span_id == play.context.span_id
+        assert span.context.trace_id == play.context.trace_id
+        assert play.start_time <= span.start_time <= span.end_time <= play.end_time
+
+
+def test_the_span_that_calls_is_the_parent(tracing):
+    provider, exporter = tracing
+    tracer = provider.get_tracer("application")
+    telemetry = Telemetry(OpenTelemetry(provider))
+    with telemetry, tracer.start_as_current_span("request") as request, telemetry.play() as log:
+        for line in simulated():
+            log(line)
+    (play,) = spans(exporter)["kvabr.play"]
+    assert play.parent.span_id == request.get_span_context().span_id
+    assert play.context.trace_id == request.get_span_context().trace_id
+
+
+def test_prefill_is_a_span(tracing):
+    provider, exporter = tracing
+    with Telemetry(OpenTelemetry(provider)) as telemetry:
+        telemetry.feed(lines := simulated((2e5, *[0.0] * 40, 1.0), engine=True))
+    computed = spans(exporter)["kvabr.recompute"]
+    ends = [line for line in lines if line["event"] == "recompute_done"]
+    assert [(span.attributes["kvabr.first"], span.attributes["kvabr.last"]) for span in computed] == [
+        (line["first"], line["last"]) for line in ends
+    ]
+
+
+def test_what_fails_is_an_error_and_what_was_given_up_is_none(tracing):
+    provider, exporter = tracing
+    status = provider.get_tracer("x").start_span("x").status.status_code.__class__
+    group = {"group": 1, "track": "base"}
+    lines = [
+        *({"t": 0.1, "event": "request", "request": request, "bytes": 10, **group} for request in range(4)),
+        {"t": 0.2, "event": "failed", "request": 0, "received": 3, "reason": "reset", **group},
+        {"t": 0.2, "event": "cancel", "request": 1, "received": 5, "reason": "too slow", **group},
+        {"t": 0.3, "event": "done", "request": 2, **group, "bytes": 10},
+        {"t": 0.4, "event": "failed", "request": 2, "received": 10, "reason": "corrupt", **group},
+        {"t": 0.5, "event": "gave_up", "reason": "nothing came"},
+    ]
+    with Telemetry(OpenTelemetry(provider)) as telemetry, pytest.raises(RuntimeError):
+        broken(telemetry, lines, RuntimeError("no cache"))
+    found = spans(exporter)
+    outcomes = [(span.attributes.get("kvabr.outcome"), span.status.status_code) for span in found["kvabr.fetch"]]
+    assert outcomes == [
+        ("failed", status.ERROR), ("cancelled", status.UNSET), (None, status.UNSET), ("unfinished", status.UNSET),
+    ]  # fmt: skip
+    (decode,) = found["kvabr.decode"]
+    assert (decode.status.status_code, decode.status.description) == (status.ERROR, "corrupt")
+    (play,) = found["kvabr.play"]
+    assert (play.status.status_code, play.status.description) == (status.ERROR, "RuntimeError: no cache")
+    assert [event.name for event in play.events] == ["kvabr.gave_up"]
+
+
+def test_a_play_of_very_many_groups_has_spans_up_to_a_bound(tracing, monkeypatch):
+    monkeypatch.setattr(otel, "_MOST_SPANS", 5)
+    provider, exporter = tracing
+    with Telemetry(OpenTelemetry(provider)) as telemetry:
+        telemetry.feed(lines := simulated())
+    (play,) = spans(exporter)["kvabr.play"]
+    made = sum(line["event"] in {"request", "done"} for line in lines) + 1
+    assert play.attributes["kvabr.spans_left_out"] == made - 5
+    assert len(exporter.get_finished_spans()) == 6
+
+
+def test_without_the_package_it_says_what_to_install(monkeypatch):
+    import sys
+
+    monkeypatch.setitem(sys.modules, "opentelemetry", None)
+    with pytest.raises(UsageError, match=r"pip install 'kvabr\[otel\]'"):
+        OpenTelemetry()
