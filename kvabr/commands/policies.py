@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:  # noqa: ARG001
     for column in ("name", "estimator", "abandons", "what it does", "from"):
         table.add_column(column)
     for name, cls in sorted(policies().items()):
-        shown = "fixed:TRACK" if name == "fixed" else name
+        shown = {"fixed": "fixed:TRACK", "cake": "cake[:TRACK]"}.get(name, name)
         if name == DEFAULT:
             shown += " (default)"
         what = (inspect.getdoc(cls) or "").splitlines()[0]

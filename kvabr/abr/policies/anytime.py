@@ -13,24 +13,21 @@ predicted but the end: what is asked for must still arrive. What is left to deci
 - One is asked for if it is in place by the deadline at the lower bound of the rate. If nothing is under way, more than
   the expected rate will do, for a link that stands still carries no bytes that could be wasted. One that saves very
   much is asked for in any case.
-- Where an engine can fill a hole it may compute from the front, while the network loads from the back, for a share of
-  the deadline that the user gives it (``compute``). The groups that it can reach in time are left to it, one after the
-  other; as time goes by, those that it will not reach are fetched after all. Without such a share the engine computes
-  only what the network will not bring in time.
+- An engine with time to spare computes what costs it less than it costs the network, see `kvabr.abr.spare`.
 - A track that replaces another pays for the group a second time. It is taken where there is no layer left to add, and
-  as long as all such tracks together could save more than one could tell.
+  as long as all such tracks together could save more than one could tell; or instead of a layer, where half the rate
+  would still bring so much that it pays.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Mapping
 from heapq import heappop, heappush
-from itertools import accumulate
 from typing import ClassVar, NamedTuple
 
 from kvabr.abr.parameters import Parameter
 from kvabr.abr.policy import Decision, Policy
+from kvabr.abr.spare import Spare
 from kvabr.abr.view import View
 from kvabr.catalog import Track
 
@@ -40,6 +37,12 @@ _FIRST_FLYING = 4
 """Requests in flight while no rate is known and decoding is slow."""
 _LOOKED_AT = 8
 """Upgrades that are looked at for one that fits into the time that is left."""
+_BLIND = 0.25
+"""While no rate is known, bytes are as dear to an engine as if the link brought so much more than the base."""
+_RICH = 0.5
+"""Share of the rate that must be enough for a layer to be skipped in favour of a track that replaces the group."""
+_SKIPPED = 0.1
+"""Share of ``waste`` that such a track must save of one group, beyond what its last layer would."""
 _SLOW = 0.8
 """Share of the deadline that decoding the base may take before its track is chosen by how fast it decodes."""
 
@@ -64,10 +67,10 @@ class Anytime(Policy):
 
     name: ClassVar[str] = "anytime"
     paces: ClassVar[bool] = True
+    takes_kept: ClassVar[bool] = True
     parameters: ClassVar[Mapping[str, Parameter]] = {
-        "ahead_ttfb": Parameter(0.5, 4.0, 2.0),
-        "ahead_share": Parameter(0.005, 0.1, 0.03, log=True),
-        "compute": Parameter(0.0, 1.0, 0.0),
+        "ahead_ttfb": Parameter(0.5, 4.0, 1.5),
+        "ahead_share": Parameter(0.005, 0.1, 0.02, log=True),
         "hope": Parameter(0.5, 2.0, 1.25),
         "stake": Parameter(1e-4, 1e-1, 2e-3, log=True),
         "waste": Parameter(1e-6, 1e-1, 5e-4, log=True),
@@ -78,7 +81,6 @@ class Anytime(Policy):
         *,
         ahead_ttfb: float = 1.5,
         ahead_share: float = 0.02,
-        compute: float = 0.0,
         hope: float = 1.25,
         stake: float = 2e-3,
         waste: float = 5e-4,
@@ -88,13 +90,11 @@ class Anytime(Policy):
         Args:
             ahead_ttfb: what is in flight lasts for so many times the time to first byte,
             ahead_share: and this share of the deadline.
-            compute: share of the deadline that an engine may compute, from the front; 0 for a fallback only.
             hope: where nothing is under way, an upgrade may need so many times the expected rate.
             stake: an upgrade that saves so many nats per token is tried whatever the estimate says of its arrival.
             waste: nats per token that replacing tracks must be able to save in all before a group is paid for twice.
         """
         self._ahead_ttfb, self._ahead_share = ahead_ttfb, ahead_share
-        self._compute = compute
         self._hope, self._stake, self._waste = hope, stake, waste
 
     def start(self, view: View) -> None:
@@ -125,48 +125,48 @@ class Anytime(Policy):
             # Of two that gain alike the later one: what an engine computes, it computes from the front.
             self._order.sort(key=lambda group: (0.0 if (offer := offers[group]) is None else offer.rank, -group))
         self._asked = 0
-        self._front = 0
-        """Groups before this one are in place, under way, or left to the engine,"""
-        self._reach = 0
-        """and those from there to before this one are kept for it."""
-        if view.cost is not None and not view.front_first:
-            size, cost = catalog.spec.group_tokens, view.cost
-            each_s = (cost.seconds(group * size, catalog.group_tokens(group)) for group in groups)
-            self._computed_s = list(accumulate(each_s, initial=0.0))
-            self._reach = self._reached(self._compute * view.deadline_s)
+        self._spent = 0
+        """Bytes of the upgrades asked for."""
+        self._byte_price = 0.0
+        """What a byte less costs, nats per token."""
+        self._spare = None if view.cost is None else Spare(view, self._cost)
 
     def decide(self, view: View) -> Decision:
-        """First the base of every group, then the upgrades."""
-        if self._reach and (decision := self._recompute(view)) is not None:
-            return decision
-        if view.missing_groups and self._wanted(view):
-            return self._fetch(view)
+        """First the base of every group, then the upgrades; an engine that has time to spare before all else."""
         self._listen(view)
+        kept = 0
+        if (spare := self._spare) is not None:
+            kept = len(spare.kept)
+            spend = self._to_spend(view, view.rate, kept) if view.rate else _BLIND * self._base.total_bytes
+            self._byte_price = view.ladder.frontier.price(spend)
+            spare.plan(view)
+            if (decision := spare.next(view)) is not None:
+                return decision
+            kept = len(spare.kept)
+        if len(view.missing_groups) > kept:
+            return self._fetch(view)
         return self._upgrade(view)
 
-    # ------------------------------------------------------------- the engine
+    # ---------------------------------------------------------- what bytes cost
 
-    def _reached(self, seconds: float) -> int:
-        """The group that an engine does not reach within so many seconds, one after the other from the front."""
-        return bisect_right(self._computed_s, self._computed_s[self._front] + seconds) - 1
+    def _to_spend(self, view: View, rate: float, kept: int = 0) -> float:
+        """Bytes for upgrades, those asked for before included, if the link carries ``rate`` until the deadline."""
+        base = (len(view.missing_groups) - kept) * self._base.total_bytes / view.groups
+        return self._spent + rate * view.time_left - view.outstanding_bytes - base
 
-    def _recompute(self, view: View) -> Decision | None:
-        """Give an engine that has nothing to do the next group, if it is in place by the deadline then."""
-        if view.cost is None:
-            self._reach = 0  # the engine has failed
-            return None
-        missing = view.missing_groups
-        while self._front < self._reach and self._front not in missing:
-            self._front += 1
-        self._reach = min(self._reach, self._reached(view.time_left - view.engine_backlog_s))
-        if self._front < self._reach and view.engine_backlog_s <= 0:
-            return Decision.recompute(self._front, f"the engine computes from the front, up to group {self._reach}")
-        return None
-
-    def _wanted(self, view: View) -> bool:
-        """Whether a group is missing that is not kept for the engine."""
-        missing, kept = view.missing_groups, range(self._front, self._reach)
-        return len(missing) > len(kept) or any(group not in kept for group in missing)
+    def _cost(self, group: int, current: str | None) -> float:
+        """What a group costs if the network brings it, or betters it: its loss, and the bytes that others lack."""
+        price = self._byte_price
+        if current is None:
+            current, spent = self._base.name, price * self._base.bytes[group]
+        else:
+            spent = 0.0
+        least = self._tracks[current].loss[group]
+        if price == float("inf"):
+            return spent + least
+        for layer in self._above.get(current, ()):
+            least = min(least, self._layered(group, layer, price))
+        return min(spent + least, *(price * track.bytes[group] + track.loss[group] for track in self._alone))
 
     # ---------------------------------------------------------------- the base
 
@@ -177,11 +177,13 @@ class Anytime(Policy):
                 return Decision.wait("enough is in flight, and decoding is slow")
             name = self._soonest(view)
         missing, order = view.missing_groups, self._order
-        # Unless there is one that was never asked for, it is one that was lost on the way, or kept for the engine.
-        group = next(one for one in missing if not self._front <= one < self._reach)
+        if self._spare is not None and not view.front_first:
+            group = next(reversed(missing))  # the engine comes from the other side
+            return Decision.fetch(group, name, "the base comes first, from the back")
+        group = next(iter(missing))  # unless there is one that was never asked for, it is one that was lost on the way
         while self._asked < len(order):
             self._asked += 1
-            if order[self._asked - 1] in missing and not self._front <= order[self._asked - 1] < self._reach:
+            if order[self._asked - 1] in missing:
                 group = order[self._asked - 1]
                 break
         return Decision.fetch(group, name, "the base of every group comes first")
@@ -213,6 +215,9 @@ class Anytime(Policy):
 
     def _upgrade(self, view: View) -> Decision:
         """The upgrade that saves most per byte among those that would arrive in time."""
+        if view.now > self._until_s:
+            self._mean += (view.rate - self._mean) * (view.now - self._until_s) / view.now
+            self._until_s = view.now
         enough = self._enough(view)
         rate = view.lower_bound if view.in_flight else self._hope * max(view.rate, self._mean)
         offer = self._in_time(view, rate, staking=enough)
@@ -220,9 +225,31 @@ class Anytime(Policy):
             if enough:
                 return Decision.wait("enough is in flight")
             return Decision.wait("no upgrade would arrive in time" if self._offers else "there is nothing to add")
+        self._spent += offer.track.bytes[offer.group]
+        offer = self._instead(view, offer)
         kilobytes = offer.track.bytes[offer.group] / 1e3
         reason = f"saves {offer.saving:.2e} nats with {kilobytes:.0f} kB, the most per byte"
         return Decision.upgrade(offer.group, offer.track.name, reason)
+
+    def _instead(self, view: View, offer: _Offer) -> _Offer:
+        """A track that replaces the group, where the link should bring so much that it would be taken in the end."""
+        if offer.replaces or self._gains[offer.group] < _SKIPPED * self._waste:
+            return offer
+        price = view.ladder.frontier.price(self._to_spend(view, _RICH * min(view.lower_bound, self._mean)))
+        group, lost = offer.group, self._tracks[offer.below].loss[offer.group]
+        least, best = self._layered(group, offer.track, price), offer.track
+        for track in self._alone:
+            if (total := price * track.bytes[group] + track.loss[group]) < least:
+                least, best = total, track
+        if best is offer.track:
+            return offer
+        return offer._replace(track=best, saving=lost - best.loss[group], replaces=True)
+
+    def _layered(self, group: int, layer: Track, price: float) -> float:
+        """The least that a group costs with a layer added, or more upon it; no byte of what is in place counted."""
+        total = price * layer.bytes[group]
+        above = (self._layered(group, further, price) for further in self._above.get(layer.name, ()))
+        return total + min(layer.loss[group], *above, float("inf"))
 
     def _in_time(self, view: View, rate: float, *, staking: bool) -> _Offer | None:
         """The best offer that is in place by the deadline if the link carries ``rate``, or is worth a try anyway.
@@ -233,6 +260,8 @@ class Anytime(Policy):
             staking: only those that are worth a try.
         """
         offers, settled, track_of, left_s = self._offers, view.settled, view.track_of, view.time_left
+        if not offers or (staking and offers[0].saving < self._stake):
+            return None
         begins_s = max(view.ttfb_s, view.outstanding_bytes / rate) if rate > 0 else float("inf")
         decoded_s = view.decode_backlog_s + sum(self._tracks[one.track].decode_s for one in view.in_flight.values())
         too_late: list[_Offer] = []
@@ -247,7 +276,7 @@ class Anytime(Policy):
             if offer.replaces and self._gain < self._waste:
                 continue
             if offer.saving >= self._stake:
-                arrives_s = view.ttfb_s
+                arrives_s = 0.0  # the least time to a first byte says little where all requests had to queue
             else:
                 arrives_s = begins_s + (track.bytes[group] / rate if rate > 0 else 0.0)
             if max(arrives_s, decoded_s) + track.decode_s <= left_s:
@@ -259,15 +288,15 @@ class Anytime(Policy):
         return found
 
     def _listen(self, view: View) -> None:
-        """Take note of the rate, and of the groups that have become ready to be upgraded."""
-        if view.now > self._until_s:
-            self._mean += (view.rate - self._mean) * (view.now - self._until_s) / view.now
-            self._until_s = view.now
+        """Take note of the groups that have become ready to be upgraded."""
         history = view.settled.history
         for group in history[self._heard :]:
             current = view.track_of[group]
-            if current in self._tracks and (offer := self._best(group, current)) is not None:
-                heappush(self._offers, offer)
+            if current in self._tracks:
+                if self._spare is not None:
+                    self._spare.settled(group, current, self._tracks[current].loss[group])
+                if (offer := self._best(group, current)) is not None:
+                    heappush(self._offers, offer)
         self._heard = len(history)
 
     def _best(self, group: int, current: str) -> _Offer | None:

@@ -1,0 +1,76 @@
+"""``cake``: compute from the front, load from the back, until both meet (Jin et al., arXiv:2410.03065).
+
+One track for the whole cache, chosen before the play; nothing is estimated, and the deadline plays no part: whichever
+of the two is faster takes more of the groups. Cake loads caches as they are; here the one track is the cheapest that
+loses no more than a given number of nats per token, or a named one, as in ``cake:FP8``.
+
+What was changed: Cake may compute any number of chunks of one request in a batch; here the engine takes one group at a
+time, for as soon as it is done it may meet what was loaded. Where the play has no engine, or one that computes all
+behind a miss (engine mode ``suffix``), there is only loading, from the front there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from kvabr.abr.parameters import Parameter
+from kvabr.abr.policy import Decision, Policy
+from kvabr.abr.view import View
+from kvabr.errors import PolicyError
+
+_FLYING = 2
+"""Requests in flight in any case."""
+_AHEAD_TTFB, _AHEAD_SHARE = 1.5, 0.02
+"""What is in flight lasts for so many times the time to first byte, and this share of the deadline."""
+
+
+class Cake(Policy):
+    """Compute from the front while loading one track from the back."""
+
+    name: ClassVar[str] = "cake"
+    abandons: ClassVar[bool] = False
+    paces: ClassVar[bool] = True  # else the engine would stand idle until the next transfer is done
+    computes: ClassVar[bool] = True
+    parameters: ClassVar[Mapping[str, Parameter]] = {"loss": Parameter(1e-6, 0.3, 0.01, log=True)}
+
+    def __init__(self, track: str = "", *, loss: float = 0.01) -> None:
+        """Set the track.
+
+        Args:
+            track: its name, as in ``cake:FP8``; without one
+            loss: the cheapest that loses no more than this, nats per generated token; if all lose more, the best.
+        """
+        self._name, self._loss = track, loss
+
+    def start(self, view: View) -> None:
+        """Choose the one track.
+
+        Raises:
+            PolicyError: the asset has no such track that can be played alone.
+        """
+        alone = [track for track in view.catalog.tracks if track.refines is None]
+        if self._name:
+            if self._name not in {track.name for track in alone}:
+                names = ", ".join(track.name for track in alone)
+                raise PolicyError(f"no track {self._name!r} to play alone; write cake:TRACK with one of {names}")
+            self._track = self._name
+            return
+        tracks = view.ladder.tracks
+        good = (track for track in tracks if sum(track.loss) <= self._loss)
+        self._track = next(good, tracks[-1]).name
+
+    def decide(self, view: View) -> Decision:
+        """The engine is never idle, and neither is the link."""
+        front = view.first_missing()
+        if front is None:
+            return Decision.finish("every group is in place or under way, or the engine's")
+        meets = view.cost is not None and not view.front_first
+        if meets and view.engine_backlog_s <= 0:
+            return Decision.recompute(front, "the engine computes from the front")
+        ahead_s = _AHEAD_TTFB * view.ttfb_s + _AHEAD_SHARE * view.deadline_s
+        if len(view.in_flight) >= _FLYING and view.outstanding_bytes >= view.rate * ahead_s:
+            return Decision.wait("enough is in flight")
+        if view.front_first:
+            return Decision.fetch(front, self._track, "the engine computes all behind a miss: the front comes first")
+        return Decision.fetch(next(reversed(view.missing_groups)), self._track, "the network loads from the back")

@@ -1,0 +1,114 @@
+"""``fugu``: model predictive control on a distribution over transfer time (Yan et al., NSDI 2020: Puffer's Fugu).
+
+Fugu does not predict a throughput: for every size that the next chunks could have it predicts how long the transfer
+may take, and how likely each length is, and plans five chunks ahead for the best expected quality less a price on the
+expected stall, by value iteration over the buffer.
+
+What was changed for a cache:
+
+- Fugu's predictor is a neural network that learns from the whole service, every day. A play has only itself: here the
+  seconds per byte of its last transfers are equally likely, and beside them one that was never seen, slower than all.
+- The buffer is the part of the time left that the planned groups may have: their share by number, less the time that
+  what is in flight takes at the median. Running over it is the stall, with a price per deadline of time. Quality is
+  the loss of the catalog; there is no price on switching, which no reader of a cache could notice.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from statistics import median
+from typing import ClassVar
+
+from kvabr.abr.parameters import Parameter
+from kvabr.abr.policy import Decision, Policy
+from kvabr.abr.view import View
+
+_HORIZON = 5
+"""Groups that are planned ahead."""
+_CELLS = 32
+"""Points in time at which the plan is valued, evenly up to twice the time that there is."""
+
+
+class Fugu(Policy):
+    """Plan five groups ahead on a distribution of transfer times."""
+
+    name: ClassVar[str] = "fugu"
+    estimator: ClassVar[str] = "harmonic"
+    parameters: ClassVar[Mapping[str, Parameter]] = {
+        "history": Parameter(4.0, 64.0, 16.0, log=True),
+        "stall": Parameter(1.0, 100.0, 10.0, log=True),
+        "tail": Parameter(1.0, 8.0, 2.0, log=True),
+    }
+
+    def __init__(self, *, history: float = 16.0, stall: float = 10.0, tail: float = 2.0) -> None:
+        """Set what is remembered and what is feared.
+
+        Args:
+            history: transfers whose times make the distribution.
+            stall: price of being late, nats per token and deadline of time.
+            tail: how many times slower than the slowest the transfer is that was never seen.
+        """
+        self._stall, self._tail = stall, tail
+        self._costs: deque[float] = deque(maxlen=round(history))
+
+    def start(self, view: View) -> None:
+        """No transfer has been seen."""
+        self._asked: dict[int, tuple[int, float]] = {}
+        """Of each group under way: its bytes, and when it was asked for."""
+        self._heard_s = view.now
+        """When the last transfer ended."""
+
+    def decide(self, view: View) -> Decision:
+        """Fetch the next missing group on the track that the plan begins with."""
+        self._watch(view)
+        group = view.first_missing()
+        if group is None:
+            return Decision.finish("every group is in place or under way")
+        if self._costs:
+            track, reason = self._plan(view)
+        else:
+            track, reason = view.ladder.cheapest, "no transfer has been seen yet"
+        self._asked[group] = (view.bytes(group, track), view.now)
+        return Decision.fetch(group, track, reason)
+
+    def _watch(self, view: View) -> None:
+        """Take note of the transfers that have ended since the last decision."""
+        flying = {transfer.group for transfer in view.in_flight.values()}
+        ended = [group for group in self._asked if group not in flying]
+        came = [self._asked[group] for group in ended if group not in view.missing_groups]
+        for group in ended:
+            del self._asked[group]
+        if not came:
+            return
+        # One link carries one transfer after the other: each had it to itself from where the one before it ended.
+        begun_s = max(self._heard_s, min(asked_s for _, asked_s in came))
+        if view.now > begun_s:
+            self._costs.append((view.now - begun_s) / sum(size for size, _ in came))
+        self._heard_s = view.now
+
+    def _plan(self, view: View) -> tuple[str, str]:
+        """The track of the first of the missing groups, and the reason in words."""
+        import numpy as np  # noqa: PLC0415  # only this policy needs it, and it is slow to load
+
+        tracks = view.ladder.tracks
+        missing = list(view.missing_groups)
+        ahead = missing[:_HORIZON]
+        costs = np.array([*self._costs, self._tail * max(self._costs)])
+        queue_s = view.outstanding_bytes * median(self._costs) + (0.0 if view.in_flight else view.ttfb_s)
+        spare_s = view.time_left - queue_s - view.decode_s(view.ladder.cheapest)
+        budget_s = max(0.0, spare_s) * len(ahead) / len(missing)
+        price = self._stall / view.deadline_s
+        times = np.linspace(0.0, 2.0 * max(budget_s, 1e-9), _CELLS)
+        values = price * np.maximum(0.0, times - budget_s)
+        for group in reversed(ahead):
+            sizes = np.array([track.bytes[group] for track in tracks])
+            losses = np.array([track.loss[group] for track in tracks])
+            starts = times if group != ahead[0] else times[:1]
+            ends = starts[:, None, None] + sizes[:, None] * costs
+            # Beyond the last point all is late, and every second costs its price.
+            later = np.interp(ends, times, values) + price * np.maximum(0.0, ends - times[-1])
+            expected = losses + later.mean(axis=2)
+            values = expected.min(axis=1)
+        chosen = int(expected[0].argmin())
+        return tracks[chosen].name, f"{budget_s:.2f} s for {len(ahead)} groups, {len(costs)} transfer times"

@@ -1,0 +1,379 @@
+"""``oracle``: the clairvoyant plan, executed. It knows what the link will carry: the line that nobody passes.
+
+The clairvoyant bound says what the best cache would be; this plays it, with the round trips, the requests and the
+layers that can only be asked for upon what is in place. What it loses beside the bound no policy can win back.
+
+The plan is a multiple-choice knapsack over everything that the asset has, layers stacked on what they refine included,
+within the bytes that the link will carry until what comes last can still be decoded. It is made at the start, and
+again whenever what is left of it no longer fits. Where the round trip is not known beforehand it is made again once the
+first byte has shown it; until then no more than half of it is asked for.
+
+With an engine that fills holes, some groups in a row are left to it, as many as it can compute from where all before
+them is in place; of some eight places to begin the best is taken. (Where groups are few, some that do not lie in a row
+may be a little better: that is not looked at.) With one that computes all behind a miss, every cut is looked at: what
+is before it must be there when the engine has to begin, and its further layers may come while it computes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import ClassVar
+
+from kvabr.abr.knapsack import Choice, knapsack
+from kvabr.abr.ladder import stack
+from kvabr.abr.policy import Decision, Policy
+from kvabr.abr.view import Future, View
+from kvabr.errors import PolicyError
+from kvabr.recompute.cost import PrefillCost
+from kvabr.recompute.loss import RECOMPUTED, predicted_loss
+
+_BLIND_SHARE = 0.5
+"""Share of what is planned that is asked for before it is known how long a first byte takes."""
+_LONGEST_SHARE, _GUESS_SHARE = 0.2, 0.02
+"""Share of the deadline that a request may plausibly wait for its first byte, and what is guessed if it waited longer:
+then it was the link that stood still."""
+_LATE = 0.9
+"""Share of the time for what is before a cut after which the cut stays where it is."""
+_HALVINGS = 24
+"""Steps in which a point in time is found: to a ten-millionth of the deadline."""
+_FEW = 8
+"""Groups up to which even plans that are only compared are made as well as can be."""
+_STARTS = 8
+"""Places where the engine could begin that are looked at."""
+_PATIENCE = 10.0
+"""Deadlines ahead that are looked at where no plan meets the first."""
+_TAILS = 2
+"""Decodings, of the slowest kind, that must fit between the last byte that is needed and the deadline."""
+_PRICES = 24
+"""Prices of decoding that are tried until a plan can be decoded in time."""
+
+
+class Oracle(Policy):
+    """Play the best cache that the link will carry, which it knows."""
+
+    name: ClassVar[str] = "oracle"
+    abandons: ClassVar[bool] = False
+    paces: ClassVar[bool] = True
+    computes: ClassVar[bool] = True
+
+    def start(self, view: View) -> None:
+        """Make the plan.
+
+        Raises:
+            PolicyError: the future is not known: this is no simulation.
+        """
+        if view.oracle is None:
+            raise PolicyError("oracle reads what the link will carry from the trace: it runs only in a simulation")
+        catalog = view.catalog
+        self._tracks = catalog.by_name
+        self._stacks = {track.name: tuple(layer.name for layer in stack(catalog, track)) for track in catalog.tracks}
+        self._knows = isinstance(view.oracle, Future)
+        self._total = view.oracle(view.deadline_s)
+        self._idle, self._asked = 0.0, 0
+        """Bytes that the link has missed for want of requests, and those of all requests."""
+        self._until_s = view.deadline_s
+        """When all that the network brings is to be in place,"""
+        self._layers_later = False
+        """or only the base, and all else by the deadline: an engine that computes what is behind a cut."""
+        self._engine: deque[int] = deque()
+        """Groups that are to be left to the engine, and were not yet."""
+        self._theirs: set[int] = set()
+        self._front = 0
+        """Groups before this one must be in place before the engine begins."""
+        if view.cost is not None:
+            self._leave(view, view.cost)
+        self._planned_at = -1
+        self._plan(view)
+
+    def decide(self, view: View) -> Decision:
+        """Ask for the next part of the plan."""
+        self._check(view)
+        while self._engine and self._may_leave(view):
+            group = self._engine.popleft()
+            if view.cost is not None and group in view.missing_groups:
+                return Decision.recompute(group, "planned: the engine computes this by the deadline")
+        missing = [group for group in view.missing_groups if group not in self._theirs or view.cost is None]
+        if not self._knows and view.outstanding_bytes > _BLIND_SHARE * self._budget(view):
+            return Decision.wait("how long a first byte takes is not known yet")
+        if missing:
+            # What the engine waits for goes first, then what is to become of more layers: each waits for the one below.
+            group = min(missing, key=lambda one: (one >= self._front, -len(self._stacks[self._goal[one]]), one))
+            first = view.ladder.cheapest if self._layers_later else self._stacks[self._goal[group]][0]
+            return self._ask(view, Decision.fetch(group, first, f"planned: {self._goal[group]}"))
+        if (decision := self._upgrade(view)) is not None:
+            return decision
+        if not view.in_flight and self._planned_at != len(view.settled.history):
+            self._plan(view)
+            if (decision := self._upgrade(view)) is not None:
+                return decision
+        return Decision.wait("the plan is under way")
+
+    # ------------------------------------------------------------- the engine
+
+    def _may_leave(self, view: View) -> bool:
+        """Whether it is time to tell the engine: a cut may still move once it is known what a round trip takes."""
+        return not view.front_first or self._knows or not self._engine[0] or view.now > _LATE * self._until_s
+
+    def _leave(self, view: View, cost: PrefillCost) -> None:
+        """Decide what the engine computes."""
+        self._engine.clear()
+        self._theirs.clear()
+        if view.front_first:
+            cut = self._cut(view, cost)
+            if cut < view.groups:
+                self._engine.append(cut)
+                self._theirs.update(range(cut, view.groups))
+            return
+        run = self._run(view, cost)
+        self._engine.extend(run)
+        self._theirs.update(run)
+        self._front = run.start
+
+    def _run(self, view: View, cost: PrefillCost) -> range:
+        """Which groups in a row the engine is to compute: as many as it can from where what is before is in place."""
+        catalog, tokens = view.catalog, view.catalog.spec.group_tokens
+        ready_s, tail_s = self._ready_s(view), _TAILS * max(track.decode_s for track in view.ladder.tracks)
+        best, best_run = float("inf"), range(0)
+        for first in range(0, view.groups, max(1, view.groups // _STARTS)):
+            last, begin = first, first * tokens
+            begins_s, base = (ready_s[first] + tail_s, view.ladder.cheapest) if first else (view.now, None)
+            while last < view.groups:
+                computed_s = cost.seconds(begin, min((last + 1) * tokens, catalog.tokens) - begin)
+                if begins_s + computed_s > view.deadline_s:
+                    break
+                last += 1
+            others = [group for group in range(view.groups) if not first <= group < last]
+            goal = self._best(view, others, self._budget(view), view.deadline_s, base, exact=False)
+            if goal is not None:
+                loss = predicted_loss(catalog, [goal.get(group, RECOMPUTED) for group in range(view.groups)])
+                if loss < best:
+                    best, best_run, self._layers_later = loss, range(first, last), base is not None
+        # Where nothing makes it the longest prefix is as good as any.
+        return best_run if best < float("inf") else range(self._prefix(view, cost))
+
+    def _prefix(self, view: View, cost: PrefillCost) -> int:
+        """How many of the first groups can be computed by the deadline."""
+        catalog, count = view.catalog, 0
+        while count < view.groups:
+            if cost.seconds(0, min((count + 1) * catalog.spec.group_tokens, catalog.tokens)) > view.deadline_s:
+                break
+            count += 1
+        return count
+
+    def _cut(self, view: View, cost: PrefillCost) -> int:
+        """From which group on the engine is to compute, and when it must begin."""
+        catalog, tokens = view.catalog, view.catalog.spec.group_tokens
+        best, best_cut = float("inf"), view.groups
+        # The engine begins once all before the cut is decoded.
+        tail_s = _TAILS * max(track.decode_s for track in view.ladder.tracks)
+        ready_s = self._ready_s(view)
+        for cut in range(view.groups, -1, -1):
+            first = cut * tokens
+            until_s = view.deadline_s - cost.seconds(first, catalog.tokens - first) - (tail_s if cut else 0.0)
+            if until_s < 0:
+                break
+            if ready_s[cut] > until_s:
+                continue
+            rest = [RECOMPUTED] * (view.groups - cut)
+            for layers_later in (False, True):
+                goal = self._before(view, cut, until_s, layers_later=layers_later)
+                if goal is not None:
+                    loss = predicted_loss(catalog, [*(goal[group] for group in range(cut)), *rest])
+                    if loss < best:
+                        best, best_cut = loss, cut
+                        self._until_s, self._layers_later = until_s, layers_later
+        if best == float("inf") and cost.seconds(0, catalog.tokens) < ready_s[-1]:
+            return 0  # nothing makes it, but this is sooner than the network
+        return best_cut
+
+    def _ready_s(self, view: View) -> list[float]:
+        """When the base of the first so many groups is decoded, at the soonest: seconds since the play began."""
+        base = self._tracks[view.ladder.cheapest]
+        ready_s, nbytes = [view.now], 0.0
+        for group in range(view.groups):
+            if view.track_of[group] is None:
+                nbytes += base.bytes[group]
+                ready_s.append(max(ready_s[-1], self._arrives_s(view, nbytes)) + base.decode_s)
+            else:
+                ready_s.append(ready_s[-1])
+        return ready_s
+
+    def _arrives_s(self, view: View, nbytes: float) -> float:
+        """When the link has carried what is on its way and so many bytes more; infinite if that takes very long."""
+        if view.oracle is None:
+            return float("inf")
+        nbytes += self._idle_after_asking(view) + self._asked - self._passed(view)
+        low, high = 0.0, _PATIENCE * view.deadline_s - view.now
+        if view.oracle(high) < nbytes:
+            return float("inf")
+        for _ in range(_HALVINGS):
+            middle = (low + high) / 2
+            low, high = (low, middle) if view.oracle(middle) >= nbytes else (middle, high)
+        return view.now + high
+
+    def _before(self, view: View, cut: int, until_s: float, *, layers_later: bool) -> dict[int, str] | None:
+        """What the groups before a cut could end on; None if they cannot be in place when the engine must begin."""
+        groups = range(cut)
+        if not layers_later:
+            return self._best(view, groups, self._carried(view, until_s), until_s, exact=False)
+        base, ends_s = view.ladder.cheapest, view.deadline_s
+        return self._best(view, groups, self._carried(view, ends_s), ends_s, base, exact=False)
+
+    # --------------------------------------------------------------- the plan
+
+    def _first_byte_s(self, view: View) -> float:
+        """Seconds that a request waits for its first byte, as far as that is known."""
+        if isinstance(view.oracle, Future):
+            return view.oracle.first_byte_s
+        plausible = view.ttfb_s <= _LONGEST_SHARE * view.deadline_s
+        return view.ttfb_s if plausible else _GUESS_SHARE * view.deadline_s
+
+    def _carried(self, view: View, until_s: float, tail_s: float | None = None) -> float:
+        """Bytes of new requests that the link will carry so early that they are in place at a time.
+
+        Args:
+            view: the play.
+            until_s: when they must be in place.
+            tail_s: seconds to decode what comes last; None: at the least.
+        """
+        if view.oracle is None:  # `start` has refused this play already
+            return 0.0
+        if tail_s is None:
+            tail_s = min(track.decode_s for track in view.catalog.tracks)
+        idle = self._idle_after_asking(view)
+        return self._passed(view) + view.oracle(max(0.0, until_s - view.now - tail_s)) - idle - self._asked
+
+    def _passed(self, view: View) -> float:
+        """Bytes that the link could have carried so far."""
+        return 0.0 if view.oracle is None else self._total - view.oracle(view.deadline_s - view.now)
+
+    def _idle_after_asking(self, view: View) -> float:
+        """Of all that the link can carry, the bytes that it will have missed for want of requests if one is sent now.
+
+        Reckoned, not heard: what is on its way is only told of now and then.
+        """
+        if view.oracle is None:
+            return 0.0
+        came = self._passed(view) - self._idle
+        waiting = max(0.0, self._asked - came)
+        unused = max(0.0, view.oracle(self._first_byte_s(view)) - waiting)
+        return self._idle + max(0.0, came - self._asked) + unused
+
+    def _ask(self, view: View, decision: Decision) -> Decision:
+        """Write down what is asked for."""
+        self._idle = self._idle_after_asking(view)
+        if decision.group is not None and decision.track is not None:
+            self._asked += view.bytes(decision.group, decision.track)
+        return decision
+
+    def _ends_s(self, view: View) -> float:
+        return view.deadline_s if self._layers_later else self._until_s
+
+    def _budget(self, view: View) -> float:
+        return self._carried(view, self._ends_s(view))
+
+    def _plan(self, view: View) -> None:
+        """Say on which track each group is to end."""
+        groups = [group for group in range(view.groups) if view.track_of[group] != RECOMPUTED]
+        wanted = [group for group in groups if group not in self._theirs or view.cost is None]
+        ends_s, base = self._ends_s(view), view.ladder.cheapest if self._layers_later else None
+        goal = self._best(view, wanted, self._budget(view), ends_s, base)
+        if goal is not None and view.missing_groups:
+            # Whatever comes last, there must be time to decode it, and what came in a burst with it.
+            tail_s = _TAILS * max((self._tracks[track].decode_s for track in goal.values()), default=0.0)
+            goal = self._best(view, wanted, self._carried(view, ends_s, tail_s), ends_s, base) or goal
+        cheapest = view.ladder.cheapest
+        self._goal = {group: self._current(view, group) or cheapest for group in range(view.groups)}
+        self._goal.update(goal or {})
+        self._planned_at = len(view.settled.history)
+
+    def _current(self, view: View, group: int) -> str | None:
+        track = view.track_of[group]
+        return track if track in self._tracks else None
+
+    def _check(self, view: View) -> None:
+        """Plan again if what was planned does not fit any more, or if it is known now what a round trip takes."""
+        learnt = not self._knows and view.ttfb_s > 0
+        if learnt and view.front_first and self._engine and view.cost is not None:
+            self._leave(view, view.cost)
+        self._knows = self._knows or learnt
+        changed = self._planned_at != len(view.settled.history)
+        if learnt or (changed and self._rest(view) > self._budget(view)):
+            self._plan(view)
+
+    def _rest(self, view: View) -> int:
+        """Bytes of the plan that were not asked for yet."""
+        total = 0
+        for group, goal in self._goal.items():
+            if group in self._theirs or view.track_of[group] == goal:
+                continue
+            total += sum(self._tracks[layer].bytes[group] for layer in self._missing_layers(view, group, goal))
+        return total
+
+    def _missing_layers(self, view: View, group: int, goal: str) -> tuple[str, ...]:
+        layers = self._stacks[goal]
+        current = self._current(view, group)
+        return layers[layers.index(current) + 1 :] if current in layers else layers
+
+    def _upgrade(self, view: View) -> Decision | None:
+        """The next layer of the group that needs most."""
+        best: tuple[int, int] | None = None
+        for group in view.settled:
+            goal = self._goal[group]
+            if view.track_of[group] != goal:
+                found = (-len(self._missing_layers(view, group, goal)), group)
+                best = found if best is None or found < best else best
+        if best is None:
+            return None
+        group = best[1]
+        goal = self._goal[group]
+        return self._ask(view, Decision.upgrade(group, self._missing_layers(view, group, goal)[0], f"planned: {goal}"))
+
+    def _best(
+        self,
+        view: View,
+        groups: Sequence[int],
+        budget: float,
+        until_s: float,
+        base: str | None = None,
+        *,
+        exact: bool = True,
+    ) -> dict[int, str] | None:
+        """The tracks of least loss within a budget of bytes and the time to decode them; None if nothing fits.
+
+        Args:
+            view: the play.
+            groups: which.
+            budget: bytes of new requests.
+            until_s: when all is to be decoded.
+            base: if given, what is missing begins with this track.
+            exact: False for a plan that is only to be compared with others.
+        """
+        offers = [self._offers(view, group, base) for group in groups]
+        time_s = max(0.0, until_s - view.now - view.decode_backlog_s)
+        price = 0.0
+        for _ in range(_PRICES):
+            priced = [[Choice(size, loss + price * decode_s) for size, loss, decode_s, _ in offer] for offer in offers]
+            picks = knapsack(priced, budget, exact=exact or len(priced) <= _FEW)
+            if picks is None:
+                return None
+            chosen = [offer[index] for offer, index in zip(offers, picks, strict=True)]
+            if sum(decode_s for _, _, decode_s, _ in chosen) <= time_s:
+                break
+            price = max(1e-4, 2.0 * price)
+        return {group: track for group, (_, _, _, track) in zip(groups, chosen, strict=True)}
+
+    def _offers(self, view: View, group: int, base: str | None) -> list[tuple[int, float, float, str]]:
+        """What a group can end on: bytes still to be asked for, loss, seconds to decode them, and the track."""
+        current = self._current(view, group)
+        offers = [] if current is None else [(0, view.loss(group, current), 0.0, current)]
+        for track in view.catalog.tracks:
+            if track.name != current:
+                layers = self._missing_layers(view, group, track.name)
+                if base is not None and current is None and layers[0] != base:
+                    layers = (base, *layers)
+                size = sum(self._tracks[layer].bytes[group] for layer in layers)
+                decode_s = sum(self._tracks[layer].decode_s for layer in layers)
+                offers.append((size, track.loss[group], decode_s, track.name))
+        return offers

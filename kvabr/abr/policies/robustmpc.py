@@ -1,0 +1,111 @@
+"""``robustmpc``: RobustMPC that plans over layers (Yin, Jindal, Sekar and Sinopoli, SIGCOMM 2015).
+
+As ``mpc`` it plans the next five groups against their share of the time left, at the harmonic mean of the recent rates
+over one plus the largest recent error, does the first step, and plans again. Beside the tracks that stand alone it
+plans over those that are stacked: a group's options are the lower convex hull of everything that the asset has.
+
+What was changed for layers: of a group that the plan gives several, the base is asked for at once and each enhancement
+as soon as what it refines is in place, unless it would not arrive any more at the bound. Once every group has what the
+plan gave it, what the bound held back goes into further layers, most loss saved per byte first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from kvabr.abr.ladder import Step, every_option, rank, stack
+from kvabr.abr.parameters import Parameter
+from kvabr.abr.policy import Decision, Policy
+from kvabr.abr.view import View
+
+
+class RobustMpc(Policy):
+    """RobustMPC over base and enhancement tracks."""
+
+    name: ClassVar[str] = "robustmpc"
+    estimator: ClassVar[str] = "harmonic"
+    parameters: ClassVar[Mapping[str, Parameter]] = {"horizon": Parameter(1.0, 64.0, 5.0, log=True)}
+
+    def __init__(self, *, horizon: float = 5.0) -> None:
+        """Set how many groups are planned ahead."""
+        self._horizon = round(horizon)
+
+    def start(self, view: View) -> None:
+        """Work out the options, and what stacks upon what."""
+        catalog = view.catalog
+        self._options = every_option(catalog)
+        self._steps: dict[int, list[Step]] = {}
+        for step in rank(self._options):
+            self._steps.setdefault(step.group, []).append(step)
+        self._stacks = {track.name: tuple(layer.name for layer in stack(catalog, track)) for track in catalog.tracks}
+        self._above: dict[str, list[str]] = {}
+        for track in catalog.tracks:
+            if track.refines is not None:
+                self._above.setdefault(track.refines, []).append(track.name)
+        self._owed: dict[int, tuple[str, ...]] = {}
+        """Layers that the plan gave a group and that were not asked for yet, lowest first."""
+
+    def decide(self, view: View) -> Decision:
+        """First the layers that are due, then the next group, then what is left over."""
+        budget = view.budget_bytes(view.lower_bound, view.decode_backlog_s + view.decode_s(view.ladder.cheapest))
+        if (decision := self._due(view, budget - view.floor_bytes())) is not None:
+            return decision
+        first = view.first_missing()
+        if first is None:
+            return self._more(view, budget)
+        missing = list(view.missing_groups)
+        ahead = missing[: self._horizon]
+        owed = sum(view.bytes(group, layer) for group, layers in self._owed.items() for layer in layers)
+        share = (budget - owed) * len(ahead) / len(missing)
+        base, *layers = self._stacks[self._spend(ahead, share)]
+        self._owed[first] = tuple(layers)
+        return Decision.fetch(first, base, f"{share / 1e6:.2f} MB for {len(ahead)} groups: {len(layers)} layers more")
+
+    def _due(self, view: View, budget: float) -> Decision | None:
+        """The next layer of a group that is ready for it, if what is missing leaves room for it."""
+        for group in [group for group in self._owed if group in view.settled]:
+            layers = self._owed.pop(group)
+            current = view.track_of[group]
+            if not layers or view.catalog.by_name[layers[0]].refines != current:
+                continue
+            if view.bytes(group, layers[0]) <= budget:
+                if layers[1:]:
+                    self._owed[group] = layers[1:]
+                return Decision.upgrade(group, layers[0], "the plan gave this group so many layers")
+        return None
+
+    def _spend(self, ahead: list[int], budget: float) -> str:
+        """What the knapsack over the groups ahead gives the first of them."""
+        left = budget - sum(self._options[group][0].bytes for group in ahead)
+        first = ahead[0]
+        track = self._options[first][0].track
+        stopped: set[int] = set()
+        for step in sorted((step for group in ahead for step in self._steps.get(group, ())), key=_worst_first):
+            if step.group in stopped:
+                continue
+            if step.bytes <= left:
+                left -= step.bytes
+                if step.group == first:
+                    track = step.to
+            else:
+                stopped.add(step.group)
+        return track
+
+    def _more(self, view: View, budget: float) -> Decision:
+        """The layer that saves most per byte of those that arrive at the bound."""
+        best: tuple[float, int, str] | None = None
+        for group in view.settled:
+            current = view.track_of[group] or ""
+            for layer in self._above.get(current, ()):
+                size = view.bytes(group, layer)
+                worth = (view.loss(group, current) - view.loss(group, layer)) / size
+                if size <= budget and worth > 0 and (best is None or worth > best[0]):
+                    best = (worth, group, layer)
+        if best is None:
+            return Decision.wait("no further layer would arrive at the bound")
+        return Decision.upgrade(best[1], best[2], "what the bound held back goes into further layers")
+
+
+def _worst_first(step: Step) -> float:
+    return -step.worth

@@ -1,0 +1,223 @@
+"""The policies that plan: over transfer times, over layers, and from both ends."""
+
+import pytest
+
+from kvabr.abr import Ladder
+from kvabr.abr.estimators import DualEwma
+from kvabr.abr.plugins import load_policy
+from kvabr.errors import PolicyError
+from kvabr.player import Session
+from kvabr.recompute.cost import PrefillCost
+from kvabr.replay.play import PlayOptions, Stage
+from tests.abr.plain import bring, fly, steady, view
+from tests.catalogs import catalog
+from tests.replay.worlds import world
+
+LAYERS = (("A", 1000, 0.1, None), ("C", 4000, 0.001, None), ("A1", 1000, 0.02, "A"), ("A2", 1000, 0.004, "A1"))
+
+# ------------------------------------------------------------------- fugu
+
+
+def watched(seconds, name="fugu:tail=1", track="B"):
+    """A play with so many groups in place, each of which took so long to come; ten groups in ten seconds."""
+    seen, policy = view(), load_policy(name)()
+    policy.start(seen)
+    now = 0.0
+    for group, took_s in enumerate(seconds):
+        assert policy.decide(seen).group == group
+        policy._asked[group] = (seen.bytes(group, track), now)
+        now += took_s
+        bring(seen, group, track, now)
+    return seen, policy
+
+
+def test_fugu_begins_with_the_cheapest_and_remembers_seconds_per_byte():
+    seen, policy = watched([])
+    decision = policy.decide(seen)
+    assert (decision.group, decision.track) == (0, "A")
+    transfer = fly(seen, 0, "A")
+    seen.now = 0.3
+    policy.decide(seen)
+    assert not policy._costs  # still on its way
+    seen.in_flight.clear()
+    bring(seen, transfer.group, "A", 0.5)
+    policy.decide(seen)
+    assert list(policy._costs) == [pytest.approx(0.5 / 1000)]
+
+
+def test_what_was_cancelled_says_nothing():
+    seen, policy = watched([1.0])
+    policy.decide(seen)
+    fly(seen, 1, "B")
+    policy.decide(seen)
+    seen.in_flight.clear()
+    seen.missing_groups = {1: None, **seen.missing_groups}
+    seen.now = 3.0
+    policy.decide(seen)
+    assert list(policy._costs) == [pytest.approx(1.0 / 2000)]
+
+
+@pytest.mark.parametrize(
+    ("each_s", "track"),
+    [(1.0, "B"), (0.45, "C"), (2.2, "A")],  # seconds for the 2000 bytes of B: the link carries B, C, or only A
+)
+def test_fugu_takes_what_a_link_without_surprises_carries(each_s, track):
+    seen, policy = watched([each_s, each_s])
+    assert policy.decide(seen).track == track
+
+
+def test_fugu_fears_what_the_slow_transfers_say_although_the_mean_is_the_same():
+    sure, _ = watched([0.95] * 4), None
+    seen, policy = sure
+    assert policy.decide(seen).track == "B"
+    seen, policy = watched([0.1, 0.1, 0.1, 3.5])
+    assert seen.now == pytest.approx(3.8)
+    assert policy.decide(seen).track == "A"
+    seen, policy = watched([0.1, 0.1, 0.1, 3.5], "fugu:tail=1,stall=1")  # who does not mind being late takes more
+    assert policy.decide(seen).track != "A"
+
+
+def test_fugu_forgets_what_is_long_past():
+    seen, policy = watched([3.0, 0.2, 0.2, 0.2, 0.2], "fugu:tail=1,history=4")
+    policy.decide(seen)
+    assert max(policy._costs) == pytest.approx(0.2 / 2000)
+
+
+def test_fugu_over_a_steady_link_meets_the_deadline_on_what_it_carries():
+    asset = catalog(48)
+    record = steady("fugu", asset, 0.7 * asset.fp16_bytes / 4.0)
+    assert record.met
+    assert sum(group.track in {"FP8", "Int8"} for group in record.groups) > 24
+    assert steady("fugu", asset, 0.25 * asset.fp16_bytes / 4.0).met
+
+
+# -------------------------------------------------------------- robustmpc
+
+
+def planned(lower, name="robustmpc"):
+    seen, policy = view(tracks=LAYERS), load_policy(name)()
+    policy.start(seen)
+    seen.rate = seen.lower_bound = lower
+    return seen, policy
+
+
+def test_robustmpc_plans_stacks_of_layers_within_the_share_of_five_groups():
+    seen, policy = planned(2000.0)  # 10,000 bytes for five groups: one layer more for each
+    decision = policy.decide(seen)
+    assert (decision.kind, decision.group, decision.track) == ("fetch", 0, "A")
+    assert policy._owed[0] == ("A1",)
+    seen, policy = planned(3000.0)
+    policy.decide(seen)
+    assert policy._owed[0] == ("A1", "A2")
+    seen, policy = planned(1100.0)  # 5,500 bytes: the base of all five, and no layer fits
+    policy.decide(seen)
+    assert policy._owed[0] == ()
+
+
+def test_robustmpc_asks_for_a_layer_once_what_it_refines_is_in_place():
+    seen, policy = planned(3000.0)
+    policy.decide(seen)
+    fly(seen, 0, "A")
+    assert policy.decide(seen).group == 1
+    fly(seen, 1, "A")
+    seen.in_flight.pop(0)
+    seen.outstanding_bytes -= 1000
+    bring(seen, 0, "A", 0.4)
+    decision = policy.decide(seen)
+    assert (decision.kind, decision.group, decision.track) == ("upgrade", 0, "A1")
+
+
+def test_robustmpc_lets_a_layer_be_that_would_not_arrive_any_more():
+    seen, policy = planned(3000.0)
+    policy.decide(seen)
+    bring(seen, 0, "A", 0.4)
+    seen.lower_bound = 980.0  # 9,408 bytes: the base of the nine others, and 408
+    assert policy.decide(seen).kind == "fetch"
+    assert 0 not in policy._owed
+
+
+def test_robustmpc_spends_what_is_left_on_layers_and_says_when_there_is_nothing():
+    seen, policy = planned(1000.0)
+    for group in range(10):
+        bring(seen, group, "A" if group == 7 else "A1", 1.0)
+    decision = policy.decide(seen)
+    assert (decision.kind, decision.group, decision.track) == ("upgrade", 7, "A1")  # saves five times as much
+    seen.lower_bound = 0.0
+    assert policy.decide(seen).kind == "wait"
+
+
+def test_robustmpc_over_a_steady_link_wastes_nothing_and_beats_mpc():
+    asset = catalog(48, layered=True)
+    rate = 0.3 * asset.fp16_bytes / 4.0
+    layered, plain = steady("robustmpc", asset, rate), steady("mpc", asset, rate)
+    assert layered.met
+    assert layered.bytes_wasted == 0
+    assert sum(group.track in {"layer-1", "layer-2"} for group in layered.groups) > 30
+
+    def loss(record):
+        return sum(asset.track(group.track).loss[group.group] for group in record.groups)
+
+    assert loss(layered) < 0.5 * loss(plain)
+
+
+def test_robustmpc_plays_an_asset_whose_layers_need_not_be_there():
+    record = steady("robustmpc", catalog(16), 2e6)
+    assert record.met
+
+
+# ------------------------------------------------------------------- cake
+
+
+def test_cake_computes_from_the_front_while_it_loads_from_the_back():
+    asset = catalog(16)
+    cost = PrefillCost(0.0, 4.0 / (16 * 128))  # a quarter of a second a group
+    stage = Stage(asset, PlayOptions(4.0, 0.02, 0.55, cost))
+    run = stage.play(world("steady", [1e6]), 0.0, "cake:FP16").run
+    sources = [group["source"] for group in run["groups"]]
+    meet = sources.index("fetched")
+    assert sources == ["recomputed"] * meet + ["fetched"] * (16 - meet)
+    # The link brings 0.55 x 0.948 of the cache in 4 s, the engine all of it: they meet after 2.6 s.
+    assert 9 <= meet <= 11
+    assert run["ttft_s"] == pytest.approx(4.0 / (1 + 0.55 * 0.948), abs=0.3)
+    assert {group["track"] for group in run["groups"]} == {"recomputed", "FP16"}
+    asked = [group["requested_s"] for group in run["groups"][meet:]]
+    assert asked == sorted(asked, reverse=True)
+
+
+def test_cake_takes_the_cheapest_track_that_loses_little_enough():
+    asset = catalog(8)
+
+    def track(name):
+        seen = Session(Ladder(asset), 4.0, policy := load_policy(name)(), DualEwma())
+        seen.start(0.0)
+        return policy._track
+
+    assert track("cake") == "AC-5x"  # .0082 nats
+    assert track("cake:loss=0.0075") == "Int4"
+    assert track("cake:loss=0.001") == "Int8"
+    assert track("cake:loss=1e-6") == "FP16"
+    assert track("cake:FP8") == "FP8"
+    with pytest.raises(PolicyError, match="no track 'FP9' to play alone; write cake:TRACK with one of FP16"):
+        track("cake:FP9")
+
+
+def test_cake_only_loads_where_no_engine_can_compute_the_front():
+    asset = catalog(6)
+    for more, ascending in (({}, False), ({"cost": PrefillCost(0.0, 1.0), "mode": "suffix"}, True)):
+        record = steady("cake", asset, 2e6, **more)
+        asked = [group.requested_s for group in record.groups]
+        assert asked == sorted(asked, reverse=not ascending)
+        assert {group.source for group in record.groups} == {"fetched"}
+
+
+def test_until_the_deadline_nobody_else_gives_cakes_engine_work():
+    # A dead link: the player would leave groups to the engine that are on their way.
+    asset = catalog(8)
+    stage = Stage(asset, PlayOptions(1.0, 0.02, None, PrefillCost(0.2, 1.0 / (8 * 128))))
+    outcome = stage.play(world("dead", [0.001, 0.0, 0.0, 0.0], 50.0), 0.0, "cake", log=True)
+    starts = [line for line in outcome.log if line["event"] == "recompute_start"]
+    assert [(line["first"], line["last"]) for line in starts[:4]] == [(group, group + 1) for group in range(4)]
+    plans = [line["t"] for line in outcome.log if line["event"] == "decision" and line["kind"] == "plan"]
+    assert min(plans) >= 1.0
+    # After it the engine takes what the network was to bring, and the play ends.
+    assert outcome.run["tokens_recomputed"] == asset.tokens
