@@ -45,5 +45,9 @@ class PlayError(KvabrError):
     """A play ended without its cache; the message says what was missing, and why."""
 
 
+class BusyError(PlayError):
+    """A node has as many plays as it may have; this one was refused while there was time to do without its cache."""
+
+
 class TransportError(KvabrError):
     """A peer cannot be reached, refuses, breaks off, or does not keep to the protocol."""

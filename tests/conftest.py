@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 import torch
 
@@ -12,6 +14,10 @@ from kvabr.origin.texts import measuring_texts
 
 # The suite runs beside other work more often than not, and threads that wait for each other spin.
 torch.set_num_threads(1)
+
+# A shell starts what it puts into the background deaf to Ctrl-C, and some tests press it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ASSET_TOKENS = 300
 """Three groups, the last one short."""

@@ -5,9 +5,10 @@ Computed once per catalog and shared by every play of it.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from kvabr.catalog import Catalog, Track
 
@@ -41,6 +42,29 @@ class Step:
 Options = tuple[tuple[Option, ...], ...]
 
 
+class Frontier:
+    """What bytes are worth when they are spent as well as possible, layers included."""
+
+    def __init__(self, catalog: Catalog) -> None:
+        steps = rank(every_option(catalog))
+        self._bytes = list(accumulate(step.bytes for step in steps))
+        self._worth = [step.worth for step in steps]
+
+    def price(self, spare: float) -> float:
+        """Nats per token that one byte more saves.
+
+        Args:
+            spare: bytes that there are beside the cheapest cache.
+
+        Returns:
+            Infinity if they are not even enough for that, 0.0 if all that could be saved is.
+        """
+        if spare < 0:
+            return float("inf")
+        index = bisect_left(self._bytes, spare)
+        return self._worth[index] if index < len(self._worth) else 0.0
+
+
 class Ladder:
     """The tracks of a catalog that are worth playing, cheapest first."""
 
@@ -64,6 +88,8 @@ class Ladder:
         """Per group, the lower convex hull of its self-contained options, cheapest first."""
         self.steps: tuple[Step, ...] = rank(self.options)
         """Every step of every hull, most loss saved per byte first: the order in which a budget is best spent."""
+        self.frontier: Frontier = Frontier(catalog)
+        """What bytes are worth where layers are made use of."""
 
     def index(self, track: str) -> int:
         """Place of ``track`` among `tracks`."""

@@ -50,7 +50,10 @@ class Decision:
 
     @staticmethod
     def recompute(group: int, reason: str) -> Decision:
-        """Leave a missing group to the engine; refused where the play has none."""
+        """Leave a group to the engine, one that is missing or could be upgraded; refused where the play has none.
+
+        In suffix mode it computes all behind it, too, in place or not.
+        """
         return Decision("recompute", reason, group)
 
     @staticmethod
@@ -69,7 +72,7 @@ class Policy(ABC):
 
     name: ClassVar[str] = ""
     """Name on the command line; a policy from a file goes by its class's name."""
-    estimator: ClassVar[str] = "ewma"
+    estimator: ClassVar[str] = "tracking"
     """The estimator that it wants unless the user names another."""
     abandons: ClassVar[bool] = True
     """Whether the player may cancel a transfer of this policy that will not make it when a cheaper one still can."""
@@ -78,8 +81,15 @@ class Policy(ABC):
     """Whether the policy itself says how much to keep in flight. It is then asked until it waits, or until as many
     requests are in flight as the player allows; else until so much is in flight as lasts for a round trip."""
 
+    computes: ClassVar[bool] = False
+    """Whether, until the deadline, the policy alone says what the engine computes. Else the player, too, leaves it what
+    the network will not bring in time."""
+
     def start(self, view: View) -> None:  # noqa: B027  # a hook that few need
         """Begin a play."""
+
+    takes_kept: ClassVar[bool] = False
+    """Whether it goes on from groups that were put in place before it was asked, on whatever track they were."""
 
     @abstractmethod
     def decide(self, view: View) -> Decision:

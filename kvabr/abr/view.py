@@ -49,6 +49,20 @@ class Settled(set[int]):
         self.history.append(group)
 
 
+@dataclass(frozen=True, slots=True)
+class Future:
+    """What is known of the link in a simulator; see `View.oracle`."""
+
+    carried: Callable[[float], float]
+    """Bytes that the link will carry in the next so many seconds."""
+    first_byte_s: float
+    """Seconds that a request waits for its first byte on a link that is free."""
+
+    def __call__(self, seconds: float) -> float:
+        """As `carried`."""
+        return self.carried(seconds)
+
+
 class View:
     """The play as a policy sees it. The player keeps it up to date; a policy only reads it."""
 
@@ -59,6 +73,7 @@ class View:
         "decode_backlog_s",
         "engine_backlog_s",
         "front_first",
+        "gpu_price",
         "in_flight",
         "ladder",
         "lower_bound",
@@ -79,6 +94,7 @@ class View:
         *,
         cost: PrefillCost | None = None,
         front_first: bool = False,
+        gpu_price: float = 0.0,
         oracle: Callable[[float], float] | None = None,
     ) -> None:
         self.ladder: Ladder = ladder
@@ -112,6 +128,8 @@ class View:
         """What the engine's prefill costs; None if nothing can be recomputed."""
         self.front_first: bool = front_first
         """Whether the earliest groups are needed first: there is an engine, and it must compute all behind a miss."""
+        self.gpu_price: float = gpu_price
+        """Nats per token that a second of the engine's time is worth to others."""
         self.missing_groups: dict[int, None] = dict.fromkeys(range(ladder.catalog.groups))
         """What `missing` shows; the player keeps it."""
 

@@ -93,7 +93,9 @@ class Connecting:
         self._connection: RedialledConnection | None = None
 
     async def __aenter__(self) -> Connection:
-        self._connection = RedialledConnection(await self._dial(), self._dial)
+        self._connection = RedialledConnection(
+            await self._dial(), self._dial, peer=f"{self._options.host}:{self._options.port}"
+        )
         return self._connection
 
     async def __aexit__(

@@ -156,6 +156,8 @@ class Driver:
 
     def _tick(self) -> None:
         self._timer = self._timer_s = None
+        if self._connection.waits_its_turn:
+            self._session.waited(self.now())
         self._tell(self._session.timer)
         self._show()
 
@@ -188,7 +190,7 @@ class Driver:
             if download.stats.first_byte_s is None:
                 await self._pause(error)
             self._reads.pop(action.request, None)
-            self._tell(self._session.failed, action.request, _said(error))
+            self._tell(self._session.failed, action.request, said(error))
         else:
             self._reads.pop(action.request, None)
             self._frames[action.request] = frame
@@ -217,7 +219,7 @@ class Driver:
             frame[received : received + len(part)] = part
             received += len(part)
             if first:
-                self._session.first_byte(action.request, self.now())
+                self._session.first_byte(action.request, self.now(), download.stats.limit)
             if received < size:
                 self._session.progress(action.request, received, self.now(), download.stats.limit)
         return frame
@@ -261,7 +263,7 @@ class Driver:
         if error is None:
             self._tell(self._session.decoded, action.request)
         else:
-            self._tell(self._session.refused, action.request, _said(error))
+            self._tell(self._session.refused, action.request, said(error))
 
     # ---------------------------------------------------------------- engine
 
@@ -288,10 +290,10 @@ class Driver:
             self._tell(self._session.computed, action.first, action.last)
         else:
             self.engine_error = error
-            self._tell(self._session.compute_failed, _said(error))
+            self._tell(self._session.compute_failed, said(error))
 
 
-def _said(error: BaseException) -> str:
+def said(error: BaseException) -> str:
     """What an error says, for the log and for the user."""
     if isinstance(error, ConnectionLostError):
         return f"connection lost: {error}"

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from kvabr.catalog import MAX_CATALOG_BYTES, Catalog, Track
 from kvabr.client.engines import decoders
@@ -150,7 +150,8 @@ async def _ask(origin: Connection, digests: Sequence[str], spec: KVSpec, track: 
     found = await _read(data)
     if found.catalog.spec.digest() != spec.digest():
         raise ForeignError(
-            f"the origin's cache is of {_title(found.catalog.spec)}, ours of {_title(spec)}: they cannot be mixed"
+            f"the origin's cache is of {_title(found.catalog.spec)}, ours of {_title(spec)}: they differ in "
+            f"{_differences(found.catalog.spec, spec)}, and cannot be mixed"
         )
     return found
 
@@ -179,3 +180,8 @@ def _name(namespace: TrackNamespace) -> str:
 
 def _title(spec: KVSpec) -> str:
     return f"{spec.model} ({spec.layers} layers, {spec.kv_heads} KV heads of {spec.head_dim}, {spec.dtype})"
+
+
+def _differences(one: KVSpec, other: KVSpec) -> str:
+    names = [field.name for field in fields(one) if getattr(one, field.name) != getattr(other, field.name)]
+    return " and ".join(names)

@@ -4,27 +4,36 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 
+from kvabr.abr.estimator import Estimator, Prior
+from kvabr.abr.kept import kept_first
 from kvabr.abr.ladder import Ladder
 from kvabr.abr.plugins import load_estimator, load_policy
+from kvabr.abr.policy import Policy
 from kvabr.catalog import Catalog
 from kvabr.client import room
 from kvabr.client.driver import LIVE, Driver
 from kvabr.client.engines import decoders, in_thread, known_cost, on_engine, prefill_cost
+from kvabr.client.late import Late, LateDriver
+from kvabr.client.links import estimating, link_of
 from kvabr.client.lookup import Found, playable
-from kvabr.client.played import Clock, Played, PlayOptions
+from kvabr.client.played import Clock, Log, Played, PlayOptions
+from kvabr.client.priors import priors_at
 from kvabr.client.profiles import fetch_profile, profile_at_hand
 from kvabr.codec.profile import Profile
 from kvabr.errors import FormatError, KvabrError, ModelError, PlayError, TransportError, UsageError
 from kvabr.kv import KVSpec
 from kvabr.player.assembler import Assembler
+from kvabr.player.late import LateSession
 from kvabr.player.record import GroupRecord, PlayRecord
 from kvabr.player.session import Session
-from kvabr.recompute.loss import RECOMPUTED, predicted_loss
+from kvabr.recompute.loss import RECOMPUTED, played_loss
 from kvabr.transport.base import Connection
 
 _PROFILE_SHARE = 0.3
@@ -73,6 +82,8 @@ async def prepare(origin: Connection, found: Found, options: PlayOptions, clock:
             options.note("profile_failed", clock.now(), reason=str(error) or "it did not come in time")
     catalog = playable(catalog, profile=profile is not None or not needed)
     origin.expect(catalog.namespace, [track.name for track in catalog.tracks])
+    for track in catalog.tracks:
+        origin.identify(catalog.namespace, track.name, track.digests)
     ladder = await asyncio.get_running_loop().run_in_executor(decoders(), Ladder, catalog)
     return Prepared(ladder, profile, found.sha256)
 
@@ -92,24 +103,76 @@ async def perform(
     rest_s = 0.0 if options.cost is None else min(options.deadline_s / 2, options.cost.seconds(catalog.tokens, behind))
     lookup_s = clock.now()
     wanted_s = max(_LEAST_SHARE * options.deadline_s, clock.left() - options.guard_s - rest_s)
-    session = _session(origin, prepared.ladder, options, wanted_s, lookup_s)
-    driver = Driver(session, origin, catalog, assembler, engine=options.recompute, tokens=tokens, watch=options.watch)
-    record = await driver.run()
+    policy = kept_first(load_policy(options.policy)(), catalog, origin.at_hand)
+    priors = priors_at(options.priors)
+    with estimating(origin, _estimator(options, policy), priors) as estimator:
+        session = _session(origin, prepared.ladder, options, policy, estimator, wanted_s, lookup_s)
+        driver = Driver(
+            session, origin, catalog, assembler, engine=options.recompute, tokens=tokens, watch=options.watch
+        )
+        record = await driver.run()
+    if options.priors is not None:
+        asyncio.get_running_loop().run_in_executor(decoders(), priors.save)
     if record.gave_up is not None:
         options.note("gave_up", clock.now() - lookup_s, reason=record.gave_up)
         if isinstance(driver.engine_error, KvabrError):
             raise driver.engine_error
         message = with_trouble(f"no cache after {clock.now():.2f} s: {record.gave_up}", origin)
         raise (PlayError if driver.engine_error is None else ModelError)(message) from driver.engine_error
-    kv = assembler.take()
+    kv = assembler.take(upgrades=options.after is not None)
     ttft_s = clock.now()
     record.met = ttft_s <= options.deadline_s - rest_s
     coverage = tuple(track or "" for track in assembler.coverage)
-    loss = predicted_loss(catalog, coverage)
+    loss = played_loss(catalog, record.steps)
     options.note("deliver", ttft_s - lookup_s, met=record.met, loss=loss)
+    late = None
+    if options.after is not None:
+        late = _go_on(origin, prepared.ladder, assembler, coverage, session, options)
     return Played(
-        kv, catalog.tokens, coverage, ttft_s, lookup_s, record.met, loss, record, catalog.spec, catalog, prepared.sha256
+        kv,
+        catalog.tokens,
+        coverage,
+        ttft_s,
+        lookup_s,
+        record.met,
+        loss,
+        record,
+        catalog.spec,
+        catalog,
+        prepared.sha256,
+        late,
     )
+
+
+def _go_on(
+    origin: Connection,
+    ladder: Ladder,
+    assembler: Assembler,
+    coverage: tuple[str, ...],
+    play: Session,
+    options: PlayOptions,
+) -> Late:
+    """Begin the upgrades of a cache that was handed over."""
+    assert options.after is not None  # noqa: S101  # else they are not wanted
+    policy = kept_first(load_policy(options.policy)(), ladder.catalog, origin.at_hand)
+    rate = play.view.rate or play.record.bytes_fetched / max(play.view.now, 1e-3)
+    alone = _estimator(options, policy)
+    alone.prime(Prior(rate, play.view.ttfb_s))
+    shared = ExitStack()
+    estimator = shared.enter_context(link_of(origin).joined(alone))
+    log: Log | None = None
+    if options.log is not None:
+        log = partial(_later, options.log, play.view.now)
+    session = LateSession(
+        ladder, coverage, options.deadline_s, options.after, policy, estimator, rate=rate, config=LIVE, log=log
+    )
+    driver = LateDriver(session, origin, ladder.catalog, assembler)
+    return Late(session, driver, assembler, ladder.catalog, at_end=shared.close)
+
+
+def _later(log: Log, begun_s: float, line: dict[str, Any]) -> None:
+    """Log an event of the upgrades on the clock of the play."""
+    log({**line, "t": line["t"] + begun_s, "late": True})
 
 
 async def recompute_all(tokens: Sequence[int], options: PlayOptions, clock: Clock) -> Played:
@@ -173,36 +236,44 @@ def _room(catalog: Catalog, options: PlayOptions) -> torch.Tensor:
     return out[:, :, :, : catalog.tokens] if out.dim() == 5 else out
 
 
+def _estimator(options: PlayOptions, policy: Policy) -> Estimator:
+    return load_estimator(options.estimator or policy.estimator)()
+
+
 def _session(
-    origin: Connection, ladder: Ladder, options: PlayOptions, wanted_s: float, lookup_s: float
+    origin: Connection,
+    ladder: Ladder,
+    options: PlayOptions,
+    policy: Policy,
+    estimator: Estimator,
+    wanted_s: float,
+    lookup_s: float,
 ) -> Session:
-    policy = load_policy(options.policy)()
-    name = options.estimator or policy.estimator
     mode = options.mode or ("hole" if options.recompute is None else options.recompute.mode)
     catalog, cost = ladder.catalog, options.cost
     # However slow the engine is: what it has begun is sooner done than begun again by whoever would get an error.
     engine_s = 0.0 if cost is None else _ENGINE_PATIENCE * cost.seconds(0, catalog.tokens)
     patience_s = options.patience * options.deadline_s + engine_s - lookup_s
-    config = replace(LIVE, give_up_after=max(1.0, patience_s / wanted_s))
+    config = replace(LIVE, give_up_after=max(1.0, patience_s / wanted_s), gpu_price=options.gpu_price)
     options.note(
         "start",
         0.0,
         trace=origin.backend,
         start_s=0.0,
         policy=options.policy,
-        estimator=name,
+        estimator=options.estimator or policy.estimator,
         deadline_s=wanted_s,
         engine_mode=mode,
         groups=catalog.groups,
+        asset=f"{catalog.namespace.model}/{catalog.namespace.prompt}",
         tracks=[track.name for track in sorted(catalog.tracks, key=lambda track: track.total_bytes)],
+        track_bytes=sorted(track.total_bytes for track in catalog.tracks),
         worth_playing=list(ladder.names),
         fp16_bytes=catalog.fp16_bytes,
         rtt_s=origin.stats().rtt_s,
         lookup_s=lookup_s,
     )
-    return Session(
-        ladder, wanted_s, policy, load_estimator(name)(), cost=cost, mode=mode, config=config, log=options.log
-    )
+    return Session(ladder, wanted_s, policy, estimator, cost=cost, mode=mode, config=config, log=options.log)
 
 
 def _pays(catalog: Catalog) -> bool:

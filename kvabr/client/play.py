@@ -9,7 +9,9 @@ It takes a connection, and an engine if there is one::
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Unpack
 
 from kvabr.client.lookup import LIKELY, fetch_catalog, find_prefix, shared_groups
@@ -43,7 +45,7 @@ async def play(
             comes out of it, if the engine is known.
         spec: of the model's cache; None: the engine's.
         how: see `How`: ``policy``, ``estimator``, ``recompute``, ``cost``, ``mode``, ``salt``, ``out``, ``dtype``,
-            ``profiles``, ``patience``, ``log``, ``watch``.
+            ``profiles``, ``patience``, ``log``, ``telemetry``, ``watch``, ``after``.
 
     Raises:
         UsageError: arguments that make no sense.
@@ -61,24 +63,8 @@ async def play(
         raise UsageError(f"play: the engine computes caches of {recompute.spec.model}, not of {spec.model}")
     if not len(tokens):
         raise UsageError("play: a prompt has at least one token")
-    options = await timed(options, tokens)
-    clock = Clock(deadline)
-    prepared: Prepared | None = None
-    try:
-        async with asyncio.timeout(_lookup_time(options, len(tokens))):
-            found = await find_prefix(origin, tokens, spec, salt=options.salt)
-        if found is not None:
-            prepared = await prepare(origin, found, options, clock)
-    except (TransportError, FormatError, TimeoutError) as error:
-        reason = str(error) or with_trouble(f"no answer within {clock.now():.2f} s", origin)
-        options.note("lookup_failed", 0.0, reason=reason)
-        if recompute is None:
-            raise PlayError(f"what the origin has of this prompt cannot be played: {reason}") from error
-    if prepared is not None:
-        return await perform(origin, prepared, tokens, options, clock)
-    if recompute is not None:
-        return await recompute_all(tokens, options, clock)
-    return nothing(spec, options, clock)
+    with _telling(options) as options:
+        return await _play(origin, tokens, spec, options)
 
 
 async def play_asset(
@@ -111,6 +97,46 @@ async def play_asset(
     recompute = options.recompute
     if recompute is not None and not len(tokens):
         raise UsageError("play_asset: to recompute, an engine needs the prompt: tokens=...")
+    with _telling(options) as options:
+        return await _play_asset(origin, namespace, tokens, options)
+
+
+@contextmanager
+def _telling(options: PlayOptions) -> Iterator[PlayOptions]:
+    """The options of a play that tells of itself, from here to its end."""
+    if options.telemetry is None:
+        yield options
+    else:
+        with options.telemetry.play(options.log) as log:
+            yield replace(options, log=log)
+
+
+async def _play(origin: Connection, tokens: Sequence[int], spec: KVSpec, options: PlayOptions) -> Played:
+    recompute = options.recompute
+    options = await timed(options, tokens)
+    clock = Clock(options.deadline_s)
+    prepared: Prepared | None = None
+    try:
+        async with asyncio.timeout(_lookup_time(options, len(tokens))):
+            found = await find_prefix(origin, tokens, spec, salt=options.salt)
+        if found is not None:
+            prepared = await prepare(origin, found, options, clock)
+    except (TransportError, FormatError, TimeoutError) as error:
+        reason = str(error) or with_trouble(f"no answer within {clock.now():.2f} s", origin)
+        options.note("lookup_failed", 0.0, reason=reason)
+        if recompute is None:
+            raise PlayError(f"what the origin has of this prompt cannot be played: {reason}") from error
+    if prepared is not None:
+        return await perform(origin, prepared, tokens, options, clock)
+    if recompute is not None:
+        return await recompute_all(tokens, options, clock)
+    return nothing(spec, options, clock)
+
+
+async def _play_asset(
+    origin: Connection, namespace: TrackNamespace, tokens: Sequence[int], options: PlayOptions
+) -> Played:
+    deadline, recompute = options.deadline_s, options.recompute
     options = await timed(options, tokens)
     clock = Clock(deadline)
     try:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 
@@ -17,10 +17,15 @@ from kvabr.catalog import Catalog
 from kvabr.client.watch import Watch
 from kvabr.errors import UsageError
 from kvabr.kv import KVSpec
+from kvabr.player.config import GPU_PRICE, PlayerConfig
 from kvabr.player.record import PlayRecord
 from kvabr.recompute.cost import PrefillCost
 from kvabr.recompute.engine import Engine
 from kvabr.recompute.planner import EngineMode
+
+if TYPE_CHECKING:
+    from kvabr.client.late import Late
+    from kvabr.telemetry.hub import Telemetry
 
 _GUARD_SHARE, _MOST_GUARD_S = 0.02, 0.05
 
@@ -41,6 +46,9 @@ class How(TypedDict, total=False):
     `kvabr.prefill_cost`."""
     mode: EngineMode | None
     """What the engine can recompute; None: what it says itself."""
+    gpu_price: float
+    """Nats per token that a second of the engine's time is worth: 0 where it is idle, infinite where it is to compute
+    only what would be late."""
     salt: bytes
     """The tenant's secret, see `kvabr.naming.chain`."""
     out: torch.Tensor | None
@@ -53,8 +61,16 @@ class How(TypedDict, total=False):
     """Deadlines after which a play that cannot be completed ends, beside what the engine needs; 10 if not given."""
     log: Log | None
     """Takes every event of the play, one dictionary each."""
+    telemetry: Telemetry | None
+    """Hears of the play, beside others; see `kvabr.telemetry`."""
     watch: Watch | None
     """Called with a snapshot some fifty times per deadline, on the event loop's thread."""
+    after: float | None
+    """Seconds that upgrades go on after the cache was handed over, see `kvabr.client.late`; `math.inf`: until there is
+    nothing to upgrade; None: not at all."""
+    priors: Path | None
+    """File where what is known of peers is kept from one process to the next, see `kvabr.client.priors`; None: this
+    process's memory alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,17 +83,24 @@ class PlayOptions:
     recompute: Engine | None = None
     cost: PrefillCost | None = None
     mode: EngineMode | None = None
+    gpu_price: float = GPU_PRICE
     salt: bytes = b""
     out: torch.Tensor | None = None
     dtype: torch.dtype | None = None
     profiles: Path | None = None
     patience: float = 10.0
     log: Log | None = None
+    telemetry: Telemetry | None = None
     watch: Watch | None = None
+    after: float | None = None
+    priors: Path | None = None
 
     def __post_init__(self) -> None:
+        if self.after is not None and not self.after > 0:
+            raise UsageError(f"upgrades for {self.after:g} s after the deadline; give a positive number of seconds")
         if not 0 < self.deadline_s < math.inf:
             raise UsageError(f"the deadline is {self.deadline_s:g} s; it must be a positive number of seconds")
+        PlayerConfig(gpu_price=self.gpu_price)
         if not 1 <= self.patience < math.inf:
             raise UsageError(f"patience is {self.patience} deadlines; it must be at least 1")
         # That they are there is known before anything is asked of the network.
@@ -125,6 +148,8 @@ class Played:
     """What was played; None if nothing was cached."""
     catalog_sha256: str | None = None
     """Of the catalog as the origin has it, hex."""
+    late: Late | None = None
+    """The upgrades that go on after the cache was handed over; None if none were asked for, or none are to be had."""
 
 
 class Clock:

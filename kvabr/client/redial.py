@@ -93,14 +93,16 @@ class _RedialledDownload(Download):
 class RedialledConnection(Connection):
     """Fetches on the latest of a series of connections to one peer."""
 
-    def __init__(self, first: Connection, dial: Dial, *, patience_s: float = 30.0) -> None:
+    def __init__(self, first: Connection, dial: Dial, *, patience_s: float = 30.0, peer: str | None = None) -> None:
         """Take over a connection.
 
         Args:
             first: an open connection.
             dial: makes another to the same peer; called by one at a time.
             patience_s: seconds of failing dials after which whoever waits is told; the next to ask starts again.
+            peer: host and port.
         """
+        self._peer = peer
         self._current, self._dial, self._patience_s = first, dial, patience_s
         self._leaving: list[Connection] = []
         self._using: dict[_RedialledDownload, Connection] = {}
@@ -129,6 +131,11 @@ class RedialledConnection(Connection):
     def protocol(self) -> str:  # type: ignore[override]
         """Of the current connection."""
         return self._current.protocol
+
+    @property
+    def peer(self) -> str | None:
+        """See `Connection.peer`."""
+        return self._peer
 
     def fetch(
         self, namespace: TrackNamespace, track: str, group: int = 0, *, priority: int = 128, limit: int

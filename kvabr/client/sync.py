@@ -63,6 +63,13 @@ class Loop:
                     done.result(_CLEAR_S)
             raise
 
+    def begin(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run a coroutine on the loop without waiting for it; cancelling the future cancels it."""
+        if not self._thread.is_alive():
+            work.close()
+            raise UsageError("the connection is closed")
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
     def close(self) -> None:
         """Cancel what still runs, and end the thread."""
         if not self._thread.is_alive():

@@ -9,19 +9,25 @@ import math
 import os
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvabr.abr.policies import DEFAULT
 from kvabr.commands import network, salt
 from kvabr.errors import FormatError, KvabrError, PlayError, UsageError
+from kvabr.player.config import GPU_PRICE
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from kvabr.client.late import Late
     from kvabr.client.played import Played
     from kvabr.engines.bed import Bed
     from kvabr.naming import TrackNamespace
+    from kvabr.telemetry import Telemetry
     from kvabr.transport.base import Connection
 
 _EPILOG = """\
@@ -31,7 +37,8 @@ examples:
   kvabr fetch moqt://origin.example/ --text README.md --recompute smollm2 --out cache.safetensors
 
 Say which cache by its name (`kvabr inspect` shows it), or by the prompt: --tokens or --text, with --model. Then the
-longest prefix that the origin has is played, and with --recompute the engine computes what would come too late.
+longest prefix that the origin has is played, and with --recompute the engine computes what would come too
+late, and more where its time is worth it (--gpu-price).
 The deadline begins to count when the connection stands.
 """
 
@@ -64,16 +71,44 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     how.add_argument("--deadline", type=float, default=4.0, metavar="S", help="TTFT deadline, seconds (default: 4)")
     how.add_argument("--policy", default=DEFAULT, metavar="NAME|FILE.py:CLASS", help=f"ABR policy (default: {DEFAULT})")
     how.add_argument("--estimator", metavar="NAME", help="bandwidth estimator (default: the policy's own)")
-    how.add_argument("--recompute", metavar="smollm2|DIR", help="an engine to compute what would come too late")
+    how.add_argument("--recompute", metavar="smollm2|DIR", help="an engine: computes what would be late, and what pays")
+    how.add_argument(
+        "--gpu-price",
+        type=float,
+        default=GPU_PRICE,
+        metavar="NATS",
+        help="what a second of its time is worth, nats per token (default: %(default)g; inf: only what would be late)",
+    )
+    how.add_argument(
+        "--after",
+        type=_after,
+        metavar="S|done",
+        help="after the deadline go on with upgrades for so many seconds, or until there are none, and write the cache "
+        "again",
+    )
     how.add_argument(
         "--profiles", type=Path, metavar="DIR", help="where codec profiles are kept (default: the user's cache)"
+    )
+    how.add_argument(
+        "--priors", type=Path, metavar="F", help="where the speed of peers is kept (default: the user's cache)"
     )
     network.add_options(parser)
     out = parser.add_argument_group("what comes out")
     out.add_argument("--out", type=Path, metavar="F.safetensors", help="write the cache")
     out.add_argument("--json", type=Path, metavar="F", help="write what happened, as JSON")
     out.add_argument("--log", type=Path, metavar="F.jsonl", help="write every decision and event")
+    out.add_argument(
+        "--telemetry", type=Path, metavar="F.jsonl", help="append the play's events, with CMCD names where one fits"
+    )
+    out.add_argument("--metrics", type=Path, metavar="F.prom", help="write what Prometheus would count of the play")
     parser.set_defaults(run=run)
+
+
+def _after(text: str) -> float:
+    seconds = math.inf if text == "done" else float(text)
+    if not seconds > 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of seconds, nor 'done'")
+    return seconds
 
 
 def run(args: argparse.Namespace) -> int:
@@ -99,11 +134,12 @@ def run(args: argparse.Namespace) -> int:
     console = Console(stderr=True)
     bed, tokens = _prompt(args, namespace, console)
     lines: list[dict[str, Any]] = []
-    try:
-        result = asyncio.run(_fetch(args, connecting, namespace, bed, tokens, lines, console))
-    finally:
-        if args.log is not None:
-            _write_log(args.log, lines)
+    with _telemetry(args) as telemetry:
+        try:
+            result = asyncio.run(_fetch(args, connecting, namespace, bed, tokens, lines, telemetry, console))
+        finally:
+            if args.log is not None:
+                _write(args.log, "".join(json.dumps(line) + "\n" for line in lines))
     if args.json is not None:
         from kvabr.files import write_text  # noqa: PLC0415
 
@@ -113,7 +149,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _check_places(args: argparse.Namespace) -> None:
     """Make sure that what comes out can be written where it is to go."""
-    for path in (args.out, args.json, args.log):
+    for path in (args.out, args.json, args.log, args.telemetry, args.metrics):
         if path is not None and (not path.parent.is_dir() or not os.access(path.parent, os.W_OK) or path.is_dir()):
             raise UsageError(f"{path}: cannot be written there")
     if args.out is not None and args.out.exists() and not args.out.is_file():
@@ -152,6 +188,7 @@ async def _fetch(
     bed: Bed | None,
     tokens: tuple[int, ...],
     lines: list[dict[str, Any]],
+    telemetry: Telemetry | None,
     console: Console,
 ) -> dict[str, Any]:
     from kvabr.client.play import play, play_asset  # noqa: PLC0415
@@ -164,9 +201,13 @@ async def _fetch(
         "policy": args.policy,
         "estimator": args.estimator,
         "recompute": engine,
+        "gpu_price": args.gpu_price,
         "salt": salt.read_salt(args.salt_file),
-        "profiles": args.profiles or _user_cache(),
+        "profiles": args.profiles or _user_cache() / "profiles",
+        "priors": args.priors or _user_cache() / "priors.json",
         "log": lines.append if args.log is not None else None,
+        "telemetry": telemetry,
+        "after": args.after,
     }
     start = time.monotonic()
     async with connecting as origin:
@@ -179,12 +220,45 @@ async def _fetch(
                 spec = None if bed is None else bed.engine.spec
                 played = await play(origin, tokens, spec=spec, watch=overlay.show, **options)
         result = _result(args, origin, played, connect_s)
-    if args.out is not None:
-        if not played.tokens:
-            raise PlayError(f"the origin has nothing of this prompt, so {args.out} was not written")
-        save(played, args.out)
-    _say(args, played, len(tokens))
+        if args.out is not None:
+            if not played.tokens:
+                raise PlayError(f"the origin has nothing of this prompt, so {args.out} was not written")
+            save(played, args.out)
+        _say(args, played, len(tokens))
+        if played.late is not None:
+            result["after"] = await _go_on(args, played, played.late, console)
     return result
+
+
+async def _go_on(args: argparse.Namespace, played: Played, late: Late, console: Console) -> dict[str, Any]:
+    """Wait for the upgrades, and write the better cache."""
+    from rich.console import Console  # noqa: PLC0415
+
+    from kvabr.client.late import StepGate  # noqa: PLC0415
+    from kvabr.client.save import save  # noqa: PLC0415
+
+    start = time.monotonic()
+    late.into(StepGate())  # nobody reads the cache here, but while it is written to the file
+    try:
+        with console.status("upgrades"):
+            record = await late.wait()
+    finally:
+        late.cancel()
+    took_s = time.monotonic() - start
+    upgraded = sum(kind == "fetch" for kind, *_ in record.steps)
+    if upgraded and args.out is not None:
+        save(replace(played, coverage=late.coverage, loss=late.loss), args.out)
+    came = f"{upgraded} upgrades, {record.bytes_fetched:,} bytes"
+    line = f"after {took_s:.2f} s more: {came}, expected loss {late.loss:.2g}"
+    Console().print(line, soft_wrap=True, highlight=False, markup=False)
+    return {
+        "seconds": took_s,
+        "upgrades": upgraded,
+        "loss": late.loss,
+        "bytes_fetched": record.bytes_fetched,
+        "bytes_wasted": record.bytes_wasted,
+        "tracks": list(late.coverage),
+    }
 
 
 def _say(args: argparse.Namespace, played: Played, tokens: int) -> None:
@@ -271,15 +345,37 @@ def _read_tokens(path: Path) -> tuple[int, ...]:
     return tuple(value)
 
 
-def _write_log(path: Path, lines: list[dict[str, Any]]) -> None:
+@contextmanager
+def _telemetry(args: argparse.Namespace) -> Iterator[Telemetry | None]:
+    """What hears of the play, if anything is to; what was heard is written at the end, however the play ended."""
+    if args.telemetry is None and args.metrics is None:
+        yield None
+        return
+    from kvabr.telemetry import JsonLines, PlayerMetrics, Telemetry  # noqa: PLC0415
+
+    metrics = PlayerMetrics()
+    listeners = [metrics] if args.telemetry is None else [metrics, JsonLines(args.telemetry)]
+    telemetry = Telemetry(*listeners)
+    try:
+        yield telemetry
+    finally:
+        telemetry.close()
+        for name, counts in telemetry.counts.items():
+            if counts.dropped or counts.errors:
+                print(f"kvabr: {name}: {counts.dropped} events dropped, {counts.errors} not taken", file=sys.stderr)
+        if args.metrics is not None:
+            _write(args.metrics, metrics.expose())
+
+
+def _write(path: Path, text: str) -> None:
     from kvabr.files import write_text  # noqa: PLC0415
 
     try:
-        write_text(path, "".join(json.dumps(line) + "\n" for line in lines))
+        write_text(path, text)
     except KvabrError as error:
         print(f"kvabr: {error}", file=sys.stderr)  # not raised: it would hide how the play ended
 
 
 def _user_cache() -> Path:
     base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "kvabr" / "profiles"
+    return (Path(base) if base else Path.home() / ".cache") / "kvabr"

@@ -18,6 +18,7 @@ from kvabr.catalog import Catalog
 from kvabr.commands.live import add_live, check_live, replay_live
 from kvabr.errors import AssetError, UsageError
 from kvabr.files import write_text
+from kvabr.player.config import GPU_PRICE, PlayerConfig
 from kvabr.recompute.cost import PrefillCost
 from kvabr.replay.play import PlayOptions
 from kvabr.replay.readers import find, read
@@ -77,6 +78,13 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     how.add_argument("--prefill-rate", type=float, metavar="TOK/S", help="recompute rate (default: the asset's own)")
     how.add_argument("--no-recompute", action="store_true", help="there is no engine: every group must be fetched")
     engine.add_argument("--engine-mode", choices=("suffix", "hole"), default="hole", help="what it can recompute")
+    engine.add_argument(
+        "--gpu-price",
+        type=float,
+        default=GPU_PRICE,
+        metavar="NATS",
+        help="what a second of its time is worth, nats per token (default: %(default)g; inf: only what would be late)",
+    )
     engine.add_argument(
         "--decode-scale", type=float, default=1.0, metavar="X", help="decode times of the catalog, times X (0: instant)"
     )
@@ -177,6 +185,7 @@ def _matrix(args: argparse.Namespace, catalog: Catalog) -> Matrix:
         slow_start=not args.no_slow_start,
         cold=args.cold,
         estimator=args.estimator,
+        config=PlayerConfig(gpu_price=args.gpu_price),
     )
     traces: list[Trace] = []
     for path in find(args.traces):

@@ -3,12 +3,15 @@
 A group is decoded into scratch first and copied to its place only when all of it was good. What does not belong is
 refused: a frame that is corrupt, truncated, or of another prompt, group, track or model, a second copy, a worse track
 than the one in place, anything after the cache was handed over.
+
+A cache that is handed over while upgrades still come is in use: from then on a group is decoded into memory of its own,
+and whoever uses the cache says when it is written to its place.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
 
@@ -73,7 +76,7 @@ class Assembler:
         self._lock = threading.Lock()
         self._spare: list[torch.Tensor] = []
         """Scratch that nobody uses now: fresh memory would have to be cleared, page by page, for every group."""
-        self._taken = False
+        self._taken = self._open = False
 
     @property
     def coverage(self) -> tuple[str | None, ...]:
@@ -158,8 +161,61 @@ class Assembler:
         end = self._catalog.tokens if group == self._catalog.groups else group * self._catalog.spec.group_tokens
         return self._out[:, :, :, :end]
 
-    def take(self) -> torch.Tensor:
-        """Hand the cache over; nothing is accepted afterwards.
+    def prepare(self, group: int, track: str, frame: bytes | memoryview) -> Callable[[], Verdict]:
+        """Check and decode one group of a cache that is in use, into memory of its own.
+
+        Args:
+            group: the group that was asked for.
+            track: the track that was asked for.
+            frame: the bytes that came; hostile until checked.
+
+        Returns:
+            What writes the group to its place, all of it, and says what became of it. To be called once, while nobody
+            reads the group's tokens; after `seal` it changes nothing.
+
+        Raises:
+            ForeignError, FormatError: as `put`.
+            UsageError: the cache is not in use, or was taken without upgrades.
+        """
+        if not self._taken or not self._open:
+            raise UsageError("only a cache that was taken with upgrades=True is bettered while it is in use")
+        catalog = self._catalog
+        offer = catalog.track(track)
+        first, last = catalog.spec.group_range(group, catalog.tokens)
+        if len(frame) != offer.bytes[group]:
+            promised = offer.bytes[group]
+            raise FormatError(f"group {group} of {track}: {len(frame)} bytes came, the catalog says {promised}")
+        context = GroupContext(catalog.spec, first, last - first, self._profile)
+        ready = torch.empty(catalog.spec.shape(last - first), dtype=self._out.dtype, device=self._out.device)
+        below = self._below(group, offer)
+        decode_group(frame, track, context, catalog.chunks[group], group, ready, below, digest=offer.digests[group])
+        kept = bytes(frame) if track in self._refined else None
+
+        def write() -> Verdict:
+            with self._lock:
+                if not self._open:
+                    return Verdict.LATE
+                if self._better(group, offer) is not None:
+                    return Verdict.STALE
+                self._out[:, :, :, first:last].copy_(ready)
+                self._tracks[group] = track
+                if offer.refines is None:
+                    self._forget(group)
+                if kept is not None:
+                    self._kept[group, track] = kept
+            return Verdict.REPLACED
+
+        return write
+
+    def seal(self) -> None:
+        """Accept nothing any more; what is being written is written when this returns."""
+        with self._lock:
+            self._taken, self._open = True, False
+        self._kept.clear()
+        self._spare.clear()
+
+    def take(self, *, upgrades: bool = False) -> torch.Tensor:
+        """Hand the cache over; nothing is accepted afterwards but, if there are to be ``upgrades``, by `prepare`.
 
         Raises:
             HoleError: a group is missing. One zero-filled group of eight cost 0.6 nats a token on a real model, more
@@ -167,9 +223,9 @@ class Assembler:
         """
         with self._lock:
             self._no_hole(self._catalog.groups)
-            self._taken = True
-        self._kept.clear()
-        self._spare.clear()
+            self._taken, self._open = True, upgrades
+        if not upgrades:
+            self.seal()
         return self._out
 
     @contextmanager
@@ -193,6 +249,10 @@ class Assembler:
         """Why the frame need not be looked at, or None."""
         if self._taken:
             return Verdict.LATE
+        return self._better(group, offer)
+
+    def _better(self, group: int, offer: Track) -> Verdict | None:
+        """Whether what is in place is at least as good."""
         current = self._tracks[group]
         if current is None:
             return None

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvabr.errors import UsageError
+
+GPU_PRICE = 1e-3
+"""What a second of an engine's time is worth unless the user says otherwise, nats per token: it has time to spare."""
+
 
 @dataclass(frozen=True, slots=True)
 class PlayerConfig:
@@ -23,6 +28,9 @@ class PlayerConfig:
     """Share of the deadline before which nothing is left to the engine: slow start makes every link look too slow."""
     give_up_after: float = 10.0
     """Deadlines after which a play that cannot be completed is given up."""
+    gpu_price: float = GPU_PRICE
+    """Nats per token that a second of the engine's time is worth: about nothing where it is idle, much where others
+    wait for it; infinite: it computes only what the network will not bring in time."""
     lumps: bool = False
     """Whether bytes are told of as they are read, as real transports do, and not as they flow."""
     stalled_after: float | None = None
@@ -30,3 +38,7 @@ class PlayerConfig:
     silent_after: float | None = None
     """Share of the deadline: a play that is late and has heard nothing for so long, and for thrice the usual time to a
     first byte, is given up; None: never."""
+
+    def __post_init__(self) -> None:
+        if not self.gpu_price >= 0:
+            raise UsageError(f"the price of engine time is {self.gpu_price}; it must be zero or more nats a second")

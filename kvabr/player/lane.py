@@ -9,6 +9,11 @@ from kvabr.player.record import GroupRecord
 from kvabr.recompute.cost import PrefillCost
 from kvabr.recompute.planner import EngineMode, Plan, plan
 
+_LATE = 1.25
+"""Deadlines after which a tail that is done no sooner is far too late."""
+_PATIENCE = 0.5
+"""Share of the deadline for which such a tail is not begun even though the link has carried nothing."""
+
 
 class EngineLane:
     """What the engine computes now, and what it is to compute later."""
@@ -96,4 +101,13 @@ class EngineLane:
 
     def _last_call(self, first: int, now: float) -> bool:
         """Whether a tail must be started on now: until then the network may still shorten it."""
-        return now + 1.5 * self._tick_s >= self._view.deadline_s - self._seconds(first, self._view.groups)
+        deadline_s, seconds = self._view.deadline_s, self._seconds(first, self._view.groups)
+        if now + seconds > _LATE * deadline_s and first not in self.chosen:
+            # Once begun it cannot be shortened: where the link has carried anything, hope is the better plan.
+            return now >= (deadline_s if self._alive() else _PATIENCE * deadline_s)
+        return now + 1.5 * self._tick_s >= deadline_s - seconds
+
+    def _alive(self) -> bool:
+        """Whether the link has carried anything in this play."""
+        view = self._view
+        return view.rate > 0 or bool(view.settled) or any(one.received for one in view.in_flight.values())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from kvabr.abr.estimator import Estimator
 from kvabr.abr.ladder import Ladder
@@ -37,7 +37,12 @@ class Ledger:
     ) -> None:
         """All groups are absent."""
         self.view = View(
-            ladder, deadline_s, cost=cost, front_first=cost is not None and mode == "suffix", oracle=oracle
+            ladder,
+            deadline_s,
+            cost=cost,
+            front_first=cost is not None and mode == "suffix",
+            gpu_price=config.gpu_price,
+            oracle=oracle,
         )
         self._catalog = ladder.catalog
         self._config = config
@@ -104,6 +109,26 @@ class Ledger:
             self._absent[group] = None
             self._absent = dict.fromkeys(sorted(self._absent))
             self._sync_missing()
+
+    def _take_back(self, groups: Iterable[int]) -> None:
+        """Put groups that were left to an engine which has failed back to where they were."""
+        view = self.view
+        flying = {transfer.group for transfer in view.in_flight.values()}
+        decoding = {transfer.group: transfer.track for transfer in self._decoding.values()}
+        for group in groups:
+            record = self.record.groups[group]
+            if group in flying:
+                continue
+            if record.ready_s is not None:
+                view.track_of[group] = record.track
+                if group not in decoding:
+                    view.settled.add(group)
+            else:
+                view.track_of[group] = decoding.get(group)
+                if group not in decoding:
+                    self._absent[group] = None
+        self._absent = dict.fromkeys(sorted(self._absent))
+        self._sync_missing()
 
     def _sync_missing(self) -> None:
         """Work out anew what the policy sees as missing."""

@@ -19,6 +19,7 @@ _SHORTEST_SHARE = 1 / 400
 _SILENCE_SHARE = 1 / 25
 """A request that has waited this share of the deadline and thrice the usual time for its first byte has stalled."""
 
+_NUMBER = (int, float)
 _RAMP = 1.25
 """A sample so many times faster than the one before still belongs to slow start."""
 
@@ -37,6 +38,8 @@ class Meter:
         self._estimator = estimator
         self._limited = limited
         self._deadline_s = deadline_s
+        self._known: tuple[float, float, float] | None = None
+        """The estimates, until the estimator hears of something: they are asked for far more often than that."""
         self._begin()
         self._ramp_rate: float | None = 0.0
         """Rate of the last sample while every sample is clearly faster than the one before; None once that is over."""
@@ -55,22 +58,30 @@ class Meter:
         Raises:
             PolicyError: the estimator raises, or returns what is no finite number from 0.
         """
+        if self._known is not None:
+            return self._known
         estimator = self._estimator
         try:
             rate, lower, ttfb = estimator.rate(), estimator.lower_bound(), estimator.ttfb()
         except Exception as error:
             raise self._fault(f"raised {error!r}", error) from error
-        if all(isinstance(value, int | float) and 0.0 <= value < math.inf for value in (rate, lower, ttfb)):
-            return rate, min(rate, lower), ttfb
+        for value in (rate, lower, ttfb):
+            if not isinstance(value, _NUMBER) or not 0.0 <= value < math.inf:
+                break
+        else:
+            self._known = rate, min(rate, lower), ttfb
+            return self._known
         raise self._fault(f"estimates rate {rate!r}, lower bound {lower!r}, first byte {ttfb!r}; finite numbers from 0")
 
     def _begin(self) -> None:
+        self._known = None
         try:
             self._estimator.start(self._deadline_s)
         except Exception as error:
             raise self._fault(f"raised {error!r}", error) from error
 
     def _sample(self, nbytes: int, seconds: float, now: float) -> None:
+        self._known = None
         try:
             self._estimator.sample(nbytes, seconds, now)
         except Exception as error:
@@ -82,6 +93,7 @@ class Meter:
 
     def first_byte(self, waited_s: float, now: float) -> None:
         """A request got its first byte after so many seconds."""
+        self._known = None
         try:
             self._estimator.first_byte(waited_s)
         except Exception as error:
@@ -93,6 +105,8 @@ class Meter:
 
     def received(self, nbytes: int, now: float, limit: Limit = "network") -> None:
         """Bytes arrived; ``limit`` says who held them up."""
+        if limit == "kept":
+            return
         self._bytes += nbytes
         if limit != "network":
             self._held[limit] = self._held.get(limit, 0) + nbytes
@@ -138,6 +152,14 @@ class Meter:
             self._begin()
         else:
             self._ramp_rate = None
+
+    def waited(self, now: float) -> None:
+        """Until now, others had the link: that time says nothing about it."""
+        if self._since is not None:
+            if self._bytes:
+                self._conclude(now - self._since, now)
+            self._since = now
+        self._quiet_since = now
 
     def tick(self, now: float, *, waiting: bool, idle: bool) -> None:
         """Time passes. A link on which everything waits far longer than a round trip carries nothing: that is news."""

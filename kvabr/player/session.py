@@ -88,12 +88,13 @@ class Session(Ledger):
         self._umpire.start()
         self._advance(now)
 
-    def first_byte(self, request: int, now: float) -> None:
-        """The first byte of a request came."""
+    def first_byte(self, request: int, now: float, limit: Limit = "network") -> None:
+        """The first byte of a request came; ``limit`` says what held it up."""
         transfer = self.view.in_flight.get(request)
         if transfer is not None and transfer.first_byte_s is None:
             transfer.first_byte_s = now
-            self._meter.first_byte(now - transfer.requested_s, now)
+            if limit != "kept":
+                self._meter.first_byte(now - transfer.requested_s, now)
             self._journal.event("first_byte", now, request=request)
 
     def progress(self, request: int, received: int, now: float, limit: Limit = "network") -> None:
@@ -104,7 +105,7 @@ class Session(Ledger):
         more = min(received, transfer.bytes) - transfer.received
         if more > 0:
             if transfer.first_byte_s is None:
-                self.first_byte(request, now)
+                self.first_byte(request, now, limit)
             transfer.received += more
             self.view.outstanding_bytes -= more
             self.record.bytes_fetched += more
@@ -190,25 +191,21 @@ class Session(Ledger):
         if self.over or lane is None or lane.computing is None:
             return
         first, last = lane.computing
+        left = {*range(first, last), *lane.chosen}
         self.record.recompute_s += lane.finish(now)
         self._journal.event("recompute_failed", now, first=first, last=last, reason=reason)
         self._trials.engine_failed(reason)
         self._lane = self.view.cost = None
         self.view.engine_backlog_s = 0.0
-        decoding = {transfer.group: transfer.track for transfer in self._decoding.values()}
-        for group in range(first, last):
-            record = self.record.groups[group]
-            if record.ready_s is not None:
-                self.view.track_of[group] = record.track
-                if group not in decoding:
-                    self.view.settled.add(group)
-            else:
-                self.view.track_of[group] = decoding.get(group)
-                if group not in decoding:
-                    self._absent[group] = None
-        self._absent = dict.fromkeys(sorted(self._absent))
-        self._sync_missing()
+        self._take_back(left)
         self._advance(now)
+
+    def waited(self, now: float) -> None:
+        """Until now, nothing could come: other plays that share the link had their turn."""
+        self._heard_s = now
+        self._meter.waited(now)
+        if self._stall is not None:
+            self._stall.waited(self.view.in_flight.values(), now)
 
     def timer(self, now: float) -> None:
         """The time that `next_timer` named has come."""
@@ -349,13 +346,15 @@ class Session(Ledger):
         lane = self._lane
         if lane is not None:
             lane.chosen.add(group)
+            self.view.settled.discard(group)
             self.view.engine_backlog_s = lane.backlog_s(now)
             self._sync_missing()
             self._use_engine(lane, now)
 
     def _use_engine(self, lane: EngineLane, now: float) -> None:
         """Re-plan what is left to the engine, and start it on what it can do now."""
-        if now >= self._config.plan_after * self.view.deadline_s:
+        after = 1.0 if self._umpire.policy.computes else self._config.plan_after
+        if now >= after * self.view.deadline_s:
             changed, found = lane.replan(self._absent)
             if changed:
                 what = "nothing" if found is None else f"groups {found.first} to {found.last - 1}"

@@ -45,6 +45,15 @@ class StallWatch:
             if other.request < transfer.request and other.priority < transfer.priority:
                 self._overtaken.setdefault(other.request, now)
 
+    def waited(self, transfers: Iterable[Transfer], now: float) -> None:
+        """Until now, other plays had the link: none of these stands still."""
+        if self._any_s is not None:
+            self._any_s = now
+        for transfer in transfers:
+            if transfer.request in self._heard:
+                self._heard[transfer.request] = now
+            self._overtaken.pop(transfer.request, None)
+
     def stalled(self, transfers: Iterable[Transfer], ttfb_s: float, now: float) -> list[tuple[Transfer, bool]]:
         """Those that stand still, and of each whether that is its publisher's fault for sure."""
         found: list[tuple[Transfer, bool]] = []

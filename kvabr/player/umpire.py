@@ -72,7 +72,7 @@ class Umpire:
         if isinstance(group, bool) or not isinstance(group, int) or not 0 <= group < view.groups:
             return f"asked for group {group!r}; there are 0 to {view.groups - 1}"
         if kind == "recompute":
-            possible = view.cost is not None and group in view.missing
+            possible = view.cost is not None and (group in view.missing or group in view.settled)
             return None if possible else f"wants group {group} recomputed, which is not possible here"
         return self._track_fault(decision, group)
 

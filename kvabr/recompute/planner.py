@@ -128,14 +128,13 @@ def _runs(
         return
     spec, first = view.catalog.spec, absent[0]
     begin = max(start, network_s(sum(size for group, size in need.items() if group < first)))
-    tokens = 0
+    size, whole = spec.group_tokens, view.catalog.tokens
     left = sum(need.values())
     for offset, group in enumerate(absent):
         if group != first + offset:
             break  # a group in between is in place: a longer run would compute it again
         left -= need[group]
-        tokens += view.catalog.group_tokens(group)
-        computed = begin + cost.seconds(first * spec.group_tokens, tokens)
+        computed = begin + cost.seconds(first * size, min((group + 1) * size, whole) - first * size)
         yield _Candidate(max(computed, network_s(left)), first, group + 1)
 
 

@@ -1,7 +1,8 @@
 """The clairvoyant bound: with the whole trace known, the least loss that any schedule could reach by the deadline.
 
 If only "all in place by D" counts, the order of transfers does not matter: the best cache is a multiple-choice
-knapsack, one option per group, over the bytes that the link carries by D less the time to decode what comes last. The
+knapsack, one option per group, over the bytes that the link carries by D less the time to decode what comes last (the
+quickest to decode of all that the link could carry in the place of a cheaper one). The
 bound is the knapsack's linear relaxation, which the greedy order on the convex hulls solves exactly; it is at most one
 step below the best whole-group cache, so it is a bound that a play can approach but not pass.
 
@@ -12,7 +13,8 @@ solution needs more than that, the relaxation with both resources is solved by L
 
 With an engine that can recompute, the network's part shrinks:
 
-- ``suffix``: for every cut, the tail is computed after the network has brought what lies before the cut.
+- ``suffix``: for every cut, the tail is computed once the network has brought what lies before the cut, on the cheapest
+  tracks at least; better ones may come by D.
 - ``hole``: with k groups computed while the network loads the others, where k is as many as a prefix (the cheapest
   groups to compute) allows by D. Which k, the bound leaves open: it takes the k that help the network most, by
   Lagrangian duality, so it cannot be passed by computing cleverly.
@@ -23,6 +25,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -100,7 +103,19 @@ class Clairvoyant:
             track.name: decode_scale * sum(layer.decode_s for layer in stack(catalog, track))
             for track in catalog.tracks
         }
-        self._decode_tail_s = decode_scale * min(track.decode_s for track in catalog.tracks)
+        least_share = catalog.group_tokens(catalog.groups - 1) / catalog.spec.group_tokens
+        self._decode_tail_s = decode_scale * least_share * min(track.decode_s for track in catalog.tracks)
+        # What may come last: how long it is decoded at least, and the bytes that it takes beyond the cheapest cache.
+        self._lasts = sorted(
+            (
+                decode_scale * least_share * track.decode_s,
+                min(
+                    sum(layer.bytes[group] for layer in stack(catalog, track)) - hull[0].bytes
+                    for group, hull in enumerate(self._options)
+                ),
+            )
+            for track in catalog.tracks
+        )
         self._decode_per_byte = max(
             decode_scale * track.decode_s / size for track in catalog.tracks for size in track.bytes
         )
@@ -115,10 +130,8 @@ class Clairvoyant:
     def bound(self, capacity: Capacity, deadline_s: float) -> Bound:
         """The bound for one play."""
         catalog = self._catalog
-        arrive_s = max(0.0, deadline_s - self._decode_tail_s)
-        nbytes = capacity.between(0.0, arrive_s)
         curve = self._curve(catalog.groups)
-        loss = curve.at(nbytes)
+        loss = curve.at(nbytes := self._carried(capacity, deadline_s, curve.least_bytes))
         decode_s = self._decode_budget(capacity, deadline_s)
         if loss < float("inf") and curve.decoding(nbytes) > decode_s:
             loss = self._dual(nbytes, decode_s, 0)
@@ -126,8 +139,18 @@ class Clairvoyant:
             if self._mode == "suffix":
                 loss = min(loss, self._cut(capacity, deadline_s))
             else:
-                loss = min(loss, self._holes(nbytes, deadline_s))
+                most = capacity.between(0.0, max(0.0, deadline_s - self._decode_tail_s))
+                loss = min(loss, self._holes(most, deadline_s))
         return Bound(loss < float("inf"), loss)
+
+    def _carried(self, capacity: Capacity, deadline_s: float, least_bytes: int) -> float:
+        """Bytes that can arrive soon enough: what decodes quickest may come last, if the link carries that at all."""
+        nbytes = 0.0
+        for decode_s, more in self._lasts:
+            nbytes = capacity.between(0.0, max(0.0, deadline_s - decode_s))
+            if nbytes >= least_bytes + more:
+                return nbytes
+        return min(nbytes, least_bytes - 1.0)
 
     def _curve(self, groups: int) -> _Curve:
         if groups not in self._curves:
@@ -135,17 +158,22 @@ class Clairvoyant:
         return self._curves[groups]
 
     def _cut(self, capacity: Capacity, deadline_s: float) -> float:
+        return min(self._behind(capacity, deadline_s, cut)[0] for cut in range(self._catalog.groups))
+
+    def _behind(self, capacity: Capacity, deadline_s: float, cut: int) -> tuple[float, float]:
+        """Least loss if all from group ``cut`` on is computed, infinite if it cannot be; and the seconds that takes."""
         catalog, cost = self._catalog, self._cost
         assert cost is not None  # noqa: S101
-        best = float("inf")
-        for cut in range(catalog.groups):
-            first = cut * catalog.spec.group_tokens
-            left_s = deadline_s - cost.seconds(first, catalog.tokens - first)
-            if left_s < 0:
-                continue
-            arrive_s = max(0.0, left_s - (self._decode_tail_s if cut else 0.0))
-            best = min(best, self._curve(cut).at(capacity.between(0.0, arrive_s)))
-        return best
+        first = cut * catalog.spec.group_tokens
+        takes_s = cost.seconds(first, catalog.tokens - first)
+        if takes_s > deadline_s or cut == 0:
+            return (0.0 if takes_s <= deadline_s else float("inf")), takes_s
+        curve = self._curve(cut)
+        arrive_s = deadline_s - self._decode_tail_s
+        if capacity.between(0.0, max(0.0, arrive_s - takes_s)) < curve.least_bytes:
+            return float("inf"), takes_s
+        # While the engine computes, what is before the cut may still be improved.
+        return curve.at(capacity.between(0.0, max(0.0, arrive_s))), takes_s
 
     def _computable(self, deadline_s: float) -> int:
         """How many groups an engine can compute by the deadline: a prefix in one call is the most."""
@@ -171,6 +199,43 @@ class Clairvoyant:
             return float("inf")
         # What is computed is not decoded, so here decoding is left out: the bound stays one.
         return self._dual(nbytes, float("inf"), count)
+
+    def priced(self, capacity: Capacity, deadline_s: float, gpu_price: float) -> float:
+        """The least that expected loss and engine time could come to by the deadline; infinite if nothing makes it.
+
+        Args:
+            capacity: the link.
+            deadline_s: the deadline.
+            gpu_price: nats per token that a second of the engine's time is worth.
+        """
+        catalog, cost, mode = self._catalog, self._cost, self._mode
+        self._cost = None
+        best = self.bound(capacity, deadline_s).loss
+        self._cost = cost
+        if cost is None:
+            return best
+        size, tokens = catalog.spec.group_tokens, catalog.tokens
+        if mode == "suffix":
+            for cut in range(catalog.groups):
+                loss, takes_s = self._behind(capacity, deadline_s, cut)
+                best = min(best, loss + gpu_price * takes_s)
+            return best
+        nbytes = capacity.between(0.0, max(0.0, deadline_s - self._decode_tail_s))
+        high, groups = self._computable(deadline_s), catalog.groups
+        least = list(accumulate(sorted(hull[0].bytes for hull in self._options)))
+
+        def at(count: int) -> float:
+            network = 0.0 if count >= groups else self._dual(nbytes, float("inf"), count)
+            return network + gpu_price * cost.seconds(0, min(count * size, tokens))
+
+        low = max(1, groups - bisect_right(least, nbytes))
+        while low < high:  # convex in the number of groups computed
+            middle = (low + high) // 2
+            if at(middle) <= at(middle + 1):
+                high = middle
+            else:
+                low = middle + 1
+        return min(best, at(low)) if low == high else best
 
     def _decode_budget(self, capacity: Capacity, deadline_s: float) -> float:
         """R of this module's text: the most seconds of decoding that can be done by the deadline."""

@@ -9,13 +9,14 @@ from typing import Any
 
 from kvabr.abr.ladder import Ladder
 from kvabr.abr.plugins import load_estimator, load_policy
+from kvabr.abr.view import Future
 from kvabr.catalog import Catalog
 from kvabr.errors import UsageError
 from kvabr.player.config import PlayerConfig
 from kvabr.player.record import PlayRecord
 from kvabr.player.session import Session
 from kvabr.recompute.cost import PrefillCost
-from kvabr.recompute.loss import predicted_loss
+from kvabr.recompute.loss import played_loss
 from kvabr.recompute.planner import EngineMode
 from kvabr.replay.clairvoyant import Bound, Clairvoyant
 from kvabr.replay.link import (
@@ -198,8 +199,10 @@ class Stage:
             title = getattr(estimator, "name", type(estimator).__name__)
             lines.append(_opening(self.catalog, self.ladder, options, trace, start_s, policy, title, rtt_s))
 
-        def oracle(seconds: float) -> float:
+        def carried(seconds: float) -> float:
             return capacity.between(session.view.now, session.view.now + seconds)
+
+        oracle = Future(carried, rtt_s + FIRST_BYTE_S)
 
         wanted_s, config = self._time_for(lookup_s), options.config
         if wanted_s != options.deadline_s:
@@ -292,7 +295,9 @@ def _opening(
         "deadline_s": options.deadline_s,
         "engine_mode": options.mode,
         "groups": catalog.groups,
+        "asset": f"{catalog.namespace.model}/{catalog.namespace.prompt}",
         "tracks": list(by_size),
+        "track_bytes": sorted(track.total_bytes for track in catalog.tracks),
         "worth_playing": list(ladder.names),
         "fp16_bytes": catalog.fp16_bytes,
         "rtt_s": rtt_s,
@@ -316,7 +321,7 @@ def _run_line(
         lateness = options.config.give_up_after - 1.0
     else:
         ttft = record.delivered_s
-        loss = predicted_loss(catalog, [group.track or "" for group in record.groups])
+        loss = played_loss(catalog, record.steps)
         lateness = max(0.0, ttft - deadline) / deadline
     regret = None
     if bound.feasible:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
 
 from kvabr.catalog import Catalog
 from kvabr.player.actions import Action, Cancel, Decode, Deliver, Fetch, GiveUp, Recompute
@@ -14,6 +15,8 @@ from kvabr.recompute.cost import PrefillCost
 from kvabr.replay.link import Capacity
 
 _EPSILON = 1e-9
+_WHOLE = 0.5
+"""A flow that lacks less than so many bytes is complete."""
 
 
 @dataclass(slots=True, eq=False)
@@ -76,7 +79,12 @@ class Simulator:
         self._session, self._catalog, self._capacity = session, catalog, capacity
         self._rtt_s, self._cost, self._decode_scale = rtt_s, cost, decode_scale
         self._first_byte_s = rtt_s + first_byte_s
-        self._flows: list[_Flow] = []
+        self._flows: dict[int, _Flow] = {}
+        """Requests that the session still hears of, by number."""
+        self._coming: deque[_Flow] = deque()
+        """Flows whose first byte cannot come yet; the next one first."""
+        self._open: list[tuple[int, int, _Flow]] = []
+        """Those that it can: a heap by priority, and by who was asked for first; some are through already."""
         self._decoding: deque[tuple[float, int]] = deque()
         self._decoder_free_s = 0.0
         self._compute: tuple[float, int, int] | None = None
@@ -99,7 +107,7 @@ class Simulator:
             then = self._next(now, served)
             self._carry(now, then, served)
             now = then
-            self._tell(now)
+            self._tell(now, served)
             self._obey(now)
         return session.record
 
@@ -109,7 +117,9 @@ class Simulator:
             self._close(actions)
         for action in actions:
             if isinstance(action, Fetch):
-                self._flows.append(_Flow(action.request, action.bytes, action.priority, now + self._first_byte_s))
+                flow = _Flow(action.request, action.bytes, action.priority, now + self._first_byte_s)
+                self._flows[action.request] = flow
+                self._coming.append(flow)
             elif isinstance(action, Decode):
                 track = self._catalog.by_name[action.track]
                 share = self._catalog.group_tokens(action.group) / self._catalog.spec.group_tokens
@@ -118,20 +128,18 @@ class Simulator:
                 self._decoding.append((self._decoder_free_s, action.request))
                 self._decoding_bytes[action.request] = track.bytes[action.group]
             elif isinstance(action, Cancel):
-                for flow in self._flows:
-                    if flow.request == action.request and not flow.cancelled:
-                        flow.cancelled = True
-                        flow.closes_s = now + self._rtt_s
-                        if flow.opens_s >= flow.closes_s - _EPSILON:
-                            flow.size = 0.0
+                if (cut := self._flows.pop(action.request, None)) is not None:
+                    cut.cancelled = True
+                    cut.closes_s = now + self._rtt_s
+                    if cut.opens_s >= cut.closes_s - _EPSILON:
+                        cut.size = 0.0
             elif isinstance(action, Recompute):
                 self._start_compute(action, now)
 
     def _close(self, actions: Sequence[Action]) -> None:
         """Add up what was under way when the play ended."""
-        cut = {action.request for action in actions if isinstance(action, Cancel)}
-        for flow in self._flows:
-            if flow.request in cut and not flow.cancelled:
+        for action in actions:
+            if isinstance(action, Cancel) and (flow := self._flows.get(action.request)) is not None:
                 self.use.cut_bytes += flow.received
                 self.use.cut_told_bytes += flow.told
         self.use.undecoded_bytes = sum(self._decoding_bytes[request] for _, request in self._decoding)
@@ -142,51 +150,58 @@ class Simulator:
         last = min(action.last * self._catalog.spec.group_tokens, self._catalog.tokens)
         self._compute = (now + self._cost.seconds(first, last - first), action.first, action.last)
 
-    def _served(self, now: float) -> list[_Flow]:
+    def _served(self, now: float) -> _Flow | None:
         """The flow that has the capacity now: open, of the lowest priority number, of these the first asked for."""
-        served: list[_Flow] = []
-        for flow in self._flows:
-            if flow.opens_s <= now + _EPSILON and (not served or flow.priority < served[0].priority):
-                served = [flow]
-        return served
+        coming, opened = self._coming, self._open
+        while coming and coming[0].opens_s <= now + _EPSILON:
+            flow = coming.popleft()
+            heappush(opened, (flow.priority, flow.request, flow))
+        while opened:
+            flow = opened[0][2]
+            if flow.received < flow.size - _WHOLE and flow.closes_s > now + _EPSILON:
+                return flow
+            heappop(opened)
+        return None
 
-    def _next(self, now: float, served: list[_Flow]) -> float:
+    def _next(self, now: float, served: _Flow | None) -> float:
         """When something happens next."""
         then = self._session.next_timer()
         assert then is not None  # noqa: S101  # the play is not over
-        for flow in self._flows:
-            if now + _EPSILON < flow.opens_s < then:
-                then = flow.opens_s
-            then = min(then, flow.closes_s)
         if self._decoding and self._decoding[0][0] < then:
             then = self._decoding[0][0]
         if self._compute is not None and self._compute[0] < then:
             then = self._compute[0]
-        if served:
-            least = min(flow.size - flow.received for flow in served)
+        if served is not None:
             # A quarter of a byte less than all of it, lest a rounding error puts the end behind an outage.
-            finish = self._capacity.when(now, max(0.0, least - 0.25) * len(served))
-            then = min(then, finish)
+            least = served.size - served.received
+            then = min(then, served.closes_s, self._capacity.when(now, max(0.0, least - 0.25)))
+        for flow in self._coming:
+            if flow.opens_s >= then:
+                break
+            if served is None or flow.priority < served.priority:
+                then = flow.opens_s
+                break
         return max(then, now)
 
-    def _carry(self, now: float, then: float, served: list[_Flow]) -> None:
-        if served and then > now:
-            share = self._capacity.between(now, then) / len(served)
-            for flow in served:
-                flow.received = min(flow.size, flow.received + share)
-                if flow.cancelled:
-                    self.use.ghost_bytes += share
-        elif then > now and self._flows:
+    def _carry(self, now: float, then: float, served: _Flow | None) -> None:
+        if then <= now:
+            return
+        if served is not None:
+            carried = self._capacity.between(now, then)
+            served.received = min(served.size, served.received + carried)
+            if served.cancelled:
+                self.use.ghost_bytes += carried
+        elif self._flows:
             until = min(then, self._session.view.deadline_s)
-            if until > now and not all(flow.cancelled for flow in self._flows):
+            if until > now:
                 self.use.waiting_bytes += self._capacity.between(now, until)
 
-    def _tell(self, now: float) -> None:
+    def _tell(self, now: float, served: _Flow | None) -> None:
         """Tell the session what has happened by ``now``."""
         session = self._session
         timer = session.next_timer()
         due = timer is not None and timer <= now + _EPSILON
-        self._tell_transfers(now, due=due)
+        self._tell_transfers(now, served, due=due)
         while self._decoding and self._decoding[0][0] <= now + _EPSILON:
             session.decoded(self._decoding.popleft()[1], now)
         if self._compute is not None and self._compute[0] <= now + _EPSILON:
@@ -196,30 +211,27 @@ class Simulator:
         if due:
             session.timer(now)
 
-    def _tell_transfers(self, now: float, *, due: bool) -> None:
+    def _tell_transfers(self, now: float, served: _Flow | None, *, due: bool) -> None:
         session = self._session
-        served: list[_Flow] | None = None
-        finished: list[_Flow] = []
-        keep: list[_Flow] = []
-        for flow in self._flows:
-            complete = flow.received >= flow.size - 0.5
-            if flow.cancelled:
-                if flow.closes_s > now + _EPSILON and not complete:
-                    keep.append(flow)
+        following = self._served(now)
+        # Bytes come one behind the other: the next flow's first come with the last of the one before.
+        for flow in (served, following):
+            if flow is None or flow.seen or flow.cancelled:
                 continue
-            if not flow.seen and flow.opens_s <= now + _EPSILON:
-                if served is None:
-                    served = self._served(now) if self._capacity.rate(now) > 0 else []
-                if flow.received > 0 or flow in served:
-                    flow.seen = True
-                    session.first_byte(flow.request, now)
-            if complete:
-                finished.append(flow)
-                continue
-            keep.append(flow)
-            if due and flow.received:
-                flow.told = int(flow.received)
-                session.progress(flow.request, flow.told, now)
-        self._flows = keep
-        for flow in finished:
-            session.done(flow.request, now)
+            if flow.received > 0 or (flow is following and self._capacity.rate(now) > 0):
+                flow.seen = True
+                session.first_byte(flow.request, now)
+        if due:
+            for flow in self._flows.values():
+                if flow.received and flow is not served:
+                    self._tell_progress(flow, now)
+        if served is not None and not served.cancelled:
+            if served.received >= served.size - _WHOLE:
+                del self._flows[served.request]
+                session.done(served.request, now)
+            elif due:
+                self._tell_progress(served, now)
+
+    def _tell_progress(self, flow: _Flow, now: float) -> None:
+        flow.told = int(flow.received)
+        self._session.progress(flow.request, flow.told, now)

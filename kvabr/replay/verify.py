@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass
 from kvabr.errors import FormatError, ModelError
 from kvabr.origin.score import Reference, ScoringEngine
 from kvabr.origin.store import Asset
-from kvabr.player.assembler import Assembler
-from kvabr.recompute.loss import predicted_loss
+from kvabr.player.assembler import Assembler, Verdict
+from kvabr.recompute.loss import played_loss
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,17 +98,20 @@ class Verifier:
         """
         catalog = self._asset.catalog
         assembler = Assembler(catalog, self._profile, dtype=self._engine.prefill(self._tokens[:1]).dtype)
+        done: list[tuple[str, int, int | str]] = []
         for step in steps:
             if isinstance(step, FetchStep):
-                assembler.put(step.group, step.track, self._asset.frame(step.group, step.track))
+                verdict = assembler.put(step.group, step.track, self._asset.frame(step.group, step.track))
+                if verdict is not Verdict.STALE:
+                    done.append(("fetch", step.group, step.track))
             else:
                 begin = catalog.spec.group_range(step.first, catalog.tokens)[0]
                 end = catalog.spec.group_range(step.last - 1, catalog.tokens)[1]
                 kv = self._engine.prefill(self._tokens[begin:end], assembler.before(step.first))
                 assembler.put_computed(step.first, step.last, kv)
-        tracks = [track or "" for track in assembler.coverage]
+                done.append(("compute", step.first, step.last))
         quality = self._reference.measure(assembler.take())
-        return Verification(quality.kl, quality.dnll, quality.top1, predicted_loss(catalog, tracks))
+        return Verification(quality.kl, quality.dnll, quality.top1, played_loss(catalog, done))
 
 
 _VERIFIERS: weakref.WeakKeyDictionary[ScoringEngine, tuple[Asset, Verifier]] = weakref.WeakKeyDictionary()

@@ -12,7 +12,7 @@ Rules that every transport keeps:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Literal, Self
@@ -20,8 +20,9 @@ from typing import Literal, Self
 from kvabr.errors import TransportError
 from kvabr.naming import TrackNamespace
 
-Limit = Literal["network", "publisher", "cpu"]
-"""Who held a transfer up: the path, the peer that had nothing to send, or this process, which could not read faster."""
+Limit = Literal["network", "publisher", "cpu", "kept"]
+"""Who held a transfer up: the path, the peer that had nothing to send, or this process, which could not read faster;
+``kept``: nobody, it was at hand, and says nothing about the path."""
 
 
 class RequestError(TransportError):
@@ -121,11 +122,34 @@ class Connection(ABC):
             limit: bytes that it may have at most.
         """
 
+    @property
+    def peer(self) -> str | None:
+        """Which peer this is, the same for every connection to it: its host and port; None if that cannot be told."""
+        return None
+
     def expect(self, namespace: TrackNamespace, tracks: Iterable[str]) -> None:  # noqa: B027  # most need not
         """Groups of these tracks may soon be asked for: if a first request costs more time than others, spend it now.
 
         A hint: what is named need not exist.
         """
+
+    def identify(  # noqa: B027  # most need not
+        self, namespace: TrackNamespace, track: str, digests: Sequence[str]
+    ) -> None:
+        """The groups of a track have these SHA-256, hex: a connection that keeps what came need not ask for it again.
+
+        A hint: who asks for a group checks it all the same.
+        """
+
+    def at_hand(self, namespace: TrackNamespace, track: str) -> Collection[int]:
+        """Which groups of a track, of those that were identified, need not come over the network."""
+        del namespace, track
+        return ()
+
+    @property
+    def waits_its_turn(self) -> bool:
+        """Whether nothing comes because what others asked for on the same path is more urgent, and does come."""
+        return False
 
     @abstractmethod
     def stats(self) -> ConnectionStats:

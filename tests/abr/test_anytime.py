@@ -126,7 +126,7 @@ def test_little_is_wasted():
 
 
 def test_a_play_with_every_layer_in_place_ends_early():
-    record = simulate(catalog(8, layered=True), 5e6)
+    record = simulate(catalog(8, layered=True), 5e6, policy="anytime:waste=0.01")
     assert {group.track for group in record.groups} == {"layer-2"}
     assert record.delivered_s < 1.0
 
@@ -141,6 +141,18 @@ def test_without_layers_better_tracks_replace_the_base_while_they_could_save_muc
     assert {group.track for group in sparing.groups} == {base}
     assert sparing.bytes_wasted == 0
     assert sparing.delivered_s < record.delivered_s
+
+
+def test_where_the_link_is_rich_a_track_that_replaces_all_layers_is_taken_before_they_are_paid_for():
+    offer = catalog(8, layered=True)
+    rich, poor = (simulate(offer, rate) for rate in (5e6, 2e5))
+    replaced = [group for group in rich.groups if not group.track.startswith(("base", "layer"))]
+    assert replaced
+    # At most the base and one layer were there before.
+    base, layer = offer.track("base"), offer.track("layer-1")
+    assert rich.bytes_wasted <= sum(base.bytes[one.group] + layer.bytes[one.group] for one in replaced)
+    assert all(group.track.startswith(("base", "layer")) for group in poor.groups)
+    assert poor.bytes_wasted == 0
 
 
 def test_a_layer_that_only_pays_with_the_one_upon_it_is_the_way_to_that():
@@ -177,7 +189,7 @@ def test_what_saves_much_is_tried_although_the_estimate_says_that_it_comes_too_l
 
 def test_what_fails_is_asked_for_again_and_an_upgrade_that_fails_always_is_let_be():
     offer = catalog(2, layered=True)
-    play = session(offer, 2.0, config=PlayerConfig(attempts=2))
+    play = session(offer, 2.0, "anytime:waste=0.01", config=PlayerConfig(attempts=2))
     play.start(0.0)
     first, second = of(play.actions(), Fetch)
     play.failed(first.request, "reset", 0.05)
@@ -201,28 +213,123 @@ def test_what_fails_is_asked_for_again_and_an_upgrade_that_fails_always_is_let_b
     assert sorted(failed) == [(0, "layer-1"), (0, "layer-1"), (1, "layer-1"), (1, "layer-1")]
 
 
+WHOLE_S = 4.0
+TWICE = PrefillCost(0.0, WHOLE_S / (16 * 128))
+"""An engine that takes twice a deadline of two seconds for 16 groups."""
+
+
+def beside_an_engine(load: float, price: float, mode: str = "hole", groups: int = 16) -> dict:
+    options = PlayOptions(2.0, 0.05, load, TWICE, mode, config=PlayerConfig(gpu_price=price))
+    return Stage(catalog(groups, layered=True), options).play(world("steady", [1e6]), 0.0, "anytime").run
+
+
 def test_an_engine_computes_from_the_front_while_the_network_loads_from_the_back():
-    cost = PrefillCost(0.0, 4.0 / (16 * 128))  # all of it takes twice the deadline
-    stage = Stage(catalog(16, layered=True), PlayOptions(2.0, 0.05, 0.1, cost))
-    link = world("steady", [1e6])
-    alone = stage.play(link, 0.0, "anytime").run
-    helped = stage.play(link, 0.0, "anytime:compute=0.9").run
-    assert alone["tokens_recomputed"] == 0
+    alone, helped = beside_an_engine(0.09, float("inf")), beside_an_engine(0.09, 0.0)
+    assert alone["met"]
     assert helped["met"]
+    assert alone["recompute_s"] == 0
+    assert helped["loss"] < 0.5 * alone["loss"]
+    early = sorted(group["ready_s"] for group in helped["groups"] if group["source"] == "recomputed")
+    assert early[0] == pytest.approx(WHOLE_S / 16, abs=0.01)  # it began at once
     sources = [group["source"] for group in helped["groups"]]
-    assert sources[:5] == ["recomputed"] * 5
-    assert "recomputed" not in sources[8:]
-    assert helped["loss"] < 0.7 * alone["loss"]
+    assert sources[:4] == ["recomputed"] * 4
 
 
-def test_groups_that_the_engine_will_not_reach_are_fetched_after_all():
-    play = session(catalog(8, layered=True), 2.0, "anytime:compute=0.9", cost=PrefillCost(0.0, 0.25 / 128))
+def test_the_dearer_the_engine_the_less_it_computes():
+    prices = (0.0, 1e-3, 3e-2, 1.0, float("inf"))
+    runs = [beside_an_engine(0.12, price) for price in prices]
+    spent = [run["recompute_s"] for run in runs]
+    assert all(run["met"] for run in runs)
+    assert spent == sorted(spent, reverse=True)
+    assert spent[0] > 0.5
+    assert spent[-1] == 0
+    cheap, dear = ([run["loss"] + price * run["recompute_s"] for run in runs] for price in (1e-3, 1.0))
+    assert cheap[1] < cheap[-1]
+    assert dear[3] <= dear[0]
+
+
+def test_whatever_it_costs_an_engine_computes_what_the_network_will_not_bring_in_time():
+    run = beside_an_engine(0.04, float("inf"))  # less than the base of all groups
+    assert run["met"]
+    assert run["recompute_s"] > 0
+
+
+def test_engine_and_network_meet_where_both_arrive_at_the_same_time():
+    offer = catalog(64, layered=True)
+    play = session(offer, 2.0, cost=PrefillCost(0.0, 0.02 / 128), config=PlayerConfig(max_requests=4, gpu_price=0.0))
+    play.start(0.0)
+    spare, view = play._umpire.policy._spare, play.view
+    assert spare.kept.start == 1  # the first one it computes
+    blind = spare.kept.stop
+    size = offer.track("base").bytes[0]
+    reached = []
+    for seconds in (0.002, 0.02, 0.3):  # to bring a group
+        view.rate, view.outstanding_bytes = size / seconds, 0
+        spare.plan(view)
+        last = max(view.missing) + 1
+        meeting = spare.kept.stop
+        engine_s, network_s = 0.02 * meeting, seconds * (last - meeting)
+        assert abs(engine_s - network_s) <= seconds + 0.02 + 1e-9
+        reached.append(meeting)
+    assert reached == sorted(reached)
+    assert reached[0] < blind < reached[2]
+
+
+def test_groups_that_an_engine_fails_to_compute_are_fetched_after_all():
+    play = session(catalog(8, layered=True), 2.0, cost=PrefillCost(0.0, 0.25 / 128))
     play.start(0.0)
     actions = play.actions()
     assert [(one.first, one.last) for one in of(actions, Recompute)] == [(0, 1)]
-    assert {fetch.group for fetch in of(actions, Fetch)} == {7}
+    asked = {fetch.group for fetch in of(actions, Fetch)}
+    assert 0 not in asked
+    assert 7 in asked
     play.compute_failed("out of memory", 0.3)
-    assert {fetch.group for fetch in of(play.actions(), Fetch)} == set(range(7))
+    assert asked | {fetch.group for fetch in of(play.actions(), Fetch)} == set(range(8))
+
+
+def test_what_is_in_place_is_computed_if_that_gains_most():
+    # One group of many has nearly all the loss, as the last one before the answer often has.
+    offer = catalog(8, layered=True)
+    heavy = tuple(
+        dataclasses.replace(track, loss=tuple(sum(track.loss) * (0.93 if g == 7 else 0.01) for g in range(8)))
+        for track in offer.tracks
+        if track.name in {"base", "layer-1", "Int4"}
+    )
+    offer = dataclasses.replace(offer, tracks=heavy)
+    cost = PrefillCost(0.0, 0.3 / 128)
+    play = session(offer, 1.0, cost=cost, config=PlayerConfig(gpu_price=1e-3))
+    link = Capacity(world("flat", [sum(offer.track("base").bytes) / 0.3]), 0.0, 0.01, slow_start=False)
+    record = Simulator(play, offer, link, rtt_s=0.01, cost=cost).run()
+    assert record.met
+    assert record.groups[7].track in {"recomputed", "layer-1"}
+    assert [step for step in record.steps if step[0] == "compute"]
+
+
+def test_a_suffix_engine_computes_a_tail_once_and_only_if_it_is_worth_it():
+    idle, busy = (beside_an_engine(0.08, price, "suffix") for price in (0.0, 1.0))
+    assert idle["met"]
+    assert busy["met"]
+    tail = [group["source"] == "recomputed" for group in idle["groups"]]
+    assert tail == sorted(tail)  # all fetched, then all computed
+    assert any(tail)
+    assert not any(group["source"] == "recomputed" for group in busy["groups"])
+    assert idle["loss"] < busy["loss"]
+
+
+def test_a_suffix_engine_does_not_begin_a_tail_that_comes_far_too_late_while_the_link_carries_something():
+    offer = catalog(16, layered=True)
+    options = PlayOptions(2.0, 0.05, None, TWICE, "suffix")
+    base = sum(offer.track("base").bytes)
+    link = world("slow then quick", [base / 40] * 4 + [base / 0.5] * 4)
+    run = Stage(offer, options).play(link, 0.0, "anytime").run
+    assert run["met"]
+
+
+def test_a_suffix_engine_begins_with_everything_when_half_the_deadline_has_brought_nothing():
+    options = PlayOptions(2.0, 0.05, None, TWICE, "suffix")
+    run = Stage(catalog(16, layered=True), options).play(world("dead", [0.0] * 200 + [1.0]), 0.0, "anytime").run
+    assert run["ttft_s"] == pytest.approx(1.0 + WHOLE_S, abs=0.1)
+    assert {group["source"] for group in run["groups"]} == {"recomputed"}
 
 
 def test_offers_are_worked_out_once_for_each_group_that_comes_into_place(monkeypatch):
@@ -248,3 +355,63 @@ def test_what_settles_is_remembered_in_order():
     settled.discard(1)
     assert settled == {3}
     assert settled.history == [3, 1, 3]
+
+
+@pytest.mark.parametrize("engine", [None, "hole", "suffix"])
+def test_a_link_that_is_dead_from_the_start(engine):
+    offer = catalog(8, layered=True)
+    dead = world("dead", [0.0] * 400 + [1.0])
+    cost = None if engine is None else PrefillCost(0.0, 0.5 / (8 * 128))
+    config = PlayerConfig(silent_after=0.25)
+    options = PlayOptions(1.0, 0.05, None, cost, engine or "hole", config=config)
+    outcome = Stage(offer, options).play(dead, 0.0, "anytime", log=True)
+    if engine is None:
+        assert outcome.record.delivered_s is None
+        assert "8 of 8 groups are still not in place, and nothing has come" in outcome.run["gave_up"]
+        assert outcome.log[-1]["t"] <= 1.5
+    else:
+        assert outcome.run["met"]
+        assert {group["source"] for group in outcome.run["groups"]} == {"recomputed"}
+
+
+def test_a_deadline_that_is_past_already_brings_the_base_as_soon_as_can_be():
+    offer = catalog(6, layered=True)
+    play = session(offer, 1e-6)
+    link = Capacity(world("flat", [1e6]), 0.0, 0.05, slow_start=False)
+    record = Simulator(play, offer, link, rtt_s=0.05).run()
+    assert not record.met
+    assert record.gave_up is None or "still not in place" in record.gave_up
+    late = session(offer, 1.0)
+    late.start(3.0)  # the caller was late
+    todo, now = of(late.actions(), Fetch), 3.0
+    assert {fetch.track for fetch in todo} == {"base"}
+    while todo:
+        now += 0.01
+        todo += bring(late, todo.pop(0), now)
+    assert late.over
+    assert late.record.delivered_s == pytest.approx(now + 0.001)
+    assert {group.track for group in late.record.groups} == {"base"}
+
+
+def test_layers_that_the_origin_has_for_some_groups_only():
+    offer = catalog(6, layered=True)
+    play = session(offer, 2.0, "anytime:waste=0.01", config=PlayerConfig(attempts=2))
+    play.start(0.0)
+    todo, now, refused = of(play.actions(), Fetch), 0.0, 0
+    while not play.over:
+        now += 0.01
+        if not todo:
+            play.timer(play.next_timer())
+            todo = of(play.actions(), Fetch)
+            continue
+        fetch = todo.pop(0)
+        if fetch.track != "base" and fetch.group % 2:
+            refused += 1
+            play.failed(fetch.request, "not found", now)
+            todo += of(play.actions(), Fetch)
+        else:
+            todo += bring(play, fetch, now)
+    assert play.record.met
+    assert [group.track for group in play.record.groups] == ["layer-2", "base"] * 3
+    assert refused == 6
+    assert play.record.bytes_wasted == 0

@@ -1,7 +1,9 @@
+import inspect
+
 import pytest
 
 from kvabr.abr.parameters import Parameter, declared, parse, spell
-from kvabr.abr.plugins import load_policy, policy_class
+from kvabr.abr.plugins import load_policy, policies, policy_class
 from kvabr.errors import PolicyError
 from tests.lab.matrices import tuned
 
@@ -58,3 +60,16 @@ def test_spelling_is_what_parsing_reads():
     values = {"a": 0.125, "b": 1e-7}
     assert parse(spell("x", values).removeprefix("x:")) == values
     assert spell("x", {}) == "x"
+
+
+@pytest.mark.parametrize("name", sorted(policies()))
+def test_what_a_policy_declares_is_what_its_constructor_takes(name):
+    cls = policies()[name]
+    takes = {
+        key: one.default
+        for key, one in inspect.signature(cls).parameters.items()
+        if one.kind is inspect.Parameter.KEYWORD_ONLY
+    }
+    known = declared(cls)
+    assert {key: parameter.default for key, parameter in known.items()} == takes
+    assert all(one.low <= one.default <= one.high for one in known.values())

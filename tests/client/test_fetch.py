@@ -15,6 +15,7 @@ import torch
 from rich.console import Console
 from safetensors import safe_open
 
+from kvabr.abr import Decision, Policy
 from kvabr.cli import main
 from kvabr.client.watch import Flight, Snapshot
 from kvabr.commands.overlay import Overlay
@@ -80,7 +81,7 @@ def test_fetch_writes_the_cache_and_says_how_it_went(served, short, tmp_path, ca
     assert [group["track"] for group in line["groups"]] == ["Int8"] * 5
     events = [json.loads(text)["event"] for text in log.read_text().splitlines()]
     assert (events[0], events[-1]) == ("start", "deliver")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["c.safetensors", "l.jsonl", "r.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["c.safetensors", "cache", "l.jsonl", "r.json"]
 
 
 def test_inspect_shows_what_an_origin_has(served, short, capsys):
@@ -281,3 +282,46 @@ def test_a_deadline_that_is_none_is_refused_before_anything_is_dialled(deadline,
     words = ("fetch", "moqt://localhost:1/", "--asset", f"m/{'0' * 64}", f"--deadline={deadline}")
     assert kvabr(*words) == 2
     assert "--deadline" in capsys.readouterr().err
+
+
+class Lazy(Policy):
+    """Brings the cheapest track and is done; asked about a cache that is there, it upgrades."""
+
+    def start(self, view):
+        self._late = not view.missing
+
+    def decide(self, view):
+        if (group := view.first_missing()) is not None:
+            return Decision.fetch(group, "Int4", "cheap")
+        for group in view.settled if self._late else ():
+            if view.track_of[group] == "Int4":
+                return Decision.upgrade(group, "Int8", "better")
+        return Decision.finish("all there")
+
+
+def test_after_the_deadline_upgrades_go_on_and_the_cache_is_written_again(served, short, tmp_path, capsys):
+    out, result = tmp_path / "c.safetensors", tmp_path / "r.json"
+    status = kvabr(
+        "fetch", f"{served.url}#kvcache:{name(short)}", *network(served), "--deadline", 5,
+        "--policy", f"{__file__}:Lazy", "--after", "done", "--out", out, "--json", result,
+    )  # fmt: skip
+    assert status == 0
+    said = capsys.readouterr().out
+    assert "5 on Int4" in said
+    assert "5 upgrades" in said
+    line = json.loads(result.read_text())
+    assert [group["track"] for group in line["groups"]] == ["Int4"] * 5
+    assert line["after"]["tracks"] == ["Int8"] * 5
+    assert line["after"]["loss"] < line["loss"]
+    assert line["after"]["bytes_fetched"] == short.track("Int8").total_bytes
+    with safe_open(out, "pt") as file:
+        assert json.loads(file.metadata()["kvabr"])["tracks"] == ["Int8"] * 5
+        assert close(file.get_tensor("kv"), error=1e-3)
+    assert (tmp_path / "cache" / "kvabr" / "priors.json").is_file()
+
+
+@pytest.mark.parametrize("after", ["0", "-1", "nan", "soon"])
+def test_an_after_that_is_none_is_refused(after, capsys):
+    with pytest.raises(SystemExit):
+        kvabr("fetch", "moqt://localhost:1/", "--asset", f"m/{'0' * 64}", f"--after={after}")
+    assert "--after" in capsys.readouterr().err

@@ -45,6 +45,7 @@ class _Selector(selectors.DefaultSelector):
 
     def select(self, timeout=None):
         if timeout is not None and timeout <= 0:
+            self._loop.now += 1e-9  # real clocks go on: else a timer that rounding makes too early would come for ever
             return super().select(0)
         while True:
             busy = self._loop.busy()

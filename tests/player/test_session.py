@@ -283,7 +283,10 @@ def test_hole_engine_fills_groups_one_by_one_while_the_network_goes_on():
 @settings(max_examples=150, deadline=None)
 @given(
     st.sampled_from(
-        ["fixed:Int4", "rate", "bola", "mpc", "cachegen", "budget", "cheapfirst", "anytime", "anytime:compute=0.9"]
+        [
+            "fixed:Int4", "rate", "bola", "bola-e", "dynamic", "l2a", "mpc", "robustmpc", "fugu", "cachegen",
+            "cake", "budget", "cheapfirst", "anytime",
+        ]
     ),
     st.sampled_from(["hole", "suffix", None]),
     st.booleans(),
@@ -300,7 +303,7 @@ def test_whatever_happens_a_play_ends_without_a_hole_and_its_books_balance(polic
         DualEwma(),
         cost=cost,
         mode=mode or "hole",
-        config=PlayerConfig(give_up_after=4.0),
+        config=PlayerConfig(give_up_after=4.0, gpu_price=dice.choice([0.0, 1e-3, 1.0])),
     )
     flying, decoding, computing, ended = {}, [], None, []
     received = 0
@@ -349,7 +352,10 @@ def test_whatever_happens_a_play_ends_without_a_hole_and_its_books_balance(polic
                 play.decoded(action.request, now)
         elif what < 0.85 and computing is not None:
             action, computing = computing, None
-            play.computed(action.first, action.last, now)
+            if dice.random() < 0.05:
+                play.compute_failed("out of memory, says the test", now)
+            else:
+                play.computed(action.first, action.last, now)
         while not play.over and (timer := play.next_timer()) is not None and timer <= now:
             play.timer(now)
     assert play.over
@@ -362,6 +368,78 @@ def test_whatever_happens_a_play_ends_without_a_hole_and_its_books_balance(polic
         assert useful + play.record.bytes_wasted == received
     else:
         assert play.record.gave_up
+
+
+class Restless(Policy):
+    """Replaces one track by another for ever."""
+
+    def decide(self, view):
+        group = view.first_missing()
+        if group is not None:
+            return Decision.fetch(group, "AC-5x", "first")
+        for group in view.settled:
+            other = "FP8" if view.track_of[group] == "Int8" else "Int8"
+            return Decision.upgrade(group, other, "never content")
+        return Decision.wait("all under way")
+
+
+def test_a_policy_that_never_stops_is_stopped_by_the_deadline():
+    play = session(2, Restless())
+    play.start(0.0)
+    todo, now, brought = of(play.actions(), Fetch), 0.0, 0
+    while todo and not play.over:
+        now += 0.016
+        if now >= 1.0:
+            play.timer(1.0)
+            break
+        todo += of(bring(play, todo.pop(0), now), Fetch)
+        brought += 1
+    assert play.over
+    assert play.record.met
+    assert brought > 50
+    assert all(group.track in {"AC-5x", "FP8", "Int8"} for group in play.record.groups)
+    assert play.record.bytes_wasted + sum(group.bytes for group in play.record.groups) == play.record.bytes_fetched
+
+
+def test_a_policy_that_leaves_the_same_group_to_the_engine_again_and_again_is_refused():
+    class Again(Policy):
+        def decide(self, view):
+            group = view.first_missing()
+            if group:
+                return Decision.fetch(group, "Int4", "the network brings the rest")
+            return Decision.recompute(0, "again")
+
+    play = session(3, Again(), cost=PrefillCost(0.0, 0.1 / 128))
+    with pytest.raises(PolicyError, match="wants group 0 recomputed, which is not possible here"):
+        play.start(0.0)
+
+
+def test_a_group_in_place_can_be_left_to_the_engine_once():
+    class Better(Policy):
+        def decide(self, view):
+            group = view.first_missing()
+            if group is not None:
+                return Decision.fetch(group, "Int4", "first")
+            if 1 in view.settled and view.cost is not None:
+                return Decision.recompute(1, "better it")
+            return Decision.wait("the engine has it")
+
+    for fails in (False, True):
+        play = session(2, Better(), cost=PrefillCost(0.0, 0.1 / 128))
+        play.start(0.0)
+        now = 0.0
+        for fetch in of(play.actions(), Fetch):
+            now += 0.05
+            actions = bring(play, fetch, now)
+        assert [(one.first, one.last) for one in of(actions, Recompute)] == [(1, 2)]
+        assert 1 not in play.view.settled
+        if fails:
+            play.compute_failed("gone", 0.3)
+        else:
+            play.computed(1, 2, 0.3)
+        assert of(play.actions(), Deliver)
+        assert play.record.groups[1].track == ("Int4" if fails else "recomputed")
+        assert play.record.groups[0].track == "Int4"
 
 
 def test_the_engine_never_starts_a_run_that_misses_anyway_while_slow_start_still_hides_the_link():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvabr.errors import FormatError
-from kvabr.recompute.loss import INHERITED, RECOMPUTED, predicted_loss
+from kvabr.recompute.loss import INHERITED, RECOMPUTED, played_loss, predicted_loss
 from tests.catalogs import catalog
 
 
@@ -71,3 +71,29 @@ def test_wrong_lists_are_refused():
         predicted_loss(made, ["FP16"] * 2)
     with pytest.raises(FormatError, match="no track 'Int2'"):
         predicted_loss(made, ["FP16", "Int2", "FP16"])
+
+
+def test_what_was_computed_early_does_not_gain_by_upgrades_that_come_later():
+    made = catalog(4)
+    rest = [("fetch", 2, "Int4"), ("fetch", 3, "Int4")]
+    early = played_loss(made, [("fetch", 0, "FP4"), ("compute", 1, 2), ("fetch", 0, "FP16"), *rest])
+    late = played_loss(made, [("fetch", 0, "FP4"), ("fetch", 0, "FP16"), ("compute", 1, 2), *rest])
+    plain = predicted_loss(made, ["FP16", RECOMPUTED, "Int4", "Int4"])
+    assert late == pytest.approx(plain)
+    worse, better = made.track("FP4").loss[0], made.track("FP16").loss[0]
+    assert early == pytest.approx(predicted_loss(made, ["FP4", RECOMPUTED, "Int4", "Int4"]) - worse + better)
+    assert early > late
+
+
+def test_a_group_computed_first_and_fetched_then_counts_as_fetched():
+    made = catalog(3)
+    steps = [("compute", 0, 3), ("fetch", 1, "Int4")]
+    assert played_loss(made, steps) == pytest.approx(made.track("Int4").loss[1])
+
+
+@pytest.mark.parametrize(
+    "steps", [[("fetch", 0, "FP16")], [("fetch", 5, "FP16")], [("compute", 0, 9)], [("bake", 0, 2)]]
+)
+def test_steps_that_leave_a_hole_or_the_asset_are_refused(steps):
+    with pytest.raises(FormatError):
+        played_loss(catalog(2), steps)

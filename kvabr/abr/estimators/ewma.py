@@ -33,9 +33,9 @@ class DualEwma(Estimator):
         self._fast = self._slow = self._square = 0.0
         self._fast_weight = self._slow_weight = 0.0
 
-    def sample(self, nbytes: float, seconds: float, now: float) -> None:  # noqa: ARG002
+    def sample(self, nbytes: float, seconds: float, now: float) -> None:
         """Weigh the sample by its seconds."""
-        if seconds <= 0:
+        if not self.sound(nbytes, seconds, now):
             return
         rate = nbytes / seconds
         keep = 0.5 ** (seconds / self._fast_life)

@@ -32,8 +32,10 @@ class HarmonicMean(Estimator):
         self._errors: deque[float] = deque(maxlen=self._window)
         self._bytes = self._seconds = 0.0
 
-    def sample(self, nbytes: float, seconds: float, now: float) -> None:  # noqa: ARG002
+    def sample(self, nbytes: float, seconds: float, now: float) -> None:
         """Gather; close the sample once it is long enough."""
+        if not self.sound(nbytes, seconds, now):
+            return
         self._bytes += nbytes
         self._seconds += seconds
         if self._seconds < self._span:

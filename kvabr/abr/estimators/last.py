@@ -23,8 +23,10 @@ class LastSample(Estimator):
         self._span = self._share * horizon_s
         self._bytes = self._seconds = self._rate = 0.0
 
-    def sample(self, nbytes: float, seconds: float, now: float) -> None:  # noqa: ARG002
+    def sample(self, nbytes: float, seconds: float, now: float) -> None:
         """Gather; replace the estimate once the stretch is long enough."""
+        if not self.sound(nbytes, seconds, now):
+            return
         self._bytes += nbytes
         self._seconds += seconds
         if self._seconds >= self._span:

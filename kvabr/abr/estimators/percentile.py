@@ -24,9 +24,9 @@ class SlidingPercentile(Estimator):
         """Forget what was heard."""
         self._samples.clear()
 
-    def sample(self, nbytes: float, seconds: float, now: float) -> None:  # noqa: ARG002
+    def sample(self, nbytes: float, seconds: float, now: float) -> None:
         """Keep the sample."""
-        if seconds > 0:
+        if self.sound(nbytes, seconds, now):
             self._samples.append((nbytes / seconds, math.sqrt(nbytes) + 1.0))
 
     def _at(self, share: float) -> float:

@@ -1,0 +1,180 @@
+"""A mean that starts anew when the link drops for good, and a bound learned from its own errors.
+
+The rate is that of `ewma`, with one addition: a cumulative sum (Page, 1954) of how far the samples lie below what was
+expected. Where it passes a threshold the link has changed, and what was heard before the change is forgotten. What
+counts as far is reckoned in the samples' own deviations, so a link that always trembles gives no alarm.
+
+The bound is the share of the estimate that the link carried at least, nine times of ten: whenever a stretch of time is
+over, what it brought is divided by what had been expected of it. Until a play has seen enough of these it borrows from
+what was seen on real traces (as in adaptive conformal inference; Gibbs and Candes, 2021).
+
+What the path carried for plays before this one counts like a stretch of samples, if it is told (`prime`). Then the
+first sample after each start, which may be of slow start, may raise the estimate but not lower it.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from bisect import insort
+from collections import deque
+from itertools import islice
+from typing import ClassVar
+
+from kvabr.abr.estimator import Estimator, Prior
+
+_SLOT_SHARE = 1 / 200
+"""Samples are gathered until they span this share of the deadline."""
+_AHEAD_SHARE = 1 / 4
+"""The stretch of time that a bound is for, as a share of the deadline."""
+_MISS = 0.1
+"""How often the link may carry less than the bound."""
+_BORROWED = (
+    0.60, 0.73, 0.81, 0.87, 0.91, 0.94, 0.96, 0.98, 0.99, 1.01,
+    1.03, 1.05, 1.07, 1.10, 1.14, 1.18, 1.25, 1.35, 1.50, 2.00,
+)  # fmt: skip
+"""What links carried until the deadline over what was expected of them, on real traces, twentieth by twentieth."""
+_TWICE = 2
+"""How often each of these counts, beside what the play itself has seen: what it has not seen yet may still come."""
+_KEPT = 40
+"""Stretches that are remembered."""
+_DRIFT = 0.5
+"""Deviations below the expected that are none."""
+_ALARM = 12.0
+"""Deviations, less the drift, that must have come together for a change."""
+_STEADY = 0.25
+"""The least deviation of a sample's logarithm: no link is steadier than that."""
+_PRIOR_SHARE = 1 / 16
+"""What was heard of plays before counts as samples of this share of the deadline."""
+_LEAST_LOG = -3.0
+"""A sample that brought nothing is so far below, as a logarithm."""
+
+
+class Tracking(Estimator):
+    """The smaller of a fast and a slow mean, anew after a sudden drop; its bound holds nine times of ten."""
+
+    name: ClassVar[str] = "tracking"
+
+    def __init__(self, fast_share: float = 1 / 16, slow_share: float = 1 / 4) -> None:
+        """Set the half-lives of the means as shares of the deadline."""
+        super().__init__()
+        self._shares = (fast_share, slow_share)
+        self._prior: Prior | None = None
+        self.changes = 0
+        """Drops that were noticed."""
+        self.start(4.0)
+
+    def start(self, horizon_s: float) -> None:
+        """Scale everything to the play, and forget what was heard."""
+        self._fast_life, self._slow_life = (share * horizon_s for share in self._shares)
+        self._slot_s, self._ahead_s = _SLOT_SHARE * horizon_s, _AHEAD_SHARE * horizon_s
+        self._fast = self._slow = self._fast_weight = self._slow_weight = 0.0
+        self._bytes = self._seconds = 0.0
+        self._total_bytes = self._total_s = 0.0
+        self._open: deque[tuple[float, float, float]] = deque()
+        """Of stretches that are not over yet: seconds and bytes when they began, and what was expected."""
+        self._recent: deque[float] = deque(maxlen=_KEPT)
+        self._ranked: list[float] = []
+        self._usual, self._square = 0.0, _STEADY**2
+        """Mean and square of how far a sample's logarithm lies off that of the mean rate."""
+        self._sum = self._since_bytes = self._since_s = 0.0
+        self._share: float | None = None
+        self._fresh = False
+        """No sample yet, and something is known from before."""
+        if self._prior is not None:
+            self._fresh = True
+            seconds = _PRIOR_SHARE * self._prior.weight * horizon_s
+            self._fast_weight = 1.0 - 0.5 ** (seconds / self._fast_life)
+            self._slow_weight = 1.0 - 0.5 ** (seconds / self._slow_life)
+            self._fast, self._slow = self._prior.rate * self._fast_weight, self._prior.rate * self._slow_weight
+
+    def prime(self, prior: Prior) -> None:
+        """Begin with what the path carried before."""
+        super().prime(prior)
+        if prior.rate > 0 < prior.weight:
+            self._prior = prior
+
+    def sample(self, nbytes: float, seconds: float, now: float) -> None:
+        """Gather; close the slot once it is long enough."""
+        if not self.sound(nbytes, seconds, now):
+            return
+        self._bytes += nbytes
+        self._seconds += seconds
+        if self._seconds >= self._slot_s:
+            self._close(self._bytes / self._seconds, self._seconds)
+            self._bytes = self._seconds = 0.0
+
+    def rate(self) -> float:
+        """The smaller mean; until the first slot is closed, what was gathered so far."""
+        if not self._slow_weight:
+            return self._bytes / self._seconds if self._seconds else 0.0
+        return min(self._fast / self._fast_weight, self._slow / self._slow_weight)
+
+    def lower_bound(self) -> float:
+        """The share of the estimate that nine stretches of ten have carried."""
+        if self._share is None:
+            self._share = self._quantile()
+        return self._share * self.rate()
+
+    def _close(self, rate: float, seconds: float) -> None:
+        if self._fresh:
+            self._fresh = False
+            if rate < self._slow / self._slow_weight:
+                return
+        if self._slow_weight:
+            self._watch(rate, seconds)
+        keep = 0.5 ** (seconds / self._fast_life)
+        self._fast = keep * self._fast + (1 - keep) * rate
+        self._fast_weight = keep * self._fast_weight + (1 - keep)
+        keep = 0.5 ** (seconds / self._slow_life)
+        self._slow = keep * self._slow + (1 - keep) * rate
+        self._slow_weight = keep * self._slow_weight + (1 - keep)
+        self._total_bytes += rate * seconds
+        self._total_s += seconds
+        self._judge()
+        self._open.append((self._total_s, self._total_bytes, self.rate()))
+
+    def _watch(self, rate: float, seconds: float) -> None:
+        """Look whether the link has dropped, and if so forget what was before."""
+        expected = self._slow / self._slow_weight
+        ratio = rate / expected if expected > 0 else 1.0
+        off = max(_LEAST_LOG, math.log(ratio)) if ratio > 0 else _LEAST_LOG
+        slots = seconds / self._slot_s
+        deviation = max(_STEADY, math.sqrt(max(0.0, self._square - self._usual**2)))
+        self._sum = max(0.0, self._sum + slots * ((self._usual - off) / deviation - _DRIFT))
+        keep = 0.5 ** (seconds / self._slow_life)
+        self._usual = keep * self._usual + (1 - keep) * off
+        self._square = keep * self._square + (1 - keep) * off * off
+        if not self._sum:
+            self._since_bytes = self._since_s = 0.0
+            return
+        self._since_bytes += rate * seconds
+        self._since_s += seconds
+        if self._sum >= _ALARM:
+            self.changes += 1
+            level = self._since_bytes / self._since_s
+            self._fast_weight = 1.0 - 0.5 ** (self._since_s / self._fast_life)
+            self._slow_weight = 1.0 - 0.5 ** (self._since_s / self._slow_life)
+            self._fast, self._slow = level * self._fast_weight, level * self._slow_weight
+            self._sum = self._since_bytes = self._since_s = 0.0
+            self._open.clear()
+
+    def _judge(self) -> None:
+        """Close the stretches that are over."""
+        while self._open and self._total_s - self._open[0][0] >= self._ahead_s:
+            began_s, began, expected = self._open.popleft()
+            if expected <= 0:
+                continue
+            carried = (self._total_bytes - began) / (self._total_s - began_s) / expected
+            if len(self._recent) == _KEPT:
+                self._ranked.remove(self._recent[0])
+            self._recent.append(carried)
+            insort(self._ranked, carried)
+        self._share = None
+
+    def _quantile(self) -> float:
+        """What the link carries at least, over the estimate, nine times of ten."""
+        others = _TWICE * len(_BORROWED)
+        wanted = max(1, math.ceil(_MISS * (len(self._ranked) + others)))
+        lowest = heapq.merge(self._ranked[:wanted], (share for share in _BORROWED[:wanted] for _ in range(_TWICE)))
+        return min(1.0, next(islice(lowest, wanted - 1, None)))
