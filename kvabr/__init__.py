@@ -18,15 +18,18 @@ if TYPE_CHECKING:
     from kvabr import sync
     from kvabr.client.connect import connect
     from kvabr.client.engines import prefill_cost
+    from kvabr.client.late import Late, StepGate
     from kvabr.client.play import play, play_asset
     from kvabr.client.played import Played
 
 __version__ = "0.1.0"
 
-__all__ = ["Played", "__version__", "connect", "play", "play_asset", "prefill_cost", "sync"]
+__all__ = ["Late", "Played", "StepGate", "__version__", "connect", "play", "play_asset", "prefill_cost", "sync"]
 
 _HOMES = {
+    "Late": "kvabr.client.late",
     "Played": "kvabr.client.played",
+    "StepGate": "kvabr.client.late",
     "connect": "kvabr.client.connect",
     "play": "kvabr.client.play",
     "play_asset": "kvabr.client.play",
