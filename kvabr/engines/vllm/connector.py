@@ -1,0 +1,287 @@
+"""`KvabrConnector`: what vLLM calls, passed on to the two halves. No module but this and `layers` imports vLLM.
+
+It keeps to vLLM's ``KVConnectorBase_V1`` (vllm/distributed/kv_transfer/kv_connector/v1/base.py), in the versions that
+`kvabr.engines.adapters` names; vLLM calls that interface experimental.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import vllm
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+from vllm.v1.metrics.utils import create_metric_per_engine
+
+from kvabr.catalog import Catalog
+from kvabr.codec.profile import MAX_PROFILE_BYTES, Profile
+from kvabr.data import default_catalog, default_profile_bytes
+from kvabr.engines.adapters import VLLM
+from kvabr.engines.publisher import Publisher
+from kvabr.engines.vllm import stats
+from kvabr.engines.vllm.layers import layers_of, layout_of
+from kvabr.engines.vllm.meta import Step
+from kvabr.engines.vllm.model import ServedModel, served_model
+from kvabr.engines.vllm.node import leave_node, take_node
+from kvabr.engines.vllm.options import Options, read_options
+from kvabr.engines.vllm.scheduler import SchedulerHalf
+from kvabr.engines.vllm.worker import WorkerHalf
+from kvabr.errors import AssetError, FormatError, UsageError
+
+
+class KvabrMetadata(KVConnectorMetadata):  # type: ignore[misc]
+    """A step, as vLLM carries it from the scheduler to the workers."""
+
+    def __init__(self, step: Step) -> None:
+        self.step = step
+
+
+class KvabrConnector(KVConnectorBase_V1):  # type: ignore[misc]
+    """vLLM plays through kvabr; see `kvabr.engines.vllm`."""
+
+    _cache_hit_source = CacheHitSource.P2P
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        """Take part in an engine, as its scheduler's half or as a worker's.
+
+        Raises:
+            UsageError: the engine or the connector is set up in a way that cannot work; the message says what to do.
+        """
+        super().__init__(vllm_config, role, kv_cache_config)
+        VLLM.check(vllm.__version__)
+        transfer = self._kv_transfer_config
+        consumes, produces = transfer.is_kv_consumer, transfer.is_kv_producer
+        options = read_options(transfer.kv_connector_extra_config, consumes=consumes, produces=produces)
+        if consumes and transfer.kv_load_failure_policy != "recompute":
+            raise UsageError(
+                'kvabr leaves what does not come in time to the engine: set kv_load_failure_policy to "recompute" '
+                f'(it is "{transfer.kv_load_failure_policy}", which fails such requests)'
+            )
+        if kv_cache_config is not None and len(kv_cache_config.kv_cache_groups) != 1:
+            raise UsageError(
+                f"the model has {len(kv_cache_config.kv_cache_groups)} kinds of KV cache; kvabr needs full attention "
+                "in every layer"
+            )
+        model = served_model(vllm_config, options)
+        self._node = take_node(options) if consumes else None
+        self._scheduler: SchedulerHalf | None = None
+        self._worker: WorkerHalf | None = None
+        if role == KVConnectorRole.SCHEDULER:
+            self._scheduler = SchedulerHalf(options, model, self._node, produces=produces)
+        else:
+            self._worker = WorkerHalf(options, model, self._node, _publisher(options, model) if produces else None)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """False: what is not published is a miss later, and nobody waits for it."""
+        return False
+
+    # ------------------------------------------------------------ worker's side
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Take the engine's cache."""
+        assert self._worker is not None  # noqa: S101  # vLLM keeps the sides apart
+        layers = layers_of(kv_caches)
+        self._worker.register(layers, layout_of(self._vllm_config, layers))
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """A step begins: plays begin with it, and not when vLLM gets to `start_load_kv`, after the forward pass."""
+        super().bind_connector_metadata(connector_metadata)
+        if self._worker is not None and isinstance(connector_metadata, KvabrMetadata):
+            self._worker.begin(connector_metadata.step)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Nothing: see `bind_connector_metadata`."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing: no request is computed before its load is over."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        """Nothing: what is published is taken when a request ends."""
+
+    def wait_for_save(self) -> None:
+        """The step has been computed."""
+        if self._worker is not None:
+            self._worker.computed()
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """Publications and loads that are over."""
+        if self._worker is None:
+            return None, None
+        sent, received = self._worker.collect(finished_req_ids)
+        return sent or None, received or None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Blocks that did not come."""
+        return set() if self._worker is None else self._worker.failed_blocks()
+
+    # --------------------------------------------------------- scheduler's side
+
+    def on_new_request(self, request: Any) -> None:
+        """A request has come."""
+        assert self._scheduler is not None  # noqa: S101  # as in `register_kv_caches`
+        self._scheduler.arrived(request)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """How many tokens can be loaded; None: it is being found out."""
+        assert self._scheduler is not None  # noqa: S101  # as in `register_kv_caches`
+        return self._scheduler.matched(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """Blocks for them are there."""
+        assert self._scheduler is not None  # noqa: S101  # as in `register_kv_caches`
+        if num_external_tokens > 0:
+            self._scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        """What the workers are to do."""
+        assert self._scheduler is not None  # noqa: S101  # as in `register_kv_caches`
+        return KvabrMetadata(self._scheduler.step(scheduler_output.total_num_scheduled_tokens))
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """What the workers have done."""
+        assert self._scheduler is not None  # noqa: S101  # as in `register_kv_caches`
+        self._scheduler.received(set(connector_output.finished_recving or ()))
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """A request has ended: publish what it computed."""
+        assert self._scheduler is not None  # noqa: S101  # as in `register_kv_caches`
+        return self._scheduler.finished(request, block_ids), None
+
+    # ------------------------------------------------------------------ either
+
+    def shutdown(self) -> None:
+        """End everything."""
+        if self._worker is not None:
+            self._worker.close()
+        if self._node is not None:
+            node, self._node = self._node, None
+            leave_node(node)
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        """What was counted since the last time."""
+        half = self._worker or self._scheduler
+        data = half.counts.take() if half is not None else {}
+        return KvabrStats(data=data) if data else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
+        """Statistics as they come from another process."""
+        return KvabrStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVConnectorPromMetrics | None:
+        """The same for Prometheus."""
+        return KvabrPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+class KvabrStats(KVConnectorStats):  # type: ignore[misc]
+    """What the connector counted, as vLLM adds it up and logs it."""
+
+    data: dict[str, Any]
+
+    def reset(self) -> None:
+        """Forget it."""
+        self.data = {}
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        """Add another's."""
+        self.data = stats.added(self.data, other.data)
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """One number each."""
+        return stats.summary(self.data)
+
+    def is_empty(self) -> bool:
+        """Whether nothing was counted."""
+        return not self.data
+
+
+class KvabrPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
+    """``vllm:kvabr_*``: a counter for everything in `stats.HELP`, and a histogram of the seconds of plays."""
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._counters = {
+            name: create_metric_per_engine(
+                self._counter_cls(name=f"vllm:kvabr_{name}", documentation=f"{text}.", labelnames=labelnames),
+                per_engine_labelvalues,
+            )
+            for name, text in stats.HELP.items()
+        }
+        self._seconds = create_metric_per_engine(
+            self._histogram_cls(
+                name="vllm:kvabr_play_seconds",
+                documentation="Seconds that plays took.",
+                buckets=[0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0],
+                labelnames=labelnames,
+            ),
+            per_engine_labelvalues,
+        )
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Count on."""
+        for name, value in transfer_stats_data.items():
+            if name == stats.SECONDS:
+                for seconds in value:
+                    self._seconds[engine_idx].observe(seconds)
+            elif name in self._counters:
+                self._counters[name][engine_idx].inc(value)
+
+
+def _publisher(options: Options, model: ServedModel) -> Publisher:
+    """What takes this engine's caches.
+
+    Raises:
+        UsageError, AssetError, FormatError: a file that the options name cannot be used.
+    """
+    assert options.publish is not None  # noqa: S101  # a producer's options have it
+    spec = model.shard
+    prior = default_catalog() if options.prior is None else Catalog.read(options.prior)
+    return Publisher(
+        options.publish,
+        spec,
+        prior=prior,
+        tracks=options.tracks,
+        profile=_profile(options, model) if spec is model.spec else None,
+        queue=options.queue,
+        source=f"computed by vLLM {vllm.__version__}",
+    )
+
+
+def _profile(options: Options, model: ServedModel) -> Profile | None:
+    """The codec profile that the user names, or the one that comes along if it is this model's."""
+    if options.profile is None:
+        shipped = Profile.from_bytes(default_profile_bytes())
+        try:
+            shipped.check(model.spec)
+        except FormatError:
+            return None
+        return shipped
+    try:
+        with options.profile.open("rb") as file:
+            profile = Profile.from_bytes(file.read(MAX_PROFILE_BYTES + 1))
+    except OSError as error:
+        raise AssetError(f"{options.profile}: cannot be read ({error.strerror})") from error
+    profile.check(model.spec)
+    return profile
+

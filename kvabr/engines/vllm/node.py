@@ -1,0 +1,164 @@
+"""The fetcher that both halves of the connector share where they live in one process, and how it is asked."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from kvabr.client.lookup import Found, find_prefix
+from kvabr.client.played import PlayOptions
+from kvabr.engines.prefix import Prefix, play_prefix
+from kvabr.engines.vllm.options import Options
+from kvabr.errors import ForeignError, PlayError, TransportError
+from kvabr.kv import DTYPES, KVSpec
+from kvabr.node import BlockingFetcher, Fetcher, Handle, Limits, Peer
+from kvabr.transport.base import Connection
+
+_PLAYS, _WAITING = 64, 1024
+"""Plays at a time, and such as wait: an engine bounds its requests itself."""
+_HUNG_S, _HUNG_DEADLINES = 5.0, 2.0
+"""Seconds, and deadlines, after which a play that has not ended by itself is ended: no request waits for ever."""
+
+
+class Node:
+    """Lookups and plays of one engine, begun from its threads; a fetcher's event loop does the work."""
+
+    def __init__(self, options: Options) -> None:
+        """Start the loop, and dial: the first request shall find a connection, not a library to load.
+
+        Raises:
+            UsageError: the URL or an option of the connection makes no sense.
+        """
+        self._options = options
+        self.fetcher = BlockingFetcher(
+            Limits(memory_bytes=options.store_mib << 20, plays=_PLAYS, waiting=_WAITING)
+        )
+        self._dtype: str | None = None
+        """Element type that the origin's assets of our model say, once one was seen."""
+        try:
+            self._peer: Peer = self.fetcher.peer(str(options.url), **options.dial())
+        except BaseException:
+            self.fetcher.close()
+            raise
+        self._dialled = self.fetcher.begin(lambda _: self._dial())
+
+    def look_up(
+        self, tokens: Sequence[int], specs: Sequence[KVSpec], salt: bytes, within_s: float
+    ) -> Handle[Found | None]:
+        """Begin to ask what the origin has of a prompt; what the handle's result raises is said below.
+
+        Args:
+            tokens: ids of the prompt.
+            specs: of the caches that would do; the first of which there is one is taken.
+            salt: the tenant's secret.
+            within_s: seconds that it may take.
+
+        Raises:
+            TransportError, TimeoutError: the origin cannot be asked, or not in time.
+            ForeignError: it has a cache of another model, or shape.
+            FormatError: what it has is no catalog.
+        """
+        return self.fetcher.begin(lambda _: self._look_up(tokens, specs, salt, within_s))
+
+    def play(self, found: Found, options: PlayOptions, *, skip: int, behind: int) -> Handle[Prefix]:
+        """Begin a play; see `play_prefix` for its result, and `kvabr.node.Fetcher.seat` for what else it raises."""
+        return self.fetcher.begin(lambda fetcher: self._play(fetcher, found, options, skip, behind))
+
+    def play_mine(
+        self, spec: KVSpec, tokens: Sequence[int], salt: bytes, options: PlayOptions, *, skip: int, behind: int
+    ) -> Handle[Prefix]:
+        """As `play`, of what must first be found: another rank was told of its own heads alone."""
+        return self.fetcher.begin(lambda fetcher: self._play_mine(fetcher, spec, tokens, salt, options, skip, behind))
+
+    def close(self) -> None:
+        """End all of it."""
+        self.fetcher.close()
+
+    async def _dial(self) -> None:
+        with contextlib.suppress(TransportError):  # the first lookup dials again, and says what is wrong
+            await self._peer.flights()
+
+    async def _look_up(
+        self, tokens: Sequence[int], specs: Sequence[KVSpec], salt: bytes, within_s: float
+    ) -> Found | None:
+        async with asyncio.timeout(within_s):
+            connection = (await self._peer.flights()).connection
+            for spec in specs:
+                if (found := await self._find(connection, tokens, spec, salt)) is not None:
+                    return found
+        return None
+
+    async def _find(self, connection: Connection, tokens: Sequence[int], spec: KVSpec, salt: bytes) -> Found | None:
+        first = self._dtype or spec.dtype
+        try:
+            return await find_prefix(connection, tokens, replace(spec, dtype=first), salt=salt)
+        except ForeignError:
+            # The publisher's element type is part of what names a cache, and no obstacle: frames are decoded to
+            # whatever the engine has.
+            for dtype in (name for name in DTYPES if name != first):
+                try:
+                    found = await find_prefix(connection, tokens, replace(spec, dtype=dtype), salt=salt)
+                except ForeignError:
+                    continue
+                self._dtype = dtype
+                return found
+            raise
+
+    async def _play_mine(
+        self,
+        fetcher: Fetcher,
+        spec: KVSpec,
+        tokens: Sequence[int],
+        salt: bytes,
+        options: PlayOptions,
+        skip: int,
+        behind: int,
+    ) -> Prefix:
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        found = await self._look_up(tokens, [spec], salt, options.deadline_s / 2)
+        if found is None or found.catalog.groups <= skip:
+            raise PlayError(f"another rank's heads are published, those of {spec.model} are not")
+        left_s = options.deadline_s - (loop.time() - began_s)
+        return await self._play(fetcher, found, replace(options, deadline_s=left_s), skip, behind)
+
+    async def _play(
+        self, fetcher: Fetcher, found: Found, options: PlayOptions, skip: int, behind: int
+    ) -> Prefix:
+        async with (
+            asyncio.timeout(_HUNG_S + _HUNG_DEADLINES * options.deadline_s),
+            fetcher.seat(self._peer, deadline=options.deadline_s) as seat,
+        ):
+            mine = replace(options, deadline_s=max(1e-3, seat.begun_with_s))
+            return await play_prefix(seat, found, mine, skip=skip, behind=behind)
+
+
+_nodes: dict[Any, tuple[Node, int]] = {}
+_lock = threading.Lock()
+
+
+def take_node(options: Options) -> Node:
+    """The node for these options, one per process however often it is taken; `leave_node` when done."""
+    with _lock:
+        key = (options.url, tuple(sorted((name, str(value)) for name, value in options.dial().items())))
+        node, users = _nodes.get(key, (None, 0))
+        if node is None:
+            node = Node(options)
+        _nodes[key] = (node, users + 1)
+        return node
+
+
+def leave_node(node: Node) -> None:
+    """The last to leave closes it."""
+    with _lock:
+        for key, (kept, users) in list(_nodes.items()):
+            if kept is node:
+                if users > 1:
+                    _nodes[key] = (node, users - 1)
+                    return
+                del _nodes[key]
+    node.close()

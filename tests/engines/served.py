@@ -1,0 +1,47 @@
+"""An origin over QUIC in this process for tests of engines: it looks for what is new when it is told to."""
+
+from __future__ import annotations
+
+import time
+
+from kvabr.client.sync import Loop
+from kvabr.origin.backends import make_server
+from kvabr.origin.certificates import check, make
+from kvabr.origin.holdings import Library
+from kvabr.origin.metrics import Metrics
+from kvabr.origin.server import ServerLimits, ServerTls
+from tests.client.served import LOG
+
+
+class Origin:
+    """Serves a folder, and looks for what is new when it is told to."""
+
+    def __init__(self, folder):
+        self.root = folder / "assets"
+        self.root.mkdir()
+        certificate, key = make()
+        (folder / "cert.pem").write_bytes(certificate)
+        (folder / "key.pem").write_bytes(key)
+        tls = ServerTls(folder / "cert.pem", folder / "key.pem")
+        self.fingerprint = check(tls).fingerprint
+        self.loop = Loop()
+        self.library = Library(self.root, None, LOG)
+        self.server = make_server("aioquic", self.library, "127.0.0.1", 0, tls, ServerLimits(), LOG, Metrics())
+        self.loop.call(self.server.start())
+        self.url = f"moqt://127.0.0.1:{self.server.address[1]}/"
+
+    def look(self, assets):
+        """Wait until so many assets are published."""
+
+        async def refresh():
+            self.library.refresh()
+
+        end = time.monotonic() + 20
+        while len(self.library.assets) < assets and time.monotonic() < end:
+            time.sleep(0.02)
+            self.loop.call(refresh())
+        assert len(self.library.assets) == assets
+
+    def close(self):
+        self.loop.call(self.server.close())
+        self.loop.close()

@@ -1,0 +1,124 @@
+"""KV layouts: what is written into blocks is read back, whatever the blocks, the strides and the element types."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvabr.engines.layouts import (
+    BlockLayout,
+    check_block_size,
+    head_shard,
+    indices,
+    keys_and_values,
+    read_blocks,
+    whole_blocks,
+    write_blocks,
+)
+from kvabr.errors import FormatError, UsageError
+
+BLOCKS, HEADS, SIZE, DIM = 7, 3, 8, 4
+
+
+def paged(dtype=torch.float32, *, tokens_outside_heads=False):
+    """A cache full of NaN: what is not written shows."""
+    if tokens_outside_heads:
+        whole = torch.full((BLOCKS, SIZE, HEADS, 2 * DIM), float("nan"), dtype=dtype)
+        return whole.transpose(1, 2)
+    return torch.full((BLOCKS, HEADS, SIZE, 2 * DIM), float("nan"), dtype=dtype)
+
+
+def numbers(count):
+    return torch.arange(2 * HEADS * count * SIZE * DIM, dtype=torch.float32).view(2, HEADS, count * SIZE, DIM) % 1013
+
+
+@pytest.mark.parametrize("layout", BlockLayout)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("blocks", [[0], [6, 2, 4], [3, 2, 1, 0, 6, 5, 4]])
+def test_what_is_written_is_read_back_and_nothing_else_changes(layout, dtype, blocks):
+    cache = paged(dtype)
+    kv = numbers(len(blocks)) % 250  # exact in every type
+    write_blocks(cache, indices(blocks, cache), kv, layout)
+    out = torch.empty_like(kv)
+    read_blocks(cache, indices(blocks, cache), out, layout)
+    assert torch.equal(out, kv)
+    untouched = [block for block in range(BLOCKS) if block not in blocks]
+    assert bool(cache[untouched].isnan().all())
+    assert not bool(cache[blocks].isnan().any())
+
+
+def test_a_part_of_a_longer_cache_and_some_of_its_heads():
+    whole = torch.rand(2, HEADS + 2, 5 * SIZE, DIM)
+    cache = paged()
+    part = whole[:, 1 : 1 + HEADS, SIZE : 3 * SIZE]
+    write_blocks(cache, indices([5, 1], cache), part, BlockLayout.TRANSPOSED)
+    keys, values = keys_and_values(cache, BlockLayout.TRANSPOSED)
+    assert torch.equal(keys[1], part[0, :, SIZE:])
+    assert torch.equal(values[5], part[1, :, :SIZE])
+
+
+def test_the_plain_layout_takes_any_strides():
+    cache = paged(tokens_outside_heads=True)
+    kv = numbers(2)
+    write_blocks(cache, indices([4, 0], cache), kv, BlockLayout.PLAIN)
+    assert torch.equal(cache[4][..., :DIM], kv[0, :, :SIZE])
+    assert torch.equal(cache[0][..., DIM:], kv[1, :, SIZE:])
+    with pytest.raises(FormatError, match="in one piece"):
+        keys_and_values(cache, BlockLayout.TRANSPOSED)
+
+
+def test_the_transposed_layout_is_that_of_the_processor_kernels():
+    """A head of a block: keys as [dim, token], then values as [token, dim]."""
+    cache = paged()
+    kv = numbers(1)
+    write_blocks(cache, indices([2], cache), kv, BlockLayout.TRANSPOSED)
+    row = cache[2, 1].flatten()
+    assert torch.equal(row[: SIZE * DIM], kv[0, 1].T.flatten())
+    assert torch.equal(row[SIZE * DIM :], kv[1, 1].flatten())
+
+
+def test_shapes_that_do_not_fit():
+    cache = paged()
+    with pytest.raises(FormatError, match="2 blocks"):
+        write_blocks(cache, indices([0, 1], cache), numbers(1), BlockLayout.PLAIN)
+    with pytest.raises(FormatError, match="1 blocks"):
+        read_blocks(cache, indices([0], cache), numbers(2), BlockLayout.PLAIN)
+    with pytest.raises(FormatError, match="paged cache"):
+        keys_and_values(cache[..., 1:], BlockLayout.PLAIN)
+    with pytest.raises(IndexError):
+        write_blocks(cache, indices([BLOCKS], cache), numbers(1), BlockLayout.PLAIN)
+
+
+@pytest.mark.parametrize(
+    ("heads", "ranks", "shards"),
+    [
+        (8, 1, [range(8)]),
+        (8, 2, [range(4), range(4, 8)]),
+        (3, 3, [range(1), range(1, 2), range(2, 3)]),
+        (2, 4, [range(1), range(1), range(1, 2), range(1, 2)]),  # more ranks than heads: each is held twice
+    ],
+)
+def test_heads_of_each_rank(heads, ranks, shards):
+    assert [head_shard(heads, rank, ranks) for rank in range(ranks)] == shards
+
+
+def test_heads_that_cannot_be_spread():
+    with pytest.raises(UsageError, match="3 KV heads"):
+        head_shard(3, 0, 2)
+    with pytest.raises(UsageError, match="no such rank"):
+        head_shard(8, 2, 2)
+
+
+@pytest.mark.parametrize("block", [16, 32, 64, 128, 256, 384])
+def test_blocks_that_fit_groups(block):
+    check_block_size(block, 128)
+
+
+@pytest.mark.parametrize("block", [0, 48, 96, 192])
+def test_blocks_that_do_not(block):
+    with pytest.raises(UsageError, match="multiple of the other"):
+        check_block_size(block, 128)
+
+
+def test_whole_blocks():
+    assert [whole_blocks(tokens, 16) for tokens in (0, 15, 16, 47)] == [0, 0, 16, 32]

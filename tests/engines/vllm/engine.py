@@ -1,0 +1,104 @@
+"""The real engine, in this process, with kvabr's connector; and prompts of a real text for it."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+TEXT = Path(__file__).resolve().parents[3] / "README.md"
+
+ENVIRONMENT = {
+    # Scheduler and worker in this process, so that a test can look at them.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+
+def transfer(extra, role="kv_both", **more):
+    from vllm.config import KVTransferConfig
+
+    return KVTransferConfig(
+        kv_connector="KvabrConnector",
+        kv_connector_module_path="kvabr.engines.vllm",
+        kv_role=role,
+        **({"kv_load_failure_policy": "recompute"} | more),
+        kv_connector_extra_config=extra,
+    )
+
+
+class RealEngine:
+    def __init__(self, model, extra, role="kv_both", **more):
+        os.environ.update(ENVIRONMENT)
+        from vllm import LLM
+
+        options = {"dtype": "float32", "max_model_len": 2304, "max_num_seqs": 32} | more
+        self.llm = LLM(
+            str(model),
+            enforce_eager=True,
+            disable_log_stats=False,
+            kv_transfer_config=None if extra is None else transfer(extra, role),
+            **options,
+        )
+        self.core = self.llm.llm_engine.engine_core.engine_core
+        self.scheduler = self.core.scheduler
+        if extra is not None:
+            from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+            self.worker = get_kv_transfer_group()._worker
+            self.half = self.scheduler.connector._scheduler
+            self.node = self.scheduler.connector._node
+
+    def tokens(self, text):
+        return self.llm.get_tokenizer().encode(text)
+
+    def generate(self, prompts, tokens=8, **params):
+        """Texts of prompts that are there all at once."""
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, extra_args=params or None)
+        out = self.llm.generate([{"prompt_token_ids": p} for p in prompts], sampling, use_tqdm=False)
+        self.first_tokens_s = [one.metrics.first_token_latency for one in out]
+        return [one.outputs[0].token_ids for one in out]
+
+    def settle(self, within_s=60.0):
+        """Step until vLLM has nothing more to clear up, and what is published is on disk."""
+        end_s = time.monotonic() + within_s
+        while self.scheduler.has_finished_requests() or self.scheduler.has_requests():
+            self.llm.llm_engine.step()
+            assert time.monotonic() < end_s
+        if self.worker._publisher is not None:
+            self.worker._publisher._thread.submit(lambda: None).result(within_s)
+
+    def forget(self):
+        """Empty vLLM's own prefix cache."""
+        self.settle()
+        assert self.llm.reset_prefix_cache()
+
+    def counted(self):
+        """What was counted since the last time, by vLLM's own metrics and not by looking into the connector."""
+        now = {
+            metric.name.removeprefix("vllm:kvabr_"): metric.value
+            for metric in self.llm.get_metrics()
+            if metric.name.startswith("vllm:kvabr_") and hasattr(metric, "value")
+        }
+        before, self._before = getattr(self, "_before", {}), now
+        return {name: value - before.get(name, 0) for name, value in now.items() if value != before.get(name, 0)}
+
+    def free_blocks(self):
+        return self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+
+
+def prompts_of(tokens, families=4, each=4, shared=384, most=700):
+    """Prompts in families that share a prefix; each goes on with another part of the text, and has another length."""
+    out = []
+    for family in range(families):
+        prefix = tokens[family * shared : (family + 1) * shared]
+        for member in range(each):
+            begin = families * shared + 97 * (family * each + member)
+            length = 140 + (most - shared - 140) * (family * each + member) // (families * each)
+            out.append(prefix + tokens[begin : begin + length])
+    return out

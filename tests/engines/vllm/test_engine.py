@@ -1,0 +1,269 @@
+"""End to end with the real vLLM on this machine's processor; see tools/engine-vllm. States the version that it ran."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed: tools/engine-vllm makes an environment that has it")
+
+from kvabr.catalog import Catalog
+from kvabr.engines.adapters import VLLM
+from kvabr.engines.folder import smollm2_folder
+from kvabr.replay.live.conditions import Conditions
+from kvabr.replay.live.shaper import Shaper
+from kvabr.replay.trace import BYTES_PER_MBIT, Trace
+from tests.engines.vllm.engine import TEXT, RealEngine, prompts_of
+from tests.engines.vllm.origin import ServedFolder
+
+pytestmark = pytest.mark.model
+
+DEADLINE_S = 60.0
+"""Enough for 16 caches through a machine that has other things to do."""
+MORE_S = 10.0
+"""What a busy machine may take beside what it was measured to take."""
+
+
+def constant(mbit):
+    return Trace(f"constant/{mbit}", "constant", (0.0,), (mbit * BYTES_PER_MBIT,), 1000.0)
+
+
+class World:
+    """One engine, one origin behind a link, and what 16 prompts say when vLLM computes all of it."""
+
+    def __init__(self, folder):
+        model = Path(os.environ.get("KVABR_SMOLLM2") or folder / "smollm2")
+        names = smollm2_folder(model)
+        self.assets = folder / "assets"
+        self.assets.mkdir()
+        self.origin = ServedFolder(self.assets, folder)
+        self.link = Shaper(self.origin.address, Conditions(rtt_s=0.01))
+        extra = {
+            "url": f"moqt://127.0.0.1:{self.link.address[1]}/",
+            "fingerprint": self.origin.fingerprint,
+            "publish": str(self.assets),
+            "deadline_s": DEADLINE_S,
+            "tracks": ["FP16"],
+            "policy": "fixed:FP16",
+            "quic": "qh3",
+            "queue": 32,
+            "store_mib": 0,
+            "prefill_rate": 100.0,  # slower than it is, so that plays wait for the network and not for their turn
+            **names,
+        }
+        self.engine = RealEngine(model, extra)
+        self.prompts = prompts_of(self.engine.tokens(TEXT.read_text()))
+        self.cold = []
+        began_s = time.monotonic()
+        for prompt in self.prompts:  # one at a time, and nothing kept: nothing but the model decides what it says
+            self.cold += self.engine.generate([prompt], kv_transfer_params={"play": False})
+            self.engine.forget()
+        self.cold_s = time.monotonic() - began_s
+        self.engine.counted()
+
+    def wait_for_assets(self, count):
+        """Until the origin has noticed so many."""
+        end_s = time.monotonic() + 30
+        while self.origin.log().count("asset added") < count:
+            assert time.monotonic() < end_s
+            time.sleep(0.05)
+
+    def asset_of(self, prompt):
+        """The folder of the asset that a prompt's own computation made."""
+        from kvabr.naming import chain
+
+        spec = self.engine.half._model.spec
+        groups = len(prompt) // spec.group_tokens
+        name = chain(prompt[: groups * spec.group_tokens], model=spec.model, tokenizer=spec.tokenizer)[-1]
+        return self.assets / name
+
+    def run(self, prompts=None, **params):
+        """All prompts at once, with nothing in vLLM's own cache."""
+        self.engine.forget()
+        self.engine.counted()
+        began_s = time.monotonic()
+        texts = self.engine.generate(self.prompts if prompts is None else prompts, **params)
+        return texts, self.engine.counted(), time.monotonic() - began_s
+
+    def close(self):
+        self.link.close()
+        self.origin.close()
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    world = World(tmp_path_factory.mktemp("world"))
+    yield world
+    world.close()
+
+
+@pytest.fixture(autouse=True)
+def open_link(world):
+    world.link.open(Conditions(rtt_s=0.01))
+
+
+def test_says_which_version_it_ran(world, record_property):
+    import vllm
+
+    record_property("vllm", vllm.__version__)
+    print(f"vLLM {vllm.__version__}")
+    assert VLLM.check(vllm.__version__)
+
+
+def test_sixteen_requests_at_once_play_what_was_published(world):
+    world.wait_for_assets(16)
+    texts, counted, took_s = world.run()
+    print(
+        f"16 hits: {took_s:.1f} s, of {world.cold_s:.1f} s to compute all; longest wait for a first token "
+        f"{max(world.engine.first_tokens_s):.1f} s; {counted}"
+    )
+    assert texts == world.cold
+    assert counted["lookups_hit"] == 16
+    assert counted["plays"] == 16
+    # Whole blocks, and one token at least is left for vLLM to compute.
+    assert counted["tokens_loaded"] == sum((len(prompt) - 1) // 128 * 128 for prompt in world.prompts)
+    assert "tokens_missed" not in counted
+    world.engine.settle()  # what was published already is not published again
+    assert counted.get("publish_dropped_known", 0) + world.engine.counted().get("publish_dropped_known", 0) == 16
+
+
+def test_hits_and_misses_together(world):
+    text = TEXT.read_text()
+    strangers = [world.engine.tokens(text[at:])[:300] for at in (3001, 5003)]
+    texts, counted, _ = world.run([*world.prompts[:3], *strangers])
+    assert texts[:3] == world.cold[:3]
+    assert counted["lookups_hit"] == 3
+    assert counted["lookups_miss"] == 2
+    world.engine.forget()
+    alone = [world.engine.generate([stranger], kv_transfer_params={"play": False})[0] for stranger in strangers]
+    assert texts[3:] == alone
+
+
+@pytest.mark.parametrize("which", ["first", "middle", "last"])
+def test_a_group_that_is_lost_is_computed_and_what_is_before_it_is_used(world, which):
+    prompt, cold = world.prompts[5], world.cold[5]
+    asset = world.asset_of(prompt)
+    groups = Catalog.read(asset / "catalog.json").groups
+    group = {"first": 0, "middle": groups // 2, "last": groups - 1}[which]
+    frame = asset / "groups" / "FP16" / f"{group:05d}.kvg"
+    data = frame.read_bytes()
+    broken = bytearray(data)
+    broken[len(data) // 2] ^= 1
+    frame.write_bytes(broken)
+    try:
+        texts, counted, took_s = world.run([prompt])
+    finally:
+        frame.write_bytes(data)
+    assert texts == [cold]
+    assert counted["plays_cut"] == 1
+    assert counted.get("tokens_loaded", 0) == group * 128
+    assert counted["tokens_missed"] == (groups - group) * 128
+    assert counted["lookups_hit"] == 1  # asked about once: a request whose load failed is not loaded again
+    assert took_s < world.cold_s  # and not for the deadline: there was nothing to wait for
+
+
+def test_an_origin_that_dies_mid_play(world):
+    trace = constant(60.0)
+    world.engine.forget()
+    world.link.begin(trace, 0.0, Conditions(rtt_s=0.01))
+    link = world.engine.node._peer.connection
+    before = link.stats().bytes_received
+
+    def kill():
+        while link.stats().bytes_received < before + (12 << 20):
+            time.sleep(0.01)
+        world.origin.kill()
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    try:
+        texts, counted, took_s = world.run(kv_transfer_params={"deadline_s": 6.0})
+    finally:
+        killer.join()
+        world.origin.start()
+    print(
+        f"origin dies: {took_s:.1f} s, of {world.cold_s:.1f} s to compute all; longest wait for a first token "
+        f"{max(world.engine.first_tokens_s):.1f} s; {counted}"
+    )
+    assert texts == world.cold
+    assert counted["tokens_loaded"] > 0  # what had come of the first is used
+    assert counted["tokens_missed"] > 0
+    assert took_s < 6.0 + world.cold_s + MORE_S
+
+
+def test_and_is_played_from_again_once_it_is_back(world):
+    end_s = time.monotonic() + 30
+    while True:
+        texts, counted, _ = world.run(world.prompts[:1])
+        assert texts == world.cold[:1]
+        if counted.get("tokens_loaded"):
+            break
+        assert time.monotonic() < end_s
+
+
+def test_a_deadline_that_is_always_missed(world):
+    world.link.begin(constant(0.2), 0.0, Conditions(rtt_s=0.01))
+    texts, counted, took_s = world.run(kv_transfer_params={"deadline_s": 1.0})
+    print(
+        f"deadline missed: {took_s:.1f} s, of {world.cold_s:.1f} s to compute all; longest wait for a first token "
+        f"{max(world.engine.first_tokens_s):.1f} s; {counted}"
+    )
+    assert texts == world.cold
+    assert counted.get("tokens_loaded", 0) == 0
+    assert took_s < 1.0 + world.cold_s + MORE_S
+
+
+def test_an_aborted_request_cancels_its_play(world):
+    from vllm import SamplingParams
+
+    world.engine.forget()
+    world.engine.counted()
+    free = world.engine.free_blocks()
+    world.link.begin(constant(2.0), 0.0, Conditions(rtt_s=0.01))
+    core = world.engine.llm.llm_engine
+    core.add_request("gone", {"prompt_token_ids": world.prompts[0]}, SamplingParams(max_tokens=4))
+    end_s = time.monotonic() + 20
+    while not world.engine.worker._plays:
+        core.step()
+        assert time.monotonic() < end_s
+    (play,) = world.engine.worker._plays.values()
+    core.abort_request(["gone"])
+    world.engine.settle()
+    assert play.done()
+    assert world.engine.free_blocks() == free
+    assert world.engine.worker._plays == {}
+    assert world.engine.counted()["plays_aborted"] == 1
+    world.link.open(Conditions(rtt_s=0.01))
+    texts, _, _ = world.run(world.prompts[:2])
+    assert texts == world.cold[:2]
+
+
+def test_short_prompts_are_left_alone(world):
+    texts, counted, _ = world.run([world.prompts[0][:100]])
+    assert len(texts[0]) == 8
+    assert counted["lookups_short"] == 1
+    assert counted["publish_skipped_short"] == 1
+    assert "plays" not in counted
+
+
+def test_memory_stays_flat_over_200_requests(world):
+    import gc
+
+    def resident():
+        gc.collect()
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return int(next(line for line in lines if line.startswith("VmRSS")).split()[1]) / 1024
+
+    prompts = [prompt[:400] for prompt in world.prompts]
+    for prompt in prompts:
+        world.engine.generate([prompt], tokens=1)
+    rounds = []
+    for _ in range(25):
+        world.run(prompts[:8], tokens=1)
+        rounds.append(resident())
+    print("resident MiB after each 8 requests:", [round(mib) for mib in rounds])
+    assert rounds[-1] - rounds[4] < 48

@@ -1,0 +1,364 @@
+"""The two halves of the connector without vLLM: a real origin over QUIC, blocks in plain tensors."""
+
+from __future__ import annotations
+
+import pickle
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from kvabr.data import default_catalog
+from kvabr.engines.layouts import BlockLayout, indices, read_blocks
+from kvabr.engines.publisher import Publisher, with_heads
+from kvabr.engines.vllm.meta import Step
+from kvabr.engines.vllm.model import ServedModel
+from kvabr.engines.vllm.node import leave_node, take_node
+from kvabr.engines.vllm.options import Options
+from kvabr.engines.vllm.scheduler import SchedulerHalf
+from kvabr.engines.vllm.worker import WorkerHalf
+from kvabr.naming import chain
+from tests.client.served import Served
+from tests.toymodel import SPEC, ToyModel, prompt, toy_asset
+
+BLOCK = 8
+TOKENS = list(prompt(70).tokens)
+PATIENCE_S = 30.0
+
+
+def request(name="r", tokens=TOKENS, **more):
+    """What the halves look at of vLLM's requests."""
+    return SimpleNamespace(
+        **{
+            "request_id": name,
+            "prompt_token_ids": tokens,
+            "num_prompt_tokens": len(tokens or ()),
+            "num_computed_tokens": len(tokens or ()),
+            "lora_request": None,
+            "mm_features": [],
+            "cache_salt": None,
+            "kv_transfer_params": None,
+        }
+        | more
+    )
+
+
+class Bench:
+    """Both halves, as vLLM would call them, one step after the other."""
+
+    def __init__(self, served, publish=None, *, heads=None, **options):
+        self.options = Options(
+            url=served.url, fingerprint=served.fingerprint, quic="aioquic", policy="fixed:FP16", **options
+        )
+        heads = heads or range(SPEC.kv_heads)
+        self.model = ServedModel(SPEC, torch.float32, BLOCK, heads, 4096)
+        self.node = take_node(self.options)
+        self.node._dialled.result(PATIENCE_S)
+        made = None if publish is None else Publisher(publish, SPEC, prior=default_catalog())
+        self.scheduler = SchedulerHalf(self.options, self.model, self.node, produces=made is not None)
+        self.worker = WorkerHalf(self.options, self.model, self.node, made)
+        self.caches = [
+            torch.full((40, len(heads), BLOCK, 2 * SPEC.head_dim), float("nan")) for _ in range(SPEC.layers)
+        ]
+        self.worker.register(dict(enumerate(self.caches)), BlockLayout.TRANSPOSED)
+
+    def matched(self, asked, computed=0):
+        end_s = time.monotonic() + PATIENCE_S
+        while (answer := self.scheduler.matched(asked, computed))[0] is None:
+            assert time.monotonic() < end_s
+        return answer
+
+    def steps(self):
+        """Steps until something has ended: (published or given up, loaded, failed blocks)."""
+        end_s = time.monotonic() + PATIENCE_S
+        gone = set()
+        while True:
+            self.worker.begin(self.scheduler.step(0))
+            self.worker.computed()
+            sent, received = self.worker.collect(gone)
+            failed = self.worker.failed_blocks()
+            if sent or received:
+                self.scheduler.received(received)
+                return sent, received, failed
+            assert time.monotonic() < end_s
+
+    def load(self, asked, computed=0, blocks=range(20)):
+        count, waits = self.matched(asked, computed)
+        assert waits
+        self.scheduler.allocated(asked, list(blocks), count)
+        return count, self.steps()
+
+    def blocks(self, numbers):
+        heads = self.caches[0].shape[1]
+        out = torch.empty(SPEC.layers, 2, heads, len(numbers) * BLOCK, SPEC.head_dim)
+        for cache, part in zip(self.caches, out, strict=True):
+            read_blocks(cache, indices(numbers, cache), part, BlockLayout.TRANSPOSED)
+        return out
+
+    def close(self):
+        self.worker.close()
+        leave_node(self.node)
+
+
+@pytest.fixture(scope="module")
+def assets(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("assets")
+    toy_asset(folder / "one", ("FP16", "Int4"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def served(assets, tmp_path_factory):
+    served = Served(assets, tmp_path_factory.mktemp("tls"))
+    yield served
+    served.close()
+
+
+@pytest.fixture
+def bench(served):
+    bench = Bench(served)
+    yield bench
+    bench.close()
+
+
+def exact(first, last):
+    return ToyModel().prefill(TOKENS)[:, :, :, first:last]
+
+
+def near(kv, wanted):
+    return kv.shape == wanted.shape and torch.allclose(kv, wanted, rtol=2e-3, atol=2e-3)
+
+
+def test_a_hit_is_played_into_blocks(bench):
+    numbers = [30, 2, 17, 5, 9, 11, 0, 4, 25]
+    count, (_, received, failed) = bench.load(request(), blocks=numbers)
+    assert count == 64  # whole blocks, and one token at least is left to compute
+    assert received == {"r"}
+    assert not failed
+    assert near(bench.blocks(numbers[:8]), exact(0, 64))
+    counted = bench.worker.counts.take()
+    assert counted["tokens_loaded"] == 64
+    assert bench.scheduler.counts.take() == {"lookups_hit": 1}
+
+
+def test_what_the_engine_has_is_left_alone(bench):
+    numbers = list(range(10, 19))
+    count, (_, _, failed) = bench.load(request(), computed=24, blocks=numbers)
+    assert count == 40
+    assert not failed
+    assert near(bench.blocks(numbers[3:8]), exact(24, 64))
+    assert bool(bench.caches[0][numbers[:3]].isnan().all())
+
+
+def test_a_request_is_answered_with_a_hit_once(bench):
+    asked = request()
+    bench.load(asked)
+    assert bench.scheduler.matched(asked, 0) == (0, False)  # vLLM asks again after a failure, and would for ever
+
+
+def test_a_rank_takes_its_own_heads(served):
+    bench = Bench(served, heads=range(1, 2))
+    try:
+        bench.load(request())
+        assert near(bench.blocks(list(range(8))), exact(0, 64)[:, :, 1:2])
+    finally:
+        bench.close()
+
+
+def test_ranks_fetch_their_own_heads_where_they_are_published_so(tmp_path):
+    kv = ToyModel().prefill(TOKENS)
+    for heads in (range(1), range(1, 2)):
+        made = Publisher(tmp_path / "assets", with_heads(SPEC, heads), prior=default_catalog(), tracks=["FP16"])
+        made.reserve(TOKENS).fill(kv[:, :, heads.start : heads.stop], lambda _: None)
+        made.close()
+    served = Served(tmp_path / "assets", tmp_path)
+    first, second = Bench(served, heads=range(1)), Bench(served, heads=range(1, 2))
+    try:
+        first.load(request())
+        assert near(first.blocks(list(range(8))), exact(0, 64)[:, :, :1])
+        # vLLM has one scheduler, which looks up for its own rank, and tells all ranks what it found.
+        asked = request("both")
+        count, _ = first.matched(asked)
+        first.scheduler.allocated(asked, list(range(20)), count)
+        step = first.scheduler.step(0)
+        second.worker.begin(step)
+        assert second.steps() == (set(), {"both"}, set())
+        assert near(second.blocks(list(range(8))), exact(0, 64)[:, :, 1:2])
+        assert second.worker.counts.take()["bytes_fetched"] < 1.1 * kv[:, :, :1].numel() * 2
+    finally:
+        first.close()
+        second.close()
+        served.close()
+
+
+@pytest.mark.parametrize("group", [0, 2])
+def test_blocks_behind_a_lost_group_are_reported(tmp_path, group):
+    toy_asset(tmp_path / "assets" / "one", ("FP16",))
+    frame = tmp_path / "assets" / "one" / "groups" / "FP16" / f"{group:05d}.kvg"
+    data = bytearray(frame.read_bytes())
+    data[200] ^= 1
+    frame.write_bytes(data)
+    served = Served(tmp_path / "assets", tmp_path)
+    bench = Bench(served, deadline_s=8.0)
+    try:
+        _, (_, received, failed) = bench.load(request())
+        assert received == {"r"}
+        assert failed == set(range(2 * group, 8))
+        if group:
+            assert near(bench.blocks(list(range(2 * group))), exact(0, 16 * group))
+        assert bench.worker.counts.take()["plays_cut"] == 1
+    finally:
+        bench.close()
+        served.close()
+
+
+def test_nothing_is_played_of(bench):
+    other = [token + 1 for token in TOKENS]
+    for asked, why in [
+        (request(tokens=TOKENS[:16]), "lookups_short"),
+        (request(tokens=other), "lookups_miss"),
+        (request(cache_salt="mine"), "lookups_miss"),
+        (request(lora_request=object()), "lookups_unfit"),
+        (request(mm_features=[object()]), "lookups_unfit"),
+        (request(tokens=None), "lookups_unfit"),
+    ]:
+        asked.request_id = why + str(id(asked))
+        assert bench.matched(asked) == (0, False)
+        assert bench.scheduler.counts.take() == {why: 1}
+    assert bench.matched(request("no", kv_transfer_params={"play": False})) == (0, False)
+    assert bench.matched(request("all is there"), 64) == (0, False)
+
+
+def test_an_asset_of_another_dtype_is_played(tmp_path):
+    """What the publisher computed in is part of an asset's name, and no obstacle."""
+    from dataclasses import replace
+
+    served_spec = replace(SPEC, dtype="bfloat16")
+    made = Publisher(tmp_path / "assets", served_spec, prior=default_catalog(), tracks=["FP16"])
+    made.reserve(TOKENS).fill(ToyModel().prefill(TOKENS), lambda _: None)
+    made.close()
+    served = Served(tmp_path / "assets", tmp_path)
+    bench = Bench(served)
+    try:
+        bench.load(request())
+        assert near(bench.blocks(list(range(8))), exact(0, 64))
+    finally:
+        bench.close()
+        served.close()
+
+
+def test_an_asset_with_another_rope_is_refused(tmp_path):
+    from dataclasses import replace
+
+    turned = replace(SPEC, rope=replace(SPEC.rope, theta=5e5))
+    made = Publisher(tmp_path / "assets", turned, prior=default_catalog(), tracks=["FP16"])
+    made.reserve(TOKENS).fill(ToyModel().prefill(TOKENS), lambda _: None)
+    made.close()
+    served = Served(tmp_path / "assets", tmp_path)
+    bench = Bench(served)
+    try:
+        assert bench.matched(request()) == (0, False)
+        assert bench.scheduler.counts.take() == {"lookups_refused": 1}
+    finally:
+        bench.close()
+        served.close()
+
+
+def test_an_origin_that_is_gone_costs_one_request_its_lookup(tmp_path):
+    served = Served(tmp_path, tmp_path)
+    bench = Bench(served, deadline_s=2.0)
+    served.kill()
+    try:
+        began_s = time.monotonic()
+        assert bench.matched(request("a")) == (0, False)
+        assert time.monotonic() - began_s < 2.0
+        assert bench.scheduler.matched(request("b"), 0) == (0, False)  # at once
+        counted = bench.scheduler.counts.take()
+        assert counted == {"lookups_failed": 1, "lookups_paused": 1}
+    finally:
+        bench.close()
+        served.close()
+
+
+def test_an_aborted_request_ends_its_play(served):
+    bench = Bench(served, deadline_s=60.0)
+    try:
+        asked = request()
+        count, _ = bench.matched(asked)
+        bench.scheduler.allocated(asked, list(range(20)), count)
+        bench.worker.begin(bench.scheduler.step(0))
+        assert not bench.scheduler.finished(asked, [])
+        received = set()
+        end_s = time.monotonic() + PATIENCE_S
+        gone = {"r"}
+        while not received:
+            _, received = bench.worker.collect(gone)
+            gone = set()
+            assert time.monotonic() < end_s
+        assert received == {"r"}
+        assert bench.worker._plays == {}
+    finally:
+        bench.close()
+
+
+def test_what_was_computed_is_published_and_played(served, assets):
+    bench = Bench(served, assets)
+    tokens = [(token * 7 + 3) % 97 for token in TOKENS]
+    kv = ToyModel().prefill(tokens)
+    numbers = list(range(3, 12))
+    try:
+        for cache, part in zip(bench.caches, kv, strict=True):
+            from kvabr.engines.layouts import write_blocks
+
+            write_blocks(cache, indices(numbers[:8], cache), part[:, :, :64], BlockLayout.TRANSPOSED)
+        asked = request("p", tokens)
+        assert bench.scheduler.finished(asked, numbers)
+        sent, _, _ = bench.steps()
+        assert sent == {"p"}
+        name = chain(tokens[:64], model=SPEC.model, tokenizer=SPEC.tokenizer, group_tokens=16)[-1]
+        bench.worker._publisher._thread.submit(lambda: None).result(PATIENCE_S)
+        assert (assets / name / "catalog.json").exists()
+        assert bench.worker.counts.take()["published"] == 1
+        assert bench.scheduler.finished(asked, numbers)
+        bench.steps()
+        assert bench.worker.counts.take() == {"publish_dropped_known": 1}
+    finally:
+        bench.close()
+
+
+def test_what_was_computed_behind_a_lossy_cache_is_not_published(served, tmp_path):
+    bench = Bench(served, tmp_path / "out")
+    object.__setattr__(bench.options, "policy", "fixed:Int4")
+    try:
+        bench.load(request())
+        assert bench.scheduler.finished(request(), list(range(20)))
+        bench.steps()
+        counted = bench.worker.counts.take()
+        assert counted["publish_dropped_lossy"] == 1
+        assert not list((tmp_path / "out").iterdir())
+    finally:
+        bench.close()
+
+
+def test_a_step_travels_between_processes(bench):
+    asked = request()
+    count, _ = bench.matched(asked)
+    bench.scheduler.allocated(asked, list(range(20)), count)
+    step = bench.scheduler.step(7)
+    assert pickle.loads(pickle.dumps(step)) == step  # noqa: S301  # vLLM's own way between its processes
+
+
+def test_a_lookup_begins_when_a_request_comes(bench):
+    asked = request()
+    bench.scheduler.arrived(asked)
+    lookup = bench.scheduler._asked["r"].lookup
+    assert lookup.result(PATIENCE_S) is not None
+    assert bench.scheduler.matched(asked, 0) == (64, True)
+
+
+def test_a_step_without_work_passes(bench):
+    bench.worker.begin(Step(scheduled=5))
+    bench.worker.computed()
+    assert bench.worker.collect(set()) == (set(), set())
+    assert bench.worker.failed_blocks() == set()
