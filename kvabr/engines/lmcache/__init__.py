@@ -1,0 +1,18 @@
+"""LMCache: a remote storage plug-in, tested with LMCache 0.5.6.
+
+A chunk of LMCache becomes an asset of its own: encoded on several tracks when it is put, and played at the quality that
+the deadline allows when it is fetched. In LMCache's configuration::
+
+    chunk_size: 256
+    remote_storage_plugins: ["kvabr"]
+    remote_serde: "naive"
+    extra_config:
+      remote_storage_plugin.kvabr.module_path: kvabr.engines.lmcache.connector
+      remote_storage_plugin.kvabr.class_name: KvabrAdapter
+      remote_storage_plugin.kvabr.url: moqt://origin.example:4443/
+      remote_storage_plugin.kvabr.publish: /srv/kvabr
+      remote_storage_plugin.kvabr.deadline_s: 1.0
+
+`kvabr.engines.keyed.Options` says what else may be set. ``publish`` is a folder that `kvabr serve` serves; an instance
+that only fetches needs none, and one that only stores needs no ``url``. Only `connector` imports LMCache.
+"""

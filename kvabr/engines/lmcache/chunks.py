@@ -1,0 +1,72 @@
+"""Chunks of LMCache: their options, their spec, and their layout. Pure; nothing of LMCache is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from kvabr.engines import keyed, settings
+from kvabr.engines.keyed import Options
+from kvabr.errors import FormatError, UsageError
+from kvabr.kv import KVSpec
+
+_LMCACHES = ("module_path", "class_name")
+"""Keys that LMCache reads itself."""
+
+
+def read_options(extra_config: Mapping[str, Any] | None, plugin: str = "kvabr") -> Options:
+    """The settings of a plug-in.
+
+    Args:
+        extra_config: all of LMCache's.
+        plugin: the name under which the user lists the plug-in.
+
+    Raises:
+        UsageError: a key that there is not (the nearest is named), a value that is none, or neither ``url`` nor
+            ``publish``.
+        PolicyError: no such policy.
+    """
+    prefix = f"remote_storage_plugin.{plugin}."
+    given = {key.removeprefix(prefix): value for key, value in (extra_config or {}).items() if key.startswith(prefix)}
+    for key in _LMCACHES:
+        given.pop(key, None)
+    options = settings.read_settings(Options, given, keyed.READERS, f"extra_config, {prefix}*")
+    if options.url is None and options.publish is None:
+        raise UsageError(f"extra_config: set {prefix}url to fetch chunks, {prefix}publish to publish them, or both")
+    return options
+
+
+def spec_of(model: str, shape: Sequence[int], dtype: torch.dtype) -> KVSpec:
+    """What an engine's chunks are.
+
+    Args:
+        model: the model's name.
+        shape: of a chunk as LMCache says it, (layers, 2, tokens, heads, dim); heads are those of one rank.
+        dtype: of the cache.
+
+    Raises:
+        FormatError: no plain cache of keys and values in 16 or 32 bits (MLA, FP8).
+    """
+    layers, both, _, heads, dim = shape
+    if both != 2:
+        raise FormatError(f"a cache of shape {tuple(shape)}: kvabr has tracks for keys and values, not for MLA")
+    return keyed.spec_of(model, "lmcache", layers, heads, dim, dtype)
+
+
+def as_kv(chunk: torch.Tensor, spec: KVSpec) -> torch.Tensor:
+    """A view of a chunk in kvabr's layout, [layer, K/V, head, token, dim].
+
+    Args:
+        chunk: [K/V, layer, token, head x dim], LMCache's KV_2LTD.
+        spec: of the cache.
+
+    Raises:
+        FormatError: a chunk of another shape.
+    """
+    both, layers, tokens, width = chunk.shape if chunk.dim() == 4 else (0, 0, 0, 0)
+    if (both, layers, width) != (2, spec.layers, spec.kv_heads * spec.head_dim):
+        wanted = f"[2, {spec.layers}, tokens, {spec.kv_heads * spec.head_dim}]"
+        raise FormatError(f"a chunk of shape {tuple(chunk.shape)}, where {wanted} was due")
+    return chunk.view(2, layers, tokens, spec.kv_heads, spec.head_dim).permute(1, 0, 3, 2, 4)

@@ -1,0 +1,239 @@
+"""The plug-in that LMCache loads: `KvabrAdapter`, which makes a `KvabrConnector`.
+
+Everything asynchronous happens on the event loop that LMCache gives, where also the node's fetcher lives: the chunks
+of all requests share one connection, and those that are wanted first go first. A chunk that cannot be had in time is
+reported as not there, as LMCache wants it: the engine then computes it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import torch
+from lmcache.utils import CacheEngineKey
+from lmcache.v1.config import LMCacheEngineConfig
+from lmcache.v1.exceptions import IrrecoverableException
+from lmcache.v1.memory_management import MemoryObj
+from lmcache.v1.metadata import LMCacheMetadata
+from lmcache.v1.storage_backend.connector import ConnectorAdapter, ConnectorContext, extract_plugin_type
+from lmcache.v1.storage_backend.connector.base_connector import RemoteConnector
+from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
+
+from kvabr.engines.adapters import LMCACHE
+from kvabr.engines.keyed import KeyedCaches, KeyedPublisher, Options, Trouble
+from kvabr.engines.lmcache.chunks import as_kv, read_options, spec_of
+from kvabr.errors import KvabrError
+from kvabr.node import Fetcher, NodeMetrics
+
+_WAIT_S = 30.0
+"""Seconds that a thread of LMCache's waits for its event loop at most, beyond what the question may take."""
+
+
+class KvabrAdapter(ConnectorAdapter):  # type: ignore[misc]  # LMCache is not there when types are checked
+    """What ``class_name`` names in LMCache's configuration."""
+
+    def __init__(self) -> None:
+        super().__init__("kvabr://")
+        LMCACHE.check()
+
+    def can_parse(self, url: str) -> bool:
+        """Whether a URL is ours: ``kvabr://HOST:PORT/``, or that of a plug-in called ``kvabr`` or ``kvabr.else``."""
+        plugin = url.removeprefix("plugin://")
+        return url.startswith(self.schema) or (plugin != url and extract_plugin_type(plugin) == "kvabr")
+
+    def create_connector(self, context: ConnectorContext) -> KvabrConnector:
+        """Make the connector that a configuration describes.
+
+        Raises:
+            IrrecoverableException: the configuration makes no sense, or the cache is none that kvabr knows. LMCache
+                logs that as an error, and goes on without the plug-in.
+        """
+        config, metadata = context.config, context.metadata
+        if config is None or metadata is None:
+            raise IrrecoverableException("kvabr: LMCache gave no configuration, or no metadata")
+        try:
+            extra = dict(config.extra_config or {})
+            if context.plugin_name is None:
+                extra.setdefault("remote_storage_plugin.kvabr.url", context.url.replace(self.schema, "moqt://", 1))
+            options = read_options(extra, context.plugin_name or "kvabr")
+            return KvabrConnector(options, context.loop, context.local_cpu_backend, config, metadata)
+        except KvabrError as error:
+            raise IrrecoverableException(f"kvabr: {error}") from error
+
+
+class KvabrConnector(RemoteConnector):  # type: ignore[misc]
+    """Chunks over kvabr."""
+
+    def __init__(
+        self,
+        options: Options,
+        loop: asyncio.AbstractEventLoop,
+        memory: LocalCPUBackend,
+        config: LMCacheEngineConfig,
+        metadata: LMCacheMetadata,
+    ) -> None:
+        """Begin; nothing is dialled before the first question.
+
+        Args:
+            options: what the user set.
+            loop: LMCache's, in a thread of its own.
+            memory: where chunks are put.
+            config: LMCache's.
+            metadata: what the engine's cache is like.
+
+        Raises:
+            FormatError: a cache that kvabr has no tracks for.
+            UsageError: an option makes no sense.
+        """
+        super().__init__(config, metadata)
+        if len(self.meta_shapes) != 1 or config.use_layerwise:
+            raise IrrecoverableException("kvabr: one kind of layer, and chunks of all layers (use_layerwise: false)")
+        self._options, self._loop, self._memory = options, loop, memory
+        self._spec = spec_of(options.model or metadata.model_name, metadata.kv_shape, metadata.kv_dtype)
+        self.metrics = NodeMetrics()
+        self._trouble = Trouble()
+        self._publisher = KeyedPublisher(self._spec, options, self._trouble, "a chunk of LMCache")
+        self._put: dict[str, None] = {}
+        self._fetcher: Fetcher | None = None
+        self._caches: KeyedCaches | None = None
+
+    # ------------------------------------------------------------ is it there?
+
+    async def exists(self, key: CacheEngineKey) -> bool:
+        """Whether a chunk can be fetched."""
+        return await self._keyed().find(self._name(key)) is not None
+
+    def exists_sync(self, key: CacheEngineKey) -> bool:
+        """As `exists`, for other threads than the event loop's."""
+        return self._ask([key]) == 1
+
+    def support_batched_contains(self) -> bool:
+        """Many chunks are asked about in one round trip."""
+        return True
+
+    def batched_contains(self, keys: list[CacheEngineKey]) -> int:
+        """How many chunks, from the first on, can be fetched; for other threads than the event loop's."""
+        return self._ask(keys)
+
+    def _ask(self, keys: Sequence[CacheEngineKey]) -> int:
+        async def leading() -> int:
+            return await self._keyed().leading([self._name(key) for key in keys])
+
+        asked = asyncio.run_coroutine_threadsafe(leading(), self._loop)
+        try:
+            return asked.result(self._options.lookup_s + _WAIT_S)
+        except TimeoutError:
+            asked.cancel()
+            return 0
+
+    # -------------------------------------------------------------------- get
+
+    async def get(self, key: CacheEngineKey) -> MemoryObj | None:
+        """Play one chunk; None if it is not there, or not in time."""
+        return await self._get(key, self._options.deadline_s)
+
+    def support_batched_get(self) -> bool:
+        """The chunks of a request have one deadline, and share the link until then."""
+        return True
+
+    async def batched_get(self, keys: list[CacheEngineKey]) -> list[MemoryObj | None]:
+        """Play many chunks; None for each that is not there, or not in time."""
+        return list(await asyncio.gather(*(self._get(key, self._options.deadline_s) for key in keys)))
+
+    async def batched_get_non_blocking(self, lookup_id: str, keys: list[CacheEngineKey]) -> list[MemoryObj]:
+        """Play many chunks; those before the first that is missing."""
+        del lookup_id
+        chunks: list[MemoryObj] = []
+        missed = False
+        for chunk in await self.batched_get(keys):
+            missed |= chunk is None
+            if chunk is not None:
+                if missed:
+                    chunk.ref_count_down()
+                else:
+                    chunks.append(chunk)
+        return chunks
+
+    async def _get(self, key: CacheEngineKey, deadline_s: float) -> MemoryObj | None:
+        kv = await self._keyed().play(self._name(key), deadline_s)
+        if kv is None:
+            return None
+        shape = list(self.meta_shapes[0])
+        shape[2] = kv.shape[3]
+        chunk: MemoryObj | None = self._memory.allocate(torch.Size(shape), self.meta_dtypes[0], self.meta_fmt)
+        if chunk is None or chunk.tensor is None:
+            self._trouble.tell("LMCache has no memory for a chunk", "see max_local_cpu_size")
+            return None
+        # Not decoded into LMCache's memory at once: a play that ends early may still have a thread that writes.
+        as_kv(chunk.tensor, self._spec).copy_(kv)
+        return chunk
+
+    # -------------------------------------------------------------------- put
+
+    async def put(self, key: CacheEngineKey, memory_obj: MemoryObj) -> None:
+        """Publish a chunk; returns once that is done. One that is there already, or finds the queue full, is not."""
+        chunk = memory_obj.tensor
+        if chunk is None or self._publisher.publisher is None:
+            return
+        over: asyncio.Future[bool] = self._loop.create_future()
+
+        def done(published: bool) -> None:
+            self._loop.call_soon_threadsafe(_settle, over, published)
+
+        self._publisher.put(self._name(key), as_kv(chunk, self._spec), done)
+        # The memory is the chunk's until it is encoded, whoever loses patience.
+        if await asyncio.shield(over):
+            self._put[key.to_string()] = None
+
+    async def list(self) -> list[str]:
+        """The keys of the chunks that this process has published."""
+        return [*self._put]
+
+    # ------------------------------------------------------------------ others
+
+    def support_ping(self) -> bool:
+        """Whether `ping` can be asked."""
+        return self._options.url is not None
+
+    async def ping(self) -> int:
+        """0 if the origin answers, 1 if not."""
+        try:
+            async with asyncio.timeout(self._options.lookup_s):
+                peer = self._keyed().peer
+                if peer is None:
+                    return 1
+                flights = await peer.flights()
+                return 0 if await flights.connection.answers(self._options.lookup_s) else 1
+        except (KvabrError, TimeoutError):
+            return 1
+
+    def remove_sync(self, key: CacheEngineKey) -> bool:
+        """Nothing is removed: what is published is its folder's owner's."""
+        del key
+        return False
+
+    async def close(self) -> None:
+        """End all plays, and publish what waits."""
+        if self._fetcher is not None:
+            await self._fetcher.close()
+        await self._loop.run_in_executor(None, self._publisher.close)
+
+    # --------------------------------------------------------------- internals
+
+    def _name(self, key: CacheEngineKey) -> str:
+        """A chunk's key as text, with the model's name that the user wants."""
+        rest = key.to_string().removeprefix(key.model_name)
+        return f"{self._options.model or key.model_name}{rest}"
+
+    def _keyed(self) -> KeyedCaches:
+        """Made on the event loop, when it is first needed."""
+        if self._caches is None:
+            self._fetcher = Fetcher(self._options.limits(), metrics=self.metrics)
+            self._caches = KeyedCaches(self._fetcher, self._spec, self._options, self._trouble)
+        return self._caches
+
+
+def _settle(over: asyncio.Future[bool], published: bool) -> None:
+    if not over.done():
+        over.set_result(published)

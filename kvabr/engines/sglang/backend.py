@@ -1,0 +1,212 @@
+"""The backend that SGLang loads: `KvabrStorage`.
+
+SGLang calls it from its prefetch thread and its backup thread, and blocks there. Pages are played at once, with one
+deadline, over the connection that all share; a page that does not come in time ends the prefix, as HiCache has it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, TypeVar
+
+import torch
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, HiCacheStorageConfig, HiCacheStorageExtraInfo
+
+from kvabr.engines.adapters import SGLANG
+from kvabr.engines.keyed import KeyedCaches, KeyedPublisher, Trouble, spec_of
+from kvabr.engines.sglang.pages import page_view, read_options
+from kvabr.errors import FormatError, UsageError
+from kvabr.node import BlockingFetcher, Fetcher, NodeMetrics
+
+T = TypeVar("T")
+
+
+class KvabrStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not there when types are checked
+    """HiCache pages over kvabr."""
+
+    def __init__(self, storage_config: HiCacheStorageConfig, kwargs: dict[str, Any] | None = None) -> None:
+        """Read the configuration; what the pages are like is known once the host pool is registered.
+
+        Raises:
+            UsageError: the configuration makes no sense.
+            FormatError: a cache that kvabr has no tracks for (MLA).
+        """
+        del kwargs
+        SGLANG.check()
+        if storage_config.is_mla_model:
+            raise FormatError("kvabr has tracks for keys and values, not for MLA")
+        self._config, self._options = storage_config, read_options(storage_config.extra_config)
+        self._trouble = Trouble()
+        self.metrics = NodeMetrics()
+        self._node: BlockingFetcher | None = None
+        self._caches: KeyedCaches | None = None
+        self._publisher: KeyedPublisher | None = None
+
+    def register_mem_pool_host(self, mem_pool_host: Any) -> None:
+        """Learn what the pages are like, and begin.
+
+        Raises:
+            FormatError: a pool that kvabr does not know, or a cache that the engine quantises.
+        """
+        super().register_mem_pool_host(mem_pool_host)
+        pool, name = mem_pool_host, self._options.model or self._config.model_name or "model"
+        if getattr(pool, "v_head_dim", pool.head_dim) != pool.head_dim:
+            raise FormatError("keys and values of different widths; kvabr has tracks for equal ones")
+        page_view(pool.kv_buffer, pool.layout, 0, pool.page_size)
+        self._spec = spec_of(name, "sglang", pool.layer_num, pool.head_num, pool.head_dim, pool.dtype)
+        self._publisher = KeyedPublisher(self._spec, self._options, self._trouble, "a page of SGLang's HiCache")
+        self._node = BlockingFetcher(self._options.limits(), metrics=self.metrics)
+
+        async def make(fetcher: Fetcher) -> KeyedCaches:
+            return KeyedCaches(fetcher, self._spec, self._options, self._trouble)
+
+        self._caches = self._node.begin(make).result()
+
+    # -------------------------------------------------------------- is it there?
+
+    def exists(self, key: str) -> bool:
+        """Whether a page can be fetched."""
+        return self.batch_exists([key]) == 1
+
+    def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
+        """How many pages, from the first on, can be fetched."""
+        del extra_info
+        caches = self._ready()
+        return self._wait(lambda _: caches.leading([self._name(key) for key in keys]))
+
+    # ------------------------------------------------------------------- reading
+
+    def batch_get_v1(
+        self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> list[bool]:
+        """Play pages into the host pool; tells of each whether it is there.
+
+        Args:
+            keys: of the pages.
+            host_indices: of all their tokens in the pool.
+            extra_info: not needed.
+        """
+        del extra_info
+        places = self._places(keys, host_indices)
+        got = self._play(keys)
+        for kv, place in zip(got, places, strict=True):
+            if kv is not None:
+                place.copy_(kv)
+        return [kv is not None for kv in got]
+
+    def get(
+        self, key: str, target_location: torch.Tensor | None = None, target_sizes: Any = None
+    ) -> torch.Tensor | None:
+        """Play one page, flat as the host pool has it; None if it is not there, or not in time."""
+        del target_sizes
+        return self.batch_get([key], None if target_location is None else [target_location])[0]
+
+    def batch_get(
+        self, keys: list[str], target_locations: Sequence[torch.Tensor] | None = None, target_sizes: Any = None
+    ) -> list[torch.Tensor | None]:
+        """As `get`, for many."""
+        del target_sizes
+        out: list[torch.Tensor | None] = []
+        for index, kv in enumerate(self._play(keys)):
+            if kv is None:
+                out.append(None)
+                continue
+            flat = target_locations[index] if target_locations else self.mem_pool_host.get_dummy_flat_data_page()
+            self._flat_view(flat).copy_(kv)
+            out.append(flat)
+        return out
+
+    # ------------------------------------------------------------------- writing
+
+    def batch_set_v1(
+        self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> list[bool]:
+        """Publish pages of the host pool; returns once they are encoded. Tells of each whether it is published."""
+        del extra_info
+        return self._publish(keys, self._places(keys, host_indices))
+
+    def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
+        """Publish one page, flat as the host pool has it."""
+        del target_location, target_sizes
+        return self.batch_set([key], [value])
+
+    def batch_set(
+        self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
+    ) -> bool:
+        """As `set`, for many; whether all are published."""
+        del target_locations, target_sizes
+        return all(self._publish(keys, [self._flat_view(value) for value in values]))
+
+    # -------------------------------------------------------------------- others
+
+    def clear(self) -> None:
+        """Nothing is removed: what is published is its folder's owner's."""
+
+    def close(self) -> None:
+        """End all plays, and publish what waits."""
+        if self._node is not None:
+            self._node.close()
+        if self._publisher is not None:
+            self._publisher.close()
+
+    # ----------------------------------------------------------------- internals
+
+    def _ready(self) -> KeyedCaches:
+        if self._caches is None:
+            raise UsageError("kvabr: SGLang has registered no host pool yet")
+        return self._caches
+
+    def _name(self, key: str) -> str:
+        """A page's key: SGLang's hash covers its tokens and all before, but not what the cache is of."""
+        config = self._config
+        return f"{self._spec.model}@{config.tp_size}@{config.tp_rank}@{config.pp_size}@{config.pp_rank}@{key}"
+
+    def _places(self, keys: Sequence[str], host_indices: torch.Tensor) -> list[torch.Tensor]:
+        pool = self.mem_pool_host
+        firsts = host_indices[:: pool.page_size].tolist()[: len(keys)]
+        return [page_view(pool.kv_buffer, pool.layout, first, pool.page_size) for first in firsts]
+
+    def _flat_view(self, flat: torch.Tensor) -> torch.Tensor:
+        """A flat page in kvabr's layout."""
+        pool = self.mem_pool_host
+        shape = list(pool.kv_buffer.shape)
+        by_token = pool.layout in {"layer_first", "page_first"}
+        shape[2 if pool.layout == "layer_first" else 1] = pool.page_size if by_token else 1
+        return page_view(flat.view(shape), pool.layout, 0, pool.page_size)
+
+    def _play(self, keys: Sequence[str]) -> list[torch.Tensor | None]:
+        caches, deadline_s = self._ready(), self._options.deadline_s
+        names = [self._name(key) for key in keys]
+
+        async def play(_: Fetcher) -> list[torch.Tensor | None]:
+            return list(await asyncio.gather(*(caches.play(name, deadline_s) for name in names)))
+
+        return self._wait(play)
+
+    def _publish(self, keys: Sequence[str], pages: Sequence[torch.Tensor]) -> list[bool]:
+        self._ready()
+        publisher, at_once = self._publisher, self._options.queue
+        if publisher is None:
+            return [False] * len(keys)
+        results = [False] * len(keys)
+        for first in range(0, len(keys), at_once):  # SGLang writes more pages at a time than may wait
+            over = threading.Semaphore(0)
+            some = range(first, min(first + at_once, len(keys)))
+            for index in some:
+
+                def done(published: bool, index: int = index, over: threading.Semaphore = over) -> None:
+                    results[index] = published
+                    over.release()
+
+                publisher.put(self._name(keys[index]), pages[index], done)
+            # The host pool is the pages' until they are encoded.
+            for _ in some:
+                over.acquire()
+        return results
+
+    def _wait(self, work: Callable[[Fetcher], Coroutine[Any, Any, T]]) -> T:
+        if self._node is None:
+            raise UsageError("kvabr: SGLang has registered no host pool yet")
+        return self._node.begin(work).result()

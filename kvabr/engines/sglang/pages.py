@@ -1,0 +1,58 @@
+"""Pages of HiCache's host pool: where they lie in its layouts. Pure functions over tensors; SGLang is not needed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from kvabr.engines import keyed, settings
+from kvabr.engines.keyed import Options
+from kvabr.errors import FormatError, UsageError
+
+LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
+"""Of `MHATokenToKVPoolHost`, by SGLang's names."""
+
+
+def read_options(extra_config: Mapping[str, Any] | None) -> Options:
+    """The settings under ``kvabr`` in the backend's extra configuration.
+
+    Raises:
+        UsageError: a key that there is not (the nearest is named), a value that is none, or neither ``url`` nor
+            ``publish``.
+        PolicyError: no such policy.
+    """
+    given = (extra_config or {}).get("kvabr")
+    if not isinstance(given, Mapping):
+        raise UsageError('hicache-storage-backend-extra-config: a table "kvabr" is missing, with "url" or "publish"')
+    options = settings.read_settings(Options, given, keyed.READERS, 'hicache-storage-backend-extra-config, "kvabr"')
+    if options.url is None and options.publish is None:
+        raise UsageError('"kvabr": set "url" to fetch pages, "publish" to publish them, or both')
+    return options
+
+
+def page_view(pool: torch.Tensor, layout: str, first: int, page_size: int) -> torch.Tensor:
+    """A page as kvabr has it, [layer, K/V, head, token, dim]: a view, to be read or written.
+
+    Args:
+        pool: the host pool's ``kv_buffer``.
+        layout: one of `LAYOUTS`.
+        first: index of the page's first token in the pool.
+        page_size: tokens of a page.
+
+    Raises:
+        FormatError: another layout, or a page that does not begin where pages do.
+    """
+    if first % page_size:
+        raise FormatError(f"token {first} of the host pool begins no page of {page_size}")
+    page = first // page_size
+    if layout == "layer_first":  # K/V, layer, token, head, dim
+        return pool[:, :, first : first + page_size].permute(1, 0, 3, 2, 4)
+    if layout == "page_first":  # K/V, token, layer, head, dim
+        return pool[:, first : first + page_size].permute(2, 0, 3, 1, 4)
+    if layout == "page_first_direct":  # K/V, page, layer, token, head, dim
+        return pool[:, page].permute(1, 0, 3, 2, 4)
+    if layout == "page_head":  # K/V, page, head, token, layer, dim
+        return pool[:, page].permute(3, 0, 1, 2, 4)
+    raise FormatError(f"a host pool with layout {layout!r}; kvabr knows {', '.join(LAYOUTS)}")

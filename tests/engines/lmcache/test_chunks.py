@@ -1,0 +1,77 @@
+"""Names, specs and layouts of LMCache's chunks; none of it needs LMCache."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvabr.engines.keyed import Options, key_digests, namespace
+from kvabr.engines.lmcache.chunks import as_kv, read_options, spec_of
+from kvabr.errors import FormatError, PolicyError, UsageError
+
+SHAPE = (3, 2, 256, 2, 16)
+SPEC = spec_of("org/model", SHAPE, torch.float16)
+P = "remote_storage_plugin.kvabr."
+
+
+def test_a_chunk_is_found_by_its_key_whatever_its_length():
+    for tokens, groups in ((256, 2), (128, 1), (100, 1), (300, 3)):
+        digests = key_digests(SPEC, "m@1@0@ab@half", tokens)
+        assert len(set(digests)) == len(digests) == groups
+        assert digests[-1] == namespace(SPEC, "m@1@0@ab@half").prompt
+    assert not set(key_digests(SPEC, "m@1@0@ab@half", 256)) & set(key_digests(SPEC, "m@1@1@ab@half", 256))
+
+
+def test_specs():
+    assert (SPEC.layers, SPEC.kv_heads, SPEC.head_dim, SPEC.dtype) == (3, 2, 16, "float16")
+    assert SPEC.digest() != spec_of("org/model", SHAPE, torch.bfloat16).digest()
+    assert spec_of("/models/some model:7b/", SHAPE, torch.float16).model == "models/some-model-7b"
+    with pytest.raises(FormatError, match="MLA"):
+        spec_of("m", (3, 1, 256, 1, 576), torch.bfloat16)
+    with pytest.raises(FormatError, match="quantises"):
+        spec_of("m", SHAPE, torch.float8_e4m3fn)
+
+
+def test_the_layout_is_a_view():
+    chunk = torch.arange(2 * 3 * 5 * 32, dtype=torch.float32).reshape(2, 3, 5, 32)
+    kv = as_kv(chunk, SPEC)
+    assert kv.shape == SPEC.shape(5)
+    for layer, which, head, token in ((0, 0, 0, 0), (2, 1, 1, 4), (1, 0, 1, 3)):
+        assert torch.equal(kv[layer, which, head, token], chunk[which, layer, token, head * 16 : head * 16 + 16])
+    kv[1, 1, 0, 2, 3] = -7.0
+    assert chunk[1, 1, 2, 3] == -7.0
+    for wrong in (chunk[:1], chunk[:, :2], chunk[..., :31], chunk[0]):
+        with pytest.raises(FormatError, match="was due"):
+            as_kv(wrong, SPEC)
+
+
+def test_options(tmp_path):
+    options = read_options({
+        "other": 1, f"{P}module_path": "x", f"{P}class_name": "y",
+        f"{P}url": "moqt://origin.example/", f"{P}publish": str(tmp_path), f"{P}deadline_s": 2, f"{P}store_mib": 0,
+    })  # fmt: skip
+    assert options == Options("moqt://origin.example/", tmp_path, 2.0, store_mib=0)
+    second = read_options({"remote_storage_plugin.kvabr.b.publish": "b", f"{P}publish": "a"}, "kvabr.b")
+    assert str(second.publish) == "b"
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({}, "url to fetch"),
+        ({"deadline": 1}, "did you mean 'deadline_s'"),
+        ({"url": "http://x/"}, "moqt://"),
+        ({"deadline_s": 0}, "positive number"),
+        ({"patience": 0.5}, "from 1"),
+        ({"store_mib": -1}, "0 or more"),
+        ({"plays": 0}, "positive whole"),
+        ({"insecure": "yes"}, "true or false"),
+        ({"quic": "tcp"}, "one of"),
+        ({"tracks": "Int4"}, "list of names"),
+    ],
+)
+def test_wrong_options_are_named(given, says):
+    with pytest.raises(UsageError, match=says):
+        read_options({f"{P}{key}": value for key, value in given.items()})
+    with pytest.raises(PolicyError, match="sloth"):
+        read_options({f"{P}policy": "sloth"})

@@ -1,0 +1,235 @@
+"""LMCache itself, on the CPU: its engine stores and retrieves over a real origin, with kvabr as its remote storage."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+
+import pytest
+
+pytest.importorskip("lmcache", reason="LMCache is not installed: tools/engine-lmcache makes its environment")
+
+os.environ.setdefault("PYTHONHASHSEED", "0")
+os.environ.setdefault("LMCACHE_TRACK_USAGE", "false")
+
+import torch
+from lmcache.v1.cache_engine import LMCacheEngineBuilder
+from lmcache.v1.config import LMCacheEngineConfig
+from lmcache.v1.gpu_connector import GPUConnectorInterface
+from lmcache.v1.metadata import LMCacheMetadata
+
+from kvabr.engines.adapters import LMCACHE
+from tests.engines.served import Origin
+
+LAYERS, HEADS, DIM, CHUNK = 4, 3, 64, 256
+PREFIX = "remote_storage_plugin.kvabr."
+
+
+class OnCpu(GPUConnectorInterface):
+    """Moves chunks between LMCache and an engine's cache, [K/V, layer, token, head x dim]."""
+
+    def from_gpu(self, chunk, start, end, **kwargs):
+        chunk.tensor.copy_(kwargs["cache"][:, :, start:end])
+
+    def to_gpu(self, chunk, start, end, **kwargs):
+        kwargs["cache"][:, :, start:end].copy_(chunk.tensor)
+
+    def batched_from_gpu(self, chunks, starts, ends, **kwargs):
+        for one in zip(chunks, starts, ends, strict=True):
+            self.from_gpu(*one, **kwargs)
+
+    def batched_to_gpu(self, chunks, starts, ends, **kwargs):
+        for one in zip(chunks, starts, ends, strict=True):
+            self.to_gpu(*one, **kwargs)
+
+    def get_shape(self, tokens):
+        return torch.Size([2, LAYERS, tokens, HEADS * DIM])
+
+
+@pytest.fixture(scope="module")
+def origin(tmp_path_factory):
+    made = Origin(tmp_path_factory.mktemp("origin"))
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def engine():
+    """Make LMCache engines: ``engine(dtype=..., url=..., ...)``, with kvabr's options by keyword."""
+    names = []
+
+    def build(*, dtype=torch.float16, model="test/model", layers=LAYERS, **options):
+        extra = {f"{PREFIX}module_path": "kvabr.engines.lmcache.connector", f"{PREFIX}class_name": "KvabrAdapter"}
+        extra |= {f"{PREFIX}{key}": value for key, value in options.items()}
+        config = LMCacheEngineConfig.from_defaults(
+            chunk_size=CHUNK, local_cpu=False, max_local_cpu_size=0.25, remote_serde="naive", save_unfull_chunk=True,
+            remote_storage_plugins=["kvabr"], extra_config=extra,
+        )  # fmt: skip
+        metadata = LMCacheMetadata(model, 1, 1, 0, 0, dtype, (layers, 2, CHUNK, HEADS, DIM))
+        name = f"engine-{len(names)}"
+        names.append(name)
+        made = LMCacheEngineBuilder.get_or_create(
+            name, config, metadata, OnCpu(), lambda _tensor, _source: None, lambda thing, _source: thing
+        )
+        made.post_init()
+        return made
+
+    yield build
+    for name in names:
+        LMCacheEngineBuilder.destroy(name)
+
+
+def cache(tokens, dtype=torch.float16, seed=0):
+    dice = torch.Generator().manual_seed(seed)
+    return torch.randn((2, LAYERS, tokens, HEADS * DIM), generator=dice).to(dtype)
+
+
+def retrieve(engine, tokens, dtype=torch.float16):
+    into = torch.zeros((2, LAYERS, len(tokens), HEADS * DIM), dtype=dtype)
+    return engine.retrieve(tokens=tokens, cache=into), into
+
+
+def test_this_version_is_one_that_is_tested():
+    assert LMCACHE.check(), LMCACHE.installed
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_what_is_put_is_got_to_the_byte(origin, engine, dtype):
+    tokens, kv = torch.arange(600) + 1000 * dtype.itemsize + (dtype == torch.float16), cache(600, dtype)
+    before = len(origin.library.assets)
+    exact = "fixed:FP16" if dtype == torch.float16 else "fixed:BF16"
+    options = {"url": origin.url, "fingerprint": origin.fingerprint, "quic": "aioquic", "deadline_s": 10.0}
+    one = engine(dtype=dtype, publish=str(origin.root), policy=exact, **options)
+    one.store(tokens=tokens, cache=kv)
+    origin.look(before + 3)  # 256, 256 and 88 tokens
+    other = engine(dtype=dtype, policy=exact, **options)
+    assert other.lookup(tokens) == 600
+    mask, into = retrieve(other, tokens, dtype)
+    assert bool(mask.all())
+    assert torch.equal(into, kv)
+    # Another ending: what is shared is there.
+    longer = torch.cat([tokens[:512], torch.arange(300) + 50_000])
+    assert other.lookup(longer) == 512
+    mask, into = retrieve(other, longer, dtype)
+    assert int(mask.sum()) == 512
+    assert torch.equal(into[:, :, :512], kv[:, :, :512])
+    # What was fetched before is at hand.
+    retrieve(other, tokens, dtype)
+    metrics = connector(other).metrics
+    assert metrics.groups_total.value("network") == 5
+    assert metrics.groups_total.value("memory") >= 5
+
+
+def connector(engine):
+    """The plug-in's connector, behind LMCache's instruments."""
+    backend = next(b for name, b in engine.storage_manager.storage_backends.items() if name.startswith("RemoteBackend"))
+    return backend.connection.getWrappedConnector()
+
+
+def test_the_policy_chooses_the_track(origin, engine):
+    tokens, kv = torch.arange(512) + 200_000, cache(512, seed=4)
+    before = len(origin.library.assets)
+    options = {"url": origin.url, "fingerprint": origin.fingerprint, "quic": "aioquic", "deadline_s": 10.0}
+    one = engine(publish=str(origin.root), policy="fixed:Int4", **options)
+    one.store(tokens=tokens, cache=kv)
+    origin.look(before + 2)
+    errors = {}
+    for policy in ("fixed:Int4", "anytime"):
+        mask, into = retrieve(engine(policy=policy, **options), tokens)
+        assert bool(mask.all())
+        errors[policy] = float((into.float() - kv.float()).square().mean())
+    assert 1e-3 < errors["fixed:Int4"] < 3e-2
+    assert errors["anytime"] < errors["fixed:Int4"] / 10
+
+
+def test_what_is_not_there_is_not_found(origin, engine):
+    one = engine(url=origin.url, fingerprint=origin.fingerprint, quic="aioquic")
+    tokens = torch.arange(512) + 300_000
+    assert one.lookup(tokens) == 0
+    mask, into = retrieve(one, tokens)
+    assert not mask.any()
+    assert not into.any()
+
+
+def test_a_cache_of_another_shape_is_not_taken(origin, engine, caplog):
+    """Two engines with different parallelism, or models of one name, read one origin."""
+    tokens = torch.arange(256) + 400_000
+    before = len(origin.library.assets)
+    options = {"url": origin.url, "fingerprint": origin.fingerprint, "quic": "aioquic"}
+    engine(publish=str(origin.root), **options).store(tokens=tokens, cache=cache(256))
+    origin.look(before + 1)
+    assert engine(**options).lookup(tokens) == 256
+    with caplog.at_level(logging.WARNING, "kvabr.engines.keyed"):
+        assert engine(layers=LAYERS + 1, **options).lookup(tokens) == 0
+    assert "of another kind" in caplog.text
+
+
+def test_a_dead_origin_costs_no_more_than_a_lookup(engine, caplog):
+    one = engine(url="moqt://127.0.0.1:9/", lookup_s=0.5)
+    tokens = torch.arange(1024)
+    with caplog.at_level(logging.WARNING, "kvabr.engines.keyed"):
+        start = time.monotonic()
+        assert one.lookup(tokens) == 0
+        assert time.monotonic() - start < 5
+        mask, _ = retrieve(one, tokens)
+    assert not mask.any()
+    assert "cannot be asked" in caplog.text
+
+
+def test_an_origin_that_goes_away_loses_the_chunks_and_no_more(tmp_path, engine):
+    own = Origin(tmp_path)
+    tokens, kv = torch.arange(256), cache(256)
+    options = {"url": own.url, "fingerprint": own.fingerprint, "quic": "aioquic", "lookup_s": 0.5}
+    engine(publish=str(own.root), **options).store(tokens=tokens, cache=kv)
+    own.look(1)
+    one = engine(store_mib=0, deadline_s=0.5, **options)
+    assert one.lookup(tokens) == 256
+    own.close()
+    start = time.monotonic()
+    mask, _ = retrieve(one, tokens)
+    assert not mask.any()
+    assert time.monotonic() - start < 10
+
+
+def test_a_wrong_key_is_named(engine, caplog):
+    """LMCache itself goes on without a storage that does not start, and logs why."""
+    one = engine(url="moqt://origin.example/", deadlines=3)
+    assert "did you mean 'deadline_s'" in caplog.text
+    assert not any(name.startswith("RemoteBackend") for name in one.storage_manager.storage_backends)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_lmcaches_own_test_of_a_remote_storage(origin, monkeypatch, capsys, dtype):
+    """`lmcache.v1.check`, mode test_remote: keys that are not there, puts, gets, contents, all of them right."""
+    from lmcache.integration.vllm import utils
+    from lmcache.v1.check.check_mode_test_remote import run_test_mode
+
+    exact = {"float16": "FP16", "bfloat16": "BF16"}[dtype]
+    config = LMCacheEngineConfig.from_defaults(
+        chunk_size=512, local_cpu=False, max_local_cpu_size=0.1, remote_serde="naive",
+        remote_url=origin.url.replace("moqt://", "kvabr://"), remote_storage_plugins=["kvabr"],
+        extra_config={
+            f"{PREFIX}module_path": "kvabr.engines.lmcache.connector", f"{PREFIX}class_name": "KvabrAdapter",
+            f"{PREFIX}publish": str(origin.root), f"{PREFIX}fingerprint": origin.fingerprint,
+            f"{PREFIX}quic": "aioquic", f"{PREFIX}policy": f"fixed:{exact}", f"{PREFIX}deadline_s": 10.0,
+        },
+    )  # fmt: skip
+    monkeypatch.setattr(utils, "_config_instance", config)
+    before, stop = len(origin.library.assets), False
+
+    async def watch():
+        while not stop:
+            origin.library.refresh()
+            await asyncio.sleep(0.1)
+
+    watching = origin.loop.begin(watch())
+    asyncio.run(run_test_mode("check/model", kv_dtype=dtype, num_keys=3, settle_time=2.0))
+    stop = True
+    watching.result(5)
+    said = capsys.readouterr().out
+    assert len(origin.library.assets) >= before + 3, said
+    assert "Validation (content correct): 3/3 passed" in said
+    assert "Error" not in said
+    assert "failed" not in said.lower().replace("failed: 0", "")
