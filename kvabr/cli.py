@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 
 from kvabr import __version__
 from kvabr.errors import KvabrError, UsageError
@@ -25,6 +27,7 @@ COMMANDS = (
     "report",
     "policies",
     "estimators",
+    "engines",
     "traces",
     "bench",
 )
@@ -64,6 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = parser().parse_args(argv)  # loads every command, which takes a moment
     except KeyboardInterrupt:
         return _interrupted()
+    warnings.formatwarning = _plainly
     try:
         status = int(args.run(args))
         if sys.stdout is not None:  # it is, if whoever started this had closed it
@@ -87,6 +91,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _interrupted()
     return status
+
+
+def _plainly(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
+    """A warning: kvabr's own as its errors look, others with the place that they come from."""
+    if Path(filename).is_relative_to(Path(__file__).parent):
+        return f"kvabr: {message}\n"
+    return _FORMAT(message, category, filename, lineno, line)
+
+
+_FORMAT = warnings.formatwarning
 
 
 def _interrupted() -> int:

@@ -6,10 +6,12 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import pytest
 
+from kvabr import cli
 from kvabr.catalog import Catalog
 from kvabr.cli import COMMANDS, main
 from tests.catalogs import catalog
@@ -210,3 +212,14 @@ def test_ctrl_c_while_commands_are_loaded(monkeypatch, capsys):
     monkeypatch.setattr("kvabr.cli.parser", interrupted)
     assert main(["policies"]) == 130
     assert capsys.readouterr().err == "kvabr: interrupted\n"
+
+
+def test_a_warning_of_kvabrs_looks_as_its_errors_do_and_others_say_where_they_come_from(capsys):
+    kept = warnings.formatwarning
+    try:
+        assert run(capsys, "policies")[0] == 0
+        ours = warnings.formatwarning("no room", RuntimeWarning, cli.__file__, 3)
+        assert ours == "kvabr: no room\n"
+        assert "elsewhere.py:3" in warnings.formatwarning("overflow", RuntimeWarning, "/elsewhere.py", 3)
+    finally:
+        warnings.formatwarning = kept

@@ -49,19 +49,30 @@ class StepGate:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._next = threading.Lock()
+        """Held by who waits for the other: an engine that goes from step to step would else be the first each time."""
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """While inside, the cache stays as it is."""
-        with self._lock:
+        """While inside, the cache stays as it is. Not to be entered again from inside."""
+        with self._my_turn():
             yield
 
     def __call__(self, first: int, last: int, write: Callable[[], None]) -> bool:
         """Write between two steps; see `Rewrite`."""
         del first, last  # a step reads all tokens
-        with self._lock:
+        with self._my_turn():
             write()
         return True
+
+    @contextmanager
+    def _my_turn(self) -> Iterator[None]:
+        with self._next:
+            self._lock.acquire()
+        try:
+            yield
+        finally:
+            self._lock.release()
 
 
 class LateDriver(Driver):
@@ -113,27 +124,30 @@ class LateDriver(Driver):
             while not await self._written(first, last, write):
                 await asyncio.sleep(pause_s)
                 pause_s = min(_LONGEST_PAUSE_S, 2 * pause_s)
-            self._check(action, first, last)
         except Exception as error:  # noqa: BLE001  # an engine's, whatever it is: it wants no more upgrades
             self.engine_error = error
             self._tell(self._late.stop)
         else:
             self._tell(self._session.decoded, action.request)
 
-    def _check(self, action: Decode, first: int, last: int) -> None:
-        """Whether the engine did what it said."""
-        if self._assembler.coverage[action.group] != action.track:
-            raise UsageError(f"the engine's hook returned True for tokens {first} to {last - 1} and did not write")
-
     async def _written(self, first: int, last: int, write: Callable[[], Any]) -> bool:
         rewrite = self._rewrite
         assert rewrite is not None  # noqa: S101  # it was waited for
 
+        written = False
+
         def once() -> None:
+            nonlocal written
             write()
+            written = True
 
         async with self._turn:
-            return bool(await in_thread(partial(rewrite, first, last, once)))
+            if not await in_thread(partial(rewrite, first, last, once)):
+                return False
+        # Not whether the group is any better: it is not if that was cancelled, or if it had as good a track already.
+        if not written:
+            raise UsageError(f"the engine's hook returned True for tokens {first} to {last - 1} and did not write")
+        return True
 
 
 class Late:

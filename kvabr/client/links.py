@@ -68,7 +68,7 @@ class Share(Estimator):
         """Take the estimator that the play would have on its own."""
         super().__init__()
         self._link, self._inner = link, inner
-        self._seen, self._own = link.total, 0.0
+        self._seen, self._joined_at = link.total, _now()
         self._since_s: float | None = None
         self._heard_at: float | None = None
 
@@ -83,11 +83,17 @@ class Share(Estimator):
     def sample(self, nbytes: float, seconds: float, now: float) -> None:
         """Hear of the play's own bytes, and count those of the others in the same time."""
         total = self._link.heard(nbytes)
-        since_s = now - seconds if self._since_s is None else self._since_s
+        # Before its first sample a play has waited: what the others received meanwhile they did not in `seconds`.
+        since_s = now - max(seconds, _now() - self._joined_at) if self._since_s is None else self._since_s
         elapsed_s = max(seconds, now - since_s)
         others = max(0.0, total - self._seen - nbytes)
         self._seen, self._since_s, self._heard_at = total, now, _now()
         self._inner.sample(nbytes + (others * seconds / elapsed_s if elapsed_s > 0 else 0.0), seconds, now)
+
+    @property
+    def heard(self) -> bool:
+        """Whether there was any sample."""
+        return self._heard_at is not None
 
     def active(self) -> bool:
         """Whether it was heard of lately."""
@@ -161,5 +167,6 @@ def estimating(connection: Connection, estimator: Estimator, priors: Priors | No
         estimator.prime(known)
     with link_of(connection).joined(estimator) as share:
         yield share
-    if priors is not None and peer is not None:
+    # A play that received nothing knows no more than was known: it must not make old news fresh.
+    if priors is not None and peer is not None and share.heard:
         priors.heard(peer, share.link_rate(), share.ttfb())

@@ -112,7 +112,7 @@ async def perform(
         )
         record = await driver.run()
     if options.priors is not None:
-        asyncio.get_running_loop().run_in_executor(decoders(), priors.save)
+        asyncio.get_running_loop().run_in_executor(None, priors.save)  # a disk must not keep decoders from their work
     if record.gave_up is not None:
         options.note("gave_up", clock.now() - lookup_s, reason=record.gave_up)
         if isinstance(driver.engine_error, KvabrError):

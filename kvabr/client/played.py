@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,7 +69,7 @@ class How(TypedDict, total=False):
     after: float | None
     """Seconds that upgrades go on after the cache was handed over, see `kvabr.client.late`; `math.inf`: until there is
     nothing to upgrade; None: not at all."""
-    priors: Path | None
+    priors: str | os.PathLike[str] | None
     """File where what is known of peers is kept from one process to the next, see `kvabr.client.priors`; None: this
     process's memory alone."""
 
@@ -93,7 +94,7 @@ class PlayOptions:
     telemetry: Telemetry | None = None
     watch: Watch | None = None
     after: float | None = None
-    priors: Path | None = None
+    priors: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         if self.after is not None and not self.after > 0:

@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import json
 import math
+import os
 import platform
 import threading
 import time
@@ -38,6 +39,9 @@ _HALF_LIFE_S = 3600.0
 """After so many seconds what is known counts half."""
 _LONGEST_S = 7 * 86400.0
 """After so many it is forgotten."""
+_LONGEST_WAIT_S = 2.0
+"""How long a write waits for that of another process, seconds; one that was stopped may hold the lock for ever."""
+_WAIT_S = 0.01
 _NEWEST = 0.5
 """How much the last play counts against all before it."""
 
@@ -118,22 +122,27 @@ class Priors:
             return
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            with _alone(self._path), self._lock:
+            with _alone(self._path):
                 merged = self._read()
-                for peer, known in self._known.items():
-                    if peer not in merged or merged[peer].at <= known.at:
-                        merged[peer] = known
-                self._known = _newest(merged)
-                write_text(self._path, _dumps(self._known, self._host))
+                with self._lock:
+                    for peer, known in self._known.items():
+                        if peer not in merged or merged[peer].at <= known.at:
+                            merged[peer] = known
+                    self._known = dict(_newest(merged))
+                    text = _dumps(self._known, self._host)
+                # Not under the lock: a play that begins meanwhile must not wait for a disk.
+                write_text(self._path, text)
         except (OSError, KvabrError) as error:
             self._tell(f"what is known of peers cannot be kept: {error}")
 
     def _read(self) -> dict[str, Known]:
-        if self._path is None or not self._path.exists():
+        if self._path is None:
             return {}
         try:
+            if not self._path.exists():
+                return {}
             return _loads(read_text(self._path, MAX_BYTES, unreadable=FormatError, unfit=FormatError), self._host)
-        except FormatError as error:
+        except (FormatError, OSError) as error:
             self._tell(f"{self._path}: {error}; it is ignored, and will be written anew")
             return {}
 
@@ -152,9 +161,13 @@ def this_host() -> str:
     return hashlib.sha256("\0".join(("kvabr.host", *parts)).encode()).hexdigest()[:16]
 
 
-@cache
-def priors_at(path: Path | None) -> Priors:
+def priors_at(path: str | os.PathLike[str] | None) -> Priors:
     """The one `Priors` of this process for a file."""
+    return _priors_at(None if path is None else Path(path))
+
+
+@cache
+def _priors_at(path: Path | None) -> Priors:
     return Priors(path)
 
 
@@ -206,13 +219,27 @@ def _loads(text: str, host: str) -> dict[str, Known]:
 
 @contextmanager
 def _alone(path: Path) -> Iterator[None]:
-    """No other process writes meanwhile, where the system can see to that; else the last to write wins."""
+    """No other process writes meanwhile, where the system can see to that; else the last to write wins.
+
+    Raises:
+        OSError: another holds the lock, and goes on holding it.
+    """
     try:
         import fcntl  # noqa: PLC0415 - not on every system
     except ImportError:
         yield
         return
     with path.with_name(f".{path.name}.lock").open("a") as file:
-        with contextlib.suppress(OSError):
-            fcntl.flock(file, fcntl.LOCK_EX)
+        until = time.monotonic() + _LONGEST_WAIT_S
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                if time.monotonic() >= until:
+                    raise TimeoutError(f"another process does not let go of {file.name}") from error
+                time.sleep(_WAIT_S)
+                continue
+            except OSError:  # a file system without locks
+                pass
+            break
         yield

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,19 +71,60 @@ def _load_directory(path: Path, *, whole_windows: bool) -> Bed:
         tokenizer = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
     except Exception as error:  # transformers and tokenizers raise what comes to hand, bare Exception included
         raise ModelError(f"{path}: transformers cannot load this model ({error})") from error
+    return Bed(engine_of(model, path, whole_windows=whole_windows), tokenizer)
+
+
+def engine_of(model: Any, path: Path | str, *, whole_windows: bool = False) -> TransformersEngine:
+    """A model that was loaded from a directory, as an engine; its caches have the names that `kvabr encode` gives them.
+
+    Args:
+        model: the loaded causal language model, in whatever element type and on whatever device.
+        path: the directory, with config.json, tokenizer.json and the weights.
+        whole_windows: see `kvabr.engines.transformers.spec_of`.
+
+    Raises:
+        ModelError: its cache is not plain full attention, or the directory is not a model's.
+    """
+    path = Path(path)
+    if missing := [name for name in ("config.json", "tokenizer.json") if not (path / name).is_file()]:
+        raise ModelError(f"{path}: has no {' and no '.join(missing)}; give the directory that the model came from")
     model.eval()
     context = getattr(model.config, "max_position_embeddings", None)
     if not isinstance(context, int) or context <= 0:
         raise ModelError(f"{path}: config.json does not say how many positions the model has")
-    native = str(getattr(model.config, "dtype", "")).removeprefix("torch.")
     spec = spec_of(
         model,
-        name=f"{path.resolve().name}-{_fingerprint(path)}",
-        tokenizer=hashlib.sha256((path / "tokenizer.json").read_bytes()).hexdigest(),
-        dtype="bfloat16" if native == "bfloat16" else "float16",
+        name=folder_name(path),
+        tokenizer=folder_tokenizer(path),
+        dtype=asset_dtype(_own_dtype(path)),
         whole_windows=whole_windows,
     )
-    return Bed(TransformersEngine(model, spec, context=context), tokenizer)
+    return TransformersEngine(model, spec, context=context)
+
+
+def _own_dtype(path: Path) -> str:
+    """Element type that a model was saved in: how it is loaded must not change what its caches are called."""
+    try:
+        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path}: its config.json cannot be read ({error})") from error
+    own = config.get("dtype") or config.get("torch_dtype") if isinstance(config, dict) else None
+    return str(own).removeprefix("torch.")
+
+
+def folder_name(path: Path) -> str:
+    """What caches of the model in a directory are published under."""
+    return f"{path.resolve().name}-{_fingerprint(path)}"
+
+
+def folder_tokenizer(path: Path) -> str:
+    """Digest of the tokenizer in a model's directory."""
+    return hashlib.sha256((path / "tokenizer.json").read_bytes()).hexdigest()
+
+
+def asset_dtype(native: str) -> str:
+    """Element type of the published cache of a model whose own is ``native``."""
+    return "bfloat16" if native == "bfloat16" else "float16"
 
 
 def _fingerprint(path: Path) -> str:

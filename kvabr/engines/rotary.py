@@ -22,7 +22,9 @@ _DIGITS = 9
 machine: their powers and logarithms do in the last of 16 digits, and their float32 ones, a model's own, in the 7th."""
 
 _TOLERANCE = 1e-3
-"""How far keys may be from where they should have been turned to, of the largest."""
+_COARSE = {torch.float16: 4e-3, torch.bfloat16: 3e-2}
+"""How far keys may be from where they should have been turned to, of the largest; and those of models that compute in
+16 bits, whose sines and keys are rounded."""
 
 _SAME = 1e-5
 """How far, relatively, float32 frequencies are from those in float64 at most."""
@@ -157,7 +159,7 @@ def _explains(
     rope: RopeSpec, layout: Literal["half", "interleaved"], keys: torch.Tensor, positions: torch.Tensor
 ) -> bool:
     """Whether the keys of one token are where they should have been turned to."""
-    rotary, wave = rope.rotary_dim, keys.double()
+    rotary, wave = rope.rotary_dim, keys.double().cpu()
     frequencies = torch.tensor(_powers(rope) if rope.frequencies is None else rope.frequencies, dtype=torch.float64)
     angle = positions.double()[:, None] * frequencies
     turn = torch.polar(torch.ones_like(angle), angle)
@@ -166,4 +168,4 @@ def _explains(
     else:
         pairs = torch.complex(wave[..., 0:rotary:2], wave[..., 1:rotary:2])
     error = (pairs - pairs[:, :1] * turn).abs().max().item()
-    return math.isfinite(error) and error <= _TOLERANCE * pairs.abs().max().item()
+    return math.isfinite(error) and error <= _COARSE.get(keys.dtype, _TOLERANCE) * pairs.abs().max().item()

@@ -47,14 +47,14 @@ class EngineLane:
             return True
         return self._mode == "suffix" and bool(self.chosen) and group >= min(self.chosen)
 
-    def replan(self, absent: Collection[int]) -> tuple[bool, Plan | None]:
-        """Think again about what the network will not bring; returns whether that changed anything."""
+    def replan(self, absent: Collection[int], *, dead: bool = False) -> tuple[bool, Plan | None]:
+        """Think again about what the network will not bring, ``dead`` or not; returns whether that changed anything."""
         found: Plan | None = None
         if self.computing is not None and self._mode == "suffix":
             return False, None
         if absent:
             left = [group for group in absent if group not in self.chosen]
-            found = plan(self._view, self._cost, self._mode, left, self._free_s)
+            found = plan(self._view, self._cost, self._mode, left, self._free_s, dead=dead)
         planned = range(0) if found is None else range(found.first, found.last)
         changed = planned != self.planned
         self.planned = planned

@@ -283,6 +283,13 @@ class Session(Ledger):
             return False
         return now - self._heard_s >= max(share * self.view.deadline_s, 3 * self.view.ttfb_s, LEAST_SILENCE_S)
 
+    def _dead(self, now: float) -> bool:
+        """Whether nothing has come for so long, although something was asked for, that an engine had better begin."""
+        share, view = self._config.stalled_after, self.view
+        if share is None or not view.in_flight or self._decoding:
+            return False
+        return now - self._heard_s >= max(share * view.deadline_s, 4 * view.ttfb_s, LEAST_SILENCE_S)
+
     def _has_room(self) -> bool:
         view, config = self.view, self._config
         flying = len(view.in_flight)
@@ -355,7 +362,7 @@ class Session(Ledger):
         """Re-plan what is left to the engine, and start it on what it can do now."""
         after = 1.0 if self._umpire.policy.computes else self._config.plan_after
         if now >= after * self.view.deadline_s:
-            changed, found = lane.replan(self._absent)
+            changed, found = lane.replan(self._absent, dead=self._dead(now))
             if changed:
                 what = "nothing" if found is None else f"groups {found.first} to {found.last - 1}"
                 reason = "the network should bring the rest in time" if found is None else found.reason

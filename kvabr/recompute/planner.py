@@ -41,7 +41,9 @@ class _Candidate(NamedTuple):
     last: int
 
 
-def plan(view: View, cost: PrefillCost, mode: EngineMode, absent: Sequence[int], lane_free_s: float) -> Plan | None:
+def plan(
+    view: View, cost: PrefillCost, mode: EngineMode, absent: Sequence[int], lane_free_s: float, *, dead: bool = False
+) -> Plan | None:
     """Say which groups to leave to the engine, or None while the network should bring them all in time.
 
     Args:
@@ -50,6 +52,7 @@ def plan(view: View, cost: PrefillCost, mode: EngineMode, absent: Sequence[int],
         mode: what the engine can compute.
         absent: groups that are neither in place nor arrived, ascending; those in flight included.
         lane_free_s: when the engine is done with what it computes now.
+        dead: the network has been silent for so long that nothing is expected of it.
     """
     sizes = view.ladder.tracks[0].bytes
     flying = {transfer.group: transfer for transfer in view.in_flight.values() if not transfer.upgrade}
@@ -57,7 +60,7 @@ def plan(view: View, cost: PrefillCost, mode: EngineMode, absent: Sequence[int],
     wait = 0.0 if flying else view.ttfb_s
     tail_s = max(view.decode_backlog_s, view.decode_s(view.ladder.cheapest))
     total = sum(need.values())
-    rate = view.lower_bound
+    rate = 0.0 if dead else view.lower_bound
 
     def network_s(nbytes: float) -> float:
         if nbytes <= 0:
@@ -68,6 +71,10 @@ def plan(view: View, cost: PrefillCost, mode: EngineMode, absent: Sequence[int],
     if not absent or eta <= view.deadline_s:
         return None
     start = max(view.now, lane_free_s)
+    if mode == "hole" and rate <= 0:
+        # No one run of groups makes it whole where there are several holes: the first, and then it is thought of again.
+        last = next((group + 1 for group in absent if group + 1 not in need), absent[0] + 1)
+        return Plan(absent[0], last, "the network brings nothing; what is left is recompute")
     if mode == "suffix":
         best = _soonest(_tails(view, cost, absent, need, network_s, start), view.deadline_s)
         other_s = view.decode_backlog_s
@@ -79,7 +86,7 @@ def plan(view: View, cost: PrefillCost, mode: EngineMode, absent: Sequence[int],
             if stalled is not None and (best is None or stalled.finish < best.finish):
                 best = stalled
         other_s = wait + tail_s
-    if best is None or best.finish >= eta or _gamble(view, best.finish, total, other_s):
+    if best is None or best.finish >= eta or (not dead and _gamble(view, best.finish, total, other_s)):
         return None
     return Plan(best.first, best.last, _words(view, eta, best.finish))
 

@@ -120,7 +120,7 @@ class Telemetry:
         """Wait until every listener has heard what has been told so far; returns whether all have."""
         until = time.monotonic() + timeout_s
         marks = [lane.mark() for lane in self._lanes]
-        heard = [mark.wait(max(0.0, until - time.monotonic())) for mark in marks]
+        heard = [mark(max(0.0, until - time.monotonic())) for mark in marks]
         return all(heard)
 
     def close(self, timeout_s: float = _CLOSE_S) -> None:
@@ -147,21 +147,29 @@ class _Lane:
     def put(self, context: Context, heard: Heard) -> None:
         """Never waits: what there is no room for is dropped."""
         room = self._limit + (_LAST_WORDS if heard.line["event"] == ENDED else 0)
-        if self._closed or self._queue.qsize() >= room:
-            with self._lock:
+        with self._lock:  # held for a moment only: between the look and the put nobody may end the thread
+            if self._closed or self._queue.qsize() >= room:
                 self.counts.dropped += 1
-            return
-        self._begin()
-        self._queue.put((context, heard))
+                return
+            self._begin()
+            self._queue.put((context, heard))
 
-    def mark(self) -> threading.Event:
-        """An event that is set once all that was put before has been heard."""
-        mark = threading.Event()
-        if self._thread is None:
-            mark.set()
-        else:
-            self._queue.put(mark)
-        return mark
+    def mark(self) -> Callable[[float], bool]:
+        """What waits, so many seconds at most, until all that was put before has been heard, and says whether it is."""
+        with self._lock:
+            thread = self._thread
+            if thread is None:
+                return lambda _: True
+            if not self._closed:
+                mark = threading.Event()
+                self._queue.put(mark)
+                return mark.wait
+
+        def gone(timeout_s: float) -> bool:
+            thread.join(timeout_s)
+            return not thread.is_alive()
+
+        return gone
 
     def end(self) -> None:
         """Nothing more will be put."""
@@ -185,11 +193,9 @@ class _Lane:
 
     def _begin(self) -> None:
         if self._thread is None:
-            with self._lock:
-                if self._thread is None:
-                    name = f"kvabr-telemetry-{self.listener.name}"
-                    self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-                    self._thread.start()
+            name = f"kvabr-telemetry-{self.listener.name}"
+            self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+            self._thread.start()
 
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:

@@ -415,3 +415,14 @@ def test_layers_that_the_origin_has_for_some_groups_only():
     assert [group.track for group in play.record.groups] == ["layer-2", "base"] * 3
     assert refused == 6
     assert play.record.bytes_wasted == 0
+
+
+@pytest.mark.parametrize("mode", ["hole", "suffix"])
+@pytest.mark.parametrize("names", [["AC-5x"], ["base"], ["base", "layer-1", "layer-2"]], ids="+".join)
+def test_an_engine_beside_tracks_of_which_none_replaces_another(names, mode):
+    full = catalog(16, layered=True)
+    offer = dataclasses.replace(full, tracks=tuple(full.track(name) for name in names))
+    options = PlayOptions(2.0, 0.05, 0.3, TWICE, mode, config=PlayerConfig(gpu_price=1e-5))
+    run = Stage(offer, options).play(world("steady", [1e6]), 0.0, "anytime").run
+    assert run["met"]
+    assert {group["track"] for group in run["groups"]} <= {*names, "recomputed"}

@@ -161,6 +161,23 @@ async def test_silence_in_the_middle_is_filled_by_the_engine_in_time(origin):
     assert close(played.kv)
 
 
+@pytest.mark.parametrize("silent", [{1}, {1, 3}, {0, 2, 4}])
+def test_holes_that_stay_silent_are_filled_by_the_engine_in_time(origin, silent):
+    @virtual
+    async def check():
+        played, _ = await played_with(
+            origin,
+            lambda ask: Fault(stall_after=0) if level(ask) and ask.group in silent else None,
+            recompute=ToyModel(),
+            cost=PrefillCost(0.001, 0.01),
+        )
+        assert {group for group, track in enumerate(played.coverage) if track == "recomputed"} >= silent
+        assert played.met
+        assert close(played.kv)
+
+    check()
+
+
 # ---------------------------------------------------------- connection lost
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import math
 import threading
+import time
 from functools import partial
 
 import pytest
@@ -250,6 +252,24 @@ async def test_a_hook_that_lies_is_found_out(layered):
 
 
 @virtual
+async def test_a_hook_that_comes_too_late_is_not_said_to_have_lied(layered):
+    link, played = await begun(layered)
+
+    def hook(first, last, write):
+        played.late._assembler.seal()  # what `cancel` does before the loop hears of it
+        write()
+        return True
+
+    async with link:
+        link.path.rate = 1e6
+        played.late.into(hook)
+        await asyncio.sleep(1.0)
+        played.late.cancel()
+        await played.late.wait()
+    assert played.late.coverage == played.coverage
+
+
+@virtual
 async def test_it_ends_when_time_is_up(layered):
     link = layered(1e7)
     async with link:
@@ -301,3 +321,28 @@ async def test_a_play_without_it_has_none(layered):
         best = await play(link, TOKENS, deadline=2.0, spec=SPEC, policy=_up_to("AC-L3"), after=math.inf)
         await best.late.wait()  # nothing to upgrade: no hook is needed for that
         assert best.late.coverage == best.coverage
+
+
+def test_an_engine_that_goes_from_step_to_step_lets_a_write_in_between_two():
+    gate, over, steps, work = StepGate(), threading.Event(), [], bytes(2_000_000)
+
+    def engine():
+        while not over.is_set():
+            with gate.step():
+                hashlib.sha256(work).digest()  # as a model does, it lets other threads run meanwhile
+                steps.append(None)
+
+    thread = threading.Thread(target=engine)
+    thread.start()
+    try:
+        waited = []
+        while len(waited) < 40:
+            time.sleep(0.001)  # the engine is to be in a step, most of the time
+            begun = len(steps)
+            assert gate(0, 1, lambda: None)
+            waited.append(len(steps) - begun)
+    finally:
+        over.set()
+        thread.join()
+    # Beside the step that it found going on there may be those before this thread got to the gate at all.
+    assert sum(waited) <= 3 * len(waited)

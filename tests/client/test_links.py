@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 
@@ -138,3 +139,26 @@ async def test_plays_at_once_all_come_in_time(origin, short):
         for played in await asyncio.gather(*plays):
             assert played.met
             assert played.tokens == 70
+
+
+@virtual
+async def test_what_others_received_before_a_first_sample_was_not_received_during_it():
+    link = link_of(connection())
+    with link.joined(fresh()) as one, link.joined(fresh()) as other:
+        now = await received({one: 1e6}, 1.0, 0.0)
+        other.sample(0.0, 0.01, now)  # it waited behind the first for a second, and then for a hundredth more
+        assert other.link_rate() == pytest.approx(1e6, rel=0.05)
+
+
+@virtual
+async def test_a_play_that_received_nothing_makes_no_old_news_fresh():
+    priors = Priors()
+    long_ago = time.time() - 7200
+    priors.heard(Peered.peer, 1e6, 0.05, long_ago)
+    before = priors.of(Peered.peer)
+    with estimating(connection(Peered), BUILTIN["tracking"](), priors) as share:
+        share.start(4.0)
+        assert share.link_rate() == pytest.approx(1e6)
+    after = priors.of(Peered.peer)
+    assert (after.rate, after.ttfb_s) == (before.rate, before.ttfb_s)
+    assert after.weight == pytest.approx(before.weight, rel=0.01)

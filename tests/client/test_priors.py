@@ -9,7 +9,7 @@ import warnings
 
 import pytest
 
-from kvabr.client.priors import MAX_BYTES, MAX_PEERS, SCHEMA, Priors, _digest, this_host
+from kvabr.client.priors import MAX_BYTES, MAX_PEERS, SCHEMA, Priors, _digest, priors_at, this_host
 
 NOW = 1.8e9
 
@@ -118,6 +118,33 @@ def test_a_folder_that_cannot_be_written_fails_no_play(tmp_path):
     priors.heard("a:443", 1e6, 0.01, NOW)
     with pytest.warns(RuntimeWarning, match="cannot be kept"):
         priors.save()
+
+
+def test_a_name_that_no_file_can_have_fails_no_play(tmp_path):
+    with pytest.warns(RuntimeWarning, match="ignored"):
+        priors = Priors(tmp_path / ("p" * 300))
+    priors.heard("a:443", 1e6, 0.01, NOW)
+    priors.save()
+    assert priors.of("a:443", NOW).rate == 1e6
+
+
+def test_a_process_that_was_stopped_as_it_wrote_holds_up_no_other_for_ever(tmp_path, monkeypatch):
+    fcntl = pytest.importorskip("fcntl")
+    monkeypatch.setattr("kvabr.client.priors._LONGEST_WAIT_S", 0.05)
+    path = tmp_path / "p.json"
+    priors = Priors(path)
+    priors.heard("a:443", 1e6, 0.01, NOW)
+    with (tmp_path / ".p.json.lock").open("a") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.warns(RuntimeWarning, match="does not let go"):
+            priors.save()
+    assert not path.exists()
+    priors.save()
+    assert Priors(path).of("a:443", NOW).rate == 1e6
+
+
+def test_a_path_may_be_given_as_text(tmp_path):
+    assert priors_at(str(tmp_path / "p.json")) is priors_at(tmp_path / "p.json")
 
 
 def test_no_more_peers_than_it_may_hold(tmp_path):

@@ -11,7 +11,7 @@ import torch
 
 from kvabr.codec.rope import rotate
 from kvabr.engines import require as requirement
-from kvabr.engines.bed import open_bed
+from kvabr.engines.bed import engine_of, open_bed
 from kvabr.engines.transformers import spec_of
 from kvabr.errors import ModelError
 from kvabr.kv import KVSpec, RopeSpec
@@ -193,6 +193,26 @@ def test_scaled_embeddings_of_a_real_models_size(tmp_path, changes, factor):
     assert unturned(bed) < 1e-4
     spec = bed.engine.spec
     assert KVSpec.from_json(json.loads(json.dumps(spec.to_json()))) == spec
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("Llama", {}),
+        ("Cohere", {}),
+        ("Llama", scaled("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, **SHORT)),
+        ("Qwen3", scaled("yarn", factor=4.0, **SHORT)),
+    ],
+)
+def test_a_model_that_computes_in_16_bits_has_the_same_spec(tmp_path, kind, changes, dtype):
+    import transformers
+
+    folder = tinymodels.save(tmp_path / "model", kind, **changes)
+    exact = open_bed(str(folder)).engine.spec
+    assert exact.rope is not None
+    half = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    assert engine_of(half, folder).spec == exact
 
 
 def test_what_a_model_does_not_do_is_not_believed(tiny):

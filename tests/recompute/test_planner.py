@@ -60,6 +60,13 @@ def test_a_run_does_not_compute_what_is_in_place():
     assert (found.first, found.last) == (2, 4)
 
 
+def test_a_network_that_is_dead_leaves_the_first_of_several_holes_to_the_engine():
+    """No one run would make the cache whole; once it is computed the next one is thought of."""
+    found = plan(view(0.9 * WHOLE), per_group(0.02), "hole", [2, 3, 7, 8, 9], 0.0, dead=True)
+    assert (found.first, found.last) == (2, 4)
+    assert plan(view(0.9 * WHOLE), per_group(0.02), "hole", [2, 3, 7, 8, 9], 0.0) is None
+
+
 def test_a_suffix_reaches_to_the_end_even_over_groups_in_place():
     found = plan(view(0.1 * WHOLE), per_group(0.02), "suffix", [2, 3, 7], 0.0)
     assert found.last == 10

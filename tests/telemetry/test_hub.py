@@ -3,6 +3,7 @@
 import contextvars
 import logging
 import threading
+import time
 
 import pytest
 
@@ -63,7 +64,7 @@ def test_what_comes_faster_than_it_is_heard_is_dropped_and_counted_but_not_the_e
             assert slow.begun.wait(10.0)
             for number in range(100):
                 log({"t": 0.01 * number, "event": "progress"})
-                assert telemetry._lanes[1].mark().wait(10.0)
+                assert telemetry._lanes[1].mark()(10.0)
         slow.go.set()
         assert telemetry.flush()
         counts = telemetry.counts
@@ -105,6 +106,17 @@ def test_a_listener_that_hangs_is_left_behind(caplog):
         log({"t": 0.0, "event": "progress"})
     assert telemetry.counts["ear"].dropped == 3
     slow.go.set()
+
+
+def test_what_is_closed_has_heard_all_that_it_ever_will():
+    ear = Ear()
+    telemetry = Telemetry(ear)
+    telemetry.feed(simulated())
+    telemetry.close()
+    begun = time.monotonic()
+    assert telemetry.flush(10.0)
+    assert time.monotonic() - begun < 5.0
+    assert len(ear.heard) == len(simulated()) + 2
 
 
 def test_a_finished_play_waits_for_listeners_that_are_behind():

@@ -166,7 +166,8 @@ class Anytime(Policy):
             return spent + least
         for layer in self._above.get(current, ()):
             least = min(least, self._layered(group, layer, price))
-        return min(spent + least, *(price * track.bytes[group] + track.loss[group] for track in self._alone))
+        instead = (price * track.bytes[group] + track.loss[group] for track in self._alone)
+        return min(spent + least, min(instead, default=float("inf")))
 
     # ---------------------------------------------------------------- the base
 

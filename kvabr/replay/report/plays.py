@@ -17,7 +17,7 @@ NOTHING = "none"
 """Stands there in a summary for a group that never came."""
 FIXED = "fixed:"
 """How the names of policies begin that play one track and never adapt."""
-ORACLE = "-oracle"
+ORACLE = "oracle"
 """How the names of policies end that are told what the link will carry."""
 
 DASH = "\u2013"

@@ -42,8 +42,8 @@ def verdict(result: Result) -> str:
     """Say in one sentence what the best adaptive policy won over the best fixed track.
 
     "Best" is the least mean regret over the plays that every policy played. Plays that no schedule could have brought
-    in on time are left out and counted at the end; policies that are told the future (``...-oracle``) do not compete.
-    The sentence says just as plainly that adapting lost, or changed nothing.
+    in on time are left out and counted at the end; policies that are told the future (``oracle``, ``...-oracle``) do
+    not compete. The sentence says just as plainly that adapting lost, or changed nothing.
 
     Args:
         result: what `kvabr replay --json` writes.

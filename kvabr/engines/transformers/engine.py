@@ -7,13 +7,11 @@ tensors are only ever read: transformers appends to copies.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from inspect import signature
 from typing import Any
 
 import torch
 
 from kvabr.engines.require import require
-from kvabr.engines.rotary import rope_of
 from kvabr.errors import ModelError
 from kvabr.kv import KVSpec
 from kvabr.recompute.planner import EngineMode
@@ -23,11 +21,6 @@ CHUNK = 512
 
 SCORE_CHUNK = 128
 """Tokens of a continuation that are scored at once: logits over a whole vocabulary are large."""
-
-_PROBED = 8
-"""Tokens that show what a cache is like."""
-_FAR = 500
-"""Position of the last of them: there slow rotations show, and float32 angles are still good."""
 
 
 class TransformersEngine:
@@ -53,6 +46,17 @@ class TransformersEngine:
     def context(self) -> int:
         """Tokens that the model can look at, prompt and continuation together."""
         return self._context
+
+    @property
+    def model(self) -> Any:
+        """The model, for its ``generate()``."""
+        return self._model
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model computes."""
+        device: torch.device = self._model.device
+        return device
 
     @property
     def dtype(self) -> torch.dtype:
@@ -99,6 +103,35 @@ class TransformersEngine:
             out[first : first + SCORE_CHUNK] = torch.log_softmax(logits.double(), dim=-1)
         return out
 
+    def open_cache(self, kv: torch.Tensor) -> Any:
+        """A transformers cache over a copy of ``kv``, [layer, K/V, head, token, dim], for `go_on`.
+
+        Raises:
+            ModelError: it is not a cache of this model.
+        """
+        with torch.inference_mode():
+            return self._begin([0], kv)[1]
+
+    @torch.inference_mode()
+    def go_on(self, cache: Any, start: int, tokens: Sequence[int]) -> torch.Tensor:
+        """Take tokens in behind a cache of `open_cache`, which grows by them.
+
+        Args:
+            cache: the cache.
+            start: how many tokens it holds.
+            tokens: ids of those that follow.
+
+        Returns:
+            As `score`.
+
+        Raises:
+            ModelError: the tokens do not fit the model.
+        """
+        self.check(tokens, start)
+        ids = torch.tensor([list(tokens)], device=self.device)
+        logits = self._model(input_ids=ids, past_key_values=cache, use_cache=True).logits[0]
+        return torch.log_softmax(logits.double(), dim=-1)
+
     def gradient(self, kv: torch.Tensor, tokens: Sequence[int], seed: int = 0) -> torch.Tensor:
         """How what the model says changes with the cache: what a calibration weighs errors by.
 
@@ -135,6 +168,24 @@ class TransformersEngine:
     def _begin(self, tokens: Sequence[int], before: torch.Tensor | None) -> tuple[torch.Tensor, Any, int]:
         """Ids as a batch of one, a transformers cache over ``before``, and the number of tokens in it."""
         start = 0 if before is None else int(before.shape[-2])
+        self.check(tokens, start)
+        cache = self._cache_class()
+        if before is not None and start:
+            if tuple(before.shape) != self._spec.shape(start):
+                raise ModelError(
+                    f"not a cache of {self._spec.model}: shape {tuple(before.shape)}, not {self._spec.shape(start)}"
+                )
+            for layer in range(self._spec.layers):
+                keys, values = before[layer].to(device=self.device, dtype=self.dtype)
+                cache.update(keys[None], values[None], layer)
+        return torch.tensor([list(tokens)], dtype=torch.long, device=self.device), cache, start
+
+    def check(self, tokens: Sequence[int], start: int = 0) -> None:
+        """Refuse tokens that do not fit the model behind ``start`` others.
+
+        Raises:
+            ModelError: none, too many, or ids outside its vocabulary.
+        """
         if not tokens:
             raise ModelError("a prefill needs at least one token")
         if start + len(tokens) > self._context:
@@ -144,76 +195,3 @@ class TransformersEngine:
         vocabulary = int(self._model.config.vocab_size)
         if not all(0 <= token < vocabulary for token in tokens):
             raise ModelError(f"a token id is outside the vocabulary of {self._spec.model} (0 to {vocabulary - 1})")
-        cache = self._cache_class()
-        if before is not None and start:
-            if tuple(before.shape) != self._spec.shape(start):
-                raise ModelError(
-                    f"not a cache of {self._spec.model}: shape {tuple(before.shape)}, not {self._spec.shape(start)}"
-                )
-            for layer in range(self._spec.layers):
-                keys, values = before[layer].to(self.dtype)
-                cache.update(keys[None], values[None], layer)
-        return torch.tensor([list(tokens)], dtype=torch.long), cache, start
-
-
-def spec_of(model: Any, *, name: str, tokenizer: str, dtype: str, whole_windows: bool = False) -> KVSpec:
-    """The spec of a transformers model's cache, checked on a real one of a few tokens.
-
-    Args:
-        model: a loaded causal language model.
-        name: the model's name, as in the track namespace.
-        tokenizer: digest of its tokenizer.
-        dtype: element type of the published cache, a key of `kvabr.kv.DTYPES`.
-        whole_windows: take a model with sliding windows too: for measuring, its cache keeps every token in every
-            layer. Such models turn keys differently in different layers, so keys count as not rotated.
-
-    Raises:
-        ModelError: the cache is not plain full attention; the message names what it is.
-    """
-    config = model.config
-    if getattr(config, "kv_lora_rank", None):
-        raise ModelError(f"{name}: multi-head latent attention (MLA) keeps a compressed cache, not keys and values")
-    kinds = sorted(set(getattr(config, "layer_types", None) or ["full_attention"]) - {"full_attention"})
-    windows = kinds == ["sliding_attention"] and whole_windows
-    if kinds and not windows:
-        raise ModelError(f"{name}: has {', '.join(kinds)} layers; kvabr needs full attention in every layer")
-    if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True) and not windows:
-        raise ModelError(f"{name}: its attention is a sliding window; kvabr needs full attention in every layer")
-    positions = _probe_positions(model)
-    keys = _probe_keys(model, name, positions)
-    _, heads, _, dim = keys[0].shape
-    return KVSpec(
-        model=name,
-        tokenizer=tokenizer,
-        layers=len(keys),
-        kv_heads=heads,
-        head_dim=dim,
-        dtype=dtype,
-        rope=None if windows else rope_of(model, keys[0][0], positions),
-    )
-
-
-def _probe_positions(model: Any) -> torch.Tensor:
-    """Where to put the tokens that a model is probed with: side by side, the last far off if the model lets it be."""
-    positions = torch.arange(_PROBED)
-    context = getattr(model.config, "max_position_embeddings", None)
-    if isinstance(context, int) and "position_ids" in signature(model.base_model.forward).parameters:
-        positions[-1] = max(_PROBED - 1, min(context - 1, _FAR))
-    return positions
-
-
-@torch.inference_mode()
-def _probe_keys(model: Any, name: str, positions: torch.Tensor) -> list[torch.Tensor]:
-    """Keys of every layer, [1, head, token, dim], for one token id repeated: what `rope_of` looks at."""
-    cache = require("transformers").DynamicCache()
-    tokens = len(positions)
-    moved = {} if int(positions[-1]) == tokens - 1 else {"position_ids": positions[None]}
-    model.base_model(input_ids=torch.full((1, tokens), 100), past_key_values=cache, use_cache=True, **moved)
-    layers = list(cache.layers)
-    for index, layer in enumerate(layers):
-        kind = type(layer).__name__
-        if kind != "DynamicLayer" or layer.keys is None or layer.keys.shape != layer.values.shape:
-            raise ModelError(f"{name}: layer {index} keeps its cache as {kind}; kvabr needs plain full attention")
-        if layer.keys.shape != layers[0].keys.shape or layer.keys.shape[2] != tokens:
-            raise ModelError(f"{name}: the cache of layer {index} has another shape than that of layer 0")
-    return [layer.keys for layer in layers]

@@ -1,0 +1,55 @@
+"""Hugging Face transformers plays through kvabr: prompt in, `DynamicCache` out, ready for ``generate()``.
+
+    model = AutoModelForCausalLM.from_pretrained("./my-llama")
+    engine = engine_of(model, "./my-llama")
+    with kvabr.sync.connect("moqt://origin.example/") as origin:
+        ready = play_cache(origin, engine, input_ids, deadline=2.0)
+        output = model.generate(input_ids, past_key_values=ready.cache, max_new_tokens=64)
+
+The longest cached prefix is played; groups that do not come in time are computed where they are missing (mode
+``hole``), and the model computes what no cache covers. `play_cache_async` is the same for asyncio. `publish_cache`
+gives what a prefill computed to others, and `Steps` lets upgrades into a cache while ``generate()`` reads it.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from kvabr.engines.transformers.engine import TransformersEngine
+from kvabr.engines.transformers.spec import spec_of
+
+if TYPE_CHECKING:
+    from kvabr.engines.bed import engine_of
+    from kvabr.engines.transformers.play import Ready, play_cache, play_cache_async
+    from kvabr.engines.transformers.publish import cache_publisher, publish_cache
+    from kvabr.engines.transformers.upgrades import Steps
+
+__all__ = [
+    "Ready",
+    "Steps",
+    "TransformersEngine",
+    "cache_publisher",
+    "engine_of",
+    "play_cache",
+    "play_cache_async",
+    "publish_cache",
+    "spec_of",
+]
+
+_HOMES = {
+    "Ready": "kvabr.engines.transformers.play",
+    "Steps": "kvabr.engines.transformers.upgrades",
+    "cache_publisher": "kvabr.engines.transformers.publish",
+    "engine_of": "kvabr.engines.bed",
+    "play_cache": "kvabr.engines.transformers.play",
+    "play_cache_async": "kvabr.engines.transformers.play",
+    "publish_cache": "kvabr.engines.transformers.publish",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Load what is asked for, and not before: a model alone needs neither a player nor an origin."""
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,117 @@
+"""What a prefill computed, published: the ``past_key_values`` of a model become an asset that an origin serves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from pathlib import Path
+
+import torch
+
+from kvabr.catalog import Catalog
+from kvabr.codec.profile import Profile
+from kvabr.data import default_catalog, default_profile_bytes
+from kvabr.engines.publisher import Outcome, Publisher, Slot
+from kvabr.engines.transformers.cache import cache_kv, loss_of
+from kvabr.engines.transformers.engine import TransformersEngine
+from kvabr.engines.transformers.play import prompt_ids
+from kvabr.errors import ForeignError, UsageError
+from kvabr.kv import KVSpec
+
+
+def cache_publisher(
+    engine: TransformersEngine,
+    root: Path,
+    *,
+    profile: Profile | None = None,
+    prior: Catalog | None = None,
+    tracks: Sequence[str] | None = None,
+    queue: int = 4,
+) -> Publisher:
+    """A publisher for `publish_cache`; close it at the end.
+
+    Args:
+        engine: the model.
+        root: the folder that `kvabr serve` serves.
+        profile: codec profile of the model (`kvabr calibrate`); None: the one that comes along, if it is the model's.
+        prior: where expected losses come from, since a serving model has no time to measure them: the catalog of an
+            asset of the same model (`kvabr encode`); None: one of SmolLM2-135M.
+        tracks: names of the tracks; None: FP16, Int8, Int4, and with a profile the AC layers.
+        queue: caches that may wait or be worked on.
+
+    Raises:
+        UsageError: a track needs a profile, or the prior knows nothing of it; or the folder cannot be made.
+        ForeignError: the profile is of another model.
+    """
+    if profile is None:
+        profile = _shipped(engine.spec)
+    return Publisher(
+        root,
+        engine.spec,
+        prior=prior or default_catalog(),
+        tracks=tracks,
+        profile=profile,
+        queue=queue,
+        source="a prefill of transformers",
+    )
+
+
+def publish_cache(
+    publisher: Publisher,
+    engine: TransformersEngine,
+    cache: object,
+    tokens: Sequence[int] | torch.Tensor,
+    *,
+    salt: bytes = b"",
+) -> Future[Outcome]:
+    """Publish the first tokens of a cache. The cache is copied at once; encoding goes on in the background.
+
+    Args:
+        publisher: from `cache_publisher`.
+        engine: the model that computed the cache.
+        cache: the ``past_key_values`` of its output, for one prompt.
+        tokens: ids of what is published: the prompt, or the part that others will share. The cache may hold more.
+        salt: a tenant's secret, see `kvabr.naming.chain`.
+
+    Returns:
+        What becomes of it: ``published``, ``known`` (it was before), ``full`` (others wait) or ``failed``.
+
+    Raises:
+        UsageError: fewer tokens than a group, more than the cache holds, or a cache that was itself played with
+            losses, which would be passed on as if it were exact.
+        ModelError: a cache that is quantised, static, of sliding windows, or another model's.
+    """
+    spec = engine.spec
+    ids = prompt_ids(engine, tokens)
+    if len(ids) < spec.group_tokens:
+        raise UsageError(
+            f"{len(ids)} tokens are less than a group of {spec.group_tokens}: computing them again is cheaper than "
+            "fetching them"
+        )
+    if loss := loss_of(cache):
+        raise UsageError(
+            f"this cache was itself played with an expected loss of {loss:.2g} nats a token: published, it would pass "
+            "as exact; publish what the model computed from the prompt alone"
+        )
+    done: Future[Outcome] = Future()
+    slot = publisher.reserve(ids, salt)
+    if not isinstance(slot, Slot):
+        done.set_result(Outcome(slot))
+        return done
+    try:
+        kv = cache_kv(cache, spec, len(ids))
+    except BaseException:
+        slot.leave()
+        raise
+    slot.fill(kv, done.set_result)
+    return done
+
+
+def _shipped(spec: KVSpec) -> Profile | None:
+    """The profile that comes along, if it is of this model."""
+    profile = Profile.from_bytes(default_profile_bytes())
+    try:
+        profile.check(spec)
+    except ForeignError:
+        return None
+    return profile

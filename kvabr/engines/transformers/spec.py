@@ -1,0 +1,82 @@
+"""What a transformers model's cache is: its spec, checked on a real cache of a few tokens; other caches are refused."""
+
+from __future__ import annotations
+
+from inspect import signature
+from typing import Any
+
+import torch
+
+from kvabr.engines.require import require
+from kvabr.engines.rotary import rope_of
+from kvabr.errors import ModelError
+from kvabr.kv import KVSpec
+
+_PROBED = 8
+"""Tokens that show what a cache is like."""
+_FAR = 500
+"""Position of the last of them: there slow rotations show, and float32 angles are still good."""
+
+
+def spec_of(model: Any, *, name: str, tokenizer: str, dtype: str, whole_windows: bool = False) -> KVSpec:
+    """The spec of a transformers model's cache, checked on a real one of a few tokens.
+
+    Args:
+        model: a loaded causal language model.
+        name: the model's name, as in the track namespace.
+        tokenizer: digest of its tokenizer.
+        dtype: element type of the published cache, a key of `kvabr.kv.DTYPES`.
+        whole_windows: take a model with sliding windows too: for measuring, its cache keeps every token in every
+            layer. Such models turn keys differently in different layers, so keys count as not rotated.
+
+    Raises:
+        ModelError: the cache is not plain full attention; the message names what it is.
+    """
+    config = model.config
+    if getattr(config, "kv_lora_rank", None):
+        raise ModelError(f"{name}: multi-head latent attention (MLA) keeps a compressed cache, not keys and values")
+    kinds = sorted(set(getattr(config, "layer_types", None) or ["full_attention"]) - {"full_attention"})
+    windows = kinds == ["sliding_attention"] and whole_windows
+    if kinds and not windows:
+        raise ModelError(f"{name}: has {', '.join(kinds)} layers; kvabr needs full attention in every layer")
+    if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True) and not windows:
+        raise ModelError(f"{name}: its attention is a sliding window; kvabr needs full attention in every layer")
+    positions = _probe_positions(model)
+    keys = _probe_keys(model, name, positions)
+    _, heads, _, dim = keys[0].shape
+    return KVSpec(
+        model=name,
+        tokenizer=tokenizer,
+        layers=len(keys),
+        kv_heads=heads,
+        head_dim=dim,
+        dtype=dtype,
+        rope=None if windows else rope_of(model, keys[0][0], positions),
+    )
+
+
+def _probe_positions(model: Any) -> torch.Tensor:
+    """Where to put the tokens that a model is probed with: side by side, the last far off if the model lets it be."""
+    positions = torch.arange(_PROBED)
+    context = getattr(model.config, "max_position_embeddings", None)
+    if isinstance(context, int) and "position_ids" in signature(model.base_model.forward).parameters:
+        positions[-1] = max(_PROBED - 1, min(context - 1, _FAR))
+    return positions
+
+
+@torch.inference_mode()
+def _probe_keys(model: Any, name: str, positions: torch.Tensor) -> list[torch.Tensor]:
+    """Keys of every layer, [1, head, token, dim], for one token id repeated: what `rope_of` looks at."""
+    cache = require("transformers").DynamicCache()
+    tokens = len(positions)
+    moved = {} if int(positions[-1]) == tokens - 1 else {"position_ids": positions[None].to(model.device)}
+    ids = torch.full((1, tokens), 100, device=model.device)
+    model.base_model(input_ids=ids, past_key_values=cache, use_cache=True, **moved)
+    layers = list(cache.layers)
+    for index, layer in enumerate(layers):
+        kind = type(layer).__name__
+        if kind != "DynamicLayer" or layer.keys is None or layer.keys.shape != layer.values.shape:
+            raise ModelError(f"{name}: layer {index} keeps its cache as {kind}; kvabr needs plain full attention")
+        if layer.keys.shape != layers[0].keys.shape or layer.keys.shape[2] != tokens:
+            raise ModelError(f"{name}: the cache of layer {index} has another shape than that of layer 0")
+    return [layer.keys for layer in layers]

@@ -1,0 +1,101 @@
+"""What is said of engines: versions, ranges, and who adds one."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import replace
+from importlib import metadata
+from importlib.util import find_spec
+
+import pytest
+
+from kvabr.cli import main
+from kvabr.engines.adapters import BUILTIN, TRANSFORMERS, adapter, adapters
+from kvabr.engines.contract import release
+from kvabr.errors import UsageError
+
+
+@pytest.mark.parametrize(
+    ("version", "known"),
+    [
+        ("5.2", True), ("5.2.0", True), ("5.19.0", True), ("5.19.3+cpu", True), ("5.20", False), ("5.20.0.dev0", False),
+        ("5.1.9", False), ("6.0", False), ("nightly", False), ("", False),
+    ],
+)  # fmt: skip
+def test_tested_ranges(version, known):
+    assert TRANSFORMERS.knows(version) == known
+
+
+def test_what_a_version_begins_with():
+    assert release("0.32.0+cpu") == release("0.32") == (0, 32)
+    assert release("0.5.6.post1") == (0, 5, 6)
+    assert release("v1") == ()
+
+
+def test_a_version_that_was_not_tested_is_told_once(caplog):
+    other = replace(TRANSFORMERS, name="some-engine")
+    with caplog.at_level(logging.WARNING, "kvabr.engines"):
+        assert other.check("5.3")
+        assert not caplog.records
+        assert not other.check("9.1")
+        assert not other.check("9.1")
+    (record,) = caplog.records
+    assert "tested with some-engine >=5.2,<5.20, this is 9.1" in record.getMessage()
+
+
+def test_what_is_not_installed():
+    missing = replace(TRANSFORMERS, package="no-such-engine-of-anyone", also=("nor-this",))
+    assert missing.installed is None
+    assert not missing.check()
+    assert replace(missing, also=("pytest",)).installed == metadata.version("pytest")
+
+
+def test_every_adapter_is_where_it_says():
+    for each in BUILTIN.values():
+        assert find_spec(each.module) is not None
+        assert each.knows(each.tested[0])
+        assert not each.knows(each.tested[1])
+
+
+def test_an_engine_that_there_is_not():
+    with pytest.raises(UsageError, match=r"no engine 'tgi'; there are .*transformers"):
+        adapter("tgi")
+
+
+def installed(monkeypatch, folder, value):
+    """A real distribution on the path, with an entry point."""
+    (folder / "someones_engine.py").write_text(f"from kvabr.engines.adapters import TRANSFORMERS\nthing = {value}\n")
+    info = folder / "someones_engine-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: someones-engine\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[kvabr.engines]\nsomeones = someones_engine:thing\n")
+    monkeypatch.syspath_prepend(str(folder))
+
+
+def test_a_package_adds_one(monkeypatch, tmp_path):
+    value = "__import__('dataclasses').replace(TRANSFORMERS, name='someones', package='someones-engine')"
+    installed(monkeypatch, tmp_path, value)
+    assert adapter("someones").installed == "1.0"
+    assert set(adapters()) == {*BUILTIN, "someones"}
+
+
+@pytest.mark.parametrize(("value", "named"), [("42", "is not an Adapter, but 42"), ("1 / 0", "cannot be loaded")])
+def test_an_entry_point_that_is_none(monkeypatch, tmp_path, value, named):
+    folder = tmp_path / named.split()[-1]
+    folder.mkdir()
+    monkeypatch.delitem(__import__("sys").modules, "someones_engine", raising=False)
+    installed(monkeypatch, folder, value)
+    with pytest.raises(UsageError, match=named):
+        adapters()
+
+
+def test_the_command(capsys, tmp_path):
+    assert main(["engines", "--json", str(tmp_path / "engines.json")]) == 0
+    shown = capsys.readouterr().out
+    listed = {line["name"]: line for line in json.loads((tmp_path / "engines.json").read_text())}
+    assert set(listed) == set(adapters())
+    for name, line in listed.items():
+        assert name in shown
+        assert line["installed"] == adapter(name).installed
+        assert line["known"] == (line["installed"] is not None and adapter(name).knows(line["installed"]))

@@ -1,0 +1,48 @@
+"""A tiny real model, a text, and an origin in memory that has the cache of the text's beginning."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+
+from kvabr.engines.bed import open_bed
+from kvabr.engines.transformers import cache_publisher, publish_cache
+from kvabr.origin.grants import EVERYTHING
+from kvabr.origin.holdings import Library
+from kvabr.transport.memory import MemoryConnection, MemoryLink
+from tests import tinymodels
+from tests.engines.transformers.text import IDS, PREFIX, cold
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+    pytest.importorskip("transformers", reason="transformers is not installed: pip install 'kvabr[model]'")
+    return tinymodels.save(tmp_path_factory.mktemp("models") / "tiny-llama")
+
+
+@pytest.fixture(scope="session")
+def engine(folder):
+    return open_bed(str(folder)).engine
+
+
+@pytest.fixture(scope="session")
+def root(tmp_path_factory, engine):
+    """A folder with the cache of the first 400 tokens, published from a prefill: three groups, and a short one."""
+    root = tmp_path_factory.mktemp("origin")
+    publisher = cache_publisher(engine, root)
+    outcome = publish_cache(publisher, engine, cold(engine.model, IDS).past_key_values, PREFIX)
+    publisher.close()
+    assert outcome.result().verdict == "published", outcome.result()
+    return root
+
+
+@pytest.fixture(scope="session")
+def origin(root):
+    """Make a connection to an origin that has it: ``origin(rate=..., faults=...)``."""
+    library = Library(root)
+
+    def make(rate=1e8, **options):
+        return MemoryConnection(partial(library.find, EVERYTHING), MemoryLink(rate, 0.02), **options)
+
+    return make

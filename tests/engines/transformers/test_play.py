@@ -1,0 +1,202 @@
+"""A prompt in, a cache for generate() out: played, its gaps computed, and the text is that of a cold run."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import replace
+
+import pytest
+import torch
+
+import kvabr
+from kvabr.engines.adapters import TRANSFORMERS
+from kvabr.engines.bed import engine_of, open_bed
+from kvabr.engines.transformers import TransformersEngine, play_cache, play_cache_async
+from kvabr.errors import ModelError, PlayError, UsageError
+from kvabr.kv import RopeSpec
+from kvabr.recompute.cost import PrefillCost
+from kvabr.transport.faults import Fault
+from tests import tinymodels
+from tests.client.served import Served
+from tests.client.virtual import virtual
+from tests.engines.transformers.text import IDS, PREFIX, cold, furthest
+
+pytestmark = pytest.mark.model
+
+SLOW = PrefillCost.from_rate(100.0)
+"""So slow an engine that nothing is computed that comes over the network."""
+
+
+async def ready_from(link, engine, ids=IDS, **how):
+    return await play_cache_async(link, engine, ids, **({"deadline": 2.0, "policy": "fixed:FP16", "cost": SLOW} | how))
+
+
+def test_these_tests_run_with_a_version_that_counts_as_tested(engine, record_property):
+    import transformers
+
+    record_property("transformers", transformers.__version__)
+    assert TRANSFORMERS.knows(transformers.__version__), transformers.__version__
+
+
+@virtual
+async def test_the_text_is_that_of_a_cold_run(origin, engine):
+    async with origin() as link:
+        ready = await ready_from(link, engine)
+    assert (ready.tokens, ready.played.coverage, ready.problem) == (400, ("FP16",) * 4, None)
+    assert ready.exact
+    assert ready.cache.get_seq_length() == 400
+    assert furthest(cold(engine.model, IDS, ready.cache), cold(engine.model, IDS)) < 2e-3
+
+
+@virtual
+async def test_input_ids_and_a_prompt_that_is_cached_whole(origin, engine):
+    async with origin() as link:
+        ready = await ready_from(link, engine, torch.tensor([PREFIX]))
+    assert (ready.played.tokens, ready.tokens) == (400, 399)  # generate() takes in one token at least
+    assert furthest(cold(engine.model, PREFIX, ready.cache), cold(engine.model, PREFIX)) < 2e-3
+
+
+@pytest.mark.parametrize("lost", [{0}, {1}, {3}, {0, 2}, {0, 1, 2, 3}])
+@virtual
+async def test_groups_that_cannot_be_had_are_computed(origin, engine, lost):
+    def faults(ask):
+        return Fault(refuse=0x10) if ask.group in lost and ask.track in ("FP16", "Int8", "Int4") else None
+
+    async with origin(faults=faults) as link:
+        ready = await ready_from(link, engine)
+    expected = ["recomputed" if group in lost else "FP16" for group in range(4)]
+    assert list(ready.played.coverage) == expected
+    assert ready.exact
+    assert furthest(cold(engine.model, IDS, ready.cache), cold(engine.model, IDS)) < 2e-3
+
+
+@virtual
+async def test_a_link_that_is_too_slow(origin, engine):
+    """What would be late is computed from the front or fetched coarsely; the text is there either way."""
+    async with origin(rate=6000.0) as link:
+        ready = await ready_from(link, engine, policy="anytime", cost=PrefillCost.from_rate(400.0))
+    assert ready.tokens == 400
+    assert "recomputed" in ready.played.coverage
+    assert cold(engine.model, IDS, ready.cache).sequences.shape == (1, 438)
+
+
+@virtual
+async def test_a_cache_with_losses_says_so(origin, engine):
+    async with origin() as link:
+        ready = await ready_from(link, engine, policy="fixed:Int4")
+    assert not ready.exact
+    assert ready.played.loss > 0
+
+
+def test_blocking_over_quic(root, engine, folder, tmp_path):
+    served = Served(root, tmp_path)
+    try:
+        model = engine_of(engine.model, folder)
+        assert model.spec == engine.spec
+        with kvabr.sync.connect(served.url, fingerprint=served.fingerprint) as link:
+            ready = play_cache(link, model, IDS, deadline=20.0, policy="fixed:FP16", cost=SLOW)
+    finally:
+        served.close()
+    assert ready.played.coverage == ("FP16",) * 4
+    assert furthest(cold(engine.model, IDS, ready.cache), cold(engine.model, IDS)) < 2e-3
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"rope": RopeSpec(500000.0, 8, "half")}, "rope"),
+        ({"rope": RopeSpec(10000.0, 8, "half", (0.25, 0.025, 0.0025, 0.00025))}, "rope"),
+        ({"dtype": "bfloat16"}, "dtype"),
+        ({"rope": None, "dtype": "float32"}, "dtype and rope"),
+    ],
+)
+@virtual
+async def test_an_asset_that_does_not_fit_is_named_and_not_played(origin, engine, caplog, changes, named):
+    """The same name, another cache: nothing of it reaches the model."""
+    other = TransformersEngine(engine.model, replace(engine.spec, **changes), context=640)
+    async with origin() as link:
+        with pytest.raises(PlayError, match=f"they differ in {named}, and cannot be mixed"):
+            await ready_from(link, other, recompute=None)
+        told = []
+        with caplog.at_level(logging.WARNING, "kvabr.transformers"):
+            ready = await ready_from(link, other, log=told.append)
+    assert f"they differ in {named}" in ready.problem
+    assert ready.problem in caplog.text
+    assert "lookup_failed" in {line["event"] for line in told}
+    assert set(ready.played.coverage) == {"recomputed"}
+    assert furthest(cold(engine.model, IDS, ready.cache), cold(engine.model, IDS)) < 1e-4
+
+
+@virtual
+async def test_another_revision_or_tokenizer_finds_nothing(origin, engine, tmp_path):
+    """Their caches have other names: weights and tokenizer are part of the prompt's digest."""
+    revised = open_bed(str(tinymodels.save(tmp_path / "tiny-llama", rms_norm_eps=1e-4))).engine
+    assert revised.spec.model != engine.spec.model
+    retokenized = TransformersEngine(engine.model, replace(engine.spec, tokenizer="another"), context=640)
+    async with origin() as link:
+        for other in (revised, retokenized):
+            ready = await ready_from(link, other, recompute=None)
+            assert (ready.tokens, ready.problem, ready.played.coverage) == (0, None, ())
+            assert furthest(cold(other.model, IDS, ready.cache), cold(other.model, IDS)) == 0
+            ready = await ready_from(link, other)
+            assert set(ready.played.coverage) == {"recomputed"}
+
+
+@pytest.mark.parametrize("count", [1, 2, 127])
+@virtual
+async def test_a_prompt_shorter_than_a_group(origin, engine, count):
+    ids = IDS[:count]
+    async with origin() as link:
+        ready = await ready_from(link, engine, ids)
+    assert ready.tokens == count - 1
+    assert furthest(cold(engine.model, ids, ready.cache), cold(engine.model, ids)) < 1e-4
+
+
+@virtual
+async def test_a_request_that_is_aborted(origin, engine):
+    async with origin(rate=2e4) as link:
+        task = asyncio.ensure_future(ready_from(link, engine, recompute=None, deadline=50.0))
+        await asyncio.sleep(2.0)
+        assert not task.done()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        link.path.rate = 1e8
+        # At once, as far as the clock knows: nothing of the aborted play is in its way.
+        ready = await ready_from(link, engine, recompute=None, deadline=0.5)
+    assert ready.played.coverage == ("FP16",) * 4
+    assert ready.played.met
+
+
+@virtual
+async def test_what_is_no_prompt(origin, engine):
+    async with origin() as link:
+        with pytest.raises(UsageError, match="2 prompts: play them one at a time"):
+            await ready_from(link, engine, torch.zeros(2, 5, dtype=torch.long))
+        with pytest.raises(ModelError, match="at least one token"):
+            await ready_from(link, engine, [])
+        with pytest.raises(ModelError, match="outside the vocabulary"):
+            await ready_from(link, engine, [3, 256])
+        with pytest.raises(ModelError, match="do not fit"):
+            await ready_from(link, engine, [3] * 641)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@virtual
+async def test_how_a_model_is_loaded_does_not_change_what_its_caches_are_called(origin, engine, folder, dtype):
+    import transformers
+
+    half = engine_of(transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype), folder)
+    assert half.spec == engine.spec
+    async with origin() as link:
+        ready = await ready_from(link, half, recompute=None)
+    assert ready.played.coverage == ("FP16",) * 4
+    assert {layer.keys.dtype for layer in ready.cache.layers} == {dtype}
+    warm, own = cold(half.model, IDS, ready.cache, 1), cold(half.model, IDS, None, 1)
+    assert furthest(warm, own) < 0.05  # what 8 bits of mantissa leave of logits of up to 0.5
+
+
+def test_a_folder_that_is_no_models(engine, tmp_path):
+    with pytest.raises(ModelError, match=r"has no config\.json and no tokenizer\.json"):
+        engine_of(engine.model, tmp_path)

@@ -1,0 +1,105 @@
+"""What a prefill computed, published; and caches that must not be."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvabr.engines.transformers import cache_publisher, play_cache_async, publish_cache
+from kvabr.engines.transformers.cache import cache_kv, dynamic_cache
+from kvabr.errors import ModelError, UsageError
+from kvabr.origin.store import Asset
+from tests.client.virtual import virtual
+from tests.engines.transformers.text import IDS, PREFIX, cold
+
+pytestmark = pytest.mark.model
+
+
+@pytest.fixture
+def publisher(engine, tmp_path):
+    made = cache_publisher(engine, tmp_path / "out")
+    yield made
+    made.close()
+
+
+def test_what_is_published_is_the_beginning_of_the_prompt(root, engine):
+    (folder,) = root.iterdir()
+    catalog = Asset.open(folder).catalog
+    assert (catalog.tokens, catalog.spec) == (400, engine.spec)
+    assert [track.name for track in catalog.tracks] == ["FP16", "Int8", "Int4"]
+    assert catalog.source == "a prefill of transformers"
+    assert catalog.loss_method.startswith("not measured")
+
+
+def test_twice_is_known(engine, publisher, tmp_path):
+    cache = cold(engine.model, IDS).past_key_values
+    assert publish_cache(publisher, engine, cache, PREFIX).result(20).verdict == "published"
+    assert publish_cache(publisher, engine, cache, torch.tensor([PREFIX])).result(20).verdict == "known"
+    assert publish_cache(publisher, engine, cache, PREFIX, salt=b"tenant").result(20).verdict == "published"
+    assert len(list((tmp_path / "out").glob("[0-9a-f]*"))) == 2
+
+
+def test_a_round_trip_through_transformers_is_exact(engine):
+    cache = cold(engine.model, PREFIX, count=1).past_key_values
+    kv = cache_kv(cache, engine.spec, 400)
+    again = cache_kv(dynamic_cache(kv, torch.float32, torch.device("cpu")), engine.spec, 400)
+    assert torch.equal(again, kv)
+    assert torch.allclose(kv, engine.prefill(PREFIX), atol=1e-5)
+    cache.layers[0].keys.zero_()
+    assert not torch.equal(kv[0, 0], torch.zeros_like(kv[0, 0]))  # it was copied
+    assert dynamic_cache(kv[:, :, :, :0], torch.float32, torch.device("cpu")).get_seq_length() == 0
+
+
+@virtual
+async def test_a_lossy_cache_is_not_passed_on(origin, engine, publisher):
+    async with origin() as link:
+        ready = await play_cache_async(link, engine, IDS, deadline=2.0, policy="fixed:Int4", recompute=None)
+    grown = cold(engine.model, IDS, ready.cache).past_key_values
+    with pytest.raises(UsageError, match="played with an expected loss"):
+        publish_cache(publisher, engine, grown, IDS)
+
+
+def test_what_cannot_be_published(engine, publisher):
+    cache = cold(engine.model, IDS).past_key_values
+    with pytest.raises(UsageError, match="127 tokens are less than a group of 128"):
+        publish_cache(publisher, engine, cache, IDS[:127])
+    with pytest.raises(UsageError, match="fewer than the 600 given"):
+        publish_cache(publisher, engine, cache, [1] * 600)
+    with pytest.raises(ModelError, match="a tuple is no cache of transformers"):
+        publish_cache(publisher, engine, tuple(cache), PREFIX)
+    two = cold(engine.model, IDS).past_key_values
+    two.batch_repeat_interleave(2)
+    with pytest.raises(UsageError, match="holds 2 prompts"):
+        publish_cache(publisher, engine, two, PREFIX)
+    # Every refusal gave its place back: four may wait, and these would have filled them.
+    assert publish_cache(publisher, engine, cache, PREFIX).result(20).verdict == "published"
+
+
+def test_caches_of_another_kind_are_refused_by_name(engine, publisher):
+    import transformers
+
+    spec = engine.spec
+    kv = torch.zeros(spec.shape(400))
+    static = transformers.StaticCache(config=engine.model.config, max_cache_len=500)
+    for layer in range(spec.layers):
+        static.update(kv[layer, :1], kv[layer, 1:], layer, {"cache_position": torch.arange(400)})
+    with pytest.raises(ModelError, match="keeps its cache as StaticLayer"):
+        publish_cache(publisher, engine, static, PREFIX)
+    sliding = transformers.MistralConfig(num_hidden_layers=2, sliding_window=64)
+    with pytest.raises(ModelError, match="keeps its cache as DynamicSlidingWindowLayer"):
+        publish_cache(publisher, engine, transformers.DynamicCache(config=sliding), PREFIX)
+    whole = torch.device("cpu")
+    with pytest.raises(ModelError, match=r"2 heads of 9, .* has 2 of 8: it is another model's"):
+        publish_cache(publisher, engine, dynamic_cache(torch.zeros(2, 2, 2, 400, 9), torch.float32, whole), PREFIX)
+    with pytest.raises(ModelError, match="a cache of 3 layers"):
+        publish_cache(publisher, engine, dynamic_cache(torch.zeros(3, 2, 2, 400, 8), torch.float32, whole), PREFIX)
+    with pytest.raises(ModelError, match=r"the cache is torch\.float64; kvabr takes float16"):
+        publish_cache(publisher, engine, dynamic_cache(kv, torch.float64, whole), PREFIX)
+    with pytest.raises(ModelError, match="is empty"):
+        publish_cache(publisher, engine, emptied(kv), PREFIX)
+
+
+def emptied(kv):
+    cache = dynamic_cache(kv, torch.float32, torch.device("cpu"))
+    cache.layers[1].keys = None
+    return cache

@@ -1,0 +1,121 @@
+"""Upgrades into a cache that generate() reads: between two of its steps, never within one."""
+
+from __future__ import annotations
+
+import math
+import threading
+
+import pytest
+import torch
+
+import kvabr
+from kvabr.abr.policy import Decision, Policy
+from kvabr.engines.transformers import Steps, play_cache
+from kvabr.engines.transformers.cache import cache_kv
+from kvabr.errors import PlayError
+from tests.client.served import Served
+from tests.engines.transformers.text import IDS, cold
+
+pytestmark = pytest.mark.model
+
+
+@pytest.fixture
+def link(root, tmp_path):
+    served = Served(root, tmp_path)
+    with kvabr.sync.connect(served.url, fingerprint=served.fingerprint) as connection:
+        yield connection
+    served.close()
+
+
+@pytest.fixture
+def coarse(link, engine):
+    return play_cache(link, engine, IDS, deadline=20.0, policy="fixed:Int4", recompute=None)
+
+
+def test_what_is_written_reaches_the_growing_cache(engine, coarse):
+    exact = engine.prefill(IDS[:400])
+    kv, cache = coarse.played.kv, coarse.cache
+    with Steps(engine, coarse) as steps:
+        cold(engine.model, IDS, cache, 2)
+        assert steps(128, 256, lambda: kv[:, :, :, 128:256].copy_(exact[:, :, :, 128:256]))
+        cold(engine.model, IDS[:1] * 440, cache, 2)
+    held = cache_kv(cache, engine.spec, 400)
+    assert torch.equal(held[:, :, :, 128:256], exact[:, :, :, 128:256])
+    assert not torch.equal(held[:, :, :, :128], exact[:, :, :, :128])
+    assert steps.rewritten == 1
+
+
+def test_nothing_is_written_within_a_step_or_outside(engine, coarse):
+    """The hook is called from another thread while the model is in its first layer."""
+    written, within, begun = [], [], []
+    steps = Steps(engine, coarse)
+    assert not steps(0, 128, lambda: written.append(True))
+
+    def during(*_):
+        if not begun:
+            thread = threading.Thread(target=lambda: steps(0, 128, lambda: written.append(True)))
+            begun.append(thread)
+            thread.start()
+            thread.join(0.2)
+            within.append(list(written))
+
+    hook = engine.model.model.layers[0].register_forward_hook(during)
+    with steps:
+        cold(engine.model, IDS, coarse.cache, 3)
+        begun[0].join(20)
+    hook.remove()
+    assert within == [[]]
+    assert written == [True]
+    assert not steps(0, 128, lambda: written.append(True))
+    assert written == [True]
+
+
+def test_a_step_that_fails_does_not_lock_the_cache(engine, coarse):
+    with Steps(engine, coarse) as steps:
+        with pytest.raises(IndexError):
+            engine.model(torch.tensor([[999]]))
+        assert steps(0, 128, lambda: None)
+
+
+def test_late_upgrades_of_a_play_reach_the_cache(link, engine):
+    """A policy that begins with the coarsest is handed over at once, and bettered while the text is generated."""
+    ready = play_cache(link, engine, IDS, deadline=20.0, policy=f"{__file__}:Coarse", recompute=None, after=math.inf)
+    assert set(ready.played.coverage) == {"Int4"}
+    assert ready.played.late is not None
+    with Steps(engine, ready) as steps:
+        ready.played.late.into(steps)
+        assert ready.played.late.join(30.0)
+        assert set(ready.played.late.coverage) == {"FP16"}
+        held = cache_kv(ready.cache, engine.spec, 400)
+        assert steps.rewritten == 4
+    assert torch.equal(held, ready.played.kv)
+    exact = engine.prefill(IDS[:400])
+    assert torch.allclose(held, exact, rtol=2e-3, atol=2e-3)
+
+
+class Coarse(Policy):
+    """Int4, and once that was handed over, FP16."""
+
+    def __init__(self):
+        self.late = True
+
+    def decide(self, view):
+        if (group := view.first_missing()) is not None:
+            self.late = False
+            return Decision.fetch(group, "Int4", "coarse")
+        if self.late:
+            for group in view.settled:
+                if view.track_of[group] != "FP16":
+                    return Decision.upgrade(group, "FP16", "better")
+        return Decision.finish("all there")
+
+
+def test_an_origin_that_has_gone_and_no_engine(root, engine, tmp_path):
+    served = Served(root, tmp_path)
+    with kvabr.sync.connect(served.url, fingerprint=served.fingerprint) as connection:
+        served.close()
+        with pytest.raises(PlayError):
+            play_cache(connection, engine, IDS, deadline=0.3, recompute=None)
+        ready = play_cache(connection, engine, IDS, deadline=0.3)
+    assert set(ready.played.coverage) == {"recomputed"}
+    assert ready.problem is not None
