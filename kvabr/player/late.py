@@ -6,8 +6,8 @@ deadline moves on before it, one deadline's length away, until the end is nearer
 would have before the cache was handed over, and nothing that would come behind the end.
 
 What is decoded waits until the engine lets it into the cache, and while several groups wait nothing more is asked for.
-It ends when time is up, when the policy is done, when every group is as good as it can be, or when for a whole
-deadline's length there was nothing that the policy wanted.
+It ends when time is up, when the policy is done, when every group is as good as it can be, when for a whole deadline's
+length there was nothing that the policy wanted, or when what was asked for has not moved for several.
 """
 
 from __future__ import annotations
@@ -26,6 +26,10 @@ from kvabr.recompute.loss import RECOMPUTED
 
 _MOST_WAITING = 4
 """Groups that may be decoded, or wait for the engine's leave, before no more is asked for."""
+
+
+_SILENT = 5.0
+"""Lengths of the deadline without a byte of what was asked for, after which nothing more is expected to come."""
 
 
 class LateSession(Session):
@@ -67,8 +71,8 @@ class LateSession(Session):
             raise UsageError(f"{len(tracks)} tracks for a cache of {ladder.catalog.groups} groups")
         super().__init__(ladder, horizon_s, policy, estimator, config=config, log=log)
         self._horizon_s, self._until_s, self._rate = horizon_s, until_s, rate
-        self._wanted_s = 0.0
-        """When the policy last wanted something."""
+        self._wanted_s = self._moved_s = 0.0
+        """When the policy last wanted something; and when last there was nothing to wait for but the engine."""
         self._least = [min(track.loss[group] for track in ladder.catalog.tracks) for group in range(len(tracks))]
         view = self.view
         self._absent.clear()
@@ -104,7 +108,8 @@ class LateSession(Session):
         if self.over:
             return
         self._refresh(now)
-        if now >= self._until_s:
+        silent_s = now - max(self._heard_s, self._moved_s) if self.view.in_flight else 0.0
+        if now >= self._until_s or silent_s >= _SILENT * self._horizon_s:
             self._deliver(now)
             return
         self._content = False
@@ -115,6 +120,8 @@ class LateSession(Session):
                 self._deliver(now)
                 return
             self._act(decision, now)
+        if self._decoding or not self.view.in_flight:
+            self._moved_s = now
         if self._requests > asked or self._anything_pending():
             self._wanted_s = now
         elif self._done() or now - self._wanted_s >= self._horizon_s:

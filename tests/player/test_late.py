@@ -68,6 +68,17 @@ def test_no_more_is_in_flight_than_before_the_deadline():
     assert ahead < 0.25 * 2.0 * RATE
 
 
+def test_it_ends_when_nothing_that_was_asked_for_ever_comes():
+    session, now = late(horizon_s=2.0), 0.0
+    assert of(session.actions(), Fetch)
+    while not session.over and now < 100.0:
+        now = session.next_timer()
+        session.timer(now)
+        session.actions()
+    assert 10.0 <= now < 11.0
+    assert session.record.delivered_s == now
+
+
 def test_recomputed_groups_stay_as_they_are():
     session = late(("base", RECOMPUTED, "base", "layer-2", "base", RECOMPUTED))
     asked, _ = play_on(session)
