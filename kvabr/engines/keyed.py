@@ -28,7 +28,7 @@ from kvabr.client.played import Clock, PlayOptions
 from kvabr.data import default_catalog
 from kvabr.engines import settings
 from kvabr.engines.publisher import Outcome, Publisher, Slot
-from kvabr.errors import FormatError, KvabrError, PlayError
+from kvabr.errors import BusyError, FormatError, KvabrError
 from kvabr.kv import GROUP_TOKENS, KVSpec
 from kvabr.naming import TrackNamespace
 from kvabr.node import Fetcher, Limits, Peer
@@ -192,7 +192,9 @@ class Trouble:
 class KeyedCaches:
     """Caches by key, behind a fetcher; for its event loop."""
 
-    def __init__(self, fetcher: Fetcher, spec: KVSpec, options: Options, trouble: Trouble) -> None:
+    def __init__(
+        self, fetcher: Fetcher, spec: KVSpec, options: Options, trouble: Trouble, *, most_tokens: int
+    ) -> None:
         """Begin; nothing is dialled.
 
         Args:
@@ -200,11 +202,13 @@ class KeyedCaches:
             spec: of the caches.
             options: what the user set.
             trouble: told of what goes wrong.
+            most_tokens: of one cache: what claims to be longer is none of the engine's.
 
         Raises:
             UsageError: an option makes no sense.
         """
         self._fetcher, self._spec, self._options, self._trouble = fetcher, spec, options, trouble
+        self._most_tokens = most_tokens
         self._found: OrderedDict[str, Found] = OrderedDict()
         self.peer: Peer | None = None
         if options.url is not None:
@@ -243,6 +247,10 @@ class KeyedCaches:
                 "the origin's caches are of another kind", f"{found.catalog.spec}; this engine's {self._spec}"
             )
             return None
+        if found.catalog.tokens > self._most_tokens:
+            what = f"{found.catalog.tokens} tokens, where one has {self._most_tokens} at most"
+            self._trouble.tell("the origin's caches are of another kind", what)
+            return None
         self._found[key] = found
         while len(self._found) > _REMEMBERED:
             self._found.popitem(last=False)
@@ -262,8 +270,8 @@ class KeyedCaches:
                 prepared = await prepare(seat, found, how, playing)
                 return (await perform(seat, prepared, (), how, playing)).kv
         except (KvabrError, TimeoutError) as error:
-            if not isinstance(error, PlayError):
-                self._found.pop(key, None)  # it may be there again, but not as it was
+            if not isinstance(error, BusyError):
+                self._found.pop(key, None)  # it may be gone, or be there again, but not as it was
             self._trouble.tell("a cache did not come", error)
             return None
 

@@ -132,8 +132,11 @@ class Publisher:
             # What is being published, or was by this process; a folder that was removed since may come again.
             if name in self._known:
                 return "known"
-            if (self._root / name / CATALOG).exists():
-                return "known"
+            try:
+                if (self._root / name / CATALOG).exists():
+                    return "known"
+            except OSError:  # a share that is gone, a folder that may not be entered: not the engine's trouble
+                return "failed"
             if self._closed or not self._free.acquire(blocking=False):
                 return "full"
             self._known.add(name)

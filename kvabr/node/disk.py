@@ -21,6 +21,7 @@ from kvabr.errors import AssetError, UsageError
 _NAME = re.compile(r"([0-9a-f]{64})\.group")
 _PARTIAL = ".partial"
 _LOCK = "kvabr.lock"
+_LOCK_FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class Shelf:
@@ -45,7 +46,7 @@ class Shelf:
         """Groups that had to make room."""
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._handle: int | None = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            self._handle: int | None = os.open(folder / _LOCK, _LOCK_FLAGS, 0o600)
         except OSError as error:
             raise AssetError(f"{folder}: cannot keep groups there ({error.strerror}); name another folder") from error
         try:

@@ -40,6 +40,8 @@ _GIB = 1 << 30
 _DIAL_SHARE = 0.5
 """Share of the deadline that a play waits for a connection; then it does what it does when it loses its peer."""
 
+_LEAST_LEFT_S = 1e-3
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -269,7 +271,8 @@ class Fetcher:
         loop = asyncio.get_running_loop()
         start_s = loop.time()
         flights = await self._reach(origin, _DIAL_SHARE * (deadline_s - waited_s))
-        left_s = deadline_s - waited_s - (loop.time() - start_s)
+        # A loop that stood still may have used all of it up: the play then gets what is at hand.
+        left_s = max(_LEAST_LEFT_S, deadline_s - waited_s - (loop.time() - start_s))
         due_s = loop.time() + left_s
         seat = Seat(flights, self._place, left_s)
         self._moved(self._order.add(seat, due_s))

@@ -70,6 +70,7 @@ class Gate:
             self._count(1)
             return 0.0
         self._queue = [waiting for waiting in self._queue if not waiting.turn.done()]
+        heapq.heapify(self._queue)  # what is left of a heap need not be one
         if len(self._queue) >= self._most_waiting:
             raise self._refusal("full", f"{self._playing} plays are under way and {len(self._queue)} wait")
         start_s = loop.time()

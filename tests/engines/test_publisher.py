@@ -114,6 +114,13 @@ def test_a_cache_that_cannot_be_written_is_told_and_leaves_its_place(tmp_path):
     assert isinstance(made.reserve(TOKENS), Slot)
 
 
+def test_a_folder_that_cannot_be_looked_at_is_not_the_engines_trouble(tmp_path):
+    # A name that is too long: what no user may look at, root as well.
+    made = publisher(tmp_path)
+    assert made.reserve_named(["f" * 300], 64) == "failed"
+    made.close()
+
+
 def test_a_cache_of_another_shape_is_refused(tmp_path):
     outcome = publish(publisher(tmp_path), kv=KV[:, :, :1])
     assert outcome.verdict == "failed"

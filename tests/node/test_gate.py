@@ -82,6 +82,19 @@ async def test_who_leaves_the_queue_takes_nobodys_turn():
 
 
 @virtual
+async def test_who_leaves_the_queue_does_not_change_the_order_of_the_others():
+    plays = Plays(share=1.0)
+    names = (10, 50, 20, 60, 70, 30, 40)
+    first, *waiting = [plays.start("first", 100, 1), *(plays.start(due, due, 1) for due in names)]
+    await asyncio.sleep(0.5)
+    waiting[names.index(20)].cancel()
+    await asyncio.sleep(0)
+    last = plays.start(35, 34.5, 1)  # whoever comes clears away those who left
+    await asyncio.gather(first, last, *waiting, return_exceptions=True)
+    assert plays.begun == ["first", 10, 30, 35, 40, 50, 60, 70]
+
+
+@virtual
 async def test_closing_tells_who_waits():
     plays = Plays()
     busy, waiting = plays.start("a", 10, 1), plays.start("b", 10, 1)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from lmcache.utils import CacheEngineKey
@@ -28,6 +29,7 @@ from kvabr.node import Fetcher, NodeMetrics
 
 _WAIT_S = 30.0
 """Seconds that a thread of LMCache's waits for its event loop at most, beyond what the question may take."""
+_MOST_LISTED = 1 << 16
 
 
 class KvabrAdapter(ConnectorAdapter):  # type: ignore[misc]  # LMCache is not there when types are checked
@@ -139,7 +141,18 @@ class KvabrConnector(RemoteConnector):  # type: ignore[misc]
 
     async def batched_get(self, keys: list[CacheEngineKey]) -> list[MemoryObj | None]:
         """Play many chunks; None for each that is not there, or not in time."""
-        return list(await asyncio.gather(*(self._get(key, self._options.deadline_s) for key in keys)))
+        loop = asyncio.get_running_loop()
+        getting = [loop.create_task(self._get(key, self._options.deadline_s)) for key in keys]
+        try:
+            return list(await asyncio.gather(*getting))
+        except BaseException:
+            # LMCache has lost patience: nobody else gives back the memory of what is there already.
+            for task in getting:
+                task.cancel()
+            for chunk in await asyncio.gather(*getting, return_exceptions=True):
+                if isinstance(chunk, MemoryObj):
+                    chunk.ref_count_down()
+            raise
 
     async def batched_get_non_blocking(self, lookup_id: str, keys: list[CacheEngineKey]) -> list[MemoryObj]:
         """Play many chunks; those before the first that is missing."""
@@ -179,15 +192,20 @@ class KvabrConnector(RemoteConnector):  # type: ignore[misc]
         over: asyncio.Future[bool] = self._loop.create_future()
 
         def done(published: bool) -> None:
+            memory_obj.ref_count_down()
             self._loop.call_soon_threadsafe(_settle, over, published)
 
-        self._publisher.put(self._name(key), as_kv(chunk, self._spec), done)
+        kv = as_kv(chunk, self._spec)
         # The memory is the chunk's until it is encoded, whoever loses patience.
-        if await asyncio.shield(over):
+        memory_obj.ref_count_up()
+        self._publisher.put(self._name(key), kv, done)
+        if await over:
             self._put[key.to_string()] = None
+            while len(self._put) > _MOST_LISTED:
+                del self._put[next(iter(self._put))]
 
     async def list(self) -> list[str]:
-        """The keys of the chunks that this process has published."""
+        """The keys of the chunks that this process has published, of very many the last."""
         return [*self._put]
 
     # ------------------------------------------------------------------ others
@@ -229,8 +247,15 @@ class KvabrConnector(RemoteConnector):  # type: ignore[misc]
     def _keyed(self) -> KeyedCaches:
         """Made on the event loop, when it is first needed."""
         if self._caches is None:
-            self._fetcher = Fetcher(self._options.limits(), metrics=self.metrics)
-            self._caches = KeyedCaches(self._fetcher, self._spec, self._options, self._trouble)
+            limits, most_tokens = self._options.limits(), self.meta_shapes[0][2]
+            try:
+                self._fetcher = Fetcher(limits, metrics=self.metrics)
+            except KvabrError as error:  # the folder: each rank is a process, and only one of them can have it
+                self._trouble.tell("what is fetched is kept in memory only", error)
+                self._fetcher = Fetcher(replace(limits, disk=None), metrics=self.metrics)
+            self._caches = KeyedCaches(
+                self._fetcher, self._spec, self._options, self._trouble, most_tokens=most_tokens
+            )
         return self._caches
 
 

@@ -60,7 +60,7 @@ class KvabrStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not there
         self._node = BlockingFetcher(self._options.limits(), metrics=self.metrics)
 
         async def make(fetcher: Fetcher) -> KeyedCaches:
-            return KeyedCaches(fetcher, self._spec, self._options, self._trouble)
+            return KeyedCaches(fetcher, self._spec, self._options, self._trouble, most_tokens=pool.page_size)
 
         self._caches = self._node.begin(make).result()
 
@@ -183,7 +183,9 @@ class KvabrStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not there
         async def play(_: Fetcher) -> list[torch.Tensor | None]:
             return list(await asyncio.gather(*(caches.play(name, deadline_s) for name in names)))
 
-        return self._wait(play)
+        size = self.mem_pool_host.page_size
+        # A page that is not whole is none: copying it would end SGLang's thread.
+        return [kv if kv is not None and kv.shape[3] == size else None for kv in self._wait(play)]
 
     def _publish(self, keys: Sequence[str], pages: Sequence[torch.Tensor]) -> list[bool]:
         self._ready()

@@ -69,13 +69,15 @@ class KvabrConnector(KVConnectorBase_V1):  # type: ignore[misc]
                 "in every layer"
             )
         model = served_model(vllm_config, options)
+        # Before the node is taken: what fails here must not leave one behind.
+        publisher = _publisher(options, model) if produces and role == KVConnectorRole.WORKER else None
         self._node = take_node(options) if consumes else None
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         if role == KVConnectorRole.SCHEDULER:
             self._scheduler = SchedulerHalf(options, model, self._node, produces=produces)
         else:
-            self._worker = WorkerHalf(options, model, self._node, _publisher(options, model) if produces else None)
+            self._worker = WorkerHalf(options, model, self._node, publisher)
 
     @property
     def requires_kv_delivery(self) -> bool:

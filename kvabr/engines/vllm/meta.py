@@ -24,7 +24,7 @@ class Load:
     deadline_s: float
     """Seconds left of the request's deadline when this was said."""
     tokens: tuple[int, ...] = ()
-    """If what was found is one rank's heads: ids up to ``last``, by which the other ranks find theirs."""
+    """If a rank holds some heads only: ids of all its groups, by which each finds, and names, its own."""
     salt: bytes = b""
     """The tenant's secret, for the same."""
 

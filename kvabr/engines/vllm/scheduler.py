@@ -31,6 +31,8 @@ _LEAST_LEFT = 0.25
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
 """After lookups that failed, seconds in which no other is begun: an origin that is gone must not cost every request its
 share of the deadline. Doubled with every failure in a row."""
+_LONGEST_DEADLINE_S = 60.0
+"""Seconds that a request may ask for, unless the user's own are more: its blocks are its own until the play is over."""
 
 
 @dataclass(slots=True)
@@ -110,16 +112,17 @@ class SchedulerHalf:
         asked.begun = True
         self._loading.add(request.request_id)
         left_s = asked.deadline_s - (time.monotonic() - asked.asked_s)
+        found = _cut(asked.found, last)
         self._pending.loads.append(
             Load(
                 request=request.request_id,
-                found=_cut(asked.found, last),
+                found=found,
                 first=first,
                 last=last,
                 blocks=tuple(blocks[first // size : last // size]),
                 behind=len(asked.tokens) - last,
                 deadline_s=max(left_s, _LEAST_LEFT * asked.deadline_s),
-                tokens=tuple(asked.tokens[:last]) if asked.found.catalog.spec.model != self._model.spec.model else (),
+                tokens=() if self._model.shard is self._model.spec else tuple(asked.tokens[: found.catalog.tokens]),
                 salt=asked.salt,
             )
         )
@@ -237,8 +240,9 @@ class SchedulerHalf:
         given = _params(request).get("deadline_s")
         if given is None:
             return self._options.deadline_s
-        if isinstance(given, bool) or not isinstance(given, int | float) or not 0 < given < float("inf"):
-            self._say_once(f"kv_transfer_params: deadline_s is {given!r}, not a positive number; {WHERE} has the say")
+        most_s = max(_LONGEST_DEADLINE_S, self._options.deadline_s)
+        if isinstance(given, bool) or not isinstance(given, int | float) or not 0 < given <= most_s:
+            self._say_once(f"kv_transfer_params: a deadline_s is no number up to {most_s:g}; {WHERE} has the say")
             return self._options.deadline_s
         return float(given)
 

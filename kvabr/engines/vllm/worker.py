@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -28,6 +28,7 @@ from kvabr.engines.vllm.node import Node
 from kvabr.engines.vllm.options import Options
 from kvabr.engines.vllm.stats import Counts
 from kvabr.errors import FormatError, KvabrError, PlayError, UsageError
+from kvabr.naming import chain
 from kvabr.node import Handle
 from kvabr.recompute.cost import PrefillCost
 
@@ -183,8 +184,10 @@ class WorkerHalf:
                 play = self._node.play(load.found, options, skip=skip, behind=load.behind)
             else:
                 play = self._node.play_mine(mine, load.tokens, load.salt, options, skip=skip, behind=load.behind)
-        except KvabrError as error:
-            _log.warning("kvabr: a play could not begin (%s); the request is computed", error)
+        except Exception as error:  # noqa: BLE001  # as in `_place`; here it would end the engine
+            _log.warning(
+                "kvabr: a play could not begin (%s); the request is computed", error, exc_info=not _expected(error)
+            )
             self.counts.add("plays_failed")
             self._over(load, load.first)
             return
@@ -244,7 +247,7 @@ class WorkerHalf:
             for cache, part in zip(self._layers, kv, strict=True):
                 write_blocks(cache, blocks, part, self._layout)
         group = prefix.first // load.found.catalog.spec.group_tokens
-        chunks = load.found.catalog.chunks[group:]
+        chunks = self._chunks(load)[group:]
         for chunk, track in zip(chunks, prefix.coverage, strict=False):
             if track not in _EXACT:
                 self._lossy[chunk] = None
@@ -252,6 +255,15 @@ class WorkerHalf:
         while len(self._lossy) > self._most_lossy:
             self._lossy.popitem(last=False)
         self.counts.add("copy_seconds", time.thread_time() - began_s)
+
+    def _chunks(self, load: Load) -> Sequence[str]:
+        """Digests of what was loaded, as this rank publishes it: by the name of its own heads."""
+        mine = self._model.shard
+        if mine is self._model.spec:
+            return load.found.catalog.chunks
+        return chain(
+            load.tokens, model=mine.model, tokenizer=mine.tokenizer, group_tokens=mine.group_tokens, salt=load.salt
+        )
 
     def _over(self, load: Load, good: int) -> None:
         with self._news:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import threading
 import time
 
 import pytest
@@ -15,12 +16,14 @@ os.environ.setdefault("PYTHONHASHSEED", "0")
 os.environ.setdefault("LMCACHE_TRACK_USAGE", "false")
 
 import torch
+from lmcache.utils import CacheEngineKey
 from lmcache.v1.cache_engine import LMCacheEngineBuilder
 from lmcache.v1.config import LMCacheEngineConfig
 from lmcache.v1.gpu_connector import GPUConnectorInterface
 from lmcache.v1.metadata import LMCacheMetadata
 
 from kvabr.engines.adapters import LMCACHE
+from kvabr.engines.lmcache.chunks import as_kv
 from tests.engines.served import Origin
 
 LAYERS, HEADS, DIM, CHUNK = 4, 3, 64, 256
@@ -126,6 +129,46 @@ def connector(engine):
     """The plug-in's connector, behind LMCache's instruments."""
     backend = next(b for name, b in engine.storage_manager.storage_backends.items() if name.startswith("RemoteBackend"))
     return backend.connection.getWrappedConnector()
+
+
+def test_the_memory_of_a_chunk_is_kept_until_it_is_encoded(tmp_path, engine):
+    conn = connector(engine(publish=str(tmp_path / "assets")))
+    key = CacheEngineKey("test/model", 1, 0, 77, torch.float16)
+    chunk = conn._memory.allocate(conn.meta_shapes[0], conn.meta_dtypes[0], conn.meta_fmt)
+    as_kv(chunk.tensor, conn._spec).zero_()
+    go_on = threading.Event()
+    thread = conn._publisher.publisher._thread
+    thread.submit(go_on.wait, 20.0)
+    putting = asyncio.run_coroutine_threadsafe(conn.put(key, chunk), conn._loop)
+    asyncio.run_coroutine_threadsafe(asyncio.sleep(0), conn._loop).result(20.0)
+    putting.cancel()
+    asyncio.run_coroutine_threadsafe(asyncio.sleep(0), conn._loop).result(20.0)
+    assert chunk.get_ref_count() == 2
+    go_on.set()
+    thread.submit(lambda: None).result(20.0)
+    assert chunk.get_ref_count() == 1
+    chunk.ref_count_down()
+
+
+def test_a_folder_that_another_rank_has_is_done_without(origin, engine, tmp_path):
+    options = {"url": origin.url, "fingerprint": origin.fingerprint, "quic": "aioquic", "disk": str(tmp_path)}
+    one, other = engine(**options), engine(**options)
+    tokens = torch.arange(256) + 700_000
+    assert one.lookup(tokens) == other.lookup(tokens) == 0
+    stores = [connector(each)._fetcher.store for each in (one, other)]
+    assert [store._shelf is not None for store in stores] == [True, False]
+
+
+def test_a_chunk_that_is_longer_than_a_chunk_is_none(origin, engine):
+    options = {"url": origin.url, "fingerprint": origin.fingerprint, "quic": "aioquic", "publish": str(origin.root)}
+    conn = connector(engine(**options))
+    before = len(origin.library.assets)
+    key = CacheEngineKey("test/model", 1, 0, 4711, torch.float16)
+    kv = torch.zeros(LAYERS, 2, HEADS, CHUNK + 128, DIM, dtype=torch.float16)
+    conn._publisher.put(conn._name(key), kv, lambda _: None)
+    conn._publisher.publisher._thread.submit(lambda: None).result(20.0)
+    origin.look(before + 1)
+    assert not conn.exists_sync(key)
 
 
 def test_the_policy_chooses_the_track(origin, engine):

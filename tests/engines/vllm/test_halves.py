@@ -55,7 +55,7 @@ class Bench:
         self.model = ServedModel(SPEC, torch.float32, BLOCK, heads, 4096)
         self.node = take_node(self.options)
         self.node._dialled.result(PATIENCE_S)
-        made = None if publish is None else Publisher(publish, SPEC, prior=default_catalog())
+        made = None if publish is None else Publisher(publish, self.model.shard, prior=default_catalog())
         self.scheduler = SchedulerHalf(self.options, self.model, self.node, produces=made is not None)
         self.worker = WorkerHalf(self.options, self.model, self.node, made)
         self.caches = [
@@ -327,8 +327,9 @@ def test_what_was_computed_is_published_and_played(served, assets):
         bench.close()
 
 
-def test_what_was_computed_behind_a_lossy_cache_is_not_published(served, tmp_path):
-    bench = Bench(served, tmp_path / "out")
+@pytest.mark.parametrize("heads", [None, range(1, 2)])
+def test_what_was_computed_behind_a_lossy_cache_is_not_published(served, tmp_path, heads):
+    bench = Bench(served, tmp_path / "out", heads=heads)
     object.__setattr__(bench.options, "policy", "fixed:Int4")
     try:
         bench.load(request())
@@ -347,6 +348,22 @@ def test_a_step_travels_between_processes(bench):
     bench.scheduler.allocated(asked, list(range(20)), count)
     step = bench.scheduler.step(7)
     assert pickle.loads(pickle.dumps(step)) == step  # noqa: S301  # vLLM's own way between its processes
+
+
+@pytest.mark.parametrize("given", [10**400, 1e9, float("inf"), float("nan"), 0, -1.0, True, "0.5"])
+def test_a_request_cannot_keep_its_blocks_for_ever(bench, given):
+    deadline_of = bench.scheduler._deadline_of
+    assert deadline_of(request(kv_transfer_params={"deadline_s": given})) == bench.options.deadline_s
+    assert deadline_of(request(kv_transfer_params={"deadline_s": 0.5})) == 0.5
+
+
+def test_what_cannot_begin_is_computed(bench):
+    asked = request()
+    count, _ = bench.matched(asked)
+    bench.scheduler.allocated(asked, list(range(20)), count)
+    object.__setattr__(bench.options, "prefill_rate", "fast")  # whatever a play cannot begin with
+    assert bench.steps() == (set(), {"r"}, set(range(8)))
+    assert bench.worker.counts.take()["plays_failed"] == 1
 
 
 def test_a_lookup_begins_when_a_request_comes(bench):
