@@ -9,6 +9,7 @@ share, the link over the plays that are active.
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 import time
 import weakref
@@ -17,6 +18,7 @@ from contextlib import contextmanager
 
 from kvabr.abr.estimator import Estimator, Prior
 from kvabr.client.priors import Priors
+from kvabr.errors import PolicyError
 from kvabr.transport.base import Connection
 
 _ACTIVE_S = 0.5
@@ -33,9 +35,11 @@ class Link:
         """Bytes of all plays' samples so far."""
 
     @contextmanager
-    def joined(self, estimator: Estimator) -> Iterator[Share]:
-        """Take part, with an estimator that is fresh."""
+    def joined(self, estimator: Estimator, known: Prior | None = None) -> Iterator[Share]:
+        """Take part, with an estimator that is fresh, and with what is known of the peer from before."""
         share = _named(estimator)(self, estimator)
+        if known is not None:
+            share.prime(known)
         with self._lock:
             others = [one.link_rate() for one in self._members if one.active()]
             self._members.append(share)
@@ -77,8 +81,15 @@ class Share(Estimator):
         self._inner.start(horizon_s)
 
     def prime(self, prior: Prior) -> None:
-        """See `Estimator.prime`; the prior is of the link."""
-        self._inner.prime(prior)
+        """See `Estimator.prime`; the prior is of the link.
+
+        Raises:
+            PolicyError: the estimator raises.
+        """
+        try:
+            self._inner.prime(prior)
+        except Exception as error:
+            raise PolicyError(f"estimator {type(self._inner).__name__} raised {error!r} on what was known") from error
 
     def sample(self, nbytes: float, seconds: float, now: float) -> None:
         """Hear of the play's own bytes, and count those of the others in the same time."""
@@ -100,8 +111,15 @@ class Share(Estimator):
         return self._heard_at is not None and _now() - self._heard_at <= _ACTIVE_S
 
     def link_rate(self) -> float:
-        """What the whole link carries, bytes per second."""
-        return self._inner.rate()
+        """What the whole link carries, bytes per second; 0 where the estimator cannot say.
+
+        Others ask, or a play that is over: what is wrong with the estimator is for its own play to tell.
+        """
+        try:
+            rate = float(self._inner.rate())
+        except Exception:  # noqa: BLE001  # a plug-in's, whatever it is
+            return 0.0
+        return rate if math.isfinite(rate) and rate > 0 else 0.0
 
     def rate(self) -> float:
         """The play's share of the link."""
@@ -163,9 +181,7 @@ def estimating(connection: Connection, estimator: Estimator, priors: Priors | No
     """
     peer = connection.peer
     known = None if priors is None or peer is None else priors.of(peer)
-    if known is not None:
-        estimator.prime(known)
-    with link_of(connection).joined(estimator) as share:
+    with link_of(connection).joined(estimator, known) as share:
         yield share
     # A play that received nothing knows no more than was known: it must not make old news fresh.
     if priors is not None and peer is not None and share.heard:

@@ -11,6 +11,7 @@ from kvabr.abr.estimators import BUILTIN
 from kvabr.client.links import estimating, link_of
 from kvabr.client.play import play
 from kvabr.client.priors import Priors
+from kvabr.errors import PolicyError
 from kvabr.transport.memory import MemoryConnection, MemoryLink
 from tests.client.virtual import virtual
 from tests.toymodel import SPEC, prompt
@@ -162,3 +163,31 @@ async def test_a_play_that_received_nothing_makes_no_old_news_fresh():
     after = priors.of(Peered.peer)
     assert (after.rate, after.ttfb_s) == (before.rate, before.ttfb_s)
     assert after.weight == pytest.approx(before.weight, rel=0.01)
+
+
+class Moody(BUILTIN["ewma"]):
+    """Fails where it was not expected to be asked."""
+
+    def rate(self):
+        raise RuntimeError("not now")
+
+    def prime(self, prior):
+        raise RuntimeError("no news, please")
+
+
+@virtual
+async def test_what_is_wrong_with_one_estimator_is_no_concern_of_other_plays():
+    link = link_of(connection())
+    with link.joined(Moody()) as moody, link.joined(fresh()):
+        moody.sample(1e5, 0.1, 0.1)
+        assert moody.link_rate() == 0.0
+        with link.joined(fresh()) as third:
+            assert third.rate() == 0.0
+
+
+@virtual
+async def test_an_estimator_that_fails_on_what_was_known_is_named():
+    priors = Priors()
+    priors.heard(Peered.peer, 1e6, 0.05)
+    with pytest.raises(PolicyError, match="estimator Moody raised"), estimating(connection(Peered), Moody(), priors):
+        pass
