@@ -350,7 +350,9 @@ def test_a_step_travels_between_processes(bench):
     assert pickle.loads(pickle.dumps(step)) == step  # noqa: S301  # vLLM's own way between its processes
 
 
-@pytest.mark.parametrize("given", [10**400, 1e9, float("inf"), float("nan"), 0, -1.0, True, "0.5"])
+@pytest.mark.parametrize(
+    "given", [pytest.param(10**400, id="huge"), 1e9, float("inf"), float("nan"), 0, -1.0, True, "0.5"]
+)
 def test_a_request_cannot_keep_its_blocks_for_ever(bench, given):
     deadline_of = bench.scheduler._deadline_of
     assert deadline_of(request(kv_transfer_params={"deadline_s": given})) == bench.options.deadline_s
