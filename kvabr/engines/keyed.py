@@ -193,8 +193,9 @@ class KeyedCaches:
     """Caches by key, behind a fetcher; for its event loop."""
 
     def __init__(
-        self, fetcher: Fetcher, spec: KVSpec, options: Options, trouble: Trouble, *, most_tokens: int
-    ) -> None:
+        self, fetcher: Fetcher, spec: KVSpec, options: Options, trouble: Trouble, *, most_tokens: int,
+        least_tokens: int = 1,
+    ) -> None:  # fmt: skip
         """Begin; nothing is dialled.
 
         Args:
@@ -203,12 +204,13 @@ class KeyedCaches:
             options: what the user set.
             trouble: told of what goes wrong.
             most_tokens: of one cache: what claims to be longer is none of the engine's.
+            least_tokens: of one cache: an engine that reads as many as its key stands for must not be given fewer.
 
         Raises:
             UsageError: an option makes no sense.
         """
         self._fetcher, self._spec, self._options, self._trouble = fetcher, spec, options, trouble
-        self._most_tokens = most_tokens
+        self._least_tokens, self._most_tokens = least_tokens, most_tokens
         self._found: OrderedDict[str, Found] = OrderedDict()
         self.peer: Peer | None = None
         if options.url is not None:
@@ -247,8 +249,8 @@ class KeyedCaches:
                 "the origin's caches are of another kind", f"{found.catalog.spec}; this engine's {self._spec}"
             )
             return None
-        if found.catalog.tokens > self._most_tokens:
-            what = f"{found.catalog.tokens} tokens, where one has {self._most_tokens} at most"
+        if not self._least_tokens <= found.catalog.tokens <= self._most_tokens:
+            what = f"{found.catalog.tokens} tokens, where one has {self._least_tokens} to {self._most_tokens}"
             self._trouble.tell("the origin's caches are of another kind", what)
             return None
         self._found[key] = found

@@ -92,6 +92,7 @@ class KvabrConnector(RemoteConnector):  # type: ignore[misc]
         if len(self.meta_shapes) != 1 or config.use_layerwise:
             raise IrrecoverableException("kvabr: one kind of layer, and chunks of all layers (use_layerwise: false)")
         self._options, self._loop, self._memory = options, loop, memory
+        self._unfull = bool(config.save_unfull_chunk)
         self._spec = spec_of(options.model or metadata.model_name, metadata.kv_shape, metadata.kv_dtype)
         self.metrics = NodeMetrics()
         self._trouble = Trouble()
@@ -254,8 +255,11 @@ class KvabrConnector(RemoteConnector):  # type: ignore[misc]
                 self._trouble.tell("what is fetched is kept in memory only", error)
                 self._fetcher = Fetcher(replace(limits, disk=None), metrics=self.metrics)
             self._caches = KeyedCaches(
-                self._fetcher, self._spec, self._options, self._trouble, most_tokens=most_tokens
-            )
+                self._fetcher, self._spec, self._options, self._trouble,
+                most_tokens=most_tokens,
+                # A key does not say how many tokens its chunk has, but LMCache goes by it when it copies the chunk.
+                least_tokens=1 if self._unfull else most_tokens,
+            )  # fmt: skip
         return self._caches
 
 

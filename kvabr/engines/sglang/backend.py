@@ -60,7 +60,10 @@ class KvabrStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not there
         self._node = BlockingFetcher(self._options.limits(), metrics=self.metrics)
 
         async def make(fetcher: Fetcher) -> KeyedCaches:
-            return KeyedCaches(fetcher, self._spec, self._options, self._trouble, most_tokens=pool.page_size)
+            return KeyedCaches(
+                fetcher, self._spec, self._options, self._trouble,
+                most_tokens=pool.page_size, least_tokens=pool.page_size,
+            )  # fmt: skip
 
         self._caches = self._node.begin(make).result()
 
