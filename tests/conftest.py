@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
 
+import hypothesis
 import pytest
 import torch
 
@@ -18,6 +20,11 @@ torch.set_num_threads(1)
 # A shell starts what it puts into the background deaf to Ctrl-C, and some tests press it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# What a change must pass says the same twice. `HYPOTHESIS_PROFILE=search` looks for new counterexamples.
+hypothesis.settings.register_profile("same", derandomize=True)
+hypothesis.settings.register_profile("search")
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
 ASSET_TOKENS = 300
 """Three groups, the last one short."""
