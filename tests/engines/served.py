@@ -25,8 +25,8 @@ class Origin:
         tls = ServerTls(folder / "cert.pem", folder / "key.pem")
         self.fingerprint = check(tls).fingerprint
         self.loop = Loop()
-        self.library = Library(self.root, None, LOG)
-        self.server = make_server("aioquic", self.library, "127.0.0.1", 0, tls, ServerLimits(), LOG, Metrics())
+        self.holdings = Library(self.root, None, LOG)
+        self.server = make_server("aioquic", self.holdings, "127.0.0.1", 0, tls, ServerLimits(), LOG, Metrics())
         self.loop.call(self.server.start())
         self.url = f"moqt://127.0.0.1:{self.server.address[1]}/"
 
@@ -34,13 +34,13 @@ class Origin:
         """Wait until so many assets are published."""
 
         async def refresh():
-            self.library.refresh()
+            self.holdings.refresh()
 
         end = time.monotonic() + 20
-        while len(self.library.assets) < assets and time.monotonic() < end:
+        while len(self.holdings.assets) < assets and time.monotonic() < end:
             time.sleep(0.02)
             self.loop.call(refresh())
-        assert len(self.library.assets) == assets
+        assert len(self.holdings.assets) == assets
 
     def close(self):
         self.loop.call(self.server.close())

@@ -101,7 +101,7 @@ def test_this_version_is_one_that_is_tested():
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_what_is_put_is_got_to_the_byte(origin, engine, dtype):
     tokens, kv = torch.arange(600) + 1000 * dtype.itemsize + (dtype == torch.float16), cache(600, dtype)
-    before = len(origin.library.assets)
+    before = len(origin.holdings.assets)
     exact = "fixed:FP16" if dtype == torch.float16 else "fixed:BF16"
     options = {"url": origin.url, "fingerprint": origin.fingerprint, "quic": "aioquic", "deadline_s": 10.0}
     one = engine(dtype=dtype, publish=str(origin.root), policy=exact, **options)
@@ -162,7 +162,7 @@ def test_a_folder_that_another_rank_has_is_done_without(origin, engine, tmp_path
 def test_a_chunk_that_is_longer_than_a_chunk_is_none(origin, engine):
     options = {"url": origin.url, "fingerprint": origin.fingerprint, "quic": "aioquic", "publish": str(origin.root)}
     conn = connector(engine(**options))
-    before = len(origin.library.assets)
+    before = len(origin.holdings.assets)
     key = CacheEngineKey("test/model", 1, 0, 4711, torch.float16)
     kv = torch.zeros(LAYERS, 2, HEADS, CHUNK + 128, DIM, dtype=torch.float16)
     conn._publisher.put(conn._name(key), kv, lambda _: None)
@@ -173,7 +173,7 @@ def test_a_chunk_that_is_longer_than_a_chunk_is_none(origin, engine):
 
 def test_the_policy_chooses_the_track(origin, engine):
     tokens, kv = torch.arange(512) + 200_000, cache(512, seed=4)
-    before = len(origin.library.assets)
+    before = len(origin.holdings.assets)
     options = {"url": origin.url, "fingerprint": origin.fingerprint, "quic": "aioquic", "deadline_s": 10.0}
     one = engine(publish=str(origin.root), policy="fixed:Int4", **options)
     one.store(tokens=tokens, cache=kv)
@@ -199,7 +199,7 @@ def test_what_is_not_there_is_not_found(origin, engine):
 def test_a_cache_of_another_shape_is_not_taken(origin, engine, caplog):
     """Two engines with different parallelism, or models of one name, read one origin."""
     tokens = torch.arange(256) + 400_000
-    before = len(origin.library.assets)
+    before = len(origin.holdings.assets)
     options = {"url": origin.url, "fingerprint": origin.fingerprint, "quic": "aioquic"}
     engine(publish=str(origin.root), **options).store(tokens=tokens, cache=cache(256))
     origin.look(before + 1)
@@ -260,11 +260,11 @@ def test_lmcaches_own_test_of_a_remote_storage(origin, monkeypatch, capsys, dtyp
         },
     )  # fmt: skip
     monkeypatch.setattr(utils, "_config_instance", config)
-    before, stop = len(origin.library.assets), False
+    before, stop = len(origin.holdings.assets), False
 
     async def watch():
         while not stop:
-            origin.library.refresh()
+            origin.holdings.refresh()
             await asyncio.sleep(0.1)
 
     watching = origin.loop.begin(watch())
@@ -272,7 +272,7 @@ def test_lmcaches_own_test_of_a_remote_storage(origin, monkeypatch, capsys, dtyp
     stop = True
     watching.result(5)
     said = capsys.readouterr().out
-    assert len(origin.library.assets) >= before + 3, said
+    assert len(origin.holdings.assets) >= before + 3, said
     assert "Validation (content correct): 3/3 passed" in said
     assert "Error" not in said
     assert "failed" not in said.lower().replace("failed: 0", "")

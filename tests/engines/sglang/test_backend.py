@@ -100,7 +100,7 @@ def test_the_layouts_are_those_of_the_pages():
 
 @pytest.mark.parametrize("tokens", [PAGE // 2, 2 * PAGE])
 def test_what_is_no_whole_page_is_none(origin, backend, tokens):
-    before, pool, keys = len(origin.library.assets), Pool("layer_first"), [f"{tokens} tokens"]
+    before, pool, keys = len(origin.holdings.assets), Pool("layer_first"), [f"{tokens} tokens"]
     reach = {"url": origin.url, "fingerprint": origin.fingerprint, "quic": "aioquic", "deadline_s": 20.0}
     storage = backend(pool, publish=str(origin.root), policy="fixed:FP16", **reach)
     publisher = storage._publisher
@@ -115,7 +115,7 @@ def test_what_is_no_whole_page_is_none(origin, backend, tokens):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_pages_come_back_to_the_byte(origin, backend, layout):
-    before = len(origin.library.assets)
+    before = len(origin.holdings.assets)
     reach = {"url": origin.url, "fingerprint": origin.fingerprint, "quic": "aioquic", "deadline_s": 20.0}
     keys = [f"{layout}-{number}" for number in range(3)]
     pool = Pool(layout)
@@ -145,7 +145,7 @@ def test_pages_come_back_to_the_byte(origin, backend, layout):
 
 
 def test_ranks_and_kinds_of_caches_do_not_mix(origin, backend):
-    before = len(origin.library.assets)
+    before = len(origin.holdings.assets)
     reach = {"url": origin.url, "fingerprint": origin.fingerprint, "quic": "aioquic"}
     pool = Pool("layer_first")
     backend(pool, publish=str(origin.root), **reach).batch_set_v1(["mixed"], indices(0))
