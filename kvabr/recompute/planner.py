@@ -71,7 +71,7 @@ def plan(
     if not absent or eta <= view.deadline_s:
         return None
     start = max(view.now, lane_free_s)
-    if mode == "hole" and rate <= 0:
+    if mode == "hole" and (dead or view.rate <= 0):
         # No one run of groups makes it whole where there are several holes: the first, and then it is thought of again.
         last = next((group + 1 for group in absent if group + 1 not in need), absent[0] + 1)
         return Plan(absent[0], last, "the network brings nothing; what is left is recompute")
