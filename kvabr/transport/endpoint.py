@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from kvabr.moqt.codes import SessionCode, name_of
@@ -237,8 +237,7 @@ def protocol_class(library: QuicLibrary, attach: Callable[[Any], Endpoint]) -> A
 
         def datagrams_received(self, datagrams: list[bytes], address: Any) -> None:
             if library.name == "qh3":
-                with _survived():
-                    super().datagrams_received(datagrams, address)
+                super().datagrams_received(datagrams, address)
                 return
             quic, now = self._quic, self._loop.time()
             for datagram in datagrams:
@@ -248,16 +247,6 @@ def protocol_class(library: QuicLibrary, attach: Callable[[Any], Endpoint]) -> A
 
         def transmit(self) -> None:
             self.endpoint.feed()
-            with _survived() if library.name == "qh3" else contextlib.nullcontext():
-                super().transmit()
+            super().transmit()
 
     return EndpointProtocol
-
-
-@contextlib.contextmanager
-def _survived() -> Iterator[None]:
-    """Log what qh3 raises of its own accord: seen once after an outage ("reserved stream is missing"); all went on."""
-    try:
-        yield
-    except ValueError:
-        logging.getLogger(__name__).warning("qh3 failed over a packet", exc_info=True)

@@ -28,8 +28,8 @@ CONNECTION_WINDOW = 32 << 20
 SOCKET_BUFFER = 4 << 20
 """Bytes asked of the kernel for each direction of a socket; it may give less."""
 IDLE_S = 30.0
-_NO_ROOM = "capacity exhausted"
-"""In what qh3 says when a packet does not fit."""
+_LATER = ("capacity exhausted", "reserved stream is missing")
+"""In what qh3 says when a packet does not fit, and when it meant to send on a stream that is gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,14 +196,16 @@ def _packets_there_is_room_for(quic: Any, now: float) -> list[tuple[bytes, Any]]
     Until a peer's address is validated it may be sent three times the bytes that came from it (RFC 9000, section 8.1).
     Where what is left of that holds no whole packet, qh3 2.1 raises, and loses the packets it has just made: clients
     whose first packet is not as long as its own then take a second to connect. What does not fit now is sent later.
+    It also raises, and loses them, where a stream is gone that it still meant to send on: seen after outages. Asked
+    again it goes on.
     """
     core = quic._core  # noqa: SLF001  # as its own method, but for the error
     made: list[tuple[bytes, Any]] = []
     try:
         while core is not None and (packet := core.poll_transmit(now)) is not None:
             made.append((packet[0], packet[1]))
-    except RuntimeError as error:
-        if _NO_ROOM not in str(error):
+    except (RuntimeError, ValueError) as error:
+        if not any(known in str(error) for known in _LATER):
             raise
     return made
 
