@@ -79,7 +79,7 @@ class FitConfig:
     louder: tuple[float, ...] = (1.0, 1.45)
     """How loud each cache is taken to be when indices are counted: texts that a calibration never saw are louder in
     some rows, and tables that fit too well cost more there than they save elsewhere."""
-    classes: int = 16
+    classes: int = 32
     """Classes of rows at each depth, at most 256."""
 
     def __post_init__(self) -> None:

@@ -15,10 +15,14 @@ from numpy.typing import NDArray
 from kvabr.codec.native.model import MOST_RADIUS, TOTAL, CoderModel, frequencies
 
 _ROUNDS = 10
-_TAIL = 0.02
+_TAIL = 0.01
 """Share of a table given to indices half as far out again: texts that a calibration never saw go further out."""
 _FLOOR = 1e-3
 """How often an index that a table has a symbol for is taken as seen at least."""
+_PRIOR_SYMBOLS = 8.0
+"""Symbols' worth of belief that a class refines as all rows do: few classes see every index below."""
+_STRAY = 1e-5
+"""Share of a refinement's symbols that may do without one of their own: what float32 rounds out of its interval."""
 _PRIOR_TILES = 6.0
 """Tiles' worth of belief that a row's flags are as those of its class."""
 
@@ -71,8 +75,9 @@ def coder_model(counts: Counts, classes: int, *, small: bool = False) -> CoderMo
         small: the rows of a class share the chance of their flags, so that a file of the tables is small.
     """
     symbols = counts.symbols.astype(np.float64)
-    inner = symbols[..., :-1]
-    inner += inner[..., ::-1].copy()  # a transform's columns have no sign of their own
+    # A transform's columns have no sign of their own; but on top of an index below values point to zero, or away.
+    inner = symbols[:, 0, :-1]
+    inner += inner[:, ::-1].copy()
     inner /= 2
     of_row = _sorted(symbols, classes)
     summed = _summed(of_row, symbols)
@@ -129,7 +134,11 @@ def _summed(of_row: NDArray[np.intp], symbols: Counted) -> Counted:
 
 
 def _smooth(summed: Counted) -> Counted:
-    """Counts with a longer tail, all of them positive."""
+    """Counts as they will be on texts that a calibration never saw, [class, context, symbol]."""
+    if summed.shape[1] > 1:
+        # A refinement stays inside the interval below, on any text.
+        usual = summed.sum(axis=0)
+        return np.asarray(summed + _PRIOR_SYMBOLS * usual / np.maximum(usual.sum(axis=1, keepdims=True), 1) + 1e-9)
     values = np.arange(-MOST_RADIUS, MOST_RADIUS + 1)
     further = np.sign(values) * (-(-3 * np.abs(values) // 2))
     further = np.where(np.abs(further) > MOST_RADIUS, 2 * MOST_RADIUS + 1, further + MOST_RADIUS)
@@ -140,10 +149,15 @@ def _smooth(summed: Counted) -> Counted:
 
 
 def _radius(summed: Counted) -> NDArray[np.intp]:
-    """The largest index of each class that has a symbol: what was seen, and a quarter more."""
+    """The largest index of each class that has a symbol: what was seen, and of a single layer a quarter more."""
     values = np.abs(np.arange(summed.shape[2] - 1) - MOST_RADIUS)
-    largest = np.where(summed[:, :, :-1].sum(axis=1) > 0, values, 0).max(axis=1)
-    out: NDArray[np.intp] = np.clip(-(-5 * largest // 4), 1, MOST_RADIUS)
+    seen = summed[:, :, :-1].sum(axis=1)
+    if summed.shape[1] > 1:
+        seen = np.where(seen > _STRAY * seen.sum(axis=1, keepdims=True), seen, 0)
+    largest = np.where(seen > 0, values, 0).max(axis=1)
+    if summed.shape[1] == 1:
+        largest = -(-5 * largest // 4)
+    out: NDArray[np.intp] = np.clip(largest, 1, MOST_RADIUS)
     return out
 
 

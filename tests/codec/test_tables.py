@@ -1,0 +1,72 @@
+"""Tables of refinements: they know which way an index below leans, and serve contexts that a class never saw."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvabr.codec.native.model import TOTAL
+from kvabr.codec.tables import Counts, coder_model
+
+TOKENS = 128
+
+
+def counted(scale, rows=24, tiles=40, seed=5):
+    """What Gaussian coefficients of growing power count, at a step and at a third of it."""
+    random = np.random.default_rng(seed)
+    counts = Counts.nothing(rows, refines=True)
+    single = Counts.nothing(rows, refines=False)
+    power = scale * np.linspace(0.2, 1, rows)[:, None]
+    for _ in range(tiles):
+        exact = random.normal(size=(rows, TOKENS)) * power
+        below, index = np.rint(exact).astype(np.int32), np.rint(3 * exact).astype(np.int32)
+        counts.add(index, below)
+        single.add(index)
+    return counts, single
+
+
+def bits(counts, model):
+    """Ideal length of what was counted, without flags."""
+    total = 0.0
+    for row, symbols in enumerate(counts.symbols):
+        which = model.row_class[row]
+        radius = int(model.radius[which])
+        for context, seen in enumerate(symbols):
+            table = model.freqs[which, context, : 2 * radius + 2].astype(float) / TOTAL
+            inner = seen[126 - radius : 127 + radius]
+            total -= (inner[inner > 0] * np.log2(table[:-1][inner > 0])).sum()
+            total -= (seen.sum() - inner.sum()) * np.log2(table[-1] / 2**16)
+    return total
+
+
+def test_an_index_below_leans_towards_zero():
+    counts, _ = counted(1.5)
+    model = coder_model(counts, 4)
+    assert (model.radius == 1).all()
+    towards, away = model.freqs[:, 1:, 0].astype(int), model.freqs[:, 1:, 2].astype(int)
+    assert (towards > 1.1 * away).all()
+    on_zero = model.freqs[:, 0].astype(int)
+    assert (abs(on_zero[:, 0] - on_zero[:, 2]) <= 1).all()
+
+
+def test_a_base_and_its_refinement_take_what_the_finer_quantiser_takes():
+    counts, single = counted(1.5)
+    base = Counts.nothing(24, refines=False)
+    random = np.random.default_rng(5)
+    power = 1.5 * np.linspace(0.2, 1, 24)[:, None]
+    for _ in range(40):
+        base.add(np.rint(random.normal(size=(24, TOKENS)) * power).astype(np.int32))
+    nested = bits(base, coder_model(base, 8)) + bits(counts, coder_model(counts, 8))
+    assert nested < 1.005 * bits(single, coder_model(single, 8))
+
+
+def test_a_context_that_a_class_never_saw_is_coded_as_elsewhere():
+    """One loud row among quiet ones: on another text the quiet ones may be as loud."""
+    counts, _ = counted(1.5, rows=4)
+    quiet = Counts.nothing(8, refines=True)
+    quiet.symbols[:4], quiet.flags[:4] = counts.symbols, counts.flags
+    quiet.symbols[4:, 0, 126], quiet.flags[4:, 0, 0] = 1000, 40
+    model = coder_model(quiet, 8)
+    which = model.row_class[7]
+    assert quiet.symbols[7, 2].sum() == 0
+    assert (model.freqs[which, 2, :3] > TOTAL / 8).all()
+    assert model.freqs[which, 2, 3] < TOTAL / 100
