@@ -51,6 +51,9 @@ class Options:
     """Where caches are fetched: an origin or a relay. None: none are."""
     publish: Path | None = None
     """Folder that caches are published in. None: none are."""
+    publish_mib: int | None = None
+    """What engines publish in that folder takes at most, MiB: the caches computed longest ago are removed. None: no
+    bound."""
     deadline_s: float = 1.0
     """Seconds in which the caches of a request are wanted."""
     patience: float = 2.0
@@ -120,6 +123,7 @@ def _policy(value: Any) -> str:
 READERS: dict[str, settings.Reader] = {
     "url": _url,
     "publish": settings.path,
+    "publish_mib": settings.count,
     "deadline_s": settings.seconds,
     "patience": _patience,
     "lookup_s": settings.seconds,
@@ -297,6 +301,7 @@ class KeyedPublisher:
                 prior=default_catalog(),
                 tracks=options.tracks or (exact, "Int8", "Int4"),
                 queue=options.queue,
+                most_bytes=settings.mib(options.publish_mib),
                 source=source,
             )
 

@@ -21,6 +21,7 @@ import torch
 from kvabr.catalog import Catalog, Track
 from kvabr.codec.profile import Profile
 from kvabr.codec.registry import codec
+from kvabr.engines.room import NOT_MEASURED, Room
 from kvabr.errors import KvabrError, UsageError
 from kvabr.kv import KVSpec
 from kvabr.naming import LAYERS, TrackNamespace, chain
@@ -63,6 +64,7 @@ class Publisher:
         tracks: Sequence[str] | None = None,
         profile: Profile | None = None,
         queue: int = 4,
+        most_bytes: int | None = None,
         source: str = "",
     ) -> None:
         """Make the folder, and start.
@@ -74,6 +76,7 @@ class Publisher:
             tracks: names of the tracks; None: FP16, Int8, Int4, and with a profile the AC layers.
             profile: codec profile of the model, for tracks that need it.
             queue: caches that may wait or be worked on; each is held in memory.
+            most_bytes: what engines publish in that folder takes at most, see `kvabr.engines.room`; None: no bound.
             source: what the caches are, in words, for the catalogs.
 
         Raises:
@@ -95,6 +98,7 @@ class Publisher:
         except OSError as error:
             raise UsageError(f"{root}: this folder to publish in cannot be made ({error.strerror})") from error
         self._root, self._spec, self._prior, self._source = root, spec, prior, source
+        self._room = None if most_bytes is None else Room(root, most_bytes)
         needed = any(codec(track).needs_profile for track in self._tracks)
         self._profile = profile if needed else None
         self._profile_bytes = b"" if self._profile is None else self._profile.to_bytes()
@@ -134,6 +138,8 @@ class Publisher:
                 return "known"
             try:
                 if (self._root / name / CATALOG).exists():
+                    if self._room is not None:
+                        self._room.touch(name)
                     return "known"
             except OSError:  # a share that is gone, a folder that may not be entered: not the engine's trouble
                 return "failed"
@@ -182,6 +188,8 @@ class Publisher:
             if self._profile is not None:
                 writer.profile(self._profile_bytes)
             writer.commit(self._catalog(book, slot))
+        if self._room is not None:
+            self._room.make(chunks[-1])
         return sum(sum(sizes) for sizes in book.bytes.values())
 
     def _catalog(self, book: FrameBook, slot: Slot) -> Catalog:
@@ -213,7 +221,7 @@ class Publisher:
             profile=None if self._profile is None else self._profile.digest,
             profile_bytes=len(self._profile_bytes),
             prefill=prior.prefill if prior.spec.model == spec.model else None,
-            loss_method=f"not measured: those of {prior.tokens} tokens under {prior.spec.model}, stretched",
+            loss_method=f"{NOT_MEASURED}: those of {prior.tokens} tokens under {prior.spec.model}, stretched",
             source=self._source,
         )
 

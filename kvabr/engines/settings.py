@@ -76,6 +76,11 @@ def count(value: Any) -> int:
     return value
 
 
+def mib(given: int | None) -> int | None:
+    """Bytes of a setting in MiB."""
+    return None if given is None else given << 20
+
+
 def flag(value: Any) -> bool:
     """True or false."""
     if not isinstance(value, bool):

@@ -27,6 +27,7 @@ def cache_publisher(
     prior: Catalog | None = None,
     tracks: Sequence[str] | None = None,
     queue: int = 4,
+    most_bytes: int | None = None,
 ) -> Publisher:
     """A publisher for `publish_cache`; close it at the end.
 
@@ -38,6 +39,8 @@ def cache_publisher(
             asset of the same model (`kvabr encode`); None: one of SmolLM2-135M.
         tracks: names of the tracks; None: FP16, Int8, Int4, and with a profile the AC layers.
         queue: caches that may wait or be worked on.
+        most_bytes: what engines publish in that folder takes at most: the caches computed longest ago are removed.
+            None: no bound.
 
     Raises:
         UsageError: a track needs a profile, or the prior knows nothing of it; or the folder cannot be made.
@@ -52,6 +55,7 @@ def cache_publisher(
         tracks=tracks,
         profile=profile,
         queue=queue,
+        most_bytes=most_bytes,
         source="a prefill of transformers",
     )
 

@@ -22,6 +22,7 @@ from vllm.v1.metrics.utils import create_metric_per_engine
 from kvabr.catalog import Catalog
 from kvabr.codec.profile import MAX_PROFILE_BYTES, Profile
 from kvabr.data import default_catalog, default_profile_bytes
+from kvabr.engines import settings
 from kvabr.engines.adapters import VLLM
 from kvabr.engines.publisher import Publisher
 from kvabr.engines.vllm import stats
@@ -266,6 +267,7 @@ def _publisher(options: Options, model: ServedModel) -> Publisher:
         tracks=options.tracks,
         profile=_profile(options, model) if spec is model.spec else None,
         queue=options.queue,
+        most_bytes=settings.mib(options.publish_mib),
         source=f"computed by vLLM {vllm.__version__}",
     )
 

@@ -25,6 +25,9 @@ class Options:
     """Where caches are fetched: ``moqt://host:port/``. A consumer needs it."""
     publish: Path | None = None
     """Folder that computed caches are written to, for `kvabr serve`. A producer needs it."""
+    publish_mib: int | None = None
+    """What engines publish in that folder takes at most, MiB: the caches computed longest ago are removed. None: no
+    bound."""
     deadline_s: float = 2.0
     """TTFT deadline of a request, seconds. A request may have its own: ``kv_transfer_params={"deadline_s": 0.5}``; the
     other keys there are ``play`` (false: compute everything) and ``publish`` (false: do not publish it)."""
@@ -123,6 +126,7 @@ def _quic(value: Any) -> str:
 _READERS: dict[str, settings.Reader] = {
     "url": settings.text,
     "publish": settings.path,
+    "publish_mib": settings.count,
     "deadline_s": settings.seconds,
     "policy": settings.text,
     "estimator": settings.text,
