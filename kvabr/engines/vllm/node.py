@@ -144,7 +144,8 @@ _lock = threading.Lock()
 def take_node(options: Options) -> Node:
     """The node for these options, one per process however often it is taken; `leave_node` when done."""
     with _lock:
-        key = (options.url, tuple(sorted((name, str(value)) for name, value in options.dial().items())))
+        # A second engine that wants a store of another size gets a node of its own, not the first one's store.
+        key = (options.url, options.store_mib, *sorted((name, str(value)) for name, value in options.dial().items()))
         node, users = _nodes.get(key, (None, 0))
         if node is None:
             node = Node(options)
