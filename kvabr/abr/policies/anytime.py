@@ -226,8 +226,8 @@ class Anytime(Policy):
             if enough:
                 return Decision.wait("enough is in flight")
             return Decision.wait("no upgrade would arrive in time" if self._offers else "there is nothing to add")
-        self._spent += offer.track.bytes[offer.group]
         offer = self._instead(view, offer)
+        self._spent += offer.track.bytes[offer.group]
         kilobytes = offer.track.bytes[offer.group] / 1e3
         reason = f"saves {offer.saving:.2e} nats with {kilobytes:.0f} kB, the most per byte"
         return Decision.upgrade(offer.group, offer.track.name, reason)
