@@ -51,9 +51,6 @@ class Options:
     """Where caches are fetched: an origin or a relay. None: none are."""
     publish: Path | None = None
     """Folder that caches are published in. None: none are."""
-    publish_mib: int | None = None
-    """What engines publish in that folder takes at most, MiB: the caches computed longest ago are removed. None: no
-    bound."""
     deadline_s: float = 1.0
     """Seconds in which the caches of a request are wanted."""
     patience: float = 2.0
@@ -80,6 +77,9 @@ class Options:
     """Caches that may be fetched at once."""
     queue: int = 64
     """Caches that may wait to be published; what is more is not published."""
+    publish_mib: int | None = None
+    """MiB that what engines publish in ``publish`` takes at most: what was computed longest ago goes first. None: no
+    bound."""
 
     def limits(self) -> Limits:
         """What the fetcher may take."""

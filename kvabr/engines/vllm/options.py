@@ -25,9 +25,6 @@ class Options:
     """Where caches are fetched: ``moqt://host:port/``. A consumer needs it."""
     publish: Path | None = None
     """Folder that computed caches are written to, for `kvabr serve`. A producer needs it."""
-    publish_mib: int | None = None
-    """What engines publish in that folder takes at most, MiB: the caches computed longest ago are removed. None: no
-    bound."""
     deadline_s: float = 2.0
     """TTFT deadline of a request, seconds. A request may have its own: ``kv_transfer_params={"deadline_s": 0.5}``; the
     other keys there are ``play`` (false: compute everything) and ``publish`` (false: do not publish it)."""
@@ -72,6 +69,9 @@ class Options:
     along."""
     queue: int = 4
     """Caches that may wait to be published; what comes while they do is dropped, and counted."""
+    publish_mib: int | None = None
+    """MiB that what engines publish in ``publish`` takes at most: what was computed longest ago goes first. None: no
+    bound."""
 
     def __post_init__(self) -> None:
         if self.url is not None:
