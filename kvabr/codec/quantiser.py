@@ -1,7 +1,7 @@
 """The uniform quantiser of the AC tracks, and which depth refines which.
 
 Steps of neighbouring layers are three times apart, so that the intervals of the finer one lie inside those of the
-coarser: the index below says where to look, and a layer over a base costs little more than the finer quantiser would
+coarser: the index below says where to look, and a base and its layers cost no more than the finest quantiser would
 alone.
 """
 
