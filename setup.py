@@ -1,8 +1,11 @@
-"""The one part of the build that pyproject.toml cannot say: the native coder, which may fail to build."""
+"""The one part of the build that pyproject.toml cannot say: native code, which may fail to build."""
 
 from setuptools import Extension, setup
 
 _ROOM = "kvabr/codec/native"
+
+# Fused multiplications and additions that nobody asked for would round otherwise than other machines do.
+_FLAGS = ["-O3", "-ffp-contract=off", "-fno-strict-aliasing"]
 
 setup(
     ext_modules=[
@@ -13,9 +16,15 @@ setup(
                 for name in ("_kvcoder", "tables", "path_portable", "path_avx2", "path_avx512")
             ],
             depends=[f"{_ROOM}/{name}.h" for name in ("kvcoder", "rans", "tile", "synth", "encode")],
-            # Fused multiplications and additions would round otherwise than other machines do.
-            extra_compile_args=["-O3", "-ffp-contract=off", "-fno-strict-aliasing"],
+            extra_compile_args=_FLAGS,
             optional=True,  # without it everything works, slowly
-        )
+        ),
+        Extension(
+            "kvabr.codec.native._kvanalysis",
+            sources=[f"{_ROOM}/{name}.c" for name in ("_kvanalysis", "analysis")],
+            depends=[f"{_ROOM}/{name}.h" for name in ("kvcoder", "analysis")],
+            extra_compile_args=_FLAGS,
+            optional=True,  # without it torch does the same
+        ),
     ]
 )

@@ -23,7 +23,7 @@ from kvabr.codec.base import GroupContext
 from kvabr.codec.native import coder
 from kvabr.codec.native.model import dequantise
 from kvabr.codec.profile import Profile
-from kvabr.codec.quantiser import quantise
+from kvabr.codec.quantiser import indices as quantised
 from kvabr.codec.registry import codec
 from kvabr.kv import KVSpec
 
@@ -118,7 +118,7 @@ def _stages(job: Job, profile: Profile, million: float, seconds: float) -> dict[
     depths = [profile.depth(name) for name in names]
     transform, step = profile.transform, depths[-1].step
     coefficients = transform.analyse(job.group, 0).rows
-    indices = [quantise(coefficients, each.step, each.dead).short().numpy() for each in depths]
+    indices = [quantised(coefficients, each.step, each.dead) for each in depths]
     below = [None, *indices[:-1]]
     triples = list(zip(depths, indices, below, strict=True))
     coded = [coder.encode_indices(each.coder, index, lower) for each, index, lower in triples]
@@ -137,7 +137,7 @@ def _stages(job: Job, profile: Profile, million: float, seconds: float) -> dict[
 
     stages: dict[str, Callable[[], object]] = {
         "analysis": lambda: transform.analyse(job.group, 0),
-        "quantise": lambda: [quantise(coefficients, each.step, each.dead).short() for each in depths],
+        "quantise": lambda: [quantised(coefficients, each.step, each.dead) for each in depths],
         "entropy encode": encode,
         "entropy decode": decode,
         "synthesis": lambda: coder.synthesise(profile.synthesis, z, step, 0, out),

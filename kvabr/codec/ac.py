@@ -20,7 +20,7 @@ from kvabr.codec.acpayload import Parts, join, split
 from kvabr.codec.base import Codec, GroupContext
 from kvabr.codec.native import coder
 from kvabr.codec.profile import Profile
-from kvabr.codec.quantiser import RATIO, SINGLE, quantise
+from kvabr.codec.quantiser import RATIO, SINGLE, indices
 from kvabr.codec.quantiser import below as track_below
 from kvabr.codec.transform import Coefficients
 from kvabr.errors import FormatError
@@ -39,7 +39,7 @@ class Ac(Codec):
         profile = _profile(context, self.name)
         depth = profile.depth(self.name)
         work = _work(group, context, profile)
-        index = quantise(work.coefficients.rows, depth.step, depth.dead).to(torch.int16).numpy()
+        index = indices(work.coefficients.rows, depth.step, depth.dead)
         far = (work.coefficients.reach > depth.step).numpy()
         lower, aside = self._lower(context, work, below)
         new = far & ~aside

@@ -40,6 +40,14 @@ def rope_tables(rope: RopeSpec, first_token: int, tokens: int) -> tuple[NDArray[
     return cos, sin
 
 
+def backwards(rope: RopeSpec, first_token: int, tokens: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """What undoes `rope_tables`: a pair becomes first * cos + second * sin and second * cos - first * sin."""
+    # What a turn makes longer by a factor, the same turn back would make longer once more.
+    length = np.float32(1 / rope.factor**2)
+    cos, sin = rope_tables(rope, first_token, tokens)
+    return cos * length, sin * length
+
+
 def rotate(keys: torch.Tensor, rope: RopeSpec | None, first_token: int, *, undo: bool = False) -> torch.Tensor:
     """Turn keys by their positions.
 
@@ -55,9 +63,8 @@ def rotate(keys: torch.Tensor, rope: RopeSpec | None, first_token: int, *, undo:
     if rope is None:
         return keys
     half = rope.rotary_dim // 2
-    # What a turn makes longer by a factor, the same turn back would make longer once more.
-    length = np.float32(1 / rope.factor**2 if undo else 1)
-    cos, sin = (torch.from_numpy(table * length) for table in rope_tables(rope, first_token, keys.shape[-2]))
+    tables = (backwards if undo else rope_tables)(rope, first_token, keys.shape[-2])
+    cos, sin = (torch.from_numpy(table if table.flags.writeable else table.copy()) for table in tables)
     if undo:
         sin = -sin
     out = keys.clone()

@@ -14,6 +14,7 @@ from functools import cached_property
 
 import torch
 
+from kvabr.codec.native import analysis
 from kvabr.codec.rope import rotate
 from kvabr.codec.structure import Stack, Structure
 from kvabr.errors import FormatError
@@ -140,6 +141,8 @@ class Transform:
             group: [layer, K/V, head, token, dim], any float dtype, any strides, finite.
             first_token: position of its first token.
         """
+        if analysis.available():
+            return self._analysed(analysis.analyse(self._stack_analyses, group, first_token))
         bare = torch.empty((*group.shape[:3], *group.shape[:2:-1])).transpose(3, 4)
         bare[:, 1] = group[:, 1]
         bare[:, 0] = rotate(group[:, 0].float().cpu(), self.structure.spec.rope, first_token, undo=True)
@@ -169,11 +172,42 @@ class Transform:
 
     def outlying(self, channels: torch.Tensor) -> torch.Tensor:
         """The tokens to keep aside, [token] bool; of a cache that is far from the calibration only the loudest few."""
-        power = self.key_power(channels)
+        return self._outlying(self.key_power(channels))
+
+    def _outlying(self, power: torch.Tensor) -> torch.Tensor:
         loudness = (power.sqrt() / self.detector.spread[:, None]).amax(dim=0)
         most = 1 + len(loudness) // _TOKENS_PER_OUTLIER
         threshold = max(self.detector.threshold, float(loudness.topk(min(most + 1, len(loudness))).values[-1]))
         return loudness > (threshold if len(loudness) > most else self.detector.threshold)
+
+    @cached_property
+    def _stack_analyses(self) -> tuple[analysis.StackAnalysis, ...]:
+        structure, matrices = self.structure, self.block_matrices
+        made = []
+        for index, stack in enumerate(structure.stacks):
+            layers, blocks = slice(stack.first, stack.last), structure.blocks_of(stack)
+            inverse = None if matrices is None else torch.stack([_inverse(matrices[block]) for block in blocks]).numpy()
+            made.append(
+                analysis.StackAnalysis(
+                    structure.spec,
+                    stack.kind,
+                    range(stack.first, stack.last),
+                    structure.block_heads,
+                    stack.kept,
+                    self.mean[layers, stack.kind].float().numpy(),
+                    self.norm[layers, stack.kind].reciprocal().numpy(),
+                    inverse,
+                    _inverse(self.stack_matrices[index]).numpy(),
+                )
+            )
+        return tuple(made)
+
+    def _analysed(self, made: analysis.Analysed) -> Coefficients:
+        components, elements = self._slack
+        # As in `coefficients`.
+        most = (max(1.0, _LONGEST - elements), max(1.0, MAX_INDEX - components), MAX_INDEX + 0.4)
+        reach = (torch.from_numpy(made.largest) / torch.tensor(most)[:, None]).amax(dim=0)
+        return Coefficients(made.rows, reach, self._outlying(torch.from_numpy(made.power)))
 
     def coefficients(self, channels: torch.Tensor) -> Coefficients:
         """Transform what `centred` returned; it is not needed afterwards."""

@@ -1,0 +1,169 @@
+/* The Python module of the encoder's transform. Private: analysis.py checks what it is given; here only sizes are checked,
+ * so that no mistake above can make this read or write outside of a buffer that it was handed. Where an address is handed
+ * instead, of a tensor, analysis.py has checked shape and strides. Work is done without the GIL. */
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include "analysis.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+static const char name[] = "kvabr.Analysis";
+
+static void analysis_free(Analysis *a) {
+    if (a)
+        free(a->mean), free(a->scale), free(a->block), free(a->stack);
+    free(a);
+}
+
+static void free_capsule(PyObject *self) { analysis_free(PyCapsule_GetPointer(self, name)); }
+
+static int holds(const Py_buffer *b, size_t count, size_t size) {
+    return count <= (size_t)PY_SSIZE_T_MAX / size && (size_t)b->len == count * size;
+}
+
+static void release(Py_buffer *buffers, int n) {
+    for (int i = 0; i < n; i++)
+        if (buffers[i].obj)
+            PyBuffer_Release(buffers + i);
+}
+
+static PyObject *size_error(void) {
+    PyErr_SetString(PyExc_ValueError, "arrays of sizes that do not belong together");
+    return NULL;
+}
+
+/* Matrices of one size, packed; NULL if there is no memory. */
+static float *packed(const float *from, size_t count, uint32_t size) {
+    size_t each = analysis_packed(size);
+    float *to = each && count > SIZE_MAX / sizeof *to / each ? NULL : malloc(count * each * sizeof *to);
+    for (size_t i = 0; to && i < count; i++)
+        analysis_pack(to + i * each, from + i * size * size, size);
+    return to;
+}
+
+static float *kept(const Py_buffer *b) {
+    float *to = malloc((size_t)b->len);
+    return to ? memcpy(to, b->buf, (size_t)b->len) : NULL;
+}
+
+/* analysis((kind, first, layers), (kv_heads, head_dim, block_heads), kept, rotary, interleaved, mean, scale, block, stack) */
+static PyObject *analysis(PyObject *self, PyObject *args) {
+    (void)self;
+    Py_buffer b[4] = {{0}};
+    PyObject *result = NULL;
+    Analysis *a = calloc(1, sizeof *a);
+    if (!a)
+        return PyErr_NoMemory();
+    if (!PyArg_ParseTuple(args, "(III)(III)IIIy*y*y*y*", &a->kind, &a->first, &a->layers, &a->kv_heads, &a->head_dim,
+                          &a->block_heads, &a->kept, &a->rotary, &a->interleaved, b, b + 1, b + 2, b + 3)) {
+        free(a);
+        return NULL;
+    }
+    int good = a->kind < 2 && a->layers && a->layers <= 4096 && a->first <= 4096 && a->kv_heads && a->kv_heads <= 4096 &&
+               a->head_dim && a->head_dim <= 4096 && a->block_heads && a->kv_heads % a->block_heads == 0 &&
+               a->block_heads * a->head_dim <= (1u << 14) && a->rotary <= a->head_dim && a->rotary % 2 == 0;
+    if (good) {
+        a->width = a->block_heads * a->head_dim, a->blocks = a->kv_heads / a->block_heads;
+        good = a->kept <= a->width && (uint64_t)a->layers * a->blocks * a->kept <= (1u << 14);
+    }
+    if (good) {
+        size_t blocks = (size_t)a->layers * a->blocks, area = (size_t)a->width * a->width;
+        a->size = (uint32_t)blocks * a->kept;
+        good = holds(b, blocks * a->width, 4) && holds(b + 1, a->layers, 4) &&
+               (!b[2].len || holds(b + 2, blocks * area, 4)) && holds(b + 3, (size_t)a->size * a->size, 4);
+    }
+    if (!good) {
+        size_error();
+    } else if (!analysis_runs()) {
+        PyErr_SetString(PyExc_LookupError, "this processor has no AVX-512");
+    } else {
+        a->mean = kept(b), a->scale = kept(b + 1);
+        a->block = b[2].len ? packed(b[2].buf, (size_t)a->layers * a->blocks, a->width) : NULL;
+        a->stack = a->size ? packed(b[3].buf, 1, a->size) : NULL;
+        if (!a->mean || !a->scale || (b[2].len && !a->block) || (a->size && !a->stack))
+            PyErr_NoMemory();
+        else
+            result = PyCapsule_New(a, name, free_capsule);
+    }
+    release(b, 4);
+    if (!result)
+        analysis_free(a);
+    return result;
+}
+
+/* analyse(analysis, (address, dtype, 5 strides in elements, tokens), cos, sin, rows, largest, power) */
+static PyObject *analyse(PyObject *self, PyObject *args) {
+    (void)self;
+    Py_buffer b[5] = {{0}};
+    PyObject *capsule;
+    unsigned long long address;
+    Group g;
+    Py_ssize_t s[5];
+    if (!PyArg_ParseTuple(args, "O(Ki(nnnnn)I)y*y*w*w*w*", &capsule, &address, &g.dtype, s, s + 1, s + 2, s + 3, s + 4,
+                          &g.tokens, b, b + 1, b + 2, b + 3, b + 4))
+        return NULL;
+    const Analysis *a = PyCapsule_GetPointer(capsule, name);
+    int error = OK, good = a && g.tokens && g.tokens < (1u << 24) && g.dtype >= FLOAT32 && g.dtype <= BFLOAT16;
+    if (good) {
+        size_t angles = (size_t)g.tokens * (a->rotary / 2), rows = (size_t)a->layers * a->blocks * a->width;
+        good = holds(b, angles, 4) && holds(b + 1, angles, 4) && holds(b + 2, rows * g.tokens, 4) &&
+               holds(b + 3, (size_t)3 * g.tokens, 4) && holds(b + 4, a->kind ? 0 : (size_t)a->layers * g.tokens, 4);
+    }
+    if (good) {
+        g.data = (const char *)(uintptr_t)address, g.cos = b[0].buf, g.sin = b[1].buf;
+        for (int i = 0; i < 5; i++)
+            g.stride[i] = s[i];
+        Analysed out = {b[2].buf, b[3].buf, b[4].buf};
+        Py_BEGIN_ALLOW_THREADS
+        error = analysis_run(a, &g, &out);
+        Py_END_ALLOW_THREADS
+    } else if (!PyErr_Occurred()) {
+        size_error();
+    }
+    release(b, 5);
+    if (error)
+        return PyErr_NoMemory();
+    if (!good)
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+/* quantise(values f32, step, dead, index i16) */
+static PyObject *quantise(PyObject *self, PyObject *args) {
+    (void)self;
+    Py_buffer b[2] = {{0}};
+    float step, dead;
+    if (!PyArg_ParseTuple(args, "y*ffw*", b, &step, &dead, b + 1))
+        return NULL;
+    size_t count = (size_t)b[1].len / 2;
+    int good = analysis_runs() && holds(b, count, 4) && holds(b + 1, count, 2);
+    if (good) {
+        Py_BEGIN_ALLOW_THREADS
+        analysis_quantise(b[0].buf, count, step, dead, b[1].buf);
+        Py_END_ALLOW_THREADS
+    }
+    release(b, 2);
+    if (!good)
+        return size_error();
+    Py_RETURN_NONE;
+}
+
+static PyObject *runs(PyObject *self, PyObject *none) {
+    (void)self, (void)none;
+    return PyBool_FromLong(analysis_runs());
+}
+
+static PyMethodDef methods[] = {
+    {"runs", runs, METH_NOARGS, "Whether this processor can."},
+    {"analysis", analysis, METH_VARARGS, "Prepare the matrices of one stack."},
+    {"analyse", analyse, METH_VARARGS, "From a tensor to the coefficients of one stack."},
+    {"quantise", quantise, METH_VARARGS, "Coefficients to indices."},
+    {NULL, NULL, 0, NULL},
+};
+
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_kvanalysis", "See kvabr.codec.native.analysis.", 0, methods,
+                                    NULL, NULL, NULL, NULL};
+
+PyMODINIT_FUNC PyInit__kvanalysis(void) { return PyModule_Create(&module); }

@@ -1,0 +1,116 @@
+"""The encoder's transform by AVX-512 against the same by torch, over layouts, lengths and element types."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from kvabr.codec.native import analysis, coder
+from kvabr.codec.quantiser import indices, quantise
+from kvabr.codec.structure import Stack, Structure, layered, plain
+from kvabr.codec.transform import RUN, Coefficients, Detector, Transform, rounded
+from kvabr.errors import FormatError
+from kvabr.kv import KVSpec, RopeSpec
+
+pytestmark = pytest.mark.skipif(
+    "avx512" not in coder.available_paths() or not analysis.available(), reason="this processor has no AVX-512"
+)
+
+NOTHING = torch.zeros((0, 0), dtype=torch.int8), torch.zeros(0, dtype=torch.uint8)
+GROUPED = KVSpec("grouped", "t", 5, 2, 16, "float32", RopeSpec(10000.0, 16))
+PARTIAL = KVSpec("partial", "t", 3, 3, 20, "float32", RopeSpec(10000.0, 12, "interleaved", factor=1.25))
+UNTURNED = KVSpec("unturned", "t", 2, 1, 40, "float32")
+STRUCTURES = {
+    "grouped": layered(GROUPED, 2, (8, 12)),
+    "a block for each head": layered(PARTIAL, 3, (4, 8), 1),
+    "values first": Structure(UNTURNED, 1, (Stack(1, 0, 2, 14), Stack(0, 1, 2, 0), Stack(0, 0, 1, 40))),
+    "no blocks": plain(PARTIAL),
+}
+
+
+def transform(structure: Structure, seed: int) -> Transform:
+    """Random rotations, means and norms."""
+    dice = torch.Generator().manual_seed(seed)
+
+    def rotation(size: int) -> torch.Tensor:
+        return torch.linalg.qr(torch.randn(size, size, generator=dice))[0]
+
+    spec = structure.spec
+    kept = any(stack.kept for stack in structure.stacks)
+    return Transform(
+        structure,
+        torch.randn((spec.layers, 2, spec.kv_heads, spec.head_dim), generator=dice).half(),
+        torch.rand((spec.layers, 2), generator=dice) + 0.5,
+        rounded(torch.stack([rotation(structure.width) for _ in range(structure.blocks)])) if kept else None,
+        tuple(
+            rounded(rotation(structure.width_of(stack)), run=RUN) if stack.kept else NOTHING
+            for stack in structure.stacks
+        ),
+        Detector(torch.rand(spec.layers, generator=dice) + 4, 1.5),
+    )
+
+
+def by_torch(it: Transform, group: torch.Tensor, first: int, patch: pytest.MonkeyPatch) -> Coefficients:
+    with patch.context() as path:
+        path.setenv(coder.VARIABLE, "portable")
+        return it.analyse(group, first)
+
+
+@pytest.mark.parametrize("name", STRUCTURES)
+@pytest.mark.parametrize("tokens", [1, 16, 37, 128, 150])
+def test_it_is_what_torch_makes(name: str, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    it, first = transform(STRUCTURES[name], tokens), 1000
+    shape = it.structure.spec.shape(tokens)
+    group = 3 * torch.randn(shape, generator=torch.Generator().manual_seed(tokens))
+    group[:, :, :, tokens // 2] *= 40
+    wanted, got = by_torch(it, group, first, monkeypatch), it.analyse(group, first)
+    loudest = float(wanted.rows.abs().max())
+    assert torch.allclose(got.rows, wanted.rows, rtol=0, atol=2e-6 * loudest)
+    assert torch.allclose(got.reach, wanted.reach, rtol=1e-5)
+    assert torch.equal(got.outlying, wanted.outlying)
+    assert bool(got.outlying[tokens // 2])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("order", [(0, 1, 2, 3, 4), (3, 0, 1, 2, 4), (0, 1, 2, 4, 3)])
+def test_any_floats_in_any_order(dtype: torch.dtype, order: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    it = transform(STRUCTURES["grouped"], 1)
+    wanted_shape = it.structure.spec.shape(50)
+    there = torch.randn([wanted_shape[axis] for axis in order]).to(dtype)
+    group = there.permute([order.index(axis) for axis in range(5)])
+    wanted, got = by_torch(it, group, 0, monkeypatch), it.analyse(group, 0)
+    assert torch.allclose(got.rows, wanted.rows, rtol=0, atol=1e-5)
+
+
+def test_many_threads_make_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    it = transform(STRUCTURES["grouped"], 2)
+    group = torch.randn(it.structure.spec.shape(40))
+    alone = it.analyse(group, 0)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    assert torch.equal(it.analyse(group, 0).rows, alone.rows)
+
+
+@pytest.mark.parametrize(("step", "dead"), list(itertools.product((0.37, 1 / 3, 3.3), (0.0, 0.1))))
+def test_the_nearest_index(step: float, dead: float) -> None:
+    # Halves of a step, too, where the even neighbour is nearer.
+    ties = step * (torch.arange(-300, 300, dtype=torch.float32) + 0.5)
+    rows = torch.cat([ties, torch.randn(1000) * 100]).reshape(8, 200)
+    assert np.array_equal(indices(rows, step, dead), quantise(rows, step, dead).numpy().astype(np.int16))
+    assert np.array_equal(indices(rows[:, 1:], step, dead), indices(rows, step, dead)[:, 1:])
+
+
+def test_a_group_of_another_shape_is_refused() -> None:
+    it = transform(STRUCTURES["grouped"], 3)
+    with pytest.raises(FormatError, match="cannot be transformed"):
+        it.analyse(torch.zeros(UNTURNED.shape(4)), 0)
+
+
+def test_arrays_of_other_sizes_are_refused() -> None:
+    with pytest.raises(ValueError, match="do not belong together"):
+        analysis.StackAnalysis(
+            GROUPED, 0, range(2), 2, 8, np.zeros((2, 2, 16), np.float32), np.ones(2, np.float32),
+            np.zeros((2, 32, 31), np.float32), np.eye(16, dtype=np.float32),
+        )  # fmt: skip
