@@ -5,6 +5,8 @@
 
 #include <stdlib.h>
 
+#define AHEAD 8 /* rows */
+
 typedef struct Writer {
     uint32_t state[LANES] __attribute__((aligned(64)));
     uint8_t *word;   /* written downwards */
@@ -65,10 +67,11 @@ static void put_row(Writer *w, const Depth *d, uint32_t which, const int16_t *va
 }
 #endif
 
-/* What is coded for one row of a tile: values, and their contexts. *bad is set if a decoder would not get there. */
+/* What is coded for one row of a tile: values, and their contexts. *bad is set if a decoder would not get there, *under is
+ * whether there is anything below. */
 static int conditioned(const int16_t *index, const int16_t *below, uint32_t tokens, int16_t *value, uint8_t *context,
-                       int *bad) {
-    int any = 0, wrong = 0;
+                       int *bad, int *under) {
+    int any = 0, wrong = 0, lower = 0;
     if (!below) {
         for (uint32_t t = 0; t < tokens; t++) {
             any |= index[t];
@@ -83,17 +86,22 @@ static int conditioned(const int16_t *index, const int16_t *below, uint32_t toke
             value[t] = (int16_t)(b < 0 ? -change : change);
             context[t] = (uint8_t)(size > 2 ? 2 : size);
             any |= value[t];
+            lower |= b;
         }
     }
     *bad |= wrong;
+    *under = lower != 0;
     return any != 0;
 }
 
-static int any_nonzero(const int16_t *row, uint32_t tokens) {
-    int any = 0;
-    for (uint32_t t = 0; t < tokens; t++)
-        any |= row[t];
-    return any != 0;
+/* Rows are coded in an order in which no processor guesses the next. */
+static inline void fetch(const int16_t *row, uint32_t tokens) {
+#ifdef __GNUC__
+    for (uint32_t t = 0; t < tokens; t += 32)
+        __builtin_prefetch(row + t);
+#else
+    (void)row, (void)tokens;
+#endif
 }
 
 static int encode_group(const Depth *d, const int16_t *index, const int16_t *below, uint32_t tokens, uint8_t **out, size_t *size) {
@@ -119,17 +127,21 @@ static int encode_group(const Depth *d, const int16_t *index, const int16_t *bel
                 int16_t value[TILE];
                 uint8_t context[TILE];
                 size_t at = (size_t)d->order[i] * tokens + first;
-                live[i] = (uint8_t)conditioned(index + at, below ? below + at : NULL, here, value, context, &bad);
+                if (i >= AHEAD) {
+                    size_t next = (size_t)d->order[i - AHEAD] * tokens + first;
+                    fetch(index + next, here);
+                    if (below)
+                        fetch(below + next, here);
+                }
+                int under;
+                live[i] = (uint8_t)conditioned(index + at, below ? below + at : NULL, here, value, context, &bad, &under);
+                if (below)
+                    mixed[i] = d->flag[under][i];
                 if (live[i])
                     put_row(&w, d, which, value, context, here);
             }
         }
-        const uint16_t *chance = d->flag[0];
-        if (below) {
-            for (uint32_t i = 0; i < d->rows; i++)
-                mixed[i] = d->flag[any_nonzero(below + (size_t)d->order[i] * tokens + first, here)][i];
-            chance = mixed;
-        }
+        const uint16_t *chance = below ? mixed : d->flag[0];
         for (uint32_t step = (d->rows + LANES - 1) / LANES; step-- > 0;)
             put_flags(&w, chance + step * LANES, live + step * LANES, at_most(LANES, d->rows - step * LANES));
     }
