@@ -21,9 +21,9 @@ import torch
 
 from kvabr.codec.base import GroupContext
 from kvabr.codec.native import coder
-from kvabr.codec.native.model import dequantise
+from kvabr.codec.native.model import Quantiser, dequantise
 from kvabr.codec.profile import Profile
-from kvabr.codec.quantiser import indices as quantised
+from kvabr.codec.quantiser import quantise
 from kvabr.codec.registry import codec
 from kvabr.kv import KVSpec
 
@@ -40,8 +40,8 @@ class Timing:
     bits: float
     """An element, without frames; a chain's all together."""
     rates: dict[str, float] = field(default_factory=dict)
-    """Millions of elements a second on one core, by stage: ``analysis``, ``quantise``, ``entropy encode``, ``encode``
-    (all of these), ``entropy decode``, ``synthesis``, ``decode`` (whole, into BF16)."""
+    """Millions of elements a second on one core, by stage: ``analysis``, ``entropy encode`` (with quantising),
+    ``encode`` (all of these), ``entropy decode``, ``synthesis``, ``decode`` (whole, into BF16)."""
     all_cores: float = 0.0
     """Whole decode into BF16 with a group on every core, by the wall."""
     scratch: float | None = None
@@ -118,17 +118,18 @@ def _stages(job: Job, profile: Profile, million: float, seconds: float) -> dict[
     depths = [profile.depth(name) for name in names]
     transform, step = profile.transform, depths[-1].step
     coefficients = transform.analyse(job.group, 0).rows
-    indices = [quantised(coefficients, each.step, each.dead) for each in depths]
-    below = [None, *indices[:-1]]
-    triples = list(zip(depths, indices, below, strict=True))
-    coded = [coder.encode_indices(each.coder, index, lower) for each, index, lower in triples]
-    z = dequantise(depths[-1].coder, indices[-1])
+    rows, keep = coefficients.numpy(), np.ones(job.group.shape[3], dtype=np.bool_)
+    quantisers = [Quantiser(each.step, each.dead) for each in depths]
+    triples = list(zip(depths, quantisers, [None, *quantisers[:-1]], strict=True))
+    coded = [coder.encode_rows(each.coder, rows, own, lower, keep) for each, own, lower in triples]
+    finest = quantise(coefficients, step, depths[-1].dead).short().numpy()
+    z = dequantise(depths[-1].coder, finest)
     out = torch.empty(job.group.shape, dtype=torch.bfloat16)
     tokens = job.group.shape[3]
 
     def encode() -> None:
-        for each, index, lower in triples:
-            coder.encode_indices(each.coder, index, lower)
+        for each, own, lower in triples:
+            coder.encode_rows(each.coder, rows, own, lower, keep)
 
     def decode() -> None:
         lower: np.ndarray | None = None
@@ -137,7 +138,6 @@ def _stages(job: Job, profile: Profile, million: float, seconds: float) -> dict[
 
     stages: dict[str, Callable[[], object]] = {
         "analysis": lambda: transform.analyse(job.group, 0),
-        "quantise": lambda: [quantised(coefficients, each.step, each.dead) for each in depths],
         "entropy encode": encode,
         "entropy decode": decode,
         "synthesis": lambda: coder.synthesise(profile.synthesis, z, step, 0, out),

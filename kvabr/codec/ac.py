@@ -19,8 +19,9 @@ from kvabr.codec import gpu
 from kvabr.codec.acpayload import Parts, join, split
 from kvabr.codec.base import Codec, GroupContext
 from kvabr.codec.native import coder
+from kvabr.codec.native.model import Quantiser
 from kvabr.codec.profile import Profile
-from kvabr.codec.quantiser import RATIO, SINGLE, indices
+from kvabr.codec.quantiser import RATIO, SINGLE, quantise
 from kvabr.codec.quantiser import below as track_below
 from kvabr.codec.transform import Coefficients
 from kvabr.errors import FormatError
@@ -39,23 +40,32 @@ class Ac(Codec):
         profile = _profile(context, self.name)
         depth = profile.depth(self.name)
         work = _work(group, context, profile)
-        index = indices(work.coefficients.rows, depth.step, depth.dead)
         far = (work.coefficients.reach > depth.step).numpy()
-        lower, aside = self._lower(context, work, below)
-        new = far & ~aside
+        lower, below_aside = self._lower(context, work, below)
+        new = far & ~below_aside
         sinks = 0
         if self.refines is None:
             sinks = _sinks(profile, context)
             far[:sinks] = False
             new |= work.coefficients.outlying.numpy()
             new[:sinks] = True
-        aside = aside | new
-        if aside.any():
-            index[:, aside] = 0 if lower is None else RATIO * lower[:, aside]
-        coded = coder.encode_indices(depth.coder, index, lower)
+        aside = below_aside | new
+        index: NDArray[np.int16] | None = None
+        if lower is None and (self.refines is None or not new.any()):
+            base = None if self.refines is None else _quantiser(profile, self.refines)
+            coded = coder.encode_rows(
+                depth.coder, work.coefficients.rows.numpy(), _quantiser(profile, self.name), base, ~aside
+            )
+        else:
+            # Tokens that only this depth cannot hold have indices below.
+            if lower is None:
+                lower = work.indices(str(self.refines), below_aside)
+            index = work.indices(self.name, aside)
+            index[:, aside] = RATIO * lower[:, aside]
+            coded = coder.encode_indices(depth.coder, index, lower)
         tokens = np.flatnonzero(new)
         payload = join(group, tokens, far[tokens], sinks, coded)
-        work.made[self.name] = _Made(payload, index, aside)
+        work.made[self.name] = _Made(payload, aside, index)
         return payload
 
     def decode(
@@ -86,7 +96,10 @@ class Ac(Codec):
     def _lower(
         self, context: GroupContext, work: _Work, below: Sequence[bytes]
     ) -> tuple[NDArray[np.int16] | None, NDArray[np.bool_]]:
-        """Indices one depth below, and the tokens that are kept aside already."""
+        """Indices one depth below, and the tokens that are kept aside already.
+
+        The former are None if there are none, or if they are those of `_Work.indices`.
+        """
         if self.refines is None:
             return None, np.zeros(context.tokens, dtype=bool)
         made = work.made.get(self.refines)
@@ -138,8 +151,9 @@ class Ac5x(Ac):
 @dataclass(frozen=True, eq=False)
 class _Made:
     payload: bytes
-    index: NDArray[np.int16]
     aside: NDArray[np.bool_]
+    index: NDArray[np.int16] | None
+    """None if they are those of `_Work.indices`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,6 +165,13 @@ class _Work:
     coefficients: Coefficients
     made: dict[str, _Made] = field(default_factory=dict)
 
+    def indices(self, track: str, aside: NDArray[np.bool_]) -> NDArray[np.int16]:
+        """What a depth's quantiser makes of the coefficients, 0 for tokens that are kept aside."""
+        depth = self.profile.depth(track)
+        index: NDArray[np.int16] = quantise(self.coefficients.rows, depth.step, depth.dead).to(torch.int16).numpy()
+        index[:, aside] = 0
+        return index
+
 
 def _work(group: torch.Tensor, context: GroupContext, profile: Profile) -> _Work:
     known = None if context.memo is None else context.memo.get(_MEMO)
@@ -160,6 +181,11 @@ def _work(group: torch.Tensor, context: GroupContext, profile: Profile) -> _Work
     if context.memo is not None:
         context.memo[_MEMO] = work
     return work
+
+
+def _quantiser(profile: Profile, track: str) -> Quantiser:
+    depth = profile.depth(track)
+    return Quantiser(depth.step, depth.dead)
 
 
 def _chain(track: str) -> list[str]:

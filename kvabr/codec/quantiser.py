@@ -9,11 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from kvabr.codec.native import analysis
 from kvabr.errors import FormatError
 from kvabr.naming import LAYERS
 
@@ -61,11 +58,3 @@ def quantise(rows: torch.Tensor, step: float, dead: float = 0.0) -> torch.Tensor
     if dead:
         exact -= exact.clamp(-dead, dead)
     return exact.round_()
-
-
-def indices(rows: torch.Tensor, step: float, dead: float = 0.0) -> NDArray[np.int16]:
-    """The same as 16-bit numbers; what they cannot hold becomes another one, whatever it is."""
-    if analysis.available() and rows.is_contiguous():
-        return analysis.quantise(rows, step, dead)
-    out: NDArray[np.int16] = quantise(rows, step, dead).to(torch.int16).numpy()
-    return out

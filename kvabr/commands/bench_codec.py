@@ -25,15 +25,15 @@ examples:
 
 A group of 128 tokens is encoded and decoded. Rates are millions of elements of the cache a second (an element is 2
 bytes at FP16, so 1,000 M/s are 2 GB/s), medians of rounds: one core in processor time with one thread, all cores by the
-wall. The stages of a chain of layers are those of the whole chain. `decode` is the whole way into a BF16 tensor, in
-one call that skips what no symbol says, so it can take less than its stages one by one. `scratch` is the memory that
-decoding a group takes beside its output, in sizes of the group at FP16.
+wall. The stages of a chain of layers are those of the whole chain; `entropy encode` quantises, too. `decode` is the
+whole way into a BF16 tensor, in one call that skips what no symbol says, so it can take less than its stages one by
+one. `scratch` is the memory that decoding a group takes beside its output, in sizes of the group at FP16.
 
 SmolLM2's group is a real one. Llama's is synthetic: shapes, rates and rows without symbols as they are in real caches,
 which is all that speed depends on.
 """
 
-_STAGES = ("analysis", "quantise", "entropy encode", "encode", "entropy decode", "synthesis", "decode")
+_STAGES = ("analysis", "entropy encode", "encode", "entropy decode", "synthesis", "decode")
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

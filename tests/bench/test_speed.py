@@ -15,7 +15,7 @@ from kvabr.kv import KVSpec, RopeSpec
 from tests import kvdata
 
 SPEC = kvdata.spec()
-STAGES = {"analysis", "quantise", "entropy encode", "encode", "entropy decode", "synthesis", "decode"}
+STAGES = {"analysis", "entropy encode", "encode", "entropy decode", "synthesis", "decode"}
 
 
 @pytest.fixture(scope="module")

@@ -130,26 +130,6 @@ static PyObject *analyse(PyObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-/* quantise(values f32, step, dead, index i16) */
-static PyObject *quantise(PyObject *self, PyObject *args) {
-    (void)self;
-    Py_buffer b[2] = {{0}};
-    float step, dead;
-    if (!PyArg_ParseTuple(args, "y*ffw*", b, &step, &dead, b + 1))
-        return NULL;
-    size_t count = (size_t)b[1].len / 2;
-    int good = analysis_runs() && holds(b, count, 4) && holds(b + 1, count, 2);
-    if (good) {
-        Py_BEGIN_ALLOW_THREADS
-        analysis_quantise(b[0].buf, count, step, dead, b[1].buf);
-        Py_END_ALLOW_THREADS
-    }
-    release(b, 2);
-    if (!good)
-        return size_error();
-    Py_RETURN_NONE;
-}
-
 static PyObject *runs(PyObject *self, PyObject *none) {
     (void)self, (void)none;
     return PyBool_FromLong(analysis_runs());
@@ -159,7 +139,6 @@ static PyMethodDef methods[] = {
     {"runs", runs, METH_NOARGS, "Whether this processor can."},
     {"analysis", analysis, METH_VARARGS, "Prepare the matrices of one stack."},
     {"analyse", analyse, METH_VARARGS, "From a tensor to the coefficients of one stack."},
-    {"quantise", quantise, METH_VARARGS, "Coefficients to indices."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -217,30 +217,58 @@ static PyObject *transform(PyObject *self, PyObject *args) {
     return result;
 }
 
+static PyObject *encoded(const Path *path, const Depth *d, const Indices *from, uint32_t tokens) {
+    uint8_t *out = NULL;
+    size_t size = 0;
+    int error;
+    Py_BEGIN_ALLOW_THREADS
+    error = path->encode_group(d, from, tokens, &out, &size);
+    Py_END_ALLOW_THREADS
+    PyObject *result = error ? raised(error) : PyBytes_FromStringAndSize((const char *)out, (Py_ssize_t)size);
+    aligned_free(out);
+    return result;
+}
+
 /* encode(path, depth, index i16 [row, token], below i16 or None, tokens) -> bytes */
 static PyObject *encode(PyObject *self, PyObject *args) {
     (void)self;
     Py_buffer b[2] = {{0}};
-    PyObject *capsule;
+    PyObject *capsule, *result = NULL;
     const char *name;
     unsigned tokens;
     if (!PyArg_ParseTuple(args, "sOy*z*I", &name, &capsule, b, b + 1, &tokens))
         return NULL;
-    PyObject *result = NULL;
-    uint8_t *out = NULL;
-    size_t size = 0;
-    int error = OK;
     const Path *path = path_named(name);
     const Depth *d = path ? PyCapsule_GetPointer(capsule, depth_name) : NULL;
     if (d && (!tokens || !holds(b, (size_t)d->rows * tokens, 2) || (d->contexts == 1) != !b[1].buf ||
-              (b[1].buf && b[1].len != b[0].len)))
+              (b[1].buf && b[1].len != b[0].len))) {
         size_error();
-    else if (d) {
-        Py_BEGIN_ALLOW_THREADS
-        error = path->encode_group(d, b[0].buf, b[1].buf, tokens, &out, &size);
-        Py_END_ALLOW_THREADS
-        result = error ? raised(error) : PyBytes_FromStringAndSize((const char *)out, (Py_ssize_t)size);
-        aligned_free(out);
+    } else if (d) {
+        Indices from = {.index = b[0].buf, .below = b[1].buf};
+        result = encoded(path, d, &from, tokens);
+    }
+    release(b, 2);
+    return result;
+}
+
+/* encode_rows(path, depth, rows f32 [row, token], (step, dead), (step, dead) below, keep i16 [token], tokens) -> bytes */
+static PyObject *encode_rows(PyObject *self, PyObject *args) {
+    (void)self;
+    Py_buffer b[2] = {{0}};
+    PyObject *capsule, *result = NULL;
+    const char *name;
+    unsigned tokens;
+    Indices from = {0};
+    if (!PyArg_ParseTuple(args, "sOy*(ff)(ff)y*I", &name, &capsule, b, &from.own.step, &from.own.dead, &from.lower.step,
+                          &from.lower.dead, b + 1, &tokens))
+        return NULL;
+    const Path *path = path_named(name);
+    const Depth *d = path ? PyCapsule_GetPointer(capsule, depth_name) : NULL;
+    if (d && (!tokens || !holds(b, (size_t)d->rows * tokens, 4) || !holds(b + 1, tokens, 2))) {
+        size_error();
+    } else if (d) {
+        from.rows = b[0].buf, from.keep = b[1].buf;
+        result = encoded(path, d, &from, tokens);
     }
     release(b, 2);
     return result;
@@ -431,6 +459,7 @@ static PyMethodDef methods[] = {
     {"depth", depth, METH_VARARGS, "Prepare the tables of one depth."},
     {"transform", transform, METH_VARARGS, "Prepare the matrices of a synthesis for one path."},
     {"encode", encode, METH_VARARGS, "Indices to a payload."},
+    {"encode_rows", encode_rows, METH_VARARGS, "Coefficients to a payload."},
     {"decode_indices", decode_indices, METH_VARARGS, "A payload to indices."},
     {"synthesise", synthesise, METH_VARARGS, "Coefficients to a tensor."},
     {"decode", decode, METH_VARARGS, "A chain of payloads to a tensor."},

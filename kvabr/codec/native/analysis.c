@@ -285,16 +285,6 @@ int analysis_run(const Analysis *a, const Group *g, const Analysed *out) {
     return OK;
 }
 
-void analysis_quantise(const float *values, size_t count, float step, float dead, int16_t *index) {
-    const __m512 s = _mm512_set1_ps(step), d = _mm512_set1_ps(dead), minus = _mm512_set1_ps(-dead);
-    for (size_t i = 0; i < count; i += 16) {
-        __mmask16 on = lanes(count - i < 16 ? (uint32_t)(count - i) : 16, 0);
-        __m512 exact = _mm512_div_ps(_mm512_maskz_loadu_ps(on, values + i), s);
-        exact = _mm512_sub_ps(exact, _mm512_min_ps(_mm512_max_ps(exact, minus), d));
-        _mm256_mask_storeu_epi16(index + i, on, _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32(exact)));
-    }
-}
-
 #ifdef __clang__
 #pragma clang attribute pop
 #else
@@ -307,9 +297,5 @@ int analysis_runs(void) { return 0; }
 int analysis_run(const Analysis *a, const Group *g, const Analysed *out) {
     (void)a, (void)g, (void)out;
     return NO_MEMORY;
-}
-
-void analysis_quantise(const float *values, size_t count, float step, float dead, int16_t *index) {
-    (void)values, (void)count, (void)step, (void)dead, (void)index;
 }
 #endif

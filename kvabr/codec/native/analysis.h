@@ -1,4 +1,4 @@
-/* The encoder's transform, in single precision: from the elements of a stack to its coefficients, and these to indices.
+/* The encoder's transform, in single precision: from the elements of a stack to its coefficients.
  *
  *   analysis.c     by AVX-512; on processors without it torch does as well as anything here would
  *   _kvanalysis.c  the Python module; analysis.py says what is computed
@@ -40,7 +40,5 @@ size_t analysis_packed(uint32_t size);
 void analysis_pack(float *to, const float *from, uint32_t size);
 /* OK or NO_MEMORY. */
 int analysis_run(const Analysis *, const Group *, const Analysed *);
-/* count values over a step to the nearest index; what is not within 16 bits becomes the nearest that is. */
-void analysis_quantise(const float *values, size_t count, float step, float dead, int16_t *index);
 
 #endif

@@ -149,16 +149,3 @@ def analyse(stacks: Sequence[StackAnalysis], group: torch.Tensor, first_token: i
         if stack.kind == 0:
             power[stack.layers.start : stack.layers.stop] = own
     return Analysed(torch.from_numpy(rows), np.maximum.reduce([largest for largest, _ in made]), power)
-
-
-def quantise(rows: torch.Tensor, step: float, dead: float) -> NDArray[np.int16]:
-    """As `kvabr.codec.quantiser.quantise`, what is beyond 16 bits cut off.
-
-    Args:
-        rows: [row, token] float32, contiguous.
-        step: the quantiser's.
-        dead: its dead zone.
-    """
-    out = np.empty(tuple(rows.shape), dtype=np.int16)
-    _kvanalysis.quantise(rows.numpy(), step, dead, out)
-    return out

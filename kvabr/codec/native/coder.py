@@ -23,10 +23,12 @@ from kvabr.codec.native import reference
 from kvabr.codec.native.model import (
     CoderModel,
     Index,
+    Quantiser,
     SynthesisModel,
     check_below,
     check_chain,
     check_indices,
+    check_rows,
 )
 from kvabr.codec.rope import rope_tables
 from kvabr.errors import FormatError, UsageError
@@ -96,6 +98,27 @@ def encode_indices(model: CoderModel, index: NDArray[Any], below: NDArray[Any] |
         payload: bytes = _kvcoder.encode(path, _depth(model), index, base, index.shape[1])
     except ValueError as error:
         raise FormatError(f"indices: {error}") from error
+    return payload
+
+
+def encode_rows(
+    model: CoderModel,
+    rows: NDArray[np.float32],
+    own: Quantiser,
+    lower: Quantiser | None,
+    keep: NDArray[np.bool_],
+) -> bytes:
+    """Quantise the coefficients of one group, and code the indices; see `reference.encode_rows`."""
+    path = active_path()
+    if path == "reference":
+        return reference.encode_rows(model, rows, own, lower, keep)
+    rows, mask = check_rows(model, rows, lower, keep)
+    base = lower or own
+    quantisers = (own.step, own.dead), (base.step, base.dead)
+    try:
+        payload: bytes = _kvcoder.encode_rows(path, _depth(model), rows, *quantisers, mask, rows.shape[1])
+    except ValueError as error:
+        raise FormatError(f"coefficients: {error}") from error
     return payload
 
 

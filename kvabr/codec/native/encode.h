@@ -95,16 +95,30 @@ static int conditioned(const int16_t *index, const int16_t *below, uint32_t toke
 }
 
 /* Rows are coded in an order in which no processor guesses the next. */
-static inline void fetch(const int16_t *row, uint32_t tokens) {
+static inline void fetch(const void *row, size_t bytes) {
 #ifdef __GNUC__
-    for (uint32_t t = 0; t < tokens; t += 32)
-        __builtin_prefetch(row + t);
+    for (size_t at = 0; at < bytes; at += 64)
+        __builtin_prefetch((const char *)row + at);
 #else
-    (void)row, (void)tokens;
+    (void)row, (void)bytes;
 #endif
 }
 
-static int encode_group(const Depth *d, const int16_t *index, const int16_t *below, uint32_t tokens, uint8_t **out, size_t *size) {
+/* The nearest indices, halves to the even one: adding 1.5 * 2^23 to a small number rounds it so. */
+static void quantised(const float *from, const Quantiser *q, const int16_t *keep, uint32_t tokens, int16_t *index) {
+    const float step = q->step, dead = q->dead, shift = 12582912.0f;
+    for (uint32_t t = 0; t < tokens; t++) {
+        float exact = from[t] / step, inner = exact < -dead ? -dead : exact;
+        exact -= inner > dead ? dead : inner;
+        exact = exact < -INT16_MAX ? -INT16_MAX : exact;
+        exact = exact > INT16_MAX ? INT16_MAX : exact;
+        index[t] = (int16_t)((int)(exact + shift - shift) & keep[t]);
+    }
+}
+
+static int encode_group(const Depth *d, const Indices *from, uint32_t tokens, uint8_t **out, size_t *size) {
+    const int16_t *index = from->index, *below = from->below;
+    const int refines = d->contexts > 1;
     int bad = 0;
     size_t rows = d->rows, tiles = ((size_t)tokens + TILE - 1) / TILE;
     /* A word and an escape for each symbol and a word for each flag, at most; the first is written before it counts. */
@@ -124,24 +138,32 @@ static int encode_group(const Depth *d, const int16_t *index, const int16_t *bel
         while (which-- > 0) {
             uint32_t begin = which ? d->class_end[which - 1] : 0;
             for (uint32_t i = d->class_end[which]; i-- > begin;) {
-                int16_t value[TILE];
+                int16_t value[TILE], own[TILE], lower[TILE];
                 uint8_t context[TILE];
-                size_t at = (size_t)d->order[i] * tokens + first;
-                if (i >= AHEAD) {
-                    size_t next = (size_t)d->order[i - AHEAD] * tokens + first;
-                    fetch(index + next, here);
-                    if (below)
-                        fetch(below + next, here);
+                size_t at = (size_t)d->order[i] * tokens + first, next = (size_t)d->order[i < AHEAD ? 0 : i - AHEAD] * tokens + first;
+                const int16_t *row = own, *base = refines ? lower : NULL;
+                if (from->rows) {
+                    fetch(from->rows + next, here * sizeof(float));
+                    quantised(from->rows + at, &from->own, from->keep + first, here, own);
+                    if (refines)
+                        quantised(from->rows + at, &from->lower, from->keep + first, here, lower);
+                } else {
+                    fetch(index + next, here * sizeof *index);
+                    row = index + at;
+                    if (refines) {
+                        fetch(below + next, here * sizeof *below);
+                        base = below + at;
+                    }
                 }
                 int under;
-                live[i] = (uint8_t)conditioned(index + at, below ? below + at : NULL, here, value, context, &bad, &under);
-                if (below)
+                live[i] = (uint8_t)conditioned(row, base, here, value, context, &bad, &under);
+                if (refines)
                     mixed[i] = d->flag[under][i];
                 if (live[i])
                     put_row(&w, d, which, value, context, here);
             }
         }
-        const uint16_t *chance = below ? mixed : d->flag[0];
+        const uint16_t *chance = refines ? mixed : d->flag[0];
         for (uint32_t step = (d->rows + LANES - 1) / LANES; step-- > 0;)
             put_flags(&w, chance + step * LANES, live + step * LANES, at_most(LANES, d->rows - step * LANES));
     }

@@ -94,6 +94,18 @@ typedef struct {
     uint32_t first, tokens; /* of the tile within the group */
 } Tile;
 
+typedef struct {
+    float step, dead;
+} Quantiser;
+
+/* What an encoder codes: indices and those below, or the coefficients that both are made from. */
+typedef struct {
+    const int16_t *index, *below; /* [row][token]; below: NULL if the depth refines none */
+    const float *rows;            /* [row][token] instead, or NULL */
+    Quantiser own, lower;
+    const int16_t *keep;          /* [token]: -1; 0 for tokens whose indices are all 0 */
+} Indices;
+
 struct Reader;
 struct Scratch;
 
@@ -110,8 +122,7 @@ typedef struct {
     void (*synthesise)(const Transform *, const Tile *, const int16_t *index, size_t stride, const uint8_t *live,
                        const uint8_t *row_class, const uint8_t *delta, const Output *, struct Scratch *);
     /* Indices of a group to a payload in a new buffer (aligned_free). */
-    int (*encode_group)(const Depth *, const int16_t *index, const int16_t *below, uint32_t tokens, uint8_t **out,
-                        size_t *size);
+    int (*encode_group)(const Depth *, const Indices *, uint32_t tokens, uint8_t **out, size_t *size);
 } Path;
 
 extern const Path path_portable;

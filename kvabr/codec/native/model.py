@@ -333,6 +333,28 @@ def check_indices(model: CoderModel, index: NDArray[Any], below: NDArray[Any] | 
     return _int16(index), None if below is None else _int16(below)
 
 
+@dataclass(frozen=True, slots=True)
+class Quantiser:
+    """How coefficients become indices, see `kvabr.codec.quantiser.quantise`."""
+
+    step: float
+    dead: float = 0.0
+
+
+def check_rows(
+    model: CoderModel, rows: NDArray[np.float32], lower: Quantiser | None, keep: NDArray[np.bool_]
+) -> tuple[NDArray[np.float32], NDArray[np.int16]]:
+    """Coefficients as the coders want them, and -1 for the tokens that are kept, 0 for others.
+
+    Raises:
+        FormatError: another shape, or a quantiser below given or missing against the model.
+    """
+    _below_or_not(model, lower)
+    if rows.ndim != 2 or rows.shape[0] != model.rows or rows.shape[1] < 1 or keep.shape != rows.shape[1:]:
+        raise FormatError(f"coefficients of shape {rows.shape}, must be [{model.rows}, tokens]")
+    return np.ascontiguousarray(rows, dtype=np.float32), -keep.astype(np.int16)
+
+
 def check_below(model: CoderModel, tokens: int, below: NDArray[Any] | None) -> Index | None:
     """The same for a decoder, which has only what is below.
 

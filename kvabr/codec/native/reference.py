@@ -27,11 +27,13 @@ from kvabr.codec.native.model import (
     TOTAL,
     CoderModel,
     Index,
+    Quantiser,
     Stack,
     SynthesisModel,
     check_below,
     check_chain,
     check_indices,
+    check_rows,
     dequantise,
 )
 from kvabr.codec.rope import rope_tables
@@ -81,6 +83,39 @@ def encode_indices(model: CoderModel, index: NDArray[Any], below: NDArray[Any] |
     side = np.concatenate([np.zeros(0, np.int16), *escapes])
     states, words = _push(steps)
     return HEAD.pack(len(words), len(side)) + states.tobytes() + words.tobytes() + side.astype("<i2").tobytes()
+
+
+def encode_rows(
+    model: CoderModel,
+    rows: NDArray[np.float32],
+    own: Quantiser,
+    lower: Quantiser | None,
+    keep: NDArray[np.bool_],
+) -> bytes:
+    """Quantise the coefficients of one group, and code the indices.
+
+    Args:
+        model: the tables.
+        rows: [row, token] float32, finite.
+        own: the quantiser of this depth.
+        lower: that of the depth below, if the model refines one: what was coded there was made from the same rows.
+        keep: [token]: False where all indices, of both depths, are to be 0.
+
+    Returns:
+        The payload.
+
+    Raises:
+        FormatError: what does not fit the model, or indices that no index below leads to.
+    """
+    rows, mask = check_rows(model, rows, lower, keep)
+
+    def indices(quantiser: Quantiser) -> Index:
+        exact, dead = rows / np.float32(quantiser.step), np.float32(quantiser.dead)
+        exact = (exact - exact.clip(-dead, dead)).clip(-32767, 32767)
+        out: Index = np.rint(exact).astype(np.int16) & mask
+        return out
+
+    return encode_indices(model, indices(own), None if lower is None else indices(lower))
 
 
 def decode_indices(

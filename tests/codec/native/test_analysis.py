@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 import pytest
 import torch
 
 from kvabr.codec.native import analysis, coder
-from kvabr.codec.quantiser import indices, quantise
 from kvabr.codec.structure import Stack, Structure, layered, plain
 from kvabr.codec.transform import RUN, Coefficients, Detector, Transform, rounded
 from kvabr.errors import FormatError
@@ -91,15 +88,6 @@ def test_many_threads_make_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     alone = it.analyse(group, 0)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     assert torch.equal(it.analyse(group, 0).rows, alone.rows)
-
-
-@pytest.mark.parametrize(("step", "dead"), list(itertools.product((0.37, 1 / 3, 3.3), (0.0, 0.1))))
-def test_the_nearest_index(step: float, dead: float) -> None:
-    # Halves of a step, too, where the even neighbour is nearer.
-    ties = step * (torch.arange(-300, 300, dtype=torch.float32) + 0.5)
-    rows = torch.cat([ties, torch.randn(1000) * 100]).reshape(8, 200)
-    assert np.array_equal(indices(rows, step, dead), quantise(rows, step, dead).numpy().astype(np.int16))
-    assert np.array_equal(indices(rows[:, 1:], step, dead), indices(rows, step, dead)[:, 1:])
 
 
 def test_a_group_of_another_shape_is_refused() -> None:

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvabr.codec.native import coder, reference
-from kvabr.codec.native.model import dequantise
+from kvabr.codec.native.model import Quantiser, dequantise
+from kvabr.codec.quantiser import quantise
 from kvabr.errors import FormatError
 from tests.codec.native.conftest import NATIVE
 from tests.codec.native.models import base_indices, case, coder_model
@@ -74,6 +75,41 @@ def test_native_paths_match_the_reference(seed: int, kind: int, dtype: torch.dty
             assert torch.equal(alone, wanted)
             coder.decode(it.models, payloads, it.synthesis, STEP, FIRST, chain)
             assert torch.equal(chain, wanted)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    seed=st.integers(0, 1 << 32),
+    tokens=st.sampled_from((1, 15, 64, 100, 129, 300)),
+    finer=st.sampled_from((0.37, 1 / 3, 0.25)),
+    dead=st.sampled_from((0.0, 0.1)),
+)
+def test_coefficients_become_the_indices_that_the_quantiser_says(
+    seed: int, tokens: int, finer: float, dead: float
+) -> None:
+    dice = np.random.default_rng(seed)
+    own, lower = Quantiser(finer, dead), Quantiser(3 * finer)
+    rows = (dice.laplace(0, 1, (60, 1)) * dice.laplace(0, 3, (60, tokens))).astype(np.float32)
+    # Halves of a step, too, where the even neighbour is nearer, and what only 16 bits that are cut off can hold.
+    rows[dice.random(rows.shape) < 0.2] = np.float32(finer) * np.float32(dice.integers(-40, 40) + 0.5)
+    keep = dice.random(tokens) < 0.9
+    rows[:, ~keep] *= 1e6
+    indices = [
+        quantise(torch.from_numpy(rows * keep), each.step, each.dead).numpy().astype(np.int16) for each in (lower, own)
+    ]
+    base, enhancement = coder_model(dice, 60, refines=False), coder_model(dice, 60, refines=True)
+    for path in coder.available_paths():
+        with taking(path):
+            for at, quantiser in enumerate((lower, own)):
+                coded = coder.encode_rows(base, rows, quantiser, None, keep)
+                assert coded == coder.encode_indices(base, indices[at])
+            coded = coder.encode_rows(enhancement, rows, own, lower, keep)
+            assert coded == coder.encode_indices(enhancement, indices[1], indices[0])
+            beyond = rows.copy()
+            beyond[0, 0] = 1e9
+            cut = indices[1].copy()
+            cut[0, 0] = 32767 * keep[0]
+            assert coder.encode_rows(base, beyond, own, None, keep) == coder.encode_indices(base, cut)
 
 
 @settings(max_examples=10, deadline=None)
