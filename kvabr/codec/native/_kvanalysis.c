@@ -8,6 +8,9 @@
 
 #include <stdlib.h>
 #include <string.h>
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
 
 static const char name[] = "kvabr.Analysis";
 
@@ -34,10 +37,27 @@ static PyObject *size_error(void) {
     return NULL;
 }
 
+#define HUGE (1u << 21)
+
+/* Memory that is read from end to end again and again: in huge pages, where the system has them. */
+static void *large(size_t bytes) {
+#ifdef __linux__
+    void *to;
+    if (bytes < HUGE)
+        return malloc(bytes);
+    if (posix_memalign(&to, HUGE, bytes))
+        return NULL;
+    (void)madvise(to, bytes, MADV_HUGEPAGE);
+    return to;
+#else
+    return malloc(bytes);
+#endif
+}
+
 /* Matrices of one size, packed; NULL if there is no memory. */
 static float *packed(const float *from, size_t count, uint32_t size) {
     size_t each = analysis_packed(size);
-    float *to = each && count > SIZE_MAX / sizeof *to / each ? NULL : malloc(count * each * sizeof *to);
+    float *to = each && count > SIZE_MAX / sizeof *to / each ? NULL : large(count * each * sizeof *to);
     for (size_t i = 0; to && i < count; i++)
         analysis_pack(to + i * each, from + i * size * size, size);
     return to;

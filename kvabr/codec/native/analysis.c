@@ -56,13 +56,14 @@ INLINE __mmask16 lanes(uint32_t n, uint32_t at) {
     return n >= at + 16 ? 0xFFFF : n <= at ? 0 : (__mmask16)((1u << (n - at)) - 1);
 }
 
-/* Adds up 12 rows by 32 tokens. */
-static void sums(const float *a, const float *b, uint32_t size, float *out) {
+/* Adds up 12 rows by 32 tokens. Matrices come from memory, once: a quarter of the next rows is fetched beside. */
+static void sums(const float *a, const float *b, uint32_t size, const float *ahead, float *out) {
     __m512 sum[ROWS][2];
 #pragma GCC unroll 12
     for (int i = 0; i < ROWS; i++)
         sum[i][0] = sum[i][1] = _mm512_setzero_ps();
-    for (uint32_t k = 0; k < size; k++, a += ROWS, b += COLUMNS) {
+    for (uint32_t k = 0; k < size; k++, a += ROWS, b += COLUMNS, ahead += ROWS / 4) {
+        _mm_prefetch((const char *)ahead, _MM_HINT_T1);
         __m512 first = _mm512_load_ps(b), second = _mm512_load_ps(b + 16);
 #pragma GCC unroll 12
         for (int i = 0; i < ROWS; i++) {
@@ -99,7 +100,8 @@ static void product(const float *packed, uint32_t size, const float *panels, con
     float out[ROWS * COLUMNS] __attribute__((aligned(64)));
     for (uint32_t row = 0; row < size; row += ROWS, packed += (size_t)ROWS * size)
         for (uint32_t token = 0; token < p->tokens; token += COLUMNS) {
-            sums(packed, panels + (size_t)token * size, size, out);
+            const float *next = packed + (size_t)ROWS * size + token / COLUMNS * (size_t)(ROWS / 4) * size;
+            sums(packed, panels + (size_t)token * size, size, next, out);
             put(p, row, at_most(ROWS, size - row), token, out);
         }
 }
