@@ -1,5 +1,5 @@
 /* The encoder: last symbol first, as rANS wants it, so that the decoder has them first to last. The same for every path,
- * compiled with each; a path that defines VECTOR_ENCODER brings its own put_row and put_flags.
+ * compiled with each; a path that defines VECTOR_ENCODER brings its own put_row, put_flags and quantised.
  */
 #include "rans.h"
 
@@ -65,6 +65,18 @@ static void put_row(Writer *w, const Depth *d, uint32_t which, const int16_t *va
         put(w, t % LANES, symbol);
     }
 }
+
+/* The nearest indices, halves to the even one: adding 1.5 * 2^23 to a small number rounds it so. */
+static void quantised(const float *from, const Quantiser *q, const int16_t *keep, uint32_t tokens, int16_t *index) {
+    const float step = q->step, dead = q->dead, shift = 12582912.0f;
+    for (uint32_t t = 0; t < tokens; t++) {
+        float exact = from[t] / step, inner = exact < -dead ? -dead : exact;
+        exact -= inner > dead ? dead : inner;
+        exact = exact < -INT16_MAX ? -INT16_MAX : exact;
+        exact = exact > INT16_MAX ? INT16_MAX : exact;
+        index[t] = (int16_t)((int)(exact + shift - shift) & keep[t]);
+    }
+}
 #endif
 
 /* What is coded for one row of a tile: values, and their contexts. *bad is set if a decoder would not get there, *under is
@@ -102,18 +114,6 @@ static inline void fetch(const void *row, size_t bytes) {
 #else
     (void)row, (void)bytes;
 #endif
-}
-
-/* The nearest indices, halves to the even one: adding 1.5 * 2^23 to a small number rounds it so. */
-static void quantised(const float *from, const Quantiser *q, const int16_t *keep, uint32_t tokens, int16_t *index) {
-    const float step = q->step, dead = q->dead, shift = 12582912.0f;
-    for (uint32_t t = 0; t < tokens; t++) {
-        float exact = from[t] / step, inner = exact < -dead ? -dead : exact;
-        exact -= inner > dead ? dead : inner;
-        exact = exact < -INT16_MAX ? -INT16_MAX : exact;
-        exact = exact > INT16_MAX ? INT16_MAX : exact;
-        index[t] = (int16_t)((int)(exact + shift - shift) & keep[t]);
-    }
 }
 
 static int encode_group(const Depth *d, const Indices *from, uint32_t tokens, uint8_t **out, size_t *size) {

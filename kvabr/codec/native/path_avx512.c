@@ -245,6 +245,7 @@ static void to_half(const float *from, uint16_t *to, uint32_t n) {
 struct Writer;
 static void put_flags(struct Writer *, const uint16_t *chance, const uint8_t *set, uint32_t n);
 static void put_row(struct Writer *, const Depth *, uint32_t which, const int16_t *value, const uint8_t *context, uint32_t tokens);
+static void quantised(const float *from, const Quantiser *, const int16_t *keep, uint32_t tokens, int16_t *index);
 #include "encode.h"
 /* 16 lanes of a step: words from states that would overflow, then the symbols. */
 INLINE void put(Writer *w, int v, __m512i freq, __m512i start, __mmask16 on) {
@@ -266,6 +267,19 @@ INLINE void put(Writer *w, int v, __m512i freq, __m512i start, __mmask16 on) {
     rest = _mm512_mask_sub_epi32(rest, under, rest, freq);
     x = _mm512_add_epi32(_mm512_slli_epi32(quotient, PROBABILITY_BITS), _mm512_add_epi32(rest, start));
     _mm512_store_si512(w->state + 16 * v, _mm512_mask_mov_epi32(before, on, x));
+}
+
+static void quantised(const float *from, const Quantiser *q, const int16_t *keep, uint32_t tokens, int16_t *index) {
+    const __m512 step = _mm512_set1_ps(q->step), dead = _mm512_set1_ps(q->dead), minus = _mm512_set1_ps(-q->dead);
+    const __m512 top = _mm512_set1_ps(INT16_MAX), bottom = _mm512_set1_ps(-INT16_MAX);
+    for (uint32_t t = 0; t < tokens; t += 16) {
+        __mmask16 on = active(tokens, t);
+        __m512 exact = _mm512_div_ps(_mm512_maskz_loadu_ps(on, from + t), step);
+        exact = _mm512_sub_ps(exact, _mm512_min_ps(_mm512_max_ps(exact, minus), dead));
+        exact = _mm512_min_ps(_mm512_max_ps(exact, bottom), top);
+        __m256i nearest = _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(exact));
+        _mm256_mask_storeu_epi16(index + t, on, _mm256_and_si256(nearest, _mm256_maskz_loadu_epi16(on, keep + t)));
+    }
 }
 
 static void put_flags(Writer *w, const uint16_t *chance, const uint8_t *set, uint32_t n) {
