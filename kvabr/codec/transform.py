@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
 import torch
 
 from kvabr.codec.native import analysis
@@ -143,7 +144,7 @@ class Transform:
         """
         if analysis.available():
             return self._analysed(analysis.analyse(self._stack_analyses, group, first_token))
-        bare = torch.empty((*group.shape[:3], *group.shape[:2:-1])).transpose(3, 4)
+        bare = _empty(*group.shape[:3], *group.shape[:2:-1]).transpose(3, 4)
         bare[:, 1] = group[:, 1]
         bare[:, 0] = rotate(group[:, 0].float().cpu(), self.structure.spec.rope, first_token, undo=True)
         return self.coefficients(self.centred(bare))
@@ -214,9 +215,11 @@ class Transform:
         structure = self.structure
         outlying = self.outlying(channels)
         channels = self.normed(channels)
-        rows = torch.empty((structure.rows, channels.shape[2]))
+        rows = _empty(structure.rows, channels.shape[2])
         components, elements = self._slack
-        reach = channels.abs().amax(dim=(0, 1)) / max(1.0, _LONGEST - elements)
+        # Not the largest of the magnitudes: they would be as large as the group.
+        loudest = torch.maximum(channels.amax(dim=(0, 1)), -channels.amin(dim=(0, 1)))
+        reach = loudest / max(1.0, _LONGEST - elements)
         for index, (stack, first) in enumerate(self._stacks()):
             parts = self.components(channels, stack)
             kept, size = stack.kept, structure.width_of(stack)
@@ -245,6 +248,11 @@ class Transform:
 
     def _stacks(self) -> Iterator[tuple[Stack, int]]:
         return zip(self.structure.stacks, self.structure.first_rows, strict=False)
+
+
+def _empty(*shape: int) -> torch.Tensor:
+    """Memory for float32 numbers: NumPy's, which asks for huge pages. Touching small ones takes 5 times as long."""
+    return torch.from_numpy(np.empty(shape, dtype=np.float32))
 
 
 def _gain(matrix: torch.Tensor) -> float:
