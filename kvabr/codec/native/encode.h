@@ -79,8 +79,8 @@ static void quantised(const float *from, const Quantiser *q, const int16_t *keep
 }
 #endif
 
-/* What is coded for one row of a tile: values, and their contexts. *bad is set if a decoder would not get there, *under is
- * whether there is anything below. */
+/* What is coded for one row of a tile: values, and their contexts; if nothing is below, the indices as they are. *bad is set
+ * if a decoder would not get there, *under is whether there is anything below. */
 static int conditioned(const int16_t *index, const int16_t *below, uint32_t tokens, int16_t *value, uint8_t *context,
                        int *bad, int *under) {
     int any = 0, wrong = 0, lower = 0;
@@ -89,17 +89,21 @@ static int conditioned(const int16_t *index, const int16_t *below, uint32_t toke
             any |= index[t];
             wrong |= index[t] == INT16_MIN;
         }
-        if (any)
-            memcpy(value, index, tokens * sizeof *value);
     } else {
+        /* All in 16 bits, as many at a time as there can be. */
+        int16_t some = 0, base = 0, beyond = 0;
         for (uint32_t t = 0; t < tokens; t++) {
-            int b = below[t], change = index[t] - 3 * b, size = b < 0 ? -b : b;
-            wrong |= (size > INT16_MAX / 3) | (change > INT16_MAX) | (change < -INT16_MAX);
-            value[t] = (int16_t)(b < 0 ? -change : change);
+            int16_t b = below[t], own = index[t], minus = (int16_t)(b >> 15), size = (int16_t)((b ^ minus) - minus);
+            int16_t thrice = (int16_t)(3 * b), change = (int16_t)(own - thrice);
+            /* Beyond 16 bits: three times what is below; the difference; or a difference that has no negative. */
+            beyond |= (int16_t)(INT16_MAX / 3 - size) | (int16_t)((own ^ thrice) & (own ^ change));
+            beyond |= (int16_t)(size | -(change == INT16_MIN));
+            value[t] = (int16_t)((change ^ minus) - minus);
             context[t] = (uint8_t)(size > 2 ? 2 : size);
-            any |= value[t];
-            lower |= b;
+            some |= change;
+            base |= b;
         }
+        wrong = beyond < 0, any = some, lower = base;
     }
     *bad |= wrong;
     *under = lower != 0;
@@ -160,7 +164,7 @@ static int encode_group(const Depth *d, const Indices *from, uint32_t tokens, ui
                 if (refines)
                     mixed[i] = d->flag[under][i];
                 if (live[i])
-                    put_row(&w, d, which, value, context, here);
+                    put_row(&w, d, which, refines ? value : row, context, here);
             }
         }
         const uint16_t *chance = refines ? mixed : d->flag[0];

@@ -306,7 +306,9 @@ static void put_row(Writer *w, const Depth *d, uint32_t which, const int16_t *va
             __m512i table = _mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(on, context + 16 * v));
             symbol = _mm512_add_epi32(symbol, _mm512_mullo_epi32(table, _mm512_set1_epi32((int)symbols)));
         }
-        __m512i found = few ? _mm512_permutex2var_epi32(front, symbol, back) : _mm512_i32gather_epi32(symbol, coded, 4);
+        /* Onto zeros: a gather waits for what its register held before. */
+        __m512i found = few ? _mm512_permutex2var_epi32(front, symbol, back)
+                            : _mm512_mask_i32gather_epi32(_mm512_setzero_si512(), on, symbol, coded, 4);
         uint32_t escaped = _mm512_movepi32_mask(found) & on;
         while (__builtin_expect(escaped, 0)) {
             uint32_t lane = 31 - (uint32_t)__builtin_clz(escaped);
