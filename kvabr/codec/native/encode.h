@@ -66,15 +66,35 @@ static void put_row(Writer *w, const Depth *d, uint32_t which, const int16_t *va
     }
 }
 
-/* The nearest indices, halves to the even one: adding 1.5 * 2^23 to a small number rounds it so. */
+/* Positive numbers are ordered as their bits are. These compilers keep in vectors, where comparing floats might trap. */
+static inline int32_t bits_of(float value) {
+    int32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+
+static inline float least(float a, int32_t bits) {
+    int32_t own = bits_of(a);
+    own = own < bits ? own : bits;
+    memcpy(&a, &own, sizeof a);
+    return a;
+}
+
+static inline float size_of(float value) {
+    int32_t bits = bits_of(value) & INT32_MAX;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+/* The nearest indices, halves to the even one: adding 2^23 to a small number rounds it so. */
 static void quantised(const float *from, const Quantiser *q, const int16_t *keep, uint32_t tokens, int16_t *index) {
-    const float step = q->step, dead = q->dead, shift = 12582912.0f;
+    const float step = q->step, shift = 8388608.0f;
+    const int32_t dead = bits_of(q->dead), top = bits_of(INT16_MAX);
     for (uint32_t t = 0; t < tokens; t++) {
-        float exact = from[t] / step, inner = exact < -dead ? -dead : exact;
-        exact -= inner > dead ? dead : inner;
-        exact = exact < -INT16_MAX ? -INT16_MAX : exact;
-        exact = exact > INT16_MAX ? INT16_MAX : exact;
-        index[t] = (int16_t)((int)(exact + shift - shift) & keep[t]);
+        float exact = from[t] / step, size = size_of(exact);
+        size = least(size - least(size, dead), top);
+        int nearest = (int)(size + shift - shift), minus = bits_of(exact) >> 31;
+        index[t] = (int16_t)(((nearest ^ minus) - minus) & keep[t]);
     }
 }
 #endif
