@@ -1,7 +1,8 @@
 """The coder of the AC tracks: indices to bytes and back, and from indices to a cache, by integer arithmetic.
 
 `reference` says in NumPy what the format is; the extension module does the same a thousand times faster, by the best
-path that the processor has, and gives the same bits. `coder` picks. No tracks, no containers, no profiles' files here.
+path that the processor has, and gives the same bits. `coder` picks. `analysis` is the encoder's transform before that,
+where nothing has to be exact to the bit. No tracks, no containers, no profiles' files here.
 """
 
 import sys
