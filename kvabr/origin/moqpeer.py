@@ -1,20 +1,21 @@
 """One session of an origin on moq-rs: what its peer asks for, and what of that is under way.
 
-moq-rs takes what it is given and sends it when it can; it does not say when. So what it has not sent yet is reckoned
-from what the connection's counters say, and it is given more only when there is room. What it has sent it would keep:
-it is taken away again.
+moq-rs takes what it is given and shares the path evenly among all groups that it has, whatever their priorities; it
+does not say what it has sent, nor that a group was cancelled; and by MoQT it sends nothing of a group before it has all
+of it (measured with 0.5.1 and draft 18). So groups are handed over whole, in the order of their priorities, each just
+in time: what moq-rs has not sent yet is reckoned from what the connection's counters say. What it has sent it would
+keep: it is taken away again.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import heapq
 import itertools
 import time
 from collections import OrderedDict, deque
 from collections.abc import Coroutine
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvabr.errors import AssetError
@@ -45,16 +46,18 @@ _QUIET_S = 1.0
 """What was sent is forgotten when for so long next to nothing has happened."""
 
 
-@dataclass(order=True, slots=True)
+@dataclass(slots=True, eq=False)
 class _Job:
     """A group that was asked for."""
 
     priority: int
     order: int
-    request: Any = field(compare=False)
-    track: _Track = field(compare=False)
-    size: int = field(compare=False)
-    requested_s: float = field(compare=False)
+    request: Any
+    track: _Track
+    size: int
+    requested_s: float
+    doubtful: bool = False
+    """Something was cancelled after it was asked for: perhaps it was, too."""
 
 
 @dataclass(slots=True, eq=False)
@@ -77,7 +80,7 @@ class MoqPeer:
         self._jobs: list[_Job] = []
         self._order = itertools.count()
         self._more = asyncio.Event()
-        self._working = False
+        self._working = self._tried = False
         self._seen_unsent = 0
         self._broadcasts = Broadcasts(moq, MAX_TRACKS, self._spawn)
         self._tracks: OrderedDict[tuple[str, str], _Track] = OrderedDict()
@@ -109,8 +112,9 @@ class MoqPeer:
             self._jobs.clear()
             self._tracks.clear()
             self._broadcasts.clear()
-            self._forget(0)
             self._server.buffered(-self._seen_unsent)
+            self._seen_unsent = 0
+            self._forget(0)
 
     def close(self) -> None:
         """End the session."""
@@ -179,7 +183,7 @@ class MoqPeer:
                 server.requests += 1
                 server.metrics.requests_in_flight.inc()
                 priority = moqlib.moq_priority(request.priority)
-                heapq.heappush(self._jobs, _Job(priority, next(self._order), request, track, size, time.monotonic()))
+                self._jobs.append(_Job(priority, next(self._order), request, track, size, time.monotonic()))
                 del request
                 self._more.set()
 
@@ -228,18 +232,24 @@ class MoqPeer:
                     # A group that moq-rs still has it sends again without asking: that shows only here.
                     if self._measure() == 0 and self._unsent.quiet():
                         self._forget(0)
-            elif not self._room(self._jobs[0].size):
+                continue
+            self._judge()
+            job = min(self._jobs, key=_urgency)
+            if not self._room(job.size):
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, _LONGEST_POLL_S)
-            else:
-                pause_s = _POLL_S
-                job = heapq.heappop(self._jobs)
-                self._working = True
-                try:
-                    await self._answer(job)
-                finally:
-                    self._working = False
-                    self._over(job)
+                continue
+            pause_s = _POLL_S
+            self._jobs.remove(job)
+            if self._tried:
+                self._trust()
+            self._tried = job.doubtful
+            self._working = True
+            try:
+                await self._answer(job)
+            finally:
+                self._working = False
+                self._over(job)
 
     async def _answer(self, job: _Job) -> None:
         server, size = self._server, job.size
@@ -278,13 +288,26 @@ class MoqPeer:
         rate = self._unsent.rate
         return min(FRAME_BYTES, max(_SMALL_FRAME, int(_FRAME_S * rate))) if rate else _FRAME
 
+    def _judge(self) -> None:
+        """See what has become of what was handed over."""
+        self._measure()
+        vanished = self._unsent.vanished()
+        if vanished is not None:
+            self._tried = False
+            for job in self._jobs:
+                job.doubtful = job.doubtful or job.requested_s < vanished.since_s
+
+    def _trust(self) -> None:
+        for job in self._jobs:
+            job.doubtful = False
+
     def _room(self, size: int) -> bool:
-        """Whether so much more may be handed over; one group may, whatever its size, if nothing else is unsent."""
-        limits, unsent = self._server.limits, self._measure()
-        total = self._server.buffered()
-        return (not unsent or unsent + size <= self._unsent.ahead(limits.buffered_bytes_per_connection)) and (
-            total == unsent or total + size <= limits.buffered_bytes
-        )
+        """Whether a group of that size may be handed over; one may, whatever its size, if nothing else is unsent."""
+        limits, unsent, total = self._server.limits, self._seen_unsent, self._server.buffered()
+        most = limits.buffered_bytes_per_connection
+        ahead = self._unsent.ahead(most)
+        in_time = unsent + size <= ahead or (unsent <= ahead // 2 and unsent + size <= most)
+        return (not unsent or in_time) and (total == unsent or total + size <= limits.buffered_bytes)
 
     def _handed_over(self, count: int) -> None:
         self._unsent.add(count)
@@ -298,14 +321,17 @@ class MoqPeer:
         return self._seen_unsent
 
     def _allowance_bytes(self) -> int:
-        """Bytes of groups that moq-rs may keep: more than are unsent, lest one is taken away that still is."""
+        """Bytes of groups that moq-rs may keep."""
         limits, server = self._server.limits, self._server
         share = 2 * limits.buffered_bytes // max(1, len(server.peers))
-        return max(min(_KEPT_WINDOWS * limits.buffered_bytes_per_connection, share), 2 * self._seen_unsent)
+        return min(_KEPT_WINDOWS * limits.buffered_bytes_per_connection, share)
 
     def _forget(self, most: int) -> None:
-        """Take the oldest groups away until at most so many bytes are kept."""
-        while self._kept and self._kept_bytes > max(0, most):
+        """Take the oldest groups away until at most so many bytes are kept, but none that may still be unsent."""
+        unsent = self._seen_unsent
+        # Groups under way share the path: the oldest is through once those after it have had as much as it needed.
+        least = 2 * unsent + self._unsent.ahead(self._server.limits.buffered_bytes_per_connection) if unsent else 0
+        while self._kept and self._kept_bytes > max(0, most) and self._kept_bytes - self._kept[0][1] >= least:
             producer, size = self._kept.popleft()
             self._kept_bytes -= size
             with contextlib.suppress(self._moq.Error):
@@ -315,6 +341,10 @@ class MoqPeer:
         job.track.jobs -= 1
         self._server.requests -= 1
         self._server.metrics.requests_in_flight.dec()
+
+
+def _urgency(job: _Job) -> tuple[bool, int, int]:
+    return job.doubtful, job.priority, job.order
 
 
 def _let_go(_: Any) -> None:

@@ -17,6 +17,9 @@ from kvabr.origin.grants import Grant, Grants
 from kvabr.origin.moqlisten import FRAME_BYTES
 from kvabr.origin.moqrs import MoqServer
 from kvabr.origin.server import ServerLimits
+from kvabr.replay.live.conditions import Conditions
+from kvabr.replay.live.shaper import Shaper
+from kvabr.replay.trace import BYTES_PER_MBIT, Trace
 from kvabr.transport import moqlib, quic
 from kvabr.transport.base import ConnectionLostError, NotFoundError, RequestError, read_all
 from tests.assets import make_asset
@@ -265,3 +268,38 @@ async def test_many_tracks_do_not_pile_up(asset, monkeypatch):
         (peer,) = server.peers
         assert len(peer._broadcasts) <= 3
         assert len(peer._tracks) <= 3
+
+
+@contextlib.asynccontextmanager
+async def far_away(root, mbit):
+    """An origin, and a connection to it over a link of so many Mbit/s."""
+    async with origin(root) as server:
+        with Shaper(server.address) as link:
+            link.begin(Trace("flat", "flat", (0.0,), (mbit * BYTES_PER_MBIT,), 1000.0), 0.0, Conditions(rtt_s=0.02))
+            async with await dialled(server, port=link.address[1]) as connection:
+                yield server, connection
+
+
+async def test_a_slow_path_does_not_wait_between_large_groups(tmp_path):
+    asset = make_asset(tmp_path / "asset", list(range(16)), frame_bytes=5_000_000, levels=("FP16",))
+    async with far_away(asset.path, 80) as (server, connection):
+        namespace, ready = asset.catalog.namespace, 0
+        downloads = [connection.fetch(namespace, "FP16", group, priority=group, limit=BIG) for group in range(4)]
+        for group, download in enumerate(downloads):
+            assert await read_all(download) == asset.frame(group, "FP16")
+            ready += group < 3 and server.metrics.groups_sent_total.value("FP16") > group + 1
+        assert ready >= 2  # the next was there when one had ended
+
+
+async def test_what_is_asked_for_after_a_cancel_does_not_wait_for_what_was_cancelled(tmp_path):
+    asset = make_asset(tmp_path / "asset", list(range(12)), frame_bytes=8_000_000, levels=("FP16",))
+    async with far_away(asset.path, 50) as (_, connection):
+        namespace = asset.catalog.namespace
+        first, second = (connection.fetch(namespace, "FP16", group, limit=BIG) for group in range(2))
+        received = 0
+        while received < 2_000_000:
+            received += len(await first.read())
+        first.cancel()
+        second.cancel()
+        later = connection.fetch(namespace, "FP16", 2, priority=200, limit=BIG)
+        assert await asyncio.wait_for(later.read(), 3.0)
