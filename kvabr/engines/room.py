@@ -22,7 +22,8 @@ NOT_MEASURED = "not measured"
 
 _NAME = re.compile(r"[0-9a-f]{64}")
 _LOOK_AGAIN = 0.05
-"""Share of the bytes after which the folder is looked at again: others may publish into it too."""
+"""Share of the bytes after which the folder is looked at again, for others may publish into it too; and so much more
+than must be is removed, so that a full folder of very many assets is not looked at for each."""
 
 
 class Room:
@@ -49,7 +50,7 @@ class Room:
             os.utime(self._root / name)
 
     def make(self, name: str) -> int:
-        """Count an asset that was just published, and remove others until all fit.
+        """Count an asset that was just published; if they do not all fit, remove others until there is some room again.
 
         Args:
             name: of its folder. It is kept, even if it is larger than everything may be.
@@ -61,11 +62,16 @@ class Room:
         self._since += size
         if self._looked and self._taken() <= self._most and self._since <= _LOOK_AGAIN * self._most:
             return 0
-        removed = 0
-        for other in self._look():
-            if self._taken() <= self._most:
+        oldest, removed = self._look(), 0
+        taken = self._taken()
+        if taken <= self._most:
+            return 0
+        for other in oldest:
+            if taken <= (1 - _LOOK_AGAIN) * self._most:
                 break
+            size = self._bytes[other]
             if other != name and self._remove(other):
+                taken -= size
                 removed += 1
         return removed
 

@@ -49,7 +49,7 @@ def there(root):
 def test_what_was_computed_longest_ago_goes_first(tmp_path):
     for number, age_s in ((1, 300.0), (2, 200.0), (3, 100.0)):
         offer(tmp_path, number, age_s=age_s)
-    offer(tmp_path, 4, most_bytes=3 * size(tmp_path / name(1)))
+    offer(tmp_path, 4, most_bytes=32 * size(tmp_path / name(1)) // 10)
     assert there(tmp_path) == {name(2), name(3), name(4)}
     assert len(Library(tmp_path).assets) == 3
 
@@ -57,7 +57,7 @@ def test_what_was_computed_longest_ago_goes_first(tmp_path):
 def test_what_is_computed_again_stays(tmp_path):
     for number, age_s in ((1, 300.0), (2, 200.0)):
         offer(tmp_path, number, age_s=age_s)
-    most = 2 * size(tmp_path / name(1))
+    most = 22 * size(tmp_path / name(1)) // 10
     assert offer(tmp_path, 1, most_bytes=most) == "known"
     offer(tmp_path, 3, most_bytes=most)
     assert there(tmp_path) == {name(1), name(3)}
@@ -65,7 +65,7 @@ def test_what_is_computed_again_stays(tmp_path):
 
 def test_what_was_removed_is_published_again(tmp_path):
     offer(tmp_path, 1, age_s=300.0)
-    most = size(tmp_path / name(1))
+    most = 11 * size(tmp_path / name(1)) // 10
     offer(tmp_path, 2, most_bytes=most, age_s=200.0)
     assert there(tmp_path) == {name(2)}
     offer(tmp_path, 1, most_bytes=most)
@@ -78,7 +78,7 @@ def test_measured_assets_and_foreign_files_are_left_alone(tmp_path):
     measured.write_text(measured.read_text().replace("not measured", "measured"))
     (tmp_path / ("f" * 64)).write_text("a file of somebody's")
     (tmp_path / "notes").mkdir()
-    most = size(tmp_path / name(1))
+    most = 11 * size(tmp_path / name(1)) // 10
     offer(tmp_path, 2, most_bytes=most, age_s=200.0)
     offer(tmp_path, 3, most_bytes=most)
     assert there(tmp_path) == {name(1), name(3), "f" * 64, "notes"}
@@ -90,11 +90,24 @@ def test_one_that_is_larger_than_all_is_kept_alone(tmp_path):
     assert there(tmp_path) == {name(2)}
 
 
+def test_a_full_folder_is_not_looked_at_for_each(tmp_path):
+    """Some more than must be is removed, so the next ones fit without a look."""
+    for number in range(1, 41):
+        offer(tmp_path, number, age_s=1000.0 - number)
+    one = size(tmp_path / name(1))
+    room = Room(tmp_path, 40 * one)
+    offer(tmp_path, 41)
+    assert room.make(name(41)) == 3
+    offer(tmp_path, 42)
+    assert room.make(name(42)) == 0
+    assert len(there(tmp_path)) == 39
+
+
 def test_what_others_publish_is_counted_in_time(tmp_path):
     """Another process writes into the folder; this one notices after publishing a twentieth of the bound itself."""
     offer(tmp_path, 1)
     one = size(tmp_path / name(1))
-    room = Room(tmp_path, 10 * one)
+    room = Room(tmp_path, 106 * one // 10)
     room.make(name(1))
     for number in range(2, 14):
         offer(tmp_path, number, age_s=1000.0 - number)

@@ -228,7 +228,7 @@ class KvabrConnector(RemoteConnector):  # type: ignore[misc]
             return 1
 
     def remove_sync(self, key: CacheEngineKey) -> bool:
-        """Nothing is removed: what is published is its folder's owner's."""
+        """Nothing is removed on request: what is published is its folder's owner's, see ``publish_mib``."""
         del key
         return False
 

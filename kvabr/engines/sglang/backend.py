@@ -145,7 +145,7 @@ class KvabrStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not there
     # -------------------------------------------------------------------- others
 
     def clear(self) -> None:
-        """Nothing is removed: what is published is its folder's owner's."""
+        """Nothing is removed on request: what is published is its folder's owner's, see ``publish_mib``."""
 
     def close(self) -> None:
         """End all plays, and publish what waits."""
