@@ -138,7 +138,8 @@ def _smooth(summed: Counted) -> Counted:
     if summed.shape[1] > 1:
         # A refinement stays inside the interval below, on any text.
         usual = summed.sum(axis=0)
-        return np.asarray(summed + _PRIOR_SYMBOLS * usual / np.maximum(usual.sum(axis=1, keepdims=True), 1) + 1e-9)
+        prior = _PRIOR_SYMBOLS * usual / np.maximum(usual.sum(axis=1, keepdims=True), 1)
+        return np.asarray(summed + prior + 1e-9)  # so that no symbol's code is infinitely long
     values = np.arange(-MOST_RADIUS, MOST_RADIUS + 1)
     further = np.sign(values) * (-(-3 * np.abs(values) // 2))
     further = np.where(np.abs(further) > MOST_RADIUS, 2 * MOST_RADIUS + 1, further + MOST_RADIUS)

@@ -5,8 +5,6 @@
 
 #include <stdlib.h>
 
-#define AHEAD 8 /* rows */
-
 typedef struct Writer {
     uint32_t state[LANES] __attribute__((aligned(64)));
     uint8_t *word;   /* written downwards */
@@ -128,16 +126,6 @@ static int conditioned(const int16_t *index, const int16_t *below, uint32_t toke
     *bad |= wrong;
     *under = lower != 0;
     return any != 0;
-}
-
-/* Rows are coded in an order in which no processor guesses the next. */
-static inline void fetch(const void *row, size_t bytes) {
-#ifdef __GNUC__
-    for (size_t at = 0; at < bytes; at += 64)
-        __builtin_prefetch((const char *)row + at);
-#else
-    (void)row, (void)bytes;
-#endif
 }
 
 static int encode_group(const Depth *d, const Indices *from, uint32_t tokens, uint8_t **out, size_t *size) {

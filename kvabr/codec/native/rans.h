@@ -13,6 +13,18 @@
 #define HEAD_BYTES (8 + 4 * LANES)
 #define TAIL 128 /* words of the copy that are the payload's, at most */
 
+#define AHEAD 8 /* rows */
+
+/* Rows are coded class after class, in an order in which no processor guesses the next. */
+static inline void fetch(const void *row, size_t bytes) {
+#ifdef __GNUC__
+    for (size_t at = 0; at < bytes; at += 64)
+        __builtin_prefetch((const char *)row + at);
+#else
+    (void)row, (void)bytes;
+#endif
+}
+
 typedef struct Reader {
     uint32_t state[LANES] __attribute__((aligned(64)));
     const uint8_t *word;   /* next */

@@ -36,20 +36,14 @@ static int decode_flags(Reader *r, const Depth *d, const uint8_t *live, Scratch 
     return OK;
 }
 
-/* Rows are coded class after class, so no processor guesses where the next one lies. One that is only written to need not
- * be waited for; one that is refined is read. */
-#define ROWS_AHEAD 8
-
-static inline void fetch_ahead(const Depth *d, const int16_t *index, size_t stride, uint32_t tokens, const uint8_t *live,
-                               const Scratch *scratch, uint32_t at) {
-    if (at >= d->rows || d->contexts == 1)
+/* A row that is only written to need not be waited for; one that is refined is read. */
+static inline void fetch_refined(const Depth *d, const int16_t *index, size_t stride, uint32_t tokens, const uint8_t *live,
+                                 const Scratch *scratch, uint32_t at) {
+    if (at >= d->rows)
         return;
     uint32_t row = d->order[at];
-    if (!(scratch->flags[at / LANES] >> at % LANES & 1) && !live[row])
-        return;
-    const char *to = (const char *)(index + row * stride);
-    for (uint32_t byte = 0; byte < tokens * sizeof *index; byte += 64)
-        __builtin_prefetch(to + byte, 1);
+    if (scratch->flags[at / LANES] >> at % LANES & 1 || live[row])
+        fetch(index + row * stride, tokens * sizeof *index);
 }
 
 static int decode_tile(Reader *r, const Depth *d, int16_t *index, size_t stride, uint32_t tokens, uint8_t *live,
@@ -66,7 +60,8 @@ static int decode_tile(Reader *r, const Depth *d, int16_t *index, size_t stride,
                 at = at_most(d->class_end[which], (at / LANES + 1) * LANES);
                 continue;
             }
-            fetch_ahead(d, index, stride, tokens, live, scratch, at + ROWS_AHEAD);
+            if (refines)
+                fetch_refined(d, index, stride, tokens, live, scratch, at + AHEAD);
             uint32_t row = d->order[at++];
             int16_t *to = index + row * stride;
             if (!refines) {
