@@ -15,32 +15,32 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvabr import sync
-    from kvabr.client.connect import connect
-    from kvabr.client.engines import prefill_cost
-    from kvabr.client.late import Late, StepGate
+    from kvabr.client import blocking_api as sync
+    from kvabr.client.executors import prefill_cost
     from kvabr.client.play import play, play_asset
-    from kvabr.client.played import Played
+    from kvabr.client.result import Played
+    from kvabr.client.upgrades import Late, StepGate
+    from kvabr.quic.connect import connect
 
 __version__ = "0.1.0"
 
 __all__ = ["Late", "Played", "StepGate", "__version__", "connect", "play", "play_asset", "prefill_cost", "sync"]
 
 _HOMES = {
-    "Late": "kvabr.client.late",
-    "Played": "kvabr.client.played",
-    "StepGate": "kvabr.client.late",
-    "connect": "kvabr.client.connect",
+    "Late": "kvabr.client.upgrades",
+    "Played": "kvabr.client.result",
+    "StepGate": "kvabr.client.upgrades",
+    "connect": "kvabr.quic.connect",
     "play": "kvabr.client.play",
     "play_asset": "kvabr.client.play",
-    "prefill_cost": "kvabr.client.engines",
+    "prefill_cost": "kvabr.client.executors",
 }
 
 
 def __getattr__(name: str) -> Any:
     """Load what is asked for, and not before: most of it needs torch."""
     if name == "sync":
-        return import_module("kvabr.sync")
+        return import_module("kvabr.client.blocking_api")
     if name in _HOMES:
         return getattr(import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'kvabr' has no attribute {name!r}")

@@ -2,6 +2,6 @@
 
 import sys
 
-from kvabr.cli import main
+from kvabr.cli.main import main
 
 sys.exit(main())

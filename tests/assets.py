@@ -7,10 +7,10 @@ import random
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvabr.catalog import Catalog, Track
-from kvabr.kv import KVSpec, RopeSpec
-from kvabr.naming import TrackNamespace, chain
-from kvabr.origin.store import CATALOG, PROFILE, Asset, frame_path
+from kvabr.store.asset import CATALOG, PROFILE, Asset, frame_path
+from kvabr.types.catalog import Catalog, Track
+from kvabr.types.kv import KVSpec, RopeSpec
+from kvabr.types.naming import TrackNamespace, chain
 
 GROUP_TOKENS = 4
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from kvabr.catalog import Catalog, Track
-from kvabr.kv import KVSpec, RopeSpec
-from kvabr.naming import TrackNamespace, chain
+from kvabr.types.catalog import Catalog, Track
+from kvabr.types.kv import KVSpec, RopeSpec
+from kvabr.types.naming import TrackNamespace, chain
 
 SPEC = KVSpec("test/model", "tokenizer", 4, 2, 32, "float16", RopeSpec(10000.0, 32))
 

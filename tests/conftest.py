@@ -9,10 +9,10 @@ import hypothesis
 import pytest
 import torch
 
-from kvabr.cli import main
-from kvabr.engines.bed import Bed, open_bed
-from kvabr.origin.store import Asset
-from kvabr.origin.texts import measuring_texts
+from kvabr.cli.main import main
+from kvabr.engines.model_loader import Bed, open_bed
+from kvabr.publish.texts import measuring_texts
+from kvabr.store.asset import Asset
 
 # The suite runs beside other work more often than not, and threads that wait for each other spin.
 torch.set_num_threads(1)

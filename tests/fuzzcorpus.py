@@ -1,6 +1,5 @@
 """Valid input for the parsers that `tests.fuzzing` feeds: something of every kind."""
 
-
 from __future__ import annotations
 
 from functools import cache

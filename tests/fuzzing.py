@@ -11,9 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from kvabr.catalog import Catalog
 from kvabr.codec.container import FrameHeader, pack, unpack
-from kvabr.errors import FormatError
 from kvabr.moqt import messages as m
 from kvabr.moqt import session as session_module
 from kvabr.moqt.codes import SessionFault
@@ -33,7 +31,9 @@ from kvabr.moqt.parameters import Filter, Parameters, SetupOptions, Token, setup
 from kvabr.moqt.properties import MalformedTrack
 from kvabr.moqt.session import Session
 from kvabr.moqt.wire import Location, Reader, read_pairs, write_pairs
-from kvabr.naming import parse_prefix_track, prefix_track
+from kvabr.types.catalog import Catalog
+from kvabr.types.errors import FormatError
+from kvabr.types.naming import parse_prefix_track, prefix_track
 from tests.catalogs import catalog
 from tests.fuzzcorpus import SOME, SPACE, TRACK, control, fetch_streams, sample_messages, subgroup_streams
 
@@ -363,9 +363,7 @@ def targets() -> dict[str, Target]:
         messages = lambda draft=draft: list(control(draft))  # noqa: E731
         out[f"message-{number}"] = Target(_message(draft), messages)
         out[f"parser-{number}"] = Target(_parser(draft), messages)
-        out[f"fetch-{number}"] = Target(
-            _objects(draft, subgroup=False), lambda draft=draft: list(fetch_streams(draft))
-        )
+        out[f"fetch-{number}"] = Target(_objects(draft, subgroup=False), lambda draft=draft: list(fetch_streams(draft)))
         out[f"subgroup-{number}"] = Target(
             _objects(draft, subgroup=True), lambda draft=draft: list(subgroup_streams(draft))
         )

@@ -9,7 +9,7 @@ import torch
 from kvabr.codec.fit import fit
 from kvabr.codec.profile import Profile
 from kvabr.codec.rope import rotate
-from kvabr.kv import KVSpec, RopeSpec
+from kvabr.types.kv import KVSpec, RopeSpec
 
 
 def spec(layers=2, heads=2, dim=32, *, group_tokens=128, rope="half", dtype="float16"):

@@ -8,13 +8,13 @@ import contextlib
 import pytest
 import structlog
 
-from kvabr.origin.certificates import check, development
-from kvabr.origin.holdings import Library
-from kvabr.origin.metrics import Metrics
-from kvabr.origin.moqrs import MoqServer
-from kvabr.origin.server import ServerLimits
-from kvabr.transport import moqrs
-from kvabr.transport.options import DialOptions
+from kvabr.quic import moq_dial as moqrs
+from kvabr.quic.options import DialOptions
+from kvabr.server.certificates import check, development
+from kvabr.server.metrics import Metrics
+from kvabr.server.moq_server import MoqServer
+from kvabr.server.server import ServerLimits
+from kvabr.store.asset_index import Library
 
 moq = pytest.importorskip("moq", reason="moq-rs is not installed")
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from kvabr import cli
-from kvabr.catalog import Catalog
-from kvabr.cli import COMMANDS, main
+from kvabr.cli.main import COMMANDS, main
+from kvabr.cli.main import main as cli
+from kvabr.types.catalog import Catalog
 from tests.catalogs import catalog
 
 TRACES = Path(__file__).parent.parent / "traces"

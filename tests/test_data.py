@@ -11,11 +11,11 @@ import pytest
 
 import kvabr.data
 from kvabr.codec.container import header_bytes
-from kvabr.codec.layout import level_layout
+from kvabr.codec.payload_layout import level_layout
 from kvabr.codec.profile import Profile
 from kvabr.data import default_catalog, default_profile_bytes
-from kvabr.naming import LAYERS
-from kvabr.recompute.loss import RECOMPUTED, predicted_loss
+from kvabr.types.loss import RECOMPUTED, predicted_loss
+from kvabr.types.naming import LAYERS
 
 LOSSY = ("FP8", "Int4", "AC-5x", "AC-L0", "AC-L1")
 

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
-from kvabr.kv import KVSpec
-from kvabr.origin.encoder import Keeper, publish
-from kvabr.origin.store import Asset, Prompt
-from kvabr.origin.writer import AssetWriter
+from kvabr.publish.encoder import Keeper, publish
+from kvabr.store.asset import Asset, Prompt
+from kvabr.store.asset_writer import AssetWriter
+from kvabr.types.kv import KVSpec
 from tests import kvdata
 
 SPEC = kvdata.spec(group_tokens=16)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from kvabr.catalog import Catalog, Track
+from kvabr.types.catalog import Catalog, Track
 
 
 @dataclass(frozen=True, slots=True)

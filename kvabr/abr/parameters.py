@@ -17,7 +17,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from kvabr.errors import PolicyError
+from kvabr.types.errors import PolicyError
 
 _MOST = 32
 """Parameters that a policy may declare: nobody can search more."""

@@ -21,7 +21,7 @@ from kvabr.abr.estimators import BUILTIN as ESTIMATORS
 from kvabr.abr.parameters import declared, parse
 from kvabr.abr.policies import BUILTIN as POLICIES
 from kvabr.abr.policy import Policy
-from kvabr.errors import PolicyError
+from kvabr.types.errors import PolicyError
 
 T = TypeVar("T")
 

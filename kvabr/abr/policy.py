@@ -35,16 +35,12 @@ class Decision:
     """What else was on offer, for the log: track to bytes, or to whatever number the policy compared."""
 
     @staticmethod
-    def fetch(
-        group: int, track: str, reason: str, alternatives: Mapping[str, float] | None = None
-    ) -> Decision:
+    def fetch(group: int, track: str, reason: str, alternatives: Mapping[str, float] | None = None) -> Decision:
         """Ask for a missing group."""
         return Decision("fetch", reason, group, track, alternatives)
 
     @staticmethod
-    def upgrade(
-        group: int, track: str, reason: str, alternatives: Mapping[str, float] | None = None
-    ) -> Decision:
+    def upgrade(group: int, track: str, reason: str, alternatives: Mapping[str, float] | None = None) -> Decision:
         """Ask for a group that is in place already, at a better track or with a layer more."""
         return Decision("upgrade", reason, group, track, alternatives)
 

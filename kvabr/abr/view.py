@@ -6,8 +6,8 @@ from collections.abc import Callable, KeysView
 from dataclasses import dataclass
 
 from kvabr.abr.ladder import Ladder
-from kvabr.catalog import Catalog
-from kvabr.recompute.cost import PrefillCost
+from kvabr.types.catalog import Catalog
+from kvabr.types.cost import PrefillCost
 
 
 @dataclass(slots=True)

@@ -12,18 +12,18 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from kvabr.catalog import Catalog
-from kvabr.client.engines import decoders, on_engine
-from kvabr.client.watch import Snapshot, Watch
-from kvabr.errors import KvabrError, PolicyError, TransportError
+from kvabr.client.executors import decoders, on_engine
+from kvabr.client.snapshot import Snapshot, Watch
 from kvabr.moqt.codes import RequestCode
 from kvabr.player.actions import Cancel, Decode, Deliver, Fetch, GiveUp, Recompute
 from kvabr.player.assembler import Assembler
 from kvabr.player.config import PlayerConfig
 from kvabr.player.record import PlayRecord
 from kvabr.player.session import Session
-from kvabr.recompute.engine import Engine
-from kvabr.transport.base import Connection, ConnectionLostError, Download, RequestError
+from kvabr.quic.interface import Connection, Download
+from kvabr.types.catalog import Catalog
+from kvabr.types.engine import Engine
+from kvabr.types.errors import ConnectionLostError, KvabrError, PolicyError, RequestError, TransportError
 
 _SPARE = 4
 """Buffers kept for frames to come."""

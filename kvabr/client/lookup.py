@@ -1,7 +1,7 @@
 """What an origin has of a prompt: the catalog under a name, and the longest cached prefix. Nothing is believed unseen.
 
 A catalog comes from the network: it is bounded, and must be of the model, and of the very tokens, that were asked for,
-which the chained digests of the prompt tell (`kvabr.naming.chain`).
+which the chained digests of the prompt tell (`kvabr.types.naming.chain`).
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
-from kvabr.catalog import MAX_CATALOG_BYTES, Catalog, Track
-from kvabr.client.engines import decoders
-from kvabr.client.whole import fetch_whole
+from kvabr.client.executors import decoders
+from kvabr.client.fetch_small import fetch_whole
 from kvabr.codec.registry import codec
-from kvabr.errors import ForeignError, FormatError, TransportError
-from kvabr.kv import KVSpec
-from kvabr.naming import CATALOG_TRACK, TrackNamespace, chain, prefix_gap, prefix_track
-from kvabr.transport.base import Connection, NotFoundError
+from kvabr.quic.interface import Connection
+from kvabr.types.catalog import MAX_CATALOG_BYTES, Catalog, Track
+from kvabr.types.errors import ForeignError, FormatError, NotFoundError, TransportError
+from kvabr.types.kv import KVSpec
+from kvabr.types.naming import CATALOG_TRACK, TrackNamespace, chain, prefix_gap, prefix_track
 
 LIKELY = ("AC-5x", "Int4")
 """The levels that a play is likely to begin with: connections are told of them before their catalog is there."""
@@ -56,9 +56,7 @@ async def fetch_catalog(origin: Connection, namespace: TrackNamespace) -> Found:
     return found
 
 
-async def find_prefix(
-    origin: Connection, tokens: Sequence[int], spec: KVSpec, *, salt: bytes = b""
-) -> Found | None:
+async def find_prefix(origin: Connection, tokens: Sequence[int], spec: KVSpec, *, salt: bytes = b"") -> Found | None:
     """The asset that shares the longest prefix with a prompt, cut to what is shared; None if none shares a group.
 
     One round trip for a prompt of up to 321 groups, two for a longer one.
@@ -67,7 +65,7 @@ async def find_prefix(
         origin: where to ask.
         tokens: ids of the prompt.
         spec: of the model's cache.
-        salt: the tenant's secret, see `kvabr.naming.chain`.
+        salt: the tenant's secret, see `kvabr.types.naming.chain`.
 
     Raises:
         TransportError: the origin cannot be asked.

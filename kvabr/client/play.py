@@ -15,12 +15,12 @@ from dataclasses import replace
 from typing import Unpack
 
 from kvabr.client.lookup import LIKELY, fetch_catalog, find_prefix, shared_groups
-from kvabr.client.perform import Prepared, nothing, perform, prepare, recompute_all, timed, with_trouble
-from kvabr.client.played import Clock, How, Played, PlayOptions
-from kvabr.errors import FormatError, PlayError, TransportError, UsageError
-from kvabr.kv import KVSpec
-from kvabr.naming import TrackNamespace, chain
-from kvabr.transport.base import Connection
+from kvabr.client.orchestrator import Prepared, nothing, perform, prepare, recompute_all, timed, with_trouble
+from kvabr.client.result import Clock, How, Played, PlayOptions
+from kvabr.quic.interface import Connection
+from kvabr.types.errors import FormatError, PlayError, TransportError, UsageError
+from kvabr.types.kv import KVSpec
+from kvabr.types.naming import TrackNamespace, chain
 
 _LOOKUP_SHARE = 0.25
 """Share of the deadline that a lookup may take although the engine could then not recompute everything in time."""

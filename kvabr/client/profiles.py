@@ -9,15 +9,15 @@ from collections import OrderedDict
 from functools import lru_cache
 from pathlib import Path
 
-from kvabr.catalog import Catalog
-from kvabr.client.engines import decoders
-from kvabr.client.whole import fetch_whole
+from kvabr.client.executors import decoders
+from kvabr.client.fetch_small import fetch_whole
 from kvabr.codec.profile import MAX_PROFILE_BYTES, Profile
 from kvabr.data import default_profile_bytes
-from kvabr.errors import AssetError, FormatError
-from kvabr.files import write_file
-from kvabr.naming import PROFILE_TRACK, TrackNamespace
-from kvabr.transport.base import Connection
+from kvabr.quic.interface import Connection
+from kvabr.store.files import write_file
+from kvabr.types.catalog import Catalog
+from kvabr.types.errors import AssetError, FormatError
+from kvabr.types.naming import PROFILE_TRACK, TrackNamespace
 
 _KEPT = 8
 """Profiles that a process keeps."""

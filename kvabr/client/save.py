@@ -9,8 +9,8 @@ from pathlib import Path
 
 from safetensors.torch import save_file
 
-from kvabr.client.played import Played
-from kvabr.errors import AssetError
+from kvabr.client.result import Played
+from kvabr.types.errors import AssetError
 
 FORMAT = "kvabr.cache/1"
 

@@ -2,7 +2,7 @@
 
 AC-L0 is a base that stands alone; AC-L1 to AC-L3 each refine the one before by a step a third as long, and code only
 what the index below leaves open, so that a base and its enhancements together are as large as the finest quantiser
-would be alone. AC-5x, the draft's level, is one layer that stands alone. `kvabr.codec.acpayload` has the payload.
+would be alone. AC-5x, the draft's level, is one layer that stands alone. `kvabr.codec.ac_payload` has the payload.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvabr.codec import gpu
-from kvabr.codec.acpayload import Parts, join, split
+from kvabr.codec.ac_payload import Parts, join, split
 from kvabr.codec.base import Codec, GroupContext
 from kvabr.codec.native import coder
 from kvabr.codec.native.model import Quantiser
@@ -24,8 +24,8 @@ from kvabr.codec.profile import Profile
 from kvabr.codec.quantiser import RATIO, SINGLE, quantise
 from kvabr.codec.quantiser import below as track_below
 from kvabr.codec.transform import Coefficients
-from kvabr.errors import FormatError
-from kvabr.naming import LAYERS
+from kvabr.types.errors import FormatError
+from kvabr.types.naming import LAYERS
 
 _MEMO = "ac"
 

@@ -20,9 +20,9 @@ from typing import ClassVar
 import torch
 
 from kvabr.codec.bits import finite, place
-from kvabr.codec.layout import Layout, affine, head_blocks
+from kvabr.codec.payload_layout import Layout, affine, head_blocks
 from kvabr.codec.separable import Separable
-from kvabr.kv import KVSpec
+from kvabr.types.kv import KVSpec
 
 
 class Affine(Separable):

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from kvabr.codec.layout import Layout
-from kvabr.kv import KVSpec
+from kvabr.codec.payload_layout import Layout
+from kvabr.types.kv import KVSpec
 
 if TYPE_CHECKING:
     from kvabr.codec.profile import Profile

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kvabr.errors import FormatError
+from kvabr.types.errors import FormatError
 
 _EXPONENT = {torch.float16: 0x7C00, torch.bfloat16: 0x7F80}
 """Bits of the exponent; all of them set in NaN and infinity alone."""

@@ -12,9 +12,9 @@ from typing import ClassVar
 import torch
 
 from kvabr.codec.bits import finite, place
-from kvabr.codec.layout import Layout, cast
+from kvabr.codec.payload_layout import Layout, cast
 from kvabr.codec.separable import Separable
-from kvabr.kv import KVSpec
+from kvabr.types.kv import KVSpec
 
 
 class Cast(Separable):

@@ -17,8 +17,8 @@ import struct
 import zlib
 from dataclasses import dataclass
 
-from kvabr.errors import ForeignError, FormatError
-from kvabr.naming import check_track_name
+from kvabr.types.errors import ForeignError, FormatError
+from kvabr.types.naming import check_track_name
 
 MAGIC = b"KVAB"
 VERSION = 3

@@ -21,8 +21,8 @@ from kvabr.codec.rope import rotate
 from kvabr.codec.structure import Structure, layered, plain
 from kvabr.codec.tables import Counts, coder_model
 from kvabr.codec.transform import LARGEST, RUN, Detector, Transform, rounded
-from kvabr.errors import FormatError, UsageError
-from kvabr.kv import KVSpec
+from kvabr.types.errors import FormatError, UsageError
+from kvabr.types.kv import KVSpec
 
 Caches = Callable[[], Iterable[torch.Tensor]]
 """The same caches whenever it is called: [layer, K/V, head, token, dim], any float dtype, each from position 0 on."""
@@ -118,9 +118,7 @@ def fit(
         FormatError: no tokens beyond the sinks, or caches of another shape.
     """
     config = config or FitConfig()
-    structure = (
-        layered(spec, config.stack_layers, config.kept, config.block_heads) if config.transform else plain(spec)
-    )
+    structure = layered(spec, config.stack_layers, config.kept, config.block_heads) if config.transform else plain(spec)
     source = _Source(spec, caches, config.sinks, progress)
     transform = _means(structure, source)
     transform = replace(transform, detector=_outliers(transform, source, config.outliers))
@@ -221,9 +219,7 @@ def _channels(transform: Transform, source: _Source, config: FitConfig, gradient
             minded += torch.bmm(same, same.transpose(1, 2))
         channels = channels[:, :, usual]
         total += channels.sum(dim=2, dtype=torch.float64)
-        scatter += (
-            torch.bmm(channels, channels.transpose(1, 2)) if config.transform else channels.square().sum(dim=2)
-        )
+        scatter += torch.bmm(channels, channels.transpose(1, 2)) if config.transform else channels.square().sum(dim=2)
         count += channels.shape[2]
     if not count:
         raise FormatError("calibration: every token is an outlier")

@@ -21,9 +21,9 @@ import torch
 from torch.nn.functional import pad
 
 from kvabr.codec.bits import place
-from kvabr.codec.layout import BLOCK, Layout, fp4
+from kvabr.codec.payload_layout import BLOCK, Layout, fp4
 from kvabr.codec.separable import Separable
-from kvabr.kv import KVSpec
+from kvabr.types.kv import KVSpec
 
 _EXPONENT = 0x7F800000
 _ONE = 0x3F800000

@@ -14,10 +14,10 @@ from typing import ClassVar
 import torch
 
 from kvabr.codec.bits import place
-from kvabr.codec.layout import Layout, fp8
+from kvabr.codec.payload_layout import Layout, fp8
 from kvabr.codec.separable import Separable
-from kvabr.errors import FormatError
-from kvabr.kv import KVSpec
+from kvabr.types.errors import FormatError
+from kvabr.types.kv import KVSpec
 
 _TOP = 448.0
 _NAN = 0x7F

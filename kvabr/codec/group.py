@@ -9,7 +9,7 @@ import torch
 from kvabr.codec.base import GroupContext
 from kvabr.codec.container import FrameHeader, pack, unpack
 from kvabr.codec.registry import codec
-from kvabr.errors import FormatError
+from kvabr.types.errors import FormatError
 
 _TOP = 65504.0
 """FP16's largest number."""

@@ -1,7 +1,7 @@
 """A profile: the side information of one model's AC tracks, fetched once and kept, as a player's init segment is.
 
 It holds what does not change from prompt to prompt: the mean of every channel, the norms, the transforms, and for every
-depth the quantiser's step and the tables of the entropy coder. `kvabr.codec.fit` makes one, `kvabr.codec.profilefile`
+depth the quantiser's step and the tables of the entropy coder. `kvabr.codec.fit` makes one, `kvabr.codec.profile_file`
 says how it lies in a file.
 """
 
@@ -16,8 +16,8 @@ from kvabr.codec.native.model import CoderModel, SynthesisModel
 from kvabr.codec.native.model import Stack as StackModel
 from kvabr.codec.quantiser import nested
 from kvabr.codec.transform import Transform
-from kvabr.errors import ForeignError, FormatError
-from kvabr.kv import KVSpec
+from kvabr.types.errors import ForeignError, FormatError
+from kvabr.types.kv import KVSpec
 
 MAX_PROFILE_BYTES = 1 << 29
 MAX_SINKS = 64
@@ -106,7 +106,7 @@ class Profile:
     @cached_property
     def data(self) -> bytes:
         """The profile as a file."""
-        from kvabr.codec.profilefile import dump  # noqa: PLC0415 - it knows this module
+        from kvabr.codec.profile_file import dump  # noqa: PLC0415 - it knows this module
 
         return dump(self)
 
@@ -126,7 +126,7 @@ class Profile:
         Raises:
             FormatError: not a profile, of another version, or with arrays that cannot be.
         """
-        from kvabr.codec.profilefile import load  # noqa: PLC0415 - it knows this module
+        from kvabr.codec.profile_file import load  # noqa: PLC0415 - it knows this module
 
         profile = load(data)
         profile.__dict__["data"] = bytes(data)

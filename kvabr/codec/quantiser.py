@@ -11,8 +11,8 @@ from collections.abc import Mapping
 
 import torch
 
-from kvabr.errors import FormatError
-from kvabr.naming import LAYERS
+from kvabr.types.errors import FormatError
+from kvabr.types.naming import LAYERS
 
 SINGLE = "AC-5x"
 """The track that stands alone."""

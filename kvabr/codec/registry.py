@@ -11,8 +11,8 @@ from kvabr.codec.base import Codec
 from kvabr.codec.cast import Bf16, Fp16
 from kvabr.codec.fp4 import Fp4
 from kvabr.codec.fp8 import Fp8
-from kvabr.errors import FormatError
-from kvabr.naming import check_track_name
+from kvabr.types.errors import FormatError
+from kvabr.types.naming import check_track_name
 
 _BUILTIN: tuple[type[Codec], ...] = (Fp16, Bf16, Fp8, Int8, Fp4, Int4, Ac5x, AcL0, AcL1, AcL2, AcL3)
 _registered: dict[str, Codec] = {cls.name: cls() for cls in _BUILTIN}

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvabr.kv import RopeSpec
+from kvabr.types.kv import RopeSpec
 
 
 @lru_cache(maxsize=256)

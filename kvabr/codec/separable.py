@@ -1,4 +1,4 @@
-"""Token-separable codecs: what they share is how a payload is cut into a head and units (`kvabr.codec.layout`).
+"""Token-separable codecs: what they share is how a payload is cut into a head and units (`kvabr.codec.payload_layout`).
 
 A codec of this kind only says what the head holds, and turns a run of tokens into units and back. It sees one run at a
 time, so that what it works on stays in the processor's cache however large the group is; and since it sees nothing
@@ -14,8 +14,8 @@ import torch
 
 from kvabr.codec.base import Codec, GroupContext
 from kvabr.codec.bits import Reader, finite, raw
-from kvabr.codec.layout import Layout
-from kvabr.kv import KVSpec
+from kvabr.codec.payload_layout import Layout
+from kvabr.types.kv import KVSpec
 
 _RUN_ELEMENTS = 1 << 20
 """Elements that are coded at once, about: few enough for the cache, many enough that calling torch costs little."""
@@ -26,7 +26,7 @@ class Separable(Codec):
 
     @abstractmethod
     def layout(self, spec: KVSpec, tokens: int) -> Layout:
-        """The sizes of the parts of a payload; a function of `kvabr.codec.layout`."""
+        """The sizes of the parts of a payload; a function of `kvabr.codec.payload_layout`."""
 
     def head(self, group: torch.Tensor) -> torch.Tensor:
         """What all tokens share.

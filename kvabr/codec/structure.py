@@ -15,8 +15,8 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
-from kvabr.errors import FormatError
-from kvabr.kv import KVSpec
+from kvabr.types.errors import FormatError
+from kvabr.types.kv import KVSpec
 
 MAX_WIDTH = 1 << 13
 """Channels of a block, at most: its matrix has the square of them."""

@@ -172,4 +172,3 @@ def _flags(of_row: NDArray[np.intp], flags: Counted, belief: float) -> NDArray[n
     share = own + weight * (prior[of_row] - own)
     out: NDArray[np.uint16] = np.clip(np.round(share.T * TOTAL), 1, TOTAL - 1).astype(np.uint16)
     return out
-

@@ -18,7 +18,7 @@ import torch
 from kvabr.codec.native import analysis
 from kvabr.codec.rope import rotate
 from kvabr.codec.structure import Stack, Structure
-from kvabr.errors import FormatError
+from kvabr.types.errors import FormatError
 
 ONE = 1 << 14
 """1.0 in a matrix."""

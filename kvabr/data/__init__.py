@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib.resources import files
 
-from kvabr.catalog import Catalog
+from kvabr.types.catalog import Catalog
 
 CATALOG = "smollm2-8k.catalog.json"
 PROFILE = "smollm2.profile.safetensors"

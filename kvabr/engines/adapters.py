@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from importlib.metadata import entry_points
 
 from kvabr.engines.contract import Adapter
-from kvabr.errors import UsageError
+from kvabr.types.errors import UsageError
 
 TRANSFORMERS = Adapter(
     name="transformers",

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from kvabr.engines.transformers import TransformersEngine
-from kvabr.errors import ModelError
+from kvabr.types.errors import ModelError
 
 
 class Generation:
@@ -47,7 +47,7 @@ class Generation:
         return out
 
     def rewrite(self, first: int, last: int, write: Callable[[], None]) -> bool:
-        """Let tokens ``first`` to ``last`` - 1 of the prompt be bettered, between two steps; see `kvabr.client.late`.
+        """Let tokens ``first`` to ``last`` - 1 of the prompt be bettered, between two steps (`kvabr.client.upgrades`).
 
         What was generated so far stays as it is, and so does what it put into the cache.
         """

@@ -11,7 +11,7 @@ from enum import Enum
 
 import torch
 
-from kvabr.errors import FormatError, UsageError
+from kvabr.types.errors import FormatError, UsageError
 
 _TOP = 65504.0
 """FP16's largest number."""

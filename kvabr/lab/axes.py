@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvabr.lab.matrix import Cell
+from kvabr.lab.results_store import Line
 from kvabr.lab.run import Played
-from kvabr.lab.store import Line
 from kvabr.replay.summary import mean, wilson
 
 

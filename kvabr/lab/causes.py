@@ -34,12 +34,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from kvabr.catalog import Catalog
 from kvabr.lab.curve import Curves
 from kvabr.player.record import PlayRecord
 from kvabr.replay.link import Capacity
-from kvabr.replay.play import MISS_PENALTY
 from kvabr.replay.simulator import LinkUse
+from kvabr.replay.stage import MISS_PENALTY
+from kvabr.types.catalog import Catalog
 
 CAUSES = ("too_high", "too_low", "order", "idle", "wasted", "decode", "compute", "gave_up", "residual")
 """Every cause, in the order in which people ask for them."""

@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Collection
 
 from kvabr.abr.ladder import Options, Step, every_option, rank
-from kvabr.catalog import Catalog
+from kvabr.types.catalog import Catalog
 
 
 class Curve:

@@ -22,17 +22,17 @@ from pathlib import Path
 from typing import Any
 
 from kvabr.abr.plugins import load_estimator, policy_class
-from kvabr.catalog import Catalog
-from kvabr.replay.play import PlayOptions
+from kvabr.replay.stage import PlayOptions
 from kvabr.replay.trace import Trace
+from kvabr.types.catalog import Catalog
 
-_DECIDES = ("abr", "player", "recompute", "replay", "lab", "catalog.py", "kv.py", "transport/base.py")
+_DECIDES = ("abr", "player", "replay", "lab", "types")
 """Of kvabr, what can change the outcome of a simulated play."""
 _DOES_NOT = (
-    *("abr/policies", "abr/estimators", "replay/live", "replay/report", "replay/readers", "lab/report"),
+    *("abr/policies", "abr/estimators", "replay/live", "replay/report", "replay/readers", "lab/report", "lab/bench"),
     *("replay/run.py", "replay/summary.py", "replay/verify.py", "replay/trace_info.py", "replay/synth.py"),
 )
-_LAB = ("lab/causes.py", "lab/curve.py", "lab/play.py")
+_LAB = ("lab/causes.py", "lab/curve.py", "lab/cell.py")
 """Of the laboratory, the same: the rest only reads what was played."""
 
 

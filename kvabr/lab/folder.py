@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kvabr.errors import AssetError
-from kvabr.files import read_text, write_text
 from kvabr.lab import matrixfile
 from kvabr.lab.matrix import LabMatrix
+from kvabr.store.files import read_text, write_text
+from kvabr.types.errors import AssetError
 
 AXES = "matrix.json"
 RESULT = "result.json"

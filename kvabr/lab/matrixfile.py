@@ -10,13 +10,13 @@ from typing import Any
 
 from kvabr.abr.plugins import policies as known_policies
 from kvabr.abr.policies import DEFAULT
-from kvabr.catalog import Catalog
 from kvabr.data import default_catalog
-from kvabr.errors import AssetError, UsageError
-from kvabr.files import read_text
 from kvabr.lab.matrix import EngineSpec, LabMatrix, Offer
 from kvabr.replay.readers import find, read
 from kvabr.replay.trace import Trace
+from kvabr.store.files import read_text
+from kvabr.types.catalog import Catalog
+from kvabr.types.errors import AssetError, UsageError
 
 SHIPPED = "smollm2-8k"
 """Name of the asset that is played where none is named."""

@@ -21,7 +21,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from kvabr.errors import UsageError
+from kvabr.types.errors import UsageError
 
 Array = npt.NDArray[np.float64]
 Counts = npt.NDArray[np.int64]

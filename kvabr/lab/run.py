@@ -15,12 +15,12 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from typing import Any
 
-from kvabr.errors import PlayError, UsageError
 from kvabr.lab import digests
+from kvabr.lab.cell import Bench
 from kvabr.lab.matrix import Cell, LabMatrix
-from kvabr.lab.play import Bench
-from kvabr.lab.store import Line, Store
-from kvabr.replay.watch import watched
+from kvabr.lab.results_store import Line, Store
+from kvabr.replay.cpu_limit import watched
+from kvabr.types.errors import PlayError, UsageError
 
 _CHUNK = 48
 """Plays of one task, about: enough to make handing them over worthwhile, few enough to keep all processes busy."""

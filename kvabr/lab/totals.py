@@ -13,8 +13,8 @@ import numpy as np
 from kvabr.lab.causes import totals as mean_causes
 from kvabr.lab.matrix import LabMatrix
 from kvabr.lab.paired import Bootstrap, Comparison, Interval, compare
+from kvabr.lab.results_store import Line
 from kvabr.lab.run import Played
-from kvabr.lab.store import Line
 from kvabr.replay.summary import percentile, summarise
 
 SCHEMA = "kvabr.lab/1"
@@ -39,8 +39,7 @@ def result(matrix: LabMatrix, played: Played) -> dict[str, Any]:
                 "summary": _per_policy(lines),
                 "comparison": _comparison(comparison(lines, [0] * len(lines))),
                 "families": {
-                    family: _per_policy(part)
-                    for family, part in by(lines, lambda line: line["trace_family"]).items()
+                    family: _per_policy(part) for family, part in by(lines, lambda line: line["trace_family"]).items()
                 },
             }
             for cell, lines in zip(played.cells, played.lines, strict=True)

@@ -17,12 +17,12 @@ from scipy.stats import qmc
 
 from kvabr.abr.parameters import Parameter, declared, parse, spell
 from kvabr.abr.plugins import policy_class
-from kvabr.errors import UsageError
 from kvabr.lab.folds import Fold, choose, mean_over, others
 from kvabr.lab.matrix import LabMatrix
 from kvabr.lab.paired import Bootstrap, Interval
+from kvabr.lab.results_store import Line, Store
 from kvabr.lab.run import Progress, run
-from kvabr.lab.store import Line, Store
+from kvabr.types.errors import UsageError
 
 _CLOSE = 0.15
 """Width of the first closer look, as a share of the range; halved every round."""
@@ -125,7 +125,6 @@ class _Scores:
                     found = [line["regret"] for line in self.lines[name, family] if line["feasible"]]
                     # A family in which nothing is feasible says nothing: `narrow` leaves it out.
                     self.table.setdefault(name, {})[family] = sum(found) / len(found) if found else 0.0
-
 
     def narrow(self, policy: str) -> list[str]:
         """Leave out families in which nobody could have made a play, and say which these are."""

@@ -231,9 +231,7 @@ class ObjectParser:
     def _location(self, header: _Header, group: int | None, number: int | None) -> Location:
         """Where an object is, from the fields that its header has; draft 16 writes IDs, draft 18 differences."""
         if header.draft.number < 17:
-            found = Location(
-                self._group if group is None else group, self._object + 1 if number is None else number
-            )
+            found = Location(self._group if group is None else group, self._object + 1 if number is None else number)
         elif not self._any:
             found = Location(group or 0, number or 0)
         elif group is None:

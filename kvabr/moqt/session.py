@@ -74,9 +74,7 @@ class Session:
             options: what our SETUP says.
         """
         self.draft, self.client = draft, client
-        self._options = replace(
-            options or SetupOptions(), max_request_id=0 if draft.streams else 2 * REQUEST_WINDOW
-        )
+        self._options = replace(options or SetupOptions(), max_request_id=0 if draft.streams else 2 * REQUEST_WINDOW)
         self._channel = Channel(draft, client=client)
         self._tokens = TokenCache(self._options.max_auth_token_cache_size)
         self.requester = Requester(self._channel)

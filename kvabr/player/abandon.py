@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvabr.abr.view import Transfer, View
-from kvabr.catalog import Track
+from kvabr.types.catalog import Track
 
 _ON_ITS_WAY = 2.0
 """Times the usual time to a first byte after which a request should be on its way."""

@@ -17,12 +17,12 @@ from enum import Enum
 
 import torch
 
-from kvabr.catalog import Catalog, Track
 from kvabr.codec.base import GroupContext
 from kvabr.codec.group import decode_group, payload_of
 from kvabr.codec.profile import Profile
-from kvabr.errors import FormatError, HoleError, UsageError
-from kvabr.recompute.loss import RECOMPUTED
+from kvabr.types.catalog import Catalog, Track
+from kvabr.types.errors import FormatError, HoleError, UsageError
+from kvabr.types.loss import RECOMPUTED
 
 
 class Verdict(Enum):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvabr.errors import UsageError
+from kvabr.types.errors import UsageError
 
 GPU_PRICE = 1e-3
 """What a second of an engine's time is worth unless the user says otherwise, nats per token: it has time to spare."""

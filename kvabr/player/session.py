@@ -25,21 +25,21 @@ from collections.abc import Callable
 from kvabr.abr.estimator import Estimator
 from kvabr.abr.ladder import Ladder
 from kvabr.abr.policy import Decision, Policy
+from kvabr.abr.recompute_planner import EngineMode
 from kvabr.abr.view import Transfer
-from kvabr.errors import UsageError
 from kvabr.player import abandon
 from kvabr.player.actions import Action, Decode, Deliver, Fetch, GiveUp, Recompute
+from kvabr.player.compute_queue import EngineLane
 from kvabr.player.config import PlayerConfig
-from kvabr.player.journal import Log
-from kvabr.player.lane import EngineLane
-from kvabr.player.ledger import Ledger
+from kvabr.player.event_log import Log
+from kvabr.player.play_state import Ledger
+from kvabr.player.policy_guard import Umpire
 from kvabr.player.record import GroupRecord
-from kvabr.player.stall import LEAST_SILENCE_S, StallWatch
-from kvabr.player.umpire import Umpire
-from kvabr.recompute.cost import PrefillCost
-from kvabr.recompute.loss import RECOMPUTED
-from kvabr.recompute.planner import EngineMode
-from kvabr.transport.base import Limit
+from kvabr.player.stall_detector import LEAST_SILENCE_S, StallWatch
+from kvabr.types.cost import PrefillCost
+from kvabr.types.errors import UsageError
+from kvabr.types.events import Limit
+from kvabr.types.loss import RECOMPUTED
 
 
 class Session(Ledger):

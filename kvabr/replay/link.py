@@ -19,8 +19,8 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from itertools import accumulate
 
-from kvabr.errors import TraceError
 from kvabr.replay.trace import Trace
+from kvabr.types.errors import TraceError
 
 PAYLOAD_SHARE = 0.948
 """Bytes of a cache in each byte on the wire: a datagram has 1,200 bytes of UDP, the rest are headers.

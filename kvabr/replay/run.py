@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvabr.abr.plugins import load_estimator, load_policy
-from kvabr.catalog import Catalog
-from kvabr.errors import UsageError
-from kvabr.replay.play import PlayOptions, Stage
+from kvabr.replay.cpu_limit import watched
+from kvabr.replay.stage import PlayOptions, Stage
 from kvabr.replay.summary import by_family, summarise
 from kvabr.replay.trace import Trace
-from kvabr.replay.watch import watched
+from kvabr.types.catalog import Catalog
+from kvabr.types.errors import UsageError
 
 SCHEMA = "kvabr.replay/1"
 

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
-from kvabr.catalog import Catalog
 from kvabr.player.actions import Action, Cancel, Decode, Deliver, Fetch, GiveUp, Recompute
 from kvabr.player.record import PlayRecord
 from kvabr.player.session import Session
-from kvabr.recompute.cost import PrefillCost
 from kvabr.replay.link import Capacity
+from kvabr.types.catalog import Catalog
+from kvabr.types.cost import PrefillCost
 
 _EPSILON = 1e-9
 _WHOLE = 0.5

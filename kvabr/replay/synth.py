@@ -22,8 +22,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvabr.errors import UsageError
 from kvabr.replay.trace import MAX_SEGMENTS, Trace
+from kvabr.types.errors import UsageError
 
 _STATES = (0.35, 1.0, 1.8)
 """Rate of the poor, the fair and the good state, before the mean is set."""

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from kvabr.errors import TraceError
+from kvabr.types.errors import TraceError
 
 MAX_SEGMENTS = 4_000_000
 """Segments that a trace may have: more than an hour of milliseconds."""

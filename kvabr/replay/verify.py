@@ -10,11 +10,11 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from kvabr.errors import FormatError, ModelError
-from kvabr.origin.score import Reference, ScoringEngine
-from kvabr.origin.store import Asset
 from kvabr.player.assembler import Assembler, Verdict
-from kvabr.recompute.loss import played_loss
+from kvabr.publish.score import Reference, ScoringEngine
+from kvabr.store.asset import Asset
+from kvabr.types.errors import FormatError, ModelError
+from kvabr.types.loss import played_loss
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, Self
 
-from kvabr.errors import UsageError
 from kvabr.telemetry.listener import CALLED, ENDED, Heard, Listener
+from kvabr.types.errors import UsageError
 
 Log = Callable[[dict[str, Any]], None]
 

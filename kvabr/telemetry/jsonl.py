@@ -7,10 +7,10 @@ import os
 from pathlib import Path
 from typing import ClassVar
 
-from kvabr.errors import AssetError
 from kvabr.telemetry.cmcd import Cmcd
 from kvabr.telemetry.listener import ENDED, Heard, Listener
 from kvabr.telemetry.plays import Plays
+from kvabr.types.errors import AssetError
 
 
 class JsonLines(Listener):

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from kvabr.naming import plain_track
 from kvabr.telemetry.exposition import Counter, Exposition, Gauge, Histogram
 from kvabr.telemetry.listener import ENDED, Heard, Listener
 from kvabr.telemetry.plays import Plays
+from kvabr.types.naming import plain_track
 
 _SECONDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0)
 _LOSSES = (1e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0)
@@ -30,7 +30,7 @@ class _Play:
 
 
 class PlayerMetrics(Listener, Exposition):
-    """Counts plays; `expose` gives the text, `kvabr.origin.scrape.ScrapeServer` serves it."""
+    """Counts plays; `expose` gives the text, `kvabr.telemetry.scrape.ScrapeServer` serves it."""
 
     name: ClassVar[str] = "prometheus"
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from kvabr.errors import UsageError
 from kvabr.telemetry.listener import CALLED, ENDED, Heard, Listener
 from kvabr.telemetry.plays import Plays
+from kvabr.types.errors import UsageError
 
 _MOST_SPANS = 2000
 """Spans below that of one play; what comes beyond is counted in ``kvabr.spans_left_out``."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from kvabr.abr import Ladder, View
 from kvabr.abr.view import Transfer
-from kvabr.catalog import Catalog, Track
-from kvabr.naming import TrackNamespace, chain
 from kvabr.player import Session
 from kvabr.player.record import PlayRecord
 from kvabr.replay.link import Capacity
 from kvabr.replay.simulator import Simulator
+from kvabr.types.catalog import Catalog, Track
+from kvabr.types.naming import TrackNamespace, chain
 from tests.catalogs import SPEC
 from tests.replay.worlds import world
 

@@ -9,14 +9,14 @@ from kvabr.abr.estimators import DualEwma
 from kvabr.abr.plugins import load_policy
 from kvabr.abr.policies import Anytime
 from kvabr.abr.view import Settled
-from kvabr.catalog import Catalog
-from kvabr.errors import PolicyError
 from kvabr.player import Decode, Deliver, Fetch, PlayerConfig, Recompute, Session
 from kvabr.player.record import PlayRecord
-from kvabr.recompute.cost import PrefillCost
 from kvabr.replay.link import Capacity
-from kvabr.replay.play import PlayOptions, Stage
 from kvabr.replay.simulator import Simulator
+from kvabr.replay.stage import PlayOptions, Stage
+from kvabr.types.catalog import Catalog
+from kvabr.types.cost import PrefillCost
+from kvabr.types.errors import PolicyError
 from tests.catalogs import catalog
 from tests.replay.worlds import world, worlds
 

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from kvabr.abr.knapsack import Choice, knapsack
 from kvabr.abr.plugins import policies
-from kvabr.errors import PolicyError
-from kvabr.recompute.cost import PrefillCost
-from kvabr.replay.play import PlayOptions, Stage
+from kvabr.replay.stage import PlayOptions, Stage
 from kvabr.replay.trace import Trace
+from kvabr.types.cost import PrefillCost
+from kvabr.types.errors import PolicyError
 from tests.abr.plain import steady
 from tests.catalogs import catalog
 from tests.lab import small

@@ -4,7 +4,7 @@ import pytest
 
 from kvabr.abr.parameters import Parameter, declared, parse, spell
 from kvabr.abr.plugins import load_policy, policies, policy_class
-from kvabr.errors import PolicyError
+from kvabr.types.errors import PolicyError
 from tests.lab.matrices import tuned
 
 

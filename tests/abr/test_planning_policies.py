@@ -5,10 +5,10 @@ import pytest
 from kvabr.abr import Ladder
 from kvabr.abr.estimators import DualEwma
 from kvabr.abr.plugins import load_policy
-from kvabr.errors import PolicyError
 from kvabr.player import Session
-from kvabr.recompute.cost import PrefillCost
-from kvabr.replay.play import PlayOptions, Stage
+from kvabr.replay.stage import PlayOptions, Stage
+from kvabr.types.cost import PrefillCost
+from kvabr.types.errors import PolicyError
 from tests.abr.plain import bring, fly, steady, view
 from tests.catalogs import catalog
 from tests.replay.worlds import world

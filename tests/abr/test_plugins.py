@@ -2,7 +2,7 @@ import pytest
 
 from kvabr.abr import Estimator, Policy
 from kvabr.abr.plugins import estimators, load_estimator, load_policy, policies
-from kvabr.errors import PolicyError
+from kvabr.types.errors import PolicyError
 
 GOOD = """
 from kvabr.abr import Decision, Policy

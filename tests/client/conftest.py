@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from kvabr.codec.fit import fit
-from kvabr.origin.grants import EVERYTHING
-from kvabr.origin.holdings import Library
-from kvabr.transport.memory import MemoryConnection, MemoryLink
+from kvabr.server.memory import MemoryConnection, MemoryLink
+from kvabr.store.asset_index import Library
+from kvabr.store.grants import EVERYTHING
 from tests.toymodel import SPEC, ToyModel, prompt, toy_asset
 
 torch.set_num_threads(1)

@@ -7,13 +7,13 @@ import hashlib
 
 import structlog
 
-from kvabr.client.sync import Loop
-from kvabr.origin.backends import make_server
-from kvabr.origin.certificates import check, make
-from kvabr.origin.grants import Grant, Grants
-from kvabr.origin.holdings import Library
-from kvabr.origin.metrics import Metrics
-from kvabr.origin.server import ServerLimits, ServerTls
+from kvabr.client.blocking_connection import Loop
+from kvabr.server.backends import make_server
+from kvabr.server.certificates import check, make
+from kvabr.server.metrics import Metrics
+from kvabr.server.server import ServerLimits, ServerTls
+from kvabr.store.asset_index import Library
+from kvabr.store.grants import Grant, Grants
 
 LOG = structlog.wrap_logger(structlog.ReturnLogger(), processors=[])
 
@@ -36,9 +36,7 @@ class Served:
 
     def start(self):
         library = Library(self._root, self._grants, LOG)
-        server = make_server(
-            self._quic, library, "127.0.0.1", self.port, self._tls, ServerLimits(), LOG, Metrics()
-        )
+        server = make_server(self._quic, library, "127.0.0.1", self.port, self._tls, ServerLimits(), LOG, Metrics())
         self._loop.call(server.start())
         self._server, self.port = server, server.address[1]
 

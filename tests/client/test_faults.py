@@ -9,16 +9,15 @@ from dataclasses import replace
 
 import pytest
 
-from kvabr.client.engines import decoders
+from kvabr.client.executors import decoders
 from kvabr.client.play import play, play_asset
-from kvabr.client.redial import RedialledConnection
-from kvabr.errors import FormatError, ModelError, PlayError, TransportError
-from kvabr.naming import CATALOG_TRACK, PREFIX_TRACK, TrackNamespace
-from kvabr.origin.publication import BytesPublication
-from kvabr.recompute.cost import PrefillCost
-from kvabr.transport.base import ConnectionLostError
-from kvabr.transport.faults import Fault
-from kvabr.transport.memory import MemoryConnection
+from kvabr.quic.reconnect import RedialledConnection
+from kvabr.server.faults import Fault
+from kvabr.server.memory import MemoryConnection
+from kvabr.store.publication import BytesPublication
+from kvabr.types.cost import PrefillCost
+from kvabr.types.errors import ConnectionLostError, FormatError, ModelError, PlayError, TransportError
+from kvabr.types.naming import CATALOG_TRACK, PREFIX_TRACK, TrackNamespace
 from tests import kvdata
 from tests.client.test_play import close
 from tests.client.virtual import virtual

@@ -16,11 +16,11 @@ from rich.console import Console
 from safetensors import safe_open
 
 from kvabr.abr import Decision, Policy
-from kvabr.cli import main
-from kvabr.client.watch import Flight, Snapshot
-from kvabr.commands.overlay import Overlay
-from kvabr.recompute.loss import RECOMPUTED
-from kvabr.transport.base import ConnectionStats
+from kvabr.cli.main import main
+from kvabr.cli.overlay import Overlay
+from kvabr.client.snapshot import Flight, Snapshot
+from kvabr.quic.interface import ConnectionStats
+from kvabr.types.loss import RECOMPUTED
 from tests.client.served import Served
 from tests.client.test_play import close
 from tests.toymodel import SPEC, prompt
@@ -247,9 +247,9 @@ def test_lines_instead_where_there_is_no_terminal():
 
 def test_save_is_whole_or_not_at_all(tmp_path, monkeypatch):
     from kvabr.client import save as module
-    from kvabr.client.played import Played
-    from kvabr.errors import AssetError
+    from kvabr.client.result import Played
     from kvabr.player.record import PlayRecord
+    from kvabr.types.errors import AssetError
 
     kv = torch.zeros(SPEC.shape(3))
     played = Played(kv, 3, ("recomputed",), 1.0, 0.1, True, 0.0, PlayRecord([]), SPEC)

@@ -11,13 +11,12 @@ import pytest
 from kvabr.client import profiles
 from kvabr.client.lookup import fetch_catalog, find_prefix, playable
 from kvabr.client.profiles import fetch_profile, profile_at_hand
-from kvabr.errors import ForeignError, FormatError
-from kvabr.naming import TrackNamespace
-from kvabr.origin.grants import EVERYTHING
-from kvabr.origin.holdings import Library
-from kvabr.transport.base import NotFoundError
-from kvabr.transport.faults import Fault
-from kvabr.transport.memory import MemoryConnection
+from kvabr.server.faults import Fault
+from kvabr.server.memory import MemoryConnection
+from kvabr.store.asset_index import Library
+from kvabr.store.grants import EVERYTHING
+from kvabr.types.errors import ForeignError, FormatError, NotFoundError
+from kvabr.types.naming import TrackNamespace
 from tests import assets
 from tests.client.virtual import virtual
 

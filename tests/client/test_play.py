@@ -10,11 +10,10 @@ import torch
 from kvabr.client import profiles
 from kvabr.client.play import play, play_asset
 from kvabr.client.profiles import fetch_profile
-from kvabr.errors import PolicyError, UsageError
-from kvabr.naming import TrackNamespace
-from kvabr.recompute.cost import PrefillCost
-from kvabr.transport.base import NotFoundError
-from kvabr.transport.faults import Fault
+from kvabr.server.faults import Fault
+from kvabr.types.cost import PrefillCost
+from kvabr.types.errors import NotFoundError, PolicyError, UsageError
+from kvabr.types.naming import TrackNamespace
 from tests.client.virtual import virtual
 from tests.toymodel import SPEC, ToyModel, prompt
 

@@ -6,11 +6,11 @@ import json
 
 import pytest
 
-from kvabr.cli import main
+from kvabr.cli.main import main
 from kvabr.client.play import play, play_asset
-from kvabr.naming import TrackNamespace
 from kvabr.telemetry import PlayerMetrics, Telemetry
-from kvabr.transport.base import NotFoundError
+from kvabr.types.errors import NotFoundError
+from kvabr.types.naming import TrackNamespace
 from tests.client.served import Served
 from tests.client.virtual import virtual
 from tests.telemetry.plays import Ear

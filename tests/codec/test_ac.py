@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvabr.codec.acpayload import split
+from kvabr.codec.ac_payload import split
 from kvabr.codec.base import GroupContext
 from kvabr.codec.fit import PASSES, FitConfig, fit
 from kvabr.codec.native import coder
@@ -18,9 +18,9 @@ from kvabr.codec.profile import Profile
 from kvabr.codec.quantiser import below, nested, quantise
 from kvabr.codec.registry import codec
 from kvabr.codec.transform import ONE, expanded, rounded
-from kvabr.errors import ForeignError, FormatError, UsageError
-from kvabr.kv import KVSpec, RopeSpec
-from kvabr.naming import LAYERS
+from kvabr.types.errors import ForeignError, FormatError, UsageError
+from kvabr.types.kv import KVSpec, RopeSpec
+from kvabr.types.naming import LAYERS
 from tests.kvdata import cache, related, spec
 
 FIRST = 1000

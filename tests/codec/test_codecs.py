@@ -6,8 +6,8 @@ import torch
 from kvabr.codec.base import GroupContext
 from kvabr.codec.group import clean, decode_group, encode_group, payload_of
 from kvabr.codec.registry import codec, names
-from kvabr.errors import FormatError
-from kvabr.naming import LAYERS, LEVELS
+from kvabr.types.errors import FormatError
+from kvabr.types.naming import LAYERS, LEVELS
 from tests.kvdata import cache, profile, spec
 
 SHAPES = [(1, 1, 32), (3, 2, 64), (2, 3, 64), (1, 8, 128), (2, 1, 80)]

@@ -10,8 +10,8 @@ from kvabr.codec.base import GroupContext
 from kvabr.codec.container import VERSION, header_bytes, pack, unpack
 from kvabr.codec.group import decode_group, encode_group
 from kvabr.codec.registry import codec
-from kvabr.errors import ForeignError, FormatError
-from kvabr.naming import LEVELS
+from kvabr.types.errors import ForeignError, FormatError
+from kvabr.types.naming import LEVELS
 from tests.kvdata import cache, profile, spec
 
 FIELDS = {"track": "Int4", "spec_digest": b"s" * 16, "chunk": "cd" * 32, "group": 3, "first_token": 384, "tokens": 128}

@@ -14,8 +14,8 @@ from kvabr.codec.fit import FitConfig, fit
 from kvabr.codec.group import decode_group, encode_group
 from kvabr.codec.profile import Profile
 from kvabr.codec.rope import rope_tables, rotate
-from kvabr.errors import ForeignError, FormatError
-from kvabr.kv import RopeSpec
+from kvabr.types.errors import ForeignError, FormatError
+from kvabr.types.kv import RopeSpec
 from tests.kvdata import cache, profile, spec
 
 SHAPE = spec(4, 2, 32)

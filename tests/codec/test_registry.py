@@ -9,8 +9,8 @@ from kvabr.codec import registry
 from kvabr.codec.base import GroupContext
 from kvabr.codec.cast import Fp16
 from kvabr.codec.group import decode_group, encode_group
-from kvabr.errors import FormatError
-from kvabr.naming import LEVELS
+from kvabr.types.errors import FormatError
+from kvabr.types.naming import LEVELS
 from tests.kvdata import cache, spec
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 
-from kvabr.client.sync import Loop
-from kvabr.origin.backends import make_server
-from kvabr.origin.certificates import check, make
-from kvabr.origin.holdings import Library
-from kvabr.origin.metrics import Metrics
-from kvabr.origin.server import ServerLimits, ServerTls
+from kvabr.client.blocking_connection import Loop
+from kvabr.server.backends import make_server
+from kvabr.server.certificates import check, make
+from kvabr.server.metrics import Metrics
+from kvabr.server.server import ServerLimits, ServerTls
+from kvabr.store.asset_index import Library
 from tests.client.served import LOG
 
 

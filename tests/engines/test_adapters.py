@@ -10,10 +10,10 @@ from importlib.util import find_spec
 
 import pytest
 
-from kvabr.cli import main
+from kvabr.cli.main import main
 from kvabr.engines.adapters import BUILTIN, TRANSFORMERS, adapter, adapters
 from kvabr.engines.contract import release
-from kvabr.errors import UsageError
+from kvabr.types.errors import UsageError
 
 
 @pytest.mark.parametrize(

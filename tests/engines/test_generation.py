@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvabr.engines.bed import open_bed
 from kvabr.engines.generation import Generation
-from kvabr.errors import ModelError
+from kvabr.engines.model_loader import open_bed
+from kvabr.types.errors import ModelError
 from tests import tinymodels
 
 pytestmark = pytest.mark.model

@@ -15,7 +15,7 @@ from kvabr.engines.layouts import (
     whole_blocks,
     write_blocks,
 )
-from kvabr.errors import FormatError, UsageError
+from kvabr.types.errors import FormatError, UsageError
 
 BLOCKS, HEADS, SIZE, DIM = 7, 3, 8, 4
 

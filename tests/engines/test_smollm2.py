@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from kvabr.engines import smollm2
-from kvabr.errors import ModelError
-from kvabr.kv import RopeSpec
-from kvabr.origin.texts import measuring_texts
+from kvabr.publish.texts import measuring_texts
+from kvabr.types.errors import ModelError
+from kvabr.types.kv import RopeSpec
 
 pytestmark = pytest.mark.model
 

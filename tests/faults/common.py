@@ -14,18 +14,18 @@ from pathlib import Path
 import structlog
 
 import kvabr
-from kvabr.naming import CATALOG_TRACK, PREFIX_TRACK, chain
-from kvabr.origin.encoder import Keeper, publish
-from kvabr.origin.grants import Grants
-from kvabr.origin.holdings import Library
-from kvabr.origin.metrics import Metrics
-from kvabr.origin.publication import Publication
-from kvabr.origin.quicserver import QuicServer
-from kvabr.origin.server import ServerLimits, ServerTls
-from kvabr.origin.writer import AssetWriter
-from kvabr.recompute.cost import PrefillCost
+from kvabr.publish.encoder import Keeper, publish
 from kvabr.replay.live.conditions import Conditions
 from kvabr.replay.live.shaper import Shaper
+from kvabr.server.metrics import Metrics
+from kvabr.server.quic_server import QuicServer
+from kvabr.server.server import ServerLimits, ServerTls
+from kvabr.store.asset_index import Library
+from kvabr.store.asset_writer import AssetWriter
+from kvabr.store.grants import Grants
+from kvabr.store.publication import Publication
+from kvabr.types.cost import PrefillCost
+from kvabr.types.naming import CATALOG_TRACK, PREFIX_TRACK, chain
 from tests import kvdata
 from tests.replay.live.links import trace
 from tests.toymodel import ToyModel, prompt
@@ -164,7 +164,7 @@ def shaped(address, rates=(), **conditions) -> Iterator[Shaper]:
 @asynccontextmanager
 async def relaying(origin: Origin, tls: ServerTls):
     """A relay in this process, before an origin."""
-    from kvabr.origin.relay import Relay
+    from kvabr.server.relay import Relay
 
     async with origin.connect() as upstream:
         relay = Relay(upstream, "127.0.0.1", 0, tls, ServerLimits(), QUIET, Metrics(), memory_bytes=64 << 20)

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from kvabr.origin import certificates
+from kvabr.server import certificates
 from tests.faults import common
 
 
@@ -23,7 +23,7 @@ def catalog(root):
 
 
 def kvabr_catalog(root):
-    from kvabr.catalog import Catalog
+    from kvabr.types.catalog import Catalog
 
     return Catalog.read(root / "one" / "catalog.json")
 

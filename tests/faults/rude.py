@@ -11,14 +11,14 @@ from kvabr.moqt.draft import DRAFTS
 from kvabr.moqt.objectwriter import FetchWriter
 from kvabr.moqt.session import Session
 from kvabr.moqt.wire import Location
-from kvabr.origin.holdings import Library
-from kvabr.origin.metrics import Metrics
-from kvabr.origin.peer import Peer
-from kvabr.origin.publication import Publication
-from kvabr.origin.quicserver import QuicServer
-from kvabr.origin.server import ServerLimits
-from kvabr.transport.endpoint import Endpoint, protocol_class
-from kvabr.transport.quiclib import library, load_certificates
+from kvabr.quic.endpoint import Endpoint, protocol_class
+from kvabr.quic.library import library, load_certificates
+from kvabr.server.metrics import Metrics
+from kvabr.server.peer import Peer
+from kvabr.server.quic_server import QuicServer
+from kvabr.server.server import ServerLimits
+from kvabr.store.asset_index import Library
+from kvabr.store.publication import Publication
 from tests.faults.common import QUIET, Origin, level
 
 GOAL = 2

@@ -12,18 +12,19 @@ from dataclasses import replace
 import pytest
 
 from kvabr.client.play import play
-from kvabr.errors import TransportError
 from kvabr.moqt.codes import RequestCode, SessionCode
 from kvabr.moqt.draft import DRAFTS
 from kvabr.moqt.events import Ready, Refused
 from kvabr.moqt.parameters import Parameters, SetupOptions
 from kvabr.moqt.session import Session
 from kvabr.moqt.wire import Location
-from kvabr.naming import CATALOG_TRACK
-from kvabr.origin import quicserver, sending
-from kvabr.origin.peer import Peer
-from kvabr.origin.shelf import ShelvedAsset
-from kvabr.transport.base import ConnectionLostError, read_all
+from kvabr.quic.interface import read_all
+from kvabr.server import quic_server as quicserver
+from kvabr.server import send_queue as sending
+from kvabr.server.peer import Peer
+from kvabr.store.asset_snapshot import ShelvedAsset
+from kvabr.types.errors import ConnectionLostError, TransportError
+from kvabr.types.naming import CATALOG_TRACK
 from tests.faults.common import LIBRARIES, SPEC, TOKENS, right, serving
 from tests.faults.rude import rude_client
 

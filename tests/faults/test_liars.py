@@ -12,9 +12,9 @@ import pytest
 
 from kvabr.client.play import play
 from kvabr.codec.container import pack, unpack
-from kvabr.errors import PlayError, TransportError
 from kvabr.moqt.codes import RequestCode, ResetCode
-from kvabr.origin.store import frame_path
+from kvabr.store.asset import frame_path
+from kvabr.types.errors import PlayError, TransportError
 from tests.faults.common import (
     COST,
     GROUPS,

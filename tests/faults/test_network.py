@@ -10,9 +10,9 @@ from contextlib import AsyncExitStack
 import pytest
 
 from kvabr.client.play import play
-from kvabr.errors import PlayError, TransportError
-from kvabr.naming import TrackNamespace
-from kvabr.transport.base import ConnectionLostError, read_all
+from kvabr.quic.interface import read_all
+from kvabr.types.errors import ConnectionLostError, PlayError, TransportError
+from kvabr.types.naming import TrackNamespace
 from tests.faults.common import (
     COST,
     DIGESTS,

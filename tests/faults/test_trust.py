@@ -15,11 +15,10 @@ from cryptography.x509.oid import NameOID
 
 import kvabr
 from kvabr.client.play import play, play_asset
-from kvabr.errors import PlayError, TransportError
-from kvabr.origin.certificates import facts_of
-from kvabr.origin.grants import Grant, Grants
-from kvabr.origin.server import ServerTls
-from kvabr.transport.base import NotFoundError
+from kvabr.server.certificates import facts_of
+from kvabr.server.server import ServerTls
+from kvabr.store.grants import Grant, Grants
+from kvabr.types.errors import NotFoundError, PlayError, TransportError
 from tests.faults.common import LIBRARIES, SPEC, TOKENS, right, serving
 
 BACKENDS = (*LIBRARIES, "moq")

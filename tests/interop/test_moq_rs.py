@@ -12,16 +12,17 @@ import torch
 
 from kvabr.client.play import play_asset
 from kvabr.moqt.draft import DRAFTS, by_alpn
-from kvabr.naming import CATALOG_TRACK, PROFILE_TRACK, TrackNamespace
-from kvabr.origin.certificates import development
-from kvabr.origin.holdings import Library
-from kvabr.origin.metrics import Metrics
-from kvabr.origin.quicserver import QuicServer
-from kvabr.origin.server import ServerLimits
 from kvabr.player.assembler import Assembler
-from kvabr.transport.base import NotFoundError, read_all
-from kvabr.transport.options import DialOptions
-from kvabr.transport.quic import dial
+from kvabr.quic.dial import dial
+from kvabr.quic.interface import read_all
+from kvabr.quic.options import DialOptions
+from kvabr.server.certificates import development
+from kvabr.server.metrics import Metrics
+from kvabr.server.quic_server import QuicServer
+from kvabr.server.server import ServerLimits
+from kvabr.store.asset_index import Library
+from kvabr.types.errors import NotFoundError
+from kvabr.types.naming import CATALOG_TRACK, PROFILE_TRACK, TrackNamespace
 
 moq = pytest.importorskip("moq", reason="moq-rs is not installed")
 pytestmark = pytest.mark.model  # the assets are of the real model

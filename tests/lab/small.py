@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import random
 
-from kvabr.catalog import Catalog, Track
-from kvabr.naming import TrackNamespace, chain
 from kvabr.replay.link import Capacity
 from kvabr.replay.trace import Trace
+from kvabr.types.catalog import Catalog, Track
+from kvabr.types.naming import TrackNamespace, chain
 from tests.catalogs import SPEC
 
 

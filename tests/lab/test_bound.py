@@ -8,10 +8,10 @@ from scipy.optimize import Bounds, LinearConstraint, linprog, milp
 
 from kvabr.abr.ladder import stack
 from kvabr.lab.curve import Curves
-from kvabr.recompute.cost import PrefillCost
 from kvabr.replay.clairvoyant import Clairvoyant
 from kvabr.replay.link import Capacity
 from kvabr.replay.trace import Trace
+from kvabr.types.cost import PrefillCost
 from tests.catalogs import catalog
 from tests.lab.exact import best_loss
 from tests.lab.small import link, offer

@@ -4,10 +4,10 @@ import pytest
 
 from kvabr.abr.policies import BUILTIN
 from kvabr.lab.causes import CAUSES
-from kvabr.lab.play import Bench
+from kvabr.lab.cell import Bench
 from kvabr.player import PlayerConfig
-from kvabr.recompute.cost import PrefillCost
-from kvabr.replay.play import PlayOptions
+from kvabr.replay.stage import PlayOptions
+from kvabr.types.cost import PrefillCost
 from tests.catalogs import catalog
 from tests.replay.worlds import world, worlds
 

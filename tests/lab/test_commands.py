@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from kvabr.cli import main
+from kvabr.cli.main import main
 from tests.catalogs import catalog
 from tests.lab.matrices import tuned
 from tests.lab.test_matrix import trace_file

@@ -1,10 +1,10 @@
 import pytest
 
-from kvabr.errors import AssetError, KvabrError, UsageError
 from kvabr.lab.folder import load_matrix, save_axes
 from kvabr.lab.matrix import EngineSpec, varying
 from kvabr.lab.matrixfile import build, read_toml
 from kvabr.player.config import GPU_PRICE
+from kvabr.types.errors import AssetError, KvabrError, UsageError
 from tests.catalogs import catalog
 from tests.lab.matrices import matrix, tuned
 

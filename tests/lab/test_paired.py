@@ -3,8 +3,8 @@ import random
 import numpy as np
 import pytest
 
-from kvabr.errors import UsageError
 from kvabr.lab.paired import Bootstrap, compare
+from kvabr.types.errors import UsageError
 
 
 def plays(traces=30, each=6):
@@ -14,9 +14,7 @@ def plays(traces=30, each=6):
 def noisy(names, dice, *, level, spread=0.01, trace_spread=0.02):
     """Regrets whose noise is partly common to a trace, as a link's is."""
     common = {}
-    return [
-        level + common.setdefault(name, dice.gauss(0, trace_spread)) + dice.gauss(0, spread) for name in names
-    ]
+    return [level + common.setdefault(name, dice.gauss(0, trace_spread)) + dice.gauss(0, spread) for name in names]
 
 
 def test_a_clear_winner_is_told_apart_and_twins_are_not():

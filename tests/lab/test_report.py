@@ -8,8 +8,8 @@ from kvabr.lab.axes import cuts
 from kvabr.lab.causes import CAUSES
 from kvabr.lab.matrix import EngineSpec
 from kvabr.lab.report import write_report
+from kvabr.lab.results_store import Store
 from kvabr.lab.run import run
-from kvabr.lab.store import Store
 from kvabr.lab.tables import apart_table, causes_tables, cut_tables, deadline_table, ranking_table, short, verdict
 from kvabr.lab.totals import result
 from kvabr.replay.report.plays import DASH

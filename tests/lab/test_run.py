@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 import kvabr
-from kvabr.errors import AssetError, PlayError, PolicyError, UsageError
 from kvabr.lab import digests
 from kvabr.lab.matrix import EngineSpec, Offer
+from kvabr.lab.results_store import FILE, Store
 from kvabr.lab.run import Keys, run
-from kvabr.lab.store import FILE, Store
 from kvabr.lab.totals import result
+from kvabr.types.errors import AssetError, PlayError, PolicyError, UsageError
 from tests.catalogs import catalog
 from tests.lab.matrices import matrix, traces, tuned
 
@@ -95,7 +95,7 @@ def test_a_policy_is_played_again_when_its_file_or_one_beside_it_changes(tmp_pat
 def test_all_code_that_a_play_loads_is_in_a_digest():
     """What a fresh process loads to play, but for what only names things or says what went wrong."""
     ask = (
-        "import sys, kvabr.lab.play, kvabr.abr.plugins\n"
+        "import sys, kvabr.lab.cell, kvabr.abr.plugins\n"
         "for name, module in sys.modules.items():\n    if name.startswith('kvabr.'): print(module.__file__)\n"
     )
     said = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True).stdout  # noqa: S603
@@ -104,7 +104,7 @@ def test_all_code_that_a_play_loads_is_in_a_digest():
     assert {"player/session.py", "replay/link.py", "abr/policies/mpc.py", "lab/causes.py"} <= loaded
     covered = {name for name, _ in digests.sources()}
     apart = {name for name in loaded if name.startswith(("abr/policies/", "abr/estimators/"))}
-    assert loaded - covered - apart <= {"errors.py", "naming.py", "transport/__init__.py", "lab/__init__.py"}
+    assert loaded - covered - apart <= {"lab/__init__.py"}
     assert not covered & apart
 
 
@@ -164,7 +164,7 @@ class Exits(Policy):
 
 
 def test_a_policy_that_never_answers_is_named_with_its_line_and_the_play(tmp_path, monkeypatch):
-    monkeypatch.setattr("kvabr.replay.watch.MOST_CPU_S", 0.2)
+    monkeypatch.setattr("kvabr.replay.cpu_limit.MOST_CPU_S", 0.2)
     path = tmp_path / "loops.py"
     path.write_text(LOOPS)
     for jobs in (1, 2):

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from kvabr.commands.tune import as_json
-from kvabr.errors import UsageError
+from kvabr.cli.tune import as_json
 from kvabr.lab.folds import choose
-from kvabr.lab.store import Store
+from kvabr.lab.results_store import Store
 from kvabr.lab.tune import Search, tune
+from kvabr.types.errors import UsageError
 from tests.lab.matrices import matrix, traces, tuned
 from tests.replay.worlds import world
 

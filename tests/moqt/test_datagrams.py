@@ -1,7 +1,5 @@
 """Objects in datagrams (draft 18, section 11.3)."""
 
-
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -84,5 +82,3 @@ def test_datagrams_come_back(draft):
         assert read_datagram(write_datagram(draft, alias, last, b""), draft) == (alias, last, b"", False)
 
     check()
-
-

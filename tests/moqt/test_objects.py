@@ -1,6 +1,5 @@
 """Data streams and datagrams: bytes by the drafts' text, and what closes the session."""
 
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

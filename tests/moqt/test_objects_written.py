@@ -1,6 +1,5 @@
 """Objects and datagrams that are written come back, however they are cut, in linear time and little memory."""
 
-
 import time
 
 import pytest

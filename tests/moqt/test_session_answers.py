@@ -1,6 +1,5 @@
 """Answers that a peer may not give, tracks that may not be touched, and GOAWAY."""
 
-
 import pytest
 
 from kvabr.moqt.codes import RequestCode, SessionCode

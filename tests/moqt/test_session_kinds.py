@@ -1,6 +1,5 @@
 """Two sessions joined in memory: requests other than FETCH, tokens, and going away."""
 
-
 import pytest
 
 from kvabr.moqt.codes import RequestCode, ResetCode, SessionCode

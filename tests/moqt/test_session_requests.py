@@ -1,6 +1,5 @@
 """Requests that a peer may not make, and what becomes of those that never come whole."""
 
-
 import pytest
 
 from kvabr.moqt.codes import RequestCode, SessionCode

@@ -1,6 +1,5 @@
 """SETUP, what comes before it, and the types of streams: what a peer may not do."""
 
-
 import pytest
 
 from kvabr.moqt.codes import SessionCode

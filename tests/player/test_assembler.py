@@ -10,14 +10,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvabr.catalog import Catalog, Track
 from kvabr.codec import registry
 from kvabr.codec.base import Codec, GroupContext
 from kvabr.codec.bits import Reader, raw
 from kvabr.codec.group import encode_group, payload_of
-from kvabr.errors import ForeignError, FormatError, HoleError, UsageError
-from kvabr.naming import LEVELS, TrackNamespace, chain
 from kvabr.player.assembler import Assembler, Verdict
+from kvabr.types.catalog import Catalog, Track
+from kvabr.types.errors import ForeignError, FormatError, HoleError, UsageError
+from kvabr.types.naming import LEVELS, TrackNamespace, chain
 from tests.kvdata import cache, profile, spec
 
 SHAPE = spec(2, 2, 32)
@@ -48,7 +48,6 @@ class Residual(Codec):
         base = torch.empty(context.spec.shape(context.tokens))
         Int4().decode(memoryview(below[0]), context, base)
         return base
-
 
 
 def publish(kv=KV, salt=b""):

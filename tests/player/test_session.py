@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from kvabr.abr import Decision, Ladder, Policy
 from kvabr.abr.estimators import DualEwma
 from kvabr.abr.plugins import load_policy
-from kvabr.errors import PolicyError, UsageError
 from kvabr.player import Cancel, Decode, Deliver, Fetch, GiveUp, PlayerConfig, Recompute, Session
-from kvabr.recompute.cost import PrefillCost
+from kvabr.types.cost import PrefillCost
+from kvabr.types.errors import PolicyError, UsageError
 from tests.catalogs import catalog
 
 
@@ -284,8 +284,20 @@ def test_hole_engine_fills_groups_one_by_one_while_the_network_goes_on():
 @given(
     st.sampled_from(
         [
-            "fixed:Int4", "rate", "bola", "bola-e", "dynamic", "l2a", "mpc", "robustmpc", "fugu", "cachegen",
-            "cake", "budget", "cheapfirst", "anytime",
+            "fixed:Int4",
+            "rate",
+            "bola",
+            "bola-e",
+            "dynamic",
+            "l2a",
+            "mpc",
+            "robustmpc",
+            "fugu",
+            "cachegen",
+            "cake",
+            "budget",
+            "cheapfirst",
+            "anytime",
         ]
     ),
     st.sampled_from(["hole", "suffix", None]),

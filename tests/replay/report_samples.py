@@ -5,9 +5,9 @@ from __future__ import annotations
 import copy
 from functools import cache
 
-from kvabr.recompute.cost import PrefillCost
-from kvabr.replay.play import PlayOptions
 from kvabr.replay.run import Matrix, replay
+from kvabr.replay.stage import PlayOptions
+from kvabr.types.cost import PrefillCost
 from tests.catalogs import catalog
 from tests.replay.worlds import worlds
 

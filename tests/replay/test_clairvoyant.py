@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvabr.recompute.cost import PrefillCost
 from kvabr.replay.clairvoyant import Clairvoyant
 from kvabr.replay.link import Capacity
 from kvabr.replay.trace import Trace
+from kvabr.types.cost import PrefillCost
 from tests.catalogs import catalog
 
 CATALOG = catalog(3, decode=0.0)

@@ -2,9 +2,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvabr.errors import TraceError
 from kvabr.replay.link import INITIAL_WINDOW, WINDOW_GROWTH, Capacity
 from kvabr.replay.trace import Trace
+from kvabr.types.errors import TraceError
 
 
 def trace(rates, step=1.0, name="t"):

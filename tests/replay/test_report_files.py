@@ -5,8 +5,8 @@ from collections import defaultdict
 
 import pytest
 
-from kvabr.errors import AssetError
 from kvabr.replay.report import write_log, write_perfetto
+from kvabr.types.errors import AssetError
 from tests.replay.report_samples import HOSTILE, hostile, sample
 
 

@@ -4,11 +4,11 @@ from importlib.resources import files
 
 import pytest
 
-from kvabr.errors import AssetError
 from kvabr.replay.report import write_page
 from kvabr.replay.report.digest import FIELDS, digest
 from kvabr.replay.report.page import SCRIPTS, render
 from kvabr.replay.report.plays import track_order
+from kvabr.types.errors import AssetError
 from tests.replay.report_samples import HOSTILE, POLICIES, hostile, result_of, run, sample
 
 
@@ -75,8 +75,14 @@ def lengthened(log):
     waits = [
         {
             **dict.fromkeys(("group", "track", "request", "alternatives")),
-            "t": i / 500, "event": "decision", "kind": "wait", "reason": f"nothing fits before {i}",
-            "rate": 1e6, "lower": 9e5, "ttfb_s": 0.04, "slack_s": 0.1,
+            "t": i / 500,
+            "event": "decision",
+            "kind": "wait",
+            "reason": f"nothing fits before {i}",
+            "rate": 1e6,
+            "lower": 9e5,
+            "ttfb_s": 0.04,
+            "slack_s": 0.1,
         }
         for i in range(500)
     ]

@@ -2,11 +2,11 @@ import json
 
 import pytest
 
-from kvabr.errors import PolicyError, UsageError
-from kvabr.recompute.cost import PrefillCost
-from kvabr.replay.play import PlayOptions
 from kvabr.replay.run import Matrix, replay
+from kvabr.replay.stage import PlayOptions
 from kvabr.replay.summary import mean, percentile, summarise, wilson
+from kvabr.types.cost import PrefillCost
+from kvabr.types.errors import PolicyError, UsageError
 from tests.catalogs import catalog
 from tests.replay.worlds import worlds
 

@@ -6,9 +6,9 @@ from kvabr.abr import Decision, Ladder, Policy
 from kvabr.abr.estimators import DualEwma
 from kvabr.abr.plugins import load_policy
 from kvabr.player import PlayerConfig, Session
-from kvabr.recompute.cost import PrefillCost
 from kvabr.replay.link import Capacity
 from kvabr.replay.simulator import Simulator
+from kvabr.types.cost import PrefillCost
 from tests.catalogs import catalog
 from tests.replay.worlds import world
 

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvabr.errors import UsageError
 from kvabr.replay.readers import find, native, read
 from kvabr.replay.synth import KINDS, Shape, synthesise
 from kvabr.replay.trace_info import describe
+from kvabr.types.errors import UsageError
 
 ROOT = Path(__file__).resolve().parents[2]
 MBIT = 125_000.0

@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvabr.errors import TraceError
 from kvabr.replay import trace as module
 from kvabr.replay.trace import Trace
 from kvabr.replay.trace_info import describe, sparkline
+from kvabr.types.errors import TraceError
 
 
 def make(times=(0.0, 1.0), rates=(1e6, 2e6), duration=4.0, rtt=None):

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvabr.errors import TraceError
 from kvabr.replay import readers
 from kvabr.replay.readers import Columns, find, native, read, sniff
 from kvabr.replay.trace import Trace
+from kvabr.types.errors import TraceError
 
 MBIT = 125_000.0
 

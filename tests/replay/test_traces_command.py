@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from kvabr.cli import main
+from kvabr.cli.main import main
 from kvabr.replay.readers import native, read
 
 

@@ -6,10 +6,10 @@ import shutil
 
 import pytest
 
-from kvabr.errors import AssetError, FormatError, HoleError, ModelError
-from kvabr.origin.store import Asset, frame_path
-from kvabr.recompute.loss import predicted_loss
 from kvabr.replay.verify import ComputeStep, FetchStep, Verifier, steps_of, verify_play
+from kvabr.store.asset import Asset, frame_path
+from kvabr.types.errors import AssetError, FormatError, HoleError, ModelError
+from kvabr.types.loss import predicted_loss
 from tests import kvdata
 from tests.toymodel import ToyModel, toy_asset
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from functools import cache
 
-from kvabr.recompute.cost import PrefillCost
-from kvabr.replay.play import PlayOptions, Stage
+from kvabr.replay.stage import PlayOptions, Stage
 from kvabr.telemetry import Listener
+from kvabr.types.cost import PrefillCost
 from tests.catalogs import catalog
 from tests.replay.worlds import world
 

@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from kvabr.errors import AssetError
 from kvabr.telemetry import JsonLines, Telemetry
 from kvabr.telemetry.cmcd import Cmcd
 from kvabr.telemetry.plays import _MOST
+from kvabr.types.errors import AssetError
 from tests.telemetry.plays import DEADLINE_S, GROUPS, OFFER, simulated
 
 START = {

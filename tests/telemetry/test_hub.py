@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from kvabr.errors import UsageError
 from kvabr.telemetry import Listener, Telemetry
+from kvabr.types.errors import UsageError
 from tests.telemetry.plays import Ear, simulated
 
 

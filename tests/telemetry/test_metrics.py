@@ -2,8 +2,8 @@
 
 import pytest
 
-from kvabr.origin.scrape import ScrapeServer
 from kvabr.telemetry import PlayerMetrics, Telemetry
+from kvabr.telemetry.scrape import ScrapeServer
 from tests.telemetry.plays import DEADLINE_S, GROUPS, OFFER, broken, simulated
 
 parser = pytest.importorskip("prometheus_client.parser", reason="prometheus-client is not installed (extra dev)")

@@ -2,8 +2,8 @@
 
 import pytest
 
-from kvabr.errors import UsageError
 from kvabr.telemetry import OpenTelemetry, Telemetry, otel
+from kvabr.types.errors import UsageError
 from tests.telemetry.plays import GROUPS, OFFER, broken, simulated
 
 NEEDED = "opentelemetry-sdk is not installed (extra dev)"

@@ -34,9 +34,9 @@ from lmcache.v1.config import LMCacheEngineConfig  # noqa: E402
 from lmcache.v1.gpu_connector import GPUConnectorInterface  # noqa: E402
 from lmcache.v1.metadata import LMCacheMetadata  # noqa: E402
 
-from kvabr.engines.bed import open_bed  # noqa: E402
-from kvabr.engines.folder import smollm2_folder  # noqa: E402
-from kvabr.origin.texts import measuring_texts  # noqa: E402
+from kvabr.engines.model_folder import smollm2_folder  # noqa: E402
+from kvabr.engines.model_loader import open_bed  # noqa: E402
+from kvabr.publish.texts import measuring_texts  # noqa: E402
 from kvabr.replay.live.conditions import Conditions  # noqa: E402
 from kvabr.replay.live.origin import LiveOrigin  # noqa: E402
 from kvabr.replay.live.shaper import Shaper  # noqa: E402

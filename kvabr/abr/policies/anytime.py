@@ -13,7 +13,7 @@ predicted but the end: what is asked for must still arrive. What is left to deci
 - One is asked for if it is in place by the deadline at the lower bound of the rate. If nothing is under way, more than
   the expected rate will do, for a link that stands still carries no bytes that could be wasted. One that saves very
   much is asked for in any case.
-- An engine with time to spare computes what costs it less than it costs the network, see `kvabr.abr.spare`.
+- An engine with time to spare computes what costs it less than it costs the network, see `kvabr.abr.compute_planner`.
 - A track that replaces another pays for the group a second time. It is taken where there is no layer left to add, and
   as long as all such tracks together could save more than one could tell; or instead of a layer, where half the rate
   would still bring so much that it pays.
@@ -25,11 +25,11 @@ from collections.abc import Mapping
 from heapq import heappop, heappush
 from typing import ClassVar, NamedTuple
 
+from kvabr.abr.compute_planner import Spare
 from kvabr.abr.parameters import Parameter
 from kvabr.abr.policy import Decision, Policy
-from kvabr.abr.spare import Spare
 from kvabr.abr.view import View
-from kvabr.catalog import Track
+from kvabr.types.catalog import Track
 
 _LEAST_FLYING = 2
 """Requests in flight in any case, while there is something to ask for."""

@@ -17,7 +17,7 @@ from typing import ClassVar
 from kvabr.abr.parameters import Parameter
 from kvabr.abr.policy import Decision, Policy
 from kvabr.abr.view import View
-from kvabr.errors import PolicyError
+from kvabr.types.errors import PolicyError
 
 _FLYING = 2
 """Requests in flight in any case."""

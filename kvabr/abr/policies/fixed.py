@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from kvabr.abr.policy import Decision, Policy
 from kvabr.abr.view import View
-from kvabr.errors import PolicyError
+from kvabr.types.errors import PolicyError
 
 
 class Fixed(Policy):

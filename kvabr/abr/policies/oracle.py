@@ -24,9 +24,9 @@ from kvabr.abr.knapsack import Choice, knapsack
 from kvabr.abr.ladder import stack
 from kvabr.abr.policy import Decision, Policy
 from kvabr.abr.view import Future, View
-from kvabr.errors import PolicyError
-from kvabr.recompute.cost import PrefillCost
-from kvabr.recompute.loss import RECOMPUTED, predicted_loss
+from kvabr.types.cost import PrefillCost
+from kvabr.types.errors import PolicyError
+from kvabr.types.loss import RECOMPUTED, predicted_loss
 
 _BLIND_SHARE = 0.5
 """Share of what is planned that is asked for before it is known how long a first byte takes."""

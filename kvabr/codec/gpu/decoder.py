@@ -20,7 +20,7 @@ from kvabr.codec.native.coder import DecodeJob
 from kvabr.codec.native.model import LANES, TILE, CoderModel, SynthesisModel, check_chain
 from kvabr.codec.native.reference import HEAD, head
 from kvabr.codec.rope import rope_tables
-from kvabr.errors import FormatError
+from kvabr.types.errors import FormatError
 
 SCRATCH_BYTES = 4 << 30
 """Of a device's memory, and at most a quarter of what is free, for groups decoded at once; but one group always may."""

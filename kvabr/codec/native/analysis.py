@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from kvabr.codec.native import coder
 from kvabr.codec.rope import backwards
-from kvabr.errors import FormatError
-from kvabr.kv import KVSpec
+from kvabr.types.errors import FormatError
+from kvabr.types.kv import KVSpec
 
 _kvanalysis: Any
 try:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from kvabr.codec.native import coder, reference
 from kvabr.codec.native.model import TILE, CoderModel, Index, Stack, SynthesisModel, dequantise, frequencies
-from kvabr.kv import RopeSpec
+from kvabr.types.kv import RopeSpec
 
 CLASSES = 32
 

@@ -31,7 +31,7 @@ from kvabr.codec.native.model import (
     check_rows,
 )
 from kvabr.codec.rope import rope_tables
-from kvabr.errors import FormatError, UsageError
+from kvabr.types.errors import FormatError, UsageError
 
 _kvcoder: Any
 try:

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvabr.errors import FormatError
-from kvabr.kv import RopeSpec
+from kvabr.types.errors import FormatError
+from kvabr.types.kv import RopeSpec
 
 PROBABILITY_BITS = 12
 TOTAL = 1 << PROBABILITY_BITS

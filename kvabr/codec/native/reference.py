@@ -37,7 +37,7 @@ from kvabr.codec.native.model import (
     dequantise,
 )
 from kvabr.codec.rope import rope_tables
-from kvabr.errors import FormatError
+from kvabr.types.errors import FormatError
 
 HEAD = struct.Struct("<II")
 LOW = 1 << 16

@@ -13,6 +13,6 @@ the deadline allows when it is fetched. In LMCache's configuration::
       remote_storage_plugin.kvabr.publish: /srv/kvabr
       remote_storage_plugin.kvabr.deadline_s: 1.0
 
-`kvabr.engines.keyed.Options` says what else may be set. ``publish`` is a folder that `kvabr serve` serves; an instance
-that only fetches needs none, and one that only stores needs no ``url``. Only `connector` imports LMCache.
+`kvabr.engines.chunk_store.Options` says what else may be set. ``publish`` is a folder that `kvabr serve` serves; an
+instance that only fetches needs none, and one that only stores needs no ``url``. Only `connector` imports LMCache.
 """

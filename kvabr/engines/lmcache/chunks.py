@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
-from kvabr.engines import keyed, settings
-from kvabr.engines.keyed import Options
-from kvabr.errors import FormatError, UsageError
-from kvabr.kv import KVSpec
+from kvabr.engines import chunk_store as keyed
+from kvabr.engines import settings
+from kvabr.engines.chunk_store import Options
+from kvabr.types.errors import FormatError, UsageError
+from kvabr.types.kv import KVSpec
 
 _LMCACHES = ("module_path", "class_name")
 """Keys that LMCache reads itself."""

@@ -21,11 +21,12 @@ from lmcache.v1.storage_backend.connector import ConnectorAdapter, ConnectorCont
 from lmcache.v1.storage_backend.connector.base_connector import RemoteConnector
 from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
 
+from kvabr.client.fetcher import Fetcher
+from kvabr.client.metrics import NodeMetrics
 from kvabr.engines.adapters import LMCACHE
-from kvabr.engines.keyed import KeyedCaches, KeyedPublisher, Options, Trouble
+from kvabr.engines.chunk_store import KeyedCaches, KeyedPublisher, Options, Trouble
 from kvabr.engines.lmcache.chunks import as_kv, read_options, spec_of
-from kvabr.errors import KvabrError
-from kvabr.node import Fetcher, NodeMetrics
+from kvabr.types.errors import KvabrError
 
 _WAIT_S = 30.0
 """Seconds that a thread of LMCache's waits for its event loop at most, beyond what the question may take."""

@@ -14,11 +14,13 @@ from typing import Any, TypeVar
 import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, HiCacheStorageConfig, HiCacheStorageExtraInfo
 
+from kvabr.client.blocking_fetcher import BlockingFetcher
+from kvabr.client.fetcher import Fetcher
+from kvabr.client.metrics import NodeMetrics
 from kvabr.engines.adapters import SGLANG
-from kvabr.engines.keyed import KeyedCaches, KeyedPublisher, Trouble, spec_of
+from kvabr.engines.chunk_store import KeyedCaches, KeyedPublisher, Trouble, spec_of
 from kvabr.engines.sglang.pages import page_view, read_options
-from kvabr.errors import FormatError, UsageError
-from kvabr.node import BlockingFetcher, Fetcher, NodeMetrics
+from kvabr.types.errors import FormatError, UsageError
 
 T = TypeVar("T")
 

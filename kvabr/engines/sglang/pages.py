@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
-from kvabr.engines import keyed, settings
-from kvabr.engines.keyed import Options
-from kvabr.errors import FormatError, UsageError
+from kvabr.engines import chunk_store as keyed
+from kvabr.engines import settings
+from kvabr.engines.chunk_store import Options
+from kvabr.types.errors import FormatError, UsageError
 
 LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
 """Of `MHATokenToKVPoolHost`, by SGLang's names."""

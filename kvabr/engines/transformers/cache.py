@@ -8,8 +8,8 @@ from weakref import WeakKeyDictionary
 import torch
 
 from kvabr.engines.require import require
-from kvabr.errors import ModelError, UsageError
-from kvabr.kv import DTYPES, KVSpec
+from kvabr.types.errors import ModelError, UsageError
+from kvabr.types.kv import DTYPES, KVSpec
 
 _FLOATS = tuple(getattr(torch, name) for name in DTYPES)
 

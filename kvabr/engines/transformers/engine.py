@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
+from kvabr.abr.recompute_planner import EngineMode
 from kvabr.engines.require import require
-from kvabr.errors import ModelError
-from kvabr.kv import KVSpec
-from kvabr.recompute.planner import EngineMode
+from kvabr.types.errors import ModelError
+from kvabr.types.kv import KVSpec
 
 CHUNK = 512
 """Tokens that one forward pass takes: enough to keep a CPU's matrix units busy, few enough to bound memory."""
@@ -24,7 +24,7 @@ SCORE_CHUNK = 128
 
 
 class TransformersEngine:
-    """A transformers causal language model as an engine (see `kvabr.recompute.engine.Engine`)."""
+    """A transformers causal language model as an engine (see `kvabr.types.engine.Engine`)."""
 
     def __init__(self, model: Any, spec: KVSpec, *, context: int) -> None:
         self._model = model
@@ -66,7 +66,7 @@ class TransformersEngine:
 
     @torch.inference_mode()
     def prefill(self, tokens: Sequence[int], before: torch.Tensor | None = None) -> torch.Tensor:
-        """Compute the KV of ``tokens`` behind the cache ``before``; see `kvabr.recompute.engine.Engine.prefill`."""
+        """Compute the KV of ``tokens`` behind the cache ``before``; see `kvabr.types.engine.Engine.prefill`."""
         ids, cache, start = self._begin(tokens, before)
         # The body without the language model's head: a prefill needs no logits.
         body = self._model.base_model

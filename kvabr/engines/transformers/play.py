@@ -9,16 +9,16 @@ from typing import Any, Unpack
 
 import torch
 
+from kvabr.client.blocking_connection import Origin
 from kvabr.client.play import play
-from kvabr.client.played import How, Log, Played
-from kvabr.client.sync import Origin
+from kvabr.client.result import How, Log, Played
 from kvabr.engines.adapters import TRANSFORMERS
 from kvabr.engines.require import require
 from kvabr.engines.transformers.cache import dynamic_cache, remember_loss
 from kvabr.engines.transformers.engine import TransformersEngine
-from kvabr.errors import UsageError
-from kvabr.recompute.loss import RECOMPUTED
-from kvabr.transport.base import Connection
+from kvabr.quic.interface import Connection
+from kvabr.types.errors import UsageError
+from kvabr.types.loss import RECOMPUTED
 
 _log = logging.getLogger("kvabr.transformers")
 

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import torch
 
-from kvabr.catalog import Catalog
 from kvabr.codec.profile import Profile
 from kvabr.data import default_catalog, default_profile_bytes
-from kvabr.engines.publisher import Outcome, Publisher, Slot
 from kvabr.engines.transformers.cache import cache_kv, loss_of
 from kvabr.engines.transformers.engine import TransformersEngine
 from kvabr.engines.transformers.play import prompt_ids
-from kvabr.errors import ForeignError, UsageError
-from kvabr.kv import KVSpec
+from kvabr.publish.publisher import Outcome, Publisher, Slot
+from kvabr.types.catalog import Catalog
+from kvabr.types.errors import ForeignError, UsageError
+from kvabr.types.kv import KVSpec
 
 
 def cache_publisher(
@@ -75,7 +75,7 @@ def publish_cache(
         engine: the model that computed the cache.
         cache: the ``past_key_values`` of its output, for one prompt.
         tokens: ids of what is published: the prompt, or the part that others will share. The cache may hold more.
-        salt: a tenant's secret, see `kvabr.naming.chain`.
+        salt: a tenant's secret, see `kvabr.types.naming.chain`.
 
     Returns:
         What becomes of it: ``published``, ``known`` (it was before), ``full`` (others wait) or ``failed``.

@@ -9,8 +9,8 @@ import torch
 
 from kvabr.engines.require import require
 from kvabr.engines.rotary import rope_of
-from kvabr.errors import ModelError
-from kvabr.kv import KVSpec
+from kvabr.types.errors import ModelError
+from kvabr.types.kv import KVSpec
 
 _PROBED = 8
 """Tokens that show what a cache is like."""
@@ -25,7 +25,7 @@ def spec_of(model: Any, *, name: str, tokenizer: str, dtype: str, whole_windows:
         model: a loaded causal language model.
         name: the model's name, as in the track namespace.
         tokenizer: digest of its tokenizer.
-        dtype: element type of the published cache, a key of `kvabr.kv.DTYPES`.
+        dtype: element type of the published cache, a key of `kvabr.types.kv.DTYPES`.
         whole_windows: take a model with sliding windows too: for measuring, its cache keeps every token in every
             layer. Such models turn keys differently in different layers, so keys count as not rotated.
 

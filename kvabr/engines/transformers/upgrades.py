@@ -14,7 +14,7 @@ from kvabr.engines.transformers.play import Ready
 
 
 class Steps:
-    """A hook for `kvabr.client.late.Late.into`, and a context manager around ``generate()``.
+    """A hook for `kvabr.client.upgrades.Late.into`, and a context manager around ``generate()``.
 
     In full::
 
@@ -58,7 +58,7 @@ class Steps:
             self._hooks = []
 
     def __call__(self, first: int, last: int, write: Callable[[], None]) -> bool:
-        """Write between two steps; see `kvabr.client.late.Rewrite`."""
+        """Write between two steps; see `kvabr.client.upgrades.Rewrite`."""
         with self._lock, torch.no_grad():
             if not self._hooks:
                 return False

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvabr.errors import ModelError
+from kvabr.types.errors import ModelError
 
 __all__ = ["KvabrConnector"]
 

@@ -19,12 +19,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.metrics.utils import create_metric_per_engine
 
-from kvabr.catalog import Catalog
 from kvabr.codec.profile import MAX_PROFILE_BYTES, Profile
 from kvabr.data import default_catalog, default_profile_bytes
 from kvabr.engines import settings
 from kvabr.engines.adapters import VLLM
-from kvabr.engines.publisher import Publisher
 from kvabr.engines.vllm import stats
 from kvabr.engines.vllm.layers import layers_of, layout_of
 from kvabr.engines.vllm.meta import Step
@@ -33,7 +31,9 @@ from kvabr.engines.vllm.node import leave_node, take_node
 from kvabr.engines.vllm.options import Options, read_options
 from kvabr.engines.vllm.scheduler import SchedulerHalf
 from kvabr.engines.vllm.worker import WorkerHalf
-from kvabr.errors import AssetError, FormatError, UsageError
+from kvabr.publish.publisher import Publisher
+from kvabr.types.catalog import Catalog
+from kvabr.types.errors import AssetError, FormatError, UsageError
 
 
 class KvabrMetadata(KVConnectorMetadata):  # type: ignore[misc]
@@ -288,4 +288,3 @@ def _profile(options: Options, model: ServedModel) -> Profile | None:
         raise AssetError(f"{options.profile}: cannot be read ({error.strerror})") from error
     profile.check(model.spec)
     return profile
-

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from kvabr.engines.layouts import BlockLayout, keys_and_values
-from kvabr.errors import FormatError, UsageError
+from kvabr.types.errors import FormatError, UsageError
 
 _LAYER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
 

@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from kvabr.engines import bed
+from kvabr.engines import model_loader as bed
 from kvabr.engines.layouts import check_block_size, head_shard
-from kvabr.engines.publisher import with_heads
 from kvabr.engines.require import require
 from kvabr.engines.transformers import spec_of
 from kvabr.engines.vllm.options import WHERE, Options
-from kvabr.errors import KvabrError, ModelError, UsageError
-from kvabr.kv import GROUP_TOKENS, KVSpec, RopeSpec
+from kvabr.publish.publisher import with_heads
+from kvabr.types.errors import KvabrError, ModelError, UsageError
+from kvabr.types.kv import GROUP_TOKENS, KVSpec, RopeSpec
 
 _PROBE_VOCABULARY = 128
 _PLAIN_CACHES = ("auto", "float16", "bfloat16", "half", "float", "float32")
@@ -93,7 +93,7 @@ def _names(model: Any, options: Options) -> tuple[str, str]:
         return options.model, options.tokenizer
     if not (path / "config.json").is_file() or not (path / "tokenizer.json").is_file():
         raise UsageError(
-            f'{WHERE}: {model.model} is no folder with a model and a tokenizer.json, so say how its caches are named: '
+            f"{WHERE}: {model.model} is no folder with a model and a tokenizer.json, so say how its caches are named: "
             '"model" (with its revision: caches of two revisions must not mix) and "tokenizer"'
         )
     return options.model or bed.folder_name(path), options.tokenizer or bed.folder_tokenizer(path)

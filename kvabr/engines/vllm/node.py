@@ -9,14 +9,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from kvabr.client.blocking_fetcher import BlockingFetcher, Handle
+from kvabr.client.fetcher import Fetcher, Limits
 from kvabr.client.lookup import Found, find_prefix
-from kvabr.client.played import PlayOptions
-from kvabr.engines.prefix import Prefix, play_prefix
+from kvabr.client.peers import Peer
+from kvabr.client.prefix import Prefix, play_prefix
+from kvabr.client.result import PlayOptions
 from kvabr.engines.vllm.options import Options
-from kvabr.errors import ForeignError, PlayError, TransportError
-from kvabr.kv import DTYPES, KVSpec
-from kvabr.node import BlockingFetcher, Fetcher, Handle, Limits, Peer
-from kvabr.transport.base import Connection
+from kvabr.quic.interface import Connection
+from kvabr.types.errors import ForeignError, PlayError, TransportError
+from kvabr.types.kv import DTYPES, KVSpec
 
 _PLAYS, _WAITING = 64, 1024
 """Plays at a time, and such as wait: an engine bounds its requests itself."""
@@ -34,9 +36,7 @@ class Node:
             UsageError: the URL or an option of the connection makes no sense.
         """
         self._options = options
-        self.fetcher = BlockingFetcher(
-            Limits(memory_bytes=options.store_mib << 20, plays=_PLAYS, waiting=_WAITING)
-        )
+        self.fetcher = BlockingFetcher(Limits(memory_bytes=options.store_mib << 20, plays=_PLAYS, waiting=_WAITING))
         self._dtype: str | None = None
         """Element type that the origin's assets of our model say, once one was seen."""
         try:
@@ -126,9 +126,7 @@ class Node:
         left_s = options.deadline_s - (loop.time() - began_s)
         return await self._play(fetcher, found, replace(options, deadline_s=left_s), skip, behind)
 
-    async def _play(
-        self, fetcher: Fetcher, found: Found, options: PlayOptions, skip: int, behind: int
-    ) -> Prefix:
+    async def _play(self, fetcher: Fetcher, found: Found, options: PlayOptions, skip: int, behind: int) -> Prefix:
         async with (
             asyncio.timeout(_HUNG_S + _HUNG_DEADLINES * options.deadline_s),
             fetcher.seat(self._peer, deadline=options.deadline_s) as seat,

@@ -9,13 +9,14 @@ from typing import Any, get_args
 
 from kvabr.abr.plugins import load_estimator, load_policy
 from kvabr.abr.policies import DEFAULT
-from kvabr.client.connect import Quic, parse_url
-from kvabr.commands.salt import read_salt
+from kvabr.cli.salt import read_salt
 from kvabr.engines import settings
-from kvabr.errors import UsageError
+from kvabr.quic.connect import Quic, parse_url
+from kvabr.types.errors import UsageError
 
 WHERE = "kv_connector_extra_config"
 """What vLLM calls the table."""
+
 
 @dataclass(frozen=True, slots=True)
 class Options:
@@ -53,7 +54,7 @@ class Options:
     quic: Quic = "auto"
     """QUIC library."""
     salt_file: Path | None = None
-    """A tenant's secret, see `kvabr.naming.chain`."""
+    """A tenant's secret, see `kvabr.types.naming.chain`."""
     store_mib: int = 1024
     """Encoded groups that are kept in memory for requests to come, MiB; 0: none."""
     profiles: Path | None = None
@@ -165,7 +166,9 @@ def read_options(given: Mapping[str, Any], *, consumes: bool, produces: bool) ->
     """
     options = settings.read_settings(Options, given, _READERS, WHERE)
     if consumes and options.url is None:
-        raise UsageError(f'{WHERE}: a consumer needs "url", where caches are fetched, as in moqt://origin.example:4443/')
+        raise UsageError(
+            f'{WHERE}: a consumer needs "url", where caches are fetched, as in moqt://origin.example:4443/'
+        )
     if produces and options.publish is None:
         raise UsageError(f'{WHERE}: a producer needs "publish", the folder that caches are written to')
     return options

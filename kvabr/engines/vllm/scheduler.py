@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvabr.client.blocking_fetcher import Handle
 from kvabr.client.lookup import Found
 from kvabr.engines.layouts import whole_blocks
 from kvabr.engines.vllm.meta import Load, Pending, Publication, Step
@@ -21,8 +22,7 @@ from kvabr.engines.vllm.model import ServedModel
 from kvabr.engines.vllm.node import Node
 from kvabr.engines.vllm.options import WHERE, Options
 from kvabr.engines.vllm.stats import Counts
-from kvabr.errors import FormatError, TransportError, UsageError
-from kvabr.node import Handle
+from kvabr.types.errors import FormatError, TransportError, UsageError
 
 _log = logging.getLogger("vllm.kvabr")
 

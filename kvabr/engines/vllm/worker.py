@@ -18,19 +18,19 @@ from typing import Any
 
 import torch
 
-from kvabr.client.played import PlayOptions
+from kvabr.client.blocking_fetcher import Handle
+from kvabr.client.prefix import Prefix
+from kvabr.client.result import PlayOptions
 from kvabr.engines.layouts import BlockLayout, indices, read_blocks, whole_blocks, write_blocks
-from kvabr.engines.prefix import Prefix
-from kvabr.engines.publisher import Outcome, Publisher, Slot
 from kvabr.engines.vllm.meta import Load, Publication, Step
 from kvabr.engines.vllm.model import ServedModel
 from kvabr.engines.vllm.node import Node
 from kvabr.engines.vllm.options import Options
 from kvabr.engines.vllm.stats import Counts
-from kvabr.errors import FormatError, KvabrError, PlayError, UsageError
-from kvabr.naming import chain
-from kvabr.node import Handle
-from kvabr.recompute.cost import PrefillCost
+from kvabr.publish.publisher import Outcome, Publisher, Slot
+from kvabr.types.cost import PrefillCost
+from kvabr.types.errors import FormatError, KvabrError, PlayError, UsageError
+from kvabr.types.naming import chain
 
 _log = logging.getLogger("vllm.kvabr")
 

@@ -7,7 +7,6 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from kvabr.files import write_text
 from kvabr.lab.axes import cuts
 from kvabr.lab.matrix import LabMatrix
 from kvabr.lab.report.sections import build
@@ -15,6 +14,7 @@ from kvabr.lab.report.worst import PER_POLICY, replay_worst
 from kvabr.lab.run import Played
 from kvabr.lab.tables import verdict
 from kvabr.replay.report.page import Frame, render
+from kvabr.store.files import write_text
 
 
 def write_report(

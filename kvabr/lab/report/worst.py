@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvabr.lab.cell import Bench
 from kvabr.lab.matrix import Cell, LabMatrix, varying
-from kvabr.lab.play import Bench
+from kvabr.lab.results_store import Line
 from kvabr.lab.run import Played
-from kvabr.lab.store import Line
 
 PER_POLICY = 3
 MOST_POLICIES = 12

@@ -14,7 +14,7 @@ from multiprocessing import resource_tracker
 from types import TracebackType
 from typing import Any, Self
 
-from kvabr.errors import TransportError
+from kvabr.types.errors import TransportError
 
 _PATIENCE_S = 60.0
 """Seconds that a child may take to start, with all that it loads, or to answer."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from kvabr.errors import UsageError
 from kvabr.replay.trace import Trace
+from kvabr.types.errors import UsageError
 
 PACKET_BYTES = 1228
 """A full packet of QUIC on the wire: 1,200 bytes of UDP payload and the headers of UDP and IPv4."""

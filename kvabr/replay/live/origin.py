@@ -12,9 +12,9 @@ import sys
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from kvabr.errors import KvabrError
 from kvabr.replay.live.child import Child
 from kvabr.replay.live.usage import Usage
+from kvabr.types.errors import KvabrError
 
 
 class LiveOrigin(Child):
@@ -56,19 +56,17 @@ def _main(pipe: Connection, asset: Path, backend: str) -> None:
 async def _serve(pipe: Connection, asset: Path, backend: str) -> None:
     import structlog  # noqa: PLC0415  # all of these are of no use to the parent
 
-    from kvabr.origin import certificates  # noqa: PLC0415
-    from kvabr.origin.backends import make_server  # noqa: PLC0415
-    from kvabr.origin.holdings import Library  # noqa: PLC0415
-    from kvabr.origin.metrics import Metrics  # noqa: PLC0415
-    from kvabr.origin.server import ServerLimits  # noqa: PLC0415
+    from kvabr.server import certificates  # noqa: PLC0415
+    from kvabr.server.backends import make_server  # noqa: PLC0415
+    from kvabr.server.metrics import Metrics  # noqa: PLC0415
+    from kvabr.server.server import ServerLimits  # noqa: PLC0415
+    from kvabr.store.asset_index import Library  # noqa: PLC0415
 
     log = structlog.wrap_logger(
         structlog.PrintLogger(sys.stderr), wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING)
     )
     with certificates.development() as tls:
-        server = make_server(
-            backend, Library(asset, None, log), "127.0.0.1", 0, tls, ServerLimits(), log, Metrics()
-        )
+        server = make_server(backend, Library(asset, None, log), "127.0.0.1", 0, tls, ServerLimits(), log, Metrics())
         async with server:
             pipe.send((server.address, certificates.check(tls).fingerprint))
             await _answer_until_the_end(pipe)

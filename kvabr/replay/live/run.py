@@ -8,17 +8,17 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
 
-from kvabr.catalog import Catalog
-from kvabr.client.played import PlayOptions as ClientOptions
-from kvabr.errors import UsageError
-from kvabr.origin.store import Asset
+from kvabr.client.result import PlayOptions as ClientOptions
 from kvabr.player.assembler import Assembler
 from kvabr.replay.live.compare import comparison
 from kvabr.replay.live.origin import LiveOrigin
-from kvabr.replay.live.play import LiveOptions, LiveStage
+from kvabr.replay.live.playing import LiveOptions, LiveStage
 from kvabr.replay.live.shaper import Shaper
-from kvabr.replay.play import Stage
 from kvabr.replay.run import Matrix, Report, finish, tasks
+from kvabr.replay.stage import Stage
+from kvabr.store.asset import Asset
+from kvabr.types.catalog import Catalog
+from kvabr.types.errors import UsageError
 
 _DECODES = 3
 """Times that a group of each track is decoded to learn how fast this machine is; the median counts."""

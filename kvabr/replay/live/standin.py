@@ -6,16 +6,16 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from kvabr.kv import KVSpec
-from kvabr.recompute.cost import PrefillCost
-from kvabr.recompute.planner import EngineMode
+from kvabr.abr.recompute_planner import EngineMode
+from kvabr.types.cost import PrefillCost
+from kvabr.types.kv import KVSpec
 
 if TYPE_CHECKING:
     import torch
 
 
 class StandInEngine:
-    """Implements `kvabr.recompute.engine.Engine`; the cache that it returns is all zeros, for plays that only time."""
+    """Implements `kvabr.types.engine.Engine`; the cache that it returns is all zeros, for plays that only time."""
 
     def __init__(self, spec: KVSpec, cost: PrefillCost, mode: EngineMode) -> None:
         self._spec, self._cost, self._mode = spec, cost, mode

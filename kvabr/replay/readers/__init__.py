@@ -10,12 +10,12 @@ import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from kvabr.errors import TraceError
-from kvabr.files import read_text
 from kvabr.replay.readers import iperf3, mahimahi, native, pensieve, sabre, table, values
 from kvabr.replay.readers.columns import TIME_UNITS, Columns
 from kvabr.replay.readers.source import BYTES_PER_SECOND, MAX_FILE_BYTES, Source
 from kvabr.replay.trace import Trace
+from kvabr.store.files import read_text
+from kvabr.types.errors import TraceError
 
 __all__ = ["BYTES_PER_SECOND", "FORMATS", "TIME_UNITS", "Columns", "find", "read", "sniff"]
 

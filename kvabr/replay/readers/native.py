@@ -19,9 +19,9 @@ from __future__ import annotations
 
 import re
 
-from kvabr.errors import TraceError
 from kvabr.replay.readers.source import BYTES_PER_SECOND, Source, build, hold
 from kvabr.replay.trace import Trace
+from kvabr.types.errors import TraceError
 
 MAGIC = "# kvabr.trace/1"
 COLUMNS = "time_s,bits_per_second"

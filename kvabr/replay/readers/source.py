@@ -15,8 +15,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvabr.errors import TraceError
 from kvabr.replay.trace import BYTES_PER_MBIT, SegmentError, Trace
+from kvabr.types.errors import TraceError
 
 MAX_FILE_BYTES = 64 << 20
 """Size of a trace file that is read at all."""

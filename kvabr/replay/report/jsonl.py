@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from kvabr.files import write_text
 from kvabr.replay.report.plays import Result, Timeline
+from kvabr.store.files import write_text
 
 
 def write_log(path: Path, result: Result, timelines: list[Timeline]) -> None:

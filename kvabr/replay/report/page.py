@@ -15,11 +15,11 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from kvabr.files import write_text
 from kvabr.replay.report.colour import DARK, LIGHT, RECOMPUTED_DARK, RECOMPUTED_LIGHT, ramp
 from kvabr.replay.report.digest import digest
 from kvabr.replay.report.plays import Result, Timeline, track_order
 from kvabr.replay.report.verdict import verdict
+from kvabr.store.files import write_text
 
 SCRIPTS = ("dom.js", "overview.js", "strip.js", "timeline.js", "inspector.js", "log.js", "page.js")
 """The page's scripts in the order in which they are put together."""

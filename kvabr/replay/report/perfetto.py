@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from kvabr.files import write_text
 from kvabr.replay.report.jsonl import finite
 from kvabr.replay.report.plays import Event, Result, Run, Timeline, number
 from kvabr.replay.report.series import capacity
 from kvabr.replay.report.spans import Request, computations, end_of, lanes, requests, start_of
+from kvabr.store.files import write_text
 
 _PLAY, _DECISIONS, _ENGINE, _DECODER, _NETWORK = 1, 2, 3, 1000, 2000
 """Thread numbers; decoder and network have one a lane."""

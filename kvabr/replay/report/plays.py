@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from kvabr.naming import LEVELS
+from kvabr.types.naming import LEVELS
 
 RECOMPUTED = "recomputed"
 """Stands in the place of a track's name for a group that the engine computed."""

@@ -144,9 +144,7 @@ class _FamilyTable:
             values = [mean_regret(run for run in runs if run["policy"] == policy) for policy in self._policies]
             least = min((value for value in values if value is not None), default=0.0)
             best = [value is not None and value <= least * 1.01 for value in values]
-            columns.append(
-                [Text(nats(v), style="bold" if b else "") for v, b in zip(values, best, strict=True)]
-            )
+            columns.append([Text(nats(v), style="bold" if b else "") for v, b in zip(values, best, strict=True)])
         for policy, cells in zip(self._policies, zip(*columns, strict=True), strict=True):
             table.add_row(Text(policy), *cells)
         return table

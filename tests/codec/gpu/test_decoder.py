@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from kvabr.codec.native import reference
 from kvabr.codec.native.coder import DecodeJob
 from kvabr.codec.native.model import Stack, SynthesisModel
-from kvabr.errors import FormatError
+from kvabr.types.errors import FormatError
 from tests.codec.gpu.conftest import DEVICE
 from tests.codec.native import models
 

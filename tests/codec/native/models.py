@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from kvabr.codec.native.model import CoderModel, Index, Stack, SynthesisModel, frequencies
-from kvabr.kv import RopeSpec
+from kvabr.types.kv import RopeSpec
 
 TOKENS = (1, 2, 5, 7, 8, 9, 16, 31, 63, 64, 65, 100, 127, 128, 129, 191, 256, 300)
 _RADII = (0, 1, 1, 1, 2, 3, 5, 8, 15, 16, 40, 126)

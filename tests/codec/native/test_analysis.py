@@ -9,8 +9,8 @@ import torch
 from kvabr.codec.native import analysis, coder
 from kvabr.codec.structure import Stack, Structure, layered, plain
 from kvabr.codec.transform import RUN, Coefficients, Detector, Transform, rounded
-from kvabr.errors import FormatError
-from kvabr.kv import KVSpec, RopeSpec
+from kvabr.types.errors import FormatError
+from kvabr.types.kv import KVSpec, RopeSpec
 
 pytestmark = pytest.mark.skipif(
     "avx512" not in coder.available_paths() or not analysis.available(), reason="this processor has no AVX-512"

@@ -13,7 +13,7 @@ import torch
 from kvabr.codec.native import coder
 from kvabr.codec.native.model import LANES
 from kvabr.codec.native.reference import HEAD
-from kvabr.errors import FormatError
+from kvabr.types.errors import FormatError
 from tests.codec.native.conftest import NATIVE
 from tests.codec.native.models import Case, case
 from tests.fuzzing import mutate

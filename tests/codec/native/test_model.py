@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from kvabr.codec import native
 from kvabr.codec.native import bench, coder
 from kvabr.codec.native.model import TOTAL, CoderModel, Stack, SynthesisModel, frequencies
-from kvabr.errors import FormatError, UsageError
+from kvabr.types.errors import FormatError, UsageError
 from tests.codec.native.models import case, coder_model, synthesis_model
 
 

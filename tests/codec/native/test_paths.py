@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kvabr.codec.native import coder, reference
 from kvabr.codec.native.model import Quantiser, dequantise
 from kvabr.codec.quantiser import quantise
-from kvabr.errors import FormatError
+from kvabr.types.errors import FormatError
 from tests.codec.native.conftest import NATIVE
 from tests.codec.native.models import base_indices, case, coder_model
 

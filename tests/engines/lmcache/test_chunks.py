@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvabr.engines.keyed import Options, key_digests, namespace
+from kvabr.engines.chunk_store import Options, key_digests, namespace
 from kvabr.engines.lmcache.chunks import as_kv, read_options, spec_of
-from kvabr.errors import FormatError, PolicyError, UsageError
+from kvabr.types.errors import FormatError, PolicyError, UsageError
 
 SHAPE = (3, 2, 256, 2, 16)
 SPEC = spec_of("org/model", SHAPE, torch.float16)

@@ -204,7 +204,7 @@ def test_a_cache_of_another_shape_is_not_taken(origin, engine, caplog):
     engine(publish=str(origin.root), **options).store(tokens=tokens, cache=cache(256))
     origin.look(before + 1)
     assert engine(**options).lookup(tokens) == 256
-    with caplog.at_level(logging.WARNING, "kvabr.engines.keyed"):
+    with caplog.at_level(logging.WARNING, "kvabr.engines.chunk_store"):
         assert engine(layers=LAYERS + 1, **options).lookup(tokens) == 0
     assert "of another kind" in caplog.text
 
@@ -212,7 +212,7 @@ def test_a_cache_of_another_shape_is_not_taken(origin, engine, caplog):
 def test_a_dead_origin_costs_no_more_than_a_lookup(engine, caplog):
     one = engine(url="moqt://127.0.0.1:9/", lookup_s=0.5)
     tokens = torch.arange(1024)
-    with caplog.at_level(logging.WARNING, "kvabr.engines.keyed"):
+    with caplog.at_level(logging.WARNING, "kvabr.engines.chunk_store"):
         start = time.monotonic()
         assert one.lookup(tokens) == 0
         assert time.monotonic() - start < 5

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvabr.engines.sglang.pages import LAYOUTS, page_view, read_options
-from kvabr.errors import FormatError, UsageError
+from kvabr.types.errors import FormatError, UsageError
 
 L, T, P, H, D = 3, 32, 8, 2, 4
 SHAPES = {

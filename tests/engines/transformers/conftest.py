@@ -6,11 +6,11 @@ from functools import partial
 
 import pytest
 
-from kvabr.engines.bed import open_bed
+from kvabr.engines.model_loader import open_bed
 from kvabr.engines.transformers import cache_publisher, publish_cache
-from kvabr.origin.grants import EVERYTHING
-from kvabr.origin.holdings import Library
-from kvabr.transport.memory import MemoryConnection, MemoryLink
+from kvabr.server.memory import MemoryConnection, MemoryLink
+from kvabr.store.asset_index import Library
+from kvabr.store.grants import EVERYTHING
 from tests import tinymodels
 from tests.engines.transformers.text import IDS, PREFIX, cold
 

@@ -11,12 +11,12 @@ import torch
 
 import kvabr
 from kvabr.engines.adapters import TRANSFORMERS
-from kvabr.engines.bed import engine_of, open_bed
+from kvabr.engines.model_loader import engine_of, open_bed
 from kvabr.engines.transformers import TransformersEngine, play_cache, play_cache_async
-from kvabr.errors import ModelError, PlayError, UsageError
-from kvabr.kv import RopeSpec
-from kvabr.recompute.cost import PrefillCost
-from kvabr.transport.faults import Fault
+from kvabr.server.faults import Fault
+from kvabr.types.cost import PrefillCost
+from kvabr.types.errors import ModelError, PlayError, UsageError
+from kvabr.types.kv import RopeSpec
 from tests import tinymodels
 from tests.client.served import Served
 from tests.client.virtual import virtual

@@ -7,8 +7,8 @@ import torch
 
 from kvabr.engines.transformers import cache_publisher, play_cache_async, publish_cache
 from kvabr.engines.transformers.cache import cache_kv, dynamic_cache
-from kvabr.errors import ModelError, UsageError
-from kvabr.origin.store import Asset
+from kvabr.store.asset import Asset
+from kvabr.types.errors import ModelError, UsageError
 from tests.client.virtual import virtual
 from tests.engines.transformers.text import IDS, PREFIX, cold
 

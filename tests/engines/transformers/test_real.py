@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from kvabr.engines.transformers import play_cache_async
-from kvabr.origin.grants import EVERYTHING
-from kvabr.origin.holdings import Library
-from kvabr.transport.faults import Fault
-from kvabr.transport.memory import MemoryConnection, MemoryLink
+from kvabr.server.faults import Fault
+from kvabr.server.memory import MemoryConnection, MemoryLink
+from kvabr.store.asset_index import Library
+from kvabr.store.grants import EVERYTHING
 
 pytestmark = pytest.mark.model
 

@@ -12,7 +12,7 @@ import kvabr
 from kvabr.abr.policy import Decision, Policy
 from kvabr.engines.transformers import Steps, play_cache
 from kvabr.engines.transformers.cache import cache_kv
-from kvabr.errors import PlayError
+from kvabr.types.errors import PlayError
 from tests.client.served import Served
 from tests.engines.transformers.text import IDS, cold
 

@@ -8,8 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from kvabr.origin.certificates import check, make
-from kvabr.origin.server import ServerTls
+from kvabr.server.certificates import check, make
+from kvabr.server.server import ServerTls
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -11,12 +11,12 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed: tools/engine-vllm makes an environment that has it")
 
-from kvabr.catalog import Catalog
 from kvabr.engines.adapters import VLLM
-from kvabr.engines.folder import smollm2_folder
+from kvabr.engines.model_folder import smollm2_folder
 from kvabr.replay.live.conditions import Conditions
 from kvabr.replay.live.shaper import Shaper
 from kvabr.replay.trace import BYTES_PER_MBIT, Trace
+from kvabr.types.catalog import Catalog
 from tests.engines.vllm.engine import TEXT, RealEngine, prompts_of
 from tests.engines.vllm.origin import ServedFolder
 
@@ -74,7 +74,7 @@ class World:
 
     def asset_of(self, prompt):
         """The folder of the asset that a prompt's own computation made."""
-        from kvabr.naming import chain
+        from kvabr.types.naming import chain
 
         spec = self.engine.half._model.spec
         groups = len(prompt) // spec.group_tokens

@@ -11,14 +11,14 @@ import torch
 
 from kvabr.data import default_catalog
 from kvabr.engines.layouts import BlockLayout, indices, read_blocks
-from kvabr.engines.publisher import Publisher, with_heads
 from kvabr.engines.vllm.meta import Step
 from kvabr.engines.vllm.model import ServedModel
 from kvabr.engines.vllm.node import leave_node, take_node
 from kvabr.engines.vllm.options import Options
 from kvabr.engines.vllm.scheduler import SchedulerHalf
 from kvabr.engines.vllm.worker import WorkerHalf
-from kvabr.naming import chain
+from kvabr.publish.publisher import Publisher, with_heads
+from kvabr.types.naming import chain
 from tests.client.served import Served
 from tests.toymodel import SPEC, ToyModel, prompt, toy_asset
 
@@ -58,9 +58,7 @@ class Bench:
         made = None if publish is None else Publisher(publish, self.model.shard, prior=default_catalog())
         self.scheduler = SchedulerHalf(self.options, self.model, self.node, produces=made is not None)
         self.worker = WorkerHalf(self.options, self.model, self.node, made)
-        self.caches = [
-            torch.full((40, len(heads), BLOCK, 2 * SPEC.head_dim), float("nan")) for _ in range(SPEC.layers)
-        ]
+        self.caches = [torch.full((40, len(heads), BLOCK, 2 * SPEC.head_dim), float("nan")) for _ in range(SPEC.layers)]
         self.worker.register(dict(enumerate(self.caches)), BlockLayout.TRANSPOSED)
 
     def matched(self, asked, computed=0):

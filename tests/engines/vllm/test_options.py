@@ -7,7 +7,7 @@ import pytest
 import kvabr.engines.vllm as adapter
 from kvabr.engines.vllm import stats
 from kvabr.engines.vllm.options import read_options
-from kvabr.errors import ModelError, PolicyError, UsageError
+from kvabr.types.errors import ModelError, PolicyError, UsageError
 
 URL = {"url": "moqt://origin.example/"}
 

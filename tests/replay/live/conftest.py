@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvabr.origin.certificates import development
+from kvabr.server.certificates import development
 
 
 @pytest.fixture

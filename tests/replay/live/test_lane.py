@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvabr.errors import UsageError
 from kvabr.replay.link import Capacity
 from kvabr.replay.live.conditions import PACKET_BYTES, Conditions, line_rate
 from kvabr.replay.live.lane import HEADER_BYTES, Lane
+from kvabr.types.errors import UsageError
 from tests.replay.live.links import trace
 
 FULL = 1000 - HEADER_BYTES

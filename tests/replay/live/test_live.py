@@ -14,16 +14,16 @@ from pathlib import Path
 
 import pytest
 
-from kvabr.cli import main
-from kvabr.errors import KvabrError, PolicyError, TransportError
+from kvabr.cli.main import main
 from kvabr.player.config import PlayerConfig
-from kvabr.recompute.cost import PrefillCost
 from kvabr.replay.live.origin import LiveOrigin
-from kvabr.replay.live.play import LiveOptions, LiveStage
+from kvabr.replay.live.playing import LiveOptions, LiveStage
 from kvabr.replay.live.run import decode_speed, replay_live
 from kvabr.replay.live.shaper import Shaper
-from kvabr.replay.play import PlayOptions, Stage
 from kvabr.replay.run import Matrix
+from kvabr.replay.stage import PlayOptions, Stage
+from kvabr.types.cost import PrefillCost
+from kvabr.types.errors import KvabrError, PolicyError, TransportError
 from tests.replay.live.links import gone, trace
 from tests.toymodel import toy_asset
 

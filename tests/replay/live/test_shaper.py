@@ -14,9 +14,9 @@ from aioquic.asyncio.protocol import QuicConnectionProtocol
 from aioquic.quic.configuration import QuicConfiguration
 from aioquic.quic.events import StreamDataReceived
 
-from kvabr.errors import TransportError
 from kvabr.replay.live.conditions import Conditions
 from kvabr.replay.live.shaper import Shaper
+from kvabr.types.errors import TransportError
 from tests.replay.live.links import ends, gone, trace, udp
 
 SIZE = 972

@@ -1,0 +1,181 @@
+"""`kvabr bench codec`: how fast every stage of every codec is, on one core and on all, with LMCache's beside them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from kvabr.types.errors import UsageError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from kvabr.lab.bench.codecs import Subject
+
+_EPILOG = """\
+examples:
+  kvabr bench codec                                  SmolLM2 and the shape of Llama-3.1-8B, every path of the coder
+  kvabr bench codec --models smollm2 --tracks AC-L1 AC-5x --paths avx512 reference
+  tools/setup-peers && kvabr bench codec --json codec.json
+
+A group of 128 tokens is encoded and decoded. Rates are millions of elements of the cache a second (an element is 2
+bytes at FP16, so 1,000 M/s are 2 GB/s), medians of rounds: one core in processor time with one thread, all cores by the
+wall. The stages of a chain of layers are those of the whole chain; `entropy encode` quantises, too. `decode` is the
+whole way into a BF16 tensor, in one call that skips what no symbol says, so it can take less than its stages one by
+one. `scratch` is the memory that decoding a group takes beside its output, in sizes of the group at FP16.
+
+SmolLM2's group is a real one. Llama's is synthetic: shapes, rates and rows without symbols as they are in real caches,
+which is all that speed depends on.
+"""
+
+_STAGES = ("analysis", "entropy encode", "encode", "entropy decode", "synthesis", "decode")
+
+
+def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Declare the bench."""
+    parser = commands.add_parser(
+        "codec",
+        help="speed of every codec, stage by stage, and of LMCache's",
+        description="Time the codecs: every stage, every path of the native coder, one core and all.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--models", nargs="+", default=["smollm2", "llama-8b"], metavar="smollm2|DIR|llama-8b",
+        help="llama-8b is its shape alone (default: smollm2 llama-8b)",
+    )  # fmt: skip
+    parser.add_argument("--tracks", nargs="+", metavar="TRACK", help="tracks to time (default: all)")
+    parser.add_argument("--profile", type=Path, metavar="F", help="codec profile of the model, as for encode")
+    parser.add_argument(
+        "--paths", nargs="+", choices=("reference", "portable", "avx2", "avx512"), metavar="PATH",
+        help="of the coder: reference, portable, avx2, avx512 (default: all but reference)",
+    )  # fmt: skip
+    parser.add_argument("--seconds", type=float, default=0.5, metavar="S", help="for each stage (default: 0.5)")
+    parser.add_argument("--peers", type=Path, default=Path(".peers"), metavar="DIR", help="see tools/setup-peers")
+    parser.add_argument("--work", type=Path, default=Path(".bench"), metavar="DIR", help="folder for what is kept")
+    parser.add_argument("--json", type=Path, metavar="F", help="write everything as JSON")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Time, and show."""
+    from kvabr.cli.progress import StageBar  # noqa: PLC0415
+    from kvabr.codec.native.coder import available_paths  # noqa: PLC0415
+    from kvabr.codec.registry import codec, names  # noqa: PLC0415
+    from kvabr.lab.bench import codecs  # noqa: PLC0415 - a command loads what it needs when it runs
+    from kvabr.lab.bench.peers import find_peers  # noqa: PLC0415
+    from kvabr.lab.bench.schemes import tracks_to_measure  # noqa: PLC0415
+    from kvabr.lab.bench.speed import paths  # noqa: PLC0415
+    from kvabr.store.files import write_text  # noqa: PLC0415
+
+    tracks = tracks_to_measure(args.tracks, names())
+    missing = set(args.paths or ()) - set(available_paths())
+    if missing or not args.seconds > 0:
+        there = ", ".join(available_paths())
+        raise UsageError(f"--paths: this machine has {there}; --seconds must be positive")
+    console, out = Console(stderr=True), Console()
+    result: dict[str, Any] = {"schema": codecs.SCHEMA, "machine": codecs.machine()}
+    result |= {"coder": [], "tracks": [], "lmcache": [], "over_ideal": {}}
+    out.print("{processor}, {cores} cores; coder: {0}".format(", ".join(available_paths()), **result["machine"]))
+    with console.status("timing the entropy coder"):
+        result["coder"] = codecs.coder_alone(args.paths, args.seconds)
+    out.print(_coder_table(result["coder"]))
+    peers, notes = find_peers(args.peers, ("lmcache",))
+    rounds = sum(len(paths(args.paths)) if codec(track).needs_profile else 1 for track in tracks)
+    for model in args.models:
+        with console.status(f"making a group of {model}"):
+            subject = _subject(model, args)
+        with StageBar({"time": f"{model} (tracks x paths)"}, console) as bar:
+            done: list[dict[str, Any]] = []
+            for row in codecs.measure(subject, tracks, args.paths, seconds=args.seconds):
+                done.append(row)
+                bar("time", len(done), rounds)
+        result["tracks"] += done
+        result["over_ideal"][subject.name] = codecs.over_ideal(subject, tracks)
+        theirs = None
+        if "lmcache" in peers:
+            with console.status("timing LMCache"), peers["lmcache"] as peer:
+                theirs = codecs.against_lmcache(subject, peer)
+            result["lmcache"].append(theirs)
+        out.print(_stage_table(subject.name, done))
+        out.print(_whole_table(subject.name, done, theirs, result["over_ideal"][subject.name]))
+    for note in notes:
+        console.print(f"not measured: {note}", highlight=False)
+    if args.json is not None:
+        write_text(args.json, json.dumps(result, indent=1) + "\n")
+    return 0
+
+
+def _subject(model: str, args: argparse.Namespace) -> Subject:
+    from kvabr.cli.encode import find_profile  # noqa: PLC0415
+    from kvabr.engines.model_loader import open_bed  # noqa: PLC0415
+    from kvabr.lab.bench import codecs  # noqa: PLC0415
+
+    if model == "llama-8b":
+        return codecs.llama(args.work)
+    bed = open_bed(model)
+    return codecs.real(bed, find_profile(bed, args.profile))
+
+
+def _coder_table(rows: Sequence[dict[str, Any]]) -> Table:
+    from kvabr.cli.tables import plain_table  # noqa: PLC0415
+
+    table = plain_table("entropy coder alone, every symbol coded: M symbols/s on one core")
+    table.add_column("path")
+    for name in ("bits", "decode", "encode", "size/ideal"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        cells = (f"{row['bits']:.2f}", f"{row['decode']:.0f}", f"{row['encode']:.0f}", f"{row['over_ideal']:.4f}")
+        table.add_row(row["path"], *cells)
+    return table
+
+
+def _stage_table(name: str, rows: Sequence[dict[str, Any]]) -> Table:
+    """Stages of the tracks that have some."""
+    from kvabr.cli.tables import plain_table  # noqa: PLC0415
+
+    table = plain_table(f"{name}: M elements/s by stage, one core")
+    for column in ("track", "path"):
+        table.add_column(column, no_wrap=True)
+    for column in _STAGES:
+        table.add_column(column, justify="right", no_wrap=True)
+    for row in rows:
+        if set(_STAGES) <= set(row["rates"]):
+            table.add_row(row["track"], row["path"], *(f"{row['rates'][stage]:.0f}" for stage in _STAGES))
+    return table
+
+
+def _whole_table(
+    name: str, rows: Sequence[dict[str, Any]], theirs: dict[str, Any] | None, ideal: dict[str, float]
+) -> Table:
+    """Every track from end to end, LMCache last."""
+    from kvabr.cli.tables import plain_table  # noqa: PLC0415
+
+    table = plain_table(f"{name}: from end to end, M elements/s; times faster than LMCache decodes")
+    for column in ("track", "path"):
+        table.add_column(column, no_wrap=True)
+    for column in ("bits/el", "size/ideal", "encode", "decode", "faster", "all cores", "faster", "scratch"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for row in rows:
+        one, every = row["rates"]["decode"], row["all_cores"]
+        table.add_row(
+            row["track"],
+            row["path"],
+            f"{row['bits']:.3f}",
+            f"{ideal[row['track']]:.4f}" if row["track"] in ideal else "",
+            f"{row['rates']['encode']:.0f}",
+            f"{one:.0f}",
+            "-" if theirs is None else f"{one / theirs['decode']:.0f}x",
+            f"{every:.0f}",
+            "-" if theirs is None else f"{every / theirs['decode_all']:.0f}x",
+            "-" if row["scratch"] is None else f"{row['scratch']:.2f}",
+        )
+    if theirs is not None:
+        rates = [f"{theirs[key]:.1f}" for key in ("encode", "decode", "decode_all")]
+        table.add_row("LMCache", "numba", f"{theirs['bits']:.3f}", "", *rates[:2], "1x", rates[2], "1x", "")
+    return table

@@ -1,0 +1,185 @@
+"""`kvabr bench rd`: rate against quality on the real model, kvabr's tracks and their peers beside each other."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from kvabr.types.errors import UsageError
+
+if TYPE_CHECKING:
+    from kvabr.codec.profile import Profile
+    from kvabr.engines.model_loader import Bed
+    from kvabr.lab.bench.page import Table
+
+_EPILOG = """\
+examples:
+  tools/fetch-texts && tools/setup-peers          texts to measure on, and LMCache's CacheGen as a peer
+  kvabr bench rd --html rd.html --json rd.json
+  kvabr bench rd --domains german chat --retrieval 0
+  kvabr bench rd --tokens 4096 --contexts 1 --group-tokens 128 256 1024
+  tools/gemma-model gemma && kvabr bench rd --model gemma --whole-windows
+  kvabr bench rd --profile one.safetensors two.safetensors --tracks AC-L0 AC-L1 AC-L2 AC-L3
+
+Every text is cut into contexts: a prompt and what follows it. The cache of the prompt goes through every scheme, and
+the model says what its view of the continuation loses against the exact cache (KL, nats a token; change of the
+negative log-likelihood; share of tokens whose most likely successor stays). For retrieval a random six-digit code is
+planted at ten depths of a context and asked for behind its cache; the question is not coded.
+
+Sizes count every byte that a reader needs but the profile's. Means over contexts; 95% intervals by bootstrap. The rate
+at which kvabr is as good as CacheGen is interpolated between the tracks that are measured: the least one from which on
+the KL, the codes' log-probability and the share of whole codes are no worse.
+
+Caches (24 MB for 1,024 tokens of SmolLM2; 3 GB for 120 cases) and results stay in the work folder: a run that was
+interrupted goes on, and only what changed is measured again.
+"""
+
+_CONTEXTS = 3
+_TOKENS = 1024
+_CONTINUATION = 192
+
+
+def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Declare the bench."""
+    parser = commands.add_parser(
+        "rd",
+        help="rate against KL, ΔNLL, agreement and retrieval, with peers and a plot",
+        description="Measure with the real model what every track and its peers cost at which size.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    what = parser.add_argument_group("what to measure on")
+    what.add_argument("--texts", type=Path, metavar="DIR", help="DOMAIN.txt files (default: .texts, else Python's own)")
+    what.add_argument("--domains", nargs="+", metavar="D", help="of those texts (default: python c licence prose)")
+    what.add_argument("--contexts", type=int, default=_CONTEXTS, metavar="N", help="of each domain (default: 3)")
+    what.add_argument("--tokens", type=int, default=_TOKENS, metavar="N", help="of each prompt (default: 1024)")
+    what.add_argument("--continuation", type=int, default=_CONTINUATION, metavar="M", help="after it (default: 192)")
+    what.add_argument(
+        "--retrieval", type=int, metavar="N", help="contexts to plant codes in, ten cases each (default: all; 0: none)"
+    )
+    how = parser.add_argument_group("what to measure")
+    how.add_argument("--model", default="smollm2", metavar="smollm2|DIR", help="as for encode (default: smollm2)")
+    how.add_argument(
+        "--whole-windows", action="store_true",
+        help="take models with sliding windows: every layer keeps every token, and keys are coded as they are",
+    )  # fmt: skip
+    how.add_argument("--tracks", nargs="+", metavar="TRACK", help="kvabr's tracks (default: all)")
+    how.add_argument(
+        "--profile", type=Path, nargs="+", metavar="F", help="each adds points to the curve (default: as for encode)"
+    )
+    how.add_argument(
+        "--group-tokens", type=int, nargs="+", default=[128], metavar="N",
+        help="tokens of a group; more lengths after the first are compared in size (default: 128)",
+    )  # fmt: skip
+    how.add_argument("--peers", type=Path, default=Path(".peers"), metavar="DIR", help="see tools/setup-peers")
+    how.add_argument(
+        "--cachegen", nargs="+", default=["CacheGen"], choices=("CacheGen", "CacheGen-low", "CacheGen-32"),
+        help="levels of CacheGen: LMCache's only one, a coarser and a finer one (default: CacheGen)",
+    )  # fmt: skip
+    out = parser.add_argument_group("output")
+    out.add_argument("--work", type=Path, default=Path(".bench"), metavar="DIR", help="work folder (default: .bench)")
+    out.add_argument("--json", type=Path, metavar="F", help="write everything as JSON")
+    out.add_argument("--html", type=Path, metavar="F", help="write a page with plot and tables")
+    out.add_argument("--svg", type=Path, metavar="F", help="write the plot")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, and show."""
+    from kvabr.cli.progress import StageBar  # noqa: PLC0415
+    from kvabr.engines.model_loader import open_bed  # noqa: PLC0415
+    from kvabr.lab.bench import rd, tables  # noqa: PLC0415 - a command loads what it needs when it runs
+    from kvabr.lab.bench.measure import STAGES, Bench  # noqa: PLC0415
+    from kvabr.lab.bench.page import page  # noqa: PLC0415
+    from kvabr.lab.bench.plot import drawing  # noqa: PLC0415
+    from kvabr.lab.bench.store import Store  # noqa: PLC0415
+    from kvabr.lab.bench.texts import check_unseen, cut, read_texts  # noqa: PLC0415
+    from kvabr.store.files import write_text  # noqa: PLC0415
+
+    _check(args)
+    folder = args.texts or (Path(".texts") if Path(".texts").is_dir() else None)
+    texts = read_texts(folder, args.domains)
+    check_unseen(texts)
+    console = Console(stderr=True)
+    with console.status("loading the model"):
+        bed = open_bed(args.model, whole_windows=args.whole_windows)
+    contexts = cut(bed, texts, args.contexts, args.tokens, args.continuation)
+    plan = rd.Plan(
+        contexts,
+        args.tracks,
+        _profiles(bed, args.profile),
+        args.peers,
+        args.cachegen,
+        args.group_tokens,
+        len(contexts) if args.retrieval is None else args.retrieval,
+    )
+    with StageBar(STAGES, console) as bar:
+        findings, families, notes = rd.run(Bench(bed, Store(args.work, bed.engine.spec), bar), plan)
+    result = {"model": bed.engine.spec.model, "tokens": args.tokens, "continuation": args.continuation}
+    result |= rd.result(findings, families, contexts)
+    title = (
+        f"{bed.engine.spec.model}: {len(contexts)} contexts of {args.tokens} tokens ({', '.join(texts)}), measured on "
+        f"the {args.continuation} that follow; {rd.cases(findings)} planted codes; groups of {args.group_tokens[0]}"
+    )
+    every = {
+        "size and loss": tables.loss_table(result),
+        "planted codes": tables.recall_table(result),
+        "by domain": tables.domain_table(result),
+        "size at CacheGen's quality, by length of groups": tables.group_table(result),
+    }
+    shown = [(name, table) for name, table in every.items() if table is not None]
+    out = Console()
+    out.print(title, highlight=False)
+    for name, table in shown:
+        _print(out, name, table)
+    out.print(tables.sentence(result), highlight=False)
+    for note in notes:
+        console.print(f"not measured: {note}", highlight=False)
+    if args.json is not None:
+        write_text(args.json, json.dumps(result, indent=1) + "\n")
+    if args.svg is not None:
+        write_text(args.svg, drawing(result["schemes"], result["exact"]))
+    if args.html is not None:
+        write_text(args.html, page(title, tables.sentence(result), result["schemes"], result["exact"], shown))
+    return 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    """What can be wrong before the model is loaded."""
+    if args.contexts < 1 or args.tokens < 1 or args.continuation < 2:
+        raise UsageError("--contexts and --tokens must be at least 1, and --continuation at least 2")
+    if args.retrieval is not None and args.retrieval < 0:
+        raise UsageError("--retrieval must be 0 or more")
+    sizes = args.group_tokens
+    if any(not 1 <= size <= 65536 for size in sizes) or len(set(sizes)) < len(sizes):
+        raise UsageError("--group-tokens takes lengths from 1 to 65536, each once")
+
+
+def _profiles(bed: Bed, paths: list[Path] | None) -> dict[str, Profile]:
+    """Profiles by label: none for the only one, the file's name where there are more."""
+    from kvabr.cli.encode import find_profile  # noqa: PLC0415
+
+    found: dict[str, Any] = {}
+    if paths is None or len(paths) == 1:
+        found[""] = find_profile(bed, None if paths is None else paths[0])
+    else:
+        found = {f"@{path.name.removesuffix('.safetensors')}": find_profile(bed, path) for path in paths}
+    if paths is not None and len(found) < len(paths):
+        raise UsageError("two of the profiles have the same file name: rename one, for results are told apart by it")
+    return {label: profile for label, profile in found.items() if profile is not None}
+
+
+def _print(out: Console, title: str, table: Table) -> None:
+    from kvabr.cli.tables import plain_table  # noqa: PLC0415
+
+    names, lines = table
+    shown = plain_table(title)
+    for index, name in enumerate(names):
+        shown.add_column(name, justify="left" if index == 0 else "right", no_wrap=True)
+    for line in lines:
+        shown.add_row(*line)
+    out.print(shown)

@@ -1,0 +1,127 @@
+"""`kvabr calibrate`: make the codec profile of a model."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from kvabr.types.errors import UsageError
+
+if TYPE_CHECKING:
+    from kvabr.codec.fit import FitConfig
+
+_EPILOG = """\
+examples:
+  kvabr calibrate --model smollm2 --out smollm2.profile.safetensors
+  kvabr calibrate --model ./my-llama --text manual.txt code.py letters.txt --out my-llama.safetensors
+
+The AC tracks code a cache against statistics of the model: channel means, the transform that decorrelates channels and
+layers, quantiser steps, probability tables. They are calibrated once per model on texts as diverse as its prompts will
+be, and fetched once by every player. More layers in a stack and more components of each make smaller caches and a
+larger profile; --step-scale makes all tracks smaller and coarser, or larger and finer.
+
+The model runs over every context once forwards, and backwards through the last quarter of it, to see in which channels
+it minds errors. That takes minutes for a small model, and room for all caches twice among the temporary files (TMPDIR).
+A profile serves the very model that it was made of, and no other.
+"""
+
+
+def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Declare the command."""
+    parser = commands.add_parser(
+        "calibrate",
+        help="make the codec profile of a model",
+        description="Run a model over texts and write the statistics that its AC tracks are coded with.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--model", default="smollm2", metavar="smollm2|DIR", help="the model, as for encode (default: smollm2)"
+    )
+    parser.add_argument(
+        "--text",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help="texts, the more diverse the better (default: half of Python's manual, and made-up records)",
+    )
+    parser.add_argument("--out", type=Path, required=True, metavar="F.safetensors", help="the profile to write")
+    parser.add_argument("--contexts", type=int, metavar="N", help="contexts to cut out of the texts (default: 24)")
+    parser.add_argument(
+        "--context-tokens", type=int, metavar="N", help="tokens of each (default: 1024, or all that the model sees)"
+    )
+    parser.add_argument(
+        "--stack-layers", type=int, metavar="N", help="layers that are transformed together, at most (default: 15)"
+    )
+    parser.add_argument(
+        "--kept",
+        type=int,
+        nargs=2,
+        metavar=("K", "V"),
+        help="components that take part in that, of each layer's keys and of its values, or, where a layer has more "
+        "than 512 channels of either, of every 512; 0 0 leaves only the transform within a layer (default: 76 76)",
+    )
+    parser.add_argument(
+        "--sinks", type=int, metavar="N", help="first tokens of a prompt that are kept aside, 64 at most (default: 1)"
+    )
+    parser.add_argument("--step-scale", type=float, default=1.0, metavar="X", help="lengthen every step (default: 1)")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Calibrate, and write the profile."""
+    from kvabr.cli.progress import StageBar  # noqa: PLC0415 - a command loads what it needs when it runs
+    from kvabr.engines.model_loader import open_bed  # noqa: PLC0415
+    from kvabr.publish.calibrate import CONTEXTS, STAGES, calibrate  # noqa: PLC0415
+    from kvabr.publish.texts import calibration_texts  # noqa: PLC0415
+    from kvabr.store.files import read_text, write_file  # noqa: PLC0415
+
+    # What can be wrong is found before minutes of work.
+    config = _config(args)
+    if args.out.is_dir() or not args.out.parent.is_dir():
+        raise UsageError(f"--out {args.out}: give a file, in a folder that is there")
+    texts = calibration_texts() if args.text is None else {str(path): read_text(path) for path in args.text}
+    console = Console(stderr=True)
+    start = time.perf_counter()
+    with console.status("loading the model"):
+        bed = open_bed(args.model)
+    with StageBar({stage: f"{stage} (contexts)" for stage in STAGES}, console) as bar:
+        profile = calibrate(
+            bed,
+            texts,
+            contexts=CONTEXTS if args.contexts is None else args.contexts,
+            tokens=args.context_tokens,
+            config=config,
+            progress=bar,
+        )
+    data = profile.to_bytes()
+    write_file(args.out, data)
+    seconds = time.perf_counter() - start
+    print(f"profile of {profile.spec.model}: {args.out}, {len(data):,} bytes ({seconds:.0f} s)")
+    print(f"SHA-256 {profile.digest}")
+    if profile.spec.rope is None:
+        print(
+            "no rotary embedding that can be undone was found (one that depends on the prompt's length cannot): "
+            "keys are coded as they are"
+        )
+    return 0
+
+
+def _config(args: argparse.Namespace) -> FitConfig:
+    from kvabr.codec.fit import FitConfig  # noqa: PLC0415 - needs torch
+
+    if not 0.01 <= args.step_scale <= 100:
+        raise UsageError("--step-scale must be from 0.01 to 100")
+    if args.stack_layers is not None and args.stack_layers < 1:
+        raise UsageError("--stack-layers must be positive")
+    if min(args.kept or (0,)) < 0:
+        raise UsageError("--kept cannot be negative")
+    options = {"stack_layers": args.stack_layers, "kept": args.kept and tuple(args.kept), "sinks": args.sinks}
+    return replace(FitConfig(), **{name: value for name, value in options.items() if value is not None}).scaled(
+        args.step_scale
+    )

@@ -1,0 +1,161 @@
+"""`kvabr encode`: run a real model over a text, and publish its KV cache into a folder."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from kvabr.cli.salt import add_option, read_salt
+from kvabr.types.errors import UsageError
+
+if TYPE_CHECKING:
+    from kvabr.codec.profile import Profile
+    from kvabr.engines.model_loader import Bed
+
+_EPILOG = """\
+examples:
+  kvabr encode --text README.md --tokens 1024 --out my.asset
+  kvabr encode --text book.txt --tokens 4096 --tracks Int8 Int4 AC-5x --out my.asset --force
+  kvabr encode --text book.txt --tokens 2048 --model ./my-llama --profile my-llama.safetensors --out my.asset
+
+The AC tracks need a profile of the model (`kvabr calibrate`). Without one, their tables are estimated from the asset
+itself and published with it: that works for any model, but takes two to three times the bytes.
+
+The first --tokens tokens of the text are the prompt, whose cache is published. The --continuation tokens after it are
+what really followed: the loss of every track is measured on them by the model, which takes most of the time.
+
+Who can guess a prompt can compute its name, and so ask an origin whether it is there. With --salt-file only those who
+have the salt can; they give the same file to `kvabr fetch`. The salt is not stored in the asset: keep it.
+"""
+
+STAGES = {
+    "prefill": "prefill (tokens)",
+    "encode": "encode (groups x tracks)",
+    "time": "time decoding and prefill",
+    "measure": "measure loss (model passes)",
+    "mix": "measure mixed caches",
+}
+
+
+def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Declare the command."""
+    parser = commands.add_parser(
+        "encode",
+        help="publish the KV cache of a text",
+        description="Run a model over a text, encode its KV cache on every track, measure with the model what each "
+        "track costs, and write it all into a folder: an asset.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--text", type=Path, required=True, metavar="FILE", help="text to take the prompt from (UTF-8)")
+    parser.add_argument("--tokens", type=int, required=True, metavar="N", help="tokens of the prompt")
+    parser.add_argument("--out", type=Path, required=True, metavar="ASSET", help="folder to make")
+    parser.add_argument(
+        "--model",
+        default="smollm2",
+        metavar="smollm2|DIR",
+        help="the model: SmolLM2-135M from its package, or a folder with a transformers model (default: smollm2)",
+    )
+    parser.add_argument(
+        "--continuation", type=int, default=128, metavar="M", help="tokens to measure losses on (default: 128)"
+    )
+    parser.add_argument("--tracks", nargs="+", metavar="TRACK", help="tracks to make (default: all but FP4)")
+    parser.add_argument(
+        "--profile",
+        type=Path,
+        metavar="FILE",
+        help="codec profile of the model (default: for smollm2 one comes along, else one is estimated from the asset)",
+    )
+    add_option(parser)
+    parser.add_argument("--force", action="store_true", help="replace the asset that is there")
+    parser.add_argument("--json", type=Path, metavar="F", help="write what was measured, as JSON")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Encode, and show the tracks."""
+    from kvabr.cli.progress import StageBar  # noqa: PLC0415 - a command loads what it needs when it runs
+    from kvabr.cli.tables import mix_rows, mix_table, track_rows, track_table  # noqa: PLC0415
+    from kvabr.engines.model_loader import open_bed  # noqa: PLC0415
+    from kvabr.publish.encoder import Keeper, cut_prompt, publish  # noqa: PLC0415
+    from kvabr.publish.frames import ordered_tracks  # noqa: PLC0415
+    from kvabr.store.asset_writer import AssetWriter  # noqa: PLC0415
+    from kvabr.store.files import read_text, write_text  # noqa: PLC0415
+
+    # All that can be wrong without the model is found before it is loaded.
+    text = read_text(args.text)
+    tracks = ordered_tracks(args.tracks)
+    salt = read_salt(args.salt_file)
+    writer = AssetWriter(args.out, force=args.force)
+    if args.tokens < 1 or args.continuation < 2:
+        raise UsageError("--tokens must be at least 1 and --continuation at least 2")
+    console = Console(stderr=True)
+    start = time.perf_counter()
+    with console.status("loading the model"):
+        bed = open_bed(args.model)
+    prompt = cut_prompt(bed, text, args.tokens, args.continuation)
+    profile = find_profile(bed, args.profile)
+    unusual: list[str] = []
+    with writer, StageBar(STAGES, console) as bar:
+        catalog = publish(
+            bed.engine,
+            prompt,
+            tracks,
+            profile,
+            Keeper(writer.frame, writer.read_frame, writer.profile),
+            source=f"{args.text.name}, its first {args.tokens} tokens",
+            salt=salt,
+            progress=bar,
+            tell=unusual.append,
+        )
+        writer.prompt(prompt.sealed(catalog.namespace.prompt) if salt else prompt)
+        writer.commit(catalog)
+    seconds = time.perf_counter() - start
+    if args.json is not None:
+        result = {
+            "schema": "kvabr.encode/1",
+            "asset": str(args.out),
+            "model": catalog.spec.model,
+            "tokens": catalog.tokens,
+            "seconds": round(seconds, 3),
+            "tracks": track_rows(catalog),
+            "mixes": mix_rows(catalog),
+        }
+        write_text(args.json, json.dumps(result, indent=1) + "\n")
+    out = Console()
+    out.print(track_table(catalog, f"{catalog.spec.model}: {catalog.tokens} tokens in {catalog.groups} groups"))
+    out.print(mix_table(catalog))
+    for line in unusual:
+        out.print(line, highlight=False)
+    out.print(f"asset: {args.out} ({seconds:.0f} s)", soft_wrap=True, highlight=False)
+    return 0
+
+
+def find_profile(bed: Bed, path: Path | None) -> Profile | None:
+    """The profile that the user names, or the one that comes along, or None.
+
+    Raises:
+        AssetError, FormatError: the file cannot be read, or is no profile.
+        ForeignError: it is of another model.
+    """
+    from kvabr.codec.profile import MAX_PROFILE_BYTES, Profile  # noqa: PLC0415 - needs torch
+    from kvabr.data import default_profile_bytes  # noqa: PLC0415
+    from kvabr.engines import smollm2  # noqa: PLC0415
+    from kvabr.types.errors import AssetError, FormatError  # noqa: PLC0415
+
+    if path is None:
+        return Profile.from_bytes(default_profile_bytes()) if bed.engine.spec.model == smollm2.NAME else None
+    try:
+        with path.open("rb") as file:
+            profile = Profile.from_bytes(file.read(MAX_PROFILE_BYTES + 1))
+        profile.check(bed.engine.spec)
+    except OSError as error:
+        raise AssetError(f"{path}: cannot be read ({error.strerror}); `kvabr calibrate` makes a profile") from error
+    except FormatError as error:
+        raise type(error)(f"{path}: {error}") from error
+    return profile

@@ -1,0 +1,381 @@
+"""`kvabr fetch`: play a cache from an origin, watch how it goes, and write it to a file."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvabr.abr.policies import DEFAULT
+from kvabr.cli import network, salt
+from kvabr.player.config import GPU_PRICE
+from kvabr.types.errors import FormatError, KvabrError, PlayError, UsageError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from kvabr.client.result import Played
+    from kvabr.client.upgrades import Late
+    from kvabr.engines.model_loader import Bed
+    from kvabr.quic.interface import Connection
+    from kvabr.telemetry import Telemetry
+    from kvabr.types.naming import TrackNamespace
+
+_EPILOG = """\
+examples:
+  kvabr fetch 'moqt://origin.example/#kvcache:MODEL/DIGEST' --deadline 2 --out cache.safetensors
+  kvabr fetch moqt://localhost:4443/ --fingerprint HEX --asset MODEL/DIGEST --out cache.safetensors
+  kvabr fetch moqt://origin.example/ --text README.md --recompute smollm2 --out cache.safetensors
+
+Say which cache by its name (`kvabr inspect` shows it), or by the prompt: --tokens or --text, with --model. Then the
+longest prefix that the origin has is played, and with --recompute the engine computes what would come too
+late, and more where its time is worth it (--gpu-price).
+The deadline begins to count when the connection stands.
+"""
+
+_HOW = (
+    "say which cache: moqt://HOST/#kvcache:MODEL/DIGEST, or --asset MODEL/DIGEST (`kvabr inspect ASSET` shows both "
+    "parts), or the prompt itself: --text FILE --model smollm2"
+)
+_MAX_TOKENS_BYTES = 64 << 20
+
+
+def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Declare the command."""
+    parser = commands.add_parser(
+        "fetch",
+        help="play a cache from an origin",
+        description="Play a KV cache from an origin or a relay before a deadline, show how it goes, and write it as "
+        "safetensors.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("url", metavar="URL", help="moqt://HOST[:PORT]/[#kvcache:MODEL/DIGEST]")
+    which = parser.add_argument_group("which cache")
+    which.add_argument("--asset", metavar="MODEL/DIGEST", help="the cache's name")
+    prompt = which.add_mutually_exclusive_group()
+    prompt.add_argument("--tokens", type=Path, metavar="F.json", help="token ids of the prompt, or a prompt.json")
+    prompt.add_argument("--text", type=Path, metavar="F", help="the prompt as text")
+    which.add_argument("--model", metavar="smollm2|DIR", help="whose tokens they are (default: that of --recompute)")
+    salt.add_option(parser)
+    how = parser.add_argument_group("how to play")
+    how.add_argument("--deadline", type=float, default=4.0, metavar="S", help="TTFT deadline, seconds (default: 4)")
+    how.add_argument("--policy", default=DEFAULT, metavar="NAME|FILE.py:CLASS", help=f"ABR policy (default: {DEFAULT})")
+    how.add_argument("--estimator", metavar="NAME", help="bandwidth estimator (default: the policy's own)")
+    how.add_argument("--recompute", metavar="smollm2|DIR", help="an engine: computes what would be late, and what pays")
+    how.add_argument(
+        "--gpu-price",
+        type=float,
+        default=GPU_PRICE,
+        metavar="NATS",
+        help="what a second of its time is worth, nats per token (default: %(default)g; inf: only what would be late)",
+    )
+    how.add_argument(
+        "--after",
+        type=_after,
+        metavar="S|done",
+        help="after the deadline go on with upgrades for so many seconds, or until there are none, and write the cache "
+        "again",
+    )
+    how.add_argument(
+        "--profiles", type=Path, metavar="DIR", help="where codec profiles are kept (default: the user's cache)"
+    )
+    how.add_argument(
+        "--priors", type=Path, metavar="F", help="where the speed of peers is kept (default: the user's cache)"
+    )
+    network.add_options(parser)
+    out = parser.add_argument_group("what comes out")
+    out.add_argument("--out", type=Path, metavar="F.safetensors", help="write the cache")
+    out.add_argument("--json", type=Path, metavar="F", help="write what happened, as JSON")
+    out.add_argument("--log", type=Path, metavar="F.jsonl", help="write every decision and event")
+    out.add_argument(
+        "--telemetry", type=Path, metavar="F.jsonl", help="append the play's events, with CMCD names where one fits"
+    )
+    out.add_argument("--metrics", type=Path, metavar="F.prom", help="write what Prometheus would count of the play")
+    parser.set_defaults(run=run)
+
+
+def _after(text: str) -> float:
+    seconds = math.inf if text == "done" else float(text)
+    if not seconds > 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of seconds, nor 'done'")
+    return seconds
+
+
+def run(args: argparse.Namespace) -> int:
+    """Play, write, and say how it went."""
+    from rich.console import Console  # noqa: PLC0415 - a command loads what it needs when it runs
+
+    from kvabr.quic.connect import asset_of, parse_namespace  # noqa: PLC0415
+
+    # All that can be wrong without the network is found before it is asked.
+    if not 0 < args.deadline < math.inf:
+        raise UsageError(f"--deadline {args.deadline:g}: must be a positive number of seconds")
+    connecting = network.connecting(args.url, args)
+    namespace = asset_of(args.url)
+    if args.asset is not None:
+        if namespace is not None:
+            raise UsageError("the cache is named twice: by --asset and in the URL")
+        namespace = parse_namespace(args.asset)
+    if namespace is None and args.tokens is None and args.text is None:
+        raise UsageError(_HOW)
+    if args.recompute is not None and args.tokens is None and args.text is None:
+        raise UsageError("--recompute needs the prompt: --tokens or --text")
+    _check_places(args)
+    console = Console(stderr=True)
+    bed, tokens = _prompt(args, namespace, console)
+    lines: list[dict[str, Any]] = []
+    with _telemetry(args) as telemetry:
+        try:
+            result = asyncio.run(_fetch(args, connecting, namespace, bed, tokens, lines, telemetry, console))
+        finally:
+            if args.log is not None:
+                _write(args.log, "".join(json.dumps(line) + "\n" for line in lines))
+    if args.json is not None:
+        from kvabr.store.files import write_text  # noqa: PLC0415
+
+        write_text(args.json, json.dumps(result, indent=1) + "\n")
+    return 0
+
+
+def _check_places(args: argparse.Namespace) -> None:
+    """Make sure that what comes out can be written where it is to go."""
+    for path in (args.out, args.json, args.log, args.telemetry, args.metrics):
+        if path is not None and (not path.parent.is_dir() or not os.access(path.parent, os.W_OK) or path.is_dir()):
+            raise UsageError(f"{path}: cannot be written there")
+    if args.out is not None and args.out.exists() and not args.out.is_file():
+        raise UsageError(f"--out {args.out}: is no ordinary file, and is left alone; name another")
+
+
+def _prompt(
+    args: argparse.Namespace, namespace: TrackNamespace | None, console: Console
+) -> tuple[Bed | None, tuple[int, ...]]:
+    """The model, if one is needed, and the prompt's tokens, if there are any."""
+    wanted = args.recompute or args.model
+    if args.recompute is not None and args.model not in (None, args.recompute):
+        raise UsageError("--model and --recompute name two models; one engine cannot compute the other's cache")
+    tokens = () if args.tokens is None else _read_tokens(args.tokens)
+    if wanted is None:
+        if args.text is not None or namespace is None:
+            raise UsageError("--text and --tokens need --model: whose tokens are they?")
+        return None, tokens
+    from kvabr.engines.model_loader import open_bed  # noqa: PLC0415
+    from kvabr.store.files import read_text  # noqa: PLC0415
+
+    text = None if args.text is None else read_text(args.text)
+    with console.status("loading the model"):
+        bed = open_bed(wanted)
+    if text is not None:
+        tokens = tuple(bed.encode(text))
+        if not tokens:
+            raise UsageError(f"{args.text}: is empty")
+    return bed, tokens
+
+
+async def _fetch(
+    args: argparse.Namespace,
+    connecting: Any,
+    namespace: TrackNamespace | None,
+    bed: Bed | None,
+    tokens: tuple[int, ...],
+    lines: list[dict[str, Any]],
+    telemetry: Telemetry | None,
+    console: Console,
+) -> dict[str, Any]:
+    from kvabr.cli.overlay import Overlay  # noqa: PLC0415
+    from kvabr.client.play import play, play_asset  # noqa: PLC0415
+    from kvabr.client.save import save  # noqa: PLC0415
+
+    engine = bed.engine if bed is not None and args.recompute is not None else None
+    options: dict[str, Any] = {
+        "deadline": args.deadline,
+        "policy": args.policy,
+        "estimator": args.estimator,
+        "recompute": engine,
+        "gpu_price": args.gpu_price,
+        "salt": salt.read_salt(args.salt_file),
+        "profiles": args.profiles or _user_cache() / "profiles",
+        "priors": args.priors or _user_cache() / "priors.json",
+        "log": lines.append if args.log is not None else None,
+        "telemetry": telemetry,
+        "after": args.after,
+    }
+    start = time.monotonic()
+    async with connecting as origin:
+        connect_s = time.monotonic() - start
+        title = f"{args.url.partition('#')[0]} by {origin.backend}, {origin.protocol}"
+        with Overlay(title, console=console) as overlay:
+            if namespace is not None:
+                played = await play_asset(origin, namespace, tokens=tokens, watch=overlay.show, **options)
+            else:
+                spec = None if bed is None else bed.engine.spec
+                played = await play(origin, tokens, spec=spec, watch=overlay.show, **options)
+        result = _result(args, origin, played, connect_s)
+        if args.out is not None:
+            if not played.tokens:
+                raise PlayError(f"the origin has nothing of this prompt, so {args.out} was not written")
+            save(played, args.out)
+        _say(args, played, len(tokens))
+        if played.late is not None:
+            result["after"] = await _go_on(args, played, played.late, console)
+    return result
+
+
+async def _go_on(args: argparse.Namespace, played: Played, late: Late, console: Console) -> dict[str, Any]:
+    """Wait for the upgrades, and write the better cache."""
+    from rich.console import Console  # noqa: PLC0415
+
+    from kvabr.client.save import save  # noqa: PLC0415
+    from kvabr.client.upgrades import StepGate  # noqa: PLC0415
+
+    start = time.monotonic()
+    late.into(StepGate())  # nobody reads the cache here, but while it is written to the file
+    try:
+        with console.status("upgrades"):
+            record = await late.wait()
+    finally:
+        late.cancel()
+    took_s = time.monotonic() - start
+    upgraded = sum(kind == "fetch" for kind, *_ in record.steps)
+    if upgraded and args.out is not None:
+        save(replace(played, coverage=late.coverage, loss=late.loss), args.out)
+    came = f"{upgraded} upgrades, {record.bytes_fetched:,} bytes"
+    line = f"after {took_s:.2f} s more: {came}, expected loss {late.loss:.2g}"
+    Console().print(line, soft_wrap=True, highlight=False, markup=False)
+    return {
+        "seconds": took_s,
+        "upgrades": upgraded,
+        "loss": late.loss,
+        "bytes_fetched": record.bytes_fetched,
+        "bytes_wasted": record.bytes_wasted,
+        "tracks": list(late.coverage),
+    }
+
+
+def _say(args: argparse.Namespace, played: Played, tokens: int) -> None:
+    from rich.console import Console  # noqa: PLC0415
+
+    out = Console()
+    record = played.record
+    groups = len(played.coverage)
+    shares = {track: played.coverage.count(track) for track in dict.fromkeys(played.coverage)}
+    lines = []
+    if not played.tokens:
+        lines.append(f"nothing of this prompt is cached there ({played.lookup_s:.2f} s)")
+    else:
+        of = f" of {tokens}" if tokens else ""
+        verdict = "in time" if played.met else f"late, the deadline was {args.deadline:g} s"
+        lines += [
+            f"{played.tokens}{of} tokens in place after {played.ttft_s:.2f} s: {verdict}",
+            f"{groups} groups: " + ", ".join(f"{count} on {track}" for track, count in shares.items()),
+            f"expected loss {played.loss:.2g} nats per token",
+            f"{record.bytes_fetched:,} bytes fetched, {record.bytes_wasted:,} of them replaced or lost",
+        ]
+    for who, text in (("cpu", "this machine's processor"), ("publisher", "the publisher")):
+        if held := record.bytes_held_up.get(who):
+            lines.append(f"{text} was the limit for {held:,} bytes, not the network")
+    if args.out is not None:
+        lines.append(f"written: {args.out}")
+    for line in lines:
+        out.print(line, soft_wrap=True, highlight=False, markup=False)
+
+
+def _result(args: argparse.Namespace, origin: Connection, played: Played, connect_s: float) -> dict[str, Any]:
+    record, stats, catalog = played.record, origin.stats(), played.catalog
+    return {
+        "schema": "kvabr.fetch/1",
+        "url": args.url.partition("#")[0],
+        "asset": None if catalog is None else f"{catalog.namespace.model}/{catalog.namespace.prompt}",
+        "catalog_sha256": played.catalog_sha256,
+        "backend": origin.backend,
+        "protocol": origin.protocol,
+        "policy": args.policy,
+        "deadline_s": args.deadline,
+        "connect_s": connect_s,
+        "lookup_s": played.lookup_s,
+        "ttft_s": played.ttft_s,
+        "met": played.met,
+        "loss": played.loss,
+        "tokens": played.tokens,
+        "tokens_recomputed": record.tokens_recomputed,
+        "recompute_s": record.recompute_s,
+        "bytes_fetched": record.bytes_fetched,
+        "bytes_wasted": record.bytes_wasted,
+        "bytes_held_up": record.bytes_held_up,
+        "rtt_s": stats.rtt_s,
+        "groups": [
+            {
+                "group": group.group,
+                "track": track,
+                "bytes": group.bytes,
+                "requested_s": group.requested_s,
+                "first_byte_s": group.first_byte_s,
+                "done_s": group.done_s,
+                "ready_s": group.ready_s,
+                "source": group.source,
+            }
+            for group, track in zip(record.groups, played.coverage, strict=True)
+        ],
+    }
+
+
+def _read_tokens(path: Path) -> tuple[int, ...]:
+    """Token ids: a JSON list, or a prompt.json as an asset has it."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(_MAX_TOKENS_BYTES + 1)
+        value = json.loads(data)
+    except OSError as error:
+        raise UsageError(f"--tokens {path}: cannot be read ({error.strerror})") from error
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"--tokens {path}: not JSON ({error})") from error
+    if isinstance(value, dict):
+        value = value.get("tokens")
+    if not isinstance(value, list) or not value or not all(type(i) is int and 0 <= i < 1 << 32 for i in value):
+        raise FormatError(f"--tokens {path}: must be a list of token ids, or an object with such a list as `tokens`")
+    return tuple(value)
+
+
+@contextmanager
+def _telemetry(args: argparse.Namespace) -> Iterator[Telemetry | None]:
+    """What hears of the play, if anything is to; what was heard is written at the end, however the play ended."""
+    if args.telemetry is None and args.metrics is None:
+        yield None
+        return
+    from kvabr.telemetry import JsonLines, PlayerMetrics, Telemetry  # noqa: PLC0415
+
+    metrics = PlayerMetrics()
+    listeners = [metrics] if args.telemetry is None else [metrics, JsonLines(args.telemetry)]
+    telemetry = Telemetry(*listeners)
+    try:
+        yield telemetry
+    finally:
+        telemetry.close()
+        for name, counts in telemetry.counts.items():
+            if counts.dropped or counts.errors:
+                print(f"kvabr: {name}: {counts.dropped} events dropped, {counts.errors} not taken", file=sys.stderr)
+        if args.metrics is not None:
+            _write(args.metrics, metrics.expose())
+
+
+def _write(path: Path, text: str) -> None:
+    from kvabr.store.files import write_text  # noqa: PLC0415
+
+    try:
+        write_text(path, text)
+    except KvabrError as error:
+        print(f"kvabr: {error}", file=sys.stderr)  # not raised: it would hide how the play ended
+
+
+def _user_cache() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "kvabr"

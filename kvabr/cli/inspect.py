@@ -1,0 +1,162 @@
+"""`kvabr inspect`: show what an asset offers, and check that it is whole."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from kvabr.cli import network
+from kvabr.types.catalog import Catalog
+from kvabr.types.errors import FormatError, KvabrError, TransportError, UsageError
+
+if TYPE_CHECKING:
+    from kvabr.store.asset import Asset
+
+_EPILOG = """\
+examples:
+  kvabr inspect my.asset
+  kvabr inspect my.asset --check            read every group, and compare it with the catalog
+  kvabr inspect my.asset/catalog.json --groups --json tracks.json
+  kvabr inspect 'moqt://origin.example/#kvcache:MODEL/DIGEST'
+
+loss is the expected KL divergence against the exact cache, nats per generated token; KL, ΔNLL and top-1 are what the
+real model measured with the whole cache on that track; ms/group: decoding, one thread of the publisher's machine.
+"""
+
+
+def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Declare the command."""
+    parser = commands.add_parser(
+        "inspect",
+        help="show the tracks of an asset",
+        description="Show what an asset offers: its tracks with size, ratio and measured loss, and how well the "
+        "losses of mixed caches are predicted.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "asset", metavar="ASSET|catalog.json|URL", help="an asset's folder, a catalog, or an asset at an origin"
+    )
+    parser.add_argument("--groups", action="store_true", help="also show every group")
+    parser.add_argument("--check", action="store_true", help="read all there is; exit 1 if anything is bad")
+    parser.add_argument("--json", type=Path, metavar="F", help="write the tables as JSON")
+    network.add_options(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Show, and check."""
+    from kvabr.cli.tables import group_tables, mix_rows, mix_table, track_rows, track_table  # noqa: PLC0415
+    from kvabr.store.files import write_text  # noqa: PLC0415
+
+    catalog, asset = _open(args)
+    out = Console()
+    _head(catalog, out)
+    out.print(track_table(catalog))
+    if args.groups:
+        out.print(*group_tables(catalog))
+    if catalog.mixes:
+        out.print(mix_table(catalog))
+    bad = _check(asset, out) if args.check and asset is not None else None
+    if args.json is not None:
+        result: dict[str, Any] = {
+            "schema": "kvabr.inspect/1",
+            "model": catalog.spec.model,
+            "source": catalog.source,
+            "tokens": catalog.tokens,
+            "groups": catalog.groups,
+            "fp16_bytes": catalog.fp16_bytes,
+            "profile_bytes": catalog.profile_bytes,
+            "prefill": None if catalog.prefill is None else catalog.prefill.to_json(),
+            "loss_method": catalog.loss_method,
+            "tracks": track_rows(catalog),
+            "mixes": mix_rows(catalog),
+        }
+        if args.groups:
+            for row, track in zip(result["tracks"], catalog.tracks, strict=True):
+                row["group_bytes"], row["group_loss"] = list(track.bytes), list(track.loss)
+        if bad is not None:
+            result["bad"] = bad
+        write_text(args.json, json.dumps(result, indent=1) + "\n")
+    if bad:
+        raise FormatError(f"{args.asset}: {len(bad)} parts are missing or damaged; encode it again, or copy it again")
+    return 0
+
+
+def _open(args: argparse.Namespace) -> tuple[Catalog, Asset | None]:
+    from kvabr.store.asset import Asset  # noqa: PLC0415
+
+    path, remote = Path(args.asset), network.is_url(args.asset)
+    if not remote and (path.is_dir() or not path.exists()):
+        asset = Asset.open(path)
+        return asset.catalog, asset
+    if args.check:
+        raise UsageError("--check needs an asset's folder: a catalog alone has no groups to read")
+    return _fetch_catalog(args) if remote else Catalog.read(path), None
+
+
+def _fetch_catalog(args: argparse.Namespace) -> Catalog:
+    import asyncio  # noqa: PLC0415 - only for origins
+
+    from kvabr.client.lookup import fetch_catalog  # noqa: PLC0415
+    from kvabr.quic.connect import asset_of  # noqa: PLC0415
+
+    connecting, namespace = network.connecting(args.asset, args), asset_of(args.asset)
+    if namespace is None:
+        raise UsageError(f"{args.asset}: name an asset at that origin: #kvcache:MODEL/DIGEST at the end of the URL")
+
+    async def fetch() -> Catalog:
+        async with connecting as origin, asyncio.timeout(args.timeout):
+            return (await fetch_catalog(origin, namespace)).catalog
+
+    try:
+        return asyncio.run(fetch())
+    except TimeoutError as error:
+        raise TransportError(f"{args.asset}: the catalog did not come within {args.timeout:g} s") from error
+
+
+def _head(catalog: Catalog, out: Console) -> None:
+    spec = catalog.spec
+    lines = [
+        f"{spec.model}: {spec.layers} layers, {spec.kv_heads} KV heads of {spec.head_dim}, {spec.dtype}",
+        f"{catalog.tokens:,} tokens in {catalog.groups} groups of {spec.group_tokens}",
+        f"{catalog.fp16_bytes:,} bytes as FP16; profile {catalog.profile_bytes:,} bytes",
+    ]
+    if catalog.source:
+        lines.append(f"made from: {catalog.source}")
+    lines.append(f"prompt digest: {catalog.namespace.prompt}")
+    lines.append(f"name for kvabr fetch: #kvcache:{catalog.namespace.model}/{catalog.namespace.prompt}")
+    if catalog.prefill is not None:
+        seconds = catalog.prefill.seconds(0, catalog.tokens)
+        lines.append(f"prefill on the publisher's machine: {seconds:.1f} s ({catalog.tokens / seconds:.0f} tokens/s)")
+    lines.append(f"loss: {catalog.loss_method}")
+    for line in lines:
+        out.print(line, soft_wrap=True, highlight=False, markup=False)
+
+
+def _check(asset: Asset, out: Console) -> list[str]:
+    """Read everything; return what is wrong, one line a part."""
+    bad: list[str] = []
+    parts: list[Any] = [asset.profile, asset.prompt]
+    good = 0
+    for part in parts:
+        try:
+            part()
+            good += 1
+        except KvabrError as error:
+            bad.append(str(error))
+    for track in asset.catalog.tracks:
+        for group in range(asset.catalog.groups):
+            try:
+                asset.frame(group, track.name)
+                good += 1
+            except KvabrError as error:
+                bad.append(str(error))
+    for line in bad:
+        out.print(f"bad: {line}", soft_wrap=True, highlight=False, markup=False)
+    out.print(f"checked {good + len(bad)} parts: {len(bad)} bad", highlight=False)
+    return bad

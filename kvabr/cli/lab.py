@@ -1,0 +1,200 @@
+"""`kvabr lab`: play a whole matrix, and say which policy is better, by how much, and why."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from kvabr.types.errors import UsageError
+
+_EPILOG = """\
+examples:
+  kvabr lab traces --policy all --load .03 .1 .3 --rtt 10 50 200 --starts 4 --out results
+  kvabr lab traces --policy anytime ./mine.py:Mine --out results       plays only what results lacks
+  kvabr lab matrix.toml --out results
+  kvabr report results                                                 one page that shows it all
+
+A matrix as a file (options on the command line come before what it says; paths count from its folder):
+
+  traces   = ["traces"]                    # files or folders; a folder's name is the family
+  exclude  = ["grid"]                      # families to leave out
+  policies = ["cheapfirst", "mpc", "./mine.py:Mine:caution=0.5"]
+  deadlines = [1.0, 2.0]                   # seconds
+  loads    = [0.03, 0.1, 0.3]              # the trace's mean carries this much of FP16; "own": not scaled
+  rtts     = [10, 50, 200]                 # ms; "own": the trace's
+  engines  = ["none", "2x", "2x:suffix"]   # 2x: the whole prompt takes two deadlines; 1500/s; asset
+                                           # 2x@0.05: a second of its time is worth .05 nats per token
+  assets   = ["smollm2-8k", "my.asset"]
+  starts   = 4                             # or per_family = 100: so many plays of each family in each cell
+  [families]                               # instead of traces, to give families names of your own
+  lte      = ["recorded/a.csv", "recorded/b"]
+
+What was played is kept in the folder, by digests of trace, catalog, policy, options and code: a second run plays only
+what is new, and after Ctrl-C the next run goes on where this one stopped. A policy from a file is played again when it
+changes, or when a module beside it that it imports does.
+
+Regret is compared play by play. Intervals are bootstraps over whole traces (95 %). Two policies cannot be told apart if
+chance alone, which of them did better on each trace, makes as large a difference somewhere in the table once in twenty
+times; policies that share a place cannot be told from its first. It takes six traces at least to tell anything. `net
+only` is regret against a clairvoyant without an engine. Regret splits into: too high (asked for more than came), too
+low (asked for less than the link would have carried), order (the bytes in place could have bought more), idle (round
+trips), wasted, decode, compute (the engine should have done more). Plays that not even the clairvoyant could have made
+are in none of these numbers; they have a table of their own.
+
+A policy that spends 20 seconds of CPU on one play is taken to be in a loop: the run ends, and says where.
+"""
+
+
+def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Declare the command."""
+    parser = commands.add_parser(
+        "lab",
+        help="play a matrix of policies, traces and conditions, and compare",
+        description="Play every combination of traces, deadlines, loads, round trips, engines, assets and policies; "
+        "compare the policies over the same plays.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_axes(parser)
+    parser.add_argument(
+        "--policy",
+        nargs="+",
+        metavar="NAME|FILE.py:CLASS",
+        help="policies, or `all`; after the traces (default: the default policy)",
+    )
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder that keeps what was played")
+    parser.add_argument("--html", type=Path, metavar="F", help="write the page of `kvabr report`, too")
+    parser.set_defaults(run=run)
+
+
+def add_axes(parser: argparse.ArgumentParser) -> None:
+    """Declare the options that name a matrix; `axes_of` reads them."""
+    parser.add_argument(
+        "source", nargs="+", type=Path, metavar="MATRIX.toml|TRACE", help="a matrix, or trace files and folders"
+    )
+    axes = parser.add_argument_group("the matrix: every combination of")
+    axes.add_argument("--deadline", nargs="+", type=float, metavar="S", help="TTFT deadlines (default: 2)")
+    axes.add_argument("--load", nargs="+", metavar="X", help="the mean carries X of FP16, or own (default: 0.1)")
+    axes.add_argument("--rtt", nargs="+", metavar="MS", help="round trips, or own (default: own, else 40)")
+    axes.add_argument("--engine", nargs="+", metavar="E", help="none, asset, 2x, 1500/s, 2x@.05:suffix (default: none)")
+    axes.add_argument("--asset", nargs="+", metavar="A", help="assets, or catalogs (default: the one of SmolLM2)")
+    axes.add_argument("--exclude", nargs="+", metavar="FAMILY", help="trace families to leave out")
+    axes.add_argument("--starts", type=int, metavar="N", help="start points of each trace (default: 1)")
+    axes.add_argument("--per-family", type=int, metavar="N", help="N plays of each family a cell, over its traces")
+    axes.add_argument("--seed", type=int, metavar="K", help="seed of the start points (default: 0)")
+    axes.add_argument("--estimator", help="bandwidth estimator for all policies (default: each policy's own)")
+    axes.add_argument("--decode-scale", type=float, metavar="X", help="decode times of the catalog, times X")
+    axes.add_argument("--no-slow-start", action="store_true", help="connections are warm")
+    parser.add_argument("--jobs", type=int, metavar="N", help="processes (default: one per core)")
+
+
+def axes_of(args: argparse.Namespace) -> dict[str, Any]:
+    """The axes that the command line names: those of a file, with the options before them."""
+    from kvabr.lab.matrixfile import read_toml  # noqa: PLC0415 - a command loads what it needs when it runs
+
+    files = [path for path in args.source if path.suffix == ".toml"]
+    if files and len(args.source) > 1:
+        raise UsageError("give one matrix file, or traces; a matrix file names its traces itself")
+    axes: dict[str, Any] = read_toml(files[0]) if files else {"traces": [str(path) for path in args.source]}
+    given = {
+        "deadlines": args.deadline, "loads": args.load and [_or_own(item) for item in args.load],
+        "rtts": args.rtt and [_or_own(item) for item in args.rtt], "engines": args.engine, "assets": args.asset,
+        "exclude": args.exclude, "starts": args.starts, "per_family": args.per_family, "seed": args.seed,
+        "estimator": args.estimator,
+        "decode_scale": args.decode_scale, "slow_start": False if args.no_slow_start else None,
+        "policies": getattr(args, "policy", None),
+    }  # fmt: skip
+    return axes | {name: value for name, value in given.items() if value is not None}
+
+
+def run(args: argparse.Namespace) -> int:
+    """Play, compare, print."""
+    from kvabr.lab import folder, matrixfile, tables, totals  # noqa: PLC0415
+    from kvabr.lab.axes import cuts  # noqa: PLC0415
+    from kvabr.lab.results_store import Store  # noqa: PLC0415
+    from kvabr.lab.run import run as play  # noqa: PLC0415
+
+    axes = axes_of(args)
+    matrix = matrixfile.build(axes)
+    with Store(args.out) as store:
+        folder.save_axes(args.out, axes)
+        with kept_on_interrupt(args.out), PlayBar() as bar:
+            played = play(matrix, store, jobs=args.jobs, progress=bar.advance, planned=bar.planned)
+    result = totals.result(matrix, played)
+    folder.save_result(args.out, result)
+    console = Console()
+    console.print(tables.ranking_table(result))
+    console.print(tables.deadline_table(result))
+    ranked = [row["policy"] for row in result["comparison"]["ranking"]]
+    for cut in cuts(played, ranked) if ranked else ():
+        for table in tables.cut_tables(cut, ranked, console.width):
+            console.print(table)
+    for table in tables.causes_tables(result, console.width):
+        console.print(table)
+    if (apart := tables.apart_table(result)) is not None:
+        console.print(apart)
+    console.print(tables.verdict(result), soft_wrap=True)
+    kept = matrix.plays - played.fresh
+    console.print(f"{matrix.plays:,} plays, {kept:,} of them kept from before; results in {args.out}", soft_wrap=True)
+    if args.html is not None:
+        from kvabr.lab.report import write_report  # noqa: PLC0415
+
+        write_report(args.html, matrix, played, result)
+        console.print(f"page: {args.html.resolve()}", soft_wrap=True)
+    return 0
+
+
+def _or_own(text: str) -> float | str:
+    if text == "own":
+        return text
+    try:
+        return float(text)
+    except ValueError as error:
+        raise UsageError(f"{text!r} is neither a number nor own") from error
+
+
+@contextmanager
+def kept_on_interrupt(folder: Path) -> Iterator[None]:
+    """Say on Ctrl-C that nothing is lost."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        print(f"what was played is kept in {folder}: the same command goes on from there", file=sys.stderr)
+        raise
+
+
+class PlayBar:
+    """Shows plays as they come, on a terminal's standard error; silent elsewhere. A context manager."""
+
+    def __init__(self, what: str = "playing") -> None:
+        self._bar = Progress(
+            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("plays"),
+            TimeRemainingColumn(), console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty(),
+        )  # fmt: skip
+        self._task = self._bar.add_task(what, total=None)
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def planned(self, fresh: int, total: int) -> None:
+        """So many plays are to be played, of so many in all."""
+        self._bar.update(self._task, total=total, completed=total - fresh)
+
+    def say(self, what: str) -> None:
+        """What is being done now."""
+        self._bar.update(self._task, description=what)
+
+    def advance(self, plays: int) -> None:
+        """So many more are done."""
+        self._bar.advance(self._task, plays)

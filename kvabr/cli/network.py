@@ -1,0 +1,83 @@
+"""The options of every command that talks to an origin: whom to trust, what to show, which QUIC."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvabr.types.errors import UsageError
+
+if TYPE_CHECKING:
+    from kvabr.quic.connect import Connecting
+
+_MAX_TOKEN_BYTES = 4096
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declare them; `connecting` reads them."""
+    network = parser.add_argument_group("the connection")
+    token = network.add_mutually_exclusive_group()
+    token.add_argument("--token", metavar="T", help="token for the origin (default: the environment's KVABR_TOKEN)")
+    token.add_argument("--token-file", type=Path, metavar="F", help="read the token from a file")
+    trust = network.add_mutually_exclusive_group()
+    trust.add_argument("--ca", type=Path, metavar="F.pem", help="certificates to trust instead of the system's")
+    trust.add_argument(
+        "--fingerprint",
+        metavar="HEX",
+        help="SHA-256 of the only certificate to trust (moq, which auto may take, does not look at its dates)",
+    )
+    trust.add_argument(
+        "--insecure", action="store_true", help="trust any certificate: token and cache are then anybody's"
+    )
+    network.add_argument(
+        "--quic",
+        choices=("auto", "aioquic", "qh3", "moq"),
+        default="auto",
+        help="QUIC library (default: the fastest that is installed and that the origin speaks; qh3 is quicker for "
+        "short plays over long round trips)",
+    )
+    network.add_argument("--timeout", type=float, default=5.0, metavar="S", help="seconds to connect in (default: 5)")
+
+
+def connecting(url: str, args: argparse.Namespace) -> Connecting:
+    """`kvabr.connect` with the options.
+
+    Raises:
+        UsageError: one of them makes no sense.
+    """
+    from kvabr.quic.connect import connect  # noqa: PLC0415 - a command loads what it needs when it runs
+
+    if args.ca is not None and not args.ca.is_file():
+        raise UsageError(f"--ca {args.ca}: no such file")
+    return connect(
+        url,
+        token=_token(args),
+        ca=args.ca,
+        fingerprint=args.fingerprint,
+        insecure=args.insecure,
+        quic=args.quic,
+        timeout_s=args.timeout,
+    )
+
+
+def is_url(text: str) -> bool:
+    """Whether an argument names an origin rather than a file."""
+    return "://" in text
+
+
+def _token(args: argparse.Namespace) -> str | None:
+    if args.token_file is None:
+        token = args.token or os.environ.get("KVABR_TOKEN")
+    else:
+        try:
+            with args.token_file.open("rb") as file:
+                token = file.read(_MAX_TOKEN_BYTES + 1).decode().strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"--token-file {args.token_file}: cannot be read as text ({error})") from error
+        if not token:
+            raise UsageError(f"--token-file {args.token_file}: is empty")
+    if token is not None and (len(token) > _MAX_TOKEN_BYTES or not token.isprintable()):
+        raise UsageError(f"the token has more than {_MAX_TOKEN_BYTES} characters, or some that cannot be printed")
+    return token or None

@@ -1,0 +1,185 @@
+"""A play on the terminal, as a video player's statistics overlay: track strip, rate, slack, bytes.
+
+Where standard error is no terminal, a plain line now and then.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console, ConsoleOptions, Group, RenderResult
+from rich.live import Live
+from rich.text import Text
+
+from kvabr.client.snapshot import Snapshot
+from kvabr.types.loss import RECOMPUTED
+
+_COLOURS = ("red", "dark_orange", "yellow", "green", "cyan", "blue", "magenta", "white")
+"""Of the tracks, smallest first."""
+_RECOMPUTED_COLOUR = "bright_white"
+_MOST_ROWS = 6
+"""Rows of the track strip; a longer prompt gets several groups to a cell."""
+_RATE_OVER_S = 0.5
+_PLAIN_EVERY_S = 0.5
+
+
+class Overlay:
+    """Shows snapshots as they come. A context manager; give `show` to a play as its ``watch``."""
+
+    def __init__(self, title: str, console: Console | None = None) -> None:
+        """Prepare.
+
+        Args:
+            title: the first line.
+            console: where to show; by default standard error.
+        """
+        self._title = title
+        self._order: tuple[str, ...] = ()
+        self._console = console or Console(stderr=True)
+        self._shot: Snapshot | None = None
+        self._received: deque[tuple[float, int]] = deque()
+        self._next_line_s = 0.0
+        self._live = Live(console=self._console, transient=True, auto_refresh=False, get_renderable=self._render)
+
+    def __enter__(self) -> Self:
+        if self._console.is_terminal:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._console.is_terminal:
+            self._live.stop()
+
+    def show(self, shot: Snapshot) -> None:
+        """One moment of the play."""
+        self._shot, self._order = shot, shot.offers
+        self._received.append((shot.now, shot.bytes_fetched))
+        while len(self._received) > 2 and shot.now - self._received[0][0] > _RATE_OVER_S:
+            self._received.popleft()
+        if self._console.is_terminal:
+            self._live.refresh()
+        elif shot.now >= self._next_line_s:
+            self._next_line_s = shot.now + _PLAIN_EVERY_S
+            self._console.print(self.line(shot), soft_wrap=True, highlight=False, markup=False)
+
+    def line(self, shot: Snapshot) -> str:
+        """A snapshot in one line."""
+        there = sum(track is not None for track in shot.tracks)
+        rate = f"{_mbits(shot.rate)} (at least {_mbits(shot.lower_bound)})" if shot.rate else "rate not known yet"
+        return (
+            f"{shot.now:.2f} s: {there} of {len(shot.tracks)} groups in place, {shot.requests} on their way, {rate}, "
+            f"slack {_slack(shot.slack_s)}"
+        )
+
+    def _render(self) -> Group:
+        shot = self._shot
+        if shot is None:
+            return Group(Text(self._title, style="bold"), Text("looking up what is cached ...", style="dim"))
+        return Group(
+            Text(self._title, style="bold"),
+            _Strip(shot, self._cells(shot)),
+            self._legend(shot),
+            *self._figures(shot),
+        )
+
+    def _cells(self, shot: Snapshot) -> list[tuple[str, str]]:
+        """Per group, a character and its style."""
+        cells = []
+        for group, track in enumerate(shot.tracks):
+            flight = shot.flights.get(group)
+            if track is not None:
+                # An upgrade on its way: the track in place, with a mark.
+                cells.append(("▲" if flight is not None else "█", self._colour(track)))
+            elif flight is not None:
+                cells.append(("▁▂▃▄▅▆▇"[min(6, int(7 * flight.share))], self._colour(flight.track)))
+            else:
+                cells.append(("·", "dim"))
+        return cells
+
+    def _legend(self, shot: Snapshot) -> Text:
+        text = Text()
+        counts: dict[str, int] = {}
+        for track in shot.tracks:
+            if track is not None:
+                counts[track] = counts.get(track, 0) + 1
+        for track, count in sorted(counts.items(), key=lambda item: self._rank(item[0])):
+            text.append("█ ", self._colour(track))
+            text.append(f"{track} {count}   ")
+        missing = shot.tracks.count(None)
+        if missing:
+            text.append(f"· missing {missing}", "dim")
+        return text
+
+    def _figures(self, shot: Snapshot) -> list[Text]:
+        known = f"{_mbits(shot.rate)}, at least {_mbits(shot.lower_bound)}" if shot.rate else "not known yet"
+        left = shot.deadline_s - shot.now
+        when = f"deadline in {left:.2f} s" if left >= 0 else f"deadline {-left:.2f} s ago"
+        rtt = "-" if shot.network.rtt_s is None else f"{1000 * shot.network.rtt_s:.1f} ms"
+        slack_style = "red" if shot.slack_s is None or shot.slack_s < 0 else "green"
+        wasted = f" ({_bytes(shot.bytes_wasted)} wasted)" if shot.bytes_wasted else ""
+        engine = ", the engine computes" if shot.computing else ""
+        return [
+            Text.assemble("rate      ", (_mbits(self._rate()), "bold"), f"   estimate {known}"),
+            Text.assemble("slack     ", (_slack(shot.slack_s), slack_style), f"   {when}{engine}"),
+            Text(
+                f"network   {_bytes(shot.bytes_fetched)}{wasted}   {shot.requests} requests   RTT {rtt}   "
+                f"decoding {1000 * shot.decode_backlog_s:.0f} ms behind"
+            ),
+        ]
+
+    def _rate(self) -> float:
+        (begin_s, before), (end_s, after) = self._received[0], self._received[-1]
+        return (after - before) / (end_s - begin_s) if end_s > begin_s else 0.0
+
+    def _rank(self, track: str) -> int:
+        return self._order.index(track) if track in self._order else len(self._order)
+
+    def _colour(self, track: str) -> str:
+        return _RECOMPUTED_COLOUR if track == RECOMPUTED else _COLOURS[self._rank(track) % len(_COLOURS)]
+
+
+class _Strip:
+    """Cells in rows as wide as the console."""
+
+    def __init__(self, shot: Snapshot, cells: list[tuple[str, str]]) -> None:
+        self._shot, self._cells = shot, cells
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        room = max(10, options.max_width) * _MOST_ROWS
+        together = -(-len(self._cells) // room)
+        text = Text()
+        for first in range(0, len(self._cells), together):
+            # Of several groups in one cell, the one that is furthest behind.
+            last = min(first + together, len(self._cells))
+            text.append(*self._cells[min(range(first, last), key=self._progress)])
+        yield text
+
+    def _progress(self, group: int) -> float:
+        if self._shot.tracks[group] is not None:
+            return 2.0
+        flight = self._shot.flights.get(group)
+        return -1.0 if flight is None else flight.share
+
+
+def _mbits(rate: float) -> str:
+    """A rate in bytes per second, for people."""
+    bits = 8 * rate
+    for unit, size in (("Gbit/s", 1e9), ("Mbit/s", 1e6)):
+        if bits >= size:
+            return f"{bits / size:.2f} {unit}"
+    return f"{bits / 1e3:.0f} kbit/s"
+
+
+def _bytes(count: int) -> str:
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count} B"
+
+
+def _slack(seconds: float | None) -> str:
+    return "not known yet" if seconds is None else f"{seconds:+.2f} s"

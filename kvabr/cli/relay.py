@@ -1,0 +1,209 @@
+"""`kvabr relay`: a node-local cache between an origin and players."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvabr.cli import network
+from kvabr.cli.address import is_loopback, is_wildcard, moqt_url, parse_address
+from kvabr.types.errors import UsageError
+
+if TYPE_CHECKING:
+    from structlog.typing import FilteringBoundLogger
+
+    from kvabr.server.relay import Relay
+    from kvabr.types.naming import TrackNamespace
+
+_EPILOG = """\
+a first try, beside `kvabr serve assets --dev` on the same machine:
+  kvabr relay --upstream moqt://localhost:4443/ --upstream-fingerprint HEX --bind 127.0.0.1:4444 --dev
+
+Groups are kept in memory, and fetched from the origin once however many players wait for them; catalogs and lookups are
+asked for anew after two seconds. When the origin goes away, the relay serves what it has, and goes on when it is back.
+A group is kept if its length and SHA-256 are those of the asset's catalog, and broken off at its end if they are not.
+Besides --memory, catalogs take up to an eighth of it (64 MiB at least), and QUIC holds up to 10 MB for each player that
+takes more slowly than it is given.
+
+Everyone who may enter the relay may read what its own token for the origin opens. --token-file says who may enter.
+
+The relay needs moq-rs (pip install 'kvabr[moq]'), towards players; towards the origin it speaks whatever that speaks.
+Groups larger than 32 MiB do not pass through it. Any other MoQT relay may stand in its place.
+"""
+_SIZE = re.compile(r"(\d{1,12})([kmgt]i?b?)?", re.IGNORECASE)
+_UNITS = {"": 0, "k": 10, "m": 20, "g": 30, "t": 40}
+
+
+def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Declare the command."""
+    parser = commands.add_parser(
+        "relay",
+        help="cache an origin's assets for the players near by",
+        description="Stand between an origin and many players: one fetch from the origin serves all who wait for it.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--upstream",
+        required=True,
+        metavar="URL",
+        help="the origin: moqt://HOST[:PORT]/; with the #kvcache:... of an asset the relay prints how to fetch that",
+    )
+    parser.add_argument(
+        "--bind", default="127.0.0.1:4443", metavar="HOST:PORT", help="UDP address (default: 127.0.0.1:4443)"
+    )
+    parser.add_argument("--cert", type=Path, metavar="F", help="certificate chain, PEM, the relay's own first")
+    parser.add_argument("--key", type=Path, metavar="F", help="its private key, PEM, without a password")
+    parser.add_argument("--dev", action="store_true", help="make a certificate for this run instead")
+    parser.add_argument(
+        "--memory", default="1GiB", metavar="BYTES", help="groups kept in memory, as 800MiB or 4GiB (default: 1GiB)"
+    )
+    parser.add_argument(
+        "--token-file", type=Path, metavar="F", help="token that players must show (default: everyone may enter)"
+    )
+    parser.add_argument("--connections", type=int, default=512, metavar="N", help="players at a time (default: 512)")
+    parser.add_argument("--metrics", metavar="HOST:PORT", help="serve /metrics (Prometheus) and /healthz over HTTP")
+    parser.add_argument(
+        "--drain", type=float, default=10.0, metavar="S", help="seconds to finish what is under way (default: 10)"
+    )
+    parser.add_argument("--log-json", action="store_true", help="log JSON lines (default where no terminal is)")
+    parser.add_argument("--verbose", action="store_true", help="log more")
+    upstream = parser.add_argument_group("the origin")
+    shown = upstream.add_mutually_exclusive_group()
+    shown.add_argument(
+        "--upstream-token", metavar="T", help="token for the origin (default: the environment's KVABR_TOKEN)"
+    )
+    shown.add_argument("--upstream-token-file", type=Path, metavar="F", help="read it from a file")
+    trust = upstream.add_mutually_exclusive_group()
+    trust.add_argument("--upstream-ca", type=Path, metavar="F.pem", help="certificates to trust, not the system's")
+    trust.add_argument("--upstream-fingerprint", metavar="HEX", help="SHA-256 of the only certificate to trust")
+    trust.add_argument("--upstream-insecure", action="store_true", help="trust any certificate of the origin's")
+    upstream.add_argument(
+        "--upstream-quic",
+        choices=("auto", "aioquic", "qh3", "moq"),
+        default="auto",
+        help="QUIC library towards the origin (default: the fastest that is installed and that it speaks)",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Relay until a signal comes."""
+    import asyncio  # noqa: PLC0415 - a command loads what it needs when it runs
+
+    if args.dev == (args.cert is not None or args.key is not None) or (args.cert is None) != (args.key is None):
+        raise UsageError("give both --cert and --key, or --dev alone for a certificate made for this run")
+    if not 0 <= args.drain <= 3600:
+        raise UsageError(f"--drain {args.drain}: must be 0 to 3600 seconds")
+    memory = parse_size(args.memory)
+    host, port = parse_address(args.bind, "--bind")
+    metrics_at = None if args.metrics is None else parse_address(args.metrics, "--metrics")
+    return asyncio.run(_relay(args, host, port, metrics_at, memory))
+
+
+def parse_size(text: str) -> int:
+    """Bytes, from a number with or without a unit.
+
+    Raises:
+        UsageError: it is none, or less than one group may have.
+    """
+    found = _SIZE.fullmatch(text.strip())
+    if found is None:
+        raise UsageError(f"--memory {text}: give bytes, or a number with KiB, MiB, GiB or TiB")
+    size = int(found[1]) << _UNITS[(found[2] or "")[:1].lower()]
+    if size < 1 << 26:
+        raise UsageError(f"--memory {text}: a relay needs at least 64MiB, room for a few groups")
+    return size
+
+
+async def _relay(
+    args: argparse.Namespace, host: str, port: int, metrics_at: tuple[str, int] | None, memory: int
+) -> int:
+    import socket  # noqa: PLC0415 - as in `run`
+    from contextlib import AsyncExitStack, ExitStack  # noqa: PLC0415
+
+    from kvabr.cli.events import captured, logger  # noqa: PLC0415
+    from kvabr.quic.connect import asset_of  # noqa: PLC0415
+    from kvabr.server import certificates  # noqa: PLC0415
+    from kvabr.server.metrics import Metrics  # noqa: PLC0415
+    from kvabr.server.relay import Relay  # noqa: PLC0415
+    from kvabr.server.server import ServerLimits, ServerTls  # noqa: PLC0415
+    from kvabr.server.service import run_until_signal  # noqa: PLC0415
+    from kvabr.telemetry.scrape import ScrapeServer  # noqa: PLC0415
+
+    asset = asset_of(args.upstream)
+    log = logger(json=args.log_json or None, verbose=args.verbose)
+    metrics = Metrics()
+    token = None if args.token_file is None else _read_token(args.token_file)
+    with ExitStack() as stack:
+        stack.enter_context(captured(log))
+        names = (socket.gethostname(),) if is_wildcard(host) else (host,)
+        tls = stack.enter_context(certificates.development(*names)) if args.dev else ServerTls(args.cert, args.key)
+        facts = certificates.check(tls)
+        async with AsyncExitStack() as running:
+            upstream = await running.enter_async_context(network.connecting(args.upstream, _upstream(args)))
+            log.info("upstream", url=args.upstream, quic=upstream.backend, protocol=upstream.protocol)
+            limits = ServerLimits(connections=args.connections)
+            relay = Relay(upstream, host, port, tls, limits, log, metrics, memory_bytes=memory, token=token)
+            if metrics_at is not None:
+                scrape = ScrapeServer(metrics, *metrics_at, healthy=lambda: not metrics.draining.value())
+                await running.enter_async_context(scrape)
+                log.info("metrics", url="http://{}:{}/metrics".format(*scrape.address))
+            fingerprint = facts.fingerprint if args.dev else None
+            return await run_until_signal(
+                relay, args.drain, log, metrics, lambda: _announce(relay, asset, fingerprint, token, log)
+            )
+
+
+def _upstream(args: argparse.Namespace) -> argparse.Namespace:
+    """The options of the origin's side, under the names that `network.connecting` knows."""
+    return argparse.Namespace(
+        token=args.upstream_token,
+        token_file=args.upstream_token_file,
+        ca=args.upstream_ca,
+        fingerprint=args.upstream_fingerprint,
+        insecure=args.upstream_insecure,
+        quic=args.upstream_quic,
+        timeout=5.0,
+    )
+
+
+def _read_token(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            token = file.read(4097).decode().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--token-file {path}: cannot be read as text ({error})") from error
+    if not 16 <= len(token) <= 4096 or not token.isprintable():
+        raise UsageError(f"--token-file {path}: a token has 16 to 4096 printable characters")
+    return token
+
+
+def _announce(
+    relay: Relay, asset: TrackNamespace | None, fingerprint: str | None, token: str | None, log: FilteringBoundLogger
+) -> None:
+    """Say where it is, and what a person should know before others find out."""
+    from urllib.parse import quote  # noqa: PLC0415 - as in `run`
+
+    from kvabr.quic.connect import FRAGMENT_TYPE  # noqa: PLC0415
+
+    url = moqt_url(*relay.address)
+    log.info("relaying", url=url, memory_bytes=relay.cache.limit)
+    if token is None and not is_loopback(relay.address[0]):
+        log.warning("open to all", hint="who can reach this address may read what the relay may; see --token-file")
+    print(url)
+    if fingerprint is not None:
+        print(f"certificate, for development: SHA-256 fingerprint {fingerprint}")
+    words = ["--deadline 2", "--out cache.safetensors"]
+    words += [f"--fingerprint {fingerprint}"] if fingerprint is not None else []
+    entry = "" if token is None else "KVABR_TOKEN=... "
+    if asset is None:
+        # Which assets there are no origin tells; `kvabr serve` prints one, in the fragment of a URL.
+        print(f"fetch through it: what you would fetch from the origin, from {url} instead, with {' '.join(words)}")
+    else:
+        name = f"{quote(asset.model)}/{asset.prompt}"
+        print(f"fetch through it: {entry}kvabr fetch '{url}#{FRAGMENT_TYPE}:{name}' {' '.join(words)}")
+    sys.stdout.flush()

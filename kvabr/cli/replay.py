@@ -1,0 +1,265 @@
+"""`kvabr replay`: play an asset over network traces, in simulation or live, and show what happened."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from kvabr.abr.plugins import policies as known_policies
+from kvabr.abr.policies import DEFAULT
+from kvabr.cli.live import add_live, check_live, replay_live
+from kvabr.player.config import GPU_PRICE, PlayerConfig
+from kvabr.replay.readers import find, read
+from kvabr.replay.run import Matrix, Report, replay
+from kvabr.replay.stage import PlayOptions
+from kvabr.replay.trace import Trace
+from kvabr.store.files import write_text
+from kvabr.types.catalog import Catalog
+from kvabr.types.cost import PrefillCost
+from kvabr.types.errors import AssetError, UsageError
+
+if TYPE_CHECKING:
+    from kvabr.store.asset import Asset
+
+_EPILOG = """\
+examples:
+  kvabr replay traces                                   the default policy over every trace of a folder
+  kvabr replay traces --policy all --starts 4 --html p.html
+  kvabr replay lte.csv --policy anytime fixed:Int4 ./mine.py:MyPolicy --deadline 2
+  kvabr replay lte.csv --asset my.asset --verify        decode, recompute and score with the real model
+  kvabr replay lte.csv --asset my.asset --live          real bytes over QUIC, and the simulation beside them
+
+Traces may be in the formats of mahimahi, sabre (JSON), Pensieve, iperf3 (JSON) or CSV; `kvabr traces info` shows one.
+Cellular traces are slow beside a KV cache: --scale-to-mean 0.4 scales each so that its mean carries 40 % of the FP16
+cache within the deadline.
+"""
+
+
+def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Declare the command."""
+    parser = commands.add_parser(
+        "replay",
+        help="play an asset over network traces",
+        description="Play a KV cache over recorded network traces with one or more ABR policies, and compare them "
+        "with a clairvoyant player that knows the future.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("traces", nargs="+", type=Path, metavar="TRACE", help="trace files, or folders of them")
+    parser.add_argument(
+        "--asset", type=Path, help="an asset, or its catalog.json (default: a catalog of SmolLM2 that comes with kvabr)"
+    )
+    parser.add_argument(
+        "--policy",
+        nargs="+",
+        default=[DEFAULT],
+        metavar="NAME|FILE.py:CLASS",
+        help=f"ABR policies (default: {DEFAULT}; `kvabr policies` lists them); `all` is every one that needs no "
+        "argument and fixed:TRACK of every track worth playing",
+    )
+    parser.add_argument("--estimator", help="bandwidth estimator for all policies (default: each policy's own)")
+    parser.add_argument("--deadline", type=float, default=4.0, metavar="S", help="TTFT deadline, seconds (default: 4)")
+    link = parser.add_argument_group("the link")
+    link.add_argument("--scale-to-mean", type=float, metavar="X", help="scale traces: the mean carries X of FP16")
+    link.add_argument("--rtt", type=float, metavar="MS", help="round trip in ms (default: the trace's, else 40)")
+    link.add_argument("--no-slow-start", action="store_true", help="the connection is warm: it has carried much before")
+    link.add_argument("--cold", action="store_true", help="the deadline counts handshake and catalog, too")
+    engine = parser.add_argument_group(
+        "the engine", "Recompute takes what the asset's publisher measured; without --asset there is none."
+    )
+    how = engine.add_mutually_exclusive_group()
+    how.add_argument("--prefill-rate", type=float, metavar="TOK/S", help="recompute rate (default: the asset's own)")
+    how.add_argument("--no-recompute", action="store_true", help="there is no engine: every group must be fetched")
+    engine.add_argument("--engine-mode", choices=("suffix", "hole"), default="hole", help="what it can recompute")
+    engine.add_argument(
+        "--gpu-price",
+        type=float,
+        default=GPU_PRICE,
+        metavar="NATS",
+        help="what a second of its time is worth, nats per token (default: %(default)g; inf: only what would be late)",
+    )
+    engine.add_argument(
+        "--decode-scale", type=float, default=1.0, metavar="X", help="decode times of the catalog, times X (0: instant)"
+    )
+    matrix = parser.add_argument_group("how many plays")
+    matrix.add_argument("--starts", type=int, default=1, metavar="N", help="start points per trace (default: 1)")
+    matrix.add_argument("--seed", type=int, default=0, help="seed of the start points (default: 0)")
+    matrix.add_argument("--jobs", type=int, metavar="N", help="processes (default: one per core)")
+    add_live(parser)
+    out = parser.add_argument_group("what comes out, beside the table")
+    out.add_argument("--verify", action="store_true", help="play every run for real with the model, and score it")
+    out.add_argument("--json", type=Path, metavar="F", help="the report, schema kvabr.replay/1")
+    out.add_argument("--html", type=Path, metavar="F", help="one self-contained page with timelines")
+    out.add_argument("--log", type=Path, metavar="F.jsonl", help="every decision and event of the plays with timelines")
+    out.add_argument("--perfetto", type=Path, metavar="F", help="timelines for ui.perfetto.dev")
+    out.add_argument("--timelines", type=int, default=24, metavar="N", help="plays that keep a timeline (-1: all)")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Replay, then write and print."""
+    console = Console(stderr=True)
+    check_live(args)
+    catalog, asset = _asset(args.asset)
+    matrix = _matrix(args, catalog)
+    for path in (args.json, args.html, args.log, args.perfetto):
+        _check_writable(path)
+    if args.verify and asset is None:
+        raise UsageError("--verify needs an asset with its groups: `kvabr encode` makes one, --asset names it")
+    report = _replay(args, matrix, asset, console)
+    if args.verify and asset is not None:
+        _verify(asset, report, console)
+    _warn(report, console)
+    _write(args, report)
+    _show(args, report.result)
+    return 0
+
+
+def _write(args: argparse.Namespace, report: Report) -> None:
+    from kvabr.replay import report as views  # noqa: PLC0415  # the views are of no use to --help
+
+    result, timelines = report.result, report.timelines
+    if args.json is not None:
+        write_text(args.json, json.dumps(result, indent=1) + "\n")
+    if args.log is not None:
+        views.write_log(args.log, result, timelines)
+    if args.perfetto is not None:
+        views.write_perfetto(args.perfetto, result, timelines)
+    if args.html is not None:
+        views.write_page(args.html, result, timelines)
+
+
+def _show(args: argparse.Namespace, result: dict[str, Any]) -> None:
+    from kvabr.replay import report as views  # noqa: PLC0415
+
+    out = Console()
+    out.print(views.summary_table(result))
+    if len(result["families"]) > 1:
+        out.print(views.family_table(result))
+    if args.verify:
+        out.print(views.verification_table(result))
+    if args.live:
+        out.print(views.live_table(result))
+    out.print(views.verdict(result), soft_wrap=True)
+    if args.html is not None:
+        out.print(f"page: {args.html.resolve()}", soft_wrap=True)
+
+
+def _asset(path: Path | None) -> tuple[Catalog, Asset | None]:
+    if path is None:
+        from kvabr.data import default_catalog  # noqa: PLC0415  # only read when it is wanted
+
+        return default_catalog(), None
+    if path.is_dir():
+        from kvabr.store.asset import Asset  # noqa: PLC0415  # a catalog alone needs no codec
+
+        asset = Asset.open(path)
+        return asset.catalog, asset
+    if not path.exists():
+        raise AssetError(f"{path}: no such asset; `kvabr encode` makes one")
+    return Catalog.read(path), None
+
+
+def _matrix(args: argparse.Namespace, catalog: Catalog) -> Matrix:
+    # What an asset's publisher measured is a fair guess of one's own engine; what the shipped catalog's did is not.
+    # Live there is no engine unless one is asked for: what stands in for it would only take time.
+    cost = catalog.prefill if args.asset is not None and not args.live else None
+    if args.no_recompute:
+        cost = None
+    elif args.prefill_rate is not None:
+        cost = PrefillCost.from_rate(args.prefill_rate)
+    options = PlayOptions(
+        deadline_s=args.deadline,
+        rtt_s=None if args.rtt is None else args.rtt / 1000.0,
+        scale_to_mean=args.scale_to_mean,
+        cost=cost,
+        mode=args.engine_mode,
+        decode_scale=args.decode_scale,
+        slow_start=not args.no_slow_start,
+        cold=args.cold,
+        estimator=args.estimator,
+        config=PlayerConfig(gpu_price=args.gpu_price),
+    )
+    traces: list[Trace] = []
+    for path in find(args.traces):
+        traces.extend(read(path))
+    wants_timelines = any((args.html, args.log, args.perfetto))
+    return Matrix(
+        catalog=catalog,
+        traces=tuple(traces),
+        policies=_policies(args.policy, catalog),
+        options=options,
+        starts=args.starts,
+        seed=args.seed,
+        timelines=args.timelines if wants_timelines else 0,
+        detail=wants_timelines or args.json is not None or args.verify,
+    )
+
+
+def _policies(names: list[str], catalog: Catalog) -> tuple[str, ...]:
+    from kvabr.abr.ladder import Ladder  # noqa: PLC0415
+
+    out: list[str] = []
+    for name in names:
+        if name == "all":
+            out += [f"fixed:{track}" for track in Ladder(catalog).names]
+            out += [known for known in known_policies() if known != "fixed"]
+        else:
+            out.append(name)
+    for name in out:
+        if name.startswith("fixed:"):
+            catalog.track(name.removeprefix("fixed:"))
+    return tuple(dict.fromkeys(out))
+
+
+def _check_writable(path: Path | None) -> None:
+    """Find out that a result cannot be written before the work, not after."""
+    if path is not None and (not path.parent.is_dir() or not os.access(path.parent, os.W_OK) or path.is_dir()):
+        raise UsageError(f"{path}: cannot be written there")
+
+
+def _replay(args: argparse.Namespace, matrix: Matrix, asset: Asset | None, console: Console) -> Report:
+    total = len(matrix.traces) * matrix.starts * len(matrix.policies)
+    bar = Progress(
+        TextColumn("replaying"), BarColumn(), MofNCompleteColumn(), TextColumn("plays"), TimeRemainingColumn(),
+        console=console, transient=True, disable=not sys.stderr.isatty(),
+    )  # fmt: skip
+    with bar:
+        task = bar.add_task("replay", total=total)
+        if args.live and asset is not None:
+            return replay_live(args, matrix, asset, lambda done: bar.advance(task, done))
+        return replay(matrix, jobs=args.jobs, on_progress=lambda done: bar.advance(task, done))
+
+
+def _verify(asset: Asset, report: Report, console: Console) -> None:
+    from kvabr.engines.model_loader import open_bed  # noqa: PLC0415  # loads the model
+    from kvabr.replay.verify import steps_of, verify_play  # noqa: PLC0415
+
+    with console.status("loading the model"):
+        engine = open_bed(asset.catalog.spec.model).engine
+    bar = Progress(
+        TextColumn("verifying"), BarColumn(), MofNCompleteColumn(), TextColumn("plays"), TimeRemainingColumn(),
+        console=console, transient=True, disable=not sys.stderr.isatty(),
+    )  # fmt: skip
+    with bar:
+        for line, steps in bar.track(list(zip(report.result["runs"], report.steps, strict=True))):
+            if line["gave_up"] is None:
+                line["measured"] = verify_play(asset, engine, steps_of(steps)).to_json()
+
+
+def _warn(report: Report, console: Console) -> None:
+    runs: list[dict[str, Any]] = report.result["runs"]
+    wrapped = sorted({run["trace"] for run in runs if run["wrapped"]})
+    if wrapped:
+        names = ", ".join(wrapped[:3]) + (f" and {len(wrapped) - 3} more" if len(wrapped) > 3 else "")
+        console.print(f"note: some plays outlast their trace, which then begins anew (wraps): {names}", style="yellow")
+    lost = sum(run["gave_up"] is not None for run in runs)
+    if lost:
+        console.print(f"note: {lost} plays were given up; `gave_up` in the report says why", style="yellow")

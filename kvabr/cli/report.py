@@ -1,0 +1,59 @@
+"""`kvabr report`: one page for a folder of `kvabr lab`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+_EPILOG = """\
+examples:
+  kvabr lab traces --policy all --load .1 .3 --out results
+  kvabr report results                          writes results/report.html
+  kvabr report results --html page.html --worst 5
+
+The page holds everything and loads nothing: who wins against whom and where that cannot be told, regret and deadlines
+met by family, deadline, load and round trip, where regret comes from, how it is spread, and the worst plays of every
+policy with their timelines. Traces and assets are read again from where `kvabr lab` found them; plays that the folder
+lacks, or that a change of code or policy has made void, are played first.
+"""
+
+
+def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Declare the command."""
+    parser = commands.add_parser(
+        "report",
+        help="one page for what `kvabr lab` played",
+        description="Write one self-contained page for a folder of `kvabr lab`.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("folder", type=Path, metavar="DIR", help="the folder that `kvabr lab --out` made")
+    parser.add_argument("--html", type=Path, metavar="F", help="the page (default: report.html in the folder)")
+    parser.add_argument("--worst", type=int, default=3, metavar="N", help="plays of each policy shown (default: 3)")
+    parser.add_argument("--jobs", type=int, metavar="N", help="processes, if anything has to be played")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Read, play what is missing, write."""
+    from kvabr.cli.lab import PlayBar, kept_on_interrupt  # noqa: PLC0415 - a command loads what it needs when it runs
+    from kvabr.lab import folder, tables, totals  # noqa: PLC0415
+    from kvabr.lab.report import write_report  # noqa: PLC0415
+    from kvabr.lab.results_store import Store  # noqa: PLC0415
+    from kvabr.lab.run import run as play  # noqa: PLC0415
+    from kvabr.types.errors import UsageError  # noqa: PLC0415
+
+    if not 0 <= args.worst <= 100:
+        raise UsageError(f"--worst {args.worst}: give 0 to 100")
+    matrix = folder.load_matrix(args.folder)
+    path = args.html or args.folder / "report.html"
+    with kept_on_interrupt(args.folder), Store(args.folder) as store, PlayBar() as bar:
+        played = play(matrix, store, jobs=args.jobs, progress=bar.advance, planned=bar.planned)
+    result = totals.result(matrix, played)
+    folder.save_result(args.folder, result)
+    write_report(path, matrix, played, result, per_policy=args.worst)
+    if played.fresh:
+        print(f"{played.fresh:,} plays were missing or void, and were played first")
+    print(tables.verdict(result))
+    print(f"page: {path.resolve()}")
+    return 0

@@ -1,0 +1,290 @@
+"""`kvabr traces`: look at network traces, make them, and bring them into one format."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shlex
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from kvabr.replay.readers import BYTES_PER_SECOND, FORMATS, TIME_UNITS, Columns, find, native, read, sniff
+from kvabr.replay.synth import KINDS, Shape, synthesise
+from kvabr.replay.trace import BYTES_PER_MBIT, Trace
+from kvabr.replay.trace_info import describe, sparkline
+from kvabr.store.files import write_text
+from kvabr.types.errors import AssetError, UsageError
+
+SCHEMA = "kvabr.traces/1"
+_WIDE = 110
+"""Columns of text from which on the table has all its columns."""
+_SHAPE = (
+    ("--scatter", "scatter", "standard deviation of the log rate (all but constant)"),
+    ("--dwell", "dwell_s", "mean stay in a state, s (markov, outages)"),
+    ("--outage-every", "outage_every_s", "mean time between outages, s (outages)"),
+    ("--outage", "outage_s", "mean length of an outage, s (outages)"),
+    ("--ramp", "ramp_s", "time until the plateau, s (slow-start)"),
+    ("--period", "period_s", "length of a cycle, s (diurnal)"),
+    ("--depth", "depth", "swing around the mean, 0 to below 1 (diurnal)"),
+)
+"""Options, fields of `Shape`, and what they do."""
+
+_INFO_EPILOG = """\
+examples:
+  kvabr traces info traces                              every trace of a folder
+  kvabr traces info traces --families                   one line per data set
+  kvabr traces info log.csv --rate-column dl --unit kbit/s --time-column at --time-unit ms
+
+A trace is read as: mahimahi (one millisecond a line), sabre or iperf3 (JSON), Pensieve (`seconds Mbit/s` a line),
+NYU-METS (`value,unit` a line), CSV with a header, or kvabr's own CSV. Statistics are
+weighted by time, at the trace's own resolution: mahimahi's milliseconds without a packet count as zero.
+"""
+_IMPORT_EPILOG = """\
+examples:
+  kvabr traces import ~/data/norway_bus_1 --out mine
+  kvabr traces import iperf.csv --rate-column upload_mbps --out mine
+
+Each trace becomes FAMILY/NAME.csv in the folder, in kvabr's own format: plain CSV (time_s,bits_per_second) that loses
+nothing and that a spreadsheet opens. Mind the licence of what you import: some data sets may not be passed on.
+"""
+_SYNTH_EPILOG = """\
+examples:
+  kvabr traces synth constant --mean-mbps 50 --duration 60 --out flat.csv
+  kvabr traces synth outages --mean-mbps 400 --duration 120 --seed 7 --outage-every 15 --outage 3 --out mmwave.csv
+
+The same arguments make the same file, byte for byte.
+"""
+
+
+def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Declare the command."""
+    parser = commands.add_parser(
+        "traces", help="inspect, import or synthesise network traces", description="Network traces: see, import, make."
+    )
+    kinds = parser.add_subparsers(title="what to do", metavar="ACTION", required=True)
+    _add_info(kinds)
+    _add_import(kinds)
+    _add_synth(kinds)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the action that was asked for."""
+    return int(args.action(args))
+
+
+def _add_info(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = _action(kinds, "info", _info, "show what traces hold", _INFO_EPILOG)
+    parser.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="trace files, or folders of them")
+    parser.add_argument("--families", action="store_true", help="one line per data set instead of one per trace")
+    parser.add_argument("--json", type=Path, metavar="FILE", help=f"write the numbers, schema {SCHEMA}")
+    _add_reading(parser)
+
+
+def _add_import(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = _action(kinds, "import", _import, "convert traces to kvabr's format", _IMPORT_EPILOG)
+    parser.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="trace files, or folders of them")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write to (made if missing)")
+    _add_reading(parser)
+
+
+def _add_synth(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = _action(kinds, "synth", _synth, "make a trace", _SYNTH_EPILOG)
+    shape = Shape()
+    parser.add_argument("kind", choices=KINDS, help="how the rate behaves")
+    parser.add_argument("--mean-mbps", type=float, required=True, metavar="M", help="mean rate, Mbit/s")
+    parser.add_argument("--duration", type=float, required=True, metavar="S", help="length, seconds")
+    parser.add_argument("--step", type=float, default=1.0, metavar="S", help="length of a segment (default: 1 s)")
+    parser.add_argument("--seed", type=int, default=0, metavar="K", help="another seed, another trace (default: 0)")
+    parser.add_argument("--rtt", type=float, metavar="MS", help="round-trip time to record, ms")
+    parser.add_argument("--name", metavar="FAMILY/NAME", help="how the trace is called (default: synth/KIND-SEED)")
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="file to write")
+    tune = parser.add_argument_group("how it varies")
+    for option, field, what in _SHAPE:
+        default = getattr(shape, field)
+        tune.add_argument(
+            option, dest=field, type=float, default=default, metavar="X", help=f"{what} (default: {default:g})"
+        )
+
+
+def _action(
+    kinds: argparse._SubParsersAction[argparse.ArgumentParser], name: str, action: Any, what: str, epilog: str
+) -> argparse.ArgumentParser:
+    parser = kinds.add_parser(
+        name,
+        help=what,
+        description=f"{what[0].upper()}{what[1:]}.",
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(run=run, action=action)
+    return parser
+
+
+def _add_reading(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("how to read files that do not tell")
+    group.add_argument("--format", choices=FORMATS, help="the format (default: by what the file looks like)")
+    group.add_argument("--time-column", metavar="NAME", help="CSV: column with the time at which a row begins")
+    group.add_argument("--end-column", metavar="NAME", help="CSV: column with the time at which a row ends")
+    group.add_argument("--rate-column", metavar="NAME", help="CSV: column with the rate")
+    group.add_argument("--unit", choices=BYTES_PER_SECOND, help="CSV: unit of the rate")
+    group.add_argument("--time-unit", choices=TIME_UNITS, help="CSV: unit of numeric times")
+    group.add_argument("--step", type=float, metavar="S", help="CSV: no times, each row lasts so many seconds")
+
+
+def _read(args: argparse.Namespace) -> Iterator[tuple[Path, str, Trace]]:
+    """Each trace with its file and format."""
+    columns = Columns(
+        time=args.time_column,
+        end=args.end_column,
+        rate=args.rate_column,
+        unit=args.unit,
+        time_unit=args.time_unit,
+        step_s=args.step,
+    )
+    told = None if columns == Columns() else columns
+    if told is not None and args.format not in (None, "csv"):
+        raise UsageError(f"--format {args.format} has no columns to name; leave the options of CSV out")
+    for path in find(args.paths):
+        chosen = args.format or ("csv" if told else sniff(path)) or "?"
+        for trace in read(path, format_name=args.format, columns=told):
+            yield path, chosen, trace
+
+
+def _info(args: argparse.Namespace) -> int:
+    console = Console()
+    cells = 24 if console.width >= _WIDE else 12
+    rows: list[dict[str, Any]] = []
+    lines: list[str] = []
+    for path, name, trace in _read(args):
+        rows.append({"file": str(path), "format": name, **describe(trace)})
+        lines.append(sparkline(trace, cells))
+    console.print(_family_table(rows) if args.families else _trace_table(rows, lines, wide=console.width >= _WIDE))
+    if args.json is not None:
+        write_text(args.json, json.dumps({"schema": SCHEMA, "traces": rows}, indent=1) + "\n")
+    return 0
+
+
+def _import(args: argparse.Namespace) -> int:
+    out: dict[Path, str] = {}
+    count = 0
+    for path, name, trace in _read(args):
+        target = args.out.joinpath(*(re.sub(r"[^\w.+=#@-]", "_", part) for part in trace.name.split("/")))
+        target = target.with_name(target.name + ".csv")
+        if target in out:
+            raise UsageError(f"{path}: would overwrite {target}, made of {out[target]}; import it into another folder")
+        out[target] = str(path)
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise AssetError(f"{target.parent}: cannot be made ({error.strerror})") from error
+        write_text(target, native.dumps(trace, note=f"imported from {path.name} ({name})"))
+        count += 1
+    print(f"{count} trace{'s' if count != 1 else ''} in {args.out}")
+    return 0
+
+
+def _synth(args: argparse.Namespace) -> int:
+    shape = Shape(**{field: getattr(args, field) for _, field, _ in _SHAPE})
+    trace = synthesise(
+        args.kind,
+        mean_mbps=args.mean_mbps,
+        duration_s=args.duration,
+        step_s=args.step,
+        seed=args.seed,
+        rtt_s=None if args.rtt is None else args.rtt / 1000,
+        shape=shape,
+        name=args.name,
+    )
+    write_text(args.out, native.dumps(trace, note=_recipe(args)))
+    print(f"{args.out}: {args.kind}, {trace.mean_rate / BYTES_PER_MBIT:.2f} Mbit/s over {trace.duration_s:g} s")
+    return 0
+
+
+def _recipe(args: argparse.Namespace) -> str:
+    """The command that makes the file again."""
+    words = ["kvabr traces synth", args.kind, f"--mean-mbps {_short(args.mean_mbps)}"]
+    words += [f"--duration {_short(args.duration)}", f"--step {_short(args.step)}", f"--seed {args.seed}"]
+    if args.rtt is not None:
+        words.append(f"--rtt {_short(args.rtt)}")
+    if args.name is not None:
+        words.append(f"--name {shlex.quote(args.name)}")
+    plain = Shape()
+    words += [
+        f"{option} {_short(getattr(args, field))}"
+        for option, field, _ in _SHAPE
+        if getattr(args, field) != getattr(plain, field)
+    ]
+    return " ".join(words)
+
+
+def _short(value: float) -> str:
+    return f"{value:.15g}"
+
+
+def _trace_table(rows: Sequence[dict[str, Any]], lines: Sequence[str], *, wide: bool) -> Table:
+    """One line per trace; a narrow terminal does without some columns."""
+    columns: dict[str, Callable[[dict[str, Any]], str]] = {
+        "s": lambda row: _three(row["duration_s"]),
+        "mean": lambda row: _three(row["mean_mbps"]),
+        "CV": lambda row: f"{row['cv']:.2f}",
+        "p5": lambda row: _three(row["p5_mbps"]),
+        "max": lambda row: _three(row["max_mbps"]),
+        "zero": lambda row: f"{row['zero_share']:.0%}",
+    }
+    if wide:
+        columns = {"format": lambda row: row["format"], "min": lambda row: _three(row["min_mbps"]), **columns}
+        columns["RTT ms"] = lambda row: "" if row["rtt_s"] is None else _three(row["rtt_s"] * 1000)
+    table = Table(title="traces (rates in Mbit/s)", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("name", overflow="fold")
+    for name in columns:
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("rate over time", no_wrap=True)
+    for row, line in zip(rows, lines, strict=True):
+        table.add_row(escape(row["name"]), *(show(row) for show in columns.values()), line)
+    return table
+
+
+def _family_table(rows: Sequence[dict[str, Any]]) -> Table:
+    table = Table(
+        title="families (rates in Mbit/s, weighted by time)",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+    )
+    table.add_column("family", overflow="fold")
+    for column in ("format", "files", "traces", "median s", "total s", "mean", "lowest", "highest", "zero"):
+        table.add_column(column, justify="right")
+    families: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        families.setdefault(row["family"], []).append(row)
+    for family, members in sorted(families.items()):
+        total = sum(row["duration_s"] for row in members)
+        means = [row["mean_mbps"] for row in members]
+        table.add_row(
+            escape(family),
+            " ".join(sorted({row["format"] for row in members})),
+            str(len({row["file"] for row in members})),
+            str(len(members)),
+            _three(median(row["duration_s"] for row in members)),
+            _three(total),
+            _three(sum(row["mean_mbps"] * row["duration_s"] for row in members) / total),
+            _three(min(means)),
+            _three(max(means)),
+            f"{sum(row['zero_share'] * row['duration_s'] for row in members) / total:.0%}",
+        )
+    return table
+
+
+def _three(value: float) -> str:
+    """Three significant digits, never in powers of ten."""
+    if value >= 100:
+        return f"{value:.0f}"
+    return f"{value:.1f}" if value >= 10 else f"{value:.2f}"

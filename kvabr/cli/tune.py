@@ -1,0 +1,134 @@
+"""`kvabr tune`: search the parameters that a policy declares, and say what that won on links that it did not see."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from kvabr.cli.lab import PlayBar, add_axes, axes_of, kept_on_interrupt
+
+if TYPE_CHECKING:
+    from kvabr.lab.tune import Tuned
+
+SCHEMA = "kvabr.tune/1"
+
+_EPILOG = """\
+examples:
+  kvabr tune ./mine.py:Mine traces --load .1 .3 --out results
+  kvabr tune ./mine.py:Mine matrix.toml --points 32 --rounds 3 --json tuned.json
+
+A policy declares what can be tuned, and takes it by the same names:
+
+  from kvabr.abr.parameters import Parameter
+
+  class Mine(Policy):
+      parameters = {"caution": Parameter(0.2, 1.0, 0.7), "reach": Parameter(0.01, 1.0, 0.1, log=True)}
+
+      def __init__(self, *, caution: float = 0.7, reach: float = 0.1) -> None:
+          ...
+
+Candidates are compared by mean regret, every trace family counting the same. For every family the search is done
+without it, and what it chose is then played over it: the mean of that is the held-out score, the one to believe. If its
+gain over the defaults cannot be told from zero (95 %, traces and families drawn anew), tuning won nothing, and says so.
+The folder is that of `kvabr lab`: what was played in one is not played again in the other.
+"""
+
+
+def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Declare the command."""
+    parser = commands.add_parser(
+        "tune",
+        help="tune a policy's parameters, with cross-validation",
+        description="Search the parameters that a policy declares, holding out one trace family at a time.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("tuned", metavar="NAME|FILE.py:CLASS", help="the policy")
+    add_axes(parser)
+    search = parser.add_argument_group("the search")
+    search.add_argument("--points", type=int, default=16, metavar="N", help="points of the first, even look")
+    search.add_argument("--rounds", type=int, default=2, metavar="N", help="closer looks (default: 2)")
+    search.add_argument("--near", type=int, default=4, metavar="N", help="points of each closer look (default: 4)")
+    search.add_argument("--search-seed", type=int, default=0, metavar="K", help="seed of the search (default: 0)")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder that keeps what was played")
+    parser.add_argument("--json", type=Path, metavar="F", help="what was found, schema kvabr.tune/1")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Tune, and print."""
+    from kvabr.lab import matrixfile  # noqa: PLC0415
+    from kvabr.lab.results_store import Store  # noqa: PLC0415
+    from kvabr.lab.tune import Search, tune  # noqa: PLC0415
+    from kvabr.store.files import write_text  # noqa: PLC0415 - a command loads what it needs when it runs
+
+    matrix = matrixfile.build(axes_of(args) | {"policies": [args.tuned]})
+    search = Search(args.points, args.rounds, args.near, args.search_seed)
+    with kept_on_interrupt(args.out), Store(args.out) as store, PlayBar("tuning") as bar:
+        found = tune(args.tuned, matrix, store, search, jobs=args.jobs, progress=bar.advance, tell=bar.say)
+    if args.json is not None:
+        write_text(args.json, json.dumps(as_json(found), indent=1) + "\n")
+    console = Console()
+    console.print(_values(found))
+    console.print(_folds(found))
+    if found.left_out:
+        console.print(f"left out, since nobody could have made a play: {', '.join(found.left_out)}", soft_wrap=True)
+    console.print(
+        f"mean regret over families: {found.default_regret:.4g} with the defaults, {found.held_out_regret:.4g} held "
+        f"out, {found.inside_regret:.4g} on the plays that were chosen on (do not believe this one)",
+        soft_wrap=True,
+    )
+    console.print(found.verdict(), soft_wrap=True)
+    return 0
+
+
+def as_json(found: Tuned) -> dict[str, Any]:
+    """What was found, as plain JSON values."""
+    return {
+        "schema": SCHEMA,
+        "policy": found.policy,
+        "parameters": {name: parameter._asdict() for name, parameter in found.parameters.items()},
+        "chosen": found.chosen,
+        "values": found.values(found.chosen),
+        "won": found.won,
+        "verdict": found.verdict(),
+        "default_regret": found.default_regret,
+        "held_out_regret": found.held_out_regret,
+        "inside_regret": found.inside_regret,
+        "gain": asdict(found.gain),
+        "folds": [asdict(fold) for fold in found.folds],
+        "left_out": list(found.left_out),
+        "candidates": found.candidates,
+        "plays": found.plays,
+    }
+
+
+def _values(found: Tuned) -> Table:
+    table = Table(title=f"{found.policy}: {found.candidates} candidates", title_justify="left", box=box.SIMPLE)
+    table.add_column("parameter")
+    for name in ("low", "high", "default", "chosen"):
+        table.add_column(name, justify="right")
+    chosen = found.values(found.chosen)
+    for name, parameter in found.parameters.items():
+        numbers = (parameter.low, parameter.high, parameter.default, chosen[name])
+        table.add_row(name, *(f"{number:.4g}" for number in numbers))
+    return table
+
+
+def _folds(found: Tuned) -> Table:
+    title = "chosen without a family, and played over it: mean regret"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE)
+    for name in ("held out", "inside", "held-out", "default", "chosen"):
+        table.add_column(name, justify="left" if name in {"held out", "chosen"} else "right")
+    for fold in found.folds:
+        values = ", ".join(f"{name} {value:.4g}" for name, value in found.values(fold.chosen).items())
+        numbers = (fold.inside, fold.outside, fold.default_outside)
+        table.add_row(fold.held_out, *(f"{number:.4g}" for number in numbers), values)
+    return table

@@ -1,0 +1,47 @@
+"""What a node's fetcher counts; of the plays themselves, `kvabr.telemetry.PlayerMetrics` does."""
+
+from __future__ import annotations
+
+from kvabr.telemetry.exposition import Counter, Exposition, Gauge, Histogram
+
+_SECONDS = (0.001, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+
+
+class NodeMetrics(Exposition):
+    """Everything that a fetcher counts; `kvabr.telemetry.scrape.ScrapeServer` serves it."""
+
+    def __init__(self) -> None:
+        self.plays_total = Counter(
+            "kvabr_node_plays_total", "Plays that are over: met, late, nothing, failed, refused or aborted.", ["result"]
+        )
+        self.plays_in_flight = Gauge("kvabr_node_plays_in_flight", "Plays under way.")
+        self.plays_waiting = Gauge("kvabr_node_plays_waiting", "Plays that wait for their turn.")
+        self.wait_seconds = Histogram("kvabr_node_wait_seconds", "Time that plays waited for their turn.", _SECONDS)
+        self.refused_total = Counter(
+            "kvabr_node_refused_total", "Plays that got no turn: full, late, or closed.", ["reason"]
+        )
+        self.groups_total = Counter(
+            "kvabr_node_groups_total",
+            "Groups asked for, by where they came from: memory, disk, joined (another play's download) or network.",
+            ["source"],
+        )
+        self.bytes_total = Counter(
+            "kvabr_node_bytes_total", "Bytes of groups given to plays, by where they came from.", ["source"]
+        )
+        self.downloads_total = Counter(
+            "kvabr_node_downloads_total", "Downloads that are over: done, cancelled, failed, or damaged.", ["result"]
+        )
+        self.downloaded_bytes_total = Counter("kvabr_node_downloaded_bytes_total", "Bytes that came from peers.")
+        self.priority_changes_total = Counter(
+            "kvabr_node_priority_changes_total", "Downloads under way whose priority was changed."
+        )
+        self.store_bytes = Gauge("kvabr_node_store_bytes", "Bytes of groups that are kept, by tier.", ["tier"])
+        self.store_groups = Gauge("kvabr_node_store_groups", "Groups that are kept, by tier.", ["tier"])
+        self.store_evicted_total = Counter(
+            "kvabr_node_store_evicted_total", "Groups that had to make room for others, by tier.", ["tier"]
+        )
+        self.store_damaged_total = Counter(
+            "kvabr_node_store_damaged_total", "Groups kept that were no longer what they had been, by tier.", ["tier"]
+        )
+        self.peers = Gauge("kvabr_node_peers", "Peers that the node has a connection to.")
+        self.dials_failed_total = Counter("kvabr_node_dials_failed_total", "Peers that could not be reached.")

@@ -1,0 +1,245 @@
+"""What is known of peers from plays before, in a small file: a warm start for the next play to the same peer.
+
+The file is this host's: another host's links are others, so a file that was copied is not believed. It is JSON with a
+checksum, written whole or not at all; whoever writes reads first what others have written meanwhile. What is corrupt,
+foreign or absurd is told once and ignored, and the next write replaces it: a warm start is never worth a play.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import platform
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from kvabr.abr.estimator import Prior
+from kvabr.store.files import read_text, write_text
+from kvabr.types.errors import FormatError, KvabrError
+
+SCHEMA = "kvabr.priors/1"
+MAX_BYTES = 1 << 18
+MAX_PEERS = 512
+"""Peers that are kept; those heard of longest ago go first."""
+_MOST_NAME = 300
+_SLOWEST, _FASTEST = 1.0, 1e12
+"""Bytes per second; what lies outside is no link."""
+_LONGEST_TTFB_S = 30.0
+_HALF_LIFE_S = 3600.0
+"""After so many seconds what is known counts half."""
+_LONGEST_S = 7 * 86400.0
+"""After so many it is forgotten."""
+_LONGEST_WAIT_S = 2.0
+"""How long a write waits for that of another process, seconds; one that was stopped may hold the lock for ever."""
+_WAIT_S = 0.01
+_NEWEST = 0.5
+"""How much the last play counts against all before it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What is known of one peer."""
+
+    rate: float
+    """Bytes per second, a mean over plays (of logarithms), the last counting half."""
+    ttfb_s: float
+    """Least time to first byte, a mean of the same kind."""
+    at: float
+    """When it was last heard of, seconds since 1970."""
+    plays: int = 1
+
+    def sound(self) -> bool:
+        """Whether such a link can be."""
+        numbers = (self.rate, self.ttfb_s, self.at)
+        return (
+            all(type(number) in (int, float) and math.isfinite(number) for number in numbers)
+            and type(self.plays) is int
+            and _SLOWEST <= self.rate <= _FASTEST
+            and 0 <= self.ttfb_s <= _LONGEST_TTFB_S
+            and self.at >= 0
+            and self.plays >= 1
+        )
+
+    def heard(self, rate: float, ttfb_s: float, at: float) -> Known:
+        """With one play more."""
+        rate = math.exp((1 - _NEWEST) * math.log(self.rate) + _NEWEST * math.log(rate))
+        return Known(rate, (1 - _NEWEST) * self.ttfb_s + _NEWEST * ttfb_s, at, self.plays + 1)
+
+    def prior(self, now: float) -> Prior | None:
+        """What it is worth to a play that begins now; None: nothing."""
+        age_s = now - self.at
+        if not -60 <= age_s <= _LONGEST_S:  # a little ahead may be another's clock; more is none
+            return None
+        return Prior(self.rate, self.ttfb_s, 0.5 ** (max(0.0, age_s) / _HALF_LIFE_S))
+
+
+class Priors:
+    """The file, and what this process has heard. May be used from several threads."""
+
+    def __init__(self, path: Path | None = None, *, host: str | None = None) -> None:
+        """Read what is there; nothing is raised.
+
+        Args:
+            path: the file; None: only this process's memory.
+            host: who this host is; None: found out.
+        """
+        self._path, self._host = path, host or this_host()
+        self._lock = threading.Lock()
+        self._told = False
+        self._known: dict[str, Known] = self._read()
+
+    def of(self, peer: str, now: float | None = None) -> Prior | None:
+        """What is known of a peer; None: nothing, or nothing that still counts."""
+        with self._lock:
+            known = self._known.get(peer)
+        return None if known is None else known.prior(time.time() if now is None else now)
+
+    def heard(self, peer: str, rate: float, ttfb_s: float, now: float | None = None) -> None:
+        """A play to a peer has ended; what makes no sense is ignored. Writes nothing, see `save`."""
+        at = time.time() if now is None else now
+        fresh = Known(rate, ttfb_s, at)
+        if not fresh.sound() or not 0 < len(peer) <= _MOST_NAME:
+            return
+        with self._lock:
+            before = self._known.get(peer)
+            still = before is not None and before.prior(at) is not None
+            self._known[peer] = before.heard(rate, ttfb_s, at) if before is not None and still else fresh
+            self._known = _newest(self._known)
+
+    def save(self) -> None:
+        """Write the file, with what other processes have written meanwhile; that it cannot be is told once."""
+        if self._path is None:
+            return
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with _alone(self._path):
+                merged = self._read()
+                with self._lock:
+                    for peer, known in self._known.items():
+                        if peer not in merged or merged[peer].at <= known.at:
+                            merged[peer] = known
+                    self._known = dict(_newest(merged))
+                    text = _dumps(self._known, self._host)
+                # Not under the lock: a play that begins meanwhile must not wait for a disk.
+                write_text(self._path, text)
+        except (OSError, KvabrError) as error:
+            self._tell(f"what is known of peers cannot be kept: {error}")
+
+    def _read(self) -> dict[str, Known]:
+        if self._path is None:
+            return {}
+        try:
+            if not self._path.exists():
+                return {}
+            return _loads(read_text(self._path, MAX_BYTES, unreadable=FormatError, unfit=FormatError), self._host)
+        except (FormatError, OSError) as error:
+            self._tell(f"{self._path}: {error}; it is ignored, and will be written anew")
+            return {}
+
+    def _tell(self, what: str) -> None:
+        if not self._told:
+            self._told = True
+            warnings.warn(what, RuntimeWarning, stacklevel=2)
+
+
+@cache
+def this_host() -> str:
+    """What tells this host from others: digits that say nothing of it."""
+    parts = [platform.node(), platform.machine()]
+    with contextlib.suppress(OSError):
+        parts.append(Path("/etc/machine-id").read_text(encoding="ascii", errors="replace")[:64])
+    return hashlib.sha256("\0".join(("kvabr.host", *parts)).encode()).hexdigest()[:16]
+
+
+def priors_at(path: str | os.PathLike[str] | None) -> Priors:
+    """The one `Priors` of this process for a file."""
+    return _priors_at(None if path is None else Path(path))
+
+
+@cache
+def _priors_at(path: Path | None) -> Priors:
+    return Priors(path)
+
+
+def _newest(known: dict[str, Known]) -> dict[str, Known]:
+    if len(known) <= MAX_PEERS:
+        return known
+    newest = sorted(known, key=lambda peer: known[peer].at)[-MAX_PEERS:]
+    return {peer: known[peer] for peer in newest}
+
+
+def _digest(peers: Any) -> str:
+    return hashlib.sha256(json.dumps(peers, sort_keys=True).encode()).hexdigest()
+
+
+def _dumps(known: dict[str, Known], host: str) -> str:
+    peers = {
+        peer: {"rate": each.rate, "ttfb_s": each.ttfb_s, "at": each.at, "plays": each.plays}
+        for peer, each in sorted(known.items())
+    }
+    whole = {"schema": SCHEMA, "host": host, "sha256": _digest(peers), "peers": peers}
+    return json.dumps(whole, indent=1) + "\n"
+
+
+def _loads(text: str, host: str) -> dict[str, Known]:
+    try:
+        whole = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"not JSON ({error})") from error
+    if not isinstance(whole, dict) or whole.get("schema") != SCHEMA:
+        raise FormatError(f"not a file of {SCHEMA}")
+    if whole.get("host") != host:
+        raise FormatError("of another host")
+    peers = whole.get("peers")
+    try:
+        intact = isinstance(peers, dict) and len(peers) <= MAX_PEERS and whole.get("sha256") == _digest(peers)
+    except RecursionError:
+        intact = False
+    if not intact or not isinstance(peers, dict):
+        raise FormatError("damaged")
+    known: dict[str, Known] = {}
+    for peer, each in peers.items():
+        if not isinstance(each, dict) or set(each) != {"rate", "ttfb_s", "at", "plays"} or len(peer) > _MOST_NAME:
+            raise FormatError(f"{peer[:40]!r} is not what is known of a peer")
+        known[peer] = Known(**each)
+        if not known[peer].sound():
+            raise FormatError(f"what it says of {peer[:40]!r} cannot be")
+    return known
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """No other process writes meanwhile, where the system can see to that; else the last to write wins.
+
+    Raises:
+        OSError: another holds the lock, and goes on holding it.
+    """
+    try:
+        import fcntl  # noqa: PLC0415 - not on every system
+    except ImportError:
+        yield
+        return
+    with path.with_name(f".{path.name}.lock").open("a") as file:
+        until = time.monotonic() + _LONGEST_WAIT_S
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                if time.monotonic() >= until:
+                    raise TimeoutError(f"another process does not let go of {file.name}") from error
+                time.sleep(_WAIT_S)
+                continue
+            except OSError:  # a file system without locks
+                pass
+            break
+        yield

@@ -1,1 +1,0 @@
-"""The commands of `kvabr`, one file each: `add` declares one, `run` does it."""

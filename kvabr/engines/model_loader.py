@@ -1,0 +1,140 @@
+"""The real-model bed: a model and its tokenizer, loaded by name."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvabr.engines import smollm2
+from kvabr.engines.require import quiet_loading, require
+from kvabr.engines.transformers import TransformersEngine, spec_of
+from kvabr.types.errors import ModelError
+
+SMOLLM2 = "smollm2"
+"""The name of the model that comes as a package."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bed:
+    """A loaded model that can be published, scored and recomputed with."""
+
+    engine: TransformersEngine
+    tokenizer: Any
+    """A `tokenizers.Tokenizer`."""
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of ``text``, without any added around it."""
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of token ids, special tokens included."""
+        text: str = self.tokenizer.decode(list(tokens), skip_special_tokens=False)
+        return text
+
+
+def open_bed(model: str, *, whole_windows: bool = False) -> Bed:
+    """Load a model for the CPU, in float32 and without any network.
+
+    Args:
+        model: ``smollm2`` (or its full name, as catalogs have it), or a directory with config.json, tokenizer.json
+            and weights in safetensors.
+        whole_windows: see `kvabr.engines.transformers.spec_of`.
+
+    Raises:
+        ModelError: it is not there, something is not installed, or its cache is not plain full attention.
+    """
+    if model in (SMOLLM2, smollm2.NAME):
+        return Bed(*smollm2.load())
+    return _load_directory(Path(model), whole_windows=whole_windows)
+
+
+def _load_directory(path: Path, *, whole_windows: bool) -> Bed:
+    if not (path / "config.json").is_file():
+        raise ModelError(f"{path}: no such model; give {SMOLLM2!r}, or a directory with a transformers model")
+    if not (path / "tokenizer.json").is_file():
+        raise ModelError(f"{path}: has no tokenizer.json; save the tokenizer there with save_pretrained()")
+    transformers = require("transformers")
+    tokenizers = require("tokenizers")
+    try:
+        # Weights in safetensors alone, and no code from the directory: a model's folder is not a program to run.
+        with quiet_loading():
+            model = transformers.AutoModelForCausalLM.from_pretrained(
+                path, local_files_only=True, use_safetensors=True, trust_remote_code=False, dtype=torch.float32
+            )
+        tokenizer = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
+    except Exception as error:  # transformers and tokenizers raise what comes to hand, bare Exception included
+        raise ModelError(f"{path}: transformers cannot load this model ({error})") from error
+    return Bed(engine_of(model, path, whole_windows=whole_windows), tokenizer)
+
+
+def engine_of(model: Any, path: Path | str, *, whole_windows: bool = False) -> TransformersEngine:
+    """A model that was loaded from a directory, as an engine; its caches have the names that `kvabr encode` gives them.
+
+    Args:
+        model: the loaded causal language model, in whatever element type and on whatever device.
+        path: the directory, with config.json, tokenizer.json and the weights.
+        whole_windows: see `kvabr.engines.transformers.spec_of`.
+
+    Raises:
+        ModelError: its cache is not plain full attention, or the directory is not a model's.
+    """
+    path = Path(path)
+    if missing := [name for name in ("config.json", "tokenizer.json") if not (path / name).is_file()]:
+        raise ModelError(f"{path}: has no {' and no '.join(missing)}; give the directory that the model came from")
+    model.eval()
+    context = getattr(model.config, "max_position_embeddings", None)
+    if not isinstance(context, int) or context <= 0:
+        raise ModelError(f"{path}: config.json does not say how many positions the model has")
+    spec = spec_of(
+        model,
+        name=folder_name(path),
+        tokenizer=folder_tokenizer(path),
+        dtype=asset_dtype(_own_dtype(path)),
+        whole_windows=whole_windows,
+    )
+    return TransformersEngine(model, spec, context=context)
+
+
+def _own_dtype(path: Path) -> str:
+    """Element type that a model was saved in: how it is loaded must not change what its caches are called."""
+    try:
+        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path}: its config.json cannot be read ({error})") from error
+    own = config.get("dtype") or config.get("torch_dtype") if isinstance(config, dict) else None
+    return str(own).removeprefix("torch.")
+
+
+def folder_name(path: Path) -> str:
+    """What caches of the model in a directory are published under."""
+    return f"{path.resolve().name}-{_fingerprint(path)}"
+
+
+def folder_tokenizer(path: Path) -> str:
+    """Digest of the tokenizer in a model's directory."""
+    return hashlib.sha256((path / "tokenizer.json").read_bytes()).hexdigest()
+
+
+def asset_dtype(native: str) -> str:
+    """Element type of the published cache of a model whose own is ``native``."""
+    return "bfloat16" if native == "bfloat16" else "float16"
+
+
+def _fingerprint(path: Path) -> str:
+    """8 hex digits that tell two models in directories of one name apart: configuration, and ends of the weights."""
+    digest = hashlib.sha256((path / "config.json").read_bytes())
+    for file in sorted(path.glob("*.safetensors")):
+        size = file.stat().st_size
+        digest.update(f"\0{file.name}\0{size}\0".encode())
+        with file.open("rb") as stream:
+            digest.update(stream.read(1 << 16))
+            stream.seek(max(0, size - (1 << 16)))
+            digest.update(stream.read(1 << 16))
+    return digest.hexdigest()[:8]

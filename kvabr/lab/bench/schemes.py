@@ -1,0 +1,230 @@
+"""Schemes: ways to make a cache small. Each takes a whole cache and gives it back as a reader would see it.
+
+Every byte that a reader needs is counted, frames and scales included, except for a profile, which is fetched once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+import kvabr.codec
+from kvabr.codec.base import GroupContext
+from kvabr.codec.group import decode_group, encode_group, payload_of
+from kvabr.codec.profile import Profile
+from kvabr.codec.registry import codec
+from kvabr.publish.encoder import own_profile
+from kvabr.types.errors import UsageError
+from kvabr.types.kv import GROUP_TOKENS, KVSpec
+
+_CHUNK = "00" * 32
+"""A prompt digest, where frames need one and nobody looks at it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Coded:
+    """A cache that went through a scheme."""
+
+    nbytes: int
+    """All that a reader fetches."""
+    cache: torch.Tensor | None
+    """As it is after decoding, [layer, K/V, head, token, dim]; None where only the size was asked for."""
+
+
+class Scheme(ABC):
+    """One way to make a cache small, at one rate."""
+
+    name: str
+    """As tables have it."""
+    family: str
+    """Schemes that belong on one curve."""
+    group_tokens: int
+    """Tokens that are coded together."""
+
+    @property
+    @abstractmethod
+    def key(self) -> str:
+        """Names all that the outcome depends on but the cache; results are kept under it."""
+
+    @abstractmethod
+    def code(self, cache: torch.Tensor, *, decode: bool = True) -> Coded:
+        """Encode and decode.
+
+        Args:
+            cache: [layer, K/V, head, token, dim], half precision; never written.
+            decode: whether the decoded cache is wanted too.
+        """
+
+
+def groups(tokens: int, each: int) -> Iterator[tuple[int, int]]:
+    """First token of every group, and the one after its last."""
+    for first in range(0, tokens, each):
+        yield first, min(first + each, tokens)
+
+
+class Track(Scheme):
+    """A track of kvabr, with the tracks that it refines."""
+
+    def __init__(
+        self,
+        track: str,
+        spec: KVSpec,
+        profile: Profile | None = None,
+        *,
+        group_tokens: int = GROUP_TOKENS,
+        label: str = "",
+        family: str = "",
+    ) -> None:
+        """Prepare.
+
+        Args:
+            track: name of the codec.
+            spec: of the caches.
+            profile: side information, for the codecs that need it.
+            group_tokens: tokens of a group.
+            label: what tells two profiles apart; part of the name.
+            family: the curve that it belongs to; the track's own name if empty.
+        """
+        below = _chain(track)
+        self._tracks = below
+        self._needs = any(codec(name).needs_profile for name in below)
+        if self._needs and profile is None:
+            raise UsageError(f"{track} needs a profile: make one with `kvabr calibrate`, and give it with --profile F")
+        self._spec = replace(spec, group_tokens=group_tokens)
+        self._profile = None
+        if self._needs and profile is not None:
+            profile.check(spec)
+            self._profile = profile
+        self._origin = "" if profile is None or not self._needs else profile.digest
+        self.name = f"{track}{label}"
+        self.family = family or track
+        self.group_tokens = group_tokens
+
+    @property
+    def key(self) -> str:
+        """Codec, profile, group size, and the very sources that code it."""
+        return f"{self._tracks[-1]}|{self._origin}|{self.group_tokens}|{codec_sources()}"
+
+    def code(self, cache: torch.Tensor, *, decode: bool = True) -> Coded:
+        """As an origin and a player do it, group by group."""
+        out = torch.empty_like(cache) if decode else None
+        nbytes = 0
+        for index, (first, end) in enumerate(groups(cache.shape[3], self.group_tokens)):
+            context = GroupContext(self._spec, first, end - first, self._profile, memo={})
+            group = cache[:, :, :, first:end]
+            frames: list[bytes] = []
+            for track in self._tracks:
+                below = [bytes(payload_of(frame)) for frame in frames]
+                frames.append(encode_group(group, track, context, _CHUNK, index, below))
+            nbytes += sum(map(len, frames))
+            if out is not None:
+                views = [payload_of(frame) for frame in frames[:-1]]
+                decode_group(frames[-1], self._tracks[-1], context, _CHUNK, index, out[:, :, :, first:end], views)
+        return Coded(nbytes, out)
+
+
+class OwnTrack(Scheme):
+    """A track with tables that are estimated from the very cache and travel with it, where a model has no profile."""
+
+    def __init__(self, track: str, spec: KVSpec, *, group_tokens: int = GROUP_TOKENS) -> None:
+        self._track, self._spec = track, spec
+        self.name, self.family, self.group_tokens = f"{track} (own tables)", "AC, own tables", group_tokens
+
+    @property
+    def key(self) -> str:
+        """Track, group size, and the sources."""
+        return f"own|{self._track}|{self.group_tokens}|{codec_sources()}"
+
+    def code(self, cache: torch.Tensor, *, decode: bool = True) -> Coded:
+        """As `Track`, the profile's bytes counted."""
+        profile = own_profile(self._spec, cache)
+        coded = Track(self._track, self._spec, profile, group_tokens=self.group_tokens).code(cache, decode=decode)
+        return Coded(coded.nbytes + len(profile.to_bytes()), coded.cache)
+
+
+def _chain(track: str) -> tuple[str, ...]:
+    """A track and all that it refines, base first."""
+    names = [track]
+    while (lower := codec(names[0]).refines) is not None:
+        names.insert(0, lower)
+    return tuple(names)
+
+
+class Kivi(Scheme):
+    """KIVI's quantiser (Liu et al., 2024): asymmetric integers, keys per channel, values per token, 32 share a scale.
+
+    Its window of recent tokens that stay exact is left out: here the whole prompt is coded, as all schemes code it.
+    """
+
+    span = 32
+    """Elements that share an offset and a scale, half precision both."""
+
+    def __init__(self, bits: Literal[2, 4], *, group_tokens: int = GROUP_TOKENS) -> None:
+        self.bits = bits
+        self.name = f"KIVI-{bits}"
+        self.family = "KIVI"
+        self.group_tokens = group_tokens
+
+    @property
+    def key(self) -> str:
+        """Bits and group size."""
+        return f"kivi-1|{self.bits}|{self.group_tokens}"
+
+    def code(self, cache: torch.Tensor, *, decode: bool = True) -> Coded:
+        """Round to the integers, and back."""
+        out = torch.empty_like(cache) if decode else None
+        nbytes = 0
+        for first, end in groups(cache.shape[3], self.group_tokens):
+            part = cache[:, :, :, first:end].float()
+            # Keys: runs of tokens of one channel. Values: runs of channels of one token.
+            keys, scales = self._round(part[:, 0].transpose(-1, -2))
+            values, more = self._round(part[:, 1])
+            nbytes += part.numel() * self.bits // 8 + 4 * (scales + more)
+            if out is not None:
+                out[:, 0, :, first:end] = keys.transpose(-1, -2)
+                out[:, 1, :, first:end] = values
+        return Coded(nbytes, out)
+
+    def _round(self, rows: torch.Tensor) -> tuple[torch.Tensor, int]:
+        """Rounded rows, and how many scales they took."""
+        length, scales = rows.shape[-1], 0
+        parts = []
+        for first, end in groups(length, self.span):
+            part = rows[..., first:end]
+            low = part.amin(dim=-1, keepdim=True).half().float()
+            step = ((part.amax(dim=-1, keepdim=True) - low) / (2**self.bits - 1)).clamp(min=2.0**-24).half().float()
+            parts.append(((part - low) / step).round().clamp(0, 2**self.bits - 1) * step + low)
+            scales += low.numel()
+        return torch.cat(parts, dim=-1), scales
+
+
+@cache
+def codec_sources() -> str:
+    """8 hex digits of the codecs' sources: a result is worth keeping only while they are the same."""
+    digest = hashlib.sha256()
+    folder = Path(next(iter(kvabr.codec.__path__)))
+    for path in sorted(path for ending in ("py", "c", "h") for path in folder.rglob(f"*.{ending}")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:8]
+
+
+def tracks_to_measure(names: Sequence[str] | None, known: Sequence[str]) -> list[str]:
+    """The tracks that were named, or all.
+
+    Raises:
+        UsageError: one is named twice.
+        FormatError: there is no such codec.
+    """
+    wanted = list(known if names is None else names)
+    if len(set(wanted)) != len(wanted):
+        raise UsageError("name each track only once")
+    for name in wanted:
+        codec(name)
+    return wanted

@@ -1,0 +1,186 @@
+"""What findings amount to: means, medians and worst by scheme, and where two curves reach the same quality.
+
+Schemes are compared on the same contexts and cases. Intervals are bootstrapped: contexts (for losses) and cases (for
+retrieval) are drawn again with replacement, the same ones for both sides of a comparison.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvabr.lab.bench.measure import EXACT, Findings
+
+RESAMPLES = 1000
+_INTERVAL = (2.5, 97.5)
+
+Row = dict[str, Any]
+Samples = npt.NDArray[np.float64]
+
+
+def scheme_rows(findings: Findings, families: Mapping[str, str]) -> list[Row]:
+    """One plain dictionary a scheme, cheapest first.
+
+    Args:
+        findings: what was measured.
+        families: the curve that each scheme belongs to, by name.
+
+    Returns:
+        ``scheme, family, bits, ratio`` (to 16 bits), ``kl, kl_median, kl_worst, kl_ci95, dnll, dnll_worst, top1,
+        digits, whole, logprob, logprob_ci95``; None where something was not measured.
+    """
+    names = list(dict.fromkeys((*findings.quality, *findings.recall)))
+    rows = [_row(findings, name, families.get(name, name)) for name in names]
+    return sorted(rows, key=lambda row: (row["bits"] is None, row["bits"] or 0.0))
+
+
+def _row(findings: Findings, name: str, family: str) -> Row:
+    row: Row = {"scheme": name, "family": family}
+    quality = list(findings.quality.get(name, {}).values())
+    recalls = list(findings.recall.get(name, {}).values())
+    row["bits"] = _mean(quality, "bits") or None
+    row["ratio"] = None if row["bits"] is None else 16 / row["bits"]
+    for key in ("kl", "dnll", "top1"):
+        row[key] = _mean(quality, key)
+    row["kl_median"] = statistics.median(one["kl"] for one in quality) if quality else None
+    row["kl_worst"] = max((one["kl"] for one in quality), default=None)
+    row["dnll_worst"] = max((one["dnll"] for one in quality), default=None)
+    row["kl_ci95"] = _interval([one["kl"] for one in quality])
+    for key in ("digits", "whole", "logprob"):
+        row[key] = _mean(recalls, key)
+    row["logprob_ci95"] = _interval([one["logprob"] for one in recalls])
+    return row
+
+
+def _mean(rows: Sequence[Row], key: str) -> float | None:
+    return statistics.fmean(row[key] for row in rows) if rows else None
+
+
+def _interval(values: Sequence[float]) -> list[float] | None:
+    """Bootstrapped interval of a mean."""
+    if len(values) < 2:
+        return None
+    samples = np.asarray(values)
+    means = samples[_draws(len(samples))].mean(axis=1)
+    return [float(edge) for edge in np.percentile(means, _INTERVAL)]
+
+
+def _draws(count: int, seed: int = 0) -> npt.NDArray[np.int64]:
+    return np.random.default_rng(seed).integers(0, count, (RESAMPLES, count))
+
+
+# ---------------------------------------------------------------------- curves
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Schemes of one family that were measured whole, cheapest first."""
+
+    names: tuple[str, ...]
+    bits: Samples
+    """[scheme]: mean over the contexts."""
+    losses: Samples
+    """[scheme, context]: KL."""
+    recalls: dict[str, Samples]
+    """``logprob`` and ``whole``: [scheme, case]. Empty without retrieval."""
+
+
+def curve(findings: Findings, names: Sequence[str]) -> Curve:
+    """A curve of schemes that were measured on the same contexts and cases."""
+    bits = {name: _mean(list(findings.quality[name].values()), "bits") or 0.0 for name in names}
+    ordered = sorted(names, key=bits.__getitem__)
+    losses = np.array([[row["kl"] for row in findings.quality[name].values()] for name in ordered])
+    recalls = {}
+    if all(findings.recall.get(name) for name in ordered):
+        for key in ("logprob", "whole"):
+            recalls[key] = np.array([[float(row[key]) for row in findings.recall[name].values()] for name in ordered])
+    return Curve(tuple(ordered), np.array([bits[name] for name in ordered]), losses, recalls)
+
+
+def crossing(bits: Samples, costs: Samples, target: float, *, log: bool) -> float:
+    """The least rate from which on a curve is nowhere worse than a target.
+
+    Args:
+        bits: rates, ascending.
+        costs: what they cost, the less the better.
+        target: what they may cost.
+        log: whether to interpolate the logarithm of the costs; right for a KL, which falls exponentially.
+
+    Returns:
+        A rate; the cheapest one if all are good enough, infinity if the dearest is not.
+    """
+    good = costs <= target + 1e-9 * abs(target)  # equal numbers, summed in another order, are equal
+    if not good[-1]:
+        return float("inf")
+    if good.all():
+        return float(bits[0])
+    above = int(np.flatnonzero(~good)[-1])  # the dearest that is not good enough
+    scale: Callable[[float], float] = (lambda cost: float(np.log(max(cost, 1e-12)))) if log else float
+    worse, better, wanted = scale(costs[above]), scale(costs[above + 1]), scale(target)
+    share = min(1.0, (worse - wanted) / (worse - better))
+    return float(bits[above] + share * (bits[above + 1] - bits[above]))
+
+
+def match(ours: Curve, theirs: Curve) -> Row:
+    """The rate at which one curve is nowhere worse than one scheme, and how sure that is.
+
+    Args:
+        ours: at least two schemes.
+        theirs: one scheme.
+
+    Returns:
+        Bits an element at which the KL, the log-probability of planted codes, and the share of whole codes are
+        theirs: ``kl, logprob, whole``; ``bits``, the most of them, with ``ci95``; and ``theirs``, their own rate.
+    """
+    every = np.arange(ours.losses.shape[1])
+    cases = np.arange(next(iter(ours.recalls.values())).shape[1]) if ours.recalls and theirs.recalls else None
+    found = _match(ours, theirs, every, cases)
+    draws = _draws(len(every))
+    more = [None] * RESAMPLES if cases is None else list(_draws(len(cases), 1))
+    spread = [max(_match(ours, theirs, draw, other).values()) for draw, other in zip(draws, more, strict=True)]
+    finite = [value for value in spread if np.isfinite(value)]
+    ci = [float(edge) for edge in np.percentile(finite, _INTERVAL)] if len(finite) == len(spread) else None
+    bits = max(found.values())
+    return {
+        **{key: value if np.isfinite(value) else None for key, value in found.items()},
+        "bits": bits if np.isfinite(bits) else None,
+        "ci95": ci,
+        "theirs": float(theirs.bits[0]) or None,
+    }
+
+
+def _match(
+    ours: Curve, theirs: Curve, contexts: npt.NDArray[np.int64], cases: npt.NDArray[np.int64] | None
+) -> dict[str, float]:
+    target = float(theirs.losses[0, contexts].mean())
+    found = {"kl": crossing(ours.bits, ours.losses[:, contexts].mean(axis=1), target, log=True)}
+    if cases is not None:
+        for key in ("logprob", "whole"):
+            costs = -ours.recalls[key][:, cases].mean(axis=1)
+            found[key] = crossing(ours.bits, costs, -float(theirs.recalls[key][0, cases].mean()), log=False)
+    return found
+
+
+def at_group_size(ours: Curve, bits: float, sizes: Mapping[str, Mapping[str, Row]]) -> float | None:
+    """What a rate of a curve becomes with groups of another length.
+
+    Args:
+        ours: the curve with the usual length.
+        bits: a rate on it.
+        sizes: rows with ``bits`` by scheme and context, with the other length.
+    """
+    if any(name not in sizes for name in ours.names):
+        return None
+    other = [_mean(list(sizes[name].values()), "bits") or 0.0 for name in ours.names]
+    return float(np.interp(bits, ours.bits, other))
+
+
+def exact_recall(findings: Findings) -> Row | None:
+    """What the model remembers behind an exact cache."""
+    rows = list(findings.recall.get(EXACT, {}).values())
+    return {key: _mean(rows, key) for key in ("digits", "whole", "logprob")} | {"cases": len(rows)} if rows else None

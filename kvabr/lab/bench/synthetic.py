@@ -1,0 +1,98 @@
+"""Profiles and caches of models that are not at hand: shapes as the model's, numbers drawn to be as rare as real ones.
+
+How fast a coder is depends on shapes, on rates and on how many rows of coefficients are dead, and on nothing else. So
+coefficients are drawn with spreads that fall as those of SmolLM2's caches do, and the transform is a random rotation.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from kvabr.codec.fit import FitConfig
+from kvabr.codec.native import coder
+from kvabr.codec.native.model import TILE
+from kvabr.codec.profile import Depth, Profile
+from kvabr.codec.quantiser import nested
+from kvabr.codec.structure import Structure, layered
+from kvabr.codec.tables import Counts, coder_model
+from kvabr.codec.transform import FRACTION, MAX_INDEX, RUN, Detector, Transform, rounded
+from kvabr.types.kv import KVSpec, RopeSpec
+
+LLAMA = KVSpec("Llama-3.1-8B", "synthetic", 32, 8, 128, "bfloat16", RopeSpec(500000.0, 128))
+"""The shape of Llama-3.1-8B. Its rotary embedding is a scaled one; as fast to undo as a plain one."""
+
+_LEADING, _FALL = 9.0, 0.72
+"""Spread of a stack's first coefficient, in units of the norm, and how fast the others fall behind it."""
+_TRAILING = 0.34
+"""Spread of the first component of a block that its stack leaves alone."""
+_NEVER = 1e6
+"""How far out a token would have to be to be kept exact."""
+_COUNTED_TILES = 8
+"""Tiles that the tables are counted on."""
+
+
+def profile(spec: KVSpec, seed: int = 0, config: FitConfig | None = None) -> Profile:
+    """A profile of a model with such a cache; takes seconds to a minute.
+
+    Args:
+        spec: the cache's shape.
+        seed: of the dice.
+        config: structure and steps; the default ones of a calibration if None.
+    """
+    config = config or FitConfig()
+    structure = layered(spec, config.stack_layers, config.kept, config.block_heads)
+    dice = torch.Generator().manual_seed(seed)
+    block = rounded(torch.stack([_rotation(structure.width, dice) for _ in range(structure.blocks)]))
+    nothing = torch.zeros((0, 0), dtype=torch.int8), torch.zeros(0, dtype=torch.uint8)
+    stacks = tuple(
+        rounded(_rotation(structure.width_of(stack), dice), run=RUN) if stack.kept else nothing
+        for stack in structure.stacks
+    )
+    shape = (spec.layers, 2, spec.kv_heads, spec.head_dim)
+    mean = torch.randn(shape, generator=dice).half()
+    detector = Detector(torch.ones(spec.layers), _NEVER)
+    transform = Transform(structure, mean, torch.ones(spec.layers, 2), block, stacks, detector)
+    chain, depths = nested(config.steps), {}
+    drawn = coefficients(structure, _COUNTED_TILES * TILE, seed + 1).numpy()
+    below: dict[str, np.ndarray] = {}
+    for track, lower in chain.items():
+        exact = drawn / np.float32(config.steps[track])
+        below[track] = np.rint(exact).astype(np.int32)
+        counts = Counts.nothing(structure.rows, refines=lower is not None)
+        for first in range(0, exact.shape[1], TILE):
+            part = slice(first, first + TILE)
+            counts.add(below[track][:, part], None if lower is None else below[lower][:, part])
+        depths[track] = Depth(config.steps[track], coder_model(counts, config.classes))
+    return Profile(spec, config.sinks, transform, depths)
+
+
+def coefficients(structure: Structure, tokens: int, seed: int = 0) -> torch.Tensor:
+    """Coefficients of some tokens: [row, token] float32, Laplacian, in units of the norm."""
+    spread = np.empty(structure.rows)
+    for stack, first in zip(structure.stacks, structure.first_rows, strict=False):
+        size, blocks = structure.width_of(stack), len(structure.blocks_of(stack))
+        spread[first : first + size] = _LEADING * (1 + np.arange(size)) ** -(_FALL / 2) / 2
+        rest = structure.width - stack.kept
+        falling = _TRAILING * np.linspace(1.0, 0.3, rest)
+        spread[first + size : first + size + blocks * rest] = np.tile(falling, blocks)
+    dice = np.random.default_rng(seed)
+    drawn = dice.laplace(size=(structure.rows, tokens)) * (spread / np.sqrt(2.0))[:, None]
+    return torch.from_numpy(drawn.astype(np.float32))
+
+
+def cache(made: Profile, tokens: int, seed: int = 2) -> torch.Tensor:
+    """A cache whose coefficients are such: [layer, K/V, head, token, dim] in the spec's element type."""
+    spec = made.spec
+    out = torch.empty(spec.shape(tokens), dtype=spec.torch_dtype)
+    # As fine a step as a decoder's integers can take.
+    step = 1 / 64
+    drawn = coefficients(made.transform.structure, tokens, seed) / step
+    coder.synthesise(made.synthesis, (drawn.clamp(-MAX_INDEX, MAX_INDEX) * FRACTION).short().numpy(), step, 0, out)
+    return out
+
+
+def _rotation(size: int, dice: torch.Generator) -> torch.Tensor:
+    """A random orthonormal matrix."""
+    out: torch.Tensor = torch.linalg.qr(torch.randn(size, size, generator=dice))[0]
+    return out

@@ -1,0 +1,90 @@
+"""Plays one trace of one cell with several policies, and writes down a line for each play."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from kvabr.lab.causes import Case, split
+from kvabr.lab.curve import Curves
+from kvabr.replay.clairvoyant import Bound, Clairvoyant
+from kvabr.replay.link import Capacity
+from kvabr.replay.stage import MISS_PENALTY, Outcome, PlayOptions, Stage
+from kvabr.replay.trace import Trace
+from kvabr.types.catalog import Catalog
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What all policies have in common that play from one start of one trace."""
+
+    start_s: float
+    capacity: Capacity
+    rtt_s: float
+    bound: Bound
+    """Of network and compute, if there is an engine."""
+    network: Bound
+    """Of the network alone."""
+
+
+class Bench:
+    """Plays over one cell of a matrix."""
+
+    def __init__(self, catalog: Catalog, options: PlayOptions) -> None:
+        self._catalog, self._options = catalog, options
+        self.stage = Stage(catalog, options)
+        self._curves = Curves(catalog)
+        share = catalog.group_tokens(catalog.groups - 1) / catalog.spec.group_tokens
+        self._tail_s = options.decode_scale * share * min(track.decode_s for track in catalog.tracks)
+        self._network = None
+        if options.cost is not None:
+            self._network = Clairvoyant(catalog, None, options.mode, decode_scale=options.decode_scale)
+
+    def link(self, trace: Trace, start_s: float) -> Link:
+        """The link from one start of a trace, and its bounds."""
+        capacity, rtt_s, bound = self.stage.prepare(trace, start_s)
+        network = bound if self._network is None else self._network.bound(capacity, self._options.deadline_s)
+        return Link(start_s, capacity, rtt_s, bound, network)
+
+    def play(self, trace: Trace, link: Link, policy: str, *, log: bool = False) -> tuple[dict[str, Any], Outcome]:
+        """Play once.
+
+        Returns:
+            The line, and the play that it is about. ``regret`` is against the bound of network and compute,
+            ``network_regret`` against that of the network alone; both are None where the bound says infeasible.
+        """
+        outcome = self.stage.play_on(trace, link.start_s, policy, link.capacity, link.rtt_s, link.bound, log=log)
+        line = dict(outcome.run)
+        del line["groups"]
+        line["rtt_s"] = link.rtt_s
+        line["network_loss"] = _round(link.network.loss) if link.network.feasible else None
+        line["network_regret"] = _round(self._regret(outcome, link.network))
+        line["causes"] = self._causes(outcome, link)
+        return line, outcome
+
+    def _regret(self, outcome: Outcome, bound: Bound) -> float | None:
+        if not bound.feasible:
+            return None
+        deadline_s, ttft = self._options.deadline_s, outcome.run["ttft_s"]
+        late = self._options.config.give_up_after - 1.0 if ttft is None else max(0.0, ttft - deadline_s) / deadline_s
+        missed = 0.0 if outcome.run["met"] else MISS_PENALTY
+        return max(0.0, float(outcome.run["loss"]) + missed + late - bound.loss)
+
+    def _causes(self, outcome: Outcome, link: Link) -> dict[str, float] | None:
+        if not link.bound.feasible or outcome.use is None:
+            return None
+        case = Case(
+            record=outcome.record,
+            use=outcome.use,
+            capacity=link.capacity,
+            deadline_s=self._options.deadline_s,
+            decode_tail_s=self._tail_s,
+            loss=outcome.run["loss"],
+            bound=link.bound.loss,
+            regret=outcome.run["regret"],
+        )
+        return {cause: float(f"{value:.6g}") for cause, value in split(self._catalog, self._curves, case).items()}
+
+
+def _round(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.9g}")

@@ -1,0 +1,128 @@
+"""What was played, kept in one file: a line of JSON for every play, found by the digest of all that went into it."""
+
+from __future__ import annotations
+
+import json
+import math
+import sqlite3
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from kvabr.lab.causes import CAUSES
+from kvabr.types.errors import AssetError
+
+FILE = "plays.sqlite"
+"""Name of the file in a results folder."""
+SCHEMA = 1
+_MAX_LINE = 1 << 16
+_PATIENCE_S = 60.0
+"""For another process that writes to the same folder: it holds the file for some seconds at a time."""
+
+Line = dict[str, Any]
+
+_NUMBERS = (
+    *("start_s", "deadline_s", "loss", "bytes_fetched", "bytes_wasted", "tokens_recomputed", "recompute_s"),
+    "abandoned",
+)
+_MAYBE = ("ttft_s", "clairvoyant_loss", "regret", "network_loss", "network_regret", "rtt_s")
+_FLAGS = ("met", "feasible", "wrapped")
+
+
+class Store:
+    """Lines by key and start; a context manager. What is put is on the disk after `commit`, or at the end.
+
+    Raises:
+        AssetError: the file cannot be opened, or is no such store.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / FILE
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._db = sqlite3.connect(self._path, timeout=_PATIENCE_S)
+            version = self._db.execute("PRAGMA user_version").fetchone()[0]
+            if version not in {0, SCHEMA}:
+                raise AssetError(f"{self._path}: written by another version of kvabr; take a new folder")
+            self._db.execute("PRAGMA journal_mode=WAL")
+            self._db.execute(
+                "CREATE TABLE IF NOT EXISTS plays (key TEXT, start INTEGER, line TEXT, PRIMARY KEY (key, start)) "
+                "WITHOUT ROWID"
+            )
+            self._db.execute(f"PRAGMA user_version={SCHEMA}")
+            self._db.commit()
+        except OSError as error:
+            raise AssetError(f"{folder}: cannot be written ({error.strerror})") from error
+        except sqlite3.Error as error:
+            raise self._fault(error) from error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self._db.commit()
+        finally:
+            self._db.close()
+
+    def get(self, key: str, starts: int) -> dict[int, Line]:
+        """The lines of a key's first ``starts`` starts, as far as they are there; what is not sound is not there."""
+        try:
+            query = "SELECT start, line FROM plays WHERE key = ? AND start >= 0 AND start < ?"
+            rows = self._db.execute(query, (key, starts)).fetchall()
+        except sqlite3.Error as error:
+            raise self._fault(error) from error
+        return {int(start): line for start, text in rows if (line := _sound(text)) is not None}
+
+    def put(self, key: str, lines: Mapping[int, Line]) -> None:
+        """Keep lines by start."""
+        rows: Iterable[tuple[str, int, str]] = (
+            (key, start, json.dumps(line, separators=(",", ":"), allow_nan=False)) for start, line in lines.items()
+        )
+        try:
+            self._db.executemany("INSERT OR REPLACE INTO plays VALUES (?, ?, ?)", rows)
+        except sqlite3.Error as error:
+            raise self._fault(error) from error
+
+    def commit(self) -> None:
+        """Write to the disk what was put."""
+        try:
+            self._db.commit()
+        except sqlite3.Error as error:
+            raise self._fault(error) from error
+
+    def _fault(self, error: sqlite3.Error) -> AssetError:
+        return AssetError(f"{self._path}: {error}; delete it to play everything again, or take another folder")
+
+
+def _sound(text: Any) -> Line | None:
+    """A line from the disk; None if it is not what `put` writes."""
+    if not isinstance(text, str) or len(text) > _MAX_LINE:
+        return None
+    try:
+        line = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return line if isinstance(line, dict) and _complete(line) else None
+
+
+def _complete(line: Line) -> bool:
+    causes, tokens = line.get("causes"), line.get("track_tokens")
+    return (
+        all(isinstance(line.get(name), str) for name in ("trace", "trace_family", "policy"))
+        and all(_number(line.get(name)) for name in _NUMBERS)
+        and all(name in line and (line[name] is None or _number(line[name])) for name in _MAYBE)
+        and all(isinstance(line.get(name), bool) for name in _FLAGS)
+        and (line.get("gave_up") is None or isinstance(line["gave_up"], str))
+        and isinstance(tokens, dict)
+        and all(map(_number, tokens.values()))
+        and (line["regret"] is None) == (causes is None) == (not line["feasible"])
+        and (causes is None or (isinstance(causes, dict) and all(_number(causes.get(name)) for name in CAUSES)))
+    )
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -1,0 +1,113 @@
+"""The engine's lane: which groups are left to it, and when it starts on them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from kvabr.abr.recompute_planner import EngineMode, Plan, plan
+from kvabr.abr.view import View
+from kvabr.player.record import GroupRecord
+from kvabr.types.cost import PrefillCost
+
+_LATE = 1.25
+"""Deadlines after which a tail that is done no sooner is far too late."""
+_PATIENCE = 0.5
+"""Share of the deadline for which such a tail is not begun even though the link has carried nothing."""
+
+
+class EngineLane:
+    """What the engine computes now, and what it is to compute later."""
+
+    def __init__(self, cost: PrefillCost, mode: EngineMode, view: View, tick_s: float) -> None:
+        self._cost, self._mode, self._view, self._tick_s = cost, mode, view, tick_s
+        self.planned: range = range(0)
+        """Groups that the planner leaves to the engine for now; it thinks again at every event."""
+        self.chosen: set[int] = set()
+        """Groups that the policy left to the engine, or that nobody else can bring: for good."""
+        self.computing: tuple[int, int] | None = None
+        """First group, and the one after the last, of what the engine computes now."""
+        self.started_s = 0.0
+        self._free_s = 0.0
+
+    def backlog_s(self, now: float) -> float:
+        """Seconds until the engine is done with what it computes now and with what was left to it for good."""
+        running = max(0.0, self._free_s - now) if self.computing is not None else 0.0
+        here = range(*self.computing) if self.computing is not None else range(0)
+        return running + sum(self._seconds(group, group + 1) for group in self.chosen if group not in here)
+
+    def waiting(self) -> bool:
+        """Whether anything is left to the engine that it has not started on."""
+        return bool(self.planned) or bool(self.chosen)
+
+    def takes(self, group: int) -> bool:
+        """Whether an absent group is the engine's, so that the policy need not care."""
+        if group in self.planned or group in self.chosen:
+            return True
+        if self.computing is not None and self.computing[0] <= group < self.computing[1]:
+            return True
+        return self._mode == "suffix" and bool(self.chosen) and group >= min(self.chosen)
+
+    def replan(self, absent: Collection[int], *, dead: bool = False) -> tuple[bool, Plan | None]:
+        """Think again about what the network will not bring, ``dead`` or not; returns whether that changed anything."""
+        found: Plan | None = None
+        if self.computing is not None and self._mode == "suffix":
+            return False, None
+        if absent:
+            left = [group for group in absent if group not in self.chosen]
+            found = plan(self._view, self._cost, self._mode, left, self._free_s, dead=dead)
+        planned = range(0) if found is None else range(found.first, found.last)
+        changed = planned != self.planned
+        self.planned = planned
+        return changed, found
+
+    def ready(self, now: float, absent: Collection[int], records: Sequence[GroupRecord]) -> tuple[int, int] | None:
+        """The groups that the engine can and should start on now: all before them is in place."""
+        if self.computing is not None or not self.waiting():
+            return None
+        wanted = (*self.chosen, *(group for group in self.planned if group in absent))
+        first = min(wanted, default=len(records))
+        if first >= len(records) or any(record.ready_s is None for record in records[:first]):
+            return None
+        if self._mode == "hole":
+            return first, self._run_end(first, now, absent)
+        return (first, len(records)) if self._last_call(first, now) else None
+
+    def start(self, first: int, last: int, now: float) -> None:
+        """The engine starts."""
+        self.computing, self.started_s = (first, last), now
+        self._free_s = now + self._seconds(first, last)
+
+    def finish(self, now: float) -> float:
+        """The engine is done; returns the seconds that it took."""
+        for group in range(*(self.computing or (0, 0))):
+            self.chosen.discard(group)
+        self.computing = None
+        return now - self.started_s
+
+    def _seconds(self, first: int, last: int) -> float:
+        catalog = self._view.catalog
+        begin = first * catalog.spec.group_tokens
+        end = min(last * catalog.spec.group_tokens, catalog.tokens)
+        return self._cost.seconds(begin, end - begin)
+
+    def _run_end(self, first: int, now: float, absent: Collection[int]) -> int:
+        """One group at a time while there is time to think again after each; all at once where that alone makes it."""
+        last = first + 1
+        while last in absent and (last in self.planned or last in self.chosen):
+            last += 1
+        one_by_one = sum(self._seconds(group, group + 1) for group in range(first, last))
+        in_time = self._view.deadline_s - now
+        return last if self._seconds(first, last) <= in_time < one_by_one else first + 1
+
+    def _last_call(self, first: int, now: float) -> bool:
+        """Whether a tail must be started on now: until then the network may still shorten it."""
+        deadline_s, seconds = self._view.deadline_s, self._seconds(first, self._view.groups)
+        if now + seconds > _LATE * deadline_s and first not in self.chosen:
+            # Once begun it cannot be shortened: where the link has carried anything, hope is the better plan.
+            return now >= (deadline_s if self._alive() else _PATIENCE * deadline_s)
+        return now + 1.5 * self._tick_s >= deadline_s - seconds
+
+    def _alive(self) -> bool:
+        """Whether the link has carried anything in this play."""
+        view = self._view
+        return view.rate > 0 or bool(view.settled) or any(one.received for one in view.in_flight.values())

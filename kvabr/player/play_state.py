@@ -1,0 +1,147 @@
+"""The books of a play: what each group is at, what is under way, what was wasted. What to do next `Session` decides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from kvabr.abr.estimator import Estimator
+from kvabr.abr.ladder import Ladder
+from kvabr.abr.recompute_planner import EngineMode
+from kvabr.abr.view import Transfer, View
+from kvabr.player.actions import Action, Cancel
+from kvabr.player.chunked_throughput import LumpMeter
+from kvabr.player.compute_queue import EngineLane
+from kvabr.player.config import PlayerConfig
+from kvabr.player.event_log import Journal, Log
+from kvabr.player.record import GroupRecord, PlayRecord
+from kvabr.player.retry_tracker import Trials
+from kvabr.player.throughput_sampler import Meter
+from kvabr.types.cost import PrefillCost
+from kvabr.types.loss import RECOMPUTED
+
+
+class Ledger:
+    """What a play knows of its groups, and the entries that change it."""
+
+    def __init__(
+        self,
+        ladder: Ladder,
+        deadline_s: float,
+        estimator: Estimator,
+        *,
+        cost: PrefillCost | None,
+        mode: EngineMode,
+        config: PlayerConfig,
+        oracle: Callable[[float], float] | None,
+        log: Log | None,
+    ) -> None:
+        """All groups are absent."""
+        self.view = View(
+            ladder,
+            deadline_s,
+            cost=cost,
+            front_first=cost is not None and mode == "suffix",
+            gpu_price=config.gpu_price,
+            oracle=oracle,
+        )
+        self._catalog = ladder.catalog
+        self._config = config
+        self._tick_s = deadline_s / config.ticks
+        self._journal = Journal(log, self.view)
+        meter = LumpMeter if config.lumps else Meter
+        self._meter = meter(estimator, deadline_s, self._journal.limited)
+        self._lane = None if cost is None else EngineLane(cost, mode, self.view, self._tick_s)
+        groups = self._catalog.groups
+        self.record = PlayRecord([GroupRecord(group) for group in range(groups)])
+        self._absent: dict[int, None] = dict.fromkeys(range(groups))
+        """Groups that have neither arrived nor are being computed, ascending; those in flight included."""
+        self._in_place = 0
+        self._decoding: dict[int, Transfer] = {}
+        self._trials = Trials(ladder, config.attempts)
+        self._actions: list[Action] = []
+        self.over = False
+        """True once the play has been delivered or given up."""
+
+    def _idle(self) -> bool:
+        """Whether nothing comes in."""
+        return not any(transfer.first_byte_s is not None for transfer in self.view.in_flight.values())
+
+    def _end_decoding(self, request: int) -> Transfer | None:
+        """A group is decoded, or cannot be; None if it is of no use any more."""
+        if self.over:
+            return None  # too late: the cache is handed over, and the books are closed
+        transfer = self._decoding.pop(request, None)
+        if transfer is not None:
+            left = self.view.decode_backlog_s - self.view.decode_s(transfer.track)
+            self.view.decode_backlog_s = max(0.0, left)
+        return transfer
+
+    def _place(self, transfer: Transfer, record: GroupRecord, now: float) -> None:
+        """A group is in place."""
+        layered = self._catalog.by_name[transfer.track].refines is not None
+        if record.ready_s is None:
+            self._in_place += 1
+        elif not layered:
+            self.record.bytes_wasted += record.bytes
+        record.bytes = transfer.bytes + (record.bytes if layered else 0)
+        record.requested_s, record.first_byte_s = transfer.requested_s, transfer.first_byte_s
+        record.done_s, record.ready_s = transfer.done_s, now
+        record.source = "upgraded" if transfer.upgrade else "fetched"
+        record.track = self.view.track_of[transfer.group] = transfer.track
+        self.view.settled.add(transfer.group)
+        self.record.steps.append(("fetch", transfer.group, transfer.track))
+
+    def _lost(self, transfer: Transfer, event: str, reason: str, now: float) -> None:
+        """Put a group whose transfer came to nothing back to where it was."""
+        view, group = self.view, transfer.group
+        self.record.bytes_wasted += transfer.received
+        self._journal.transfer(event, now, transfer, received=transfer.received, reason=reason)
+        if event == "failed":
+            self._trials.failed(group, transfer.track, reason)
+        record = self.record.groups[group]
+        if transfer.upgrade:
+            view.track_of[group] = record.track
+            # A group whose upgrade fails again and again is left as it is.
+            if record.track != RECOMPUTED and not self._trials.spent(group, transfer.track):
+                view.settled.add(group)
+        elif record.track is None:
+            view.track_of[group] = None
+            self._absent[group] = None
+            self._absent = dict.fromkeys(sorted(self._absent))
+            self._sync_missing()
+
+    def _take_back(self, groups: Iterable[int]) -> None:
+        """Put groups that were left to an engine which has failed back to where they were."""
+        view = self.view
+        flying = {transfer.group for transfer in view.in_flight.values()}
+        decoding = {transfer.group: transfer.track for transfer in self._decoding.values()}
+        for group in groups:
+            record = self.record.groups[group]
+            if group in flying:
+                continue
+            if record.ready_s is not None:
+                view.track_of[group] = record.track
+                if group not in decoding:
+                    view.settled.add(group)
+            else:
+                view.track_of[group] = decoding.get(group)
+                if group not in decoding:
+                    self._absent[group] = None
+        self._absent = dict.fromkeys(sorted(self._absent))
+        self._sync_missing()
+
+    def _sync_missing(self) -> None:
+        """Work out anew what the policy sees as missing."""
+        flying = {transfer.group for transfer in self.view.in_flight.values()}
+        lane = self._lane
+        self.view.missing_groups = {
+            group: None for group in self._absent if group not in flying and (lane is None or not lane.takes(group))
+        }
+
+    def _cancel(self, transfer: Transfer, reason: str, now: float, event: str = "cancel") -> None:
+        """Give up a transfer that is under way."""
+        del self.view.in_flight[transfer.request]
+        self.view.outstanding_bytes -= transfer.remaining
+        self._actions.append(Cancel(transfer.request))
+        self._meter.settle(now, idle=self._idle())
+        self._lost(transfer, event, reason, now)

@@ -1,0 +1,105 @@
+"""Asks the policy, and refuses what makes no sense: with the policy's name, its file and its line."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from kvabr.abr.plugins import where
+from kvabr.abr.policy import Decision, Policy
+from kvabr.abr.view import View
+from kvabr.types.errors import PolicyError
+
+_KINDS = frozenset({"fetch", "upgrade", "recompute", "wait", "finish"})
+
+
+class Umpire:
+    """Stands between a session and its policy."""
+
+    def __init__(self, policy: Policy, view: View) -> None:
+        self.policy, self._view = policy, view
+
+    def start(self) -> None:
+        """Let the policy begin.
+
+        Raises:
+            PolicyError: it refuses the play, or raises.
+        """
+        try:
+            self.policy.start(self._view)
+        except (PolicyError, KeyboardInterrupt):
+            raise
+        except BaseException as error:  # a policy that calls sys.exit() must not end the replay in silence
+            raise self._raised(error) from error
+
+    def ask(self) -> Decision:
+        """The policy's next decision, checked.
+
+        Raises:
+            PolicyError: it raises, or asks for what does not exist.
+        """
+        try:
+            decision = self.policy.decide(self._view)
+        except (PolicyError, KeyboardInterrupt):
+            raise
+        except BaseException as error:  # a policy that calls sys.exit() must not end the replay in silence
+            raise self._raised(error) from error
+        if (fault := self._fault(decision)) is not None:
+            raise self.nonsense(fault)
+        return decision
+
+    def nonsense(self, what: str) -> PolicyError:
+        """The error that says what the policy did wrong, and where it stands."""
+        return PolicyError(f"policy {self._title()} {what} ({where(type(self.policy))})")
+
+    def _fault(self, decision: Any) -> str | None:
+        view = self._view
+        if not isinstance(decision, Decision):
+            return f"returned {decision!r}, not a Decision"
+        kind, group = decision.kind, decision.group
+        if not isinstance(kind, str) or kind not in _KINDS:
+            return f"returned a decision of unknown kind {kind!r}"
+        reason: Any = decision.reason
+        if not isinstance(reason, str):
+            return f"gave {reason!r} as its reason, which must be text"
+        if (others := decision.alternatives) is not None and not _is_table(others):
+            return f"gave {others!r} as alternatives, which must be names with finite numbers"
+        if kind == "wait":
+            return None
+        if kind == "finish":
+            return f"wants to finish while {len(view.missing)} groups are missing" if view.missing else None
+        if isinstance(group, bool) or not isinstance(group, int) or not 0 <= group < view.groups:
+            return f"asked for group {group!r}; there are 0 to {view.groups - 1}"
+        if kind == "recompute":
+            possible = view.cost is not None and (group in view.missing or group in view.settled)
+            return None if possible else f"wants group {group} recomputed, which is not possible here"
+        return self._track_fault(decision, group)
+
+    def _track_fault(self, decision: Decision, group: int) -> str | None:
+        view, track = self._view, decision.track
+        offered = view.catalog.by_name
+        if not isinstance(track, str) or track not in offered:
+            return f"asked for unknown track {track!r}; there are {', '.join(offered)}"
+        current = view.track_of[group]
+        if decision.kind == "fetch" and group not in view.missing:
+            return f"asked to fetch group {group}, which is not missing (it has {current})"
+        if decision.kind == "upgrade" and (group not in view.settled or current == track):
+            return f"asked to upgrade group {group} to {track}: it is not settled, or has that track (it has {current})"
+        refines = offered[track].refines
+        if refines is not None and refines != current:
+            return f"asked for {track} of group {group}, which refines {refines}, while it has {current}"
+        return None
+
+    def _raised(self, error: BaseException) -> PolicyError:
+        return PolicyError(f"policy {self._title()} raised {error!r} ({where(type(self.policy), error)})")
+
+    def _title(self) -> str:
+        return self.policy.name or type(self.policy).__name__
+
+
+def _is_table(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(
+        isinstance(key, str) and isinstance(number, int | float) and math.isfinite(number)
+        for key, number in value.items()
+    )

@@ -1,0 +1,139 @@
+"""After the deadline: the cache is in use, and upgrades go on, as long as they are wanted.
+
+Theory of operation. A late session begins where a play ended: every group is in place. It is driven like any other, by
+the same policy, so that upgrades come in the same order, most loss saved per byte first. What the policy takes for the
+deadline moves on before it, one deadline's length away, until the end is nearer: it asks for no more at a time than it
+would have before the cache was handed over, and nothing that would come behind the end.
+
+What is decoded waits until the engine lets it into the cache, and while several groups wait nothing more is asked for.
+It ends when time is up, when the policy is done, when every group is as good as it can be, when for a whole deadline's
+length there was nothing that the policy wanted, or when what was asked for has not moved for several.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from kvabr.abr.estimator import Estimator
+from kvabr.abr.ladder import Ladder
+from kvabr.abr.policy import Policy
+from kvabr.player.config import PlayerConfig
+from kvabr.player.event_log import Log
+from kvabr.player.session import Session
+from kvabr.types.errors import UsageError
+from kvabr.types.loss import RECOMPUTED
+
+_MOST_WAITING = 4
+"""Groups that may be decoded, or wait for the engine's leave, before no more is asked for."""
+
+
+_SILENT = 5.0
+"""Lengths of the deadline without a byte of what was asked for, after which nothing more is expected to come."""
+
+
+class LateSession(Session):
+    """Upgrades of a cache that is in use."""
+
+    def __init__(
+        self,
+        ladder: Ladder,
+        tracks: Sequence[str],
+        horizon_s: float,
+        until_s: float,
+        policy: Policy,
+        estimator: Estimator,
+        *,
+        rate: float = 0.0,
+        config: PlayerConfig | None = None,
+        log: Log | None = None,
+    ) -> None:
+        """Begin with a complete cache.
+
+        Args:
+            ladder: the tracks.
+            tracks: per group, the track in place, or ``recomputed``: such a group is exact enough, and stays.
+            horizon_s: the deadline of the play before, seconds: how far ahead upgrades are planned.
+            until_s: seconds after which nothing more is wanted; infinite: until there is nothing to upgrade.
+            policy: fresh, the same as that of the play before.
+            estimator: fresh.
+            rate: what the link carried before, bytes per second: it counts until the estimator knows better, since a
+                policy that knows no rate asks for no upgrade.
+            config: what a player does whatever its policy.
+            log: takes every event.
+
+        Raises:
+            UsageError: times that make no sense, or not one track per group.
+        """
+        if not until_s > 0:
+            raise UsageError(f"upgrades for {until_s} s; it must be a positive number of seconds")
+        if len(tracks) != ladder.catalog.groups:
+            raise UsageError(f"{len(tracks)} tracks for a cache of {ladder.catalog.groups} groups")
+        super().__init__(ladder, horizon_s, policy, estimator, config=config, log=log)
+        self._horizon_s, self._until_s, self._rate = horizon_s, until_s, rate
+        self._wanted_s = self._moved_s = 0.0
+        """When the policy last wanted something; and when last there was nothing to wait for but the engine."""
+        self._least = [min(track.loss[group] for track in ladder.catalog.tracks) for group in range(len(tracks))]
+        view = self.view
+        self._absent.clear()
+        view.missing_groups.clear()
+        self._in_place = len(tracks)
+        for group, track in enumerate(tracks):
+            record = self.record.groups[group]
+            record.track, record.ready_s = track, 0.0
+            view.track_of[group] = track
+            if track != RECOMPUTED:
+                view.settled.add(group)
+        self._end_of_view(0.0)
+
+    def _refresh(self, now: float) -> None:
+        super()._refresh(now)
+        if self.view.rate <= 0:
+            self.view.rate = self.view.lower_bound = self._rate
+        self._end_of_view(now)
+
+    def _end_of_view(self, now: float) -> None:
+        self.view.deadline_s = min(self._until_s, now + self._horizon_s)
+
+    def next_timer(self) -> float | None:
+        """When the driver must call `timer`; see `Session.next_timer`."""
+        return None if self.over else min(self._until_s, self._next_tick_s)
+
+    def stop(self, now: float) -> None:
+        """Nothing more is wanted."""
+        if not self.over:
+            self._deliver(now)
+
+    def _advance(self, now: float) -> None:
+        if self.over:
+            return
+        self._refresh(now)
+        silent_s = now - max(self._heard_s, self._moved_s) if self.view.in_flight else 0.0
+        if now >= self._until_s or silent_s >= _SILENT * self._horizon_s:
+            self._deliver(now)
+            return
+        self._content = False
+        asked = self._requests
+        while not self._content and self._has_room():
+            decision = self._umpire.ask()
+            if decision.kind == "finish" and not self._anything_pending():
+                self._deliver(now)
+                return
+            self._act(decision, now)
+        if self._decoding or not self.view.in_flight:
+            self._moved_s = now
+        if self._requests > asked or self._anything_pending():
+            self._wanted_s = now
+        elif self._done() or now - self._wanted_s >= self._horizon_s:
+            self._deliver(now)
+
+    def _has_room(self) -> bool:
+        return len(self._decoding) < _MOST_WAITING and super()._has_room()
+
+    def _done(self) -> bool:
+        """Whether no group can get any better."""
+        losses = (
+            0.0 if record.track in (None, RECOMPUTED) else self._catalog.by_name[record.track].loss[record.group]
+            for record in self.record.groups
+        )
+        return all(loss <= least or math.isclose(loss, least) for loss, least in zip(losses, self._least, strict=True))

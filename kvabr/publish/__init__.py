@@ -1,0 +1,1 @@
+"""The publisher: encode a real cache, measure what each level costs, and write an asset."""

@@ -1,0 +1,96 @@
+"""Texts that every Python brings along: what profiles are calibrated on, and other ones to measure with.
+
+The two sets share no text, so that no table shows a codec on what its profile was made from.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+from kvabr.types.errors import AssetError
+
+_MEASURING_MODULES = ("calendar", "heapq", "textwrap", "zipfile")
+
+
+_SYLLABLES = ("ka", "lo", "mi", "ran", "to", "vel", "zu", "shi", "ber", "dan", "gor", "hul", "ith", "jo", "nex", "pra")
+_RECORDS = 600
+
+
+def calibration_texts() -> dict[str, str]:
+    """Texts to calibrate a profile on, by name: half the topics of Python's manual, and records of nobody.
+
+    No source code, no licence, no story: those are what codecs are measured on, and are to be news to a profile.
+    """
+    return {"pydoc": _topics()[0], "records": _records()}
+
+
+def _records() -> str:
+    """Names, numbers, addresses and codes, all made up: what no model can guess, and a prompt may be all about."""
+    dice = random.Random(7)  # noqa: S311 - reproducible, not secret
+
+    def name() -> str:
+        return "".join(dice.choices(_SYLLABLES, k=dice.randint(2, 4))).capitalize()
+
+    kinds: list[Callable[[], str]] = [
+        lambda: f"{name()} {name()}, tel. {dice.randint(10**9, 10**10 - 1)}",
+        lambda: (
+            f"invoice {dice.randint(10**4, 10**7)} of {dice.randint(1, 28)}.{dice.randint(1, 12)}.: "
+            f"{dice.randint(1, 99999) / 100:.2f} EUR"
+        ),
+        lambda: "".join(dice.choices("0123456789abcdef", k=dice.choice((8, 16, 32)))),
+        lambda: f"{name()}@{name().lower()}.{dice.choice(('com', 'org', 'net', 'de'))}",
+        lambda: f"{name()} of {name()} keeps {dice.randint(2, 900)} {dice.choice(('goats', 'boats', 'clocks'))}.",
+        lambda: f"{dice.randint(-99, 99):.1f}\t{dice.random():.6f}\t{dice.randint(0, 255)}",
+    ]
+    lines: list[str] = []
+    while len(lines) < _RECORDS:
+        some = dice.sample(kinds, dice.randint(2, 4))
+        lines += [dice.choice(some)() for _ in range(100)]
+    return "\n".join(lines)
+
+
+def measuring_texts() -> dict[str, str]:
+    """Texts to measure codecs on, by name: other topics of the manual, other sources, and Python's licence."""
+    texts = {"manual": _topics()[1], "source": "\n\n".join(_source(module) for module in _MEASURING_MODULES)}
+    licence = _licence()
+    return texts if licence is None else texts | {"licence": licence}
+
+
+def _topics() -> tuple[str, str]:
+    """The language reference that `pydoc` shows, topic by topic in alphabetical order, in two halves.
+
+    Topics repeat each other, so one goes to the second half only if it shares no paragraph with the first.
+    """
+    topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
+    every = [topics[name] for name in sorted(topics)]
+    first = every[::2]
+    seen = {paragraph for text in first for paragraph in paragraphs(text)}
+    second = [text for text in every[1::2] if seen.isdisjoint(paragraphs(text))]
+    return "\n\n".join(first), "\n\n".join(second)
+
+
+def paragraphs(text: str) -> list[str]:
+    """Paragraphs, without their layout, of a length that two texts do not share by chance."""
+    every = (" ".join(part.split()) for part in text.split("\n\n"))
+    return [part for part in every if len(part) >= 160]
+
+
+def _source(module: str) -> str:
+    """Source of a module of the standard library, found without running it."""
+    spec = importlib.util.find_spec(module)
+    if spec is None or spec.origin is None or not Path(spec.origin).is_file():
+        raise AssetError(f"this Python has no source of its module {module}; give texts of your own with --text")
+    return Path(spec.origin).read_text(encoding="utf-8")
+
+
+def _licence() -> str | None:
+    """The interpreter's licence, wherever it lies; None where a distribution leaves it out."""
+    library = Path(importlib.import_module("os").__file__ or "").resolve().parent
+    for path in (library / "LICENSE.txt", library.parent / "LICENSE.txt", library.parent / "LICENSE"):
+        if path.is_file():
+            return path.read_text(encoding="utf-8")
+    return None

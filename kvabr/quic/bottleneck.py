@@ -1,0 +1,88 @@
+"""Who holds a transfer up: the path, the peer, or this process.
+
+A rate that was bounded by something else says little of the link, so an estimator must know.
+
+- Own CPU: the thread that runs the transport was busy nearly all the time while bytes came.
+- Publisher: nothing comes although something was asked for, and the peer answers a PING all the same: the path is
+  fine, the peer has nothing to send.
+- Network: everything else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from kvabr.types.events import Limit
+
+_WINDOW_S = 0.05
+"""CPU time is looked at over windows of so many seconds."""
+_BUSY = 0.9
+"""Share of such a window that the thread must have worked for the CPU to be the limit."""
+_LEAST_SILENCE_S = 0.1
+
+
+class LimitWatch:
+    """Watches one connection."""
+
+    def __init__(self, probe: Callable[[], None], round_trip: Callable[[], float | None]) -> None:
+        """Nothing is under way yet.
+
+        Args:
+            probe: sends a PING.
+            round_trip: the round trip, seconds, if it is known.
+        """
+        self.limit: Limit = "network"
+        self._probe, self._round_trip = probe, round_trip
+        self._loop = asyncio.get_running_loop()
+        self._wall, self._cpu = time.monotonic(), time.thread_time()
+        self._timer: asyncio.TimerHandle | None = None
+        self._in_flight = 0
+        self._bytes = self._bytes_at_probe = 0
+        self._probing = False
+        self._closed = False
+
+    def asked(self, in_flight: int) -> None:
+        """So many downloads are under way now."""
+        self._in_flight = in_flight
+        if in_flight and self._timer is None and not self._closed:
+            self._arm()
+        if not in_flight and self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def received(self, count: int) -> None:
+        """Payload came."""
+        self._bytes += count
+        now = time.monotonic()
+        if now - self._wall >= _WINDOW_S:
+            cpu = time.thread_time()
+            self.limit = "cpu" if cpu - self._cpu > _BUSY * (now - self._wall) else "network"
+            self._wall, self._cpu = now, cpu
+
+    def alive(self) -> None:
+        """The peer has acknowledged a PING."""
+        if self._probing and self._bytes == self._bytes_at_probe and self._in_flight:
+            self.limit = "publisher"
+        self._probing = False
+
+    def close(self) -> None:
+        """The connection is over."""
+        self._closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _arm(self) -> None:
+        silence = max(_LEAST_SILENCE_S, 2 * (self._round_trip() or 0.0))
+        self._timer = self._loop.call_later(silence, self._look, self._bytes)
+
+    def _look(self, before: int) -> None:
+        self._timer = None
+        if self._closed or not self._in_flight:
+            return
+        if self._bytes == before and not self._probing:
+            self._probing, self._bytes_at_probe = True, self._bytes
+            self._probe()
+        self._arm()

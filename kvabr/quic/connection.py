@@ -1,0 +1,276 @@
+"""A `Connection` over QUIC in Python, by aioquic or qh3: MoQT drafts 18 and 16. `kvabr.quic.dial` makes it."""
+
+from __future__ import annotations
+
+import asyncio
+import bisect
+import contextlib
+import itertools
+from collections.abc import Callable
+
+from kvabr.moqt.codes import RequestCode, SessionCode, name_of
+from kvabr.moqt.draft import Draft
+from kvabr.moqt.events import Closed, Ended, Event, GoingAway, Ready, Received, Refused, Requested
+from kvabr.moqt.messages import PublishNamespace, SubscribeNamespace
+from kvabr.moqt.parameters import Parameters, SetupOptions, Token
+from kvabr.moqt.session import Session
+from kvabr.moqt.wire import Location
+from kvabr.quic import trust as certificate
+from kvabr.quic.bottleneck import LimitWatch
+from kvabr.quic.buffered import BufferedDownload
+from kvabr.quic.download import QuicDownload, QuicOwner
+from kvabr.quic.endpoint import Endpoint
+from kvabr.quic.interface import ConnectionStats, Download
+from kvabr.quic.library import QuicLibrary
+from kvabr.quic.options import DialOptions
+from kvabr.types.errors import ConnectionLostError, RequestError, TransportError
+from kvabr.types.naming import MAX_FULL_TRACK_NAME, TrackNamespace
+
+MAX_IN_FLIGHT = 64
+"""Requests under way at a time; more wait here, the most urgent first. Both libraries allow about 100 streams."""
+_CLOSING_S = 0.25
+"""Seconds that a connection may take to say goodbye."""
+_BAD_CERTIFICATE = range(0x100 + 42, 0x100 + 49)
+"""QUIC error codes of the TLS alerts about certificates (RFC 8446, section 6.2)."""
+
+
+class QuicConnection(Endpoint, QuicOwner):
+    """A connection to one publisher or relay."""
+
+    def __init__(self, library: QuicLibrary, options: DialOptions) -> None:
+        super().__init__(library)
+        self.backend = library.name
+        self.protocol = ""
+        self._options = options
+        self._transport: asyncio.DatagramTransport | None = None
+        self._downloads: dict[int, QuicDownload] = {}
+        self._waiting: list[tuple[int, int, QuicDownload]] = []
+        self._order = itertools.count()
+        self._received = 0
+        self._lost: str | None = None
+        self._going_away = False
+        self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Done when the peer's SETUP has come, or failed."""
+        self.shaken = False
+        """Whether the handshake is done."""
+        self._heard = asyncio.Event()
+        self.watch = LimitWatch(self._probe, self.round_trip)
+        """Who holds the downloads up."""
+
+    # ------------------------------------------------------------------ Connection
+
+    def fetch(
+        self, namespace: TrackNamespace, track: str, group: int = 0, *, priority: int = 128, limit: int
+    ) -> Download:
+        """See `Connection.fetch`."""
+        split = self._options.names == "split"
+        fields = namespace.split_fields() if split else namespace.fields()
+        download = QuicDownload(self, (fields, track.encode(), group), priority, limit)
+        if (size := namespace.full_name_bytes(track)) > MAX_FULL_TRACK_NAME:
+            why = f"the full track name has {size} bytes, {MAX_FULL_TRACK_NAME} are allowed"
+            download.fail(RequestError(why))
+        elif self._lost is not None:
+            download.lose(self._lost)
+        elif self._going_away:
+            download.lose("the peer is going away; connect anew")
+        elif len(self._downloads) < MAX_IN_FLIGHT:
+            self._ask(download)
+            self.settle_and_send()
+        else:
+            bisect.insort(self._waiting, (priority, next(self._order), download))
+        return download
+
+    def stats(self) -> ConnectionStats:
+        """See `Connection.stats`."""
+        rtt = self.round_trip()
+        return ConnectionStats(rtt, self._received, self.lib.lost(self.quic))
+
+    @property
+    def closed(self) -> bool:
+        """See `Connection.closed`."""
+        return self._lost is not None
+
+    @property
+    def going_away(self) -> bool:
+        """See `Connection.going_away`."""
+        return self._going_away
+
+    async def answers(self, within_s: float) -> bool:
+        """See `Connection.answers`."""
+        self._heard.clear()
+        self._probe()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._heard.wait(), within_s)
+        return self._lost is None and self._heard.is_set()
+
+    async def close(self) -> None:
+        """See `Connection.close`."""
+        if self._transport is None:
+            return
+        transport, self._transport = self._transport, None
+        if self._lost is None:
+            self.ended("closed by this side", 0)
+            self.shut(SessionCode.NO_ERROR, "")
+            if self.session is not None:
+                with contextlib.suppress(TimeoutError):  # else the peer finds out by itself
+                    await asyncio.wait_for(self.driver.wait_closed(), _CLOSING_S)
+        transport.close()
+
+    # ------------------------------------------------------------------ for downloads
+
+    def prioritise(self, download: QuicDownload, priority: int) -> None:
+        """Change the priority of a download."""
+        if download.request_id is not None:
+            if self.session is not None and self.session.requester.update(
+                download.request_id, Parameters(priority=priority)
+            ):
+                self.settle_and_send()
+        else:
+            self._waiting = [entry for entry in self._waiting if entry[2] is not download]
+            bisect.insort(self._waiting, (priority, next(self._order), download))
+        download.priority = priority
+
+    def drop(self, download: BufferedDownload) -> None:
+        """A download is wanted no more."""
+        assert isinstance(download, QuicDownload)  # noqa: S101  # it has no others
+        if download.request_id is None:
+            self._waiting = [entry for entry in self._waiting if entry[2] is not download]
+        elif self._downloads.pop(download.request_id, None) is not None and self.session is not None:
+            self.session.requester.cancel(download.request_id)
+            asyncio.get_running_loop().call_soon(self._next)
+
+    def round_trip(self) -> float | None:
+        """The smoothed round trip, seconds."""
+        return self.lib.round_trip(self.quic) if self.driver is not None else None
+
+    # ------------------------------------------------------------------ Endpoint
+
+    def make_session(self, draft: Draft) -> Session | None:
+        """See `Endpoint.make_session`: the certificate is checked before anything of ours is said."""
+        options = self._options
+        self.shaken = True
+        if options.fingerprint is not None:
+            try:
+                certificate.check_pinned(self.lib.peer_certificate(self.quic), options.fingerprint)
+            except TransportError as error:
+                self._fail(str(error))
+                self.close_quietly()
+                return None
+        self.protocol = draft.alpn
+        setup = SetupOptions(
+            path=options.path.encode(),
+            authority=(f"[{options.host}]" if ":" in options.host else options.host).encode() + b":%d" % options.port,
+            tokens=(Token(options.token.encode()),) if options.token is not None else (),
+            implementation=b"kvabr",
+        )
+        return Session(draft, client=True, options=setup)
+
+    def happened(self, event: Event) -> None:
+        """See `Endpoint.happened`."""
+        match event:
+            case Received():
+                download = self._downloads.get(event.request_id)
+                if download is not None:
+                    count = download.take(event.items)
+                    self._received += count
+                    self.watch.received(count)
+                    self._heard.set()
+            case Ended():
+                self._finished(event.request_id, lambda download: download.finish(event.reset))
+            case Refused():
+                self._finished(event.request_id, lambda download: download.refuse(event.message))
+            case Ready():
+                if not self.ready.done():
+                    self.ready.set_result(None)
+            case GoingAway():
+                self._peer_goes_away()
+            case Requested():
+                self._answer(event)
+            case Closed():
+                why = f"the peer broke the protocol, {name_of(event.code, SessionCode)}: {event.reason}"
+                self._fail(why if event.code else "closed by this side")
+
+    def ended(self, reason: str, code: int) -> None:
+        """See `Endpoint.ended`."""
+        if not self.shaken and code in _BAD_CERTIFICATE:
+            der = self.lib.peer_certificate(self.quic)
+            reason = f"{certificate.why_refused(der, self._options.host)} ({reason})"
+        elif code == SessionCode.UNAUTHORIZED and "token" not in reason:
+            reason = f"{reason}; the token is missing or wrong"
+        self._fail(reason)
+
+    def alive(self) -> None:
+        """See `Endpoint.alive`."""
+        self.watch.alive()
+        self._heard.set()
+
+    # ------------------------------------------------------------------ internals
+
+    def close_quietly(self) -> None:
+        """End a connection that was never ready."""
+        self.quic.close(error_code=SessionCode.NO_ERROR)
+        self.driver.transmit()
+
+    def attach(self, transport: asyncio.DatagramTransport) -> None:
+        """The socket that must be closed in the end."""
+        self._transport = transport
+
+    def _ask(self, download: QuicDownload) -> None:
+        session = self.session
+        assert session is not None  # noqa: S101  # nobody has a connection before its SETUP has come
+        fields, track, group = download.name
+        where = Location(group, 0)
+        number = session.fetch(fields, track, where, where, Parameters(priority=download.priority))
+        download.request_id = number
+        self._downloads[number] = download
+        self.watch.asked(len(self._downloads))
+
+    def _next(self) -> None:
+        """Ask for what waits, and send whatever the session wants sent."""
+        while self._waiting and len(self._downloads) < MAX_IN_FLIGHT and self._lost is None:
+            self._ask(self._waiting.pop(0)[2])
+        self.watch.asked(len(self._downloads))
+        if self._lost is None:
+            self.settle_and_send()
+
+    def _peer_goes_away(self) -> None:
+        self._going_away = True
+        for _, _, download in self._waiting:
+            download.lose("the peer is going away; connect anew")
+        self._waiting.clear()
+
+    def _finished(self, number: int, tell: Callable[[QuicDownload], None]) -> None:
+        download = self._downloads.pop(number, None)
+        if download is not None:
+            tell(download)
+            if self._waiting:
+                asyncio.get_running_loop().call_soon(self._next)
+            self.watch.asked(len(self._downloads))
+
+    def _answer(self, event: Requested) -> None:
+        """A relay asks for namespaces and tells of its own: there is nothing to tell, and all is well."""
+        assert self.session is not None  # noqa: S101  # the event came from it
+        responder = self.session.responder
+        if isinstance(event.message, PublishNamespace | SubscribeNamespace):
+            responder.accept(event.request_id)
+        else:
+            responder.refuse(event.request_id, RequestCode.NOT_SUPPORTED, "this end only fetches")
+
+    def _probe(self) -> None:
+        if self._lost is None:
+            with contextlib.suppress(*self.broken):  # it is ending, and will say so in a moment
+                self.quic.send_ping(id(self) & 0xFFFF)
+                self.driver.transmit()
+
+    def _fail(self, reason: str) -> None:
+        if self._lost is not None:
+            return
+        self._lost = reason
+        self.watch.close()
+        if not self.ready.done():
+            self.ready.set_exception(ConnectionLostError(reason))
+            self.ready.exception()  # whoever waits will see it; nobody need
+        for download in (*self._downloads.values(), *(entry[2] for entry in self._waiting)):
+            download.lose(reason)
+        self._downloads.clear()
+        self._waiting.clear()

@@ -1,0 +1,355 @@
+"""A connection that dials anew when it is lost, or when its peer says goodbye.
+
+What was under way on a lost connection is gone, and its readers are told. What is asked for while there is none waits
+for the next, as long as whoever asked does: nobody waiting, nobody dialling. After GOAWAY new requests go to a new
+connection, while the old one is kept until what is under way on it has ended.
+
+A peer that was killed does not say so. When nothing comes of what is under way, the peer is asked for a sign of life;
+if none comes either, it is dialled beside the old connection. An outage of the path ends that dial as well, and the old
+connection goes on after it; only a peer that answers the dial, and still not the old connection, has forgotten it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import Awaitable, Callable, Iterable
+
+from kvabr.quic.interface import Connection, ConnectionStats, Download, DownloadStats
+from kvabr.types.errors import ConnectionLostError, TransportError
+from kvabr.types.naming import TrackNamespace
+
+Dial = Callable[[], Awaitable[Connection]]
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
+"""Pauses between two dials: doubled after each, and drawn from half to one and a half times that."""
+_SHORT_LIFE_S = 1.0
+"""A connection that is of no use any more so soon is no success: dialling goes on where it was."""
+_LOOK_S, _LONGEST_LOOK_S = 0.1, 1.0
+"""Seconds between two looks whether anything comes of what is under way; twice as long after each time that nothing
+did but the peer proved to be there: one that has much to do is not to be asked all the time."""
+_SIGN_S, _SIGN_RTT = 0.25, 4.0
+"""Seconds, and round trips, that a sign of life may take: a packet that asks for it may be lost, and sent again."""
+_ATTEMPT_S, _ATTEMPT_RTT = 1.0, 8.0
+"""Seconds, and round trips, that the first of a series of dials may take, the next twice as long, and so on. QUIC asks
+ever more rarely, so a peer that comes back is reached sooner by a fresh dial."""
+
+
+class _RedialledDownload(Download):
+    """A download on whatever connection there is by the time."""
+
+    def __init__(
+        self, owner: RedialledConnection, name: tuple[TrackNamespace, str, int], priority: int, limit: int
+    ) -> None:
+        self.name, self.priority, self.limit = name, priority, limit
+        self._owner = owner
+        self._stats = DownloadStats(requested_s=asyncio.get_running_loop().time())
+        self.inner: Download | None = None
+        self.forgotten = False
+        """Its peer answers others, but no more on this download's connection."""
+        self.cancelled = False
+
+    @property
+    def stats(self) -> DownloadStats:  # type: ignore[override]
+        """Those of the download itself once it is under way; the time since it was asked for counts in any case."""
+        if self.inner is None:
+            return self._stats
+        stats = self.inner.stats
+        stats.requested_s = self._stats.requested_s
+        return stats
+
+    async def read(self) -> bytes:
+        if self.cancelled:
+            raise ConnectionLostError("cancelled by this side")
+        if self.inner is None:
+            await self._owner.attach(self)
+        assert self.inner is not None  # noqa: S101  # attached, or an error was raised
+        try:
+            part = await self.inner.read()
+        except BaseException as error:
+            self._owner.release(self)
+            if self.forgotten and isinstance(error, ConnectionLostError):
+                what = f"{self.name[1][:80]}, group {self.name[2]}"
+                raise ConnectionLostError(f"{what}: the peer fell silent; it answers a new connection") from error
+            raise
+        if not part:
+            self._owner.release(self)
+        return part
+
+    def prioritise(self, priority: int) -> None:
+        self.priority = priority
+        if self.inner is not None:
+            self.inner.prioritise(priority)
+
+    def cancel(self) -> None:
+        self.cancelled = True
+        self._owner.forget(self)
+        if self.inner is not None:
+            self.inner.cancel()
+        self._owner.release(self)
+
+
+class RedialledConnection(Connection):
+    """Fetches on the latest of a series of connections to one peer."""
+
+    def __init__(self, first: Connection, dial: Dial, *, patience_s: float = 30.0, peer: str | None = None) -> None:
+        """Take over a connection.
+
+        Args:
+            first: an open connection.
+            dial: makes another to the same peer; called by one at a time.
+            patience_s: seconds of failing dials after which whoever waits is told; the next to ask starts again.
+            peer: host and port.
+        """
+        self._peer = peer
+        self._current, self._dial, self._patience_s = first, dial, patience_s
+        self._leaving: list[Connection] = []
+        self._using: dict[_RedialledDownload, Connection] = {}
+        self._dialling: asyncio.Task[None] | None = None
+        self._waiting: dict[_RedialledDownload, asyncio.Future[None]] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+        self._closed = False
+        self._earlier_bytes = 0
+        self._pause_s = 0.0
+        self._adopted_s = float("-inf")
+        self._look: asyncio.TimerHandle | None = None
+        self._look_s = _LOOK_S
+        self._asking: asyncio.Task[None] | None = None
+        self._doubted: Connection | None = None
+        """The connection whose peer gave no sign of life when it was last asked."""
+        self._trouble: str | None = None
+        self.dials = 0
+        """Times that a connection was made anew."""
+
+    @property
+    def backend(self) -> str:  # type: ignore[override]
+        """Of the current connection."""
+        return self._current.backend
+
+    @property
+    def protocol(self) -> str:  # type: ignore[override]
+        """Of the current connection."""
+        return self._current.protocol
+
+    @property
+    def peer(self) -> str | None:
+        """See `Connection.peer`."""
+        return self._peer
+
+    def fetch(
+        self, namespace: TrackNamespace, track: str, group: int = 0, *, priority: int = 128, limit: int
+    ) -> Download:
+        """Ask on the connection there is, or on the next one; see `Connection.fetch`."""
+        download = _RedialledDownload(self, (namespace, track, group), priority, limit)
+        if self._usable():
+            self._start(download)
+        elif not self._closed:
+            self._redial()
+        return download
+
+    def expect(self, namespace: TrackNamespace, tracks: Iterable[str]) -> None:
+        """See `Connection.expect`."""
+        if self._usable():
+            self._current.expect(namespace, tracks)
+
+    def stats(self) -> ConnectionStats:
+        """Of the current connection; bytes of all of them."""
+        stats = self._current.stats()
+        leaving = sum(connection.stats().bytes_received for connection in self._leaving)
+        total = self._earlier_bytes + leaving + stats.bytes_received
+        return ConnectionStats(stats.rtt_s, total, stats.lost_packets, stats.rate)
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called: a lost connection is made anew."""
+        return self._closed
+
+    @property
+    def trouble(self) -> str | None:
+        """See `Connection.trouble`."""
+        return self._trouble
+
+    async def close(self) -> None:
+        """Close all connections there are; whoever waits for another is told."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._look is not None:
+            self._look.cancel()
+        if tasks := [task for task in (self._dialling, self._asking) if task is not None]:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+        self._tell(ConnectionLostError("this side closed the connection"))
+        for connection in (*self._leaving, self._current):
+            await connection.close()
+        if self._closing:
+            await asyncio.wait(self._closing)
+
+    # -------------------------------------------------------------- internals
+
+    def _usable(self) -> bool:
+        return not (self._closed or self._current.closed or self._current.going_away)
+
+    def _start(self, download: _RedialledDownload) -> None:
+        namespace, track, group = download.name
+        current = self._current
+        download.inner = current.fetch(namespace, track, group, priority=download.priority, limit=download.limit)
+        self._using[download] = current
+        if self._look is None and self._asking is None:
+            self._look_later()
+
+    async def attach(self, download: _RedialledDownload) -> None:
+        """Put a download on the next connection, waiting for it.
+
+        Raises:
+            ConnectionLostError: it cannot be had.
+        """
+        while not self._usable():
+            if self._closed:
+                raise ConnectionLostError("this side closed the connection")
+            waiter = self._waiting[download] = asyncio.get_running_loop().create_future()
+            self._redial()
+            try:
+                await waiter
+            finally:
+                self._waiting.pop(download, None)
+            if download.cancelled:
+                raise ConnectionLostError("cancelled by this side")
+        self._start(download)
+
+    def forget(self, download: _RedialledDownload) -> None:
+        """A download is wanted no more: if it waits for a connection, it need not."""
+        waiter = self._waiting.get(download)
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+
+    def release(self, download: _RedialledDownload) -> None:
+        """A download has ended; the connection that it was the last to use may go, if it is to."""
+        used = self._using.pop(download, None)
+        if used is not None and used in self._leaving and used not in self._using.values():
+            self._retire(used)
+
+    def _look_later(self) -> None:
+        before = self._current, self._current.stats().bytes_received
+        self._look = asyncio.get_running_loop().call_later(self._look_s, self._look_whether_any_come, *before)
+
+    def _look_whether_any_come(self, connection: Connection, before: int) -> None:
+        self._look = None
+        if connection is not self._current or connection.stats().bytes_received != before:
+            self._doubted = self._trouble = None
+            self._look_s = _LOOK_S
+        elif self._usable() and connection in self._using.values():
+            self._asking = asyncio.get_running_loop().create_task(self._ask(connection))
+            self._asking.add_done_callback(self._asked)
+            return
+        if self._using:
+            self._look_later()
+
+    async def _ask(self, connection: Connection) -> None:
+        """Ask for a sign of life, and dial if there is none."""
+        if await self._lives(connection):
+            self._doubted = self._trouble = None
+            self._look_s = min(_LONGEST_LOOK_S, 2 * self._look_s)
+        elif connection is self._current and self._usable():
+            self._doubted = connection
+            self._trouble = self._trouble or "the peer has fallen silent"
+            self._redial()
+
+    def _asked(self, task: asyncio.Task[None]) -> None:
+        self._asking = None
+        if not task.cancelled() and self._using:
+            self._look_later()
+
+    @staticmethod
+    async def _lives(connection: Connection) -> bool:
+        return await connection.answers(max(_SIGN_S, _SIGN_RTT * (connection.stats().rtt_s or 0.0)))
+
+    def _redial(self) -> None:
+        if self._dialling is None:
+            self._dialling = asyncio.get_running_loop().create_task(self._dial_until_there())
+            self._dialling.add_done_callback(self._dialled)
+
+    def _dialled(self, task: asyncio.Task[None]) -> None:
+        self._dialling = None
+        if task.cancelled():
+            return
+        if (error := task.exception()) is not None:
+            self._tell(ConnectionLostError(f"the connection was lost, and dialling again failed: {error}"))
+        elif self._waiting and not self._usable():
+            self._redial()  # someone came as the last dial ended
+
+    async def _dial_until_there(self) -> None:
+        loop = asyncio.get_running_loop()
+        start_s = loop.time()
+        if start_s - self._adopted_s > _SHORT_LIFE_S:
+            self._pause_s = 0.0
+        attempt_s = max(_ATTEMPT_S, _ATTEMPT_RTT * (self._current.stats().rtt_s or 0.0))
+        while True:
+            await asyncio.sleep(self._pause_s * random.uniform(0.5, 1.5))  # noqa: S311  # only spreads players' dials
+            self._pause_s = min(_LONGEST_PAUSE_S, max(_FIRST_PAUSE_S, 2 * self._pause_s))
+            try:
+                made = await self._dial_within(attempt_s)
+            except TransportError as error:
+                self._trouble = f"dialling again fails: {error}"
+                if loop.time() - start_s + self._pause_s > self._patience_s:
+                    raise
+                if not self._waiting:
+                    return  # whoever asks next starts anew
+                attempt_s *= 2
+            else:
+                await self._choose(made)
+                return
+
+    async def _dial_within(self, seconds: float) -> Connection:
+        try:
+            async with asyncio.timeout(seconds):
+                return await self._dial()
+        except TimeoutError as error:
+            raise TransportError(f"no answer within {seconds:.3g} s") from error
+
+    async def _choose(self, made: Connection) -> None:
+        """Go over to a new connection, unless the one that was doubted proves to be alive."""
+        old = self._current
+        if self._usable():
+            alive = True
+            try:
+                alive = old is not self._doubted or await self._lives(old)
+            finally:
+                if alive:  # or this was cancelled
+                    with contextlib.suppress(TransportError):
+                        await made.close()
+            if alive:
+                self._doubted = self._trouble = None
+                return
+        self._adopt(made)
+
+    def _adopt(self, made: Connection) -> None:
+        self.dials += 1
+        self._adopted_s = asyncio.get_running_loop().time()
+        old, self._current = self._current, made
+        self._leaving.append(old)
+        if old is self._doubted:
+            for download, used in self._using.items():
+                download.forgotten |= used is old
+        if old.closed or old is self._doubted or old not in self._using.values():
+            self._retire(old)
+        self._doubted = self._trouble = None
+        self._tell(None)
+
+    def _retire(self, connection: Connection) -> None:
+        self._leaving.remove(connection)
+        self._earlier_bytes += connection.stats().bytes_received
+        task = asyncio.get_running_loop().create_task(connection.close())
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+    def _tell(self, error: Exception | None) -> None:
+        for waiter in self._waiting.values():
+            if waiter.done():
+                continue
+            if error is None:
+                waiter.set_result(None)
+            else:
+                waiter.set_exception(error)

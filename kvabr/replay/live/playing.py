@@ -1,0 +1,194 @@
+"""One live play: dial through the link, play as `kvabr fetch` does, and write down what the transport saw.
+
+What the clock counts. A decode node keeps its connection to an origin open and has looked the prompt up before it
+plays, so the handshake, the catalog and the codec profile come before the clock starts, and so does the trace. With
+``cold`` the clock starts, and the trace with it, before the handshake.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from kvabr.client.driver import Driver
+from kvabr.client.lookup import fetch_catalog
+from kvabr.player.assembler import Assembler
+from kvabr.player.session import Session
+from kvabr.quic.connect import Connecting, connect
+from kvabr.quic.interface import Connection, read_all
+from kvabr.replay.live.conditions import LEAST_QUEUE_BYTES, Conditions
+from kvabr.replay.live.origin import LiveOrigin
+from kvabr.replay.live.shaper import Shaper
+from kvabr.replay.live.standin import StandInEngine
+from kvabr.replay.live.usage import Usage
+from kvabr.replay.stage import Outcome, Stage
+from kvabr.replay.trace import Trace
+from kvabr.store.asset import Asset
+from kvabr.types.errors import TransportError
+
+Quic = Literal["aioquic", "qh3", "moq"]
+
+_BUSY, _STARVED = 0.85, 0.3
+"""Shares of the time that a process ran or waited to run, and that it waited: from either on it was the limit and not
+the network. Acknowledgements that are late by a time slice look like a queue, and close a congestion window."""
+_WARM_ROUND_TRIPS = 4
+"""Round trips at the trace's mean rate that a warm connection has carried before a play: its window is as full by then
+as the link and its queue allow."""
+_WARM_REQUESTS = 1000
+"""Requests that it takes at most, however small the groups are."""
+_DIAL_S = 15.0
+"""Seconds that handshake, catalog and warm-up may take before the clock and the trace start."""
+
+
+@dataclass(frozen=True, slots=True)
+class LiveOptions:
+    """What a live replay has beside a simulated one."""
+
+    quic: Quic = "aioquic"
+    """The QUIC library, at both ends."""
+    loss: float = 0.0
+    """Share of the packets lost at random, in each direction."""
+    queue_bytes: int | None = None
+    """The bottleneck's queue; None: see `Conditions`."""
+    cold: bool = False
+    """Whether the clock counts handshake and catalog."""
+    warm: bool = False
+    """Whether the connection has carried so much that its congestion window is open."""
+    seed: int = 0
+    """What the random losses follow from."""
+
+    def __post_init__(self) -> None:
+        self.conditions(0.0, 0)  # out of range? better known before anything is started
+
+    def conditions(self, rtt_s: float, play: int) -> Conditions:
+        """The link of one play, all of which lose other packets."""
+        return Conditions(rtt_s, self.loss, self.loss, self.queue_bytes, self.seed + play)
+
+
+class LiveStage:
+    """Plays policies live: the counterpart of `Stage`, which does what both have in common."""
+
+    def __init__(self, stage: Stage, asset: Asset, origin: LiveOrigin, shaper: Shaper, options: LiveOptions) -> None:
+        self._stage, self._options = stage, options
+        self._origin, self._shaper = origin, shaper
+        self._profile = asset.profile()
+        self._plays = 0
+
+    async def play(self, trace: Trace, start_s: float, policy: str, *, log: bool) -> Outcome:
+        """Play once.
+
+        Raises:
+            TransportError: origin or shaper have died, or the origin cannot be reached through the link.
+            PolicyError: from the policy.
+        """
+        stage, options = self._stage, self._options
+        capacity, rtt_s, bound = stage.prepare(trace, start_s)
+        self._plays += 1
+        conditions = options.conditions(rtt_s, self._plays)
+        played = stage.played(trace)
+        self._shaper.load(played)
+        self._shaper.open(conditions)
+        lines: list[dict[str, Any]] | None = [] if log else None
+        lookup_s, began, began_s = 0.0, self._usage(), time.monotonic()
+        if options.cold:
+            self._shaper.begin(played, start_s, conditions, at_s=began_s)
+        connection, failure = None, ""
+        async with AsyncExitStack() as stack:
+            try:
+                async with asyncio.timeout(self._patience_s()):
+                    connection = await stack.enter_async_context(self._connect())
+                    await fetch_catalog(connection, stage.catalog.namespace)
+                    if options.warm:
+                        await self._warm_up(connection, played, start_s, conditions)
+            except (TransportError, TimeoutError) as error:
+                connection, failure = None, str(error) or "the catalog did not come in time"
+                if not options.cold:
+                    raise TransportError(f"the origin cannot be reached through the link: {failure}") from error
+            if options.cold:
+                lookup_s = time.monotonic() - began_s
+            session = stage.session(trace, start_s, policy, capacity, rtt_s, lines, lookup_s=lookup_s)
+            if connection is None:
+                session.record.gave_up = failure
+            else:
+                driver = self._driver(session, connection)
+                if not options.cold:
+                    # Nothing may come between the trace's start and the play's but what the session asks for first.
+                    began = self._usage()
+                    self._shaper.begin(played, start_s, conditions)
+                await driver.run()
+            seen = self._transport(began, connection, session.record.bytes_held_up)
+        outcome = stage.outcome(trace, start_s, policy, session, capacity, bound, lines, lookup_s=lookup_s)
+        outcome.run["live"] = True
+        outcome.run["lookup_s"] = float(f"{lookup_s:.6g}")
+        outcome.run["transport"] = seen
+        return outcome
+
+    def _patience_s(self) -> float:
+        """Seconds that reaching the origin may take: with a cold start the trace is in force, outages and all."""
+        options = self._stage.options
+        return options.config.give_up_after * options.deadline_s if self._options.cold else _DIAL_S
+
+    def _connect(self) -> Connecting:
+        host, port = self._shaper.address
+        return connect(
+            f"moqt://{host}:{port}/",
+            fingerprint=self._origin.fingerprint,
+            quic=self._options.quic,
+            timeout_s=self._patience_s(),
+        )
+
+    def _driver(self, session: Session, connection: Connection) -> Driver:
+        catalog, options = self._stage.catalog, self._stage.options
+        engine = None if options.cost is None else StandInEngine(catalog.spec, options.cost, options.mode)
+        tokens = () if engine is None else (0,) * catalog.tokens
+        return Driver(session, connection, catalog, Assembler(catalog, self._profile), engine=engine, tokens=tokens)
+
+    async def _warm_up(self, connection: Connection, trace: Trace, start_s: float, conditions: Conditions) -> None:
+        """Open the congestion window as a play before this one would have: over the same trace, with the same asset."""
+        catalog = self._stage.catalog
+        track = min(catalog.tracks, key=lambda track: track.total_bytes)
+        left = _WARM_ROUND_TRIPS * max(LEAST_QUEUE_BYTES, conditions.rtt_s * trace.mean_rate)
+        self._shaper.begin(trace, start_s, conditions)
+        fetches = []
+        for group in itertools.islice(itertools.cycle(range(catalog.groups)), _WARM_REQUESTS):
+            if left > 0:
+                size = track.bytes[group]
+                fetches.append(read_all(connection.fetch(catalog.namespace, track.name, group, limit=size)))
+                left -= size
+        await asyncio.gather(*fetches)
+
+    def _usage(self) -> tuple[Usage, Usage]:
+        return self._origin.usage(), Usage.now()
+
+    def _transport(
+        self, began: tuple[Usage, Usage], connection: Connection | None, held_up: dict[str, int]
+    ) -> dict[str, Any]:
+        """What the transport saw of a play, as the report has it."""
+        stats = self._shaper.stats()
+        origin, player = (now.since(before) for now, before in zip(self._usage(), began, strict=True))
+        uses = {"origin": origin, "shaper": stats.usage, "player": player}
+        busiest = max(uses, key=lambda name: uses[name].busy + uses[name].waited)
+        waited = uses[busiest].waited
+        held_up_by = busiest if uses[busiest].busy + waited > _BUSY or waited > _STARVED else "network"
+        return {
+            "backend": self._options.quic,
+            "protocol": None if connection is None else connection.protocol,
+            "rtt_s": None if connection is None else connection.stats().rtt_s,
+            "wire_bytes": stats.bytes_down,
+            "packets": stats.forwarded_down,
+            "packets_up": stats.forwarded_up,
+            "dropped_by_queue": stats.overflowed,
+            "lost": stats.lost_down,
+            "lost_up": stats.lost_up,
+            "missed_by_shaper": stats.missed,
+            "most_queued_bytes": stats.most_queued_bytes,
+            "shaper_late_p99_s": stats.late_p99_s,
+            "cpu": {name: round(use.busy, 3) for name, use in uses.items()},
+            "cpu_waited": {name: round(use.waited, 3) for name, use in uses.items()},
+            "bytes_held_up": dict(held_up),
+            "limit": held_up_by,
+        }

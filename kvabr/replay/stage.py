@@ -1,0 +1,374 @@
+"""One simulated play, from options to the line that the replay report has for it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from kvabr.abr.ladder import Ladder
+from kvabr.abr.plugins import load_estimator, load_policy
+from kvabr.abr.recompute_planner import EngineMode
+from kvabr.abr.view import Future
+from kvabr.player.config import PlayerConfig
+from kvabr.player.record import PlayRecord
+from kvabr.player.session import Session
+from kvabr.replay.clairvoyant import Bound, Clairvoyant
+from kvabr.replay.link import (
+    FIRST_BYTE_S,
+    HANDSHAKE_BYTES,
+    INITIAL_WINDOW,
+    LOOKUP_ROUND_TRIPS,
+    PAYLOAD_SHARE,
+    Capacity,
+    running_sums,
+)
+from kvabr.replay.simulator import LinkUse, Simulator
+from kvabr.replay.trace import Trace
+from kvabr.types.catalog import Catalog
+from kvabr.types.cost import PrefillCost
+from kvabr.types.errors import UsageError
+from kvabr.types.loss import played_loss
+
+DEFAULT_RTT_S = 0.04
+"""Round trip where neither the user nor the trace names one."""
+MISS_PENALTY = 0.5
+"""What a missed deadline adds to the regret, beside its lateness."""
+_LEAST_SHARE = 0.1
+"""Share of the deadline that a play is given at least, however long the lookup took."""
+NO_CACHE_LOSS = 1.0
+"""Loss of a play that was given up, nats per token: about what having no prompt at all cost on a real model."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlayOptions:
+    """What all plays of a replay have in common."""
+
+    deadline_s: float
+    rtt_s: float | None = None
+    """Round trip for all traces; None for the trace's own, or `DEFAULT_RTT_S`."""
+    scale_to_mean: float | None = None
+    """Scale every trace so that its mean carries this fraction of the FP16 cache within the deadline."""
+    cost: PrefillCost | None = None
+    """What recompute costs; None for no engine."""
+    mode: EngineMode = "hole"
+    decode_scale: float = 1.0
+    """Decode times of the catalog, times this."""
+    slow_start: bool = True
+    cold: bool = False
+    """Whether the deadline counts from before the handshake; else the connection is open and the catalog at hand."""
+    guard_s: float = 0.0
+    """How much earlier than the deadline a player aims to end, since a real one's event loop is late now and then."""
+    estimator: str | None = None
+    """Estimator for every policy; None for each policy's own."""
+    config: PlayerConfig = field(default_factory=PlayerConfig)
+
+    def __post_init__(self) -> None:
+        if not 0 < self.deadline_s < math.inf:
+            raise UsageError(f"the deadline is {self.deadline_s} s; it must be a positive number of seconds")
+        if self.scale_to_mean is not None and not 0 < self.scale_to_mean < math.inf:
+            raise UsageError(f"scale-to-mean is {self.scale_to_mean}; it must be a positive fraction of the FP16 cache")
+        if self.rtt_s is not None and not 0 <= self.rtt_s < math.inf:
+            raise UsageError(f"the round trip is {self.rtt_s} s; it must be zero or more seconds")
+        if not 0 <= self.decode_scale < math.inf:
+            raise UsageError(f"decode-scale is {self.decode_scale}; it must be zero or more")
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What one play left behind."""
+
+    run: dict[str, Any]
+    record: PlayRecord
+    log: list[dict[str, Any]] | None
+    link: list[tuple[float, float]] | None
+    use: LinkUse | None = None
+    """Where the link's bytes went; None for a play that was not simulated."""
+
+
+class Stage:
+    """Plays policies over traces for one catalog; holds what all plays share."""
+
+    def __init__(self, catalog: Catalog, options: PlayOptions) -> None:
+        self.catalog, self.options = catalog, options
+        self.ladder = Ladder(catalog)
+        self._clairvoyant = Clairvoyant(catalog, options.cost, options.mode, decode_scale=options.decode_scale)
+        # Whatever opens the window: what came before the play counts, too.
+        self._window = INITIAL_WINDOW + HANDSHAKE_BYTES + len(catalog.dumps())
+        self._last: tuple[Trace, Trace, Trace, list[float]] | None = None
+
+    def prepare(self, trace: Trace, start_s: float) -> tuple[Capacity, float, Bound]:
+        """The link of one play, its round trip, and the clairvoyant bound.
+
+        What the link carries is counted in bytes of the cache: the trace counts headers, too.
+        """
+        options = self.options
+        _, carried, sums = self._scaled(trace)
+        rtt_s = options.rtt_s if options.rtt_s is not None else trace.rtt_s
+        rtt_s = DEFAULT_RTT_S if rtt_s is None else rtt_s
+        lookup_s = self.lookup_s(rtt_s)
+        capacity = Capacity(
+            carried, start_s + lookup_s, rtt_s, slow_start=options.slow_start, window=self._window, sums=sums
+        )
+        return capacity, rtt_s, self._clairvoyant.bound(capacity, self._time_for(lookup_s))
+
+    def lookup_s(self, rtt_s: float) -> float:
+        """Seconds before a play can begin: handshake and catalog, if the play is to count them."""
+        return LOOKUP_ROUND_TRIPS * rtt_s if self.options.cold else 0.0
+
+    def _time_for(self, lookup_s: float) -> float:
+        """What a player is told is the deadline, counted from the end of a lookup."""
+        deadline_s = self.options.deadline_s
+        return max(_LEAST_SHARE * deadline_s, deadline_s - lookup_s - self.options.guard_s)
+
+    def played(self, trace: Trace) -> Trace:
+        """The trace as it is played: scaled, if the options say so."""
+        return self._scaled(trace)[0]
+
+    def _scaled(self, trace: Trace) -> tuple[Trace, Trace, list[float]]:
+        """The trace as it is played, the payload that it carries, and the running sums of that.
+
+        The last one is remembered: plays come trace by trace.
+        """
+        if self._last is None or self._last[0] is not trace:
+            played = trace
+            if self.options.scale_to_mean is not None:
+                wanted = self.options.scale_to_mean * self.catalog.fp16_bytes / self.options.deadline_s
+                played = trace.scaled(wanted / trace.mean_rate)
+            carried = played.scaled(PAYLOAD_SHARE)
+            self._last = (trace, played, carried, running_sums(carried))
+        return self._last[1:]
+
+    def play(self, trace: Trace, start_s: float, policy: str, *, log: bool = False) -> Outcome:
+        """Play once."""
+        capacity, rtt_s, bound = self.prepare(trace, start_s)
+        return self.play_on(trace, start_s, policy, capacity, rtt_s, bound, log=log)
+
+    def play_on(
+        self, trace: Trace, start_s: float, policy: str, capacity: Capacity, rtt_s: float, bound: Bound, *, log: bool
+    ) -> Outcome:
+        """Play once over a link that `prepare` made: policies compared on one start share it."""
+        options = self.options
+        lines: list[dict[str, Any]] | None = [] if log else None
+        lookup_s = self.lookup_s(rtt_s)
+        session = self.session(trace, start_s, policy, capacity, rtt_s, lines, lookup_s=lookup_s)
+        simulator = Simulator(
+            session,
+            self.catalog,
+            capacity,
+            rtt_s=rtt_s,
+            first_byte_s=FIRST_BYTE_S,
+            cost=options.cost,
+            decode_scale=options.decode_scale,
+        )
+        simulator.run()
+        ghosts = simulator.use.ghost_bytes
+        outcome = self.outcome(
+            trace, start_s, policy, session, capacity, bound, lines, lookup_s=lookup_s, ghost_bytes=ghosts
+        )
+        outcome.use = simulator.use
+        return outcome
+
+    def session(
+        self,
+        trace: Trace,
+        start_s: float,
+        policy: str,
+        capacity: Capacity,
+        rtt_s: float,
+        lines: list[dict[str, Any]] | None,
+        *,
+        lookup_s: float = 0.0,
+    ) -> Session:
+        """The player of one play, whoever drives it.
+
+        Args:
+            trace: what is played over.
+            start_s: where in the trace.
+            policy: name of the policy.
+            capacity: the link as the model has it, for policies that are told the future.
+            rtt_s: round trip.
+            lines: take the play's timeline; None for none.
+            lookup_s: seconds of the deadline that are gone when the play begins.
+        """
+        options = self.options
+        player = load_policy(policy)()
+        estimator = load_estimator(options.estimator or player.estimator)()
+        if lines is not None:
+            title = getattr(estimator, "name", type(estimator).__name__)
+            lines.append(_opening(self.catalog, self.ladder, options, trace, start_s, policy, title, rtt_s))
+
+        def carried(seconds: float) -> float:
+            return capacity.between(session.view.now, session.view.now + seconds)
+
+        oracle = Future(carried, rtt_s + FIRST_BYTE_S)
+
+        wanted_s, config = self._time_for(lookup_s), options.config
+        if wanted_s != options.deadline_s:
+            # Patience is counted in deadlines of the whole play, not in what is left of one.
+            patience_s = config.give_up_after * options.deadline_s - lookup_s
+            config = replace(config, give_up_after=max(1.0, patience_s / wanted_s))
+        session = Session(
+            self.ladder,
+            wanted_s,
+            player,
+            estimator,
+            cost=options.cost,
+            mode=options.mode,
+            config=config,
+            oracle=oracle,
+            log=None if lines is None else lines.append,
+        )
+        return session
+
+    def outcome(
+        self,
+        trace: Trace,
+        start_s: float,
+        policy: str,
+        session: Session,
+        capacity: Capacity,
+        bound: Bound,
+        lines: list[dict[str, Any]] | None,
+        *,
+        lookup_s: float = 0.0,
+        ghost_bytes: float = 0.0,
+    ) -> Outcome:
+        """What a play that is over left behind.
+
+        Args:
+            trace: what was played over.
+            start_s: where in the trace.
+            policy: name of the policy.
+            session: the player.
+            capacity: the link as the model has it.
+            bound: what a clairvoyant player could have done.
+            lines: the play's timeline; None for none.
+            lookup_s: seconds that passed before the play began and count.
+            ghost_bytes: what came although it was not wanted any more.
+        """
+        options, record = self.options, session.record
+        if lookup_s or options.guard_s:
+            _shift(record, lines, lookup_s)
+            record.met = record.delivered_s is not None and record.delivered_s <= options.deadline_s
+        run = _run_line(self.catalog, options, trace, start_s, policy, record, bound, capacity, ghost_bytes)
+        if lines is None:
+            return Outcome(run, record, None, None)
+        end = record.delivered_s if record.delivered_s is not None else session.view.now + lookup_s
+        lines.append({"t": end, "event": "deliver", "met": record.met, "loss": run["loss"]})
+        series = capacity.series(max(end, options.deadline_s) * 1.05 - lookup_s)
+        return Outcome(run, record, lines, [(t + lookup_s, rate) for t, rate in series])
+
+
+def _shift(record: PlayRecord, lines: list[dict[str, Any]] | None, seconds: float) -> None:
+    """Count all times of a play from so much earlier."""
+    if record.delivered_s is not None:
+        record.delivered_s += seconds
+    for group in record.groups:
+        for name in ("requested_s", "first_byte_s", "done_s", "ready_s"):
+            if (value := getattr(group, name)) is not None:
+                setattr(group, name, value + seconds)
+    for line in lines or ():
+        if line["event"] != "start":
+            line["t"] += seconds
+
+
+def _opening(
+    catalog: Catalog,
+    ladder: Ladder,
+    options: PlayOptions,
+    trace: Trace,
+    start_s: float,
+    policy: str,
+    estimator: str,
+    rtt_s: float,
+) -> dict[str, Any]:
+    by_size: Sequence[str] = [track.name for track in sorted(catalog.tracks, key=lambda track: track.total_bytes)]
+    return {
+        "t": 0.0,
+        "event": "start",
+        "trace": trace.name,
+        "start_s": start_s,
+        "policy": policy,
+        "estimator": estimator,
+        "deadline_s": options.deadline_s,
+        "engine_mode": options.mode,
+        "groups": catalog.groups,
+        "asset": f"{catalog.namespace.model}/{catalog.namespace.prompt}",
+        "tracks": list(by_size),
+        "track_bytes": sorted(track.total_bytes for track in catalog.tracks),
+        "worth_playing": list(ladder.names),
+        "fp16_bytes": catalog.fp16_bytes,
+        "rtt_s": rtt_s,
+    }
+
+
+def _run_line(
+    catalog: Catalog,
+    options: PlayOptions,
+    trace: Trace,
+    start_s: float,
+    policy: str,
+    record: PlayRecord,
+    bound: Bound,
+    capacity: Capacity,
+    ghost_bytes: float,
+) -> dict[str, Any]:
+    deadline = options.deadline_s
+    if record.delivered_s is None:
+        ttft, loss = None, NO_CACHE_LOSS
+        lateness = options.config.give_up_after - 1.0
+    else:
+        ttft = record.delivered_s
+        loss = played_loss(catalog, record.steps)
+        lateness = max(0.0, ttft - deadline) / deadline
+    regret = None
+    if bound.feasible:
+        regret = max(0.0, loss + (0.0 if record.met else MISS_PENALTY) + lateness - bound.loss)
+    return {
+        "trace": trace.name,
+        "trace_family": trace.family,
+        "start_s": _round(start_s),
+        "policy": policy,
+        "deadline_s": deadline,
+        "ttft_s": _round(ttft),
+        "met": record.met,
+        "loss": _round(loss),
+        "bytes_fetched": record.bytes_fetched + int(ghost_bytes),
+        "bytes_wasted": record.bytes_wasted + int(ghost_bytes),
+        "tokens_recomputed": record.tokens_recomputed,
+        "recompute_s": _round(record.recompute_s),
+        "abandoned": record.abandoned,
+        "clairvoyant_loss": _round(bound.loss) if bound.feasible else None,
+        "regret": _round(regret),
+        "feasible": bound.feasible,
+        "wrapped": capacity.wraps_within(ttft if ttft is not None else deadline),
+        "gave_up": record.gave_up,
+        "track_tokens": _track_tokens(catalog, record),
+        "groups": [
+            {
+                "group": group.group,
+                "track": group.track,
+                "bytes": group.bytes,
+                "requested_s": _round(group.requested_s),
+                "first_byte_s": _round(group.first_byte_s),
+                "done_s": _round(group.done_s),
+                "ready_s": _round(group.ready_s),
+                "source": group.source,
+            }
+            for group in record.groups
+        ],
+    }
+
+
+def _track_tokens(catalog: Catalog, record: PlayRecord) -> dict[str, int]:
+    tokens: dict[str, int] = {}
+    for group in record.groups:
+        track = group.track or "none"
+        tokens[track] = tokens.get(track, 0) + catalog.group_tokens(group.group)
+    return tokens
+
+
+def _round(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.9g}")

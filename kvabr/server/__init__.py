@@ -1,0 +1,1 @@
+"""Servers: the origin, the relay, tokens, certificates and metrics."""

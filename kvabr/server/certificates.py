@@ -1,0 +1,218 @@
+"""Certificates of a server: checked before anything is bound, or made for development."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import ipaddress
+import os
+import shutil
+import stat
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from tempfile import TemporaryDirectory, gettempdir
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from kvabr.server.server import ServerTls
+from kvabr.types.errors import TransportError
+
+DEV_DAYS = 13
+"""How long a certificate for development is good: browsers and others pin such by fingerprint only up to 14 days."""
+
+_MAX_PEM_BYTES = 1 << 20
+_DEV_PREFIX, _SETTLED_S = "kvabr-dev-", 10.0
+"""How the folders of certificates for development are called, and the age at which one is locked if it is in use."""
+_DEV_HINT = "for a first try, --dev makes a certificate by itself"
+
+
+@dataclass(frozen=True, slots=True)
+class CertificateFacts:
+    """What is worth knowing of a certificate."""
+
+    fingerprint: str
+    """SHA-256 of its DER form, hex."""
+    names: tuple[str, ...]
+    """Host names and addresses that it is good for."""
+    not_after: datetime
+    """When it expires, UTC."""
+
+
+class CertificateError(TransportError):
+    """A certificate or a key cannot be used."""
+
+
+def check(tls: ServerTls, now: datetime | None = None) -> CertificateFacts:
+    """Make sure that a certificate and its key can be served.
+
+    Args:
+        tls: the two files.
+        now: when; None: now.
+
+    Returns:
+        What the certificate says.
+
+    Raises:
+        CertificateError: a file is missing or unreadable, is not PEM, the two do not belong together, or the
+            certificate is not valid yet or any more; the message says what to do.
+    """
+    now = datetime.now(UTC) if now is None else now
+    try:
+        chain = x509.load_pem_x509_certificates(_read(tls.certfile, "certificate"))
+    except ValueError as error:
+        raise CertificateError(
+            f"{tls.certfile}: not a certificate in PEM form (-----BEGIN CERTIFICATE-----); {_DEV_HINT}"
+        ) from error
+    key = _load_key(tls.keyfile)
+    certificate = chain[0]
+    if certificate.public_key() != key.public_key():
+        raise CertificateError(
+            f"{tls.keyfile}: not the key of {tls.certfile}; the server's own certificate must come first in that file"
+        )
+    facts = facts_of(certificate)
+    if facts.not_after < now:
+        raise CertificateError(f"{tls.certfile}: expired on {facts.not_after:%Y-%m-%d %H:%M} UTC; renew it")
+    if certificate.not_valid_before_utc > now:
+        raise CertificateError(
+            f"{tls.certfile}: not valid before {certificate.not_valid_before_utc:%Y-%m-%d %H:%M} UTC; is the clock "
+            "of this machine right?"
+        )
+    if not facts.names:
+        raise CertificateError(
+            f"{tls.certfile}: names no host (it has no subjectAltName), so no client would accept it; make one with "
+            "the server's name in it"
+        )
+    return facts
+
+
+def facts_of(certificate: x509.Certificate) -> CertificateFacts:
+    """Read off a certificate what `CertificateFacts` has."""
+    try:
+        alternatives = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        names = (
+            *alternatives.get_values_for_type(x509.DNSName),
+            *map(str, alternatives.get_values_for_type(x509.IPAddress)),
+        )
+    except (x509.ExtensionNotFound, ValueError):
+        names = ()
+    der = certificate.public_bytes(serialization.Encoding.DER)
+    return CertificateFacts(hashlib.sha256(der).hexdigest(), names, certificate.not_valid_after_utc)
+
+
+def make(hosts: tuple[str, ...] = (), now: datetime | None = None) -> tuple[bytes, bytes]:
+    """Make a certificate for development and its key (ECDSA on P-256), both PEM.
+
+    It vouches for nothing: a client accepts it by its fingerprint, or not at all.
+
+    Args:
+        hosts: names and addresses that it is for, besides ``localhost``, ``127.0.0.1`` and ``::1``.
+        now: when it starts to be valid, give or take a clock that is off by an hour; None: now.
+
+    Returns:
+        Certificate and key.
+    """
+    now = datetime.now(UTC) if now is None else now
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "kvabr development")])
+    names = [_general_name(host) for host in dict.fromkeys(("localhost", "127.0.0.1", "::1", *hosts))]
+    begin = now - timedelta(hours=1)
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(begin)
+        .not_valid_after(begin + timedelta(days=DEV_DAYS))
+        .add_extension(x509.SubjectAlternativeName(names), critical=False)
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    return (
+        certificate.public_bytes(serialization.Encoding.PEM),
+        key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()),
+    )
+
+
+@contextmanager
+def development(*hosts: str) -> Iterator[ServerTls]:
+    """A fresh certificate for development, as files in a folder that only this user can enter; gone afterwards."""
+    certificate, key = make(hosts)
+    _remove_leftovers()
+    with TemporaryDirectory(prefix=_DEV_PREFIX) as name, _locked(Path(name)):  # mode 0700
+        folder = Path(name)
+        tls = ServerTls(folder / "cert.pem", folder / "key.pem")
+        tls.certfile.write_bytes(certificate)
+        with os.fdopen(os.open(tls.keyfile, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(key)
+        yield tls
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold the lock of a folder: the kernel lets go of it when this process ends, however it does."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _remove_leftovers() -> None:
+    """Remove what servers that were killed have left: folders of ours of whose lock nobody holds."""
+    for folder in Path(gettempdir()).glob(f"{_DEV_PREFIX}*"):
+        try:
+            found = folder.lstat()
+            old = time.time() - found.st_mtime > _SETTLED_S  # a younger one may not have its lock yet
+            if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and old:
+                with _locked(folder):
+                    shutil.rmtree(folder)
+        except OSError:
+            continue  # in use, or gone
+
+
+def _general_name(host: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(host))
+    except ValueError:
+        pass
+    try:
+        return x509.DNSName(host.encode("idna").decode())
+    except UnicodeError as error:
+        raise CertificateError(f"{host!r} is no host name that a certificate could carry") from error
+
+
+def _load_key(path: Path) -> PrivateKeyTypes:
+    data = _read(path, "key")
+    try:
+        return serialization.load_pem_private_key(data, password=None)
+    except TypeError as error:
+        raise CertificateError(
+            f"{path}: has a password, which a server cannot ask for; write it without, for instance with: "
+            f"openssl pkey -in {path} -out key.pem"
+        ) from error
+    except ValueError as error:
+        raise CertificateError(f"{path}: not a private key in PEM form (-----BEGIN PRIVATE KEY-----)") from error
+
+
+def _read(path: Path, what: str) -> bytes:
+    try:
+        with path.open("rb") as file:
+            data = file.read(_MAX_PEM_BYTES + 1)
+    except FileNotFoundError as error:
+        raise CertificateError(f"{path}: there is no such {what}; {_DEV_HINT}") from error
+    except OSError as error:
+        raise CertificateError(f"{path}: cannot read the {what} ({error.strerror})") from error
+    if len(data) > _MAX_PEM_BYTES:
+        raise CertificateError(f"{path}: far too large for a {what}")
+    return data

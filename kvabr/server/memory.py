@@ -1,0 +1,354 @@
+"""A transport without a network: publications at hand, sent over a link of one's choice, with faults on demand.
+
+For tests and demos, and for players that live in their publisher's process. The link is a queue that carries one chunk
+after the other at the given rate, the most urgent download first and equals in turn, as a publisher that honours
+priorities would. Time is the event loop's; there are no threads and no tasks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvabr.moqt.codes import RequestCode
+from kvabr.quic.interface import Connection, ConnectionStats, Download, DownloadStats
+from kvabr.server.faults import Ask, Fault, tampered
+from kvabr.store.publication import Publication
+from kvabr.types.errors import AssetError, ConnectionLostError, NotFoundError, RequestError
+from kvabr.types.events import Limit
+from kvabr.types.naming import TrackNamespace
+
+Find = Callable[[TrackNamespace, str], Publication | None]
+"""What is served under a name, or None; for a `Library`: ``functools.partial(library.find, grant)``."""
+
+_PACKET = 1200
+"""Bytes that the link carries at once, unless it is so fast that this takes less than a millisecond."""
+_LONG_CHUNK = 64 << 10
+"""The same, on a link without a limit."""
+_WINDOW = 1 << 20
+"""Bytes that a download holds unread before its sender must wait."""
+
+
+@dataclass(slots=True)
+class MemoryLink:
+    """What the connection's path is like; may be changed while it is in use."""
+
+    rate: float | None = None
+    """Bytes per second; None: no limit."""
+    rtt_s: float = 0.0
+
+
+class _MemoryDownload(Download):
+    """A download, and the publisher's side of it."""
+
+    def __init__(self, link: MemoryConnection, ask: Ask, priority: int, limit: int) -> None:
+        self.stats = DownloadStats(requested_s=link.loop.time())
+        self.priority = priority
+        self._link, self._ask, self._limit = link, ask, limit
+        self._fault = Fault()
+        self._data = memoryview(b"")
+        self._sent = 0
+        self._end: int | None = 0
+        """Bytes after which the group ends; None: never."""
+        self._next_s = 0.0
+        """When a slow publisher has more to send."""
+        self._pace: asyncio.TimerHandle | None = None
+        self._opening: asyncio.TimerHandle | None = None
+        self._parts: list[bytes | memoryview] = []
+        self._unread = 0
+        self._held: set[Limit] = set()
+        self._complete = False
+        self._error: Exception | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    # ------------------------------------------------------------- the reader
+
+    async def read(self) -> bytes:
+        while not self._parts:
+            if self._error is not None:
+                raise self._error
+            if self._complete:
+                return b""
+            self._waiter = self._link.loop.create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        data = b"".join(self._parts)
+        self._parts.clear()
+        self._unread = 0
+        self.stats.limit = "cpu" if "cpu" in self._held else "publisher" if "publisher" in self._held else "network"
+        self._held.clear()
+        self._link.serve()
+        return data
+
+    def prioritise(self, priority: int) -> None:
+        self.priority = priority
+
+    def cancel(self) -> None:
+        self._parts.clear()
+        if not self.over:
+            self.fail(RequestError("cancelled by this side"))
+            self._link.forget(self)
+
+    # ---------------------------------------------------------- the publisher
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing more will come."""
+        return self._complete or self._error is not None
+
+    def begin(self, fault: Fault) -> None:
+        """The request is on its way."""
+        self._fault = fault
+        self._opening = self._link.loop.call_later(self._link.path.rtt_s + fault.first_byte_s, self._open)
+
+    def _open(self) -> None:
+        self._opening = None
+        fault, ask = self._fault, self._ask
+        what = f"group {ask.group} of {ask.track}"
+        try:
+            if fault.refuse is not None:
+                code, after = fault.refuse, fault.retry_after_s
+                kind = NotFoundError if code == RequestCode.DOES_NOT_EXIST else RequestError
+                raise kind(f"{what}: refused, code {code:#x}", code=code, retry_after_s=after)
+            self._data = tampered(self._published(what), fault)
+        except RequestError as error:
+            self.fail(error)
+        self._end = None if fault.endless else len(self._data)
+        self._next_s = self._link.loop.time()
+        # Not at once: of those that arrive at the same moment, the most urgent goes first.
+        self._link.loop.call_soon(self._link.serve)
+
+    def _published(self, what: str) -> memoryview:
+        ask = self._ask
+        publication = self._link.find(ask.namespace, ask.track)
+        try:
+            if publication is not None:
+                return publication.open(ask.group).data
+        except IndexError:
+            pass
+        except AssetError as error:
+            raise RequestError(f"{what}: the publisher cannot read it ({error})") from error
+        why = f"{what} of {ask.namespace.model}: there is none that we may read"
+        raise NotFoundError(why, code=RequestCode.DOES_NOT_EXIST)
+
+    def next_chunk(self, now: float) -> int:
+        """Bytes that could go on the link now; 0 while there are none."""
+        if self.over or self._opening is not None:
+            return 0
+        fault, room = self._fault, _WINDOW - self._unread
+        if room <= 0:
+            self._held.add("cpu")
+            return 0
+        if fault.rate is not None and now < self._next_s:
+            self._held.add("publisher")
+            if self._pace is None:
+                self._pace = self._link.loop.call_at(self._next_s, self._paced)
+            return 0
+        stops = [stop for stop in (self._end, fault.stall_after, fault.reset_after) if stop is not None]
+        left = min(stops) - self._sent if stops else self._link.chunk
+        return max(0, min(left, room, self._limit + 1 - self._sent, self._link.chunk))
+
+    def ends_now(self) -> bool:
+        """Look whether all has been sent, and if so say it, or break off where the fault wants it."""
+        if self.over or self._opening is not None:
+            return self.over
+        if self._fault.reset_after is not None and self._sent >= self._fault.reset_after:
+            self.fail(RequestError(f"reset by the publisher after {self._sent} bytes", code=0x0))
+        elif self._end is not None and self._sent >= self._end:
+            self._complete = True
+            self.stats.done_s = self._link.loop.time()
+            self._wake()
+        return self.over
+
+    def arrived(self, count: int) -> None:
+        """The link has carried ``count`` bytes more."""
+        if self.over:
+            return
+        now = self._link.loop.time()
+        if self.stats.first_byte_s is None:
+            self.stats.first_byte_s = now
+        begin, self._sent = self._sent, self._sent + count
+        if self._fault.rate is not None:
+            self._next_s = max(now - 0.01, self._next_s) + count / self._fault.rate
+        if self._sent > self._limit:
+            why = f"longer than the {self._limit} bytes that were asked for"
+            self.fail(RequestError(why, code=RequestCode.MALFORMED_TRACK))
+            return
+        self.stats.received = self._sent
+        part: bytes | memoryview = self._data[begin : self._sent]
+        if len(part) < count:
+            part = bytes(part) + bytes(count - len(part))
+        self._parts.append(part)
+        self._unread += count
+        self._link.bytes_received += count
+        self._wake()
+
+    def fail(self, error: Exception) -> None:
+        """Nothing more will come, for this reason."""
+        if self.over:
+            return
+        self._error = error
+        for timer in (self._opening, self._pace):
+            if timer is not None:
+                timer.cancel()
+        self._opening = self._pace = None
+        self._wake()
+
+    def _paced(self) -> None:
+        self._pace = None
+        self._link.serve()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+@dataclass(slots=True)
+class _Carried:
+    """What is on the link."""
+
+    download: _MemoryDownload
+    count: int
+    timer: asyncio.Handle = field(repr=False)
+
+
+class MemoryConnection(Connection):
+    """Fetches from publications in this process."""
+
+    backend = "memory"
+    protocol = "memory"
+
+    def __init__(
+        self,
+        find: Find,
+        path: MemoryLink | None = None,
+        *,
+        faults: Callable[[Ask], Fault | None] | None = None,
+        lasts_s: float | None = None,
+    ) -> None:
+        """Connect; must be called while an event loop runs.
+
+        Args:
+            find: what is served.
+            path: rate and round trip; by default none of either.
+            faults: called for every request, says how the publisher misbehaves towards it.
+            lasts_s: lose the connection after so many seconds.
+        """
+        self.loop = asyncio.get_running_loop()
+        self.find, self.path = find, path or MemoryLink()
+        self.bytes_received = 0
+        self._faults = faults
+        self._downloads: list[_MemoryDownload] = []
+        self._asked: dict[tuple[TrackNamespace, str, int], int] = {}
+        self._requests = 0
+        self._carried: _Carried | None = None
+        self._lost: ConnectionLostError | None = None
+        self._going_away = False
+        self._lasts = None if lasts_s is None else self.loop.call_later(lasts_s, self.lose, "the connection timed out")
+
+    def fetch(
+        self, namespace: TrackNamespace, track: str, group: int = 0, *, priority: int = 128, limit: int
+    ) -> Download:
+        """Ask for one group of one track; see `Connection.fetch`."""
+        key = (namespace, track, group)
+        ask = Ask(self._requests, namespace, track, group, self._asked.get(key, 0))
+        self._requests += 1
+        self._asked[key] = ask.attempt + 1
+        download = _MemoryDownload(self, ask, priority, limit)
+        if self._lost is not None:
+            download.fail(self._lost)
+        else:
+            self._downloads.append(download)
+            download.begin((self._faults(ask) if self._faults is not None else None) or Fault())
+        return download
+
+    def stats(self) -> ConnectionStats:
+        """Rate and round trip are those of the link as it is now."""
+        return ConnectionStats(rtt_s=self.path.rtt_s, bytes_received=self.bytes_received, rate=self.path.rate)
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was lost or closed."""
+        return self._lost is not None
+
+    @property
+    def going_away(self) -> bool:
+        """Whether `go_away` was called."""
+        return self._going_away
+
+    @property
+    def downloads(self) -> int:
+        """Downloads that have not ended."""
+        return sum(not download.over for download in self._downloads)
+
+    @property
+    def requests(self) -> int:
+        """Requests so far."""
+        return self._requests
+
+    def go_away(self) -> None:
+        """Let the publisher say GOAWAY."""
+        self._going_away = True
+
+    def lose(self, reason: str = "the connection was lost") -> None:
+        """Lose the connection, now."""
+        if self._lost is not None:
+            return
+        self._lost = ConnectionLostError(reason)
+        if self._lasts is not None:
+            self._lasts.cancel()
+        if self._carried is not None:
+            self._carried.timer.cancel()
+            self._carried = None
+        for download in self._downloads:
+            download.fail(self._lost)
+        self._downloads.clear()
+
+    async def close(self) -> None:
+        """End everything."""
+        self.lose("this side closed the connection")
+
+    # ---------------------------------------------------------------- the link
+
+    @property
+    def chunk(self) -> int:
+        """Bytes that the link carries at once."""
+        return _LONG_CHUNK if self.path.rate is None else max(_PACKET, int(self.path.rate / 1000))
+
+    def forget(self, download: _MemoryDownload) -> None:
+        """A download was cancelled."""
+        if self._carried is not None and self._carried.download is download:
+            self._carried.timer.cancel()
+            self._carried = None
+        self.serve()
+
+    def serve(self, since: float | None = None) -> None:
+        """Put the next chunk on the link, unless it is busy or nobody has any; it was free since ``since``."""
+        if self._carried is not None or self._lost is not None:
+            return
+        now = self.loop.time()
+        self._downloads = [download for download in self._downloads if not download.ends_now()]
+        best: tuple[int, int] | None = None
+        for place, download in enumerate(self._downloads):
+            urgent = best is None or download.priority < self._downloads[best[0]].priority
+            if urgent and (count := download.next_chunk(now)):
+                best = (place, count)
+        if best is None:
+            return
+        place, count = best
+        download = self._downloads.pop(place)
+        self._downloads.append(download)  # equals take turns
+        if self.path.rate is None:
+            self._carried = _Carried(download, count, self.loop.call_soon(self._arrive, now))
+        else:
+            then = (now if since is None else since) + count / self.path.rate
+            self._carried = _Carried(download, count, self.loop.call_at(then, self._arrive, then))
+
+    def _arrive(self, then: float) -> None:
+        carried, self._carried = self._carried, None
+        if carried is not None:
+            carried.download.arrived(carried.count)
+        self.serve(then)

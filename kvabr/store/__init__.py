@@ -1,0 +1,1 @@
+"""Where encoded groups and assets are kept: folders, memory, index, quota and eviction."""

@@ -1,0 +1,196 @@
+"""Who may read what: tokens, and the assets that each opens.
+
+The file of tokens::
+
+    {"schema": "kvabr.grants/1",
+     "grants": [{"name": "team-a", "token_sha256": "<64 hex digits>", "assets": ["team-a/*"], "models": ["*"]}]}
+
+It holds digests, so whoever reads it cannot read assets. One round of SHA-256 suffices because `new_token` makes tokens
+of 256 random bits; a word that a person made up would be guessed from its digest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import re
+import secrets
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+from urllib.parse import parse_qs, urlsplit
+
+from kvabr.types.errors import AssetError, FormatError
+
+SCHEMA = "kvabr.grants/1"
+
+_MAX_FILE_BYTES = 16 << 20
+_MAX_GRANTS = 10_000
+_MAX_PATTERNS = 1000
+_MAX_PATTERN = 1024
+_HEX = re.compile(r"[0-9a-f]{64}")
+_EMPTY = hashlib.sha256(b"").hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """What the holder of one token may read."""
+
+    name: str
+    """For logs."""
+    assets: tuple[str, ...] = ("*",)
+    """Patterns, as of a shell, of the asset's folder relative to the root, with slashes; ``*`` also matches those."""
+    models: tuple[str, ...] = ("*",)
+    """Patterns of the model's name. An asset must match one of each."""
+    token_sha256: str = field(default="", repr=False)
+    """Hex. It is what makes two grants the same: a grant whose patterns change opens something else at once."""
+
+    def may_read(self, folder: str, model: str) -> bool:
+        """Whether it opens the asset in ``folder`` of ``model``."""
+        return any(fnmatchcase(folder, pattern) for pattern in self.assets) and any(
+            fnmatchcase(model, pattern) for pattern in self.models
+        )
+
+
+EVERYTHING = Grant("everyone")
+"""What everyone may read where no tokens are configured."""
+
+
+class Grants:
+    """All tokens of an origin."""
+
+    def __init__(self, grants: Iterable[Grant]) -> None:
+        """Take them over.
+
+        Raises:
+            FormatError: a name or a token is there twice, or a token is missing.
+        """
+        self._grants = tuple(grants)
+        names: set[str] = set()
+        tokens: set[str] = set()
+        for grant in self._grants:
+            if grant.name in names or grant.token_sha256 in tokens:
+                raise FormatError(f"grants: {grant.name!r}: a name or a token that another grant has already")
+            if not _HEX.fullmatch(grant.token_sha256) or grant.token_sha256 == _EMPTY:
+                raise FormatError(
+                    f"grants: {grant.name!r}: token_sha256 must be the 64 hex digits of a token's SHA-256; "
+                    "make a token with: kvabr serve --new-token"
+                )
+            names.add(grant.name)
+            tokens.add(grant.token_sha256)
+        self._digests = tuple(bytes.fromhex(grant.token_sha256) for grant in self._grants)
+
+    def __iter__(self) -> Iterator[Grant]:
+        return iter(self._grants)
+
+    def __len__(self) -> int:
+        return len(self._grants)
+
+    def check(self, token: bytes | None) -> Grant | None:
+        """The grant of a token; None if it has none.
+
+        Every entry is compared, each in constant time, so the time taken says nothing of the tokens there are.
+        """
+        digest = hashlib.sha256(token or b"").digest()
+        found: Grant | None = None
+        for grant, known in zip(self._grants, self._digests, strict=True):
+            if hmac.compare_digest(digest, known):
+                found = grant
+        return found
+
+    @classmethod
+    def from_file(cls, path: Path) -> Grants:
+        """Read a file of tokens.
+
+        Raises:
+            AssetError: the file cannot be read.
+            FormatError: it is not such a file; the message says what is wrong with it.
+        """
+        try:
+            with path.open("rb") as file:
+                data = file.read(_MAX_FILE_BYTES + 1)
+        except OSError as error:
+            raise AssetError(f"{path}: cannot read the tokens ({error.strerror})") from error
+        try:
+            return cls.loads(data)
+        except FormatError as error:
+            raise FormatError(f"{path}: {error}") from error
+
+    @classmethod
+    def loads(cls, text: str | bytes) -> Grants:
+        """Read the JSON of the file.
+
+        Raises:
+            FormatError: it is not such JSON.
+        """
+        if len(text) > _MAX_FILE_BYTES:
+            raise FormatError(f"grants: more than {_MAX_FILE_BYTES} bytes")
+        try:
+            value = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise FormatError(f"grants: not JSON ({error})") from error
+        if not isinstance(value, dict) or value.get("schema") != SCHEMA:
+            raise FormatError(f'grants: the file must be an object with "schema": "{SCHEMA}"')
+        entries = value.get("grants")
+        if not isinstance(entries, list) or len(entries) > _MAX_GRANTS:
+            raise FormatError(f'grants: "grants" must be a list of at most {_MAX_GRANTS}')
+        return cls(_grant(entry, index) for index, entry in enumerate(entries))
+
+
+def new_token(name: str = "name-me") -> tuple[str, dict[str, object]]:
+    """A fresh random token, and the entry for the file of tokens that lets it read everything."""
+    token = secrets.token_urlsafe(32)
+    digest = hashlib.sha256(token.encode()).hexdigest()
+    return token, {"name": name, "token_sha256": digest, "assets": ["*"], "models": ["*"]}
+
+
+def token_in_query(query: str | None) -> bytes | None:
+    """The token in a URL's query, ``token=...``, for peers that have no other place for it; None without one."""
+    try:
+        found = parse_qs(query or "", max_num_fields=64).get("token")
+        return found[0].encode() if found else None
+    except ValueError:  # too many fields, or no Unicode
+        return None
+
+
+def token_in_path(path: bytes | None) -> bytes | None:
+    """The token in the query of a URL's path and query, as MoQT's SETUP may have them; None without one."""
+    try:
+        return None if path is None else token_in_query(urlsplit(path.decode()).query)
+    except ValueError:  # no Unicode, or no URL
+        return None
+
+
+def _grant(entry: object, index: int) -> Grant:
+    where = f"grants: entry {index}"
+    if not isinstance(entry, dict):
+        raise FormatError(f"{where} is not an object")
+    unknown = set(entry) - {"name", "token_sha256", "assets", "models"}
+    if unknown:
+        # A misspelt "assets" must not quietly open everything.
+        raise FormatError(f"{where} has unknown fields: {', '.join(sorted(map(str, unknown)))}")
+    name, digest = entry.get("name"), entry.get("token_sha256")
+    if not isinstance(name, str) or not 0 < len(name) <= 256 or not name.isprintable():
+        raise FormatError(f'{where} needs a "name" of 1 to 256 printable characters')
+    if not isinstance(digest, str):
+        raise FormatError(f'{where} ({name}) needs a "token_sha256"; make a token with: kvabr serve --new-token')
+    if "assets" not in entry:
+        raise FormatError(f'{where} ({name}) needs "assets", a list of patterns; ["*"] opens everything')
+    return Grant(
+        name,
+        _patterns(entry["assets"], f"{where} ({name}): assets"),
+        _patterns(entry.get("models", ["*"]), f"{where} ({name}): models"),
+        digest.lower(),
+    )
+
+
+def _patterns(value: object, where: str) -> tuple[str, ...]:
+    if (
+        not isinstance(value, list)
+        or len(value) > _MAX_PATTERNS
+        or not all(isinstance(item, str) and 0 < len(item) <= _MAX_PATTERN for item in value)
+    ):
+        raise FormatError(f"{where} must be a list of at most {_MAX_PATTERNS} patterns")
+    return tuple(value)

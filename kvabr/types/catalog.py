@@ -1,0 +1,297 @@
+"""What an asset offers: its tracks, their bytes, expected loss and digests, group by group. Versioned JSON.
+
+A player knows a cache by its catalog alone: it never looks into a group to decide. Everything in a catalog is checked
+when it is read, since it may come from a network.
+
+Loss is the expected KL divergence, in nats per generated token, against the exact cache. A catalog gives it per group
+and track, attributed such that the losses of the groups played add up to the loss of the whole cache.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from kvabr.types.cost import PrefillCost
+from kvabr.types.errors import AssetError, FormatError, UsageError
+from kvabr.types.kv import KVSpec
+from kvabr.types.naming import TrackNamespace, check_track_name
+
+SCHEMA = "kvabr.catalog/1"
+MAX_CATALOG_BYTES = 64 << 20
+_MAX_GROUPS = 1 << 20
+_MAX_TRACKS = 64
+_MAX_PROFILE_BYTES = 1 << 30
+_MAX_LOSS = 1e6
+
+
+@dataclass(frozen=True, slots=True)
+class Quality:
+    """What the real model measured when the whole cache was played on one track."""
+
+    kl: float
+    """Mean KL divergence against the exact cache, nats per token of the continuation."""
+    dnll: float
+    """Change of the mean negative log-likelihood of the true continuation, nats per token."""
+    top1: float
+    """Share of continuation tokens where the most likely next token is the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class Track:
+    """One compression level of one asset."""
+
+    name: str
+    bytes: tuple[int, ...]
+    """Size of each group's frame, header and all."""
+    loss: tuple[float, ...]
+    """Expected loss of each group when it is played at this track (with the layers below, if it refines one)."""
+    digests: tuple[str, ...]
+    """SHA-256 of each group's frame, hex."""
+    refines: str | None = None
+    """The track that must be in place for this one to decode; None for a track that stands alone."""
+    decode_s: float = 0.0
+    """Seconds that one worker of the publisher's machine took to check and decode a full group."""
+    measured: Quality | None = None
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of the whole track."""
+        return sum(self.bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Mix:
+    """A cache with groups from several tracks: what the catalog predicts against what the model measured."""
+
+    tracks: tuple[str, ...]
+    """The track of each group; ``recomputed`` for one that the model computed from the groups before it."""
+    predicted: float
+    measured: float
+
+
+@dataclass(frozen=True)
+class Catalog:
+    """An asset as a player sees it."""
+
+    namespace: TrackNamespace
+    spec: KVSpec
+    tokens: int
+    chunks: tuple[str, ...]
+    """Chained prompt digest of each group, see `kvabr.types.naming.chain`."""
+    tracks: tuple[Track, ...]
+    profile: str | None = None
+    """SHA-256 of the codec profile's file, hex; None if no track needs one."""
+    profile_bytes: int = 0
+    prefill: PrefillCost | None = None
+    """What a prefill cost on the publisher's machine: a hint for replays that have no engine at hand."""
+    loss_method: str = ""
+    """How the losses were measured and attributed to groups, in words."""
+    mixes: tuple[Mix, ...] = ()
+    source: str = ""
+    """What the asset was made from, in words."""
+
+    def __post_init__(self) -> None:
+        groups = self.spec.groups(self.tokens) if self.tokens > 0 else 0
+        if not 0 < groups <= _MAX_GROUPS:
+            raise FormatError(f"catalog: {self.tokens} tokens make {groups} groups; 1 to {_MAX_GROUPS} are allowed")
+        if not 0 <= self.profile_bytes <= _MAX_PROFILE_BYTES:
+            raise FormatError(f"catalog: a profile of {self.profile_bytes} bytes, not 0 to {_MAX_PROFILE_BYTES}")
+        if any(not (math.isfinite(mix.predicted) and math.isfinite(mix.measured)) for mix in self.mixes):
+            raise FormatError("catalog: a mix has a loss that is not a number")
+        if len(self.chunks) != groups:
+            raise FormatError(f"catalog: {groups} groups but {len(self.chunks)} prompt digests")
+        if not 0 < len(self.tracks) <= _MAX_TRACKS:
+            raise FormatError(f"catalog: {len(self.tracks)} tracks; 1 to {_MAX_TRACKS} are allowed")
+        seen: set[str] = set()
+        for track in self.tracks:
+            _check_track(track, groups, seen)
+            seen.add(track.name)
+        if all(track.refines is not None for track in self.tracks):
+            raise FormatError("catalog: every track refines another; one must stand alone")
+
+    @cached_property
+    def groups(self) -> int:
+        """Number of groups."""
+        return len(self.chunks)
+
+    @cached_property
+    def by_name(self) -> dict[str, Track]:
+        """Tracks by name."""
+        return {track.name: track for track in self.tracks}
+
+    @cached_property
+    def fp16_bytes(self) -> int:
+        """Bytes of the exact cache at 16 bits an element."""
+        return self.spec.fp16_bytes(self.tokens)
+
+    def track(self, name: str) -> Track:
+        """The track called ``name``.
+
+        Raises:
+            FormatError: there is none; the message lists those that there are.
+        """
+        try:
+            return self.by_name[name]
+        except KeyError:
+            raise FormatError(f"no track {name!r} in this asset; it has {', '.join(self.by_name)}") from None
+
+    def group_tokens(self, group: int) -> int:
+        """Tokens in ``group``."""
+        first, last = self.spec.group_range(group, self.tokens)
+        return last - first
+
+    def prefix(self, groups: int) -> Catalog:
+        """The catalog of the first ``groups`` groups alone: what a longer asset offers for a prompt that begins alike.
+
+        It keeps the namespace under which the groups are published. What was measured on the whole cache is left out.
+
+        Raises:
+            UsageError: not 1 to as many groups as there are.
+        """
+        if not 1 <= groups <= self.groups:
+            raise UsageError(f"a prefix of {groups} groups of an asset that has {self.groups}")
+        if groups == self.groups:
+            return self
+        tracks = tuple(
+            replace(
+                track,
+                bytes=track.bytes[:groups],
+                loss=track.loss[:groups],
+                digests=track.digests[:groups],
+                measured=None,
+            )
+            for track in self.tracks
+        )
+        tokens = groups * self.spec.group_tokens
+        return replace(self, tokens=tokens, chunks=self.chunks[:groups], tracks=tracks, mixes=())
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON values, the same for the same catalog."""
+        return {
+            "schema": SCHEMA,
+            "namespace": {"model": self.namespace.model, "prompt": self.namespace.prompt},
+            "spec": self.spec.to_json(),
+            "tokens": self.tokens,
+            "source": self.source,
+            "chunks": list(self.chunks),
+            "profile": self.profile,
+            "profile_bytes": self.profile_bytes,
+            "prefill": None if self.prefill is None else self.prefill.to_json(),
+            "loss_method": self.loss_method,
+            "mixes": [{"tracks": list(m.tracks), "predicted": m.predicted, "measured": m.measured} for m in self.mixes],
+            "tracks": [_track_to_json(track) for track in self.tracks],
+        }
+
+    def dumps(self) -> str:
+        """The catalog as JSON text."""
+        return json.dumps(self.to_json(), indent=1) + "\n"
+
+    @classmethod
+    def loads(cls, text: str | bytes) -> Catalog:
+        """Read `dumps` back from an untrusted source.
+
+        Raises:
+            FormatError: too large, not JSON, a newer version, or a field that is missing or out of bounds.
+        """
+        if len(text) > MAX_CATALOG_BYTES:
+            raise FormatError(f"catalog: {len(text)} bytes, more than the {MAX_CATALOG_BYTES} allowed")
+        try:
+            value = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise FormatError(f"catalog: not JSON ({error})") from error
+        if not isinstance(value, dict):
+            raise FormatError("catalog: not a JSON object")
+        schema = value.get("schema")
+        if schema != SCHEMA:
+            newer = str(schema).startswith("kvabr.catalog/")
+            hint = "it was written by another version: upgrade kvabr" if newer else "is this a catalog?"
+            raise FormatError(f"catalog: schema is {schema!r}, this version reads {SCHEMA!r}; {hint}")
+        try:
+            return cls._from_json(value)
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            raise FormatError(f"catalog: a field is missing or has the wrong type ({error!r})") from error
+
+    @classmethod
+    def _from_json(cls, value: dict[str, Any]) -> Catalog:
+        prefill, profile = value["prefill"], value["profile"]
+        return cls(
+            namespace=TrackNamespace(str(value["namespace"]["model"]), str(value["namespace"]["prompt"])),
+            spec=KVSpec.from_json(value["spec"]),
+            tokens=int(value["tokens"]),
+            source=str(value["source"]),
+            chunks=tuple(map(str, value["chunks"])),
+            profile=None if profile is None else str(profile),
+            profile_bytes=int(value["profile_bytes"]),
+            prefill=None if prefill is None else PrefillCost.from_json(prefill),
+            loss_method=str(value["loss_method"]),
+            mixes=tuple(
+                Mix(tuple(map(str, m["tracks"])), float(m["predicted"]), float(m["measured"])) for m in value["mixes"]
+            ),
+            tracks=tuple(_track_from_json(track) for track in value["tracks"]),
+        )
+
+    @classmethod
+    def read(cls, path: Path) -> Catalog:
+        """Read a catalog from a file.
+
+        Raises:
+            AssetError: the file is not there.
+            FormatError: as `loads`.
+        """
+        try:
+            with path.open("rb") as file:
+                return cls.loads(file.read(MAX_CATALOG_BYTES + 1))
+        except OSError as error:
+            raise AssetError(f"{path}: cannot read the catalog ({error.strerror}); is this an asset?") from error
+        except FormatError as error:
+            raise FormatError(f"{path}: {error}") from error
+
+
+def _check_track(track: Track, groups: int, before: set[str]) -> None:
+    name = check_track_name(track.name)
+    if name in before:
+        raise FormatError(f"catalog: track {name} is listed twice")
+    if track.refines is not None and track.refines not in before:
+        raise FormatError(f"catalog: track {name} refines {track.refines!r}, which is not listed before it")
+    if not len(track.bytes) == len(track.loss) == len(track.digests) == groups:
+        raise FormatError(f"catalog: track {name} must list bytes, loss and digest of each of {groups} groups")
+    if any(size <= 0 or size > 1 << 40 for size in track.bytes):
+        raise FormatError(f"catalog: track {name} has a group whose size is not positive")
+    if any(not 0 <= loss <= _MAX_LOSS for loss in track.loss):
+        raise FormatError(f"catalog: track {name} has a group whose loss is negative or not a number")
+    if not (math.isfinite(track.decode_s) and track.decode_s >= 0):
+        raise FormatError(f"catalog: track {name} has a decode time that is negative or not a number")
+    quality = track.measured
+    if quality is not None and not all(map(math.isfinite, (quality.kl, quality.dnll, quality.top1))):
+        raise FormatError(f"catalog: track {name} has a measured quality that is not a number")
+
+
+def _track_to_json(track: Track) -> dict[str, Any]:
+    quality = track.measured
+    return {
+        "name": track.name,
+        "refines": track.refines,
+        "decode_s": track.decode_s,
+        "measured": None if quality is None else {"kl": quality.kl, "dnll": quality.dnll, "top1": quality.top1},
+        "bytes": list(track.bytes),
+        "loss": list(track.loss),
+        "digests": list(track.digests),
+    }
+
+
+def _track_from_json(value: dict[str, Any]) -> Track:
+    quality = value["measured"]
+    return Track(
+        name=value["name"],
+        refines=value["refines"],
+        decode_s=float(value["decode_s"]),
+        measured=None if quality is None else Quality(*(float(quality[key]) for key in ("kl", "dnll", "top1"))),
+        bytes=tuple(map(int, value["bytes"])),
+        loss=tuple(map(float, value["loss"])),
+        digests=tuple(map(str, value["digests"])),
+    )

@@ -1,0 +1,89 @@
+"""What kvabr asks of a serving engine: compute the KV of tokens behind a given cache. No engine is imported here."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+from kvabr.abr.recompute_planner import EngineMode
+from kvabr.types.cost import PrefillCost
+from kvabr.types.errors import UsageError
+from kvabr.types.kv import KVSpec
+
+if TYPE_CHECKING:
+    import torch
+
+
+@runtime_checkable
+class Engine(Protocol):
+    """An engine that can recompute part of a cache."""
+
+    @property
+    def spec(self) -> KVSpec:
+        """Shape and meaning of the cache that the engine computes."""
+        ...
+
+    @property
+    def mode(self) -> EngineMode:
+        """Whether the engine can fill a hole or only the rest of the prompt."""
+        ...
+
+    def prefill(self, tokens: Sequence[int], before: torch.Tensor | None = None) -> torch.Tensor:
+        """Compute the KV of ``tokens``, which follow the tokens whose KV is ``before``.
+
+        Args:
+            tokens: ids of the new tokens, at least one.
+            before: KV of everything before them, [layer, K/V, head, token, dim], any float dtype; it is read, never
+                written. None or no tokens if they start the prompt.
+
+        Returns:
+            KV of the new tokens alone, [layer, K/V, head, token, dim], in the engine's dtype.
+
+        Raises:
+            ModelError: the tokens do not fit the model, or ``before`` is not a cache of this model.
+        """
+        ...
+
+
+def time_prefills(
+    engine: Engine,
+    tokens: Sequence[int],
+    *,
+    shapes: Sequence[tuple[int, int]] | None = None,
+    repeats: int = 2,
+) -> PrefillCost:
+    """Time a few real prefills and fit what one costs.
+
+    Args:
+        engine: the engine to time.
+        tokens: ids of some real text; what they are does not matter, how many bounds the shapes.
+        shapes: pairs (tokens before, new tokens) to time; by default five that tell the three constants apart.
+        repeats: runs of each shape, of which the fastest counts: other work on the machine only ever adds time.
+
+    Returns:
+        The fitted cost, for this machine and this moment.
+
+    Raises:
+        UsageError: fewer than 128 tokens, or a shape that needs more than there are.
+    """
+    size = len(tokens)
+    if size < 128:
+        raise UsageError(f"timing a prefill takes at least 128 tokens of text, not {size}")
+    if shapes is None:
+        step = min(engine.spec.group_tokens, size // 4)
+        shapes = [(0, 8), (0, step), (0, 3 * step), (size - step, step), (size - 8, 8)]
+    if any(before < 0 or new <= 0 or before + new > size for before, new in shapes):
+        raise UsageError(f"a shape to time does not fit {size} tokens: {list(shapes)}")
+    # What the cache before holds changes no timing, so zeros do and no prefill is spent on making a real one.
+    probe = engine.prefill(tokens[:1])
+    longest = probe.new_zeros(engine.spec.shape(max(before for before, _ in shapes)))
+    timings = []
+    for before, new in shapes:
+        best = float("inf")
+        for _ in range(repeats):
+            start = time.perf_counter()
+            engine.prefill(tokens[before : before + new], longest[..., :before, :])
+            best = min(best, time.perf_counter() - start)
+        timings.append((before, new, best))
+    return PrefillCost.fit(timings)

@@ -1,0 +1,289 @@
+"""Names of draft-shi-moq-kvcache-00: track namespace, track, group, object; and the chained prompt digest.
+
+A prompt may be far longer than the 4,096 bytes that a full track name may have (moq-transport, section 2.4.1), so the
+prompt field of the namespace is a digest, chained group by group: equal prefixes have equal digests, and one lookup
+finds the longest cached prefix.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import re
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvabr.types.errors import FormatError, UsageError
+from kvabr.types.kv import GROUP_TOKENS
+
+ROOT = "moq://kvcache.moq.arpa/v1/"
+"""First field of every track namespace (draft-shi-moq-kvcache-00)."""
+
+LEVELS = ("FP16", "BF16", "FP8", "Int8", "FP4", "Int4", "AC-5x")
+"""The draft's compression levels, which are the track names."""
+
+LAYERS = ("AC-L0", "AC-L1", "AC-L2", "AC-L3")
+"""The layers, base first: each of the others refines the one before it."""
+
+CATALOG_TRACK = "kvabr.catalog"
+"""Track whose only group is the catalog of the prompt that the namespace names. Plain ``catalog`` belongs to media: the
+servers of moq-rs have a track of that name in every namespace and serve no other under it."""
+
+PROFILE_TRACK = "profile"
+"""Track whose only group is a codec profile; the prompt field of its namespace is the profile's SHA-256."""
+
+MAX_FULL_TRACK_NAME = 4096
+"""Bytes that namespace fields and track name may have together (moq-transport, section 2.4.1)."""
+
+PREFIX_TRACK = "prefix."
+"""How the name of a lookup starts, see `prefix_track`."""
+
+MAX_PREFIX_DIGESTS = 320
+"""Digests that the name of one lookup carries at most; they leave 584 bytes for the model's name."""
+
+_KEY_BYTES = 8
+"""Of a digest in the name of a lookup. Whoever asked compares whole digests, so two that begin alike do no harm."""
+
+_FRESH = "~"
+_NUMBER = re.compile(r"[0-9a-f]{1,16}")
+_TRACK_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,63}")
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
+def check_track_name(name: str) -> str:
+    """Return ``name`` if it may name a track: 1 to 64 letters, digits and ``._+-``, safe as a file name.
+
+    Raises:
+        FormatError: it may not.
+    """
+    if not isinstance(name, str) or not _TRACK_NAME.fullmatch(name):
+        raise FormatError(f"{name!r} cannot be a track name: use 1 to 64 letters, digits and . _ + -")
+    return name
+
+
+@dataclass(frozen=True, slots=True)
+class TrackNamespace:
+    """Where the tracks of one prompt under one model live."""
+
+    model: str
+    prompt: str
+    """Hex of the last chained digest of the prompt, see `chain`."""
+
+    def __post_init__(self) -> None:
+        if not self.model or "\0" in self.model:
+            raise FormatError(f"track namespace: {self.model!r} cannot be a model's name")
+        try:
+            self.model.encode()
+        except UnicodeEncodeError as error:
+            raise FormatError(f"track namespace: {self.model!r} cannot be written as UTF-8") from error
+        if not _DIGEST.fullmatch(self.prompt):
+            raise FormatError(f"track namespace: the prompt field must be 64 hex digits, not {self.prompt[:80]!r}")
+
+    def fields(self) -> tuple[bytes, ...]:
+        """The namespace tuple as the draft has it: (root, model, prompt)."""
+        return (ROOT.encode(), self.model.encode(), self.prompt.encode())
+
+    def split_fields(self) -> tuple[bytes, ...]:
+        """The same name split at the slashes, for peers that join fields with ``/`` and cannot carry one inside."""
+        joined = f"{ROOT}{self.model}/{self.prompt}"
+        return tuple(part.encode() for part in joined.split("/") if part)
+
+    @classmethod
+    def from_fields(cls, fields: Sequence[bytes]) -> TrackNamespace:
+        """Read either form back.
+
+        Raises:
+            FormatError: the fields are not a namespace of this draft.
+        """
+        try:
+            text = [bytes(field).decode() for field in fields]
+        except UnicodeDecodeError as error:
+            raise FormatError("track namespace: a field is not UTF-8") from error
+        if len(text) == 3 and text[0] == ROOT:
+            return cls(text[1], text[2])
+        # Some peers join fields with slashes and cut them anew, or drop one that is empty: only the parts count.
+        root = [part for part in ROOT.split("/") if part]
+        parts = [part for part in "/".join(text).split("/") if part]
+        if len(parts) > len(root) + 1 and parts[: len(root)] == root:
+            return cls("/".join(parts[len(root) : -1]), parts[-1])
+        raise FormatError(f"track namespace: {text[:4]} does not start with {ROOT}")
+
+    def full_name_bytes(self, track: str) -> int:
+        """Bytes of the full track name; a peer refuses more than `MAX_FULL_TRACK_NAME`."""
+        return sum(map(len, self.fields())) + len(track.encode())
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectName:
+    """One object: a run of tokens of one group on one track."""
+
+    namespace: TrackNamespace
+    track: str
+    group: int
+    """Index of the token chunk."""
+    first_token: int
+    """Object ID: index, within the prompt, of the first token that the object holds."""
+
+    def __post_init__(self) -> None:
+        check_track_name(self.track)
+        if self.namespace.full_name_bytes(self.track) > MAX_FULL_TRACK_NAME:
+            raise FormatError(f"full track name is longer than {MAX_FULL_TRACK_NAME} bytes: shorten the model's name")
+        if self.group < 0 or self.first_token < 0:
+            raise FormatError("group and object IDs are whole numbers from 0")
+
+    def path(self) -> str:
+        """The name as one line for logs: ``root + model/prompt/track/group/object``."""
+        space = self.namespace
+        return f"{ROOT}{space.model}/{space.prompt}/{self.track}/{self.group}/{self.first_token}"
+
+    @classmethod
+    def from_path(cls, path: str) -> ObjectName:
+        """Read `path` back.
+
+        Raises:
+            FormatError: it is not such a line.
+        """
+        parts = path.removeprefix(ROOT).rsplit("/", 4)
+        if not path.startswith(ROOT) or len(parts) != 5 or not (parts[3] + parts[4]).isdecimal():
+            raise FormatError(f"not an object's name: {path[:120]!r}")
+        return cls(TrackNamespace(parts[0], parts[1]), parts[2], int(parts[3]), int(parts[4]))
+
+
+def fresh_track(track: str, number: int) -> str:
+    """Another name for a track: one for each number.
+
+    Relays, and libraries with a cache of their own, keep what they have of a name for as long as they like. Who asks by
+    a new name sees what has changed. An origin takes all of them for the track itself.
+    """
+    return f"{track}{_FRESH}{number:x}"
+
+
+def plain_track(name: str) -> str:
+    """Undo `fresh_track`; other names stay as they are."""
+    track, mark, number = name.rpartition(_FRESH)
+    return track if mark and _NUMBER.fullmatch(number) else name
+
+
+def may_change(track: str) -> bool:
+    """Whether what is under a name may be another thing tomorrow: a catalog, or the answer to a lookup."""
+    return track == CATALOG_TRACK or track.startswith(PREFIX_TRACK)
+
+
+def chain(
+    tokens: Sequence[int],
+    *,
+    model: str,
+    tokenizer: str,
+    group_tokens: int = GROUP_TOKENS,
+    salt: bytes = b"",
+) -> list[str]:
+    """Digest of every group of a prompt, each covering the model, the tokenizer, the salt and all tokens before.
+
+    Args:
+        tokens: token ids, each from 0 to 2**32 - 1.
+        model: the model's name.
+        tokenizer: digest or name of the tokenizer.
+        group_tokens: tokens in a group; the last group may be short, and then its digest differs from that of the
+            full group.
+        salt: a tenant's secret; it keeps one tenant from guessing another's digests.
+
+    Returns:
+        One string of 64 hex digits per group; the last one names the prompt.
+
+    Raises:
+        UsageError: something that is no token id.
+    """
+    head = [model.encode(), tokenizer.encode(), salt, struct.pack("<I", group_tokens)]
+    state = hashlib.sha256(b"kvabr.chain/1\0" + b"".join(struct.pack("<Q", len(part)) + part for part in head)).digest()
+    digests = []
+    for first in range(0, len(tokens), group_tokens):
+        chunk = tokens[first : first + group_tokens]
+        try:
+            packed = struct.pack(f"<I{len(chunk)}I", len(chunk), *chunk)
+        except struct.error as error:
+            raise UsageError(f"token ids are whole numbers from 0 to 2**32 - 1 ({error})") from error
+        state = hashlib.sha256(state + packed).digest()
+        digests.append(state.hex())
+    return digests
+
+
+def prefix_key(digest: str) -> bytes:
+    """What the name of a lookup carries of a digest: its first 8 bytes.
+
+    Raises:
+        FormatError: it is not a digest.
+    """
+    if not _DIGEST.fullmatch(digest):
+        raise FormatError(f"a prompt digest has 64 hex digits, not {digest[:80]!r}")
+    return bytes.fromhex(digest[: 2 * _KEY_BYTES])
+
+
+def prefix_positions(first: int, end: int) -> range:
+    """Which groups of ``range(first, end)`` a lookup names: all, or evenly spaced ones, the last always among them."""
+    count = max(0, end - first)
+    stride = max(1, -(-count // MAX_PREFIX_DIGESTS))
+    return range(first + (count - 1) % stride, end, stride) if count else range(first, first)
+
+
+def prefix_track(digests: Sequence[str], first: int = 1, end: int | None = None) -> str:
+    """Name of the track that looks up the longest cached prefix of a prompt.
+
+    It lives under ``TrackNamespace(model, digests[0])``. Group 0 of it is the catalog of that visible asset which
+    has the latest of the named digests among its own; of several, the newest. Being chained, a digest tells by itself
+    which group it belongs to, so no positions are sent. The asset that answers shares at least the groups up to the
+    named digest it has; whoever asked counts the groups that really match.
+
+    A name has room for `MAX_PREFIX_DIGESTS`. For a longer prompt they are thinned to every second, third ... group,
+    and the groups between two neighbours remain: `prefix_gap` says which, and a second lookup of
+    ``prefix_track(digests, gap.start, gap.stop)`` settles it. So two round trips serve any prompt of up to 102,400
+    groups, and one round trip a prompt of up to 321.
+
+    Args:
+        digests: of every group of the prompt, see `chain`.
+        first: first group whose digest may be named; group 0 need not be, it is in the namespace.
+        end: the group after the last; None: the end of the prompt.
+
+    Raises:
+        FormatError: one of them is not a digest.
+    """
+    end = len(digests) if end is None else end
+    keys = b"".join(prefix_key(digests[group]) for group in prefix_positions(first, end))
+    return PREFIX_TRACK + base64.urlsafe_b64encode(keys).rstrip(b"=").decode()
+
+
+def prefix_gap(shared: int, groups: int) -> range:
+    """What a first lookup of a prompt leaves open.
+
+    Args:
+        shared: leading groups that the asset that answered shares with the prompt, at least 1.
+        groups: of the prompt.
+
+    Returns:
+        The groups for a second lookup: those that nobody was asked about, after the last one that the first answer
+        shares, so that the second is never worse than the first. Empty if there can be no longer prefix.
+    """
+    refused = next((group for group in prefix_positions(1, groups) if group >= shared), groups)
+    return range(shared - 1, refused) if refused > shared else range(0)
+
+
+def parse_prefix_track(name: str) -> list[bytes]:
+    """What `prefix_track` put into a name: the first 8 bytes of each digest.
+
+    Raises:
+        FormatError: it is not such a name, or longer than one may be.
+    """
+    text = name.removeprefix(PREFIX_TRACK)
+    if text == name or len(text) > MAX_FULL_TRACK_NAME:
+        raise FormatError(f"not the name of a prefix lookup: {name[:80]!r}")
+    try:
+        # Exactly what `prefix_track` writes: one lookup has one name, so that a relay can keep its answer.
+        keys = base64.b64decode(text + "=" * (-len(text) % 4), altchars=b"-_", validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise FormatError(f"prefix lookup: not base64 ({error})") from error
+    if len(keys) % _KEY_BYTES or len(keys) > MAX_PREFIX_DIGESTS * _KEY_BYTES:
+        raise FormatError(f"prefix lookup: {len(keys)} bytes are not 0 to {MAX_PREFIX_DIGESTS} digests of {_KEY_BYTES}")
+    if base64.urlsafe_b64encode(keys).rstrip(b"=").decode() != text:
+        raise FormatError("prefix lookup: not written in the one way that there is")
+    return [keys[at : at + _KEY_BYTES] for at in range(0, len(keys), _KEY_BYTES)]

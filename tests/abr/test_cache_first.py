@@ -1,0 +1,122 @@
+"""What is at hand comes first: the best of it, layers upon their base, and then the policy goes on as ever."""
+
+from __future__ import annotations
+
+from kvabr.abr import Ladder
+from kvabr.abr.cache_first import KeptFirst, kept_first
+from kvabr.abr.estimators import DualEwma
+from kvabr.abr.plugins import load_policy
+from kvabr.player import Decode, Deliver, Fetch, Session
+from kvabr.player.stall_detector import StallWatch
+from kvabr.player.throughput_sampler import Meter
+from tests.catalogs import catalog
+
+
+def playing(offer, kept, policy="anytime", **options):
+    chosen = kept_first(load_policy(policy)(), offer, lambda _, track: kept.get(track, ()))
+    return Session(Ladder(offer), 2.0, chosen, DualEwma(), **options), chosen
+
+
+def run_at_hand(play, kept, now=0.01):
+    """Bring at once whatever is asked for and at hand; what else is asked for."""
+    others, asked = [], []
+    actions = play.actions()
+    while actions:
+        for action in actions:
+            if isinstance(action, Fetch):
+                asked.append((action.group, action.track))
+                if action.group in kept.get(action.track, ()):
+                    play.first_byte(action.request, now, "kept")
+                    play.done(action.request, now, "kept")
+                else:
+                    others.append(action)
+            elif isinstance(action, Decode):
+                play.decoded(action.request, now)
+        actions = play.actions()
+    return asked, others
+
+
+def test_the_best_of_what_is_at_hand_is_taken_and_nothing_of_it_twice():
+    offer = catalog(6)
+    kept = {"FP16": {0, 1}, "Int8": {1, 2}, "Int4": range(6)}
+    play, policy = playing(offer, kept)
+    assert isinstance(policy, KeptFirst)
+    assert (policy.name, policy.paces, policy.abandons) == ("anytime", True, True)
+    play.start(0.0)
+    asked, others = run_at_hand(play, kept)
+    assert asked[:6] == [(0, "FP16"), (1, "FP16"), (2, "Int8"), (3, "Int4"), (4, "Int4"), (5, "Int4")]
+    assert not [fetch for fetch in others if fetch.group < 2]
+    assert play.view.rate == 0.0  # none of it came over the link
+
+
+def test_layers_at_hand_are_put_upon_their_base():
+    offer = catalog(4, layered=True)
+    kept = {"base": {0, 1, 2}, "layer-1": {0, 1, 3}, "layer-2": {0}}
+    play, _ = playing(offer, kept)
+    play.start(0.0)
+    asked, others = run_at_hand(play, kept)
+    for group, layers in ((0, ["base", "layer-1", "layer-2"]), (1, ["base", "layer-1"]), (2, ["base"])):
+        assert [track for where, track in asked if where == group][: len(layers)] == layers
+    # What has no base at hand is not at hand.
+    assert next(fetch.track for fetch in others if fetch.group == 3) == "base"
+
+
+def test_all_at_hand_is_delivered_without_the_network():
+    offer = catalog(5)
+    kept = {"FP16": range(5)}
+    play, _ = playing(offer, kept)
+    play.start(0.0)
+    delivered = []
+    actions = play.actions()
+    while actions:
+        for action in actions:
+            if isinstance(action, Fetch):
+                play.done(action.request, 0.01, "kept")
+            elif isinstance(action, Decode):
+                play.decoded(action.request, 0.02)
+            elif isinstance(action, Deliver):
+                delivered.append(action)
+        actions = play.actions()
+    assert delivered == [Deliver(0.02, True)]
+    assert [group.track for group in play.record.groups] == ["FP16"] * 5
+    assert play.record.bytes_held_up == {"kept": play.record.bytes_fetched}
+
+
+def test_who_does_not_take_what_is_at_hand_is_left_alone():
+    offer = catalog(3)
+    fixed = load_policy("fixed:Int4")()
+    assert kept_first(fixed, offer, lambda *_: range(3)) is fixed
+    anytime = load_policy("anytime")()
+    assert kept_first(anytime, offer, lambda *_: ()) is anytime
+
+
+def test_what_is_at_hand_and_waiting_for_others_say_nothing_about_the_link():
+    meter = Meter(DualEwma(), 2.0)
+    meter.received(10**9, 0.001, "kept")
+    meter.settle(0.002, idle=True)
+    assert meter.estimates() == (0.0, 0.0, 0.0)
+    meter.first_byte(0.05, 0.1)
+    for now in (0.2, 0.3, 0.4):
+        meter.received(100_000, now)
+        meter.settle(now, idle=False)
+    rate = meter.estimates()[0]
+    for now in (0.5, 1.0, 1.5):
+        meter.waited(now)
+        meter.tick(now, waiting=True, idle=False)
+    assert meter.estimates()[0] == rate
+    meter.received(100_000, 1.6)
+    meter.settle(1.6, idle=False)
+    assert abs(meter.estimates()[0] / 1e6 - 1) < 0.01
+
+
+def test_a_transfer_that_waits_for_others_does_not_stand_still():
+    offer = catalog(2)
+    play, _ = playing(offer, {})
+    play.start(0.0)
+    transfers = list(play.view.in_flight.values())
+    watch = StallWatch(0.2)
+    watch.heard(transfers[0], transfers, 0.1)
+    for now in (0.2, 0.4, 0.6, 0.8):
+        watch.waited(transfers, now)
+        assert watch.stalled(transfers, 0.01, now + 0.1) == []
+    assert watch.stalled(transfers, 0.01, 1.5)

@@ -1,0 +1,82 @@
+"""What is left to an engine with time to spare, and what bytes and its time are worth."""
+
+import math
+
+import pytest
+
+from kvabr.abr import Ladder
+from kvabr.abr.ladder import every_option, rank
+from kvabr.player import PlayerConfig
+from kvabr.replay.clairvoyant import Clairvoyant
+from kvabr.replay.link import Capacity
+from kvabr.replay.stage import PlayOptions, Stage
+from kvabr.types.cost import PrefillCost
+from kvabr.types.errors import UsageError
+from tests.catalogs import catalog
+from tests.replay.worlds import world, worlds
+
+
+def test_a_byte_is_worth_less_the_more_there_are():
+    offer = catalog(12, layered=True)
+    frontier = Ladder(offer).frontier
+    assert frontier.price(-1.0) == math.inf
+    steps = rank(every_option(offer))
+    assert frontier.price(0.0) == steps[0].worth
+    prices = [frontier.price(1e4 * count) for count in range(300)]
+    assert prices == sorted(prices, reverse=True)
+    everything = sum(step.bytes for step in steps)
+    assert frontier.price(everything) == steps[-1].worth
+    assert frontier.price(everything + 1) == 0.0
+
+
+@pytest.mark.parametrize("price", [-1.0, float("nan")])
+def test_a_price_that_makes_no_sense_is_refused(price):
+    with pytest.raises(UsageError, match="zero or more"):
+        PlayerConfig(gpu_price=price)
+
+
+@pytest.mark.parametrize("mode", ["hole", "suffix"])
+@pytest.mark.parametrize("load", [0.7, 1.1, 2.5])
+def test_the_bound_with_a_price_lies_between_that_without_an_engine_and_that_with_a_free_one(mode, load):
+    offer = catalog(10, layered=True)
+    cost = PrefillCost(0.0, 4.0 / offer.tokens)
+    base = sum(offer.track("base").bytes)
+    link = Capacity(world("flat", [load * base / 2.0]), 0.0, 0.0, slow_start=False)
+    both, alone = Clairvoyant(offer, cost, mode), Clairvoyant(offer, None, mode)
+    free, without = both.bound(link, 2.0).loss, alone.bound(link, 2.0).loss
+    found = [both.priced(link, 2.0, price) for price in (0.0, 1e-4, 1e-3, 1e-2, 0.1, 10.0, 1e6)]
+    assert found[0] == pytest.approx(free, abs=1e-6)
+    assert found == sorted(found)
+    assert found[-1] == without if without < math.inf else found[-1] > 1e3
+    assert alone.priced(link, 2.0, 1.0) == without
+
+
+def test_no_play_comes_below_the_bound_with_a_price():
+    offer = catalog(12, layered=True)
+    cost = PrefillCost(0.001, 4.0 / offer.tokens)
+    compared = 0
+    for mode in ("hole", "suffix"):
+        for price in (0.0, 1e-3, 1e-2):
+            stage = Stage(offer, PlayOptions(2.0, 0.05, 0.09, cost, mode, config=PlayerConfig(gpu_price=price)))
+            bounds = Clairvoyant(offer, cost, mode)
+            for link in worlds():
+                capacity, rtt_s, bound = stage.prepare(link, 0.4)
+                run = stage.play_on(link, 0.4, "anytime", capacity, rtt_s, bound, log=False).run
+                if run["met"]:
+                    least = bounds.priced(capacity, 2.0, price)
+                    assert run["loss"] + price * run["recompute_s"] >= least - 1e-9
+                    compared += 1
+    assert compared > 20
+
+
+def test_an_engine_is_part_of_the_plan_over_every_kind_of_link():
+    offer = catalog(16, layered=True)
+    cost = PrefillCost(0.0, 4.0 / offer.tokens)
+    helped, alone = [], []
+    for price, runs in ((1e-3, helped), (math.inf, alone)):
+        stage = Stage(offer, PlayOptions(2.0, 0.05, 0.1, cost, "hole", config=PlayerConfig(gpu_price=price)))
+        runs += [stage.play(link, start_s, "anytime").run for link in worlds() for start_s in (0.0, 1.3)]
+    both = [(mine, other) for mine, other in zip(helped, alone, strict=True) if mine["met"] and other["met"]]
+    assert len(both) >= 11
+    assert sum(run["met"] for run in helped) >= sum(run["met"] for run in alone)
+    assert sum(mine["loss"] for mine, _ in both) < 0.7 * sum(other["loss"] for _, other in both)

@@ -1,0 +1,355 @@
+"""Many plays behind one fetcher: nothing twice over the network, the earliest deadline first, nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from kvabr.client.fetcher import Fetcher, Limits
+from kvabr.client.play import play
+from kvabr.quic.interface import read_all
+from kvabr.server.faults import Fault
+from kvabr.types.cost import PrefillCost
+from kvabr.types.errors import BusyError, ConnectionLostError, NotFoundError, PlayError, UsageError
+from tests.client.test_play import close
+from tests.client.virtual import virtual
+from tests.toymodel import SPEC, ToyModel, prompt
+
+TOKENS, LONG = prompt(70).tokens, prompt(160).tokens
+COST = PrefillCost(0.001, 0.001)
+
+
+def soon(coroutine):
+    return asyncio.get_running_loop().create_task(coroutine)
+
+
+@virtual
+async def test_plays_of_one_prompt_make_one_download(origin, long):
+    async with origin(folder="long", rate=long.fp16_bytes / 2) as link, Fetcher() as node:
+        plays = [node.play(link, LONG, deadline=2.0 + number / 8, spec=SPEC) for number in range(6)]
+        done = await asyncio.gather(*plays)
+        asked = {(track, group) for (_, track, group) in link._asked if not track.startswith("kvabr")}
+        assert all(link._asked[key] == 1 for key in link._asked)
+        assert link.downloads == 0
+    assert all(played.met and close(played.kv, LONG) for played in done)
+    groups = node.metrics.groups_total
+    # What is asked for while it is being checked comes from neither: it is counted as joined.
+    assert groups.value("network") == len([key for key in asked if not key[0].startswith("prefix")])
+    assert groups.value("joined") + groups.value("memory") >= 5 * long.groups
+    assert node.metrics.plays_total.value("met") == 6
+
+
+@virtual
+async def test_what_came_before_comes_from_memory(origin, short):
+    async with origin(rate=short.track("Int8").total_bytes) as link, Fetcher() as node:
+        first = await node.play(link, TOKENS, deadline=2.0, spec=SPEC)
+        again = await node.play(link, TOKENS, deadline=0.8, spec=SPEC)
+        alone = await play(link, TOKENS, deadline=0.8, spec=SPEC)
+    assert first.met
+    assert again.met
+    assert again.loss <= first.loss < alone.loss
+    assert close(again.kv)
+    assert again.record.bytes_held_up["kept"] == sum(
+        short.track(name).bytes[group] for group, name in enumerate(again.coverage)
+    )
+    assert node.metrics.bytes_total.value("memory") > 0
+
+
+@virtual
+async def test_a_longer_prompt_takes_what_it_shares(origin, long):
+    """The asset of a prompt that begins alike: the groups of the prefix are the same, whoever asks."""
+    async with origin(folder="long", rate=long.fp16_bytes) as link, Fetcher() as node:
+        await node.play(link, LONG[:96], deadline=2.0, spec=SPEC, policy="fixed:Int4")
+        await node.play(link, LONG, deadline=2.0, spec=SPEC, policy="fixed:Int4")
+        assert node.metrics.groups_total.value("network") == long.groups
+        assert node.metrics.groups_total.value("memory") == 6
+
+
+@virtual
+async def test_a_fixed_track_stays_fixed_whatever_is_at_hand(origin):
+    async with origin() as link, Fetcher() as node:
+        await node.play(link, TOKENS, deadline=2.0, spec=SPEC, policy="fixed:Int4")
+        played = await node.play(link, TOKENS, deadline=2.0, spec=SPEC, policy="fixed:FP16")
+    assert set(played.coverage) == {"FP16"}
+
+
+@virtual
+async def test_what_is_at_hand_says_nothing_about_the_link(origin, short):
+    async with origin(rate=short.fp16_bytes) as link, Fetcher() as node:
+        await node.play(link, TOKENS, deadline=2.0, spec=SPEC, policy="fixed:Int4")
+        seen = []
+        await node.play(link, TOKENS, deadline=2.0, spec=SPEC, watch=seen.append)
+    assert seen
+    assert all(snapshot.rate < 2 * short.fp16_bytes for snapshot in seen)
+
+
+@pytest.mark.parametrize("fair", [True, False])
+@virtual
+async def test_the_play_that_is_due_first_is_served_first(origin, short, fair):
+    """Two plays that the link can serve one after the other, but not side by side."""
+    size = short.track("FP16").total_bytes
+    async with origin(folder=".", rate=size / 0.5) as link, Fetcher(Limits(fair=fair)) as node:
+        patient = soon(node.play(link, LONG, deadline=3.0, spec=SPEC, policy="fixed:FP16"))
+        await asyncio.sleep(0.1)
+        urgent = await node.play(link, TOKENS, deadline=0.75, spec=SPEC, policy="fixed:FP16")
+        slow = await patient
+    assert slow.met
+    assert urgent.met == fair
+
+
+@virtual
+async def test_a_late_play_is_not_left_behind_for_ever(origin, short):
+    """A stream of plays takes the whole link; one that came late to its deadline still ends."""
+    size = short.track("Int4").total_bytes
+    async with origin(rate=size / 0.5) as link, Fetcher(Limits(memory_bytes=0)) as node:
+
+        async def one(policy):
+            return await node.play(link, TOKENS, deadline=1.0, spec=SPEC, policy=policy, patience=100.0)
+
+        others = []
+        large = soon(one("fixed:FP16"))  # takes 1.5 s alone
+        for _ in range(20):
+            others.append(soon(one("fixed:Int4")))
+            await asyncio.sleep(0.5)
+        assert large.done()
+        assert not (await large).met
+        assert (await large).ttft_s < 6
+        await asyncio.gather(*others)
+
+
+@virtual
+async def test_an_aborted_request_leaves_nothing_behind(origin, short):
+    async with origin(rate=short.fp16_bytes / 2) as link, Fetcher() as node:
+        gone = soon(node.play(link, TOKENS, deadline=2.0, spec=SPEC))
+        await asyncio.sleep(0.3)
+        assert link.downloads > 0
+        gone.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await gone
+        await asyncio.sleep(0)
+        assert link.downloads == 0
+        assert node.metrics.plays_total.value("aborted") == 1
+        assert node.metrics.plays_in_flight.value() == 0
+
+
+@virtual
+async def test_an_aborted_request_takes_nothing_from_others(origin, short):
+    async with origin(rate=short.fp16_bytes / 2) as link, Fetcher() as node:
+        gone = soon(node.play(link, TOKENS, deadline=2.0, spec=SPEC))
+        stays = soon(node.play(link, TOKENS, deadline=2.0, spec=SPEC))
+        await asyncio.sleep(0.3)
+        gone.cancel()
+        played = await stays
+        assert all(count == 1 for count in link._asked.values())
+    assert played.met
+    assert close(played.kv)
+
+
+@virtual
+async def test_a_damaged_group_is_not_kept(origin, short):
+    def faults(ask):
+        return Fault(corrupt_at=100) if ask.group == 1 and ask.attempt == 0 else None
+
+    async with origin(faults=faults) as link, Fetcher() as node:
+        plays = [node.play(link, TOKENS, deadline=2.0, spec=SPEC, policy="fixed:Int8") for _ in range(3)]
+        done = await asyncio.gather(*plays)
+        assert node.metrics.downloads_total.value("damaged") == 1
+        assert link._asked[short.namespace, "Int8", 1] == 2
+    assert all(played.met and close(played.kv) for played in done)
+
+
+@virtual
+async def test_memory_stays_within_its_bound(origin, short, long):
+    bound = short.track("Int8").total_bytes
+    async with origin(folder=".") as link, Fetcher(Limits(memory_bytes=bound)) as node:
+        for tokens, policy in ((TOKENS, "fixed:FP16"), (LONG, "fixed:Int4"), (LONG, "fixed:FP16")):
+            assert (await node.play(link, tokens, deadline=2.0, spec=SPEC, policy=policy)).met
+            assert 0 < node.store.total_bytes <= bound
+        assert node.metrics.store_evicted_total.value("memory") > 0
+
+
+@virtual
+async def test_a_folder_serves_the_next_process(origin, tmp_path):
+    limits = Limits(memory_bytes=0, disk=tmp_path)
+    for _ in range(2):
+        async with origin() as link, Fetcher(limits) as node:
+            played = await node.play(link, TOKENS, deadline=2.0, spec=SPEC, policy="fixed:Int8")
+            assert close(played.kv)
+    assert node.metrics.groups_total.value("disk") == 5
+    assert node.metrics.groups_total.value("network") == 0
+
+
+@virtual
+async def test_too_many_plays_wait_or_are_refused(origin, short):
+    rate = short.track("FP16").total_bytes
+    async with origin(rate=rate) as link, Fetcher(Limits(plays=1, waiting=1, memory_bytes=0)) as node:
+        first = soon(node.play(link, TOKENS, deadline=9.0, spec=SPEC, policy="fixed:FP16"))
+        waits = soon(node.play(link, TOKENS, deadline=9.0, spec=SPEC, policy="fixed:FP16"))
+        await asyncio.sleep(0)
+        with pytest.raises(BusyError, match="compute this prompt"):
+            await node.play(link, TOKENS, deadline=9.0, spec=SPEC)
+        one, two = await first, await waits
+    assert one.ttft_s < two.ttft_s
+    assert two.lookup_s > one.ttft_s  # what it waited counts
+    assert node.metrics.plays_total.value("refused") == 1
+
+
+@virtual
+async def test_a_peer_that_cannot_be_reached_leaves_it_to_the_engine(tmp_path):
+    async with Fetcher() as node:
+        peer = node.peer("moqt://127.0.0.1:1/", ca=tmp_path / "none.pem")
+        played = await node.play(peer, TOKENS, deadline=2.0, recompute=ToyModel(), cost=COST)
+        assert set(played.coverage) == {"recomputed"}
+        with pytest.raises(PlayError, match=r"none\.pem"):
+            await node.play(peer, TOKENS, deadline=2.0, spec=SPEC)
+        with pytest.raises(PlayError, match=r"no connection|Expired|refused|reach"):
+            await node.play("moqt://127.0.0.1:1/", TOKENS, deadline=0.5, spec=SPEC)
+        assert node.metrics.dials_failed_total.value() >= 2
+
+
+@virtual
+async def test_a_lost_connection_is_told(origin, short):
+    async with origin(rate=short.fp16_bytes / 2, lasts_s=0.5) as link, Fetcher() as node:
+        with pytest.raises(PlayError, match="connection"):
+            await node.play(link, TOKENS, deadline=2.0, spec=SPEC)
+        played = await node.play(link, TOKENS, deadline=2.0, recompute=ToyModel(), cost=COST)
+    assert set(played.coverage) == {"recomputed"}
+
+
+@virtual
+async def test_closing_ends_every_play(origin, short):
+    link = origin(rate=short.fp16_bytes / 5)
+    node = Fetcher(Limits(plays=1))
+    under_way = soon(node.play(link, TOKENS, deadline=2.0, spec=SPEC))
+    waiting = soon(node.play(link, TOKENS, deadline=2.0, spec=SPEC))
+    await asyncio.sleep(0.2)
+    await node.close()
+    with pytest.raises(PlayError, match="closed"):
+        await under_way
+    with pytest.raises(BusyError, match="closing"):
+        await waiting
+    with pytest.raises(BusyError, match="closing"):
+        await node.play(link, TOKENS, deadline=2.0, spec=SPEC)
+    assert link.downloads == 0
+    await link.close()
+
+
+@virtual
+async def test_closing_tells_who_reads_on_a_seat_of_its_own(origin, short):
+    link, node = origin(rate=100.0), Fetcher()
+    async with node.seat(link, deadline=60.0) as seat:
+        reading = soon(read_all(seat.fetch(short.namespace, "Int8", 0, limit=10_000)))
+        await asyncio.sleep(5)
+        await node.close()
+        with pytest.raises(ConnectionLostError, match="closed"):
+            await reading
+    await link.close()
+
+
+@virtual
+async def test_upgrades_after_the_deadline_keep_their_seat(origin, short):
+    async with origin(rate=short.track("Int4").total_bytes * 3) as link, Fetcher() as node:
+        played = await node.play(link, TOKENS, deadline=0.5, spec=SPEC, after=5.0)
+        before = played.late.loss
+
+        def between_steps(first, last, write):
+            write()
+            return True
+
+        played.late.into(between_steps)
+        await played.late.wait()
+        assert played.late.loss < before
+        assert node.metrics.plays_in_flight.value() == 0
+
+
+async def test_arguments_that_make_no_sense():
+    for wrong in ({"memory_bytes": -1}, {"plays": 0}, {"waiting": -1}, {"wait_share": 1.5}, {"disk_bytes": -1}):
+        with pytest.raises(UsageError, match=next(iter(wrong))):
+            Limits(**wrong)
+    async with Fetcher() as node:
+        with pytest.raises(UsageError, match="deadline"):
+            await node.play("moqt://origin.example/", TOKENS, deadline=0.0, spec=SPEC)
+        with pytest.raises(UsageError, match="moqt://"):
+            node.peer("http://origin.example/")
+        with pytest.raises(TypeError, match="tokn"):
+            node.peer("moqt://origin.example/", tokn="x")
+        peer = node.peer("moqt://origin.example/", token="x")  # noqa: S106
+        assert node.peer("moqt://origin.example/", token="x") is peer  # noqa: S106
+        assert node.peer("moqt://origin.example/") is not peer
+
+
+# ------------------------------------------------------------------ the seat
+
+
+@virtual
+async def test_one_who_joins_late_gets_all_of_it(origin, short):
+    size, where = short.track("FP16").bytes[0], (short.namespace, "FP16")
+    async with (
+        origin(rate=size) as link,
+        Fetcher() as node,
+        node.seat(link, deadline=5.0) as one,
+        node.seat(link, deadline=5.0) as two,
+    ):
+        for seat in (one, two):
+            seat.identify(*where, short.track("FP16").digests)
+        early = one.fetch(*where, 0, limit=size)
+        begin = await early.read()
+        late = two.fetch(*where, 0, limit=size)
+        whole = await read_all(late)
+        assert begin + await read_all(early) == whole
+        assert late.stats.limit == "network"  # the end of it came over the network
+        assert link.requests == 1
+        # The first part of it did not.
+        assert len(whole) == size == late.stats.received
+
+
+@virtual
+async def test_the_last_to_leave_ends_the_download(origin, short):
+    size, where = short.track("FP16").bytes[0], (short.namespace, "FP16")
+    async with (
+        origin(rate=size) as link,
+        Fetcher() as node,
+        node.seat(link, deadline=5.0) as one,
+        node.seat(link, deadline=5.0) as two,
+    ):
+        downloads = [seat.fetch(*where, 0, limit=size) for seat in (one, two)]
+        await asyncio.gather(*(download.read() for download in downloads))
+        downloads[0].cancel()
+        await asyncio.sleep(0)
+        assert link.downloads == 1
+        downloads[1].cancel()
+        await asyncio.sleep(0)
+        assert link.downloads == 0
+
+
+@virtual
+async def test_a_catalog_that_lies_about_sizes_gets_nothing_of_what_is_kept(origin, short):
+    track, where = short.track("Int8"), (short.namespace, "Int8")
+    async with origin() as link, Fetcher() as node, node.seat(link, deadline=5.0) as seat:
+        seat.identify(*where, track.digests)
+        whole = await read_all(seat.fetch(*where, 0, limit=track.bytes[0]))
+        assert await read_all(seat.fetch(*where, 0, limit=track.bytes[0])) == whole
+        assert link.requests == 1
+        await read_all(seat.fetch(*where, 0, limit=track.bytes[0] + 10))
+        assert link.requests == 2
+        # A group that is another's digest: nothing is kept under it.
+        seat.identify(*where, track.digests[::-1])
+        await read_all(seat.fetch(*where, 1, limit=track.bytes[1]))
+        await read_all(seat.fetch(*where, 1, limit=track.bytes[1]))  # behind the check of the first
+        assert node.metrics.downloads_total.value("damaged") >= 1
+        assert list(seat.at_hand(*where)) == [4]
+
+
+@virtual
+async def test_a_seat_that_was_left_fetches_nothing(origin, short):
+    async with origin() as link, Fetcher() as node:
+        async with node.seat(link, deadline=5.0) as seat:
+            with pytest.raises(NotFoundError):
+                await read_all(seat.fetch(short.namespace, "Int3", 0, limit=10))
+        before = link.requests
+        with pytest.raises(Exception, match="cancelled"):
+            await read_all(seat.fetch(short.namespace, "Int8", 0, limit=10))
+        assert link.requests == before
+        assert seat.closed
+        assert not link.closed

@@ -1,0 +1,181 @@
+"""What is known of peers: kept, bounded, and never believed when it cannot be true."""
+
+from __future__ import annotations
+
+import json
+import math
+import multiprocessing
+import warnings
+
+import pytest
+
+from kvabr.client.peer_history import MAX_BYTES, MAX_PEERS, SCHEMA, Priors, _digest, priors_at, this_host
+
+NOW = 1.8e9
+
+
+def written(path, peers=None, **changes):
+    """A file as `Priors.save` would have it, but for ``changes``."""
+    if peers is None:
+        peers = {"a:443": {"rate": 1e6, "ttfb_s": 0.02, "at": NOW, "plays": 3}}
+    whole = {"schema": SCHEMA, "host": this_host(), "sha256": _digest(peers), "peers": peers, **changes}
+    path.write_text(json.dumps(whole))
+    return path
+
+
+def test_what_was_heard_is_there_in_the_next_process(tmp_path):
+    path = tmp_path / "deeper" / "priors.json"
+    first = Priors(path)
+    first.heard("a:443", 1e6, 0.02, NOW)
+    first.heard("a:443", 4e6, 0.04, NOW + 1)
+    first.save()
+    prior = Priors(path).of("a:443", NOW + 1)
+    assert prior.rate == pytest.approx(2e6)  # a mean of logarithms
+    assert prior.ttfb_s == pytest.approx(0.03)
+    assert prior.weight == pytest.approx(1.0)
+    assert Priors(path).of("b:443", NOW) is None
+    assert [each.name for each in path.parent.iterdir() if each.suffix == ".partial"] == []
+
+
+def test_it_counts_less_as_it_grows_old(tmp_path):
+    priors = Priors(written(tmp_path / "p.json"))
+    assert priors.of("a:443", NOW + 3600).weight == pytest.approx(0.5)
+    assert priors.of("a:443", NOW + 8 * 86400) is None
+    assert priors.of("a:443", NOW - 1e6) is None  # from the future
+    priors.heard("a:443", 9e6, 0.1, NOW + 30 * 86400)
+    assert priors.of("a:443", NOW + 30 * 86400).rate == 9e6
+
+
+def test_without_a_file_it_is_this_processs_memory():
+    priors = Priors()
+    priors.heard("a:1", 5.0, 0.0, NOW)
+    priors.save()
+    assert priors.of("a:1", NOW).rate == 5.0
+
+
+@pytest.mark.parametrize(
+    ("rate", "ttfb_s"), [(0.0, 0.1), (-1.0, 0.1), (math.nan, 0.1), (math.inf, 0.1), (1e6, -1.0), (1e6, 1e9), (1e30, 0)]
+)
+def test_what_cannot_be_is_not_kept(rate, ttfb_s):
+    priors = Priors()
+    priors.heard("a:1", rate, ttfb_s, NOW)
+    priors.heard("", 1e6, 0.0, NOW)
+    assert priors.of("a:1", NOW) is None
+    assert priors.of("", NOW) is None
+
+
+def known(**changes):
+    return {"a:443": {"rate": 1e6, "ttfb_s": 0.02, "at": NOW, "plays": 3, **changes}}
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda path: path.write_bytes(b"\xff\x00" * 50),
+        lambda path: path.write_text(""),
+        lambda path: path.write_text("[" * 50_000),
+        lambda path: path.write_text('{"schema": "kvabr.priors/1"}'),
+        lambda path: path.write_bytes(path.read_bytes()[:-20]),
+        lambda path: path.write_text(path.read_text().replace("1000000.0", "9000000.0")),
+        lambda path: path.write_text(" " * (MAX_BYTES + 1)),
+        lambda path: written(path, schema="kvabr.priors/2"),
+        lambda path: written(path, host="0123456789abcdef"),
+        lambda path: written(path, known(rate=math.inf)),
+        lambda path: written(path, known(rate=-5)),
+        lambda path: written(path, known(rate="fast")),
+        lambda path: written(path, known(rate=True)),
+        lambda path: written(path, known(ttfb_s=1e9)),
+        lambda path: written(path, known(plays=0)),
+        lambda path: written(path, known(more=1)),
+        lambda path: written(path, {"a:443": [1, 2]}),
+        lambda path: written(path, {"x" * 5000: known()["a:443"]}),
+        lambda path: written(path, {f"h{i}:1": known()["a:443"] for i in range(MAX_PEERS + 1)}),
+        lambda path: written(path, [1, 2, 3]),
+        lambda path: (path.unlink(), path.mkdir()),
+    ],
+)
+def test_a_file_that_is_not_ours_or_damaged_is_told_once_and_ignored(tmp_path, spoil):
+    path = written(tmp_path / "p.json")
+    spoil(path)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        priors = Priors(path)
+        assert priors.of("a:443", NOW) is None
+        priors.heard("b:443", 2e6, 0.01, NOW)
+        priors.save()
+        priors.save()
+    assert len(told) == 1
+    assert "p.json" in str(told[0].message)
+    if path.is_file():
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert Priors(path).of("b:443", NOW).rate == 2e6
+
+
+def test_a_folder_that_cannot_be_written_fails_no_play(tmp_path):
+    (tmp_path / "file").write_text("")
+    priors = Priors(tmp_path / "file" / "p.json")
+    priors.heard("a:443", 1e6, 0.01, NOW)
+    with pytest.warns(RuntimeWarning, match="cannot be kept"):
+        priors.save()
+
+
+def test_a_name_that_no_file_can_have_fails_no_play(tmp_path):
+    with pytest.warns(RuntimeWarning, match="ignored"):
+        priors = Priors(tmp_path / ("p" * 300))
+    priors.heard("a:443", 1e6, 0.01, NOW)
+    priors.save()
+    assert priors.of("a:443", NOW).rate == 1e6
+
+
+def test_a_process_that_was_stopped_as_it_wrote_holds_up_no_other_for_ever(tmp_path, monkeypatch):
+    fcntl = pytest.importorskip("fcntl")
+    monkeypatch.setattr("kvabr.client.peer_history._LONGEST_WAIT_S", 0.05)
+    path = tmp_path / "p.json"
+    priors = Priors(path)
+    priors.heard("a:443", 1e6, 0.01, NOW)
+    with (tmp_path / ".p.json.lock").open("a") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.warns(RuntimeWarning, match="does not let go"):
+            priors.save()
+    assert not path.exists()
+    priors.save()
+    assert Priors(path).of("a:443", NOW).rate == 1e6
+
+
+def test_a_path_may_be_given_as_text(tmp_path):
+    assert priors_at(str(tmp_path / "p.json")) is priors_at(tmp_path / "p.json")
+
+
+def test_no_more_peers_than_it_may_hold(tmp_path):
+    path = tmp_path / "p.json"
+    priors = Priors(path)
+    for index in range(MAX_PEERS + 40):
+        priors.heard(f"{'h' * 200}{index}:443", 1e6, 0.01, NOW + index)
+    priors.save()
+    assert path.stat().st_size <= MAX_BYTES
+    again = Priors(path)
+    assert again.of(f"{'h' * 200}{MAX_PEERS + 39}:443", NOW + 600) is not None
+    assert again.of(f"{'h' * 200}0:443", NOW + 600) is None
+
+
+def _writes(path, name, times):
+    priors = Priors(path)
+    for index in range(times):
+        priors.heard(f"{name}{index}:1", 1e6, 0.01, NOW + index)
+        priors.save()
+
+
+def test_several_processes_write_and_nothing_is_lost(tmp_path):
+    path = tmp_path / "p.json"
+    context = multiprocessing.get_context("fork")
+    workers = [context.Process(target=_writes, args=(path, name, 10)) for name in "abc"]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(60)
+        assert worker.exitcode == 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        priors = Priors(path)
+    assert all(priors.of(f"{name}{index}:1", NOW + 20) is not None for name in "abc" for index in range(10))

@@ -1,0 +1,128 @@
+"""Plays for engines that compute whatever they are not given: what is in place before the first miss counts."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import torch
+
+from kvabr.client.lookup import find_prefix
+from kvabr.client.prefix import cost_behind, play_prefix, rest_of
+from kvabr.client.result import PlayOptions
+from kvabr.server.faults import Fault
+from kvabr.types.cost import PrefillCost
+from kvabr.types.errors import UsageError
+from tests.client.conftest import libraries, long, origin, root, short  # noqa: F401
+from tests.client.virtual import virtual
+from tests.toymodel import SPEC, ToyModel, prompt
+
+TOKENS = prompt(70).tokens
+SLOW = PrefillCost.from_rate(1.0)
+"""An engine that is of no help."""
+
+
+def exact(first=0):
+    return ToyModel().prefill(TOKENS)[:, :, :, first:]
+
+
+async def played(link, deadline=2.0, cost=SLOW, **more):
+    found = await find_prefix(link, TOKENS, SPEC)
+    options = PlayOptions(deadline, policy="fixed:FP16", cost=cost, patience=1.0)
+    return await play_prefix(link, found, options, **more)
+
+
+def near(kv, wanted):
+    return kv.shape == wanted.shape and torch.allclose(kv.float(), wanted, rtol=2e-3, atol=2e-3)
+
+
+@virtual
+async def test_all_of_it(origin):  # noqa: F811
+    async with origin() as link:
+        prefix = await played(link)
+    assert (prefix.first, prefix.tokens, prefix.wanted, prefix.cut) == (0, 70, 70, None)
+    assert prefix.coverage == ("FP16",) * 5
+    assert near(prefix.kv, exact())
+
+
+@virtual
+async def test_what_the_engine_has_is_not_fetched(origin):  # noqa: F811
+    asked = []
+    async with origin(faults=lambda ask: asked.append((ask.track, ask.group))) as link:
+        prefix = await played(link, skip=3)
+    assert (prefix.first, prefix.tokens) == (48, 22)
+    assert near(prefix.kv, exact(48))
+    assert {group for track, group in asked if track == "FP16"} == {3, 4}
+
+
+@pytest.mark.parametrize("lost", [0, 2, 4])
+@virtual
+async def test_a_group_that_cannot_be_had_ends_the_prefix(origin, lost):  # noqa: F811
+    def faults(ask):
+        return Fault(corrupt_at=100) if ask.group == lost and ask.track == "FP16" else None
+
+    async with origin(faults=faults) as link:
+        prefix = await played(link)
+    assert prefix.tokens == 16 * lost
+    assert prefix.coverage == ("FP16",) * lost
+    assert near(prefix.kv, exact()[:, :, :, : 16 * lost])
+    assert prefix.cut is not None
+    assert prefix.seconds < 1.0  # there is nothing to wait for
+
+
+@virtual
+async def test_a_link_that_is_too_slow_ends_at_the_deadline(origin, short):  # noqa: F811
+    async with origin(rate=short.track("FP16").total_bytes / 4) as link:
+        prefix = await played(link, deadline=2.0)
+    assert 16 <= prefix.tokens < 70
+    assert prefix.seconds <= 2.1
+
+
+@virtual
+async def test_an_engine_that_is_quick_is_left_the_rest_early(origin, short):  # noqa: F811
+    quick = PrefillCost.from_rate(1000.0)
+    async with origin(rate=short.track("FP16").total_bytes / 100) as link:
+        prefix = await played(link, deadline=2.0, cost=quick, behind=100)
+    assert prefix.cut is not None
+    assert prefix.seconds < 2.0 - 0.1  # the 100 tokens behind the cache take so long
+
+
+@virtual
+async def test_a_peer_that_falls_silent(origin):  # noqa: F811
+    async with origin(faults=lambda ask: Fault(stall_after=0) if ask.group >= 2 else None) as link:
+        prefix = await played(link)
+    assert prefix.tokens == 32
+    assert prefix.seconds <= 2.1
+
+
+@virtual
+async def test_cancelling_it_cancels_its_downloads(origin):  # noqa: F811
+    async with origin(rate=1000.0) as link:
+        found = await asyncio.wait_for(find_prefix(link, TOKENS, SPEC), 60)
+        options = PlayOptions(50.0, policy="fixed:FP16", cost=SLOW)
+        task = asyncio.ensure_future(play_prefix(link, found, options))
+        await asyncio.sleep(1.0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+
+@virtual
+async def test_arguments_that_make_no_sense(origin):  # noqa: F811
+    async with origin() as link:
+        with pytest.raises(UsageError, match="prefill costs"):
+            await played(link, cost=None)
+        with pytest.raises(UsageError, match="cannot be played"):
+            await played(link, skip=5)
+
+
+def test_the_rest_of_a_catalog(short):  # noqa: F811
+    rest = rest_of(short, 2)
+    assert (rest.tokens, rest.groups, rest.chunks) == (70 - 32, 3, short.chunks[2:])
+    assert rest.track("Int8").digests == short.track("Int8").digests[2:]
+    assert rest_of(short, 0) is short
+
+
+def test_the_cost_behind_a_cache():
+    cost = PrefillCost(0.5, 0.01, 1e-4)
+    assert cost_behind(cost, 100).seconds(30, 7) == pytest.approx(cost.seconds(130, 7))

@@ -1,0 +1,193 @@
+"""Plays that share a link: each knows its share of it, and none takes the others for a slow link."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+from kvabr.abr.estimators import BUILTIN
+from kvabr.client.peer_history import Priors
+from kvabr.client.play import play
+from kvabr.client.shared_bandwidth import estimating, link_of
+from kvabr.server.memory import MemoryConnection, MemoryLink
+from kvabr.types.errors import PolicyError
+from tests.client.virtual import virtual
+from tests.toymodel import SPEC, prompt
+
+TOKENS = prompt(70).tokens
+
+
+class Peered(MemoryConnection):
+    """A connection that knows its peer."""
+
+    peer = "origin.test:443"
+
+
+def connection(cls=MemoryConnection):
+    return cls(lambda *_: None, MemoryLink())
+
+
+def fresh(name="ewma"):
+    estimator = BUILTIN[name]()
+    estimator.start(4.0)
+    return estimator
+
+
+async def received(plays, seconds, begin_s, each_s=0.05):
+    """Let plays ``{share: bytes per second}`` receive side by side for a while; the time at the end."""
+    now = begin_s
+    for _ in range(round(seconds / each_s)):
+        await asyncio.sleep(each_s)
+        now += each_s
+        for share, rate in plays.items():
+            share.sample(rate * each_s, each_s, now)
+    return now
+
+
+@virtual
+async def test_alone_it_is_the_estimator_as_it_was():
+    link = link_of(connection())
+    with link.joined(fresh()) as share:
+        await received({share: 1e6}, 2.0, 0.0)
+        share.first_byte(0.03)
+        assert share.rate() == pytest.approx(1e6)
+        assert share.lower_bound() == pytest.approx(1e6)
+        assert share.ttfb() == 0.03
+        assert share.name == "ewma"
+
+
+@virtual
+async def test_two_see_the_whole_link_and_reckon_with_half():
+    link = link_of(connection())
+    with link.joined(fresh()) as one, link.joined(fresh()) as other:
+        await received({one: 7e5, other: 3e5}, 3.0, 0.0)
+        assert one.link_rate() == pytest.approx(1e6, rel=0.05)
+        assert other.link_rate() == pytest.approx(1e6, rel=0.05)
+        assert one.rate() == pytest.approx(5e5, rel=0.05)
+
+
+@virtual
+async def test_one_that_waits_behind_the_other_takes_it_for_no_slow_link():
+    link = link_of(connection())
+    alone = fresh()
+    with link.joined(fresh()) as urgent, link.joined(fresh()) as waiting:
+        now = await received({urgent: 5e5, waiting: 5e5}, 2.0, 0.0)
+        for tick in range(20):
+            alone.sample(5e5 * 0.05, 0.05, tick * 0.05 + 0.05)
+        await received({urgent: 1e6, waiting: 0.0}, 1.0, now)
+        for tick in range(20, 40):
+            alone.sample(0.0, 0.05, tick * 0.05 + 0.05)
+        assert waiting.rate() == pytest.approx(5e5, rel=0.1)
+        assert alone.rate() < 1e5
+
+
+@virtual
+async def test_when_one_begins_or_ends_the_others_know_at_once():
+    link = link_of(connection())
+    with link.joined(fresh("tracking")) as one:
+        now = await received({one: 1e6}, 2.0, 0.0)
+        with link.joined(fresh("tracking")) as other:
+            other.start(4.0)
+            assert other.rate() == pytest.approx(5e5, rel=0.05)  # before it has seen a byte
+            now = await received({one: 5e5, other: 5e5}, 1.0, now)
+            assert one.rate() == pytest.approx(5e5, rel=0.1)
+        assert one.rate() == pytest.approx(1e6, rel=0.1)
+
+
+@virtual
+async def test_one_that_is_not_heard_of_takes_nothing():
+    link = link_of(connection())
+    with link.joined(fresh()) as one, link.joined(fresh()) as other:
+        now = await received({one: 5e5, other: 5e5}, 2.0, 0.0)
+        await received({one: 1e6}, 1.0, now)
+        assert one.rate() == pytest.approx(1e6, rel=0.05)
+
+
+@virtual
+async def test_connections_to_one_peer_share_a_link_and_others_do_not():
+    one, other = connection(Peered), connection(Peered)
+    assert link_of(one) is link_of(other)
+    assert link_of(one) is link_of(one)
+    strange = connection()
+    assert link_of(strange) is not link_of(one)
+    assert link_of(strange) is not link_of(connection())
+
+
+@virtual
+async def test_what_a_play_found_out_is_known_to_the_next():
+    priors = Priors()
+    peer = connection(Peered)
+    with estimating(peer, fresh("tracking"), priors) as share:
+        assert share.rate() == 0.0
+        await received({share: 1e6}, 2.0, 0.0)
+        share.first_byte(0.05)
+    again = BUILTIN["tracking"]()
+    with estimating(connection(Peered), again, priors) as share:
+        share.start(4.0)
+        assert share.rate() == pytest.approx(1e6, rel=0.01)
+        assert share.ttfb() == pytest.approx(0.05)
+    with estimating(connection(), fresh("tracking"), priors) as share:
+        assert share.rate() == 0.0
+
+
+@virtual
+async def test_plays_at_once_all_come_in_time(origin, short):
+    size = short.track("Int4").total_bytes
+    async with origin(rate=3 * size / 1.2) as link:
+        plays = (play(link, TOKENS, deadline=2.0, spec=SPEC) for _ in range(3))
+        for played in await asyncio.gather(*plays):
+            assert played.met
+            assert played.tokens == 70
+
+
+@virtual
+async def test_what_others_received_before_a_first_sample_was_not_received_during_it():
+    link = link_of(connection())
+    with link.joined(fresh()) as one, link.joined(fresh()) as other:
+        now = await received({one: 1e6}, 1.0, 0.0)
+        other.sample(0.0, 0.01, now)  # it waited behind the first for a second, and then for a hundredth more
+        assert other.link_rate() == pytest.approx(1e6, rel=0.05)
+
+
+@virtual
+async def test_a_play_that_received_nothing_makes_no_old_news_fresh():
+    priors = Priors()
+    long_ago = time.time() - 7200
+    priors.heard(Peered.peer, 1e6, 0.05, long_ago)
+    before = priors.of(Peered.peer)
+    with estimating(connection(Peered), BUILTIN["tracking"](), priors) as share:
+        share.start(4.0)
+        assert share.link_rate() == pytest.approx(1e6)
+    after = priors.of(Peered.peer)
+    assert (after.rate, after.ttfb_s) == (before.rate, before.ttfb_s)
+    assert after.weight == pytest.approx(before.weight, rel=0.01)
+
+
+class Moody(BUILTIN["ewma"]):
+    """Fails where it was not expected to be asked."""
+
+    def rate(self):
+        raise RuntimeError("not now")
+
+    def prime(self, prior):
+        raise RuntimeError("no news, please")
+
+
+@virtual
+async def test_what_is_wrong_with_one_estimator_is_no_concern_of_other_plays():
+    link = link_of(connection())
+    with link.joined(Moody()) as moody, link.joined(fresh()):
+        moody.sample(1e5, 0.1, 0.1)
+        assert moody.link_rate() == 0.0
+        with link.joined(fresh()) as third:
+            assert third.rate() == 0.0
+
+
+@virtual
+async def test_an_estimator_that_fails_on_what_was_known_is_named():
+    priors = Priors()
+    priors.heard(Peered.peer, 1e6, 0.05)
+    with pytest.raises(PolicyError, match="estimator Moody raised"), estimating(connection(Peered), Moody(), priors):
+        pass

@@ -1,0 +1,348 @@
+"""Upgrades of a cache that is in use: they come, whole groups at a time, when the engine says so, and never else."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import math
+import threading
+import time
+from functools import partial
+
+import pytest
+import torch
+
+from kvabr.abr.policy import Decision, Policy
+from kvabr.client.play import play
+from kvabr.client.upgrades import StepGate
+from kvabr.codec.fit import fit
+from kvabr.server.faults import Fault
+from kvabr.server.memory import MemoryConnection, MemoryLink
+from kvabr.store.asset_index import Library
+from kvabr.store.grants import EVERYTHING
+from kvabr.types.errors import UsageError
+from tests.client.virtual import virtual
+from tests.toymodel import SPEC, ToyModel, prompt, toy_asset
+
+TOKENS = prompt(70).tokens
+EXACT = ToyModel().prefill(TOKENS)
+LAYERS = ("AC-L0", "AC-L1", "AC-L2", "AC-L3")
+
+
+@pytest.fixture(scope="module")
+def layered(tmp_path_factory):
+    """An origin of one asset in layers: ``layered(rate)``."""
+    folder = tmp_path_factory.mktemp("layers")
+    profile = fit(SPEC, lambda: iter([ToyModel().prefill(prompt(200).tokens)]))
+    catalog = toy_asset(folder / "asset", LAYERS, profile=profile).catalog
+    library = Library(folder)
+
+    def make(rate, **options):
+        return MemoryConnection(partial(library.find, EVERYTHING), MemoryLink(rate, 0.02), **options)
+
+    make.catalog = catalog
+    return make
+
+
+def slow(catalog, share):
+    """A rate at which the base of all groups takes such a share of a deadline of 2 s, beside the catalog."""
+    return catalog.track("AC-L0").total_bytes / (2.0 * share)
+
+
+def error(kv):
+    return float((kv.float() - EXACT).square().mean())
+
+
+async def begun(layered, **options):
+    """A play over a link that brings little more than the base by the deadline, and the connection."""
+    link = layered(1e7, **options)
+    ready = asyncio.get_running_loop().create_future()
+
+    def watch(snapshot):
+        # The catalog and the profile come quickly; the groups do not.
+        link.path.rate = slow(layered.catalog, 0.9)
+        if not ready.done():
+            ready.set_result(None)
+
+    played = await play(link, TOKENS, deadline=2.0, spec=SPEC, after=math.inf, watch=watch)
+    return link, played
+
+
+@virtual
+async def test_a_cache_in_use_gets_as_good_as_it_can(layered):
+    link, played = await begun(layered)
+    async with link:
+        assert played.late is not None
+        before, loss = error(played.kv), played.late.loss
+        assert loss == pytest.approx(played.loss)
+        gate = StepGate()
+        played.late.into(gate)
+        link.path.rate = 1e6
+        record = await played.late.wait()
+        assert played.late.over
+        assert set(played.late.coverage) == {"AC-L3"}
+        assert played.late.loss < loss / 10
+        assert error(played.kv) < before / 10
+        assert record.bytes_wasted == 0
+    async with layered(1e8) as fast:
+        best = await play(fast, TOKENS, deadline=2.0, spec=SPEC, policy=_up_to("AC-L3"))
+    assert torch.equal(played.kv, best.kv)
+
+
+@virtual
+async def test_nothing_is_written_before_the_engine_says_how(layered):
+    link, played = await begun(layered)
+    async with link:
+        link.path.rate = 1e7
+        before = played.kv.clone()
+        await asyncio.sleep(5.0)
+        assert torch.equal(played.kv, before)
+        assert not played.late.over
+        # Upgrades wait, one for each group that was asked for at first: nothing is asked for upon them.
+        assert 0 < played.late.record.bytes_fetched <= layered.catalog.track("AC-L1").total_bytes
+        played.late.into(StepGate())
+        await played.late.wait()
+        assert set(played.late.coverage) == {"AC-L3"}
+
+
+@virtual
+async def test_a_step_never_sees_half_a_group(layered):
+    link, played = await begun(layered)
+    gate, seen, torn = StepGate(), [], []
+    spec, catalog = SPEC, layered.catalog
+    # What each group looks like on each track.
+    async with layered(1e8) as fast:
+        looks = {}
+        for top in LAYERS:
+            got = await play(fast, TOKENS, deadline=2.0, spec=SPEC, policy=_up_to(top))
+            for group in range(catalog.groups):
+                first, last = spec.group_range(group, catalog.tokens)
+                looks[group, got.coverage[group]] = got.kv[:, :, :, first:last]
+
+    def step():
+        with gate.step():
+            tracks = []
+            for group in range(catalog.groups):
+                first, last = spec.group_range(group, catalog.tokens)
+                now = played.kv[:, :, :, first:last]
+                tracks.append(next((t for t in LAYERS if torch.equal(looks[group, t], now)), None))
+            seen.append(tracks)
+            if None in tracks:
+                torn.append(tracks)
+
+    async with link:
+        link.path.rate = 1e6
+        played.late.into(gate)
+        while not played.late.over:
+            await asyncio.get_running_loop().run_in_executor(None, step)
+            await asyncio.sleep(0.001)
+        step()
+    assert not torn
+    assert seen[-1] == ["AC-L3"] * catalog.groups
+    assert len({tuple(tracks) for tracks in seen}) > 2
+
+
+def _up_to(top):
+    """A policy that plays every group in layers up to one, from a file of its own name."""
+    return f"{__file__}:UpTo{top[-1]}"
+
+
+class _UpTo(Policy):
+    top = "AC-L0"
+
+    def decide(self, view):
+        if (group := view.first_missing()) is not None:
+            return Decision.fetch(group, "AC-L0", "the base")
+        for group in view.settled:
+            above = LAYERS.index(view.track_of[group]) + 1
+            if above <= LAYERS.index(self.top):
+                return Decision.upgrade(group, LAYERS[above], "one more")
+        return Decision.wait("all there")
+
+
+class UpTo0(_UpTo):
+    pass
+
+
+class UpTo1(_UpTo):
+    top = "AC-L1"
+
+
+class UpTo2(_UpTo):
+    top = "AC-L2"
+
+
+class UpTo3(_UpTo):
+    top = "AC-L3"
+
+
+@virtual
+async def test_an_engine_that_says_no_is_asked_again(layered):
+    link, played = await begun(layered)
+    asked = []
+
+    def hook(first, last, write):
+        asked.append((first, last))
+        if len(asked) % 3:
+            return False
+        write()
+        return True
+
+    async with link:
+        link.path.rate = 1e6
+        played.late.into(hook)
+        await played.late.wait()
+    assert set(played.late.coverage) == {"AC-L3"}
+    upgrades = sum(step[0] == "fetch" for step in played.late.record.steps)
+    assert len(asked) >= 3 * upgrades - 2
+
+
+@virtual
+async def test_cancelling_ends_it_at_once_and_for_good(layered):
+    link, played = await begun(layered)
+    held, entered = threading.Event(), threading.Event()
+
+    def hook(first, last, write):
+        entered.set()
+        held.wait(10)
+        write()  # too late: this was cancelled meanwhile
+        return True
+
+    async with link:
+        link.path.rate = 1e6
+        before = played.kv.clone()
+        played.late.into(hook)
+        await asyncio.get_running_loop().run_in_executor(None, entered.wait, 10)
+        played.late.cancel()
+        assert torch.equal(played.kv, before)
+        held.set()
+        await played.late.wait()
+        assert played.late.over
+        assert played.late.join(0)
+        await asyncio.sleep(1.0)
+        assert link.downloads == 0
+    assert torch.equal(played.kv, before)
+    assert played.late.coverage == played.coverage
+
+
+@virtual
+async def test_an_engine_that_raises_wants_no_more(layered):
+    link, played = await begun(layered)
+
+    def hook(first, last, write):
+        raise RuntimeError("the text is complete")
+
+    async with link:
+        link.path.rate = 1e6
+        played.late.into(hook)
+        with pytest.raises(RuntimeError, match="the text is complete"):
+            await played.late.wait()
+        assert link.downloads == 0
+    assert played.late.coverage == played.coverage
+
+
+@virtual
+async def test_a_hook_that_lies_is_found_out(layered):
+    link, played = await begun(layered)
+    async with link:
+        link.path.rate = 1e6
+        played.late.into(lambda *_: True)
+        with pytest.raises(UsageError, match="did not write"):
+            await played.late.wait()
+
+
+@virtual
+async def test_a_hook_that_comes_too_late_is_not_said_to_have_lied(layered):
+    link, played = await begun(layered)
+
+    def hook(first, last, write):
+        played.late._assembler.seal()  # what `cancel` does before the loop hears of it
+        write()
+        return True
+
+    async with link:
+        link.path.rate = 1e6
+        played.late.into(hook)
+        await asyncio.sleep(1.0)
+        played.late.cancel()
+        await played.late.wait()
+    assert played.late.coverage == played.coverage
+
+
+@virtual
+async def test_it_ends_when_time_is_up(layered):
+    link = layered(1e7)
+    async with link:
+        played = await play(
+            link,
+            TOKENS,
+            deadline=2.0,
+            spec=SPEC,
+            after=3.0,
+            watch=lambda _: setattr(link.path, "rate", slow(layered.catalog, 0.9)),
+        )
+        played.late.into(StepGate())
+        loop = asyncio.get_running_loop()
+        begun_s = loop.time()
+        await played.late.wait()
+        assert loop.time() - begun_s == pytest.approx(3.0, abs=0.1)
+    assert sum(step[0] == "fetch" for step in played.late.record.steps) > 0
+    assert played.late.loss < played.loss
+
+
+@virtual
+async def test_it_ends_with_the_connection(layered):
+    link, played = await begun(layered)
+    async with link:
+        played.late.into(StepGate())
+    await played.late.wait()
+    assert played.late.over
+
+
+@virtual
+async def test_a_corrupt_upgrade_changes_nothing(layered):
+    bad = lambda ask: Fault(corrupt_at=40) if ask.track == "AC-L2" else None  # noqa: E731
+    link, played = await begun(layered, faults=bad)
+    async with link:
+        link.path.rate = 1e6
+        played.late.into(StepGate())
+        await played.late.wait()
+    assert set(played.late.coverage) == {"AC-L1"}
+    assert played.late.loss < played.loss
+
+
+@virtual
+async def test_a_play_without_it_has_none(layered):
+    async with layered(1e8) as link:
+        played = await play(link, TOKENS, deadline=2.0, spec=SPEC)
+        assert played.late is None
+        with pytest.raises(UsageError, match="after the deadline"):
+            await play(link, TOKENS, deadline=2.0, spec=SPEC, after=0.0)
+        best = await play(link, TOKENS, deadline=2.0, spec=SPEC, policy=_up_to("AC-L3"), after=math.inf)
+        await best.late.wait()  # nothing to upgrade: no hook is needed for that
+        assert best.late.coverage == best.coverage
+
+
+def test_an_engine_that_goes_from_step_to_step_lets_a_write_in_between_two():
+    gate, over, steps, work = StepGate(), threading.Event(), [], bytes(2_000_000)
+
+    def engine():
+        while not over.is_set():
+            with gate.step():
+                hashlib.sha256(work).digest()  # as a model does, it lets other threads run meanwhile
+                steps.append(None)
+
+    thread = threading.Thread(target=engine)
+    thread.start()
+    try:
+        waited = []
+        while len(waited) < 40:
+            time.sleep(0.001)  # the engine is to be in a step, most of the time
+            begun = len(steps)
+            assert gate(0, 1, lambda: None)
+            waited.append(len(steps) - begun)
+    finally:
+        over.set()
+        thread.join()
+    # Beside the step that it found going on there may be those before this thread got to the gate at all.
+    assert sum(waited) <= 3 * len(waited)

@@ -1,0 +1,128 @@
+"""Token-separable levels: a run of tokens needs the head and its own units, and nothing else."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from kvabr.codec.base import GroupContext
+from kvabr.codec.payload_layout import level_layout
+from kvabr.codec.registry import codec
+from kvabr.types.errors import FormatError
+from kvabr.types.naming import LEVELS
+from tests.kvdata import cache, spec
+
+SEPARABLE = [track for track in LEVELS if track != "AC-5x"]
+SHAPES = [(3, 3, 64), (1, 8, 128), (2, 1, 80), (1, 1, 129), (3, 1, 5), (1, 7, 9)]
+
+
+def encoded(track, sizes, tokens):
+    shape = spec(*sizes, group_tokens=256, rope=None)
+    context = GroupContext(shape, 0, tokens)
+    payload = codec(track).encode(cache(shape, tokens), context)
+    return context, payload, codec(track).layout(shape, tokens)
+
+
+def decoded(track, context, payload):
+    out = torch.empty(context.spec.shape(context.tokens))
+    codec(track).decode(memoryview(payload), context, out)
+    return out
+
+
+def bounds(layout, unit):
+    """Bytes and tokens of one unit."""
+    begin = layout.head_bytes + unit * layout.unit_bytes
+    size = layout.unit_bytes if unit < layout.units - 1 else layout.last_bytes
+    first = unit * layout.unit_tokens
+    return (begin, begin + size), (first, min(layout.tokens, first + layout.unit_tokens))
+
+
+@pytest.mark.parametrize("track", SEPARABLE)
+@pytest.mark.parametrize("sizes", SHAPES, ids=str)
+@pytest.mark.parametrize("tokens", [1, 33, 128, 150])
+def test_the_layout_is_that_of_the_payload(track, sizes, tokens):
+    context, payload, layout = encoded(track, sizes, tokens)
+    assert layout == level_layout(track, context.spec, tokens)
+    assert len(payload) == layout.payload_bytes
+    assert bounds(layout, layout.units - 1) == (
+        (len(payload) - layout.last_bytes, len(payload)),
+        ((layout.units - 1) * layout.unit_tokens, tokens),
+    )
+    assert layout.unit_tokens == 1 or track in {"FP4", "Int8", "Int4"}
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(SEPARABLE), st.sampled_from(SHAPES), st.integers(2, 150), st.data())
+def test_a_run_decodes_from_the_head_and_its_own_units(track, sizes, tokens, data):
+    context, payload, layout = encoded(track, sizes, tokens)
+    whole = decoded(track, context, payload)
+    first = data.draw(st.integers(0, layout.units - 1))
+    last = data.draw(st.integers(first, layout.units - 1))
+    (begin, _), (first_token, _) = bounds(layout, first)
+    (_, end), (_, last_token) = bounds(layout, last)
+    alone = payload[: layout.head_bytes] + bytes(begin - layout.head_bytes) + payload[begin:end]
+    out = decoded(track, context, alone + bytes(len(payload) - end))
+    assert torch.equal(out[:, :, :, first_token:last_token], whole[:, :, :, first_token:last_token])
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(SEPARABLE), st.sampled_from(SHAPES), st.integers(2, 150), st.data())
+def test_bytes_of_a_run_change_its_own_tokens_only(track, sizes, tokens, data):
+    context, payload, layout = encoded(track, sizes, tokens)
+    whole = decoded(track, context, payload)
+    unit = data.draw(st.integers(0, layout.units - 1))
+    (begin, end), (first, last) = bounds(layout, unit)
+    changed = bytearray(payload)
+    pattern = data.draw(st.binary(min_size=1, max_size=16))
+    changed[begin:end] = (pattern * (end - begin))[: end - begin]
+    try:
+        out = decoded(track, context, changed)
+    except FormatError:
+        assume(False)
+    assert torch.equal(out[:, :, :, :first], whole[:, :, :, :first])
+    assert torch.equal(out[:, :, :, last:], whole[:, :, :, last:])
+
+
+@pytest.mark.parametrize("track", SEPARABLE)
+def test_every_unit_counts(track):
+    context, payload, layout = encoded(track, (2, 2, 32), 70)
+    whole = decoded(track, context, payload)
+    for unit in range(layout.units):
+        (begin, end), (first, last) = bounds(layout, unit)
+        out = decoded(track, context, payload[:begin] + bytes(end - begin) + payload[end:])
+        assert not torch.equal(out[:, :, :, first:last], whole[:, :, :, first:last])
+
+
+@pytest.mark.parametrize("track", SEPARABLE)
+def test_a_payload_of_another_size_is_refused(track):
+    context, payload, _ = encoded(track, (2, 2, 32), 70)
+    for wrong in (b"", payload[:-1], payload + b"\0"):
+        with pytest.raises(FormatError, match="bytes of payload instead of"):
+            decoded(track, context, wrong)
+
+
+@pytest.mark.parametrize("track", SEPARABLE)
+def test_groups_beyond_one_run_decode_as_those_within(track):
+    """A large model's group is coded in several runs: no seam may show."""
+    shape = spec(32, 8, 128, rope=None)
+    kv = cache(shape, 70)
+    context = GroupContext(shape, 0, 70)
+    out = decoded(track, context, codec(track).encode(kv, context))
+    assert float((out - kv).norm() / kv.norm()) < {"FP4": 0.14, "Int4": 0.13}.get(track, 0.05)
+    first, last = (out[:, :, :, part] - kv[:, :, :, part] for part in (slice(32), slice(64, 70)))
+    assert 0.5 < float(first.square().mean() / last.square().mean()) < 2.0 or track in {"FP16", "BF16"}
+
+
+def test_ac_and_plug_ins_have_no_layout():
+    assert codec("AC-5x").layout(spec(), 128) is None
+    assert level_layout("AC-5x", spec(), 128) is None
+    assert level_layout("of a plug-in", spec(), 128) is None
+
+
+def test_an_origin_cuts_objects_without_torch():
+    code = "import sys, kvabr.codec.object_layout, kvabr.store.publication; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)  # noqa: S603 - our own code
+    assert done.stdout.strip() == "False"

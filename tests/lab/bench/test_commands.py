@@ -1,0 +1,115 @@
+"""The benches from the command line, on a tiny model."""
+
+import json
+
+import pytest
+
+from kvabr.cli.main import main
+from tests.tinymodels import save_tokenizer
+
+
+@pytest.fixture
+def profile_file(profile, tmp_path):
+    path = tmp_path / "tiny.profile.safetensors"
+    path.write_bytes(profile.to_bytes())
+    return path
+
+
+def rd(capsys, *options):
+    status = main(["bench", "rd", *map(str, options)])
+    return status, *capsys.readouterr()
+
+
+def test_rd_prints_tables_and_writes_every_file(capsys, tmp_path, model_folder, texts_folder, profile_file):
+    files = {kind: tmp_path / f"out.{kind}" for kind in ("json", "html", "svg")}
+    status, out, err = rd(
+        capsys, "--model", model_folder, "--texts", texts_folder, "--profile", profile_file, "--contexts", 1,
+        "--tokens", 200, "--continuation", 16, "--retrieval", 1, "--tracks", "Int4", "AC-L0", "AC-L1",
+        "--group-tokens", 128, 256, "--work", tmp_path / "work", "--peers", tmp_path / "none",
+        *(word for kind, path in files.items() for word in (f"--{kind}", path)),
+    )  # fmt: skip
+    assert status == 0, err
+    assert "AC-L1" in out
+    assert "bits an element" in out
+    assert "setup-peers" in err
+    result = json.loads(files["json"].read_text())
+    assert result["schema"] == "kvabr.bench.rd/1"
+    assert {row["scheme"] for row in result["schemes"]} >= {"Int4", "AC-L0", "AC-L1", "KIVI-2", "CacheGen", "exact"}
+    assert files["svg"].read_text().startswith("<svg")
+    assert "<svg" in files["html"].read_text()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--contexts", "0"],
+        ["--continuation", "1"],
+        ["--retrieval", "-1"],
+        ["--group-tokens", "0"],
+        ["--group-tokens", "128", "128"],
+        ["--texts", "nowhere"],
+        ["--domains", "klingon"],
+    ],
+)
+def test_bad_options_are_found_before_the_model_is_loaded(capsys, tmp_path, options):
+    status, _, err = rd(capsys, "--model", tmp_path / "none", *options)
+    assert status == 2
+    assert "no such model" not in err
+
+
+def test_profiles_of_one_name_cannot_be_told_apart(capsys, tmp_path, model_folder, texts_folder, profile_file):
+    (tmp_path / "other").mkdir()
+    same = tmp_path / "other" / profile_file.name
+    same.write_bytes(profile_file.read_bytes())
+    status, _, err = rd(
+        capsys, "--model", model_folder, "--texts", texts_folder, "--tokens", 100, "--contexts", 1,
+        "--continuation", 8, "--profile", profile_file, same, "--work", tmp_path / "work",
+    )  # fmt: skip
+    assert status == 2
+    assert "same file name" in err
+
+
+def test_codec_prints_rates_and_writes_json(capsys, tmp_path, model_folder, profile_file):
+    status = main(
+        [
+            "bench", "codec", "--models", str(model_folder), "--tracks", "Int8", "AC-L0", "--seconds", "0.01",
+            "--profile", str(profile_file), "--peers", str(tmp_path), "--json", str(tmp_path / "codec.json"),
+        ]
+    )  # fmt: skip
+    out, err = capsys.readouterr()
+    assert status == 0, err
+    assert "AC-L0" in out
+    assert "setup-peers" in err
+    result = json.loads((tmp_path / "codec.json").read_text())
+    assert {row["track"] for row in result["tracks"]} == {"Int8", "AC-L0"}
+    assert result["machine"]["cores"] >= 1
+    assert result["coder"][0]["decode"] > 0
+
+
+def test_codec_refuses_what_it_cannot_do(capsys):
+    assert main(["bench", "codec", "--seconds", "0"]) == 2
+    assert main(["bench", "codec", "--tracks", "FP17"]) == 1
+    capsys.readouterr()
+
+
+def test_a_model_with_windows_is_measured_only_if_asked_for(capsys, tmp_path, texts_folder):
+    import transformers
+
+    config = transformers.Gemma3TextConfig(
+        vocab_size=256, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, max_position_embeddings=640, query_pre_attn_scalar=8, sliding_window=64,
+        layer_types=["sliding_attention", "full_attention"], bos_token_id=0, eos_token_id=0, pad_token_id=0,
+    )  # fmt: skip
+    folder = tmp_path / "gemma"
+    transformers.Gemma3ForCausalLM(config).save_pretrained(folder)
+    save_tokenizer(folder)
+    options = (
+        "--model", folder, "--texts", texts_folder, "--contexts", 1, "--tokens", 150, "--continuation", 16,
+        "--retrieval", 0, "--tracks", "AC-L1", "FP16", "--work", tmp_path / "work", "--peers", tmp_path,
+    )  # fmt: skip
+    status, _, err = rd(capsys, *options)
+    assert status == 1
+    assert "sliding" in err
+    status, out, err = rd(capsys, *options, "--whole-windows")
+    assert status == 0, err
+    assert "AC-L1 (own tables)" in out

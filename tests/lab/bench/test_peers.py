@@ -1,0 +1,92 @@
+"""Peers: programs of other environments, that answer, fail, or end."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvabr.lab.bench.cachegen import CacheGen
+from kvabr.lab.bench.peers import Peer, PeerError, find_peers
+from kvabr.lab.bench.schemes import Track
+from kvabr.lab.bench.store import Store
+from kvabr.lab.bench.zstd import Zstd
+from kvabr.types.errors import AssetError
+from tests import kvdata
+
+SPEC = kvdata.spec(layers=12)
+
+ECHO = """
+import json, sys
+for line in sys.stdin:
+    request = json.loads(line)
+    if request["word"] == "die":
+        sys.exit(3)
+    print(json.dumps({"error": "no such word"} if request["word"] == "bad" else {"said": request["word"]}), flush=True)
+"""
+
+# A codec that stores: a cache comes back as it was, or shifted.
+STORE = """
+import json, sys
+from safetensors.torch import load_file, save_file
+for line in sys.stdin:
+    request = json.loads(line)
+    kv = load_file(request["in"])
+    sizes = [1000 + end - first for first, end in request.get("groups", [])]
+    sizes = sizes or [part.numel() // 2 for part in kv.values()]
+    if request.get("out"):
+        save_file({"kv": kv["kv"] + 1}, request["out"])
+    print(json.dumps({"bytes": sizes}), flush=True)
+"""
+
+
+def make(folder: Path, name: str, program: str) -> Path:
+    (folder / name / "bin").mkdir(parents=True)
+    python = folder / name / "bin" / "python"
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    python.chmod(0o755)
+    (folder / name / "worker.py").write_text(program)
+    return folder
+
+
+def test_a_peer_answers_until_it_is_let_go(tmp_path):
+    with Peer(make(tmp_path, "echo", ECHO), "echo") as peer:
+        assert peer.ask({"word": "one"}) == {"said": "one"}
+        assert peer.ask({"word": "two"}) == {"said": "two"}
+        process = peer._process
+    assert process.poll() is not None
+
+
+def test_its_errors_and_its_end_are_told(tmp_path):
+    with Peer(make(tmp_path, "echo", ECHO), "echo") as peer:
+        with pytest.raises(PeerError, match="no such word"):
+            peer.ask({"word": "bad"})
+        with pytest.raises(PeerError, match="has ended"):
+            peer.ask({"word": "die"})
+
+
+def test_those_that_are_there_are_found(tmp_path):
+    found, missing = find_peers(make(tmp_path, "zstd", ECHO))
+    assert list(found) == ["zstd"]
+    assert len(missing) == 1
+    assert "lmcache" in missing[0]
+
+
+def test_a_decoder_that_disagrees_with_the_quantiser_is_not_compared(tmp_path):
+    store = Store(tmp_path / "work", SPEC)
+    cache = kvdata.cache(SPEC, 300).half()
+    with Peer(make(tmp_path, "lmcache", STORE), "lmcache") as peer:
+        assert CacheGen(peer, store).code(cache, decode=False).nbytes == 3 * 1000 + 300
+        with pytest.raises(AssetError, match="another cache than its quantiser"):
+            CacheGen(peer, store).code(cache)
+    assert not list(tmp_path.glob("work/*/*.safetensors"))
+
+
+def test_zstd_gets_the_payloads_and_leaves_the_cache_alone(tmp_path):
+    store = Store(tmp_path / "work", SPEC)
+    cache = kvdata.cache(SPEC, 200).half()
+    with Peer(make(tmp_path, "zstd", STORE), "zstd") as peer:
+        coded = Zstd("Int8", 1, SPEC, peer, store).code(cache)
+    plain = Track("Int8", SPEC).code(cache)
+    assert torch.equal(coded.cache, plain.cache)
+    assert coded.nbytes == pytest.approx(plain.nbytes / 2, rel=0.01)

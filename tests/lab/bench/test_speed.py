@@ -1,0 +1,87 @@
+"""The bench of speeds: that it times what it says, and sees memory that is taken."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from kvabr.codec.fit import FitConfig
+from kvabr.codec.native import coder
+from kvabr.lab.bench import codecs, speed, synthetic
+from kvabr.lab.bench.speed import Job, time_track
+from kvabr.types.kv import KVSpec, RopeSpec
+from tests import kvdata
+
+SPEC = kvdata.spec()
+STAGES = {"analysis", "entropy encode", "encode", "entropy decode", "synthesis", "decode"}
+
+
+@pytest.fixture(scope="module")
+def group():
+    return kvdata.cache(SPEC, 64).half()
+
+
+@pytest.mark.parametrize("track", ["AC-L1", "Int4"])
+def test_a_job_decodes_what_it_encoded(group, track):
+    job = Job.make(group, SPEC, kvdata.profile(SPEC), track)
+    assert len(job.payloads) == (2 if track == "AC-L1" else 1)
+    out = torch.empty(group.shape, dtype=torch.bfloat16)
+    job.decode(out)
+    assert (out.float() - group.float()).square().mean() < 0.2 * group.float().var()
+
+
+def test_stages_of_a_chain_are_timed(group):
+    timing = time_track(Job.make(group, SPEC, kvdata.profile(SPEC), "AC-L2"), seconds=0.01)
+    assert set(timing.rates) == STAGES
+    assert all(rate > 0 for rate in timing.rates.values())
+    assert timing.rates["analysis"] > timing.rates["encode"]
+    assert timing.path == coder.active_path()
+    assert timing.all_cores > 0
+    assert 0 < timing.bits < 16
+
+
+def test_what_has_no_stages_is_timed_whole(group):
+    assert set(time_track(Job.make(group, SPEC, None, "Int8"), seconds=0.01).rates) == {"encode", "decode"}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_memory_that_a_call_takes_is_seen():
+    # In a process of its own, for what the system takes from a large one meanwhile would count as shrinking.
+    code = "from kvabr.lab.bench import speed; print(speed._peak_of(lambda: bytearray(b'x' * (48 << 20))))"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)  # noqa: S603
+    seen = int(ran.stdout)
+    assert 47 << 20 <= seen <= 150 << 20
+
+
+def test_a_path_is_taken_and_given_back(monkeypatch):
+    monkeypatch.delenv(coder.VARIABLE, raising=False)
+    with speed.coder_path("reference"):
+        assert coder.active_path() == "reference"
+    assert coder.VARIABLE not in os.environ
+    assert speed.paths(["portable"]) == ["portable"]
+    assert "reference" not in speed.paths(None) or coder.available_paths() == ("reference",)
+
+
+def test_a_synthetic_profile_codes_a_synthetic_cache():
+    spec = KVSpec("synthetic", "", 6, 2, 32, "bfloat16", RopeSpec(1e4, 32))
+    profile = synthetic.profile(spec, config=FitConfig(stack_layers=3, kept=(16, 16)))
+    cache = synthetic.cache(profile, 128)
+    assert cache.dtype == torch.bfloat16
+    bits = {name: 8 * len(Job.make(cache, spec, profile, name).payloads[-1]) / cache.numel() for name in profile.depths}
+    assert 0.1 < bits["AC-L0"] < bits["AC-5x"] < 6
+    ideal = codecs.over_ideal(codecs.Subject("s", spec, cache, profile), ["AC-L0", "AC-L1", "FP16"])
+    assert set(ideal) == {"AC-L0", "AC-L1"}
+    assert all(0.99 < ratio < 1.2 for ratio in ideal.values())
+
+
+def test_rows_come_for_every_track_and_path(group):
+    subject = codecs.Subject("s", SPEC, group, kvdata.profile(SPEC))
+    told = []
+    rows = list(codecs.measure(subject, ["FP16", "AC-L0"], None, seconds=0.01, progress=lambda: told.append(1)))
+    assert [(row["track"], row["path"]) for row in rows] == [
+        ("FP16", "torch"), *(("AC-L0", path) for path in speed.paths(None))
+    ]  # fmt: skip
+    assert len(told) == len(rows)
+    assert not list(codecs.measure(codecs.Subject("s", SPEC, group, None), ["AC-L0"], None))

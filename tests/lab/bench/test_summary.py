@@ -1,0 +1,97 @@
+"""What findings amount to: crossings, intervals, and a comparison whose answer is known."""
+
+import numpy as np
+import pytest
+
+from kvabr.lab.bench.measure import EXACT, Findings
+from kvabr.lab.bench.summary import at_group_size, crossing, curve, exact_recall, match, scheme_rows
+
+
+def findings(points, cases=40):
+    """Schemes by name: bits, KL, and log-probability of codes; contexts and cases differ by known factors."""
+    made = Findings()
+    for name, (bits, kl, logprob, whole) in points.items():
+        made.quality[name] = {
+            f"c{n}": {"nbytes": 1, "bits": bits, "kl": kl * (0.5 + n / 11), "dnll": 0.0, "top1": 0.9} for n in range(12)
+        }
+        made.recall[name] = {
+            f"n{n}": {"digits": 1.0, "whole": n >= cases * (1 - whole), "logprob": logprob} for n in range(cases)
+        }
+    made.recall[EXACT] = {f"n{n}": {"digits": 1.0, "whole": True, "logprob": -0.01} for n in range(cases)}
+    return made
+
+
+POINTS = {
+    "L0": (0.25, 0.4, -0.9, 0.2),
+    "L1": (1.0, 0.04, -0.1, 0.9),
+    "L2": (2.0, 0.004, -0.02, 1.0),
+    "CacheGen": (6.75, 0.04, -0.1, 0.9),
+}
+
+
+def test_rows_are_sorted_by_size_and_say_mean_median_and_worst():
+    rows = scheme_rows(findings(POINTS), {"L0": "AC", "L1": "AC", "L2": "AC"})
+    assert [row["scheme"] for row in rows] == ["L0", "L1", "L2", "CacheGen", EXACT]
+    row = rows[1]
+    assert row["kl"] == pytest.approx(0.04)
+    assert row["kl_worst"] == pytest.approx(0.06)
+    assert row["kl_median"] == pytest.approx(0.04)
+    assert row["kl_ci95"][0] < 0.04 < row["kl_ci95"][1]
+    assert row["ratio"] == 16
+    assert row["whole"] == 0.9
+    assert rows[-1]["bits"] is None
+    assert (rows[3]["family"], row["family"]) == ("CacheGen", "AC")
+
+
+def test_a_crossing_is_interpolated():
+    bits = np.array([1.0, 2.0, 4.0])
+    assert crossing(bits, np.array([1e-1, 1e-2, 1e-3]), 10**-1.5, log=True) == pytest.approx(1.5)
+    assert crossing(bits, np.array([3.0, 2.0, 1.0]), 1.5, log=False) == pytest.approx(3.0)
+    assert crossing(bits, np.array([3.0, 2.0, 1.0]), 2.0, log=False) == 2.0
+    assert crossing(bits, np.array([3.0, 2.0, 1.0]), 9.0, log=False) == 1.0
+    assert crossing(bits, np.array([3.0, 2.0, 1.0]), 0.5, log=False) == float("inf")
+
+
+def test_a_curve_that_gets_worse_again_counts_from_where_it_stays_good():
+    assert crossing(np.array([1.0, 2.0, 4.0]), np.array([1.0, 3.0, 0.0]), 1.5, log=False) == pytest.approx(3.0)
+
+
+def test_the_same_quality_is_found_where_it_is():
+    made = findings(POINTS)
+    found = match(curve(made, ["L2", "L0", "L1"]), curve(made, ["CacheGen"]))
+    for key in ("kl", "logprob", "whole", "bits"):
+        assert found[key] == pytest.approx(1.0), key
+    assert found["theirs"] == 6.75
+    # All schemes differ by one factor on all contexts and cases, so drawing them again changes little.
+    assert found["ci95"][0] <= 1.0 <= found["ci95"][1] + 1e-9
+
+
+def test_the_worst_measure_decides():
+    made = findings(POINTS | {"CacheGen": (6.75, 0.04, -0.02, 0.9)})
+    found = match(curve(made, ["L0", "L1", "L2"]), curve(made, ["CacheGen"]))
+    assert found["kl"] == pytest.approx(1.0)
+    assert found["bits"] == found["logprob"] == pytest.approx(2.0)
+
+
+def test_a_quality_out_of_reach_is_none():
+    made = findings(POINTS | {"CacheGen": (6.75, 0.0001, -0.1, 0.9)})
+    found = match(curve(made, ["L0", "L1"]), curve(made, ["CacheGen"]))
+    assert found["kl"] is None
+    assert found["bits"] is None
+    assert found["ci95"] is None
+
+
+def test_without_retrieval_the_loss_alone_decides():
+    made = findings(POINTS)
+    made.recall = {}
+    found = match(curve(made, ["L0", "L1", "L2"]), curve(made, ["CacheGen"]))
+    assert set(found) == {"kl", "bits", "ci95", "theirs"}
+    assert exact_recall(made) is None
+
+
+def test_another_length_of_groups_is_read_off_at_the_same_place():
+    ours = curve(findings(POINTS), ["L0", "L1", "L2"])
+    sizes = {name: {"c0": {"bits": bits}} for name, bits in (("L0", 0.2), ("L1", 0.8), ("L2", 1.8))}
+    assert at_group_size(ours, 1.0, sizes) == pytest.approx(0.8)
+    assert at_group_size(ours, 1.5, sizes) == pytest.approx(1.3)
+    assert at_group_size(ours, 1.5, {"L0": sizes["L0"]}) is None

@@ -1,0 +1,101 @@
+"""Rates from bytes that come in lumps: what the meter of real transports makes of them."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvabr.abr.estimators import DualEwma
+from kvabr.player.chunked_throughput import LumpMeter
+from kvabr.player.throughput_sampler import Meter
+
+
+class Kept(DualEwma):
+    def __init__(self):
+        super().__init__()
+        self.samples = []
+
+    def sample(self, nbytes, seconds, now):
+        self.samples.append((nbytes, seconds))
+        super().sample(nbytes, seconds, now)
+
+
+def carried(meter, rate, lumps, *, begin=0.1, tick=0.04, waited=0.1):
+    """Lumps that a link of ``rate`` brings one after the other, told of when they are complete; ticks in between."""
+    now, next_tick = begin + lumps[0] / rate, begin + tick
+    meter.first_byte(waited, now)
+    for index, lump in enumerate(lumps):
+        if index:
+            now += lump / rate
+        while next_tick < now:
+            meter.tick(next_tick, waiting=True, idle=False)
+            next_tick += tick
+        meter.received(lump, now)
+    meter.settle(now, idle=True)
+    return now
+
+
+@given(st.floats(1e6, 1e9), st.lists(st.integers(100, 65536), min_size=30, max_size=60))
+def test_every_sample_is_the_rate_of_the_link_or_a_bound_from_below(rate, lumps):
+    kept = Kept()
+    carried(LumpMeter(kept, 2.0), rate, lumps)
+    measured = [nbytes / seconds for nbytes, seconds in kept.samples]
+    assert measured
+    if sum(lumps[1:]) / rate > 0.2:
+        assert measured == [pytest.approx(rate, rel=1e-6)] * len(measured)
+    assert all(value <= rate * (1 + 1e-6) for value in measured)
+
+
+def test_the_plain_meter_is_misled_by_the_end_of_a_lump():
+    """Why there are two: the first lump's bytes came before its first byte was told of."""
+    rate, lumps = 5e4, [1200, 1200, 314]
+    results = {}
+    for cls in (Meter, LumpMeter):
+        kept = Kept()
+        carried(cls(kept, 2.0), rate, lumps)
+        results[cls] = max(nbytes / seconds for nbytes, seconds in kept.samples if seconds)
+    assert results[LumpMeter] == pytest.approx(rate)
+    assert results[Meter] > 1.3 * rate
+
+
+def test_what_came_at_once_is_a_bound_from_below():
+    kept = Kept()
+    meter = LumpMeter(kept, 2.0)
+    carried(meter, 1e12, [64_000], waited=0.02)
+    assert kept.samples == [(64_000, pytest.approx(0.02))]
+    carried(meter, 1e12, [640], begin=0.3, waited=0.02)  # less than a packet says nothing
+    carried(meter, 1e12, [32_000], begin=0.4, waited=0.02)  # and a lower bound nothing new
+    assert len(kept.samples) == 1
+    carried(meter, 1e12, [128_000], begin=0.5, waited=0.02)
+    assert kept.samples[1] == (128_000, pytest.approx(0.02))
+
+
+def test_a_link_that_stands_still_in_the_middle_of_a_transfer_is_news():
+    kept = Kept()
+    meter = LumpMeter(kept, 2.0)
+    carried(meter, 1e6, [20_000] * 10)
+    before = kept.rate()
+    meter.first_byte(0.02, 1.0)
+    meter.received(1000, 1.0)
+    for step in range(1, 20):
+        meter.tick(1.0 + 0.04 * step, waiting=True, idle=False)
+    assert kept.rate() < before / 4
+    assert sum(seconds for nbytes, seconds in kept.samples if not nbytes) > 0.5
+
+
+def test_lumps_that_others_held_up_do_not_lower_it():
+    told = []
+    kept = Kept()
+    meter = LumpMeter(kept, 2.0, lambda by, *_, fed: told.append((by, fed)))
+    carried(meter, 1e6, [20_000] * 10)
+    before = kept.rate()
+    now = 1.0
+    meter.first_byte(0.02, now)
+    meter.received(1000, now, "cpu")
+    for _ in range(20):
+        now += 0.02
+        meter.received(1000, now, "cpu")
+        meter.tick(now, waiting=True, idle=False)
+    assert kept.rate() == before
+    assert set(told) == {("cpu", False)}

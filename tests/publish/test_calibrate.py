@@ -1,0 +1,79 @@
+"""Calibration: which contexts are cut, and that a profile comes of a real model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvabr.codec.profile import Profile
+from kvabr.engines.model_loader import open_bed
+from kvabr.publish.calibrate import STAGES, calibrate, cut_contexts
+from kvabr.types.errors import ModelError, UsageError
+from tests import tinymodels
+
+
+def test_longer_texts_give_more_contexts_and_none_overlap():
+    texts = {"long": list(range(10_000)), "short": list(range(20_000, 22_000)), "tiny": list(range(30_000, 30_050))}
+    cuts = cut_contexts(texts, 12, 500)
+    names = [name for name, _ in cuts]
+    assert names.count("long") == 10
+    assert names.count("short") == 2
+    assert names.count("tiny") == 1
+    every = [token for _, ids in cuts for token in ids]
+    assert len(set(every)) == len(every)
+    assert {len(ids) for name, ids in cuts if name != "tiny"} == {500}
+    # From the beginning to the end of a text.
+    assert cuts[0][1][0] == 0
+    assert cuts[9][1][-1] == 9_999
+
+
+def test_no_more_contexts_than_a_text_holds():
+    assert len(cut_contexts({"a": list(range(950))}, 100, 300)) == 3
+
+
+def test_no_text():
+    with pytest.raises(UsageError, match="not empty"):
+        cut_contexts({"a": []}, 3, 100)
+
+
+def test_a_model_of_short_sight_is_calibrated_with_all_that_it_sees(tmp_path):
+    bed = open_bed(str(tinymodels.save(tmp_path, max_position_embeddings=96)))
+    assert calibrate(bed, {"a": "what it says " * 40}, contexts=2).spec == bed.engine.spec
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_cache_with_numbers_that_are_none_still_calibrates(tmp_path, monkeypatch, value):
+    bed = open_bed(str(tinymodels.save(tmp_path)))
+    prefill = type(bed.engine).prefill
+
+    def spoilt(engine, tokens, before=None):
+        kv = prefill(engine, tokens, before).clone()
+        with torch.inference_mode():
+            kv[1, 0, 0, 7, 3] = value
+        return kv
+
+    good = calibrate(bed, {"a": "what it says " * 40}, contexts=2, tokens=200)
+    monkeypatch.setattr(type(bed.engine), "prefill", spoilt)
+    made = calibrate(bed, {"a": "what it says " * 40}, contexts=2, tokens=200)
+    assert Profile.from_bytes(made.to_bytes()).digest == made.digest
+    assert float((made.transform.norm / good.transform.norm).log().abs().max()) < 0.3
+
+
+def test_a_model_that_says_nothing_finite_is_named(tmp_path):
+    bed = open_bed(str(tinymodels.save(tmp_path)))
+    bed.engine._model.lm_head.weight.data[0] = float("nan")
+    with pytest.raises(ModelError, match="weights are damaged"):
+        calibrate(bed, {"a": "what it says " * 40}, contexts=1, tokens=100)
+
+
+@pytest.mark.model
+def test_a_profile_of_a_real_model(bed):
+    seen = []
+    profile = calibrate(bed, {"a": "some text " * 200}, contexts=2, tokens=64, progress=lambda *at: seen.append(at))
+    assert seen == [(stage, done, 2) for stage in STAGES for done in (1, 2)]
+    profile.check(bed.engine.spec)
+    assert Profile.from_bytes(profile.to_bytes()).digest == profile.digest
+    # The model minds some channels more than others, and its profile knows.
+    assert float(profile.transform.norm.max() / profile.transform.norm.min()) > 3
+    with pytest.raises(UsageError, match="16 to 8192 tokens"):
+        calibrate(bed, {"a": "x"}, tokens=8193)

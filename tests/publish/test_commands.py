@@ -1,0 +1,226 @@
+"""`kvabr encode`, `inspect`, `calibrate` and `bench quality`, as a user calls them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+
+from kvabr.cli.main import main
+from kvabr.publish.texts import measuring_texts
+from kvabr.store.asset import Asset, frame_path
+from kvabr.types.catalog import Catalog
+from kvabr.types.naming import LAYERS, chain
+from tests import tinymodels
+from tests.toymodel import toy_asset
+
+
+@pytest.fixture
+def toy(tmp_path):
+    return toy_asset(tmp_path / "asset").path
+
+
+def kvabr(*words):
+    return main([str(word) for word in words])
+
+
+def test_inspect_shows_tracks_groups_and_mixes(toy, tmp_path, capsys):
+    report = tmp_path / "report.json"
+    assert kvabr("inspect", toy, "--groups", "--check", "--json", report) == 0
+    out = capsys.readouterr().out
+    for words in ("FP16", "Int4", "bits/el", "ratio", "predicted", "expected loss of each group", "17 parts: 0 bad"):
+        assert words in out
+    value = json.loads(report.read_text())
+    catalog = Asset.open(toy).catalog
+    assert value["schema"] == "kvabr.inspect/1"
+    assert [row["track"] for row in value["tracks"]] == ["FP16", "Int8", "Int4"]
+    four = value["tracks"][2]
+    assert four["bytes"] == catalog.track("Int4").total_bytes
+    assert four["ratio"] == pytest.approx(catalog.fp16_bytes / four["bytes"])
+    assert four["bits_per_element"] == pytest.approx(16 / four["ratio"])
+    assert four["group_bytes"] == list(catalog.track("Int4").bytes)
+    assert len(value["mixes"]) == len(catalog.mixes) >= 6
+    assert value["bad"] == []
+
+
+def test_inspect_reads_a_catalog_alone(toy, capsys):
+    assert kvabr("inspect", toy / "catalog.json") == 0
+    assert "Int4" in capsys.readouterr().out
+    assert kvabr("inspect", toy / "catalog.json", "--check") == 2
+    assert "a catalog alone has no groups" in capsys.readouterr().err
+
+
+def test_a_narrow_terminal_shows_every_number(toy, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert kvabr("inspect", toy, "--groups") == 0
+    assert "…" not in capsys.readouterr().out
+
+
+def test_inspect_check_names_every_bad_part(toy, capsys):
+    frame_path(toy, 1, "Int4").unlink()
+    swapped = frame_path(toy, 2, "FP16")
+    swapped.write_bytes(frame_path(toy, 0, "FP16").read_bytes())
+    (toy / "prompt.json").write_text("{}")
+    assert kvabr("inspect", toy, "--check") == 1
+    captured = capsys.readouterr()
+    assert "Int4/00001.kvg: missing" in captured.out
+    assert "this is group 0 of FP16, not group 2 of FP16" in captured.out
+    assert "prompt.json" in captured.out
+    assert "3 parts are missing or damaged" in captured.err
+
+
+def test_inspect_of_nothing(tmp_path, capsys):
+    assert kvabr("inspect", tmp_path / "no") == 1
+    assert "kvabr encode" in capsys.readouterr().err
+
+
+def test_encode_finds_mistakes_before_it_loads_a_model(toy, tmp_path, capsys):
+    text = tmp_path / "text"
+    text.write_text("words " * 1000)
+    (tmp_path / "short.salt").write_bytes(b"fifteen bytes!!")
+    (tmp_path / "long.salt").write_bytes(b"x" * 4097)
+    base = ("encode", "--text", text, "--model", tmp_path / "no-model")
+    salted = (*base, "--tokens", 9, "--out", tmp_path / "o", "--salt-file")
+    cases = [
+        ((*salted, tmp_path / "no.salt"), 2, "no.salt: cannot be read"),
+        ((*salted, tmp_path / "short.salt"), 2, "16 to 4096 random bytes"),
+        ((*salted, tmp_path / "long.salt"), 2, "16 to 4096 random bytes"),
+        ((*base, "--tokens", 0, "--out", tmp_path / "o"), 2, "--tokens must be at least 1"),
+        ((*base, "--tokens", 9, "--out", toy), 2, "add --force"),
+        ((*base, "--tokens", 9, "--out", tmp_path), 1, "not an asset"),
+        ((*base, "--tokens", 9, "--out", tmp_path / "o", "--tracks", "Int2"), 1, "no codec for track 'Int2'"),
+        (("encode", "--text", tmp_path / "no", "--tokens", 9, "--out", tmp_path / "o"), 1, "cannot be read"),
+        ((*base, "--tokens", 9, "--out", tmp_path / "o"), 1, "no such model"),
+    ]
+    for words, status, message in cases:
+        assert kvabr(*words) == status
+        assert message in capsys.readouterr().err
+    assert not (tmp_path / "o").exists()
+
+
+@pytest.mark.model
+def test_any_directory_is_calibrated_encoded_and_inspected(tmp_path, capsys):
+    model = tinymodels.save(tmp_path / "tiny")
+    text = tmp_path / "text"
+    text.write_text(measuring_texts()["manual"][:3000])
+    profile, out = tmp_path / "tiny.safetensors", tmp_path / "asset"
+    encode = ("encode", "--text", text, "--tokens", 300, "--continuation", 20, "--model", model, "--out", out)
+    assert kvabr(*encode) == 0
+    own = Asset.open(out).catalog
+    assert own.profile_bytes < 100_000  # estimated from the asset, and part of it
+    calibrate = ("calibrate", "--model", model, "--text", text, "--context-tokens", 200, "--stack-layers", 2)
+    assert kvabr(*calibrate, "--kept", 8, 8, "--step-scale", 0.5, "--out", profile) == 0
+    for wrong in (("--step-scale", 0), ("--step-scale", "nan"), ("--sinks", 65), ("--kept", -8, 8)):
+        assert kvabr(*calibrate, *wrong, "--out", profile) == 2
+    assert kvabr(*calibrate, "--out", tmp_path / "nowhere" / "profile") == 2  # not after minutes of work
+    assert kvabr(*encode, "--profile", profile, "--force") == 0
+    assert Asset.open(out).catalog.profile != own.profile
+    assert kvabr("inspect", out, "--check") == 0
+    assert Asset.open(out).catalog.spec.model.startswith("tiny-")
+    # The profile of this model is not one of SmolLM2's shape, and a text file is none at all.
+    capsys.readouterr()
+    assert kvabr(*encode, "--profile", text, "--force") == 1
+    assert "profile" in capsys.readouterr().err
+    assert Asset.open(out).catalog.tokens == 300
+    report = tmp_path / "bench.json"
+    bench = ("bench", "quality", "--model", model, "--tokens", 140, "--continuation", 20, "--json", report)
+    assert kvabr(*bench, "--text", text, text, "--tracks", "Int4", "FP8") == 0
+    value = json.loads(report.read_text())
+    assert value["schema"] == "kvabr.bench.quality/1"
+    assert [row["track"] for row in value["mean"]] == ["Int4", "FP8"]
+
+
+@pytest.mark.model
+def test_a_rotary_embedding_that_cannot_be_undone_is_told(tmp_path, capsys):
+    text = tmp_path / "text"
+    text.write_text(measuring_texts()["manual"][:3000])
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 160}
+    long = yarn | {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    for scaling, told in ((None, False), (yarn, False), (long, True)):
+        kind = "plain" if scaling is None else scaling["rope_type"]
+        model = tinymodels.save(tmp_path / kind, rope_scaling=scaling)
+        calibrate = ("calibrate", "--model", model, "--text", text, "--context-tokens", 64, "--contexts", 2)
+        assert kvabr(*calibrate, "--out", tmp_path / "profile") == 0
+        assert ("can be undone" in capsys.readouterr().out) == told
+
+
+@pytest.mark.model
+def test_a_salt_changes_every_digest_and_nothing_else(tmp_path):
+    model = tinymodels.save(tmp_path / "tiny")
+    text, salt = tmp_path / "text", tmp_path / "tenant.salt"
+    text.write_text(measuring_texts()["manual"][:3000])
+    salt.write_bytes(bytes(range(32)))
+    base = ("encode", "--text", text, "--tokens", 140, "--continuation", 20, "--model", model, "--tracks", "Int4")
+    assert kvabr(*base, "--out", tmp_path / "plain") == 0
+    assert kvabr(*base, "--out", tmp_path / "salted", "--salt-file", salt) == 0
+    plain, salted = Asset.open(tmp_path / "plain"), Asset.open(tmp_path / "salted")
+    assert salted.prompt().tokens == plain.prompt().tokens
+    spec = salted.catalog.spec
+    assert list(salted.catalog.chunks) == chain(
+        salted.prompt().tokens, model=spec.model, tokenizer=spec.tokenizer, salt=salt.read_bytes()
+    )
+    assert not set(salted.catalog.chunks) & set(plain.catalog.chunks)
+    assert salted.catalog.tracks[0].bytes == plain.catalog.tracks[0].bytes
+    assert kvabr("inspect", tmp_path / "salted", "--check") == 0
+
+
+@pytest.mark.model
+def test_the_real_asset(asset, capsys):
+    """What `encode` made with SmolLM2: every level's size is the draft's, and its loss what a user may expect."""
+    catalog = asset.catalog
+    assert (catalog.groups, catalog.group_tokens(2), catalog.spec.model) == (3, 44, "SmolLM2-135M-Instruct-Q4_1")
+    value = json.loads((asset.path.parent / "encode.json").read_text())
+    rows = {row["track"]: row for row in value["tracks"]}
+    assert set(rows) >= {"FP16", "BF16", "FP8", "Int8", "Int4", "AC-5x", *LAYERS}
+    for name, bits in (("FP16", 16), ("BF16", 16), ("FP8", 8), ("Int8", 8), ("Int4", 4)):
+        size = catalog.track(name).bytes[0] - 200  # what frames it is no part of the weight
+        assert size <= 128 * 11_520 * bits * 1.0625 / 8 < catalog.track(name).bytes[0] * 1.0625, name
+    assert rows["AC-5x"]["ratio"] > 4.5  # what is kept aside weighs more in a prompt this short
+    assert rows["AC-L0"]["ratio"] > 30
+    assert rows["FP16"]["kl"] < 1e-5
+    assert rows["Int8"]["kl"] < 1e-3
+    assert abs(rows["Int8"]["dnll"]) < 0.005
+    assert rows["AC-5x"]["kl"] < 0.003
+    losses = [rows[layer]["kl"] for layer in LAYERS]
+    assert losses == sorted(losses, reverse=True)
+    assert all(row["top1"] > 0.8 for row in rows.values() if row["track"] != "AC-L0")
+    assert catalog.prefill is not None
+    assert kvabr("inspect", asset.path, "--check") == 0
+    assert "32 parts: 0 bad" in capsys.readouterr().out
+
+
+@pytest.mark.model
+def test_mixed_caches_of_the_real_asset_are_predicted(asset):
+    assert len(asset.catalog.mixes) >= 6
+    for mix in asset.catalog.mixes:
+        assert 0.5 < mix.predicted / mix.measured < 2.0, mix
+
+
+@pytest.mark.model
+def test_a_text_that_is_too_short_says_how_much_there_is(tmp_path, capsys):
+    model = tinymodels.save(tmp_path / "tiny")
+    text = tmp_path / "text"
+    text.write_text("x" * 150)
+    words = ("encode", "--text", text, "--model", model, "--out", tmp_path / "o", "--tracks", "Int4")
+    assert kvabr(*words, "--tokens", 100) == 2
+    assert "the text has 150 tokens, but 100 and 128 of continuation" in capsys.readouterr().err
+    assert kvabr(*words, "--tokens", 600, "--continuation", 41) == 2
+    assert "sees 640 at most: ask for --tokens 599" in capsys.readouterr().err
+    assert not (tmp_path / "o").exists()
+
+
+@pytest.mark.model
+def test_a_profile_of_another_model_is_refused(asset, tmp_path, capsys):
+    model = tinymodels.save(tmp_path / "tiny")
+    text = tmp_path / "text"
+    text.write_text("x" * 500)
+    shutil.copy(asset.path / "profile.safetensors", tmp_path / "p")
+    words = ("encode", "--text", text, "--model", model, "--tokens", 100, "--out", tmp_path / "o")
+    assert kvabr(*words, "--profile", tmp_path / "p") == 1
+    assert "calibrated for SmolLM2" in capsys.readouterr().err
+    assert not (tmp_path / "o").exists()
+
+
+def test_the_catalog_of_the_encode_is_the_one_on_disk(toy):
+    assert Catalog.read(toy / "catalog.json") == Asset.open(toy).catalog

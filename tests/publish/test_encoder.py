@@ -1,0 +1,164 @@
+"""Publishing a cache, with the toy model: what the catalog says is what the frames are, and what the model measured."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import math
+
+import pytest
+
+from kvabr.codec.fit import fit
+from kvabr.codec.profile import Profile
+from kvabr.publish.encoder import Keeper, compute_cache, publish
+from kvabr.publish.frames import ordered_tracks
+from kvabr.publish.mixes import sample_mixes
+from kvabr.types.catalog import Catalog
+from kvabr.types.errors import ForeignError, FormatError, UsageError
+from kvabr.types.loss import RECOMPUTED, predicted_loss
+from kvabr.types.naming import chain
+from tests import kvdata
+from tests.catalogs import catalog as made_catalog
+from tests.toymodel import SPEC, ToyModel, prompt
+
+
+@pytest.fixture(scope="module")
+def made():
+    kept = {}
+    keeper = Keeper(lambda group, track, frame: kept.__setitem__((group, track), frame), lambda *key: kept[key])
+    seen = []
+    catalog = publish(
+        ToyModel(), prompt(), ("FP16", "Int8", "FP4", "Int4"), None, keeper, source="a test",
+        progress=lambda stage, done, total: seen.append((stage, done, total)),
+    )  # fmt: skip
+    return catalog, kept, seen
+
+
+def test_sizes_and_digests_are_those_of_the_frames(made):
+    catalog, kept, _ = made
+    assert len(kept) == 5 * 4
+    for track in catalog.tracks:
+        for group in range(5):
+            frame = kept[group, track.name]
+            assert (len(frame), hashlib.sha256(frame).hexdigest()) == (track.bytes[group], track.digests[group])
+    assert catalog.chunks == tuple(
+        chain(prompt().tokens, model=SPEC.model, tokenizer=SPEC.tokenizer, group_tokens=SPEC.group_tokens)
+    )
+    assert catalog.namespace.prompt == catalog.chunks[-1]
+    assert (catalog.tokens, catalog.source, catalog.profile) == (70, "a test", None)
+
+
+def test_losses_add_up_to_what_was_measured(made):
+    for track in made[0].tracks:
+        assert sum(track.loss) == pytest.approx(track.measured.kl, rel=1e-4)
+        assert track.decode_s > 0
+    kl = {track.name: track.measured.kl for track in made[0].tracks}
+    assert kl["FP16"] < kl["Int8"] < kl["Int4"]
+
+
+def test_the_catalog_survives_its_json(made):
+    assert Catalog.loads(made[0].dumps()) == made[0]
+
+
+def test_mixes_are_predicted_within_a_factor_two(made):
+    mixes = made[0].mixes
+    assert len(mixes) >= 6
+    assert sum(RECOMPUTED in mix.tracks for mix in mixes) >= 3
+    for mix in mixes:
+        assert len(set(mix.tracks)) > 1
+        assert 0.5 < mix.predicted / mix.measured < 2.0, mix
+        assert mix.predicted == pytest.approx(predicted_loss(made[0], mix.tracks), rel=1e-4)
+
+
+def test_progress_reaches_the_end_of_every_stage(made):
+    ends = {stage: (done, total) for stage, done, total in made[2]}
+    assert list(ends) == ["prefill", "encode", "time", "measure", "mix"]
+    assert all(done == total for done, total in ends.values())
+    assert ends["prefill"][1] == 70
+
+
+def test_the_cache_is_the_same_however_it_is_cut():
+    model, tokens = ToyModel(), [n % 90 for n in range(1100)]
+    assert (compute_cache(model, tokens[:700]) - model.prefill(tokens[:700])).abs().max() < 1e-4
+
+
+def test_without_a_profile_one_is_made_of_the_asset_and_published_with_it():
+    kept, made = Keeper.in_memory(), []
+    catalog = publish(
+        ToyModel(), prompt(), ("FP16", "AC-L0", "AC-L1", "AC-5x"), None, Keeper(kept.put, kept.get, made.append)
+    )
+    profile = Profile.from_bytes(made[0])
+    assert (catalog.profile, catalog.profile_bytes) == (profile.digest, len(made[0]))
+    profile.check(catalog.spec)
+    sizes = [catalog.track(name).total_bytes for name in ("FP16", "AC-L1", "AC-5x")]
+    assert sizes[0] > 2 * sizes[2]
+    assert catalog.track("AC-5x").measured.kl < 0.1
+    assert catalog.track("AC-L1").measured.kl < catalog.track("AC-L0").measured.kl
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e9])
+def test_numbers_that_no_cache_should_hold_are_replaced_counted_and_told(value):
+    class Wild(ToyModel):
+        def prefill(self, tokens, before=None):
+            kv = super().prefill(tokens, before)
+            if before is None and len(tokens) > 20:
+                kv[0, 1, 0, 20, 3] = value
+            return kv
+
+    told = []
+    catalog = publish(Wild(), prompt(), ("FP16", "AC-5x"), None, Keeper.in_memory(), tell=told.append)
+    assert any(line.startswith("1 numbers of the cache were NaN, infinite or beyond FP16") for line in told)
+    assert any(line.startswith("no profile of") and "kvabr calibrate" in line for line in told)
+    assert 0 < catalog.track("AC-5x").measured.kl < 0.1 or value == 1e9
+    assert all(math.isfinite(mix.measured) for mix in catalog.mixes)
+
+
+def test_even_a_prompt_of_one_token_has_a_profile_of_its_own():
+    catalog = publish(ToyModel(), prompt(1), ("AC-L0",), None, Keeper.in_memory())
+    assert catalog.profile is not None
+
+
+def test_a_profile_of_another_model_is_refused_before_the_work():
+    model = ToyModel()
+    with pytest.raises(ForeignError, match="calibrated for"):
+        publish(model, prompt(), ("AC-5x",), kvdata.profile(kvdata.spec(heads=3)), Keeper.in_memory())
+    assert model.prefilled == 0
+
+
+def test_the_profile_is_named_only_if_a_track_needs_it():
+    cache = ToyModel().prefill(prompt(200).tokens)
+    profile = fit(SPEC, lambda: iter([cache]))
+    with_it = publish(ToyModel(), prompt(), ("Int4", "AC-5x"), profile, Keeper.in_memory())
+    without = publish(ToyModel(), prompt(), ("Int4",), profile, Keeper.in_memory())
+    assert (with_it.profile, with_it.profile_bytes) == (profile.digest, len(profile.to_bytes()))
+    assert (without.profile, without.profile_bytes) == (None, 0)
+
+
+def test_which_tracks():
+    assert ordered_tracks(["Int4", "FP16"]) == ("Int4", "FP16")
+    assert len(ordered_tracks(None)) >= 7
+    with pytest.raises(FormatError, match="no codec for track 'Int2'"):
+        ordered_tracks(["Int2"])
+    with pytest.raises(UsageError, match="only once"):
+        ordered_tracks(["Int4", "Int4"])
+    with pytest.raises(UsageError, match="at least one"):
+        ordered_tracks([])
+
+
+@pytest.mark.parametrize("groups", [1, 2, 3, 8, 63])
+def test_sampled_mixes(groups):
+    catalog = made_catalog(groups)
+    mixes = sample_mixes(catalog)
+    assert mixes == sample_mixes(catalog)
+    assert all(len(mix) == groups and len(set(mix)) > 1 for mix in mixes)
+    assert len(mixes) >= (6 if groups > 2 else 0)
+    known = {*(track.name for track in catalog.tracks), RECOMPUTED}
+    assert {name for mix in mixes for name in mix} <= known
+    assert groups < 8 or sample_mixes(catalog, seed=1) != mixes
+
+
+def test_the_first_group_alone_can_be_published():
+    short = dataclasses.replace(prompt(), tokens=prompt().tokens[:10])
+    catalog = publish(ToyModel(), short, ("FP16", "Int4"), None, Keeper.in_memory())
+    assert catalog.groups == 1
+    assert catalog.prefill is None

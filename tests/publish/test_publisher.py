@@ -1,0 +1,152 @@
+"""What an engine computed is published in the background, as an asset like any other."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from kvabr.data import default_catalog
+from kvabr.player.assembler import Assembler
+from kvabr.publish.publisher import Outcome, Publisher, Slot, stretched, with_heads
+from kvabr.store.asset import Asset
+from kvabr.store.asset_index import Library
+from kvabr.types.errors import UsageError
+from kvabr.types.naming import LAYERS, chain
+from tests import kvdata
+from tests.toymodel import SPEC
+
+TOKENS = list(range(48))
+KV = kvdata.related(SPEC, 48)
+
+
+def publisher(root, **options):
+    return Publisher(root, SPEC, **({"prior": default_catalog(), "source": "a test"} | options))
+
+
+def publish(made, tokens=TOKENS, kv=KV):
+    slot = made.reserve(tokens)
+    if not isinstance(slot, Slot):
+        return slot
+    outcomes = []
+    slot.fill(kv, outcomes.append)
+    made.close()
+    return outcomes[0]
+
+
+def test_an_asset_that_an_origin_serves_and_a_player_decodes(tmp_path):
+    outcome = publish(publisher(tmp_path))
+    assert isinstance(outcome, Outcome)
+    assert outcome.verdict == "published"
+    assert Library(tmp_path).assets[0].asset.catalog.tokens == 48
+    name = chain(TOKENS, model=SPEC.model, tokenizer=SPEC.tokenizer, group_tokens=16)[-1]
+    asset = Asset.open(tmp_path / name)
+    assert [track.name for track in asset.catalog.tracks] == ["FP16", "Int8", "Int4"]
+    assert outcome.bytes == sum(track.total_bytes for track in asset.catalog.tracks)
+    assembler = Assembler(asset.catalog, dtype=torch.float32)
+    for group in range(3):
+        assembler.put(group, "FP16", asset.frame(group, "FP16"))
+    assert torch.allclose(assembler.take(), KV, rtol=1e-3, atol=1e-3)
+
+
+def test_what_it_loses_is_that_of_the_prior_and_says_so(tmp_path):
+    publish(publisher(tmp_path))
+    (shelved,) = Library(tmp_path).assets
+    catalog, prior = shelved.asset.catalog, default_catalog()
+    assert sum(catalog.track("Int4").loss) == pytest.approx(sum(prior.track("Int4").loss), rel=1e-4)
+    assert catalog.track("Int4").decode_s < prior.track("Int4").decode_s  # this cache is much smaller
+    assert catalog.loss_method.startswith("not measured")
+    assert catalog.prefill is None  # of another model
+
+
+def test_with_a_profile_the_layers_come_along(tmp_path):
+    publish(publisher(tmp_path, profile=kvdata.profile(SPEC)))
+    (shelved,) = Library(tmp_path).assets
+    assert "AC-L3" in shelved.asset.catalog.by_name
+    assert shelved.asset.profile() is not None
+
+
+@pytest.mark.parametrize("groups", [1, 2, 3, 16])
+def test_no_layer_is_said_to_make_a_group_worse(tmp_path, groups):
+    """However the losses of each are stretched: a layer that betters nothing would not be put in place."""
+    tokens = [index % 90 for index in range(16 * groups)]
+    made = publisher(tmp_path, profile=kvdata.profile(SPEC), tracks=LAYERS)
+    publish(made, tokens, kvdata.related(SPEC, len(tokens)))
+    (shelved,) = Library(tmp_path).assets
+    asset = shelved.asset
+    assembler = Assembler(asset.catalog, asset.profile())
+    for group in range(groups):
+        for track in LAYERS:
+            assembler.put(group, track, asset.frame(group, track))
+    assert assembler.coverage == ("AC-L3",) * groups
+
+
+def test_what_is_there_is_not_published_again(tmp_path):
+    publish(publisher(tmp_path))
+    assert publish(publisher(tmp_path)) == "known"
+
+
+def test_what_finds_no_room_is_refused_at_once(tmp_path):
+    made = publisher(tmp_path, queue=1)
+    slot = made.reserve(TOKENS)
+    assert isinstance(slot, Slot)
+    assert made.reserve(TOKENS) == "known"
+    assert made.reserve(TOKENS[1:]) == "full"
+    slot.leave()
+    other = made.reserve(TOKENS[1:])
+    assert isinstance(other, Slot)
+    other.leave()
+    made.close()
+    assert made.reserve(TOKENS) == "full"
+
+
+def test_a_cache_that_cannot_be_written_is_told_and_leaves_its_place(tmp_path):
+    made = publisher(tmp_path / "assets", queue=1)
+    (tmp_path / "assets").rmdir()
+    (tmp_path / "assets").write_text("a file where the folder was")
+    done = threading.Event()
+    outcomes = []
+    made.reserve(TOKENS).fill(KV, lambda outcome: (outcomes.append(outcome), done.set()))
+    assert done.wait(20)
+    assert outcomes[0].verdict == "failed"
+    assert "assets" in outcomes[0].why
+    assert isinstance(made.reserve(TOKENS), Slot)
+
+
+def test_a_folder_that_cannot_be_looked_at_is_not_the_engines_trouble(tmp_path):
+    # A name that is too long: what no user may look at, root as well.
+    made = publisher(tmp_path)
+    assert made.reserve_named(["f" * 300], 64) == "failed"
+    made.close()
+
+
+def test_a_cache_of_another_shape_is_refused(tmp_path):
+    outcome = publish(publisher(tmp_path), kv=KV[:, :, :1])
+    assert outcome.verdict == "failed"
+    assert "encoded" in outcome.why
+    assert not list(tmp_path.iterdir())
+
+
+def test_tracks_that_cannot_be_made(tmp_path):
+    with pytest.raises(UsageError, match="codec profile"):
+        publisher(tmp_path, tracks=["AC-L0"])
+    with pytest.raises(UsageError, match="not known"):
+        publisher(tmp_path, tracks=["FP4"])
+
+
+@pytest.mark.parametrize("groups", [1, 2, 3, 63, 64, 200])
+def test_losses_are_stretched(groups):
+    losses = default_catalog().track("AC-L1").loss
+    made = stretched(losses, groups)
+    assert len(made) == groups
+    assert sum(made) == pytest.approx(sum(losses), rel=1e-3)
+    if groups > 2:
+        assert made[-1] == max(made)  # what came last matters most, as in the original
+
+
+def test_heads_of_a_rank_have_a_name_of_their_own():
+    assert with_heads(SPEC, range(SPEC.kv_heads)) is SPEC
+    shard = with_heads(SPEC, range(1, 2))
+    assert shard.kv_heads == 1
+    assert shard.model != SPEC.model

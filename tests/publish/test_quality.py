@@ -1,0 +1,94 @@
+"""Attribution: a track's losses add up to its KL, go where the damage is, and cost a bounded number of passes."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvabr.publish.quality import _units, measure_quality
+from kvabr.publish.score import Reference
+from tests.toymodel import SPEC, ToyModel, prompt
+
+
+class Noise:
+    """Tracks that add a given error to given groups: what a codec does, but known."""
+
+    def __init__(self, exact, errors):
+        self.exact, self.errors, self.calls = exact, errors, 0
+
+    def decode(self, group, track, out):
+        self.calls += 1
+        first, last = SPEC.group_range(group, self.exact.shape[3])
+        out.copy_(self.exact[:, :, :, first:last] * (1 + self.errors[track][group]))
+
+
+@pytest.fixture(scope="module")
+def setting():
+    model, made = ToyModel(), prompt()
+    exact = model.prefill(made.tokens)
+    return Reference(model, exact, made.continuation), exact
+
+
+def measure(setting, errors, **options):
+    reference, exact = setting
+    noise = Noise(exact, errors)
+    return measure_quality(reference, exact, SPEC, list(errors), noise.decode, **options)
+
+
+def test_losses_add_up_and_go_where_the_damage_is(setting):
+    errors = {"clean": [1e-4] * 5, "first": [0.2, 0, 0, 0, 0], "fourth": [0, 0, 0, 0.2, 0], "all": [0.2] * 5}
+    measured = measure(setting, errors)
+    for track, losses in measured.loss.items():
+        assert sum(losses) == pytest.approx(measured.quality[track].kl)
+        assert all(loss >= 0 for loss in losses)
+    assert max(range(5), key=measured.loss["first"].__getitem__) == 0
+    assert max(range(5), key=measured.loss["fourth"].__getitem__) == 3
+    assert measured.loss["first"][0] > 0.98 * measured.quality["first"].kl
+    # No group is free: one continuation that ignores it proves little.
+    assert min(measured.loss["first"]) > 0
+
+
+def test_the_exact_cache_is_not_touched(setting):
+    before = setting[1].clone()
+    measure(setting, {"a": [0.3] * 5})
+    assert (setting[1] == before).all()
+
+
+def test_a_track_without_a_run_of_its_own_takes_the_nearest_shape(setting):
+    errors = {"a": [0.3, 0, 0, 0, 0], "b": [0.29, 0, 0, 0, 0], "c": [0, 0, 0.15, 0, 0]}
+    measured = measure(setting, errors, max_passes=10)  # two tracks of five groups
+    share = [loss / measured.quality["b"].kl for loss in measured.loss["b"]]
+    assert share == pytest.approx([loss / measured.quality["a"].kl for loss in measured.loss["a"]])
+    assert "run for a, c" in measured.method
+
+
+def test_passes_are_bounded_and_announced(setting):
+    seen = []
+    errors = {name: [0.1 + i / 100] * 5 for i, name in enumerate("abcdef")}
+    measure(setting, errors, max_passes=12, progress=lambda done, total: seen.append((done, total)))
+    assert seen[-1] == (6 + 10, 6 + 10)
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+
+
+@pytest.mark.parametrize(("groups", "limit"), [(5, 16), (16, 16), (17, 16), (63, 48), (63, 16), (5000, 48), (64, 63)])
+def test_units_cover_every_group_once_and_leave_both_ends_alone(groups, limit):
+    units = _units(groups, limit)
+    assert [group for unit in units for group in unit] == list(range(groups))
+    assert len(units) == min(groups, limit)
+    assert len(units[0]) == 1
+    assert all(len(unit) == 1 for unit in units[-(limit // 4) :])
+    middle = [len(unit) for unit in units[1 : -(limit // 4)]]
+    assert not middle or max(middle) - min(middle) <= 1
+
+
+def test_one_group_bears_all(setting):
+    reference, exact = setting
+    short = exact[:, :, :, :10]
+    noise = Noise(short, {"a": [0.2]})
+    measured = measure_quality(reference, short, SPEC, ["a"], noise.decode)
+    assert measured.loss["a"] == (measured.quality["a"].kl,)
+
+
+def test_lossless_tracks_need_no_shape(setting):
+    measured = measure(setting, {"same": [0.0] * 5})
+    assert measured.quality["same"].kl == 0.0
+    assert measured.loss["same"] == (0.0,) * 5

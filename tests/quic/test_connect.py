@@ -1,0 +1,255 @@
+"""Reaching a real origin over QUIC: URLs, who is let in, the blocking twin, and what is left when it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+import kvabr
+from kvabr.quic import connect as connect_module
+from kvabr.quic.connect import asset_of, parse_namespace, parse_url
+from kvabr.types.cost import PrefillCost
+from kvabr.types.errors import PlayError, TransportError, UsageError
+from kvabr.types.naming import TrackNamespace
+from tests.client.served import Served
+from tests.client.test_play import close
+from tests.toymodel import SPEC, ToyModel, prompt
+
+TOKENS = prompt(70).tokens
+DIGEST = "ab" * 32
+SECRET = "open sesame"  # noqa: S105
+
+
+@pytest.fixture(scope="module")
+def served(root, tmp_path_factory):
+    made = Served(root / "short", tmp_path_factory.mktemp("served"))
+    yield made
+    made.close()
+
+
+def threads():
+    return sorted(thread.name for thread in threading.enumerate() if not thread.name.startswith("kvabr-decode"))
+
+
+# ---------------------------------------------------------------------- URLs
+
+
+@pytest.mark.parametrize(
+    ("url", "parts"),
+    [
+        ("moqt://origin.example", ("origin.example", 443, "/")),
+        ("moqt://origin.example:4443/", ("origin.example", 4443, "/")),
+        ("moqt://[::1]:4443/a/b?x=1&y=2", ("::1", 4443, "/a/b?x=1&y=2")),
+        ("moqt://Origin.Example/?q=1#kvcache:m/" + DIGEST, ("origin.example", 443, "/?q=1")),
+    ],
+)
+def test_urls(url, parts):
+    assert parse_url(url) == parts
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "origin.example:4443", "https://origin.example/", "moqt:///path", "moqt://", "moqt://h:0/", "moqt://h:99999/",
+        "moqt://h:port/", "moqt://user:secret@h/", "moqt://[::1/", "moqt://h /", "",
+    ],
+)  # fmt: skip
+def test_what_is_no_url_says_so_and_keeps_secrets(url):
+    with pytest.raises(UsageError) as caught:
+        kvabr.connect(url)
+    assert "secret" not in str(caught.value)
+
+
+def test_fragments_name_assets():
+    assert asset_of("moqt://h/") is None
+    assert asset_of(f"moqt://h/?q#kvcache:org/model/{DIGEST}") == TrackNamespace("org/model", DIGEST)
+    assert asset_of(f"moqt://h/#kvcache:a%20b/{DIGEST.upper()}") == TrackNamespace("a b", DIGEST)
+    for fragment in ("kvcache", "kvcache:", "kvcache:model", f"video:m/{DIGEST}", f"kvcache:m/{DIGEST[:-1]}", DIGEST):
+        with pytest.raises(UsageError, match="digest"):
+            asset_of(f"moqt://h/#{fragment}")
+    with pytest.raises(UsageError, match="64 hex digits"):
+        parse_namespace("model/12")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"timeout_s": 0}, {"timeout_s": float("nan")}, {"quic": "tcp"}, {"fingerprint": "12"}, {"fingerprint": "x" * 64}],
+)
+def test_options_that_make_no_sense(options):
+    with pytest.raises(UsageError):
+        kvabr.connect("moqt://h/", **options)
+
+
+def test_the_environment_has_a_token(monkeypatch):
+    monkeypatch.setenv("KVABR_TOKEN", "from-the-environment")
+    assert kvabr.connect("moqt://h/")._options.token == "from-the-environment"  # noqa: S105
+    assert kvabr.connect("moqt://h/", token="mine")._options.token == "mine"  # noqa: S105, S106
+    colons = ":".join([DIGEST[:2].upper()] * 32)
+    assert kvabr.connect("moqt://h/", fingerprint=colons)._options.fingerprint == DIGEST
+
+
+def test_importing_kvabr_loads_next_to_nothing():
+    code = "import sys, kvabr; assert not {'torch', 'numpy', 'aioquic'} & set(sys.modules); kvabr.connect; kvabr.sync"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)  # noqa: S603
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        _ = kvabr.nonsense
+
+
+# ------------------------------------------------------------- real networks
+
+
+@pytest.mark.parametrize("quic", ["aioquic", "qh3"])
+async def test_a_play_over_quic(served, quic):
+    if importlib.util.find_spec(quic) is None:
+        pytest.skip(f"{quic} is an extra")
+    before = asyncio.all_tasks()
+    async with kvabr.connect(served.url, fingerprint=served.fingerprint, quic=quic) as origin:
+        assert origin.backend == quic
+        played = await kvabr.play(origin, TOKENS, deadline=5.0, spec=SPEC)
+        assert played.met
+        assert close(played.kv)
+        many = [kvabr.play(origin, TOKENS, deadline=5.0, spec=SPEC, policy="fixed:FP16") for _ in range(5)]
+        assert all(close(each.kv, error=1e-5) for each in await asyncio.gather(*many))
+    assert asyncio.all_tasks() == before
+
+
+async def test_auto_takes_the_fastest_that_the_origin_speaks_and_remembers(served):
+    connect_module._worked.clear()
+    async with kvabr.connect(served.url, ca=served.pem) as origin:
+        found = origin.backend
+        assert (await kvabr.play(origin, TOKENS, deadline=5.0, spec=SPEC)).tokens == 70
+    installed = [name for name in connect_module.BACKENDS if importlib.util.find_spec(name)]
+    assert found == installed[0]
+    assert connect_module._worked == {("127.0.0.1", served.port): found}
+    connect_module._worked["127.0.0.1", served.port] = "aioquic"
+    async with kvabr.connect(served.url, ca=served.pem) as origin:
+        assert origin.backend == "aioquic"
+
+
+async def test_a_certificate_that_nobody_vouches_for_is_refused_unless_named(served):
+    with pytest.raises(TransportError, match=r"(?i)certificate"):
+        async with kvabr.connect(served.url):
+            pass
+    with pytest.raises(TransportError):
+        async with kvabr.connect(served.url, fingerprint=DIGEST, quic="aioquic"):
+            pass
+    async with kvabr.connect(served.url, insecure=True, quic="aioquic") as origin:
+        assert not origin.closed
+
+
+async def test_nobody_there_is_said_in_time():
+    loop = asyncio.get_running_loop()
+    start = loop.time()
+    with pytest.raises(TransportError, match=r"127\.0\.0\.1:9"):
+        async with kvabr.connect("moqt://127.0.0.1:9/", timeout_s=0.5):
+            pass
+    assert loop.time() - start < 5.0
+
+
+async def test_a_token_is_needed_where_there_are_some(root, tmp_path):
+    served = Served(root / "short", tmp_path, token=SECRET)
+    try:
+        for token in (None, "wrong"):
+            with pytest.raises((TransportError, PlayError)) as caught:
+                async with kvabr.connect(served.url, ca=served.pem, token=token, quic="aioquic") as origin:
+                    await kvabr.play(origin, TOKENS, deadline=2.0, spec=SPEC)
+            assert "sesame" not in str(caught.value)
+        async with kvabr.connect(served.url, ca=served.pem, token=SECRET, quic="aioquic") as origin:
+            assert (await kvabr.play(origin, TOKENS, deadline=5.0, spec=SPEC)).tokens == 70
+    finally:
+        served.close()
+
+
+async def test_an_origin_that_is_killed_and_comes_back(root, tmp_path):
+    served = Served(root / "short", tmp_path)
+    try:
+        async with kvabr.connect(served.url, ca=served.pem, quic="aioquic") as origin:
+            assert (await kvabr.play(origin, TOKENS, deadline=5.0, spec=SPEC)).met
+            await asyncio.to_thread(served.kill)
+            played = await kvabr.play(
+                origin, TOKENS, deadline=1.0, recompute=ToyModel(), cost=PrefillCost(0.001, 0.0001)
+            )
+            assert set(played.coverage) == {"recomputed"}
+            with pytest.raises(PlayError):
+                await kvabr.play(origin, TOKENS, deadline=0.5, spec=SPEC)
+            await asyncio.to_thread(served.start)
+            played = await kvabr.play(origin, TOKENS, deadline=8.0, spec=SPEC)
+            assert "recomputed" not in played.coverage
+            assert close(played.kv)
+    finally:
+        served.close()
+
+
+# ------------------------------------------------------------------ blocking
+
+
+def test_the_blocking_twin(served):
+    before = threads()
+    with kvabr.sync.connect(served.url, ca=served.pem, quic="aioquic") as origin:
+        played = origin.play(TOKENS, deadline=5.0, spec=SPEC)
+        assert close(played.kv)
+        again = kvabr.sync.play(origin, TOKENS, deadline=5.0, spec=SPEC)
+        assert again.tokens == 70
+        by_name = origin.play_asset(played.catalog.namespace, deadline=5.0)
+        assert by_name.tokens == 70
+        assert origin.stats().bytes_received > 0
+        with pytest.raises(UsageError, match="at least one token"):
+            origin.play([], deadline=5.0, spec=SPEC)
+        results = []
+        workers = [
+            threading.Thread(target=lambda: results.append(origin.play(TOKENS, deadline=5.0, spec=SPEC)))
+            for _ in range(4)
+        ]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+        assert [result.tokens for result in results] == [70] * 4
+    assert threads() == before
+    with pytest.raises(UsageError, match="closed"):
+        origin.play(TOKENS, deadline=5.0, spec=SPEC)
+    assert threads() == before
+
+
+def test_the_blocking_twin_says_what_is_wrong_and_leaves_nothing():
+    before = threads()
+    with pytest.raises(UsageError):
+        kvabr.sync.connect("http://h/")
+    with pytest.raises(TransportError), kvabr.sync.connect("moqt://127.0.0.1:9/", timeout_s=0.3):
+        pass
+    assert threads() == before
+
+
+def test_ctrl_c_cancels_what_the_main_thread_waits_for(served):
+    with kvabr.sync.connect(served.url, ca=served.pem, quic="aioquic") as origin:
+        ended = []
+
+        async def forever():
+            try:
+                await asyncio.get_running_loop().create_future()
+            finally:
+                ended.append(True)
+
+        async def interrupting():
+            asyncio.get_running_loop().call_soon(os.kill, os.getpid(), signal.SIGINT)
+            await forever()
+
+        with pytest.raises(KeyboardInterrupt):
+            origin._loop.call(interrupting())
+        assert ended == [True]
+        assert origin.play(TOKENS, deadline=5.0, spec=SPEC).tokens == 70
+
+
+def test_the_blocking_twin_has_one_name():
+    import kvabr.client.blocking_api
+    from kvabr.client import blocking_api as sync
+
+    assert sync is kvabr.sync
+    assert sync.connect is kvabr.client.blocking_connection.connect

@@ -1,0 +1,336 @@
+"""A connection by aioquic or qh3 to a real origin on loopback, in every pairing and both drafts."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import socket
+from dataclasses import replace
+
+import pytest
+import structlog
+
+from kvabr.moqt.draft import DRAFTS, by_alpn
+from kvabr.moqt.objects import ObjectHeader, RangeEnd
+from kvabr.quic import connection as quicconnection
+from kvabr.quic import dial as quic
+from kvabr.quic import download as quicdownload
+from kvabr.quic.interface import read_all
+from kvabr.quic.options import DialOptions
+from kvabr.server import quic_server as quicserver
+from kvabr.server.certificates import check, development
+from kvabr.server.metrics import Metrics
+from kvabr.server.server import ServerLimits
+from kvabr.store.asset_index import Library
+from kvabr.types.errors import ConnectionLostError, NotFoundError, RequestError, TransportError
+from kvabr.types.naming import CATALOG_TRACK
+from tests.assets import make_asset
+
+LOG = structlog.wrap_logger(structlog.ReturnLogger(), processors=[])
+FRAME = 300_000
+LIBRARIES = ("aioquic", "qh3")
+PAIRS = [
+    pytest.param(ours, theirs, draft.alpn, id=f"{ours}-{theirs}-{draft.alpn}")
+    for (ours, theirs), draft in itertools.product(itertools.product(LIBRARIES, LIBRARIES), DRAFTS)
+]
+
+
+@pytest.fixture(scope="module")
+def asset(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("assets")
+    return make_asset(folder / "one", range(40), frame_bytes=FRAME, levels=("FP16", "Int4"))
+
+
+@pytest.fixture(scope="module")
+def tls():
+    with development() as made:
+        yield made
+
+
+@contextlib.asynccontextmanager
+async def served(asset, tls, library="aioquic", *, drafts=DRAFTS, **limits):
+    arguments = (Library(asset.path, log=LOG), "127.0.0.1", 0, tls, ServerLimits(**limits), LOG, Metrics())
+    async with quicserver.QuicServer(*arguments, library_name=library, drafts=drafts) as server:
+        yield server
+
+
+def options(server, tls, **more):
+    host, port = server.address
+    return DialOptions(host, port, fingerprint=check(tls).fingerprint, **more)
+
+
+@contextlib.asynccontextmanager
+async def joined(asset, tls, ours="aioquic", theirs="aioquic", *, alpn="moqt-18", **limits):
+    async with contextlib.AsyncExitStack() as stack:
+        await stack.enter_async_context(asyncio.timeout(20))
+        server = await stack.enter_async_context(served(asset, tls, theirs, **limits))
+        connection = await quic.dial(options(server, tls, drafts=(alpn,)), ours)
+        yield server, await stack.enter_async_context(connection)
+
+
+@pytest.mark.parametrize(("ours", "theirs", "alpn"), PAIRS)
+async def test_groups_arrive_as_they_are(asset, tls, ours, theirs, alpn):
+    space, track = asset.catalog.namespace, asset.catalog.track("FP16")
+    async with joined(asset, tls, ours, theirs, alpn=alpn) as (server, connection):
+        assert (connection.backend, connection.protocol) == (ours, alpn)
+        groups = range(asset.catalog.groups)
+        downloads = [connection.fetch(space, "FP16", g, limit=track.bytes[g]) for g in groups]
+        for group, data in enumerate(await asyncio.gather(*map(read_all, downloads))):
+            assert data == asset.frame(group, "FP16")
+        for download in downloads:
+            stats = download.stats
+            assert stats.requested_s <= stats.first_byte_s <= stats.done_s
+        assert connection.stats().bytes_received == track.total_bytes
+        assert 0 < connection.stats().rtt_s < 1
+        assert server.requests == 0
+        assert server.metrics.groups_sent_total.value("FP16") == asset.catalog.groups
+
+
+@pytest.mark.parametrize(("ours", "theirs", "alpn"), PAIRS)
+async def test_what_is_not_there(asset, tls, ours, theirs, alpn):
+    space = asset.catalog.namespace
+    other = replace(space, prompt="0" * 64)
+    async with joined(asset, tls, ours, theirs, alpn=alpn) as (_, connection):
+        for namespace, track, group in ((space, "Int8", 0), (other, "FP16", 0), (space, "FP16", 99)):
+            with pytest.raises(NotFoundError, match=f"{track}, group {group}: not found"):
+                await read_all(connection.fetch(namespace, track, group, limit=1 << 20))
+        assert await read_all(connection.fetch(space, CATALOG_TRACK, limit=1 << 20))
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+async def test_more_than_the_limit_is_never_held(asset, tls, library):
+    async with joined(asset, tls, library, library) as (server, connection):
+        download = connection.fetch(asset.catalog.namespace, "FP16", 0, limit=1000)
+        with pytest.raises(RequestError, match="longer than the 1000 bytes"):
+            await read_all(download)
+        assert await read_all(connection.fetch(asset.catalog.namespace, "FP16", 1, limit=1 << 20))
+        assert server.requests == 0
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+async def test_cancelled_downloads_leave_nothing(asset, tls, library):
+    space = asset.catalog.namespace
+    async with joined(asset, tls, library, library) as (server, connection):
+        cancelled = [connection.fetch(space, "FP16", 0, limit=1 << 20) for _ in range(100)]
+        for index, download in enumerate(cancelled):
+            if index % 10 == 0:
+                await download.read()
+            download.cancel()
+            download.cancel()
+        with pytest.raises(RequestError, match="cancelled"):
+            await cancelled[0].read()
+        assert await read_all(connection.fetch(space, "FP16", 1, limit=1 << 20)) == asset.frame(1, "FP16")
+        assert server.requests == 0
+        (peer,) = server.peers
+        assert len(peer.session.responder) == 0
+
+
+async def test_the_urgent_comes_first(asset, tls):
+    """Ten groups asked for in the wrong order arrive in the order of their priorities."""
+    space, order = asset.catalog.namespace, []
+
+    async def one(connection, group):
+        download = connection.fetch(space, "FP16", group, priority=200 - group, limit=1 << 20)
+        await read_all(download)
+        order.append(group)
+
+    async with joined(asset, tls) as (_, connection):
+        await asyncio.gather(*(one(connection, group) for group in range(asset.catalog.groups)))
+        # The first was being sent before the others were heard of.
+        assert sorted(order[1:], reverse=True) == order[1:] or order == sorted(order, reverse=True)
+
+
+async def test_of_the_equally_urgent_the_first_asked_for_comes_first(asset, tls):
+    space = asset.catalog.namespace
+    async with joined(asset, tls) as (_, connection):
+        downloads = [connection.fetch(space, "FP16", group, limit=1 << 20) for group in range(10)]
+        await asyncio.gather(*map(read_all, downloads))
+        done = [download.stats.done_s for download in downloads]
+        assert done == sorted(done)
+
+
+async def test_a_priority_can_be_changed_under_way(asset, tls):
+    space = asset.catalog.namespace
+    async with joined(asset, tls) as (server, connection):
+        downloads = [connection.fetch(space, "FP16", group, priority=group, limit=1 << 20) for group in range(10)]
+        await downloads[0].read()
+        downloads[9].prioritise(0)
+        await asyncio.gather(*map(read_all, downloads))
+        done = [download.stats.done_s for download in downloads]
+        assert done[9] < done[8]
+        assert len(server.peers) == 1
+
+
+async def test_more_requests_than_streams_wait_their_turn(asset, tls):
+    space = asset.catalog.namespace
+    async with joined(asset, tls) as (_, connection):
+        many = [connection.fetch(space, CATALOG_TRACK, limit=1 << 20) for _ in range(3 * quicconnection.MAX_IN_FLIGHT)]
+        many[-1].prioritise(0)
+        waiting = connection.fetch(space, "Int4", 0, limit=1 << 20)
+        waiting.cancel()
+        assert {len(data) for data in await asyncio.gather(*map(read_all, many))} == {len(asset.catalog.dumps())}
+        assert many[-1].stats.done_s < many[-2].stats.done_s
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+async def test_a_lost_connection_is_told_to_every_reader(asset, tls, library):
+    space = asset.catalog.namespace
+    async with joined(asset, tls, library, library) as (server, connection):
+        downloads = [connection.fetch(space, "FP16", group % 10, limit=1 << 20) for group in range(60)]
+        await downloads[0].read()
+        await server.close()
+        ends = await asyncio.gather(*map(read_all, downloads), return_exceptions=True)
+        assert isinstance(ends[-1], ConnectionLostError)
+        assert {type(end) for end in ends} <= {bytes, ConnectionLostError}
+        assert connection.closed
+        with pytest.raises(ConnectionLostError):
+            await connection.fetch(space, "FP16", 0, limit=1 << 20).read()
+
+
+@pytest.mark.parametrize("alpn", [draft.alpn for draft in DRAFTS])
+async def test_drain_finishes_what_is_under_way_and_takes_nothing_new(asset, tls, alpn):
+    space = asset.catalog.namespace
+    async with joined(asset, tls, alpn=alpn) as (server, connection):
+        download = connection.fetch(space, "FP16", 0, limit=1 << 20)
+        await download.read()
+        draining = asyncio.create_task(server.drain(10.0))
+        rest = await read_all(download)
+        assert len(rest) < FRAME + 8
+        assert download.stats.received == asset.catalog.track("FP16").bytes[0]
+        await draining
+        with pytest.raises(ConnectionLostError):
+            await connection.fetch(space, "FP16", 1, limit=1 << 20).read()
+
+
+async def test_limits_are_kept_and_named(asset, tls):
+    space = asset.catalog.namespace
+    async with joined(asset, tls, requests_per_connection=3) as (_, connection):
+        downloads = [connection.fetch(space, "FP16", group, limit=1 << 20) for group in range(10)]
+        results = await asyncio.gather(*map(read_all, downloads), return_exceptions=True)
+        refused = [result for result in results if isinstance(result, RequestError)]
+        assert refused
+        assert len(refused) < 10
+        assert {error.retry_after_s for error in refused} == {1.0}
+        assert "EXCESSIVE_LOAD" in str(refused[0])
+
+
+async def test_too_many_connections(asset, tls):
+    async with joined(asset, tls, connections=1) as (server, _):
+        with pytest.raises(TransportError, match="too many connections"):
+            await quic.dial(options(server, tls))
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+async def test_certificates_are_checked(asset, tls, library):
+    async with asyncio.timeout(20), served(asset, tls, library) as server:
+        good = options(server, tls)
+        with pytest.raises(TransportError, match=r"TLS failed|certificate"):
+            await quic.dial(replace(good, fingerprint=None), library)
+        with pytest.raises(TransportError, match="not the one expected"):
+            await quic.dial(replace(good, fingerprint="0" * 64), library)
+        async with await quic.dial(replace(good, fingerprint=None, insecure=True), library) as connection:
+            assert not connection.closed
+    with pytest.raises(TransportError, match=r"cannot be read|no certificate"):
+        await quic.dial(replace(good, fingerprint=None, ca=asset.path / "none.pem"), library)
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+async def test_nobody_in_common(asset, tls, library):
+    async with asyncio.timeout(20), served(asset, tls, library, drafts=(by_alpn("moqt-16"),)) as server:
+        with pytest.raises(TransportError, match="no common protocol"):
+            await quic.dial(options(server, tls, drafts=("moqt-18",)), library)
+        with pytest.raises(TransportError, match="this kvabr speaks moqt-16, moqt-18"):
+            await quic.dial(options(server, tls, drafts=("moqt-99",)), library)
+
+
+async def test_an_address_in_use(asset, tls):
+    async with served(asset, tls) as server:
+        port = server.address[1]
+        second = quicserver.QuicServer(server.holdings, "127.0.0.1", port, tls, ServerLimits(), LOG, Metrics())
+        with pytest.raises(TransportError, match="cannot be bound"):
+            await second.start()
+
+
+def test_a_gap_or_a_foreign_group_ends_a_download():
+    class Nowhere:
+        dropped = 0
+
+        def drop(self, download):
+            self.dropped += 1
+
+    for item, words in (
+        (RangeEnd((3, 5), unknown=True), "does not have all"),
+        (ObjectHeader(4, 0, 0, 128, 10), "objects of group 4"),
+        (ObjectHeader(3, 0, 0, 128, 101), "longer than the 100 bytes"),
+    ):
+        connection = Nowhere()
+        download = quicdownload.QuicDownload(connection, ((b"a",), b"FP16", 3), 0, 100)
+        download.take([item])
+        assert connection.dropped == 1
+        with pytest.raises(RequestError, match=words):
+            asyncio.run(download.read())
+
+
+# ---------------------------------------------------------------- several addresses
+
+
+def attempts(what, log):
+    """``what`` says of each candidate: after how long it ends, and with what error, if any."""
+
+    async def attempt(name):
+        log.append(name)
+        seconds, error = what[name]
+        try:
+            await asyncio.sleep(seconds)
+        except asyncio.CancelledError:
+            log.append(f"{name} cancelled")
+            raise
+        if error is not None:
+            raise error
+        return name
+
+    return attempt
+
+
+async def test_the_first_address_that_answers_is_taken():
+    log = []
+    what = {"dead": (9.0, None), "good": (0.01, None), "never tried": (0.0, None)}
+    assert await quic.first_of(list(what), attempts(what, log), 0.05) == "good"
+    assert log == ["dead", "good", "dead cancelled"]
+
+
+async def test_an_address_that_fails_is_followed_at_once_by_the_next():
+    log = []
+    what = {"refused": (0.0, TransportError("refused")), "good": (0.0, None)}
+    assert await asyncio.wait_for(quic.first_of(list(what), attempts(what, log), 60.0), 5.0) == "good"
+
+
+async def test_who_answers_is_believed_before_who_is_silent():
+    log = []
+    silent = quic.NoAnswerError("no answer")
+    what = {"silent": (60.0, silent), "bad": (0.0, TransportError("its certificate has expired"))}
+    with pytest.raises(TransportError, match="expired"):
+        await asyncio.wait_for(quic.first_of(list(what), attempts(what, log), 0.01), 5.0)
+    assert log[-1] == "silent cancelled"
+    what = {"one": (0.0, silent), "two": (0.01, quic.NoAnswerError("no answer either"))}
+    with pytest.raises(quic.NoAnswerError, match="no answer"):
+        await quic.first_of(list(what), attempts(what, log), 0.01)
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+async def test_all_addresses_of_a_host_are_dialled(asset, tls, library, monkeypatch):
+    loop = asyncio.get_running_loop()
+    async with served(asset, tls, library) as server:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as deaf:
+            deaf.bind(("127.0.0.2", server.address[1]))
+
+            async def found(*_, **__):
+                return [
+                    (socket.AF_INET, socket.SOCK_DGRAM, 17, "", (host, server.address[1]))
+                    for host in ("127.0.0.2", "127.0.0.2", "127.0.0.1")
+                ]
+
+            monkeypatch.setattr(loop, "getaddrinfo", found)
+            async with await quic.dial(options(server, tls), library) as connection:
+                assert await read_all(connection.fetch(asset.catalog.namespace, CATALOG_TRACK, limit=1 << 20))

@@ -1,0 +1,48 @@
+"""Whom a client trusts."""
+
+from __future__ import annotations
+
+import datetime as dt
+import hashlib
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives.serialization import Encoding
+
+from kvabr.quic.trust import check_pinned, fingerprint_of
+from kvabr.server.certificates import make
+from kvabr.types.errors import TransportError, UsageError
+
+
+def der(now=None):
+    return x509.load_pem_x509_certificate(make(now=now)[0]).public_bytes(Encoding.DER)
+
+
+def test_a_fingerprint_has_one_spelling():
+    digest = "Ab" * 32
+    assert fingerprint_of(digest) == "ab" * 32
+    assert fingerprint_of(":".join(["AB"] * 32)) == "ab" * 32
+    for bad in ("", "ab", "g" * 64, "ab" * 33):
+        with pytest.raises(UsageError, match="SHA-256 fingerprint"):
+            fingerprint_of(bad)
+
+
+def test_the_pinned_certificate_and_no_other():
+    good = der()
+    pin = hashlib.sha256(good).hexdigest()
+    check_pinned(good, pin)
+    with pytest.raises(TransportError, match="not the one expected"):
+        check_pinned(der(), pin)
+    with pytest.raises(TransportError, match="no certificate"):
+        check_pinned(None, pin)
+    garbage = b"\x30\x03garbage"
+    with pytest.raises(TransportError, match="cannot be read"):
+        check_pinned(garbage, hashlib.sha256(garbage).hexdigest())
+
+
+def test_a_pinned_certificate_must_be_valid_today():
+    now = dt.datetime.now(dt.UTC)
+    for shift, words in ((-30, "expired on"), (30, "not valid before")):
+        other = der(now + dt.timedelta(days=shift))
+        with pytest.raises(TransportError, match=words):
+            check_pinned(other, hashlib.sha256(other).hexdigest())

@@ -1,0 +1,162 @@
+"""Every policy over every kind of link, with every kind of engine: whole plays in the simulator."""
+
+import pytest
+
+from kvabr.abr.policies import BUILTIN
+from kvabr.player import PlayerConfig
+from kvabr.replay.link import FIRST_BYTE_S, LOOKUP_ROUND_TRIPS, PAYLOAD_SHARE
+from kvabr.replay.stage import PlayOptions, Stage
+from kvabr.types.cost import PrefillCost
+from kvabr.types.errors import PolicyError, UsageError
+from tests.catalogs import catalog
+from tests.replay.worlds import world, worlds
+
+POLICIES = ["fixed:AC-5x", "fixed:FP16", *(name for name in BUILTIN if name != "fixed")]
+COST = PrefillCost(0.005, 1 / 1500)
+ENGINES = {"none": (None, "hole"), "hole": (COST, "hole"), "suffix": (COST, "suffix")}
+
+
+@pytest.mark.parametrize("layered", [False, True])
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("trace", worlds(), ids=lambda trace: trace.name)
+def test_every_play_ends_complete_or_says_why_and_never_beats_the_clairvoyant(trace, engine, layered):
+    cost, mode = ENGINES[engine]
+    offer = catalog(12, short=40, layered=layered)
+    options = PlayOptions(2.0, 0.05, 0.4, cost, mode, config=PlayerConfig(give_up_after=5.0))
+    stage = Stage(offer, options)
+    for policy in POLICIES:
+        outcome = stage.play(trace, 0.3, policy, log=True)
+        run, record = outcome.run, outcome.record
+        if record.gave_up is None:
+            assert all(group["track"] is not None for group in run["groups"])
+            assert run["met"] == (run["ttft_s"] <= 2.0)
+            assert all(group["ready_s"] <= run["ttft_s"] for group in run["groups"])
+            useful = sum(group["bytes"] for group in run["groups"])
+            assert run["bytes_fetched"] == useful + run["bytes_wasted"]
+        else:
+            assert run["ttft_s"] is None
+            assert cost is None or mode == "suffix" or "not in place" in record.gave_up
+        if run["met"]:
+            assert run["feasible"], policy
+            recomputed = any(group["source"] == "recomputed" for group in run["groups"])
+            assert recomputed or run["loss"] >= run["clairvoyant_loss"] - 1e-9
+        if cost is None:
+            assert record.tokens_recomputed == 0
+        times = [line["t"] for line in outcome.log]
+        assert times == sorted(times)
+        assert all(line["reason"] for line in outcome.log if line["event"] == "decision")
+        assert outcome.log[0]["event"] == "start"
+        assert outcome.log[-1]["event"] == "deliver"
+
+
+def test_suffix_plays_recompute_only_a_tail():
+    cost = PrefillCost(0.0, 1 / 3000)
+    stage = Stage(catalog(12), PlayOptions(2.0, 0.05, 0.12, cost, "suffix"))
+    sources = [group["source"] for group in stage.play(world("steady", [1e6]), 0.0, "cheapfirst").run["groups"]]
+    cut = sources.index("recomputed")
+    assert 0 < cut < 12
+    assert set(sources[cut:]) == {"recomputed"}
+    assert "recomputed" not in sources[:cut]
+
+
+def test_hole_plays_meet_the_deadline_where_the_network_alone_cannot():
+    slow = world("steady", [1e6])
+    alone = Stage(catalog(12), PlayOptions(2.0, 0.05, 0.12)).play(slow, 0.0, "cheapfirst")
+    helped = Stage(catalog(12), PlayOptions(2.0, 0.05, 0.12, PrefillCost(0.0, 1 / 1000))).play(slow, 0.0, "cheapfirst")
+    assert not alone.run["met"]
+    assert not alone.run["feasible"]
+    assert helped.run["met"]
+    assert helped.run["feasible"]
+    assert 0 < helped.record.tokens_recomputed < 12 * 128
+
+
+def test_decoding_counts_and_cheapfirst_steps_around_slow_codecs():
+    link = world("steady", [1e6])
+    quick = Stage(catalog(12, decode=0.0), PlayOptions(1.0, 0.02, 1.5)).play(link, 0.0, "fixed:AC-5x")
+    slow = Stage(catalog(12, decode=40.0), PlayOptions(1.0, 0.02, 1.5)).play(link, 0.0, "fixed:AC-5x")
+    assert slow.run["ttft_s"] > quick.run["ttft_s"] + 1.0
+    around = Stage(catalog(12, decode=40.0), PlayOptions(1.0, 0.02, 1.5)).play(link, 0.0, "cheapfirst")
+    assert around.run["ttft_s"] < slow.run["ttft_s"]
+
+
+def test_more_network_is_never_worse_for_cheapfirst():
+    losses = []
+    for share in (0.25, 0.5, 1.0, 2.0):
+        run = Stage(catalog(12), PlayOptions(2.0, 0.02, share)).play(world("steady", [1e6]), 0.0, "cheapfirst").run
+        assert run["met"]
+        losses.append(run["loss"])
+    assert losses == sorted(losses, reverse=True)
+    assert losses[-1] < 1e-3
+
+
+def test_a_policy_that_raises_fails_the_play_with_its_place(tmp_path):
+    path = tmp_path / "bad.py"
+    path.write_text(
+        "from kvabr.abr import Decision, Policy\n\n\nclass Bad(Policy):\n    def decide(self, view):\n"
+        "        if view.now > 0.5:\n            return [][0]\n"
+        "        return Decision.fetch(view.first_missing(), 'Int4', 'so far so good')\n"
+    )
+    with pytest.raises(PolicyError, match=r"Bad raised IndexError.*bad\.py, line 7"):
+        Stage(catalog(12), PlayOptions(2.0, 0.02, 0.4)).play(world("steady", [1e6]), 0.0, f"{path}:Bad")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"deadline_s": 0.0}, {"deadline_s": -1.0}, {"deadline_s": float("nan")}, {"scale_to_mean": 0.0}, {"rtt_s": -0.1}],
+)
+def test_options_that_make_no_sense_are_refused(options):
+    with pytest.raises(UsageError):
+        PlayOptions(**({"deadline_s": 1.0} | options))
+
+
+def test_the_oracle_needs_a_simulation_and_has_one_here():
+    run = Stage(catalog(12), PlayOptions(2.0, 0.02, 0.4)).play(world("steady", [1e6]), 0.0, "cachegen-oracle").run
+    assert run["met"]
+
+
+def test_a_trace_counts_whole_packets_of_which_a_share_is_payload():
+    offer = catalog(12)
+    run = Stage(offer, PlayOptions(60.0, 0.05, slow_start=False)).play(world("steady", [1e6]), 0.0, "fixed:Int8").run
+    size = offer.track("Int8").total_bytes
+    assert run["ttft_s"] == pytest.approx(0.05 + FIRST_BYTE_S + size / (PAYLOAD_SHARE * 1e6), rel=0.02)
+
+
+def test_what_the_lookup_brought_has_opened_the_window():
+    """A catalog with more groups is longer, so the first round trip of its play carries more."""
+    link = world("steady", [1e9])
+    short, _, _ = Stage(catalog(4), PlayOptions(2.0, 0.1)).prepare(link, 0.0)
+    long, _, _ = Stage(catalog(64), PlayOptions(2.0, 0.1)).prepare(link, 0.0)
+    more = len(catalog(64).dumps()) - len(catalog(4).dumps())
+    assert long.between(0.0, 0.2) - short.between(0.0, 0.2) == pytest.approx(more)
+
+
+@pytest.mark.parametrize("policy", ["fixed:AC-5x", "cheapfirst"])
+def test_a_cold_play_counts_the_lookup_and_begins_as_much_later_in_the_trace(policy):
+    rtt, link = 0.1, world("walk", [1e6, 3e5, 2e6, 5e5] * 20)
+    lookup = LOOKUP_ROUND_TRIPS * rtt
+    cold = Stage(catalog(12), PlayOptions(2.0, rtt, cold=True)).play(link, 0.5, policy, log=True)
+    warm = Stage(catalog(12), PlayOptions(2.0 - lookup, rtt)).play(link, 0.5 + lookup, policy)
+    assert cold.run["ttft_s"] == pytest.approx(warm.run["ttft_s"] + lookup)
+    assert cold.run["met"] == warm.run["met"]
+    assert cold.run["loss"] == warm.run["loss"]
+    assert cold.run["clairvoyant_loss"] == warm.run["clairvoyant_loss"]
+    for one, other in zip(cold.run["groups"], warm.run["groups"], strict=True):
+        assert one["ready_s"] == pytest.approx(other["ready_s"] + lookup)
+    assert cold.log[-1]["t"] == pytest.approx(cold.run["ttft_s"])
+    assert cold.link[0][0] == pytest.approx(lookup)
+
+
+def test_a_lookup_longer_than_the_deadline_is_late_not_an_error():
+    run = Stage(catalog(4), PlayOptions(0.5, 0.2, cold=True)).play(world("steady", [2e7]), 0.0, "cheapfirst").run
+    assert run["gave_up"] is None
+    assert not run["met"]
+    assert run["ttft_s"] > LOOKUP_ROUND_TRIPS * 0.2
+
+
+def test_a_guarded_player_ends_early_and_is_judged_by_the_whole_deadline():
+    link = world("steady", [4e5])
+    plain = Stage(catalog(12), PlayOptions(2.0, 0.05)).play(link, 0.0, "cheapfirst").run
+    guarded = Stage(catalog(12), PlayOptions(2.0, 0.05, guard_s=0.2)).play(link, 0.0, "cheapfirst").run
+    assert plain["ttft_s"] > 1.8 >= guarded["ttft_s"]
+    assert guarded["deadline_s"] == 2.0
+    assert guarded["met"]

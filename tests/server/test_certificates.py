@@ -1,0 +1,153 @@
+"""Certificates: made for development, or checked before they are served."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import ssl
+import stat
+import subprocess
+import sys
+import time
+from datetime import UTC, datetime, timedelta
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ed25519, rsa
+
+from kvabr.server.certificates import CertificateError, check, development, make
+from kvabr.server.server import ServerTls
+
+NOW = datetime(2026, 5, 1, 12, tzinfo=UTC)
+
+
+@pytest.fixture
+def tls(tmp_path):
+    certificate, key = make(("example.org",), NOW)
+    found = ServerTls(tmp_path / "cert.pem", tmp_path / "key.pem")
+    found.certfile.write_bytes(certificate)
+    found.keyfile.write_bytes(key)
+    return found
+
+
+def test_a_certificate_for_development_passes_and_names_its_hosts(tls):
+    facts = check(tls, NOW)
+    assert set(facts.names) == {"localhost", "127.0.0.1", "::1", "example.org"}
+    certificate = x509.load_pem_x509_certificate(tls.certfile.read_bytes())
+    der = certificate.public_bytes(serialization.Encoding.DER)
+    assert facts.fingerprint == hashlib.sha256(der).hexdigest()
+    assert NOW < facts.not_after <= certificate.not_valid_before_utc + timedelta(days=14)
+
+
+def test_development_leaves_nothing_behind():
+    with development("10.1.2.3", "localhost", "bücher.example") as tls:
+        folder = tls.keyfile.parent
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+        assert stat.S_IMODE(tls.keyfile.stat().st_mode) == 0o600
+        assert {"10.1.2.3", "xn--bcher-kva.example"} <= set(check(tls).names)
+        with development() as other:
+            assert check(other).fingerprint != check(tls).fingerprint
+    assert not folder.exists()
+
+
+async def test_a_tls_stack_accepts_it_for_its_names_alone():
+    """Whoever trusts this very certificate gets a connection to each of its names, and to no other."""
+    with development("example.org") as tls:
+        server_side = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        server_side.load_cert_chain(tls.certfile, tls.keyfile)
+        client_side = ssl.create_default_context(cafile=tls.certfile)
+        server = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0, ssl=server_side)
+        port = server.sockets[0].getsockname()[1]
+        async with server:
+            for name in ("localhost", "127.0.0.1", "::1", "example.org"):
+                reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=client_side, server_hostname=name)
+                assert await reader.read() == b""
+                writer.close()
+            with pytest.raises(ssl.SSLCertVerificationError):
+                await asyncio.open_connection("127.0.0.1", port, ssl=client_side, server_hostname="evil.example")
+
+
+def refused(tls, words, now=NOW):
+    with pytest.raises(CertificateError, match=words):
+        check(tls, now)
+
+
+def test_files_that_are_not_there_or_not_pem(tls, tmp_path):
+    refused(ServerTls(tmp_path / "no.pem", tls.keyfile), "no such certificate; .*--dev")
+    refused(ServerTls(tls.certfile, tmp_path / "no.pem"), "no such key")
+    refused(ServerTls(tmp_path, tls.keyfile), "cannot read the certificate")
+    refused(ServerTls(tls.keyfile, tls.keyfile), "not a certificate in PEM form")
+    refused(ServerTls(tls.certfile, tls.certfile), "not a private key in PEM form")
+    der = tmp_path / "cert.der"
+    der.write_bytes(x509.load_pem_x509_certificate(tls.certfile.read_bytes()).public_bytes(serialization.Encoding.DER))
+    refused(ServerTls(der, tls.keyfile), "not a certificate in PEM form")
+    big = tmp_path / "big.pem"
+    big.write_bytes(b"x" * ((1 << 20) + 1))
+    refused(ServerTls(big, tls.keyfile), "far too large")
+
+
+def test_dates(tls):
+    refused(tls, r"expired on 2026-05-14 11:00 UTC; renew", NOW + timedelta(days=13))
+    refused(tls, "not valid before .*clock", NOW - timedelta(hours=2))
+    check(tls, NOW + timedelta(days=12, hours=22))
+
+
+def test_another_key_and_a_key_with_a_password(tls, tmp_path):
+    refused(ServerTls(tls.certfile, write_key(tmp_path, ed25519.Ed25519PrivateKey.generate())), "not the key of")
+    key = serialization.load_pem_private_key(tls.keyfile.read_bytes(), None)
+    locked = write_key(tmp_path, key, serialization.BestAvailableEncryption(b"pw"))
+    refused(ServerTls(tls.certfile, locked), "password.*openssl pkey")
+
+
+def test_a_chain_must_begin_with_the_servers_own(tls, tmp_path):
+    other, _ = make((), NOW)
+    chain = tmp_path / "chain.pem"
+    chain.write_bytes(tls.certfile.read_bytes() + other)
+    assert "example.org" in check(ServerTls(chain, tls.keyfile), NOW).names
+    chain.write_bytes(other + tls.certfile.read_bytes())
+    refused(ServerTls(chain, tls.keyfile), "must come first")
+
+
+def test_a_certificate_without_names(tmp_path):
+    key = rsa.generate_private_key(65537, 2048)
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "old.example")])
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(1)
+        .not_valid_before(NOW)
+        .not_valid_after(NOW + timedelta(days=1))
+        .sign(key, hashes.SHA256())
+    )
+    path = tmp_path / "cert.pem"
+    path.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
+    refused(ServerTls(path, write_key(tmp_path, key)), "names no host")
+
+
+def write_key(folder, key, how=None):
+    path = folder / "other.key"
+    how = serialization.NoEncryption() if how is None else how
+    path.write_bytes(key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, how))
+    return path
+
+
+def test_what_a_killed_server_left_is_removed_by_the_next(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    code = "import os, signal; from kvabr.server.certificates import development\n"
+    code += "with development(): os.kill(os.getpid(), signal.SIGKILL)"
+    subprocess.run([sys.executable, "-c", code], env={**os.environ, "TMPDIR": str(tmp_path)}, check=False)  # noqa: S603
+    (left,) = tmp_path.iterdir()
+    mine = tmp_path / "kvabr-dev-file"
+    mine.write_text("no folder")
+    long_ago = time.time() - 3600
+    os.utime(left, (long_ago, long_ago))
+    with development() as one:
+        os.utime(one.keyfile.parent, (long_ago, long_ago))
+        assert not left.exists()
+        with development():
+            assert one.keyfile.exists()  # in use, however old
+    assert list(tmp_path.iterdir()) == [mine]

@@ -1,0 +1,215 @@
+"""The transport without a network: what a link carries when, who goes first, and every way to go wrong."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from kvabr.moqt.codes import RequestCode
+from kvabr.quic.interface import read_all
+from kvabr.server.faults import Fault
+from kvabr.server.memory import MemoryConnection, MemoryLink
+from kvabr.store.publication import BytesPublication, Publication
+from kvabr.types.errors import AssetError, ConnectionLostError, NotFoundError, RequestError
+from kvabr.types.naming import TrackNamespace
+
+SPACE = TrackNamespace("test/model", "ab" * 32)
+DATA = bytes(range(256)) * 400
+
+
+class Broken(Publication):
+    groups = 1
+
+    def size(self, group):
+        return 1
+
+    def open(self, group):
+        raise AssetError("the disk is gone")
+
+
+def find(namespace, track):
+    if namespace != SPACE:
+        return None
+    return {"data": BytesPublication(DATA), "none": BytesPublication(b""), "broken": Broken()}.get(track)
+
+
+def connection(path=None, fault=None, **options):
+    return MemoryConnection(find, path, faults=None if fault is None else lambda _: fault, **options)
+
+
+def ask(link, track="data", *, limit=102_400, **options):
+    return link.fetch(SPACE, track, limit=limit, **options)
+
+
+async def timed(download):
+    start = asyncio.get_running_loop().time()
+    data = await read_all(download)
+    return data, asyncio.get_running_loop().time() - start
+
+
+async def test_everything_comes_and_the_books_balance():
+    async with connection() as link:
+        download = ask(link)
+        assert await read_all(download) == DATA
+        assert await download.read() == b""
+        assert download.stats.received == len(DATA) == link.stats().bytes_received
+        assert download.stats.requested_s <= download.stats.first_byte_s <= download.stats.done_s
+        assert await read_all(ask(link, "none")) == b""
+        assert link.downloads == 0
+    assert link.closed
+
+
+async def test_rate_and_round_trip():
+    async with connection(MemoryLink(rate=1e6, rtt_s=0.05)) as link:
+        data, seconds = await timed(ask(link))
+        assert data == DATA
+        # The loop's timers may fire a resolution early.
+        assert 0.05 + len(DATA) / 1e6 - 0.002 <= seconds < 0.05 + 1.5 * len(DATA) / 1e6
+
+
+async def test_the_link_is_shared_by_priority_and_equals_take_turns():
+    async with connection(MemoryLink(rate=4e6)) as link:
+        late, early, other = ask(link, priority=200), ask(link, priority=3), ask(link, priority=3)
+        ended = []
+
+        async def drain(name, download):
+            await read_all(download)
+            ended.append((name, late.stats.received))
+
+        await asyncio.gather(drain("late", late), drain("early", early), drain("other", other))
+        assert [name for name, _ in ended] == ["early", "other", "late"]
+        assert ended[1][1] <= 16 << 10  # it had the link for a moment before the others had asked
+        assert other.stats.first_byte_s < early.stats.done_s
+
+
+async def test_priority_can_be_changed():
+    async with connection(MemoryLink(rate=4e6)) as link:
+        first, second = ask(link, priority=1), ask(link, priority=2)
+        await first.read()
+        second.prioritise(0)
+        await asyncio.gather(read_all(first), read_all(second))
+        assert second.stats.done_s < first.stats.done_s
+
+
+async def test_a_download_that_is_not_read_holds_back_its_sender_only():
+    large = BytesPublication(bytes(3 << 20))
+    async with MemoryConnection(lambda space, track: large if track == "large" else find(space, track)) as link:
+        idle = ask(link, "large", limit=3 << 20, priority=0)
+        assert await read_all(ask(link)) == DATA
+        assert idle.stats.received == 1 << 20
+        assert len(await idle.read()) == 1 << 20
+        assert idle.stats.limit == "cpu"
+        idle.cancel()
+
+
+async def test_cancel_leaves_nothing_and_frees_the_link():
+    async with connection(MemoryLink(rate=1e5)) as link:
+        downloads = [ask(link) for _ in range(3)]
+        reader = asyncio.create_task(downloads[0].read())
+        await asyncio.sleep(0)
+        for download in downloads:
+            download.cancel()
+            download.cancel()
+        assert link.downloads == 0
+        with pytest.raises(RequestError, match="cancelled"):
+            await reader
+        link.path.rate = None
+        assert await read_all(ask(link)) == DATA
+
+
+async def test_what_is_not_there_looks_the_same_whyever():
+    async with connection() as link:
+        errors = []
+        for download in (
+            ask(link, "other"),
+            link.fetch(TrackNamespace("test/model", "cd" * 32), "data", limit=10),
+            link.fetch(SPACE, "data", 7, limit=10),
+        ):
+            with pytest.raises(NotFoundError) as caught:
+                await download.read()
+            errors.append(caught.value.code)
+        assert errors == [0x10] * 3
+        with pytest.raises(RequestError, match="disk is gone"):
+            await read_all(ask(link, "broken"))
+
+
+async def test_more_than_the_limit_is_refused():
+    async with connection() as link:
+        download = ask(link, limit=len(DATA) - 1)
+        with pytest.raises(RequestError, match="longer"):
+            await read_all(download)
+        assert download.stats.received < len(DATA)
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (Fault(refuse=0x9, retry_after_s=3.0), "refused, code 0x9"),
+        (Fault(reset_after=1000), "reset by the publisher after 1000 bytes"),
+        (Fault(reset_after=0), "reset by the publisher after 0 bytes"),
+        (Fault(endless=True), "longer than"),
+    ],
+)
+async def test_faults_that_the_transport_sees(fault, message):
+    async with connection(fault=fault) as link:
+        with pytest.raises(RequestError, match=message) as caught:
+            await read_all(ask(link))
+        code = RequestCode.MALFORMED_TRACK if fault.endless else fault.refuse or 0
+        assert (caught.value.code, caught.value.retry_after_s) == (code, fault.retry_after_s)
+        assert link.downloads == 0
+
+
+async def test_faults_that_only_the_reader_can_see():
+    for fault, wanted in (
+        (Fault(truncate_to=77), DATA[:77]),
+        (Fault(replace=b"lies"), b"lies"),
+        (Fault(corrupt_at=5), DATA[:5] + bytes([DATA[5] ^ 0x10]) + DATA[6:]),
+    ):
+        async with connection(fault=fault) as link:
+            assert await read_all(ask(link)) == wanted
+
+
+async def test_a_stall_says_nothing_and_stalls_nobody_else():
+    async with MemoryConnection(find, faults=lambda ask: Fault(stall_after=500) if ask.attempt == 0 else None) as link:
+        stalled = ask(link)
+        assert await stalled.read() == DATA[:500]
+        waiting = asyncio.create_task(stalled.read())
+        assert await read_all(ask(link)) == DATA
+        assert not waiting.done()
+        assert link.downloads == 1
+        link.lose("the publisher died")
+        with pytest.raises(ConnectionLostError, match="the publisher died"):
+            await waiting
+
+
+async def test_a_slow_publisher_is_told_from_a_slow_link():
+    async with connection(MemoryLink(rate=50e6), Fault(rate=1e6)) as link:
+        download = ask(link)
+        _, seconds = await timed(download)
+        assert seconds >= 0.8 * len(DATA) / 1e6
+        assert download.stats.limit == "publisher"
+    async with connection(MemoryLink(rate=1e6)) as link:
+        download = ask(link)
+        await read_all(download)
+        assert download.stats.limit == "network"
+
+
+async def test_a_slow_first_byte():
+    async with connection(fault=Fault(first_byte_s=0.08)) as link:
+        _, seconds = await timed(ask(link))
+        assert seconds >= 0.08
+
+
+async def test_a_lost_connection_tells_every_reader_now_and_later():
+    link = connection(MemoryLink(rate=1e4), lasts_s=0.02)
+    downloads = [ask(link) for _ in range(3)]
+    for download in downloads:
+        with pytest.raises(ConnectionLostError, match="timed out"):
+            await read_all(download)
+    assert link.closed
+    with pytest.raises(ConnectionLostError):
+        await ask(link).read()
+    await link.close()
+    await link.close()
+    assert link.downloads == 0

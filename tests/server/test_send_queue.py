@@ -1,0 +1,153 @@
+"""What a connection still has to send, and in which order."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvabr.codec.object_layout import ObjectSpan
+from kvabr.moqt.draft import DRAFT_16, DRAFT_18
+from kvabr.moqt.objects import ObjectHeader, ObjectParser
+from kvabr.server.send_queue import MOST_AHEAD_BYTES, GroupRange, Outbox, Sending
+from kvabr.store.publication import Publication, PublishedGroup
+from kvabr.types.errors import AssetError
+
+
+class Track(Publication):
+    """Three groups of three objects with IDs 100 apart; one of the groups may be missing."""
+
+    groups = 3
+
+    def __init__(self, size=30, *, broken=None):
+        self._size, self._broken, self.opened = size, broken, []
+
+    def size(self, group):
+        return self._size
+
+    def open(self, group):
+        if group == self._broken:
+            raise AssetError("gone")
+        self.opened.append(group)
+        third = self._size // 3
+        spans = tuple(ObjectSpan(100 * i, i * third, (i + 1) * third) for i in range(3))
+        return PublishedGroup(memoryview(bytes([group]) * self._size), spans, bytes(32))
+
+
+class Quic:
+    """Takes what it is given; sends as much as it is told to."""
+
+    def __init__(self):
+        self.streams, self.ended, self.queued, self.dead = {}, [], 0, set()
+
+    def send(self, job, piece):
+        if job.stream in self.dead:
+            return False
+        self.streams.setdefault(job.stream, bytearray()).extend(piece)
+        self.queued += len(piece)
+        if job.finished:
+            self.ended.append(job.stream)
+        return True
+
+    def outbox(self):
+        return Outbox(self.send, lambda: self.queued, lambda: MOST_AHEAD_BYTES)
+
+
+WHOLE = (GroupRange(0, 0, None),)
+
+
+def sending(number, track, *, ranges=WHOLE, priority=128, draft=DRAFT_18, **more):
+    options = {"dense": False, "descending": False, **more}
+    return Sending(number, number + 1000, track, list(ranges), draft, track="T", priority=priority, **options)
+
+
+def objects(data, draft=DRAFT_18, **options):
+    """(group, object ID, payload) of each object on a stream."""
+    out = []
+    for item in ObjectParser(draft, **options).feed(bytes(data)):
+        if isinstance(item, ObjectHeader):
+            out.append([item.group, item.object, b""])
+        else:
+            out[-1][2] += item
+    return [tuple(each) for each in out]
+
+
+@pytest.mark.parametrize("draft", [DRAFT_18, DRAFT_16])
+def test_objects_have_the_ids_of_their_tokens_or_are_counted(draft):
+    for dense, ids in ((False, [0, 100, 200]), (True, [0, 1, 2])):
+        quic = Quic()
+        box = quic.outbox()
+        box.add(sending(1, Track(), draft=draft, dense=dense))
+        done, broken = box.feed()
+        assert ([job.request_id for job in done], broken, len(box)) == ([1], [], 0)
+        assert objects(quic.streams[1001], draft) == [(0, each, b"\0" * 10) for each in ids]
+        assert quic.ended == [1001]
+
+
+@pytest.mark.parametrize("draft", [DRAFT_18, DRAFT_16])
+def test_ranges_of_groups_either_way_and_of_objects(draft):
+    ranges = [GroupRange(0, 100, None), GroupRange(1, 0, None), GroupRange(2, 0, 200)]
+    wanted = [(0, 100), (0, 200), (1, 0), (1, 100), (1, 200), (2, 0), (2, 100)]
+    quic = Quic()
+    box = quic.outbox()
+    box.add(sending(1, Track(), draft=draft, ranges=ranges))
+    box.add(sending(2, Track(), draft=draft, ranges=ranges[::-1], descending=True))
+    box.feed()
+    assert [each[:2] for each in objects(quic.streams[1001], draft)] == wanted
+    backwards = [each[:2] for each in objects(quic.streams[1002], draft, descending=True)]
+    assert backwards == [(2, 0), (2, 100), (1, 0), (1, 100), (1, 200), (0, 100), (0, 200)]
+
+
+def test_the_most_urgent_first_and_no_more_than_quic_can_use():
+    quic = Quic()
+    box = quic.outbox()
+    size = 3 * MOST_AHEAD_BYTES
+    for number, priority in ((1, 5), (2, 9), (3, 5)):
+        box.add(sending(number, Track(size), priority=priority))
+    order = []
+    while len(box):
+        done, _ = box.feed()
+        order += [job.request_id for job in done]
+        assert quic.queued < 2 * MOST_AHEAD_BYTES
+        quic.queued = 0
+    assert order == [1, 3, 2]
+
+
+def test_a_change_of_priority_holds_from_the_next_piece_on():
+    quic = Quic()
+    box = quic.outbox()
+    for number in (1, 2):
+        box.add(sending(number, Track(9 * MOST_AHEAD_BYTES), priority=number))
+    box.feed()
+    assert set(quic.streams) == {1001}
+    box.prioritise(2, 0)
+    box.prioritise(99, 0)
+    quic.queued = 0
+    box.feed()
+    assert len(quic.streams[1002]) > 0
+    begun = len(quic.streams[1001])
+    assert box.remove(2).request_id == 2
+    assert box.remove(2) is None
+    quic.queued = 0
+    box.feed()
+    assert len(quic.streams[1001]) > begun
+
+
+def test_what_breaks_does_not_hold_up_the_rest():
+    quic = Quic()
+    quic.dead = {1002}
+    box = quic.outbox()
+    box.add(sending(1, Track(broken=0)))
+    box.add(sending(2, Track()))
+    box.add(sending(3, Track()))
+    done, broken = box.feed()
+    assert [(job.request_id, str(error)) for job, error in broken] == [(1, "gone")]
+    assert [job.request_id for job in done] == [2, 3]
+    assert set(quic.streams) == {1003}
+
+
+def test_nothing_is_opened_before_its_turn():
+    quic, track = Quic(), Track(9 * MOST_AHEAD_BYTES)
+    box = quic.outbox()
+    box.add(sending(1, Track(9 * MOST_AHEAD_BYTES), priority=0))
+    box.add(sending(2, track, priority=1))
+    box.feed()
+    assert track.opened == []

@@ -1,0 +1,293 @@
+"""`kvabr serve`: what it refuses before it binds, what it says, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import io
+import json
+import logging
+import os
+import signal
+import sys
+
+import pytest
+import structlog
+
+from kvabr.cli.address import is_loopback, moqt_url, parse_address
+from kvabr.cli.events import captured, logger
+from kvabr.cli.main import main
+from kvabr.cli.serve import parse_limits
+from kvabr.server import backends
+from kvabr.server.backends import make_server
+from kvabr.server.certificates import make
+from kvabr.server.metrics import Metrics
+from kvabr.server.server import Server, ServerLimits, ServerTls
+from kvabr.server.service import INTERRUPTED, Watcher, run_until_signal
+from kvabr.store.asset_index import Library
+from kvabr.store.grants import Grants
+from kvabr.types.errors import TransportError, UsageError
+from tests.assets import make_asset
+
+LOG = structlog.wrap_logger(structlog.ReturnLogger(), processors=[])
+
+
+def kvabr(*words):
+    return main([str(word) for word in words])
+
+
+@pytest.fixture
+def root(tmp_path):
+    path = tmp_path / "assets"
+    path.mkdir()
+    make_asset(path / "one", range(8))
+    return path
+
+
+@pytest.fixture
+def pem(tmp_path):
+    certificate, key = make()
+    (tmp_path / "cert.pem").write_bytes(certificate)
+    (tmp_path / "key.pem").write_bytes(key)
+    return tmp_path / "cert.pem", tmp_path / "key.pem"
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "said"),
+    [
+        ((), 2, "--cert and --key"),
+        (("--cert", "x"), 2, "--cert and --key"),
+        (("--key", "x"), 2, "--cert and --key"),
+        (("--dev", "--cert", "x"), 2, "--cert and --key"),
+        (("--dev", "--cert", "x", "--key", "y"), 2, "--cert and --key"),
+        (("--cert", "nowhere.pem", "--key", "nowhere.pem"), 1, "no such certificate"),
+        (("--dev", "--bind", "localhost"), 2, "HOST:PORT"),
+        (("--dev", "--bind", "localhost:99999"), 2, "HOST:PORT"),
+        (("--dev", "--bind", "moqt://localhost:1/"), 2, "HOST:PORT"),
+        (("--dev", "--metrics", "9100"), 2, "--metrics 9100: must be HOST:PORT"),
+        (("--dev", "--drain", "-1"), 2, "--drain"),
+        (("--dev", "--drain", "nan"), 2, "--drain"),
+        (("--dev", "--limit", "cheese=1"), 2, "there are connections, requests-per-connection"),
+        (("--dev", "--limit", "connections=many"), 2, "not a whole number"),
+        (("--dev", "--limit", "connections=0"), 2, "not positive"),
+        (("--dev", "--tokens", "nowhere.json"), 1, "cannot read the tokens"),
+    ],
+)
+def test_what_makes_no_sense_is_said_before_anything_is_bound(root, capsys, words, status, said):
+    assert kvabr("serve", root, *words) == status
+    error = capsys.readouterr().err
+    assert said in error
+    assert "Traceback" not in error
+
+
+def test_no_root_and_a_root_that_is_not_there(tmp_path, capsys):
+    assert kvabr("serve", "--dev") == 2
+    assert "kvabr serve ROOT" in capsys.readouterr().err
+    assert kvabr("serve", tmp_path / "nowhere", "--dev") == 1
+    assert "nowhere: no such folder" in capsys.readouterr().err
+
+
+def test_a_new_token_and_its_entry(capsys):
+    assert kvabr("serve", "--new-token") == 0
+    lines = capsys.readouterr().out.splitlines()
+    entry = json.loads(lines[-1])
+    grants = Grants.loads(json.dumps({"schema": "kvabr.grants/1", "grants": [entry]}))
+    assert grants.check(lines[1].encode()).name == entry["name"]
+
+
+def test_limits_and_their_defaults_are_in_the_help(capsys):
+    with pytest.raises(SystemExit):
+        kvabr("serve", "--help")
+    assert "requests-per-s=2000.0" in capsys.readouterr().out
+    limits = parse_limits(["requests-per-s=0.5", "connections=3", "buffered-bytes=1000"])
+    assert limits == ServerLimits(requests_per_s=0.5, connections=3, buffered_bytes=1000)
+
+
+def test_addresses():
+    assert parse_address("127.0.0.1:0", "--bind") == ("127.0.0.1", 0)
+    assert parse_address("[::1]:4443", "--bind") == ("::1", 4443)
+    assert parse_address(":4443", "--bind") == ("0.0.0.0", 4443)  # noqa: S104
+    assert moqt_url("::1", 1) == "moqt://[::1]:1/"
+    assert moqt_url("example.org", 1) == "moqt://example.org:1/"
+    assert "0.0.0.0" not in moqt_url("0.0.0.0", 1)  # noqa: S104
+    assert [is_loopback(host) for host in ("localhost", "127.0.0.9", "::1", "::", "10.0.0.1", "example.org")] == [
+        True, True, True, False, False, False,
+    ]  # fmt: skip
+    for bad in ("", ":", "a:b", "[::1]", "::1:80", "a b:1", "a:123456"):
+        with pytest.raises(UsageError):
+            parse_address(bad, "--bind")
+
+
+def test_logs_are_json_unless_a_person_reads_them():
+    stream = io.StringIO()
+    log = logger(stream=stream)
+    log.debug("not this")
+    log.warning("it\nhappened", why="\x1b[31m", path="a b")
+    (line,) = stream.getvalue().splitlines()
+    value = json.loads(line)
+    assert (value["event"], value["level"], value["why"]) == ("it\nhappened", "warning", "\x1b[31m")
+    assert value["timestamp"].endswith("Z")
+
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    stream = Terminal()
+    logger(stream=stream, verbose=True).debug("seen", answer=42)
+    assert "seen" in stream.getvalue()
+    assert "42" in stream.getvalue()
+    assert not stream.getvalue().startswith("{")
+
+
+def test_what_libraries_report_comes_as_events_too():
+    stream = io.StringIO()
+    with captured(logger(stream=stream)):
+        try:
+            [].pop()
+        except IndexError:
+            logging.getLogger("quic").exception("lost it")
+        logging.getLogger("quic").info("chatter")
+    logging.getLogger("quic").warning("later")
+    (line,) = stream.getvalue().splitlines()
+    value = json.loads(line)
+    assert (value["event"], value["level"], value["said"], value["logger"]) == ("library", "error", "lost it", "quic")
+    assert "IndexError: pop from empty list" in value["exception"]
+
+
+@pytest.mark.parametrize(("name", "extra"), [("moq", r"kvabr\[moq\]"), ("qh3", r"kvabr\[fast\]")])
+def test_a_library_that_is_not_installed_says_how_to_get_it(root, pem, monkeypatch, name, extra):
+    monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(TransportError, match=extra):
+        make_server(name, Library(root), "::1", 0, ServerTls(*pem), ServerLimits(), LOG, Metrics())
+
+
+def test_auto_takes_the_fastest_that_will_do(root, pem, tmp_path, monkeypatch):
+    def chosen(library):
+        return make_server("auto", library, "::1", 0, ServerTls(*pem), ServerLimits(), LOG, Metrics()).backend
+
+    pytest.importorskip("moq")
+    pytest.importorskip("qh3")
+    assert chosen(Library(root)) == "moq"
+    tokens_file(tmp_path / "tokens.json", "a")
+    assert chosen(Library(root, Grants.from_file(tmp_path / "tokens.json"))) == "qh3"
+    monkeypatch.setattr(backends, "MAX_GROUP_BYTES", 10)
+    assert chosen(Library(root)) == "qh3"
+    monkeypatch.setitem(sys.modules, "qh3", None)
+    assert chosen(Library(root)) == "aioquic"
+
+
+class Recorder(Server):
+    """A server that notes what is asked of it; for how a process ends, no network is needed."""
+
+    backend = "none"
+
+    def __init__(self, library, *, error=None, drains_s=0.0):
+        super().__init__(library, "127.0.0.1", 7, ServerTls(None, None), ServerLimits(), LOG, Metrics())
+        self.calls, self.error, self.draining = [], error, asyncio.Event()
+        self.may_finish = asyncio.Event()
+
+    async def start(self):
+        self.calls.append("start")
+        if self.error:
+            raise self.error
+
+    @property
+    def address(self):
+        return "127.0.0.1", 7
+
+    async def drain(self, grace_s):
+        self.calls.append(("drain", grace_s))
+        self.draining.set()
+        await self.may_finish.wait()
+        self.calls.append("drained")
+
+    async def close(self):
+        self.calls.append("close")
+
+
+async def running(server, metrics):
+    up = asyncio.Event()
+    task = asyncio.create_task(run_until_signal(server, 3.0, LOG, metrics, up.set))
+    await up.wait()
+    return task
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_a_signal_drains(root, number):
+    server, metrics = Recorder(Library(root)), Metrics()
+    before = signal.getsignal(number)
+    task = await running(server, metrics)
+    os.kill(os.getpid(), number)
+    await server.draining.wait()
+    assert metrics.draining.value() == 1
+    server.may_finish.set()
+    assert await task == 0
+    assert server.calls == ["start", ("drain", 3.0), "drained", "close"]
+    assert signal.getsignal(number) == before
+
+
+async def test_a_second_signal_ends_it_at_once(root):
+    server = Recorder(Library(root))
+    task = await running(server, Metrics())
+    os.kill(os.getpid(), signal.SIGTERM)
+    await server.draining.wait()
+    os.kill(os.getpid(), signal.SIGINT)
+    assert await task == INTERRUPTED
+    assert server.calls == ["start", ("drain", 3.0), "close"]
+
+
+async def test_an_address_that_cannot_be_bound(root):
+    server = Recorder(Library(root), error=OSError(98, "Address already in use"))
+    with pytest.raises(TransportError, match=r"127\.0\.0\.1:7 \(Address already in use\); .*--bind"):
+        await run_until_signal(server, 3.0, LOG, Metrics())
+
+
+def tokens_file(path, *tokens):
+    entries = [
+        {"name": token, "token_sha256": hashlib.sha256(token.encode()).hexdigest(), "assets": ["*"]} for token in tokens
+    ]
+    path.with_suffix(".new").write_text(json.dumps({"schema": "kvabr.grants/1", "grants": entries}))
+    path.with_suffix(".new").rename(path)
+
+
+def test_the_watcher_takes_up_assets_and_tokens(root, tmp_path):
+    path = tmp_path / "tokens.json"
+    tokens_file(path, "a")
+    library, metrics = Library(root, Grants.from_file(path)), Metrics()
+    with structlog.testing.capture_logs() as events:
+        watcher = Watcher(library, path, structlog.get_logger(), metrics)
+        watcher.look()
+        assert metrics.assets.value() == 1
+        assert events == []
+        make_asset(root / "two", range(100, 108))
+        (root / "three").mkdir()
+        (root / "three" / "catalog.json").write_text("{}")
+        tokens_file(path, "b")
+        watcher.look()
+        assert (metrics.assets.value(), metrics.assets_damaged.value()) == (2, 1)
+        assert library.admit(b"a") is None
+        assert library.admit(b"b").name == "b"
+        # A slip of the editor neither opens nor closes anything, and is said once.
+        path.write_text("{")
+        watcher.look()
+        watcher.look()
+        path.unlink()
+        watcher.look()
+        watcher.look()
+        assert library.admit(b"b").name == "b"
+        tokens_file(path, "c")
+        watcher.look()
+        assert library.admit(b"c").name == "c"
+    names = [event["event"] for event in events if event["log_level"] != "info"]
+    assert names == ["asset left out", "tokens unreadable", "tokens unreadable"]
+
+
+async def test_the_watcher_looks_again_and_again(root):
+    library, metrics = Library(root), Metrics()
+    async with Watcher(library, None, LOG, metrics, every_s=0.01):
+        assert metrics.assets.value() == 1
+        for index in range(3):
+            make_asset(root / f"more-{index}", range(index * 8 + 100, index * 8 + 108))
+            async with asyncio.timeout(10):
+                while metrics.assets.value() < index + 2:  # noqa: ASYNC110 - until a thread has seen it
+                    await asyncio.sleep(0.001)

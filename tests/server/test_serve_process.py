@@ -1,0 +1,175 @@
+"""`kvabr serve` as a process, and clients that fetch from it over QUIC."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import shlex
+import signal
+import socket
+import sys
+from contextlib import asynccontextmanager
+
+import pytest
+
+from kvabr.quic.connect import asset_of
+from kvabr.quic.dial import dial
+from kvabr.quic.interface import read_all
+from kvabr.quic.options import DialOptions
+from kvabr.types.catalog import MAX_CATALOG_BYTES, Catalog
+from kvabr.types.errors import NotFoundError, TransportError
+from kvabr.types.naming import CATALOG_TRACK, PROFILE_TRACK, TrackNamespace, prefix_track
+from tests.assets import digests, make_asset
+
+
+@pytest.fixture
+def root(tmp_path):
+    path = tmp_path / "assets"
+    for team, start in (("team-a", 0), ("team-b", 100)):
+        (path / team).mkdir(parents=True)
+        make_asset(path / team / "one", range(start, start + 8), profile=team.encode(), frame_bytes=200_000)
+    return path
+
+
+class Served:
+    """A running `kvabr serve`."""
+
+    def __init__(self, process, url, fingerprint):
+        self.process, self.url, self.fingerprint = process, url, fingerprint
+        self.port = int(url.rsplit(":", 1)[1].strip("/"))
+        self.events = []
+
+    async def event(self, name):
+        """The next log event of that name."""
+        async with asyncio.timeout(20):
+            while line := await self.process.stderr.readline():
+                self.events.append(json.loads(line))
+                assert self.events[-1]["level"] != "error", self.events[-1].get("exception")
+                if self.events[-1]["event"] == name:
+                    return self.events[-1]
+        raise AssertionError((name, self.events))
+
+    def options(self, **changes):
+        return DialOptions("127.0.0.1", self.port, fingerprint=self.fingerprint, **changes)
+
+
+@asynccontextmanager
+async def serving(root, *words):
+    argv = ["-m", "kvabr", "serve", str(root), "--dev", "--bind", "127.0.0.1:0", "--log-json", *map(str, words)]
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, *argv, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+    )
+    try:
+        async with asyncio.timeout(20):
+            url = (await process.stdout.readline()).decode().strip()
+            fingerprint = (await process.stdout.readline()).decode().split()[-1]
+        yield Served(process, url, fingerprint)
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.communicate()
+
+
+async def fetch(connection, namespace, track, group=0):
+    return await read_all(connection.fetch(namespace, track, group, limit=MAX_CATALOG_BYTES))
+
+
+@pytest.mark.parametrize("quic", ["aioquic", "qh3"])
+async def test_it_serves_what_is_there_and_what_comes_and_goes(root, quic):
+    pytest.importorskip(quic)
+    first = Catalog.read(root / "team-a" / "one" / "catalog.json")
+    async with serving(root, "--quic", quic, "--metrics", "127.0.0.1:0") as served:
+        metrics_url = (await served.event("metrics"))["url"]
+        assert (await served.event("serving"))["quic"] == quic
+        words = shlex.split((await served.process.stdout.readline()).decode())
+        assert asset_of(words[words.index("fetch", 5) + 1]) == first.namespace
+        assert words[words.index("--fingerprint") + 1] == served.fingerprint
+        async with await dial(served.options(), quic) as connection:
+            assert Catalog.loads(await fetch(connection, first.namespace, CATALOG_TRACK)) == first
+            profile = TrackNamespace(first.spec.model, first.profile)
+            assert await fetch(connection, profile, PROFILE_TRACK) == b"team-a"
+            for track in first.tracks:
+                frames = await asyncio.gather(*(fetch(connection, first.namespace, track.name, g) for g in range(2)))
+                assert tuple(hashlib.sha256(frame).hexdigest() for frame in frames) == track.digests
+            with pytest.raises(NotFoundError):
+                await fetch(connection, first.namespace, "FP16", 2)
+            with pytest.raises(NotFoundError):
+                await fetch(connection, first.namespace, "FP8")
+
+            new = make_asset(root / "new", range(300, 324)).catalog
+            assert (await served.event("asset added"))["asset"] == "new"
+            asked = digests(range(300, 340))
+            found = await fetch(connection, TrackNamespace(new.spec.model, asked[0]), prefix_track(asked))
+            assert Catalog.loads(found) == new
+            (root / "new").rename(root / ".away")
+            await served.event("asset removed")
+            with pytest.raises(NotFoundError):
+                await fetch(connection, new.namespace, CATALOG_TRACK)
+
+        text = (await scrape(metrics_url)).decode()
+        assert 'kvabr_groups_sent_total{track="FP16"} 2' in text
+        assert "kvabr_assets 2" in text
+        served.process.send_signal(signal.SIGTERM)
+        assert await served.process.wait() == 0
+        await served.event("stopped")
+
+
+async def scrape(url):
+    host, port = url.removeprefix("http://").split("/")[0].rsplit(":", 1)
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(b"GET /metrics HTTP/1.1\r\n\r\n")
+    try:
+        return await reader.read()
+    finally:
+        writer.close()
+
+
+async def test_a_token_opens_its_own_and_nothing_else(root, tmp_path):
+    tokens = tmp_path / "tokens.json"
+    grants = [
+        {"name": team, "token_sha256": hashlib.sha256(team.encode()).hexdigest(), "assets": [f"{team}/*"]}
+        for team in ("team-a", "team-b")
+    ]
+    tokens.write_text(json.dumps({"schema": "kvabr.grants/1", "grants": grants}))
+    a, b = (Catalog.read(root / team / "one" / "catalog.json") for team in ("team-a", "team-b"))
+    async with serving(root, "--quic", "aioquic", "--tokens", tokens) as served:
+        for token in (None, "", "team-c"):
+            with pytest.raises(TransportError, match="token"):
+                await dial(served.options(token=token))
+        async with await dial(served.options(token="team-a")) as connection:  # noqa: S106
+            assert await fetch(connection, a.namespace, "FP16", 1)
+            answers = []
+            for namespace in (b.namespace, TrackNamespace(a.spec.model, "e" * 64)):
+                for track in (CATALOG_TRACK, "FP16", PROFILE_TRACK, prefix_track(b.chunks)):
+                    with pytest.raises(NotFoundError) as caught:
+                        await fetch(connection, namespace, track)
+                    answers.append((caught.value.code, str(caught.value), caught.value.retry_after_s))
+            assert answers[:4] == answers[4:]
+
+            # Taken away while the connection is open.
+            grants[0]["assets"] = []
+            tokens.write_text(json.dumps({"schema": "kvabr.grants/1", "grants": grants}))
+            await served.event("tokens read again")
+            with pytest.raises(NotFoundError):
+                await fetch(connection, a.namespace, "FP16", 1)
+
+
+async def test_a_port_in_use_is_an_error_and_no_traceback(root):
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+        argv = ["-m", "kvabr", "serve", str(root), "--dev", "--bind", f"127.0.0.1:{port}", "--quic", "aioquic"]
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, *argv, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+        )
+        out, err = await asyncio.wait_for(process.communicate(), 20)
+    assert process.returncode == 1
+    assert out == b""
+    assert b"in use" in err
+    assert b"Traceback" not in err
+
+
+async def test_an_empty_root_is_served_and_said(tmp_path):
+    async with serving(tmp_path, "--quic", "aioquic") as served:
+        assert "kvabr encode" in (await served.event("no assets yet"))["hint"]

@@ -1,0 +1,424 @@
+"""The library: what is found on disk, when it changes, and who may see it."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import os
+import random
+import shutil
+import sys
+import threading
+
+import pytest
+import structlog
+
+from kvabr.store import asset_index as holdings_module
+from kvabr.store.asset import CATALOG, frame_path
+from kvabr.store.asset_index import Library
+from kvabr.store.grants import EVERYTHING, Grant, Grants
+from kvabr.store.publication import BytesPublication
+from kvabr.types.catalog import Catalog
+from kvabr.types.errors import AssetError
+from kvabr.types.naming import CATALOG_TRACK, PROFILE_TRACK, TrackNamespace, prefix_gap, prefix_track
+from tests.assets import digests, make_asset
+from tests.toymodel import toy_asset
+
+
+@pytest.fixture
+def events():
+    with structlog.testing.capture_logs() as entries:
+        yield entries
+
+
+@pytest.fixture
+def root(tmp_path):
+    path = tmp_path / "root"
+    path.mkdir()
+    return path
+
+
+def token(text):
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def read(library, namespace, track, group=0, grant=EVERYTHING):
+    found = library.find(grant, namespace, track)
+    return None if found is None else bytes(found.open(group).data)
+
+
+def lookup(library, tokens, *, grant=EVERYTHING, salt=b""):
+    """The catalog that a client finds for a prompt, and the round trips it took."""
+    mine = digests(tokens, salt=salt)
+    space = TrackNamespace("test/model", mine[0])
+    trips, data = 1, read(library, space, prefix_track(mine), grant=grant)
+    if data is None:
+        return None, trips
+    best = Catalog.loads(data)
+    gap = prefix_gap(shared(best, mine), len(mine))
+    if gap:
+        trips += 1
+        best = Catalog.loads(read(library, space, prefix_track(mine, gap.start, gap.stop), grant=grant))
+    return best, trips
+
+
+def shared(catalog, mine):
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(catalog.chunks, mine, strict=False)))
+
+
+def test_what_is_served_is_what_lies_on_disk(root):
+    asset = make_asset(root / "a", range(18), profile=b"side information")
+    library = Library(root)
+    space = asset.catalog.namespace
+    assert read(library, space, CATALOG_TRACK) == (root / "a" / CATALOG).read_bytes()
+    assert read(library, TrackNamespace(space.model, asset.catalog.profile), PROFILE_TRACK) == b"side information"
+    for level in asset.catalog.tracks:
+        publication = library.find(EVERYTHING, space, level.name)
+        assert publication.groups == 5
+        for group in range(5):
+            opened = publication.open(group)
+            assert bytes(opened.data) == asset.frame(group, level.name)
+            assert opened.digest.hex() == level.digests[group]
+    assert library.find(EVERYTHING, space, "FP8") is None
+    assert library.find(EVERYTHING, space, PROFILE_TRACK) is None
+    assert library.find(EVERYTHING, TrackNamespace(space.model, "0" * 64), CATALOG_TRACK) is None
+
+
+def test_publications_are_made_once(root):
+    space = make_asset(root / "a", range(8)).catalog.namespace
+    library = Library(root)
+    for track in ("FP16", CATALOG_TRACK):
+        assert library.find(EVERYTHING, space, track) is library.find(EVERYTHING, space, track)
+
+
+def test_assets_lie_a_few_levels_down_and_hidden_folders_are_not_looked_into(root):
+    for index, place in enumerate(["a", "t/b", "t/u/v/c", "t/u/v/w/too-deep", ".hidden", "t/.partial"]):
+        path = root / place
+        path.parent.mkdir(parents=True, exist_ok=True)
+        make_asset(path, range(index, index + 8))
+    (root / "a" / "inner").mkdir()
+    shutil.copytree(root / "t" / "b", root / "a" / "inner" / "d")
+    (root / "file").write_text("x")
+    assert [asset.folder for asset in Library(root).assets] == ["a", "t/b", "t/u/v/c"]
+    assert [asset.folder for asset in Library(root / "a").assets] == ["."]
+
+
+def test_no_folder_is_an_error(tmp_path):
+    with pytest.raises(AssetError, match="no such folder"):
+        Library(tmp_path / "nothing")
+
+
+def test_an_asset_appears_is_replaced_and_vanishes_while_served(root, events):
+    library = Library(root)
+    assert not library.refresh()
+    # A real encode, which appears by a rename.
+    asset = toy_asset(root / "a", ("FP16", "Int4"))
+    space = asset.catalog.namespace
+    assert library.find(EVERYTHING, space, CATALOG_TRACK) is None
+    assert library.refresh()
+    assert not library.refresh()
+    old = library.find(EVERYTHING, space, "FP16")
+    under_way = old.open(1)
+    frame = bytes(under_way.data)
+
+    asset = toy_asset(root / "a", ("FP16", "Int8"), force=True)
+    # Before anyone looked again: what is on disk now is found, and a request of before does not get other bytes.
+    assert read(library, space, CATALOG_TRACK) == (root / "a" / CATALOG).read_bytes()
+    assert read(library, space, "Int8", 2) == asset.frame(2, "Int8")
+    assert library.find(EVERYTHING, space, "Int4") is None
+    with pytest.raises(AssetError, match="replaced or removed"):
+        old.open(2)
+    assert bytes(under_way.data) == frame
+
+    shutil.rmtree(root / "a")
+    assert library.find(EVERYTHING, space, CATALOG_TRACK) is None
+    assert not library.refresh()
+    assert library.namespaces(EVERYTHING) == []
+    names = [entry["event"] for entry in events]
+    assert names == ["asset added", "asset replaced", "asset removed"]
+
+
+def test_frames_that_vanish_are_an_error_of_the_group_alone(root):
+    asset = make_asset(root / "a", range(8))
+    library = Library(root)
+    publication = library.find(EVERYTHING, asset.catalog.namespace, "FP16")
+    frame_path(root / "a", 0, "FP16").unlink()
+    with pytest.raises(AssetError, match="cannot be read"):
+        publication.open(0)
+    assert publication.open(1)
+    with pytest.raises(IndexError):
+        publication.open(2)
+
+
+NAMESPACE = '"namespace": {\n  "model": "'
+
+
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def edit(path, before, after):
+    text = path.read_text()
+    assert before in text
+    path.write_text(text.replace(before, after))
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda a: (a / CATALOG).write_text("{"), "not JSON"),
+        (lambda a: edit(a / CATALOG, "kvabr.catalog/1", "kvabr.catalog/9"), "upgrade"),
+        (lambda a: edit(a / CATALOG, '"name": "Int4"', '"name": "kvabr.catalog"'), "names another track"),
+        (lambda a: edit(a / CATALOG, '"name": "Int4"', '"name": "prefix.AA"'), "names another track"),
+        (lambda a: edit(a / CATALOG, NAMESPACE, NAMESPACE + "m" * 4000), "longer than 4096"),
+        (lambda a: edit(a / CATALOG, NAMESPACE, NAMESPACE + "m"), "its namespace says 'mtest/model'"),
+        (lambda a: edit(a / CATALOG, digests(range(8))[0], "x"), "64 hex digits"),
+        (lambda a: edit(a / CATALOG, f'"prompt": "{digests(range(8))[1]}', f'"prompt": "{"0" * 64}'), "last prompt"),
+        (lambda a: flip(a / "profile.safetensors"), "SHA-256 differs"),
+        (lambda a: (a / "profile.safetensors").unlink(), "profile.safetensors: missing"),
+        (lambda a: frame_path(a, 1, "Int4").unlink(), "Int4/00001.kvg: missing"),
+        (lambda a: frame_path(a, 1, "Int4").write_bytes(b"short"), "has 5 bytes"),
+        (lambda a: link(frame_path(a, 1, "Int4")), "no ordinary file"),
+        (lambda a: link(a / "groups" / "Int4"), "is a link"),
+        (lambda a: link(a / "groups"), "is a link"),
+        (lambda a: link(a / CATALOG), "cannot be read"),
+        (lambda a: fifo(a / CATALOG), "no ordinary file"),
+    ],
+)
+def test_a_damaged_asset_is_logged_once_and_left_out(root, events, damage, words):
+    good = make_asset(root / "good", range(100, 108))
+    make_asset(root / "bad", range(8), profile=b"p")
+    damage(root / "bad")
+    library = Library(root)
+    library.refresh()
+    library.refresh()
+    assert [asset.folder for asset in library.assets] == ["good"]
+    assert library.damaged == 1
+    assert read(library, good.catalog.namespace, CATALOG_TRACK)
+    (entry,) = [entry for entry in events if entry["log_level"] == "warning"]
+    assert (entry["event"], entry["asset"]) == ("asset left out", "bad")
+    assert words in entry["error"]
+    # Mended without its catalog being touched, or with: noticed either way.
+    shutil.rmtree(root / "bad")
+    make_asset(root / "bad", range(8), profile=b"p")
+    assert library.refresh()
+    assert (len(library.assets), library.damaged) == (2, 0)
+
+
+def link(path):
+    aside = path.parent.parent.parent / f".aside-{path.name}"
+    path.rename(aside)
+    path.symlink_to(aside)
+
+
+def fifo(path):
+    path.unlink()
+    os.mkfifo(path)
+
+
+def test_a_slow_copy_is_taken_up_when_it_is_whole(root):
+    asset = make_asset(root / "a", range(8))
+    copy = root / "b"
+    copy.mkdir()
+    shutil.copy(root / "a" / CATALOG, copy)
+    library = Library(root)
+    assert len(library.assets) == 1
+    shutil.copytree(root / "a" / "groups", copy / "groups")
+    assert library.refresh()
+    assert len(library.assets) == 2
+    # The same prompt twice: the newer one answers.
+    os.utime(copy / CATALOG, ns=(2**62, 2**62))
+    library.refresh()
+    flip(frame_path(copy, 0, "FP16"))
+    assert read(library, asset.catalog.namespace, "FP16") == frame_path(copy, 0, "FP16").read_bytes()
+
+
+def test_the_longest_prefix_is_found_and_of_several_the_newest(root):
+    base = list(range(1000, 1064))
+    make_asset(root / "short", base[:16])
+    make_asset(root / "long", base[:48])
+    make_asset(root / "branch", base[:32] + [7] * 16)
+    os.utime(root / "branch" / CATALOG, ns=(2**62, 2**62))
+    library = Library(root)
+    catalogs = {name: Catalog.read(root / name / CATALOG) for name in ("short", "long", "branch")}
+    assert lookup(library, base) == (catalogs["long"], 1)
+    assert lookup(library, base[:32] + [7] * 40) == (catalogs["branch"], 1)
+    # All three share these 16 tokens, two of them 32: the newest.
+    assert lookup(library, [*base[:16], 5, 5, 5, 5]) == (catalogs["branch"], 1)
+    assert lookup(library, [*base[:32], 5, 5, 5, 5]) == (catalogs["branch"], 1)
+    assert lookup(library, base[:4]) == (catalogs["branch"], 1)
+    assert lookup(library, [1, *base[1:]]) == (None, 1)
+    assert lookup(library, base[:2]) == (None, 1)
+
+
+def test_any_prefix_of_thousands_of_groups_takes_two_round_trips(root):
+    prompt = list(range(4 * 4096))
+    dice = random.Random(4)
+    ends = {1, 2, 13, 14, 4095, 4096, *dice.sample(range(1, 4096), 6)}
+    for end in ends:
+        # Each goes its own way from somewhere on, so that only the groups before that match.
+        make_asset(root / f"asset-{end}", prompt[: 4 * end] + [9] * 7, levels=("Int4",))
+    library = Library(root)
+    most_trips = set()
+    for length in (*ends, 4096, 3000, 322, 321, 320):
+        for own in (0, 5):
+            mine = digests(prompt[: 4 * length] + [8] * own)
+            longest = max(shared(asset.asset.catalog, mine) for asset in library.assets)
+            best, trips = lookup(library, prompt[: 4 * length] + [8] * own)
+            assert shared(best, mine) == longest == min(length, 4096)
+            assert trips <= (1 if len(mine) <= 321 else 2)
+            most_trips.add(trips)
+    for end in ends:
+        # A prompt that leaves the one asset's way as late as it does, on its own: nothing longer is there.
+        mine = digests([*prompt[: 4 * end], *[7] * (4 * (4096 - end))])
+        best, trips = lookup(library, [*prompt[: 4 * end], *[7] * (4 * (4096 - end))])
+        assert shared(best, mine) == end
+        most_trips.add(trips)
+    assert most_trips == {1, 2}
+
+
+def test_names_of_lookups_that_nobody_makes_find_nothing(root):
+    space = make_asset(root / "a", range(8)).catalog.namespace
+    first = TrackNamespace(space.model, digests(range(8))[0])
+    library = Library(root)
+    for name in ("prefix.", "prefix", "prefix.A", "prefix.AAAA", "prefix.ä", "prefix." + "A" * 10**6, "", "\0", "../a"):
+        found = library.find(EVERYTHING, first, name)
+        assert (found is not None) == (name == "prefix.")
+    assert library.find(EVERYTHING, TrackNamespace("other", first.prompt), "prefix.") is None
+
+
+@pytest.fixture
+def two_tenants(root):
+    """Folders of two tenants, a grant for each, and one that opens all of one model."""
+    for team, start in (("team-a", 0), ("team-b", 500)):
+        (root / team).mkdir()
+        make_asset(root / team / "x", range(start, start + 16), profile=team.encode())
+        make_asset(root / team / "y", range(start, start + 32), salt=team.encode())
+    make_asset(root / "shared", range(900, 908), model="other")
+    return Grants(
+        [
+            Grant("a", ("team-a/*",), ("*",), token("a")),
+            Grant("b", ("team-b/*",), ("*",), token("b")),
+            Grant("other", ("*",), ("oth*",), token("o")),
+            Grant("nothing", (), ("*",), token("n")),
+        ]
+    )
+
+
+def test_each_grant_sees_its_own_and_nothing_else(root, two_tenants):
+    library = Library(root, two_tenants)
+    a, b, *_ = two_tenants
+    assert library.admit(b"a") is a
+    assert library.admit(b"x") is library.admit(None) is library.admit(b"") is None
+    every = {grant.name: set(library.namespaces(grant)) for grant in two_tenants}
+    # Two assets, their first digests, and a profile each.
+    assert [len(every[name]) for name in ("a", "b", "other", "nothing")] == [5, 5, 2, 0]
+    assert not every["a"] & every["b"]
+    for grant, space in itertools.product(two_tenants, set().union(*every.values())):
+        tracks = (CATALOG_TRACK, PROFILE_TRACK, "FP16", "Int4", "prefix.")
+        found = [library.find(grant, space, track) for track in tracks]
+        assert any(found) == (space in every[grant.name])
+    assert lookup(library, range(32), grant=a)[0].tokens == 16
+    assert lookup(library, range(32), grant=b)[0] is None
+    # The salted one only by who has the salt, whatever the grant.
+    assert lookup(library, range(32), grant=a, salt=b"team-a")[0].tokens == 32
+    assert library.find(Grant("forged"), next(iter(every["a"])), CATALOG_TRACK) is None
+
+
+def test_forbidden_and_missing_take_the_same_steps(root, two_tenants, monkeypatch):
+    """Every call that answering makes, with what it returns, is the same for a forbidden name and for a missing one."""
+    library = Library(root, two_tenants)
+    a = library.admit(b"a")
+    theirs = Catalog.read(root / "team-b" / "x" / CATALOG)
+    first = TrackNamespace("test/model", theirs.chunks[0])
+    forbidden = [
+        (theirs.namespace, CATALOG_TRACK),
+        (theirs.namespace, "FP16"),
+        (TrackNamespace("test/model", theirs.profile), PROFILE_TRACK),
+        (first, prefix_track(theirs.chunks)),
+    ]
+    absent = TrackNamespace("test/model", "e" * 64)
+
+    def steps(space, track):
+        seen = []
+        sys.setprofile(lambda frame, event, _: seen.append((event, frame.f_code.co_qualname, frame.f_lineno)))
+        try:
+            assert library.find(a, space, track) is None
+        finally:
+            sys.setprofile(None)
+        return seen
+
+    for space, track in forbidden:
+        assert steps(space, track) == steps(absent, track)
+
+
+def test_grants_that_change_are_felt_at_once(root, two_tenants):
+    library = Library(root, two_tenants)
+    a, b, *_ = two_tenants
+    space = Catalog.read(root / "team-a" / "x" / CATALOG).namespace
+    assert library.find(a, space, "FP16")
+    library.regrant(Grants([Grant("a", ("team-b/*",), ("*",), token("a")), b]))
+    assert library.find(a, space, "FP16") is None
+    library.regrant(Grants([Grant("a", ("*",), ("*",), token("new"))]))
+    assert library.find(a, space, "FP16") is None
+    assert library.find(library.admit(b"new"), space, "FP16")
+    assert library.admit(b"a") is None
+
+
+def test_grants_that_see_the_same_share_one_index(root, two_tenants):
+    grants = Grants(Grant(f"g{n}", ("team-a/*",), ("*",), token(f"g{n}")) for n in range(50))
+    library = Library(root, grants)
+    assert len({id(index) for index in library._indexes.values()}) == 1
+
+
+def test_catalogs_in_memory_are_bounded(root, monkeypatch):
+    monkeypatch.setattr(holdings_module, "KEPT_BYTES", 20_000)
+    spaces = [make_asset(root / f"a{n}", range(n, n + 40)).catalog.namespace for n in range(20)]
+    library = Library(root)
+    for space in spaces * 2:
+        assert isinstance(library.find(EVERYTHING, space, CATALOG_TRACK), BytesPublication)
+        kept = library._kept
+        assert sum(one.size(0) for one in kept._kept.values()) == kept._bytes <= 20_000
+    assert kept._bytes > 10_000
+
+
+def test_requests_while_assets_come_and_go(root):
+    """Readers in one thread, changes in another: every answer is a whole asset's, or none."""
+    stay = make_asset(root / "stay", range(8)).catalog.namespace
+    library = Library(root)
+    going = TrackNamespace("test/model", digests(range(50, 58))[-1])
+    done = threading.Event()
+    failures = []
+
+    def change():
+        try:
+            for turn in range(25):
+                make_asset(root / "go", range(50, 58), seed=turn)
+                library.refresh()
+                (root / "go").rename(root / ".gone")
+                library.refresh()
+                shutil.rmtree(root / ".gone")
+        except Exception as error:  # noqa: BLE001 - shown below
+            failures.append(error)
+        finally:
+            done.set()
+
+    thread = threading.Thread(target=change)
+    thread.start()
+    seen = set()
+    while not done.is_set():
+        assert read(library, stay, CATALOG_TRACK)
+        found = library.find(EVERYTHING, going, "Int4")
+        seen.add(found is None)
+        if found is not None:
+            try:
+                opened = found.open(1)
+            except AssetError:
+                continue
+            assert hashlib.sha256(opened.data).digest() == opened.digest
+    thread.join()
+    assert not failures
+    assert not library.refresh()
+    assert [asset.folder for asset in library.assets] == ["stay"]

@@ -1,0 +1,160 @@
+"""Writing an asset: whole, or nothing remains."""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvabr.store.asset import Asset
+from kvabr.store.asset_writer import AssetWriter
+from kvabr.types.errors import AssetError, UsageError
+from tests.toymodel import toy_asset
+
+ROOT = Path(__file__).parents[2]
+
+
+def left_over(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.parametrize("error", [RuntimeError("broken"), KeyboardInterrupt(), SystemExit(3)])
+def test_nothing_remains_when_interrupted(tmp_path, error):
+    def interrupted():
+        with AssetWriter(tmp_path / "asset") as writer:
+            writer.frame(0, "FP16", b"x" * 1000)
+            assert len(left_over(tmp_path)) == 1
+            raise error
+
+    with pytest.raises(type(error)):
+        interrupted()
+    assert left_over(tmp_path) == []
+
+
+def test_an_asset_is_replaced_only_when_forced(tmp_path):
+    path = tmp_path / "asset"
+    first = toy_asset(path)
+    with pytest.raises(UsageError, match="--force"):
+        toy_asset(path)
+    second = toy_asset(path, tokens=40, force=True)
+    assert (first.catalog.tokens, second.catalog.tokens, Asset.open(path).catalog.tokens) == (70, 40, 40)
+    assert left_over(tmp_path) == ["asset"]
+    assert not (path / "groups" / "FP16" / "00004.kvg").exists()
+
+
+def test_a_failed_replacement_leaves_the_old_asset(tmp_path):
+    path = tmp_path / "asset"
+    toy_asset(path)
+
+    def fails():
+        with AssetWriter(path, force=True) as writer:
+            writer.frame(0, "FP16", b"new")
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fails()
+    assert Asset.open(path).frame(0, "FP16")
+    assert left_over(tmp_path) == ["asset"]
+
+
+def test_a_damaged_or_newer_asset_may_be_replaced(tmp_path):
+    path = tmp_path / "asset"
+    toy_asset(path)
+    catalog = path / "catalog.json"
+    catalog.write_text(catalog.read_text().replace("kvabr.catalog/1", "kvabr.catalog/7"))
+    assert toy_asset(path, force=True).catalog.tokens == 70
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_what_is_no_asset_is_left_alone(tmp_path, force):
+    folder = tmp_path / "home"
+    folder.mkdir()
+    (folder / "letters.txt").write_text("dear")
+    with pytest.raises(AssetError, match="not an asset"):
+        AssetWriter(folder, force=force)
+    with pytest.raises(AssetError, match="not an asset"):
+        AssetWriter(folder / "letters.txt", force=force)
+    (folder / "catalog.json").write_text('{"books": 3}')
+    with pytest.raises(AssetError, match="not an asset"):
+        AssetWriter(folder, force=force)
+    link = tmp_path / "link"
+    link.symlink_to(folder)
+    with pytest.raises(AssetError, match="not an asset"):
+        AssetWriter(link, force=force)
+    assert (folder / "letters.txt").read_text() == "dear"
+
+
+def test_an_empty_folder_may_become_an_asset(tmp_path):
+    (tmp_path / "empty").mkdir()
+    assert toy_asset(tmp_path / "empty").catalog.groups == 5
+    assert left_over(tmp_path) == ["empty"]
+
+
+def test_others_may_read_an_asset(tmp_path):
+    mask = os.umask(0o022)
+    try:
+        path = toy_asset(tmp_path / "asset").path
+    finally:
+        os.umask(mask)
+    assert path.stat().st_mode & 0o777 == 0o755
+    assert (path / "catalog.json").stat().st_mode & 0o777 == 0o644
+
+
+def test_a_parent_that_is_a_file(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(AssetError, match="cannot be made"), AssetWriter(tmp_path / "file" / "asset"):
+        pass
+
+
+ENCODE = """
+import sys
+from pathlib import Path
+from kvabr.types.errors import AssetError
+from tests.toymodel import toy_asset
+try:
+    toy_asset(Path(sys.argv[1]))
+except AssetError as error:
+    print(error)
+    sys.exit(7)
+"""
+
+
+def encode(path, *prefix, limit=None):
+    """Encode in a process of its own, which may run out of space without taking the tests along."""
+
+    def restrict():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+
+    return subprocess.run(  # noqa: S603 - our own interpreter
+        [*prefix, sys.executable, "-c", ENCODE, str(path)],
+        cwd=ROOT, capture_output=True, text=True, check=False, preexec_fn=restrict if limit else None,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+
+
+def test_a_file_size_limit_leaves_no_half_asset(tmp_path):
+    """Python ignores SIGXFSZ, so a write beyond the limit fails as it would on a full disk."""
+    done = encode(tmp_path / "asset", limit=8000)
+    assert done.returncode == 7, done.stderr
+    assert "no space left while writing groups/FP16/00000.kvg" in done.stdout
+    assert left_over(tmp_path) == []
+
+
+def test_a_full_disk_leaves_no_half_asset(tmp_path):
+    """A real one: a file system of 64 kB that the asset does not fit into."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    script = f'mount -t tmpfs -o size=64k none {disk} && "$@"; status=$?; ls -A {disk} | sed s/^/left:/; exit $status'
+    confined = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", script, "sh"]
+    probe = subprocess.run([*confined, "true"], capture_output=True, check=False)  # noqa: S603
+    if probe.returncode:
+        pytest.skip("this machine lets no one mount a small disk; the test above stands in for it")
+    done = encode(disk / "asset", *confined)
+    assert done.returncode == 7, done.stderr
+    assert "no space left while writing" in done.stdout
+    assert "nothing of the asset was kept" in done.stdout
+    assert "left:" not in done.stdout

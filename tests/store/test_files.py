@@ -1,0 +1,86 @@
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from kvabr.store.files import read_text, write_file, write_text
+from kvabr.types.errors import AssetError, TraceError, UsageError
+
+
+def test_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "out.json"
+    write_text(path, "one")
+    write_text(path, "two \ud800")
+    assert path.read_text() == "two \\ud800"
+    with pytest.raises(AssetError, match="cannot be written"):
+        write_text(tmp_path / "no" / "out.json", "x")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["out.json"]
+
+
+def test_a_link_stays_a_link(tmp_path):
+    target, link = tmp_path / "target", tmp_path / "link"
+    target.write_text("old")
+    link.symlink_to(target)
+    write_text(link, "new")
+    assert link.is_symlink()
+    assert target.read_text() == "new"
+
+
+def test_a_pipe_is_written_into_not_replaced(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    heard = []
+    reader = threading.Thread(target=lambda: heard.append(pipe.read_text()))
+    reader.start()
+    write_text(pipe, "hello")
+    reader.join(timeout=10)
+    assert heard == ["hello"]
+    assert pipe.is_fifo()
+
+
+def test_a_pipe_without_a_path_is_written_into():
+    """As /dev/stdout is, and what a shell makes of ``>(...)``."""
+    ours, theirs = os.pipe()
+    write_text(Path("/dev/fd") / str(theirs), "hello")
+    os.close(theirs)
+    with os.fdopen(ours) as reader:
+        assert reader.read() == "hello"
+
+
+def test_bytes_too_and_never_over_a_folder(tmp_path):
+    write_file(tmp_path / "a", b"one")
+    write_file(tmp_path / "a", b"t\0")
+    assert (tmp_path / "a").read_bytes() == b"t\0"
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(AssetError, match="cannot be written"):
+        write_file(tmp_path / "folder", b"")
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["a", "folder"]
+
+
+def test_what_is_written_is_as_public_as_other_files(tmp_path):
+    (tmp_path / "other").write_text("")
+    write_text(tmp_path / "mine", "")
+    assert (tmp_path / "mine").stat().st_mode == (tmp_path / "other").stat().st_mode
+
+
+def test_files_that_are_no_text(tmp_path):
+    (tmp_path / "latin").write_bytes("naïve".encode("latin-1"))
+    with pytest.raises(UsageError, match="not a text file in UTF-8"):
+        read_text(tmp_path / "latin")
+    with pytest.raises(TraceError, match="not a text file in UTF-8"):
+        read_text(tmp_path / "latin", unfit=TraceError)
+    (tmp_path / "long").write_text("x" * 11)
+    with pytest.raises(UsageError, match="larger than the 10 bytes"):
+        read_text(tmp_path / "long", limit=10)
+    assert read_text(tmp_path / "long", limit=11) == "x" * 11
+    for path in (tmp_path / "nothing", tmp_path):
+        with pytest.raises(AssetError, match="cannot be read"):
+            read_text(path)
+    with pytest.raises(TraceError, match="cannot be read"):
+        read_text(tmp_path / "nothing", unreadable=TraceError)
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path):
+    (tmp_path / "marked").write_bytes(b"\xef\xbb\xbfwords")
+    assert read_text(tmp_path / "marked") == "words"

@@ -1,0 +1,128 @@
+"""Tokens: who holds one, and what it opens."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvabr.store import grants as grants_module
+from kvabr.store.grants import Grant, Grants, new_token
+from kvabr.types.errors import AssetError, FormatError
+
+
+def entry(token="one", **changes):  # noqa: S107 - of tests
+    made = {"name": token, "token_sha256": hashlib.sha256(token.encode()).hexdigest(), "assets": ["*"], "models": ["*"]}
+    return {**made, **changes}
+
+
+def text(*entries, **changes):
+    return json.dumps({"schema": "kvabr.grants/1", "grants": list(entries), **changes})
+
+
+def test_a_token_opens_its_grant(tmp_path):
+    path = tmp_path / "tokens.json"
+    path.write_text(text(entry("one", assets=["team-a/*"]), entry("two", models=["smol*"])))
+    grants = Grants.from_file(path)
+    assert len(grants) == 2
+    assert grants.check(b"one").assets == ("team-a/*",)
+    assert grants.check(b"two").models == ("smol*",)
+    for token in (None, b"", b"One", b"one ", b"onetwo", hashlib.sha256(b"one").hexdigest().encode()):
+        assert grants.check(token) is None
+
+
+def test_a_new_token_works_and_is_never_the_same():
+    token, made = new_token("team")
+    other, _ = new_token()
+    assert token != other
+    assert len(token) >= 43
+    assert token not in json.dumps(made)
+    grants = Grants.loads(text(made))
+    assert grants.check(token.encode()).name == "team"
+    assert grants.check(other.encode()) is None
+
+
+def test_every_entry_is_compared_whatever_comes(monkeypatch):
+    compared = []
+
+    def compare(one, other):
+        compared.append(other)
+        return hmac.compare_digest(one, other)
+
+    grants = Grants.loads(text(*(entry(f"t{n}") for n in range(20))))
+
+    class Hmac:
+        compare_digest = staticmethod(compare)
+
+    monkeypatch.setattr(grants_module, "hmac", Hmac)
+    counts = []
+    for token in (b"t0", b"t19", b"none", None):
+        compared.clear()
+        grants.check(token)
+        counts.append(len(compared))
+    assert counts == [20] * 4
+
+
+def test_patterns_are_of_folder_and_model():
+    grant = Grant("g", ("team-a/*", "shared"), ("llama*", "smol?"))
+    assert grant.may_read("team-a/x", "llama-3")
+    assert grant.may_read("team-a/x/y", "smol2")
+    assert grant.may_read("shared", "llama")
+    for folder, model in [
+        ("team-a", "llama"), ("team-b/x", "llama"), ("shared/x", "llama"), ("team-a/x", "Llama"), ("team-a/x", "smol"),
+        ("Team-a/x", "llama"), ("x/team-a/x", "llama"),
+    ]:  # fmt: skip
+        assert not grant.may_read(folder, model)
+
+
+def test_a_grant_does_not_show_its_digest():
+    grant = next(iter(Grants.loads(text(entry()))))
+    assert grant.token_sha256 not in repr(grant)
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        ("", "not JSON"),
+        ("[" * 100_000, "not JSON"),
+        ("[]", "schema"),
+        (text(schema="kvabr.grants/2"), "schema"),
+        (text(grants={}), "list"),
+        (text(grants=[entry(f"{n}") for n in range(10_001)]), "at most 10000"),
+        (text("x"), "entry 0 is not an object"),
+        (text(entry(), {}), "entry 1 needs a"),
+        (text(entry(name="a\nb")), "printable"),
+        (text(entry(token_sha256=hashlib.sha256(b"x").hexdigest()[1:])), "--new-token"),
+        (text(entry(token_sha256=None)), "--new-token"),
+        (text(entry(token_sha256=hashlib.sha256(b"").hexdigest())), "--new-token"),
+        (text(entry(), entry(name="other")), "another grant"),
+        (text(entry("a"), entry("b", name="a")), "another grant"),
+        (text(entry(asset=["x"])), "unknown fields: asset"),
+        (text({k: v for k, v in entry().items() if k != "assets"}), 'needs "assets"'),
+        (text(entry(assets="*")), "list"),
+        (text(entry(assets=[""])), "list"),
+        (text(entry(models=["x" * 1025])), "models must be"),
+        (text(entry(models=["x"] * 1001)), "models must be"),
+    ],
+)
+def test_a_bad_file_says_what_is_wrong(tmp_path, data, words):
+    path = tmp_path / "tokens.json"
+    path.write_text(data)
+    with pytest.raises(FormatError, match=words) as caught:
+        Grants.from_file(path)
+    assert str(caught.value).startswith(str(path))
+
+
+def test_a_file_that_is_not_there(tmp_path):
+    with pytest.raises(AssetError, match="cannot read the tokens"):
+        Grants.from_file(tmp_path / "no.json")
+
+
+@given(st.binary(max_size=200) | st.text(max_size=200))
+def test_any_bytes_are_grants_or_refused(data):
+    with pytest.raises(FormatError):
+        Grants.loads(data)

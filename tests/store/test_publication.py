@@ -1,0 +1,125 @@
+"""What an origin serves: the asset's own bytes, cut into objects that a receiver can put together."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+
+import pytest
+import torch
+
+from kvabr.codec.object_layout import SLICE_BYTES
+from kvabr.codec.payload_layout import level_layout
+from kvabr.player.assembler import Assembler
+from kvabr.publish.frames import FrameBook
+from kvabr.store.asset import Asset, frame_path
+from kvabr.store.asset_writer import AssetWriter
+from kvabr.store.publication import BytesPublication, LevelPublication
+from kvabr.types.catalog import Catalog, Track
+from kvabr.types.errors import AssetError, FormatError
+from kvabr.types.naming import TrackNamespace, chain
+from tests.kvdata import cache, spec
+
+TRACKS = ("FP16", "FP8", "Int8", "FP4", "Int4")
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory):
+    """Two groups of a model as large as SmolLM2, the second one short; what they cost is not measured."""
+    shape, tokens = spec(30, 3, 64), 170
+    kv = cache(shape, tokens)
+    chunks = chain(range(tokens), model=shape.model, tokenizer=shape.tokenizer)
+    path = tmp_path_factory.mktemp("wide") / "asset"
+    with AssetWriter(path) as writer:
+        book = FrameBook(shape, chunks, tokens, TRACKS, None, put=writer.frame, get=writer.read_frame)
+        book.encode(kv, lambda _done, _all: None)
+        tracks = [Track(name, tuple(book.bytes[name]), (0.1, 0.1), tuple(book.digests[name])) for name in TRACKS]
+        writer.commit(Catalog(TrackNamespace(shape.model, chunks[-1]), shape, tokens, tuple(chunks), tuple(tracks)))
+    return Asset.open(path)
+
+
+@pytest.fixture
+def asset(pristine, tmp_path):
+    shutil.copytree(pristine.path, tmp_path / "copy")
+    return Asset.open(tmp_path / "copy")
+
+
+@pytest.mark.parametrize("track", TRACKS)
+def test_the_objects_end_to_end_are_the_frame(pristine, track):
+    level = LevelPublication(pristine, track)
+    offer, shape = pristine.catalog.track(track), pristine.catalog.spec
+    assembler = Assembler(pristine.catalog)
+    assert level.groups == pristine.catalog.groups
+    for group in range(level.groups):
+        found = level.open(group)
+        assert level.size(group) == len(found.data) == offer.bytes[group]
+        frame = b"".join(found.data[span.begin : span.end] for span in found.objects)
+        assert frame == frame_path(pristine.path, group, track).read_bytes()
+        assert found.digest == hashlib.sha256(frame).digest()
+        first, last = shape.group_range(group, pristine.catalog.tokens)
+        ids = [span.object_id for span in found.objects]
+        assert len(ids) > 1
+        assert ids[0] == first
+        assert all(first < one < last for one in ids[1:])
+        unit = level_layout(track, shape, last - first).unit_tokens
+        assert all((one - first) % unit == 0 for one in ids)
+        assembler.put(group, track, frame)
+    assert bool(torch.isfinite(assembler.take()).all())
+
+
+def test_a_frame_is_mapped_not_copied(pristine):
+    found = LevelPublication(pristine, "FP16").open(0)
+    assert found.data.readonly
+    assert type(found.data.obj).__name__ == "mmap"
+
+
+def test_what_is_not_there(asset):
+    level = LevelPublication(asset, "Int4")
+    for group in (-1, asset.catalog.groups):
+        with pytest.raises(IndexError):
+            level.size(group)
+        with pytest.raises(IndexError):
+            level.open(group)
+    with pytest.raises(FormatError, match="MP3"):
+        LevelPublication(asset, "MP3")
+
+
+def test_a_file_that_is_gone_or_was_changed(asset):
+    level = LevelPublication(asset, "Int4")
+    path = frame_path(asset.path, 1, "Int4")
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(AssetError, match="its catalog says"):
+        level.open(1)
+    path.write_bytes(b"")
+    with pytest.raises(AssetError, match="cannot be read"):
+        level.open(1)
+    path.unlink()
+    with pytest.raises(AssetError, match="cannot be read"):
+        level.open(1)
+    assert level.open(0).objects
+
+
+@pytest.mark.parametrize("place", ["frame", "level"])
+def test_a_link_is_not_followed(asset, tmp_path, place):
+    """Not even one that took a good file's place after the asset was looked at."""
+    level = LevelPublication(asset, "Int4")
+    path = frame_path(asset.path, 1, "Int4")
+    path = path if place == "frame" else path.parent
+    path.rename(tmp_path / "elsewhere")
+    path.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(AssetError, match="cannot be read"):
+        level.open(1)
+
+
+def test_bytes_at_hand_are_one_group_in_slices():
+    data = bytes(range(256)) * 600
+    one = BytesPublication(data)
+    found = one.open(0)
+    assert one.groups == 1
+    assert one.size(0) == len(data)
+    assert found.digest == hashlib.sha256(data).digest()
+    assert [span.object_id for span in found.objects] == [0, 1, 2]
+    assert b"".join(found.data[span.begin : span.end] for span in found.objects) == data
+    assert max(span.end - span.begin for span in found.objects) == SLICE_BYTES
+    with pytest.raises(IndexError):
+        one.open(1)

@@ -1,0 +1,122 @@
+"""What engines publish stays within its bytes; what was computed longest ago goes, and nothing else does."""
+
+from __future__ import annotations
+
+import os
+
+from kvabr.data import default_catalog
+from kvabr.publish.publisher import Publisher, Slot
+from kvabr.store.asset_index import Library
+from kvabr.store.quota import Room
+from kvabr.types.naming import chain
+from tests import kvdata
+from tests.toymodel import SPEC
+
+KV = kvdata.related(SPEC, 48)
+
+
+def tokens(number):
+    return [number, *range(47)]
+
+
+def name(number):
+    return chain(tokens(number), model=SPEC.model, tokenizer=SPEC.tokenizer, group_tokens=SPEC.group_tokens)[-1]
+
+
+def offer(root, number, most_bytes=None, age_s=0.0):
+    """Publish one cache, and say that it was ``age_s`` ago."""
+    made = Publisher(root, SPEC, prior=default_catalog(), most_bytes=most_bytes)
+    try:
+        slot = made.reserve(tokens(number))
+        if isinstance(slot, Slot):
+            slot.fill(KV, lambda _outcome: None)
+    finally:
+        made.close()
+    if age_s:
+        stamp = (root / name(number)).stat().st_mtime - age_s
+        os.utime(root / name(number), (stamp, stamp))
+    return slot
+
+
+def size(path):
+    return sum(each.stat().st_size for each in path.rglob("*") if each.is_file())
+
+
+def there(root):
+    return {path.name for path in root.iterdir()}
+
+
+def test_what_was_computed_longest_ago_goes_first(tmp_path):
+    for number, age_s in ((1, 300.0), (2, 200.0), (3, 100.0)):
+        offer(tmp_path, number, age_s=age_s)
+    offer(tmp_path, 4, most_bytes=32 * size(tmp_path / name(1)) // 10)
+    assert there(tmp_path) == {name(2), name(3), name(4)}
+    assert len(Library(tmp_path).assets) == 3
+
+
+def test_what_is_computed_again_stays(tmp_path):
+    for number, age_s in ((1, 300.0), (2, 200.0)):
+        offer(tmp_path, number, age_s=age_s)
+    most = 22 * size(tmp_path / name(1)) // 10
+    assert offer(tmp_path, 1, most_bytes=most) == "known"
+    offer(tmp_path, 3, most_bytes=most)
+    assert there(tmp_path) == {name(1), name(3)}
+
+
+def test_what_was_removed_is_published_again(tmp_path):
+    offer(tmp_path, 1, age_s=300.0)
+    most = 11 * size(tmp_path / name(1)) // 10
+    offer(tmp_path, 2, most_bytes=most, age_s=200.0)
+    assert there(tmp_path) == {name(2)}
+    offer(tmp_path, 1, most_bytes=most)
+    assert there(tmp_path) == {name(1)}
+
+
+def test_measured_assets_and_foreign_files_are_left_alone(tmp_path):
+    offer(tmp_path, 1, age_s=300.0)
+    measured = tmp_path / name(1) / "catalog.json"
+    measured.write_text(measured.read_text().replace("not measured", "measured"))
+    (tmp_path / ("f" * 64)).write_text("a file of somebody's")
+    (tmp_path / "notes").mkdir()
+    most = 11 * size(tmp_path / name(1)) // 10
+    offer(tmp_path, 2, most_bytes=most, age_s=200.0)
+    offer(tmp_path, 3, most_bytes=most)
+    assert there(tmp_path) == {name(1), name(3), "f" * 64, "notes"}
+
+
+def test_one_that_is_larger_than_all_is_kept_alone(tmp_path):
+    offer(tmp_path, 1, age_s=300.0)
+    offer(tmp_path, 2, most_bytes=10)
+    assert there(tmp_path) == {name(2)}
+
+
+def test_a_full_folder_is_not_looked_at_for_each(tmp_path):
+    """Some more than must be is removed, so the next ones fit without a look."""
+    for number in range(1, 41):
+        offer(tmp_path, number, age_s=1000.0 - number)
+    one = size(tmp_path / name(1))
+    room = Room(tmp_path, 40 * one)
+    offer(tmp_path, 41)
+    assert room.make(name(41)) == 3
+    offer(tmp_path, 42)
+    assert room.make(name(42)) == 0
+    assert len(there(tmp_path)) == 39
+
+
+def test_what_others_publish_is_counted_in_time(tmp_path):
+    """Another process writes into the folder; this one notices after publishing a twentieth of the bound itself."""
+    offer(tmp_path, 1)
+    one = size(tmp_path / name(1))
+    room = Room(tmp_path, 106 * one // 10)
+    room.make(name(1))
+    for number in range(2, 14):
+        offer(tmp_path, number, age_s=1000.0 - number)
+    offer(tmp_path, 14)
+    assert room.make(name(14)) == 4
+    assert there(tmp_path) == {name(1), *(name(number) for number in range(6, 15))}
+
+
+def test_a_folder_that_is_gone_is_no_error(tmp_path):
+    room = Room(tmp_path / "gone", 1)
+    room.touch(name(1))
+    assert room.make(name(1)) == 0

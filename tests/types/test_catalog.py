@@ -1,0 +1,189 @@
+import contextlib
+import json
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvabr.types.catalog import Catalog
+from kvabr.types.errors import AssetError, FormatError, UsageError
+from kvabr.types.kv import KVSpec, RopeSpec
+from tests.catalogs import SPEC, catalog
+
+
+def test_round_trip():
+    for value in (catalog(3), catalog(5, short=100), catalog(2, layered=True)):
+        assert Catalog.loads(value.dumps()) == value
+
+
+def test_newer_version_says_so():
+    value = json.loads(catalog(2).dumps()) | {"schema": "kvabr.catalog/2"}
+    with pytest.raises(FormatError, match="upgrade"):
+        Catalog.loads(json.dumps(value))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"tokens": 0},
+        {"tokens": 10**12},
+        {"tokens": "many"},
+        {"chunks": []},
+        {"tracks": []},
+        {"spec": {}},
+        {"prefill": {"constant_s": -1, "per_token_s": 0, "attention_s": 0}},
+        {"namespace": {"model": "m", "prompt": "short"}},
+    ],
+)
+def test_bad_fields_are_refused(change):
+    value = json.loads(catalog(2).dumps()) | change
+    with pytest.raises(FormatError):
+        Catalog.loads(json.dumps(value))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"name": "../../etc"},
+        {"bytes": [1]},
+        {"bytes": [-1, 5]},
+        {"loss": [float("nan"), 0]},
+        {"loss": [-1, 0]},
+        {"refines": "nothing"},
+        {"decode_s": -1},
+        {"name": "BF16"},
+    ],
+)
+def test_bad_tracks_are_refused(change):
+    value = json.loads(catalog(2).dumps())
+    value["tracks"][0] |= change
+    with pytest.raises(FormatError):
+        Catalog.loads(json.dumps(value))
+
+
+@given(st.binary(max_size=200))
+def test_garbage_is_refused(data):
+    with pytest.raises(FormatError):
+        Catalog.loads(data)
+
+
+@settings(max_examples=200)
+@given(st.data())
+def test_mutilated_json_is_read_or_refused_but_never_crashes(data):
+    text = catalog(2).dumps()
+    place = data.draw(st.integers(0, len(text) - 1))
+    mutilated = text[:place] + data.draw(st.sampled_from(["", "0", "-", "[", "null", '"'])) + text[place + 1 :]
+    with contextlib.suppress(FormatError):
+        Catalog.loads(mutilated)
+
+
+def test_missing_file(tmp_path):
+    with pytest.raises(AssetError, match="no-such"):
+        Catalog.read(tmp_path / "no-such.json")
+
+
+def test_unknown_track_lists_those_there_are():
+    with pytest.raises(FormatError, match="AC-5x"):
+        catalog(1).track("MP3")
+
+
+def test_spec_round_trip_and_digest():
+    assert KVSpec.from_json(SPEC.to_json()) == SPEC
+    others = [
+        KVSpec("test/model", "tokenizer", 4, 2, 32, "float16", RopeSpec(10000.0, 16)),
+        KVSpec("test/model", "tokenizer", 4, 2, 32, "bfloat16", RopeSpec(10000.0, 32)),
+        KVSpec("test/model", "other", 4, 2, 32, "float16", RopeSpec(10000.0, 32)),
+        KVSpec("test/model", "tokenizer", 4, 2, 32, "float16", None),
+    ]
+    assert len({spec.digest() for spec in (SPEC, *others)}) == 5
+
+
+def scaled(**changes):
+    rope = RopeSpec(10000.0, 8, "half", (1.0, 0.25, 1e-3, 7.5e-12), 1.1386294361)
+    return replace(SPEC, rope=replace(rope, **changes))
+
+
+def test_a_scaled_rotary_embedding_is_part_of_a_spec():
+    other = scaled(frequencies=(1.0, 0.25, 1e-3, 7e-12))
+    specs = [scaled(), scaled(factor=1.0), scaled(frequencies=None), other, replace(SPEC, rope=RopeSpec(10000.0, 8))]
+    for spec in specs:
+        assert KVSpec.from_json(json.loads(json.dumps(spec.to_json()))) == spec
+    assert len({spec.digest() for spec in specs}) == len(specs)
+    # 1 and 1.0 are one number to JSON, and one spec.
+    whole = scaled(frequencies=(1, 0.25, 1e-3, 7.5e-12))
+    assert (whole, whole.digest()) == (scaled(), scaled().digest())
+
+
+def test_what_a_plain_embedding_does_not_have_changes_no_digest():
+    """Digests name what was published before there were scaled ones."""
+    assert SPEC.to_json()["rope"] == {"theta": 10000.0, "rotary_dim": 32, "layout": "half"}
+    assert SPEC.digest().hex() == "fcbfd910047072de835e1f508151929c"
+    assert scaled(frequencies=None, factor=1.0) == replace(SPEC, rope=RopeSpec(10000.0, 8))
+
+
+@given(st.integers(1, 2000))
+def test_group_ranges_tile_the_tokens(tokens):
+    ranges = [SPEC.group_range(group, tokens) for group in range(SPEC.groups(tokens))]
+    assert ranges[0][0] == 0
+    assert ranges[-1][1] == tokens
+    assert all(a[1] == b[0] for a, b in pairwise(ranges))
+    with pytest.raises(IndexError):
+        SPEC.group_range(len(ranges), tokens)
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"frequencies": []},
+        {"frequencies": [0.5] * 15},
+        {"frequencies": [0.5] * 17},
+        {"frequencies": [0.5] * 10**6},
+        *(
+            {"frequencies": [0.5] * 15 + [bad]}
+            for bad in (0, -0.5, float("nan"), float("inf"), 1025, 10**400, "0.5", None, True, [0.5])
+        ),
+        {"frequencies": 0.5},
+        {"frequencies": "1" * 16},
+        {"frequencies": {str(pair): 0.5 for pair in range(16)}},
+        *(
+            {"factor": bad}
+            for bad in (0, -1, 1e-4, 2000, 10**400, float("nan"), float("inf"), "1", None, True, [1.0])
+        ),
+        {"rotary_dim": 30, "frequencies": [0.5] * 16},
+        {"rotary_dim": True},
+        {"theta": 0}, {"theta": -1}, {"theta": 1e-300}, {"theta": 10**400}, {"theta": "10000"}, {"theta": True},
+        {"phase": 1.0},
+    ],
+)  # fmt: skip
+def test_impossible_rotary_embeddings_are_refused(rope):
+    value = SPEC.to_json()
+    with pytest.raises(FormatError, match="KV spec"):
+        KVSpec.from_json(value | {"rope": value["rope"] | rope})
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"layers": 0}, {"head_dim": 10**6}, {"dtype": "int8"}, {"model": ""}, {"rope": RopeSpec(1e4, 33)}],
+)
+def test_impossible_specs_are_refused(fields):
+    value = {"model": "m", "tokenizer": "t", "layers": 1, "kv_heads": 1, "head_dim": 32, "dtype": "float16"}
+    with pytest.raises(FormatError):
+        KVSpec(**(value | fields))
+
+
+def test_a_prefix_is_what_a_longer_asset_offers_a_shorter_prompt():
+    whole = catalog(6, short=30)
+    part = whole.prefix(4)
+    assert (part.groups, part.tokens) == (4, 4 * SPEC.group_tokens)
+    assert part.namespace == whole.namespace
+    assert part.chunks == whole.chunks[:4]
+    for ours, theirs in zip(part.tracks, whole.tracks, strict=True):
+        assert (ours.bytes, ours.loss, ours.digests) == (theirs.bytes[:4], theirs.loss[:4], theirs.digests[:4])
+        assert ours.measured is None
+    assert whole.prefix(6) is whole
+    assert Catalog.loads(part.dumps()) == part
+    for groups in (0, -1, 7):
+        with pytest.raises(UsageError, match="prefix of"):
+            whole.prefix(groups)

@@ -1,0 +1,99 @@
+"""Expected loss of a mixed cache: sums, and what recomputed groups inherit."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvabr.types.errors import FormatError
+from kvabr.types.loss import INHERITED, RECOMPUTED, played_loss, predicted_loss
+from tests.catalogs import catalog
+
+
+def test_one_track_is_its_own_loss():
+    made = catalog(8)
+    for track in made.tracks:
+        assert predicted_loss(made, [track.name] * 8) == pytest.approx(sum(track.loss))
+
+
+def test_fetched_groups_add_up():
+    made = catalog(4)
+    tracks = ["Int4", "FP8", "AC-5x", "FP16"]
+    assert predicted_loss(made, tracks) == pytest.approx(sum(made.track(t).loss[g] for g, t in enumerate(tracks)))
+
+
+def test_recomputed_from_the_start_is_exact():
+    made = catalog(6)
+    assert predicted_loss(made, [RECOMPUTED] * 6) == 0.0
+    front = predicted_loss(made, [RECOMPUTED] * 3 + ["Int4"] * 3)
+    assert front == pytest.approx(sum(made.track("Int4").loss[3:]))
+
+
+def test_recomputed_behind_lossy_groups_inherits_a_share():
+    made = catalog(4)
+    loss = predicted_loss(made, ["Int4", "FP4", RECOMPUTED, RECOMPUTED])
+    four, block = made.track("Int4").loss, made.track("FP4").loss
+    # Two groups before it: the first is as far from it as the third is from the end, the second as the last.
+    inherited = four[2] * four[2] / (four[2] + four[3]) + block[2] * block[3] / (block[2] + block[3])
+    inherited += four[3] * four[1] / sum(four[1:]) + block[3] * block[2] / sum(block[1:])
+    assert loss == pytest.approx(four[0] + block[1] + INHERITED * inherited)
+
+
+def test_near_groups_hand_on_more_than_far_ones():
+    made = catalog(8)
+    shape = made.track("Int4").loss
+    assert shape[-1] > shape[1], "the shape of the catalog says that near groups matter more"
+    far = predicted_loss(made, ["Int4", *["FP16"] * 6, RECOMPUTED]) - shape[0]
+    near = predicted_loss(made, [*["FP16"] * 6, "Int4", RECOMPUTED]) - shape[6]
+    assert near > far > 0
+
+
+def test_what_comes_behind_is_not_inherited():
+    made = catalog(3)
+    assert predicted_loss(made, [RECOMPUTED, RECOMPUTED, "FP4"]) == pytest.approx(made.track("FP4").loss[2])
+
+
+def test_recomputing_never_costs_more_than_fetching_the_same():
+    made = catalog(5)
+    for name in ("FP4", "AC-5x", "Int8"):
+        assert predicted_loss(made, [name, RECOMPUTED, name, RECOMPUTED, name]) < predicted_loss(made, [name] * 5)
+
+
+def test_layers_count_as_the_highest_in_place():
+    made = catalog(2, layered=True)
+    assert predicted_loss(made, ["layer-1", "base"]) == pytest.approx(
+        made.track("layer-1").loss[0] + made.track("base").loss[1]
+    )
+
+
+def test_wrong_lists_are_refused():
+    made = catalog(3)
+    with pytest.raises(FormatError, match="2 tracks for an asset of 3 groups"):
+        predicted_loss(made, ["FP16"] * 2)
+    with pytest.raises(FormatError, match="no track 'Int2'"):
+        predicted_loss(made, ["FP16", "Int2", "FP16"])
+
+
+def test_what_was_computed_early_does_not_gain_by_upgrades_that_come_later():
+    made = catalog(4)
+    rest = [("fetch", 2, "Int4"), ("fetch", 3, "Int4")]
+    early = played_loss(made, [("fetch", 0, "FP4"), ("compute", 1, 2), ("fetch", 0, "FP16"), *rest])
+    late = played_loss(made, [("fetch", 0, "FP4"), ("fetch", 0, "FP16"), ("compute", 1, 2), *rest])
+    plain = predicted_loss(made, ["FP16", RECOMPUTED, "Int4", "Int4"])
+    assert late == pytest.approx(plain)
+    worse, better = made.track("FP4").loss[0], made.track("FP16").loss[0]
+    assert early == pytest.approx(predicted_loss(made, ["FP4", RECOMPUTED, "Int4", "Int4"]) - worse + better)
+    assert early > late
+
+
+def test_a_group_computed_first_and_fetched_then_counts_as_fetched():
+    made = catalog(3)
+    steps = [("compute", 0, 3), ("fetch", 1, "Int4")]
+    assert played_loss(made, steps) == pytest.approx(made.track("Int4").loss[1])
+
+
+@pytest.mark.parametrize(
+    "steps", [[("fetch", 0, "FP16")], [("fetch", 5, "FP16")], [("compute", 0, 9)], [("bake", 0, 2)]]
+)
+def test_steps_that_leave_a_hole_or_the_asset_are_refused(steps):
+    with pytest.raises(FormatError):
+        played_loss(catalog(2), steps)
