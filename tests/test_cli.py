@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from kvabr.cli import main as cli
 from kvabr.cli.main import COMMANDS, main
-from kvabr.cli.main import main as cli
 from kvabr.types.catalog import Catalog
 from tests.catalogs import catalog
 
@@ -209,7 +209,7 @@ def test_ctrl_c_while_commands_are_loaded(monkeypatch, capsys):
     def interrupted():
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("kvabr.cli.parser", interrupted)
+    monkeypatch.setattr("kvabr.cli.main.parser", interrupted)
     assert main(["policies"]) == 130
     assert capsys.readouterr().err == "kvabr: interrupted\n"
 

@@ -97,7 +97,7 @@ def _plainly(
     message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
 ) -> str:
     """A warning: kvabr's own as its errors look, others with the place that they come from."""
-    if Path(filename).is_relative_to(Path(__file__).parent):
+    if Path(filename).is_relative_to(Path(__file__).parents[1]):
         return f"kvabr: {message}\n"
     return _FORMAT(message, category, filename, lineno, line)
 

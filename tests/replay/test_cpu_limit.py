@@ -15,7 +15,7 @@ def spin(cpu_s):
 
 def test_what_takes_too_long_is_stopped_where_it_is():
     before = signal.getsignal(signal.SIGVTALRM)
-    with pytest.raises(TooLongError, match=r"0\.05 s of CPU.*test_watch\.py, line \d+"), at_most(0.05):
+    with pytest.raises(TooLongError, match=r"0\.05 s of CPU.*test_cpu_limit\.py, line \d+"), at_most(0.05):
         spin(30.0)
     assert signal.getsignal(signal.SIGVTALRM) == before
     assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0)

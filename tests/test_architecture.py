@@ -1,0 +1,130 @@
+"""The shape of the package: floors, circles, and names.
+
+Data flows one way, and a package imports only packages on lower floors. The list below is the order of the floors.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from collections.abc import Iterator
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+import kvabr
+
+ROOT = Path(kvabr.__file__).parent
+FLOORS = (
+    *("types", "codec", "abr", "player", "moqt", "store", "quic", "telemetry"),
+    *("client", "publish", "server", "engines", "replay", "lab", "cli"),
+)
+"""From the ground up."""
+PENDING = {
+    "kvabr.types.engine -> kvabr.abr.recompute_planner",
+    "kvabr.store.group_cache -> kvabr.client.executors",
+    "kvabr.store.group_cache -> kvabr.client.metrics",
+    "kvabr.publish.calibrate -> kvabr.engines.model_loader",
+    "kvabr.publish.encoder -> kvabr.engines.model_loader",
+    "kvabr.engines.vllm.options -> kvabr.cli.salt",
+}
+"""Imports that are on their way out."""
+BASEMENT = ("data",)
+"""May import `types` alone; everybody may import it."""
+
+
+def _name_of(path: Path) -> str:
+    parts = path.relative_to(ROOT.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+@cache
+def modules() -> dict[str, Path]:
+    """Every module of kvabr by its dotted name."""
+    return {_name_of(path): path for path in sorted(ROOT.rglob("*.py"))}
+
+
+@cache
+def tree(name: str) -> ast.Module:
+    return ast.parse(modules()[name].read_text(encoding="utf-8"))
+
+
+def _type_checking_only(module: ast.Module) -> set[ast.AST]:
+    """Return the nodes below ``if TYPE_CHECKING:``: they never run."""
+    found: set[ast.AST] = set()
+    for node in ast.walk(module):
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+            for statement in node.body:
+                found.update(ast.walk(statement))
+    return found
+
+
+def imports(name: str, *, typing: bool) -> Iterator[str]:
+    """Yield the modules of kvabr that a module imports, also inside functions."""
+    skipped = set() if typing else _type_checking_only(tree(name))
+    for node in ast.walk(tree(name)):
+        if node in skipped:
+            continue
+        if isinstance(node, ast.Import):
+            wanted = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{name}: relative import"
+            wanted = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for dotted in wanted:
+            target = dotted if dotted in modules() else dotted.rpartition(".")[0]
+            if target in modules() and target != name:
+                yield target
+
+
+def room(name: str) -> str:
+    return (*name.split("."), "")[1]
+
+
+def test_every_package_has_a_floor():
+    assert {room(name) for name in modules()} == {*FLOORS, *BASEMENT, "", "__main__"}
+
+
+@pytest.mark.parametrize("floor", [*FLOORS, *BASEMENT])
+def test_a_package_imports_only_lower_floors(floor: str):
+    allowed = {"types", floor} if floor in BASEMENT else {*FLOORS[: FLOORS.index(floor) + 1], *BASEMENT}
+    upward = [
+        f"{name} -> {target}"
+        for name in modules()
+        if room(name) == floor
+        for target in imports(name, typing=True)
+        if room(target) not in allowed and target != "kvabr"
+    ]
+    assert not {*upward} - PENDING
+
+
+@pytest.mark.skip(reason="circles are on their way out")
+def test_no_files_import_each_other_in_a_circle():
+    graph: dict[str, set[str]] = defaultdict(set)
+    for name in modules():
+        for target in imports(name, typing=False):
+            # A package's __init__ that re-exports its own modules is not an import of theirs.
+            if not name.startswith(f"{target}."):
+                graph[name].add(target)
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(" -> ".join(reversed(error.args[1])))
+
+
+@pytest.mark.skip(reason="twins are on their way out")
+def test_class_names_are_unique():
+    places: dict[str, list[str]] = defaultdict(list)
+    for name in modules():
+        for node in tree(name).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places[node.name].append(name)
+    assert {name: where for name, where in places.items() if len(where) > 1} == {}
+
+
+def test_files_are_no_longer_than_a_room():
+    long = {name: lines for name, path in modules().items() if (lines := path.read_text().count("\n")) > 500}
+    assert not long
