@@ -5,14 +5,15 @@ from __future__ import annotations
 from functools import cache
 
 from kvabr.moqt import messages as m
-from kvabr.moqt.draft import Draft
 from kvabr.moqt.encoding import encode
 from kvabr.moqt.objects import (
+    FetchWriter,
     SubgroupHeader,
+    write_subgroup_header,
+    write_subgroup_object,
 )
-from kvabr.moqt.objectwriter import FetchWriter, write_subgroup_header, write_subgroup_object
 from kvabr.moqt.parameters import Filter, Parameters, SetupOptions, Token
-from kvabr.moqt.wire import Location
+from kvabr.moqt.wire import Draft, Location
 
 SPACE, TRACK = (b"root", b"model"), b"FP16"
 SOME = Parameters(tokens=(Token(b"secret"), Token(b"x", 1, 5, 2), Token(b"", 2, 5)))

@@ -15,7 +15,6 @@ from kvabr.codec.container import FrameHeader, pack, unpack
 from kvabr.moqt import messages as m
 from kvabr.moqt import session as session_module
 from kvabr.moqt.codes import SessionFault
-from kvabr.moqt.draft import DRAFT_16, DRAFT_18, Draft
 from kvabr.moqt.encoding import MAX_MESSAGE_BYTES, MessageParser, decode, encode
 from kvabr.moqt.events import Requested, Write
 from kvabr.moqt.objects import (
@@ -25,12 +24,12 @@ from kvabr.moqt.objects import (
     SubgroupHeader,
     read_datagram,
     read_stream_header,
+    write_datagram,
 )
-from kvabr.moqt.objectwriter import write_datagram
 from kvabr.moqt.parameters import Filter, Parameters, SetupOptions, Token, setup_options, setup_pairs
 from kvabr.moqt.properties import MalformedTrack
 from kvabr.moqt.session import Session
-from kvabr.moqt.wire import Location, Reader, read_pairs, write_pairs
+from kvabr.moqt.wire import DRAFT_16, DRAFT_18, Draft, Location, Reader, read_pairs, write_pairs
 from kvabr.types.catalog import Catalog
 from kvabr.types.errors import FormatError
 from kvabr.types.naming import parse_prefix_track, prefix_track

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvabr.moqt.codes import SessionCode, SessionFault
-from kvabr.moqt.draft import Draft
 from kvabr.moqt.encoding import MessageParser, encode
 from kvabr.moqt.events import Command, Event, Requested, Updated, Write
 from kvabr.moqt.messages import Message, Request
+from kvabr.moqt.wire import Draft
 
 _ID_WINDOW = 1 << 16
 """Of so many request IDs below the largest it is known whether they were used; older ones count as used."""

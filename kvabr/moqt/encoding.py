@@ -11,7 +11,6 @@ from dataclasses import fields
 from typing import Any
 
 from kvabr.moqt.codes import Param, RequestCode, SessionFault
-from kvabr.moqt.draft import Draft
 from kvabr.moqt.messages import (
     Fetch,
     FetchCancel,
@@ -55,6 +54,7 @@ from kvabr.moqt.wire import (
     MAX_NAME_BYTES,
     MAX_REASON_BYTES,
     MAX_URI_BYTES,
+    Draft,
     KeyValue,
     Location,
     Reader,

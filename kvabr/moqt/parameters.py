@@ -5,12 +5,13 @@ Draft 18 gives every message parameter an encoding of its own (section 10.2), dr
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from kvabr.moqt.codes import Param, SessionFault, SetupOption
-from kvabr.moqt.draft import Draft
+from kvabr.moqt.codes import Param, SessionCode, SessionFault, SetupOption
 from kvabr.moqt.wire import (
+    Draft,
     KeyValue,
     Location,
     Reader,
@@ -66,6 +67,56 @@ class Token:
         except SessionFault as fault:
             raise malformed(f"an authorization token cannot be read: {fault}") from fault
         return cls(value, kind, alias, token_type)
+
+
+_OVERHEAD = 16
+"""Bytes that an entry counts beside its value."""
+
+
+class TokenCache:
+    """Aliases of one peer."""
+
+    def __init__(self, limit: int = 0) -> None:
+        """An empty cache.
+
+        Args:
+            limit: bytes that it may hold, as announced by MAX_AUTH_TOKEN_CACHE_SIZE; 0: no aliases.
+        """
+        self._limit, self._size = limit, 0
+        self._values: dict[int, bytes] = {}
+
+    def resolve(self, tokens: tuple[Token, ...], *, setup: bool = False) -> tuple[bytes, ...]:
+        """The values that the tokens of one message stand for.
+
+        Raises:
+            SessionFault: an unknown or repeated alias, too many tokens, or what a SETUP cannot have.
+        """
+        return tuple(value for token in tokens if (value := self._one(token, setup=setup)) is not None)
+
+    def _one(self, token: Token, *, setup: bool) -> bytes | None:
+        if token.alias_type == USE_VALUE or token.alias is None:
+            return token.value
+        alias = token.alias
+        if token.alias_type == REGISTER:
+            if alias in self._values:
+                code = SessionCode.DUPLICATE_AUTH_TOKEN_ALIAS
+                raise SessionFault(f"the token alias {alias} is registered already", code)
+            size = _OVERHEAD + len(token.value)
+            if self._size + size <= self._limit:
+                self._values[alias] = token.value
+                self._size += size
+            elif not setup:
+                code = SessionCode.AUTH_TOKEN_CACHE_OVERFLOW
+                raise SessionFault(f"registered tokens exceed {self._limit} bytes", code)
+            return token.value
+        if setup:
+            raise SessionFault("a SETUP refers to a token alias")
+        if alias not in self._values:
+            raise SessionFault(f"an unknown token alias {alias}", SessionCode.UNKNOWN_AUTH_TOKEN_ALIAS)
+        if token.alias_type == DELETE:
+            self._size -= _OVERHEAD + len(self._values.pop(alias))
+            return None
+        return self._values[alias]
 
 
 NEXT_GROUP, LARGEST_OBJECT, ABSOLUTE_START, ABSOLUTE_RANGE = 1, 2, 3, 4
@@ -350,6 +401,31 @@ def setup_options(pairs: tuple[KeyValue, ...], draft: Draft) -> SetupOptions:
         else:
             found[name] = value
     return SetupOptions(**found)
+
+
+_PLAIN = rb"[A-Za-z0-9\-._~!$&'()*+,;=]|%[0-9A-Fa-f]{2}"
+_PATH = re.compile(rb"(?:/(?:" + _PLAIN + rb"|[:@])*)*(?:\?(?:" + _PLAIN + rb"|[:@/?])*)?")
+_AUTHORITY = re.compile(rb"(?:(?:" + _PLAIN + rb"|:)*@)?(?:\[[0-9A-Za-z:.%_~-]+\]|(?:" + _PLAIN + rb")+)(?::[0-9]*)?")
+
+
+def check_path(path: bytes) -> None:
+    """PATH: ``path-abempty``, and perhaps a query.
+
+    Raises:
+        SessionFault: it is none.
+    """
+    if not _PATH.fullmatch(path):
+        raise SessionFault("the PATH is no path of a URI", SessionCode.MALFORMED_PATH)
+
+
+def check_authority(authority: bytes) -> None:
+    """AUTHORITY: a host that is not empty, and perhaps a port.
+
+    Raises:
+        SessionFault: it is none.
+    """
+    if not _AUTHORITY.fullmatch(authority):
+        raise SessionFault("the AUTHORITY is no authority of a URI", SessionCode.MALFORMED_AUTHORITY)
 
 
 assert {field.name for field in fields(Parameters)} == {name for name, _, _ in _KINDS.values()}  # noqa: S101

@@ -6,8 +6,7 @@ Drafts up to 16 call them extension headers. Unknown ones mean nothing here, and
 from __future__ import annotations
 
 from kvabr.moqt.codes import MANDATORY_TRACK_PROPERTIES, Property, SessionFault
-from kvabr.moqt.draft import Draft
-from kvabr.moqt.wire import KeyValue, Reader, read_pairs
+from kvabr.moqt.wire import Draft, KeyValue, Reader, read_pairs
 
 
 class MalformedTrack(Exception):  # noqa: N818  # the track's fault; the session goes on without it

@@ -28,9 +28,8 @@ from kvabr.moqt.messages import (
     TrackStatus,
 )
 from kvabr.moqt.objects import FETCH_HEADER
-from kvabr.moqt.parameters import Parameters, present
+from kvabr.moqt.parameters import Parameters, TokenCache, present
 from kvabr.moqt.properties import MalformedTrack, unknown_mandatory
-from kvabr.moqt.tokens import TokenCache
 from kvabr.moqt.wire import KeyValue, Location
 
 REQUESTS = (

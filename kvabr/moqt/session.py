@@ -18,7 +18,6 @@ from dataclasses import replace
 
 from kvabr.moqt.channel import Channel
 from kvabr.moqt.codes import ResetCode, SessionCode, SessionFault
-from kvabr.moqt.draft import Draft
 from kvabr.moqt.encoding import CLIENT_SETUP_16, SERVER_SETUP_16, MessageParser, decode
 from kvabr.moqt.events import Close, Closed, Command, Event, GoingAway, Ready, Reset
 from kvabr.moqt.incoming import IncomingStreams, Verdict
@@ -46,12 +45,10 @@ from kvabr.moqt.messages import (
 )
 from kvabr.moqt.messages import PublishNamespace as PublishNamespaceMessage
 from kvabr.moqt.objects import read_datagram
-from kvabr.moqt.parameters import Parameters, SetupOptions
+from kvabr.moqt.parameters import Parameters, SetupOptions, TokenCache, check_authority, check_path
 from kvabr.moqt.requester import Requester
 from kvabr.moqt.responder import REQUEST_WINDOW, REQUESTS, Responder
-from kvabr.moqt.tokens import TokenCache
-from kvabr.moqt.uri import check_authority, check_path
-from kvabr.moqt.wire import Location
+from kvabr.moqt.wire import Draft, Location
 
 _MAX_EARLY_BYTES = 1 << 17
 """Bytes that may wait for the peer's SETUP."""

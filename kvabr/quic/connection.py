@@ -9,12 +9,11 @@ import itertools
 from collections.abc import Callable
 
 from kvabr.moqt.codes import RequestCode, SessionCode, name_of
-from kvabr.moqt.draft import Draft
 from kvabr.moqt.events import Closed, Ended, Event, GoingAway, Ready, Received, Refused, Requested
 from kvabr.moqt.messages import PublishNamespace, SubscribeNamespace
 from kvabr.moqt.parameters import Parameters, SetupOptions, Token
 from kvabr.moqt.session import Session
-from kvabr.moqt.wire import Location
+from kvabr.moqt.wire import Draft, Location
 from kvabr.quic import trust as certificate
 from kvabr.quic.bottleneck import LimitWatch
 from kvabr.quic.buffered import BufferedDownload

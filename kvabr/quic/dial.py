@@ -8,7 +8,7 @@ import ssl
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
-from kvabr.moqt.draft import DRAFTS
+from kvabr.moqt.wire import DRAFTS
 from kvabr.quic import trust as certificate
 from kvabr.quic.connection import QuicConnection
 from kvabr.quic.endpoint import protocol_class

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from typing import Any
 
 from kvabr.moqt.codes import SessionCode, name_of
-from kvabr.moqt.draft import Draft, by_alpn
 from kvabr.moqt.events import Close, Event, Reset, Stop, Write
 from kvabr.moqt.session import Session
+from kvabr.moqt.wire import Draft, by_alpn
 from kvabr.quic.library import QuicLibrary
 from kvabr.quic.moq_lib import TURNED_AWAY
 

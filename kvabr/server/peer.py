@@ -9,12 +9,11 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from kvabr.moqt.codes import RequestCode, ResetCode, SessionCode, name_of
-from kvabr.moqt.draft import Draft
 from kvabr.moqt.events import Cancelled, Closed, Event, Ready, Requested, Updated
 from kvabr.moqt.messages import Fetch, JoiningFetch, Subscribe, SubscribeNamespace, TrackStatus
 from kvabr.moqt.parameters import Parameters, SetupOptions
 from kvabr.moqt.session import Session
-from kvabr.moqt.wire import Location
+from kvabr.moqt.wire import Draft, Location
 from kvabr.quic.endpoint import Endpoint
 from kvabr.quic.library import QuicLibrary
 from kvabr.server.rate_limiter import Allowance

@@ -7,7 +7,7 @@ import socket
 import time
 from typing import TYPE_CHECKING, Any
 
-from kvabr.moqt.draft import DRAFTS, Draft
+from kvabr.moqt.wire import DRAFTS, Draft
 from kvabr.quic.endpoint import protocol_class
 from kvabr.quic.library import LibraryName, library, load_certificates
 from kvabr.quic.retry import NoTokens, RetryTokens

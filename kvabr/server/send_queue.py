@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from kvabr.codec.object_layout import ObjectSpan
-from kvabr.moqt.draft import Draft
-from kvabr.moqt.objectwriter import FetchWriter
-from kvabr.moqt.wire import KeyValue
+from kvabr.moqt.objects import FetchWriter
+from kvabr.moqt.wire import Draft, KeyValue
 from kvabr.store.publication import PROPERTY_GROUP_BYTES, PROPERTY_GROUP_DIGEST, Publication, PublishedGroup
 
 MOST_AHEAD_BYTES, LEAST_AHEAD_BYTES = 256 << 10, 16 << 10

@@ -7,10 +7,9 @@ import socket
 from collections.abc import Callable
 from contextlib import asynccontextmanager
 
-from kvabr.moqt.draft import DRAFTS
-from kvabr.moqt.objectwriter import FetchWriter
+from kvabr.moqt.objects import FetchWriter
 from kvabr.moqt.session import Session
-from kvabr.moqt.wire import Location
+from kvabr.moqt.wire import DRAFTS, Location
 from kvabr.quic.endpoint import Endpoint, protocol_class
 from kvabr.quic.library import library, load_certificates
 from kvabr.server.metrics import Metrics

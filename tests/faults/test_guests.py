@@ -13,11 +13,10 @@ import pytest
 
 from kvabr.client.play import play
 from kvabr.moqt.codes import RequestCode, SessionCode
-from kvabr.moqt.draft import DRAFTS
 from kvabr.moqt.events import Ready, Refused
 from kvabr.moqt.parameters import Parameters, SetupOptions
 from kvabr.moqt.session import Session
-from kvabr.moqt.wire import Location
+from kvabr.moqt.wire import DRAFTS, Location
 from kvabr.quic.interface import read_all
 from kvabr.server import quic_server as quicserver
 from kvabr.server import send_queue as sending

@@ -11,7 +11,7 @@ import structlog
 import torch
 
 from kvabr.client.play import play_asset
-from kvabr.moqt.draft import DRAFTS, by_alpn
+from kvabr.moqt.wire import DRAFTS, by_alpn
 from kvabr.player.assembler import Assembler
 from kvabr.quic.dial import dial
 from kvabr.quic.interface import read_all

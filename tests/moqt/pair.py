@@ -7,14 +7,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from kvabr.moqt.draft import Draft
 from kvabr.moqt.events import Close, Event, Requested, Reset, Stop, Write
 from kvabr.moqt.messages import Fetch
-from kvabr.moqt.objects import RangeEnd
-from kvabr.moqt.objectwriter import FetchWriter
+from kvabr.moqt.objects import FetchWriter, RangeEnd
 from kvabr.moqt.parameters import SetupOptions
 from kvabr.moqt.session import Session
-from kvabr.moqt.wire import Location
+from kvabr.moqt.wire import Draft, Location
 
 NAMESPACE = (b"root", b"model", b"prompt")
 TRACK = b"FP16"

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from kvabr.moqt.codes import SessionCode
-from kvabr.moqt.draft import Draft
 from kvabr.moqt.events import Close
 from kvabr.moqt.parameters import Parameters, SetupOptions
 from kvabr.moqt.session import Session
-from kvabr.moqt.wire import Location
+from kvabr.moqt.wire import Draft, Location
 
 NAME = "01 0161 0174"
 """The namespace ("a") and the track "t"."""

@@ -6,7 +6,6 @@ from hypothesis import strategies as st
 
 from kvabr.moqt import messages as m
 from kvabr.moqt.codes import Param, RequestCode
-from kvabr.moqt.draft import Draft
 from kvabr.moqt.encoding import allowed_parameters
 from kvabr.moqt.parameters import (
     ABSOLUTE_RANGE,
@@ -23,7 +22,7 @@ from kvabr.moqt.parameters import (
     Token,
     known_parameters,
 )
-from kvabr.moqt.wire import Location
+from kvabr.moqt.wire import Draft, Location
 
 fields = st.binary(min_size=1, max_size=12)
 namespaces = st.lists(fields, max_size=5).map(tuple)

@@ -13,8 +13,8 @@ from kvabr.moqt.codes import (
     SetupOption,
     name_of,
 )
-from kvabr.moqt.draft import DRAFT_16, DRAFT_18, DRAFTS, by_alpn
 from kvabr.moqt.parameters import known_parameters
+from kvabr.moqt.wire import DRAFT_16, DRAFT_18, DRAFTS, by_alpn
 
 SESSION = """NO_ERROR 0x0; INTERNAL_ERROR 0x1; UNAUTHORIZED 0x2; PROTOCOL_VIOLATION 0x3; INVALID_REQUEST_ID 0x4;
 DUPLICATE_TRACK_ALIAS 0x5; KEY_VALUE_FORMATTING_ERROR 0x6; TOO_MANY_REQUESTS 0x7; INVALID_PATH 0x8; MALFORMED_PATH 0x9;

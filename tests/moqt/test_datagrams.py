@@ -5,14 +5,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvabr.moqt.codes import SessionCode, SessionFault
-from kvabr.moqt.draft import DRAFT_16, DRAFT_18, DRAFTS
 from kvabr.moqt.objects import (
     DEFAULT_PRIORITY,
     ObjectHeader,
     Status,
     read_datagram,
+    write_datagram,
 )
-from kvabr.moqt.objectwriter import write_datagram
+from kvabr.moqt.wire import DRAFT_16, DRAFT_18, DRAFTS
 
 
 @pytest.mark.parametrize("draft", DRAFTS)

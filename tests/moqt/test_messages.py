@@ -8,10 +8,9 @@ from hypothesis import strategies as st
 
 from kvabr.moqt import messages as m
 from kvabr.moqt.codes import SessionCode, SessionFault
-from kvabr.moqt.draft import DRAFT_16, DRAFT_18, DRAFTS
 from kvabr.moqt.encoding import MessageParser, decode, encode
 from kvabr.moqt.parameters import Filter, Parameters, SetupOptions, Token
-from kvabr.moqt.wire import Location
+from kvabr.moqt.wire import DRAFT_16, DRAFT_18, DRAFTS, Location
 from tests.moqt import strategies
 
 NAME = "02 0161 026263"  # the namespace ("a", "bc")

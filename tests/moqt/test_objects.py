@@ -5,7 +5,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvabr.moqt.codes import SessionCode, SessionFault
-from kvabr.moqt.draft import DRAFT_16, DRAFT_18, DRAFTS
 from kvabr.moqt.objects import (
     DEFAULT_PRIORITY,
     Item,
@@ -16,10 +15,10 @@ from kvabr.moqt.objects import (
     SubgroupHeader,
     is_subgroup,
     read_stream_header,
+    write_subgroup_header,
 )
-from kvabr.moqt.objectwriter import write_subgroup_header
 from kvabr.moqt.properties import MalformedTrack
-from kvabr.moqt.wire import Location
+from kvabr.moqt.wire import DRAFT_16, DRAFT_18, DRAFTS, Location
 
 PLAIN = SubgroupHeader(1, 5, 0, 0, properties=False, end_of_group=False)
 

@@ -7,18 +7,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvabr.moqt.codes import SessionFault
-from kvabr.moqt.draft import DRAFT_16, DRAFT_18, DRAFTS
 from kvabr.moqt.objects import (
     DEFAULT_PRIORITY,
+    FetchWriter,
     Item,
     ObjectHeader,
     ObjectParser,
     RangeEnd,
     Status,
     SubgroupHeader,
+    write_subgroup_object,
 )
-from kvabr.moqt.objectwriter import FetchWriter, write_subgroup_object
-from kvabr.moqt.wire import Location
+from kvabr.moqt.wire import DRAFT_16, DRAFT_18, DRAFTS, Location
 from tests.moqt import strategies
 from tests.moqt.test_objects import join
 

@@ -4,7 +4,6 @@ import pytest
 from hypothesis import given
 
 from kvabr.moqt.codes import Param, SessionCode, SessionFault
-from kvabr.moqt.draft import DRAFT_16, DRAFT_18, DRAFTS
 from kvabr.moqt.parameters import (
     Filter,
     Parameters,
@@ -16,7 +15,7 @@ from kvabr.moqt.parameters import (
     setup_pairs,
     write_parameters,
 )
-from kvabr.moqt.wire import Location, Reader, read_pairs, write_pairs
+from kvabr.moqt.wire import DRAFT_16, DRAFT_18, DRAFTS, Location, Reader, read_pairs, write_pairs
 from tests.moqt import strategies
 
 EVERY = frozenset(Param)

@@ -3,7 +3,6 @@
 import pytest
 
 from kvabr.moqt.codes import RequestCode, ResetCode, SessionCode
-from kvabr.moqt.draft import DRAFT_16, DRAFT_18, DRAFTS
 from kvabr.moqt.events import (
     Answered,
     Cancelled,
@@ -15,11 +14,10 @@ from kvabr.moqt.events import (
     Updated,
 )
 from kvabr.moqt.messages import Fetch
-from kvabr.moqt.objects import RangeEnd
-from kvabr.moqt.objectwriter import FetchWriter
+from kvabr.moqt.objects import FetchWriter, RangeEnd
 from kvabr.moqt.parameters import Parameters, SetupOptions, Token
 from kvabr.moqt.responder import REQUEST_WINDOW
-from kvabr.moqt.wire import Location
+from kvabr.moqt.wire import DRAFT_16, DRAFT_18, DRAFTS, Location
 from tests.moqt.pair import NAMESPACE, TRACK, Origin, Pair, locations, payload
 
 both = pytest.mark.parametrize("draft", DRAFTS)

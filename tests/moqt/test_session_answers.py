@@ -3,11 +3,10 @@
 import pytest
 
 from kvabr.moqt.codes import RequestCode, SessionCode
-from kvabr.moqt.draft import DRAFT_16, DRAFT_18, DRAFTS, Draft
 from kvabr.moqt.events import Answered, Ended, Refused, Stop
 from kvabr.moqt.parameters import Parameters
 from kvabr.moqt.requester import MAX_NAMESPACES
-from kvabr.moqt.wire import Location
+from kvabr.moqt.wire import DRAFT_16, DRAFT_18, DRAFTS, Draft, Location
 from tests.moqt.raw import START, VIOLATION, Raw, frame
 
 both = pytest.mark.parametrize("draft", DRAFTS)

@@ -3,7 +3,6 @@
 import pytest
 
 from kvabr.moqt.codes import RequestCode, ResetCode, SessionCode
-from kvabr.moqt.draft import DRAFT_18, DRAFTS
 from kvabr.moqt.events import (
     Answered,
     Cancelled,
@@ -16,10 +15,15 @@ from kvabr.moqt.events import (
     SubscriptionDone,
 )
 from kvabr.moqt.messages import JoiningFetch, PublishNamespace, SubscribeNamespace, SubscribeTracks
-from kvabr.moqt.objects import ObjectHeader, SubgroupHeader
-from kvabr.moqt.objectwriter import write_datagram, write_subgroup_header, write_subgroup_object
+from kvabr.moqt.objects import (
+    ObjectHeader,
+    SubgroupHeader,
+    write_datagram,
+    write_subgroup_header,
+    write_subgroup_object,
+)
 from kvabr.moqt.parameters import DELETE, REGISTER, USE_ALIAS, Filter, Parameters, SetupOptions, Token
-from kvabr.moqt.wire import Location
+from kvabr.moqt.wire import DRAFT_18, DRAFTS, Location
 from tests.moqt.pair import NAMESPACE, TRACK, Origin, Pair, locations, payload
 
 both = pytest.mark.parametrize("draft", DRAFTS)

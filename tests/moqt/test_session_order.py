@@ -7,13 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvabr.moqt.codes import RequestCode, ResetCode
-from kvabr.moqt.draft import DRAFT_16, DRAFT_18, DRAFTS
 from kvabr.moqt.events import Answered, Cancelled, Ended, Event, Received, Refused, Requested, Updated
 from kvabr.moqt.messages import Fetch, Subscribe, SubscribeNamespace, TrackStatus
-from kvabr.moqt.objects import SubgroupHeader
-from kvabr.moqt.objectwriter import FetchWriter, write_subgroup_header, write_subgroup_object
+from kvabr.moqt.objects import FetchWriter, SubgroupHeader, write_subgroup_header, write_subgroup_object
 from kvabr.moqt.parameters import Parameters
-from kvabr.moqt.wire import Location
+from kvabr.moqt.wire import DRAFT_16, DRAFT_18, DRAFTS, Location
 from tests.moqt.pair import NAMESPACE, TRACK, Origin, Pair, locations, payload
 
 both = pytest.mark.parametrize("draft", DRAFTS)

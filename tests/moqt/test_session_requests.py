@@ -3,9 +3,9 @@
 import pytest
 
 from kvabr.moqt.codes import RequestCode, SessionCode
-from kvabr.moqt.draft import DRAFT_16, DRAFT_18, DRAFTS
 from kvabr.moqt.events import Cancelled, Requested, Reset, Updated
 from kvabr.moqt.parameters import Parameters
+from kvabr.moqt.wire import DRAFT_16, DRAFT_18, DRAFTS
 from tests.moqt.raw import NAME, VIOLATION, Raw, fetch_of, frame
 
 both = pytest.mark.parametrize("draft", DRAFTS)

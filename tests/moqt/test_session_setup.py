@@ -3,9 +3,9 @@
 import pytest
 
 from kvabr.moqt.codes import SessionCode
-from kvabr.moqt.draft import DRAFT_16, DRAFT_18, DRAFTS
 from kvabr.moqt.events import Ended, Ready, Requested
 from kvabr.moqt.parameters import Parameters
+from kvabr.moqt.wire import DRAFT_16, DRAFT_18, DRAFTS
 from tests.moqt.raw import VIOLATION, Raw, frame
 
 both = pytest.mark.parametrize("draft", DRAFTS)

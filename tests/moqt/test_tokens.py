@@ -5,10 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvabr.moqt.codes import SessionCode, SessionFault
-from kvabr.moqt.draft import DRAFTS
-from kvabr.moqt.parameters import DELETE, REGISTER, USE_ALIAS, USE_VALUE, Token
-from kvabr.moqt.tokens import TokenCache
-from kvabr.moqt.wire import NARROW, WIDE
+from kvabr.moqt.parameters import DELETE, REGISTER, USE_ALIAS, USE_VALUE, Token, TokenCache
+from kvabr.moqt.wire import DRAFTS, NARROW, WIDE
 from tests.moqt import strategies
 
 

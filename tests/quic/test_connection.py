@@ -11,8 +11,8 @@ from dataclasses import replace
 import pytest
 import structlog
 
-from kvabr.moqt.draft import DRAFTS, by_alpn
 from kvabr.moqt.objects import ObjectHeader, RangeEnd
+from kvabr.moqt.wire import DRAFTS, by_alpn
 from kvabr.quic import connection as quicconnection
 from kvabr.quic import dial as quic
 from kvabr.quic import download as quicdownload
