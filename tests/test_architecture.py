@@ -28,7 +28,6 @@ PENDING = {
     "kvabr.store.group_cache -> kvabr.client.metrics",
     "kvabr.publish.calibrate -> kvabr.engines.model_loader",
     "kvabr.publish.encoder -> kvabr.engines.model_loader",
-    "kvabr.engines.vllm.options -> kvabr.cli.salt",
 }
 """Imports that are on their way out."""
 BASEMENT = ("data",)

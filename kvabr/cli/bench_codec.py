@@ -112,7 +112,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _subject(model: str, args: argparse.Namespace) -> Subject:
-    from kvabr.cli.encode import find_profile  # noqa: PLC0415
+    from kvabr.cli.options import find_profile  # noqa: PLC0415
     from kvabr.engines.model_loader import open_bed  # noqa: PLC0415
     from kvabr.lab.bench import codecs  # noqa: PLC0415
 

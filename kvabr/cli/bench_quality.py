@@ -56,7 +56,8 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure, and show."""
-    from kvabr.cli.encode import STAGES, find_profile  # noqa: PLC0415 - a command loads what it needs when it runs
+    from kvabr.cli.encode import STAGES  # noqa: PLC0415 - a command loads what it needs when it runs
+    from kvabr.cli.options import find_profile  # noqa: PLC0415
     from kvabr.cli.progress import StageBar  # noqa: PLC0415
     from kvabr.cli.tables import mix_rows, mix_table, track_rows, track_table  # noqa: PLC0415
     from kvabr.engines.model_loader import open_bed  # noqa: PLC0415

@@ -161,7 +161,7 @@ def _check(args: argparse.Namespace) -> None:
 
 def _profiles(bed: Bed, paths: list[Path] | None) -> dict[str, Profile]:
     """Profiles by label: none for the only one, the file's name where there are more."""
-    from kvabr.cli.encode import find_profile  # noqa: PLC0415
+    from kvabr.cli.options import find_profile  # noqa: PLC0415
 
     found: dict[str, Any] = {}
     if paths is None or len(paths) == 1:

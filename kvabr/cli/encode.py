@@ -6,16 +6,11 @@ import argparse
 import json
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from kvabr.cli.salt import add_option, read_salt
+from kvabr.cli.options import add_salt_option, find_profile
 from kvabr.types.errors import UsageError
-
-if TYPE_CHECKING:
-    from kvabr.codec.profile import Profile
-    from kvabr.engines.model_loader import Bed
 
 _EPILOG = """\
 examples:
@@ -71,7 +66,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         metavar="FILE",
         help="codec profile of the model (default: for smollm2 one comes along, else one is estimated from the asset)",
     )
-    add_option(parser)
+    add_salt_option(parser)
     parser.add_argument("--force", action="store_true", help="replace the asset that is there")
     parser.add_argument("--json", type=Path, metavar="F", help="write what was measured, as JSON")
     parser.set_defaults(run=run)
@@ -85,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
     from kvabr.publish.encoder import Keeper, cut_prompt, publish  # noqa: PLC0415
     from kvabr.publish.frames import ordered_tracks  # noqa: PLC0415
     from kvabr.store.asset_writer import AssetWriter  # noqa: PLC0415
-    from kvabr.store.files import read_text, write_text  # noqa: PLC0415
+    from kvabr.store.files import read_salt, read_text, write_text  # noqa: PLC0415
 
     # All that can be wrong without the model is found before it is loaded.
     text = read_text(args.text)
@@ -134,28 +129,3 @@ def run(args: argparse.Namespace) -> int:
         out.print(line, highlight=False)
     out.print(f"asset: {args.out} ({seconds:.0f} s)", soft_wrap=True, highlight=False)
     return 0
-
-
-def find_profile(bed: Bed, path: Path | None) -> Profile | None:
-    """The profile that the user names, or the one that comes along, or None.
-
-    Raises:
-        AssetError, FormatError: the file cannot be read, or is no profile.
-        ForeignError: it is of another model.
-    """
-    from kvabr.codec.profile import MAX_PROFILE_BYTES, Profile  # noqa: PLC0415 - needs torch
-    from kvabr.data import default_profile_bytes  # noqa: PLC0415
-    from kvabr.engines import smollm2  # noqa: PLC0415
-    from kvabr.types.errors import AssetError, FormatError  # noqa: PLC0415
-
-    if path is None:
-        return Profile.from_bytes(default_profile_bytes()) if bed.engine.spec.model == smollm2.NAME else None
-    try:
-        with path.open("rb") as file:
-            profile = Profile.from_bytes(file.read(MAX_PROFILE_BYTES + 1))
-        profile.check(bed.engine.spec)
-    except OSError as error:
-        raise AssetError(f"{path}: cannot be read ({error.strerror}); `kvabr calibrate` makes a profile") from error
-    except FormatError as error:
-        raise type(error)(f"{path}: {error}") from error
-    return profile

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvabr.abr.policies import DEFAULT
-from kvabr.cli import network, salt
+from kvabr.cli import network
+from kvabr.cli.options import add_salt_option, check_writable
 from kvabr.player.config import GPU_PRICE
 from kvabr.types.errors import FormatError, KvabrError, PlayError, UsageError
 
@@ -66,7 +67,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     prompt.add_argument("--tokens", type=Path, metavar="F.json", help="token ids of the prompt, or a prompt.json")
     prompt.add_argument("--text", type=Path, metavar="F", help="the prompt as text")
     which.add_argument("--model", metavar="smollm2|DIR", help="whose tokens they are (default: that of --recompute)")
-    salt.add_option(parser)
+    add_salt_option(parser)
     how = parser.add_argument_group("how to play")
     how.add_argument("--deadline", type=float, default=4.0, metavar="S", help="TTFT deadline, seconds (default: 4)")
     how.add_argument("--policy", default=DEFAULT, metavar="NAME|FILE.py:CLASS", help=f"ABR policy (default: {DEFAULT})")
@@ -149,9 +150,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _check_places(args: argparse.Namespace) -> None:
     """Make sure that what comes out can be written where it is to go."""
-    for path in (args.out, args.json, args.log, args.telemetry, args.metrics):
-        if path is not None and (not path.parent.is_dir() or not os.access(path.parent, os.W_OK) or path.is_dir()):
-            raise UsageError(f"{path}: cannot be written there")
+    check_writable(args.out, args.json, args.log, args.telemetry, args.metrics)
     if args.out is not None and args.out.exists() and not args.out.is_file():
         raise UsageError(f"--out {args.out}: is no ordinary file, and is left alone; name another")
 
@@ -194,6 +193,7 @@ async def _fetch(
     from kvabr.cli.overlay import Overlay  # noqa: PLC0415
     from kvabr.client.play import play, play_asset  # noqa: PLC0415
     from kvabr.client.save import save  # noqa: PLC0415
+    from kvabr.store.files import read_salt  # noqa: PLC0415
 
     engine = bed.engine if bed is not None and args.recompute is not None else None
     options: dict[str, Any] = {
@@ -202,7 +202,7 @@ async def _fetch(
         "estimator": args.estimator,
         "recompute": engine,
         "gpu_price": args.gpu_price,
-        "salt": salt.read_salt(args.salt_file),
+        "salt": read_salt(args.salt_file),
         "profiles": args.profiles or _user_cache() / "profiles",
         "priors": args.priors or _user_cache() / "priors.json",
         "log": lines.append if args.log is not None else None,

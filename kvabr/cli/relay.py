@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvabr.cli import network
-from kvabr.cli.address import is_loopback, is_wildcard, moqt_url, parse_address
+from kvabr.cli.options import is_loopback, is_wildcard, moqt_url, parse_address
 from kvabr.types.errors import UsageError
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ async def _relay(
     import socket  # noqa: PLC0415 - as in `run`
     from contextlib import AsyncExitStack, ExitStack  # noqa: PLC0415
 
-    from kvabr.cli.events import captured, logger  # noqa: PLC0415
+    from kvabr.cli.server_log import captured, logger  # noqa: PLC0415
     from kvabr.quic.connect import asset_of  # noqa: PLC0415
     from kvabr.server import certificates  # noqa: PLC0415
     from kvabr.server.metrics import Metrics  # noqa: PLC0415

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from kvabr.abr.plugins import policies as known_policies
 from kvabr.abr.policies import DEFAULT
 from kvabr.cli.live import add_live, check_live, replay_live
+from kvabr.cli.options import check_writable
 from kvabr.player.config import GPU_PRICE, PlayerConfig
 from kvabr.replay.readers import find, read
 from kvabr.replay.run import Matrix, Report, replay
@@ -109,8 +109,7 @@ def run(args: argparse.Namespace) -> int:
     check_live(args)
     catalog, asset = _asset(args.asset)
     matrix = _matrix(args, catalog)
-    for path in (args.json, args.html, args.log, args.perfetto):
-        _check_writable(path)
+    check_writable(args.json, args.html, args.log, args.perfetto)
     if args.verify and asset is None:
         raise UsageError("--verify needs an asset with its groups: `kvabr encode` makes one, --asset names it")
     report = _replay(args, matrix, asset, console)
@@ -217,12 +216,6 @@ def _policies(names: list[str], catalog: Catalog) -> tuple[str, ...]:
         if name.startswith("fixed:"):
             catalog.track(name.removeprefix("fixed:"))
     return tuple(dict.fromkeys(out))
-
-
-def _check_writable(path: Path | None) -> None:
-    """Find out that a result cannot be written before the work, not after."""
-    if path is not None and (not path.parent.is_dir() or not os.access(path.parent, os.W_OK) or path.is_dir()):
-        raise UsageError(f"{path}: cannot be written there")
 
 
 def _replay(args: argparse.Namespace, matrix: Matrix, asset: Asset | None, console: Console) -> Report:

@@ -10,7 +10,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvabr.cli.address import is_loopback, is_wildcard, moqt_url, parse_address
+from kvabr.cli.options import is_loopback, is_wildcard, moqt_url, parse_address
 from kvabr.server.server import Server, ServerLimits, ServerTls
 from kvabr.types.errors import UsageError
 
@@ -149,7 +149,7 @@ async def _serve(
     import socket  # noqa: PLC0415 - as in `run`
     from contextlib import AsyncExitStack, ExitStack  # noqa: PLC0415
 
-    from kvabr.cli.events import captured, logger  # noqa: PLC0415
+    from kvabr.cli.server_log import captured, logger  # noqa: PLC0415
     from kvabr.server import certificates  # noqa: PLC0415
     from kvabr.server.backends import make_server  # noqa: PLC0415
     from kvabr.server.metrics import Metrics  # noqa: PLC0415

@@ -8,6 +8,9 @@ from pathlib import Path
 
 from kvabr.types.errors import AssetError, KvabrError, UsageError
 
+MIN_SALT_BYTES = 16
+MAX_SALT_BYTES = 4096
+
 
 def read_text(
     path: Path,
@@ -35,6 +38,29 @@ def read_text(
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise unfit(f"{path}: not a text file in UTF-8 (byte {error.start}); convert or unpack it first") from error
+
+
+def read_salt(path: Path | None) -> bytes:
+    """Return a tenant's salt: all bytes of the file at ``path``, or ``b""`` without a path.
+
+    The salt is mixed into every digest of a prompt, so that only its owners can name the prompt.
+
+    Raises:
+        UsageError: The file cannot be read, or does not hold 16 to 4096 bytes.
+    """
+    if path is None:
+        return b""
+    try:
+        with path.open("rb") as file:
+            salt = file.read(MAX_SALT_BYTES + 1)
+    except OSError as error:
+        raise UsageError(f"salt file {path}: cannot be read ({error.strerror})") from error
+    if not MIN_SALT_BYTES <= len(salt) <= MAX_SALT_BYTES:
+        raise UsageError(
+            f"salt file {path}: must hold {MIN_SALT_BYTES} to {MAX_SALT_BYTES} random bytes; make one with: "
+            f"head -c 32 /dev/urandom > {path}"
+        )
+    return salt
 
 
 def write_text(path: Path, text: str) -> None:

@@ -14,10 +14,10 @@ import sys
 import pytest
 import structlog
 
-from kvabr.cli.address import is_loopback, moqt_url, parse_address
-from kvabr.cli.events import captured, logger
 from kvabr.cli.main import main
+from kvabr.cli.options import is_loopback, moqt_url, parse_address
 from kvabr.cli.serve import parse_limits
+from kvabr.cli.server_log import captured, logger
 from kvabr.server import backends
 from kvabr.server.backends import make_server
 from kvabr.server.certificates import make

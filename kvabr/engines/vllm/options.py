@@ -9,9 +9,9 @@ from typing import Any, get_args
 
 from kvabr.abr.plugins import load_estimator, load_policy
 from kvabr.abr.policies import DEFAULT
-from kvabr.cli.salt import read_salt
 from kvabr.engines import settings
 from kvabr.quic.connect import Quic, parse_url
+from kvabr.store.files import read_salt
 from kvabr.types.errors import UsageError
 
 WHERE = "kv_connector_extra_config"

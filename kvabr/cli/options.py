@@ -1,0 +1,98 @@
+"""Options and option values that several commands share: addresses, the salt, the profile, files to write."""
+
+from __future__ import annotations
+
+import argparse
+import ipaddress
+import os
+import re
+import socket
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvabr.types.errors import AssetError, FormatError, UsageError
+
+if TYPE_CHECKING:
+    from kvabr.codec.profile import Profile
+    from kvabr.engines.model_loader import Bed
+
+_ADDRESS = re.compile(r"(?:\[(?P<six>[0-9A-Fa-f:.%\w]+)\]|(?P<host>[^:\[\]\s/]*)):(?P<port>\d{1,5})")
+
+
+def parse_address(text: str, option: str) -> tuple[str, int]:
+    """Return host and port of ``HOST:PORT``; an empty host is the wildcard address, an IPv6 host has brackets.
+
+    Raises:
+        UsageError: The text is not an address.
+    """
+    found = _ADDRESS.fullmatch(text)
+    if found is None or int(found["port"]) > 65535:
+        raise UsageError(f"{option} {text}: must be HOST:PORT, such as 127.0.0.1:4443 or [::1]:4443")
+    return found["six"] or found["host"] or "0.0.0.0", int(found["port"])  # noqa: S104 - what the user asked for
+
+
+def is_wildcard(host: str) -> bool:
+    """Return whether binding to ``host`` accepts connections on every address."""
+    return host in {"0.0.0.0", "::"}  # noqa: S104 - compared, not bound
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether only this machine can reach ``host``."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def moqt_url(host: str, port: int) -> str:
+    """Return the URL under which another machine reaches a server bound to ``host`` and ``port``."""
+    if is_wildcard(host):
+        host = socket.gethostname()
+    return f"moqt://[{host}]:{port}/" if ":" in host else f"moqt://{host}:{port}/"
+
+
+def add_salt_option(parser: argparse.ArgumentParser) -> None:
+    """Declare ``--salt-file``; `kvabr.store.files.read_salt` reads its value."""
+    parser.add_argument(
+        "--salt-file",
+        type=Path,
+        metavar="F",
+        help="mix the bytes of this file into the prompt's digests, so that only its owners can name the prompt; "
+        "make one with: head -c 32 /dev/urandom > F",
+    )
+
+
+def check_writable(*paths: Path | None) -> None:
+    """Raise if a result could not be written, before any work is done.
+
+    Raises:
+        UsageError: The folder of a path is missing or read-only, or the path is a folder.
+    """
+    for path in paths:
+        if path is not None and (not path.parent.is_dir() or not os.access(path.parent, os.W_OK) or path.is_dir()):
+            raise UsageError(f"{path}: cannot be written there")
+
+
+def find_profile(bed: Bed, path: Path | None) -> Profile | None:
+    """Return the codec profile at ``path``, the one shipped for SmolLM2, or None.
+
+    Raises:
+        AssetError: The file cannot be read.
+        FormatError: It is not a profile.
+        ForeignError: It belongs to another model.
+    """
+    from kvabr.codec.profile import MAX_PROFILE_BYTES, Profile  # noqa: PLC0415 - needs torch
+    from kvabr.data import default_profile_bytes  # noqa: PLC0415
+    from kvabr.engines import smollm2  # noqa: PLC0415
+
+    if path is None:
+        return Profile.from_bytes(default_profile_bytes()) if bed.engine.spec.model == smollm2.NAME else None
+    try:
+        with path.open("rb") as file:
+            profile = Profile.from_bytes(file.read(MAX_PROFILE_BYTES + 1))
+        profile.check(bed.engine.spec)
+    except OSError as error:
+        raise AssetError(f"{path}: cannot be read ({error.strerror}); `kvabr calibrate` makes a profile") from error
+    except FormatError as error:
+        raise type(error)(f"{path}: {error}") from error
+    return profile
