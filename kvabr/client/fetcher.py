@@ -22,6 +22,7 @@ from typing import Any, Self, Unpack
 
 from kvabr.client.admission import Gate
 from kvabr.client.edf_scheduler import Order, wire_priority
+from kvabr.client.executors import decoders
 from kvabr.client.metrics import NodeMetrics
 from kvabr.client.peers import Peer, UnreachedConnection
 from kvabr.client.play import play, play_asset
@@ -30,8 +31,8 @@ from kvabr.client.session_connection import Seat
 from kvabr.client.shared_downloads import Flights
 from kvabr.client.upgrades import Late
 from kvabr.quic.interface import Connection
-from kvabr.store.disk_cache import Shelf
-from kvabr.store.group_cache import GroupStore
+from kvabr.store.group_folder import FolderGroupStore
+from kvabr.store.group_store import MemoryGroupStore, TieredGroupStore
 from kvabr.types.errors import BusyError, PlayError, TransportError, UsageError
 from kvabr.types.kv import KVSpec
 from kvabr.types.naming import TrackNamespace
@@ -89,8 +90,12 @@ class Fetcher:
         self._limits = limits or Limits()
         self.metrics = metrics or NodeMetrics()
         bounds = self._limits
-        shelf = None if bounds.disk is None else Shelf(bounds.disk, bounds.disk_bytes)
-        self.store = GroupStore(bounds.memory_bytes, self.metrics, shelf)
+        memory = MemoryGroupStore(bounds.memory_bytes, executor=decoders())
+        disk = None
+        if bounds.disk is not None:
+            disk = FolderGroupStore(bounds.disk, bounds.disk_bytes, executor=decoders())
+        self.store = TieredGroupStore(memory, disk, on_change=lambda: self.metrics.show_store(self.store))
+        self.metrics.show_store(self.store)
         self._gate = Gate(bounds.plays, bounds.waiting, bounds.wait_share, self.metrics)
         self._order: Order[Seat] = Order()
         self._peers: dict[tuple[str, str], Peer] = {}

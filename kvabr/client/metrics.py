@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from weakref import WeakKeyDictionary
+
+from kvabr.store.group_store import LocalGroupStore, Tier, TieredGroupStore
 from kvabr.telemetry.exposition import Counter, Exposition, Gauge, Histogram
 
 _SECONDS = (0.001, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
@@ -43,5 +46,19 @@ class NodeMetrics(Exposition):
         self.store_damaged_total = Counter(
             "kvabr_node_store_damaged_total", "Groups kept that were no longer what they had been, by tier.", ["tier"]
         )
+        self._seen: WeakKeyDictionary[LocalGroupStore, tuple[int, int]] = WeakKeyDictionary()
+        """Evicted and damaged groups of each tier that are counted already."""
         self.peers = Gauge("kvabr_node_peers", "Peers that the node has a connection to.")
         self.dials_failed_total = Counter("kvabr_node_dials_failed_total", "Peers that could not be reached.")
+
+    def show_store(self, store: TieredGroupStore) -> None:
+        """Copy a store's counters, by tier."""
+        tiers: list[tuple[Tier, LocalGroupStore | None]] = [("memory", store.memory), ("disk", store.disk)]
+        for name, tier in tiers:
+            if tier is not None:
+                self.store_bytes.set(tier.total_bytes, name)
+                self.store_groups.set(len(tier), name)
+                evicted, damaged = self._seen.get(tier, (0, 0))
+                self.store_evicted_total.inc(name, by=tier.evicted - evicted)
+                self.store_damaged_total.inc(name, by=tier.damaged - damaged)
+                self._seen[tier] = tier.evicted, tier.damaged

@@ -10,7 +10,7 @@ from kvabr.client.metrics import NodeMetrics
 from kvabr.client.shared_downloads import Flights
 from kvabr.quic.connect import connect
 from kvabr.quic.interface import Connection, ConnectionStats, Download, DownloadStats
-from kvabr.store.group_cache import GroupStore
+from kvabr.store.group_store import TieredGroupStore
 from kvabr.types.errors import ConnectionLostError
 from kvabr.types.naming import TrackNamespace
 
@@ -64,7 +64,7 @@ class UnreachedConnection(Connection):
 class Peer:
     """An origin or a relay, as `Fetcher.peer` gives it out."""
 
-    def __init__(self, url: str, options: dict[str, Any], store: GroupStore, metrics: NodeMetrics) -> None:
+    def __init__(self, url: str, options: dict[str, Any], store: TieredGroupStore, metrics: NodeMetrics) -> None:
         """Take note; nothing is dialled.
 
         Args:

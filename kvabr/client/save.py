@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from pathlib import Path
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from kvabr.client.result import Played
+from kvabr.store.files import replacing
 from kvabr.types.errors import AssetError
 
 FORMAT = "kvabr.cache/1"
@@ -38,21 +38,9 @@ def save(played: Played, path: Path) -> None:
     path = path.resolve()
     if path.exists() and not path.is_file():
         raise AssetError(f"{path}: is no ordinary file, and is left alone; name another")
-    partial: Path | None = None
     try:
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".partial")
-        os.close(handle)
-        partial = Path(name)
-        save_file({"kv": played.kv.contiguous()}, partial, metadata={"kvabr": json.dumps(facts, sort_keys=True)})
-        mask = os.umask(0)
-        os.umask(mask)
-        partial.chmod(0o666 & ~mask)
-        partial.replace(path)
-    except BaseException as error:
-        if partial is not None:
-            partial.unlink(missing_ok=True)
-        if isinstance(error, OSError):
-            raise AssetError(f"{path}: cannot be written ({error.strerror})") from error
-        if type(error).__name__ == "SafetensorError":
-            raise AssetError(f"{path}: cannot be written ({error})") from error
-        raise
+        with replacing(path) as file:
+            # By its name: safetensors writes to a path alone.
+            save_file({"kv": played.kv.contiguous()}, file.name, metadata={"kvabr": json.dumps(facts, sort_keys=True)})
+    except SafetensorError as error:
+        raise AssetError(f"{path}: cannot be written ({error})") from error

@@ -125,7 +125,7 @@ class SeatDownload(Download):
                 self._at_hand(found, "joined")
                 return
         digest = self._wanted.digest
-        kept = None if digest is None else await self._flights.store.get(digest)
+        kept = None if digest is None else await self._flights.store.find(digest)
         if self._cancelled:
             return
         if kept is not None and len(kept[0]) == self._wanted.limit:

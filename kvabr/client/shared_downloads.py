@@ -13,7 +13,7 @@ from typing import Protocol
 from kvabr.client.executors import decoders
 from kvabr.client.metrics import NodeMetrics
 from kvabr.quic.interface import Connection, Download
-from kvabr.store.group_cache import GroupStore, is_of
+from kvabr.store.group_store import TieredGroupStore, has_digest
 from kvabr.types.errors import ConnectionLostError
 from kvabr.types.events import Limit
 from kvabr.types.naming import TrackNamespace
@@ -69,7 +69,7 @@ class Flights:
     """The flights of one connection; for one event loop."""
 
     connection: Connection
-    store: GroupStore
+    store: TieredGroupStore
     metrics: NodeMetrics
     _flights: dict[Wanted, Flight] = field(default_factory=dict)
     _heard_s: dict[int, float] = field(default_factory=dict)
@@ -169,9 +169,9 @@ class Flights:
         data = memoryview(flight.data)
         good = False
         try:
-            good = await asyncio.get_running_loop().run_in_executor(decoders(), is_of, digest, data)
+            good = await asyncio.get_running_loop().run_in_executor(decoders(), has_digest, digest, data)
             if good:
-                self.store.put(digest, data)
+                await self.store.put(digest, data)
         finally:
             self._forget(flight)
             checked.set_result(data if good else None)

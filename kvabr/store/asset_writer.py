@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Self
 
 from kvabr.store.asset import CATALOG, GROUPS, PROFILE, PROMPT, Prompt, frame_path
-from kvabr.store.files import umask
+from kvabr.store.files import make_sibling
 from kvabr.types.catalog import SCHEMA, Catalog
 from kvabr.types.errors import AssetError, FormatError, UsageError
 
@@ -47,10 +47,7 @@ class AssetWriter:
     def __enter__(self) -> Self:
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            name = tempfile.mkdtemp(prefix=f".{self._path.name}.", suffix=".partial", dir=self._path.parent)
-            self._partial = Path(name)
-            # mkdtemp makes private folders; an asset is as public as anything else that this user makes.
-            self._partial.chmod(0o777 & ~umask())
+            self._partial = make_sibling(self._path)
         except OSError as error:
             raise AssetError(f"{self._path}: cannot be made ({error.strerror})") from error
         return self

@@ -1,15 +1,21 @@
-"""Files of the user's: written whole or not at all, and read up to a bound."""
+"""Files: written whole or not at all, and read up to a bound."""
 
 from __future__ import annotations
 
 import os
-import tempfile
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from io import BufferedWriter
 from pathlib import Path
 
 from kvabr.types.errors import AssetError, KvabrError, UsageError
 
 MIN_SALT_BYTES = 16
 MAX_SALT_BYTES = 4096
+
+PARTIAL = ".partial"
+"""Suffix of files and folders that are being written."""
 
 
 def read_text(
@@ -19,13 +25,13 @@ def read_text(
     unreadable: type[KvabrError] = AssetError,
     unfit: type[KvabrError] = UsageError,
 ) -> str:
-    """Read a text file, of which a byte order mark is no part.
+    """Read a UTF-8 text file, without its byte order mark.
 
     Args:
         path: the file.
-        limit: bytes that it may have.
-        unreadable: raised if it cannot be read.
-        unfit: raised if it is larger, or not UTF-8.
+        limit: maximum size, bytes.
+        unreadable: raised if the file cannot be read.
+        unfit: raised if it is larger than ``limit``, or not UTF-8.
     """
     try:
         with path.open("rb") as file:
@@ -69,37 +75,66 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Write ``data`` to ``path`` such that a reader sees the old file or the new one, never half of it.
+    """Write ``data`` to ``path``: a reader sees the old file or the new one, never a part.
+
+    A pipe or a device is written into; it is not replaced.
 
     Raises:
-        AssetError: it cannot be written; nothing is left behind, and a file that was there before still is.
+        AssetError: the file cannot be written. Nothing is left behind, and an old file stays.
     """
-    name: str | None = None
-    try:
-        if path.exists() and not path.is_file():
-            # A pipe or a device: there is nothing to replace, and replacing it would destroy it. That one may write to
-            # /dev/stdout is why this is asked first: what that leads to may have no path.
+    # Asked before anything else: what /dev/stdout leads to may have no path.
+    if path.exists() and not path.is_file():
+        try:
             with path.open("wb") as file:
                 file.write(data)
-            return
-        path = path.resolve()  # a link stays one: what it leads to is replaced
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".partial")
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
+        except OSError as error:
+            raise _unwritable(path, error) from error
+        return
+    with replacing(path) as file:
+        file.write(data)
+
+
+@contextmanager
+def replacing(path: Path, *, mode: int = 0o666, sync: bool = True) -> Iterator[BufferedWriter]:
+    """Open a partial file that replaces ``path`` when the block ends, and vanishes when the block raises.
+
+    The file is a hidden sibling of ``path``; `name` of what is yielded is its path. If ``path`` is a link, the file
+    that it leads to is replaced.
+
+    Args:
+        path: the file to write.
+        mode: permissions, from which the process's umask is taken.
+        sync: whether the data must have reached the disk before the file takes its name.
+
+    Raises:
+        AssetError: the file cannot be written.
+    """
+    partial: Path | None = None
+    try:
+        path = path.resolve()
+        # Opened with its final mode: the kernel applies the umask, which no thread can read without changing it.
+        partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}{PARTIAL}")
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        with open(partial, "wb", opener=lambda name, _: os.open(name, flags, mode)) as file:
+            yield file
             file.flush()
-            os.fsync(file.fileno())
-        Path(name).chmod(0o666 & ~umask())
-        Path(name).replace(path)
+            if sync:
+                os.fsync(file.fileno())
+        partial.replace(path)
     except BaseException as error:
-        if name is not None:
-            Path(name).unlink(missing_ok=True)
+        if partial is not None:
+            partial.unlink(missing_ok=True)
         if isinstance(error, OSError):
-            raise AssetError(f"{path}: cannot be written ({error.strerror})") from error
+            raise _unwritable(path, error) from error
         raise
 
 
-def umask() -> int:
-    """Permissions that this process takes from the files it makes; files of `tempfile` do not know it."""
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+def make_sibling(path: Path) -> Path:
+    """Make a hidden partial folder next to ``path``, to be renamed to it; as public as the umask allows."""
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}{PARTIAL}")
+    partial.mkdir()
+    return partial
+
+
+def _unwritable(path: Path, error: OSError) -> AssetError:
+    return AssetError(f"{path}: cannot be written ({error.strerror})")

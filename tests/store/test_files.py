@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from kvabr.store.files import read_text, write_file, write_text
+from kvabr.store.files import read_text, replacing, write_file, write_text
 from kvabr.types.errors import AssetError, TraceError, UsageError
 
 
@@ -84,3 +84,25 @@ def test_files_that_are_no_text(tmp_path):
 def test_a_byte_order_mark_is_no_text(tmp_path):
     (tmp_path / "marked").write_bytes(b"\xef\xbb\xbfwords")
     assert read_text(tmp_path / "marked") == "words"
+
+
+def test_the_umask_is_never_touched(tmp_path, monkeypatch):
+    """It is the whole process's: a file that another thread makes meanwhile would be open to all."""
+    monkeypatch.setattr(os, "umask", lambda _mask: pytest.fail("umask was set"))
+    write_text(tmp_path / "mine", "")
+    with replacing(tmp_path / "private", mode=0o600) as file:
+        file.write(b"x")
+    assert (tmp_path / "private").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_block_that_fails_leaves_nothing(tmp_path):
+    (tmp_path / "old").write_text("old")
+
+    def write():
+        with replacing(tmp_path / "old") as file:
+            file.write(b"new")
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        write()
+    assert [(entry.name, entry.read_text()) for entry in tmp_path.iterdir()] == [("old", "old")]

@@ -156,7 +156,7 @@ def test_a_folder_that_another_rank_has_is_done_without(origin, engine, tmp_path
     tokens = torch.arange(256) + 700_000
     assert one.lookup(tokens) == other.lookup(tokens) == 0
     stores = [connector(each)._fetcher.store for each in (one, other)]
-    assert [store._shelf is not None for store in stores] == [True, False]
+    assert [store.disk is not None for store in stores] == [True, False]
 
 
 def test_a_chunk_that_is_longer_than_a_chunk_is_none(origin, engine):

@@ -1,0 +1,306 @@
+"""Stores of encoded groups, addressed by content: what each offers, one in memory, and memory over a folder.
+
+A group's SHA-256 identifies its prompt, codec and level, so it is also the permission to read it: plays learn digests
+from catalogs, which an origin shows only to those who may read them. Stores are bounded; the least recently used groups
+make room.
+
+Neither a damaged disk nor a bug may change a play, so a group is checked against its digest whenever all of it is read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from kvabr.store.lru import ByteLru
+
+Tier = Literal["memory", "disk"]
+
+_MAX_UNWRITTEN_BYTES = 64 << 20
+"""Bytes that may wait for the disk; groups beyond that stay in memory only."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredGroup:
+    """An entry of a listing."""
+
+    digest: str
+    """SHA-256, 64 hex digits."""
+    size: int
+    """Bytes."""
+
+
+class GroupStore(Protocol):
+    """Immutable groups by SHA-256 (64 hex digits). Belongs to one event loop."""
+
+    async def get(
+        self, digest: str, start: int = 0, end: int | None = None, *, verify: bool = True
+    ) -> memoryview | None:
+        """Return bytes ``start`` to ``end`` (exclusive; None: to the end) of a group, or None if it is not here.
+
+        A whole group is checked against its digest; a damaged one is deleted and reported as absent. A part cannot be
+        checked: check the group once all of it is here.
+
+        Args:
+            digest: of the whole group.
+            start: first byte.
+            end: byte after the last.
+            verify: False skips the check, for callers that check by themselves and `delete` what is damaged.
+        """
+        ...
+
+    async def put(self, digest: str, data: memoryview) -> bool:
+        """Store a group unless it is here already. Returns whether it was added.
+
+        Args:
+            digest: of ``data``, which the caller has checked.
+            data: the whole group; it must not change any more.
+        """
+        ...
+
+    async def contains(self, digest: str) -> bool:
+        """Return whether a group is here. This does not count as a use."""
+        ...
+
+    def list(self) -> AsyncIterator[StoredGroup]:
+        """Yield every group, in no particular order."""
+        ...
+
+    async def delete(self, digest: str) -> bool:
+        """Delete a group. Returns whether it was here."""
+        ...
+
+    async def close(self) -> None:
+        """Finish writing; release memory, files and connections."""
+        ...
+
+
+class LocalGroupStore(GroupStore, Protocol):
+    """A store that knows what it holds without I/O: ``digest in store`` and counters need no await."""
+
+    def __contains__(self, digest: str) -> bool: ...
+
+    def __len__(self) -> int: ...
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all groups."""
+        ...
+
+    @property
+    def evicted(self) -> int:
+        """Groups that made room for others so far."""
+        ...
+
+    @property
+    def damaged(self) -> int:
+        """Groups so far that no longer had their digest when they were read."""
+        ...
+
+
+def has_digest(digest: str, data: bytes | bytearray | memoryview) -> bool:
+    """Return whether the SHA-256 of ``data`` is ``digest``."""
+    return hashlib.sha256(data).hexdigest() == digest
+
+
+class MemoryGroupStore:
+    """Groups in memory; a `LocalGroupStore`."""
+
+    def __init__(self, max_bytes: int, *, executor: Executor | None = None) -> None:
+        """Create an empty store.
+
+        Args:
+            max_bytes: bound on all groups together; 0 keeps none.
+            executor: threads that compute digests; None: the event loop's.
+        """
+        self._groups: ByteLru[str, memoryview] = ByteLru(max_bytes, len)
+        self._executor = executor
+        self.damaged = 0
+        """See `LocalGroupStore.damaged`."""
+
+    def __contains__(self, digest: str) -> bool:
+        return digest in self._groups
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    @property
+    def total_bytes(self) -> int:
+        """See `LocalGroupStore.total_bytes`."""
+        return int(self._groups.currsize)
+
+    @property
+    def evicted(self) -> int:
+        """See `LocalGroupStore.evicted`."""
+        return self._groups.evicted
+
+    async def get(
+        self, digest: str, start: int = 0, end: int | None = None, *, verify: bool = True
+    ) -> memoryview | None:
+        """See `GroupStore.get`. Returns a view of what was stored, not a copy."""
+        data = self._groups.get(digest)
+        if data is None:
+            return None
+        part = data[start:end]
+        if verify and len(part) == len(data):
+            loop = asyncio.get_running_loop()
+            if not await loop.run_in_executor(self._executor, has_digest, digest, data):
+                self.damaged += 1
+                if self._groups.peek(digest) is data:
+                    del self._groups[digest]
+                return None
+        return part
+
+    async def put(self, digest: str, data: memoryview) -> bool:
+        """See `GroupStore.put`. Keeps ``data`` itself, not a copy; does not suspend."""
+        return self._groups.add(digest, data.toreadonly())
+
+    async def contains(self, digest: str) -> bool:
+        """See `GroupStore.contains`."""
+        return digest in self._groups
+
+    async def list(self) -> AsyncIterator[StoredGroup]:
+        """See `GroupStore.list`."""
+        for digest in list(self._groups):
+            data = self._groups.peek(digest)
+            if data is not None:
+                yield StoredGroup(digest, len(data))
+
+    async def delete(self, digest: str) -> bool:
+        """See `GroupStore.delete`."""
+        return self._groups.pop(digest, None) is not None
+
+    async def close(self) -> None:
+        """Forget all groups."""
+        self._groups.clear()
+
+
+class TieredGroupStore:
+    """Memory over a slower store, as a rule a folder. A `LocalGroupStore` whose groups are in either tier or in both.
+
+    Groups are written to the disk in the background; those found there move up into memory.
+    """
+
+    def __init__(
+        self,
+        memory: MemoryGroupStore,
+        disk: LocalGroupStore | None = None,
+        *,
+        on_change: Callable[[], object] = lambda: None,
+    ) -> None:
+        """Combine two stores, which are closed with this one.
+
+        Args:
+            memory: the fast tier.
+            disk: the slow tier; None: there is only memory.
+            on_change: called when the counters of a tier may have changed.
+        """
+        self.memory, self.disk = memory, disk
+        self._on_change = on_change
+        self._unwritten_bytes = 0
+        self._writes: dict[str, asyncio.Task[None]] = {}
+        """By digest, groups on their way to the disk."""
+
+    def __contains__(self, digest: str) -> bool:
+        return digest in self.memory or (self.disk is not None and digest in self.disk)
+
+    def __len__(self) -> int:
+        return len(self.memory) + (0 if self.disk is None else len(self.disk))
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of both tiers; a group in both counts twice."""
+        return self.memory.total_bytes + (0 if self.disk is None else self.disk.total_bytes)
+
+    @property
+    def evicted(self) -> int:
+        """Groups that made room in either tier so far."""
+        return self.memory.evicted + (0 if self.disk is None else self.disk.evicted)
+
+    @property
+    def damaged(self) -> int:
+        """See `LocalGroupStore.damaged`."""
+        return self.memory.damaged + (0 if self.disk is None else self.disk.damaged)
+
+    async def find(self, digest: str, *, verify: bool = True) -> tuple[memoryview, Tier] | None:
+        """Return a whole group and the tier that had it; otherwise as `GroupStore.get`."""
+        data = await self.memory.get(digest, verify=verify)
+        if data is not None:
+            return data, "memory"
+        data = None if self.disk is None else await self.disk.get(digest, verify=verify)
+        if data is not None:
+            await self.memory.put(digest, data)
+        self._on_change()
+        return None if data is None else (data, "disk")
+
+    async def get(
+        self, digest: str, start: int = 0, end: int | None = None, *, verify: bool = True
+    ) -> memoryview | None:
+        """See `GroupStore.get`. Only whole groups move up into memory."""
+        if start == 0 and end is None:
+            found = await self.find(digest, verify=verify)
+            return None if found is None else found[0]
+        data = await self.memory.get(digest, start, end, verify=verify)
+        if data is None and self.disk is not None:
+            data = await self.disk.get(digest, start, end, verify=verify)
+        return data
+
+    async def put(self, digest: str, data: memoryview) -> bool:
+        """See `GroupStore.put`. The group is in memory at once; the disk follows without being waited for."""
+        added = await self.memory.put(digest, data)
+        disk, size = self.disk, len(data)
+        if (
+            disk is not None
+            and digest not in disk
+            and digest not in self._writes
+            and self._unwritten_bytes + size <= _MAX_UNWRITTEN_BYTES
+        ):
+            added = True
+            self._unwritten_bytes += size
+            self._writes[digest] = asyncio.get_running_loop().create_task(self._write(disk, digest, data))
+        self._on_change()
+        return added
+
+    async def contains(self, digest: str) -> bool:
+        """See `GroupStore.contains`."""
+        return digest in self
+
+    async def list(self) -> AsyncIterator[StoredGroup]:
+        """See `GroupStore.list`; a group in both tiers comes once."""
+        async for group in self.memory.list():
+            yield group
+        if self.disk is not None:
+            async for group in self.disk.list():
+                if group.digest not in self.memory:
+                    yield group
+
+    async def delete(self, digest: str) -> bool:
+        """See `GroupStore.delete`; deletes from both tiers."""
+        found = await self.memory.delete(digest)
+        if self.disk is not None:
+            if digest in self._writes:
+                await asyncio.wait({self._writes[digest]})
+            found = await self.disk.delete(digest) or found
+        self._on_change()
+        return found
+
+    async def close(self) -> None:
+        """Wait for what is being written, then close both tiers."""
+        if self._writes:
+            await asyncio.wait(set(self._writes.values()))
+        await self.memory.close()
+        if self.disk is not None:
+            await self.disk.close()
+        self._on_change()
+
+    async def _write(self, disk: LocalGroupStore, digest: str, data: memoryview) -> None:
+        try:
+            await disk.put(digest, data)
+        finally:
+            del self._writes[digest]
+            self._unwritten_bytes -= len(data)
+            self._on_change()

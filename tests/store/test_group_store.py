@@ -1,0 +1,213 @@
+"""Groups by digest: bounded, checked when they are read, and no other files are touched."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+
+import pytest
+
+from kvabr.store.group_folder import FolderGroupStore
+from kvabr.store.group_store import MemoryGroupStore, StoredGroup, TieredGroupStore
+from kvabr.store.lru import ByteLru
+from kvabr.types.errors import AssetError, UsageError
+
+DICE = random.Random(7)
+
+
+def group(size=100):
+    data = DICE.randbytes(size)
+    return hashlib.sha256(data).hexdigest(), memoryview(data)
+
+
+@pytest.fixture(params=["memory", "folder", "tiered"])
+async def store(request, tmp_path):
+    """A store of 350 bytes of each kind."""
+    if request.param == "memory":
+        made = MemoryGroupStore(350)
+    elif request.param == "folder":
+        made = FolderGroupStore(tmp_path, 350)
+    else:
+        made = TieredGroupStore(MemoryGroupStore(150), FolderGroupStore(tmp_path, 350))
+    yield made
+    await made.close()
+
+
+async def test_every_store_keeps_the_contract(store):
+    digest, data = group()
+    assert await store.get(digest) is None
+    assert await store.put(digest, data)
+    assert not await store.put(digest, data)
+    assert await store.contains(digest)
+    assert digest in store
+    assert await store.get(digest) == data
+    assert await store.get(digest, 10, 30) == data[10:30]
+    assert await store.get(digest, 90) == data[90:]
+    assert await store.get(digest, 95, 200) == data[95:]
+    assert [each async for each in store.list()] == [StoredGroup(digest, 100)]
+    assert await store.delete(digest)
+    assert not await store.delete(digest)
+    assert digest not in store
+    assert await store.get(digest, 10, 30) is None
+    assert not [each async for each in store.list()]
+    assert (len(store), store.total_bytes, store.damaged) == (0, 0, 0)
+
+
+async def test_the_least_recently_used_make_room():
+    store = MemoryGroupStore(350)
+    (a, data), (b, _), (c, _), (d, _) = groups = [group() for _ in range(4)]
+    for digest, one in groups[:3]:
+        await store.put(digest, one)
+    assert await store.get(a) == data
+    await store.put(*groups[3])
+    assert [digest in store for digest in (a, b, c, d)] == [True, False, True, True]
+    assert (store.total_bytes, store.evicted) == (300, 1)
+    assert await store.get(b) is None
+    assert not await store.put(*group(351))
+    assert store.total_bytes == 300  # what can never fit evicts nothing
+    await store.put(*group(350))
+    assert store.total_bytes == 350
+
+
+async def test_no_memory_keeps_nothing():
+    store = MemoryGroupStore(0)
+    digest, data = group()
+    assert not await store.put(digest, data)
+    assert digest not in store
+
+
+async def test_what_changed_in_memory_is_not_given_out():
+    store = MemoryGroupStore(1000)
+    data = bytearray(DICE.randbytes(100))
+    digest = hashlib.sha256(data).hexdigest()
+    await store.put(digest, memoryview(data))
+    data[50] ^= 1
+    assert await store.get(digest, verify=False) == data
+    assert await store.get(digest) is None
+    assert digest not in store
+    assert (store.total_bytes, store.damaged) == (0, 1)
+
+
+async def test_a_listing_is_no_use():
+    store = MemoryGroupStore(200)
+    first, second, third = (group() for _ in range(3))
+    await store.put(*first)
+    await store.put(*second)
+    assert len([each async for each in store.list()]) == 2
+    assert await store.contains(first[0])
+    await store.put(*third)
+    assert first[0] not in store
+
+
+async def test_the_disk_outlives_the_process(tmp_path):
+    changes = []
+
+    def tiers():
+        return TieredGroupStore(
+            MemoryGroupStore(150), FolderGroupStore(tmp_path / "groups", 1000), on_change=lambda: changes.append(1)
+        )
+
+    store = tiers()
+    groups = [group() for _ in range(3)]
+    for digest, data in groups:
+        assert await store.put(digest, data)
+    await store.close()
+    assert changes
+    store = tiers()
+    assert all(digest in store for digest, _ in groups)
+    assert (len(store.memory), len(store.disk), len(store)) == (0, 3, 3)
+    assert await store.find(groups[0][0]) == (groups[0][1], "disk")
+    assert (await store.find(groups[0][0]))[1] == "memory"
+    assert len([each async for each in store.list()]) == 3
+    await store.close()
+
+
+async def test_a_group_deleted_while_it_is_written_stays_deleted(tmp_path):
+    store = TieredGroupStore(MemoryGroupStore(1000), FolderGroupStore(tmp_path, 1000))
+    digest, data = group()
+    await store.put(digest, data)
+    assert await store.delete(digest)
+    assert digest not in store
+    await store.close()
+    assert not list(tmp_path.glob("*.group"))
+
+
+@pytest.mark.parametrize("damage", ["flipped", "cut", "longer", "gone", "link", "pipe"])
+async def test_a_damaged_file_is_found_out(tmp_path, damage):
+    digest, data = group()
+    store = FolderGroupStore(tmp_path, 1000)
+    await store.put(digest, data)
+    await store.close()
+    store = FolderGroupStore(tmp_path, 1000)
+    path = tmp_path / f"{digest}.group"
+    if damage == "flipped":
+        path.write_bytes(bytes([data[0] ^ 1]) + bytes(data[1:]))
+    elif damage == "cut":
+        path.write_bytes(data[:50])
+    elif damage == "longer":
+        path.write_bytes(bytes(data) + b"x")
+    else:
+        path.unlink()
+        if damage == "link":
+            (tmp_path / "elsewhere").write_bytes(data)
+            path.symlink_to(tmp_path / "elsewhere")
+        elif damage == "pipe":
+            os.mkfifo(path)
+    assert await store.get(digest) is None
+    assert digest not in store
+    assert (len(store), store.total_bytes) == (0, 0)
+    assert store.damaged == (damage in {"flipped", "cut", "longer"})
+    assert await store.put(digest, data)  # and can be kept anew
+    await store.close()
+    assert path.read_bytes() == data
+
+
+async def test_a_folder_keeps_to_its_bound_and_to_its_own_files(tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / ("." + "ab" * 32 + ".group.7.partial")).write_text("half")
+    store = FolderGroupStore(tmp_path, 250)
+    groups = [group() for _ in range(3)]
+    for one in groups:
+        assert await store.put(*one)
+    assert not await store.put(*groups[2])
+    assert not await store.put(*group(251))
+    assert (store.total_bytes, len(store), store.evicted) == (200, 2, 1)
+    assert await store.get(groups[0][0]) is None
+    await store.close()
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"notes.txt", "kvabr.lock", f"{groups[1][0]}.group", f"{groups[2][0]}.group"}
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.glob("*.group")} == {0o600}
+    os.utime(tmp_path / f"{groups[2][0]}.group", (1, 1))
+    smaller = FolderGroupStore(tmp_path, 100)
+    assert groups[1][0] in smaller
+    assert groups[2][0] not in smaller
+    await smaller.close()
+    assert not (tmp_path / f"{groups[2][0]}.group").exists()
+
+
+async def test_a_folder_belongs_to_one(tmp_path):
+    store = FolderGroupStore(tmp_path, 100)
+    with pytest.raises(UsageError, match="another process"):
+        FolderGroupStore(tmp_path, 100)
+    await store.close()
+    await store.close()
+    await FolderGroupStore(tmp_path, 100).close()
+    (tmp_path / "file").touch()
+    with pytest.raises(AssetError, match="name another folder"):
+        FolderGroupStore(tmp_path / "file", 100)
+
+
+def test_evictions_are_reported_and_deletions_are_not():
+    evicted = []
+    lru = ByteLru(10, len, lambda key, value: evicted.append((key, value)))
+    assert lru.add("a", b"12345")
+    assert not lru.add("a", b"1")
+    assert lru.add("b", b"12345")
+    assert lru["a"] == lru.peek("a") == b"12345"
+    assert lru.peek("b") == b"12345"
+    assert lru.add("c", b"1")  # b: peeking is no use, reading is
+    assert evicted == [("b", b"12345")]
+    assert not lru.add("d", b"x" * 11)
+    del lru["a"]
+    assert (lru.evicted, lru.currsize, lru.peek("b")) == (1, 1, None)
