@@ -10,8 +10,8 @@ from itertools import combinations
 import pytest
 
 import kvabr.data
+from kvabr.codec.base import payload_layout
 from kvabr.codec.container import header_bytes
-from kvabr.codec.payload_layout import level_layout
 from kvabr.codec.profile import Profile
 from kvabr.data import default_catalog, default_profile_bytes
 from kvabr.types.loss import RECOMPUTED, predicted_loss
@@ -41,7 +41,7 @@ def test_the_catalog_is_a_real_one_and_small():
 def test_its_groups_have_the_sizes_that_the_codecs_make():
     catalog = default_catalog()
     for track in catalog.tracks:
-        layout = level_layout(track.name, catalog.spec, catalog.spec.group_tokens)
+        layout = payload_layout(track.name, catalog.spec, catalog.spec.group_tokens)
         if layout is not None:
             assert set(track.bytes) == {header_bytes(track.name) + layout.payload_bytes}
 

@@ -65,8 +65,8 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 def run(args: argparse.Namespace) -> int:
     """Time, and show."""
     from kvabr.cli.progress import StageBar  # noqa: PLC0415
+    from kvabr.codec.base import codec, names  # noqa: PLC0415
     from kvabr.codec.native.coder import available_paths  # noqa: PLC0415
-    from kvabr.codec.registry import codec, names  # noqa: PLC0415
     from kvabr.lab.bench import codecs  # noqa: PLC0415 - a command loads what it needs when it runs
     from kvabr.lab.bench.peers import find_peers  # noqa: PLC0415
     from kvabr.lab.bench.schemes import tracks_to_measure  # noqa: PLC0415

@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields, replace
 
 from kvabr.client.executors import decoders
 from kvabr.client.fetch_small import fetch_whole
-from kvabr.codec.registry import codec
+from kvabr.codec.base import codec
 from kvabr.quic.interface import Connection
 from kvabr.types.catalog import MAX_CATALOG_BYTES, Catalog, Track
 from kvabr.types.errors import ForeignError, FormatError, NotFoundError, TransportError

@@ -2,11 +2,27 @@
 
 AC-L0 is a base that stands alone; AC-L1 to AC-L3 each refine the one before by a step a third as long, and code only
 what the index below leaves open, so that a base and its enhancements together are as large as the finest quantiser
-would be alone. AC-5x, the draft's level, is one layer that stands alone. `kvabr.codec.ac_payload` has the payload.
+would be alone. AC-5x, the draft's level, is one layer that stands alone.
+
+The payload:
+
+    listed 4 | offsets 4 ... | scales | codes | far tokens | coded
+
+The first tokens of a prompt, attention sinks, are kept aside in every payload that stands alone, and not listed. Listed
+are tokens that the model uses as further sinks; and, the highest bit of their offset set, tokens so far out that a
+decoder's integers cannot hold them: nothing is ever coded to noise. An enhancement lists what its finer step adds to
+the latter.
+
+    scales: FP16, [token, layer, K/V]; of all tokens kept aside that are not far, in order
+    codes:  8 bits, [token, layer, K/V, head, dim]: times the scale they are the token
+    far:    FP16, [token, layer, K/V, head, dim]
+
+Eight bits are enough: at every depth the loss is that with sinks kept as they are.
 """
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -16,10 +32,10 @@ import torch
 from numpy.typing import NDArray
 
 from kvabr.codec import gpu
-from kvabr.codec.ac_payload import Parts, join, split
 from kvabr.codec.base import Codec, GroupContext
 from kvabr.codec.native import coder
 from kvabr.codec.native.model import Quantiser
+from kvabr.codec.payload import Reader, finite, raw
 from kvabr.codec.profile import Profile
 from kvabr.codec.quantiser import RATIO, SINGLE, quantise
 from kvabr.codec.quantiser import below as track_below
@@ -64,7 +80,7 @@ class Ac(Codec):
             index[:, aside] = RATIO * lower[:, aside]
             coded = coder.encode_indices(depth.coder, index, lower)
         tokens = np.flatnonzero(new)
-        payload = join(group, tokens, far[tokens], sinks, coded)
+        payload = join_payload(group, tokens, far[tokens], sinks, coded)
         work.made[self.name] = _Made(payload, aside, index)
         return payload
 
@@ -74,7 +90,7 @@ class Ac(Codec):
         """All layers to indices, and these to the cache, in one call of the coder; then the tokens kept aside."""
         profile = _profile(context, self.name)
         tracks = _chain(self.name)
-        parts = _split(profile, context, tracks, (*below, payload))
+        parts = _split_chain(profile, context, tracks, (*below, payload))
         models = [profile.depth(track).coder for track in tracks]
         decode = gpu.decode if out.device.type == "cuda" else coder.decode
         decode(
@@ -91,7 +107,7 @@ class Ac(Codec):
     def aside(self, payload: memoryview, context: GroupContext) -> int:
         """Tokens that stand out, and those that are too far out; sinks are not counted."""
         sinks = _sinks(_profile(context, self.name), context) if self.refines is None else 0
-        return split(payload, context, sinks, self.name).listed
+        return split_payload(payload, context, sinks, self.name).listed
 
     def _lower(
         self, context: GroupContext, work: _Work, below: Sequence[bytes]
@@ -106,7 +122,7 @@ class Ac(Codec):
         if made is not None and below and made.payload == below[-1]:
             return made.index, made.aside
         tracks = _chain(self.refines)
-        parts = _split(work.profile, context, tracks, below)
+        parts = _split_chain(work.profile, context, tracks, below)
         aside = np.zeros(context.tokens, dtype=bool)
         index: NDArray[np.int16] | None = None
         for track, part in zip(tracks, parts, strict=True):
@@ -196,7 +212,7 @@ def _chain(track: str) -> list[str]:
     return tracks
 
 
-def _split(
+def _split_chain(
     profile: Profile, context: GroupContext, tracks: Sequence[str], payloads: Sequence[memoryview | bytes]
 ) -> list[Parts]:
     """The payloads of a chain, taken apart."""
@@ -207,7 +223,7 @@ def _split(
         )
     parts = []
     for index, (track, payload) in enumerate(zip(tracks, payloads, strict=True)):
-        parts.append(split(payload, context, 0 if index else _sinks(profile, context), track))
+        parts.append(split_payload(payload, context, 0 if index else _sinks(profile, context), track))
     return parts
 
 
@@ -220,3 +236,87 @@ def _profile(context: GroupContext, track: str) -> Profile:
 
 def _sinks(profile: Profile, context: GroupContext) -> int:
     return min(context.tokens, max(0, profile.sinks - context.first_token))
+
+
+_COUNT = struct.Struct("<I")
+_TOP = 65504.0
+"""FP16's largest number."""
+_FAR = 1 << 31
+"""Set in the offset of a token that is kept as FP16."""
+
+
+@dataclass(frozen=True, eq=False)
+class Parts:
+    """A payload, taken apart."""
+
+    tokens: NDArray[np.int64]
+    """Offsets in the group of the tokens that this payload keeps aside; ascending."""
+    listed: int
+    """How many of them are not sinks."""
+    values: torch.Tensor
+    """[token, layer, K/V, head, dim] float32, within FP16's range."""
+    coded: memoryview
+
+    def place(self, out: torch.Tensor) -> None:
+        """Put the tokens where they belong in a group."""
+        if len(self.tokens):
+            # Indexed assignment neither casts nor copies to another device by itself.
+            values = self.values.to(out.device).permute(1, 2, 3, 0, 4).to(out.dtype)
+            out[:, :, :, torch.from_numpy(self.tokens).to(out.device)] = values
+
+
+def join_payload(
+    group: torch.Tensor, tokens: NDArray[np.int64], far: NDArray[np.bool_], sinks: int, coded: bytes
+) -> bytes:
+    """Make a payload.
+
+    Args:
+        group: [layer, K/V, head, token, dim], any float dtype.
+        tokens: offsets of those to keep aside, ascending; the sinks are the first of them.
+        far: which of these are far out.
+        sinks: how many of them are sinks; these are never far.
+        coded: what the coder made.
+    """
+    listed = (tokens + np.where(far, _FAR, 0))[sinks:].astype("<u4")
+    parts = [_COUNT.pack(len(listed)), listed.tobytes()]
+    if len(tokens):
+        chosen = group[:, :, :, torch.from_numpy(tokens).to(group.device)].permute(3, 0, 1, 2, 4)
+        aside = chosen.float().clamp(-_TOP, _TOP).cpu()
+        near = aside[torch.from_numpy(~far)]
+        scale = (near.abs().amax(dim=(3, 4)) / 127).clamp(min=2.0**-24).half()
+        codes = (near / scale.float()[..., None, None]).round_().clamp_(-127, 127).to(torch.int8)
+        parts += [raw(part) for part in (scale, codes, aside[torch.from_numpy(far)].half()) if part.numel()]
+    return b"".join((*parts, coded))
+
+
+def split_payload(payload: memoryview | bytes, context: GroupContext, sinks: int, what: str) -> Parts:
+    """Take a payload apart.
+
+    Args:
+        payload: hostile until checked.
+        context: what group it is.
+        sinks: tokens of this group that are kept aside without being listed.
+        what: name of the track, for errors.
+
+    Raises:
+        FormatError: truncated, or tokens that are not there, or listed twice.
+    """
+    reader = Reader(memoryview(payload), what)
+    listed = int(_COUNT.unpack(reader.bytes(_COUNT.size))[0])
+    if listed > context.tokens - sinks:
+        raise FormatError(f"{what}: {listed} tokens kept aside in a group of {context.tokens}")
+    offsets = np.frombuffer(reader.bytes(4 * listed), dtype="<u4").astype(np.int64)
+    tokens = np.concatenate([np.arange(sinks), offsets % _FAR])
+    far = torch.from_numpy(np.concatenate([np.zeros(sinks, dtype=bool), offsets >= _FAR]))
+    if listed and (bool((np.diff(tokens) <= 0).any()) or int(tokens[-1]) >= context.tokens):
+        raise FormatError(f"{what}: the list of tokens kept aside is not in order; the payload is not ours")
+    spec, count = context.spec, int(far.sum())
+    near = (len(tokens) - count, spec.layers, 2)
+    each = (spec.kv_heads, spec.head_dim)
+    scale = finite(reader.tensor(torch.float16, near), what).float()
+    codes = reader.tensor(torch.int8, (*near, *each)).float()
+    whole = finite(reader.tensor(torch.float16, (count, spec.layers, 2, *each)), what).float()
+    values = torch.empty((len(tokens), spec.layers, 2, *each))
+    values[~far] = (codes * scale[..., None, None]).clamp(-_TOP, _TOP)
+    values[far] = whole
+    return Parts(tokens, listed, values, reader.rest())

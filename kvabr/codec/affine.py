@@ -19,20 +19,14 @@ from typing import ClassVar
 
 import torch
 
-from kvabr.codec.bits import finite, place
-from kvabr.codec.payload_layout import Layout, affine, head_blocks
-from kvabr.codec.separable import Separable
-from kvabr.types.kv import KVSpec
+from kvabr.codec.builtin import head_blocks
+from kvabr.codec.payload import Separable, finite, place
 
 
 class Affine(Separable):
     """Integers with a scale and an offset."""
 
     bits: ClassVar[int]
-
-    def layout(self, spec: KVSpec, tokens: int) -> Layout:
-        """As many tokens a unit as share the scales of their values, and the keys' scales in the head."""
-        return affine(spec, tokens, self.bits)
 
     def head(self, group: torch.Tensor) -> torch.Tensor:
         """The keys' range over the tokens."""

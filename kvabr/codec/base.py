@@ -1,52 +1,70 @@
-"""The contract of a codec: one group of a KV cache to a payload, and back into the caller's tensor."""
+"""The contract of a codec, and the codecs by name.
+
+A codec turns one group of a KV cache into a payload, and a payload back into the caller's tensor. Codecs are built in
+(`kvabr.codec.builtin`), come with installed packages (entry points ``kvabr.codecs``), or are registered by a program.
+Importing this module does not load torch.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from functools import cache
+from importlib import import_module
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, ClassVar
 
-import torch
-
-from kvabr.codec.payload_layout import Layout
+from kvabr.codec.builtin import BUILTIN, Layout
+from kvabr.types.errors import FormatError
 from kvabr.types.kv import KVSpec
+from kvabr.types.naming import check_track_name
 
 if TYPE_CHECKING:
+    import torch
+
     from kvabr.codec.profile import Profile
 
 
 @dataclass(frozen=True, slots=True)
 class GroupContext:
-    """What a codec may know of a group beside its bytes."""
+    """What a codec may know about a group besides its bytes."""
 
     spec: KVSpec
     first_token: int
-    """Position of the group's first token in the prompt: what the rotary embedding and the sinks depend on."""
+    """Position of the group's first token in the prompt. The rotary embedding and the sinks depend on it."""
     tokens: int
     """Tokens in this group: `KVSpec.group_tokens`, or fewer in the last one."""
     profile: Profile | None = None
     """Side information of the model, for codecs that need it."""
-    memo: dict[str, Any] | None = field(default=None, compare=False, repr=False)
-    """Where codecs keep, from one track to the next, what they found out about a group that they encode: give a dict of
-    its own to every group that is encoded on several tracks, and do not change the group meanwhile."""
+    memo: dict[str, object] | None = field(default=None, compare=False, repr=False)
+    """Intermediate results that the tracks of one group share while they are encoded. Pass each group that is encoded
+    on several tracks a dict of its own, and do not change the group in between."""
 
 
 class Codec(ABC):
     """One compression level."""
 
     name: ClassVar[str]
-    """Name of the track that it makes."""
+    """Name of the track."""
     refines: ClassVar[str | None] = None
     """The track that must be decoded below this one; None if it stands alone."""
     needs_profile: ClassVar[bool] = False
 
-    def layout(self, spec: KVSpec, tokens: int) -> Layout | None:  # noqa: ARG002
-        """Where each token lies in the payload of a group of ``tokens`` tokens; None if tokens cannot be told apart."""
+    def layout(self, spec: KVSpec, tokens: int) -> Layout | None:
+        """Return where each token lies in the payload of a group of ``tokens`` tokens.
+
+        Returns None if the payload cannot be cut token by token. A plug-in that is token-separable overrides this;
+        built-in codecs state theirs in `kvabr.codec.builtin.BUILTIN`, and classes derived from them inherit it.
+        """
+        for cls in type(self).__mro__:
+            known = BUILTIN.get(vars(cls).get("name", ""))
+            if known is not None:
+                return None if known.layout is None else known.layout(spec, tokens)
         return None
 
     def aside(self, payload: memoryview, context: GroupContext) -> int:  # noqa: ARG002
-        """Tokens that an encoder found too unusual to code as the others, so that a payload has them whole."""
+        """Return the number of tokens that the encoder found too unusual to code like the others."""
         return 0
 
     @abstractmethod
@@ -55,7 +73,7 @@ class Codec(ABC):
 
         Args:
             group: [layer, K/V, head, token, dim], any float dtype, any strides.
-            context: what group it is.
+            context: which group it is.
             below: payloads of the tracks that this one refines, base first; empty if it stands alone.
 
         Returns:
@@ -69,12 +87,81 @@ class Codec(ABC):
         """Decompress one group into ``out``.
 
         Args:
-            payload: what `encode` returned; hostile until checked.
+            payload: what `encode` returned; untrusted.
             context: as for `encode`.
-            out: [layer, K/V, head, token, dim], any float dtype, any strides; written whole or, on error, in part
-                (the assembler decodes into scratch first, so that a cache is never half written).
+            out: [layer, K/V, head, token, dim], any float dtype, any strides. It is written completely, or partly on
+                error (the assembler decodes into scratch memory first, so a cache is never half written).
             below: payloads of the tracks below, base first.
 
         Raises:
-            FormatError: the payload is not one of this codec for this context.
+            FormatError: this codec did not write the payload for this context.
         """
+
+
+_registered: dict[str, Codec] = {}
+
+
+def register(added: Codec) -> None:
+    """Register a codec under its name, replacing any other of that name.
+
+    Raises:
+        FormatError: the name cannot be a track name.
+    """
+    check_track_name(added.name)
+    _registered[added.name] = added
+
+
+def codec(name: str) -> Codec:
+    """Return the codec of a track.
+
+    Raises:
+        FormatError: there is none (the message lists the known names), or a plug-in cannot be loaded.
+    """
+    if (found := _registered.get(name)) is not None:
+        return found
+    if name in BUILTIN:
+        return _builtin(name)
+    if (found := _plugins().get(name)) is not None:
+        return found
+    raise FormatError(f"no codec for track {name!r}; known codecs are {', '.join(names())}")
+
+
+def names() -> tuple[str, ...]:
+    """Return the names of all codecs: the draft's levels in its order, the layers (base first), then all others."""
+    return tuple(dict.fromkeys((*BUILTIN, *_registered, *_plugins())))
+
+
+def payload_layout(track: str, spec: KVSpec, tokens: int) -> Layout | None:
+    """Return the payload layout of a track without loading torch for built-in codecs.
+
+    Returns None if the payload cannot be cut token by token, or if no codec of that name can be loaded here: an origin
+    also serves tracks whose codec it does not have.
+    """
+    if track in BUILTIN and track not in _registered:
+        made = BUILTIN[track].layout
+        return None if made is None else made(spec, tokens)
+    try:
+        return codec(track).layout(spec, tokens)
+    except FormatError:
+        return None
+
+
+@cache
+def _builtin(name: str) -> Codec:
+    module, _, attribute = BUILTIN[name].path.partition(":")
+    made: Codec = getattr(import_module(module), attribute)()
+    return made
+
+
+@cache
+def _plugins() -> dict[str, Codec]:
+    found = {}
+    for entry in entry_points(group="kvabr.codecs"):
+        try:
+            made = entry.load()()
+        except Exception as error:  # a plug-in may raise anything
+            raise FormatError(f"codec plug-in {entry.name} ({entry.value}) cannot be loaded: {error!r}") from error
+        if not isinstance(made, Codec) or made.name != entry.name:
+            raise FormatError(f"codec plug-in {entry.name} ({entry.value}) is not a codec of that name")
+        found[entry.name] = made
+    return found

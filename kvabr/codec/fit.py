@@ -16,10 +16,9 @@ from numpy.typing import NDArray
 
 from kvabr.codec.native.model import TILE
 from kvabr.codec.profile import MAX_SINKS, Depth, Profile
-from kvabr.codec.quantiser import nested, quantise
+from kvabr.codec.quantiser import Counts, coder_model, nested, quantise
 from kvabr.codec.rope import rotate
 from kvabr.codec.structure import Structure, layered, plain
-from kvabr.codec.tables import Counts, coder_model
 from kvabr.codec.transform import LARGEST, RUN, Detector, Transform, rounded
 from kvabr.types.errors import FormatError, UsageError
 from kvabr.types.kv import KVSpec

@@ -20,10 +20,8 @@ from typing import ClassVar
 import torch
 from torch.nn.functional import pad
 
-from kvabr.codec.bits import place
-from kvabr.codec.payload_layout import BLOCK, Layout, fp4
-from kvabr.codec.separable import Separable
-from kvabr.types.kv import KVSpec
+from kvabr.codec.builtin import BLOCK
+from kvabr.codec.payload import Separable, place
 
 _EXPONENT = 0x7F800000
 _ONE = 0x3F800000
@@ -39,10 +37,6 @@ class Fp4(Separable):
     """E2M1 with block scales."""
 
     name: ClassVar[str] = "FP4"
-
-    def layout(self, spec: KVSpec, tokens: int) -> Layout:
-        """A block of tokens a unit."""
-        return fp4(spec, tokens)
 
     def encode_units(self, run: torch.Tensor, head: torch.Tensor, unit_tokens: int) -> torch.Tensor:  # noqa: ARG002
         """Quantise keys in blocks of tokens, values in blocks of channels."""

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from kvabr.codec.base import GroupContext
+from kvabr.codec.base import GroupContext, codec
 from kvabr.codec.container import FrameHeader, pack, unpack
-from kvabr.codec.registry import codec
 from kvabr.types.errors import FormatError
 
 _TOP = 65504.0

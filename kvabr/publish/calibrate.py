@@ -9,9 +9,9 @@ from typing import IO
 
 import torch
 
-from kvabr.codec.bits import raw
 from kvabr.codec.fit import PASSES, FitConfig, fit
 from kvabr.codec.group import clean
+from kvabr.codec.payload import raw
 from kvabr.codec.profile import Profile
 from kvabr.engines.model_loader import Bed
 from kvabr.types.errors import AssetError, UsageError

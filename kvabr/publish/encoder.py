@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from kvabr.codec.base import codec
 from kvabr.codec.fit import FitConfig, fit
 from kvabr.codec.profile import Profile
-from kvabr.codec.registry import codec
 from kvabr.engines.model_loader import Bed
 from kvabr.publish.frames import FrameBook
 from kvabr.publish.mixes import measure_mixes, sample_mixes

@@ -10,10 +10,9 @@ from dataclasses import replace
 
 import torch
 
-from kvabr.codec.base import GroupContext
+from kvabr.codec.base import GroupContext, codec, names
 from kvabr.codec.group import clean, decode_group, encode_group, payload_of
 from kvabr.codec.profile import Profile
-from kvabr.codec.registry import codec, names
 from kvabr.types.errors import UsageError
 from kvabr.types.kv import KVSpec
 

@@ -18,8 +18,8 @@ from typing import Literal
 
 import torch
 
+from kvabr.codec.base import codec
 from kvabr.codec.profile import Profile
-from kvabr.codec.registry import codec
 from kvabr.publish.frames import FrameBook, ordered_tracks
 from kvabr.store.asset import CATALOG
 from kvabr.store.asset_writer import AssetWriter

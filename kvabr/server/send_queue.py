@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from kvabr.codec.object_layout import ObjectSpan
+from kvabr.codec.container import ObjectSpan
 from kvabr.moqt.objects import FetchWriter
 from kvabr.moqt.wire import Draft, KeyValue
 from kvabr.store.publication import PROPERTY_GROUP_BYTES, PROPERTY_GROUP_DIGEST, Publication, PublishedGroup

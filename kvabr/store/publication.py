@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvabr.codec.object_layout import ObjectSpan, object_spans, slices
+from kvabr.codec.container import ObjectSpan, object_spans, slices
 from kvabr.store.asset import Asset, frame_path
 from kvabr.types.errors import AssetError
 

@@ -9,14 +9,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvabr.codec.ac_payload import split
-from kvabr.codec.base import GroupContext
+from kvabr.codec.ac import split_payload
+from kvabr.codec.base import GroupContext, codec
 from kvabr.codec.fit import PASSES, FitConfig, fit
 from kvabr.codec.native import coder
 from kvabr.codec.native.reference import ideal_bits
 from kvabr.codec.profile import Profile
 from kvabr.codec.quantiser import below, nested, quantise
-from kvabr.codec.registry import codec
 from kvabr.codec.transform import ONE, expanded, rounded
 from kvabr.types.errors import ForeignError, FormatError, UsageError
 from kvabr.types.kv import KVSpec, RopeSpec
@@ -76,7 +75,7 @@ def test_a_chain_decodes_to_just_what_its_finest_quantiser_gives():
     index = None
     for track, payload in zip(LAYERS, payloads, strict=True):
         depth = SIDE.depth(track)
-        index = coder.decode_indices(depth.coder, split(payload, context, 0, track).coded, 300, index)
+        index = coder.decode_indices(depth.coder, split_payload(payload, context, 0, track).coded, 300, index)
     rows = SIDE.transform.analyse(kv, FIRST).rows
     assert np.array_equal(index, quantise(rows, SIDE.depth("AC-L3").step).numpy())
 

@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from kvabr.codec.base import GroupContext
+from kvabr.codec.base import GroupContext, codec, names
 from kvabr.codec.group import clean, decode_group, encode_group, payload_of
-from kvabr.codec.registry import codec, names
 from kvabr.types.errors import FormatError
 from kvabr.types.naming import LAYERS, LEVELS
 from tests.kvdata import cache, profile, spec

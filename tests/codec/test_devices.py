@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from kvabr.codec import gpu
-from kvabr.codec.base import GroupContext
+from kvabr.codec.base import GroupContext, codec
 from kvabr.codec.group import decode_group, encode_group
-from kvabr.codec.registry import codec
 from kvabr.types.errors import FormatError
 from tests.codec.elsewhere import Elsewhere, Reachable, moved
 from tests.kvdata import cache, profile, spec

@@ -10,10 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvabr.codec import registry
+from kvabr.codec import base as registry
 from kvabr.codec.base import Codec, GroupContext
-from kvabr.codec.bits import Reader, raw
 from kvabr.codec.group import encode_group, payload_of
+from kvabr.codec.payload import Reader, raw
 from kvabr.player.assembler import Assembler, Verdict
 from kvabr.types.catalog import Catalog, Track
 from kvabr.types.errors import ForeignError, FormatError, HoleError, UsageError

@@ -17,7 +17,7 @@ import pytest
 import structlog
 
 from kvabr.cli.relay import parse_size
-from kvabr.codec.object_layout import SLICE_BYTES
+from kvabr.codec.container import SLICE_BYTES
 from kvabr.moqt.codes import RequestCode
 from kvabr.quic import dial as quic
 from kvabr.quic import moq_connection as moqconnection

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvabr.codec.object_layout import ObjectSpan
+from kvabr.codec.container import ObjectSpan
 from kvabr.moqt.objects import ObjectHeader, ObjectParser
 from kvabr.moqt.wire import DRAFT_16, DRAFT_18
 from kvabr.server.send_queue import MOST_AHEAD_BYTES, GroupRange, Outbox, Sending

@@ -8,8 +8,8 @@ import shutil
 import pytest
 import torch
 
-from kvabr.codec.object_layout import SLICE_BYTES
-from kvabr.codec.payload_layout import level_layout
+from kvabr.codec.base import payload_layout
+from kvabr.codec.container import SLICE_BYTES
 from kvabr.player.assembler import Assembler
 from kvabr.publish.frames import FrameBook
 from kvabr.store.asset import Asset, frame_path
@@ -61,7 +61,7 @@ def test_the_objects_end_to_end_are_the_frame(pristine, track):
         assert len(ids) > 1
         assert ids[0] == first
         assert all(first < one < last for one in ids[1:])
-        unit = level_layout(track, shape, last - first).unit_tokens
+        unit = payload_layout(track, shape, last - first).unit_tokens
         assert all((one - first) % unit == 0 for one in ids)
         assembler.put(group, track, frame)
     assert bool(torch.isfinite(assembler.take()).all())

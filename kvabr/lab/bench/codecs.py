@@ -12,14 +12,13 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from kvabr.codec.ac_payload import split
-from kvabr.codec.base import GroupContext
+from kvabr.codec.ac import split_payload
+from kvabr.codec.base import GroupContext, codec
 from kvabr.codec.native import bench as raw
 from kvabr.codec.native import coder
 from kvabr.codec.native.model import Index
 from kvabr.codec.native.reference import ideal_bits
 from kvabr.codec.profile import Profile
-from kvabr.codec.registry import codec
 from kvabr.engines.model_loader import Bed
 from kvabr.lab.bench import synthetic
 from kvabr.lab.bench.cachegen import Quantised
@@ -164,7 +163,7 @@ def over_ideal(subject: Subject, tracks: Sequence[str]) -> dict[str, float]:
         below: Index | None = None
         for name, payload in zip(chain(track), job.payloads, strict=True):
             sinks = 0 if codec(name).refines else min(context.tokens, profile.sinks)
-            coded = split(payload, context, sinks, name).coded
+            coded = split_payload(payload, context, sinks, name).coded
             model = profile.depth(name).coder
             index = coder.decode_indices(model, coded, context.tokens, below)
             out[track] = 8 * len(coded) / ideal_bits(model, index, below)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvabr.codec.base import codec, names
 from kvabr.codec.profile import Profile
-from kvabr.codec.registry import codec, names
 from kvabr.lab.bench.cachegen import CacheGen, Quantised
 from kvabr.lab.bench.measure import EXACT, Bench, Findings
 from kvabr.lab.bench.needle import plant

@@ -16,10 +16,9 @@ from typing import Literal
 import torch
 
 import kvabr.codec
-from kvabr.codec.base import GroupContext
+from kvabr.codec.base import GroupContext, codec
 from kvabr.codec.group import decode_group, encode_group, payload_of
 from kvabr.codec.profile import Profile
-from kvabr.codec.registry import codec
 from kvabr.publish.encoder import own_profile
 from kvabr.types.errors import UsageError
 from kvabr.types.kv import GROUP_TOKENS, KVSpec

@@ -19,12 +19,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from kvabr.codec.base import GroupContext
+from kvabr.codec.base import GroupContext, codec
 from kvabr.codec.native import coder
 from kvabr.codec.native.model import Quantiser, dequantise
 from kvabr.codec.profile import Profile
 from kvabr.codec.quantiser import quantise
-from kvabr.codec.registry import codec
 from kvabr.types.kv import KVSpec
 
 ROUNDS = 5

@@ -13,9 +13,8 @@ from kvabr.codec.fit import FitConfig
 from kvabr.codec.native import coder
 from kvabr.codec.native.model import TILE
 from kvabr.codec.profile import Depth, Profile
-from kvabr.codec.quantiser import nested
+from kvabr.codec.quantiser import Counts, coder_model, nested
 from kvabr.codec.structure import Structure, layered
-from kvabr.codec.tables import Counts, coder_model
 from kvabr.codec.transform import FRACTION, MAX_INDEX, RUN, Detector, Transform, rounded
 from kvabr.types.kv import KVSpec, RopeSpec
 

@@ -6,8 +6,7 @@ import numpy as np
 import torch
 from safetensors.numpy import save_file
 
-from kvabr.codec.base import GroupContext
-from kvabr.codec.registry import codec
+from kvabr.codec.base import GroupContext, codec
 from kvabr.lab.bench.peers import Peer
 from kvabr.lab.bench.schemes import Coded, Scheme, groups
 from kvabr.lab.bench.store import Store

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from kvabr.codec.base import payload_layout
 from kvabr.codec.container import header_bytes
-from kvabr.codec.payload_layout import level_layout
 from kvabr.lab.bench.cachegen import LEVELS, Quantised
 from kvabr.lab.bench.schemes import Kivi, Track, tracks_to_measure
 from kvabr.types.errors import ForeignError, FormatError, UsageError
@@ -20,7 +20,7 @@ def cache():
 
 def test_a_track_counts_frames_and_decodes_as_a_player_does(cache):
     coded = Track("Int4", SPEC).code(cache)
-    payloads = sum(level_layout("Int4", SPEC, tokens).payload_bytes for tokens in (128, 72))
+    payloads = sum(payload_layout("Int4", SPEC, tokens).payload_bytes for tokens in (128, 72))
     assert coded.nbytes == payloads + 2 * header_bytes("Int4")
     assert (coded.cache - cache).abs().max() < 2.0
     assert torch.equal(Track("FP16", SPEC).code(cache).cache, cache)

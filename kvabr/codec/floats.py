@@ -1,7 +1,12 @@
-"""FP8: E4M3 with one scale per layer, K/V, head and channel.
+"""FP16, BF16 and FP8: each element as a float of 16 or 8 bits.
 
-E4M3 has a precision of its own at every magnitude; the scale only keeps a channel clear of overflow (448) and of the
-subnormals. One half-precision scale for the tokens of a group is 1.6 % of it.
+FP16 and BF16 store the cache as it is. There is no head:
+
+    unit: one token, [layer, K/V, head, dim]
+
+FP8 is E4M3 with one scale per layer, K/V, head and channel. E4M3 is equally precise at every magnitude; the scale only
+keeps a channel clear of overflow (448) and of the subnormals. One half-precision scale for all tokens of a group adds
+1.6 %.
 
     head: scales as FP16, [layer, K/V, head, dim]
     unit: one token, [layer, K/V, head, dim]
@@ -13,11 +18,42 @@ from typing import ClassVar
 
 import torch
 
-from kvabr.codec.bits import place
-from kvabr.codec.payload_layout import Layout, fp8
-from kvabr.codec.separable import Separable
+from kvabr.codec.payload import Separable, finite, place
 from kvabr.types.errors import FormatError
-from kvabr.types.kv import KVSpec
+
+
+class Cast(Separable):
+    """Elements cast to a 16-bit float. What is out of its range becomes its largest number."""
+
+    dtype: ClassVar[torch.dtype]
+
+    def encode_units(self, run: torch.Tensor, head: torch.Tensor, unit_tokens: int) -> torch.Tensor:  # noqa: ARG002
+        """Cast, token by token."""
+        if run.dtype != self.dtype:
+            top = torch.finfo(self.dtype).max
+            run = run.float().clamp(-top, top).to(self.dtype)
+        return run.permute(3, 0, 1, 2, 4)
+
+    def decode_units(self, units: torch.Tensor, head: torch.Tensor, out: torch.Tensor) -> None:  # noqa: ARG002
+        """Cast back."""
+        layers, both, heads, tokens, _, dim = out.shape
+        values = finite(units.view(self.dtype), self.name).reshape(tokens, layers, both, heads, dim)
+        place(out[:, :, :, :, 0], values.permute(1, 2, 3, 0, 4))
+
+
+class Fp16(Cast):
+    """IEEE half precision."""
+
+    name: ClassVar[str] = "FP16"
+    dtype: ClassVar[torch.dtype] = torch.float16
+
+
+class Bf16(Cast):
+    """bfloat16."""
+
+    name: ClassVar[str] = "BF16"
+    dtype: ClassVar[torch.dtype] = torch.bfloat16
+
 
 _TOP = 448.0
 _NAN = 0x7F
@@ -28,10 +64,6 @@ class Fp8(Separable):
     """E4M3, scaled per channel."""
 
     name: ClassVar[str] = "FP8"
-
-    def layout(self, spec: KVSpec, tokens: int) -> Layout:
-        """A token a unit, and the scales in the head."""
-        return fp8(spec, tokens)
 
     def head(self, group: torch.Tensor) -> torch.Tensor:
         """Scale every channel so that its largest element is E4M3's largest number."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvabr.codec.native.model import TOTAL
-from kvabr.codec.tables import Counts, coder_model
+from kvabr.codec.quantiser import Counts, coder_model
 
 TOKENS = 128
 

@@ -8,9 +8,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from kvabr.codec.base import GroupContext
-from kvabr.codec.payload_layout import level_layout
-from kvabr.codec.registry import codec
+from kvabr.codec.base import GroupContext, codec, payload_layout
 from kvabr.types.errors import FormatError
 from kvabr.types.naming import LEVELS
 from tests.kvdata import cache, spec
@@ -45,7 +43,7 @@ def bounds(layout, unit):
 @pytest.mark.parametrize("tokens", [1, 33, 128, 150])
 def test_the_layout_is_that_of_the_payload(track, sizes, tokens):
     context, payload, layout = encoded(track, sizes, tokens)
-    assert layout == level_layout(track, context.spec, tokens)
+    assert layout == payload_layout(track, context.spec, tokens)
     assert len(payload) == layout.payload_bytes
     assert bounds(layout, layout.units - 1) == (
         (len(payload) - layout.last_bytes, len(payload)),
@@ -116,13 +114,12 @@ def test_groups_beyond_one_run_decode_as_those_within(track):
     assert 0.5 < float(first.square().mean() / last.square().mean()) < 2.0 or track in {"FP16", "BF16"}
 
 
-def test_ac_and_plug_ins_have_no_layout():
+def test_ac_has_no_layout():
     assert codec("AC-5x").layout(spec(), 128) is None
-    assert level_layout("AC-5x", spec(), 128) is None
-    assert level_layout("of a plug-in", spec(), 128) is None
+    assert payload_layout("AC-5x", spec(), 128) is None
 
 
 def test_an_origin_cuts_objects_without_torch():
-    code = "import sys, kvabr.codec.object_layout, kvabr.store.publication; print('torch' in sys.modules)"
+    code = "import sys, kvabr.codec.container, kvabr.store.publication; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)  # noqa: S603 - our own code
     assert done.stdout.strip() == "False"

@@ -5,9 +5,11 @@ from importlib.metadata import EntryPoint
 import pytest
 import torch
 
-from kvabr.codec import registry
+from kvabr.codec import base as registry
 from kvabr.codec.base import GroupContext
-from kvabr.codec.cast import Fp16
+from kvabr.codec.builtin import Layout
+from kvabr.codec.container import object_spans, slices
+from kvabr.codec.floats import Fp16
 from kvabr.codec.group import decode_group, encode_group
 from kvabr.types.errors import FormatError
 from kvabr.types.naming import LEVELS
@@ -20,6 +22,16 @@ class Louder(Fp16):
 
 class Slash(Fp16):
     name = "no/slash"
+
+
+class Paired(Fp16):
+    """Its payloads are cut at every second token."""
+
+    name = "Paired"
+
+    def layout(self, spec, tokens):
+        single = super().layout(spec, tokens)
+        return Layout(tokens, 0, 2, 2 * single.unit_bytes, (2 - tokens % 2) * single.unit_bytes)
 
 
 class Broken(Fp16):
@@ -38,7 +50,7 @@ def _fresh(monkeypatch):
 
 
 def install(monkeypatch, name, value):
-    entry = EntryPoint(name, f"tests.codec.test_registry:{value}", "kvabr.codecs")
+    entry = EntryPoint(name, f"tests.codec.test_base:{value}", "kvabr.codecs")
     monkeypatch.setattr(registry, "entry_points", lambda group: [entry] if group == "kvabr.codecs" else [])
 
 
@@ -51,6 +63,21 @@ def test_a_plug_in_is_a_track_like_any_other(monkeypatch):
     frame = encode_group(cache(shape, 9), "Louder", context, "ab" * 32, 0)
     decode_group(frame, "Louder", context, "ab" * 32, 0, out)
     assert torch.equal(out, cache(shape, 9).half().float())
+
+
+def test_a_plug_in_is_cut_where_it_says(monkeypatch):
+    """One file is enough: the class is the only place that knows the layout."""
+    install(monkeypatch, "Paired", "Paired")
+    shape = spec(32, 8, 128, rope=None)
+    frame = encode_group(cache(shape, 9), "Paired", GroupContext(shape, 128, 9), "ab" * 32, 1)
+    assert [span.object_id for span in object_spans(shape, "Paired", 128, 9, len(frame))] == [128, 130, 132, 134, 136]
+
+
+def test_a_track_without_a_codec_is_sliced(monkeypatch):
+    install(monkeypatch, "Broken", "Broken")
+    for track in ("Broken", "unheard-of"):
+        assert registry.payload_layout(track, spec(), 128) is None
+        assert object_spans(spec(), track, 0, 128, 100_000) == slices(0, 100_000)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,143 @@
+"""The built-in codecs: where each is implemented, and how it lays out a payload.
+
+Importing this module does not load torch, so an origin can cut groups into objects without it. A payload of a
+token-separable codec is a head followed by units:
+
+    head | unit | unit | ... | unit
+
+The head holds what all tokens of the group share. A unit holds what its tokens add. A unit is one token, or the few
+tokens that share scales. All units have the same size, except that the last may hold fewer tokens. A run of tokens
+therefore decodes from the head and its own units. The codecs cut payloads by the same numbers.
+
+To add a built-in codec, write its file and add a line to `BUILTIN`. A plug-in needs neither: it overrides
+`kvabr.codec.base.Codec.layout`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kvabr.types.kv import KVSpec
+
+BLOCK = 32
+"""Elements that share a scale in FP4: tokens of one channel of the keys, channels of one token of the values."""
+_SPAN = 128
+"""Minimum number of channels that share a scale in the values of Int8 and Int4."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Sizes of the parts of one payload."""
+
+    tokens: int
+    """Tokens in the group."""
+    head_bytes: int
+    unit_tokens: int
+    unit_bytes: int
+    last_bytes: int
+    """Bytes of the last unit: ``unit_bytes``, or less if it holds fewer tokens."""
+
+    @property
+    def units(self) -> int:
+        """Number of units."""
+        return -(-self.tokens // self.unit_tokens)
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of the whole payload."""
+        return self.head_bytes + (self.units - 1) * self.unit_bytes + self.last_bytes
+
+    def runs(self, most_tokens: int) -> Iterator[tuple[int, int]]:
+        """Cut the group into runs of equally large units, as (first token, token after the last).
+
+        A run has at most ``most_tokens`` tokens, but at least one unit. A shorter last unit is a run of its own.
+        """
+        step = max(1, most_tokens // self.unit_tokens) * self.unit_tokens
+        whole = self.tokens - self.tokens % self.unit_tokens
+        for first in range(0, whole, step):
+            yield first, min(first + step, whole)
+        if whole < self.tokens:
+            yield whole, self.tokens
+
+
+class Builtin(NamedTuple):
+    """One built-in codec."""
+
+    path: str
+    """``module:class``, loaded when the codec is first used."""
+    layout: Callable[[KVSpec, int], Layout] | None = None
+    """Layout of a payload, given the spec and the number of tokens; None if the codec is not token-separable."""
+
+
+def cast_layout(spec: KVSpec, tokens: int) -> Layout:
+    """FP16 and BF16: no head, one token per unit."""
+    return _layout(tokens, 0, 1, lambda count: 2 * count * spec.elements_per_token)
+
+
+def fp8_layout(spec: KVSpec, tokens: int) -> Layout:
+    """FP8: a 2-byte scale per channel in the head, one token per unit."""
+    return _layout(tokens, 2 * spec.elements_per_token, 1, lambda count: count * spec.elements_per_token)
+
+
+def int8_layout(spec: KVSpec, tokens: int) -> Layout:
+    """Int8: see `_affine_layout`."""
+    return _affine_layout(spec, tokens, 8)
+
+
+def int4_layout(spec: KVSpec, tokens: int) -> Layout:
+    """Int4: see `_affine_layout`."""
+    return _affine_layout(spec, tokens, 4)
+
+
+def fp4_layout(spec: KVSpec, tokens: int) -> Layout:
+    """FP4: no head; a unit holds the tokens of one block of keys."""
+    channels = spec.kv_heads * spec.head_dim
+
+    def size(count: int) -> int:
+        return spec.layers * (channels + -(-count * channels // BLOCK) + count * channels)
+
+    return _layout(tokens, 0, BLOCK, size)
+
+
+def head_blocks(kv_heads: int, head_dim: int) -> int:
+    """Number of blocks of whole heads, of at least `_SPAN` channels each, that one token's values are cut into."""
+    blocks = max(1, kv_heads * head_dim // _SPAN)
+    while kv_heads % blocks:
+        blocks -= 1
+    return blocks
+
+
+def _affine_layout(spec: KVSpec, tokens: int, bits: int) -> Layout:
+    """Integers: offset and scale of each key channel in the head, those of the values in their unit.
+
+    A unit is one token. Where a token has fewer than `_SPAN` channels, several tokens share a scale and a unit.
+    """
+    scales = 4 * spec.layers * head_blocks(spec.kv_heads, spec.head_dim)
+    together = -(-_SPAN // (spec.kv_heads * spec.head_dim))
+
+    def size(count: int) -> int:
+        return scales + count * spec.elements_per_token * bits // 8  # keys and values are as many: no half bytes
+
+    return _layout(tokens, 2 * spec.elements_per_token, together, size)
+
+
+def _layout(tokens: int, head_bytes: int, unit_tokens: int, size: Callable[[int], int]) -> Layout:
+    return Layout(tokens, head_bytes, unit_tokens, size(unit_tokens), size(tokens % unit_tokens or unit_tokens))
+
+
+BUILTIN = {
+    "FP16": Builtin("kvabr.codec.floats:Fp16", cast_layout),
+    "BF16": Builtin("kvabr.codec.floats:Bf16", cast_layout),
+    "FP8": Builtin("kvabr.codec.floats:Fp8", fp8_layout),
+    "Int8": Builtin("kvabr.codec.affine:Int8", int8_layout),
+    "FP4": Builtin("kvabr.codec.fp4:Fp4", fp4_layout),
+    "Int4": Builtin("kvabr.codec.affine:Int4", int4_layout),
+    "AC-5x": Builtin("kvabr.codec.ac:Ac5x"),
+    "AC-L0": Builtin("kvabr.codec.ac:AcL0"),
+    "AC-L1": Builtin("kvabr.codec.ac:AcL1"),
+    "AC-L2": Builtin("kvabr.codec.ac:AcL2"),
+    "AC-L3": Builtin("kvabr.codec.ac:AcL3"),
+}
+"""Built-in codecs by track name: the draft's levels in its order, then the layers, base first."""
