@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from dataclasses import replace
 
 import pytest
@@ -20,7 +19,7 @@ from kvabr.types.errors import ConnectionLostError, FormatError, ModelError, Pla
 from kvabr.types.naming import CATALOG_TRACK, PREFIX_TRACK, TrackNamespace
 from tests import kvdata
 from tests.client.test_play import close
-from tests.client.virtual import virtual
+from tests.client.virtual import Hang, virtual
 from tests.toymodel import SPEC, ToyModel, prompt
 
 TOKENS = prompt(70).tokens
@@ -434,24 +433,23 @@ async def test_cancelling_a_play_leaves_nothing(origin):
 
 @virtual
 async def test_cancelling_does_not_wait_for_an_engine(origin):
-    release = threading.Event()
+    with Hang() as hang:
 
-    class Stuck(ToyModel):
-        def prefill(self, tokens, before=None):
-            release.wait()
-            return super().prefill(tokens, before)
+        class Stuck(ToyModel):
+            def prefill(self, tokens, before=None):
+                hang.wait()
+                return super().prefill(tokens, before)
 
-    engine = Stuck()
-    async with origin(rate=1.0) as link:
-        await cancelled_after(1.5, play(link, TOKENS, deadline=2.0, recompute=engine, cost=COST))
-        await cancelled_after(0.5, play(link, range(50), deadline=2.0, recompute=engine, cost=COST))
-        assert link.downloads == 0
-    assert any(thread.name == "kvabr-engine" for thread in threading.enumerate())
-    release.set()
-    end = time.monotonic() + 5
-    while any(thread.name == "kvabr-engine" for thread in threading.enumerate()) and time.monotonic() < end:
-        await asyncio.to_thread(time.sleep, 0.005)
-    assert not any(thread.name == "kvabr-engine" for thread in threading.enumerate())
+        engine = Stuck()
+        async with origin(rate=1.0) as link:
+            await cancelled_after(1.5, play(link, TOKENS, deadline=2.0, recompute=engine, cost=COST))
+            await cancelled_after(0.5, play(link, range(50), deadline=2.0, recompute=engine, cost=COST))
+            assert link.downloads == 0
+        threads = [thread for thread in threading.enumerate() if thread.name == "kvabr-engine"]
+        assert threads
+    for thread in threads:
+        await asyncio.to_thread(thread.join, 300.0)
+        assert not thread.is_alive()
 
 
 @virtual
@@ -526,15 +524,14 @@ async def test_an_engine_that_fails_when_nothing_is_cached(origin):
 
 @virtual
 async def test_an_engine_that_hangs_ends_the_play_within_bounds(origin):
-    release = threading.Event()
-
-    class Stuck(ToyModel):
-        def prefill(self, tokens, before=None):
-            release.wait()
-            raise ModelError("released")
-
     loop = asyncio.get_running_loop()
-    try:
+    with Hang() as hang:
+
+        class Stuck(ToyModel):
+            def prefill(self, tokens, before=None):
+                hang.wait()
+                raise ModelError("released")
+
         async with origin(faults=lambda ask: Fault(stall_after=0) if level(ask) else None) as link:
             start = loop.time()
             with pytest.raises(PlayError, match="not in place"):
@@ -544,8 +541,6 @@ async def test_an_engine_that_hangs_ends_the_play_within_bounds(origin):
             with pytest.raises(ModelError, match="did not end within"):
                 await play(link, range(50), deadline=1.0, recompute=Stuck(), cost=COST, patience=2.0)
             assert loop.time() - start < 2.6
-    finally:
-        release.set()
 
 
 def test_the_threads_that_decode_are_few():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import math
 import threading
 import time
@@ -21,7 +20,7 @@ from kvabr.server.memory import MemoryConnection, MemoryLink
 from kvabr.store.asset_index import Library
 from kvabr.store.grants import EVERYTHING
 from kvabr.types.errors import UsageError
-from tests.client.virtual import virtual
+from tests.client.virtual import Hang, virtual
 from tests.toymodel import SPEC, ToyModel, prompt, toy_asset
 
 TOKENS = prompt(70).tokens
@@ -200,11 +199,11 @@ async def test_an_engine_that_says_no_is_asked_again(layered):
 @virtual
 async def test_cancelling_ends_it_at_once_and_for_good(layered):
     link, played = await begun(layered)
-    held, entered = threading.Event(), threading.Event()
+    held, entered = Hang(), threading.Event()
 
     def hook(first, last, write):
         entered.set()
-        held.wait(10)
+        held.wait()
         write()  # too late: this was cancelled meanwhile
         return True
 
@@ -212,10 +211,11 @@ async def test_cancelling_ends_it_at_once_and_for_good(layered):
         link.path.rate = 1e6
         before = played.kv.clone()
         played.late.into(hook)
-        await asyncio.get_running_loop().run_in_executor(None, entered.wait, 10)
+        while not entered.is_set():  # noqa: ASYNC110  # a thread sets it
+            await asyncio.sleep(0.001)
         played.late.cancel()
         assert torch.equal(played.kv, before)
-        held.set()
+        held.release()
         await played.late.wait()
         assert played.late.over
         assert played.late.join(0)
@@ -324,25 +324,20 @@ async def test_a_play_without_it_has_none(layered):
 
 
 def test_an_engine_that_goes_from_step_to_step_lets_a_write_in_between_two():
-    gate, over, steps, work = StepGate(), threading.Event(), [], bytes(2_000_000)
+    gate, stepping, order = StepGate(), threading.Semaphore(0), []
 
     def engine():
-        while not over.is_set():
+        for _ in range(40):
             with gate.step():
-                hashlib.sha256(work).digest()  # as a model does, it lets other threads run meanwhile
-                steps.append(None)
+                order.append("step")
+                stepping.release()
+                while not gate._next.locked():  # until the writer waits at the gate
+                    time.sleep(0.0005)
 
-    thread = threading.Thread(target=engine)
+    thread = threading.Thread(target=engine, daemon=True)
     thread.start()
-    try:
-        waited = []
-        while len(waited) < 40:
-            time.sleep(0.001)  # the engine is to be in a step, most of the time
-            begun = len(steps)
-            assert gate(0, 1, lambda: None)
-            waited.append(len(steps) - begun)
-    finally:
-        over.set()
-        thread.join()
-    # Beside the step that it found going on there may be those before this thread got to the gate at all.
-    assert sum(waited) <= 3 * len(waited)
+    for _ in range(40):
+        assert stepping.acquire(timeout=300)
+        assert gate(0, 1, lambda: order.append("write"))
+    thread.join(300)
+    assert order == ["step", "write"] * 40

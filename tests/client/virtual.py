@@ -1,4 +1,9 @@
-"""An event loop whose clock jumps: seconds of a play pass in no time, while real threads get the time they need."""
+"""An event loop with a virtual clock: seconds of a play pass in no time, and in the same steps on every machine.
+
+The clock advances only when nothing can happen before the next timer: no callback is ready, no executor job is pending,
+and no engine thread is at work. A slow or loaded machine therefore changes how long a test takes, never its outcome.
+A thread that must hang waits for a `Hang`, which tells the loop not to wait for it.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +13,11 @@ import selectors
 import threading
 import time
 
-_THREADS = ("kvabr-engine",)
-_PATIENCE_S = 0.3
-"""Real seconds that the clock stands still for a thread; one that takes longer is meant to hang."""
+_ENGINE_THREAD = "kvabr-engine"
+_POLL_S = 0.002
+"""Real seconds between two looks at threads; the end of a thread wakes no selector."""
+_LIMIT_S = 300.0
+"""Real seconds after which a thread that does not end fails the test."""
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
@@ -32,39 +39,62 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self.jobs -= 1
 
     def busy(self):
-        return self.jobs > 0 or any(thread.name in _THREADS for thread in threading.enumerate())
+        """Whether a thread may still have something to tell this loop at the present time."""
+        if Hang.active:
+            return False
+        return self.jobs > 0 or any(thread.name == _ENGINE_THREAD for thread in threading.enumerate())
+
+
+class Hang:
+    """Where threads of a test hang until `release`: ``with Hang() as hang: ...``, and ``hang.wait()`` in the thread.
+
+    While one hangs, the clock waits for no thread: others may be queued behind it.
+    """
+
+    active = 0
+
+    def __init__(self):
+        self._released = threading.Event()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.release()
+
+    def wait(self):
+        Hang.active += 1
+        try:
+            self._released.wait()
+        finally:
+            Hang.active -= 1
+
+    def release(self):
+        self._released.set()
 
 
 class _Selector(selectors.DefaultSelector):
-    """Instead of waiting, lets the loop's clock jump."""
+    """Advances the loop's clock instead of waiting."""
 
     def __init__(self, loop):
         super().__init__()
         self._loop = loop
-        self._patience_s = None
 
     def select(self, timeout=None):
         if timeout is not None and timeout <= 0:
-            self._loop.now += 1e-9  # real clocks go on: else a timer that rounding makes too early would come for ever
+            self._loop.now += 1e-9  # as a real clock does: else a timer that rounding makes early would spin forever
             return super().select(0)
-        while True:
-            busy = self._loop.busy()
-            if events := super().select(0):
-                self._patience_s = None
+        limit = time.monotonic() + _LIMIT_S
+        while not (events := super().select(0)):
+            if not self._loop.busy() and timeout is not None:
+                if events := super().select(0):  # a thread that has just ended
+                    return events
+                self._loop.now += timeout
+                return []
+            assert time.monotonic() < limit, f"no thread has done anything for {_LIMIT_S} s, and no timer is due"
+            if events := super().select(_POLL_S):
                 return events
-            if not busy:
-                self._patience_s = None
-                break
-            # Once it has run out the clock goes on until something comes of the threads.
-            self._patience_s = self._patience_s or time.monotonic() + _PATIENCE_S
-            if time.monotonic() > self._patience_s:
-                break
-            if events := super().select(0.002):
-                return events
-        if timeout is None:
-            return super().select(_PATIENCE_S)
-        self._loop.now += timeout
-        return super().select(0)
+        return events
 
 
 def virtual(test):

@@ -3,7 +3,6 @@
 import contextvars
 import logging
 import threading
-import time
 
 import pytest
 
@@ -61,7 +60,7 @@ def test_what_comes_faster_than_it_is_heard_is_dropped_and_counted_but_not_the_e
     slow, quick = Slow(), Ear()
     with Telemetry(slow, quick, limit=4) as telemetry:
         with telemetry.play() as log:
-            assert slow.begun.wait(10.0)
+            assert slow.begun.wait(300.0)
             for number in range(100):
                 log({"t": 0.01 * number, "event": "progress"})
                 assert telemetry._lanes[1].mark()(10.0)
@@ -97,7 +96,7 @@ def test_a_listener_that_hangs_is_left_behind(caplog):
     slow = Slow()
     telemetry = Telemetry(slow)
     telemetry.feed([])
-    assert slow.begun.wait(10.0)
+    assert slow.begun.wait(300.0)
     assert not telemetry.flush(0.01)
     with caplog.at_level(logging.WARNING, logger="kvabr.telemetry"):
         telemetry.close(0.01)
@@ -113,9 +112,7 @@ def test_what_is_closed_has_heard_all_that_it_ever_will():
     telemetry = Telemetry(ear)
     telemetry.feed(simulated())
     telemetry.close()
-    begun = time.monotonic()
-    assert telemetry.flush(10.0)
-    assert time.monotonic() - begun < 5.0
+    assert telemetry.flush(0.0)  # there is nothing to wait for
     assert len(ear.heard) == len(simulated()) + 2
 
 
