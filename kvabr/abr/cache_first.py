@@ -15,14 +15,19 @@ from kvabr.types.catalog import Catalog, Track
 from kvabr.types.naming import TrackNamespace
 
 AtHand = Callable[[TrackNamespace, str], Collection[int]]
-"""Which groups of a track are at hand."""
+"""Which groups of a track are at hand, as they are published: see `Catalog.offset`."""
 
 
 def kept_first(policy: Policy, catalog: Catalog, at_hand: AtHand) -> Policy:
     """The policy, if it takes what is at hand and anything is: behind a `KeptFirst`."""
     if not policy.takes_kept:
         return policy
-    kept = {track.name: frozenset(at_hand(catalog.namespace, track.name)) for track in catalog.tracks}
+    kept = {
+        track.name: frozenset(
+            group - catalog.offset for group in at_hand(catalog.namespace, track.name) if group >= catalog.offset
+        )
+        for track in catalog.tracks
+    }
     return KeptFirst(policy, kept) if any(kept.values()) else policy
 
 

@@ -169,7 +169,11 @@ class Driver:
 
     def _fetch(self, action: Fetch) -> None:
         download = self._connection.fetch(
-            self._catalog.namespace, action.track, action.group, priority=action.priority, limit=action.bytes
+            self._catalog.namespace,
+            action.track,
+            self._catalog.offset + action.group,
+            priority=action.priority,
+            limit=action.bytes,
         )
         task = self._loop.create_task(self._read(action, download))
         self._reads[action.request] = (task, download)

@@ -11,11 +11,9 @@ from typing import Any
 
 import torch
 
-from kvabr.abr.cache_first import kept_first
 from kvabr.abr.estimator import Estimator, Prior
 from kvabr.abr.ladder import Ladder
-from kvabr.abr.plugins import load_estimator, load_policy
-from kvabr.abr.policy import Policy
+from kvabr.abr.plugins import load_policy
 from kvabr.client import allocator as room
 from kvabr.client.driver import LIVE, Driver
 from kvabr.client.executors import decoders, in_thread, known_cost, on_engine, prefill_cost
@@ -27,9 +25,10 @@ from kvabr.client.shared_bandwidth import estimating, link_of
 from kvabr.client.upgrades import Late, LateDriver
 from kvabr.codec.profile import Profile
 from kvabr.player.assembler import Assembler
+from kvabr.player.goal import UpgradeGoal
 from kvabr.player.record import GroupRecord, PlayRecord
 from kvabr.player.session import Session
-from kvabr.player.upgrades import LateSession
+from kvabr.player.setup import new_estimator, new_session
 from kvabr.quic.interface import Connection
 from kvabr.types.catalog import Catalog
 from kvabr.types.errors import FormatError, KvabrError, ModelError, PlayError, TransportError, UsageError
@@ -103,10 +102,9 @@ async def perform(
     rest_s = 0.0 if options.cost is None else min(options.deadline_s / 2, options.cost.seconds(catalog.tokens, behind))
     lookup_s = clock.now()
     wanted_s = max(_LEAST_SHARE * options.deadline_s, clock.left() - options.guard_s - rest_s)
-    policy = kept_first(load_policy(options.policy)(), catalog, origin.at_hand)
     priors = priors_at(options.priors)
-    with estimating(origin, _estimator(options, policy), priors) as estimator:
-        session = _session(origin, prepared.ladder, options, policy, estimator, wanted_s, lookup_s)
+    with estimating(origin, new_estimator(options.policy, options.estimator), priors) as estimator:
+        session = _session(origin, prepared.ladder, options, estimator, wanted_s, lookup_s)
         driver = Driver(
             session, origin, catalog, assembler, engine=options.recompute, tokens=tokens, watch=options.watch
         )
@@ -154,17 +152,23 @@ def _go_on(
 ) -> Late:
     """Begin the upgrades of a cache that was handed over."""
     assert options.after is not None  # noqa: S101  # else they are not wanted
-    policy = kept_first(load_policy(options.policy)(), ladder.catalog, origin.at_hand)
     rate = play.view.rate or play.record.bytes_fetched / max(play.view.now, 1e-3)
-    alone = _estimator(options, policy)
+    alone = new_estimator(options.policy, options.estimator)
     alone.prime(Prior(rate, play.view.ttfb_s))
     shared = ExitStack()
     estimator = shared.enter_context(link_of(origin).joined(alone))
     log: Log | None = None
     if options.log is not None:
         log = partial(_later, options.log, play.view.now)
-    session = LateSession(
-        ladder, coverage, options.deadline_s, options.after, policy, estimator, rate=rate, config=LIVE, log=log
+    session = new_session(
+        ladder,
+        options.deadline_s,
+        options.policy,
+        estimator,
+        goal=UpgradeGoal(coverage, options.after, rate),
+        config=LIVE,
+        at_hand=origin.at_hand,
+        log=log,
     )
     driver = LateDriver(session, origin, ladder.catalog, assembler)
     return Late(session, driver, assembler, ladder.catalog, at_end=shared.close)
@@ -236,15 +240,10 @@ def _room(catalog: Catalog, options: PlayOptions) -> torch.Tensor:
     return out[:, :, :, : catalog.tokens] if out.dim() == 5 else out
 
 
-def _estimator(options: PlayOptions, policy: Policy) -> Estimator:
-    return load_estimator(options.estimator or policy.estimator)()
-
-
 def _session(
     origin: Connection,
     ladder: Ladder,
     options: PlayOptions,
-    policy: Policy,
     estimator: Estimator,
     wanted_s: float,
     lookup_s: float,
@@ -253,15 +252,13 @@ def _session(
     catalog, cost = ladder.catalog, options.cost
     # However slow the engine is: what it has begun is sooner done than begun again by whoever would get an error.
     engine_s = 0.0 if cost is None else _ENGINE_PATIENCE * cost.seconds(0, catalog.tokens)
-    patience_s = options.patience * options.deadline_s + engine_s - lookup_s
-    config = replace(LIVE, give_up_after=max(1.0, patience_s / wanted_s), gpu_price=options.gpu_price)
     options.note(
         "start",
         0.0,
         trace=origin.backend,
         start_s=0.0,
         policy=options.policy,
-        estimator=options.estimator or policy.estimator,
+        estimator=options.estimator or load_policy(options.policy)().estimator,
         deadline_s=wanted_s,
         engine_mode=mode,
         groups=catalog.groups,
@@ -273,7 +270,18 @@ def _session(
         rtt_s=origin.stats().rtt_s,
         lookup_s=lookup_s,
     )
-    return Session(ladder, wanted_s, policy, estimator, cost=cost, mode=mode, config=config, log=options.log)
+    return new_session(
+        ladder,
+        wanted_s,
+        options.policy,
+        estimator,
+        cost=cost,
+        mode=mode,
+        config=replace(LIVE, gpu_price=options.gpu_price),
+        patience_s=options.patience * options.deadline_s + engine_s - lookup_s,
+        at_hand=origin.at_hand,
+        log=options.log,
+    )
 
 
 def _pays(catalog: Catalog) -> bool:

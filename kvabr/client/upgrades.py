@@ -27,7 +27,7 @@ from kvabr.client.executors import decoders, in_thread
 from kvabr.player.actions import Decode
 from kvabr.player.assembler import Assembler
 from kvabr.player.record import PlayRecord
-from kvabr.player.upgrades import LateSession
+from kvabr.player.session import Session
 from kvabr.quic.interface import Connection
 from kvabr.types.catalog import Catalog
 from kvabr.types.errors import UsageError
@@ -76,11 +76,10 @@ class StepGate:
 
 
 class LateDriver(Driver):
-    """Drives a `LateSession`: what it decodes waits for the engine."""
+    """Drives upgrades of a cache in use: what it decodes waits for the engine."""
 
-    def __init__(self, session: LateSession, connection: Connection, catalog: Catalog, assembler: Assembler) -> None:
+    def __init__(self, session: Session, connection: Connection, catalog: Catalog, assembler: Assembler) -> None:
         super().__init__(session, connection, catalog, assembler)
-        self._late = session
         self._rewrite: Rewrite | None = None
         self._hooked = asyncio.Event()
         self._turn = asyncio.Lock()
@@ -100,7 +99,7 @@ class LateDriver(Driver):
 
     def _tick(self) -> None:
         if self._connection.closed:
-            self._tell(self._late.stop)
+            self._tell(partial(self._session.stop, reason="the connection is closed"))
         else:
             super()._tick()
 
@@ -126,7 +125,7 @@ class LateDriver(Driver):
                 pause_s = min(_LONGEST_PAUSE_S, 2 * pause_s)
         except Exception as error:  # noqa: BLE001  # an engine's, whatever it is: it wants no more upgrades
             self.engine_error = error
-            self._tell(self._late.stop)
+            self._tell(partial(self._session.stop, reason=said(error)))
         else:
             self._tell(self._session.decoded, action.request)
 
@@ -155,7 +154,7 @@ class Late:
 
     def __init__(
         self,
-        session: LateSession,
+        session: Session,
         driver: LateDriver,
         assembler: Assembler,
         catalog: Catalog,

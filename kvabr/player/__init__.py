@@ -6,8 +6,10 @@ out. The simulator and the network drivers run the very same `Session`.
 
 from kvabr.player.actions import Action, Cancel, Decode, Deliver, Fetch, GiveUp, Recompute
 from kvabr.player.config import PlayerConfig
+from kvabr.player.goal import Goal, PrefixGoal, UpgradeGoal, WholeGoal
 from kvabr.player.record import GroupRecord, PlayRecord
 from kvabr.player.session import Session
+from kvabr.player.setup import new_estimator, new_session
 
 __all__ = [
     "Action",
@@ -16,9 +18,15 @@ __all__ = [
     "Deliver",
     "Fetch",
     "GiveUp",
+    "Goal",
     "GroupRecord",
     "PlayRecord",
     "PlayerConfig",
+    "PrefixGoal",
     "Recompute",
     "Session",
+    "UpgradeGoal",
+    "WholeGoal",
+    "new_estimator",
+    "new_session",
 ]

@@ -48,11 +48,13 @@ class Recompute:
 
 @dataclass(slots=True)
 class Deliver:
-    """Hand the cache to the engine: every group is in place. The play is over."""
+    """Hand the cache to the engine. The play is over."""
 
     now: float
     met: bool
     """Whether the deadline was met."""
+    cut: str | None = None
+    """Why a prefix play ended before every group was in place; None if every group is."""
 
 
 @dataclass(slots=True)

@@ -96,19 +96,12 @@ class Assembler:
             FormatError: corrupt, truncated, not what the catalog promises, or an enhancement whose base is not in
                 place. Nothing has changed.
         """
-        catalog = self._catalog
-        offer = catalog.track(track)
-        first, last = catalog.spec.group_range(group, catalog.tokens)
+        offer = self._catalog.track(track)
+        first, last = self._catalog.spec.group_range(group, self._catalog.tokens)
         if (early := self._verdict(group, offer)) is not None:
             return early
-        if len(frame) != offer.bytes[group]:
-            promised = offer.bytes[group]
-            raise FormatError(f"group {group} of {track}: {len(frame)} bytes came, the catalog says {promised}")
-        context = GroupContext(catalog.spec, first, last - first, self._profile)
-        below = self._below(group, offer)
-        digest = offer.digests[group]
         with self._scratch(last - first) as scratch:
-            decode_group(frame, track, context, catalog.chunks[group], group, scratch, below, digest=digest)
+            self._decode(group, offer, frame, scratch)
             with self._lock:
                 if (late := self._verdict(group, offer)) is not None:
                     return late
@@ -152,11 +145,14 @@ class Assembler:
         return verdict
 
     def before(self, group: int) -> torch.Tensor:
-        """The KV of all tokens before ``group``: a view, for an engine to compute on.
+        """Return a view of the KV of all tokens before ``group``, for an engine to compute on.
 
         Raises:
             HoleError: not all of it is in place.
+            UsageError: the catalog is a suffix, so the first tokens are elsewhere.
         """
+        if self._catalog.offset:
+            raise UsageError(f"the KV of the first {self._catalog.first_token} tokens is not in this cache")
         self._no_hole(group)
         end = self._catalog.tokens if group == self._catalog.groups else group * self._catalog.spec.group_tokens
         return self._out[:, :, :, :end]
@@ -179,16 +175,10 @@ class Assembler:
         """
         if not self._taken or not self._open:
             raise UsageError("only a cache that was taken with upgrades=True is bettered while it is in use")
-        catalog = self._catalog
-        offer = catalog.track(track)
-        first, last = catalog.spec.group_range(group, catalog.tokens)
-        if len(frame) != offer.bytes[group]:
-            promised = offer.bytes[group]
-            raise FormatError(f"group {group} of {track}: {len(frame)} bytes came, the catalog says {promised}")
-        context = GroupContext(catalog.spec, first, last - first, self._profile)
-        ready = torch.empty(catalog.spec.shape(last - first), dtype=self._out.dtype, device=self._out.device)
-        below = self._below(group, offer)
-        decode_group(frame, track, context, catalog.chunks[group], group, ready, below, digest=offer.digests[group])
+        spec, offer = self._catalog.spec, self._catalog.track(track)
+        first, last = spec.group_range(group, self._catalog.tokens)
+        ready = torch.empty(spec.shape(last - first), dtype=self._out.dtype, device=self._out.device)
+        self._decode(group, offer, frame, ready)
         kept = bytes(frame) if track in self._refined else None
 
         def write() -> Verdict:
@@ -227,6 +217,32 @@ class Assembler:
         if not upgrades:
             self.seal()
         return self._out
+
+    def take_prefix(self) -> tuple[torch.Tensor, tuple[str, ...]]:
+        """Hand over the groups before the first hole, possibly none; nothing is accepted afterwards.
+
+        Returns:
+            Their KV, [layer, K/V, head, token, dim], and the track of each.
+        """
+        self.seal()
+        tracks: list[str] = []
+        for track in self._tracks:
+            if track is None:
+                break
+            tracks.append(track)
+        tokens = min(len(tracks) * self._catalog.spec.group_tokens, self._catalog.tokens)
+        return self._out[:, :, :, :tokens], tuple(tracks)
+
+    def _decode(self, group: int, offer: Track, frame: bytes | memoryview, out: torch.Tensor) -> None:
+        """Check a frame and decode it into ``out``, whose tokens are those of the group."""
+        catalog, promised = self._catalog, offer.bytes[group]
+        if len(frame) != promised:
+            raise FormatError(f"group {group} of {offer.name}: {len(frame)} bytes came, the catalog says {promised}")
+        # Frames know themselves by their place in the published asset.
+        first = catalog.first_token + catalog.spec.group_range(group, catalog.tokens)[0]
+        context = GroupContext(catalog.spec, first, catalog.group_tokens(group), self._profile)
+        chunk, number, below = catalog.chunks[group], catalog.offset + group, self._below(group, offer)
+        decode_group(frame, offer.name, context, chunk, number, out, below, digest=offer.digests[group])
 
     @contextmanager
     def _scratch(self, tokens: int) -> Iterator[torch.Tensor]:

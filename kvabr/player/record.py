@@ -43,6 +43,8 @@ class PlayRecord:
     """Seconds that the engine computed."""
     abandoned: int = 0
     """Transfers cancelled because they would not have made it."""
+    cut: str | None = None
+    """Why a prefix play ended before every group was in place; None if every group is, or for another goal."""
     gave_up: str | None = None
     """Why the play was given up."""
     steps: list[tuple[str, int, int | str]] = field(default_factory=list)

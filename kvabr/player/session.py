@@ -15,7 +15,9 @@ and a group in place may have one upgrade under way. The rules:
    with nothing under way.
 3. The cache is delivered when every group is in place and either the policy wants no more, or the deadline has come.
    A hole is never delivered: without a network and an engine the play is given up instead.
-4. Nothing here knows a clock: every event carries ``now``, and the driver calls `timer` when `next_timer` says.
+4. A play for a prefix (`PrefixGoal`) never starts the engine. It is cut where the engine would start, where nothing but
+   the engine could bring another group, and at the deadline; the record says why.
+5. Nothing here knows a clock: every event carries ``now``, and the driver calls `timer` when `next_timer` says.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from kvabr.player.actions import Action, Decode, Deliver, Fetch, GiveUp, Recompu
 from kvabr.player.compute_queue import EngineLane
 from kvabr.player.config import PlayerConfig
 from kvabr.player.event_log import Log
+from kvabr.player.goal import Goal, PrefixGoal, WholeGoal
 from kvabr.player.play_state import Ledger
 from kvabr.player.policy_guard import Umpire
 from kvabr.player.record import GroupRecord
@@ -40,6 +43,8 @@ from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import UsageError
 from kvabr.types.events import Limit
 from kvabr.types.loss import RECOMPUTED
+
+_WHOLE = WholeGoal()
 
 
 class Session(Ledger):
@@ -52,6 +57,7 @@ class Session(Ledger):
         policy: Policy,
         estimator: Estimator,
         *,
+        goal: Goal = _WHOLE,
         cost: PrefillCost | None = None,
         mode: EngineMode = "hole",
         config: PlayerConfig | None = None,
@@ -63,6 +69,9 @@ class Session(Ledger):
         super().__init__(
             ladder, deadline_s, estimator, cost=cost, mode=mode, config=config or PlayerConfig(), oracle=oracle, log=log
         )
+        self._prefix = isinstance(goal, PrefixGoal)
+        if self._prefix and (cost is None or mode != "suffix"):
+            raise UsageError("to play a prefix, say what a prefill costs the engine; its mode is suffix")
         self._next_tick_s = self._tick_s
         self._umpire = Umpire(policy, self.view)
         share = self._config.stalled_after
@@ -226,6 +235,17 @@ class Session(Ledger):
         self._journal.progress(now, self.record.bytes_fetched)
         self._advance(now)
 
+    def stop(self, now: float, reason: str) -> None:
+        """End the play: its owner wants nothing more. A prefix is cut, an incomplete cache is given up."""
+        if self.over:
+            return
+        if self._in_place == self._catalog.groups:
+            self._deliver(now)
+        elif self._prefix:
+            self._deliver(now, cut=reason)
+        else:
+            self._give_up(now, reason)
+
     # ----------------------------------------------------------------- outputs
 
     def actions(self) -> list[Action]:
@@ -250,12 +270,19 @@ class Session(Ledger):
         if complete and now >= self.view.deadline_s:
             self._deliver(now)
             return
+        if self._prefix and now >= self.view.deadline_s:
+            self._deliver(now, cut="the deadline has come")
+            return
         if self._lane is not None:
             self._use_engine(self._lane, now)
         self._content = False
         while not self._content and self._has_room():
             self._act(self._umpire.ask(), now)
-        if self.record.gave_up is not None:
+        self._conclude(now, complete=complete)
+
+    def _conclude(self, now: float, *, complete: bool) -> None:
+        """End the play if nothing is left to ask for, to wait for, or to hope for."""
+        if self.over:
             return
         if self._content and not self._anything_pending():
             if complete:
@@ -263,6 +290,10 @@ class Session(Ledger):
                 return
             left = self._catalog.groups - self._in_place
             raise self._umpire.nonsense(f"waits while {left} groups are missing and nothing is under way")
+        if self._prefix and not self.view.in_flight and not self._decoding:
+            # Nothing is left to wait for but the moment at which the engine would start.
+            self._deliver(now, cut=None if complete else "the rest cannot be fetched, or is sooner computed")
+            return
         lacking = f"{self._catalog.groups - self._in_place} of {self._catalog.groups} groups are still not in place"
         if now > self._config.give_up_after * self.view.deadline_s:
             self._give_up(now, lacking)
@@ -371,6 +402,9 @@ class Session(Ledger):
         if (ready := lane.ready(now, self._absent, self.record.groups)) is None:
             return
         first, last = ready
+        if self._prefix:
+            self._deliver(now, cut=f"groups {first} to {last - 1} are sooner computed than fetched")
+            return
         for transfer in list(self.view.in_flight.values()):
             if first <= transfer.group < last:
                 self._cancel(transfer, "the engine computes this group", now)
@@ -390,11 +424,12 @@ class Session(Ledger):
             self.record.bytes_wasted += transfer.bytes
         self.over = self._content = True
 
-    def _deliver(self, now: float) -> None:
+    def _deliver(self, now: float, *, cut: str | None = None) -> None:
         self._end("the cache is delivered", now)
         self.record.delivered_s = now
         self.record.met = now <= self.view.deadline_s
-        self._actions.append(Deliver(now, self.record.met))
+        self.record.cut = cut
+        self._actions.append(Deliver(now, self.record.met, cut))
 
     def _give_up(self, now: float, reason: str) -> None:
         self._end("the play is given up", now)

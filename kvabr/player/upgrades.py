@@ -1,25 +1,25 @@
-"""After the deadline: the cache is in use, and upgrades go on, as long as they are wanted.
+"""Upgrades of a cache that is already in use, after the deadline, for as long as they are wanted.
 
-Theory of operation. A late session begins where a play ended: every group is in place. It is driven like any other, by
-the same policy, so that upgrades come in the same order, most loss saved per byte first. What the policy takes for the
-deadline moves on before it, one deadline's length away, until the end is nearer: it asks for no more at a time than it
-would have before the cache was handed over, and nothing that would come behind the end.
+Theory of operation. An upgrade session begins where a play ended: every group is in place. The same policy drives it,
+so upgrades come in the same order, most loss saved per byte first. The policy sees a deadline that moves ahead of it,
+one deadline's length away, until the real end is nearer. So it has no more in flight than it had before the cache was
+handed over, and asks for nothing that would come after the end.
 
-What is decoded waits until the engine lets it into the cache, and while several groups wait nothing more is asked for.
-It ends when time is up, when the policy is done, when every group is as good as it can be, when for a whole deadline's
-length there was nothing that the policy wanted, or when what was asked for has not moved for several.
+A decoded upgrade waits until the engine lets it into the cache; while several wait, nothing more is requested. The
+session ends when time is up, when the policy is done, when every group is as good as it can be, when the policy has
+wanted nothing for one deadline's length, or when nothing that was requested has moved for several.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 from kvabr.abr.estimator import Estimator
 from kvabr.abr.ladder import Ladder
 from kvabr.abr.policy import Policy
 from kvabr.player.config import PlayerConfig
 from kvabr.player.event_log import Log
+from kvabr.player.goal import UpgradeGoal
 from kvabr.player.session import Session
 from kvabr.types.errors import UsageError
 from kvabr.types.loss import RECOMPUTED
@@ -32,19 +32,17 @@ _SILENT = 5.0
 """Lengths of the deadline without a byte of what was asked for, after which nothing more is expected to come."""
 
 
-class LateSession(Session):
+class UpgradeSession(Session):
     """Upgrades of a cache that is in use."""
 
     def __init__(
         self,
         ladder: Ladder,
-        tracks: Sequence[str],
         horizon_s: float,
-        until_s: float,
         policy: Policy,
         estimator: Estimator,
         *,
-        rate: float = 0.0,
+        goal: UpgradeGoal,
         config: PlayerConfig | None = None,
         log: Log | None = None,
     ) -> None:
@@ -52,25 +50,23 @@ class LateSession(Session):
 
         Args:
             ladder: the tracks.
-            tracks: per group, the track in place, or ``recomputed``: such a group is exact enough, and stays.
             horizon_s: the deadline of the play before, seconds: how far ahead upgrades are planned.
-            until_s: seconds after which nothing more is wanted; infinite: until there is nothing to upgrade.
             policy: fresh, the same as that of the play before.
             estimator: fresh.
-            rate: what the link carried before, bytes per second: it counts until the estimator knows better, since a
-                policy that knows no rate asks for no upgrade.
+            goal: what is in place, and for how long upgrades are wanted.
             config: what a player does whatever its policy.
             log: takes every event.
 
         Raises:
             UsageError: times that make no sense, or not one track per group.
         """
+        tracks, until_s = goal.tracks, goal.until_s
         if not until_s > 0:
             raise UsageError(f"upgrades for {until_s} s; it must be a positive number of seconds")
         if len(tracks) != ladder.catalog.groups:
             raise UsageError(f"{len(tracks)} tracks for a cache of {ladder.catalog.groups} groups")
-        super().__init__(ladder, horizon_s, policy, estimator, config=config, log=log)
-        self._horizon_s, self._until_s, self._rate = horizon_s, until_s, rate
+        super().__init__(ladder, horizon_s, policy, estimator, goal=goal, config=config, log=log)
+        self._horizon_s, self._until_s, self._rate = horizon_s, until_s, goal.rate
         self._wanted_s = self._moved_s = 0.0
         """When the policy last wanted something; and when last there was nothing to wait for but the engine."""
         self._least = [min(track.loss[group] for track in ladder.catalog.tracks) for group in range(len(tracks))]
@@ -98,11 +94,6 @@ class LateSession(Session):
     def next_timer(self) -> float | None:
         """When the driver must call `timer`; see `Session.next_timer`."""
         return None if self.over else min(self._until_s, self._next_tick_s)
-
-    def stop(self, now: float) -> None:
-        """Nothing more is wanted."""
-        if not self.over:
-            self._deliver(now)
 
     def _advance(self, now: float) -> None:
         if self.over:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvabr.abr.ladder import Ladder
-from kvabr.abr.plugins import load_estimator, load_policy
 from kvabr.abr.recompute_planner import EngineMode
 from kvabr.abr.view import Future
 from kvabr.player.config import PlayerConfig
 from kvabr.player.record import PlayRecord
 from kvabr.player.session import Session
+from kvabr.player.setup import new_estimator, new_session
 from kvabr.replay.clairvoyant import Bound, Clairvoyant
 from kvabr.replay.link import (
     FIRST_BYTE_S,
@@ -193,8 +193,7 @@ class Stage:
             lookup_s: seconds of the deadline that are gone when the play begins.
         """
         options = self.options
-        player = load_policy(policy)()
-        estimator = load_estimator(options.estimator or player.estimator)()
+        estimator = new_estimator(policy, options.estimator)
         if lines is not None:
             title = getattr(estimator, "name", type(estimator).__name__)
             lines.append(_opening(self.catalog, self.ladder, options, trace, start_s, policy, title, rtt_s))
@@ -204,19 +203,16 @@ class Stage:
 
         oracle = Future(carried, rtt_s + FIRST_BYTE_S)
 
-        wanted_s, config = self._time_for(lookup_s), options.config
-        if wanted_s != options.deadline_s:
-            # Patience is counted in deadlines of the whole play, not in what is left of one.
-            patience_s = config.give_up_after * options.deadline_s - lookup_s
-            config = replace(config, give_up_after=max(1.0, patience_s / wanted_s))
-        session = Session(
+        # Patience is counted in deadlines of the whole play, not in what is left of one.
+        session = new_session(
             self.ladder,
-            wanted_s,
-            player,
+            self._time_for(lookup_s),
+            policy,
             estimator,
             cost=options.cost,
             mode=options.mode,
-            config=config,
+            config=options.config,
+            patience_s=options.config.give_up_after * options.deadline_s - lookup_s,
             oracle=oracle,
             log=None if lines is None else lines.append,
         )

@@ -94,6 +94,8 @@ class Catalog:
     mixes: tuple[Mix, ...] = ()
     source: str = ""
     """What the asset was made from, in words."""
+    offset: int = 0
+    """Published groups before this catalog's first: its group ``g`` is published as ``offset + g``. Not in the JSON."""
 
     def __post_init__(self) -> None:
         groups = self.spec.groups(self.tokens) if self.tokens > 0 else 0
@@ -157,18 +159,42 @@ class Catalog:
             raise UsageError(f"a prefix of {groups} groups of an asset that has {self.groups}")
         if groups == self.groups:
             return self
+        return self._slice(0, groups, groups * self.spec.group_tokens)
+
+    def suffix(self, groups: int) -> Catalog:
+        """Return the catalog of what lies behind the first ``groups`` groups, numbered from 0 again.
+
+        The new catalog's `offset` says where its first group is published. It omits measurements of the whole cache.
+
+        Raises:
+            UsageError: ``groups`` is negative, or nothing is left.
+        """
+        if not 0 <= groups < self.groups:
+            raise UsageError(f"skipping {groups} of {self.groups} groups leaves nothing to play")
+        if not groups:
+            return self
+        return self._slice(groups, self.groups, self.tokens - groups * self.spec.group_tokens)
+
+    @property
+    def first_token(self) -> int:
+        """Tokens of the published asset that come before this catalog's first token."""
+        return self.offset * self.spec.group_tokens
+
+    def _slice(self, first: int, last: int, tokens: int) -> Catalog:
+        part = slice(first, last)
         tracks = tuple(
             replace(
                 track,
-                bytes=track.bytes[:groups],
-                loss=track.loss[:groups],
-                digests=track.digests[:groups],
+                bytes=track.bytes[part],
+                loss=track.loss[part],
+                digests=track.digests[part],
                 measured=None,
             )
             for track in self.tracks
         )
-        tokens = groups * self.spec.group_tokens
-        return replace(self, tokens=tokens, chunks=self.chunks[:groups], tracks=tracks, mixes=())
+        return replace(
+            self, tokens=tokens, chunks=self.chunks[part], tracks=tracks, mixes=(), offset=self.offset + first
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values, the same for the same catalog."""

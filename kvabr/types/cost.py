@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from kvabr.types.errors import FormatError, UsageError
@@ -36,6 +36,10 @@ class PrefillCost:
             return 0.0
         pairs = 2.0 * before * tokens + float(tokens) * tokens
         return self.constant_s + self.per_token_s * tokens + self.attention_s * pairs
+
+    def behind(self, tokens: int) -> PrefillCost:
+        """Return the cost of a prompt whose first ``tokens`` tokens are in place and not counted."""
+        return replace(self, per_token_s=self.per_token_s + 2.0 * self.attention_s * tokens)
 
     @classmethod
     def from_rate(cls, tokens_per_second: float) -> PrefillCost:

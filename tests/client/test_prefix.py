@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvabr.client.lookup import find_prefix
-from kvabr.client.prefix import cost_behind, play_prefix, rest_of
+from kvabr.client.prefix import play_prefix
 from kvabr.client.result import PlayOptions
 from kvabr.server.faults import Fault
 from kvabr.types.cost import PrefillCost
@@ -112,17 +112,5 @@ async def test_arguments_that_make_no_sense(origin):  # noqa: F811
     async with origin() as link:
         with pytest.raises(UsageError, match="prefill costs"):
             await played(link, cost=None)
-        with pytest.raises(UsageError, match="cannot be played"):
+        with pytest.raises(UsageError, match="leaves nothing to play"):
             await played(link, skip=5)
-
-
-def test_the_rest_of_a_catalog(short):  # noqa: F811
-    rest = rest_of(short, 2)
-    assert (rest.tokens, rest.groups, rest.chunks) == (70 - 32, 3, short.chunks[2:])
-    assert rest.track("Int8").digests == short.track("Int8").digests[2:]
-    assert rest_of(short, 0) is short
-
-
-def test_the_cost_behind_a_cache():
-    cost = PrefillCost(0.5, 0.01, 1e-4)
-    assert cost_behind(cost, 100).seconds(30, 7) == pytest.approx(cost.seconds(130, 7))

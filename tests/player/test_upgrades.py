@@ -1,4 +1,4 @@
-"""Upgrades of a cache in use, by hand: what a late session asks for, and when it ends."""
+"""Upgrades of a cache in use, by hand: what a session asks for, and when it ends."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 from kvabr.abr import Decision, Ladder, Policy
 from kvabr.abr.estimators import DualEwma
 from kvabr.abr.policies import BUILTIN
-from kvabr.player import Decode, Deliver, Fetch
-from kvabr.player.upgrades import LateSession
+from kvabr.player import Decode, Deliver, Fetch, UpgradeGoal
+from kvabr.player.upgrades import UpgradeSession
 from kvabr.types.errors import UsageError
 from kvabr.types.loss import RECOMPUTED
 from tests.catalogs import catalog
@@ -22,7 +22,7 @@ RATE = 1e7
 
 def late(tracks=("base",) * 6, until_s=math.inf, policy="anytime", horizon_s=2.0, rate=RATE):
     made = BUILTIN[policy]() if isinstance(policy, str) else policy
-    session = LateSession(LAYERED, tracks, horizon_s, until_s, made, DualEwma(), rate=rate)
+    session = UpgradeSession(LAYERED, horizon_s, made, DualEwma(), goal=UpgradeGoal(tracks, until_s, rate))
     session.start(0.0)
     return session
 
@@ -154,10 +154,10 @@ def test_it_is_over_when_the_policy_finishes_or_wants_nothing_for_long():
 
 def test_it_can_be_stopped():
     session = late()
-    session.stop(0.1)
+    session.stop(0.1, "not wanted")
     assert session.over
     assert of(session.actions(), Deliver)
-    session.stop(0.2)
+    session.stop(0.2, "again")
     assert not session.actions()
 
 

@@ -187,3 +187,19 @@ def test_a_prefix_is_what_a_longer_asset_offers_a_shorter_prompt():
     for groups in (0, -1, 7):
         with pytest.raises(UsageError, match="prefix of"):
             whole.prefix(groups)
+
+
+def test_a_suffix_knows_where_its_groups_are_published():
+    whole = catalog(6, short=30)
+    part = whole.suffix(2)
+    assert (part.groups, part.tokens, part.chunks) == (4, whole.tokens - 2 * SPEC.group_tokens, whole.chunks[2:])
+    assert (part.offset, part.first_token) == (2, 2 * SPEC.group_tokens)
+    for ours, theirs in zip(part.tracks, whole.tracks, strict=True):
+        assert (ours.bytes, ours.loss, ours.digests) == (theirs.bytes[2:], theirs.loss[2:], theirs.digests[2:])
+    assert whole.suffix(0) is whole
+    assert part.suffix(1) == whole.suffix(3)
+    assert part.prefix(2).offset == 2
+    assert part.group_tokens(3) == whole.group_tokens(5)
+    for groups in (-1, 6):
+        with pytest.raises(UsageError, match="leaves nothing"):
+            whole.suffix(groups)

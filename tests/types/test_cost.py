@@ -50,3 +50,8 @@ def test_impossible_costs_and_timings_are_refused():
     with pytest.raises(UsageError, match="three"):
         PrefillCost.fit([(0, 1, 1.0), (0, 2, 2.0)])
     assert PrefillCost.from_json(PrefillCost(0.1, 0.2, 0.3).to_json()) == PrefillCost(0.1, 0.2, 0.3)
+
+
+def test_the_cost_behind_tokens_that_are_in_place():
+    cost = PrefillCost(0.5, 0.01, 1e-4)
+    assert cost.behind(100).seconds(30, 7) == pytest.approx(cost.seconds(130, 7))

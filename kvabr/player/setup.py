@@ -1,0 +1,93 @@
+"""The one place where sessions are built: for live plays, prefix plays of engines, upgrades and replays alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from kvabr.abr.cache_first import AtHand, kept_first
+from kvabr.abr.estimator import Estimator
+from kvabr.abr.ladder import Ladder
+from kvabr.abr.plugins import load_estimator, load_policy
+from kvabr.abr.recompute_planner import EngineMode
+from kvabr.player.config import PlayerConfig
+from kvabr.player.event_log import Log
+from kvabr.player.goal import Goal, PrefixGoal, UpgradeGoal, WholeGoal
+from kvabr.player.session import Session
+from kvabr.player.upgrades import UpgradeSession
+from kvabr.types.cost import PrefillCost
+from kvabr.types.errors import UsageError
+
+_WHOLE = WholeGoal()
+
+
+def new_estimator(policy: str, estimator: str | None = None) -> Estimator:
+    """Return a fresh estimator: the one named, else the one that the policy prefers.
+
+    Raises:
+        PolicyError: there is no such policy or estimator.
+    """
+    return load_estimator(estimator or load_policy(policy)().estimator)()
+
+
+def new_session(
+    ladder: Ladder,
+    deadline_s: float,
+    policy: str,
+    estimator: Estimator,
+    *,
+    goal: Goal = _WHOLE,
+    cost: PrefillCost | None = None,
+    mode: EngineMode = "hole",
+    config: PlayerConfig | None = None,
+    patience_s: float | None = None,
+    at_hand: AtHand | None = None,
+    oracle: Callable[[float], float] | None = None,
+    log: Log | None = None,
+) -> Session:
+    """Build the session of one play.
+
+    Args:
+        ladder: the tracks; its catalog may be a suffix of a published asset (`Catalog.suffix`).
+        deadline_s: seconds from `Session.start` to the deadline; for upgrades, how far ahead they are planned.
+        policy: name of the policy, as `load_policy` takes it.
+        estimator: fresh, see `new_estimator`.
+        goal: what the play is for.
+        cost: what the engine's prefill costs, counted from the first token of the prompt; None for no engine.
+        mode: what the engine can recompute. A prefix play is always ``suffix``; upgrades have no engine.
+        config: limits and timeouts that hold for every policy.
+        patience_s: seconds from `Session.start` after which an incomplete play is given up; None: as ``config`` says.
+        at_hand: tells which groups of a track need not cross the network, as they are published.
+        oracle: what the link will carry, for policies that are told the future.
+        log: takes every event.
+
+    Raises:
+        PolicyError: there is no such policy.
+        UsageError: arguments that make no sense, or a policy that does not fit the goal.
+    """
+    config = config or PlayerConfig()
+    if patience_s is not None:
+        config = replace(config, give_up_after=max(1.0, patience_s / deadline_s))
+    player = load_policy(policy)()
+    if isinstance(goal, PrefixGoal):
+        mode = "suffix"
+        if player.computes:
+            raise UsageError(f"policy {policy} has the engine compute from the front, which this engine cannot do")
+    if at_hand is not None:
+        player = kept_first(player, ladder.catalog, at_hand)
+    if isinstance(goal, UpgradeGoal):
+        return UpgradeSession(ladder, deadline_s, player, estimator, goal=goal, config=config, log=log)
+    if cost is not None:
+        cost = cost.behind(ladder.catalog.first_token)
+    return Session(
+        ladder,
+        deadline_s,
+        player,
+        estimator,
+        goal=goal,
+        cost=cost,
+        mode=mode,
+        config=config,
+        oracle=oracle,
+        log=log,
+    )
