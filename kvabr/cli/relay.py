@@ -132,7 +132,7 @@ async def _relay(
     from kvabr.server.relay import Relay  # noqa: PLC0415
     from kvabr.server.server import ServerLimits, ServerTls  # noqa: PLC0415
     from kvabr.server.service import run_until_signal  # noqa: PLC0415
-    from kvabr.telemetry.scrape import ScrapeServer  # noqa: PLC0415
+    from kvabr.telemetry.prometheus import ScrapeServer  # noqa: PLC0415
 
     asset = asset_of(args.upstream)
     log = logger(json=args.log_json or None, verbose=args.verbose)
@@ -149,8 +149,8 @@ async def _relay(
             limits = ServerLimits(connections=args.connections)
             relay = Relay(upstream, host, port, tls, limits, log, metrics, memory_bytes=memory, token=token)
             if metrics_at is not None:
-                scrape = ScrapeServer(metrics, *metrics_at, healthy=lambda: not metrics.draining.value())
-                await running.enter_async_context(scrape)
+                scrape = ScrapeServer(metrics, *metrics_at, healthy=lambda: not metrics.value("kvabr_draining"))
+                running.enter_context(scrape)
                 log.info("metrics", url="http://{}:{}/metrics".format(*scrape.address))
             fingerprint = facts.fingerprint if args.dev else None
             return await run_until_signal(

@@ -156,7 +156,7 @@ async def _serve(
     from kvabr.server.service import Watcher, run_until_signal  # noqa: PLC0415
     from kvabr.store.asset_index import Library  # noqa: PLC0415
     from kvabr.store.grants import Grants  # noqa: PLC0415
-    from kvabr.telemetry.scrape import ScrapeServer  # noqa: PLC0415
+    from kvabr.telemetry.prometheus import ScrapeServer  # noqa: PLC0415
 
     log = logger(json=args.log_json or None, verbose=args.verbose)
     metrics = Metrics()
@@ -174,8 +174,8 @@ async def _serve(
         server = make_server(args.quic, library, host, port, tls, limits, log, metrics)
         async with AsyncExitStack() as running:
             if metrics_at is not None:
-                scrape = ScrapeServer(metrics, *metrics_at, healthy=lambda: not metrics.draining.value())
-                await running.enter_async_context(scrape)
+                scrape = ScrapeServer(metrics, *metrics_at, healthy=lambda: not metrics.value("kvabr_draining"))
+                running.enter_context(scrape)
                 log.info("metrics", url="http://{}:{}/metrics".format(*scrape.address))
             await running.enter_async_context(watcher)
             return await run_until_signal(server, args.drain, log, metrics, lambda: _announce(server, facts, args, log))

@@ -91,7 +91,7 @@ class Gate:
                 self._leave()
             raise
         except BusyError:
-            self._metrics.refused_total.inc("closed")
+            self._metrics.refused_total.labels("closed").inc()
             raise
         finally:
             waiting.turn.cancel()
@@ -99,7 +99,7 @@ class Gate:
         return loop.time() - start_s
 
     def _refusal(self, why: str, what: str) -> BusyError:
-        self._metrics.refused_total.inc(why)
+        self._metrics.refused_total.labels(why).inc()
         return BusyError(f"{what}; a node plays {self._most} at once: compute this prompt instead, or try later")
 
     def _count(self, by: int) -> None:

@@ -81,7 +81,7 @@ class Fetcher:
 
         Args:
             limits: what it may take.
-            metrics: where to count; `kvabr.telemetry.scrape.ScrapeServer` shows it to Prometheus.
+            metrics: where to count; `kvabr.telemetry.prometheus.ScrapeServer` shows it to Prometheus.
 
         Raises:
             UsageError: a limit makes no sense, or the folder belongs to another process.
@@ -243,7 +243,7 @@ class Fetcher:
         else:
             return played
         finally:
-            self.metrics.plays_total.inc(result)
+            self.metrics.plays_total.labels(result).inc()
 
     @staticmethod
     async def _run(seat: Seat, begin: Callable[[Connection, float], Awaitable[Played]]) -> Played:

@@ -1,64 +1,67 @@
-"""What a node's fetcher counts; of the plays themselves, `kvabr.telemetry.PlayerMetrics` does."""
+"""Metrics of a client that many plays share; `kvabr.telemetry.PlayerMetrics` has those of the plays."""
 
 from __future__ import annotations
 
 from weakref import WeakKeyDictionary
 
 from kvabr.store.group_store import LocalGroupStore, Tier, TieredGroupStore
-from kvabr.telemetry.exposition import Counter, Exposition, Gauge, Histogram
+from kvabr.telemetry.prometheus import MetricSet
 
 _SECONDS = (0.001, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 
 
-class NodeMetrics(Exposition):
-    """Everything that a fetcher counts; `kvabr.telemetry.scrape.ScrapeServer` serves it."""
+class NodeMetrics(MetricSet):
+    """Metrics of a fetcher; `kvabr.telemetry.prometheus.ScrapeServer` serves them."""
 
     def __init__(self) -> None:
-        self.plays_total = Counter(
-            "kvabr_node_plays_total", "Plays that are over: met, late, nothing, failed, refused or aborted.", ["result"]
+        super().__init__()
+        self.plays_total = self.counter(
+            "kvabr_node_plays_total", "Plays that are over: met, late, nothing, failed, refused or aborted.", "result"
         )
-        self.plays_in_flight = Gauge("kvabr_node_plays_in_flight", "Plays under way.")
-        self.plays_waiting = Gauge("kvabr_node_plays_waiting", "Plays that wait for their turn.")
-        self.wait_seconds = Histogram("kvabr_node_wait_seconds", "Time that plays waited for their turn.", _SECONDS)
-        self.refused_total = Counter(
-            "kvabr_node_refused_total", "Plays that got no turn: full, late, or closed.", ["reason"]
+        self.plays_in_flight = self.gauge("kvabr_node_plays_in_flight", "Plays under way.")
+        self.plays_waiting = self.gauge("kvabr_node_plays_waiting", "Plays that wait for their turn.")
+        self.wait_seconds = self.histogram(
+            "kvabr_node_wait_seconds", "Time that plays waited for their turn.", _SECONDS
         )
-        self.groups_total = Counter(
+        self.refused_total = self.counter(
+            "kvabr_node_refused_total", "Plays that got no turn: full, late, or closed.", "reason"
+        )
+        self.groups_total = self.counter(
             "kvabr_node_groups_total",
             "Groups asked for, by where they came from: memory, disk, joined (another play's download) or network.",
-            ["source"],
+            "source",
         )
-        self.bytes_total = Counter(
-            "kvabr_node_bytes_total", "Bytes of groups given to plays, by where they came from.", ["source"]
+        self.bytes_total = self.counter(
+            "kvabr_node_bytes_total", "Bytes of groups given to plays, by where they came from.", "source"
         )
-        self.downloads_total = Counter(
-            "kvabr_node_downloads_total", "Downloads that are over: done, cancelled, failed, or damaged.", ["result"]
+        self.downloads_total = self.counter(
+            "kvabr_node_downloads_total", "Downloads that are over: done, cancelled, failed, or damaged.", "result"
         )
-        self.downloaded_bytes_total = Counter("kvabr_node_downloaded_bytes_total", "Bytes that came from peers.")
-        self.priority_changes_total = Counter(
+        self.downloaded_bytes_total = self.counter("kvabr_node_downloaded_bytes_total", "Bytes that came from peers.")
+        self.priority_changes_total = self.counter(
             "kvabr_node_priority_changes_total", "Downloads under way whose priority was changed."
         )
-        self.store_bytes = Gauge("kvabr_node_store_bytes", "Bytes of groups that are kept, by tier.", ["tier"])
-        self.store_groups = Gauge("kvabr_node_store_groups", "Groups that are kept, by tier.", ["tier"])
-        self.store_evicted_total = Counter(
-            "kvabr_node_store_evicted_total", "Groups that had to make room for others, by tier.", ["tier"]
+        self.store_bytes = self.gauge("kvabr_node_store_bytes", "Bytes of groups that are kept, by tier.", "tier")
+        self.store_groups = self.gauge("kvabr_node_store_groups", "Groups that are kept, by tier.", "tier")
+        self.store_evicted_total = self.counter(
+            "kvabr_node_store_evicted_total", "Groups that had to make room for others, by tier.", "tier"
         )
-        self.store_damaged_total = Counter(
-            "kvabr_node_store_damaged_total", "Groups kept that were no longer what they had been, by tier.", ["tier"]
+        self.store_damaged_total = self.counter(
+            "kvabr_node_store_damaged_total", "Groups kept that were no longer what they had been, by tier.", "tier"
         )
         self._seen: WeakKeyDictionary[LocalGroupStore, tuple[int, int]] = WeakKeyDictionary()
         """Evicted and damaged groups of each tier that are counted already."""
-        self.peers = Gauge("kvabr_node_peers", "Peers that the node has a connection to.")
-        self.dials_failed_total = Counter("kvabr_node_dials_failed_total", "Peers that could not be reached.")
+        self.peers = self.gauge("kvabr_node_peers", "Peers that the node has a connection to.")
+        self.dials_failed_total = self.counter("kvabr_node_dials_failed_total", "Peers that could not be reached.")
 
     def show_store(self, store: TieredGroupStore) -> None:
         """Copy a store's counters, by tier."""
         tiers: list[tuple[Tier, LocalGroupStore | None]] = [("memory", store.memory), ("disk", store.disk)]
         for name, tier in tiers:
             if tier is not None:
-                self.store_bytes.set(tier.total_bytes, name)
-                self.store_groups.set(len(tier), name)
+                self.store_bytes.labels(name).set(tier.total_bytes)
+                self.store_groups.labels(name).set(len(tier))
                 evicted, damaged = self._seen.get(tier, (0, 0))
-                self.store_evicted_total.inc(name, by=tier.evicted - evicted)
-                self.store_damaged_total.inc(name, by=tier.damaged - damaged)
+                self.store_evicted_total.labels(name).inc(tier.evicted - evicted)
+                self.store_damaged_total.labels(name).inc(tier.damaged - damaged)
                 self._seen[tier] = tier.evicted, tier.damaged

@@ -141,8 +141,8 @@ class SeatDownload(Download):
 
     def _count(self, source: str) -> None:
         if self._wanted.digest is not None:
-            self._flights.metrics.groups_total.inc(source)
-            self._flights.metrics.bytes_total.inc(source, by=self._wanted.limit)
+            self._flights.metrics.groups_total.labels(source).inc()
+            self._flights.metrics.bytes_total.labels(source).inc(self._wanted.limit)
 
     def _take(self, data: bytearray | memoryview) -> bytes:
         with memoryview(data) as view, view[self._read :] as rest:  # released at once: what comes next makes it grow

@@ -140,18 +140,18 @@ class Flights:
                 flight.data += part
                 flight.limit = inner.stats.limit
                 flight.heard_s = self._heard_s[flight.priority] = loop.time()
-                self.metrics.downloaded_bytes_total.inc(by=len(part))
+                self.metrics.downloaded_bytes_total.inc(len(part))
                 if wanted.digest is not None and len(flight.data) >= wanted.limit:
                     break  # its end need not be waited for
                 self._tell(flight)
         except asyncio.CancelledError:
-            self.metrics.downloads_total.inc("cancelled")
+            self.metrics.downloads_total.labels("cancelled").inc()
             raise
         except Exception as error:  # noqa: BLE001  # a transport's, whatever it is: it is the readers'
             flight.error = error
             self._forget(flight)
             self._tell(flight)
-            self.metrics.downloads_total.inc("failed")
+            self.metrics.downloads_total.labels("failed").inc()
             return
         finally:
             inner.cancel()
@@ -159,7 +159,7 @@ class Flights:
         if wanted.digest is None:
             self._forget(flight)
             self._tell(flight)
-            self.metrics.downloads_total.inc("done")
+            self.metrics.downloads_total.labels("done").inc()
             return
         flight.checked = loop.create_future()
         self._tell(flight)
@@ -175,7 +175,7 @@ class Flights:
         finally:
             self._forget(flight)
             checked.set_result(data if good else None)
-        self.metrics.downloads_total.inc("done" if good else "damaged")
+        self.metrics.downloads_total.labels("done" if good else "damaged").inc()
 
     @staticmethod
     def _tell(flight: Flight) -> None:

@@ -150,13 +150,13 @@ class MoqListener(Server):
             async with asyncio.timeout(self.limits.handshake_s):
                 if self.draining or len(self._sessions) + self._entering >= self.limits.connections:
                     why = "the server is draining" if self.draining else "too many connections"
-                    counted.inc("too many")
+                    counted.labels("too many").inc()
                     self.log.warning("connection refused", why=why)
                     await request.reject(moqlib.GOING_AWAY if self.draining else moqlib.BUSY)
                     return
                 guest = self.admit(request, token_in_query(request.query))
                 if guest is None:
-                    counted.inc("unauthorized")
+                    counted.labels("unauthorized").inc()
                     self.log.warning("connection refused", why="the token is missing or wrong")
                     await request.reject(moqlib.UNAUTHORIZED)
                     return
@@ -168,7 +168,7 @@ class MoqListener(Server):
         finally:
             self._entering -= entered
         del request
-        counted.inc("accepted")
+        counted.labels("accepted").inc()
         self._sessions.add(session)
         self.metrics.connections.inc()
         try:

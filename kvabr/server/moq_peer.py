@@ -140,7 +140,7 @@ class MoqPeer:
                 request = await wanted.requested_track()
                 self._broadcasts.used(path)
                 name = request.name
-                server.metrics.requests_total.inc("Track")
+                server.metrics.requests_total.labels("Track").inc()
                 why = self._overload()
                 if why is not None:
                     self._refuse(request, why)
@@ -150,7 +150,7 @@ class MoqPeer:
                 producer = request.accept(moq.TrackInfo(max_age_us=KEEP_US))
                 del request
                 if publication is None:
-                    server.metrics.refusals_total.inc(RequestCode.DOES_NOT_EXIST.name)
+                    server.metrics.refusals_total.labels(RequestCode.DOES_NOT_EXIST.name).inc()
                     asyncio.get_running_loop().call_later(MISSING_S, _let_go, producer)
                     continue
                 producer.finish_at(publication.groups)
@@ -164,7 +164,7 @@ class MoqPeer:
         async with wanted:
             while True:
                 request = await wanted.requested_group()
-                server.metrics.requests_total.inc("Fetch")
+                server.metrics.requests_total.labels("Fetch").inc()
                 why = self._overload()
                 size = 0
                 if why is None:
@@ -216,7 +216,7 @@ class MoqPeer:
         return RequestCode.EXCESSIVE_LOAD if server.requests >= limits.requests else None
 
     def _refuse(self, request: Any, code: RequestCode) -> None:
-        self._server.metrics.refusals_total.inc(code.name)
+        self._server.metrics.refusals_total.labels(code.name).inc()
         request.abort(int(code))
 
     # ------------------------------------------------------------------ what it gets
@@ -280,8 +280,8 @@ class MoqPeer:
         self._handed_over(since)
         metrics = server.metrics
         metrics.first_byte_seconds.observe(time.monotonic() - job.requested_s)
-        metrics.groups_sent_total.inc(job.track.name)
-        metrics.bytes_sent_total.inc(by=size)
+        metrics.group_sent(job.track.name)
+        metrics.bytes_sent_total.inc(size)
         metrics.group_bytes.observe(size)
 
     def _frame_bytes(self) -> int:

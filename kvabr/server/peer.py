@@ -78,7 +78,7 @@ class Peer(Endpoint):
             self.shut(SessionCode.NO_ERROR, "the server is going away")
             return None
         if len(self._server.peers) > self._server.limits.connections:
-            self._server.metrics.connections_total.inc("too many")
+            self._server.metrics.connections_total.labels("too many").inc()
             self.log.warning("connection refused", why="too many connections")
             self.shut(SessionCode.INTERNAL_ERROR, "too many connections; try another server, or later")
             return None
@@ -172,11 +172,11 @@ class Peer(Endpoint):
         token = event.tokens[0] if event.tokens else token_in_path(options.path)
         self._grant = self._server.holdings.admit(token)
         if self._grant is None:
-            self._server.metrics.connections_total.inc("unauthorized")
+            self._server.metrics.connections_total.labels("unauthorized").inc()
             self.log.warning("connection refused", why="the token is missing or wrong")
             self.session.close(SessionCode.UNAUTHORIZED, "the token is missing or wrong")
             return
-        self._server.metrics.connections_total.inc("accepted")
+        self._server.metrics.connections_total.labels("accepted").inc()
         if self.session.draft.streams:
             self.session.start()
         implementation = (options.implementation or b"").decode("utf-8", "replace")[:64]
@@ -188,7 +188,7 @@ class Peer(Endpoint):
 
     def _requested(self, event: Requested) -> None:
         message, number = event.message, event.request_id
-        self._server.metrics.requests_total.inc(type(message).__name__)
+        self._server.metrics.requests_total.labels(type(message).__name__).inc()
         if (why := self._overload()) is not None:
             self._refuse(number, RequestCode.EXCESSIVE_LOAD, why, retry_ms=_BUSY_MS)
             return
@@ -344,7 +344,7 @@ class Peer(Endpoint):
 
     def _refuse(self, number: int, code: RequestCode, reason: str, *, retry_ms: int | None = None) -> None:
         assert self.session is not None  # noqa: S101  # the request came from it
-        self._server.metrics.refusals_total.inc(code.name)
+        self._server.metrics.refusals_total.labels(code.name).inc()
         self.session.responder.refuse(number, code, reason, retry_ms=retry_ms)
 
     # ------------------------------------------------------------------ sending
@@ -356,7 +356,7 @@ class Peer(Endpoint):
             return False
         if not job.sent:
             self._server.metrics.first_byte_seconds.observe(time.monotonic() - job.requested_s)
-        self._server.metrics.bytes_sent_total.inc(by=len(piece))
+        self._server.metrics.bytes_sent_total.inc(len(piece))
         return True
 
     def _unsent(self) -> int:
@@ -369,7 +369,7 @@ class Peer(Endpoint):
         self._server.requests -= 1
         metrics.requests_in_flight.dec()
         if complete:
-            metrics.groups_sent_total.inc(job.track)
+            metrics.group_sent(job.track)
             metrics.group_bytes.observe(job.sent)
         else:
             metrics.cancelled_total.inc()

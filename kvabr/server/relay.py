@@ -150,7 +150,7 @@ class Relay(MoqListener):
         try:
             count = await self._groups(namespace, name)
         except NotFoundError:
-            self.metrics.refusals_total.inc(RequestCode.DOES_NOT_EXIST.name)
+            self.metrics.refusals_total.labels(RequestCode.DOES_NOT_EXIST.name).inc()
             producer = request.accept(info)
             await asyncio.sleep(MISSING_S)
             del producer
@@ -188,10 +188,10 @@ class Relay(MoqListener):
         async with wanted:
             while True:
                 request = await wanted.requested_group()
-                self.metrics.requests_total.inc("Fetch")
+                self.metrics.requests_total.labels("Fetch").inc()
                 if self.draining or self.fetches >= self.limits.requests:
                     code = RequestCode.GOING_AWAY if self.draining else RequestCode.EXCESSIVE_LOAD
-                    self.metrics.refusals_total.inc(code.name)
+                    self.metrics.refusals_total.labels(code.name).inc()
                     request.abort(int(code))
                     continue
                 self.spawn(self._carrier.carry(track, request))

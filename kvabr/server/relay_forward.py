@@ -108,7 +108,7 @@ class Carrier:
                 await self._small_group(fetch, number, priority)
             else:
                 await self._group(fetch, number, priority)
-            self._metrics.groups_sent_total.inc(track.name)
+            self._metrics.group_sent(track.name)
         except TransportError as error:
             self._log.debug("group not relayed", track=track.name, group=number, why=str(error))
             if fetch.producer is None:
@@ -123,7 +123,7 @@ class Carrier:
     def refuse(self, request: Any, error: TransportError) -> None:
         """Turn a request away."""
         code = error.code if isinstance(error, RequestError) else int(RequestCode.INTERNAL_ERROR)
-        self._metrics.refusals_total.inc(_NAMES.get(code, "other"))
+        self._metrics.refusals_total.labels(_NAMES.get(code, "other")).inc()
         request.abort(code)
 
     async def _small_group(self, fetch: _Fetch, number: int, priority: int) -> None:

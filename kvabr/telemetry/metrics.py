@@ -1,13 +1,15 @@
-"""`PlayerMetrics`: what a decode node counts of its plays, for Prometheus."""
+"""Prometheus metrics of plays."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from kvabr.telemetry.exposition import Counter, Exposition, Gauge, Histogram
+from prometheus_client import CollectorRegistry
+
 from kvabr.telemetry.listener import ENDED, Heard, Listener
 from kvabr.telemetry.plays import Plays
+from kvabr.telemetry.prometheus import BoundedLabel, MetricSet
 from kvabr.types.naming import plain_track
 
 _SECONDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0)
@@ -29,39 +31,46 @@ class _Play:
         self.result: str | None = None
 
 
-class PlayerMetrics(Listener, Exposition):
-    """Counts plays; `expose` gives the text, `kvabr.telemetry.scrape.ScrapeServer` serves it."""
+class PlayerMetrics(Listener, MetricSet):
+    """Counts plays; `expose` returns the text, `kvabr.telemetry.prometheus.ScrapeServer` serves it."""
 
     name: ClassVar[str] = "prometheus"
 
-    def __init__(self) -> None:
-        self.plays_total = Counter(
-            "kvabr_plays_total", "Plays that are over: met, late, gave_up, failed, or nothing was cached.", ["result"]
+    def __init__(self, registry: CollectorRegistry | None = None) -> None:
+        """Create the metrics, in ``registry`` or in a registry of their own."""
+        MetricSet.__init__(self, registry)
+        self._track = BoundedLabel()
+        self.plays_total = self.counter(
+            "kvabr_plays_total", "Plays that are over: met, late, gave_up, failed, or nothing was cached.", "result"
         )
-        self.plays_in_progress = Gauge("kvabr_plays_in_progress", "Plays that are going on.")
-        self.ttft_seconds = Histogram(
+        self.plays_in_progress = self.gauge("kvabr_plays_in_progress", "Plays that are going on.")
+        self.ttft_seconds = self.histogram(
             "kvabr_play_seconds", "From the end of the lookup until the cache was delivered.", _SECONDS
         )
-        self.spare_share = Histogram(
+        self.spare_share = self.histogram(
             "kvabr_play_spare_ratio", "Share of the deadline that was left at delivery; below 0: late.", _SHARES
         )
-        self.loss = Histogram("kvabr_play_loss_nats", "Expected loss of delivered caches, nats per token.", _LOSSES)
-        self.requests_total = Counter(
-            "kvabr_play_requests_total", "Requests for groups that are over: done, cancelled, or failed.", ["result"]
+        self.loss = self.histogram(
+            "kvabr_play_loss_nats", "Expected loss of delivered caches, nats per token.", _LOSSES
         )
-        self.bytes_total = Counter("kvabr_play_bytes_total", "Bytes of groups that came, by track.", ["track"])
-        self.lost_bytes_total = Counter(
+        self.requests_total = self.counter(
+            "kvabr_play_requests_total", "Requests for groups that are over: done, cancelled, or failed.", "result"
+        )
+        self.bytes_total = self.counter("kvabr_play_bytes_total", "Bytes of groups that came, by track.", "track")
+        self.lost_bytes_total = self.counter(
             "kvabr_play_lost_bytes_total", "Bytes received of requests that were cancelled or failed."
         )
-        self.groups_total = Counter(
-            "kvabr_play_groups_total", "Groups put in place, by how: fetched, upgraded, or recomputed.", ["source"]
+        self.groups_total = self.counter(
+            "kvabr_play_groups_total", "Groups put in place, by how: fetched, upgraded, or recomputed.", "source"
         )
-        self.recompute_seconds_total = Counter("kvabr_play_recompute_seconds_total", "Seconds that engines computed.")
-        self.first_byte_seconds = Histogram(
+        self.recompute_seconds_total = self.counter(
+            "kvabr_play_recompute_seconds_total", "Seconds that engines computed."
+        )
+        self.first_byte_seconds = self.histogram(
             "kvabr_play_first_byte_seconds", "From a request to its first byte.", _SECONDS
         )
-        self.rate = Gauge("kvabr_play_rate_bytes_per_second", "What the last play expected of its link.")
-        self.lower_bound = Gauge("kvabr_play_rate_lower_bytes_per_second", "The lower bound of that.")
+        self.rate = self.gauge("kvabr_play_rate_bytes_per_second", "What the last play expected of its link.")
+        self.lower_bound = self.gauge("kvabr_play_rate_lower_bytes_per_second", "The lower bound of that.")
         self._plays = Plays(_Play)
 
     def hear(self, heard: Heard) -> None:
@@ -82,7 +91,7 @@ class PlayerMetrics(Listener, Exposition):
         elif event == "gave_up":
             play.result = "gave_up"
         elif event == ENDED:
-            self.plays_total.inc(play.result or ("nothing" if line["error"] is None else "failed"))
+            self.plays_total.labels(play.result or ("nothing" if line["error"] is None else "failed")).inc()
 
     def _estimates(self, play: _Play, line: Mapping[str, Any]) -> None:
         if line.get("rate"):
@@ -99,13 +108,13 @@ class PlayerMetrics(Listener, Exposition):
             if request in play.sent_s:
                 self.first_byte_seconds.observe(line["t"] - play.sent_s.pop(request))
         elif event == "done":
-            self.requests_total.inc("done")
-            self.bytes_total.inc(plain_track(line["track"]), by=line["bytes"])
+            self.requests_total.labels("done").inc()
+            self.bytes_total.labels(self._track(plain_track(line["track"]))).inc(line["bytes"])
         elif event == "decoded":
-            self.groups_total.inc(_SOURCES[play.kinds.pop(request, "fetch")])
+            self.groups_total.labels(_SOURCES[play.kinds.pop(request, "fetch")]).inc()
         else:
-            self.requests_total.inc("cancelled" if event == "cancel" else "failed")
-            self.lost_bytes_total.inc(by=line["received"])
+            self.requests_total.labels("cancelled" if event == "cancel" else "failed").inc()
+            self.lost_bytes_total.inc(line["received"])
             play.sent_s.pop(request, None)
             play.kinds.pop(request, None)
 
@@ -113,9 +122,9 @@ class PlayerMetrics(Listener, Exposition):
         if line["event"] == "recompute_start":
             play.computing_s = line["t"]
             return
-        self.recompute_seconds_total.inc(by=max(0.0, line["t"] - play.computing_s))
+        self.recompute_seconds_total.inc(max(0.0, line["t"] - play.computing_s))
         if line["event"] == "recompute_done":
-            self.groups_total.inc("recomputed", by=line["last"] - line["first"])
+            self.groups_total.labels("recomputed").inc(line["last"] - line["first"])
 
     def _delivered(self, play: _Play, line: Mapping[str, Any]) -> None:
         play.result = "met" if line["met"] else "late"

@@ -35,11 +35,11 @@ def test_threads_share_one_connection_and_every_download(served, long):
             assert close(task.result().kv, tokens)
         assert peer.connection.dials == 0
         metrics = node.metrics
-        assert metrics.peers.value() == 1
-        assert metrics.groups_total.value("network") <= long.groups + 5
+        assert metrics.value("kvabr_node_peers") == 1
+        assert metrics.value("kvabr_node_groups_total", source="network") <= long.groups + 5
         assert 'kvabr_node_plays_total{result="met"} 8' in metrics.expose()
-    assert metrics.peers.value() == 0
-    assert metrics.plays_in_flight.value() == 0
+    assert metrics.value("kvabr_node_peers") == 0
+    assert metrics.value("kvabr_node_plays_in_flight") == 0
 
 
 def test_a_handle_can_be_asked_waited_for_and_cancelled(served):

@@ -33,11 +33,12 @@ async def test_plays_of_one_prompt_make_one_download(origin, long):
         assert all(link._asked[key] == 1 for key in link._asked)
         assert link.downloads == 0
     assert all(played.met and close(played.kv, LONG) for played in done)
-    groups = node.metrics.groups_total
+    sources = ("network", "joined", "memory")
+    network, joined, memory = (node.metrics.value("kvabr_node_groups_total", source=source) for source in sources)
     # What is asked for while it is being checked comes from neither: it is counted as joined.
-    assert groups.value("network") == len([key for key in asked if not key[0].startswith("prefix")])
-    assert groups.value("joined") + groups.value("memory") >= 5 * long.groups
-    assert node.metrics.plays_total.value("met") == 6
+    assert network == len([key for key in asked if not key[0].startswith("prefix")])
+    assert joined + memory >= 5 * long.groups
+    assert node.metrics.value("kvabr_node_plays_total", result="met") == 6
 
 
 @virtual
@@ -53,7 +54,7 @@ async def test_what_came_before_comes_from_memory(origin, short):
     assert again.record.bytes_held_up["kept"] == sum(
         short.track(name).bytes[group] for group, name in enumerate(again.coverage)
     )
-    assert node.metrics.bytes_total.value("memory") > 0
+    assert node.metrics.value("kvabr_node_bytes_total", source="memory") > 0
 
 
 @virtual
@@ -62,8 +63,8 @@ async def test_a_longer_prompt_takes_what_it_shares(origin, long):
     async with origin(folder="long", rate=long.fp16_bytes) as link, Fetcher() as node:
         await node.play(link, LONG[:96], deadline=2.0, spec=SPEC, policy="fixed:Int4")
         await node.play(link, LONG, deadline=2.0, spec=SPEC, policy="fixed:Int4")
-        assert node.metrics.groups_total.value("network") == long.groups
-        assert node.metrics.groups_total.value("memory") == 6
+        assert node.metrics.value("kvabr_node_groups_total", source="network") == long.groups
+        assert node.metrics.value("kvabr_node_groups_total", source="memory") == 6
 
 
 @virtual
@@ -129,8 +130,8 @@ async def test_an_aborted_request_leaves_nothing_behind(origin, short):
             await gone
         await asyncio.sleep(0)
         assert link.downloads == 0
-        assert node.metrics.plays_total.value("aborted") == 1
-        assert node.metrics.plays_in_flight.value() == 0
+        assert node.metrics.value("kvabr_node_plays_total", result="aborted") == 1
+        assert node.metrics.value("kvabr_node_plays_in_flight") == 0
 
 
 @virtual
@@ -154,7 +155,7 @@ async def test_a_damaged_group_is_not_kept(origin, short):
     async with origin(faults=faults) as link, Fetcher() as node:
         plays = [node.play(link, TOKENS, deadline=2.0, spec=SPEC, policy="fixed:Int8") for _ in range(3)]
         done = await asyncio.gather(*plays)
-        assert node.metrics.downloads_total.value("damaged") == 1
+        assert node.metrics.value("kvabr_node_downloads_total", result="damaged") == 1
         assert link._asked[short.namespace, "Int8", 1] == 2
     assert all(played.met and close(played.kv) for played in done)
 
@@ -166,7 +167,7 @@ async def test_memory_stays_within_its_bound(origin, short, long):
         for tokens, policy in ((TOKENS, "fixed:FP16"), (LONG, "fixed:Int4"), (LONG, "fixed:FP16")):
             assert (await node.play(link, tokens, deadline=2.0, spec=SPEC, policy=policy)).met
             assert 0 < node.store.total_bytes <= bound
-        assert node.metrics.store_evicted_total.value("memory") > 0
+        assert node.metrics.value("kvabr_node_store_evicted_total", tier="memory") > 0
 
 
 @virtual
@@ -176,8 +177,8 @@ async def test_a_folder_serves_the_next_process(origin, tmp_path):
         async with origin() as link, Fetcher(limits) as node:
             played = await node.play(link, TOKENS, deadline=2.0, spec=SPEC, policy="fixed:Int8")
             assert close(played.kv)
-    assert node.metrics.groups_total.value("disk") == 5
-    assert node.metrics.groups_total.value("network") == 0
+    assert node.metrics.value("kvabr_node_groups_total", source="disk") == 5
+    assert node.metrics.value("kvabr_node_groups_total", source="network") == 0
 
 
 @virtual
@@ -192,7 +193,7 @@ async def test_too_many_plays_wait_or_are_refused(origin, short):
         one, two = await first, await waits
     assert one.ttft_s < two.ttft_s
     assert two.lookup_s > one.ttft_s  # what it waited counts
-    assert node.metrics.plays_total.value("refused") == 1
+    assert node.metrics.value("kvabr_node_plays_total", result="refused") == 1
 
 
 @virtual
@@ -205,7 +206,7 @@ async def test_a_peer_that_cannot_be_reached_leaves_it_to_the_engine(tmp_path):
             await node.play(peer, TOKENS, deadline=2.0, spec=SPEC)
         with pytest.raises(PlayError, match=r"no connection|Expired|refused|reach"):
             await node.play("moqt://127.0.0.1:1/", TOKENS, deadline=0.5, spec=SPEC)
-        assert node.metrics.dials_failed_total.value() >= 2
+        assert node.metrics.value("kvabr_node_dials_failed_total") >= 2
 
 
 @virtual
@@ -260,7 +261,7 @@ async def test_upgrades_after_the_deadline_keep_their_seat(origin, short):
         played.late.into(between_steps)
         await played.late.wait()
         assert played.late.loss < before
-        assert node.metrics.plays_in_flight.value() == 0
+        assert node.metrics.value("kvabr_node_plays_in_flight") == 0
 
 
 async def test_arguments_that_make_no_sense():
@@ -337,7 +338,7 @@ async def test_a_catalog_that_lies_about_sizes_gets_nothing_of_what_is_kept(orig
         seat.identify(*where, track.digests[::-1])
         await read_all(seat.fetch(*where, 1, limit=track.bytes[1]))
         await read_all(seat.fetch(*where, 1, limit=track.bytes[1]))  # behind the check of the first
-        assert node.metrics.downloads_total.value("damaged") >= 1
+        assert node.metrics.value("kvabr_node_downloads_total", result="damaged") >= 1
         assert list(seat.at_hand(*where)) == [4]
 
 

@@ -107,8 +107,8 @@ class Origin:
             while server.peers or server._server._protocols:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         assert server.requests == 0
-        assert server.metrics.connections.value() == 0
-        assert server.metrics.requests_in_flight.value() == 0
+        assert server.metrics.value("kvabr_connections") == 0
+        assert server.metrics.value("kvabr_requests_in_flight") == 0
 
 
 def connect(address, fingerprint, quic="aioquic", *, timeout_s=2.0, **options):

@@ -84,7 +84,7 @@ async def test_groups_arrive_as_they_are(asset, tls, ours, theirs, alpn):
         assert connection.stats().bytes_received == track.total_bytes
         assert 0 < connection.stats().rtt_s < 1
         assert server.requests == 0
-        assert server.metrics.groups_sent_total.value("FP16") == asset.catalog.groups
+        assert server.metrics.value("kvabr_groups_sent_total", track="FP16") == asset.catalog.groups
 
 
 @pytest.mark.parametrize(("ours", "theirs", "alpn"), PAIRS)

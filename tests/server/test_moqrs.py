@@ -114,10 +114,10 @@ async def test_a_token_opens_its_own_assets_and_nothing_else(tmp_path):
                         await read_all(us.fetch(namespace, track, limit=BIG))
                     said.add((type(missing.value), missing.value.code, str(missing.value).partition(":")[2]))
             assert len(said) == 1
-        assert server.metrics.connections_total.value("unauthorized") == 0
+        assert server.metrics.value("kvabr_connections_total", result="unauthorized") == 0
         with pytest.raises(TransportError, match="token"):
             await dialled(server, token=grants[0].name * 2)
-        assert server.metrics.connections_total.value("unauthorized") == 1
+        assert server.metrics.value("kvabr_connections_total", result="unauthorized") == 1
 
 
 async def test_a_grant_that_is_taken_back_counts_at_once(asset, tmp_path):
@@ -145,9 +145,9 @@ async def test_a_flood_is_turned_away_and_the_rest_served(asset):
         assert {each.code for each in refused} == {RequestCode.EXCESSIVE_LOAD}
         assert all(each.retry_after_s for each in refused)
         # A refused track is one refusal, however many of its groups were asked for.
-        assert 1 <= server.metrics.refusals_total.value("EXCESSIVE_LOAD") <= len(refused)
+        assert 1 <= server.metrics.value("kvabr_refusals_total", code="EXCESSIVE_LOAD") <= len(refused)
         await until(lambda: server.requests == 0)
-        assert server.metrics.requests_in_flight.value() == 0
+        assert server.metrics.value("kvabr_requests_in_flight") == 0
 
 
 async def test_only_so_many_may_come_in(asset):
@@ -155,10 +155,10 @@ async def test_only_so_many_may_come_in(asset):
         with pytest.raises(TransportError):
             await dialled(server)
         assert await read_all(first.fetch(asset.catalog.namespace, "FP16", limit=BIG))
-        assert server.metrics.connections_total.value("too many") == 1
+        assert server.metrics.value("kvabr_connections_total", result="too many") == 1
         await first.close()
         await until(lambda: not server.peers)
-        assert server.metrics.connections.value() == 0
+        assert server.metrics.value("kvabr_connections") == 0
         async with await dialled(server):
             assert len(server.peers) == 1
 
@@ -213,7 +213,7 @@ async def test_draining_finishes_what_is_under_way_and_takes_no_more(asset):
         namespace = asset.catalog.namespace
         assert await read_all(connection.fetch(namespace, "FP16", 9, limit=BIG))
         running = [connection.fetch(namespace, "FP16", group, limit=BIG) for group in range(8)]
-        await until(lambda: server.metrics.requests_total.value("Fetch") > 1)
+        await until(lambda: server.metrics.value("kvabr_requests_total", kind="Fetch") > 1)
         draining = asyncio.create_task(server.drain(SOON_S))
         await until(lambda: server.draining)
         late = connection.fetch(namespace, "Int4", 0, limit=BIG)
@@ -288,7 +288,7 @@ async def test_a_slow_path_does_not_wait_between_large_groups(tmp_path):
         downloads = [connection.fetch(namespace, "FP16", group, priority=group, limit=BIG) for group in range(4)]
         for group, download in enumerate(downloads):
             assert await read_all(download) == asset.frame(group, "FP16")
-            ready += group < 3 and server.metrics.groups_sent_total.value("FP16") > group + 1
+            ready += group < 3 and server.metrics.value("kvabr_groups_sent_total", track="FP16") > group + 1
         assert ready >= 2  # the next was there when one had ended
 
 

@@ -90,7 +90,8 @@ def in_memory(asset, **more):
 
 def sent(server):
     """How many groups of each track the origin has sent."""
-    return {labels[0]: count for labels, count in server.metrics.groups_sent_total._values.items()}
+    samples = [sample for metric in server.metrics.groups_sent_total.collect() for sample in metric.samples]
+    return {sample.labels["track"]: sample.value for sample in samples if sample.name == "kvabr_groups_sent_total"}
 
 
 async def play(dial, relay, asset, track="FP16"):

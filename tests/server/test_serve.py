@@ -219,7 +219,7 @@ async def test_a_signal_drains(root, number):
     task = await running(server, metrics)
     os.kill(os.getpid(), number)
     await server.draining.wait()
-    assert metrics.draining.value() == 1
+    assert metrics.value("kvabr_draining") == 1
     server.may_finish.set()
     assert await task == 0
     assert server.calls == ["start", ("drain", 3.0), "drained", "close"]
@@ -257,14 +257,14 @@ def test_the_watcher_takes_up_assets_and_tokens(root, tmp_path):
     with structlog.testing.capture_logs() as events:
         watcher = Watcher(library, path, structlog.get_logger(), metrics)
         watcher.look()
-        assert metrics.assets.value() == 1
+        assert metrics.value("kvabr_assets") == 1
         assert events == []
         make_asset(root / "two", range(100, 108))
         (root / "three").mkdir()
         (root / "three" / "catalog.json").write_text("{}")
         tokens_file(path, "b")
         watcher.look()
-        assert (metrics.assets.value(), metrics.assets_damaged.value()) == (2, 1)
+        assert (metrics.value("kvabr_assets"), metrics.value("kvabr_assets_damaged")) == (2, 1)
         assert library.admit(b"a") is None
         assert library.admit(b"b").name == "b"
         # A slip of the editor neither opens nor closes anything, and is said once.
@@ -285,9 +285,9 @@ def test_the_watcher_takes_up_assets_and_tokens(root, tmp_path):
 async def test_the_watcher_looks_again_and_again(root):
     library, metrics = Library(root), Metrics()
     async with Watcher(library, None, LOG, metrics, every_s=0.01):
-        assert metrics.assets.value() == 1
+        assert metrics.value("kvabr_assets") == 1
         for index in range(3):
             make_asset(root / f"more-{index}", range(index * 8 + 100, index * 8 + 108))
             async with asyncio.timeout(10):
-                while metrics.assets.value() < index + 2:  # noqa: ASYNC110 - until a thread has seen it
+                while metrics.value("kvabr_assets") < index + 2:  # noqa: ASYNC110 - until a thread has seen it
                     await asyncio.sleep(0.001)

@@ -1,0 +1,185 @@
+"""Sets of metrics, as Prometheus' own parser reads them, and the HTTP server that shows them."""
+
+from __future__ import annotations
+
+import re
+import socket
+import threading
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvabr.server.metrics import Metrics
+from kvabr.telemetry import prometheus
+from kvabr.telemetry.prometheus import MAX_LABEL_VALUES, MetricSet, ScrapeServer
+from kvabr.types.errors import TransportError
+from kvabr.types.naming import prefix_track
+
+
+def samples(text):
+    families = text_string_to_metric_families(text)
+    return {(sample.name, *sample.labels.values()): sample.value for family in families for sample in family.samples}
+
+
+def test_a_set_is_exposed_under_its_names():
+    metrics = Metrics()
+    metrics.connections.inc()
+    metrics.connections.inc()
+    metrics.connections.dec()
+    metrics.connections_total.labels("accepted").inc()
+    metrics.group_sent("Int4")
+    metrics.bytes_sent_total.inc(1 << 40)
+    metrics.refusals_total.labels("16").inc()
+    metrics.assets.set(7)
+    metrics.first_byte_seconds.observe(0.03)
+    metrics.first_byte_seconds.observe(99)
+    found = samples(metrics.expose())
+    assert found["kvabr_connections",] == 1
+    assert found["kvabr_connections_total", "accepted"] == 1
+    assert found["kvabr_groups_sent_total", "Int4"] == 1
+    assert found["kvabr_bytes_sent_total",] == 1 << 40
+    assert found["kvabr_refusals_total", "16"] == 1
+    assert found["kvabr_assets",] == 7
+    assert found["kvabr_requests_in_flight",] == 0
+    assert found["kvabr_first_byte_seconds_bucket", "0.02"] == 0
+    assert found["kvabr_first_byte_seconds_bucket", "0.05"] == 1
+    assert found["kvabr_first_byte_seconds_bucket", "5.0"] == 1
+    assert found["kvabr_first_byte_seconds_bucket", "+Inf"] == found["kvabr_first_byte_seconds_count",] == 2
+    assert found["kvabr_first_byte_seconds_sum",] == pytest.approx(99.03)
+    assert metrics.value("kvabr_groups_sent_total", track="Int4") == 1
+    assert metrics.value("kvabr_groups_sent_total", track="FP16") == 0
+
+
+def test_sets_do_not_share_metrics_unless_they_share_a_registry():
+    one, other = MetricSet(), MetricSet()
+    one.counter("c_total", "text").inc()
+    assert other.counter("c_total", "text") is not None
+    assert (one.value("c_total"), other.value("c_total")) == (1, 0)
+    mine = CollectorRegistry()
+    MetricSet(mine).gauge("g", "text").set(3)
+    assert mine.get_sample_value("g") == 3
+
+
+@given(st.lists(st.text(max_size=20), max_size=20))
+def test_tracks_of_any_name_are_escaped(tracks):
+    metrics = Metrics()
+    for track in tracks:
+        metrics.groups_sent_total.labels(track).inc()
+    found = samples(metrics.expose())
+    assert {key[1]: value for key, value in found.items() if key[0] == "kvabr_groups_sent_total"} == {
+        track: tracks.count(track) for track in tracks
+    }
+
+
+def test_tracks_that_peers_name_are_bounded():
+    metrics = Metrics()
+    for index in range(MAX_LABEL_VALUES * 3):
+        metrics.group_sent(f"track-{index}")
+    found = [key for key in samples(metrics.expose()) if key[0] == "kvabr_groups_sent_total"]
+    assert len(found) == MAX_LABEL_VALUES + 1
+    assert metrics.value("kvabr_groups_sent_total", track="other") == 2 * MAX_LABEL_VALUES
+    metrics.group_sent("track-0")
+    assert metrics.value("kvabr_groups_sent_total", track="track-0") == 2
+
+
+def test_names_of_lookups_are_not_shown():
+    metrics = Metrics()
+    metrics.group_sent(prefix_track(["a" * 64, "b" * 64]))
+    metrics.group_sent(prefix_track(["a" * 64]))
+    metrics.group_sent("prefix")
+    assert "prefix." not in metrics.expose()
+    assert metrics.value("kvabr_groups_sent_total", track="lookup") == 2
+
+
+def ask(server, request, *, end=False):
+    with socket.create_connection(server.address, timeout=120) as peer:
+        peer.sendall(request)
+        if end:
+            peer.shutdown(socket.SHUT_WR)
+        answer = b""
+        try:
+            while part := peer.recv(1 << 16):
+                answer += part
+        except ConnectionResetError:
+            return b""
+        return answer
+
+
+def test_metrics_over_http():
+    metrics = Metrics()
+    metrics.bytes_sent_total.inc(5)
+    with ScrapeServer(metrics, "127.0.0.1", 0) as server:
+        head, _, body = ask(server, b"GET /metrics?x=1 HTTP/1.1\r\nHost: a\r\n\r\n").partition(b"\r\n\r\n")
+        assert re.match(rb"HTTP/1.\d 200 OK", head)
+        assert b"text/plain; version=" in head
+        assert int(re.search(rb"Content-Length: (\d+)", head)[1]) == len(body)
+        assert samples(body.decode())["kvabr_bytes_sent_total",] == 5
+        assert ask(server, b"GET /healthz HTTP/1.0\r\n\r\n").endswith(b"ok\n")
+        assert ask(server, b"HEAD /healthz HTTP/1.1\r\n\r\n").endswith(b"\r\n\r\n")
+
+
+def test_health_says_when_it_drains():
+    metrics = Metrics()
+    with ScrapeServer(metrics, "127.0.0.1", 0, healthy=lambda: not metrics.value("kvabr_draining")) as server:
+        assert b"200 OK" in ask(server, b"GET /healthz HTTP/1.1\r\n\r\n")
+        metrics.draining.set(1)
+        assert b"503 Service Unavailable" in ask(server, b"GET /healthz HTTP/1.1\r\n\r\n")
+
+
+@pytest.mark.parametrize(
+    ("request_", "status"),
+    [
+        (b"GET / HTTP/1.1\r\n\r\n", b"404"),
+        (b"GET /../etc/passwd HTTP/1.1\r\n\r\n", b"404"),
+        (b"POST /metrics HTTP/1.1\r\n\r\n", b"405"),
+        (b"GET /metrics over there HTTP/1.1\r\n\r\n", b"400"),
+        (b"GET /metrics HTTP/x\r\n\r\n", b"400"),
+        (b"\x16\x03\x01\x00\xff\r\n\r\n", b"400"),
+        (b"GET /metrics HTTP/1.1\r\n" + b"X: a\r\n" * 200 + b"\r\n", b"431"),
+    ],
+)
+def test_other_requests(request_, status):
+    with ScrapeServer(Metrics(), "127.0.0.1", 0) as server:
+        assert status in ask(server, request_)[:200]
+        assert b"200 OK" in ask(server, b"GET /healthz HTTP/1.1\r\n\r\n")
+
+
+def test_a_peer_that_is_silent_or_slow_is_cut_off(monkeypatch):
+    monkeypatch.setattr(prometheus, "_TIMEOUT_S", 0.05)
+    with ScrapeServer(Metrics(), "127.0.0.1", 0) as server:
+        assert ask(server, b"GET /met") == b""
+        ask(server, b"", end=True)
+
+
+def test_connections_are_bounded(monkeypatch):
+    monkeypatch.setattr(prometheus, "_MAX_CONNECTIONS", 3)
+    monkeypatch.setattr(prometheus, "_TIMEOUT_S", 600.0)
+    with ScrapeServer(Metrics(), "127.0.0.1", 0) as server:
+        held = [socket.create_connection(server.address) for _ in range(3)]
+        while ask(server, b"GET /healthz HTTP/1.1\r\n\r\n"):
+            pass  # until all three are accepted
+        held[0].close()
+        while b"200 OK" not in ask(server, b"GET /healthz HTTP/1.1\r\n\r\n"):
+            pass  # until the place is free
+        for one in held:
+            one.close()
+
+
+def test_a_closed_server_leaves_the_port():
+    with ScrapeServer(Metrics(), "127.0.0.1", 0) as server:
+        address = server.address
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(address)
+    assert not [thread for thread in threading.enumerate() if thread.name == "kvabr-metrics"]
+
+
+def test_a_port_in_use():
+    with (
+        ScrapeServer(Metrics(), "127.0.0.1", 0) as server,
+        pytest.raises(TransportError, match=r"in use.*--metrics"),
+        ScrapeServer(Metrics(), *server.address),
+    ):
+        pass
