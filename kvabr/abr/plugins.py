@@ -21,7 +21,7 @@ from kvabr.abr.estimators import BUILTIN as ESTIMATORS
 from kvabr.abr.parameters import declared, parse
 from kvabr.abr.policies import BUILTIN as POLICIES
 from kvabr.abr.policy import Policy
-from kvabr.types.errors import PolicyError
+from kvabr.types.errors import PolicyError, did_you_mean
 
 T = TypeVar("T")
 
@@ -93,8 +93,8 @@ def _find(text: str, base: type[T], named: Mapping[str, type[T]], kind: str, com
         return _class_in(Path(head), name, base, kind), argument
     if head not in named:
         raise PolicyError(
-            f"unknown {kind} {text!r}; there are {', '.join(sorted(named))}, or give FILE.py:CLASS "
-            f"(`kvabr {command}` lists them)"
+            f"unknown {kind} {text!r}{did_you_mean(head, named)}; there are {', '.join(sorted(named))}, "
+            f"or give FILE.py:CLASS (`kvabr {command}` lists them)"
         )
     return named[head], argument
 

@@ -8,8 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-
 from kvabr.types.errors import UsageError
 
 if TYPE_CHECKING:
@@ -31,15 +29,10 @@ A profile serves the very model that it was made of, and no other.
 """
 
 
-def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add(parser: argparse.ArgumentParser) -> None:
     """Declare the command."""
-    parser = commands.add_parser(
-        "calibrate",
-        help="make the codec profile of a model",
-        description="Run a model over texts and write the statistics that its AC tracks are coded with.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser.description = "Run a model over texts and write the statistics that its AC tracks are coded with."
+    parser.epilog = _EPILOG
     parser.add_argument(
         "--model", default="smollm2", metavar="smollm2|DIR", help="the model, as for encode (default: smollm2)"
     )
@@ -74,12 +67,14 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Calibrate, and write the profile."""
-    from kvabr.cli.progress import StageBar  # noqa: PLC0415 - a command loads what it needs when it runs
-    from kvabr.engines.model_loader import open_bed  # noqa: PLC0415
-    from kvabr.publish.calibrate import CONTEXTS, STAGES, calibrate  # noqa: PLC0415
-    from kvabr.publish.texts import calibration_texts  # noqa: PLC0415
-    from kvabr.store.files import read_text, write_file  # noqa: PLC0415
+    """Calibrate the model and write its profile."""
+    from rich.console import Console
+
+    from kvabr.cli.display import StageBar
+    from kvabr.engines.model_loader import open_bed
+    from kvabr.publish.calibrate import CONTEXTS, STAGES, calibrate
+    from kvabr.publish.texts import calibration_texts
+    from kvabr.store.files import read_text, write_file
 
     # What can be wrong is found before minutes of work.
     config = _config(args)
@@ -113,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _config(args: argparse.Namespace) -> FitConfig:
-    from kvabr.codec.fit import FitConfig  # noqa: PLC0415 - needs torch
+    from kvabr.codec.fit import FitConfig
 
     if not 0.01 <= args.step_scale <= 100:
         raise UsageError("--step-scale must be from 0.01 to 100")

@@ -7,8 +7,6 @@ import json
 import time
 from pathlib import Path
 
-from rich.console import Console
-
 from kvabr.cli.options import add_salt_option, find_profile
 from kvabr.types.errors import UsageError
 
@@ -37,16 +35,13 @@ STAGES = {
 }
 
 
-def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add(parser: argparse.ArgumentParser) -> None:
     """Declare the command."""
-    parser = commands.add_parser(
-        "encode",
-        help="publish the KV cache of a text",
-        description="Run a model over a text, encode its KV cache on every track, measure with the model what each "
-        "track costs, and write it all into a folder: an asset.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser.description = (
+        "Run a model over a text, encode its KV cache on every track, measure with the model what each "
+        "track costs, and write it all into a folder: an asset."
     )
+    parser.epilog = _EPILOG
     parser.add_argument("--text", type=Path, required=True, metavar="FILE", help="text to take the prompt from (UTF-8)")
     parser.add_argument("--tokens", type=int, required=True, metavar="N", help="tokens of the prompt")
     parser.add_argument("--out", type=Path, required=True, metavar="ASSET", help="folder to make")
@@ -73,14 +68,15 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Encode, and show the tracks."""
-    from kvabr.cli.progress import StageBar  # noqa: PLC0415 - a command loads what it needs when it runs
-    from kvabr.cli.tables import mix_rows, mix_table, track_rows, track_table  # noqa: PLC0415
-    from kvabr.engines.model_loader import open_bed  # noqa: PLC0415
-    from kvabr.publish.encoder import Keeper, cut_prompt, publish  # noqa: PLC0415
-    from kvabr.publish.frames import ordered_tracks  # noqa: PLC0415
-    from kvabr.store.asset_writer import AssetWriter  # noqa: PLC0415
-    from kvabr.store.files import read_salt, read_text, write_text  # noqa: PLC0415
+    """Encode the text's cache and print its tracks."""
+    from rich.console import Console
+
+    from kvabr.cli.display import StageBar, mix_rows, mix_table, track_rows, track_table
+    from kvabr.engines.model_loader import open_bed
+    from kvabr.publish.encoder import Keeper, cut_prompt, publish
+    from kvabr.publish.frames import ordered_tracks
+    from kvabr.store.asset_writer import AssetWriter
+    from kvabr.store.files import read_salt, read_text, write_text
 
     # All that can be wrong without the model is found before it is loaded.
     text = read_text(args.text)

@@ -50,16 +50,12 @@ _HOW = (
 _MAX_TOKENS_BYTES = 64 << 20
 
 
-def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add(parser: argparse.ArgumentParser) -> None:
     """Declare the command."""
-    parser = commands.add_parser(
-        "fetch",
-        help="play a cache from an origin",
-        description="Play a KV cache from an origin or a relay before a deadline, show how it goes, and write it as "
-        "safetensors.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser.description = (
+        "Play a KV cache from an origin or a relay before a deadline, show how it goes, and write it as safetensors."
     )
+    parser.epilog = _EPILOG
     parser.add_argument("url", metavar="URL", help="moqt://HOST[:PORT]/[#kvcache:MODEL/DIGEST]")
     which = parser.add_argument_group("which cache")
     which.add_argument("--asset", metavar="MODEL/DIGEST", help="the cache's name")
@@ -114,9 +110,9 @@ def _after(text: str) -> float:
 
 def run(args: argparse.Namespace) -> int:
     """Play, write, and say how it went."""
-    from rich.console import Console  # noqa: PLC0415 - a command loads what it needs when it runs
+    from rich.console import Console
 
-    from kvabr.quic.connect import asset_of, parse_namespace  # noqa: PLC0415
+    from kvabr.quic.connect import asset_of, parse_namespace
 
     # All that can be wrong without the network is found before it is asked.
     if not 0 < args.deadline < math.inf:
@@ -142,7 +138,7 @@ def run(args: argparse.Namespace) -> int:
             if args.log is not None:
                 _write(args.log, "".join(json.dumps(line) + "\n" for line in lines))
     if args.json is not None:
-        from kvabr.store.files import write_text  # noqa: PLC0415
+        from kvabr.store.files import write_text
 
         write_text(args.json, json.dumps(result, indent=1) + "\n")
     return 0
@@ -167,8 +163,8 @@ def _prompt(
         if args.text is not None or namespace is None:
             raise UsageError("--text and --tokens need --model: whose tokens are they?")
         return None, tokens
-    from kvabr.engines.model_loader import open_bed  # noqa: PLC0415
-    from kvabr.store.files import read_text  # noqa: PLC0415
+    from kvabr.engines.model_loader import open_bed
+    from kvabr.store.files import read_text
 
     text = None if args.text is None else read_text(args.text)
     with console.status("loading the model"):
@@ -190,10 +186,10 @@ async def _fetch(
     telemetry: Telemetry | None,
     console: Console,
 ) -> dict[str, Any]:
-    from kvabr.cli.overlay import Overlay  # noqa: PLC0415
-    from kvabr.client.play import play, play_asset  # noqa: PLC0415
-    from kvabr.client.save import save  # noqa: PLC0415
-    from kvabr.store.files import read_salt  # noqa: PLC0415
+    from kvabr.cli.overlay import Overlay
+    from kvabr.client.play import play, play_asset
+    from kvabr.client.save import save
+    from kvabr.store.files import read_salt
 
     engine = bed.engine if bed is not None and args.recompute is not None else None
     options: dict[str, Any] = {
@@ -232,10 +228,10 @@ async def _fetch(
 
 async def _go_on(args: argparse.Namespace, played: Played, late: Late, console: Console) -> dict[str, Any]:
     """Wait for the upgrades, and write the better cache."""
-    from rich.console import Console  # noqa: PLC0415
+    from rich.console import Console
 
-    from kvabr.client.save import save  # noqa: PLC0415
-    from kvabr.client.upgrades import StepGate  # noqa: PLC0415
+    from kvabr.client.save import save
+    from kvabr.client.upgrades import StepGate
 
     start = time.monotonic()
     late.into(StepGate())  # nobody reads the cache here, but while it is written to the file
@@ -262,7 +258,7 @@ async def _go_on(args: argparse.Namespace, played: Played, late: Late, console: 
 
 
 def _say(args: argparse.Namespace, played: Played, tokens: int) -> None:
-    from rich.console import Console  # noqa: PLC0415
+    from rich.console import Console
 
     out = Console()
     record = played.record
@@ -351,7 +347,7 @@ def _telemetry(args: argparse.Namespace) -> Iterator[Telemetry | None]:
     if args.telemetry is None and args.metrics is None:
         yield None
         return
-    from kvabr.telemetry import JsonLines, PlayerMetrics, Telemetry  # noqa: PLC0415
+    from kvabr.telemetry import JsonLines, PlayerMetrics, Telemetry
 
     metrics = PlayerMetrics()
     listeners = [metrics] if args.telemetry is None else [metrics, JsonLines(args.telemetry)]
@@ -368,7 +364,7 @@ def _telemetry(args: argparse.Namespace) -> Iterator[Telemetry | None]:
 
 
 def _write(path: Path, text: str) -> None:
-    from kvabr.store.files import write_text  # noqa: PLC0415
+    from kvabr.store.files import write_text
 
     try:
         write_text(path, text)

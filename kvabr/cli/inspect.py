@@ -7,13 +7,13 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
 from kvabr.cli import network
 from kvabr.types.catalog import Catalog
 from kvabr.types.errors import FormatError, KvabrError, TransportError, UsageError
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from kvabr.store.asset import Asset
 
 _EPILOG = """\
@@ -28,16 +28,13 @@ real model measured with the whole cache on that track; ms/group: decoding, one 
 """
 
 
-def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add(parser: argparse.ArgumentParser) -> None:
     """Declare the command."""
-    parser = commands.add_parser(
-        "inspect",
-        help="show the tracks of an asset",
-        description="Show what an asset offers: its tracks with size, ratio and measured loss, and how well the "
-        "losses of mixed caches are predicted.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser.description = (
+        "Show what an asset offers: its tracks with size, ratio and measured loss, and how well the "
+        "losses of mixed caches are predicted."
     )
+    parser.epilog = _EPILOG
     parser.add_argument(
         "asset", metavar="ASSET|catalog.json|URL", help="an asset's folder, a catalog, or an asset at an origin"
     )
@@ -49,9 +46,11 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Show, and check."""
-    from kvabr.cli.tables import group_tables, mix_rows, mix_table, track_rows, track_table  # noqa: PLC0415
-    from kvabr.store.files import write_text  # noqa: PLC0415
+    """Print the tables, and check the groups if asked to."""
+    from rich.console import Console
+
+    from kvabr.cli.display import group_tables, mix_rows, mix_table, track_rows, track_table
+    from kvabr.store.files import write_text
 
     catalog, asset = _open(args)
     out = Console()
@@ -88,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _open(args: argparse.Namespace) -> tuple[Catalog, Asset | None]:
-    from kvabr.store.asset import Asset  # noqa: PLC0415
+    from kvabr.store.asset import Asset
 
     path, remote = Path(args.asset), network.is_url(args.asset)
     if not remote and (path.is_dir() or not path.exists()):
@@ -100,10 +99,10 @@ def _open(args: argparse.Namespace) -> tuple[Catalog, Asset | None]:
 
 
 def _fetch_catalog(args: argparse.Namespace) -> Catalog:
-    import asyncio  # noqa: PLC0415 - only for origins
+    import asyncio
 
-    from kvabr.client.lookup import fetch_catalog  # noqa: PLC0415
-    from kvabr.quic.connect import asset_of  # noqa: PLC0415
+    from kvabr.client.lookup import fetch_catalog
+    from kvabr.quic.connect import asset_of
 
     connecting, namespace = network.connecting(args.asset, args), asset_of(args.asset)
     if namespace is None:

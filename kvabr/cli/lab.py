@@ -7,10 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Self
-
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from typing import Any
 
 from kvabr.types.errors import UsageError
 
@@ -52,16 +49,13 @@ A policy that spends 20 seconds of CPU on one play is taken to be in a loop: the
 """
 
 
-def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add(parser: argparse.ArgumentParser) -> None:
     """Declare the command."""
-    parser = commands.add_parser(
-        "lab",
-        help="play a matrix of policies, traces and conditions, and compare",
-        description="Play every combination of traces, deadlines, loads, round trips, engines, assets and policies; "
-        "compare the policies over the same plays.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser.description = (
+        "Play every combination of traces, deadlines, loads, round trips, engines, assets and policies; "
+        "compare the policies over the same plays."
     )
+    parser.epilog = _EPILOG
     add_axes(parser)
     parser.add_argument(
         "--policy",
@@ -97,7 +91,7 @@ def add_axes(parser: argparse.ArgumentParser) -> None:
 
 def axes_of(args: argparse.Namespace) -> dict[str, Any]:
     """The axes that the command line names: those of a file, with the options before them."""
-    from kvabr.lab.matrixfile import read_toml  # noqa: PLC0415 - a command loads what it needs when it runs
+    from kvabr.lab.matrixfile import read_toml
 
     files = [path for path in args.source if path.suffix == ".toml"]
     if files and len(args.source) > 1:
@@ -115,11 +109,14 @@ def axes_of(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Play, compare, print."""
-    from kvabr.lab import folder, matrixfile, tables, totals  # noqa: PLC0415
-    from kvabr.lab.axes import cuts  # noqa: PLC0415
-    from kvabr.lab.results_store import Store  # noqa: PLC0415
-    from kvabr.lab.run import run as play  # noqa: PLC0415
+    """Play the matrix, compare the policies, print the tables."""
+    from rich.console import Console
+
+    from kvabr.cli.display import PlayBar
+    from kvabr.lab import folder, matrixfile, tables, totals
+    from kvabr.lab.axes import cuts
+    from kvabr.lab.results_store import Store
+    from kvabr.lab.run import run as play
 
     axes = axes_of(args)
     matrix = matrixfile.build(axes)
@@ -144,7 +141,7 @@ def run(args: argparse.Namespace) -> int:
     kept = matrix.plays - played.fresh
     console.print(f"{matrix.plays:,} plays, {kept:,} of them kept from before; results in {args.out}", soft_wrap=True)
     if args.html is not None:
-        from kvabr.lab.report import write_report  # noqa: PLC0415
+        from kvabr.lab.report import write_report
 
         write_report(args.html, matrix, played, result)
         console.print(f"page: {args.html.resolve()}", soft_wrap=True)
@@ -168,33 +165,3 @@ def kept_on_interrupt(folder: Path) -> Iterator[None]:
     except KeyboardInterrupt:
         print(f"what was played is kept in {folder}: the same command goes on from there", file=sys.stderr)
         raise
-
-
-class PlayBar:
-    """Shows plays as they come, on a terminal's standard error; silent elsewhere. A context manager."""
-
-    def __init__(self, what: str = "playing") -> None:
-        self._bar = Progress(
-            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("plays"),
-            TimeRemainingColumn(), console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty(),
-        )  # fmt: skip
-        self._task = self._bar.add_task(what, total=None)
-
-    def __enter__(self) -> Self:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
-
-    def planned(self, fresh: int, total: int) -> None:
-        """So many plays are to be played, of so many in all."""
-        self._bar.update(self._task, total=total, completed=total - fresh)
-
-    def say(self, what: str) -> None:
-        """What is being done now."""
-        self._bar.update(self._task, description=what)
-
-    def advance(self, plays: int) -> None:
-        """So many more are done."""
-        self._bar.advance(self._task, plays)

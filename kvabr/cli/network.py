@@ -47,7 +47,7 @@ def connecting(url: str, args: argparse.Namespace) -> Connecting:
     Raises:
         UsageError: one of them makes no sense.
     """
-    from kvabr.quic.connect import connect  # noqa: PLC0415 - a command loads what it needs when it runs
+    from kvabr.quic.connect import connect
 
     if args.ca is not None and not args.ca.is_file():
         raise UsageError(f"--ca {args.ca}: no such file")

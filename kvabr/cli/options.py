@@ -81,9 +81,9 @@ def find_profile(bed: Bed, path: Path | None) -> Profile | None:
         FormatError: It is not a profile.
         ForeignError: It belongs to another model.
     """
-    from kvabr.codec.profile import MAX_PROFILE_BYTES, Profile  # noqa: PLC0415 - needs torch
-    from kvabr.data import default_profile_bytes  # noqa: PLC0415
-    from kvabr.engines import smollm2  # noqa: PLC0415
+    from kvabr.codec.profile import MAX_PROFILE_BYTES, Profile
+    from kvabr.data import default_profile_bytes
+    from kvabr.engines import smollm2
 
     if path is None:
         return Profile.from_bytes(default_profile_bytes()) if bed.engine.spec.model == smollm2.NAME else None

@@ -37,15 +37,12 @@ _SIZE = re.compile(r"(\d{1,12})([kmgt]i?b?)?", re.IGNORECASE)
 _UNITS = {"": 0, "k": 10, "m": 20, "g": 30, "t": 40}
 
 
-def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add(parser: argparse.ArgumentParser) -> None:
     """Declare the command."""
-    parser = commands.add_parser(
-        "relay",
-        help="cache an origin's assets for the players near by",
-        description="Stand between an origin and many players: one fetch from the origin serves all who wait for it.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser.description = (
+        "Stand between an origin and many players: one fetch from the origin serves all players that wait for it."
     )
+    parser.epilog = _EPILOG
     parser.add_argument(
         "--upstream",
         required=True,
@@ -92,7 +89,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Relay until a signal comes."""
-    import asyncio  # noqa: PLC0415 - a command loads what it needs when it runs
+    import asyncio
 
     if args.dev == (args.cert is not None or args.key is not None) or (args.cert is None) != (args.key is None):
         raise UsageError("give both --cert and --key, or --dev alone for a certificate made for this run")
@@ -122,17 +119,17 @@ def parse_size(text: str) -> int:
 async def _relay(
     args: argparse.Namespace, host: str, port: int, metrics_at: tuple[str, int] | None, memory: int
 ) -> int:
-    import socket  # noqa: PLC0415 - as in `run`
-    from contextlib import AsyncExitStack, ExitStack  # noqa: PLC0415
+    import socket
+    from contextlib import AsyncExitStack, ExitStack
 
-    from kvabr.cli.server_log import captured, logger  # noqa: PLC0415
-    from kvabr.quic.connect import asset_of  # noqa: PLC0415
-    from kvabr.server import certificates  # noqa: PLC0415
-    from kvabr.server.metrics import Metrics  # noqa: PLC0415
-    from kvabr.server.relay import Relay  # noqa: PLC0415
-    from kvabr.server.server import ServerLimits, ServerTls  # noqa: PLC0415
-    from kvabr.server.service import run_until_signal  # noqa: PLC0415
-    from kvabr.telemetry.prometheus import ScrapeServer  # noqa: PLC0415
+    from kvabr.cli.server_log import captured, logger
+    from kvabr.quic.connect import asset_of
+    from kvabr.server import certificates
+    from kvabr.server.metrics import Metrics
+    from kvabr.server.relay import Relay
+    from kvabr.server.server import ServerLimits, ServerTls
+    from kvabr.server.service import run_until_signal
+    from kvabr.telemetry.prometheus import ScrapeServer
 
     asset = asset_of(args.upstream)
     log = logger(json=args.log_json or None, verbose=args.verbose)
@@ -186,9 +183,9 @@ def _announce(
     relay: Relay, asset: TrackNamespace | None, fingerprint: str | None, token: str | None, log: FilteringBoundLogger
 ) -> None:
     """Say where it is, and what a person should know before others find out."""
-    from urllib.parse import quote  # noqa: PLC0415 - as in `run`
+    from urllib.parse import quote
 
-    from kvabr.quic.connect import FRAGMENT_TYPE  # noqa: PLC0415
+    from kvabr.quic.connect import FRAGMENT_TYPE
 
     url = moqt_url(*relay.address)
     log.info("relaying", url=url, memory_bytes=relay.cache.limit)

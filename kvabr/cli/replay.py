@@ -3,29 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-from kvabr.abr.plugins import policies as known_policies
 from kvabr.abr.policies import DEFAULT
-from kvabr.cli.live import add_live, check_live, replay_live
 from kvabr.cli.options import check_writable
 from kvabr.player.config import GPU_PRICE, PlayerConfig
-from kvabr.replay.readers import find, read
-from kvabr.replay.run import Matrix, Report, replay
-from kvabr.replay.stage import PlayOptions
-from kvabr.replay.trace import Trace
-from kvabr.store.files import write_text
 from kvabr.types.catalog import Catalog
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import AssetError, UsageError
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
+    from kvabr.replay.run import Matrix, Report
     from kvabr.store.asset import Asset
 
 _EPILOG = """\
@@ -42,16 +36,13 @@ cache within the deadline.
 """
 
 
-def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add(parser: argparse.ArgumentParser) -> None:
     """Declare the command."""
-    parser = commands.add_parser(
-        "replay",
-        help="play an asset over network traces",
-        description="Play a KV cache over recorded network traces with one or more ABR policies, and compare them "
-        "with a clairvoyant player that knows the future.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser.description = (
+        "Play a KV cache over recorded network traces with one or more ABR policies, and compare them "
+        "with a clairvoyant player that knows the future."
     )
+    parser.epilog = _EPILOG
     parser.add_argument("traces", nargs="+", type=Path, metavar="TRACE", help="trace files, or folders of them")
     parser.add_argument(
         "--asset", type=Path, help="an asset, or its catalog.json (default: a catalog of SmolLM2 that comes with kvabr)"
@@ -92,7 +83,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     matrix.add_argument("--starts", type=int, default=1, metavar="N", help="start points per trace (default: 1)")
     matrix.add_argument("--seed", type=int, default=0, help="seed of the start points (default: 0)")
     matrix.add_argument("--jobs", type=int, metavar="N", help="processes (default: one per core)")
-    add_live(parser)
+    _add_live_options(parser)
     out = parser.add_argument_group("what comes out, beside the table")
     out.add_argument("--verify", action="store_true", help="play every run for real with the model, and score it")
     out.add_argument("--json", type=Path, metavar="F", help="the report, schema kvabr.replay/1")
@@ -103,16 +94,36 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.set_defaults(run=run)
 
 
+def _add_live_options(parser: argparse.ArgumentParser) -> None:
+    live = parser.add_argument_group(
+        "live",
+        "Play real bytes: an origin, a link shaped by the trace and the player run as three processes over QUIC. The "
+        "trace counts whole packets. The same plays are simulated as well, and the two compared. There is no recompute "
+        "unless --prefill-rate is given; then a stand-in for the engine takes the time and computes nothing.",
+    )
+    live.add_argument("--live", action="store_true", help="play over a real transport (needs --asset)")
+    live.add_argument("--quic", choices=("aioquic", "qh3", "moq"), help="QUIC library (default: aioquic)")
+    live.add_argument("--loss", type=float, metavar="PERCENT", help="packets lost at random in each direction")
+    live.add_argument(
+        "--queue",
+        type=float,
+        metavar="KB",
+        help="the bottleneck's queue (default: a round trip of the trace at its best, at least 64 packets)",
+    )
+
+
 def run(args: argparse.Namespace) -> int:
-    """Replay, then write and print."""
+    """Replay the matrix, then write and print the results."""
+    from rich.console import Console
+
     console = Console(stderr=True)
-    check_live(args)
+    _check_live(args)
     catalog, asset = _asset(args.asset)
     matrix = _matrix(args, catalog)
     check_writable(args.json, args.html, args.log, args.perfetto)
     if args.verify and asset is None:
         raise UsageError("--verify needs an asset with its groups: `kvabr encode` makes one, --asset names it")
-    report = _replay(args, matrix, asset, console)
+    report = _replay(args, matrix, asset)
     if args.verify and asset is not None:
         _verify(asset, report, console)
     _warn(report, console)
@@ -122,7 +133,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _write(args: argparse.Namespace, report: Report) -> None:
-    from kvabr.replay import report as views  # noqa: PLC0415  # the views are of no use to --help
+    from kvabr.replay import report as views
+    from kvabr.store.files import write_text
 
     result, timelines = report.result, report.timelines
     if args.json is not None:
@@ -136,7 +148,9 @@ def _write(args: argparse.Namespace, report: Report) -> None:
 
 
 def _show(args: argparse.Namespace, result: dict[str, Any]) -> None:
-    from kvabr.replay import report as views  # noqa: PLC0415
+    from rich.console import Console
+
+    from kvabr.replay import report as views
 
     out = Console()
     out.print(views.summary_table(result))
@@ -153,11 +167,11 @@ def _show(args: argparse.Namespace, result: dict[str, Any]) -> None:
 
 def _asset(path: Path | None) -> tuple[Catalog, Asset | None]:
     if path is None:
-        from kvabr.data import default_catalog  # noqa: PLC0415  # only read when it is wanted
+        from kvabr.data import default_catalog
 
         return default_catalog(), None
     if path.is_dir():
-        from kvabr.store.asset import Asset  # noqa: PLC0415  # a catalog alone needs no codec
+        from kvabr.store.asset import Asset
 
         asset = Asset.open(path)
         return asset.catalog, asset
@@ -167,8 +181,12 @@ def _asset(path: Path | None) -> tuple[Catalog, Asset | None]:
 
 
 def _matrix(args: argparse.Namespace, catalog: Catalog) -> Matrix:
-    # What an asset's publisher measured is a fair guess of one's own engine; what the shipped catalog's did is not.
-    # Live there is no engine unless one is asked for: what stands in for it would only take time.
+    from kvabr.replay.readers import find, read
+    from kvabr.replay.run import Matrix
+    from kvabr.replay.stage import PlayOptions
+
+    # The speed that an asset's publisher measured is a fair guess at the user's own engine; that of the shipped catalog
+    # is not. Live plays have no engine unless the user asks for one, because its stand-in would only take time.
     cost = catalog.prefill if args.asset is not None and not args.live else None
     if args.no_recompute:
         cost = None
@@ -186,13 +204,11 @@ def _matrix(args: argparse.Namespace, catalog: Catalog) -> Matrix:
         estimator=args.estimator,
         config=PlayerConfig(gpu_price=args.gpu_price),
     )
-    traces: list[Trace] = []
-    for path in find(args.traces):
-        traces.extend(read(path))
+    traces = tuple(trace for path in find(args.traces) for trace in read(path))
     wants_timelines = any((args.html, args.log, args.perfetto))
     return Matrix(
         catalog=catalog,
-        traces=tuple(traces),
+        traces=traces,
         policies=_policies(args.policy, catalog),
         options=options,
         starts=args.starts,
@@ -203,7 +219,8 @@ def _matrix(args: argparse.Namespace, catalog: Catalog) -> Matrix:
 
 
 def _policies(names: list[str], catalog: Catalog) -> tuple[str, ...]:
-    from kvabr.abr.ladder import Ladder  # noqa: PLC0415
+    from kvabr.abr.ladder import Ladder
+    from kvabr.abr.plugins import policies as known_policies
 
     out: list[str] = []
     for name in names:
@@ -218,33 +235,57 @@ def _policies(names: list[str], catalog: Catalog) -> tuple[str, ...]:
     return tuple(dict.fromkeys(out))
 
 
-def _replay(args: argparse.Namespace, matrix: Matrix, asset: Asset | None, console: Console) -> Report:
-    total = len(matrix.traces) * matrix.starts * len(matrix.policies)
-    bar = Progress(
-        TextColumn("replaying"), BarColumn(), MofNCompleteColumn(), TextColumn("plays"), TimeRemainingColumn(),
-        console=console, transient=True, disable=not sys.stderr.isatty(),
-    )  # fmt: skip
-    with bar:
-        task = bar.add_task("replay", total=total)
+def _replay(args: argparse.Namespace, matrix: Matrix, asset: Asset | None) -> Report:
+    from kvabr.cli.display import PlayBar
+    from kvabr.replay.run import replay
+
+    with PlayBar("replaying", len(matrix.traces) * matrix.starts * len(matrix.policies)) as bar:
         if args.live and asset is not None:
-            return replay_live(args, matrix, asset, lambda done: bar.advance(task, done))
-        return replay(matrix, jobs=args.jobs, on_progress=lambda done: bar.advance(task, done))
+            return _replay_live(args, matrix, asset, bar.advance)
+        return replay(matrix, jobs=args.jobs, on_progress=bar.advance)
+
+
+def _check_live(args: argparse.Namespace) -> None:
+    """Raise UsageError if options contradict each other or need ``--live``."""
+    if args.cold and args.no_slow_start:
+        raise UsageError("--cold counts the handshake, --no-slow-start skips the start of a connection; give one")
+    given = [name for name in ("quic", "loss", "queue") if getattr(args, name) is not None]
+    if given and not args.live:
+        raise UsageError(f"--{given[0]} is about a real transport: it needs --live")
+    if args.live and (args.asset is None or not args.asset.is_dir()):
+        raise UsageError("--live plays real bytes: `kvabr encode` makes an asset, --asset names its folder")
+    if args.live and args.decode_scale != 1.0:
+        raise UsageError("--decode-scale is for simulations: with --live the groups are really decoded")
+
+
+def _replay_live(args: argparse.Namespace, matrix: Matrix, asset: Asset, on_progress: Callable[[int], None]) -> Report:
+    from kvabr.replay.live.playing import LiveOptions
+    from kvabr.replay.live.run import replay_live
+
+    options = LiveOptions(
+        quic=args.quic or "aioquic",
+        loss=(args.loss or 0.0) / 100.0,
+        queue_bytes=None if args.queue is None else int(1000 * args.queue),
+        cold=args.cold,
+        warm=args.no_slow_start,
+        seed=args.seed,
+    )
+    return asyncio.run(replay_live(matrix, asset, options, on_progress=on_progress))
 
 
 def _verify(asset: Asset, report: Report, console: Console) -> None:
-    from kvabr.engines.model_loader import open_bed  # noqa: PLC0415  # loads the model
-    from kvabr.replay.verify import steps_of, verify_play  # noqa: PLC0415
+    from kvabr.cli.display import PlayBar
+    from kvabr.engines.model_loader import open_bed
+    from kvabr.replay.verify import steps_of, verify_play
 
     with console.status("loading the model"):
         engine = open_bed(asset.catalog.spec.model).engine
-    bar = Progress(
-        TextColumn("verifying"), BarColumn(), MofNCompleteColumn(), TextColumn("plays"), TimeRemainingColumn(),
-        console=console, transient=True, disable=not sys.stderr.isatty(),
-    )  # fmt: skip
-    with bar:
-        for line, steps in bar.track(list(zip(report.result["runs"], report.steps, strict=True))):
+    plays = list(zip(report.result["runs"], report.steps, strict=True))
+    with PlayBar("verifying", len(plays)) as bar:
+        for line, steps in plays:
             if line["gave_up"] is None:
                 line["measured"] = verify_play(asset, engine, steps_of(steps)).to_json()
+            bar.advance(1)
 
 
 def _warn(report: Report, console: Console) -> None:

@@ -18,15 +18,10 @@ lacks, or that a change of code or policy has made void, are played first.
 """
 
 
-def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add(parser: argparse.ArgumentParser) -> None:
     """Declare the command."""
-    parser = commands.add_parser(
-        "report",
-        help="one page for what `kvabr lab` played",
-        description="Write one self-contained page for a folder of `kvabr lab`.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser.description = "Write one self-contained page for a folder of `kvabr lab`."
+    parser.epilog = _EPILOG
     parser.add_argument("folder", type=Path, metavar="DIR", help="the folder that `kvabr lab --out` made")
     parser.add_argument("--html", type=Path, metavar="F", help="the page (default: report.html in the folder)")
     parser.add_argument("--worst", type=int, default=3, metavar="N", help="plays of each policy shown (default: 3)")
@@ -36,12 +31,13 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Read, play what is missing, write."""
-    from kvabr.cli.lab import PlayBar, kept_on_interrupt  # noqa: PLC0415 - a command loads what it needs when it runs
-    from kvabr.lab import folder, tables, totals  # noqa: PLC0415
-    from kvabr.lab.report import write_report  # noqa: PLC0415
-    from kvabr.lab.results_store import Store  # noqa: PLC0415
-    from kvabr.lab.run import run as play  # noqa: PLC0415
-    from kvabr.types.errors import UsageError  # noqa: PLC0415
+    from kvabr.cli.display import PlayBar
+    from kvabr.cli.lab import kept_on_interrupt
+    from kvabr.lab import folder, tables, totals
+    from kvabr.lab.report import write_report
+    from kvabr.lab.results_store import Store
+    from kvabr.lab.run import run as play
+    from kvabr.types.errors import UsageError
 
     if not 0 <= args.worst <= 100:
         raise UsageError(f"--worst {args.worst}: give 0 to 100")

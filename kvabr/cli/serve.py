@@ -54,21 +54,18 @@ _LIMITS = {
 }
 
 
-def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add(parser: argparse.ArgumentParser) -> None:
     """Declare the command."""
     defaults = ServerLimits()
     limits = "".join(
         f"\n  {field.name.replace('_', '-') + '=' + str(getattr(defaults, field.name)):40} {_LIMITS[field.name]}"
         for field in fields(ServerLimits)
     )
-    parser = commands.add_parser(
-        "serve",
-        help="publish assets over the network",
-        description="Publish a folder of assets as MoQT tracks on QUIC, for `kvabr fetch`, `kvabr relay`, and programs "
-        "that use kvabr.connect.",
-        epilog=f"{_EPILOG}\nlimits (--limit NAME=VALUE, any number of times) and their defaults:{limits}\n",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser.description = (
+        "Publish a folder of assets as MoQT tracks on QUIC, for `kvabr fetch`, `kvabr relay`, and programs "
+        "that use kvabr.connect."
     )
+    parser.epilog = f"{_EPILOG}\nlimits (--limit NAME=VALUE, any number of times) and their defaults:{limits}\n"
     parser.add_argument("root", type=Path, nargs="?", metavar="ROOT", help="folder with the assets")
     parser.add_argument(
         "--bind", default="127.0.0.1:4443", metavar="HOST:PORT", help="UDP address (default: 127.0.0.1:4443)"
@@ -97,7 +94,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal comes."""
-    import asyncio  # noqa: PLC0415 - a command loads what it needs when it runs
+    import asyncio
 
     if args.new_token:
         return _new_token()
@@ -135,7 +132,7 @@ def parse_limits(texts: Sequence[str]) -> ServerLimits:
 
 
 def _new_token() -> int:
-    from kvabr.store.grants import new_token  # noqa: PLC0415 - as in `run`
+    from kvabr.store.grants import new_token
 
     token, entry = new_token()
     print(f"token, for who shall read (KVABR_TOKEN); it is shown only here:\n{token}\n")
@@ -146,17 +143,17 @@ def _new_token() -> int:
 async def _serve(
     args: argparse.Namespace, host: str, port: int, metrics_at: tuple[str, int] | None, limits: ServerLimits
 ) -> int:
-    import socket  # noqa: PLC0415 - as in `run`
-    from contextlib import AsyncExitStack, ExitStack  # noqa: PLC0415
+    import socket
+    from contextlib import AsyncExitStack, ExitStack
 
-    from kvabr.cli.server_log import captured, logger  # noqa: PLC0415
-    from kvabr.server import certificates  # noqa: PLC0415
-    from kvabr.server.backends import make_server  # noqa: PLC0415
-    from kvabr.server.metrics import Metrics  # noqa: PLC0415
-    from kvabr.server.service import Watcher, run_until_signal  # noqa: PLC0415
-    from kvabr.store.asset_index import Library  # noqa: PLC0415
-    from kvabr.store.grants import Grants  # noqa: PLC0415
-    from kvabr.telemetry.prometheus import ScrapeServer  # noqa: PLC0415
+    from kvabr.cli.server_log import captured, logger
+    from kvabr.server import certificates
+    from kvabr.server.backends import make_server
+    from kvabr.server.metrics import Metrics
+    from kvabr.server.service import Watcher, run_until_signal
+    from kvabr.store.asset_index import Library
+    from kvabr.store.grants import Grants
+    from kvabr.telemetry.prometheus import ScrapeServer
 
     log = logger(json=args.log_json or None, verbose=args.verbose)
     metrics = Metrics()
@@ -183,8 +180,8 @@ async def _serve(
 
 def _announce(server: Server, facts: CertificateFacts, args: argparse.Namespace, log: FilteringBoundLogger) -> None:
     """Say where it is served and how to fetch from there; what a person should know before others find out."""
-    from datetime import UTC, datetime  # noqa: PLC0415 - as in `run`
-    from urllib.parse import quote  # noqa: PLC0415
+    from datetime import UTC, datetime
+    from urllib.parse import quote
 
     url = moqt_url(*server.address)
     assets = server.holdings.assets

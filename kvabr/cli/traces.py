@@ -9,12 +9,7 @@ import shlex
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any
-
-from rich import box
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
+from typing import TYPE_CHECKING, Any
 
 from kvabr.replay.readers import BYTES_PER_SECOND, FORMATS, TIME_UNITS, Columns, find, native, read, sniff
 from kvabr.replay.synth import KINDS, Shape, synthesise
@@ -22,6 +17,9 @@ from kvabr.replay.trace import BYTES_PER_MBIT, Trace
 from kvabr.replay.trace_info import describe, sparkline
 from kvabr.store.files import write_text
 from kvabr.types.errors import AssetError, UsageError
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 SCHEMA = "kvabr.traces/1"
 _WIDE = 110
@@ -64,11 +62,9 @@ The same arguments make the same file, byte for byte.
 """
 
 
-def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add(parser: argparse.ArgumentParser) -> None:
     """Declare the command."""
-    parser = commands.add_parser(
-        "traces", help="inspect, import or synthesise network traces", description="Network traces: see, import, make."
-    )
+    parser.description = "Network traces: see, import, make."
     kinds = parser.add_subparsers(title="what to do", metavar="ACTION", required=True)
     _add_info(kinds)
     _add_import(kinds)
@@ -159,6 +155,8 @@ def _read(args: argparse.Namespace) -> Iterator[tuple[Path, str, Trace]]:
 
 
 def _info(args: argparse.Namespace) -> int:
+    from rich.console import Console
+
     console = Console()
     cells = 24 if console.width >= _WIDE else 12
     rows: list[dict[str, Any]] = []
@@ -231,6 +229,10 @@ def _short(value: float) -> str:
 
 def _trace_table(rows: Sequence[dict[str, Any]], lines: Sequence[str], *, wide: bool) -> Table:
     """One line per trace; a narrow terminal does without some columns."""
+    from rich import box
+    from rich.markup import escape
+    from rich.table import Table
+
     columns: dict[str, Callable[[dict[str, Any]], str]] = {
         "s": lambda row: _three(row["duration_s"]),
         "mean": lambda row: _three(row["mean_mbps"]),
@@ -253,6 +255,10 @@ def _trace_table(rows: Sequence[dict[str, Any]], lines: Sequence[str], *, wide: 
 
 
 def _family_table(rows: Sequence[dict[str, Any]]) -> Table:
+    from rich import box
+    from rich.markup import escape
+    from rich.table import Table
+
     table = Table(
         title="families (rates in Mbit/s, weighted by time)",
         title_justify="left",

@@ -8,13 +8,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
-
-from kvabr.cli.lab import PlayBar, add_axes, axes_of, kept_on_interrupt
+from kvabr.cli.lab import add_axes, axes_of, kept_on_interrupt
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from kvabr.lab.tune import Tuned
 
 SCHEMA = "kvabr.tune/1"
@@ -41,15 +39,10 @@ The folder is that of `kvabr lab`: what was played in one is not played again in
 """
 
 
-def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add(parser: argparse.ArgumentParser) -> None:
     """Declare the command."""
-    parser = commands.add_parser(
-        "tune",
-        help="tune a policy's parameters, with cross-validation",
-        description="Search the parameters that a policy declares, holding out one trace family at a time.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser.description = "Search the parameters that a policy declares, holding out one trace family at a time."
+    parser.epilog = _EPILOG
     parser.add_argument("tuned", metavar="NAME|FILE.py:CLASS", help="the policy")
     add_axes(parser)
     search = parser.add_argument_group("the search")
@@ -63,11 +56,14 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Tune, and print."""
-    from kvabr.lab import matrixfile  # noqa: PLC0415
-    from kvabr.lab.results_store import Store  # noqa: PLC0415
-    from kvabr.lab.tune import Search, tune  # noqa: PLC0415
-    from kvabr.store.files import write_text  # noqa: PLC0415 - a command loads what it needs when it runs
+    """Tune the policy and print what was found."""
+    from rich.console import Console
+
+    from kvabr.cli.display import PlayBar
+    from kvabr.lab import matrixfile
+    from kvabr.lab.results_store import Store
+    from kvabr.lab.tune import Search, tune
+    from kvabr.store.files import write_text
 
     matrix = matrixfile.build(axes_of(args) | {"policies": [args.tuned]})
     search = Search(args.points, args.rounds, args.near, args.search_seed)
@@ -111,6 +107,9 @@ def as_json(found: Tuned) -> dict[str, Any]:
 
 
 def _values(found: Tuned) -> Table:
+    from rich import box
+    from rich.table import Table
+
     table = Table(title=f"{found.policy}: {found.candidates} candidates", title_justify="left", box=box.SIMPLE)
     table.add_column("parameter")
     for name in ("low", "high", "default", "chosen"):
@@ -123,6 +122,9 @@ def _values(found: Tuned) -> Table:
 
 
 def _folds(found: Tuned) -> Table:
+    from rich import box
+    from rich.table import Table
+
     title = "chosen without a family, and played over it: mean regret"
     table = Table(title=title, title_justify="left", box=box.SIMPLE)
     for name in ("held out", "inside", "held-out", "default", "chosen"):

@@ -16,7 +16,7 @@ from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, ClassVar
 
 from kvabr.codec.builtin import BUILTIN, Layout
-from kvabr.types.errors import FormatError
+from kvabr.types.errors import FormatError, did_you_mean
 from kvabr.types.kv import KVSpec
 from kvabr.types.naming import check_track_name
 
@@ -123,7 +123,7 @@ def codec(name: str) -> Codec:
         return _builtin(name)
     if (found := _plugins().get(name)) is not None:
         return found
-    raise FormatError(f"no codec for track {name!r}; known codecs are {', '.join(names())}")
+    raise FormatError(f"no codec for track {name!r}{did_you_mean(name, names())}; known codecs are {', '.join(names())}")
 
 
 def names() -> tuple[str, ...]:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from kvabr.types.cost import PrefillCost
-from kvabr.types.errors import AssetError, FormatError, UsageError
+from kvabr.types.errors import AssetError, FormatError, UsageError, did_you_mean
 from kvabr.types.kv import KVSpec
 from kvabr.types.naming import TrackNamespace, check_track_name
 
@@ -140,7 +140,10 @@ class Catalog:
         try:
             return self.by_name[name]
         except KeyError:
-            raise FormatError(f"no track {name!r} in this asset; it has {', '.join(self.by_name)}") from None
+            known = self.by_name
+            raise FormatError(
+                f"no track {name!r} in this asset{did_you_mean(name, known)}; it has {', '.join(known)}"
+            ) from None
 
     def group_tokens(self, group: int) -> int:
         """Tokens in ``group``."""

@@ -4,6 +4,10 @@ Every error that a user can cause derives from `KvabrError`; the command line pr
 and exits with status 1 (2 for bad usage).
 """
 
+from __future__ import annotations
+
+from collections.abc import Iterable
+
 
 class KvabrError(Exception):
     """Base of all errors that kvabr raises on purpose."""
@@ -75,3 +79,12 @@ class NotFoundError(RequestError):
 
 class ConnectionLostError(TransportError):
     """The connection ended; whatever was under way on it is gone, but a new one may be had."""
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return `` (did you mean 'NAME'?)`` for the known name closest to ``word``, or an empty string."""
+    from difflib import get_close_matches  # noqa: PLC0415 - only failures need it
+
+    names = {name.lower(): name for name in known}
+    close = get_close_matches(word.lower(), names, n=1)
+    return f" (did you mean {names[close[0]]!r}?)" if close else ""

@@ -8,8 +8,6 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
 from kvabr.types.errors import UsageError
 
 if TYPE_CHECKING:
@@ -32,16 +30,13 @@ _NOISE = 1e-4
 """Loss, nats per token, below which a mix says nothing about the prediction."""
 
 
-def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add(parser: argparse.ArgumentParser) -> None:
     """Declare the bench."""
-    parser = commands.add_parser(
-        "quality",
-        help="size and loss of every level on real text",
-        description="Measure with the real model what every compression level costs, and whether the losses of mixed "
-        "caches are predicted.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser.description = (
+        "Measure with the real model what every compression level costs, and whether the losses of mixed "
+        "caches are predicted."
     )
+    parser.epilog = _EPILOG
     parser.add_argument("--text", type=Path, nargs="+", metavar="FILE", help="texts (default: three that Python has)")
     parser.add_argument("--tokens", type=int, default=1024, metavar="N", help="tokens of each prompt (default: 1024)")
     parser.add_argument(
@@ -55,16 +50,17 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, and show."""
-    from kvabr.cli.encode import STAGES  # noqa: PLC0415 - a command loads what it needs when it runs
-    from kvabr.cli.options import find_profile  # noqa: PLC0415
-    from kvabr.cli.progress import StageBar  # noqa: PLC0415
-    from kvabr.cli.tables import mix_rows, mix_table, track_rows, track_table  # noqa: PLC0415
-    from kvabr.engines.model_loader import open_bed  # noqa: PLC0415
-    from kvabr.publish.encoder import Keeper, cut_prompt, publish  # noqa: PLC0415
-    from kvabr.publish.frames import ordered_tracks  # noqa: PLC0415
-    from kvabr.publish.texts import measuring_texts  # noqa: PLC0415
-    from kvabr.store.files import read_text, write_text  # noqa: PLC0415
+    """Measure every track on every text and print the tables."""
+    from rich.console import Console
+
+    from kvabr.cli.display import StageBar, mix_rows, mix_table, track_rows, track_table
+    from kvabr.cli.encode import STAGES
+    from kvabr.cli.options import find_profile
+    from kvabr.engines.model_loader import open_bed
+    from kvabr.publish.encoder import Keeper, cut_prompt, publish
+    from kvabr.publish.frames import ordered_tracks
+    from kvabr.publish.texts import measuring_texts
+    from kvabr.store.files import read_text, write_text
 
     if args.tokens < 1 or args.continuation < 2:
         raise UsageError("--tokens must be at least 1 and --continuation at least 2")
@@ -114,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _ratios(catalogs: list[Catalog]) -> list[dict[str, Any]]:
-    from kvabr.cli.tables import mix_rows  # noqa: PLC0415
+    from kvabr.cli.display import mix_rows
 
     rows = [row for catalog in catalogs for row in mix_rows(catalog) if row["ratio"]]
     # Below a ten-thousandth of a nat both are noise, and the ratio of noises says nothing.
@@ -123,7 +119,7 @@ def _ratios(catalogs: list[Catalog]) -> list[dict[str, Any]]:
 
 def _summary(catalogs: list[Catalog]) -> list[dict[str, Any]]:
     """Mean of every level over the texts."""
-    from kvabr.cli.tables import track_rows  # noqa: PLC0415
+    from kvabr.cli.display import track_rows
 
     rows = []
     for same in zip(*(track_rows(catalog) for catalog in catalogs), strict=True):
@@ -134,7 +130,7 @@ def _summary(catalogs: list[Catalog]) -> list[dict[str, Any]]:
 
 
 def _summary_table(rows: list[dict[str, Any]], texts: int) -> Table:
-    from kvabr.cli.tables import plain_table  # noqa: PLC0415
+    from kvabr.cli.display import plain_table
 
     table = plain_table(f"mean over {texts} texts")
     table.add_column("track", no_wrap=True)

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
 from kvabr.types.errors import UsageError
 
 if TYPE_CHECKING:
@@ -36,15 +34,10 @@ which is all that speed depends on.
 _STAGES = ("analysis", "entropy encode", "encode", "entropy decode", "synthesis", "decode")
 
 
-def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add(parser: argparse.ArgumentParser) -> None:
     """Declare the bench."""
-    parser = commands.add_parser(
-        "codec",
-        help="speed of every codec, stage by stage, and of LMCache's",
-        description="Time the codecs: every stage, every path of the native coder, one core and all.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser.description = "Time the codecs: every stage, every path of the native coder, one core and all."
+    parser.epilog = _EPILOG
     parser.add_argument(
         "--models", nargs="+", default=["smollm2", "llama-8b"], metavar="smollm2|DIR|llama-8b",
         help="llama-8b is its shape alone (default: smollm2 llama-8b)",
@@ -63,15 +56,17 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Time, and show."""
-    from kvabr.cli.progress import StageBar  # noqa: PLC0415
-    from kvabr.codec.base import codec, names  # noqa: PLC0415
-    from kvabr.codec.native.coder import available_paths  # noqa: PLC0415
-    from kvabr.lab.bench import codecs  # noqa: PLC0415 - a command loads what it needs when it runs
-    from kvabr.lab.bench.peers import find_peers  # noqa: PLC0415
-    from kvabr.lab.bench.schemes import tracks_to_measure  # noqa: PLC0415
-    from kvabr.lab.bench.speed import paths  # noqa: PLC0415
-    from kvabr.store.files import write_text  # noqa: PLC0415
+    """Time the codecs and print the tables."""
+    from rich.console import Console
+
+    from kvabr.cli.display import StageBar
+    from kvabr.codec.native.coder import available_paths
+    from kvabr.codec.base import codec, names
+    from kvabr.lab.bench import codecs
+    from kvabr.lab.bench.peers import find_peers
+    from kvabr.lab.bench.schemes import tracks_to_measure
+    from kvabr.lab.bench.speed import paths
+    from kvabr.store.files import write_text
 
     tracks = tracks_to_measure(args.tracks, names())
     missing = set(args.paths or ()) - set(available_paths())
@@ -112,9 +107,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _subject(model: str, args: argparse.Namespace) -> Subject:
-    from kvabr.cli.options import find_profile  # noqa: PLC0415
-    from kvabr.engines.model_loader import open_bed  # noqa: PLC0415
-    from kvabr.lab.bench import codecs  # noqa: PLC0415
+    from kvabr.cli.options import find_profile
+    from kvabr.engines.model_loader import open_bed
+    from kvabr.lab.bench import codecs
 
     if model == "llama-8b":
         return codecs.llama(args.work)
@@ -123,7 +118,7 @@ def _subject(model: str, args: argparse.Namespace) -> Subject:
 
 
 def _coder_table(rows: Sequence[dict[str, Any]]) -> Table:
-    from kvabr.cli.tables import plain_table  # noqa: PLC0415
+    from kvabr.cli.display import plain_table
 
     table = plain_table("entropy coder alone, every symbol coded: M symbols/s on one core")
     table.add_column("path")
@@ -137,7 +132,7 @@ def _coder_table(rows: Sequence[dict[str, Any]]) -> Table:
 
 def _stage_table(name: str, rows: Sequence[dict[str, Any]]) -> Table:
     """Stages of the tracks that have some."""
-    from kvabr.cli.tables import plain_table  # noqa: PLC0415
+    from kvabr.cli.display import plain_table
 
     table = plain_table(f"{name}: M elements/s by stage, one core")
     for column in ("track", "path"):
@@ -154,7 +149,7 @@ def _whole_table(
     name: str, rows: Sequence[dict[str, Any]], theirs: dict[str, Any] | None, ideal: dict[str, float]
 ) -> Table:
     """Every track from end to end, LMCache last."""
-    from kvabr.cli.tables import plain_table  # noqa: PLC0415
+    from kvabr.cli.display import plain_table
 
     table = plain_table(f"{name}: from end to end, M elements/s; times faster than LMCache decodes")
     for column in ("track", "path"):

@@ -7,11 +7,11 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
 from kvabr.types.errors import UsageError
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from kvabr.codec.profile import Profile
     from kvabr.engines.model_loader import Bed
     from kvabr.lab.bench.page import Table
@@ -43,15 +43,10 @@ _TOKENS = 1024
 _CONTINUATION = 192
 
 
-def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add(parser: argparse.ArgumentParser) -> None:
     """Declare the bench."""
-    parser = commands.add_parser(
-        "rd",
-        help="rate against KL, ΔNLL, agreement and retrieval, with peers and a plot",
-        description="Measure with the real model what every track and its peers cost at which size.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser.description = "Measure with the real model what every track and its peers cost at which size."
+    parser.epilog = _EPILOG
     what = parser.add_argument_group("what to measure on")
     what.add_argument("--texts", type=Path, metavar="DIR", help="DOMAIN.txt files (default: .texts, else Python's own)")
     what.add_argument("--domains", nargs="+", metavar="D", help="of those texts (default: python c licence prose)")
@@ -89,16 +84,18 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, and show."""
-    from kvabr.cli.progress import StageBar  # noqa: PLC0415
-    from kvabr.engines.model_loader import open_bed  # noqa: PLC0415
-    from kvabr.lab.bench import rd, tables  # noqa: PLC0415 - a command loads what it needs when it runs
-    from kvabr.lab.bench.measure import STAGES, Bench  # noqa: PLC0415
-    from kvabr.lab.bench.page import page  # noqa: PLC0415
-    from kvabr.lab.bench.plot import drawing  # noqa: PLC0415
-    from kvabr.lab.bench.store import Store  # noqa: PLC0415
-    from kvabr.lab.bench.texts import check_unseen, cut, read_texts  # noqa: PLC0415
-    from kvabr.store.files import write_text  # noqa: PLC0415
+    """Measure every scheme on every context; print and write the results."""
+    from rich.console import Console
+
+    from kvabr.cli.display import StageBar
+    from kvabr.engines.model_loader import open_bed
+    from kvabr.lab.bench import rd, tables
+    from kvabr.lab.bench.measure import STAGES, Bench
+    from kvabr.lab.bench.page import page
+    from kvabr.lab.bench.plot import drawing
+    from kvabr.lab.bench.store import Store
+    from kvabr.lab.bench.texts import check_unseen, cut, read_texts
+    from kvabr.store.files import write_text
 
     _check(args)
     folder = args.texts or (Path(".texts") if Path(".texts").is_dir() else None)
@@ -161,7 +158,7 @@ def _check(args: argparse.Namespace) -> None:
 
 def _profiles(bed: Bed, paths: list[Path] | None) -> dict[str, Profile]:
     """Profiles by label: none for the only one, the file's name where there are more."""
-    from kvabr.cli.options import find_profile  # noqa: PLC0415
+    from kvabr.cli.options import find_profile
 
     found: dict[str, Any] = {}
     if paths is None or len(paths) == 1:
@@ -174,7 +171,7 @@ def _profiles(bed: Bed, paths: list[Path] | None) -> dict[str, Profile]:
 
 
 def _print(out: Console, title: str, table: Table) -> None:
-    from kvabr.cli.tables import plain_table  # noqa: PLC0415
+    from kvabr.cli.display import plain_table
 
     names, lines = table
     shown = plain_table(title)

@@ -1,0 +1,141 @@
+"""`kvabr policies`, `kvabr estimators`, `kvabr engines`: the plug-ins that can be named, each list a table."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvabr.engines.contract import Adapter
+
+_POLICIES_EPILOG = """\
+A policy of your own is a class in a file, no installation needed:
+
+  from kvabr.abr import Decision, Policy, View
+
+  class Cautious(Policy):
+      def decide(self, view: View) -> Decision:
+          group = view.first_missing()
+          if group is None:
+              return Decision.finish("every group is in place or under way")
+          share = 0.8 * view.budget_bytes(view.lower_bound) / len(view.missing)
+          return Decision.fetch(group, view.best_track(group, share), f"{share:.0f} bytes a group")
+
+  kvabr replay traces --policy ./cautious.py:Cautious anytime
+
+An installed package adds policies by the entry point group kvabr.policies.
+"""
+_ENGINES_EPILOG = """\
+mode: with "hole", a missed group is computed where it is missing; with "suffix", the engine computes everything behind
+the first miss, so the player protects the front. upgrades: whether a cache in use can be improved.
+
+An installed package adds an engine by the entry point group kvabr.engines: a kvabr.engines.contract.Adapter.
+"""
+
+
+def add_policies(parser: argparse.ArgumentParser) -> None:
+    """Declare `kvabr policies`."""
+    parser.description = "List the ABR policies that --policy can name."
+    parser.epilog = _POLICIES_EPILOG
+    parser.set_defaults(run=_policies)
+
+
+def add_estimators(parser: argparse.ArgumentParser) -> None:
+    """Declare `kvabr estimators`."""
+    parser.description = "List the bandwidth estimators that --estimator can name. FILE.py:CLASS names one of your own."
+    parser.set_defaults(run=_estimators)
+
+
+def add_engines(parser: argparse.ArgumentParser) -> None:
+    """Declare `kvabr engines`."""
+    parser.description = (
+        "List the serving engines that play through kvabr: the version installed here, the versions that were tested, "
+        "and what each can do."
+    )
+    parser.epilog = _ENGINES_EPILOG
+    parser.add_argument("--json", type=Path, metavar="F", help="write the list as JSON")
+    parser.set_defaults(run=_engines)
+
+
+def _policies(_args: argparse.Namespace) -> int:
+    from kvabr.abr.plugins import policies
+    from kvabr.abr.policies import DEFAULT
+
+    spelled = {"fixed": "fixed:TRACK", "cake": "cake[:TRACK]"}
+    rows = []
+    for name, cls in sorted(policies().items()):
+        shown = spelled.get(name, name) + (" (default)" if name == DEFAULT else "")
+        rows.append((shown, cls.estimator, _yes(cls.abandons), _first_line(cls), cls.__module__))
+    _print("ABR policies", ("name", "estimator", "abandons", "what it does", "from"), rows)
+    return 0
+
+
+def _estimators(_args: argparse.Namespace) -> int:
+    from kvabr.abr.plugins import estimators
+
+    rows = [(name, _first_line(cls), cls.__module__) for name, cls in sorted(estimators().items())]
+    _print("bandwidth estimators", ("name", "what it does", "from"), rows)
+    return 0
+
+
+def _engines(args: argparse.Namespace) -> int:
+    from kvabr.engines.adapters import adapters
+    from kvabr.store.files import write_text
+
+    found = [adapter for _, adapter in sorted(adapters().items())]
+    _print(
+        "serving engines",
+        ("name", "installed", "tested", "mode", "upgrades", "publishes"),
+        [(one.name, _installed(one), one.range, one.mode, _yes(one.upgrades), _yes(one.publishes)) for one in found],
+    )
+    if args.json is not None:
+        write_text(args.json, json.dumps([_engine_row(adapter) for adapter in found], indent=1) + "\n")
+    return 0
+
+
+def _print(title: str, columns: Iterable[str], rows: Iterable[tuple[str, ...]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left")
+    for column in columns:
+        table.add_column(column)
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table)
+
+
+def _first_line(cls: type) -> str:
+    return (inspect.getdoc(cls) or "").splitlines()[0]
+
+
+def _yes(value: bool) -> str:
+    return "yes" if value else "no"
+
+
+def _installed(adapter: Adapter) -> str:
+    version = adapter.installed
+    if version is None:
+        return "no"
+    return version if adapter.knows(version) else f"{version} (not tested)"
+
+
+def _engine_row(adapter: Adapter) -> dict[str, Any]:
+    version = adapter.installed
+    return {
+        "name": adapter.name,
+        "installed": version,
+        "tested": list(adapter.tested),
+        "known": version is not None and adapter.knows(version),
+        "mode": adapter.mode,
+        "upgrades": adapter.upgrades,
+        "publishes": adapter.publishes,
+        "plays": adapter.plays,
+        "rate": adapter.rate,
+        "layout": adapter.layout,
+        "module": adapter.module,
+    }
