@@ -60,8 +60,8 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from kvabr.cli.display import StageBar
-    from kvabr.codec.native.coder import available_paths
     from kvabr.codec.base import codec, names
+    from kvabr.codec.native.coder import available_paths
     from kvabr.lab.bench import codecs
     from kvabr.lab.bench.peers import find_peers
     from kvabr.lab.bench.schemes import tracks_to_measure
