@@ -23,7 +23,6 @@ FLOORS = (
 )
 """From the ground up."""
 PENDING = {
-    "kvabr.types.engine -> kvabr.abr.recompute_planner",
     "kvabr.store.group_cache -> kvabr.client.executors",
     "kvabr.store.group_cache -> kvabr.client.metrics",
     "kvabr.publish.calibrate -> kvabr.engines.model_loader",

@@ -8,7 +8,7 @@ others do not get: the caller says it (`Spare`). If the engine is cheaper, the g
   between the engine and the point where they meet are kept for it; the point is worked out anew as both rates become
   known, so what the engine will not reach before the network does is fetched after all. Once all is in place the engine
   goes on with the groups that gain most a second. They inherit errors from the groups before them, see
-  `kvabr.types.loss`.
+  `kvabr.types.catalog`.
 - ``suffix``: the engine needs all that lies in front, and computes from there to the end. Once all is in place, the
   tail that gains most is left to it, at the last moment that this can be done: until then the network may better it.
 """
@@ -21,7 +21,7 @@ from itertools import accumulate
 
 from kvabr.abr.policy import Decision
 from kvabr.abr.view import View
-from kvabr.types.loss import INHERITED, RECOMPUTED
+from kvabr.types.catalog import INHERITED, RECOMPUTED
 
 _LOOKED_AT = 4
 """Groups in place that are looked at for one that is worth computing."""

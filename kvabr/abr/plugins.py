@@ -1,6 +1,6 @@
 """Policies and estimators by name, by entry point, or from a file: ``NAME``, ``NAME:ARGUMENT``, ``FILE.py:CLASS``.
 
-A policy that declares parameters (`kvabr.abr.parameters`) takes them as ``NAME:a=1,b=2`` or ``FILE.py:CLASS:a=1,b=2``.
+A policy that declares parameters (`kvabr.abr.policy`) takes them as ``NAME:a=1,b=2`` or ``FILE.py:CLASS:a=1,b=2``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 
 from kvabr.abr.estimator import Estimator
 from kvabr.abr.estimators import BUILTIN as ESTIMATORS
-from kvabr.abr.parameters import declared, parse
 from kvabr.abr.policies import BUILTIN as POLICIES
 from kvabr.abr.policy import Policy
 from kvabr.types.errors import PolicyError, did_you_mean

@@ -16,12 +16,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from kvabr.abr.view import View
 from kvabr.types.cost import PrefillCost
-
-EngineMode = Literal["hole", "suffix"]
+from kvabr.types.engine import EngineMode
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from rich.live import Live
 from rich.text import Text
 
 from kvabr.client.snapshot import Snapshot
-from kvabr.types.loss import RECOMPUTED
+from kvabr.types.catalog import RECOMPUTED
 
 _COLOURS = ("red", "dark_orange", "yellow", "green", "cyan", "blue", "magenta", "white")
 """Of the tracks, smallest first."""

@@ -24,7 +24,7 @@ examples:
 
 A policy declares what can be tuned, and takes it by the same names:
 
-  from kvabr.abr.parameters import Parameter
+  from kvabr.abr.policy import Parameter
 
   class Mine(Policy):
       parameters = {"caution": Parameter(0.2, 1.0, 0.7), "reach": Parameter(0.01, 1.0, 0.1, log=True)}

@@ -30,10 +30,9 @@ from kvabr.player.record import GroupRecord, PlayRecord
 from kvabr.player.session import Session
 from kvabr.player.setup import new_estimator, new_session
 from kvabr.quic.interface import Connection
-from kvabr.types.catalog import Catalog
+from kvabr.types.catalog import RECOMPUTED, Catalog, played_loss
 from kvabr.types.errors import FormatError, KvabrError, ModelError, PlayError, TransportError, UsageError
 from kvabr.types.kv import KVSpec
-from kvabr.types.loss import RECOMPUTED, played_loss
 
 _PROFILE_SHARE = 0.3
 """Share of the time left that fetching a codec profile may take; then the play goes on without the tracks it serves."""

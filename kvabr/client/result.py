@@ -14,13 +14,12 @@ import torch
 
 from kvabr.abr.plugins import load_estimator, load_policy
 from kvabr.abr.policies import DEFAULT
-from kvabr.abr.recompute_planner import EngineMode
 from kvabr.client.snapshot import Watch
 from kvabr.player.config import GPU_PRICE, PlayerConfig
 from kvabr.player.record import PlayRecord
 from kvabr.types.catalog import Catalog
 from kvabr.types.cost import PrefillCost
-from kvabr.types.engine import Engine
+from kvabr.types.engine import Engine, EngineMode
 from kvabr.types.errors import UsageError
 from kvabr.types.kv import KVSpec
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from kvabr.player.assembler import Assembler
 from kvabr.player.session import Session
 from kvabr.quic.interface import ConnectionStats
-from kvabr.types.loss import RECOMPUTED
+from kvabr.types.catalog import RECOMPUTED
 
 
 @dataclass(frozen=True, slots=True)

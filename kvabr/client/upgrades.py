@@ -29,9 +29,8 @@ from kvabr.player.assembler import Assembler
 from kvabr.player.record import PlayRecord
 from kvabr.player.session import Session
 from kvabr.quic.interface import Connection
-from kvabr.types.catalog import Catalog
+from kvabr.types.catalog import Catalog, predicted_loss
 from kvabr.types.errors import UsageError
-from kvabr.types.loss import predicted_loss
 
 Rewrite = Callable[[int, int, Callable[[], None]], bool]
 """The engine's hook: ``rewrite(first, last, write)``. Called in a thread of its own, one call at a time."""

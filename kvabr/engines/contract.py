@@ -38,7 +38,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
 
-from kvabr.abr.recompute_planner import EngineMode
+from kvabr.types.engine import EngineMode
 
 _log = logging.getLogger("kvabr.engines")
 

@@ -11,12 +11,12 @@ from dataclasses import dataclass, fields
 from itertools import product
 
 from kvabr.abr.plugins import load_estimator, load_policy
-from kvabr.abr.recompute_planner import EngineMode
 from kvabr.player.config import GPU_PRICE, PlayerConfig
 from kvabr.replay.stage import PlayOptions
 from kvabr.replay.trace import Trace
 from kvabr.types.catalog import Catalog
 from kvabr.types.cost import PrefillCost
+from kvabr.types.engine import EngineMode
 from kvabr.types.errors import PolicyError, UsageError
 
 _ENGINE = re.compile(r"(?:(none)|(asset)|([0-9.eE+-]+)(x|/s))(?:@([0-9.eE+-]+|inf))?(?::(suffix|hole))?")

@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from scipy.stats import qmc
 
-from kvabr.abr.parameters import Parameter, declared, parse, spell
 from kvabr.abr.plugins import policy_class
+from kvabr.abr.policy import Parameter, declared, parse, spell
 from kvabr.lab.folds import Fold, choose, mean_over, others
 from kvabr.lab.matrix import LabMatrix
 from kvabr.lab.paired import Bootstrap, Interval

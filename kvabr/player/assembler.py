@@ -20,9 +20,8 @@ import torch
 from kvabr.codec.base import GroupContext
 from kvabr.codec.group import decode_group, payload_of
 from kvabr.codec.profile import Profile
-from kvabr.types.catalog import Catalog, Track
+from kvabr.types.catalog import RECOMPUTED, Catalog, Track
 from kvabr.types.errors import FormatError, HoleError, UsageError
-from kvabr.types.loss import RECOMPUTED
 
 
 class Verdict(Enum):

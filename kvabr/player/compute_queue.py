@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from kvabr.abr.recompute_planner import EngineMode, Plan, plan
+from kvabr.abr.recompute_planner import Plan, plan
 from kvabr.abr.view import View
 from kvabr.player.record import GroupRecord
 from kvabr.types.cost import PrefillCost
+from kvabr.types.engine import EngineMode
 
 _LATE = 1.25
 """Deadlines after which a tail that is done no sooner is far too late."""

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable
 
 from kvabr.abr.estimator import Estimator
 from kvabr.abr.ladder import Ladder
-from kvabr.abr.recompute_planner import EngineMode
 from kvabr.abr.view import Transfer, View
 from kvabr.player.actions import Action, Cancel
 from kvabr.player.chunked_throughput import LumpMeter
@@ -16,8 +15,9 @@ from kvabr.player.event_log import Journal, Log
 from kvabr.player.record import GroupRecord, PlayRecord
 from kvabr.player.retry_tracker import Trials
 from kvabr.player.throughput_sampler import Meter
+from kvabr.types.catalog import RECOMPUTED
 from kvabr.types.cost import PrefillCost
-from kvabr.types.loss import RECOMPUTED
+from kvabr.types.engine import EngineMode
 
 
 class Ledger:

@@ -27,7 +27,6 @@ from collections.abc import Callable
 from kvabr.abr.estimator import Estimator
 from kvabr.abr.ladder import Ladder
 from kvabr.abr.policy import Decision, Policy
-from kvabr.abr.recompute_planner import EngineMode
 from kvabr.abr.view import Transfer
 from kvabr.player import abandon
 from kvabr.player.actions import Action, Decode, Deliver, Fetch, GiveUp, Recompute
@@ -39,10 +38,11 @@ from kvabr.player.play_state import Ledger
 from kvabr.player.policy_guard import Umpire
 from kvabr.player.record import GroupRecord
 from kvabr.player.stall_detector import LEAST_SILENCE_S, StallWatch
+from kvabr.types.catalog import RECOMPUTED
 from kvabr.types.cost import PrefillCost
+from kvabr.types.engine import EngineMode
 from kvabr.types.errors import UsageError
 from kvabr.types.events import Limit
-from kvabr.types.loss import RECOMPUTED
 
 _WHOLE = WholeGoal()
 

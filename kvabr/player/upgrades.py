@@ -21,8 +21,8 @@ from kvabr.player.config import PlayerConfig
 from kvabr.player.event_log import Log
 from kvabr.player.goal import UpgradeGoal
 from kvabr.player.session import Session
+from kvabr.types.catalog import RECOMPUTED
 from kvabr.types.errors import UsageError
-from kvabr.types.loss import RECOMPUTED
 
 _MOST_WAITING = 4
 """Groups that may be decoded, or wait for the engine's leave, before no more is asked for."""

@@ -11,8 +11,7 @@ import torch
 from kvabr.codec.group import clean
 from kvabr.publish.quality import Decoder
 from kvabr.publish.score import Reference
-from kvabr.types.catalog import Catalog, Mix
-from kvabr.types.loss import RECOMPUTED, predicted_loss
+from kvabr.types.catalog import RECOMPUTED, Catalog, Mix, predicted_loss
 
 
 def sample_mixes(catalog: Catalog, seed: int = 0) -> list[list[str]]:

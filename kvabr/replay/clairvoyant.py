@@ -31,10 +31,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvabr.abr.ladder import Options, Step, every_option, rank, stack
-from kvabr.abr.recompute_planner import EngineMode
 from kvabr.replay.link import Capacity
 from kvabr.types.catalog import Catalog
 from kvabr.types.cost import PrefillCost
+from kvabr.types.engine import EngineMode
 
 Array = npt.NDArray[np.float64]
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvabr.abr.ladder import Ladder
-from kvabr.abr.recompute_planner import EngineMode
 from kvabr.abr.view import Future
 from kvabr.player.config import PlayerConfig
 from kvabr.player.record import PlayRecord
@@ -26,10 +25,10 @@ from kvabr.replay.link import (
 )
 from kvabr.replay.simulator import LinkUse, Simulator
 from kvabr.replay.trace import Trace
-from kvabr.types.catalog import Catalog
+from kvabr.types.catalog import Catalog, played_loss
 from kvabr.types.cost import PrefillCost
+from kvabr.types.engine import EngineMode
 from kvabr.types.errors import UsageError
-from kvabr.types.loss import played_loss
 
 DEFAULT_RTT_S = 0.04
 """Round trip where neither the user nor the trace names one."""

@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass
 from kvabr.player.assembler import Assembler, Verdict
 from kvabr.publish.score import Reference, ScoringEngine
 from kvabr.store.asset import Asset
+from kvabr.types.catalog import played_loss
 from kvabr.types.errors import FormatError, ModelError
-from kvabr.types.loss import played_loss
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
-from kvabr.abr.recompute_planner import EngineMode
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import UsageError
 from kvabr.types.kv import KVSpec
 
 if TYPE_CHECKING:
     import torch
+
+EngineMode = Literal["hole", "suffix"]
+"""What an engine can compute: any group with everything before it in place, or only from the first miss to the end."""
 
 
 @runtime_checkable

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kvabr.abr.knapsack import Choice, knapsack
+from kvabr.abr.ladder import Choice, knapsack
 from kvabr.abr.plugins import policies
 from kvabr.replay.stage import PlayOptions, Stage
 from kvabr.replay.trace import Trace

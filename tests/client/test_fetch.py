@@ -19,7 +19,7 @@ from kvabr.cli.main import main
 from kvabr.cli.overlay import Overlay
 from kvabr.client.snapshot import Flight, Snapshot
 from kvabr.quic.interface import ConnectionStats
-from kvabr.types.loss import RECOMPUTED
+from kvabr.types.catalog import RECOMPUTED
 from tests.client.served import Served
 from tests.client.test_play import close
 from tests.toymodel import SPEC, prompt

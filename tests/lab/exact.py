@@ -9,7 +9,7 @@ from __future__ import annotations
 from itertools import combinations, permutations, product
 
 from kvabr.abr.ladder import stack
-from kvabr.types.loss import RECOMPUTED, predicted_loss
+from kvabr.types.catalog import RECOMPUTED, predicted_loss
 
 
 def best_loss(offer, capacity, deadline_s, cost=None, mode="hole"):

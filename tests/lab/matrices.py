@@ -10,7 +10,7 @@ from tests.replay.worlds import worlds
 
 TUNED = """
 from kvabr.abr import Decision, Policy
-from kvabr.abr.parameters import Parameter
+from kvabr.abr.policy import Parameter
 
 
 class Mine(Policy):

@@ -101,7 +101,7 @@ def test_all_code_that_a_play_loads_is_in_a_digest():
     said = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True).stdout  # noqa: S603
     root = Path(kvabr.__file__).parent
     loaded = {Path(line).relative_to(root).as_posix() for line in said.splitlines()}
-    assert {"player/session.py", "replay/link.py", "abr/policies/mpc.py", "lab/causes.py"} <= loaded
+    assert {"player/session.py", "replay/link.py", "abr/policies/budget.py", "lab/causes.py"} <= loaded
     covered = {name for name, _ in digests.sources()}
     apart = {name for name in loaded if name.startswith(("abr/policies/", "abr/estimators/"))}
     assert loaded - covered - apart <= {"lab/__init__.py"}

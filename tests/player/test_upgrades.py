@@ -12,7 +12,6 @@ from kvabr.abr.policies import BUILTIN
 from kvabr.player import Decode, Deliver, Fetch, UpgradeGoal
 from kvabr.player.upgrades import UpgradeSession
 from kvabr.types.errors import UsageError
-from kvabr.types.loss import RECOMPUTED
 from tests.catalogs import catalog
 from tests.player.test_session import bring, of
 

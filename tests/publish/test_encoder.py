@@ -13,9 +13,8 @@ from kvabr.codec.profile import Profile
 from kvabr.publish.encoder import Keeper, compute_cache, publish
 from kvabr.publish.frames import ordered_tracks
 from kvabr.publish.mixes import sample_mixes
-from kvabr.types.catalog import Catalog
+from kvabr.types.catalog import RECOMPUTED, Catalog, predicted_loss
 from kvabr.types.errors import ForeignError, FormatError, UsageError
-from kvabr.types.loss import RECOMPUTED, predicted_loss
 from kvabr.types.naming import chain
 from tests import kvdata
 from tests.catalogs import catalog as made_catalog

@@ -3,7 +3,7 @@
 from kvabr.abr.policies.anytime import Anytime
 from kvabr.abr.policies.bola import Bola
 from kvabr.abr.policies.bola_e import BolaE
-from kvabr.abr.policies.budget import Budget
+from kvabr.abr.policies.budget import Budget, Mpc
 from kvabr.abr.policies.cachegen import CacheGen, CacheGenOracle
 from kvabr.abr.policies.cake import Cake
 from kvabr.abr.policies.cheapfirst import CheapFirst
@@ -11,7 +11,6 @@ from kvabr.abr.policies.dynamic import Dynamic
 from kvabr.abr.policies.fixed import Fixed
 from kvabr.abr.policies.fugu import Fugu
 from kvabr.abr.policies.l2a import L2A
-from kvabr.abr.policies.mpc import Mpc
 from kvabr.abr.policies.oracle import Oracle
 from kvabr.abr.policies.rate import Rate
 from kvabr.abr.policies.robustmpc import RobustMpc

@@ -26,8 +26,7 @@ from heapq import heappop, heappush
 from typing import ClassVar, NamedTuple
 
 from kvabr.abr.compute_planner import Spare
-from kvabr.abr.parameters import Parameter
-from kvabr.abr.policy import Decision, Policy
+from kvabr.abr.policy import Decision, Parameter, Policy
 from kvabr.abr.view import View
 from kvabr.types.catalog import Track
 

@@ -11,7 +11,7 @@ lasts for:
   lowest one if the buffer is empty. The first two segments are free of that.
 
 What was changed for a cache: the buffer is the time that the play is ahead of the timeline of
-`kvabr.abr.policies.timeline`. The players' 10 s and 30 s are shares of the deadline. BOLA never pauses, for a cache is
+`kvabr.abr.view`. The players' 10 s and 30 s are shares of the deadline. BOLA never pauses, for a cache is
 finite: where it would pause only the placeholder shrinks. Abandoning is the player's.
 """
 
@@ -21,10 +21,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
-from kvabr.abr.parameters import Parameter
-from kvabr.abr.policies.timeline import Timeline
-from kvabr.abr.policy import Decision, Policy
-from kvabr.abr.view import View
+from kvabr.abr.policy import Decision, Parameter, Policy
+from kvabr.abr.view import Timeline, View
 
 _FADE = 0.99
 """What is left of the placeholder after a segment."""

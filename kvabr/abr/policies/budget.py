@@ -2,12 +2,18 @@
 
 Every missing group starts at the cheapest track; steps up are taken in the order of loss saved per byte until the
 budget is spent. On each group's convex hull this greedy order is within one step of the optimum.
+
+``mpc``: RobustMPC on the deadline budget (Yin et al., SIGCOMM 2015; Puffer's and Pensieve's form of the bound).
+
+Where a video player plans five chunks ahead against its buffer, this plans five groups ahead against their share of the
+time left, at the harmonic mean of the recent rates over one plus the largest recent error.
 """
 
 from __future__ import annotations
 
 from typing import ClassVar
 
+from kvabr.abr.ladder import spend
 from kvabr.abr.policy import Decision, Policy
 from kvabr.abr.view import View
 
@@ -28,25 +34,14 @@ class Budget(Policy):
         budget = view.budget_bytes(view.lower_bound, view.decode_s(view.ladder.cheapest))
         within = set(missing if self.horizon is None else missing[: self.horizon])
         budget *= len(within) / len(missing)
-        track, reason = spend(view, within, first, budget)
+        track = spend(view.ladder.options, view.ladder.steps, within, first, budget)
+        reason = f"{budget / 1e6:.2f} MB can still arrive for {len(within)} groups"
         return Decision.fetch(first, track, reason, {name: view.bytes(first, name) for name in view.ladder.names})
 
 
-def spend(view: View, groups: set[int], first: int, budget: float) -> tuple[str, str]:
-    """The track that the knapsack over ``groups`` gives to group ``first``, and the reason in words."""
-    options = view.ladder.options
-    left = budget - sum(options[group][0].bytes for group in groups)
-    track = options[first][0].track
-    stopped: set[int] = set()
-    for step in view.ladder.steps:
-        if step.group not in groups or step.group in stopped:
-            continue
-        if step.bytes <= left:
-            left -= step.bytes
-            if step.group == first:
-                track = step.to
-        else:
-            stopped.add(step.group)
-            if step.group == first or len(stopped) == len(groups):
-                break
-    return track, f"{budget / 1e6:.2f} MB can still arrive for {len(groups)} groups"
+class Mpc(Budget):
+    """Plan five groups, send one, plan again."""
+
+    name: ClassVar[str] = "mpc"
+    estimator: ClassVar[str] = "harmonic"
+    horizon: ClassVar[int | None] = 5

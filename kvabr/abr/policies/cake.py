@@ -14,8 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
-from kvabr.abr.parameters import Parameter
-from kvabr.abr.policy import Decision, Policy
+from kvabr.abr.policy import Decision, Parameter, Policy
 from kvabr.abr.view import View
 from kvabr.types.errors import PolicyError
 

@@ -20,8 +20,7 @@ from collections.abc import Mapping
 from statistics import median
 from typing import ClassVar
 
-from kvabr.abr.parameters import Parameter
-from kvabr.abr.policy import Decision, Policy
+from kvabr.abr.policy import Decision, Parameter, Policy
 from kvabr.abr.view import View
 
 _HORIZON = 5

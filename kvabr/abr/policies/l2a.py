@@ -7,7 +7,7 @@ mean is taken. As in dash.js: one step up at a time where the throughput carries
 is beyond the throughput. Until the buffer reaches its target the throughput decides.
 
 What was changed for a cache: the buffer is the time that the play is ahead of the timeline of
-`kvabr.abr.policies.timeline`, and the unit of time is one group's share of the deadline, where L2A-LL has seconds and
+`kvabr.abr.view`, and the unit of time is one group's share of the deadline, where L2A-LL has seconds and
 segments of about one second.
 """
 
@@ -17,10 +17,8 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import ClassVar
 
-from kvabr.abr.parameters import Parameter
-from kvabr.abr.policies.timeline import Timeline
-from kvabr.abr.policy import Decision, Policy
-from kvabr.abr.view import View
+from kvabr.abr.policy import Decision, Parameter, Policy
+from kvabr.abr.view import Timeline, View
 
 _SAFE = 0.9
 """Share of the expected rate that counts as throughput while starting."""

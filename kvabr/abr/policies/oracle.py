@@ -20,13 +20,12 @@ from collections import deque
 from collections.abc import Sequence
 from typing import ClassVar
 
-from kvabr.abr.knapsack import Choice, knapsack
-from kvabr.abr.ladder import stack
+from kvabr.abr.ladder import Choice, knapsack, stack
 from kvabr.abr.policy import Decision, Policy
 from kvabr.abr.view import Future, View
+from kvabr.types.catalog import RECOMPUTED, predicted_loss
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import PolicyError
-from kvabr.types.loss import RECOMPUTED, predicted_loss
 
 _BLIND_SHARE = 0.5
 """Share of what is planned that is asked for before it is known how long a first byte takes."""

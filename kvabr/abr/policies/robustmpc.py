@@ -14,9 +14,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
-from kvabr.abr.ladder import Step, every_option, rank, stack
-from kvabr.abr.parameters import Parameter
-from kvabr.abr.policy import Decision, Policy
+from kvabr.abr.ladder import Step, every_option, rank, spend, stack
+from kvabr.abr.policy import Decision, Parameter, Policy
 from kvabr.abr.view import View
 
 
@@ -58,7 +57,8 @@ class RobustMpc(Policy):
         ahead = missing[: self._horizon]
         owed = sum(view.bytes(group, layer) for group, layers in self._owed.items() for layer in layers)
         share = (budget - owed) * len(ahead) / len(missing)
-        base, *layers = self._stacks[self._spend(ahead, share)]
+        steps = sorted((step for group in ahead for step in self._steps.get(group, ())), key=_worst_first)
+        base, *layers = self._stacks[spend(self._options, steps, ahead, first, share)]
         self._owed[first] = tuple(layers)
         return Decision.fetch(first, base, f"{share / 1e6:.2f} MB for {len(ahead)} groups: {len(layers)} layers more")
 
@@ -74,23 +74,6 @@ class RobustMpc(Policy):
                     self._owed[group] = layers[1:]
                 return Decision.upgrade(group, layers[0], "the plan gave this group so many layers")
         return None
-
-    def _spend(self, ahead: list[int], budget: float) -> str:
-        """What the knapsack over the groups ahead gives the first of them."""
-        left = budget - sum(self._options[group][0].bytes for group in ahead)
-        first = ahead[0]
-        track = self._options[first][0].track
-        stopped: set[int] = set()
-        for step in sorted((step for group in ahead for step in self._steps.get(group, ())), key=_worst_first):
-            if step.group in stopped:
-                continue
-            if step.bytes <= left:
-                left -= step.bytes
-                if step.group == first:
-                    track = step.to
-            else:
-                stopped.add(step.group)
-        return track
 
     def _more(self, view: View, budget: float) -> Decision:
         """The layer that saves most per byte of those that arrive at the bound."""

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from kvabr.abr.recompute_planner import EngineMode
 from kvabr.engines.require import require
+from kvabr.types.engine import EngineMode
 from kvabr.types.errors import ModelError
 from kvabr.types.kv import KVSpec
 

@@ -17,8 +17,8 @@ from kvabr.engines.require import require
 from kvabr.engines.transformers.cache import dynamic_cache, remember_loss
 from kvabr.engines.transformers.engine import TransformersEngine
 from kvabr.quic.interface import Connection
+from kvabr.types.catalog import RECOMPUTED
 from kvabr.types.errors import UsageError
-from kvabr.types.loss import RECOMPUTED
 
 _log = logging.getLogger("kvabr.transformers")
 

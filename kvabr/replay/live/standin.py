@@ -6,8 +6,8 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from kvabr.abr.recompute_planner import EngineMode
 from kvabr.types.cost import PrefillCost
+from kvabr.types.engine import EngineMode
 from kvabr.types.kv import KVSpec
 
 if TYPE_CHECKING:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from kvabr.types.catalog import INHERITED, RECOMPUTED, played_loss, predicted_loss
 from kvabr.types.errors import FormatError
-from kvabr.types.loss import INHERITED, RECOMPUTED, played_loss, predicted_loss
 from tests.catalogs import catalog
 
 

@@ -2,8 +2,8 @@ import inspect
 
 import pytest
 
-from kvabr.abr.parameters import Parameter, declared, parse, spell
 from kvabr.abr.plugins import load_policy, policies, policy_class
+from kvabr.abr.policy import Parameter, declared, parse, spell
 from kvabr.types.errors import PolicyError
 from tests.lab.matrices import tuned
 
