@@ -11,6 +11,7 @@ from kvabr.abr.estimators import DualEwma
 from kvabr.abr.policies import BUILTIN
 from kvabr.player import Decode, Deliver, Fetch, UpgradeGoal
 from kvabr.player.upgrades import UpgradeSession
+from kvabr.types.catalog import RECOMPUTED
 from kvabr.types.errors import UsageError
 from tests.catalogs import catalog
 from tests.player.test_session import bring, of
