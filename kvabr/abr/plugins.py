@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from kvabr.abr.estimator import Estimator
 from kvabr.abr.estimators import BUILTIN as ESTIMATORS
 from kvabr.abr.policies import BUILTIN as POLICIES
-from kvabr.abr.policy import Policy
+from kvabr.abr.policy import Policy, declared, parse
 from kvabr.types.errors import PolicyError, did_you_mean
 
 T = TypeVar("T")
