@@ -138,6 +138,8 @@ def _objects(draft: Draft, *, subgroup: bool) -> Take:
         try:
             for piece in pieces:
                 for item in parser.feed(piece):
+                    if isinstance(item, memoryview):
+                        item = bytes(item)  # noqa: PLW2901  # compared, and joined, by value
                     if isinstance(item, bytes) and out and isinstance(out[-1], bytes):
                         out[-1] += item
                     else:

@@ -25,8 +25,6 @@ from kvabr.types.catalog import Catalog
 from kvabr.types.engine import Engine
 from kvabr.types.errors import ConnectionLostError, KvabrError, PolicyError, RequestError, TransportError
 
-_SPARE = 4
-"""Buffers kept for frames to come."""
 _PAUSE_SHARE = 1 / 50
 """Share of the deadline that a refused request waits before it is asked for again, unless the peer names a time."""
 _LONGEST_PAUSE_SHARE = 1 / 8
@@ -65,9 +63,8 @@ class Driver:
         self._session, self._connection, self._catalog = session, connection, catalog
         self._assembler, self._engine, self._tokens, self._watch = assembler, engine, tokens, watch
         self._reads: dict[int, tuple[asyncio.Task[None], Download]] = {}
-        self._frames: dict[int, memoryview] = {}
-        self._spare: list[bytearray] = []
-        """Buffers whose frames have been decoded: fresh memory would have to be cleared, page by page."""
+        self._frames: dict[int, Download] = {}
+        """Downloads that are complete and not decoded yet, by request."""
         self._decoding: set[asyncio.Future[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._timer_s: float | None = None
@@ -174,6 +171,7 @@ class Driver:
             self._catalog.offset + action.group,
             priority=action.priority,
             limit=action.bytes,
+            exact=True,
         )
         task = self._loop.create_task(self._read(action, download))
         self._reads[action.request] = (task, download)
@@ -186,7 +184,7 @@ class Driver:
 
     async def _read(self, action: Fetch, download: Download) -> None:
         try:
-            frame = await self._receive(action, download)
+            await self._receive(action, download)
         except PolicyError as error:
             if not self._over.done():
                 self._over.set_exception(error)
@@ -197,19 +195,18 @@ class Driver:
             self._tell(self._session.failed, action.request, said(error))
         else:
             self._reads.pop(action.request, None)
-            self._frames[action.request] = frame
+            self._frames[action.request] = download
             self._tell(partial(self._session.done, limit=download.stats.limit), action.request)
         finally:
             download.cancel()
 
-    async def _receive(self, action: Fetch, download: Download) -> memoryview:
-        """Everything of a group, in one buffer; returns as soon as its last byte is here.
+    async def _receive(self, action: Fetch, download: Download) -> None:
+        """Read a group, and return as soon as its last byte is here.
 
         Raises:
             TransportError: it failed, or has another length than the catalog says.
         """
         size = action.bytes
-        frame = memoryview(b"")
         received = 0
         while received < size:
             part = await download.read()
@@ -218,21 +215,11 @@ class Driver:
                 got = "more" if part else str(received)
                 raise RequestError(f"{what}: {got} bytes came, the catalog says {size}")
             first = not received
-            if first:  # not sooner: most of what was asked for waits behind other groups, and needs no memory yet
-                frame = self._buffer(size)
-            frame[received : received + len(part)] = part
             received += len(part)
             if first:
                 self._session.first_byte(action.request, self.now(), download.stats.limit)
             if received < size:
                 self._session.progress(action.request, received, self.now(), download.stats.limit)
-        return frame
-
-    def _buffer(self, size: int) -> memoryview:
-        for index, spare in enumerate(self._spare):
-            if size <= len(spare) <= 2 * size:
-                return memoryview(self._spare.pop(index))[:size]
-        return memoryview(bytearray(size))
 
     async def _pause(self, error: Exception) -> None:
         """Give a peer that is too busy the time it asks for; to ask again at once would only use up the attempts."""
@@ -247,22 +234,19 @@ class Driver:
     # -------------------------------------------------------------- decoding
 
     def _decode(self, action: Decode) -> None:
-        frame = self._frames.pop(action.request)
-        future = self._loop.run_in_executor(decoders(), self._put, action, frame)
+        future = self._loop.run_in_executor(decoders(), self._put, action, self._frames.pop(action.request))
         self._decoding.add(future)
-        future.add_done_callback(partial(self._decoded, action, frame))
+        future.add_done_callback(partial(self._decoded, action))
 
-    def _put(self, action: Decode, frame: memoryview) -> None:
+    def _put(self, action: Decode, download: Download) -> None:
         """Check, decode and place; in a thread."""
         if not self._ended:
-            self._assembler.put(action.group, action.track, frame)
+            self._assembler.put(action.group, action.track, download.data, has_digest=download.has_digest)
 
-    def _decoded(self, action: Decode, frame: memoryview, future: asyncio.Future[None]) -> None:
+    def _decoded(self, action: Decode, future: asyncio.Future[None]) -> None:
         self._decoding.discard(future)
         if future.cancelled():
             return
-        if isinstance(frame.obj, bytearray) and len(self._spare) < _SPARE:
-            self._spare.append(frame.obj)
         error = future.exception()
         if error is None:
             self._tell(self._session.decoded, action.request)

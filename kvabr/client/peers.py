@@ -22,7 +22,11 @@ class _NoDownload(Download):
         self.stats = DownloadStats(requested_s=asyncio.get_running_loop().time())
         self._why = why
 
-    async def read(self) -> bytes:
+    @property
+    def data(self) -> memoryview:
+        return memoryview(b"")
+
+    async def read(self) -> memoryview:
         raise ConnectionLostError(self._why)
 
     def prioritise(self, priority: int) -> None:
@@ -42,10 +46,17 @@ class UnreachedConnection(Connection):
         self._why = why
 
     def fetch(
-        self, namespace: TrackNamespace, track: str, group: int = 0, *, priority: int = 128, limit: int
+        self,
+        namespace: TrackNamespace,
+        track: str,
+        group: int = 0,
+        *,
+        priority: int = 128,
+        limit: int,
+        exact: bool = False,
     ) -> Download:
         """A download that fails; see `Connection.fetch`."""
-        del namespace, track, group, priority, limit
+        del namespace, track, group, priority, limit, exact
         return _NoDownload(self._why)
 
     def stats(self) -> ConnectionStats:

@@ -46,7 +46,18 @@ class SeatDownload(Download):
         """Among the requests of all plays; a play waits for what is asked for by name alone, like a catalog."""
         return self._priority if self._wanted.digest is None else self._seat.place(self._priority)
 
-    async def read(self) -> bytes:
+    @property
+    def data(self) -> memoryview:
+        """See `Download.data`."""
+        if self._kept is not None:
+            return self._kept
+        return memoryview(b"") if self._flight is None else self._flight.data
+
+    def has_digest(self, digest: str) -> bool:
+        """See `Download.has_digest`; what comes from the store was checked when it came."""
+        return self._kept is not None or (self._flight is not None and self._flight.has_digest(digest))
+
+    async def read(self) -> memoryview:
         """See `Download.read`."""
         while not self._over:
             if self._cancelled:
@@ -74,7 +85,7 @@ class SeatDownload(Download):
                 finally:
                     self._waiter = None
         self._end()
-        return b""
+        return memoryview(b"")
 
     def prioritise(self, priority: int) -> None:
         """See `Download.prioritise`."""
@@ -144,9 +155,8 @@ class SeatDownload(Download):
             self._flights.metrics.groups_total.labels(source).inc()
             self._flights.metrics.bytes_total.labels(source).inc(self._wanted.limit)
 
-    def _take(self, data: bytearray | memoryview) -> bytes:
-        with memoryview(data) as view, view[self._read :] as rest:  # released at once: what comes next makes it grow
-            part = bytes(rest)
+    def _take(self, data: memoryview) -> memoryview:
+        part = data[self._read :]
         self._read += len(part)
         self.stats.limit = next((by for by in _BY_WEIGHT if by in self._held), "network")
         self._held.clear()
@@ -199,12 +209,19 @@ class Seat(Connection):
         return self._flights.connection.peer
 
     def fetch(
-        self, namespace: TrackNamespace, track: str, group: int = 0, *, priority: int = 128, limit: int
+        self,
+        namespace: TrackNamespace,
+        track: str,
+        group: int = 0,
+        *,
+        priority: int = 128,
+        limit: int,
+        exact: bool = False,
     ) -> Download:
         """Ask for one group of one track; see `Connection.fetch`."""
         digests = self._digests.get((namespace, track), ())
         digest = digests[group] if 0 <= group < len(digests) else None
-        download = SeatDownload(self, self._flights, Wanted(namespace, track, group, limit, digest), priority)
+        download = SeatDownload(self, self._flights, Wanted(namespace, track, group, limit, digest, exact), priority)
         if not self.left:
             self._downloads.add(download)
         return download

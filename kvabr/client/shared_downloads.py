@@ -7,13 +7,14 @@ digest is known is checked when it is complete, and kept.
 from __future__ import annotations
 
 import asyncio
+import threading
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvabr.client.executors import decoders
 from kvabr.client.metrics import NodeMetrics
 from kvabr.quic.interface import Connection, Download
-from kvabr.store.group_store import TieredGroupStore, has_digest
+from kvabr.store.group_store import TieredGroupStore
 from kvabr.types.errors import ConnectionLostError
 from kvabr.types.events import Limit
 from kvabr.types.naming import TrackNamespace
@@ -34,6 +35,8 @@ class Wanted:
     """Bytes that it may have; of a group whose digest is known, those that it has."""
     digest: str | None = None
     """Of the group, if a catalog gave it."""
+    exact: bool = False
+    """Whether ``limit`` is its size."""
 
 
 class Reader(Protocol):
@@ -52,7 +55,8 @@ class Flight:
 
     def __init__(self, wanted: Wanted, inner: Download, priority: int) -> None:
         self.wanted, self.inner, self.priority = wanted, inner, priority
-        self.data = bytearray()
+        self._hashing = threading.Lock()
+        self._hashed: bool | None = None
         self.limit: Limit = "network"
         """Who held up what came last."""
         self.heard_s = 0.0
@@ -62,6 +66,18 @@ class Flight:
         self.task: asyncio.Task[None] | None = None
         self.checked: asyncio.Future[memoryview | None] | None = None
         """Once all of a group whose digest is known is here: the group, or None if it is another."""
+
+    @property
+    def data(self) -> memoryview:
+        """Everything that has come; see `Download.data`."""
+        return self.inner.data
+
+    def has_digest(self, digest: str) -> bool:
+        """Return whether the complete group has its digest, which is computed once. Call it in a thread."""
+        with self._hashing:
+            if self._hashed is None:
+                self._hashed = self.inner.has_digest(digest)
+            return self._hashed
 
 
 @dataclass
@@ -86,7 +102,12 @@ class Flights:
         joined = flight is not None
         if flight is None:
             inner = self.connection.fetch(
-                wanted.namespace, wanted.track, wanted.group, priority=reader.wire_priority, limit=wanted.limit
+                wanted.namespace,
+                wanted.track,
+                wanted.group,
+                priority=reader.wire_priority,
+                limit=wanted.limit,
+                exact=wanted.exact,
             )
             flight = self._flights[wanted] = Flight(wanted, inner, reader.wire_priority)
             task = flight.task = asyncio.get_running_loop().create_task(self._bring(flight))
@@ -137,7 +158,6 @@ class Flights:
         loop, inner, wanted = asyncio.get_running_loop(), flight.inner, flight.wanted
         try:
             while part := await inner.read():
-                flight.data += part
                 flight.limit = inner.stats.limit
                 flight.heard_s = self._heard_s[flight.priority] = loop.time()
                 self.metrics.downloaded_bytes_total.inc(len(part))
@@ -166,10 +186,10 @@ class Flights:
         await self._check(flight, wanted.digest, flight.checked)
 
     async def _check(self, flight: Flight, digest: str, checked: asyncio.Future[memoryview | None]) -> None:
-        data = memoryview(flight.data)
+        data = flight.data
         good = False
         try:
-            good = await asyncio.get_running_loop().run_in_executor(decoders(), has_digest, digest, data)
+            good = await asyncio.get_running_loop().run_in_executor(decoders(), flight.has_digest, digest)
             if good:
                 await self.store.put(digest, data)
         finally:

@@ -28,7 +28,7 @@ from kvabr.player.actions import Decode
 from kvabr.player.assembler import Assembler
 from kvabr.player.record import PlayRecord
 from kvabr.player.session import Session
-from kvabr.quic.interface import Connection
+from kvabr.quic.interface import Connection, Download
 from kvabr.types.catalog import Catalog, predicted_loss
 from kvabr.types.errors import UsageError
 
@@ -107,9 +107,11 @@ class LateDriver(Driver):
         self._writes.add(task)
         task.add_done_callback(self._writes.discard)
 
-    async def _better(self, action: Decode, frame: memoryview) -> None:
+    async def _better(self, action: Decode, download: Download) -> None:
         """Decode a group, and see it into its place."""
-        prepare = partial(self._assembler.prepare, action.group, action.track, frame)
+        prepare = partial(
+            self._assembler.prepare, action.group, action.track, download.data, has_digest=download.has_digest
+        )
         try:
             write = await self._loop.run_in_executor(decoders(), prepare)
         except Exception as error:  # noqa: BLE001  # whatever it is, this group cannot be used

@@ -24,6 +24,7 @@ import hmac
 import re
 import struct
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvabr.codec.base import payload_layout
@@ -38,6 +39,10 @@ MAX_PAYLOAD = 1 << 40
 _FIXED = struct.Struct("<4sBB16s32sIQIQI")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _CRC = struct.Struct("<I")
+
+
+HasDigest = Callable[[str], bool]
+"""Whether a frame has this SHA-256, hex."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +95,10 @@ def header_bytes(track: str) -> int:
 
 
 def unpack(
-    frame: bytes | memoryview, expect: FrameHeader | None = None, digest: str | None = None
+    frame: bytes | memoryview,
+    expect: FrameHeader | None = None,
+    digest: str | None = None,
+    has_digest: HasDigest | None = None,
 ) -> tuple[FrameHeader, memoryview]:
     """Check a frame and return its header and a view of its payload, without copying.
 
@@ -98,6 +106,7 @@ def unpack(
         frame: the bytes; hostile until checked.
         expect: what it must be; its ``payload_bytes`` is not compared. None to accept any.
         digest: SHA-256 that the frame must have, hex. None to be content with the payload's checksum.
+        has_digest: compares ``digest``, for a caller that remembers the frame's; None: it is computed here.
 
     Raises:
         FormatError: not a frame, of another version, truncated, too long, corrupt, or with another digest.
@@ -112,7 +121,12 @@ def unpack(
     if expect is not None:
         _compare(header, expect)
     # Last, since only this takes time: a frame of something else was refused by its header.
-    good = digest is not None and hmac.compare_digest(hashlib.sha256(view).hexdigest(), digest)
+    if digest is None:
+        good = False
+    elif has_digest is not None:
+        good = has_digest(digest)
+    else:
+        good = hmac.compare_digest(hashlib.sha256(view).hexdigest(), digest)
     if not good and zlib.crc32(payload) != crc:
         raise FormatError("frame: the payload's checksum is wrong; it is corrupt, fetch it again")
     if not good and digest is not None:

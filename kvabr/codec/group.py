@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from kvabr.codec.base import GroupContext, codec
-from kvabr.codec.container import FrameHeader, pack, unpack
+from kvabr.codec.container import FrameHeader, HasDigest, pack, unpack
 from kvabr.types.errors import FormatError
 
 _TOP = 65504.0
@@ -77,6 +77,7 @@ def decode_group(
     below: Sequence[memoryview] = (),
     *,
     digest: str | None = None,
+    has_digest: HasDigest | None = None,
 ) -> None:
     """Check and decompress one frame.
 
@@ -90,6 +91,7 @@ def decode_group(
         below: payloads of the tracks that this one refines, base first.
         digest: SHA-256 that the frame must have, hex; what has another one is not decoded. None if it was compared
             before, or is not known.
+        has_digest: compares ``digest``, for a caller that remembers the frame's; None: it is computed here.
 
     Raises:
         ForeignError: a good frame of something else.
@@ -102,7 +104,7 @@ def decode_group(
             f"group {group}: {tuple(out.shape)} {out.dtype} cannot take it, floats of {wanted} are needed"
         )
     expect = FrameHeader(track, context.spec.digest(), chunk, group, context.first_token, context.tokens, 0)
-    _, payload = unpack(frame, expect, digest)
+    _, payload = unpack(frame, expect, digest, has_digest)
     codec(track).decode(payload, context, out, below)
 
 

@@ -82,6 +82,7 @@ class IncomingStreams:
 
     def _begin(self, stream: int, found: _Incoming, data: bytes, *, fin: bool, ready: bool) -> Verdict:
         """Find out what a stream is."""
+        before = len(found.header)
         found.header += data
         draft = self._channel.draft
         header = read_stream_header(found.header, draft)
@@ -99,13 +100,12 @@ class IncomingStreams:
         elif not ready:
             return Verdict.EARLY
         else:
-            rest = bytes(found.header[size:])
             found.header.clear()
-            self._begin_objects(stream, found, what, rest, fin=fin)
+            self._begin_objects(stream, found, what, memoryview(data)[size - before :], fin=fin)
         return Verdict.TAKEN
 
     def _begin_objects(
-        self, stream: int, found: _Incoming, what: SubgroupHeader | int, data: bytes, *, fin: bool
+        self, stream: int, found: _Incoming, what: SubgroupHeader | int, data: memoryview, *, fin: bool
     ) -> None:
         request = self._requester.claim(stream, what)
         if request is None:
@@ -121,7 +121,7 @@ class IncomingStreams:
         )
         self._receive_objects(stream, found, data, fin=fin)
 
-    def _receive_objects(self, stream: int, found: _Incoming, data: bytes, *, fin: bool) -> None:
+    def _receive_objects(self, stream: int, found: _Incoming, data: bytes | memoryview, *, fin: bool) -> None:
         request, objects = found.request, found.objects
         if request is None or objects is None:
             return

@@ -68,8 +68,8 @@ class SubgroupHeader:
     """Draft 18: the stream starts with the first object of the subgroup."""
 
 
-Item = ObjectHeader | RangeEnd | bytes
-"""What a stream is made of; bytes are a piece of the payload of the object before."""
+Item = ObjectHeader | RangeEnd | memoryview
+"""What a stream is made of. A view is a piece of the payload of the object before it."""
 
 
 class _Short(Exception):  # noqa: N818  # no error: the rest is still to come
@@ -79,7 +79,7 @@ class _Short(Exception):  # noqa: N818  # no error: the rest is still to come
 class _Header:
     """Reads a header from bytes of which more may come."""
 
-    def __init__(self, data: bytearray, at: int, draft: Draft) -> None:
+    def __init__(self, data: bytearray | memoryview, at: int, draft: Draft) -> None:
         self.data, self.at, self.draft = data, at, draft
 
     def varint(self) -> int:
@@ -128,42 +128,42 @@ class ObjectParser:
         self._prior_subgroup: int | None = None
         self._prior_priority: int | None = None
 
-    def feed(self, data: bytes) -> list[Item]:
-        """Take bytes in.
+    def feed(self, data: bytes | memoryview) -> list[Item]:
+        """Parse bytes of the stream.
+
+        Returns:
+            What they hold; payload as views of ``data``, not copies.
 
         Raises:
             SessionFault: they are no objects.
             MalformedTrack: they are none that a track can have; nothing more can be read.
         """
-        left = self._left
-        if left >= len(data) and left:
-            self._left = left - len(data)
-            return [data] if data else []
-        items: list[Item] = []
-        if left:
-            items.append(data[:left])
-            data = data[left:]
-            self._left = 0
+        view, at, items = memoryview(data), 0, list[Item]()
         buffer = self._buffer
-        buffer += data
-        at = 0
-        while at < len(buffer):
-            header = _Header(buffer, at, self._draft)
+        while at < len(view):
+            if self._left:
+                piece = view[at : at + self._left]
+                self._left -= len(piece)
+                at += len(piece)
+                items.append(piece)
+                continue
+            kept = len(buffer)
+            if kept:
+                buffer += view[at : at + _MAX_HEADER]
+            header = _Header(buffer if kept else view, 0 if kept else at, self._draft)
             try:
                 item = self._read_subgroup_object(header) if self._subgroup else self._read_fetch_object(header)
             except _Short:
-                if len(buffer) - at > _MAX_HEADER:
+                if not kept:
+                    buffer += view[at:]
+                if len(buffer) > _MAX_HEADER:
                     raise SessionFault("an object's header that does not end") from None
                 break
-            at = header.at
+            at = at + header.at - kept if kept else header.at
+            buffer.clear()
             items.append(item)
-            if isinstance(item, ObjectHeader) and item.size:
-                piece = bytes(buffer[at : at + item.size])
-                at += len(piece)
-                self._left = item.size - len(piece)
-                if piece:
-                    items.append(piece)
-        del buffer[:at]
+            if isinstance(item, ObjectHeader):
+                self._left = item.size
         return items
 
     def finish(self) -> None:

@@ -18,6 +18,7 @@ from enum import Enum
 import torch
 
 from kvabr.codec.base import GroupContext
+from kvabr.codec.container import HasDigest
 from kvabr.codec.group import decode_group, payload_of
 from kvabr.codec.profile import Profile
 from kvabr.types.catalog import RECOMPUTED, Catalog, Track
@@ -70,7 +71,7 @@ class Assembler:
             raise UsageError(f"the tensor to assemble in is {tuple(out.shape)} {out.dtype}, not floats of {shape}")
         self._catalog, self._profile, self._out = catalog, profile, out
         self._tracks: list[str | None] = [None] * catalog.groups
-        self._kept: dict[tuple[int, str], bytes] = {}
+        self._kept: dict[tuple[int, str], memoryview] = {}
         self._refined = {track.refines for track in catalog.tracks if track.refines is not None}
         self._lock = threading.Lock()
         self._spare: list[torch.Tensor] = []
@@ -82,13 +83,14 @@ class Assembler:
         """Per group, the track in place, ``recomputed``, or None."""
         return tuple(self._tracks)
 
-    def put(self, group: int, track: str, frame: bytes | memoryview) -> Verdict:
+    def put(self, group: int, track: str, frame: bytes | memoryview, *, has_digest: HasDigest | None = None) -> Verdict:
         """Check, decode and place one group.
 
         Args:
             group: the group that was asked for.
             track: the track that was asked for.
-            frame: the bytes that came; hostile until checked.
+            frame: the bytes that came; hostile until checked. They must not change any more.
+            has_digest: compares their SHA-256, for a caller that remembers it; None: it is computed here.
 
         Raises:
             ForeignError: a good frame of something else.
@@ -100,7 +102,7 @@ class Assembler:
         if (early := self._verdict(group, offer)) is not None:
             return early
         with self._scratch(last - first) as scratch:
-            self._decode(group, offer, frame, scratch)
+            self._decode(group, offer, frame, scratch, has_digest)
             with self._lock:
                 if (late := self._verdict(group, offer)) is not None:
                     return late
@@ -112,7 +114,7 @@ class Assembler:
                 if offer.refines is None:
                     self._forget(group)
                 if track in self._refined:
-                    self._kept[group, track] = bytes(frame)
+                    self._kept[group, track] = memoryview(frame)
         return verdict
 
     def put_computed(self, first: int, last: int, kv: torch.Tensor) -> Verdict:
@@ -156,13 +158,16 @@ class Assembler:
         end = self._catalog.tokens if group == self._catalog.groups else group * self._catalog.spec.group_tokens
         return self._out[:, :, :, :end]
 
-    def prepare(self, group: int, track: str, frame: bytes | memoryview) -> Callable[[], Verdict]:
+    def prepare(
+        self, group: int, track: str, frame: bytes | memoryview, *, has_digest: HasDigest | None = None
+    ) -> Callable[[], Verdict]:
         """Check and decode one group of a cache that is in use, into memory of its own.
 
         Args:
             group: the group that was asked for.
             track: the track that was asked for.
-            frame: the bytes that came; hostile until checked.
+            frame: the bytes that came; hostile until checked. They must not change any more.
+            has_digest: as for `put`.
 
         Returns:
             What writes the group to its place, all of it, and says what became of it. To be called once, while nobody
@@ -177,8 +182,8 @@ class Assembler:
         spec, offer = self._catalog.spec, self._catalog.track(track)
         first, last = spec.group_range(group, self._catalog.tokens)
         ready = torch.empty(spec.shape(last - first), dtype=self._out.dtype, device=self._out.device)
-        self._decode(group, offer, frame, ready)
-        kept = bytes(frame) if track in self._refined else None
+        self._decode(group, offer, frame, ready, has_digest)
+        kept = memoryview(frame) if track in self._refined else None
 
         def write() -> Verdict:
             with self._lock:
@@ -232,7 +237,9 @@ class Assembler:
         tokens = min(len(tracks) * self._catalog.spec.group_tokens, self._catalog.tokens)
         return self._out[:, :, :, :tokens], tuple(tracks)
 
-    def _decode(self, group: int, offer: Track, frame: bytes | memoryview, out: torch.Tensor) -> None:
+    def _decode(
+        self, group: int, offer: Track, frame: bytes | memoryview, out: torch.Tensor, has_digest: HasDigest | None
+    ) -> None:
         """Check a frame and decode it into ``out``, whose tokens are those of the group."""
         catalog, promised = self._catalog, offer.bytes[group]
         if len(frame) != promised:
@@ -241,7 +248,8 @@ class Assembler:
         first = catalog.first_token + catalog.spec.group_range(group, catalog.tokens)[0]
         context = GroupContext(catalog.spec, first, catalog.group_tokens(group), self._profile)
         chunk, number, below = catalog.chunks[group], catalog.offset + group, self._below(group, offer)
-        decode_group(frame, offer.name, context, chunk, number, out, below, digest=offer.digests[group])
+        digest = offer.digests[group]
+        decode_group(frame, offer.name, context, chunk, number, out, below, digest=digest, has_digest=has_digest)
 
     @contextmanager
     def _scratch(self, tokens: int) -> Iterator[torch.Tensor]:

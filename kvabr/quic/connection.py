@@ -59,12 +59,19 @@ class QuicConnection(Endpoint, QuicOwner):
     # ------------------------------------------------------------------ Connection
 
     def fetch(
-        self, namespace: TrackNamespace, track: str, group: int = 0, *, priority: int = 128, limit: int
+        self,
+        namespace: TrackNamespace,
+        track: str,
+        group: int = 0,
+        *,
+        priority: int = 128,
+        limit: int,
+        exact: bool = False,
     ) -> Download:
         """See `Connection.fetch`."""
         split = self._options.names == "split"
         fields = namespace.split_fields() if split else namespace.fields()
-        download = QuicDownload(self, (fields, track.encode(), group), priority, limit)
+        download = QuicDownload(self, (fields, track.encode(), group), priority, limit, exact=exact)
         if (size := namespace.full_name_bytes(track)) > MAX_FULL_TRACK_NAME:
             why = f"the full track name has {size} bytes, {MAX_FULL_TRACK_NAME} are allowed"
             download.fail(RequestError(why))

@@ -26,8 +26,8 @@ class QuicOwner(Owner):
 class QuicDownload(BufferedDownload):
     """One FETCH."""
 
-    def __init__(self, connection: QuicOwner, name: Name, priority: int, limit: int) -> None:
-        super().__init__(connection, name[1].decode(), name[2], priority, limit)
+    def __init__(self, connection: QuicOwner, name: Name, priority: int, limit: int, *, exact: bool = False) -> None:
+        super().__init__(connection, name[1].decode(), name[2], priority, limit, exact=exact)
         self.name = name
         self.request_id: int | None = None
         """Once it has been asked for."""
@@ -40,9 +40,9 @@ class QuicDownload(BufferedDownload):
 
     def take(self, items: list[Item]) -> int:
         """Objects have come; returns how many bytes of payload."""
-        parts: list[bytes] = []
+        parts: list[memoryview] = []
         for item in items:
-            if isinstance(item, bytes):
+            if isinstance(item, memoryview):
                 parts.append(item)
             elif isinstance(item, RangeEnd):
                 self._wrong("the peer does not have all of it", RequestCode.INTERNAL_ERROR)

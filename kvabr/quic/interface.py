@@ -11,6 +11,7 @@ Rules that every transport keeps:
 
 from __future__ import annotations
 
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -53,15 +54,29 @@ class Download(ABC):
 
     stats: DownloadStats
 
+    @property
     @abstractmethod
-    async def read(self) -> bytes:
-        """The bytes that have come since the last read, waiting for some; empty once all of the group has come.
+    def data(self) -> memoryview:
+        """Everything that has come so far: contiguous and read-only. The bytes of a view never change or move."""
+
+    @abstractmethod
+    async def read(self) -> memoryview:
+        """Return the bytes that have come since the last read, a part of `data`; wait for some if there are none.
+
+        An empty view means that all of the group has come.
 
         Raises:
             NotFoundError: no such track, or none that this connection may read.
             RequestError: refused, reset by the peer, or longer than the limit.
             ConnectionLostError: the connection ended.
         """
+
+    def has_digest(self, digest: str) -> bool:
+        """Return whether `data`, which must be complete, has this SHA-256 (hex). Takes time: call it in a thread.
+
+        A download that others share computes the digest once for all of them.
+        """
+        return hashlib.sha256(self.data).hexdigest() == digest
 
     @abstractmethod
     def prioritise(self, priority: int) -> None:
@@ -82,7 +97,14 @@ class Connection(ABC):
 
     @abstractmethod
     def fetch(
-        self, namespace: TrackNamespace, track: str, group: int = 0, *, priority: int = 128, limit: int
+        self,
+        namespace: TrackNamespace,
+        track: str,
+        group: int = 0,
+        *,
+        priority: int = 128,
+        limit: int,
+        exact: bool = False,
     ) -> Download:
         """Ask for one group of one track.
 
@@ -91,7 +113,8 @@ class Connection(ABC):
             track: name of the track.
             group: which group.
             priority: 0 (most urgent) to 255.
-            limit: bytes that it may have at most.
+            limit: maximum size, bytes.
+            exact: the group has ``limit`` bytes, so its buffer is allocated once.
         """
 
     @property
@@ -169,10 +192,9 @@ async def read_all(download: Download) -> bytes:
     Raises:
         TransportError: as `Download.read`; the download is cancelled.
     """
-    parts = []
     try:
-        while part := await download.read():
-            parts.append(part)
+        while await download.read():
+            pass
+        return bytes(download.data)
     finally:
         download.cancel()
-    return b"".join(parts)

@@ -89,10 +89,17 @@ class MoqConnection(MoqOwner):
         self._spawn(self._listen())
 
     def fetch(
-        self, namespace: TrackNamespace, track: str, group: int = 0, *, priority: int = 128, limit: int
+        self,
+        namespace: TrackNamespace,
+        track: str,
+        group: int = 0,
+        *,
+        priority: int = 128,
+        limit: int,
+        exact: bool = False,
     ) -> Download:
         """See `Connection.fetch`."""
-        download = MoqDownload(self, namespace, track, group, priority, limit)
+        download = MoqDownload(self, namespace, track, group, priority, limit, exact=exact)
         if self._lost is not None:
             download.fail(ConnectionLostError(f"{download.what}: {self._lost}"))
         else:

@@ -21,9 +21,17 @@ class MoqDownload(BufferedDownload):
     """One group on its way."""
 
     def __init__(
-        self, connection: MoqOwner, namespace: TrackNamespace, track: str, group: int, priority: int, limit: int
+        self,
+        connection: MoqOwner,
+        namespace: TrackNamespace,
+        track: str,
+        group: int,
+        priority: int,
+        limit: int,
+        *,
+        exact: bool = False,
     ) -> None:
-        super().__init__(connection, track, group, priority, limit)
+        super().__init__(connection, track, group, priority, limit, exact=exact)
         self.namespace, self.track, self.group = namespace, track, group
         self.task: asyncio.Task[None] | None = None
         """Once it has been asked for."""

@@ -40,9 +40,15 @@ class _RedialledDownload(Download):
     """A download on whatever connection there is by the time."""
 
     def __init__(
-        self, owner: RedialledConnection, name: tuple[TrackNamespace, str, int], priority: int, limit: int
+        self,
+        owner: RedialledConnection,
+        name: tuple[TrackNamespace, str, int],
+        priority: int,
+        limit: int,
+        *,
+        exact: bool,
     ) -> None:
-        self.name, self.priority, self.limit = name, priority, limit
+        self.name, self.priority, self.limit, self.exact = name, priority, limit, exact
         self._owner = owner
         self._stats = DownloadStats(requested_s=asyncio.get_running_loop().time())
         self.inner: Download | None = None
@@ -59,7 +65,11 @@ class _RedialledDownload(Download):
         stats.requested_s = self._stats.requested_s
         return stats
 
-    async def read(self) -> bytes:
+    @property
+    def data(self) -> memoryview:
+        return memoryview(b"") if self.inner is None else self.inner.data
+
+    async def read(self) -> memoryview:
         if self.cancelled:
             raise ConnectionLostError("cancelled by this side")
         if self.inner is None:
@@ -138,10 +148,17 @@ class RedialledConnection(Connection):
         return self._peer
 
     def fetch(
-        self, namespace: TrackNamespace, track: str, group: int = 0, *, priority: int = 128, limit: int
+        self,
+        namespace: TrackNamespace,
+        track: str,
+        group: int = 0,
+        *,
+        priority: int = 128,
+        limit: int,
+        exact: bool = False,
     ) -> Download:
         """Ask on the connection there is, or on the next one; see `Connection.fetch`."""
-        download = _RedialledDownload(self, (namespace, track, group), priority, limit)
+        download = _RedialledDownload(self, (namespace, track, group), priority, limit, exact=exact)
         if self._usable():
             self._start(download)
         elif not self._closed:
@@ -195,7 +212,9 @@ class RedialledConnection(Connection):
     def _start(self, download: _RedialledDownload) -> None:
         namespace, track, group = download.name
         current = self._current
-        download.inner = current.fetch(namespace, track, group, priority=download.priority, limit=download.limit)
+        download.inner = current.fetch(
+            namespace, track, group, priority=download.priority, limit=download.limit, exact=download.exact
+        )
         self._using[download] = current
         if self._look is None and self._asking is None:
             self._look_later()

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvabr.moqt.codes import RequestCode
+from kvabr.quic.buffered import ReceiveBuffer
 from kvabr.quic.interface import Connection, ConnectionStats, Download, DownloadStats
 from kvabr.server.faults import Ask, Fault, tampered
 from kvabr.store.publication import Publication
@@ -42,7 +43,7 @@ class MemoryLink:
 class _MemoryDownload(Download):
     """A download, and the publisher's side of it."""
 
-    def __init__(self, link: MemoryConnection, ask: Ask, priority: int, limit: int) -> None:
+    def __init__(self, link: MemoryConnection, ask: Ask, priority: int, limit: int, *, exact: bool) -> None:
         self.stats = DownloadStats(requested_s=link.loop.time())
         self.priority = priority
         self._link, self._ask, self._limit = link, ask, limit
@@ -55,7 +56,7 @@ class _MemoryDownload(Download):
         """When a slow publisher has more to send."""
         self._pace: asyncio.TimerHandle | None = None
         self._opening: asyncio.TimerHandle | None = None
-        self._parts: list[bytes | memoryview] = []
+        self._buffer = ReceiveBuffer(limit, exact=exact)
         self._unread = 0
         self._held: set[Limit] = set()
         self._complete = False
@@ -64,19 +65,22 @@ class _MemoryDownload(Download):
 
     # ------------------------------------------------------------- the reader
 
-    async def read(self) -> bytes:
-        while not self._parts:
+    @property
+    def data(self) -> memoryview:
+        return self._buffer.view()
+
+    async def read(self) -> memoryview:
+        while not self._unread:
             if self._error is not None:
                 raise self._error
             if self._complete:
-                return b""
+                return memoryview(b"")
             self._waiter = self._link.loop.create_future()
             try:
                 await self._waiter
             finally:
                 self._waiter = None
-        data = b"".join(self._parts)
-        self._parts.clear()
+        data = self._buffer.view(len(self._buffer) - self._unread)
         self._unread = 0
         self.stats.limit = "cpu" if "cpu" in self._held else "publisher" if "publisher" in self._held else "network"
         self._held.clear()
@@ -87,7 +91,7 @@ class _MemoryDownload(Download):
         self.priority = priority
 
     def cancel(self) -> None:
-        self._parts.clear()
+        self._unread = 0
         if not self.over:
             self.fail(RequestError("cancelled by this side"))
             self._link.forget(self)
@@ -181,7 +185,7 @@ class _MemoryDownload(Download):
         part: bytes | memoryview = self._data[begin : self._sent]
         if len(part) < count:
             part = bytes(part) + bytes(count - len(part))
-        self._parts.append(part)
+        self._buffer.append(part)
         self._unread += count
         self._link.bytes_received += count
         self._wake()
@@ -250,14 +254,21 @@ class MemoryConnection(Connection):
         self._lasts = None if lasts_s is None else self.loop.call_later(lasts_s, self.lose, "the connection timed out")
 
     def fetch(
-        self, namespace: TrackNamespace, track: str, group: int = 0, *, priority: int = 128, limit: int
+        self,
+        namespace: TrackNamespace,
+        track: str,
+        group: int = 0,
+        *,
+        priority: int = 128,
+        limit: int,
+        exact: bool = False,
     ) -> Download:
         """Ask for one group of one track; see `Connection.fetch`."""
         key = (namespace, track, group)
         ask = Ask(self._requests, namespace, track, group, self._asked.get(key, 0))
         self._requests += 1
         self._asked[key] = ask.attempt + 1
-        download = _MemoryDownload(self, ask, priority, limit)
+        download = _MemoryDownload(self, ask, priority, limit, exact=exact)
         if self._lost is not None:
             download.fail(self._lost)
         else:

@@ -54,7 +54,7 @@ async def bring(
                 if skip < len(data):
                     new = data[skip:] if skip else data
                     received += len(new)
-                    take(new)
+                    take(bytes(new))
                 skip = max(0, skip - len(data))
                 end_s = loop.time() + PATIENCE_S
         except TimeoutError as error:

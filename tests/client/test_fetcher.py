@@ -298,7 +298,8 @@ async def test_one_who_joins_late_gets_all_of_it(origin, short):
         begin = await early.read()
         late = two.fetch(*where, 0, limit=size)
         whole = await read_all(late)
-        assert begin + await read_all(early) == whole
+        assert await read_all(early) == whole
+        assert begin == whole[: len(begin)]
         assert late.stats.limit == "network"  # the end of it came over the network
         assert link.requests == 1
         # The first part of it did not.

@@ -214,10 +214,10 @@ class Origin:
 
 def payload(events: Sequence[object]) -> bytes:
     """What `Received` events brought, end to end."""
-    return b"".join(item for event in events for item in event.items if isinstance(item, bytes))  # type: ignore[attr-defined]
+    return b"".join(item for event in events for item in event.items if isinstance(item, memoryview))  # type: ignore[attr-defined]
 
 
 def locations(events: Sequence[object]) -> list[tuple[int, int]]:
     """Where the objects were that `Received` events brought."""
-    found = [item for event in events for item in event.items if not isinstance(item, bytes)]  # type: ignore[attr-defined]
+    found = [item for event in events for item in event.items if not isinstance(item, memoryview)]  # type: ignore[attr-defined]
     return [tuple(item.location) if isinstance(item, RangeEnd) else (item.group, item.object) for item in found]

@@ -36,14 +36,15 @@ def fault(data: str, *how, descending: bool = False) -> SessionCode:
     return caught.value.code
 
 
-def join(items: list[Item]) -> list[Item]:
+def join(items: list[Item]) -> list[object]:
     """The same items, with each payload in one piece."""
-    out: list[Item] = []
+    out: list[object] = []
     for item in items:
-        if isinstance(item, bytes) and out and isinstance(out[-1], bytes):
-            out[-1] += item
+        piece = bytes(item) if isinstance(item, memoryview) else item
+        if isinstance(piece, bytes) and out and isinstance(out[-1], bytes):
+            out[-1] += piece
         else:
-            out.append(item)
+            out.append(piece)
     return out
 
 

@@ -10,7 +10,6 @@ from kvabr.moqt.codes import SessionFault
 from kvabr.moqt.objects import (
     DEFAULT_PRIORITY,
     FetchWriter,
-    Item,
     ObjectHeader,
     ObjectParser,
     RangeEnd,
@@ -34,7 +33,7 @@ ends = st.tuples(st.integers(1, 3), st.integers(0, 9), st.booleans())
 """Of ranges: steps in group and object, and whether nobody knows."""
 
 
-def cut_and_feed(parser: ObjectParser, whole: bytes, data) -> list[Item]:
+def cut_and_feed(parser: ObjectParser, whole: bytes, data) -> list[object]:
     items, at = [], 0
     while at < len(whole):
         size = data.draw(st.integers(1, min(60, len(whole) - at)))
