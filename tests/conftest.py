@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvabr.cli.main import main
-from kvabr.engines.model_loader import Bed, open_bed
+from kvabr.engines.transformers.model_loader import LoadedModel, load_model
 from kvabr.publish.texts import measuring_texts
 from kvabr.store.asset import Asset
 
@@ -31,9 +31,9 @@ ASSET_TOKENS = 300
 
 
 @pytest.fixture(scope="session")
-def bed() -> Bed:
+def bed() -> LoadedModel:
     """SmolLM2 from its package; fails, and says how to install it, where that is missing."""
-    return open_bed("smollm2")
+    return load_model("smollm2")
 
 
 @pytest.fixture(scope="session")

@@ -25,8 +25,8 @@ FLOORS = (
 PENDING = {
     "kvabr.store.group_cache -> kvabr.client.executors",
     "kvabr.store.group_cache -> kvabr.client.metrics",
-    "kvabr.publish.calibrate -> kvabr.engines.model_loader",
-    "kvabr.publish.encoder -> kvabr.engines.model_loader",
+    "kvabr.publish.calibrate -> kvabr.engines.transformers.model_loader",
+    "kvabr.publish.encoder -> kvabr.engines.transformers.model_loader",
 }
 """Imports that are on their way out."""
 BASEMENT = ("data",)

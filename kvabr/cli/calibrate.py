@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from kvabr.cli.display import StageBar
-    from kvabr.engines.model_loader import open_bed
+    from kvabr.engines.transformers.model_loader import load_model
     from kvabr.publish.calibrate import CONTEXTS, STAGES, calibrate
     from kvabr.publish.texts import calibration_texts
     from kvabr.store.files import read_text, write_file
@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
     console = Console(stderr=True)
     start = time.perf_counter()
     with console.status("loading the model"):
-        bed = open_bed(args.model)
+        bed = load_model(args.model)
     with StageBar({stage: f"{stage} (contexts)" for stage in STAGES}, console) as bar:
         profile = calibrate(
             bed,

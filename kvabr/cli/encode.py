@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from kvabr.cli.display import StageBar, mix_rows, mix_table, track_rows, track_table
-    from kvabr.engines.model_loader import open_bed
+    from kvabr.engines.transformers.model_loader import load_model
     from kvabr.publish.encoder import Keeper, cut_prompt, publish
     from kvabr.publish.frames import ordered_tracks
     from kvabr.store.asset_writer import AssetWriter
@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
     console = Console(stderr=True)
     start = time.perf_counter()
     with console.status("loading the model"):
-        bed = open_bed(args.model)
+        bed = load_model(args.model)
     prompt = cut_prompt(bed, text, args.tokens, args.continuation)
     profile = find_profile(bed, args.profile)
     unusual: list[str] = []

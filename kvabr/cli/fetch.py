@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from kvabr.client.result import Played
     from kvabr.client.upgrades import Late
-    from kvabr.engines.model_loader import Bed
+    from kvabr.engines.transformers.model_loader import LoadedModel
     from kvabr.quic.interface import Connection
     from kvabr.telemetry import Telemetry
     from kvabr.types.naming import TrackNamespace
@@ -153,7 +153,7 @@ def _check_places(args: argparse.Namespace) -> None:
 
 def _prompt(
     args: argparse.Namespace, namespace: TrackNamespace | None, console: Console
-) -> tuple[Bed | None, tuple[int, ...]]:
+) -> tuple[LoadedModel | None, tuple[int, ...]]:
     """The model, if one is needed, and the prompt's tokens, if there are any."""
     wanted = args.recompute or args.model
     if args.recompute is not None and args.model not in (None, args.recompute):
@@ -163,12 +163,12 @@ def _prompt(
         if args.text is not None or namespace is None:
             raise UsageError("--text and --tokens need --model: whose tokens are they?")
         return None, tokens
-    from kvabr.engines.model_loader import open_bed
+    from kvabr.engines.transformers.model_loader import load_model
     from kvabr.store.files import read_text
 
     text = None if args.text is None else read_text(args.text)
     with console.status("loading the model"):
-        bed = open_bed(wanted)
+        bed = load_model(wanted)
     if text is not None:
         tokens = tuple(bed.encode(text))
         if not tokens:
@@ -180,7 +180,7 @@ async def _fetch(
     args: argparse.Namespace,
     connecting: Any,
     namespace: TrackNamespace | None,
-    bed: Bed | None,
+    bed: LoadedModel | None,
     tokens: tuple[int, ...],
     lines: list[dict[str, Any]],
     telemetry: Telemetry | None,

@@ -14,7 +14,7 @@ from kvabr.types.errors import AssetError, FormatError, UsageError
 
 if TYPE_CHECKING:
     from kvabr.codec.profile import Profile
-    from kvabr.engines.model_loader import Bed
+    from kvabr.engines.transformers.model_loader import LoadedModel
 
 _ADDRESS = re.compile(r"(?:\[(?P<six>[0-9A-Fa-f:.%\w]+)\]|(?P<host>[^:\[\]\s/]*)):(?P<port>\d{1,5})")
 
@@ -73,7 +73,7 @@ def check_writable(*paths: Path | None) -> None:
             raise UsageError(f"{path}: cannot be written there")
 
 
-def find_profile(bed: Bed, path: Path | None) -> Profile | None:
+def find_profile(bed: LoadedModel, path: Path | None) -> Profile | None:
     """Return the codec profile at ``path``, the one shipped for SmolLM2, or None.
 
     Raises:
@@ -83,7 +83,7 @@ def find_profile(bed: Bed, path: Path | None) -> Profile | None:
     """
     from kvabr.codec.profile import MAX_PROFILE_BYTES, Profile
     from kvabr.data import default_profile_bytes
-    from kvabr.engines import smollm2
+    from kvabr.engines.transformers import smollm2
 
     if path is None:
         return Profile.from_bytes(default_profile_bytes()) if bed.engine.spec.model == smollm2.NAME else None

@@ -275,11 +275,11 @@ def _replay_live(args: argparse.Namespace, matrix: Matrix, asset: Asset, on_prog
 
 def _verify(asset: Asset, report: Report, console: Console) -> None:
     from kvabr.cli.display import PlayBar
-    from kvabr.engines.model_loader import open_bed
+    from kvabr.engines.transformers.model_loader import load_model
     from kvabr.replay.verify import steps_of, verify_play
 
     with console.status("loading the model"):
-        engine = open_bed(asset.catalog.spec.model).engine
+        engine = load_model(asset.catalog.spec.model).engine
     plays = list(zip(report.result["runs"], report.steps, strict=True))
     with PlayBar("verifying", len(plays)) as bar:
         for line, steps in plays:

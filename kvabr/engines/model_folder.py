@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from kvabr.engines import smollm2
+from kvabr.engines.transformers import smollm2
 from kvabr.engines.require import require
 from kvabr.store.files import write_text
 from kvabr.types.errors import ModelError

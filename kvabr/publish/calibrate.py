@@ -13,7 +13,7 @@ from kvabr.codec.fit import PASSES, FitConfig, fit
 from kvabr.codec.group import clean
 from kvabr.codec.payload import raw
 from kvabr.codec.profile import Profile
-from kvabr.engines.model_loader import Bed
+from kvabr.engines.transformers.model_loader import LoadedModel
 from kvabr.types.errors import AssetError, UsageError
 from kvabr.types.kv import KVSpec
 
@@ -62,7 +62,7 @@ def cut_contexts(texts: Mapping[str, Sequence[int]], contexts: int, tokens: int)
 
 
 def calibrate(
-    bed: Bed,
+    bed: LoadedModel,
     texts: Mapping[str, str],
     *,
     contexts: int = CONTEXTS,

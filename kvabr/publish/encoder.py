@@ -10,7 +10,7 @@ import torch
 from kvabr.codec.base import codec
 from kvabr.codec.fit import FitConfig, fit
 from kvabr.codec.profile import Profile
-from kvabr.engines.model_loader import Bed
+from kvabr.engines.transformers.model_loader import LoadedModel
 from kvabr.publish.frames import FrameBook
 from kvabr.publish.mixes import measure_mixes, sample_mixes
 from kvabr.publish.quality import MAX_PASSES, measure_quality
@@ -55,7 +55,7 @@ class Keeper:
         return cls(lambda group, track, frame: kept.__setitem__((group, track), frame), lambda *key: kept[key])
 
 
-def cut_prompt(bed: Bed, text: str, tokens: int, continuation: int) -> Prompt:
+def cut_prompt(bed: LoadedModel, text: str, tokens: int, continuation: int) -> Prompt:
     """The first tokens of a text as a prompt, and the ones after it as its continuation.
 
     Raises:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvabr.engines.generation import Generation
-from kvabr.engines.model_loader import open_bed
+from kvabr.engines.transformers.model_loader import load_model
 from kvabr.types.errors import ModelError
 from tests import tinymodels
 
@@ -17,7 +17,7 @@ PROMPT, TEXT = list(range(40, 140)), list(range(30, 60))
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory):
-    return open_bed(str(tinymodels.save(tmp_path_factory.mktemp("models") / "tiny"))).engine
+    return load_model(str(tinymodels.save(tmp_path_factory.mktemp("models") / "tiny"))).engine
 
 
 def test_steps_say_what_a_score_says(engine):

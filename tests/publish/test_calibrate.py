@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvabr.codec.profile import Profile
-from kvabr.engines.model_loader import open_bed
+from kvabr.engines.transformers.model_loader import load_model
 from kvabr.publish.calibrate import STAGES, calibrate, cut_contexts
 from kvabr.types.errors import ModelError, UsageError
 from tests import tinymodels
@@ -37,13 +37,13 @@ def test_no_text():
 
 
 def test_a_model_of_short_sight_is_calibrated_with_all_that_it_sees(tmp_path):
-    bed = open_bed(str(tinymodels.save(tmp_path, max_position_embeddings=96)))
+    bed = load_model(str(tinymodels.save(tmp_path, max_position_embeddings=96)))
     assert calibrate(bed, {"a": "what it says " * 40}, contexts=2).spec == bed.engine.spec
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_cache_with_numbers_that_are_none_still_calibrates(tmp_path, monkeypatch, value):
-    bed = open_bed(str(tinymodels.save(tmp_path)))
+    bed = load_model(str(tinymodels.save(tmp_path)))
     prefill = type(bed.engine).prefill
 
     def spoilt(engine, tokens, before=None):
@@ -60,7 +60,7 @@ def test_a_cache_with_numbers_that_are_none_still_calibrates(tmp_path, monkeypat
 
 
 def test_a_model_that_says_nothing_finite_is_named(tmp_path):
-    bed = open_bed(str(tinymodels.save(tmp_path)))
+    bed = load_model(str(tinymodels.save(tmp_path)))
     bed.engine._model.lm_head.weight.data[0] = float("nan")
     with pytest.raises(ModelError, match="weights are damaged"):
         calibrate(bed, {"a": "what it says " * 40}, contexts=1, tokens=100)

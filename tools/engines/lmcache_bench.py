@@ -35,7 +35,7 @@ from lmcache.v1.gpu_connector import GPUConnectorInterface  # noqa: E402
 from lmcache.v1.metadata import LMCacheMetadata  # noqa: E402
 
 from kvabr.engines.model_folder import smollm2_folder  # noqa: E402
-from kvabr.engines.model_loader import open_bed  # noqa: E402
+from kvabr.engines.transformers.model_loader import load_model  # noqa: E402
 from kvabr.publish.texts import measuring_texts  # noqa: E402
 from kvabr.replay.live.conditions import Conditions  # noqa: E402
 from kvabr.replay.live.origin import LiveOrigin  # noqa: E402
@@ -160,7 +160,7 @@ class Bench:
         """Compute the cache."""
         smollm2_folder(folder)
         self.model = str(folder)
-        self.bed = open_bed("smollm2")
+        self.bed = load_model("smollm2")
         ids = self.bed.encode(measuring_texts()["manual"])[: tokens + CONTINUATION]
         self.ids, self.rest = ids[:tokens], ids[tokens:]
         self.spec = self.bed.engine.spec

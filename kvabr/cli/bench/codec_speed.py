@@ -108,12 +108,12 @@ def run(args: argparse.Namespace) -> int:
 
 def _subject(model: str, args: argparse.Namespace) -> Subject:
     from kvabr.cli.options import find_profile
-    from kvabr.engines.model_loader import open_bed
+    from kvabr.engines.transformers.model_loader import load_model
     from kvabr.lab.bench import codecs
 
     if model == "llama-8b":
         return codecs.llama(args.work)
-    bed = open_bed(model)
+    bed = load_model(model)
     return codecs.real(bed, find_profile(bed, args.profile))
 
 

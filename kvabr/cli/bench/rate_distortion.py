@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from kvabr.codec.profile import Profile
-    from kvabr.engines.model_loader import Bed
+    from kvabr.engines.transformers.model_loader import LoadedModel
     from kvabr.lab.bench.page import Table
 
 _EPILOG = """\
@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from kvabr.cli.display import StageBar
-    from kvabr.engines.model_loader import open_bed
+    from kvabr.engines.transformers.model_loader import load_model
     from kvabr.lab.bench import rd, tables
     from kvabr.lab.bench.measure import STAGES, Bench
     from kvabr.lab.bench.page import page
@@ -103,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
     check_unseen(texts)
     console = Console(stderr=True)
     with console.status("loading the model"):
-        bed = open_bed(args.model, whole_windows=args.whole_windows)
+        bed = load_model(args.model, whole_windows=args.whole_windows)
     contexts = cut(bed, texts, args.contexts, args.tokens, args.continuation)
     plan = rd.Plan(
         contexts,
@@ -156,7 +156,7 @@ def _check(args: argparse.Namespace) -> None:
         raise UsageError("--group-tokens takes lengths from 1 to 65536, each once")
 
 
-def _profiles(bed: Bed, paths: list[Path] | None) -> dict[str, Profile]:
+def _profiles(bed: LoadedModel, paths: list[Path] | None) -> dict[str, Profile]:
     """Profiles by label: none for the only one, the file's name where there are more."""
     from kvabr.cli.options import find_profile
 

@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     from kvabr.cli.display import StageBar, mix_rows, mix_table, track_rows, track_table
     from kvabr.cli.encode import STAGES
     from kvabr.cli.options import find_profile
-    from kvabr.engines.model_loader import open_bed
+    from kvabr.engines.transformers.model_loader import load_model
     from kvabr.publish.encoder import Keeper, cut_prompt, publish
     from kvabr.publish.frames import ordered_tracks
     from kvabr.publish.texts import measuring_texts
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     tracks = ordered_tracks(args.tracks)
     console = Console(stderr=True)
     with console.status("loading the model"):
-        bed = open_bed(args.model)
+        bed = load_model(args.model)
     profile = find_profile(bed, args.profile)
     prompts = {name: cut_prompt(bed, text, args.tokens, args.continuation) for name, text in texts.items()}
     out = Console()

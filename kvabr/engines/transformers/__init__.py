@@ -20,7 +20,7 @@ from kvabr.engines.transformers.engine import TransformersEngine
 from kvabr.engines.transformers.spec import spec_of
 
 if TYPE_CHECKING:
-    from kvabr.engines.model_loader import engine_of
+    from kvabr.engines.transformers.model_loader import engine_of
     from kvabr.engines.transformers.play import Ready, play_cache, play_cache_async
     from kvabr.engines.transformers.publish import cache_publisher, publish_cache
     from kvabr.engines.transformers.upgrades import Steps
@@ -41,7 +41,7 @@ _HOMES = {
     "Ready": "kvabr.engines.transformers.play",
     "Steps": "kvabr.engines.transformers.upgrades",
     "cache_publisher": "kvabr.engines.transformers.publish",
-    "engine_of": "kvabr.engines.model_loader",
+    "engine_of": "kvabr.engines.transformers.model_loader",
     "play_cache": "kvabr.engines.transformers.play",
     "play_cache_async": "kvabr.engines.transformers.play",
     "publish_cache": "kvabr.engines.transformers.publish",

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from kvabr.engines import model_loader as bed
+from kvabr.engines.transformers import model_loader
 from kvabr.engines.layouts import check_block_size, head_shard
 from kvabr.engines.require import require
 from kvabr.engines.transformers import spec_of

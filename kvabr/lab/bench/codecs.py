@@ -19,7 +19,7 @@ from kvabr.codec.native import coder
 from kvabr.codec.native.model import Index
 from kvabr.codec.native.reference import ideal_bits
 from kvabr.codec.profile import Profile
-from kvabr.engines.model_loader import Bed
+from kvabr.engines.transformers.model_loader import LoadedModel
 from kvabr.lab.bench import synthetic
 from kvabr.lab.bench.cachegen import Quantised
 from kvabr.lab.bench.peers import Peer
@@ -46,7 +46,7 @@ class Subject:
     profile: Profile | None
 
 
-def real(bed: Bed, profile: Profile | None) -> Subject:
+def real(bed: LoadedModel, profile: Profile | None) -> Subject:
     """A group that a model computed, from a text that no profile was calibrated on."""
     prompt = cut_prompt(bed, next(iter(measuring_texts().values())), GROUP_TOKENS, 2)
     group = bed.engine.prefill(prompt.tokens).to(bed.engine.spec.torch_dtype)

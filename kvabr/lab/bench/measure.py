@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from kvabr.engines.model_loader import Bed
+from kvabr.engines.transformers.model_loader import LoadedModel
 from kvabr.lab.bench.needle import Needle, recall
 from kvabr.lab.bench.schemes import Coded, Scheme
 from kvabr.lab.bench.store import Store
@@ -48,7 +48,7 @@ class Findings:
 class Bench:
     """One model, its work folder, and the contexts to measure on."""
 
-    def __init__(self, bed: Bed, store: Store, progress: Progress = lambda _stage, _done, _all: None) -> None:
+    def __init__(self, bed: LoadedModel, store: Store, progress: Progress = lambda _stage, _done, _all: None) -> None:
         self.bed, self.store, self._progress = bed, store, progress
 
     def prefill(self, contexts: Sequence[Context]) -> None:

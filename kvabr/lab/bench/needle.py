@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvabr.engines.model_loader import Bed
+from kvabr.engines.transformers.model_loader import LoadedModel
 from kvabr.lab.bench.texts import Context
 from kvabr.publish.score import ScoringEngine
 from kvabr.types.errors import UsageError
@@ -58,7 +58,7 @@ class Recall:
     """Mean log-probability of the answer's tokens, nats."""
 
 
-def plant(bed: Bed, contexts: Sequence[Context], depths: int = DEPTHS, seed: int = 1) -> Iterator[Needle]:
+def plant(bed: LoadedModel, contexts: Sequence[Context], depths: int = DEPTHS, seed: int = 1) -> Iterator[Needle]:
     """Cases: every context with a code at every depth, as long as the context was.
 
     Args:
@@ -100,7 +100,7 @@ def recall(engine: ScoringEngine, kv: torch.Tensor, needle: Needle) -> Recall:
     return Recall(float(right.double().mean()), bool(right.all()), float(said.mean()))
 
 
-def _ask(bed: Bed, code: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _ask(bed: LoadedModel, code: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Tokens of the question, up to the code, and those of the code."""
     asked, whole = bed.encode(_QUESTION), bed.encode(f"{_QUESTION} {code}")
     same = next((n for n, (a, b) in enumerate(zip(asked, whole, strict=False)) if a != b), len(asked))

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvabr.engines.model_loader import Bed
+from kvabr.engines.transformers.model_loader import LoadedModel
 from kvabr.publish.texts import calibration_texts, measuring_texts, paragraphs
 from kvabr.store.files import read_text
 from kvabr.types.errors import UsageError
@@ -83,7 +83,7 @@ def check_unseen(texts: Mapping[str, str]) -> None:
             )
 
 
-def cut(bed: Bed, texts: Mapping[str, str], each: int, tokens: int, continuation: int) -> list[Context]:
+def cut(bed: LoadedModel, texts: Mapping[str, str], each: int, tokens: int, continuation: int) -> list[Context]:
     """Cut contexts out of texts, evenly spaced, without overlap.
 
     Args:

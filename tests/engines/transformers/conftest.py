@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 
-from kvabr.engines.model_loader import open_bed
+from kvabr.engines.transformers.model_loader import load_model
 from kvabr.engines.transformers import cache_publisher, publish_cache
 from kvabr.server.memory import MemoryConnection, MemoryLink
 from kvabr.store.asset_index import Library
@@ -23,7 +23,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def engine(folder):
-    return open_bed(str(folder)).engine
+    return load_model(str(folder)).engine
 
 
 @pytest.fixture(scope="session")

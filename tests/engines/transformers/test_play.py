@@ -11,7 +11,7 @@ import torch
 
 import kvabr
 from kvabr.engines.adapters import TRANSFORMERS
-from kvabr.engines.model_loader import engine_of, open_bed
+from kvabr.engines.transformers.model_loader import engine_of, load_model
 from kvabr.engines.transformers import TransformersEngine, play_cache, play_cache_async
 from kvabr.server.faults import Fault
 from kvabr.types.cost import PrefillCost
@@ -131,7 +131,7 @@ async def test_an_asset_that_does_not_fit_is_named_and_not_played(origin, engine
 @virtual
 async def test_another_revision_or_tokenizer_finds_nothing(origin, engine, tmp_path):
     """Their caches have other names: weights and tokenizer are part of the prompt's digest."""
-    revised = open_bed(str(tinymodels.save(tmp_path / "tiny-llama", rms_norm_eps=1e-4))).engine
+    revised = load_model(str(tinymodels.save(tmp_path / "tiny-llama", rms_norm_eps=1e-4))).engine
     assert revised.spec.model != engine.spec.model
     retokenized = TransformersEngine(engine.model, replace(engine.spec, tokenizer="another"), context=640)
     async with origin() as link:

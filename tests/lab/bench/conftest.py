@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvabr.codec.fit import fit
-from kvabr.engines.model_loader import open_bed
+from kvabr.engines.transformers.model_loader import load_model
 from kvabr.lab.bench.store import Store
 from kvabr.lab.bench.texts import cut
 from tests.tinymodels import save
@@ -27,7 +27,7 @@ def model_folder(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def tiny(model_folder):
-    return open_bed(str(model_folder))
+    return load_model(str(model_folder))
 
 
 @pytest.fixture(scope="session")

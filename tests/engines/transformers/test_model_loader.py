@@ -11,7 +11,7 @@ import torch
 
 from kvabr.codec.rope import rotate
 from kvabr.engines import require as requirement
-from kvabr.engines.model_loader import engine_of, open_bed
+from kvabr.engines.transformers.model_loader import engine_of, load_model
 from kvabr.engines.transformers import spec_of
 from kvabr.types.engine import Engine, time_prefills
 from kvabr.types.errors import ModelError
@@ -28,7 +28,7 @@ def llama(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def tiny(llama):
-    return open_bed(str(llama))
+    return load_model(str(llama))
 
 
 def test_spec_of_a_directory(tiny):
@@ -43,9 +43,9 @@ def test_spec_of_a_directory(tiny):
 def test_two_models_in_folders_of_one_name_have_two_names(llama, tmp_path):
     same = tinymodels.save(tmp_path / "a" / "tiny-llama")
     other = tinymodels.save(tmp_path / "b" / "tiny-llama", hidden_size=40)
-    first = open_bed(str(llama)).engine.spec
-    assert open_bed(str(same)).engine.spec == first
-    assert open_bed(str(other)).engine.spec.model != first.model
+    first = load_model(str(llama)).engine.spec
+    assert load_model(str(same)).engine.spec == first
+    assert load_model(str(other)).engine.spec.model != first.model
 
 
 def test_the_tokenizer_round_trips(tiny):
@@ -150,7 +150,7 @@ def scaled(kind, **parameters):
 )  # fmt: skip
 def test_the_rotary_embedding_is_what_the_keys_show(tmp_path, kind, changes, rope):
     """Undoing the rotation that the spec names makes the keys of one repeated token the same at every position."""
-    bed = open_bed(str(tinymodels.save(tmp_path / "model", kind, **changes)))
+    bed = load_model(str(tinymodels.save(tmp_path / "model", kind, **changes)))
     assert bed.engine.spec.rope == rope
     if rope is not None:
         assert unturned(bed) < 1e-4
@@ -182,7 +182,7 @@ YARN = {"factor": 16.0, "rope_theta": 5e5, "original_max_position_embeddings": 4
     ],
 )  # fmt: skip
 def test_scaled_embeddings_of_a_real_models_size(tmp_path, changes, factor):
-    bed = open_bed(str(tinymodels.save(tmp_path / "model", head_dim=128, **changes)))
+    bed = load_model(str(tinymodels.save(tmp_path / "model", head_dim=128, **changes)))
     rope = bed.engine.spec.rope
     module = bed.engine._model.model.rotary_emb
     assert torch.allclose(torch.tensor(rope.frequencies), module.inv_freq, rtol=1e-5, atol=0)
@@ -209,7 +209,7 @@ def test_a_model_that_computes_in_16_bits_has_the_same_spec(tmp_path, kind, chan
     import transformers
 
     folder = tinymodels.save(tmp_path / "model", kind, **changes)
-    exact = open_bed(str(folder)).engine.spec
+    exact = load_model(str(folder)).engine.spec
     assert exact.rope is not None
     half = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     assert engine_of(half, folder).spec == exact
@@ -279,19 +279,19 @@ def test_other_attention_is_refused_by_name(tmp_path, kind, changes, message):
     else:
         folder = tinymodels.save(tmp_path / "model", kind, **changes)
     with pytest.raises(ModelError, match=message):
-        open_bed(str(folder))
+        load_model(str(folder))
 
 
 def test_what_is_no_model(tmp_path, llama):
     with pytest.raises(ModelError, match="no such model; give 'smollm2', or a directory"):
-        open_bed(str(tmp_path / "nothing"))
+        load_model(str(tmp_path / "nothing"))
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).write_bytes((llama / name).read_bytes())
     with pytest.raises(ModelError, match=r"no tokenizer\.json"):
-        open_bed(str(tmp_path))
+        load_model(str(tmp_path))
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ModelError, match="cannot load this model"):
-        open_bed(str(tmp_path))
+        load_model(str(tmp_path))
 
 
 def test_pickled_weights_are_not_loaded(tmp_path, llama):
@@ -300,7 +300,7 @@ def test_pickled_weights_are_not_loaded(tmp_path, llama):
         (tmp_path / name).write_bytes((llama / name).read_bytes())
     torch.save({}, tmp_path / "pytorch_model.bin")
     with pytest.raises(ModelError, match="cannot load this model"):
-        open_bed(str(tmp_path))
+        load_model(str(tmp_path))
 
 
 def test_a_missing_package_names_the_command():

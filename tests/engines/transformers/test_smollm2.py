@@ -7,7 +7,7 @@ from importlib import metadata
 import pytest
 import torch
 
-from kvabr.engines import smollm2
+from kvabr.engines.transformers import smollm2
 from kvabr.publish.texts import measuring_texts
 from kvabr.types.errors import ModelError
 from kvabr.types.kv import RopeSpec

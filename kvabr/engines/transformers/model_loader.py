@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from kvabr.engines import smollm2
+from kvabr.engines.transformers import smollm2
 from kvabr.engines.require import quiet_loading, require
 from kvabr.engines.transformers import TransformersEngine, spec_of
 from kvabr.types.errors import ModelError
@@ -21,7 +21,7 @@ SMOLLM2 = "smollm2"
 
 
 @dataclass(frozen=True, slots=True)
-class Bed:
+class LoadedModel:
     """A loaded model that can be published, scored and recomputed with."""
 
     engine: TransformersEngine
@@ -39,7 +39,7 @@ class Bed:
         return text
 
 
-def open_bed(model: str, *, whole_windows: bool = False) -> Bed:
+def load_model(model: str, *, whole_windows: bool = False) -> LoadedModel:
     """Load a model for the CPU, in float32 and without any network.
 
     Args:
@@ -51,11 +51,11 @@ def open_bed(model: str, *, whole_windows: bool = False) -> Bed:
         ModelError: it is not there, something is not installed, or its cache is not plain full attention.
     """
     if model in (SMOLLM2, smollm2.NAME):
-        return Bed(*smollm2.load())
+        return LoadedModel(*smollm2.load())
     return _load_directory(Path(model), whole_windows=whole_windows)
 
 
-def _load_directory(path: Path, *, whole_windows: bool) -> Bed:
+def _load_directory(path: Path, *, whole_windows: bool) -> LoadedModel:
     if not (path / "config.json").is_file():
         raise ModelError(f"{path}: no such model; give {SMOLLM2!r}, or a directory with a transformers model")
     if not (path / "tokenizer.json").is_file():
@@ -71,7 +71,7 @@ def _load_directory(path: Path, *, whole_windows: bool) -> Bed:
         tokenizer = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
     except Exception as error:  # transformers and tokenizers raise what comes to hand, bare Exception included
         raise ModelError(f"{path}: transformers cannot load this model ({error})") from error
-    return Bed(engine_of(model, path, whole_windows=whole_windows), tokenizer)
+    return LoadedModel(engine_of(model, path, whole_windows=whole_windows), tokenizer)
 
 
 def engine_of(model: Any, path: Path | str, *, whole_windows: bool = False) -> TransformersEngine:
