@@ -31,7 +31,7 @@ ASSET_TOKENS = 300
 
 
 @pytest.fixture(scope="session")
-def bed() -> LoadedModel:
+def loaded() -> LoadedModel:
     """SmolLM2 from its package; fails, and says how to install it, where that is missing."""
     return load_model("smollm2")
 

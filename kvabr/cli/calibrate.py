@@ -84,10 +84,10 @@ def run(args: argparse.Namespace) -> int:
     console = Console(stderr=True)
     start = time.perf_counter()
     with console.status("loading the model"):
-        bed = load_model(args.model)
+        loaded = load_model(args.model)
     with StageBar({stage: f"{stage} (contexts)" for stage in STAGES}, console) as bar:
         profile = calibrate(
-            bed,
+            loaded,
             texts,
             contexts=CONTEXTS if args.contexts is None else args.contexts,
             tokens=args.context_tokens,

@@ -88,13 +88,13 @@ def run(args: argparse.Namespace) -> int:
     console = Console(stderr=True)
     start = time.perf_counter()
     with console.status("loading the model"):
-        bed = load_model(args.model)
-    prompt = cut_prompt(bed, text, args.tokens, args.continuation)
-    profile = find_profile(bed, args.profile)
+        loaded = load_model(args.model)
+    prompt = cut_prompt(loaded, text, args.tokens, args.continuation)
+    profile = find_profile(loaded, args.profile)
     unusual: list[str] = []
     with writer, StageBar(STAGES, console) as bar:
         catalog = publish(
-            bed.engine,
+            loaded.engine,
             prompt,
             tracks,
             profile,

@@ -129,11 +129,11 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("--recompute needs the prompt: --tokens or --text")
     _check_places(args)
     console = Console(stderr=True)
-    bed, tokens = _prompt(args, namespace, console)
+    loaded, tokens = _prompt(args, namespace, console)
     lines: list[dict[str, Any]] = []
     with _telemetry(args) as telemetry:
         try:
-            result = asyncio.run(_fetch(args, connecting, namespace, bed, tokens, lines, telemetry, console))
+            result = asyncio.run(_fetch(args, connecting, namespace, loaded, tokens, lines, telemetry, console))
         finally:
             if args.log is not None:
                 _write(args.log, "".join(json.dumps(line) + "\n" for line in lines))
@@ -168,19 +168,19 @@ def _prompt(
 
     text = None if args.text is None else read_text(args.text)
     with console.status("loading the model"):
-        bed = load_model(wanted)
+        loaded = load_model(wanted)
     if text is not None:
-        tokens = tuple(bed.encode(text))
+        tokens = tuple(loaded.encode(text))
         if not tokens:
             raise UsageError(f"{args.text}: is empty")
-    return bed, tokens
+    return loaded, tokens
 
 
 async def _fetch(
     args: argparse.Namespace,
     connecting: Any,
     namespace: TrackNamespace | None,
-    bed: LoadedModel | None,
+    loaded: LoadedModel | None,
     tokens: tuple[int, ...],
     lines: list[dict[str, Any]],
     telemetry: Telemetry | None,
@@ -191,7 +191,7 @@ async def _fetch(
     from kvabr.client.save import save
     from kvabr.store.files import read_salt
 
-    engine = bed.engine if bed is not None and args.recompute is not None else None
+    engine = loaded.engine if loaded is not None and args.recompute is not None else None
     options: dict[str, Any] = {
         "deadline": args.deadline,
         "policy": args.policy,
@@ -213,7 +213,7 @@ async def _fetch(
             if namespace is not None:
                 played = await play_asset(origin, namespace, tokens=tokens, watch=overlay.show, **options)
             else:
-                spec = None if bed is None else bed.engine.spec
+                spec = None if loaded is None else loaded.engine.spec
                 played = await play(origin, tokens, spec=spec, watch=overlay.show, **options)
         result = _result(args, origin, played, connect_s)
         if args.out is not None:

@@ -73,7 +73,7 @@ def check_writable(*paths: Path | None) -> None:
             raise UsageError(f"{path}: cannot be written there")
 
 
-def find_profile(bed: LoadedModel, path: Path | None) -> Profile | None:
+def find_profile(loaded: LoadedModel, path: Path | None) -> Profile | None:
     """Return the codec profile at ``path``, the one shipped for SmolLM2, or None.
 
     Raises:
@@ -86,11 +86,11 @@ def find_profile(bed: LoadedModel, path: Path | None) -> Profile | None:
     from kvabr.engines.transformers import smollm2
 
     if path is None:
-        return Profile.from_bytes(default_profile_bytes()) if bed.engine.spec.model == smollm2.NAME else None
+        return Profile.from_bytes(default_profile_bytes()) if loaded.engine.spec.model == smollm2.NAME else None
     try:
         with path.open("rb") as file:
             profile = Profile.from_bytes(file.read(MAX_PROFILE_BYTES + 1))
-        profile.check(bed.engine.spec)
+        profile.check(loaded.engine.spec)
     except OSError as error:
         raise AssetError(f"{path}: cannot be read ({error.strerror}); `kvabr calibrate` makes a profile") from error
     except FormatError as error:

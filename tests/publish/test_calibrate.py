@@ -37,14 +37,14 @@ def test_no_text():
 
 
 def test_a_model_of_short_sight_is_calibrated_with_all_that_it_sees(tmp_path):
-    bed = load_model(str(tinymodels.save(tmp_path, max_position_embeddings=96)))
-    assert calibrate(bed, {"a": "what it says " * 40}, contexts=2).spec == bed.engine.spec
+    loaded = load_model(str(tinymodels.save(tmp_path, max_position_embeddings=96)))
+    assert calibrate(loaded, {"a": "what it says " * 40}, contexts=2).spec == loaded.engine.spec
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_cache_with_numbers_that_are_none_still_calibrates(tmp_path, monkeypatch, value):
-    bed = load_model(str(tinymodels.save(tmp_path)))
-    prefill = type(bed.engine).prefill
+    loaded = load_model(str(tinymodels.save(tmp_path)))
+    prefill = type(loaded.engine).prefill
 
     def spoilt(engine, tokens, before=None):
         kv = prefill(engine, tokens, before).clone()
@@ -52,28 +52,28 @@ def test_a_cache_with_numbers_that_are_none_still_calibrates(tmp_path, monkeypat
             kv[1, 0, 0, 7, 3] = value
         return kv
 
-    good = calibrate(bed, {"a": "what it says " * 40}, contexts=2, tokens=200)
-    monkeypatch.setattr(type(bed.engine), "prefill", spoilt)
-    made = calibrate(bed, {"a": "what it says " * 40}, contexts=2, tokens=200)
+    good = calibrate(loaded, {"a": "what it says " * 40}, contexts=2, tokens=200)
+    monkeypatch.setattr(type(loaded.engine), "prefill", spoilt)
+    made = calibrate(loaded, {"a": "what it says " * 40}, contexts=2, tokens=200)
     assert Profile.from_bytes(made.to_bytes()).digest == made.digest
     assert float((made.transform.norm / good.transform.norm).log().abs().max()) < 0.3
 
 
 def test_a_model_that_says_nothing_finite_is_named(tmp_path):
-    bed = load_model(str(tinymodels.save(tmp_path)))
-    bed.engine._model.lm_head.weight.data[0] = float("nan")
+    loaded = load_model(str(tinymodels.save(tmp_path)))
+    loaded.engine._model.lm_head.weight.data[0] = float("nan")
     with pytest.raises(ModelError, match="weights are damaged"):
-        calibrate(bed, {"a": "what it says " * 40}, contexts=1, tokens=100)
+        calibrate(loaded, {"a": "what it says " * 40}, contexts=1, tokens=100)
 
 
 @pytest.mark.model
-def test_a_profile_of_a_real_model(bed):
+def test_a_profile_of_a_real_model(loaded):
     seen = []
-    profile = calibrate(bed, {"a": "some text " * 200}, contexts=2, tokens=64, progress=lambda *at: seen.append(at))
+    profile = calibrate(loaded, {"a": "some text " * 200}, contexts=2, tokens=64, progress=lambda *at: seen.append(at))
     assert seen == [(stage, done, 2) for stage in STAGES for done in (1, 2)]
-    profile.check(bed.engine.spec)
+    profile.check(loaded.engine.spec)
     assert Profile.from_bytes(profile.to_bytes()).digest == profile.digest
     # The model minds some channels more than others, and its profile knows.
     assert float(profile.transform.norm.max() / profile.transform.norm.min()) > 3
     with pytest.raises(UsageError, match="16 to 8192 tokens"):
-        calibrate(bed, {"a": "x"}, tokens=8193)
+        calibrate(loaded, {"a": "x"}, tokens=8193)

@@ -101,18 +101,18 @@ def test_steps_of_a_record():
 
 
 @pytest.mark.model
-def test_smollm2_with_forced_misses(asset, bed):
+def test_smollm2_with_forced_misses(asset, loaded):
     """The first group late and recomputed exactly, a hole, a missing end: none is left, all are predicted."""
     for steps in (
         [FetchStep(0, "Int4"), FetchStep(2, "FP8"), ComputeStep(1, 2)],
         [FetchStep(0, "FP8"), ComputeStep(1, 3)],
         [FetchStep(2, "Int4"), FetchStep(1, "AC-5x"), FetchStep(1, "FP8"), ComputeStep(0, 1)],
     ):
-        verified = verify_play(asset, bed.engine, steps)
+        verified = verify_play(asset, loaded.engine, steps)
         assert 0.5 < verified.predicted / verified.kl < 2.0, (steps, verified)
         assert verified.top1 > 0.8
-    exact = verify_play(asset, bed.engine, [ComputeStep(0, 1), ComputeStep(1, 3)])
+    exact = verify_play(asset, loaded.engine, [ComputeStep(0, 1), ComputeStep(1, 3)])
     assert exact.kl < 1e-6
-    fp16 = verify_play(asset, bed.engine, [FetchStep(group, "FP16") for group in range(3)])
+    fp16 = verify_play(asset, loaded.engine, [FetchStep(group, "FP16") for group in range(3)])
     assert fp16.kl < 1e-5
     assert fp16.predicted == predicted_loss(asset.catalog, ["FP16"] * 3)

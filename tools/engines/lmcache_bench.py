@@ -34,13 +34,13 @@ from lmcache.v1.config import LMCacheEngineConfig  # noqa: E402
 from lmcache.v1.gpu_connector import GPUConnectorInterface  # noqa: E402
 from lmcache.v1.metadata import LMCacheMetadata  # noqa: E402
 
-from kvabr.engines.model_folder import smollm2_folder  # noqa: E402
 from kvabr.engines.transformers.model_loader import load_model  # noqa: E402
 from kvabr.publish.texts import measuring_texts  # noqa: E402
 from kvabr.replay.live.conditions import Conditions  # noqa: E402
 from kvabr.replay.live.origin import LiveOrigin  # noqa: E402
 from kvabr.replay.live.shaper import Shaper  # noqa: E402
 from kvabr.replay.synth import synthesise  # noqa: E402
+from tests.engines.smollm2_folder import smollm2_folder  # noqa: E402
 
 CHUNK, CONTINUATION = 256, 64
 PREFIX = "remote_storage_plugin.kvabr."
@@ -160,14 +160,14 @@ class Bench:
         """Compute the cache."""
         smollm2_folder(folder)
         self.model = str(folder)
-        self.bed = load_model("smollm2")
-        ids = self.bed.encode(measuring_texts()["manual"])[: tokens + CONTINUATION]
+        self.loaded = load_model("smollm2")
+        ids = self.loaded.encode(measuring_texts()["manual"])[: tokens + CONTINUATION]
         self.ids, self.rest = ids[:tokens], ids[tokens:]
-        self.spec = self.bed.engine.spec
+        self.spec = self.loaded.engine.spec
         start = time.perf_counter()
-        self.exact = self.bed.engine.prefill(self.ids).half()
+        self.exact = self.loaded.engine.prefill(self.ids).half()
         self.prefill_s = time.perf_counter() - start
-        self.wanted = self.bed.engine.score(self.exact.float(), self.rest)
+        self.wanted = self.loaded.engine.score(self.exact.float(), self.rest)
         width = self.spec.kv_heads * self.spec.head_dim
         self.cache = self.exact.permute(1, 0, 3, 2, 4).reshape(2, self.spec.layers, tokens, width).contiguous()
         self.tokens = torch.tensor(self.ids)
@@ -215,7 +215,7 @@ class Bench:
         kv = into.reshape(2, spec.layers, -1, spec.kv_heads, spec.head_dim).permute(1, 0, 3, 2, 4)
         kl = None
         if got == len(self.ids):
-            said = self.bed.engine.score(kv.float(), self.rest)
+            said = self.loaded.engine.score(kv.float(), self.rest)
             kl = float((self.wanted.exp() * (self.wanted - said)).sum(-1).mean())
         return {"seconds": seconds, "tokens": got, "kl": kl, "exact": torch.equal(into, self.cache)}
 

@@ -113,8 +113,8 @@ def _subject(model: str, args: argparse.Namespace) -> Subject:
 
     if model == "llama-8b":
         return codecs.llama(args.work)
-    bed = load_model(model)
-    return codecs.real(bed, find_profile(bed, args.profile))
+    loaded = load_model(model)
+    return codecs.real(loaded, find_profile(loaded, args.profile))
 
 
 def _coder_table(rows: Sequence[dict[str, Any]]) -> Table:

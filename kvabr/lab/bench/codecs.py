@@ -46,11 +46,11 @@ class Subject:
     profile: Profile | None
 
 
-def real(bed: LoadedModel, profile: Profile | None) -> Subject:
+def real(loaded: LoadedModel, profile: Profile | None) -> Subject:
     """A group that a model computed, from a text that no profile was calibrated on."""
-    prompt = cut_prompt(bed, next(iter(measuring_texts().values())), GROUP_TOKENS, 2)
-    group = bed.engine.prefill(prompt.tokens).to(bed.engine.spec.torch_dtype)
-    return Subject(bed.engine.spec.model, bed.engine.spec, group, profile)
+    prompt = cut_prompt(loaded, next(iter(measuring_texts().values())), GROUP_TOKENS, 2)
+    group = loaded.engine.prefill(prompt.tokens).to(loaded.engine.spec.torch_dtype)
+    return Subject(loaded.engine.spec.model, loaded.engine.spec, group, profile)
 
 
 def llama(work: Path) -> Subject:

@@ -48,8 +48,10 @@ class Findings:
 class Bench:
     """One model, its work folder, and the contexts to measure on."""
 
-    def __init__(self, bed: LoadedModel, store: Store, progress: Progress = lambda _stage, _done, _all: None) -> None:
-        self.bed, self.store, self._progress = bed, store, progress
+    def __init__(
+        self, loaded: LoadedModel, store: Store, progress: Progress = lambda _stage, _done, _all: None
+    ) -> None:
+        self.loaded, self.store, self._progress = loaded, store, progress
 
     def prefill(self, contexts: Sequence[Context]) -> None:
         """Compute the caches that are not in the work folder yet."""
@@ -60,7 +62,7 @@ class Bench:
     def cache(self, context: Context) -> torch.Tensor:
         """The exact cache of a context, in the element type of the published cache."""
         key = token_key(context.tokens)
-        return self.store.cache(key, len(context.tokens), lambda: compute_cache(self.bed.engine, context.tokens))
+        return self.store.cache(key, len(context.tokens), lambda: compute_cache(self.loaded.engine, context.tokens))
 
     def quality(self, schemes: Sequence[Scheme], contexts: Sequence[Context]) -> dict[str, dict[str, Row]]:
         """Size and loss of every scheme on every context.
@@ -78,7 +80,7 @@ class Bench:
                 if row is None:
                     if exact is None:
                         cache = self.cache(context)
-                        exact = cache, Reference(self.bed.engine, cache, context.continuation)
+                        exact = cache, Reference(self.loaded.engine, cache, context.continuation)
                     row = self.store.keep(key, _cost(scheme, *exact))
                 out[scheme.name][context.name] = row
                 next(steps)
@@ -113,7 +115,7 @@ class Bench:
                 if row is None:
                     cache = self._planted(needle) if cache is None else cache
                     kv = cache if scheme is None else _decoded(scheme.code(cache))
-                    row = self.store.keep(key, asdict(recall(self.bed.engine, kv, needle)))
+                    row = self.store.keep(key, asdict(recall(self.loaded.engine, kv, needle)))
                 out[name][needle.name] = row
                 next(steps)
         return out
@@ -129,7 +131,7 @@ class Bench:
 
         def compute() -> torch.Tensor:
             before = self.cache(needle.context)[:, :, :, : needle.at]
-            rest = self.bed.engine.prefill(needle.tokens[needle.at :], before if needle.at else None)
+            rest = self.loaded.engine.prefill(needle.tokens[needle.at :], before if needle.at else None)
             return torch.cat((before, rest.to(before.dtype)), dim=3)
 
         return self.store.cache(token_key(needle.tokens), len(needle.tokens), compute)

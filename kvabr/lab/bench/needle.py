@@ -58,11 +58,11 @@ class Recall:
     """Mean log-probability of the answer's tokens, nats."""
 
 
-def plant(bed: LoadedModel, contexts: Sequence[Context], depths: int = DEPTHS, seed: int = 1) -> Iterator[Needle]:
+def plant(loaded: LoadedModel, contexts: Sequence[Context], depths: int = DEPTHS, seed: int = 1) -> Iterator[Needle]:
     """Cases: every context with a code at every depth, as long as the context was.
 
     Args:
-        bed: whose tokenizer counts.
+        loaded: whose tokenizer counts.
         contexts: the texts.
         depths: places in each.
         seed: of the codes.
@@ -74,8 +74,8 @@ def plant(bed: LoadedModel, contexts: Sequence[Context], depths: int = DEPTHS, s
     for context in contexts:
         for depth in range(depths):
             code = str(dice.randrange(10 ** (_DIGITS - 1), 10**_DIGITS))
-            planted = bed.encode(_PLANTED.format(code=code))
-            question, answer = _ask(bed, code)
+            planted = loaded.encode(_PLANTED.format(code=code))
+            question, answer = _ask(loaded, code)
             room = len(context.tokens) - len(planted)
             if room < depths:
                 raise UsageError(f"a code of {len(planted)} tokens does not fit a text of {len(context.tokens)}")
@@ -100,11 +100,11 @@ def recall(engine: ScoringEngine, kv: torch.Tensor, needle: Needle) -> Recall:
     return Recall(float(right.double().mean()), bool(right.all()), float(said.mean()))
 
 
-def _ask(bed: LoadedModel, code: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _ask(loaded: LoadedModel, code: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Tokens of the question, up to the code, and those of the code."""
-    asked, whole = bed.encode(_QUESTION), bed.encode(f"{_QUESTION} {code}")
+    asked, whole = loaded.encode(_QUESTION), loaded.encode(f"{_QUESTION} {code}")
     same = next((n for n, (a, b) in enumerate(zip(asked, whole, strict=False)) if a != b), len(asked))
     # A space of its own before the digits is the question's: it carries nothing.
-    while same + 1 < len(whole) and not bed.decode(whole[same : same + 1]).strip():
+    while same + 1 < len(whole) and not loaded.decode(whole[same : same + 1]).strip():
         same += 1
     return tuple(whole[:same]), tuple(whole[same:])

@@ -84,7 +84,7 @@ def run(bench: Bench, plan: Plan) -> tuple[Findings, dict[str, str], list[str]]:
         for size, resized in schemes.resized.items():
             findings.sizes[size] = bench.sizes(resized, plan.contexts)
         if plan.retrieval:
-            needles = list(plant(bench.bed, plan.contexts[: plan.retrieval]))
+            needles = list(plant(bench.loaded, plan.contexts[: plan.retrieval]))
             findings.recall = bench.recall(schemes.recalled, needles)
     return findings, {scheme.name: scheme.family for scheme in schemes.coded}, notes
 

@@ -83,11 +83,11 @@ def check_unseen(texts: Mapping[str, str]) -> None:
             )
 
 
-def cut(bed: LoadedModel, texts: Mapping[str, str], each: int, tokens: int, continuation: int) -> list[Context]:
+def cut(loaded: LoadedModel, texts: Mapping[str, str], each: int, tokens: int, continuation: int) -> list[Context]:
     """Cut contexts out of texts, evenly spaced, without overlap.
 
     Args:
-        bed: whose tokenizer and length of context count.
+        loaded: whose tokenizer and length of context count.
         texts: by domain.
         each: contexts of each domain.
         tokens: length of a prompt.
@@ -97,14 +97,14 @@ def cut(bed: LoadedModel, texts: Mapping[str, str], each: int, tokens: int, cont
         UsageError: a text is too short for so many, or the model cannot see so many tokens.
     """
     length = tokens + continuation
-    if length > bed.engine.context:
+    if length > loaded.engine.context:
         raise UsageError(
-            f"{tokens} tokens and {continuation} after them are more than {bed.engine.spec.model} can see "
-            f"({bed.engine.context}): ask for fewer"
+            f"{tokens} tokens and {continuation} after them are more than {loaded.engine.spec.model} can see "
+            f"({loaded.engine.context}): ask for fewer"
         )
     out = []
     for domain, text in texts.items():
-        ids = bed.encode(text)
+        ids = loaded.encode(text)
         if len(ids) < each * length:
             raise UsageError(
                 f"the text for {domain} has {len(ids)} tokens, too few for {each} contexts of {length}: "

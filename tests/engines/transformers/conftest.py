@@ -6,8 +6,8 @@ from functools import partial
 
 import pytest
 
-from kvabr.engines.transformers.model_loader import load_model
 from kvabr.engines.transformers import cache_publisher, publish_cache
+from kvabr.engines.transformers.model_loader import load_model
 from kvabr.server.memory import MemoryConnection, MemoryLink
 from kvabr.store.asset_index import Library
 from kvabr.store.grants import EVERYTHING

@@ -11,8 +11,8 @@ import torch
 
 from kvabr.codec.rope import rotate
 from kvabr.engines import require as requirement
-from kvabr.engines.transformers.model_loader import engine_of, load_model
 from kvabr.engines.transformers import spec_of
+from kvabr.engines.transformers.model_loader import engine_of, load_model
 from kvabr.types.engine import Engine, time_prefills
 from kvabr.types.errors import ModelError
 from kvabr.types.kv import KVSpec, RopeSpec
@@ -150,16 +150,16 @@ def scaled(kind, **parameters):
 )  # fmt: skip
 def test_the_rotary_embedding_is_what_the_keys_show(tmp_path, kind, changes, rope):
     """Undoing the rotation that the spec names makes the keys of one repeated token the same at every position."""
-    bed = load_model(str(tinymodels.save(tmp_path / "model", kind, **changes)))
-    assert bed.engine.spec.rope == rope
+    loaded = load_model(str(tinymodels.save(tmp_path / "model", kind, **changes)))
+    assert loaded.engine.spec.rope == rope
     if rope is not None:
-        assert unturned(bed) < 1e-4
+        assert unturned(loaded) < 1e-4
 
 
-def unturned(bed):
+def unturned(loaded):
     """How far the keys of one token, turned back, differ between positions, of the largest."""
-    keys = bed.engine.prefill([7] * 600)[0, 0].float()
-    plain = rotate(keys, bed.engine.spec.rope, 0, undo=True)
+    keys = loaded.engine.prefill([7] * 600)[0, 0].float()
+    plain = rotate(keys, loaded.engine.spec.rope, 0, undo=True)
     return float((plain - plain[:, :1]).abs().max() / plain.abs().max())
 
 
@@ -182,16 +182,16 @@ YARN = {"factor": 16.0, "rope_theta": 5e5, "original_max_position_embeddings": 4
     ],
 )  # fmt: skip
 def test_scaled_embeddings_of_a_real_models_size(tmp_path, changes, factor):
-    bed = load_model(str(tinymodels.save(tmp_path / "model", head_dim=128, **changes)))
-    rope = bed.engine.spec.rope
-    module = bed.engine._model.model.rotary_emb
+    loaded = load_model(str(tinymodels.save(tmp_path / "model", head_dim=128, **changes)))
+    rope = loaded.engine.spec.rope
+    module = loaded.engine._model.model.rotary_emb
     assert torch.allclose(torch.tensor(rope.frequencies), module.inv_freq, rtol=1e-5, atol=0)
     assert rope.factor == pytest.approx(factor, rel=1e-8)
     assert module.attention_scaling == pytest.approx(factor, rel=1e-8)
     assert rope.frequencies[0] == 1.0
     assert rope.frequencies[-1] < 0.2 * 5e5 ** (-126 / 128)
-    assert unturned(bed) < 1e-4
-    spec = bed.engine.spec
+    assert unturned(loaded) < 1e-4
+    spec = loaded.engine.spec
     assert KVSpec.from_json(json.loads(json.dumps(spec.to_json()))) == spec
 
 

@@ -11,8 +11,8 @@ import torch
 
 import kvabr
 from kvabr.engines.adapters import TRANSFORMERS
-from kvabr.engines.transformers.model_loader import engine_of, load_model
 from kvabr.engines.transformers import TransformersEngine, play_cache, play_cache_async
+from kvabr.engines.transformers.model_loader import engine_of, load_model
 from kvabr.server.faults import Fault
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import ModelError, PlayError, UsageError

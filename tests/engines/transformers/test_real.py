@@ -16,12 +16,12 @@ from kvabr.store.grants import EVERYTHING
 pytestmark = pytest.mark.model
 
 
-def text(bed, ids, cache=None):
+def text(loaded, ids, cache=None):
     given = torch.tensor([ids])
-    output = bed.engine.model.generate(
+    output = loaded.engine.model.generate(
         given, attention_mask=torch.ones_like(given), past_key_values=cache, max_new_tokens=16, do_sample=False
     )
-    return bed.decode(output[0, len(ids) :].tolist())
+    return loaded.decode(output[0, len(ids) :].tolist())
 
 
 @pytest.fixture(scope="module")
@@ -31,20 +31,20 @@ def prompt(asset):
 
 
 @pytest.fixture(scope="module")
-def cold(bed, prompt):
-    return text(bed, prompt)
+def cold(loaded, prompt):
+    return text(loaded, prompt)
 
 
 @pytest.mark.parametrize(("track", "lost"), [("FP16", None), ("Int8", None), ("FP16", 1)])
-async def test_the_same_greedy_text(bed, asset, prompt, cold, track, lost):
+async def test_the_same_greedy_text(loaded, asset, prompt, cold, track, lost):
     def faults(ask):
         return Fault(refuse=0x10) if ask.group == lost and ask.track in asset.catalog.by_name else None
 
     find = partial(Library(asset.path).find, EVERYTHING)
     async with MemoryConnection(find, MemoryLink(1e8, 0.01), faults=faults) as link:
         ready = await play_cache_async(
-            link, bed.engine, prompt, deadline=20.0, policy=f"fixed:{track}", gpu_price=float("inf")
+            link, loaded.engine, prompt, deadline=20.0, policy=f"fixed:{track}", gpu_price=float("inf")
         )
     assert ready.tokens == 300
     assert ready.played.coverage == tuple("recomputed" if group == lost else track for group in range(3))
-    assert text(bed, prompt, ready.cache) == cold
+    assert text(loaded, prompt, ready.cache) == cold

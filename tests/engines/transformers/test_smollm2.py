@@ -15,12 +15,12 @@ from kvabr.types.kv import RopeSpec
 pytestmark = pytest.mark.model
 
 
-def test_spec(bed):
-    spec = bed.engine.spec
+def test_spec(loaded):
+    spec = loaded.engine.spec
     assert (spec.model, spec.layers, spec.kv_heads, spec.head_dim) == (smollm2.NAME, 30, 3, 64)
     assert spec.rope == RopeSpec(100000.0, 64, "half")
     assert (spec.dtype, spec.fp16_bytes(1)) == ("float16", 23_040)
-    assert (bed.engine.context, bed.engine.mode, bed.engine.dtype) == (8192, "hole", torch.float32)
+    assert (loaded.engine.context, loaded.engine.mode, loaded.engine.dtype) == (8192, "hole", torch.float32)
 
 
 @pytest.mark.parametrize(
@@ -36,33 +36,33 @@ def test_spec(bed):
         measuring_texts()["source"][:20_000],
     ],
 )
-def test_the_tokenizer_round_trips(bed, text):
-    tokens = bed.encode(text)
-    assert bed.decode(tokens) == text
+def test_the_tokenizer_round_trips(loaded, text):
+    tokens = loaded.encode(text)
+    assert loaded.decode(tokens) == text
     assert all(0 <= token < 49152 for token in tokens)
 
 
-def test_tokens_are_those_of_the_model(bed):
+def test_tokens_are_those_of_the_model(loaded):
     """Digits one by one, words with their space, special tokens whole: as the model was trained."""
-    assert [bed.decode([token]) for token in bed.encode("Hello world 2024")] == [
+    assert [loaded.decode([token]) for token in loaded.encode("Hello world 2024")] == [
         "Hello", " world", " ", "2", "0", "2", "4",
     ]  # fmt: skip
-    assert bed.encode("<|im_start|>") == [1]
-    assert bed.encode("<|im_end|>") == [2]
+    assert loaded.encode("<|im_start|>") == [1]
+    assert loaded.encode("<|im_end|>") == [2]
 
 
-def test_the_model_reads_english(bed):
+def test_the_model_reads_english(loaded):
     """Wrongly permuted or transposed weights would leave it guessing among 49,152 tokens: 10.8 nats."""
-    tokens = bed.encode(measuring_texts()["manual"][:4000])[:400]
-    scores = bed.engine.score(bed.engine.prefill(tokens[:200]), tokens[200:])
+    tokens = loaded.encode(measuring_texts()["manual"][:4000])[:400]
+    scores = loaded.engine.score(loaded.engine.prefill(tokens[:200]), tokens[200:])
     following = torch.tensor(tokens[201:])[:, None]
     assert -scores[:-1].gather(1, following).mean() < 3.0
 
 
-def test_a_hole_is_filled_exactly(bed):
-    tokens = bed.encode(measuring_texts().get("licence", "text " * 300))[:384]
-    whole = bed.engine.prefill(tokens)
-    hole = bed.engine.prefill(tokens[128:256], whole[:, :, :, :128])
+def test_a_hole_is_filled_exactly(loaded):
+    tokens = loaded.encode(measuring_texts().get("licence", "text " * 300))[:384]
+    whole = loaded.engine.prefill(tokens)
+    hole = loaded.engine.prefill(tokens[128:256], whole[:, :, :, :128])
     assert (hole - whole[:, :, :, 128:256]).abs().max() < 1e-3
 
 

@@ -9,11 +9,11 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed: tools/engine-vllm makes an environment that has it")
 
-from kvabr.engines.model_folder import smollm2_folder
 from kvabr.engines.transformers.model_loader import folder_name, folder_tokenizer
 from kvabr.engines.vllm.model import rope_of_config, served_model
 from kvabr.engines.vllm.options import Options
 from kvabr.types.errors import UsageError
+from tests.engines.smollm2_folder import smollm2_folder
 from tests.engines.vllm.engine import ENVIRONMENT, transfer
 
 pytestmark = pytest.mark.model

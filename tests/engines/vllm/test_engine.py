@@ -12,11 +12,11 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed: tools/engine-vllm makes an environment that has it")
 
 from kvabr.engines.adapters import VLLM
-from kvabr.engines.model_folder import smollm2_folder
 from kvabr.replay.live.conditions import Conditions
 from kvabr.replay.live.shaper import Shaper
 from kvabr.replay.trace import BYTES_PER_MBIT, Trace
 from kvabr.types.catalog import Catalog
+from tests.engines.smollm2_folder import smollm2_folder
 from tests.engines.vllm.engine import TEXT, RealEngine, prompts_of
 from tests.engines.vllm.origin import ServedFolder
 
