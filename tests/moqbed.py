@@ -1,4 +1,4 @@
-"""Beds for tests of what is built on moq-rs: origins, raw servers of its own, and a path that can be cut."""
+"""An origin to dial, servers of moq-rs (an independent peer), and a path that can be cut."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import contextlib
 import pytest
 import structlog
 
-from kvabr.quic import moq_dial as moqrs
+from kvabr.quic.connect import dial
 from kvabr.quic.options import DialOptions
 from kvabr.server.certificates import check, development
 from kvabr.server.metrics import Metrics
-from kvabr.server.moq_server import MoqServer
+from kvabr.server.quic_server import QuicServer
 from kvabr.server.server import ServerLimits
 from kvabr.store.asset_index import Library
 
@@ -23,10 +23,10 @@ LOG = structlog.get_logger()
 
 @contextlib.asynccontextmanager
 async def origin(root, *, grants=None, limits=None, port=0, tls=None):
-    """A kvabr origin on moq-rs; its fingerprint is at hand."""
+    """A kvabr origin, with its fingerprint."""
     with contextlib.ExitStack() as stack:
         tls = tls or stack.enter_context(development())
-        server = MoqServer(Library(root, grants), "127.0.0.1", port, tls, limits or ServerLimits(), LOG, Metrics())
+        server = QuicServer(Library(root, grants), "127.0.0.1", port, tls, limits or ServerLimits(), LOG, Metrics())
         server.fingerprint = check(tls).fingerprint
         async with server:
             yield server
@@ -39,7 +39,7 @@ def options(server, **more):
 
 async def dialled(server, **more):
     """A connection to it."""
-    return await moqrs.dial(options(server, **more))
+    return await dial(options(server, **more))
 
 
 class RawServer:

@@ -26,17 +26,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     trust.add_argument(
         "--fingerprint",
         metavar="HEX",
-        help="SHA-256 of the only certificate to trust (moq, which auto may take, does not look at its dates)",
+        help="SHA-256 of the only certificate to trust",
     )
     trust.add_argument(
         "--insecure", action="store_true", help="trust any certificate: token and cache are then anybody's"
     )
     network.add_argument(
         "--quic",
-        choices=("auto", "aioquic", "qh3", "moq"),
+        choices=("auto", "aioquic", "qh3"),
         default="auto",
-        help="QUIC library (default: the fastest that is installed and that the origin speaks; qh3 is quicker for "
-        "short plays over long round trips)",
+        help="QUIC library (default: qh3 if it is installed, else aioquic)",
     )
     network.add_argument("--timeout", type=float, default=5.0, metavar="S", help="seconds to connect in (default: 5)")
 

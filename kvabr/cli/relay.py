@@ -80,7 +80,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     trust.add_argument("--upstream-insecure", action="store_true", help="trust any certificate of the origin's")
     upstream.add_argument(
         "--upstream-quic",
-        choices=("auto", "aioquic", "qh3", "moq"),
+        choices=("auto", "aioquic", "qh3"),
         default="auto",
         help="QUIC library towards the origin (default: the fastest that is installed and that it speaks)",
     )

@@ -38,8 +38,8 @@ for the file given with --tokens:
 "assets" in an entry are patterns of the asset's folder below ROOT, such as "team-a/*", "models" patterns of the model's
 name. The file is read again when it changes. Without --tokens everyone who can reach the address may read everything.
 
-SIGTERM or Ctrl-C: clients are sent away (by GOAWAY; moq refuses their requests instead), and what is under way is
-finished for --drain seconds. A second one ends it at once.
+SIGTERM or Ctrl-C: clients are sent away by GOAWAY, and what is under way is finished for --drain seconds. A second one
+ends it at once.
 """
 
 _LIMITS = {
@@ -47,9 +47,7 @@ _LIMITS = {
     "requests_per_connection": "requests in flight on one connection",
     "requests": "requests in flight, all connections together",
     "requests_per_s": "requests per second of one connection, and as many changes of priorities",
-    "buffered_bytes_per_connection": "bytes handed to moq-rs and not yet sent, of one connection",
-    "buffered_bytes": "the same, all connections together",
-    "idle_s": "seconds until a silent connection is closed (not with moq)",
+    "idle_s": "seconds until a silent connection is closed",
     "handshake_s": "seconds that connecting may take",
 }
 
@@ -75,10 +73,9 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dev", action="store_true", help="make a certificate for this run instead")
     parser.add_argument(
         "--quic",
-        choices=("auto", "aioquic", "qh3", "moq"),
+        choices=("auto", "aioquic", "qh3"),
         default="auto",
-        help="QUIC library (default: auto, the fastest installed that will do: moq, then qh3, then aioquic; moq will "
-        "not with --tokens, nor with groups above 32 MiB)",
+        help="QUIC library (default: qh3 if it is installed, else aioquic)",
     )
     parser.add_argument("--tokens", type=Path, metavar="F", help="who may read what, JSON (default: all read all)")
     parser.add_argument("--new-token", action="store_true", help="print a fresh token and its entry, and exit")

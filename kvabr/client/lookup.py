@@ -21,8 +21,6 @@ from kvabr.types.errors import ForeignError, FormatError, NotFoundError, Transpo
 from kvabr.types.kv import KVSpec
 from kvabr.types.naming import CATALOG_TRACK, TrackNamespace, chain, prefix_gap, prefix_track
 
-LIKELY = ("AC-5x", "Int4")
-"""The levels that a play is likely to begin with: connections are told of them before their catalog is there."""
 _SLACK_BYTES = 1 << 20
 _MOST_TIMES_FP16 = 4
 """A group larger than this multiple of its exact cache, and the bytes above, is a lie that is to cost us memory."""
@@ -73,7 +71,6 @@ async def find_prefix(origin: Connection, tokens: Sequence[int], spec: KVSpec, *
         FormatError: it answers with what is no catalog, or promises what cannot be.
     """
     digests = chain(tokens, model=spec.model, tokenizer=spec.tokenizer, group_tokens=spec.group_tokens, salt=salt)
-    origin.expect(TrackNamespace(spec.model, digests[-1]), LIKELY)
     best = await _ask(origin, digests, spec, prefix_track(digests))
     if best is None:
         return None

@@ -79,7 +79,6 @@ async def prepare(origin: Connection, found: Found, options: PlayOptions, clock:
         except (TransportError, FormatError, TimeoutError) as error:
             options.note("profile_failed", clock.now(), reason=str(error) or "it did not come in time")
     catalog = playable(catalog, profile=profile is not None or not needed)
-    origin.expect(catalog.namespace, [track.name for track in catalog.tracks])
     for track in catalog.tracks:
         origin.identify(catalog.namespace, track.name, track.digests)
     ladder = await asyncio.get_running_loop().run_in_executor(decoders(), Ladder, catalog)

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Unpack
 
-from kvabr.client.lookup import LIKELY, fetch_catalog, find_prefix, shared_groups
+from kvabr.client.lookup import fetch_catalog, find_prefix, shared_groups
 from kvabr.client.orchestrator import Prepared, nothing, perform, prepare, recompute_all, timed, with_trouble
 from kvabr.client.result import Clock, How, Played, PlayOptions
 from kvabr.quic.interface import Connection
@@ -141,7 +141,6 @@ async def _play_asset(
     clock = Clock(deadline)
     try:
         async with asyncio.timeout(deadline):
-            origin.expect(namespace, LIKELY)
             found = await fetch_catalog(origin, namespace)
     except TimeoutError as error:
         late = f"the catalog did not come within the deadline of {deadline:g} s"

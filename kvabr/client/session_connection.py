@@ -7,7 +7,7 @@ the peer, at a priority that puts the plays in order of their deadlines.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from kvabr.client.shared_downloads import Flight, Flights, Wanted
 from kvabr.quic.interface import Connection, ConnectionStats, Download, DownloadStats
@@ -225,10 +225,6 @@ class Seat(Connection):
         if not self.left:
             self._downloads.add(download)
         return download
-
-    def expect(self, namespace: TrackNamespace, tracks: Iterable[str]) -> None:
-        """See `Connection.expect`."""
-        self._flights.connection.expect(namespace, tracks)
 
     def identify(self, namespace: TrackNamespace, track: str, digests: Sequence[str]) -> None:
         """See `Connection.identify`."""

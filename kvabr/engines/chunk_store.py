@@ -29,7 +29,8 @@ from kvabr.client.result import Clock, PlayOptions
 from kvabr.data import default_catalog
 from kvabr.engines import settings
 from kvabr.publish.publisher import Outcome, Publisher, Slot
-from kvabr.quic.connect import Quic, parse_url
+from kvabr.quic.connect import parse_url
+from kvabr.quic.library import Quic
 from kvabr.types.errors import BusyError, FormatError, KvabrError, NotFoundError
 from kvabr.types.kv import GROUP_TOKENS, KVSpec
 from kvabr.types.naming import TrackNamespace

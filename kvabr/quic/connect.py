@@ -1,36 +1,94 @@
-"""Reaching an origin or a relay: its URL, the choice of a backend, and a connection that lasts."""
+"""Connect to an origin or a relay: parse its URL, choose a QUIC library, dial its addresses, stay connected."""
 
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import os
-from collections.abc import Awaitable, Callable
-from dataclasses import replace
+import socket
+import ssl
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, get_args
+from typing import Any, TypeVar, get_args
 from urllib.parse import unquote, urlsplit
 
+from kvabr.moqt.wire import DRAFTS as KNOWN_DRAFTS
+from kvabr.quic.connection import QuicConnection
+from kvabr.quic.endpoint import protocol_class
 from kvabr.quic.interface import Connection
-from kvabr.quic.options import DRAFTS, DialOptions, Names
+from kvabr.quic.library import LibraryName, Quic, QuicLibrary, installed_libraries, library
+from kvabr.quic.options import DRAFTS, DialOptions, Names, fingerprint_of, trust
 from kvabr.quic.reconnect import RedialledConnection
-from kvabr.quic.trust import fingerprint_of
-from kvabr.types.errors import FormatError, TransportError, UsageError
+from kvabr.types.errors import FormatError, TransportError, UnauthorizedError, UsageError
 from kvabr.types.naming import TrackNamespace
 
-Quic = Literal["auto", "aioquic", "qh3", "moq"]
-
-Backend = Literal["moq", "qh3", "aioquic"]
-BACKENDS: tuple[Backend, ...] = ("moq", "qh3", "aioquic")
-"""The fastest first."""
 DEFAULT_PORT = 443
 FRAGMENT_TYPE = "kvcache"
-"""In a URL's fragment, before an asset's name (draft-ietf-moq-transport-18, Fragment Identifiers; not registered)."""
+"""Fragment of a URL before an asset's name (draft-ietf-moq-transport-18, Fragment Identifiers; not registered)."""
+HEAD_START_S = 0.25
+"""Head start of each address of a host before the next one is tried as well (RFC 8305, section 5)."""
+_MAX_ADDRESSES = 8
 
-_EXTRA = {"moq": "moq", "qh3": "fast"}
-_worked: dict[tuple[str, int], Backend] = {}
-"""By host and port, the backend that ``auto`` found."""
+A = TypeVar("A")
+C = TypeVar("C")
+
+# ---------------------------------------------------------------------- URLs
+
+
+def parse_url(url: str) -> tuple[str, int, str]:
+    """Return host, port, and path with query of a ``moqt`` URL. A fragment is ignored; see `asset_of`.
+
+    Raises:
+        UsageError: this is not such a URL.
+    """
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError as error:
+        raise UsageError(f"{url}: not a URL ({error})") from error
+    if parts.scheme != "moqt":
+        raise UsageError(f"{url}: an origin's URL begins with moqt://, as in moqt://origin.example:4443/")
+    if parts.username is not None or parts.password is not None:
+        raise UsageError(f"{parts.scheme}://{parts.hostname}: a URL must not contain a user or password; use a token")
+    if not parts.hostname or any(letter <= " " or letter == "\x7f" for letter in url):
+        raise UsageError(f"{url}: the host is missing, or there is a blank in the URL")
+    if port == 0:
+        raise UsageError(f"{url}: the port must be 1 to 65535")
+    path = parts.path or "/"
+    return parts.hostname, port or DEFAULT_PORT, f"{path}?{parts.query}" if parts.query else path
+
+
+def asset_of(url: str) -> TrackNamespace | None:
+    """Return the asset that a URL's fragment names, ``#kvcache:<model>/<prompt digest>``; None without a fragment.
+
+    Raises:
+        UsageError: the fragment does not name an asset.
+    """
+    fragment = urlsplit(url).fragment
+    if not fragment:
+        return None
+    kind, colon, name = fragment.partition(":")
+    if kind != FRAGMENT_TYPE or not colon:
+        raise UsageError(f"#{fragment}: name an asset as in #{FRAGMENT_TYPE}:<model>/<prompt digest>")
+    return parse_namespace(unquote(name))
+
+
+def parse_namespace(name: str) -> TrackNamespace:
+    """Parse ``<model>/<prompt digest>``.
+
+    Raises:
+        UsageError: this does not name an asset.
+    """
+    model, _, prompt = name.strip().rpartition("/")
+    try:
+        return TrackNamespace(model, prompt.lower())
+    except FormatError as error:
+        raise UsageError(
+            f"{name[:200]!r} does not name an asset: use <model>/<prompt digest of 64 hex digits>"
+        ) from error
+
+
+# ------------------------------------------------------------------- connect
 
 
 def connect(
@@ -45,30 +103,29 @@ def connect(
     timeout_s: float = 5.0,
     names: Names = "draft",
 ) -> Connecting:
-    """Connect to an origin or a relay: use it as ``async with kvabr.connect(url) as origin``.
+    """Return a context manager that connects to an origin or a relay, for ``async with``.
 
-    The connection dials again by itself when it is lost, and when the peer asks it to (GOAWAY).
+    The connection redials by itself when it is lost and when the peer sends GOAWAY.
 
     Args:
-        url: ``moqt://host[:port][/path][?query]``; the port is 443 unless it says otherwise.
-        token: what the origin's operator gave out; None: the environment's ``KVABR_TOKEN``, if there is one.
-        ca: certificates to trust instead of the system's, PEM.
-        fingerprint: SHA-256 of the only certificate to trust, 64 hex digits; colons may stand between.
-        insecure: trust any certificate: whoever can redirect the packets can then read the token and serve lies.
-        quic: the QUIC library; ``auto`` takes the fastest that is installed and that the peer speaks.
-        drafts: protocols to offer, the preferred one first.
-        timeout_s: seconds that reaching the peer may take.
-        names: how namespaces are written: as the draft has them, or ``split`` at the slashes, for peers that cannot
-            carry one.
+        url: ``moqt://host[:port][/path][?query]``; the default port is 443.
+        token: access token from the origin's operator; None: the environment's ``KVABR_TOKEN``, if it is set.
+        ca: PEM file of certificates to trust instead of the system's.
+        fingerprint: SHA-256 of the only certificate to trust, 64 hex digits, with or without colons.
+        insecure: do not verify the certificate. Anyone who can redirect packets can then read the token and the cache.
+        quic: QUIC library; ``auto`` takes qh3 if it is installed, and aioquic if qh3 cannot talk to the peer.
+        drafts: protocols to offer, preferred first.
+        timeout_s: seconds that connecting may take.
+        names: how namespaces are written; ``split`` is for peers that cannot carry a slash inside a field.
 
     Raises:
-        UsageError: the URL or an option makes no sense. From ``async with``:
-        TransportError: the peer cannot be reached, does not speak our protocol, or does not let us in.
+        UsageError: the URL or an option is wrong. From ``async with``:
+        TransportError: the peer cannot be reached, speaks another protocol, or refuses us.
     """
     if not 0 < timeout_s < float("inf"):
-        raise UsageError(f"a timeout of {timeout_s:g} s; it must be a positive number of seconds")
+        raise UsageError(f"timeout {timeout_s:g} s: must be a positive number of seconds")
     if quic not in get_args(Quic):
-        raise UsageError(f"no QUIC library {quic!r} here; there are {', '.join(get_args(Quic))}")
+        raise UsageError(f"unknown QUIC library {quic!r}; choose one of {', '.join(get_args(Quic))}")
     host, port, path = parse_url(url)
     options = DialOptions(
         host=host,
@@ -86,11 +143,13 @@ def connect(
 
 
 class Connecting:
-    """What `connect` returns: an async context manager; inside it there is a `Connection`."""
+    """The async context manager that `connect` returns; entering it gives a `Connection`."""
 
     def __init__(self, options: DialOptions, quic: Quic) -> None:
         self._options, self._quic = options, quic
         self._connection: RedialledConnection | None = None
+        self._works: LibraryName | None = None
+        """The library that reached the peer."""
 
     async def __aenter__(self) -> Connection:
         self._connection = RedialledConnection(
@@ -105,112 +164,146 @@ class Connecting:
             await self._connection.close()
 
     async def _dial(self) -> Connection:
-        return await dial(self._options, self._quic)
+        causes: dict[str, None] = {}
+        for name in installed_libraries(self._works or self._quic):
+            try:
+                connection = await dial(self._options, name)
+            except (NoAnswerError, UnauthorizedError):
+                raise  # another library would fare no better
+            except TransportError as error:
+                causes[str(error)] = None
+            else:
+                self._works = name
+                return connection
+        raise TransportError("; ".join(causes))
 
 
-async def dial(options: DialOptions, quic: Quic = "auto") -> Connection:
-    """Dial once.
+# ---------------------------------------------------------------------- dial
+
+
+async def dial(options: DialOptions, library_name: LibraryName = "aioquic") -> QuicConnection:
+    """Connect once, to whichever address of the host answers first.
+
+    Returns:
+        A connection on which the peer's SETUP has arrived.
 
     Raises:
-        UsageError: the QUIC library that is asked for is not installed.
-        TransportError: no library reached the peer; the message has what each said.
+        TransportError: the host is unknown, does not answer, has a bad certificate, speaks none of the drafts, or
+            refuses us.
     """
-    if quic != "auto":
-        return await _backend(quic)(options)
-    where = (options.host, options.port)
-    order = [name for name in BACKENDS if importlib.util.find_spec(name) is not None]
-    if (known := _worked.get(where)) in order and known is not None:
-        order.remove(known)
-        order.insert(0, known)
+    lib = library(library_name)
+    where = f"{options.host}:{options.port}"
     loop = asyncio.get_running_loop()
     end_s = loop.time() + options.timeout_s
-    failures: dict[str, str] = {}
-    for index, name in enumerate(order):
-        # A peer that does not speak what a library offers may well say nothing: leave the others their share.
-        share_s = max(0.1, (end_s - loop.time()) / (len(order) - index))
-        try:
-            connection = await _backend(name)(replace(options, timeout_s=share_s))
-        except TransportError as error:
-            failures[name] = str(error)
-            continue
-        _worked[where] = name
-        return connection
-    raise TransportError(_summary(options, failures))
-
-
-def parse_url(url: str) -> tuple[str, int, str]:
-    """Host, port, and path with query of a ``moqt`` URL; a fragment is ignored, see `asset_of`.
-
-    Raises:
-        UsageError: it is none.
-    """
     try:
-        parts = urlsplit(url)
-        port = parts.port
-    except ValueError as error:
-        raise UsageError(f"{url}: not a URL ({error})") from error
-    if parts.scheme != "moqt":
-        raise UsageError(f"{url}: an origin's URL begins with moqt://, as in moqt://origin.example:4443/")
-    if parts.username is not None or parts.password is not None:
-        raise UsageError(f"{parts.scheme}://{parts.hostname}: no user or password belongs in the URL; use a token")
-    if not parts.hostname or any(letter <= " " or letter == "\x7f" for letter in url):
-        raise UsageError(f"{url}: has no host, or a blank in it")
-    if port == 0:
-        raise UsageError(f"{url}: 0 is no port to dial")
-    path = parts.path or "/"
-    return parts.hostname, port or DEFAULT_PORT, f"{path}?{parts.query}" if parts.query else path
+        found = await asyncio.wait_for(
+            loop.getaddrinfo(options.host, options.port, type=socket.SOCK_DGRAM), options.timeout_s
+        )
+    except TimeoutError as error:
+        raise TransportError(f"{where}: the name server did not answer within {options.timeout_s:.3g} s") from error
+    except OSError as error:
+        raise TransportError(f"{where}: no such host ({error})") from error
+    known = {draft.alpn for draft in KNOWN_DRAFTS}
+    alpn = [draft for draft in options.drafts if draft in known]
+    if not alpn:
+        raise TransportError(f"{where}: {', '.join(options.drafts)}: this kvabr speaks {', '.join(sorted(known))}")
 
+    made: list[QuicConnection] = []
 
-def asset_of(url: str) -> TrackNamespace | None:
-    """The asset that a URL's fragment names: ``#kvcache:<model>/<prompt digest>``; None without a fragment.
+    async def attempt(address: tuple[int, Any]) -> QuicConnection:
+        made.append(await _dial_address(lib, options, alpn, address, max(0.0, end_s - loop.time())))
+        return made[-1]
 
-    Raises:
-        UsageError: there is a fragment, but it names no asset.
-    """
-    fragment = urlsplit(url).fragment
-    if not fragment:
-        return None
-    kind, colon, name = fragment.partition(":")
-    if kind != FRAGMENT_TYPE or not colon:
-        raise UsageError(f"#{fragment}: name an asset as in #{FRAGMENT_TYPE}:<model>/<prompt digest>")
-    return parse_namespace(unquote(name))
-
-
-def parse_namespace(name: str) -> TrackNamespace:
-    """Read ``<model>/<prompt digest>``.
-
-    Raises:
-        UsageError: it is no asset's name.
-    """
-    model, _, prompt = name.strip().rpartition("/")
+    addresses = list(dict.fromkeys((family, address) for family, _, _, _, address in found))
+    chosen: QuicConnection | None = None
     try:
-        return TrackNamespace(model, prompt.lower())
-    except FormatError as error:
-        raise UsageError(f"{name[:200]!r} is no asset's name: use <model>/<prompt digest of 64 hex digits>") from error
+        chosen = await first_of(addresses[:_MAX_ADDRESSES], attempt, HEAD_START_S)
+    except TransportError as error:
+        raise type(error)(f"{where}: {error}") from error
+    finally:
+        for connection in made:  # two may have answered at the same time
+            if connection is not chosen:
+                await connection.close()
+    return chosen
 
 
-def _backend(name: Backend) -> Callable[[DialOptions], Awaitable[Connection]]:
-    """How to dial with a library.
+class NoAnswerError(TransportError):
+    """Nothing came from an address, so nobody may be there."""
+
+
+async def first_of(candidates: Sequence[A], attempt: Callable[[A], Coroutine[Any, Any, C]], head_start_s: float) -> C:
+    """Return the result of the first attempt that succeeds, one attempt per candidate.
+
+    Each attempt starts when the one before it has failed or has had its head start. Once some candidate has answered
+    with an error and all have been tried, wait only one more head start for the silent ones. Attempts that are no
+    longer needed are cancelled.
 
     Raises:
-        UsageError: it is not installed.
+        TransportError: the error of a candidate that answered; `NoAnswerError` if none did.
     """
-    if importlib.util.find_spec(name) is None:
-        raise UsageError(f'the QUIC library {name} is not installed: pip install "kvabr[{_EXTRA.get(name, "")}]"')
-    if name == "moq":
-        from kvabr.quic import moq_dial as moqrs  # noqa: PLC0415  # a Rust library of many megabytes
+    tasks: list[asyncio.Task[C]] = []
+    waiting = list(candidates)
+    try:
+        while waiting or not all(task.done() for task in tasks):
+            if waiting:
+                tasks.append(asyncio.get_running_loop().create_task(attempt(waiting.pop(0))))
+            pending = {task for task in tasks if not task.done()}
+            patient = not waiting and _answer(tasks) is None
+            done, _ = await asyncio.wait(
+                pending, timeout=None if patient else head_start_s, return_when=asyncio.FIRST_COMPLETED
+            )
+            for task in done:
+                if task.exception() is None:
+                    return task.result()
+            if not waiting and not done and not patient:
+                break
+        raise _answer(tasks) or NoAnswerError("no address to dial") from None
+    finally:
+        losers = [task for task in tasks if not task.done()]
+        for task in losers:
+            task.cancel()
+        if losers:
+            await asyncio.wait(losers)
 
-        return moqrs.dial
-    from kvabr.quic import dial as quic  # noqa: PLC0415  # loads the library
 
-    return lambda options: quic.dial(options, name)
+def _answer(tasks: Sequence[asyncio.Task[C]]) -> BaseException | None:
+    """Return the error of an attempt that got an answer; if all attempts failed in silence, the first error."""
+    errors = [error for task in tasks if task.done() and (error := task.exception()) is not None]
+    said = [error for error in errors if not isinstance(error, NoAnswerError)]
+    return said[0] if said else errors[0] if len(errors) == len(tasks) else None
 
 
-def _summary(options: DialOptions, failures: dict[str, str]) -> str:
-    where = f"{options.host}:{options.port}"
-    said = {name: text.removeprefix(f"{where}: ") for name, text in failures.items()}
-    if not said:
-        return f"{where}: no QUIC library is installed: pip install kvabr"
-    if len(set(said.values())) == 1:
-        return f"{where}: {said.popitem()[1]}"
-    return f"{where} cannot be reached: " + "; ".join(f"by {name}: {text}" for name, text in said.items())
+async def _dial_address(
+    lib: QuicLibrary, options: DialOptions, alpn: list[str], address: tuple[int, Any], timeout_s: float
+) -> QuicConnection:
+    family, where = address
+    configuration = lib.configure(client=True, alpn=alpn, server_name=options.host)
+    trust(configuration, options, lib.name)
+    connection = QuicConnection(lib, options)
+    cls = protocol_class(lib, lambda _: connection)
+    sock = socket.socket(family, socket.SOCK_DGRAM)
+    try:
+        sock.setblocking(False)
+        sock.bind(("::" if family == socket.AF_INET6 else "0.0.0.0", 0))  # noqa: S104  # a client's port
+        transport, protocol = await lib.open_socket(sock, lambda: cls(lib.connection(configuration=configuration)))
+    except OSError as error:
+        sock.close()
+        raise TransportError(f"cannot open a socket ({error})") from error
+    connection.attach(transport)
+    try:
+        protocol.connect(where)
+        await asyncio.wait_for(asyncio.shield(connection.ready), timeout_s)
+    except TimeoutError as error:
+        await connection.close()
+        within = f"within {options.timeout_s:.3g} s"
+        if connection.shaken:
+            raise TransportError(f"the peer accepted the connection but sent no SETUP {within}") from error
+        raise NoAnswerError(f"no answer {within}; is a server running there, and may UDP pass?") from error
+    except (TransportError, OSError, ssl.SSLError) as error:
+        await connection.close()
+        kind = UnauthorizedError if isinstance(error, UnauthorizedError) else TransportError
+        raise kind(str(error)) from error
+    except BaseException:
+        await connection.close()
+        raise
+    return connection

@@ -1,4 +1,4 @@
-"""A `Connection` over QUIC in Python, by aioquic or qh3: MoQT drafts 18 and 16. `kvabr.quic.dial` makes it."""
+"""A `Connection` over QUIC in Python, by aioquic or qh3: MoQT drafts 18 and 16. `kvabr.quic.connect.dial` makes it."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ from kvabr.moqt.messages import PublishNamespace, SubscribeNamespace
 from kvabr.moqt.parameters import Parameters, SetupOptions, Token
 from kvabr.moqt.session import Session
 from kvabr.moqt.wire import Draft, Location
-from kvabr.quic import trust as certificate
 from kvabr.quic.bottleneck import LimitWatch
 from kvabr.quic.buffered import BufferedDownload
 from kvabr.quic.download import QuicDownload, QuicOwner
 from kvabr.quic.endpoint import Endpoint
 from kvabr.quic.interface import ConnectionStats, Download
 from kvabr.quic.library import QuicLibrary
-from kvabr.quic.options import DialOptions
-from kvabr.types.errors import ConnectionLostError, RequestError, TransportError
+from kvabr.quic.options import DialOptions, check_pinned, why_refused
+from kvabr.types.errors import ConnectionLostError, RequestError, TransportError, UnauthorizedError
 from kvabr.types.naming import MAX_FULL_TRACK_NAME, TrackNamespace
 
 MAX_IN_FLIGHT = 64
@@ -47,6 +46,7 @@ class QuicConnection(Endpoint, QuicOwner):
         self._order = itertools.count()
         self._received = 0
         self._lost: str | None = None
+        self._lost_kind = ConnectionLostError
         self._going_away = False
         self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done when the peer's SETUP has come, or failed."""
@@ -76,7 +76,7 @@ class QuicConnection(Endpoint, QuicOwner):
             why = f"the full track name has {size} bytes, {MAX_FULL_TRACK_NAME} are allowed"
             download.fail(RequestError(why))
         elif self._lost is not None:
-            download.lose(self._lost)
+            self._lose(download, self._lost)
         elif self._going_away:
             download.lose("the peer is going away; connect anew")
         elif len(self._downloads) < MAX_IN_FLIGHT:
@@ -157,7 +157,7 @@ class QuicConnection(Endpoint, QuicOwner):
         self.shaken = True
         if options.fingerprint is not None:
             try:
-                certificate.check_pinned(self.lib.peer_certificate(self.quic), options.fingerprint)
+                check_pinned(self.lib.peer_certificate(self.quic), options.fingerprint)
             except TransportError as error:
                 self._fail(str(error))
                 self.close_quietly()
@@ -200,9 +200,11 @@ class QuicConnection(Endpoint, QuicOwner):
         """See `Endpoint.ended`."""
         if not self.shaken and code in _BAD_CERTIFICATE:
             der = self.lib.peer_certificate(self.quic)
-            reason = f"{certificate.why_refused(der, self._options.host)} ({reason})"
-        elif code == SessionCode.UNAUTHORIZED and "token" not in reason:
-            reason = f"{reason}; the token is missing or wrong"
+            reason = f"{why_refused(der, self._options.host)} ({reason})"
+        elif code == SessionCode.UNAUTHORIZED:
+            if "token" not in reason:
+                reason = f"{reason}; the token is missing or wrong"
+            self._lost_kind = UnauthorizedError
         self._fail(reason)
 
     def alive(self) -> None:
@@ -268,15 +270,18 @@ class QuicConnection(Endpoint, QuicOwner):
                 self.quic.send_ping(id(self) & 0xFFFF)
                 self.driver.transmit()
 
+    def _lose(self, download: QuicDownload, reason: str) -> None:
+        download.fail(self._lost_kind(f"{download.what}: {reason}"))
+
     def _fail(self, reason: str) -> None:
         if self._lost is not None:
             return
         self._lost = reason
         self.watch.close()
         if not self.ready.done():
-            self.ready.set_exception(ConnectionLostError(reason))
+            self.ready.set_exception(self._lost_kind(reason))
             self.ready.exception()  # whoever waits will see it; nobody need
         for download in (*self._downloads.values(), *(entry[2] for entry in self._waiting)):
-            download.lose(reason)
+            self._lose(download, reason)
         self._downloads.clear()
         self._waiting.clear()

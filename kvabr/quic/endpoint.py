@@ -13,7 +13,6 @@ from kvabr.moqt.events import Close, Event, Reset, Stop, Write
 from kvabr.moqt.session import Session
 from kvabr.moqt.wire import Draft, by_alpn
 from kvabr.quic.library import QuicLibrary
-from kvabr.quic.moq_lib import TURNED_AWAY
 
 _CRYPTO_ERROR = 0x100
 """QUIC error codes from here on are TLS alerts (RFC 9001, section 4.8)."""
@@ -207,8 +206,6 @@ def explain(code: int, frame_type: int | None, reason: str) -> str:
         return "it takes no more connections now; try another server, or later"
     if _CRYPTO_ERROR <= code < _CRYPTO_ERROR + 0x100 and frame_type is not None:
         return f"TLS failed (alert {code - _CRYPTO_ERROR}){said}"
-    if frame_type is None and reason in TURNED_AWAY:
-        return TURNED_AWAY[reason]
     if frame_type is None and code:
         return f"closed with {name_of(code, SessionCode)}{said}"
     return f"the connection ended{said}" if code == 0 else f"QUIC error 0x{code:x}{said}"

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
@@ -91,7 +91,7 @@ class Connection(ABC):
     """A way to one publisher or relay. Use it as an async context manager."""
 
     backend: str
-    """``memory``, ``aioquic``, ``qh3`` or ``moq``."""
+    """``memory``, ``aioquic`` or ``qh3``."""
     protocol: str
     """What is spoken, as negotiated: ``moqt-18``, ``moqt-16``, or what else a transport has."""
 
@@ -121,12 +121,6 @@ class Connection(ABC):
     def peer(self) -> str | None:
         """Which peer this is, the same for every connection to it: its host and port; None if that cannot be told."""
         return None
-
-    def expect(self, namespace: TrackNamespace, tracks: Iterable[str]) -> None:  # noqa: B027  # most need not
-        """Groups of these tracks may soon be asked for: if a first request costs more time than others, spend it now.
-
-        A hint: what is named need not exist.
-        """
 
     def identify(  # noqa: B027  # most need not
         self, namespace: TrackNamespace, track: str, digests: Sequence[str]

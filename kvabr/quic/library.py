@@ -1,4 +1,4 @@
-"""The two QUIC libraries behind one face: aioquic, and qh3, which has its API and handles packets in Rust.
+"""One interface for two QUIC libraries: aioquic, and qh3, which has the same API and handles packets in Rust.
 
 Only this file knows where they differ.
 """
@@ -7,29 +7,41 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
+import hmac
+import os
 import socket
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
-from kvabr.quic.retry import RetryTokens
 from kvabr.quic.udp import BatchTransport
 from kvabr.types.errors import TransportError
 
 LibraryName = Literal["aioquic", "qh3"]
+Quic = Literal["auto", "aioquic", "qh3"]
+"""A QUIC library by name; ``auto`` is the fastest that is installed."""
+LIBRARIES: tuple[LibraryName, ...] = ("qh3", "aioquic")
+"""Fastest first."""
 
 STREAM_WINDOW = 8 << 20
-"""Bytes that a peer may send ahead on one stream."""
+"""Flow control window of a stream, bytes."""
 CONNECTION_WINDOW = 32 << 20
-"""Bytes that a peer may send ahead in all. Beyond this neither library gets faster."""
+"""Flow control window of a connection, bytes. Larger windows make neither library faster."""
 SOCKET_BUFFER = 4 << 20
-"""Bytes asked of the kernel for each direction of a socket; it may give less."""
+"""Socket buffer to request from the kernel for each direction, bytes; it may grant less."""
 IDLE_S = 30.0
+RETRY_LIFETIME_S = 30.0
+"""Lifetime of a Retry token; clients return theirs at once."""
+_INSTALL = {"qh3": "pip install 'kvabr[fast]'", "aioquic": "pip install aioquic"}
+_MAC_BYTES = 16
 _LATER = ("capacity exhausted", "reserved stream is missing")
-"""In what qh3 says when a packet does not fit, and when it meant to send on a stream that is gone."""
+"""Parts of qh3's messages when a packet does not fit, and when it wanted to send on a stream that is gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,18 +50,18 @@ class QuicLibrary:
 
     name: LibraryName
     events: Any
-    """The module with the event classes."""
+    """Module of the event classes."""
     protocol: Any
-    """The class ``QuicConnectionProtocol``."""
+    """Class ``QuicConnectionProtocol``."""
     connection: Any
-    """The class ``QuicConnection``."""
+    """Class ``QuicConnection``."""
     configuration: Any
-    """The class ``QuicConfiguration``."""
+    """Class ``QuicConfiguration``."""
     server: Any
-    """The class ``QuicServer``: a datagram protocol that has a connection for each peer."""
+    """Class ``QuicServer``: a datagram protocol with one connection per peer."""
 
     def configure(self, *, client: bool, alpn: Iterable[str], **more: Any) -> Any:
-        """A configuration with our windows."""
+        """Return a configuration with our flow control windows."""
         return self.configuration(
             is_client=client,
             alpn_protocols=list(alpn),
@@ -61,7 +73,7 @@ class QuicLibrary:
         )
 
     def peer_certificate(self, quic: Any) -> bytes | None:
-        """The peer's certificate, DER."""
+        """Return the peer's certificate, DER."""
         if self.name == "qh3":
             certificate = quic.get_peercert()
             return None if certificate is None else bytes(certificate.public_bytes())
@@ -71,7 +83,7 @@ class QuicLibrary:
         return None if certificate is None else bytes(certificate.public_bytes(Encoding.DER))
 
     def unsent(self, quic: Any, streams: Iterable[int]) -> int:
-        """Bytes of our streams that wait to be sent for the first time."""
+        """Return the bytes of our streams that have not been sent yet."""
         if self.name == "qh3":
             return int(quic.get_send_buffer_size())
         known = quic._streams  # noqa: SLF001  # aioquic has no public way
@@ -82,24 +94,24 @@ class QuicLibrary:
         return total
 
     def demand_proof(self, server: Any, tokens: RetryTokens | None) -> None:
-        """Have newcomers prove, or no longer, that their address is theirs: by a Retry (RFC 9000, section 8.1.2).
+        """Require new clients to validate their address by a Retry (RFC 9000, section 8.1.2); None: no longer.
 
-        It costs them a round trip, and us no memory for those who only pretend.
+        It costs a client one round trip, and protects our memory from spoofed addresses.
         """
         server._retry = tokens  # noqa: SLF001  # both libraries only let it be set when the server is made
 
     def closing(self, quic: Any) -> Any:
-        """The event ``ConnectionTerminated`` of a connection that either end has closed; None while it lasts.
+        """Return the ``ConnectionTerminated`` event of a connection that either end has closed, else None.
 
-        The libraries tell of it only when no late packet of it can come any more, which takes three probe timeouts:
-        seconds, behind a long queue.
+        The libraries report it only after the draining period of three probe timeouts, which is seconds behind a long
+        queue.
         """
         return quic._close_event  # noqa: SLF001  # neither has a public way
 
     def may_open(self, quic: Any, stream: int) -> bool:
-        """Whether the peer allows so many streams of ours that this is one of them.
+        """Return whether a stream of ours is within the peer's stream limit.
 
-        Beyond that qh3 raises, and aioquic breaks the rules if such a stream is reset before it is allowed.
+        Beyond the limit qh3 raises, and aioquic violates the protocol if such a stream is reset.
         """
         one_way = bool(stream & 2)
         if self.name == "qh3":
@@ -108,24 +120,23 @@ class QuicLibrary:
         return bool(stream // 4 < limit)
 
     def delivered(self, quic: Any, stream: int) -> bool:
-        """Whether the peer has acknowledged all of a stream of ours that has ended, or gave it up."""
+        """Return whether the peer has acknowledged all of a finished stream of ours, or has given it up."""
         if self.name == "qh3":
             return stream not in quic._created_local_stream_ids  # noqa: SLF001  # qh3 has no public way
         found = quic._streams.get(stream)  # noqa: SLF001  # nor has aioquic
         return found is None or bool(found.sender.is_finished)
 
     def backlog(self, quic: Any, stream: int) -> int:
-        """Bytes of one of our streams that the peer has not taken yet."""
+        """Return the bytes of a stream of ours that the peer has not acknowledged yet."""
         if self.name == "qh3":
             return int(quic.get_send_buffer_size(stream))
         found = quic._streams.get(stream)  # noqa: SLF001  # no public way
         return 0 if found is None else found.sender._buffer_stop - found.sender._buffer_start  # noqa: SLF001
 
     def hurry(self, quic: Any, stream: int) -> None:
-        """Let a stream's RESET_STREAM or STOP_SENDING go before the data of others.
+        """Send a stream's RESET_STREAM or STOP_SENDING before the data of other streams.
 
-        aioquic fills a packet with data first, finds no room for such a frame, and sends no more than that packet until
-        there is.
+        aioquic fills a packet with data first, finds no room for the frame, and then stops sending until there is room.
         """
         if self.name == "aioquic" and (found := quic._streams.get(stream)) is not None:  # noqa: SLF001  # no public way
             queue = quic._streams_queue  # noqa: SLF001
@@ -134,31 +145,31 @@ class QuicLibrary:
                 queue.insert(0, found)
 
     def window(self, quic: Any) -> int:
-        """The congestion window: bytes of ours that may be on their way."""
+        """Return the congestion window, bytes."""
         if self.name == "qh3":
             return int(quic._core.congestion_window)  # noqa: SLF001  # neither has a public way
         return int(quic._loss.congestion_window)  # noqa: SLF001
 
     def round_trip(self, quic: Any) -> float | None:
-        """The smoothed round trip, seconds."""
+        """Return the smoothed round trip, seconds, if it is known."""
         if self.name == "qh3":
             return None if quic._core is None else quic._core.smoothed_rtt  # noqa: SLF001
         loss = quic._loss  # noqa: SLF001
         return float(loss._rtt_smoothed) if loss._rtt_initialized else None  # noqa: SLF001
 
     def prepare(self, quic: Any) -> None:
-        """Mend what a fresh connection of the library's needs mended."""
+        """Patch a new connection where the library needs it."""
         if self.name == "qh3":
             quic.datagrams_to_send = partial(_packets_there_is_room_for, quic)
 
     def lost(self, quic: Any) -> int | None:
-        """Packets of ours that were lost, where the library counts them."""
+        """Return how many packets of ours were lost, where the library counts them."""
         return None if self.name == "aioquic" or quic._core is None else int(quic._core.loss_total)  # noqa: SLF001
 
     async def open_socket(
         self, sock: socket.socket, protocol: Callable[[], Any]
     ) -> tuple[asyncio.DatagramTransport, Any]:
-        """Attach a protocol to a bound socket, by the library's fast path if it has one."""
+        """Attach a protocol to a bound socket, on the library's fast path if it has one."""
         _enlarge(sock)
         loop = asyncio.get_running_loop()
         if self.name == "qh3":
@@ -169,7 +180,7 @@ class QuicLibrary:
     async def open_server(
         self, sock: socket.socket, configuration: Any, protocol: Any
     ) -> tuple[asyncio.DatagramTransport, Any]:
-        """Serve on a bound socket, with a ``protocol`` for every connection."""
+        """Serve on a bound socket, with one ``protocol`` per connection."""
         _enlarge(sock)
         make = lambda: self.server(configuration=configuration, create_protocol=protocol)  # noqa: E731
         loop = asyncio.get_running_loop()
@@ -179,7 +190,7 @@ class QuicLibrary:
 
 
 def _fast_qh3() -> Any:
-    """qh3's way to a socket that takes many packets in one system call; it uses it for clients only, by itself."""
+    """Return qh3's transport that reads many packets per system call; by itself qh3 uses it for clients only."""
     return import_module("qh3.asyncio._transport").create_optimized_datagram_transport
 
 
@@ -190,13 +201,13 @@ def _enlarge(sock: socket.socket) -> None:
 
 
 def _packets_there_is_room_for(quic: Any, now: float) -> list[tuple[bytes, Any]]:
-    """What a connection of qh3 has to send.
+    """Return the packets that a qh3 connection has to send.
 
-    Until a peer's address is validated it may be sent three times the bytes that came from it (RFC 9000, section 8.1).
-    Where what is left of that holds no whole packet, qh3 2.1 raises, and loses the packets it has just made: clients
-    whose first packet is not as long as its own then take a second to connect. What does not fit now is sent later.
-    It also raises, and loses them, where a stream is gone that it still meant to send on: seen after outages. Asked
-    again it goes on.
+    Until a peer's address is validated, at most three times the bytes received from it may be sent (RFC 9000, section
+    8.1). When the rest of that allowance holds no whole packet, qh3 2.1 raises and loses the packets that it has just
+    made, so clients with a shorter first packet take a second to connect. Keep the packets, and send the rest later.
+    qh3 also raises and loses packets when a stream that it wanted to send on is gone, which happens after outages; it
+    continues when called again.
     """
     core = quic._core  # noqa: SLF001  # as its own method, but for the error
     made: list[tuple[bytes, Any]] = []
@@ -210,7 +221,7 @@ def _packets_there_is_room_for(quic: Any, now: float) -> list[tuple[bytes, Any]]
 
 
 def library(name: LibraryName) -> QuicLibrary:
-    """A library by name.
+    """Import a library.
 
     Raises:
         TransportError: it is not installed.
@@ -226,17 +237,117 @@ def library(name: LibraryName) -> QuicLibrary:
             import_module(f"{name}.asyncio.server").QuicServer,
         )
     except ImportError as error:
-        hint = "pip install 'kvabr[fast]'" if name == "qh3" else f"pip install {name}"
-        raise TransportError(f"the QUIC library {name} is not installed ({error}); {hint}") from error
+        why = f"the QUIC library {name} is not installed or does not load ({error})"
+        raise TransportError(f"{why}; install it with: {_INSTALL[name]}") from error
+
+
+def installed_libraries(quic: Quic) -> tuple[LibraryName, ...]:
+    """Return the libraries to use, fastest first: all that are installed for ``auto``, else the named one.
+
+    Raises:
+        TransportError: no library is installed.
+    """
+    if quic != "auto":
+        return (quic,)
+    if not (found := tuple(filter(_is_installed, LIBRARIES))):
+        raise TransportError(f"no QUIC library is installed; install one with: {_INSTALL['aioquic']}")
+    return found
+
+
+def _is_installed(name: LibraryName) -> bool:
+    try:
+        return find_spec(name) is not None
+    except ValueError:  # a module that was put into `sys.modules` by hand
+        return False
 
 
 def load_certificates(configuration: Any, certfile: Path, keyfile: Path) -> None:
-    """Give a server its certificate.
+    """Load a server's certificate.
 
     Raises:
-        TransportError: the library cannot read them.
+        TransportError: the library cannot read the files.
     """
     try:
         configuration.load_cert_chain(certfile, keyfile)
     except Exception as error:  # whatever the library's TLS raises
         raise TransportError(f"{certfile}, {keyfile}: not a certificate and its key ({error})") from error
+
+
+class RetryTokens:
+    """Tokens of QUIC's Retry: proof that a client receives what is sent to its address (RFC 9000, section 8.1.2).
+
+    The libraries have their own, but qh3's decrypts RSA for every packet that claims to carry a token, and raises
+    errors that nobody catches. These are bound to the address and the time by an HMAC, which is enough for a server of
+    one process. The methods accept the arguments of qh3, and of early and late versions of aioquic.
+    """
+
+    def __init__(self) -> None:
+        self._key = os.urandom(32)
+
+    def create_token(
+        self,
+        addr: Any = None,
+        original_destination_connection_id: bytes = b"",
+        retry_source_connection_id: bytes = b"",
+        *,
+        address: Any = None,
+        now: float | None = None,
+    ) -> bytes:
+        """Return a token for a client.
+
+        Args:
+            addr: the client's address, as the socket reports it.
+            original_destination_connection_id: destination of the client's first packet.
+            retry_source_connection_id: our connection ID in the Retry.
+            address: the same as ``addr``.
+            now: ignored.
+        """
+        del now
+        body = int(time.monotonic() * 1000).to_bytes(8, "big")
+        for part in (original_destination_connection_id, retry_source_connection_id):
+            body += bytes([len(part)]) + part
+        return body + self._mac(addr or address, body)
+
+    def validate_token(
+        self,
+        addr: Any = None,
+        token: bytes = b"",
+        *,
+        address: Any = None,
+        destination_cid: bytes | None = None,
+        now: float | None = None,
+    ) -> bytes | tuple[bytes, bytes]:
+        """Return the connection IDs in a token: both, or only the client's if that of the Retry is given.
+
+        Raises:
+            ValueError: the token is not ours, is for another address or connection, or has expired.
+        """
+        del now
+        body, mac = token[:-_MAC_BYTES], token[-_MAC_BYTES:]
+        if not hmac.compare_digest(mac, self._mac(addr or address, body)):
+            raise ValueError("not one of our tokens")
+        if time.monotonic() - int.from_bytes(body[:8], "big") / 1000 > RETRY_LIFETIME_S:
+            raise ValueError("an expired token")
+        original = body[9 : 9 + body[8]]
+        source = body[10 + len(original) :]
+        if destination_cid is None:
+            return original, source
+        if source != destination_cid:
+            raise ValueError("the token of another connection")
+        return original
+
+    def _mac(self, address: Any, body: bytes) -> bytes:
+        where = f"{address[0]} {address[1]} ".encode()
+        return hmac.new(self._key, where + body, hashlib.sha256).digest()[:_MAC_BYTES]
+
+
+class NoTokens(RetryTokens):
+    """Accepts no token, so that new connections are refused before any state is kept for them."""
+
+    def validate_token(self, *_: Any, **__: Any) -> bytes | tuple[bytes, bytes]:
+        """Refuse the token.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError("no more connections")

@@ -1,35 +1,155 @@
-"""What it takes to reach a publisher or a relay, whatever the transport."""
+"""How to reach a peer: its address, the token to send, and which certificates to trust."""
 
 from __future__ import annotations
 
+import datetime as dt
+import hashlib
+import hmac
+import ssl
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+from kvabr.types.errors import TransportError, UsageError
+
+if TYPE_CHECKING:
+    from cryptography.x509 import Certificate
 
 Names = Literal["draft", "split"]
-"""How namespaces are written: as the draft has them, or split at the slashes, for peers that cannot carry one."""
+"""How namespaces are written: as in the draft, or split at the slashes for peers that cannot carry one in a field."""
 
 DRAFTS = ("moqt-18", "moqt-16")
-"""Protocols that the QUIC transports speak, the preferred one first: ALPN identifiers of moq-transport drafts."""
+"""ALPN identifiers of the moq-transport drafts to offer, preferred first."""
 
 
 @dataclass(frozen=True, slots=True)
 class DialOptions:
-    """One peer, and how to talk to it."""
+    """One peer, and how to connect to it."""
 
     host: str
     port: int
     path: str = "/"
     """Path and query of the URL."""
     token: str | None = None
-    """What the peer's operator gave out; sent when the connection is set up, encrypted, and never logged."""
+    """Access token; sent once the connection is encrypted, and never logged."""
     ca: Path | None = None
-    """Certificates to trust, PEM, instead of the system's."""
+    """PEM file of certificates to trust instead of the system's."""
     fingerprint: str | None = None
-    """SHA-256 of the only certificate to trust, hex; then neither its name nor its issuer matters, but its dates do."""
+    """SHA-256 of the only certificate to trust, hex. Name and issuer are then ignored; the dates are checked."""
     insecure: bool = False
-    """Trust any certificate. Whoever can redirect the packets can then read the token and serve lies."""
+    """Do not verify the certificate. Anyone who can redirect packets can then read the token and the cache."""
     drafts: tuple[str, ...] = DRAFTS
     timeout_s: float = 5.0
-    """Seconds that reaching the peer may take, until its SETUP has come."""
+    """Seconds until the peer's SETUP must have arrived."""
     names: Names = "draft"
+
+
+def fingerprint_of(text: str) -> str:
+    """Return a SHA-256 fingerprint as 64 lower-case hex digits.
+
+    Raises:
+        UsageError: the text is not a fingerprint.
+    """
+    plain = text.replace(":", "").strip().lower()
+    if len(plain) != 64 or not all(digit in "0123456789abcdef" for digit in plain):
+        raise UsageError(f"{text[:80]!r} is not a SHA-256 fingerprint: give 64 hex digits, with or without colons")
+    return plain
+
+
+def trust(configuration: Any, options: DialOptions, library: str) -> None:
+    """Configure a QUIC library with the certificates to trust.
+
+    Raises:
+        TransportError: the file of trusted certificates cannot be read.
+    """
+    if options.insecure or options.fingerprint is not None:
+        # `check_pinned` checks a pinned certificate before anything is sent.
+        configuration.verify_mode = ssl.CERT_NONE
+        if library == "qh3":
+            configuration.verify_hostname = False
+    elif options.ca is not None:
+        try:
+            pem = options.ca.read_bytes()
+        except OSError as error:
+            raise TransportError(f"{options.ca}: cannot be read ({error.strerror})") from error
+        if b"-----BEGIN CERTIFICATE-----" not in pem:
+            raise TransportError(f"{options.ca}: contains no PEM certificate")
+        configuration.load_verify_locations(cafile=str(options.ca))
+
+
+def check_pinned(der: bytes | None, fingerprint: str) -> None:
+    """Raise unless a peer's certificate has the expected fingerprint and is valid today.
+
+    Args:
+        der: the certificate.
+        fingerprint: its expected SHA-256, hex.
+
+    Raises:
+        TransportError: it is another certificate, or out of date.
+    """
+    if der is None:
+        raise TransportError("the peer has no certificate")
+    found = hashlib.sha256(der).hexdigest()
+    if not hmac.compare_digest(found, fingerprint_of(fingerprint)):
+        raise TransportError(f"the peer's certificate has the fingerprint {found}, not the expected one")
+    if (why := _outdated(_parsed(der))) is not None:
+        raise TransportError(f"the peer's certificate {why}")
+
+
+def why_refused(der: bytes | None, host: str) -> str:
+    """Return why TLS refused a peer's certificate; the libraries' own messages say little.
+
+    Args:
+        der: the certificate; None if TLS failed before it arrived.
+        host: the name or address that was dialled.
+    """
+    if der is None:
+        return "the peer's certificate was not accepted"
+    try:
+        parsed = _parsed(der)
+    except TransportError as error:
+        return str(error)
+    if (why := _outdated(parsed)) is not None:
+        return f"the peer's certificate {why}; check this machine's clock"
+    names = _names(parsed)
+    if not any(_matches(host.rstrip(".").lower(), name.lower()) for name in names):
+        known = ", ".join(names[:4]) or "no host at all"
+        return f"the peer's certificate is for another name: {known}, not {host}"
+    return (
+        "the peer's certificate is not signed by a trusted authority; trust the authority with --ca FILE, "
+        "or this one certificate with --fingerprint HEX"
+    )
+
+
+def _parsed(der: bytes) -> Certificate:
+    from cryptography import x509  # noqa: PLC0415  # slow to load
+
+    try:
+        return x509.load_der_x509_certificate(der)
+    except ValueError as error:
+        raise TransportError(f"the peer's certificate cannot be read ({error})") from error
+
+
+def _outdated(certificate: Certificate) -> str | None:
+    now = dt.datetime.now(dt.UTC)
+    if now > certificate.not_valid_after_utc:
+        return f"expired on {certificate.not_valid_after_utc:%Y-%m-%d}"
+    if now < certificate.not_valid_before_utc:
+        return f"is not valid before {certificate.not_valid_before_utc:%Y-%m-%d}"
+    return None
+
+
+def _names(certificate: Certificate) -> list[str]:
+    """Return the host names and addresses that a certificate is valid for."""
+    from cryptography import x509  # noqa: PLC0415  # slow to load
+
+    try:
+        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except (x509.ExtensionNotFound, ValueError):
+        return []
+    return [*names.get_values_for_type(x509.DNSName), *map(str, names.get_values_for_type(x509.IPAddress))]
+
+
+def _matches(host: str, name: str) -> bool:
+    """Return whether a certificate's name matches a host; a leading ``*`` stands for one label (RFC 6125)."""
+    return host == name or (name.startswith("*.") and host.partition(".")[2] == name[2:])

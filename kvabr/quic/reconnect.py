@@ -14,10 +14,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 
 from kvabr.quic.interface import Connection, ConnectionStats, Download, DownloadStats
-from kvabr.types.errors import ConnectionLostError, TransportError
+from kvabr.types.errors import ConnectionLostError, TransportError, UnauthorizedError
 from kvabr.types.naming import TrackNamespace
 
 Dial = Callable[[], Awaitable[Connection]]
@@ -165,11 +165,6 @@ class RedialledConnection(Connection):
             self._redial()
         return download
 
-    def expect(self, namespace: TrackNamespace, tracks: Iterable[str]) -> None:
-        """See `Connection.expect`."""
-        if self._usable():
-            self._current.expect(namespace, tracks)
-
     def stats(self) -> ConnectionStats:
         """Of the current connection; bytes of all of them."""
         stats = self._current.stats()
@@ -295,7 +290,8 @@ class RedialledConnection(Connection):
         if task.cancelled():
             return
         if (error := task.exception()) is not None:
-            self._tell(ConnectionLostError(f"the connection was lost, and dialling again failed: {error}"))
+            kind = UnauthorizedError if isinstance(error, UnauthorizedError) else ConnectionLostError
+            self._tell(kind(f"the connection was lost, and dialling again failed: {error}"))
         elif self._waiting and not self._usable():
             self._redial()  # someone came as the last dial ended
 
@@ -310,6 +306,8 @@ class RedialledConnection(Connection):
             self._pause_s = min(_LONGEST_PAUSE_S, max(_FIRST_PAUSE_S, 2 * self._pause_s))
             try:
                 made = await self._dial_within(attempt_s)
+            except UnauthorizedError:
+                raise  # trying again would not help
             except TransportError as error:
                 self._trouble = f"dialling again fails: {error}"
                 if loop.time() - start_s + self._pause_s > self._patience_s:

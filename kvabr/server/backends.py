@@ -5,7 +5,6 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from kvabr.quic.moq_lib import MAX_GROUP_BYTES
 from kvabr.server.metrics import Metrics
 from kvabr.server.server import Server, ServerLimits, ServerTls
 from kvabr.store.asset_index import Library
@@ -16,20 +15,10 @@ if TYPE_CHECKING:
 
     from kvabr.quic.library import LibraryName
 
-FASTEST_FIRST = ("moq", "qh3", "aioquic")
+FASTEST_FIRST = ("qh3", "aioquic")
 """Measured; see the table in the README."""
 
-_INSTALL = {"moq": "pip install 'kvabr[moq]'", "qh3": "pip install 'kvabr[fast]'", "aioquic": "pip install kvabr"}
-
-
-def unfit(library: Library) -> str | None:
-    """Why moq-rs cannot serve a library as well as the others do, in words; None if it can."""
-    if not library.open_to_all:
-        return "of a client's token it shows only one in the URL, and clients of other libraries send theirs in SETUP"
-    largest = max((max(track.bytes) for asset in library.assets for track in asset.asset.catalog.tracks), default=0)
-    if largest > MAX_GROUP_BYTES:
-        return f"an asset has groups of {largest} bytes, moq-rs carries {MAX_GROUP_BYTES} at most"
-    return None
+_INSTALL = {"qh3": "pip install 'kvabr[fast]'", "aioquic": "pip install kvabr"}
 
 
 def missing(backend: str) -> str | None:
@@ -60,8 +49,6 @@ def make_server(
     """
     for name in FASTEST_FIRST if backend == "auto" else (backend,):
         why = missing(name)
-        if why is None and backend == "auto" and name == "moq":
-            why = unfit(library)
         if why is None:
             return _make(name, library, host, port, tls, limits, log, metrics)
         if backend != "auto":
@@ -80,10 +67,6 @@ def _make(
     log: FilteringBoundLogger,
     metrics: Metrics,
 ) -> Server:
-    if name == "moq":
-        from kvabr.server.moq_server import MoqServer  # noqa: PLC0415 - the library is an extra
-
-        return MoqServer(library, host, port, tls, limits, log, metrics)
     from kvabr.server.quic_server import QuicServer  # noqa: PLC0415 - loads only the library that was chosen
 
     library_name: LibraryName = "qh3" if name == "qh3" else "aioquic"

@@ -27,7 +27,7 @@ class Metrics(MetricSet):
         self.cancelled_total = self.counter("kvabr_cancelled_total", "Requests that the peer gave up before their end.")
         self.groups_sent_total = self.counter("kvabr_groups_sent_total", "Groups sent in full, by track.", "track")
         self.bytes_sent_total = self.counter("kvabr_bytes_sent_total", "Payload bytes handed to the transport.")
-        self.buffered_bytes = self.gauge("kvabr_buffered_bytes", "Bytes handed to moq-rs and not yet sent.")
+        self.buffered_bytes = self.gauge("kvabr_buffered_bytes", "Bytes of groups that the relay keeps.")
         self.first_byte_seconds = self.histogram(
             "kvabr_first_byte_seconds", "From a request's arrival to its first byte sent.", FIRST_BYTE_BUCKETS_S
         )

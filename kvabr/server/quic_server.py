@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvabr.moqt.wire import DRAFTS, Draft
 from kvabr.quic.endpoint import protocol_class
-from kvabr.quic.library import LibraryName, library, load_certificates
-from kvabr.quic.retry import NoTokens, RetryTokens
+from kvabr.quic.library import LibraryName, NoTokens, RetryTokens, library, load_certificates
 from kvabr.server.metrics import Metrics
 from kvabr.server.peer import Peer
 from kvabr.server.server import Server, ServerLimits, ServerTls

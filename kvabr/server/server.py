@@ -39,12 +39,8 @@ class ServerLimits:
     """In flight, of all connections together."""
     requests_per_s: float = 2000.0
     """Of one connection, averaged over seconds."""
-    buffered_bytes_per_connection: int = 96 << 20
-    """Handed to moq-rs and not yet sent; the other libraries are given a fixed, small number of bytes ahead."""
-    buffered_bytes: int = 512 << 20
-    """The same, of all connections together."""
     idle_s: float = 60.0
-    """A connection on which nothing comes for so long is closed; with moq-rs, after a time of its own."""
+    """A connection on which nothing comes for so long is closed."""
     handshake_s: float = 10.0
     """So long may a peer take until its SETUP has come."""
 
@@ -59,7 +55,7 @@ class Server(ABC):
     """Serves a library; use it as an async context manager, or `start` it and `close` it."""
 
     backend: str
-    """``aioquic``, ``qh3`` or ``moq``."""
+    """``aioquic`` or ``qh3``."""
 
     def __init__(
         self,

@@ -81,6 +81,10 @@ class ConnectionLostError(TransportError):
     """The connection ended; whatever was under way on it is gone, but a new one may be had."""
 
 
+class UnauthorizedError(ConnectionLostError):
+    """The peer refused our token: it is missing, wrong, or was revoked."""
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return `` (did you mean 'NAME'?)`` for the known name closest to ``word``, or an empty string."""
     from difflib import get_close_matches  # noqa: PLC0415 - only failures need it

@@ -228,7 +228,7 @@ async def test_a_server_that_answers_nothing(tls, fingerprint):
 
 async def test_a_server_that_speaks_only_an_unknown_draft(tls, fingerprint):
     async with rude_server(tls, alpn=("moqt-99",)) as address:
-        for quic in (*LIBRARIES, "moq", "auto"):
+        for quic in (*LIBRARIES, "auto"):
             said, _ = await failing(dialled(address, fingerprint, quic))
             assert "no common protocol" in said
 
@@ -241,7 +241,7 @@ async def test_a_relay_does_not_keep_a_lie(root, tls, fingerprint, name):
     logs = [Log(), Log()]
     async with lying(root, tls, fingerprint, LIES[name][0]) as origin, relaying(origin, tls) as relay:
         for log in logs:
-            async with relay.connect("moq") as connection:
+            async with relay.connect("qh3") as connection:
                 played = await play(connection, TOKENS, deadline=8.0, policy="fixed:Int4", spec=SPEC, log=log)
             assert right(played)
         assert origin.server.told == 1

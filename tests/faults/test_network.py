@@ -85,7 +85,7 @@ async def test_udp_that_leads_nowhere():
             end.bind(("127.0.0.1", 0))
         addresses = deaf.getsockname(), gone.getsockname()
         gone.close()
-        await asyncio.gather(*(one(quic, at) for quic in (*LIBRARIES, "moq", "auto") for at in addresses))
+        await asyncio.gather(*(one(quic, at) for quic in (*LIBRARIES, "auto") for at in addresses))
 
 
 async def test_an_outage_in_the_middle(origin):
@@ -150,7 +150,7 @@ async def test_an_origin_or_a_relay_killed_in_the_middle_and_started_again(origi
     async with origin() as served:
         await asyncio.gather(
             killed_and_started_again(lambda port: serve_process(root, tls, port=port), fingerprint, LIBRARIES),
-            killed_and_started_again(lambda port: relay_process(served, tls, port=port), fingerprint, ["moq"]),
+            killed_and_started_again(lambda port: relay_process(served, tls, port=port), fingerprint, ["qh3"]),
         )
 
 
@@ -205,7 +205,7 @@ async def test_an_origin_that_is_told_to_end_completes_what_is_under_way(root, t
         assert log.reasons() == []
 
 
-@pytest.mark.parametrize("library", [*LIBRARIES, "moq"])
+@pytest.mark.parametrize("library", LIBRARIES)
 async def test_a_rolling_restart(root, tls, fingerprint, library):
     """The old server completes what is under way, and takes nobody in; the play goes on at the new one."""
     async with AsyncExitStack() as stack:

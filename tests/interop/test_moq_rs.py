@@ -13,7 +13,7 @@ import torch
 from kvabr.client.play import play_asset
 from kvabr.moqt.wire import DRAFTS, by_alpn
 from kvabr.player.assembler import Assembler
-from kvabr.quic.dial import dial
+from kvabr.quic.connect import dial
 from kvabr.quic.interface import read_all
 from kvabr.quic.options import DialOptions
 from kvabr.server.certificates import development

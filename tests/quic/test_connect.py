@@ -13,8 +13,8 @@ import threading
 import pytest
 
 import kvabr
-from kvabr.quic import connect as connect_module
 from kvabr.quic.connect import asset_of, parse_namespace, parse_url
+from kvabr.quic.library import LIBRARIES, installed_libraries
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import PlayError, TransportError, UsageError
 from kvabr.types.naming import TrackNamespace
@@ -120,17 +120,20 @@ async def test_a_play_over_quic(served, quic):
     assert asyncio.all_tasks() == before
 
 
-async def test_auto_takes_the_fastest_that_the_origin_speaks_and_remembers(served):
-    connect_module._worked.clear()
+async def test_auto_takes_the_fastest_that_is_installed(served, monkeypatch):
     async with kvabr.connect(served.url, ca=served.pem) as origin:
-        found = origin.backend
         assert (await kvabr.play(origin, TOKENS, deadline=5.0, spec=SPEC)).tokens == 70
-    installed = [name for name in connect_module.BACKENDS if importlib.util.find_spec(name)]
-    assert found == installed[0]
-    assert connect_module._worked == {("127.0.0.1", served.port): found}
-    connect_module._worked["127.0.0.1", served.port] = "aioquic"
-    async with kvabr.connect(served.url, ca=served.pem) as origin:
-        assert origin.backend == "aioquic"
+    async with kvabr.connect(served.url, fingerprint=served.fingerprint) as origin:
+        assert origin.backend == next(name for name in LIBRARIES if importlib.util.find_spec(name))
+    monkeypatch.setitem(sys.modules, "qh3", None)
+    assert installed_libraries("auto") == ("aioquic",)
+
+
+async def test_an_unreachable_origin_is_reported_once_with_its_cause():
+    with pytest.raises(TransportError) as caught:
+        async with kvabr.connect("moqt://127.0.0.1:9/", timeout_s=0.2):
+            pass
+    assert str(caught.value).count("no answer within") == str(caught.value).count("127.0.0.1:9") == 1
 
 
 async def test_a_certificate_that_nobody_vouches_for_is_refused_unless_named(served):

@@ -17,11 +17,8 @@ import pytest
 import structlog
 
 from kvabr.cli.relay import parse_size
-from kvabr.codec.container import SLICE_BYTES
 from kvabr.moqt.codes import RequestCode
-from kvabr.quic import dial as quic
-from kvabr.quic import moq_connection as moqconnection
-from kvabr.quic import moq_dial as moqrs
+from kvabr.quic import connect as quic
 from kvabr.quic.connect import asset_of, connect
 from kvabr.quic.interface import read_all
 from kvabr.quic.reconnect import RedialledConnection
@@ -29,7 +26,6 @@ from kvabr.server.certificates import check, development
 from kvabr.server.faults import Fault
 from kvabr.server.memory import MemoryConnection, MemoryLink
 from kvabr.server.metrics import Metrics
-from kvabr.server.moq_listen import FRAME_BYTES
 from kvabr.server.quic_server import QuicServer
 from kvabr.server.relay import Relay
 from kvabr.server.relay_cache import GroupCache
@@ -71,7 +67,7 @@ async def relaying(upstream, tls, **more):
 @contextlib.asynccontextmanager
 async def chain_of(kind, asset, tls, **more):
     """An origin of one kind, and a relay in front of it."""
-    if kind == "moq":
+    if kind == "qh3":
         started = origin(asset.path, tls=tls)
     else:
         started = QuicServer(
@@ -106,12 +102,12 @@ async def play(dial, relay, asset, track="FP16"):
         assert got == [asset.frame(group, track) for group in groups]
 
 
-@pytest.mark.parametrize("kind", ["moq", "aioquic"])
+@pytest.mark.parametrize("kind", ["qh3", "aioquic"])
 async def test_many_players_one_fetch(kind, asset, tls, monkeypatch):
     monkeypatch.setattr(SmallTracks, "FRESH_S", 60.0)  # the machine may be slow
     async with chain_of(kind, asset, tls) as (server, relay):
         aioquic = functools.partial(quic.dial, library_name="aioquic")
-        dials = [moqrs.dial] * 20 + [aioquic] * 2
+        dials = [quic.dial] * 20 + [aioquic] * 2
         await asyncio.gather(*(play(dial, relay, asset) for dial in dials))
         assert sent(server) == {CATALOG_TRACK: 1, "FP16": asset.catalog.groups}
         assert relay.cache.bytes >= sum(len(asset.frame(group, "FP16")) for group in range(asset.catalog.groups))
@@ -127,7 +123,7 @@ async def test_players_may_speak_moqt(draft, names, asset, tls):
     def quic_options(chosen):
         return type(chosen)(chosen.host, chosen.port, fingerprint=chosen.fingerprint, drafts=(draft,), names=names)
 
-    async with chain_of("moq", asset, tls) as (_, relay):
+    async with chain_of("qh3", asset, tls) as (_, relay):
         await play(dial, relay, asset)
         async with await dial(options(relay)) as connection:
             for namespace, track, group in (
@@ -144,58 +140,10 @@ async def test_players_may_speak_moqt(draft, names, asset, tls):
 async def test_lookups_pass_through(asset, tls):
     spec = asset.catalog.spec
     digests = chain(list(range(48)), model=spec.model, tokenizer=spec.tokenizer, group_tokens=spec.group_tokens)
-    async with chain_of("moq", asset, tls) as (_, relay), await dialled(relay) as connection:
+    async with chain_of("qh3", asset, tls) as (_, relay), await dialled(relay) as connection:
         namespace = TrackNamespace(spec.model, digests[0])
         found = await read_all(connection.fetch(namespace, prefix_track(digests), limit=BIG))
         assert found == (asset.path / "catalog.json").read_bytes()
-
-
-async def test_what_is_not_there_is_not_found(asset, tls):
-    async with chain_of("moq", asset, tls) as (server, relay), await dialled(relay) as connection:
-        for namespace, track, group in (
-            (asset.catalog.namespace, "FP16", 8),
-            (asset.catalog.namespace, "AC-5x", 0),
-            (asset.catalog.namespace, CATALOG_TRACK, 1),
-            (ELSEWHERE, CATALOG_TRACK, 0),
-            (ELSEWHERE, "FP16", 0),
-        ):
-            with pytest.raises(NotFoundError):
-                await asyncio.wait_for(read_all(connection.fetch(namespace, track, group, limit=BIG)), SOON_S)
-        assert "FP16" not in sent(server)
-
-
-async def test_a_group_is_passed_on_as_it_comes(tmp_path, tls):
-    asset = make_asset(tmp_path / "large", list(range(12)), frame_bytes=600_000)
-    stall = {"FP16": Fault(stall_after=400_000)}
-    upstream = in_memory(asset, faults=lambda ask: stall.get(ask.track) if ask.attempt == 0 else None)
-    async with upstream, relaying(upstream, tls) as relay, await dialled(relay) as connection:
-        download = connection.fetch(asset.catalog.namespace, "FP16", 2, limit=BIG)
-        got = b""
-        while len(got) < SLICE_BYTES + FRAME_BYTES:
-            got += await asyncio.wait_for(download.read(), SOON_S)
-        assert asset.frame(2, "FP16").startswith(got)
-        assert relay.fetches == 1
-        download.cancel()
-
-
-async def test_a_group_goes_on_when_the_origin_comes_back(asset, tls):
-    first = in_memory(asset, path=MemoryLink(rate=2e6))
-    later = []
-
-    async def dial():
-        later.append(in_memory(asset))
-        return later[-1]
-
-    redialled = RedialledConnection(first, dial)
-    async with redialled as upstream, relaying(upstream, tls) as relay, await dialled(relay) as connection:
-        download = connection.fetch(asset.catalog.namespace, "FP16", 1, limit=BIG)
-        got = await asyncio.wait_for(download.read(), SOON_S)
-        assert len(got) < len(asset.frame(1, "FP16"))
-        first.lose("killed")
-        got = await asyncio.wait_for(read_all(download), SOON_S)
-        assert got == asset.frame(1, "FP16")
-        assert len(later) == 1
-        assert 0 < first.bytes_received < len(got)
 
 
 async def test_an_origin_that_stays_away_is_told(asset, tls, monkeypatch):
@@ -223,7 +171,7 @@ async def test_it_survives_the_origin(asset, tls):
         server = await stack.enter_async_context(origin(asset.path, tls=tls))
         port = server.address[1]
         url = f"moqt://localhost:{port}/"
-        upstream = await stack.enter_async_context(connect(url, fingerprint=fingerprint, quic="moq"))
+        upstream = await stack.enter_async_context(connect(url, fingerprint=fingerprint, quic="qh3"))
         relay = await stack.enter_async_context(relaying(upstream, tls))
         connection = await stack.enter_async_context(await dialled(relay))
         namespace = asset.catalog.namespace
@@ -239,17 +187,6 @@ async def test_it_survives_the_origin(asset, tls):
         assert sent(second)["FP16"] == 1
 
 
-async def test_a_refusal_is_handed_on(asset, tls):
-    fault = Fault(refuse=int(RequestCode.EXCESSIVE_LOAD))
-    upstream = in_memory(asset, faults=lambda ask: fault if ask.track == "FP16" else None)
-    async with upstream, relaying(upstream, tls) as relay, await dialled(relay) as connection:
-        with pytest.raises(RequestError) as refused:
-            await read_all(connection.fetch(asset.catalog.namespace, "FP16", 0, limit=BIG))
-        assert refused.value.code == RequestCode.EXCESSIVE_LOAD
-        assert refused.value.retry_after_s
-        assert await read_all(connection.fetch(asset.catalog.namespace, "Int4", 0, limit=BIG)) == asset.frame(0, "Int4")
-
-
 async def test_a_transfer_that_breaks_off_breaks_off_here(asset, tls):
     upstream = in_memory(asset, faults=lambda ask: Fault(reset_after=150_000) if ask.track == "FP16" else None)
     async with upstream, relaying(upstream, tls) as relay, await dialled(relay) as connection:
@@ -261,7 +198,7 @@ async def test_a_transfer_that_breaks_off_breaks_off_here(asset, tls):
 async def test_memory_has_a_bound(tmp_path, tls):
     asset = make_asset(tmp_path / "asset", list(range(120)), frame_bytes=300_000)
     most = 8_000_000
-    async with chain_of("moq", asset, tls, memory_bytes=most) as (_, relay):
+    async with chain_of("qh3", asset, tls, memory_bytes=most) as (_, relay):
         seen = []
         shrink = relay.cache._shrink
 
@@ -281,10 +218,9 @@ async def test_memory_has_a_bound(tmp_path, tls):
 
 
 async def test_an_asset_that_is_replaced_is_seen(asset, tmp_path, tls, monkeypatch):
-    monkeypatch.setattr(moqconnection, "_FRESH_S", 0.05)
     monkeypatch.setattr(SmallTracks, "FRESH_S", 0.05)
     namespace = asset.catalog.namespace
-    async with chain_of("moq", type(asset)(tmp_path, asset.catalog), tls) as (_, relay):
+    async with chain_of("qh3", type(asset)(tmp_path, asset.catalog), tls) as (_, relay):
         old_catalog, old = (asset.path / "catalog.json").read_bytes(), asset.frame(0, "FP16")
         async with await dialled(relay) as connection:
             assert await read_all(connection.fetch(namespace, CATALOG_TRACK, limit=BIG)) == old_catalog
@@ -300,16 +236,6 @@ async def test_an_asset_that_is_replaced_is_seen(asset, tmp_path, tls, monkeypat
         assert catalog == (new.path / "catalog.json").read_bytes()
         async with await dialled(relay) as connection:
             assert await read_all(connection.fetch(namespace, "FP16", limit=BIG)) == new.frame(0, "FP16")
-
-
-async def test_who_may_enter(asset, tls):
-    token = "a token of some length/+ %"  # noqa: S105
-    async with in_memory(asset) as upstream, relaying(upstream, tls, token=token) as relay:
-        async with await dialled(relay, token=token) as connection:
-            assert await read_all(connection.fetch(asset.catalog.namespace, "Int4", limit=BIG))
-        for wrong in (None, "a token of some length"):
-            with pytest.raises(TransportError, match="token is missing or wrong"):
-                await dialled(relay, token=wrong)
 
 
 async def test_draining_finishes_what_is_under_way(asset, tls):
@@ -355,7 +281,6 @@ async def test_a_wrong_group_is_broken_off_and_not_kept(wrong, asset, tls):
 
 
 async def test_a_catalog_that_is_wrong_is_refused_and_not_kept(asset, tmp_path, tls, monkeypatch):
-    monkeypatch.setattr(moqconnection, "_FRESH_S", 0.05)
     elsewhere = make_asset(tmp_path / "elsewhere", list(range(100, 132)))
     lies = [b"{}", b"no JSON", (elsewhere.path / "catalog.json").read_bytes(), b""]
 
@@ -411,10 +336,9 @@ def test_what_a_catalog_must_say(asset, track, change, words):
 # ---------------------------------------------------------------- an origin that is away
 
 
-@pytest.mark.parametrize("kind", ["moq", "aioquic"])
+@pytest.mark.parametrize("kind", ["qh3", "aioquic"])
 async def test_what_is_kept_is_served_while_the_origin_is_away(kind, asset, tls, monkeypatch):
     """Also to players that come only then, by name and by prompt; and the log says so, once."""
-    monkeypatch.setattr(moqconnection, "_FRESH_S", 0.05)
     monkeypatch.setattr(SmallTracks, "FRESH_S", 0.05)
     spec = asset.catalog.spec
     digests = chain(list(range(48)), model=spec.model, tokenizer=spec.tokenizer, group_tokens=spec.group_tokens)
@@ -424,29 +348,15 @@ async def test_what_is_kept_is_served_while_the_origin_is_away(kind, asset, tls,
         async with chain_of(kind, asset, tls) as (server, relay):
             async with await dialled(relay) as connection:
                 assert await read_all(connection.fetch(*lookup, limit=BIG)) == catalog
-            await play(moqrs.dial, relay, asset)
+            await play(quic.dial, relay, asset)
             await server.close()
             await asyncio.sleep(0.06)  # nothing is fresh any more
-            await asyncio.wait_for(play(moqrs.dial, relay, asset), SOON_S)
+            await asyncio.wait_for(play(quic.dial, relay, asset), SOON_S)
             async with await dialled(relay) as connection:
                 assert await asyncio.wait_for(read_all(connection.fetch(*lookup, limit=BIG)), SOON_S) == catalog
     away = [line for line in logs if line["event"] == "origin away"]
     assert len(away) == 1
     assert away[0]["log_level"] == "warning"
-
-
-async def test_what_the_origin_no_longer_has_is_gone_here_too(asset, tls, monkeypatch):
-    monkeypatch.setattr(moqconnection, "_FRESH_S", 0.05)
-    monkeypatch.setattr(SmallTracks, "FRESH_S", 0.05)
-    refused = Fault(refuse=int(RequestCode.DOES_NOT_EXIST))
-    upstream = in_memory(asset, faults=lambda ask: refused if ask.track == CATALOG_TRACK and ask.attempt else None)
-    async with upstream, relaying(upstream, tls) as relay, await dialled(relay) as connection:
-        namespace = asset.catalog.namespace
-        assert await read_all(connection.fetch(namespace, CATALOG_TRACK, limit=BIG))
-        await asyncio.sleep(0.06)
-        with pytest.raises(NotFoundError):
-            await asyncio.wait_for(read_all(connection.fetch(namespace, CATALOG_TRACK, limit=BIG)), SOON_S)
-        assert relay.small.bytes == 0
 
 
 def small_tracks(upstream, **more):
@@ -649,7 +559,7 @@ async def test_the_command(asset, tls):
             assert words[:2] == ["kvabr", "fetch"]
             assert asset_of(words[2]) == namespace
             assert words[words.index("--fingerprint") + 1] == fingerprint
-            async with connect(words[2], fingerprint=fingerprint, quic="moq") as connection:
+            async with connect(words[2], fingerprint=fingerprint, quic="qh3") as connection:
                 data = await read_all(connection.fetch(namespace, "FP16", 3, limit=BIG))
                 assert data == asset.frame(3, "FP16")
             process.terminate()

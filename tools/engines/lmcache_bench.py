@@ -1,6 +1,6 @@
 """LMCache over a shaped link: kvabr's plug-in against LMCache's own server with its fixed CacheGen level.
 
-    tools/engine-lmcache bench [--mbps 20,50,100] [--rtt 20] [--deadline 3] [--tokens 2048] [--quic moq] [--json F]
+    tools/engine-lmcache bench [--mbps 20,50,100] [--rtt 20] [--deadline 3] [--tokens 2048] [--quic qh3] [--json F]
 
 The cache of a real text under SmolLM2 is stored through LMCache's engine, once to each storage, and retrieved through
 it over a link of the same rate and round trip: kvabr over UDP (its own shaper), LMCache's server over TCP (a proxy that
@@ -239,7 +239,7 @@ def main() -> None:
     parser.add_argument("--rtt", type=float, default=20.0, help="milliseconds")
     parser.add_argument("--deadline", type=float, default=3.0, help="seconds")
     parser.add_argument("--tokens", type=int, default=2048)
-    parser.add_argument("--quic", default="moq", choices=("aioquic", "qh3", "moq"))
+    parser.add_argument("--quic", default="qh3", choices=("aioquic", "qh3"))
     parser.add_argument("--storages", default="CacheGen,naive,kvabr")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()

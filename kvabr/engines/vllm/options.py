@@ -10,7 +10,8 @@ from typing import Any, get_args
 from kvabr.abr.plugins import load_estimator, load_policy
 from kvabr.abr.policies import DEFAULT
 from kvabr.engines import settings
-from kvabr.quic.connect import Quic, parse_url
+from kvabr.quic.connect import parse_url
+from kvabr.quic.library import Quic
 from kvabr.store.files import read_salt
 from kvabr.types.errors import UsageError
 

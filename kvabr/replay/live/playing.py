@@ -30,7 +30,7 @@ from kvabr.replay.trace import Trace
 from kvabr.store.asset import Asset
 from kvabr.types.errors import TransportError
 
-Quic = Literal["aioquic", "qh3", "moq"]
+Quic = Literal["aioquic", "qh3"]
 
 _BUSY, _STARVED = 0.85, 0.3
 """Shares of the time that a process ran or waited to run, and that it waited: from either on it was the limit and not

@@ -9,7 +9,7 @@ import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding
 
-from kvabr.quic.trust import check_pinned, fingerprint_of
+from kvabr.quic.options import check_pinned, fingerprint_of
 from kvabr.server.certificates import make
 from kvabr.types.errors import TransportError, UsageError
 
@@ -31,7 +31,7 @@ def test_the_pinned_certificate_and_no_other():
     good = der()
     pin = hashlib.sha256(good).hexdigest()
     check_pinned(good, pin)
-    with pytest.raises(TransportError, match="not the one expected"):
+    with pytest.raises(TransportError, match="not the expected one"):
         check_pinned(der(), pin)
     with pytest.raises(TransportError, match="no certificate"):
         check_pinned(None, pin)
