@@ -102,7 +102,7 @@ def _add_live_options(parser: argparse.ArgumentParser) -> None:
         "unless --prefill-rate is given; then a stand-in for the engine takes the time and computes nothing.",
     )
     live.add_argument("--live", action="store_true", help="play over a real transport (needs --asset)")
-    live.add_argument("--quic", choices=("aioquic", "qh3", "moq"), help="QUIC library (default: aioquic)")
+    live.add_argument("--quic", choices=("aioquic", "qh3"), help="QUIC library (default: aioquic)")
     live.add_argument("--loss", type=float, metavar="PERCENT", help="packets lost at random in each direction")
     live.add_argument(
         "--queue",
