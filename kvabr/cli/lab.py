@@ -91,7 +91,7 @@ def add_axes(parser: argparse.ArgumentParser) -> None:
 
 def axes_of(args: argparse.Namespace) -> dict[str, Any]:
     """The axes that the command line names: those of a file, with the options before them."""
-    from kvabr.lab.matrixfile import read_toml
+    from kvabr.lab.matrix import read_toml
 
     files = [path for path in args.source if path.suffix == ".toml"]
     if files and len(args.source) > 1:
@@ -113,19 +113,20 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from kvabr.cli.display import PlayBar
-    from kvabr.lab import folder, matrixfile, tables, totals
-    from kvabr.lab.axes import cuts
-    from kvabr.lab.results_store import Store
+    from kvabr.lab import results_folder, tables, totals
+    from kvabr.lab.matrix import build
+    from kvabr.lab.results_folder import PlayStore
     from kvabr.lab.run import run as play
+    from kvabr.lab.totals import cuts
 
     axes = axes_of(args)
-    matrix = matrixfile.build(axes)
-    with Store(args.out) as store:
-        folder.save_axes(args.out, axes)
+    matrix = build(axes)
+    with PlayStore(args.out) as store:
+        results_folder.save_axes(args.out, axes)
         with kept_on_interrupt(args.out), PlayBar() as bar:
             played = play(matrix, store, jobs=args.jobs, progress=bar.advance, planned=bar.planned)
     result = totals.result(matrix, played)
-    folder.save_result(args.out, result)
+    results_folder.save_result(args.out, result)
     console = Console()
     console.print(tables.ranking_table(result))
     console.print(tables.deadline_table(result))

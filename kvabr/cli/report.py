@@ -33,20 +33,20 @@ def run(args: argparse.Namespace) -> int:
     """Read, play what is missing, write."""
     from kvabr.cli.display import PlayBar
     from kvabr.cli.lab import kept_on_interrupt
-    from kvabr.lab import folder, tables, totals
+    from kvabr.lab import results_folder, tables, totals
     from kvabr.lab.report import write_report
-    from kvabr.lab.results_store import Store
+    from kvabr.lab.results_folder import PlayStore
     from kvabr.lab.run import run as play
     from kvabr.types.errors import UsageError
 
     if not 0 <= args.worst <= 100:
         raise UsageError(f"--worst {args.worst}: give 0 to 100")
-    matrix = folder.load_matrix(args.folder)
+    matrix = results_folder.load_matrix(args.folder)
     path = args.html or args.folder / "report.html"
-    with kept_on_interrupt(args.folder), Store(args.folder) as store, PlayBar() as bar:
+    with kept_on_interrupt(args.folder), PlayStore(args.folder) as store, PlayBar() as bar:
         played = play(matrix, store, jobs=args.jobs, progress=bar.advance, planned=bar.planned)
     result = totals.result(matrix, played)
-    folder.save_result(args.folder, result)
+    results_folder.save_result(args.folder, result)
     write_report(path, matrix, played, result, per_policy=args.worst)
     if played.fresh:
         print(f"{played.fresh:,} plays were missing or void, and were played first")

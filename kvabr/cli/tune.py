@@ -60,14 +60,14 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from kvabr.cli.display import PlayBar
-    from kvabr.lab import matrixfile
-    from kvabr.lab.results_store import Store
+    from kvabr.lab.matrix import build
+    from kvabr.lab.results_folder import PlayStore
     from kvabr.lab.tune import Search, tune
     from kvabr.store.files import write_text
 
-    matrix = matrixfile.build(axes_of(args) | {"policies": [args.tuned]})
+    matrix = build(axes_of(args) | {"policies": [args.tuned]})
     search = Search(args.points, args.rounds, args.near, args.search_seed)
-    with kept_on_interrupt(args.out), Store(args.out) as store, PlayBar("tuning") as bar:
+    with kept_on_interrupt(args.out), PlayStore(args.out) as store, PlayBar("tuning") as bar:
         found = tune(args.tuned, matrix, store, search, jobs=args.jobs, progress=bar.advance, tell=bar.say)
     if args.json is not None:
         write_text(args.json, json.dumps(as_json(found), indent=1) + "\n")

@@ -4,7 +4,7 @@ A regret is a loss above the bound's, plus a penalty if the play was late. Both 
 are each a little better than the one before; what a rung saves is charged to its cause.
 
 The loss of a play that spent its bytes on certain tracks goes down in these steps, f(x) being the least loss that x
-bytes can buy (`kvabr.lab.curve`), C what the link carries by the deadline, and no step going below the bound:
+bytes can buy (`kvabr.lab.causes`), C what the link carries by the deadline, and no step going below the bound:
 
 1. ``order``: the bytes in place, U, could have bought f(U). Choices that cannot be taken back: tracks that are not
    layers, an engine's order, a sequence of upgrades that was not the best.
@@ -31,10 +31,12 @@ sum is below zero (a late play may have a better cache than any could have by th
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-from kvabr.lab.curve import Curves
+from kvabr.abr.ladder import Options, Step, every_option, rank
 from kvabr.player.record import PlayRecord
 from kvabr.replay.link import Capacity
 from kvabr.replay.simulator import LinkUse
@@ -62,7 +64,7 @@ class Case:
     regret: float
 
 
-def split(catalog: Catalog, curves: Curves, case: Case) -> dict[str, float]:
+def split(catalog: Catalog, curves: LossCurves, case: Case) -> dict[str, float]:
     """The regret of one feasible play by cause; the values add up to it but for rounding.
 
     Args:
@@ -82,7 +84,7 @@ def split(catalog: Catalog, curves: Curves, case: Case) -> dict[str, float]:
     return out
 
 
-def _split_loss(catalog: Catalog, curves: Curves, case: Case, useful: float, out: dict[str, float]) -> None:
+def _split_loss(catalog: Catalog, curves: LossCurves, case: Case, useful: float, out: dict[str, float]) -> None:
     record, use = case.record, case.use
     fetched = [group for group in record.groups if group.source != "recomputed"]
     curve = curves.of([group.group for group in fetched])
@@ -132,3 +134,53 @@ def _split_penalty(case: Case, useful: float, out: dict[str, float]) -> None:
 def totals(parts: list[dict[str, Any]]) -> dict[str, float]:
     """Mean of each cause over plays; all zero over none."""
     return {cause: sum(part[cause] for part in parts) / len(parts) if parts else 0.0 for cause in CAUSES}
+
+
+class LossCurve:
+    """Least loss of a set of groups as a function of bytes: convex, falling, piecewise linear.
+
+    It is the linear relaxation of the multiple-choice knapsack over every option of every group, layers included: no
+    whole-group choice of so many bytes loses less.
+    """
+
+    def __init__(self, options: Options, steps: Collection[Step], groups: Collection[int]) -> None:
+        """Lay the curve.
+
+        Args:
+            options: every group's hull, cheapest first.
+            steps: the steps of all hulls, most loss saved per byte first.
+            groups: those that count.
+        """
+        self.least_bytes = sum(options[group][0].bytes for group in groups)
+        """Bytes of every group at its cheapest: with fewer there is no cache."""
+        self._bytes = [self.least_bytes]
+        self._loss = [sum(options[group][0].loss for group in groups)]
+        for step in steps:
+            if step.group in groups:
+                self._bytes.append(self._bytes[-1] + step.bytes)
+                self._loss.append(self._loss[-1] - step.saving)
+
+    def at(self, nbytes: float) -> float:
+        """Least loss within ``nbytes``, nats per token; with fewer than `least_bytes`, the loss at those."""
+        index = bisect_right(self._bytes, nbytes) - 1
+        if index < 0:
+            return self._loss[0]
+        if index + 1 == len(self._bytes):
+            return max(0.0, self._loss[-1])
+        share = (nbytes - self._bytes[index]) / (self._bytes[index + 1] - self._bytes[index])
+        return max(0.0, self._loss[index] - share * (self._loss[index] - self._loss[index + 1]))
+
+
+class LossCurves:
+    """The curves of one catalog, worked out when they are asked for."""
+
+    def __init__(self, catalog: Catalog) -> None:
+        self._options = every_option(catalog)
+        self._steps = rank(self._options)
+        self._whole = LossCurve(self._options, self._steps, range(catalog.groups))
+
+    def of(self, groups: Collection[int]) -> LossCurve:
+        """The curve of these groups."""
+        if len(groups) == len(self._options):
+            return self._whole
+        return LossCurve(self._options, self._steps, frozenset(groups))

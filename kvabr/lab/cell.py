@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from kvabr.lab.causes import Case, split
-from kvabr.lab.curve import Curves
+from kvabr.lab.causes import Case, LossCurves, split
 from kvabr.replay.clairvoyant import Bound, Clairvoyant
 from kvabr.replay.link import Capacity
 from kvabr.replay.stage import MISS_PENALTY, Outcome, PlayOptions, Stage
@@ -15,7 +14,7 @@ from kvabr.types.catalog import Catalog
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class BoundedLink:
     """What all policies have in common that play from one start of one trace."""
 
     start_s: float
@@ -27,26 +26,28 @@ class Link:
     """Of the network alone."""
 
 
-class Bench:
+class CellPlayer:
     """Plays over one cell of a matrix."""
 
     def __init__(self, catalog: Catalog, options: PlayOptions) -> None:
         self._catalog, self._options = catalog, options
         self.stage = Stage(catalog, options)
-        self._curves = Curves(catalog)
+        self._curves = LossCurves(catalog)
         share = catalog.group_tokens(catalog.groups - 1) / catalog.spec.group_tokens
         self._tail_s = options.decode_scale * share * min(track.decode_s for track in catalog.tracks)
         self._network = None
         if options.cost is not None:
             self._network = Clairvoyant(catalog, None, options.mode, decode_scale=options.decode_scale)
 
-    def link(self, trace: Trace, start_s: float) -> Link:
+    def link(self, trace: Trace, start_s: float) -> BoundedLink:
         """The link from one start of a trace, and its bounds."""
         capacity, rtt_s, bound = self.stage.prepare(trace, start_s)
         network = bound if self._network is None else self._network.bound(capacity, self._options.deadline_s)
-        return Link(start_s, capacity, rtt_s, bound, network)
+        return BoundedLink(start_s, capacity, rtt_s, bound, network)
 
-    def play(self, trace: Trace, link: Link, policy: str, *, log: bool = False) -> tuple[dict[str, Any], Outcome]:
+    def play(
+        self, trace: Trace, link: BoundedLink, policy: str, *, log: bool = False
+    ) -> tuple[dict[str, Any], Outcome]:
         """Play once.
 
         Returns:
@@ -70,7 +71,7 @@ class Bench:
         missed = 0.0 if outcome.run["met"] else MISS_PENALTY
         return max(0.0, float(outcome.run["loss"]) + missed + late - bound.loss)
 
-    def _causes(self, outcome: Outcome, link: Link) -> dict[str, float] | None:
+    def _causes(self, outcome: Outcome, link: BoundedLink) -> dict[str, float] | None:
         if not link.bound.feasible or outcome.use is None:
             return None
         case = Case(

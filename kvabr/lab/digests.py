@@ -32,7 +32,7 @@ _DOES_NOT = (
     *("abr/policies", "abr/estimators", "replay/live", "replay/report", "replay/readers", "lab/report", "lab/bench"),
     *("replay/run.py", "replay/summary.py", "replay/verify.py", "replay/trace_info.py", "replay/synth.py"),
 )
-_LAB = ("lab/causes.py", "lab/curve.py", "lab/cell.py")
+_LAB = ("lab/causes.py", "lab/cell.py")
 """Of the laboratory, the same: the rest only reads what was played."""
 
 

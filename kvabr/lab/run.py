@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvabr.lab import digests
-from kvabr.lab.cell import Bench
+from kvabr.lab.cell import CellPlayer
 from kvabr.lab.matrix import Cell, LabMatrix
-from kvabr.lab.results_store import Line, Store
+from kvabr.lab.results_folder import Line, PlayStore
 from kvabr.replay.cpu_limit import watched
 from kvabr.types.errors import PlayError, UsageError
 
@@ -30,7 +30,7 @@ Progress = Callable[[int], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class PlayBatch:
     """Some starts of one trace in one cell, with the policies that have yet to play each."""
 
     cell: int
@@ -40,7 +40,7 @@ class Task:
 
 
 @dataclass(frozen=True, slots=True)
-class Played:
+class PlayedMatrix:
     """What a run of the laboratory gives."""
 
     cells: tuple[Cell, ...]
@@ -69,9 +69,9 @@ class Keys:
 
 
 def run(
-    matrix: LabMatrix, store: Store, *, jobs: int | None = None, progress: Progress | None = None,
+    matrix: LabMatrix, store: PlayStore, *, jobs: int | None = None, progress: Progress | None = None,
     planned: Callable[[int, int], None] | None = None,
-) -> Played:  # fmt: skip
+) -> PlayedMatrix:  # fmt: skip
     """Play a matrix.
 
     Args:
@@ -116,16 +116,16 @@ def run(
         ]
         for place in range(len(cells))
     ]
-    return Played(cells, lines, fresh)
+    return PlayedMatrix(cells, lines, fresh)
 
 
 _Known = dict[tuple[int, int, str], dict[int, Line]]
 
 
-def _survey(matrix: LabMatrix, cells: Sequence[Cell], keys: Keys, store: Store) -> tuple[_Known, list[Task]]:
+def _survey(matrix: LabMatrix, cells: Sequence[Cell], keys: Keys, store: PlayStore) -> tuple[_Known, list[PlayBatch]]:
     """What the store has, and tasks for all else."""
     known: _Known = {}
-    todo: list[Task] = []
+    todo: list[PlayBatch] = []
     counts = matrix.counts()
     for place, cell in enumerate(cells):
         for trace, count in enumerate(counts):
@@ -138,7 +138,7 @@ def _survey(matrix: LabMatrix, cells: Sequence[Cell], keys: Keys, store: Store) 
                         wanting.setdefault(start, []).append(policy)
             rows = [(start, tuple(policies)) for start, policies in sorted(wanting.items())]
             size = max(1, _CHUNK // max((len(policies) for _, policies in rows), default=1))
-            todo += [Task(place, trace, tuple(rows[at : at + size])) for at in range(0, len(rows), size)]
+            todo += [PlayBatch(place, trace, tuple(rows[at : at + size])) for at in range(0, len(rows), size)]
     return known, todo
 
 
@@ -146,8 +146,8 @@ _Found = dict[str, dict[int, Line]]
 
 
 def _outcomes(
-    matrix: LabMatrix, cells: Sequence[Cell], todo: Sequence[Task], jobs: int
-) -> Iterator[tuple[Task, _Found]]:
+    matrix: LabMatrix, cells: Sequence[Cell], todo: Sequence[PlayBatch], jobs: int
+) -> Iterator[tuple[PlayBatch, _Found]]:
     if jobs == 1 or len(todo) < 2:
         player = _Player(matrix, cells)
         for task in todo:
@@ -162,7 +162,7 @@ def _outcomes(
     over = False
     try:
         queue = iter(todo)
-        flying: dict[Future[_Found], Task] = {}
+        flying: dict[Future[_Found], PlayBatch] = {}
         while True:
             # Only what will be played soon is handed over, so that an interrupt has little to wait for.
             while len(flying) < 2 * jobs and (item := next(queue, None)) is not None:
@@ -192,12 +192,12 @@ class _Player:
     def __init__(self, matrix: LabMatrix, cells: Sequence[Cell]) -> None:
         self._matrix, self._cells = matrix, cells
         self._at = -1
-        self._bench: Bench | None = None
+        self._bench: CellPlayer | None = None
 
-    def play(self, task: Task) -> _Found:
+    def play(self, task: PlayBatch) -> _Found:
         matrix, cell = self._matrix, self._cells[task.cell]
         if self._bench is None or self._at != task.cell:
-            self._at, self._bench = task.cell, Bench(matrix.catalog(cell), matrix.options(cell))
+            self._at, self._bench = task.cell, CellPlayer(matrix.catalog(cell), matrix.options(cell))
         trace = matrix.traces[task.trace]
         starts = matrix.starts_of(trace, task.todo[-1][0] + 1)
         found: _Found = {}
@@ -219,6 +219,6 @@ def _begin(matrix: LabMatrix, cells: Sequence[Cell]) -> None:
     _child = _Player(matrix, cells)
 
 
-def _play_in_child(task: Task) -> _Found:
+def _play_in_child(task: PlayBatch) -> _Found:
     assert _child is not None  # noqa: S101
     return _child.play(task)

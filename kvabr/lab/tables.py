@@ -8,9 +8,9 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from kvabr.lab.axes import Cut
 from kvabr.lab.causes import CAUSES
 from kvabr.lab.matrix import Cell
+from kvabr.lab.totals import Cut
 from kvabr.replay.report.plays import DASH, nats
 
 _WORDS = {

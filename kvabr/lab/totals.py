@@ -1,21 +1,21 @@
-"""The totals of what was played: per cell and policy, and per family; what a results folder's JSON holds."""
+"""Totals of a matrix: per cell, policy and family (the result as JSON), and along each axis (for tables)."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import Any, TypeVar
 
 import numpy as np
 
 from kvabr.lab.causes import totals as mean_causes
-from kvabr.lab.matrix import LabMatrix
+from kvabr.lab.matrix import Cell, LabMatrix
 from kvabr.lab.paired import Bootstrap, Comparison, Interval, compare
-from kvabr.lab.results_store import Line
-from kvabr.lab.run import Played
-from kvabr.replay.summary import percentile, summarise
+from kvabr.lab.results_folder import Line
+from kvabr.lab.run import PlayedMatrix
+from kvabr.replay.summary import mean, percentile, summarise, wilson
 
 SCHEMA = "kvabr.lab/1"
 _DIGITS = 9
@@ -23,7 +23,7 @@ _DIGITS = 9
 T = TypeVar("T")
 
 
-def result(matrix: LabMatrix, played: Played) -> dict[str, Any]:
+def result(matrix: LabMatrix, played: PlayedMatrix) -> dict[str, Any]:
     """Everything that a matrix showed, as plain JSON values; the same for the same plays."""
     everything = [line for lines in played.lines for line in lines]
     where = [place for place, lines in enumerate(played.lines) for _ in lines]
@@ -199,3 +199,64 @@ def _mean(values: Iterable[float]) -> float | None:
 
 def _number(value: float) -> float:
     return float(f"{value:.{_DIGITS}g}")
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """One policy over one value of an axis; feasible plays only."""
+
+    plays: int
+    regret: float | None
+    network_regret: float | None
+    hits: float | None
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """One axis."""
+
+    title: str
+    values: tuple[str, ...]
+    scores: dict[tuple[str, str], Score]
+    """By policy and value."""
+
+
+def cuts(played: PlayedMatrix, policies: Sequence[str]) -> list[Cut]:
+    """Every axis that has more than one value, families first."""
+    rows = [(cell, line) for cell, lines in zip(played.cells, played.lines, strict=True) for line in lines]
+    axes: list[tuple[str, Callable[[Cell, Line], str]]] = [
+        ("trace family", lambda _, line: str(line["trace_family"])),
+        ("deadline", lambda cell, _: f"{cell.deadline_s:g} s"),
+        ("load", lambda cell, _: "as recorded" if cell.load is None else f"{cell.load:g} of FP16"),
+        ("round trip", lambda cell, _: "the trace's" if cell.rtt_s is None else f"{1000 * cell.rtt_s:g} ms"),
+        ("engine", lambda cell, _: cell.engine),
+        ("asset", lambda cell, _: cell.asset),
+    ]
+    found = []
+    for title, name in axes:
+        parts: dict[tuple[str, str], list[Line]] = {}
+        values: dict[str, None] = {}
+        for cell, line in rows:
+            value = name(cell, line)
+            values[value] = None
+            parts.setdefault((line["policy"], value), []).append(line)
+        if len(values) > 1:
+            scores = {key: _score(lines) for key, lines in parts.items() if key[0] in policies}
+            found.append(Cut(title, tuple(values), scores))
+    return found
+
+
+def _score(lines: Sequence[Line]) -> Score:
+    feasible = [line for line in lines if line["feasible"]]
+    hits = sum(line["met"] for line in feasible)
+    low, high = wilson(hits, len(feasible))
+    return Score(
+        plays=len(feasible),
+        regret=mean(line["regret"] for line in feasible),
+        network_regret=mean(line["network_regret"] for line in lines if line["network_regret"] is not None),
+        hits=hits / len(feasible) if feasible else None,
+        low=low,
+        high=high,
+    )

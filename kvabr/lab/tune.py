@@ -1,15 +1,18 @@
-"""Searches the parameters that a policy declares, and says honestly whether the search won anything.
+"""Search the parameters that a policy declares, with cross-validation over trace families.
 
-The search begins with points spread evenly over the declared ranges (a scrambled Sobol sequence) and the default, which
-all folds share: they were drawn before anything was played. Then, for every fold by itself, it looks closer around the
-best so far, in ever smaller steps; a fold never sees a play of the family that it holds out until it has chosen. One
-more fold, which holds out nothing, makes the recommendation: its own score is of the plays that it was chosen on, so
-what is reported for it is the cross-validated score of the procedure.
+The search starts from points spread evenly over the declared ranges (a scrambled Sobol sequence) and the default. All
+folds share these, because they are drawn before anything is played. Then each fold samples around its own best point,
+in ever smaller steps. A fold does not see the family that it holds out until it has chosen. One more fold, which holds
+out nothing, makes the recommendation. Its own score comes from the plays that it was chosen on, so the reported score
+is the cross-validated one.
+
+Every family counts the same, however many traces it has: a kind of network is not more likely because it was recorded
+more often.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -17,12 +20,50 @@ from scipy.stats import qmc
 
 from kvabr.abr.plugins import policy_class
 from kvabr.abr.policy import Parameter, declared, parse, spell
-from kvabr.lab.folds import Fold, choose, mean_over, others
 from kvabr.lab.matrix import LabMatrix
 from kvabr.lab.paired import Bootstrap, Interval
-from kvabr.lab.results_store import Line, Store
+from kvabr.lab.results_folder import Line, PlayStore
 from kvabr.lab.run import Progress, run
 from kvabr.types.errors import UsageError
+
+Scores = Mapping[str, Mapping[str, float]]
+"""Mean regret by candidate and family."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fold:
+    """One choice, and how it did where it had no part."""
+
+    held_out: str
+    chosen: str
+    """The candidate that was best on the other families."""
+    inside: float
+    """Its mean regret on these."""
+    outside: float
+    """Its mean regret on the family that was held out."""
+    default_outside: float
+    """The default's there."""
+
+
+def mean_over(scores: Mapping[str, float], families: Iterable[str]) -> float:
+    """Mean over families."""
+    listed = [scores[family] for family in families]
+    return sum(listed) / len(listed)
+
+
+def choose(scores: Scores, families: Sequence[str], default: str) -> str:
+    """The candidate of least mean regret over these families; the default unless another is better."""
+    best = default
+    for candidate in scores:
+        if mean_over(scores[candidate], families) < mean_over(scores[best], families) - 1e-12:
+            best = candidate
+    return best
+
+
+def others(families: Sequence[str], held_out: str | None) -> list[str]:
+    """All families but one; all of them if none is held out."""
+    return [family for family in families if family != held_out]
+
 
 _CLOSE = 0.15
 """Width of the first closer look, as a share of the range; halved every round."""
@@ -99,7 +140,7 @@ class Tuned:
 class _Scores:
     """Plays candidates over families, and remembers what they scored."""
 
-    def __init__(self, matrix: LabMatrix, store: Store, jobs: int | None, progress: Progress | None) -> None:
+    def __init__(self, matrix: LabMatrix, store: PlayStore, jobs: int | None, progress: Progress | None) -> None:
         self._matrix, self._store, self._jobs, self._progress = matrix, store, jobs, progress
         self.families = sorted({trace.family for trace in matrix.traces})
         self.table: dict[str, dict[str, float]] = {}
@@ -137,7 +178,7 @@ class _Scores:
 def tune(
     policy: str,
     matrix: LabMatrix,
-    store: Store,
+    store: PlayStore,
     search: Search | None = None,
     *,
     jobs: int | None = None,

@@ -7,7 +7,7 @@ import pytest
 from scipy.optimize import Bounds, LinearConstraint, linprog, milp
 
 from kvabr.abr.ladder import stack
-from kvabr.lab.curve import Curves
+from kvabr.lab.causes import LossCurves
 from kvabr.replay.clairvoyant import Clairvoyant
 from kvabr.replay.link import Capacity
 from kvabr.replay.trace import Trace
@@ -90,7 +90,7 @@ def test_network_bound_is_the_linear_program_and_one_step_below_the_integer_one(
     if not bound.feasible:
         return
     assert bound.loss == pytest.approx(relaxed.fun, rel=1e-6, abs=1e-12)
-    assert Curves(whole).of(range(whole.groups)).at(nbytes) == pytest.approx(relaxed.fun, rel=1e-6, abs=1e-12)
+    assert LossCurves(whole).of(range(whole.groups)).at(nbytes) == pytest.approx(relaxed.fun, rel=1e-6, abs=1e-12)
     ones = np.ones(whole.groups)
     budget = LinearConstraint(np.vstack([sizes[None], one]), np.r_[0.0, ones], np.r_[nbytes, ones])
     exact = milp(losses, integrality=np.ones_like(losses), bounds=Bounds(0, 1), constraints=budget)
@@ -102,7 +102,7 @@ def test_network_bound_is_the_linear_program_and_one_step_below_the_integer_one(
 
 def test_a_curve_of_some_groups_is_that_of_a_catalog_that_has_only_these():
     whole = catalog(6, layered=True)
-    curve, alone = Curves(whole).of([0, 1, 2]), Curves(whole.prefix(3)).of(range(3))
+    curve, alone = LossCurves(whole).of([0, 1, 2]), LossCurves(whole.prefix(3)).of(range(3))
     for share in (0.01, 0.05, 0.1, 0.3, 1.0, 3.0):
         assert curve.at(share * whole.fp16_bytes) == pytest.approx(alone.at(share * whole.fp16_bytes))
     assert curve.least_bytes == alone.least_bytes

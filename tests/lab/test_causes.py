@@ -4,7 +4,7 @@ import pytest
 
 from kvabr.abr.policies import BUILTIN
 from kvabr.lab.causes import CAUSES
-from kvabr.lab.cell import Bench
+from kvabr.lab.cell import CellPlayer
 from kvabr.player import PlayerConfig
 from kvabr.replay.stage import PlayOptions
 from kvabr.types.cost import PrefillCost
@@ -18,7 +18,7 @@ ENGINES = {"none": (None, "hole"), "hole": (PrefillCost(0.005, 1 / 800), "hole")
 
 def bench(cost=None, mode="hole", *, deadline=2.0, rtt=0.05, load=0.3, layered=True, **catalog_options):
     options = PlayOptions(deadline, rtt, load, cost, mode, config=PlayerConfig(give_up_after=5.0))
-    return Bench(catalog(12, layered=layered, **catalog_options), options)
+    return CellPlayer(catalog(12, layered=layered, **catalog_options), options)
 
 
 def play(on, policy, trace, start_s=0.0):

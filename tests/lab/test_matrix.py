@@ -1,8 +1,7 @@
 import pytest
 
-from kvabr.lab.folder import load_matrix, save_axes
-from kvabr.lab.matrix import EngineSpec, varying
-from kvabr.lab.matrixfile import build, read_toml
+from kvabr.lab.matrix import EngineSpec, build, read_toml, varying
+from kvabr.lab.results_folder import load_matrix, save_axes
 from kvabr.player.config import GPU_PRICE
 from kvabr.types.errors import AssetError, KvabrError, UsageError
 from tests.catalogs import catalog

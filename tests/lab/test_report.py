@@ -4,14 +4,13 @@ import re
 import pytest
 from rich.console import Console
 
-from kvabr.lab.axes import cuts
 from kvabr.lab.causes import CAUSES
 from kvabr.lab.matrix import EngineSpec
 from kvabr.lab.report import write_report
-from kvabr.lab.results_store import Store
+from kvabr.lab.results_folder import PlayStore
 from kvabr.lab.run import run
 from kvabr.lab.tables import apart_table, causes_tables, cut_tables, deadline_table, ranking_table, short, verdict
-from kvabr.lab.totals import result
+from kvabr.lab.totals import cuts, result
 from kvabr.replay.report.plays import DASH
 from tests.lab.matrices import matrix, traces
 from tests.replay.report_samples import HOSTILE
@@ -24,7 +23,7 @@ def shown(tmp_path_factory):
     """A page of two loads, two round trips and two engines; and what it was made of."""
     folder = tmp_path_factory.mktemp("report")
     what = matrix(rtts=(0.01, 0.08), engines=(EngineSpec.parse("none"), EngineSpec.parse("2x")), loads=(0.05, 0.4))
-    with Store(folder) as store:
+    with PlayStore(folder) as store:
         played = run(what, store, jobs=1)
     totals = result(what, played)
     path = folder / "report.html"
@@ -83,7 +82,7 @@ def test_hostile_names_stay_text(tmp_path):
 
     odd = tuple(replace(trace, family=HOSTILE, name=f"{HOSTILE}/{number}") for number, trace in enumerate(traces()[:2]))
     what = matrix(traces=(*odd, *traces()[2:]), loads=(0.3,), policies=("cheapfirst", "mpc"))
-    with Store(tmp_path) as store:
+    with PlayStore(tmp_path) as store:
         played = run(what, store, jobs=1)
     write_report(tmp_path / "page.html", what, played, result(what, played))
     text = (tmp_path / "page.html").read_text(encoding="utf-8")
@@ -95,7 +94,7 @@ def test_hostile_names_stay_text(tmp_path):
 
 def test_a_matrix_in_which_nothing_is_feasible_has_a_page_that_says_so(tmp_path):
     what = matrix(loads=(0.001,), policies=("cheapfirst", "mpc"))
-    with Store(tmp_path) as store:
+    with PlayStore(tmp_path) as store:
         played = run(what, store, jobs=1)
     totals = result(what, played)
     write_report(tmp_path / "page.html", what, played, totals)
@@ -135,7 +134,7 @@ def test_tables_and_verdict_say_who_leads(shown):
 
 def test_who_is_told_the_future_does_not_lead(tmp_path):
     what = matrix(loads=(0.2,), policies=("cachegen-oracle", "fixed:AC-5x", "fixed:FP16"))
-    with Store(tmp_path) as store:
+    with PlayStore(tmp_path) as store:
         totals = result(what, run(what, store, jobs=1))
     assert totals["comparison"]["ranking"][0]["policy"] == "cachegen-oracle"
     assert re.match(r"fixed:AC-5x leads.*\(cachegen-oracle, which is told the future, has [.\d]+\)", verdict(totals))

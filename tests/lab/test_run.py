@@ -9,7 +9,7 @@ import pytest
 import kvabr
 from kvabr.lab import digests
 from kvabr.lab.matrix import EngineSpec, Offer
-from kvabr.lab.results_store import FILE, Store
+from kvabr.lab.results_folder import FILE, PlayStore
 from kvabr.lab.run import Keys, run
 from kvabr.lab.totals import result
 from kvabr.types.errors import AssetError, PlayError, PolicyError, UsageError
@@ -18,7 +18,7 @@ from tests.lab.matrices import matrix, traces, tuned
 
 
 def played(folder, what, **options):
-    with Store(folder) as store:
+    with PlayStore(folder) as store:
         return run(what, store, **options)
 
 
@@ -184,7 +184,7 @@ def test_a_policy_that_ends_its_process_ends_the_run_and_keeps_the_rest(tmp_path
 
 def test_two_runs_may_share_a_folder(tmp_path):
     one, two = matrix(policies=("cheapfirst",)), matrix(policies=("mpc",))
-    with Store(tmp_path) as first, Store(tmp_path) as second:
+    with PlayStore(tmp_path) as first, PlayStore(tmp_path) as second:
         run(one, first, jobs=1)
         run(two, second, jobs=1)
         assert run(two, first, jobs=1).fresh == run(one, second, jobs=1).fresh == 0
@@ -212,17 +212,17 @@ def test_corrupt_lines_are_played_again(tmp_path):
 def test_what_is_no_store_is_refused(tmp_path):
     (tmp_path / FILE).write_bytes(b"something else entirely" * 100)
     with pytest.raises(AssetError, match="delete it"):
-        Store(tmp_path)
+        PlayStore(tmp_path)
     newer = tmp_path / "newer"
     newer.mkdir()
     with sqlite3.connect(newer / FILE) as base:
         base.execute("PRAGMA user_version=99")
     base.close()
     with pytest.raises(AssetError, match="another version"):
-        Store(newer)
+        PlayStore(newer)
     (tmp_path / "file").write_text("")
     with pytest.raises(AssetError):
-        Store(tmp_path / "file" / "below")
+        PlayStore(tmp_path / "file" / "below")
 
 
 def test_no_processes_is_refused(tmp_path):

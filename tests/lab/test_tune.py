@@ -5,9 +5,8 @@ from dataclasses import replace
 import pytest
 
 from kvabr.cli.tune import as_json
-from kvabr.lab.folds import choose
-from kvabr.lab.results_store import Store
-from kvabr.lab.tune import Search, tune
+from kvabr.lab.results_folder import PlayStore
+from kvabr.lab.tune import Search, choose, tune
 from kvabr.types.errors import UsageError
 from tests.lab.matrices import matrix, traces, tuned
 from tests.replay.worlds import world
@@ -29,7 +28,7 @@ def walks():
 
 
 def search(folder, policy, what=None, options=QUICK):
-    with Store(folder) as store:
+    with PlayStore(folder) as store:
         return tune(policy, what or matrix(loads=(0.25,), starts=3), store, options, jobs=1)
 
 

@@ -13,7 +13,7 @@ from kvabr.types.errors import UsageError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from kvabr.lab.bench.codecs import Subject
+    from kvabr.lab.bench.codec_speed import Subject
 
 _EPILOG = """\
 examples:
@@ -62,10 +62,10 @@ def run(args: argparse.Namespace) -> int:
     from kvabr.cli.display import StageBar
     from kvabr.codec.base import codec, names
     from kvabr.codec.native.coder import available_paths
-    from kvabr.lab.bench import codecs
+    from kvabr.lab.bench import codec_speed
+    from kvabr.lab.bench.codec_speed import paths
     from kvabr.lab.bench.peers import find_peers
     from kvabr.lab.bench.schemes import tracks_to_measure
-    from kvabr.lab.bench.speed import paths
     from kvabr.store.files import write_text
 
     tracks = tracks_to_measure(args.tracks, names())
@@ -74,11 +74,11 @@ def run(args: argparse.Namespace) -> int:
         there = ", ".join(available_paths())
         raise UsageError(f"--paths: this machine has {there}; --seconds must be positive")
     console, out = Console(stderr=True), Console()
-    result: dict[str, Any] = {"schema": codecs.SCHEMA, "machine": codecs.machine()}
+    result: dict[str, Any] = {"schema": codec_speed.SCHEMA, "machine": codec_speed.machine()}
     result |= {"coder": [], "tracks": [], "lmcache": [], "over_ideal": {}}
     out.print("{processor}, {cores} cores; coder: {0}".format(", ".join(available_paths()), **result["machine"]))
     with console.status("timing the entropy coder"):
-        result["coder"] = codecs.coder_alone(args.paths, args.seconds)
+        result["coder"] = codec_speed.coder_alone(args.paths, args.seconds)
     out.print(_coder_table(result["coder"]))
     peers, notes = find_peers(args.peers, ("lmcache",))
     rounds = sum(len(paths(args.paths)) if codec(track).needs_profile else 1 for track in tracks)
@@ -87,15 +87,15 @@ def run(args: argparse.Namespace) -> int:
             subject = _subject(model, args)
         with StageBar({"time": f"{model} (tracks x paths)"}, console) as bar:
             done: list[dict[str, Any]] = []
-            for row in codecs.measure(subject, tracks, args.paths, seconds=args.seconds):
+            for row in codec_speed.measure(subject, tracks, args.paths, seconds=args.seconds):
                 done.append(row)
                 bar("time", len(done), rounds)
         result["tracks"] += done
-        result["over_ideal"][subject.name] = codecs.over_ideal(subject, tracks)
+        result["over_ideal"][subject.name] = codec_speed.over_ideal(subject, tracks)
         theirs = None
         if "lmcache" in peers:
             with console.status("timing LMCache"), peers["lmcache"] as peer:
-                theirs = codecs.against_lmcache(subject, peer)
+                theirs = codec_speed.against_lmcache(subject, peer)
             result["lmcache"].append(theirs)
         out.print(_stage_table(subject.name, done))
         out.print(_whole_table(subject.name, done, theirs, result["over_ideal"][subject.name]))
@@ -109,12 +109,12 @@ def run(args: argparse.Namespace) -> int:
 def _subject(model: str, args: argparse.Namespace) -> Subject:
     from kvabr.cli.options import find_profile
     from kvabr.engines.transformers.model_loader import load_model
-    from kvabr.lab.bench import codecs
+    from kvabr.lab.bench import codec_speed
 
     if model == "llama-8b":
-        return codecs.llama(args.work)
+        return codec_speed.llama(args.work)
     loaded = load_model(model)
-    return codecs.real(loaded, find_profile(loaded, args.profile))
+    return codec_speed.real(loaded, find_profile(loaded, args.profile))
 
 
 def _coder_table(rows: Sequence[dict[str, Any]]) -> Table:

@@ -89,12 +89,11 @@ def run(args: argparse.Namespace) -> int:
 
     from kvabr.cli.display import StageBar
     from kvabr.engines.transformers.model_loader import load_model
-    from kvabr.lab.bench import rd, tables
-    from kvabr.lab.bench.measure import STAGES, Bench
-    from kvabr.lab.bench.page import page
-    from kvabr.lab.bench.plot import drawing
-    from kvabr.lab.bench.store import Store
-    from kvabr.lab.bench.texts import check_unseen, cut, read_texts
+    from kvabr.lab.bench import rate_distortion as rd
+    from kvabr.lab.bench import summary
+    from kvabr.lab.bench.contexts import check_unseen, cut, read_texts
+    from kvabr.lab.bench.measure import STAGES, CacheStore, QualityBench
+    from kvabr.lab.bench.page import drawing, page
     from kvabr.store.files import write_text
 
     _check(args)
@@ -105,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
     with console.status("loading the model"):
         loaded = load_model(args.model, whole_windows=args.whole_windows)
     contexts = cut(loaded, texts, args.contexts, args.tokens, args.continuation)
-    plan = rd.Plan(
+    plan = rd.BenchPlan(
         contexts,
         args.tracks,
         _profiles(loaded, args.profile),
@@ -115,7 +114,7 @@ def run(args: argparse.Namespace) -> int:
         len(contexts) if args.retrieval is None else args.retrieval,
     )
     with StageBar(STAGES, console) as bar:
-        findings, families, notes = rd.run(Bench(loaded, Store(args.work, loaded.engine.spec), bar), plan)
+        findings, families, notes = rd.run(QualityBench(loaded, CacheStore(args.work, loaded.engine.spec), bar), plan)
     result = {"model": loaded.engine.spec.model, "tokens": args.tokens, "continuation": args.continuation}
     result |= rd.result(findings, families, contexts)
     title = (
@@ -123,17 +122,17 @@ def run(args: argparse.Namespace) -> int:
         f"on the {args.continuation} that follow; {rd.cases(findings)} planted codes; groups of {args.group_tokens[0]}"
     )
     every = {
-        "size and loss": tables.loss_table(result),
-        "planted codes": tables.recall_table(result),
-        "by domain": tables.domain_table(result),
-        "size at CacheGen's quality, by length of groups": tables.group_table(result),
+        "size and loss": summary.loss_table(result),
+        "planted codes": summary.recall_table(result),
+        "by domain": summary.domain_table(result),
+        "size at CacheGen's quality, by length of groups": summary.group_table(result),
     }
     shown = [(name, table) for name, table in every.items() if table is not None]
     out = Console()
     out.print(title, highlight=False)
     for name, table in shown:
         _print(out, name, table)
-    out.print(tables.sentence(result), highlight=False)
+    out.print(summary.sentence(result), highlight=False)
     for note in notes:
         console.print(f"not measured: {note}", highlight=False)
     if args.json is not None:
@@ -141,7 +140,7 @@ def run(args: argparse.Namespace) -> int:
     if args.svg is not None:
         write_text(args.svg, drawing(result["schemes"], result["exact"]))
     if args.html is not None:
-        write_text(args.html, page(title, tables.sentence(result), result["schemes"], result["exact"], shown))
+        write_text(args.html, page(title, summary.sentence(result), result["schemes"], result["exact"], shown))
     return 0
 
 

@@ -1,12 +1,16 @@
-"""One self-contained page of a rate-distortion bench: its plot, its tables and what was measured on."""
+"""The self-contained page of a rate-distortion bench, with its plot as SVG: no library, no script.
+
+Both axes of the plot are logarithmic, because rates differ by factors, and so do losses. Values at or below an axis'
+floor are drawn on it. Every curve has its own colour and its own mark, so that either is enough to tell them apart.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from html import escape
 from typing import Any
-
-from kvabr.lab.bench.plot import drawing
 
 Row = dict[str, Any]
 
@@ -35,7 +39,7 @@ def page(title: str, sentence: str, rows: Sequence[Row], exact: Row | None, tabl
     Args:
         title: what was measured.
         sentence: what came out, in one sentence.
-        rows: what is drawn, see `kvabr.lab.bench.plot.drawing`.
+        rows: what is drawn, see `kvabr.lab.bench.page.drawing`.
         exact: retrieval behind the exact cache.
         tables: titles and tables.
     """
@@ -59,3 +63,202 @@ def _table(table: Table) -> str:
     head = "".join(f"<th>{escape(name)}</th>" for name in names)
     body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in line)}</tr>" for line in lines)
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+WIDTH, HEIGHT = 520, 380
+_LEFT, _RIGHT, _TOP, _BOTTOM = 62, 16, 34, 46
+
+STYLE = """
+.rd { --ground: #ffffff; --ink: #1c2027; --muted: #646c79; --hair: #e3e3dd;
+  --f0: #1d2763; --f1: #c04e7d; --f2: #12877a; --f3: #b8860b;
+  --f4: #523093; --f5: #646c79; --f6: #b3261e; --f7: #3a7d34; }
+@media (prefers-color-scheme: dark) {
+  .rd { --ground: #1a1e25; --ink: #e7e9ed; --muted: #98a1af; --hair: #2c323c;
+    --f0: #79aef5; --f1: #f28aa8; --f2: #3cc4ae; --f3: #ffe08a;
+    --f4: #b553b0; --f5: #98a1af; --f6: #ff8a80; --f7: #8fd18a; } }
+.rd text { font: 12px system-ui, -apple-system, "Segoe UI", Roboto, "DejaVu Sans", sans-serif; fill: var(--ink); }
+.rd .ground { fill: var(--ground); } .rd .title { font-weight: 650; font-size: 13px; }
+.rd .tick, .rd .axis { fill: var(--muted); font-size: 11px; } .rd .name { font-size: 11px; }
+.rd .grid { stroke: var(--hair); } .rd .line { fill: none; stroke-width: 1.8; }
+.rd .spread { stroke-width: 1; stroke-opacity: .6; } .rd .exact { stroke: var(--muted); stroke-dasharray: 4 3; }
+.rd .mark { stroke: var(--ground); stroke-width: .8; }
+"""
+
+_SHAPES = (
+    "M-5 0a5 5 0 1 0 10 0a5 5 0 1 0 -10 0z",
+    "M-4.5 -4.5h9v9h-9z",
+    "M0 -5.8l5.4 9.6h-10.8z",
+    "M0 -6l6 6l-6 6l-6 -6z",
+    "M0 5.8l5.4 -9.6h-10.8z",
+    "M-2 -5.5h4v3.5h3.5v4h-3.5v3.5h-4v-3.5h-3.5v-4h3.5z",
+    "M-5.5 -2.5h11v5h-11z",
+    "M-2.5 -5.5h5v11h-5z",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """One panel's measure: which number of a row, and how it is drawn."""
+
+    title: str
+    key: str
+    label: str
+    floor: float
+    """Least value that is told apart."""
+    spread: str = ""
+    """The row's interval, if it has one."""
+    sign: float = 1.0
+    offset: float = 0.0
+
+    def value(self, row: Row) -> float | None:
+        """What is drawn of a row: less is better."""
+        number = row.get(self.key)
+        return None if number is None else max(self.floor, self.sign * number + self.offset)
+
+    def interval(self, row: Row) -> tuple[float, float] | None:
+        """The interval likewise, lower end first."""
+        ends = row.get(self.spread) if self.spread else None
+        if not ends:
+            return None
+        low, high = sorted(max(self.floor, self.sign * end + self.offset) for end in ends)
+        return low, high
+
+
+_CURVES = ("AC", "CacheGen", "KIVI")
+"""How the names of families begin whose points lie on one curve; others are single schemes of a kind."""
+
+PANELS = (
+    Axis("Loss of the continuation", "kl", "mean KL to the exact cache, nats a token", 1e-5, "kl_ci95"),
+    Axis("Most likely token changed", "top1", "share of tokens", 1e-3, sign=-1.0, offset=1.0),
+    Axis("Planted codes: surprise", "logprob", "nats a digit", 1e-3, "logprob_ci95", sign=-1.0),
+    Axis("Planted codes: not said whole", "whole", "share of cases", 1e-2, sign=-1.0, offset=1.0),
+)
+
+
+def drawing(rows: Sequence[Row], exact: Row | None = None) -> str:
+    """All panels in one SVG, two a line, with a legend.
+
+    Args:
+        rows: what `kvabr.lab.bench.summary.scheme_rows` returns.
+        exact: retrieval behind the exact cache, if it was measured.
+    """
+    drawn = [row for row in rows if row.get("bits")]
+    panels = [axis for axis in PANELS if any(axis.value(row) is not None for row in drawn)]
+    families = _families(drawn)
+    columns = min(2, len(panels)) or 1
+    lines = -(-len(panels) // columns)
+    legend = 26 * -(-len(families) // (4 * columns))
+    width, height = columns * WIDTH, lines * HEIGHT + legend
+    parts = [_panel(axis, drawn, families, exact, n % columns, n // columns) for n, axis in enumerate(panels)]
+    parts += [_entry(name, n, n % (4 * columns), n // (4 * columns), lines * HEIGHT) for n, name in enumerate(families)]
+    return (
+        f'<svg class="rd" xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" '
+        f'aria-label="Rate against quality of {len(drawn)} ways to code a KV cache"><style>{STYLE}</style>'
+        f'<rect class="ground" width="{width}" height="{height}"/>{"".join(parts)}</svg>\n'
+    )
+
+
+def _families(rows: Sequence[Row]) -> list[str]:
+    """Curves first, single schemes after them."""
+    count: dict[str, int] = {}
+    for row in rows:
+        count[row["family"]] = count.get(row["family"], 0) + 1
+    return sorted(count, key=lambda name: (name != "AC", -count[name]))
+
+
+def _panel(axis: Axis, rows: Sequence[Row], families: list[str], exact: Row | None, column: int, line: int) -> str:
+    shown = [row for row in rows if axis.value(row) is not None]
+    across = _Scale([row["bits"] for row in shown], _LEFT, WIDTH - _RIGHT)
+    values = [value for row in shown for value in (axis.value(row), *(axis.interval(row) or ())) if value is not None]
+    up = _Scale(values, HEIGHT - _BOTTOM, _TOP)
+    base, middle = HEIGHT - _BOTTOM, (_TOP + HEIGHT - _BOTTOM) / 2
+    out = [f'<g transform="translate({column * WIDTH} {line * HEIGHT})">', _text(_LEFT, 20, axis.title, "title")]
+    for tick in across.powers(2):
+        x = across(tick)
+        out += [_line(x, _TOP, x, base, "grid"), _text(x, base + 16, f"{tick:g}", "tick", "middle")]
+    for tick in up.powers(10):
+        y = up(tick)
+        out += [_line(_LEFT, y, WIDTH - _RIGHT, y, "grid"), _text(_LEFT - 6, y + 4, f"{tick:g}", "tick", "end")]
+    out.append(_text(WIDTH / 2, HEIGHT - 12, "bits an element", "axis", "middle"))
+    out.append(f'<g transform="translate(14 {middle}) rotate(-90)">{_text(0, 0, axis.label, "axis", "middle")}</g>')
+    reached = None if exact is None or axis.key not in exact else axis.value(exact)
+    if reached is not None and up.low <= reached <= up.high:
+        y = up(reached)
+        out += [_line(_LEFT, y, WIDTH - _RIGHT, y, "exact"), _text(_LEFT + 4, y - 4, "exact cache", "tick")]
+    names = _Names()
+    for index, family in enumerate(families):
+        own = sorted((row for row in shown if row["family"] == family), key=lambda row: row["bits"])
+        out.append(_curve(axis, own, across, up, index, names))
+    return "".join(out) + "</g>"
+
+
+class _Names:
+    """Places of names in a panel: a name that would lie on another is left to the mark's title."""
+
+    def __init__(self) -> None:
+        self._taken: list[tuple[float, float, float]] = []
+
+    def place(self, x: float, y: float, name: str) -> str:
+        """A name beside a mark, or nothing."""
+        width = 6.4 * len(name)
+        # Beside the mark: above it or below, to its right or, near the edge, to its left.
+        for left, down in ((x + 8, y - 6), (x + 8, y + 14), (x - 8 - width, y - 6), (x - 8 - width, y + 14)):
+            inside = left >= _LEFT and left + width <= WIDTH and _TOP <= down <= HEIGHT - _BOTTOM
+            free = all(left >= b or left + width <= a or abs(down - c) > 11 for a, b, c in self._taken)
+            if inside and free:
+                self._taken.append((left, left + width, down))
+                return _text(left, down, name, "name")
+        return ""
+
+
+def _curve(axis: Axis, rows: Sequence[Row], across: _Scale, up: _Scale, index: int, names: _Names) -> str:
+    colour, out = f"var(--f{index % 8})", []
+    points = [(across(row["bits"]), up(axis.value(row) or axis.floor), row) for row in rows]
+    if len(points) > 1 and rows[0]["family"].startswith(_CURVES):
+        path = " ".join(f"{x},{y}" for x, y, _ in points)
+        out.append(f'<polyline class="line" stroke="{colour}" points="{path}"/>')
+    for x, y, row in points:
+        ends = axis.interval(row)
+        if ends:
+            out.append(_line(x, up(ends[0]), x, up(ends[1]), "spread", colour))
+        said = f"{row['scheme']}: {row['bits']:.3g} bits, {axis.value(row):.3g}"
+        out.append(_mark(x, y, index, said))
+        out.append(names.place(x, y, row["scheme"]))
+    return "".join(out)
+
+
+def _entry(name: str, index: int, column: int, line: int, top: int) -> str:
+    x, y = _LEFT + column * 118, top + 14 + line * 24
+    return _mark(x, y, index, name) + _text(x + 12, y + 4, name, "name")
+
+
+def _text(x: float, y: float, text: str, kind: str, anchor: str = "start") -> str:
+    return f'<text class="{kind}" x="{x:g}" y="{y:g}" text-anchor="{anchor}">{escape(text)}</text>'
+
+
+def _line(x1: float, y1: float, x2: float, y2: float, kind: str, colour: str = "") -> str:
+    stroke = f' stroke="{colour}"' if colour else ""
+    return f'<line class="{kind}"{stroke} x1="{x1:g}" x2="{x2:g}" y1="{y1:g}" y2="{y2:g}"/>'
+
+
+def _mark(x: float, y: float, index: int, said: str) -> str:
+    shape, place = _SHAPES[index % len(_SHAPES)], f"translate({x:g} {y:g})"
+    title = f"<title>{escape(said)}</title>"
+    return f'<path class="mark" fill="var(--f{index % 8})" d="{shape}" transform="{place}">{title}</path>'
+
+
+class _Scale:
+    """A logarithmic axis that holds some values, and a little more."""
+
+    def __init__(self, values: Sequence[float], begin: float, end: float) -> None:
+        self.low, self.high = min(values) / 1.15, max(values) * 1.15
+        self._begin, self._end = begin, end
+
+    def __call__(self, value: float) -> float:
+        share = math.log(value / self.low) / math.log(self.high / self.low)
+        return round(self._begin + share * (self._end - self._begin), 1)
+
+    def powers(self, base: float) -> list[float]:
+        """Powers of ``base`` on the axis."""
+        first, last = math.ceil(math.log(self.low, base)), math.floor(math.log(self.high, base))
+        return [float(f"{base**power:.6g}") for power in range(first, last + 1)]

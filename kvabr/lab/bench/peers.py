@@ -1,7 +1,11 @@
-"""Peers: other people's codecs, each a program in an environment of its own that tools/setup-peers makes.
+"""Other people's codecs as peers: LMCache's CacheGen, and zstd.
 
-A peer reads requests as JSON lines and answers each with one; caches are handed over as safetensors files. So nothing
-of it is imported here, and what it imports meets nothing of kvabr.
+A peer is a program in its own environment, made by tools/setup-peers. It reads requests as JSON lines and answers each
+with one; caches change hands as safetensors files. So none of its dependencies are imported here.
+
+CacheGen (Liu et al., SIGCOMM 2024) as in LMCache 0.5.6: the keys of each token and layer are divided by their largest
+magnitude and rounded to a fixed number of levels, and the values likewise. The indices of each channel are coded with
+probabilities counted in the group itself, which travel with it.
 """
 
 from __future__ import annotations
@@ -13,7 +17,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import numpy as np
+import torch
+from safetensors.numpy import save_file as save_arrays
+from safetensors.torch import load_file, save_file
+
+from kvabr.codec.base import GroupContext, codec
+from kvabr.lab.bench.measure import CacheStore
+from kvabr.lab.bench.schemes import Coded, Scheme, groups
 from kvabr.types.errors import AssetError
+from kvabr.types.kv import GROUP_TOKENS, KVSpec
 
 _INSTALL = "tools/setup-peers makes it"
 
@@ -22,7 +35,7 @@ class PeerError(AssetError):
     """A peer is not there, or failed."""
 
 
-class Peer:
+class PeerProcess:
     """A running peer; starts with its first request, ends with the context."""
 
     def __init__(self, folder: Path, name: str) -> None:
@@ -83,12 +96,170 @@ class Peer:
         return f"the peer {self.name} has ended; run it by hand to see why: {' '.join(self._command)}"
 
 
-def find_peers(folder: Path, names: Sequence[str] = ("lmcache", "zstd")) -> tuple[dict[str, Peer], list[str]]:
+def find_peers(folder: Path, names: Sequence[str] = ("lmcache", "zstd")) -> tuple[dict[str, PeerProcess], list[str]]:
     """The peers that are there, and what to say of those that are not."""
     found, missing = {}, []
     for name in names:
         try:
-            found[name] = Peer(folder, name)
+            found[name] = PeerProcess(folder, name)
         except PeerError as error:
             missing.append(str(error))
     return found, missing
+
+
+Runs = Sequence[tuple[int, int]]
+"""Levels of runs of layers: (layer after the last, levels)."""
+
+_ALL = 1 << 30
+
+LEVELS: dict[str, tuple[Runs, Runs]] = {
+    "CacheGen": (((10, 32), (_ALL, 16)), ((2, 32), (_ALL, 16))),
+    "CacheGen-low": (((10, 16), (_ALL, 12)), ((2, 16), (_ALL, 12))),
+    "CacheGen-32": (((_ALL, 32),), ((_ALL, 32),)),
+}
+"""Levels of keys and of values by name: LMCache's only setting first, and a coarser and a finer one for its curve."""
+
+_SHALLOW = 10
+"""LMCache gives models of fewer layers the finest levels throughout."""
+
+
+class CacheGenQuantiser(Scheme):
+    """CacheGen's quantiser without its coder: the same cache, and no size."""
+
+    def __init__(self, name: str = "CacheGen") -> None:
+        self.name, self.family, self.group_tokens = name, "CacheGen", GROUP_TOKENS
+        self._levels = LEVELS[name]
+
+    @property
+    def key(self) -> str:
+        """The levels."""
+        return f"cachegen-quantiser-1|{self._levels}"
+
+    def levels(self, layers: int) -> tuple[Runs, Runs]:
+        """Of keys and of values, for a model of so many layers."""
+        return self._levels if layers >= _SHALLOW else LEVELS["CacheGen-32"]
+
+    def code(self, cache: torch.Tensor, *, decode: bool = True) -> Coded:
+        """Round; groups do not matter, since every token has a scale of its own."""
+        if not decode:
+            return Coded(0, None)
+        layers = cache.shape[0]
+        out = torch.empty_like(cache)
+        for which, runs in enumerate(self.levels(layers)):
+            top = _per_layer(runs, layers)[:, None, None, None] // 2 - 1
+            values = cache[:, which]
+            # One scale for a token's heads together, in the cache's own precision.
+            peak = values.abs().amax(dim=(1, 3), keepdim=True)
+            index = (values * (top / peak) + top).round().to(torch.int8)
+            out[:, which] = (index.float() - top) / top * peak
+        return Coded(0, out)
+
+
+class LMCacheCodec(CacheGenQuantiser):
+    """The real codec of LMCache on a CPU."""
+
+    def __init__(
+        self, peer: PeerProcess, store: CacheStore, name: str = "CacheGen", *, group_tokens: int = GROUP_TOKENS
+    ) -> None:
+        """Prepare.
+
+        Args:
+            peer: LMCache.
+            store: whose work folder the caches are handed over in.
+            name: one of `LEVELS`.
+            group_tokens: tokens of what LMCache calls a chunk.
+        """
+        super().__init__(name)
+        self.group_tokens = group_tokens
+        self._peer, self._store = peer, store
+
+    @property
+    def key(self) -> str:
+        """The levels, and the version whose bytes these are."""
+        return f"lmcache-0.5.6|{self._levels}|{self.group_tokens}"
+
+    def code(self, cache: torch.Tensor, *, decode: bool = True) -> Coded:
+        """Encode and decode, in its own process.
+
+        Raises:
+            PeerError: LMCache failed.
+            AssetError: it decodes to another cache than its quantiser makes.
+        """
+        given, back = self._store.scratch("to-peer.safetensors"), self._store.scratch("from-peer.safetensors")
+        keys, values = self.levels(cache.shape[0])
+        try:
+            save_file({"kv": cache.contiguous()}, given)
+            answer = self._peer.ask(
+                {
+                    "in": str(given),
+                    "out": str(back) if decode else None,
+                    "groups": list(groups(cache.shape[3], self.group_tokens)),
+                    "options": {"keys": keys, "values": values},
+                    "dtype": str(cache.dtype).removeprefix("torch."),
+                }
+            )
+            made = load_file(back)["kv"] if decode else None
+        finally:
+            given.unlink(missing_ok=True)
+            back.unlink(missing_ok=True)
+        if made is not None:
+            alone = super().code(cache).cache
+            if alone is None or not torch.equal(made, alone):
+                raise AssetError(f"{self.name}: LMCache decodes to another cache than its quantiser makes")
+        return Coded(sum(answer["bytes"]), made)
+
+
+def _per_layer(runs: Runs, layers: int) -> torch.Tensor:
+    out, first = torch.zeros(layers), 0
+    for end, count in runs:
+        out[first : min(end, layers)] = count
+        first = min(end, layers)
+    return out
+
+
+_LEVEL = 3
+
+
+class Zstd(Scheme):
+    """A track's payloads through zstd; the cache is the track's own."""
+
+    def __init__(self, track: str, width: int, spec: KVSpec, peer: PeerProcess, store: CacheStore) -> None:
+        """Prepare.
+
+        Args:
+            track: FP16 or Int8.
+            width: bytes of a number; the bytes of each significance are put together before they are compressed.
+            spec: of the caches.
+            peer: zstd.
+            store: whose work folder the payloads are handed over in.
+        """
+        self.name, self.family, self.group_tokens = f"{track}+zstd", "zstd", GROUP_TOKENS
+        self._track, self._width, self._spec, self._peer, self._store = track, width, spec, peer, store
+
+    @property
+    def key(self) -> str:
+        """Track and level."""
+        return f"zstd-0.25.0|{_LEVEL}|{self._track}|{self._width}"
+
+    def code(self, cache: torch.Tensor, *, decode: bool = True) -> Coded:
+        """Compress every group by itself.
+
+        Raises:
+            PeerError: zstd failed.
+        """
+        level = codec(self._track)
+        out = torch.empty_like(cache) if decode else None
+        payloads = {}
+        for index, (first, end) in enumerate(groups(cache.shape[3], self.group_tokens)):
+            context = GroupContext(self._spec, first, end - first)
+            payload = level.encode(cache[:, :, :, first:end], context)
+            payloads[str(index)] = np.frombuffer(payload, dtype=np.uint8)
+            if out is not None:
+                level.decode(memoryview(payload), context, out[:, :, :, first:end])
+        given = self._store.scratch("to-zstd.safetensors")
+        try:
+            save_arrays(payloads, given)
+            answer = self._peer.ask({"in": str(given), "options": {"level": _LEVEL, "width": self._width}})
+        finally:
+            given.unlink(missing_ok=True)
+        return Coded(sum(answer["bytes"]), out)

@@ -68,7 +68,7 @@ def groups(tokens: int, each: int) -> Iterator[tuple[int, int]]:
         yield first, min(first + each, tokens)
 
 
-class Track(Scheme):
+class TrackScheme(Scheme):
     """A track of kvabr, with the tracks that it refines."""
 
     def __init__(
@@ -142,9 +142,9 @@ class OwnTrack(Scheme):
         return f"own|{self._track}|{self.group_tokens}|{codec_sources()}"
 
     def code(self, cache: torch.Tensor, *, decode: bool = True) -> Coded:
-        """As `Track`, the profile's bytes counted."""
+        """As `TrackScheme`, the profile's bytes counted."""
         profile = own_profile(self._spec, cache)
-        coded = Track(self._track, self._spec, profile, group_tokens=self.group_tokens).code(cache, decode=decode)
+        coded = TrackScheme(self._track, self._spec, profile, group_tokens=self.group_tokens).code(cache, decode=decode)
         return Coded(coded.nbytes + len(profile.to_bytes()), coded.cache)
 
 

@@ -1,7 +1,7 @@
-"""What findings amount to: means, medians and worst by scheme, and where two curves reach the same quality.
+"""Results of a rate-distortion bench: statistics per scheme, rates of equal quality, tables and a sentence.
 
 Schemes are compared on the same contexts and cases. Intervals are bootstrapped: contexts (for losses) and cases (for
-retrieval) are drawn again with replacement, the same ones for both sides of a comparison.
+retrieval) are resampled with replacement, the same ones for both sides of a comparison.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvabr.lab.bench.measure import EXACT, Findings
+from kvabr.lab.bench.page import Table
 
 RESAMPLES = 1000
 _INTERVAL = (2.5, 97.5)
@@ -78,7 +79,7 @@ def _draws(count: int, seed: int = 0) -> npt.NDArray[np.int64]:
 
 
 @dataclass(frozen=True)
-class Curve:
+class RateCurve:
     """Schemes of one family that were measured whole, cheapest first."""
 
     names: tuple[str, ...]
@@ -90,7 +91,7 @@ class Curve:
     """``logprob`` and ``whole``: [scheme, case]. Empty without retrieval."""
 
 
-def curve(findings: Findings, names: Sequence[str]) -> Curve:
+def curve(findings: Findings, names: Sequence[str]) -> RateCurve:
     """A curve of schemes that were measured on the same contexts and cases."""
     bits = {name: _mean(list(findings.quality[name].values()), "bits") or 0.0 for name in names}
     ordered = sorted(names, key=bits.__getitem__)
@@ -99,7 +100,7 @@ def curve(findings: Findings, names: Sequence[str]) -> Curve:
     if all(findings.recall.get(name) for name in ordered):
         for key in ("logprob", "whole"):
             recalls[key] = np.array([[float(row[key]) for row in findings.recall[name].values()] for name in ordered])
-    return Curve(tuple(ordered), np.array([bits[name] for name in ordered]), losses, recalls)
+    return RateCurve(tuple(ordered), np.array([bits[name] for name in ordered]), losses, recalls)
 
 
 def crossing(bits: Samples, costs: Samples, target: float, *, log: bool) -> float:
@@ -126,7 +127,7 @@ def crossing(bits: Samples, costs: Samples, target: float, *, log: bool) -> floa
     return float(bits[above] + share * (bits[above + 1] - bits[above]))
 
 
-def match(ours: Curve, theirs: Curve) -> Row:
+def match(ours: RateCurve, theirs: RateCurve) -> Row:
     """The rate at which one curve is nowhere worse than one scheme, and how sure that is.
 
     Args:
@@ -155,7 +156,7 @@ def match(ours: Curve, theirs: Curve) -> Row:
 
 
 def _match(
-    ours: Curve, theirs: Curve, contexts: npt.NDArray[np.int64], cases: npt.NDArray[np.int64] | None
+    ours: RateCurve, theirs: RateCurve, contexts: npt.NDArray[np.int64], cases: npt.NDArray[np.int64] | None
 ) -> dict[str, float]:
     target = float(theirs.losses[0, contexts].mean())
     found = {"kl": crossing(ours.bits, ours.losses[:, contexts].mean(axis=1), target, log=True)}
@@ -166,7 +167,7 @@ def _match(
     return found
 
 
-def at_group_size(ours: Curve, bits: float, sizes: Mapping[str, Mapping[str, Row]]) -> float | None:
+def at_group_size(ours: RateCurve, bits: float, sizes: Mapping[str, Mapping[str, Row]]) -> float | None:
     """What a rate of a curve becomes with groups of another length.
 
     Args:
@@ -184,3 +185,80 @@ def exact_recall(findings: Findings) -> Row | None:
     """What the model remembers behind an exact cache."""
     rows = list(findings.recall.get(EXACT, {}).values())
     return {key: _mean(rows, key) for key in ("digits", "whole", "logprob")} | {"cases": len(rows)} if rows else None
+
+
+def loss_table(result: Row) -> Table:
+    """Every scheme: size, loss, agreement."""
+    names = ["scheme", "bits/el", "ratio", "KL", "median", "worst", "95%", "ΔNLL", "top-1"]
+    lines = []
+    for row in result["schemes"]:
+        if row["kl"] is not None:
+            line = [row["scheme"], _show(row["bits"], ".3f"), _show(row["ratio"], ".2f", "x")]
+            line += [_show(row[key], ".5f") for key in ("kl", "kl_median", "kl_worst")]
+            line += [_show_interval(row["kl_ci95"], ".4f"), _show(row["dnll"], "+.4f"), _show(row["top1"], ".3f")]
+            lines.append(line)
+    return names, lines
+
+
+def recall_table(result: Row) -> Table | None:
+    """Every scheme: planted codes. None without retrieval."""
+    if result["exact"] is None:
+        return None
+    names = ["scheme", "bits/el", "digits right", "whole codes", "log p", "95%"]
+    lines = []
+    for row in result["schemes"]:
+        if row["logprob"] is not None:
+            line = [row["scheme"], _show(row["bits"], ".3f"), *(_show(row[key], ".3f") for key in ("digits", "whole"))]
+            lines.append([*line, _show(row["logprob"], ".4f"), _show_interval(row["logprob_ci95"], ".4f")])
+    return names, lines
+
+
+def domain_table(result: Row) -> Table:
+    """KL of every scheme by domain, and its bits."""
+    domains = list(result["domains"])
+    names = ["scheme", *(f"{domain}: {what}" for domain in domains for what in ("bits", "KL"))]
+    lines = []
+    for row in result["schemes"]:
+        cells = [result["domains"][domain].get(row["scheme"]) for domain in domains]
+        if any(cell is not None for cell in cells):
+            shown = [((cell["bits"] or None, ".3f"), (cell["kl"], ".5f")) for cell in cells if cell]
+            lines.append([row["scheme"], *(_show(*number) for pair in shown for number in pair)])
+    return names, lines
+
+
+def group_table(result: Row) -> Table | None:
+    """Size against CacheGen by length of groups, at its quality."""
+    against = result["against"]
+    if not against or not against["group_sizes"]:
+        return None
+    lines = [
+        [str(row["group_tokens"]), f"{row['theirs']:.3f}", f"{row['ours']:.3f}", f"{row['ratio']:.2f}x"]
+        for row in against["group_sizes"]
+    ]
+    return ["tokens a group", "CacheGen bits/el", "kvabr bits/el", "fewer bytes"], lines
+
+
+def sentence(result: Row) -> str:
+    """What came out."""
+    against = result["against"]
+    if not against:
+        return f"{len(result['schemes'])} schemes on {len(result['contexts'])} contexts"
+    parts = [f"{name} {against[key]:.3f}" for key, name in _MEASURES.items() if against.get(key) is not None]
+    if against["bits"] is None:
+        return f"CacheGen's quality is not reached by every measure; bits an element: {', '.join(parts) or 'none'}"
+    spread = _show_interval(against["ci95"], ".3f")
+    theirs = f", where CacheGen takes {against['theirs']:.2f}" if against["theirs"] else ""
+    said = f" (95%: {spread})" if against["ci95"] else ""
+    bits = f"{against['bits']:.3f} bits an element{said}{theirs}"
+    return f"As good as CacheGen by every measure at {bits}: {', '.join(parts)}"
+
+
+_MEASURES = {"kl": "KL", "logprob": "log p of codes", "whole": "whole codes"}
+
+
+def _show(value: float | None, form: str, unit: str = "") -> str:
+    return "-" if value is None else f"{value:{form}}{unit}"
+
+
+def _show_interval(ends: list[float] | None, form: str) -> str:
+    return "-" if not ends else f"{ends[0]:{form}} to {ends[1]:{form}}"

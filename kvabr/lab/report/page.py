@@ -7,18 +7,18 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from kvabr.lab.axes import cuts
 from kvabr.lab.matrix import LabMatrix
 from kvabr.lab.report.sections import build
 from kvabr.lab.report.worst import PER_POLICY, replay_worst
-from kvabr.lab.run import Played
+from kvabr.lab.run import PlayedMatrix
 from kvabr.lab.tables import verdict
+from kvabr.lab.totals import cuts
 from kvabr.replay.report.page import Frame, render
 from kvabr.store.files import write_text
 
 
 def write_report(
-    path: Path, matrix: LabMatrix, played: Played, result: dict[str, Any], *, per_policy: int = PER_POLICY
+    path: Path, matrix: LabMatrix, played: PlayedMatrix, result: dict[str, Any], *, per_policy: int = PER_POLICY
 ) -> None:
     """Write the page.
 
@@ -47,7 +47,7 @@ def write_report(
     write_text(path, render(_as_replay(matrix, played, result, worst.runs), worst.timelines, frame))
 
 
-def _as_replay(matrix: LabMatrix, played: Played, result: dict[str, Any], worst: Sequence[Any]) -> dict[str, Any]:
+def _as_replay(matrix: LabMatrix, played: PlayedMatrix, result: dict[str, Any], worst: Sequence[Any]) -> dict[str, Any]:
     """The matrix as a replay's result: the plays that are shown first, since timelines name them by their place."""
     lines = [line for cell in played.lines for line in cell]
     tracks: dict[str, dict[str, Any]] = {}
@@ -70,7 +70,7 @@ def _assets(matrix: LabMatrix) -> str:
     return ", ".join(offer.name for offer in matrix.offers)
 
 
-def _facts(matrix: LabMatrix, played: Played) -> dict[str, Any]:
+def _facts(matrix: LabMatrix, played: PlayedMatrix) -> dict[str, Any]:
     lines = [line for cell in played.lines for line in cell]
     starts = sum(matrix.counts())
     first = matrix.policies[0]

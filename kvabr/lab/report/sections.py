@@ -6,14 +6,14 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from kvabr.lab.axes import Cut, Score
 from kvabr.lab.causes import CAUSES
 from kvabr.lab.matrix import Cell, varying
 from kvabr.lab.report import svg
 from kvabr.lab.report.svg import escape
 from kvabr.lab.report.worst import MOST_POLICIES, Shown
-from kvabr.lab.run import Played
+from kvabr.lab.run import PlayedMatrix
 from kvabr.lab.tables import cause_title, short
+from kvabr.lab.totals import Cut, Score
 from kvabr.replay.report.plays import DASH
 
 _CAUSE_WORDS = {
@@ -29,7 +29,7 @@ _CAUSE_WORDS = {
 }
 
 
-def build(result: dict[str, Any], played: Played, found: Sequence[Cut], worst: Sequence[Shown]) -> str:
+def build(result: dict[str, Any], played: PlayedMatrix, found: Sequence[Cut], worst: Sequence[Shown]) -> str:
     """All sections."""
     rows = result["comparison"]["ranking"]
     if not rows:
@@ -182,7 +182,7 @@ def _causes(result: dict[str, Any], policies: Sequence[str]) -> str:
     return f'<p class="muted">{note}</p>{chart}<div class="legend">{legend}</div>{table}'
 
 
-def _distributions(played: Played, policies: Sequence[str]) -> str:
+def _distributions(played: PlayedMatrix, policies: Sequence[str]) -> str:
     everything: dict[str, list[float]] = {}
     families: dict[str, dict[str, list[float]]] = {}
     for line in (line for lines in played.lines for line in lines):

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvabr.lab.cell import Bench
+from kvabr.lab.cell import CellPlayer
 from kvabr.lab.matrix import Cell, LabMatrix, varying
-from kvabr.lab.results_store import Line
-from kvabr.lab.run import Played
+from kvabr.lab.results_folder import Line
+from kvabr.lab.run import PlayedMatrix
 
 PER_POLICY = 3
 MOST_POLICIES = 12
@@ -37,7 +37,7 @@ class Replayed:
 
 
 def replay_worst(
-    matrix: LabMatrix, played: Played, policies: Sequence[str], *, per_policy: int = PER_POLICY
+    matrix: LabMatrix, played: PlayedMatrix, policies: Sequence[str], *, per_policy: int = PER_POLICY
 ) -> Replayed:
     """Find and play again.
 
@@ -56,7 +56,7 @@ def replay_worst(
     return out
 
 
-def _worst_of(played: Played, policy: str, count: int) -> list[tuple[Cell, Line]]:
+def _worst_of(played: PlayedMatrix, policy: str, count: int) -> list[tuple[Cell, Line]]:
     """Plays of most regret, no two over the same trace."""
     rows = [
         (cell, line)
@@ -79,7 +79,7 @@ class _Again:
         self._matrix, self._out = matrix, out
         self._traces = {trace.name: trace for trace in matrix.traces}
         self._counts = dict(zip(self._traces, matrix.counts(), strict=True))
-        self._benches: dict[Cell, Bench] = {}
+        self._benches: dict[Cell, CellPlayer] = {}
         self._done: dict[tuple[Cell, str, float, str], int] = {}
         cells = list(matrix.cells())
         self._axes = varying(cells) if len(cells) > 1 else []
@@ -88,7 +88,7 @@ class _Again:
         """Play one line's trace and start with a policy; returns its number on the page."""
         key = (cell, line["trace"], line["start_s"], policy)
         if key not in self._done:
-            bench = self._benches.setdefault(cell, Bench(self._matrix.catalog(cell), self._matrix.options(cell)))
+            bench = self._benches.setdefault(cell, CellPlayer(self._matrix.catalog(cell), self._matrix.options(cell)))
             trace = self._traces[line["trace"]]
             # The line has its start rounded: the very same play begins where the matrix began it.
             starts = self._matrix.starts_of(trace, self._counts[line["trace"]])

@@ -6,8 +6,8 @@ import pytest
 
 from kvabr.codec.fit import fit
 from kvabr.engines.transformers.model_loader import load_model
-from kvabr.lab.bench.store import Store
-from kvabr.lab.bench.texts import cut
+from kvabr.lab.bench.contexts import cut
+from kvabr.lab.bench.measure import CacheStore
 from tests.tinymodels import save
 
 WORDS = ("ash", "birch", "cedar", "elm", "fir", "hazel", "larch", "maple", "oak", "pine", "rowan", "spruce", "yew")
@@ -51,4 +51,4 @@ def contexts(tiny):
 
 @pytest.fixture
 def store(tmp_path, tiny):
-    return Store(tmp_path / "work", tiny.engine.spec)
+    return CacheStore(tmp_path / "work", tiny.engine.spec)

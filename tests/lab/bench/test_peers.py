@@ -6,11 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvabr.lab.bench.cachegen import CacheGen
-from kvabr.lab.bench.peers import Peer, PeerError, find_peers
-from kvabr.lab.bench.schemes import Track
-from kvabr.lab.bench.store import Store
-from kvabr.lab.bench.zstd import Zstd
+from kvabr.lab.bench.measure import CacheStore
+from kvabr.lab.bench.peers import LMCacheCodec, PeerError, PeerProcess, Zstd, find_peers
+from kvabr.lab.bench.schemes import TrackScheme
 from kvabr.types.errors import AssetError
 from tests import kvdata
 
@@ -50,7 +48,7 @@ def make(folder: Path, name: str, program: str) -> Path:
 
 
 def test_a_peer_answers_until_it_is_let_go(tmp_path):
-    with Peer(make(tmp_path, "echo", ECHO), "echo") as peer:
+    with PeerProcess(make(tmp_path, "echo", ECHO), "echo") as peer:
         assert peer.ask({"word": "one"}) == {"said": "one"}
         assert peer.ask({"word": "two"}) == {"said": "two"}
         process = peer._process
@@ -58,7 +56,7 @@ def test_a_peer_answers_until_it_is_let_go(tmp_path):
 
 
 def test_its_errors_and_its_end_are_told(tmp_path):
-    with Peer(make(tmp_path, "echo", ECHO), "echo") as peer:
+    with PeerProcess(make(tmp_path, "echo", ECHO), "echo") as peer:
         with pytest.raises(PeerError, match="no such word"):
             peer.ask({"word": "bad"})
         with pytest.raises(PeerError, match="has ended"):
@@ -73,20 +71,20 @@ def test_those_that_are_there_are_found(tmp_path):
 
 
 def test_a_decoder_that_disagrees_with_the_quantiser_is_not_compared(tmp_path):
-    store = Store(tmp_path / "work", SPEC)
+    store = CacheStore(tmp_path / "work", SPEC)
     cache = kvdata.cache(SPEC, 300).half()
-    with Peer(make(tmp_path, "lmcache", STORE), "lmcache") as peer:
-        assert CacheGen(peer, store).code(cache, decode=False).nbytes == 3 * 1000 + 300
+    with PeerProcess(make(tmp_path, "lmcache", STORE), "lmcache") as peer:
+        assert LMCacheCodec(peer, store).code(cache, decode=False).nbytes == 3 * 1000 + 300
         with pytest.raises(AssetError, match="another cache than its quantiser"):
-            CacheGen(peer, store).code(cache)
+            LMCacheCodec(peer, store).code(cache)
     assert not list(tmp_path.glob("work/*/*.safetensors"))
 
 
 def test_zstd_gets_the_payloads_and_leaves_the_cache_alone(tmp_path):
-    store = Store(tmp_path / "work", SPEC)
+    store = CacheStore(tmp_path / "work", SPEC)
     cache = kvdata.cache(SPEC, 200).half()
-    with Peer(make(tmp_path, "zstd", STORE), "zstd") as peer:
+    with PeerProcess(make(tmp_path, "zstd", STORE), "zstd") as peer:
         coded = Zstd("Int8", 1, SPEC, peer, store).code(cache)
-    plain = Track("Int8", SPEC).code(cache)
+    plain = TrackScheme("Int8", SPEC).code(cache)
     assert torch.equal(coded.cache, plain.cache)
     assert coded.nbytes == pytest.approx(plain.nbytes / 2, rel=0.01)

@@ -5,8 +5,8 @@ import torch
 
 from kvabr.codec.base import payload_layout
 from kvabr.codec.container import header_bytes
-from kvabr.lab.bench.cachegen import LEVELS, Quantised
-from kvabr.lab.bench.schemes import Kivi, Track, tracks_to_measure
+from kvabr.lab.bench.peers import LEVELS, CacheGenQuantiser
+from kvabr.lab.bench.schemes import Kivi, TrackScheme, tracks_to_measure
 from kvabr.types.errors import ForeignError, FormatError, UsageError
 from tests import kvdata
 
@@ -19,15 +19,15 @@ def cache():
 
 
 def test_a_track_counts_frames_and_decodes_as_a_player_does(cache):
-    coded = Track("Int4", SPEC).code(cache)
+    coded = TrackScheme("Int4", SPEC).code(cache)
     payloads = sum(payload_layout("Int4", SPEC, tokens).payload_bytes for tokens in (128, 72))
     assert coded.nbytes == payloads + 2 * header_bytes("Int4")
     assert (coded.cache - cache).abs().max() < 2.0
-    assert torch.equal(Track("FP16", SPEC).code(cache).cache, cache)
+    assert torch.equal(TrackScheme("FP16", SPEC).code(cache).cache, cache)
 
 
 def test_only_the_size_if_only_that_is_asked_for(cache):
-    for scheme in (Track("Int8", SPEC), Kivi(2)):
+    for scheme in (TrackScheme("Int8", SPEC), Kivi(2)):
         alone = scheme.code(cache, decode=False)
         assert alone.cache is None
         assert alone.nbytes == scheme.code(cache).nbytes
@@ -35,10 +35,10 @@ def test_only_the_size_if_only_that_is_asked_for(cache):
 
 def test_a_layer_costs_all_that_lies_below(cache):
     profile = kvdata.profile(SPEC)
-    sizes = [Track(name, SPEC, profile).code(cache).nbytes for name in ("AC-L0", "AC-L1", "AC-L2", "AC-L3")]
+    sizes = [TrackScheme(name, SPEC, profile).code(cache).nbytes for name in ("AC-L0", "AC-L1", "AC-L2", "AC-L3")]
     assert sizes == sorted(sizes)
     errors = [
-        (Track(name, SPEC, profile).code(cache).cache.float() - cache.float()).square().mean()
+        (TrackScheme(name, SPEC, profile).code(cache).cache.float() - cache.float()).square().mean()
         for name in ("AC-L0", "AC-L1", "AC-L2", "AC-L3")
     ]
     assert errors == sorted(errors, reverse=True)
@@ -46,25 +46,25 @@ def test_a_layer_costs_all_that_lies_below(cache):
 
 def test_longer_groups_take_the_same_profile_and_fewer_bytes(cache):
     profile = kvdata.profile(SPEC)
-    short, long = (Track("AC-5x", SPEC, profile, group_tokens=size).code(cache) for size in (128, 256))
+    short, long = (TrackScheme("AC-5x", SPEC, profile, group_tokens=size).code(cache) for size in (128, 256))
     assert long.nbytes < short.nbytes
     assert (long.cache.float() - short.cache.float()).abs().max() < 1.0
 
 
 def test_another_models_profile_and_none_are_refused():
     with pytest.raises(UsageError, match="needs a profile"):
-        Track("AC-5x", SPEC)
+        TrackScheme("AC-5x", SPEC)
     with pytest.raises(ForeignError):
-        Track("AC-5x", SPEC, kvdata.profile(kvdata.spec()))
+        TrackScheme("AC-5x", SPEC, kvdata.profile(kvdata.spec()))
 
 
 def test_keys_tell_apart_what_differs(cache):
     profile = kvdata.profile(SPEC)
     keys = [
-        *(Track(name, SPEC, profile).key for name in ("FP16", "AC-L0", "AC-L1")),
-        Track("AC-L0", SPEC, profile, group_tokens=64).key,
+        *(TrackScheme(name, SPEC, profile).key for name in ("FP16", "AC-L0", "AC-L1")),
+        TrackScheme("AC-L0", SPEC, profile, group_tokens=64).key,
         *(Kivi(bits, group_tokens=size).key for bits in (2, 4) for size in (64, 128)),
-        *(Quantised(name).key for name in LEVELS),
+        *(CacheGenQuantiser(name).key for name in LEVELS),
     ]
     assert len(set(keys)) == len(keys)
 
@@ -80,7 +80,7 @@ def test_kivi_rounds_within_half_a_step_and_counts_its_scales(cache, bits, steps
 
 
 def test_cachegens_quantiser_has_its_levels(cache):
-    made = Quantised().code(cache).cache
+    made = CacheGenQuantiser().code(cache).cache
     for layer, which, levels in ((0, 0, 31), (11, 0, 15), (1, 1, 31), (2, 1, 15)):
         token = made[layer, which, :, 5]
         peak = cache[layer, which, :, 5].abs().max()
@@ -89,7 +89,7 @@ def test_cachegens_quantiser_has_its_levels(cache):
         assert index.abs().max().round() == levels // 2
         assert len(index.round().unique()) <= levels
     # Models of fewer layers have the finest levels throughout.
-    shallow = Quantised().code(cache[:4]).cache
+    shallow = CacheGenQuantiser().code(cache[:4]).cache
     assert len((shallow[3, 1, :, 5].float() / cache[3, 1, :, 5].abs().max().float() * 15).round().unique()) > 15
 
 

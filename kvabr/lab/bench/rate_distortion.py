@@ -10,14 +10,11 @@ from typing import Any
 
 from kvabr.codec.base import codec, names
 from kvabr.codec.profile import Profile
-from kvabr.lab.bench.cachegen import CacheGen, Quantised
-from kvabr.lab.bench.measure import EXACT, Bench, Findings
-from kvabr.lab.bench.needle import plant
-from kvabr.lab.bench.peers import find_peers
-from kvabr.lab.bench.schemes import Kivi, OwnTrack, Scheme, Track, tracks_to_measure
-from kvabr.lab.bench.summary import Curve, at_group_size, curve, exact_recall, match, scheme_rows
-from kvabr.lab.bench.texts import Context
-from kvabr.lab.bench.zstd import Zstd
+from kvabr.lab.bench.contexts import Context, plant
+from kvabr.lab.bench.measure import EXACT, Findings, QualityBench
+from kvabr.lab.bench.peers import CacheGenQuantiser, LMCacheCodec, Zstd, find_peers
+from kvabr.lab.bench.schemes import Kivi, OwnTrack, Scheme, TrackScheme, tracks_to_measure
+from kvabr.lab.bench.summary import RateCurve, at_group_size, curve, exact_recall, match, scheme_rows
 from kvabr.types.kv import GROUP_TOKENS
 
 SCHEMA = "kvabr.bench.rd/1"
@@ -32,7 +29,7 @@ Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Plan:
+class BenchPlan:
     """What to measure."""
 
     contexts: Sequence[Context]
@@ -43,7 +40,7 @@ class Plan:
     peers: Path | None = None
     """Folder of the peers; None for none."""
     cachegen: Sequence[str] = (TARGET,)
-    """Which of CacheGen's levels, see `kvabr.lab.bench.cachegen.LEVELS`."""
+    """Which of CacheGen's levels, see `kvabr.lab.bench.peers.LEVELS`."""
     group_tokens: Sequence[int] = (GROUP_TOKENS,)
     """Lengths of groups; quality is measured with the first, sizes with all."""
     retrieval: int = 0
@@ -62,7 +59,7 @@ class Schemes:
     """The same with other lengths of groups, by length."""
 
 
-def run(bench: Bench, plan: Plan) -> tuple[Findings, dict[str, str], list[str]]:
+def run(bench: QualityBench, plan: BenchPlan) -> tuple[Findings, dict[str, str], list[str]]:
     """Measure.
 
     Args:
@@ -89,42 +86,42 @@ def run(bench: Bench, plan: Plan) -> tuple[Findings, dict[str, str], list[str]]:
     return findings, {scheme.name: scheme.family for scheme in schemes.coded}, notes
 
 
-def _schemes(bench: Bench, plan: Plan, stack: ExitStack) -> tuple[Schemes, list[str]]:
+def _schemes(bench: QualityBench, plan: BenchPlan, stack: ExitStack) -> tuple[Schemes, list[str]]:
     first, *others = plan.group_tokens
     ours = _tracks(bench, plan, first)
     coded: list[Scheme] = [*ours, Kivi(4, group_tokens=first), Kivi(2, group_tokens=first)]
     # What needs no peer is recalled as it is; zstd changes no cache.
-    recalled: list[Scheme] = [*coded, *(Quantised(name) for name in plan.cachegen)]
+    recalled: list[Scheme] = [*coded, *(CacheGenQuantiser(name) for name in plan.cachegen)]
     resized: dict[int, list[Scheme]] = {size: [*_tracks(bench, plan, size)] for size in others}
     found, notes = ({}, []) if plan.peers is None else find_peers(plan.peers)
     for peer in found.values():
         stack.enter_context(peer)
     if "lmcache" in found:
-        coded += [CacheGen(found["lmcache"], bench.store, name, group_tokens=first) for name in plan.cachegen]
+        coded += [LMCacheCodec(found["lmcache"], bench.store, name, group_tokens=first) for name in plan.cachegen]
         for size in others:
-            resized[size] += [CacheGen(found["lmcache"], bench.store, group_tokens=size)]
+            resized[size] += [LMCacheCodec(found["lmcache"], bench.store, group_tokens=size)]
     else:
         # Its quality is known without it; its size is not.
-        coded += [Quantised(name) for name in plan.cachegen]
+        coded += [CacheGenQuantiser(name) for name in plan.cachegen]
     if "zstd" in found:
         spec = bench.store.spec
         coded += [Zstd(name, width, spec, found["zstd"], bench.store) for name, width in (("FP16", 2), ("Int8", 1))]
     return Schemes(coded, recalled, resized), notes
 
 
-def _tracks(bench: Bench, plan: Plan, group_tokens: int) -> list[Scheme]:
+def _tracks(bench: QualityBench, plan: BenchPlan, group_tokens: int) -> list[Scheme]:
     spec, profiles = bench.store.spec, plan.profiles or {}
     out: list[Scheme] = []
     for name in tracks_to_measure(plan.tracks, names()):
         if not codec(name).needs_profile:
             family = next((family for family, start in _PLAIN.items() if name.startswith(start)), name)
-            out.append(Track(name, spec, group_tokens=group_tokens, family=family))
+            out.append(TrackScheme(name, spec, group_tokens=group_tokens, family=family))
             continue
         if not profiles:
             out.append(OwnTrack(name, spec, group_tokens=group_tokens))
         # A profile that was made for a sweep may have one track alone.
         for label, profile in ((label, made) for label, made in profiles.items() if name in made.depths):
-            out.append(Track(name, spec, profile, group_tokens=group_tokens, label=label, family=AC))
+            out.append(TrackScheme(name, spec, profile, group_tokens=group_tokens, label=label, family=AC))
     return out
 
 
@@ -171,7 +168,7 @@ def _against(findings: Findings, families: Mapping[str, str]) -> Row | None:
     return found
 
 
-def _group_sizes(findings: Findings, mine: Curve, found: Row) -> list[Row]:
+def _group_sizes(findings: Findings, mine: RateCurve, found: Row) -> list[Row]:
     rows = []
     for size, sizes in findings.sizes.items():
         theirs = [row["bits"] for row in sizes.get(TARGET, {}).values()]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kvabr.lab.bench.store import Store
+from kvabr.lab.bench.measure import CacheStore
 from kvabr.types.errors import AssetError
 from tests import kvdata
 
@@ -12,14 +12,14 @@ SPEC = kvdata.spec()
 
 def test_a_cache_is_computed_once_and_kept_in_the_published_type(tmp_path):
     made = kvdata.cache(SPEC, 20)
-    first = Store(tmp_path, SPEC).cache("a", 20, lambda: made)
+    first = CacheStore(tmp_path, SPEC).cache("a", 20, lambda: made)
     assert first.dtype == torch.float16
-    again = Store(tmp_path, SPEC).cache("a", 20, lambda: pytest.fail("computed again"))
+    again = CacheStore(tmp_path, SPEC).cache("a", 20, lambda: pytest.fail("computed again"))
     assert torch.equal(first, again)
 
 
 def test_half_a_file_and_another_length_are_computed_again(tmp_path):
-    store = Store(tmp_path, SPEC)
+    store = CacheStore(tmp_path, SPEC)
     store.cache("a", 20, lambda: kvdata.cache(SPEC, 20))
     (path,) = tmp_path.glob("*/a.safetensors")
     path.write_bytes(path.read_bytes()[:100])
@@ -28,23 +28,23 @@ def test_half_a_file_and_another_length_are_computed_again(tmp_path):
 
 
 def test_results_outlive_a_run_and_a_torn_line(tmp_path):
-    store = Store(tmp_path, SPEC)
+    store = CacheStore(tmp_path, SPEC)
     assert store.known("x") is None
     assert store.keep("x", {"kl": 0.5}) == {"kl": 0.5}
     (journal,) = tmp_path.glob("*/results.jsonl")
     with journal.open("a") as file:
         file.write('{"key": "y", "val')
-    again = Store(tmp_path, SPEC)
+    again = CacheStore(tmp_path, SPEC)
     assert again.known("x") == {"kl": 0.5}
     assert again.known("y") is None
 
 
 def test_models_lie_apart(tmp_path):
-    Store(tmp_path, SPEC).keep("x", 1)
-    assert Store(tmp_path, kvdata.spec(layers=3)).known("x") is None
+    CacheStore(tmp_path, SPEC).keep("x", 1)
+    assert CacheStore(tmp_path, kvdata.spec(layers=3)).known("x") is None
 
 
 def test_a_folder_that_cannot_be_is_told(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(AssetError, match="work folder"):
-        Store(tmp_path / "file" / "work", SPEC)
+        CacheStore(tmp_path / "file" / "work", SPEC)

@@ -9,8 +9,8 @@ import torch
 
 from kvabr.codec.fit import FitConfig
 from kvabr.codec.native import coder
-from kvabr.lab.bench import codecs, speed, synthetic
-from kvabr.lab.bench.speed import Job, time_track
+from kvabr.lab.bench import codec_speed, synthetic
+from kvabr.lab.bench.codec_speed import Job, time_track
 from kvabr.types.kv import KVSpec, RopeSpec
 from tests import kvdata
 
@@ -49,7 +49,7 @@ def test_what_has_no_stages_is_timed_whole(group):
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_memory_that_a_call_takes_is_seen():
     # In a process of its own, for what the system takes from a large one meanwhile would count as shrinking.
-    code = "from kvabr.lab.bench import speed; print(speed._peak_of(lambda: bytearray(b'x' * (48 << 20))))"
+    code = "from kvabr.lab.bench import codec_speed; print(codec_speed._peak_of(lambda: bytearray(b'x' * (48 << 20))))"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)  # noqa: S603
     seen = int(ran.stdout)
     assert 47 << 20 <= seen <= 150 << 20
@@ -57,11 +57,11 @@ def test_memory_that_a_call_takes_is_seen():
 
 def test_a_path_is_taken_and_given_back(monkeypatch):
     monkeypatch.delenv(coder.VARIABLE, raising=False)
-    with speed.coder_path("reference"):
+    with codec_speed.coder_path("reference"):
         assert coder.active_path() == "reference"
     assert coder.VARIABLE not in os.environ
-    assert speed.paths(["portable"]) == ["portable"]
-    assert "reference" not in speed.paths(None) or coder.available_paths() == ("reference",)
+    assert codec_speed.paths(["portable"]) == ["portable"]
+    assert "reference" not in codec_speed.paths(None) or coder.available_paths() == ("reference",)
 
 
 def test_a_synthetic_profile_codes_a_synthetic_cache():
@@ -71,17 +71,17 @@ def test_a_synthetic_profile_codes_a_synthetic_cache():
     assert cache.dtype == torch.bfloat16
     bits = {name: 8 * len(Job.make(cache, spec, profile, name).payloads[-1]) / cache.numel() for name in profile.depths}
     assert 0.1 < bits["AC-L0"] < bits["AC-5x"] < 6
-    ideal = codecs.over_ideal(codecs.Subject("s", spec, cache, profile), ["AC-L0", "AC-L1", "FP16"])
+    ideal = codec_speed.over_ideal(codec_speed.Subject("s", spec, cache, profile), ["AC-L0", "AC-L1", "FP16"])
     assert set(ideal) == {"AC-L0", "AC-L1"}
     assert all(0.99 < ratio < 1.2 for ratio in ideal.values())
 
 
 def test_rows_come_for_every_track_and_path(group):
-    subject = codecs.Subject("s", SPEC, group, kvdata.profile(SPEC))
+    subject = codec_speed.Subject("s", SPEC, group, kvdata.profile(SPEC))
     told = []
-    rows = list(codecs.measure(subject, ["FP16", "AC-L0"], None, seconds=0.01, progress=lambda: told.append(1)))
+    rows = list(codec_speed.measure(subject, ["FP16", "AC-L0"], None, seconds=0.01, progress=lambda: told.append(1)))
     assert [(row["track"], row["path"]) for row in rows] == [
-        ("FP16", "torch"), *(("AC-L0", path) for path in speed.paths(None))
+        ("FP16", "torch"), *(("AC-L0", path) for path in codec_speed.paths(None))
     ]  # fmt: skip
     assert len(told) == len(rows)
-    assert not list(codecs.measure(codecs.Subject("s", SPEC, group, None), ["AC-L0"], None))
+    assert not list(codec_speed.measure(codec_speed.Subject("s", SPEC, group, None), ["AC-L0"], None))

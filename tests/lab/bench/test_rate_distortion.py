@@ -7,25 +7,24 @@ from xml.etree import ElementTree as ET
 import pytest
 import torch
 
-from kvabr.lab.bench import rd, tables
-from kvabr.lab.bench.measure import EXACT, STAGES, Bench
-from kvabr.lab.bench.needle import DEPTHS
-from kvabr.lab.bench.page import page
-from kvabr.lab.bench.plot import drawing
-from kvabr.lab.bench.store import Store
+from kvabr.lab.bench import rate_distortion as rd
+from kvabr.lab.bench import summary
+from kvabr.lab.bench.contexts import DEPTHS
+from kvabr.lab.bench.measure import EXACT, STAGES, CacheStore, QualityBench
+from kvabr.lab.bench.page import drawing, page
 
 TRACKS = ("FP16", "Int4", "AC-L0", "AC-L1", "AC-L2")
 
 
 @pytest.fixture(scope="module")
 def outcome(tiny, profile, tmp_path_factory):
-    from kvabr.lab.bench.texts import cut
+    from kvabr.lab.bench.contexts import cut
     from tests.lab.bench.conftest import prose
 
     contexts = cut(tiny, {"prose": prose(20), "trees": prose(21)}, 1, 200, 24)
     folder, steps = tmp_path_factory.mktemp("work"), []
-    plan = rd.Plan(contexts, TRACKS, {"": profile}, None, group_tokens=(128, 256), retrieval=1)
-    bench = Bench(tiny, Store(folder, tiny.engine.spec), lambda *step: steps.append(step))
+    plan = rd.BenchPlan(contexts, TRACKS, {"": profile}, None, group_tokens=(128, 256), retrieval=1)
+    bench = QualityBench(tiny, CacheStore(folder, tiny.engine.spec), lambda *step: steps.append(step))
     findings, families, notes = rd.run(bench, plan)
     return plan, folder, steps, findings, families, notes
 
@@ -54,7 +53,7 @@ def test_nothing_is_measured_twice(outcome, tiny, monkeypatch):
     plan, folder, _, findings, families, _ = outcome
     monkeypatch.setattr(type(tiny.engine), "score", lambda *_: pytest.fail("asked the model again"))
     monkeypatch.setattr(type(tiny.engine), "prefill", lambda *_: pytest.fail("computed a cache again"))
-    again = rd.run(Bench(tiny, Store(folder, tiny.engine.spec)), plan)
+    again = rd.run(QualityBench(tiny, CacheStore(folder, tiny.engine.spec)), plan)
     assert again[0] == findings
     assert again[1] == families
 
@@ -67,11 +66,11 @@ def test_the_result_is_plain_json_and_says_all(outcome):
     assert set(result["domains"]) == {"prose", "trees"}
     assert result["against"]["theirs"] is None  # CacheGen's size takes LMCache
     assert result["against"]["group_sizes"] == []
-    for table in (tables.loss_table(result), tables.recall_table(result), tables.domain_table(result)):
+    for table in (summary.loss_table(result), summary.recall_table(result), summary.domain_table(result)):
         names, lines = table
         assert all(len(line) == len(names) for line in lines)
-    assert tables.group_table(result) is None
-    assert "bits an element" in tables.sentence(result)
+    assert summary.group_table(result) is None
+    assert "bits an element" in summary.sentence(result)
 
 
 def test_group_sizes_are_set_against_cachegens(outcome):
@@ -84,7 +83,7 @@ def test_group_sizes_are_set_against_cachegens(outcome):
     bits = [one["bits"] for one in findings.sizes[256]["AC-L2"].values()]
     assert row["ratio"] == pytest.approx(9.0 / row["ours"])
     assert row["ours"] <= sum(bits) / 2 + 1e-9
-    assert tables.group_table(result)[1] == [["256", "9.000", f"{row['ours']:.3f}", f"{row['ratio']:.2f}x"]]
+    assert summary.group_table(result)[1] == [["256", "9.000", f"{row['ours']:.3f}", f"{row['ratio']:.2f}x"]]
 
 
 def test_plot_and_page_are_whole_and_self_contained(outcome):
@@ -96,7 +95,7 @@ def test_plot_and_page_are_whole_and_self_contained(outcome):
     assert {"AC-L1", "KIVI-4", "bits an element", "exact cache"} <= shown
     numbers = [float(value) for value in re.findall(r'(?:x|y|x1|y2)="(-?[\d.]+)"', svg)]
     assert max(numbers) <= 2000
-    text = page("title <x>", "sentence & more", result["schemes"], result["exact"], [("t", tables.loss_table(result))])
+    text = page("title <x>", "sentence & more", result["schemes"], result["exact"], [("t", summary.loss_table(result))])
     assert "title &lt;x&gt;" in text
     assert "sentence &amp; more" in text
     assert not re.search(r"(?:src|href)=|url\(|@import", text)
@@ -107,9 +106,9 @@ def test_a_plot_of_one_scheme_without_any_loss_can_be_drawn():
 
 
 def test_without_a_profile_tables_come_from_the_cache_and_are_counted(tiny, profile, contexts, store):
-    found, families, _ = rd.run(Bench(tiny, store), rd.Plan(contexts[:1], ["AC-5x"]))
+    found, families, _ = rd.run(QualityBench(tiny, store), rd.BenchPlan(contexts[:1], ["AC-5x"]))
     (name,) = (name for name in families if name.startswith("AC-5x"))
-    with_one, _, _ = rd.run(Bench(tiny, store), rd.Plan(contexts[:1], ["AC-5x"], {"": profile}))
+    with_one, _, _ = rd.run(QualityBench(tiny, store), rd.BenchPlan(contexts[:1], ["AC-5x"], {"": profile}))
     row = found.quality[name]["prose-0"]
     assert row["nbytes"] > with_one.quality["AC-5x"]["prose-0"]["nbytes"]
     assert 0 < row["kl"] < 0.1
@@ -117,17 +116,17 @@ def test_without_a_profile_tables_come_from_the_cache_and_are_counted(tiny, prof
 
 def test_two_profiles_make_one_curve(tiny, profile, contexts, store):
     coarse = type(profile)(profile.spec, profile.sinks, profile.transform, {"AC-5x": profile.depth("AC-5x")})
-    plan = rd.Plan(contexts[:1], ["AC-5x"], {"@a": profile, "@b": coarse})
-    _, families, _ = rd.run(Bench(tiny, store), plan)
+    plan = rd.BenchPlan(contexts[:1], ["AC-5x"], {"@a": profile, "@b": coarse})
+    _, families, _ = rd.run(QualityBench(tiny, store), plan)
     assert families["AC-5x@a"] == families["AC-5x@b"] == rd.AC
 
 
 def test_a_missing_peer_is_told_and_does_not_stop_the_rest(tiny, contexts, store, tmp_path):
-    findings, _, notes = rd.run(Bench(tiny, store), rd.Plan(contexts[:1], ["FP16"], peers=tmp_path))
+    findings, _, notes = rd.run(QualityBench(tiny, store), rd.BenchPlan(contexts[:1], ["FP16"], peers=tmp_path))
     assert len(notes) == 2
     assert "setup-peers" in notes[0]
     assert findings.quality["CacheGen"]["prose-0"]["nbytes"] == 0
 
 
 def test_the_exact_cache_is_in_the_published_type(tiny, contexts, store):
-    assert Bench(tiny, store).cache(contexts[0]).dtype == tiny.engine.spec.torch_dtype == torch.float16
+    assert QualityBench(tiny, store).cache(contexts[0]).dtype == tiny.engine.spec.torch_dtype == torch.float16
