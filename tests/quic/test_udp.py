@@ -41,14 +41,14 @@ async def test_packets_come_in_order_and_by_sender():
     two.sendto(b"b", address)
     sink = Sink(MOST_AT_ONCE + 9)
     transport = BatchTransport(asyncio.get_running_loop(), sock, sink)
-    await asyncio.wait_for(sink.complete.wait(), 5)
+    await asyncio.wait_for(sink.complete.wait(), 300)
     from_one = [data for batch, source in sink.batches if source == one.getsockname() for data in batch]
     assert from_one == [b"a%d" % number for number in range(MOST_AT_ONCE + 8)]
     assert sink.batches[-1] == ([b"b"], two.getsockname())
     assert max(len(batch) for batch, _ in sink.batches) == MOST_AT_ONCE
     transport.close()
     transport.close()
-    await asyncio.wait_for(sink.lost.wait(), 5)
+    await asyncio.wait_for(sink.lost.wait(), 300)
     assert transport.is_closing()
     transport.sendto(b"x", address)  # into nothing, and no error
     for each in (one, two):
@@ -92,6 +92,6 @@ async def test_a_closed_port_is_an_error_that_the_protocol_hears():
     sock.connect(address)
     transport = BatchTransport(asyncio.get_running_loop(), sock, sink)
     sock.send(b"is anybody there")
-    await asyncio.wait_for(sink.complete.wait(), 5)
+    await asyncio.wait_for(sink.complete.wait(), 300)
     assert isinstance(sink.errors[0], ConnectionRefusedError)
     transport.close()
