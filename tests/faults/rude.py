@@ -18,7 +18,7 @@ from kvabr.server.quic_server import QuicServer
 from kvabr.server.server import ServerLimits
 from kvabr.store.asset_index import Library
 from kvabr.store.publication import Publication
-from tests.faults.common import QUIET, Origin, level
+from tests.faults.common import LIMIT_S, QUIET, Origin, level
 
 GOAL = 2
 """The group that is lied about."""
@@ -150,7 +150,7 @@ async def rude_client(address, *, draft=DRAFTS[0], greet=None, name="aioquic"):
     transport, protocol = await lib.open_socket(sock, lambda: made(lib.connection(configuration=configuration)))
     try:
         protocol.connect(address)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(LIMIT_S):
             await end.shaken
         yield end
     finally:

@@ -6,7 +6,7 @@ import asyncio
 from contextlib import AsyncExitStack
 
 from kvabr.client.play import play
-from tests.faults.common import GROUPS, LIBRARIES, SPEC, TOKENS, Log, relaying, right, shaped
+from tests.faults.common import GROUPS, LIBRARIES, LIMIT_S, SPEC, TOKENS, Log, relaying, right, shaped
 
 PLAYERS = 20
 
@@ -17,7 +17,7 @@ async def test_many_players_through_one_relay(origin, tls):
         libraries = [LIBRARIES[number % 2] for number in range(PLAYERS)]
         connections = [await stack.enter_async_context(relay.connect(library)) for library in libraries]
         played = await asyncio.gather(
-            *(play(one, TOKENS, deadline=10.0, policy="fixed:Int8", spec=SPEC) for one in connections)
+            *(play(one, TOKENS, deadline=LIMIT_S, policy="fixed:Int8", spec=SPEC) for one in connections)
         )
         assert served.metrics.value("kvabr_groups_sent_total", track="Int8") == GROUPS
         assert served.metrics.value("kvabr_connections") == 1
@@ -34,7 +34,7 @@ async def test_many_plays_on_one_connection(origin):
                 log = Log()
 
                 def playing(tokens=TOKENS, **options):
-                    return play(connection, tokens, deadline=10.0, policy="fixed:Int4", spec=SPEC, **options)
+                    return play(connection, tokens, deadline=LIMIT_S, policy="fixed:Int4", spec=SPEC, **options)
 
                 unwanted = asyncio.create_task(playing(log=log))
                 tasks = [asyncio.create_task(playing()) for _ in range(12)]
