@@ -1,7 +1,7 @@
-"""What is at hand comes first: groups that need not cross the network, before a policy is asked about the others.
+"""Take groups from the local store first, and ask a policy only about the others.
 
-A node keeps the groups of earlier plays. To take the best of what it has costs next to nothing, and every byte that is
-at hand is one that the link can carry for something better.
+A client keeps the groups of earlier plays. Taking the best of them costs next to nothing, and every byte that is
+already here leaves room on the link for something better.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ AtHand = Callable[[TrackNamespace, str], Collection[int]]
 
 
 def kept_first(policy: Policy, catalog: Catalog, at_hand: AtHand) -> Policy:
-    """The policy, if it takes what is at hand and anything is: behind a `KeptFirst`."""
+    """Wrap the policy in a `KeptFirst` if it can build on stored groups and there are any; else return it unchanged."""
     if not policy.takes_kept:
         return policy
     kept = {
@@ -32,24 +32,24 @@ def kept_first(policy: Policy, catalog: Catalog, at_hand: AtHand) -> Policy:
 
 
 class KeptFirst(Policy):
-    """Takes the best of what is at hand for every group, then lets another policy go on."""
+    """Takes the best stored version of every group, then follows another policy."""
 
     def __init__(self, inner: Policy, kept: dict[str, frozenset[int]]) -> None:
-        """Stand before a policy.
+        """Wrap a policy.
 
         Args:
             inner: the policy.
-            kept: by track, the groups that are at hand.
+            kept: the stored groups of each track.
         """
         self._inner, self._kept = inner, kept
         self._wanted: dict[int, list[str]] = {}
-        """Per group, the layers at hand that are not asked for yet, base first."""
-        # To the player it is the policy that it stands before.
+        """Per group, the stored layers that have not been requested yet, base first."""
+        # Present the wrapped policy's attributes.
         for name in ("name", "estimator", "abandons", "paces", "computes"):
             vars(self)[name] = getattr(inner, name)
 
     def start(self, view: View) -> None:
-        """Find the best of what is at hand for every group."""
+        """Find the best stored version of every group."""
         for group in range(view.groups):
             stacks = [stack(view.catalog, track) for track in view.catalog.tracks]
             whole = [layers for layers in stacks if all(group in self._kept[layer.name] for layer in layers)]
@@ -62,7 +62,7 @@ class KeptFirst(Policy):
         self._inner.start(view)
 
     def decide(self, view: View) -> Decision:
-        """What is at hand and can be taken now; then whatever the policy says."""
+        """Take stored groups while there are any, then do what the wrapped policy decides."""
         for group, layers in self._wanted.items():
             track = layers[0]
             below = view.catalog.by_name[track].refines
@@ -70,7 +70,7 @@ class KeptFirst(Policy):
                 return self._take(Decision.fetch(group, track, "it is at hand"), group)
             if below is not None and group in view.settled and view.track_of[group] == below:
                 return self._take(Decision.upgrade(group, track, "it is at hand"), group)
-        # A group whose base is on its way from the store settles in a moment, and is then asked about again.
+        # A group whose base is being read settles in a moment, and then this is asked again.
         return self._inner.decide(view)
 
     def _take(self, decision: Decision, group: int) -> Decision:

@@ -1,16 +1,15 @@
-"""What a policy leaves to an engine that has time to spare, beside what the network will not bring anyway.
+"""What a policy gives to an engine with spare time, besides the groups that the network cannot deliver in time.
 
-An engine's second has a price, in nats per token (`View.gpu_price`): next to nothing where it is idle, much where
-others wait for it. What a group costs if the network has to bring it is what it still loses then, and the bytes that
-others do not get: the caller says it (`Spare`). If the engine is cheaper, the group is its.
+A second of the engine has a price in nats per token (`View.gpu_price`): almost none if the engine is idle, a high one
+if others wait for it. A group that the network delivers costs its remaining loss, plus the bytes that other groups do
+not get; the policy computes this cost (`Worth`). If the engine is cheaper, it computes the group.
 
 - ``hole``: while groups are missing, the engine computes from the front and the network loads from the back. Groups
-  between the engine and the point where they meet are kept for it; the point is worked out anew as both rates become
-  known, so what the engine will not reach before the network does is fetched after all. Once all is in place the engine
-  goes on with the groups that gain most a second. They inherit errors from the groups before them, see
-  `kvabr.types.catalog`.
-- ``suffix``: the engine needs all that lies in front, and computes from there to the end. Once all is in place, the
-  tail that gains most is left to it, at the last moment that this can be done: until then the network may better it.
+  between the engine and the meeting point are reserved for it. The point moves as both rates become known, so groups
+  that the engine would reach too late are fetched after all. Once all groups are in place, the engine recomputes those
+  that gain most per second. Recomputed groups inherit errors from the groups before them, see `kvabr.types.catalog`.
+- ``suffix``: the engine needs everything in front and computes from there to the end. Once all groups are in place, it
+  gets the tail that gains most, at the last possible moment: until then the network may still improve it.
 """
 
 from __future__ import annotations
@@ -24,38 +23,38 @@ from kvabr.abr.view import View
 from kvabr.types.catalog import INHERITED, RECOMPUTED
 
 _LOOKED_AT = 4
-"""Groups in place that are looked at for one that is worth computing."""
+"""Number of groups in place that are examined to find one worth computing."""
 _PAUSE_SHARE = 1 / 50
-"""Share of the deadline before it is looked again after there was none."""
+"""Share of the deadline to pause after a search that found nothing."""
 _BLIND_SHARE = 0.5
-"""Share of the time left for which groups are kept for the engine while no rate is known."""
+"""Share of the remaining time for which groups are reserved for the engine while no rate is known."""
 _SAFETY = 1.1
-"""Times that what is begun on a cache that could be delivered as it is may take longer than it should."""
+"""Safety margin: a computation on a complete cache must fit the remaining time this many times."""
 _TAIL = 24
-"""Groups that a tail has at most: who looks at more takes too long to decide."""
+"""Maximum tail length in groups; bounds decision time."""
 _NEAR = 8
-"""Groups before one that are looked at for what it inherits."""
+"""Number of preceding groups that are considered for inherited loss."""
 
 Worth = Callable[[int, str | None], float]
-"""Nats per token that a group costs if the network has to bring what it lacks, given the track in place or None."""
+"""Cost in nats per token of leaving a group to the network, given its current track or None."""
 
 
 class Spare:
-    """What the engine of one play is to do of its own accord."""
+    """Decides what the engine of one play computes in its spare time."""
 
     def __init__(self, view: View, worth: Worth) -> None:
-        """Begin a play.
+        """Start a play.
 
         Args:
             view: the play; it has an engine.
-            worth: asked for whatever group may be left to the engine.
+            worth: cost of leaving a group to the network.
         """
         catalog, cost = view.catalog, view.cost
-        assert cost is not None  # noqa: S101  # who has no engine has no use for this
+        assert cost is not None  # noqa: S101  # callers check that there is an engine
         self._worth, self._tail_first = worth, view.front_first
         size, groups = catalog.spec.group_tokens, range(view.groups)
         self._seconds = [cost.seconds(group * size, catalog.group_tokens(group)) for group in groups]
-        """Per group, seconds to compute it alone."""
+        """Seconds to compute each group alone."""
         self._until = list(accumulate(self._seconds, initial=0.0))
         """Seconds to compute all groups before this one, one after the other."""
         base = view.ladder.tracks[0]
@@ -63,23 +62,23 @@ class Spare:
         everything = sum(base.loss)
         near = accumulate((base.loss[group] for group in reversed(groups)), initial=0.0)
         self._near = [sum_ / everything if everything > 0 else 1.0 for sum_ in near][: _NEAR + 1]
-        """Share of what a group inherits that comes from so many groups right before it."""
+        """Share of a group's inherited loss that comes from the n groups right before it, by n."""
         self._placed: set[int] = set()
         self._solid = 0
         """All groups before this one are in place."""
         self._offers: list[tuple[float, int, str]] = []
         self._again_s = 0.0
         self.kept = range(0)
-        """Groups that the network need not bring as things stand."""
+        """Groups reserved for the engine."""
 
     def settled(self, group: int, track: str, loss: float) -> None:
-        """A group has come into place on a track, where it loses so much."""
+        """Note that a group is in place on a track, with its loss."""
         self._placed.add(group)
         if not self._tail_first and loss > 0:
             heappush(self._offers, (-loss / self._seconds[group], group, track))
 
     def plan(self, view: View) -> None:
-        """Work out where engine and network meet, as far as both are known."""
+        """Estimate where engine and network will meet."""
         first = view.first_missing()
         if first is None or self._tail_first or view.cost is None or not self._pays(view, first, None):
             self.kept = range(0)
@@ -93,7 +92,7 @@ class Spare:
             each_s = self._each / view.rate
             begins_s = max(view.ttfb_s, view.outstanding_bytes / view.rate)
         low, high = first, behind
-        while low < high:  # the last group before which the engine is no later than the network, by halves
+        while low < high:  # binary search: the last group before which the engine is no later than the network
             middle = (low + high + 1) // 2
             engine_s = reached_s + self._until[middle]
             network_s = begins_s + each_s * (behind - middle) if each_s else left_s
@@ -104,7 +103,7 @@ class Spare:
         self.kept = range(first, low)
 
     def next(self, view: View) -> Decision | None:
-        """What an engine that has nothing to do should compute now, if anything."""
+        """Return what an idle engine should compute now, if anything."""
         if view.cost is None or view.engine_backlog_s > 0:
             return None
         track_of, placed, groups = view.track_of, self._placed, view.groups
@@ -131,7 +130,7 @@ class Spare:
         return Decision.recompute(group, f"the engine computes from the front, up to group {self.kept.stop}")
 
     def _best(self, view: View) -> Decision | None:
-        """The group in place that gains most a second."""
+        """Pick the group in place whose recomputation gains most per second."""
         offers, settled, track_of = self._offers, view.settled, view.track_of
         looked: list[tuple[float, int, str]] = []
         most, best = 0.0, -1
@@ -139,7 +138,7 @@ class Spare:
             offer = heappop(offers)
             _, group, track = offer
             if group not in settled or track_of[group] != track:
-                continue  # it comes again when it is in place on another track
+                continue  # it returns to the heap once it is in place on another track
             looked.append(offer)
             seconds = self._seconds[group]
             gain = self._gain(view, group, track) / seconds
@@ -152,7 +151,7 @@ class Spare:
         return Decision.recompute(best, f"computing it saves {most * self._seconds[best]:.1e} nats")
 
     def _tail(self, view: View) -> Decision | None:
-        """The tail that gains most, if it is high time to begin with it."""
+        """Pick the tail that gains most, if it must start now."""
         cost, size, tokens = view.cost, view.catalog.spec.group_tokens, view.catalog.tokens
         assert cost is not None  # noqa: S101  # see `next`
         gained = most = seconds = 0.0
@@ -172,7 +171,7 @@ class Spare:
         return Decision.recompute(best, f"computing the tail saves {most:.1e} nats more than it costs")
 
     def _gain(self, view: View, group: int, track: str) -> float:
-        """Nats per token that computing a group in place saves: what it costs as it is, less what it then inherits."""
+        """Return the nats per token that recomputing a group saves: its present cost less the loss it would inherit."""
         before = group - 1
         while before >= 0 and group - before < _NEAR and view.track_of[before] == RECOMPUTED:
             before -= 1

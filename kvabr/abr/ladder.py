@@ -1,12 +1,10 @@
-"""A catalog as an ABR policy wants it: which tracks are worth playing, and what each step up costs and saves.
+"""The ladder of a catalog: which tracks are worth playing, and what each step up costs and saves.
 
-Computed once per catalog and shared by every play of it.
-
-The multiple-choice knapsack: one choice for every group, so that all fit a number of bytes and lose the least.
-
-Two ways, and the better of their results: greedily, the step that saves most per byte of those that still fit; and by
-dynamic programming over the bytes, rounded up to a grid, with what the rounding left spent greedily. The second finds
-what the first cannot, combinations that fill the last bytes; on small cases it is exact but for the grid.
+It is computed once per catalog and shared by every play of it. `spend` and `knapsack` choose one option per group
+within a budget of bytes. `knapsack` solves the multiple-choice knapsack in two ways and returns the better result:
+greedily, by the step that saves most loss per byte among those that still fit; and by dynamic programming over the
+bytes, rounded up to a grid, with the rounding gap spent greedily. The second finds combinations that fill the last
+bytes. On small cases it is exact up to the grid.
 """
 
 from __future__ import annotations
@@ -23,18 +21,18 @@ from kvabr.types.catalog import Catalog, Track
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One way to have one group: its cost in bytes and its expected loss."""
+    """One way to obtain one group: its bytes and its expected loss."""
 
     track: str
-    """The track; for layers, the topmost one."""
+    """The track; with layers, the topmost one."""
     bytes: int
-    """Bytes to have it from nothing, layers below included."""
+    """Bytes from nothing, including the layers below."""
     loss: float
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step along the lower convex hull of a group's options: ``saving`` nats for ``bytes`` more."""
+    """One step along the lower convex hull of a group's options: ``bytes`` more for ``saving`` nats less."""
 
     group: int
     to: str
@@ -51,7 +49,7 @@ Options = tuple[tuple[Option, ...], ...]
 
 
 class Frontier:
-    """What bytes are worth when they are spent as well as possible, layers included."""
+    """The marginal value of bytes that are spent as well as possible, layers included."""
 
     def __init__(self, catalog: Catalog) -> None:
         steps = rank(every_option(catalog))
@@ -59,13 +57,13 @@ class Frontier:
         self._worth = [step.worth for step in steps]
 
     def price(self, spare: float) -> float:
-        """Nats per token that one byte more saves.
+        """Return the nats per token that one more byte saves.
 
         Args:
-            spare: bytes that there are beside the cheapest cache.
+            spare: bytes beyond the cheapest cache.
 
         Returns:
-            Infinity if they are not even enough for that, 0.0 if all that could be saved is.
+            Infinity if ``spare`` is negative, i.e. not even the cheapest cache fits; 0.0 if nothing is left to save.
         """
         if spare < 0:
             return float("inf")
@@ -84,7 +82,7 @@ class Ladder:
         )
         tracks: list[Track] = []
         for track in alone:
-            # A track that costs more and loses no less is never worth asking for.
+            # A track that costs more and loses no less is never worth requesting.
             if not tracks or sum(track.loss) < sum(tracks[-1].loss):
                 tracks.append(track)
         self.tracks: tuple[Track, ...] = tuple(tracks)
@@ -93,19 +91,19 @@ class Ladder:
         self.cheapest: str = self.names[0]
         self.best: str = self.names[-1]
         self.options: Options = tuple(_hull(catalog, self.tracks, g) for g in range(catalog.groups))
-        """Per group, the lower convex hull of its self-contained options, cheapest first."""
+        """Lower convex hull of each group's self-contained options, cheapest first."""
         self.steps: tuple[Step, ...] = rank(self.options)
-        """Every step of every hull, most loss saved per byte first: the order in which a budget is best spent."""
+        """All steps of all hulls, most loss saved per byte first: the best order to spend a budget in."""
         self.frontier: Frontier = Frontier(catalog)
-        """What bytes are worth where layers are made use of."""
+        """The marginal value of bytes where layers are used."""
 
     def index(self, track: str) -> int:
-        """Place of ``track`` among `tracks`."""
+        """Return the position of ``track`` in `tracks`."""
         return self.names.index(track)
 
 
 def rank(options: Options) -> tuple[Step, ...]:
-    """Every step along every group's hull, most loss saved per byte first."""
+    """Return all steps along all groups' hulls, most loss saved per byte first."""
     steps = [
         Step(group, b.track, b.bytes - a.bytes, a.loss - b.loss)
         for group, hull in enumerate(options)
@@ -115,7 +113,7 @@ def rank(options: Options) -> tuple[Step, ...]:
 
 
 def every_option(catalog: Catalog) -> Options:
-    """Per group, the lower convex hull of all its options, layers stacked on what they refine included."""
+    """Return the lower convex hull of each group's options, including layers stacked on what they refine."""
     return tuple(_hull(catalog, catalog.tracks, group) for group in range(catalog.groups))
 
 
@@ -150,7 +148,7 @@ def spend(options: Options, steps: Iterable[Step], groups: Collection[int], firs
 
 
 def stack(catalog: Catalog, track: Track) -> tuple[Track, ...]:
-    """The layers that ``track`` needs, base first, itself last."""
+    """Return the layers that ``track`` needs, base first, itself last."""
     layers = [track]
     while layers[-1].refines is not None:
         layers.append(catalog.track(layers[-1].refines))
@@ -178,25 +176,25 @@ def _worth(start: Option, nbytes: int, loss: float) -> float:
 
 
 _CELLS = 1 << 17
-"""Cells of the grid over all groups together: the finer the fewer they are."""
+"""Total cells of the grid over all groups: fewer groups get a finer grid."""
 _MOST_CELLS, _LEAST_CELLS = 8192, 1024
 
 
 class Choice(NamedTuple):
-    """One way to have one group."""
+    """One option of one group."""
 
     bytes: int
     loss: float
-    """Nats per generated token, or whatever is to be the least in sum."""
+    """Nats per generated token, or any other quantity whose sum is minimised."""
 
 
 def knapsack(groups: Sequence[Sequence[Choice]], budget: float, *, exact: bool = True) -> list[int] | None:
-    """Which choice to take of each group; None if not even the smallest of all fit.
+    """Return the index of the option to take for each group, or None if not even the smallest options fit.
 
     Args:
-        groups: the choices of each group, in any order; at least one each.
+        groups: options of each group, in any order; at least one each.
         budget: bytes.
-        exact: False for the greedy way alone, several times as fast.
+        exact: False for the greedy method alone, which is several times faster.
     """
     least = [choices.index(min(choices)) for choices in groups]
     if sum(choices[index].bytes for choices, index in zip(groups, least, strict=True)) > budget:
@@ -215,7 +213,7 @@ def _loss(groups: Sequence[Sequence[Choice]], picks: Sequence[int]) -> float:
 
 
 def _filled(groups: Sequence[Sequence[Choice]], picks: list[int], budget: float) -> list[int]:
-    """Take the step that saves most per byte, again and again, as long as one fits."""
+    """Take the step that saves most per byte as long as any step fits."""
     left = budget - sum(choices[index].bytes for choices, index in zip(groups, picks, strict=True))
     heap: list[tuple[float, int, int]] = []
 
@@ -243,12 +241,12 @@ def _filled(groups: Sequence[Sequence[Choice]], picks: list[int], budget: float)
 
 
 def _programmed(groups: Sequence[Sequence[Choice]], budget: float) -> list[int] | None:
-    """The best choices if every one is rounded up to the grid; None if rounding makes even the smallest too large."""
-    import numpy as np  # noqa: PLC0415  # slow to load, and most plays never need it
+    """Return the best options on the rounded grid; None if even the smallest do not fit after rounding."""
+    import numpy as np  # noqa: PLC0415  # loads slowly, and most plays never need it
 
     cells = max(_LEAST_CELLS, min(_MOST_CELLS, _CELLS // max(1, len(groups))))
     if budget < 1:
-        return None  # it holds nothing that has a size, and so small a grid could not be reckoned with
+        return None  # nothing of any size fits, and the grid would have no resolution
     unit = budget / cells
     value = np.zeros(cells + 1)
     picked = np.zeros((len(groups), cells + 1), dtype=np.int16)

@@ -1,4 +1,4 @@
-"""Policies and estimators by name, by entry point, or from a file: ``NAME``, ``NAME:ARGUMENT``, ``FILE.py:CLASS``.
+"""Find policies and estimators by name, by entry point, or in a file: ``NAME``, ``NAME:ARGUMENT``, ``FILE.py:CLASS``.
 
 A policy that declares parameters (`kvabr.abr.policy`) takes them as ``NAME:a=1,b=2`` or ``FILE.py:CLASS:a=1,b=2``.
 """
@@ -26,21 +26,21 @@ T = TypeVar("T")
 
 
 def policies() -> dict[str, type[Policy]]:
-    """Every policy that has a name: the built-in ones and those of installed packages."""
+    """Return all policies by name: built-in ones and those of installed packages."""
     return _named("kvabr.policies", POLICIES)
 
 
 def estimators() -> dict[str, type[Estimator]]:
-    """Every estimator that has a name."""
+    """Return all estimators by name."""
     return _named("kvabr.estimators", ESTIMATORS)
 
 
 @cache
 def load_policy(text: str) -> Callable[[], Policy]:
-    """A factory of fresh policy objects.
+    """Return a factory of policy objects; each play needs a new one.
 
     Args:
-        text: ``NAME``, ``fixed:TRACK`` or ``FILE.py:CLASS``, the first and last also with ``:a=1,b=2``.
+        text: ``NAME``, ``fixed:TRACK`` or ``FILE.py:CLASS``; the first and last may end in ``:a=1,b=2``.
 
     Raises:
         PolicyError: there is no such policy, or its file cannot be loaded; the message names file and line.
@@ -50,7 +50,7 @@ def load_policy(text: str) -> Callable[[], Policy]:
 
 @cache
 def load_estimator(text: str) -> Callable[[], Estimator]:
-    """A factory of fresh estimator objects; as `load_policy`."""
+    """Return a factory of estimator objects; as `load_policy`."""
     return _load(text, Estimator, estimators(), "estimator", "estimators")  # type: ignore[type-abstract]
 
 
@@ -63,7 +63,7 @@ def _named(group: str, builtin: Mapping[str, type[T]]) -> dict[str, type[T]]:
 
 
 def policy_class(text: str) -> type[Policy]:
-    """The class behind the name of a policy; as `load_policy`."""
+    """Return the class of a policy; as `load_policy`."""
     return _find(text, Policy, policies(), "policy", "policies")[0]  # type: ignore[type-abstract]
 
 
@@ -85,7 +85,7 @@ def _load(text: str, base: type[T], named: Mapping[str, type[T]], kind: str, com
 
 
 def _find(text: str, base: type[T], named: Mapping[str, type[T]], kind: str, command: str) -> tuple[type[T], str]:
-    """The class that ``text`` names, and the argument behind it."""
+    """Return the class that ``text`` names, and the argument after it."""
     head, _, argument = text.partition(":")
     if head.endswith(".py"):
         name, _, argument = argument.partition(":")
@@ -143,7 +143,7 @@ def _import(path: Path) -> ModuleType:
     if spec is None or spec.loader is None:
         raise PolicyError(f"{path}: not a Python file")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # so that dataclasses and pickling inside the plug-in work
+    sys.modules[name] = module  # lets dataclasses and pickling inside the plug-in work
     try:
         spec.loader.exec_module(module)
     except BaseException as error:
@@ -155,7 +155,7 @@ def _import(path: Path) -> ModuleType:
 
 
 def where(cls: type[Any] | None, error: BaseException | None = None) -> str:
-    """File and line of the innermost frame of an error, or of a class's ``decide``: where its author has to look."""
+    """Return file and line of an error's innermost frame, or of a class's ``decide``: where its author should look."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}, line {error.lineno}"
     if error is not None and (frames := traceback.extract_tb(error.__traceback__)) and frames[-1].filename != __file__:

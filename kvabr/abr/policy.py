@@ -1,4 +1,4 @@
-"""What every ABR policy is: it answers one question, what next, and always says why.
+"""The contract of an ABR policy, and its tunable parameters. A policy answers one question, what next, with a reason.
 
 The smallest policy is one method::
 
@@ -10,9 +10,8 @@ The smallest policy is one method::
             share = view.budget_bytes(view.lower_bound) / len(view.missing)
             return Decision.fetch(group, view.best_track(group, share), f"{share:.0f} bytes a group")
 
-The numbers that a policy may be tuned by: it declares them, its constructor takes them, `kvabr tune` searches them.
-
-A policy that can be tuned declares a mapping and takes each of its names as a keyword of the same default::
+A tunable policy declares its parameters and takes each as a keyword argument with the same default. `kvabr tune`
+searches them::
 
     class Mine(Policy):
         parameters = {"caution": Parameter(0.2, 1.0, 0.7)}
@@ -20,7 +19,7 @@ A policy that can be tuned declares a mapping and takes each of its names as a k
         def __init__(self, *, caution: float = 0.7) -> None:
             self._caution = caution
 
-By name such a policy is written ``mine:caution=0.5``, or ``FILE.py:Mine:caution=0.5``.
+On the command line it is written ``mine:caution=0.5``, or ``FILE.py:Mine:caution=0.5``.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ Kind = Literal["fetch", "upgrade", "recompute", "wait", "finish"]
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What a policy wants next. Use the constructors below: each takes a reason, and the reason reaches the log."""
+    """What a policy wants next. Create it with the static methods below; each takes a reason, which is logged."""
 
     kind: Kind
     reason: str
@@ -50,81 +49,81 @@ class Decision:
 
     @staticmethod
     def fetch(group: int, track: str, reason: str, alternatives: Mapping[str, float] | None = None) -> Decision:
-        """Ask for a missing group."""
+        """Request a missing group."""
         return Decision("fetch", reason, group, track, alternatives)
 
     @staticmethod
     def upgrade(group: int, track: str, reason: str, alternatives: Mapping[str, float] | None = None) -> Decision:
-        """Ask for a group that is in place already, at a better track or with a layer more."""
+        """Request a better track, or one more layer, for a group that is already in place."""
         return Decision("upgrade", reason, group, track, alternatives)
 
     @staticmethod
     def recompute(group: int, reason: str) -> Decision:
-        """Leave a group to the engine, one that is missing or could be upgraded; refused where the play has none.
+        """Leave a group to the engine, whether missing or upgradable; rejected if the play has no engine.
 
-        In suffix mode it computes all behind it, too, in place or not.
+        In suffix mode the engine also computes all groups behind it, in place or not.
         """
         return Decision("recompute", reason, group)
 
     @staticmethod
     def wait(reason: str) -> Decision:
-        """Ask for nothing until something happens."""
+        """Request nothing until something changes."""
         return Decision("wait", reason)
 
     @staticmethod
     def finish(reason: str) -> Decision:
-        """Ask for nothing more: deliver as soon as every group is in place."""
+        """Request nothing more: deliver as soon as every group is in place."""
         return Decision("finish", reason)
 
 
 class Policy(ABC):
-    """Decides what a play asks for. One object serves one play."""
+    """Decides what a play requests. One object serves one play."""
 
     name: ClassVar[str] = ""
-    """Name on the command line; a policy from a file goes by its class's name."""
+    """Name on the command line. A policy from a file is named by its class."""
     estimator: ClassVar[str] = "tracking"
-    """The estimator that it wants unless the user names another."""
+    """The estimator to use unless the user names another."""
     abandons: ClassVar[bool] = True
-    """Whether the player may cancel a transfer of this policy that will not make it when a cheaper one still can."""
+    """Whether the player may cancel a transfer that will not make it while a cheaper one still can."""
 
     paces: ClassVar[bool] = False
-    """Whether the policy itself says how much to keep in flight. It is then asked until it waits, or until as many
-    requests are in flight as the player allows; else until so much is in flight as lasts for a round trip."""
+    """Whether the policy controls how much is in flight. If so, it is asked until it waits or the player's request
+    limit is reached. Otherwise it is asked until the bytes in flight last for a round trip."""
 
     computes: ClassVar[bool] = False
-    """Whether, until the deadline, the policy alone says what the engine computes. Else the player, too, leaves it what
-    the network will not bring in time."""
+    """Whether the policy alone decides what the engine computes until the deadline. Otherwise the player also gives the
+    engine what the network cannot deliver in time."""
 
     def start(self, view: View) -> None:  # noqa: B027  # a hook that few need
-        """Begin a play."""
+        """Start a play."""
 
     takes_kept: ClassVar[bool] = False
-    """Whether it goes on from groups that were put in place before it was asked, on whatever track they were."""
+    """Whether it can build on groups that were put in place before it was asked, on whatever track."""
 
     @abstractmethod
     def decide(self, view: View) -> Decision:
-        """Say what to ask for next.
+        """Return what to request next.
 
-        Called whenever the player could send one more request: at the start, and after whatever changed. It must
-        return at once and without side effects outside itself.
+        Called whenever the player could send another request: at the start, and after every change. It must return
+        immediately and have no side effects outside itself.
         """
 
 
 _MOST = 32
-"""Parameters that a policy may declare: nobody can search more."""
+"""Maximum number of parameters of a policy; nobody can search more."""
 
 
 class Parameter(NamedTuple):
-    """One number of a policy, and where to look for a good one."""
+    """One tunable number of a policy, and its range."""
 
     low: float
     high: float
     default: float
     log: bool = False
-    """Whether ratios matter rather than differences, so that the search is even on a logarithmic scale."""
+    """Whether ratios matter rather than differences, so the search is uniform on a logarithmic scale."""
 
     def at(self, share: float) -> float:
-        """The value at ``share`` (0 to 1) of the way from `low` to `high`, with four significant digits."""
+        """Return the value at ``share`` (0 to 1) of the way from `low` to `high`, to four significant digits."""
         if self.log:
             value = math.exp(math.log(self.low) + share * (math.log(self.high) - math.log(self.low)))
         else:
@@ -132,7 +131,7 @@ class Parameter(NamedTuple):
         return min(self.high, max(self.low, float(f"{value:.4g}")))
 
     def share(self, value: float) -> float:
-        """The inverse of `at`: where ``value`` lies between `low` and `high`, 0 to 1."""
+        """Return where ``value`` lies between `low` and `high`, 0 to 1; the inverse of `at`."""
         if self.log:
             place = (math.log(value) - math.log(self.low)) / (math.log(self.high) - math.log(self.low))
         else:
@@ -141,10 +140,10 @@ class Parameter(NamedTuple):
 
 
 def declared(cls: type[Any]) -> dict[str, Parameter]:
-    """The parameters that a policy's class declares, checked; empty if it declares none.
+    """Return the checked parameters that a policy class declares; empty if it declares none.
 
     Raises:
-        PolicyError: what it declares is not a mapping from names to (low, high, default) or (low, high, default, log).
+        PolicyError: the declaration does not map names to (low, high, default) or (low, high, default, log).
     """
     title = getattr(cls, "name", "") or cls.__name__
     table = getattr(cls, "parameters", {})
@@ -154,10 +153,10 @@ def declared(cls: type[Any]) -> dict[str, Parameter]:
 
 
 def parse(text: str) -> dict[str, float]:
-    """Values from ``name=value,name=value``.
+    """Parse ``name=value,name=value``.
 
     Raises:
-        PolicyError: it is not of that form, or a value is not a finite number.
+        PolicyError: not of that form, or a value is not a finite number.
     """
     found: dict[str, float] = {}
     for part in text.split(","):
@@ -173,7 +172,7 @@ def parse(text: str) -> dict[str, float]:
 
 
 def spell(policy: str, values: Mapping[str, float]) -> str:
-    """The name of a policy with parameters; the opposite of what `parse` reads."""
+    """Return the command-line name of a policy with parameters; the inverse of `parse`."""
     return f"{policy}:{','.join(f'{name}={value:.10g}' for name, value in values.items())}" if values else policy
 
 

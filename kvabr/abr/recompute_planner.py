@@ -1,15 +1,14 @@
-"""Decides, while there is still time, which groups the engine must compute because the network will not bring them.
+"""Decides in time which groups the engine must compute because the network will not deliver them.
 
-Recomputing costs the engine time but no quality. The planner reckons with the lower bound of the rate and with every
-missing group at the cheapest track: only what does not even fit then is left to the engine.
+Recomputing costs engine time but no quality. The planner assumes the lower bound of the rate and the cheapest track for
+every missing group; only what does not fit even then is left to the engine. Two engine modes differ in what can be
+computed:
 
-Two engine modes differ in what can be computed:
-
-- ``hole``: any group whose left side is complete. The planner takes a run right behind the groups that are in flight,
-  as short as will do; the network goes on with what lies behind the run. If what is in flight has stalled, the run
-  starts at the first group that is not in place.
-- ``suffix``: the engine throws away everything after the first missing group, and computes from there to the end. The
-  planner cuts as short a tail as will do; it is computed once all groups before the cut are in place.
+- ``hole``: any group with everything before it in place. The planner picks the shortest sufficient run right behind the
+  groups in flight, and the network continues behind the run. If the transfers in flight have stalled, the run starts at
+  the first group that is not in place.
+- ``suffix``: the engine discards everything after the first missing group and computes from there to the end. The
+  planner cuts off the shortest sufficient tail, which is computed once all groups before the cut are in place.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ class Plan:
 
 
 class _Candidate(NamedTuple):
-    """What may be left to the engine, and when all is in place then."""
+    """A run of groups for the engine, and the time at which everything would be in place."""
 
     finish: float
     first: int
@@ -43,15 +42,15 @@ class _Candidate(NamedTuple):
 def plan(
     view: View, cost: PrefillCost, mode: EngineMode, absent: Sequence[int], lane_free_s: float, *, dead: bool = False
 ) -> Plan | None:
-    """Say which groups to leave to the engine, or None while the network should bring them all in time.
+    """Return the groups to leave to the engine, or None while the network should deliver all in time.
 
     Args:
         view: the play.
-        cost: what the engine takes.
+        cost: prefill cost of the engine.
         mode: what the engine can compute.
-        absent: groups that are neither in place nor arrived, ascending; those in flight included.
-        lane_free_s: when the engine is done with what it computes now.
-        dead: the network has been silent for so long that nothing is expected of it.
+        absent: groups that are neither in place nor arrived, ascending, including those in flight.
+        lane_free_s: when the engine finishes its current work.
+        dead: the network has been silent for so long that nothing more is expected.
     """
     sizes = view.ladder.tracks[0].bytes
     flying = {transfer.group: transfer for transfer in view.in_flight.values() if not transfer.upgrade}
@@ -71,7 +70,7 @@ def plan(
         return None
     start = max(view.now, lane_free_s)
     if mode == "hole" and (dead or view.rate <= 0):
-        # No one run of groups makes it whole where there are several holes: the first, and then it is thought of again.
+        # No single run fills several holes: take the first one and plan again.
         last = next((group + 1 for group in absent if group + 1 not in need), absent[0] + 1)
         return Plan(absent[0], last, "the network brings nothing; what is left is recompute")
     if mode == "suffix":
@@ -91,7 +90,7 @@ def plan(
 
 
 def _gamble(view: View, finish: float, nbytes: int, other_s: float) -> bool:
-    """Whether a plan that is late itself should yield to a network that would make it at its expected rate."""
+    """Return whether a late plan should yield to a network that would make it at its expected rate."""
     on_time = view.rate > 0 and view.now + other_s + nbytes / view.rate <= view.deadline_s
     return finish > view.deadline_s and on_time
 
@@ -102,7 +101,7 @@ def _words(view: View, eta: float, finish: float) -> str:
 
 
 def _soonest(candidates: Iterable[_Candidate], deadline_s: float) -> _Candidate | None:
-    """The first candidate that meets the deadline, else the soonest."""
+    """Return the first candidate that meets the deadline, or else the earliest."""
     best: _Candidate | None = None
     for found in candidates:
         if best is None or found.finish < best.finish:
@@ -120,14 +119,14 @@ def _runs(
     network_s: Callable[[float], float],
     start: float,
 ) -> Iterator[_Candidate]:
-    """Ever longer runs of consecutive groups from the first of ``absent`` on.
+    """Yield ever longer runs of consecutive groups from the first of ``absent``.
 
     Args:
         view: the play.
-        cost: what the engine takes.
-        absent: as for `plan`, from where the runs begin.
-        need: bytes that each absent group needs, these and those before.
-        network_s: when the network has brought so many bytes.
+        cost: prefill cost of the engine.
+        absent: as for `plan`, starting where the runs start.
+        need: bytes that each absent group needs, including groups before the runs.
+        network_s: time at which the network has delivered a number of bytes.
         start: when the engine is free.
     """
     if not absent:
@@ -138,7 +137,7 @@ def _runs(
     left = sum(need.values())
     for offset, group in enumerate(absent):
         if group != first + offset:
-            break  # a group in between is in place: a longer run would compute it again
+            break  # a group in between is in place; a longer run would compute it again
         left -= need[group]
         computed = begin + cost.seconds(first * size, min((group + 1) * size, whole) - first * size)
         yield _Candidate(max(computed, network_s(left)), first, group + 1)
@@ -152,7 +151,7 @@ def _tails(
     network_s: Callable[[float], float],
     start: float,
 ) -> Iterator[_Candidate]:
-    """Ever longer tails, each from an absent group to the end; arguments as for `_runs`."""
+    """Yield ever longer tails, each from an absent group to the end; arguments as for `_runs`."""
     spec, tokens = view.catalog.spec, view.catalog.tokens
     left = sum(need.values())
     for group in reversed(absent):

@@ -1,4 +1,4 @@
-"""What a policy may see of a play: numbers of the catalog, estimates, and what is in place or under way."""
+"""What a policy sees of a play: catalog numbers, estimates, and what is in place or in flight."""
 
 from __future__ import annotations
 
@@ -20,51 +20,51 @@ class Transfer:
     bytes: int
     """Size of the group's frame."""
     upgrade: bool
-    """True if the group is already in place at another track."""
+    """True if the group is already in place on another track."""
     requested_s: float
     received: int = 0
     first_byte_s: float | None = None
     done_s: float | None = None
     priority: int = 128
-    """0 (most urgent) to 255, as it was asked for."""
+    """Requested priority, 0 (most urgent) to 255."""
 
     @property
     def remaining(self) -> int:
-        """Bytes still to come."""
+        """Bytes still to arrive."""
         return self.bytes - self.received
 
 
 class Settled(set[int]):
-    """Groups in place with nothing under way for them, and the order in which they came to be so."""
+    """Groups that are in place with nothing in flight for them, and the order in which they settled."""
 
     def __init__(self) -> None:
         super().__init__()
         self.history: list[int] = []
-        """Every group that was ever added, again each time: who remembers how far he has read need not look through
-        all groups to find what is new. A group may have left the set since."""
+        """Every group ever added, once per time. Readers remember their position and read on from there, instead of
+        scanning all groups for news. A group may have left the set since."""
 
     def add(self, group: int, /) -> None:
-        """A group is settled, for the first time or once more."""
+        """Mark a group as settled, possibly again."""
         super().add(group)
         self.history.append(group)
 
 
 @dataclass(frozen=True, slots=True)
 class Future:
-    """What is known of the link in a simulator; see `View.oracle`."""
+    """The future of the link, known only in a simulator; see `View.oracle`."""
 
     carried: Callable[[float], float]
-    """Bytes that the link will carry in the next so many seconds."""
+    """Bytes that the link will carry in the next seconds."""
     first_byte_s: float
-    """Seconds that a request waits for its first byte on a link that is free."""
+    """Seconds until the first byte of a request on an idle link."""
 
     def __call__(self, seconds: float) -> float:
-        """As `carried`."""
+        """Return `carried` for the next ``seconds``."""
         return self.carried(seconds)
 
 
 class View:
-    """The play as a policy sees it. The player keeps it up to date; a policy only reads it."""
+    """The play as a policy sees it. The player updates it; policies only read it."""
 
     __slots__ = (
         "catalog",
@@ -101,46 +101,47 @@ class View:
         """The tracks worth playing, and the steps between them."""
         self.catalog: Catalog = ladder.catalog
         self.deadline_s: float = deadline_s
-        """The TTFT deadline, seconds after the play began."""
+        """The TTFT deadline, in seconds since the play began."""
         self.now: float = 0.0
         """Seconds since the play began."""
         self.rate: float = 0.0
         """Expected rate, bytes per second; 0.0 until the first bytes arrive."""
         self.lower_bound: float = 0.0
-        """A rate that the link should exceed most of the time, bytes per second; 0.0 until the first bytes arrive."""
+        """Rate that the link should exceed most of the time, bytes per second; 0.0 until the first bytes arrive."""
         self.ttfb_s: float = 0.0
-        """Seconds that a request waits for its first byte."""
+        """Seconds from a request to its first byte."""
         self.outstanding_bytes: int = 0
-        """Bytes still to come of all requests in flight."""
+        """Bytes still to arrive for all requests in flight."""
         self.decode_backlog_s: float = 0.0
-        """Seconds of decoding that wait for, or run on, the decoder."""
+        """Seconds of decoding that are queued or running."""
         self.engine_backlog_s: float = 0.0
-        """Seconds until the engine is done with what it computes now and with what it was left for good."""
+        """Seconds until the engine has finished everything it was given."""
         self.track_of: list[str | None] = [None] * ladder.catalog.groups
-        """Per group, the track that is in place or arriving; ``recomputed`` if the engine computes it; or None."""
+        """Track of each group that is in place or arriving; ``recomputed`` if the engine computes it; None if missing.
+       """
         self.settled: Settled = Settled()
-        """Groups in place with nothing under way for them: those that may be upgraded."""
+        """Groups in place with nothing in flight for them; these can be upgraded."""
         self.in_flight: dict[int, Transfer] = {}
         """Requests in flight, by request number."""
         self.oracle: Callable[[float], float] | None = oracle
-        """In a simulator: bytes that the link will carry in the next so many seconds. None in a real play."""
+        """In a simulator: bytes that the link will carry in the next given seconds. None in a real play."""
         self.cost: PrefillCost | None = cost
-        """What the engine's prefill costs; None if nothing can be recomputed."""
+        """Prefill cost of the engine; None if nothing can be recomputed."""
         self.front_first: bool = front_first
-        """Whether the earliest groups are needed first: there is an engine, and it must compute all behind a miss."""
+        """Whether the earliest groups are needed first: the engine must recompute everything behind a miss."""
         self.gpu_price: float = gpu_price
-        """Nats per token that a second of the engine's time is worth to others."""
+        """Price of a second of engine time, in nats per token."""
         self.missing_groups: dict[int, None] = dict.fromkeys(range(ladder.catalog.groups))
-        """What `missing` shows; the player keeps it."""
+        """The content of `missing`; the player updates it."""
 
     @property
     def missing(self) -> KeysView[int]:
-        """Groups that are neither in place, nor under way, nor left to the engine; in ascending order."""
+        """Groups that are neither in place, nor in flight, nor left to the engine; ascending."""
         return self.missing_groups.keys()
 
     @property
     def groups(self) -> int:
-        """Groups in the asset."""
+        """Number of groups in the asset."""
         return self.catalog.groups
 
     @property
@@ -149,40 +150,40 @@ class View:
         return max(0.0, self.deadline_s - self.now)
 
     def first_missing(self) -> int | None:
-        """The earliest of `missing`, or None if every group is in place or under way."""
+        """Return the earliest missing group, or None if there is none."""
         return next(iter(self.missing_groups), None)
 
     def bytes(self, group: int, track: str) -> int:
-        """Size of one group on one track."""
+        """Return the size of one group on one track."""
         return self.catalog.by_name[track].bytes[group]
 
     def loss(self, group: int, track: str) -> float:
-        """Expected loss of one group on one track, nats per generated token."""
+        """Return the expected loss of one group on one track, in nats per generated token."""
         return self.catalog.by_name[track].loss[group]
 
     def recompute_s(self, group: int) -> float:
-        """Seconds until the engine could have computed one group more; infinite if the play has no engine."""
+        """Return the seconds until the engine could finish one more group; infinite without an engine."""
         if self.cost is None:
             return float("inf")
         alone = self.cost.seconds(group * self.catalog.spec.group_tokens, self.catalog.group_tokens(group))
         return self.engine_backlog_s + alone
 
     def decode_s(self, track: str) -> float:
-        """Seconds to decode one group of a track."""
+        """Return the seconds to decode one group of a track."""
         return self.catalog.by_name[track].decode_s
 
     def budget_bytes(self, rate: float, decode_s: float = 0.0) -> float:
-        """Bytes of new requests that would be in place by the deadline at ``rate``, beside those in flight.
+        """Return how many bytes of new requests would be in place by the deadline.
 
         Args:
-            rate: bytes per second to reckon with: `rate`, or `lower_bound` where the play must commit.
+            rate: assumed bytes per second: `rate`, or `lower_bound` if the play must commit.
             decode_s: seconds to decode what arrives last.
         """
         wait = 0.0 if self.in_flight else self.ttfb_s
         return rate * (self.time_left - decode_s - wait) - self.outstanding_bytes
 
     def best_track(self, group: int, max_bytes: float) -> str:
-        """The track of least loss whose group has at most ``max_bytes``; the cheapest if none has."""
+        """Return the track of least loss with at most ``max_bytes`` for this group; the cheapest track if none fits."""
         chosen = self.ladder.cheapest
         for track in self.ladder.tracks:
             if track.bytes[group] <= max_bytes:
@@ -190,9 +191,9 @@ class View:
         return chosen
 
     def slack_s(self) -> float:
-        """Time left to the deadline less the time that the rest needs: the buffer of this player, in seconds.
+        """Return the time left to the deadline minus the time that the rest needs: this player's buffer, in seconds.
 
-        The rest is what is in flight plus every missing group at the cheapest track, at the lower bound of the rate.
+        The rest is what is in flight plus every missing group on the cheapest track, at the lower bound of the rate.
         Negative infinity while no rate is known and something is missing.
         """
         need = self.outstanding_bytes + self.floor_bytes()
@@ -204,30 +205,36 @@ class View:
         return self.deadline_s - self.now - wait - need / self.lower_bound - self.decode_s(self.ladder.cheapest)
 
     def floor_bytes(self) -> int:
-        """Bytes of every missing group at the cheapest track."""
+        """Return the bytes of all missing groups on the cheapest track."""
         sizes = self.ladder.tracks[0].bytes
         return sum(sizes[group] for group in self.missing_groups)
 
 
 class Timeline:
-    """The timeline of one play. Rates are bytes per second, times are seconds."""
+    """A play as a video player would see it, for policies that come from video.
+
+    A KV cache has no playback and no playback buffer: what counts is that everything is in place by the deadline. These
+    policies get a timeline instead, on which every group plays for an equal share of the deadline, like a segment. A
+    track then has a bit rate, and the buffer level is how far the play is ahead of the timeline. A play that never
+    falls behind meets the deadline. Rates are bytes per second, times are seconds.
+    """
 
     def __init__(self, view: View) -> None:
         self.names = view.ladder.names
-        """The tracks that are worth playing, cheapest first."""
+        """Names of the tracks worth playing, cheapest first."""
         self.rates = tuple(track.total_bytes / view.deadline_s for track in view.ladder.tracks)
-        """The rate of each, bytes per second."""
+        """Rate of each track, bytes per second."""
         self.segment_s = view.deadline_s / view.groups
-        """A group's share of the deadline."""
+        """Duration of a group on the timeline."""
 
     def arrived(self, view: View) -> int:
-        """Groups that have arrived, or that the engine takes."""
+        """Return the number of groups that have arrived or are left to the engine."""
         return view.groups - len(view.missing_groups) - len(view.in_flight)
 
     def level_s(self, view: View) -> float:
-        """How far the play is ahead, seconds: what the players call the buffer level; never below 0."""
+        """Return how far the play is ahead of the timeline, in seconds: the buffer level. Never below 0."""
         return max(0.0, self.arrived(view) * self.segment_s - view.now)
 
     def carried(self, rate: float) -> int:
-        """Index of the best track that a rate carries; 0 if it carries none."""
+        """Return the index of the best track that a rate carries; 0 if it carries none."""
         return max((index for index, needed in enumerate(self.rates) if needed <= rate), default=0)

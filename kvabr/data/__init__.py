@@ -1,4 +1,4 @@
-"""Data that ships with the package: the profile of SmolLM2, and the catalog of a real encode of it."""
+"""Data shipped with the package: the profile of SmolLM2, and the catalog of a real encode of it."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ PROFILE = "smollm2.profile.safetensors"
 
 
 def default_catalog() -> Catalog:
-    """The catalog of 8,064 tokens of source code under SmolLM2-135M: for replays without a model at hand."""
+    """Return the catalog of 8,064 tokens of source code under SmolLM2-135M, for replays without a model."""
     return Catalog.loads(files(__name__).joinpath(CATALOG).read_bytes())
 
 
 def default_profile_bytes() -> bytes:
-    """The codec profile of SmolLM2-135M; read it with `Profile.from_bytes`.
+    """Return the codec profile of SmolLM2-135M; parse it with `Profile.from_bytes`.
 
-    Made as `kvabr calibrate` makes them, of 53 contexts of 1,024 tokens: Python's manual (12), English manual pages
-    (22), texts that the model wrote by itself (13), made-up records (6). No source code, licence, chat or other
-    language.
+    It was made with `kvabr calibrate` from 53 contexts of 1,024 tokens: Python's manual (12), English manual pages
+    (22), texts sampled from the model (13), and made-up records (6). It saw no source code, licences, chat or other
+    languages.
     """
     return files(__name__).joinpath(PROFILE).read_bytes()

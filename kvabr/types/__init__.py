@@ -1,1 +1,1 @@
-"""Data types that every other package shares. This package imports nothing else of kvabr."""
+"""Data types that all other packages share. This package imports nothing else of kvabr."""

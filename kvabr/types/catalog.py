@@ -1,22 +1,18 @@
-"""What an asset offers: its tracks, their bytes, expected loss and digests, group by group. Versioned JSON.
+"""The catalog of an asset: its tracks with their bytes, expected loss and digests, group by group. Versioned JSON.
 
-A player knows a cache by its catalog alone: it never looks into a group to decide. Everything in a catalog is checked
-when it is read, since it may come from a network.
+A player decides by the catalog alone and never looks into a group. A catalog may come from a network, so every field is
+checked when it is read.
 
-Loss is the expected KL divergence, in nats per generated token, against the exact cache. A catalog gives it per group
-and track, attributed such that the losses of the groups played add up to the loss of the whole cache.
+Loss is the expected KL divergence against the exact cache, in nats per generated token. It is given per group and
+track, and attributed such that the losses of the played groups add up to the loss of the whole cache.
 
-Expected loss of a played cache: what each group's track costs, and what recomputed groups inherit.
-
-A recomputed group is exact if everything before it is. Behind lossy groups it inherits part of their error: the model
-attends to them while it computes the group. Measured on SmolLM2-135M (8 groups of three texts; 4, 3 and 2 bits, and
-the seven levels of the draft), such a group costs 5 % to 30 % of what it would cost had it been fetched on the tracks
-of the groups before it, whatever the track. `INHERITED` of their mean is the rule, where those before it that were
-recomputed themselves count as exact, and near ones count as much more than far ones as they do for what follows the
-whole prompt: the shape of a track's own losses says how much. (21 recomputed groups behind 42 lossy ones of 8,064
-tokens: measured .00042; a plain mean says .0031, this .0005.)
-
-Pure Python on catalog numbers.
+A recomputed group is exact if everything before it is exact. Behind lossy groups it inherits part of their error,
+because the model attends to them. Measured on SmolLM2-135M (8 groups of three texts; 4, 3 and 2 bits, and the draft's
+seven levels), a recomputed group costs 5 % to 30 % of what it would cost on the tracks of the groups before it,
+whatever the track. The model here is `INHERITED` times their weighted mean. Recomputed groups count as exact. Near
+groups weigh more than far ones, in the same proportion as they do for the text behind the whole prompt, which the
+shape of a track's own losses tells. (21 recomputed groups behind 42 lossy ones of 8,064 tokens: measured 0.00042; a
+plain mean predicts 0.0031, this model 0.0005.)
 """
 
 from __future__ import annotations
@@ -44,7 +40,7 @@ _MAX_LOSS = 1e6
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """What the real model measured when the whole cache was played on one track."""
+    """Quality of the whole cache on one track, as measured with the real model."""
 
     kl: float
     """Mean KL divergence against the exact cache, nats per token of the continuation."""
@@ -60,15 +56,15 @@ class Track:
 
     name: str
     bytes: tuple[int, ...]
-    """Size of each group's frame, header and all."""
+    """Size of each group's frame, including its header."""
     loss: tuple[float, ...]
-    """Expected loss of each group when it is played at this track (with the layers below, if it refines one)."""
+    """Expected loss of each group on this track (including the layers below, if it refines one)."""
     digests: tuple[str, ...]
     """SHA-256 of each group's frame, hex."""
     refines: str | None = None
     """The track that must be in place for this one to decode; None for a track that stands alone."""
     decode_s: float = 0.0
-    """Seconds that one worker of the publisher's machine took to check and decode a full group."""
+    """Seconds that one worker of the publisher's machine took to verify and decode a full group."""
     measured: Quality | None = None
 
     @property
@@ -79,10 +75,10 @@ class Track:
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """A cache with groups from several tracks: what the catalog predicts against what the model measured."""
+    """A cache made of groups from several tracks: predicted loss against measured loss."""
 
     tracks: tuple[str, ...]
-    """The track of each group; ``recomputed`` for one that the model computed from the groups before it."""
+    """Track of each group; ``recomputed`` if the model computed the group from those before it."""
     predicted: float
     measured: float
 
@@ -101,7 +97,7 @@ class Catalog:
     """SHA-256 of the codec profile's file, hex; None if no track needs one."""
     profile_bytes: int = 0
     prefill: PrefillCost | None = None
-    """What a prefill cost on the publisher's machine: a hint for replays that have no engine at hand."""
+    """Prefill cost on the publisher's machine: a default for replays without an engine."""
     loss_method: str = ""
     """How the losses were measured and attributed to groups, in words."""
     mixes: tuple[Mix, ...] = ()
@@ -145,10 +141,10 @@ class Catalog:
         return self.spec.fp16_bytes(self.tokens)
 
     def track(self, name: str) -> Track:
-        """The track called ``name``.
+        """Return the track called ``name``.
 
         Raises:
-            FormatError: there is none; the message lists those that there are.
+            FormatError: there is none; the message lists the tracks that exist.
         """
         try:
             return self.by_name[name]
@@ -159,20 +155,20 @@ class Catalog:
             ) from None
 
     def group_tokens(self, group: int) -> int:
-        """Tokens in ``group``."""
+        """Return the number of tokens in ``group``."""
         first, last = self.spec.group_range(group, self.tokens)
         return last - first
 
     def prefix(self, groups: int) -> Catalog:
-        """The catalog of the first ``groups`` groups alone: what a longer asset offers for a prompt that begins alike.
+        """Return the catalog of the first ``groups`` groups: what this asset offers to a prompt that begins alike.
 
-        It keeps the namespace under which the groups are published. What was measured on the whole cache is left out.
+        It keeps the namespace under which the groups are published. Measurements of the whole cache are dropped.
 
         Raises:
-            UsageError: not 1 to as many groups as there are.
+            UsageError: ``groups`` is not between 1 and the number of groups.
         """
         if not 1 <= groups <= self.groups:
-            raise UsageError(f"a prefix of {groups} groups of an asset that has {self.groups}")
+            raise UsageError(f"cannot take a prefix of {groups} groups: the asset has {self.groups}")
         if groups == self.groups:
             return self
         return self._slice(0, groups, groups * self.spec.group_tokens)
@@ -213,7 +209,7 @@ class Catalog:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON values, the same for the same catalog."""
+        """Return plain JSON values; equal catalogs give equal values."""
         return {
             "schema": SCHEMA,
             "namespace": {"model": self.namespace.model, "prompt": self.namespace.prompt},
@@ -230,15 +226,15 @@ class Catalog:
         }
 
     def dumps(self) -> str:
-        """The catalog as JSON text."""
+        """Return the catalog as JSON text."""
         return json.dumps(self.to_json(), indent=1) + "\n"
 
     @classmethod
     def loads(cls, text: str | bytes) -> Catalog:
-        """Read `dumps` back from an untrusted source.
+        """Parse the output of `dumps` from an untrusted source.
 
         Raises:
-            FormatError: too large, not JSON, a newer version, or a field that is missing or out of bounds.
+            FormatError: too large, not JSON, another schema, or a field is missing or out of bounds.
         """
         if len(text) > MAX_CATALOG_BYTES:
             raise FormatError(f"catalog: {len(text)} bytes, more than the {MAX_CATALOG_BYTES} allowed")
@@ -282,7 +278,7 @@ class Catalog:
         """Read a catalog from a file.
 
         Raises:
-            AssetError: the file is not there.
+            AssetError: the file cannot be read.
             FormatError: as `loads`.
         """
         try:
@@ -347,14 +343,14 @@ INHERITED = 0.2
 
 
 def predicted_loss(catalog: Catalog, tracks: Sequence[str]) -> float:
-    """Expected loss of a cache whose group g was played on ``tracks[g]``, nats per generated token.
+    """Return the expected loss of a cache whose group g was played on ``tracks[g]``, in nats per generated token.
 
     Args:
         catalog: the asset.
-        tracks: one entry per group: the name of the highest track in place, or `RECOMPUTED`.
+        tracks: for each group, the name of the highest track in place, or `RECOMPUTED`.
 
     Raises:
-        FormatError: not one entry per group, or a track that the asset does not have.
+        FormatError: not one entry per group, or an unknown track.
     """
     if len(tracks) != catalog.groups:
         raise FormatError(f"{len(tracks)} tracks for an asset of {catalog.groups} groups")
@@ -362,24 +358,24 @@ def predicted_loss(catalog: Catalog, tracks: Sequence[str]) -> float:
 
 
 def played_loss(catalog: Catalog, steps: Iterable[tuple[str, int, int | str]]) -> float:
-    """Expected loss of a cache that came about in these steps, nats per generated token.
+    """Return the expected loss of a cache that was assembled in these steps, in nats per generated token.
 
-    What was computed behind a group inherits the errors that this group had then: an upgrade that comes later helps the
-    group alone.
+    A recomputed group inherits the errors that the groups before it had at that time. Upgrading them later improves
+    only them.
 
     Args:
         catalog: the asset.
         steps: in order, as in `PlayRecord.steps`: ("fetch", group, track) and ("compute", first, last).
 
     Raises:
-        FormatError: the steps leave a group out, or name a group or a track that the asset does not have.
+        FormatError: the steps leave a group out, or name an unknown group or track.
     """
     tracks = [""] * catalog.groups
     behind: dict[int, Sequence[str]] = {}
     for kind, where, what in steps:
         last = what if isinstance(what, int) else where + 1
         if kind not in {"fetch", "compute"} or not 0 <= where < last <= len(tracks):
-            raise FormatError(f"not a step of a play of {catalog.groups} groups: {(kind, where, what)!r}")
+            raise FormatError(f"invalid step {(kind, where, what)!r} in a play of {catalog.groups} groups")
         for group in range(where, last):
             tracks[group] = what if isinstance(what, str) else RECOMPUTED
             behind[group] = tracks[:group]
@@ -389,7 +385,7 @@ def played_loss(catalog: Catalog, steps: Iterable[tuple[str, int, int | str]]) -
 
 
 def _total(catalog: Catalog, tracks: Sequence[str], behind: Mapping[int, Sequence[str]]) -> float:
-    """Add up; ``behind`` says on which tracks the groups before a computed one were, if not on those of now."""
+    """Sum the losses; ``behind`` maps computed groups to the tracks before them at that time."""
     total = 0.0
     for group, name in enumerate(tracks):
         if name != RECOMPUTED:
@@ -403,11 +399,11 @@ def _total(catalog: Catalog, tracks: Sequence[str], behind: Mapping[int, Sequenc
 
 
 def _handed_on(catalog: Catalog, name: str, before: Sequence[str], group: int, groups: int) -> float:
-    """What a group would lose on a track, as far as the groups before it are on that track."""
+    """Return the loss that a recomputed group would inherit in full from the groups before it on track ``name``."""
     if name == RECOMPUTED:
         return 0.0
     losses = catalog.track(name).loss
-    # To what follows the prompt, these groups are as far away as the first ones are to this group.
+    # These groups are as far from the end of the prompt as the first groups are from this one.
     nearness = losses[groups - group :]
     everything = sum(nearness)
     if not everything:

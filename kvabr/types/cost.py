@@ -1,7 +1,7 @@
-"""What a prefill costs: t(L, x) = c + b x + a (2 L x + x^2) seconds for x tokens after L tokens of cache.
+"""Cost of a prefill: t(L, x) = c + b x + a (2 L x + x^2) seconds for x tokens after L tokens of cache.
 
 The form follows from the work: a constant per call, a linear part (projections, MLP), and attention, where token i
-looks at L + i tokens before it. The three constants are fitted from a few timed prefills.
+attends to the L + i tokens before it. The three constants are fitted to a few timed prefills.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ class PrefillCost:
     """Seconds that an engine takes to compute the KV of new tokens."""
 
     constant_s: float
-    """Seconds per call, whatever its size."""
+    """Seconds per call, regardless of its size."""
     per_token_s: float
     """Seconds per new token."""
     attention_s: float = 0.0
-    """Seconds per (new token x token looked at) pair, times 2: see the formula of this module."""
+    """Seconds per pair of a new token and a token it attends to, times 2; see the formula of this module."""
 
     def __post_init__(self) -> None:
         values = (self.constant_s, self.per_token_s, self.attention_s)
@@ -31,7 +31,7 @@ class PrefillCost:
             raise FormatError(f"prefill cost {values}: the three constants must be finite, not negative, not all zero")
 
     def seconds(self, before: int, tokens: int) -> float:
-        """Seconds to compute ``tokens`` tokens when the KV of ``before`` tokens is in place; 0 for no tokens."""
+        """Return the seconds to compute ``tokens`` tokens after ``before`` cached ones; 0.0 for no tokens."""
         if tokens <= 0:
             return 0.0
         pairs = 2.0 * before * tokens + float(tokens) * tokens
@@ -43,19 +43,21 @@ class PrefillCost:
 
     @classmethod
     def from_rate(cls, tokens_per_second: float) -> PrefillCost:
-        """A purely linear cost, for when only a prefill rate is known."""
+        """Return a purely linear cost, for when only a prefill rate is known."""
         if not (math.isfinite(tokens_per_second) and tokens_per_second > 0):
             raise UsageError(f"prefill rate must be a positive number of tokens a second, not {tokens_per_second}")
         return cls(0.0, 1.0 / tokens_per_second)
 
     @classmethod
     def fit(cls, timings: Iterable[tuple[int, int, float]]) -> PrefillCost:
-        """Least squares with no negative constant over (tokens before, new tokens, seconds), errors relative.
+        """Fit the constants to timings, given as (tokens before, new tokens, seconds).
+
+        Non-negative least squares on relative errors.
 
         Raises:
             UsageError: fewer than three timings, or one that is not positive.
         """
-        import numpy as np  # noqa: PLC0415  # only fitting needs them, and they are slow to load
+        import numpy as np  # noqa: PLC0415  # only fitting needs them, and they load slowly
         from scipy.optimize import nnls  # noqa: PLC0415
 
         rows = list(timings)
@@ -63,7 +65,7 @@ class PrefillCost:
             raise UsageError("fitting a prefill cost takes at least three timings of at least one token each")
         seconds = np.array([s for _, _, s in rows])
         design = np.array([[1.0, x, 2.0 * before * x + float(x) * x] for before, x, _ in rows])
-        # Weighting by 1/seconds makes every timing count by its relative error, not its absolute one.
+        # Weighting by 1/seconds makes each timing count by its relative error, not its absolute one.
         weighted = design / seconds[:, None]
         norms = np.linalg.norm(weighted, axis=0)
         solution, _ = nnls(weighted / norms, np.ones(len(rows)))
@@ -71,12 +73,12 @@ class PrefillCost:
         return cls(constant, linear, attention)
 
     def to_json(self) -> dict[str, float]:
-        """Plain JSON values."""
+        """Return plain JSON values."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, value: Any) -> PrefillCost:
-        """Read `to_json` back from an untrusted source.
+        """Parse the output of `to_json` from an untrusted source.
 
         Raises:
             FormatError: not three finite, non-negative numbers.

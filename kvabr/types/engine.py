@@ -1,4 +1,4 @@
-"""What kvabr asks of a serving engine: compute the KV of tokens behind a given cache. No engine is imported here."""
+"""What kvabr needs from a serving engine: to compute the KV of tokens behind a given cache. Imports no engine."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Engine(Protocol):
 
     @property
     def mode(self) -> EngineMode:
-        """Whether the engine can fill a hole or only the rest of the prompt."""
+        """What the engine can compute, see `EngineMode`."""
         ...
 
     def prefill(self, tokens: Sequence[int], before: torch.Tensor | None = None) -> torch.Tensor:
@@ -36,8 +36,8 @@ class Engine(Protocol):
 
         Args:
             tokens: ids of the new tokens, at least one.
-            before: KV of everything before them, [layer, K/V, head, token, dim], any float dtype; it is read, never
-                written. None or no tokens if they start the prompt.
+            before: KV of everything before them, [layer, K/V, head, token, dim], any float dtype; read, never written.
+                None or no tokens at the start of the prompt.
 
         Returns:
             KV of the new tokens alone, [layer, K/V, head, token, dim], in the engine's dtype.
@@ -55,29 +55,29 @@ def time_prefills(
     shapes: Sequence[tuple[int, int]] | None = None,
     repeats: int = 2,
 ) -> PrefillCost:
-    """Time a few real prefills and fit what one costs.
+    """Time a few real prefills and fit their cost.
 
     Args:
         engine: the engine to time.
-        tokens: ids of some real text; what they are does not matter, how many bounds the shapes.
-        shapes: pairs (tokens before, new tokens) to time; by default five that tell the three constants apart.
-        repeats: runs of each shape, of which the fastest counts: other work on the machine only ever adds time.
+        tokens: ids of any real text; its length bounds the shapes.
+        shapes: pairs (tokens before, new tokens) to time; by default five that determine the three constants.
+        repeats: runs of each shape, of which the fastest counts: other work on the machine only adds time.
 
     Returns:
-        The fitted cost, for this machine and this moment.
+        The fitted cost on this machine.
 
     Raises:
-        UsageError: fewer than 128 tokens, or a shape that needs more than there are.
+        UsageError: fewer than 128 tokens, or a shape that needs more tokens than there are.
     """
     size = len(tokens)
     if size < 128:
-        raise UsageError(f"timing a prefill takes at least 128 tokens of text, not {size}")
+        raise UsageError(f"timing a prefill needs at least 128 tokens of text, not {size}")
     if shapes is None:
         step = min(engine.spec.group_tokens, size // 4)
         shapes = [(0, 8), (0, step), (0, 3 * step), (size - step, step), (size - 8, 8)]
     if any(before < 0 or new <= 0 or before + new > size for before, new in shapes):
         raise UsageError(f"a shape to time does not fit {size} tokens: {list(shapes)}")
-    # What the cache before holds changes no timing, so zeros do and no prefill is spent on making a real one.
+    # The cache's values do not affect the timing, so zeros save the prefill that a real cache would need.
     probe = engine.prefill(tokens[:1])
     longest = probe.new_zeros(engine.spec.shape(max(before for before, _ in shapes)))
     timings = []

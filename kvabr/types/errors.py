@@ -1,7 +1,7 @@
-"""The errors of kvabr: each says what is wrong and what to do about it.
+"""Errors of kvabr. Each message says what is wrong and what to do about it.
 
-Every error that a user can cause derives from `KvabrError`; the command line prints its text without a traceback
-and exits with status 1 (2 for bad usage).
+Every error that a user can cause derives from `KvabrError`. The command line prints its text without a traceback and
+exits with status 1, or 2 for wrong usage.
 """
 
 from __future__ import annotations
@@ -10,63 +10,63 @@ from collections.abc import Iterable
 
 
 class KvabrError(Exception):
-    """Base of all errors that kvabr raises on purpose."""
+    """Base class of all errors that kvabr raises on purpose."""
 
 
 class UsageError(KvabrError):
-    """A command or call was given arguments that make no sense (exit status 2)."""
+    """Invalid arguments of a command or call (exit status 2)."""
 
 
 class FormatError(KvabrError):
-    """Bytes that should be a frame, a profile or a catalog are not: truncated, corrupt, or a newer version."""
+    """Bytes that should be a frame, a profile or a catalog are truncated, corrupt, or of another version."""
 
 
 class ForeignError(FormatError):
-    """A well-formed frame or profile that belongs to something else: another model, prompt, group or track."""
+    """A valid frame or profile that belongs to another model, prompt, group or track."""
 
 
 class AssetError(KvabrError):
-    """An asset on disk is missing something, or cannot be written."""
+    """An asset is incomplete on disk, or cannot be written."""
 
 
 class TraceError(KvabrError):
-    """A network trace is empty, malformed, or carries nothing."""
+    """A network trace is empty, malformed, or carries no bytes."""
 
 
 class PolicyError(KvabrError):
-    """A policy plug-in cannot be loaded, raised, or asked for something that does not exist."""
+    """A policy or estimator cannot be loaded, raised an error, or asked for something that does not exist."""
 
 
 class HoleError(KvabrError):
-    """A cache was asked for while some of its groups are neither fetched nor recomputed."""
+    """A cache was requested although some of its groups are neither fetched nor recomputed."""
 
 
 class ModelError(KvabrError):
-    """The real-model bed is not installed, or a text or cache does not fit the model."""
+    """The model is not installed, or a text or cache does not fit it."""
 
 
 class PlayError(KvabrError):
-    """A play ended without its cache; the message says what was missing, and why."""
+    """A play ended without a complete cache; the message says what is missing, and why."""
 
 
 class BusyError(PlayError):
-    """A node has as many plays as it may have; this one was refused while there was time to do without its cache."""
+    """The client is at its limit of plays and refused this one while there was time to do without its cache."""
 
 
 class TransportError(KvabrError):
-    """A peer cannot be reached, refuses, breaks off, or does not keep to the protocol."""
+    """A peer is unreachable, refuses, closes the connection, or violates the protocol."""
 
 
 class RequestError(TransportError):
-    """The peer refused or broke off one request; the connection goes on."""
+    """The peer refused or reset one request; the connection stays open."""
 
     def __init__(self, message: str, *, code: int = 0, retry_after_s: float | None = None) -> None:
-        """Say what happened.
+        """Describe the failure.
 
         Args:
-            message: what was asked for, and what the peer answered.
+            message: what was requested, and what the peer answered.
             code: the REQUEST_ERROR or reset code of moq-transport.
-            retry_after_s: when asking again may help; None: it will not.
+            retry_after_s: seconds after which a retry may succeed; None: do not retry.
         """
         super().__init__(message)
         self.code = code
@@ -74,11 +74,11 @@ class RequestError(TransportError):
 
 
 class NotFoundError(RequestError):
-    """There is no such track, or none that this connection may read: the two cannot be told apart, on purpose."""
+    """The track does not exist, or this connection may not read it. The two are deliberately indistinguishable."""
 
 
 class ConnectionLostError(TransportError):
-    """The connection ended; whatever was under way on it is gone, but a new one may be had."""
+    """The connection ended. Its requests are lost, but reconnecting may succeed."""
 
 
 class UnauthorizedError(ConnectionLostError):

@@ -1,9 +1,8 @@
-"""What a KV cache is: its shape, its element type, its rotary embedding, and how it is cut into groups.
+"""What a KV cache is: its shape, element type and rotary embedding, and how it is cut into groups.
 
-This room holds facts about tensors and nothing else: no bytes, no names, no networks.
-
-The tensor layout everywhere in kvabr is ``[layer, K/V, head, token, dim]``: index 0 of the second axis is the keys
-(with the rotary embedding applied, as the model's attention wants them), index 1 the values.
+Shapes only: no bytes, names or networks. Tensors everywhere in kvabr are ``[layer, K/V, head, token, dim]``. Index 0 of
+the second axis holds the keys (with the rotary embedding applied, as the model's attention expects them), index 1 the
+values.
 """
 
 from __future__ import annotations
@@ -22,46 +21,48 @@ GROUP_TOKENS = 128
 """Tokens in a group (draft-shi-moq-kvcache-00, section 3)."""
 
 DTYPES = ("float16", "bfloat16", "float32")
-"""Names of the element types that a cache may have."""
+"""Element types that a cache may have."""
 
 _LIMITS = {"layers": 1024, "kv_heads": 1024, "head_dim": 4096, "group_tokens": 65536}
 
 _STEEPEST = 1024.0
-"""Radians per token at most, and factor of a rotation; 1 over it is the least factor. Models have about 1."""
+"""Maximum of radians per token and of the factor of a rotation, whose minimum is the inverse. Real models are near
+1."""
 _HIGHEST = 1e30
-"""Base of frequencies at most."""
+"""Maximum base of the frequencies."""
 
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """The rotary position embedding of the keys (RoFormer), which the AC codec undoes and redoes.
+    """The rotary position embedding (RoPE) of the keys, which the AC codec undoes and reapplies.
 
-    Pair i of a head turns by ``theta ** (-2 i / rotary_dim)`` radians per token, or by what ``frequencies`` says:
-    scaled embeddings (linear, Llama 3, YaRN) have a list of their own. One that depends on the length of the prompt
-    cannot be said.
+    Pair i of a head turns by ``theta ** (-2 i / rotary_dim)`` radians per token, or by ``frequencies[i]`` if given:
+    scaled embeddings (linear, Llama 3, YaRN) have explicit frequencies. Embeddings that depend on the length of the
+    prompt cannot be described.
     """
 
     theta: float
-    """Base of the frequencies; where there is a list of them, of those that were scaled."""
+    """Base of the frequencies; with explicit frequencies, the base before scaling."""
     rotary_dim: int
-    """How many leading dimensions of a head rotate; the rest pass through (partial RoPE)."""
+    """Number of leading dimensions of a head that rotate; the rest pass through (partial RoPE)."""
     layout: Literal["half", "interleaved"] = "half"
-    """Which dimensions form a pair: ``half`` pairs d with d + rotary_dim/2 (Llama), ``interleaved`` 2i with 2i+1."""
+    """Which dimensions form a pair: ``half`` pairs d with d + rotary_dim/2 (Llama), ``interleaved`` pairs 2i with 2i+1.
+   """
     frequencies: tuple[float, ...] | None = None
-    """Radians per token of each of the rotary_dim/2 pairs; None if they are the powers of theta."""
+    """Radians per token of each of the rotary_dim/2 pairs; None for the powers of theta."""
     factor: float = 1.0
-    """What cosines and sines are multiplied with (YaRN's attention factor): how much longer turning makes a pair."""
+    """Multiplier of cosines and sines (YaRN's attention factor): rotating scales a pair's length by it."""
 
     def check(self, head_dim: int) -> None:
-        """Refuse what cannot be.
+        """Raise unless the embedding is valid for heads of ``head_dim``.
 
         Raises:
-            FormatError: a field is out of bounds, or not for heads of ``head_dim``.
+            FormatError: a field is out of bounds.
         """
         rotary, frequencies = self.rotary_dim, self.frequencies
         if type(rotary) is not int or not 0 < rotary <= head_dim or rotary % 2:
             raise FormatError(f"KV spec: rotary_dim is {rotary!r}, must be even and at most {head_dim}")
-        # Down to where its powers are as steep as frequencies may be: no angle of any position is infinite.
+        # The lower bound keeps the powers no steeper than explicit frequencies may be, so no angle is ever infinite.
         if not _is_number(self.theta) or not 1 / _STEEPEST <= self.theta <= _HIGHEST:
             raise FormatError(f"KV spec: rope theta must be a number from 1/{_STEEPEST:g} to {_HIGHEST:g}")
         if self.layout not in ("half", "interleaved"):
@@ -75,7 +76,7 @@ class RopeSpec:
             raise FormatError(f"KV spec: rope factor must be a number from 1/{_STEEPEST:g} to {_STEEPEST:g}")
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON values. What a plain embedding does not have is left out, so that its digests stay."""
+        """Return plain JSON values. Defaults are omitted, so digests of plain embeddings never change."""
         value: dict[str, Any] = {"theta": self.theta, "rotary_dim": self.rotary_dim, "layout": self.layout}
         if self.frequencies is not None:
             value["frequencies"] = [float(each) for each in self.frequencies]
@@ -85,7 +86,7 @@ class RopeSpec:
 
     @classmethod
     def from_json(cls, value: Any) -> RopeSpec:
-        """Read `to_json` back; what it says is checked by the `KVSpec` that it becomes part of.
+        """Parse the output of `to_json`; `KVSpec` checks the values.
 
         Raises:
             TypeError, ValueError: not of this form.
@@ -102,7 +103,7 @@ def _is_number(value: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class KVSpec:
-    """The shape and meaning of one model's KV cache. Two specs with the same digest may exchange groups."""
+    """Shape and meaning of one model's KV cache. Two specs with the same digest can exchange groups."""
 
     model: str
     """Name of the model, as in the track namespace."""
@@ -114,7 +115,7 @@ class KVSpec:
     dtype: str
     """Element type of the publisher's cache, one of `DTYPES`."""
     rope: RopeSpec | None = None
-    """How the keys were rotated; None if they were not."""
+    """How the keys are rotated; None if they are not."""
     group_tokens: int = GROUP_TOKENS
 
     def __post_init__(self) -> None:
@@ -133,23 +134,23 @@ class KVSpec:
 
     @property
     def elements_per_token(self) -> int:
-        """Numbers that one token adds to the cache."""
+        """Elements that one token adds to the cache."""
         return self.layers * 2 * self.kv_heads * self.head_dim
 
     def shape(self, tokens: int) -> tuple[int, int, int, int, int]:
-        """Shape of a cache of ``tokens`` tokens: [layer, K/V, head, token, dim]."""
+        """Return the shape of a cache of ``tokens`` tokens: [layer, K/V, head, token, dim]."""
         return (self.layers, 2, self.kv_heads, tokens, self.head_dim)
 
     def fp16_bytes(self, tokens: int) -> int:
-        """Bytes of ``tokens`` tokens at 16 bits an element: the yardstick of every ratio in kvabr."""
+        """Return the bytes of ``tokens`` tokens at 16 bits per element, the reference of all compression ratios."""
         return tokens * self.elements_per_token * 2
 
     def groups(self, tokens: int) -> int:
-        """Number of groups that ``tokens`` tokens make; the last may be short."""
+        """Return the number of groups in ``tokens`` tokens; the last may be short."""
         return -(-tokens // self.group_tokens)
 
     def group_range(self, group: int, tokens: int) -> tuple[int, int]:
-        """First token of ``group`` and the one after its last, in a cache of ``tokens`` tokens."""
+        """Return the first token of ``group`` and the one after its last, in a cache of ``tokens`` tokens."""
         first = group * self.group_tokens
         if group < 0 or first >= tokens:
             raise IndexError(f"group {group} is outside a cache of {tokens} tokens")
@@ -157,18 +158,18 @@ class KVSpec:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The element type as torch has it."""
-        import torch  # noqa: PLC0415  # a replay needs shapes, not tensors: it must not pay for loading torch
+        """Element type as a torch dtype."""
+        import torch  # noqa: PLC0415  # replay needs shapes only and must not pay for loading torch
 
         return {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}[self.dtype]
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON values; `from_json` reads them back."""
+        """Return plain JSON values; `from_json` reads them back."""
         return asdict(self) | {"rope": None if self.rope is None else self.rope.to_json()}
 
     @classmethod
     def from_json(cls, value: Any) -> KVSpec:
-        """Read `to_json` back from an untrusted source.
+        """Parse the output of `to_json` from an untrusted source.
 
         Raises:
             FormatError: a field is missing, unknown, or out of bounds.
@@ -181,6 +182,6 @@ class KVSpec:
             raise FormatError(f"KV spec: not a spec that this version knows ({error})") from error
 
     def digest(self) -> bytes:
-        """16 bytes that name this spec; every frame carries them, so that caches of two models never mix."""
+        """Return 16 bytes that identify this spec. Every frame carries them, so models never mix."""
         canonical = json.dumps(self.to_json(), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(b"kvabr.spec/1\0" + canonical.encode()).digest()[:16]

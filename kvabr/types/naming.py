@@ -1,8 +1,8 @@
-"""Names of draft-shi-moq-kvcache-00: track namespace, track, group, object; and the chained prompt digest.
+"""Names of draft-shi-moq-kvcache-00 (track namespace, track, group, object) and the chained prompt digest.
 
-A prompt may be far longer than the 4,096 bytes that a full track name may have (moq-transport, section 2.4.1), so the
-prompt field of the namespace is a digest, chained group by group: equal prefixes have equal digests, and one lookup
-finds the longest cached prefix.
+A prompt may be far longer than the 4,096 bytes of a full track name (moq-transport, section 2.4.1). The prompt field of
+the namespace is therefore a digest, chained group by group: equal prefixes have equal digests, and one lookup finds the
+longest cached prefix.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ LEVELS = ("FP16", "BF16", "FP8", "Int8", "FP4", "Int4", "AC-5x")
 """The draft's compression levels, which are the track names."""
 
 LAYERS = ("AC-L0", "AC-L1", "AC-L2", "AC-L3")
-"""The layers, base first: each of the others refines the one before it."""
+"""The layers, base first; each of the others refines the one before it."""
 
 CATALOG_TRACK = "kvabr.catalog"
-"""Track whose only group is the catalog of the prompt that the namespace names. Plain ``catalog`` belongs to media: the
-servers of moq-rs have a track of that name in every namespace and serve no other under it."""
+"""Track whose only group is the catalog of the prompt in the namespace. Plain ``catalog`` is reserved for media: moq-rs
+servers have a track of that name in every namespace and serve no other under it."""
 
 PROFILE_TRACK = "profile"
 """Track whose only group is a codec profile; the prompt field of its namespace is the profile's SHA-256."""
 
 MAX_FULL_TRACK_NAME = 4096
-"""Bytes that namespace fields and track name may have together (moq-transport, section 2.4.1)."""
+"""Maximum bytes of namespace fields and track name together (moq-transport, section 2.4.1)."""
 
 PREFIX_TRACK = "prefix."
-"""How the name of a lookup starts, see `prefix_track`."""
+"""Prefix of the name of a lookup, see `prefix_track`."""
 
 MAX_PREFIX_DIGESTS = 320
-"""Digests that the name of one lookup carries at most; they leave 584 bytes for the model's name."""
+"""Maximum number of digests in the name of one lookup; they leave 584 bytes for the model's name."""
 
 _KEY_BYTES = 8
-"""Of a digest in the name of a lookup. Whoever asked compares whole digests, so two that begin alike do no harm."""
+"""Bytes of a digest in the name of a lookup. The client compares whole digests, so collisions are harmless."""
 
 _FRESH = "~"
 _NUMBER = re.compile(r"[0-9a-f]{1,16}")
@@ -53,10 +53,10 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 def check_track_name(name: str) -> str:
-    """Return ``name`` if it may name a track: 1 to 64 letters, digits and ``._+-``, safe as a file name.
+    """Return ``name`` if it can name a track: 1 to 64 letters, digits and ``._+-``, safe as a file name.
 
     Raises:
-        FormatError: it may not.
+        FormatError: it cannot.
     """
     if not isinstance(name, str) or not _TRACK_NAME.fullmatch(name):
         raise FormatError(f"{name!r} cannot be a track name: use 1 to 64 letters, digits and . _ + -")
@@ -65,11 +65,11 @@ def check_track_name(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TrackNamespace:
-    """Where the tracks of one prompt under one model live."""
+    """The namespace of all tracks of one prompt under one model."""
 
     model: str
     prompt: str
-    """Hex of the last chained digest of the prompt, see `chain`."""
+    """The prompt's last chained digest, hex; see `chain`."""
 
     def __post_init__(self) -> None:
         if not self.model or "\0" in self.model:
@@ -82,17 +82,17 @@ class TrackNamespace:
             raise FormatError(f"track namespace: the prompt field must be 64 hex digits, not {self.prompt[:80]!r}")
 
     def fields(self) -> tuple[bytes, ...]:
-        """The namespace tuple as the draft has it: (root, model, prompt)."""
+        """Return the namespace tuple as in the draft: (root, model, prompt)."""
         return (ROOT.encode(), self.model.encode(), self.prompt.encode())
 
     def split_fields(self) -> tuple[bytes, ...]:
-        """The same name split at the slashes, for peers that join fields with ``/`` and cannot carry one inside."""
+        """Return the same name split at the slashes, for peers that cannot carry ``/`` inside a field."""
         joined = f"{ROOT}{self.model}/{self.prompt}"
         return tuple(part.encode() for part in joined.split("/") if part)
 
     @classmethod
     def from_fields(cls, fields: Sequence[bytes]) -> TrackNamespace:
-        """Read either form back.
+        """Parse either form.
 
         Raises:
             FormatError: the fields are not a namespace of this draft.
@@ -103,7 +103,7 @@ class TrackNamespace:
             raise FormatError("track namespace: a field is not UTF-8") from error
         if len(text) == 3 and text[0] == ROOT:
             return cls(text[1], text[2])
-        # Some peers join fields with slashes and cut them anew, or drop one that is empty: only the parts count.
+        # Some peers join fields with slashes and split them again, or drop empty ones: only the parts count.
         root = [part for part in ROOT.split("/") if part]
         parts = [part for part in "/".join(text).split("/") if part]
         if len(parts) > len(root) + 1 and parts[: len(root)] == root:
@@ -111,7 +111,7 @@ class TrackNamespace:
         raise FormatError(f"track namespace: {text[:4]} does not start with {ROOT}")
 
     def full_name_bytes(self, track: str) -> int:
-        """Bytes of the full track name; a peer refuses more than `MAX_FULL_TRACK_NAME`."""
+        """Return the bytes of the full track name; peers refuse more than `MAX_FULL_TRACK_NAME`."""
         return sum(map(len, self.fields())) + len(track.encode())
 
 
@@ -124,7 +124,7 @@ class ObjectName:
     group: int
     """Index of the token chunk."""
     first_token: int
-    """Object ID: index, within the prompt, of the first token that the object holds."""
+    """Object ID: index within the prompt of the object's first token."""
 
     def __post_init__(self) -> None:
         check_track_name(self.track)
@@ -134,13 +134,13 @@ class ObjectName:
             raise FormatError("group and object IDs are whole numbers from 0")
 
     def path(self) -> str:
-        """The name as one line for logs: ``root + model/prompt/track/group/object``."""
+        """Return the name as one line for logs: ``root + model/prompt/track/group/object``."""
         space = self.namespace
         return f"{ROOT}{space.model}/{space.prompt}/{self.track}/{self.group}/{self.first_token}"
 
     @classmethod
     def from_path(cls, path: str) -> ObjectName:
-        """Read `path` back.
+        """Parse the output of `path`.
 
         Raises:
             FormatError: it is not such a line.
@@ -152,22 +152,22 @@ class ObjectName:
 
 
 def fresh_track(track: str, number: int) -> str:
-    """Another name for a track: one for each number.
+    """Return another name for a track, a different one for each number.
 
-    Relays, and libraries with a cache of their own, keep what they have of a name for as long as they like. Who asks by
-    a new name sees what has changed. An origin takes all of them for the track itself.
+    Relays, and libraries with a cache of their own, may keep the content of a name forever. A request under a new name
+    sees what has changed. An origin treats all of them as the track itself.
     """
     return f"{track}{_FRESH}{number:x}"
 
 
 def plain_track(name: str) -> str:
-    """Undo `fresh_track`; other names stay as they are."""
+    """Undo `fresh_track`; other names are returned unchanged."""
     track, mark, number = name.rpartition(_FRESH)
     return track if mark and _NUMBER.fullmatch(number) else name
 
 
 def may_change(track: str) -> bool:
-    """Whether what is under a name may be another thing tomorrow: a catalog, or the answer to a lookup."""
+    """Return whether the content of a name may change over time: a catalog, or the answer to a lookup."""
     return track == CATALOG_TRACK or track.startswith(PREFIX_TRACK)
 
 
@@ -179,21 +179,23 @@ def chain(
     group_tokens: int = GROUP_TOKENS,
     salt: bytes = b"",
 ) -> list[str]:
-    """Digest of every group of a prompt, each covering the model, the tokenizer, the salt and all tokens before.
+    """Return the chained digest of every group of a prompt.
+
+    Each digest covers the model, the tokenizer, the salt and all tokens up to the end of its group.
 
     Args:
         tokens: token ids, each from 0 to 2**32 - 1.
         model: the model's name.
         tokenizer: digest or name of the tokenizer.
-        group_tokens: tokens in a group; the last group may be short, and then its digest differs from that of the
-            full group.
-        salt: a tenant's secret; it keeps one tenant from guessing another's digests.
+        group_tokens: tokens in a group; the last group may be short, and its digest then differs from that of the full
+            group.
+        salt: a tenant's secret; it keeps tenants from guessing each other's digests.
 
     Returns:
         One string of 64 hex digits per group; the last one names the prompt.
 
     Raises:
-        UsageError: something that is no token id.
+        UsageError: a token id is out of range.
     """
     head = [model.encode(), tokenizer.encode(), salt, struct.pack("<I", group_tokens)]
     state = hashlib.sha256(b"kvabr.chain/1\0" + b"".join(struct.pack("<Q", len(part)) + part for part in head)).digest()
@@ -210,7 +212,7 @@ def chain(
 
 
 def prefix_key(digest: str) -> bytes:
-    """What the name of a lookup carries of a digest: its first 8 bytes.
+    """Return the part of a digest that the name of a lookup carries: its first 8 bytes.
 
     Raises:
         FormatError: it is not a digest.
@@ -221,29 +223,29 @@ def prefix_key(digest: str) -> bytes:
 
 
 def prefix_positions(first: int, end: int) -> range:
-    """Which groups of ``range(first, end)`` a lookup names: all, or evenly spaced ones, the last always among them."""
+    """Return the groups of ``range(first, end)`` that a lookup names: all, or evenly spaced ones including the last."""
     count = max(0, end - first)
     stride = max(1, -(-count // MAX_PREFIX_DIGESTS))
     return range(first + (count - 1) % stride, end, stride) if count else range(first, first)
 
 
 def prefix_track(digests: Sequence[str], first: int = 1, end: int | None = None) -> str:
-    """Name of the track that looks up the longest cached prefix of a prompt.
+    """Return the name of the track that looks up the longest cached prefix of a prompt.
 
-    It lives under ``TrackNamespace(model, digests[0])``. Group 0 of it is the catalog of that visible asset which
-    has the latest of the named digests among its own; of several, the newest. Being chained, a digest tells by itself
-    which group it belongs to, so no positions are sent. The asset that answers shares at least the groups up to the
-    named digest it has; whoever asked counts the groups that really match.
+    The track lives under ``TrackNamespace(model, digests[0])``. Its group 0 is the catalog of the visible asset that
+    contains the latest of the named digests; of several, the newest. Digests are chained, so each one identifies its
+    group and no positions are sent. The asset shares at least the groups up to the matching digest; the client counts
+    the groups that really match.
 
-    A name has room for `MAX_PREFIX_DIGESTS`. For a longer prompt they are thinned to every second, third ... group,
-    and the groups between two neighbours remain: `prefix_gap` says which, and a second lookup of
-    ``prefix_track(digests, gap.start, gap.stop)`` settles it. So two round trips serve any prompt of up to 102,400
-    groups, and one round trip a prompt of up to 321.
+    A name has room for `MAX_PREFIX_DIGESTS`. For a longer prompt the digests are thinned to every second, third ...
+    group, which leaves the groups between two neighbours open. `prefix_gap` returns them, and a second lookup of
+    ``prefix_track(digests, gap.start, gap.stop)`` settles them. One round trip serves prompts of up to 321 groups, two
+    serve up to 102,400.
 
     Args:
         digests: of every group of the prompt, see `chain`.
-        first: first group whose digest may be named; group 0 need not be, it is in the namespace.
-        end: the group after the last; None: the end of the prompt.
+        first: first group whose digest may be named; group 0 is in the namespace already.
+        end: the group after the last; None for the end of the prompt.
 
     Raises:
         FormatError: one of them is not a digest.
@@ -254,31 +256,31 @@ def prefix_track(digests: Sequence[str], first: int = 1, end: int | None = None)
 
 
 def prefix_gap(shared: int, groups: int) -> range:
-    """What a first lookup of a prompt leaves open.
+    """Return the groups that a first lookup of a prompt leaves open.
 
     Args:
-        shared: leading groups that the asset that answered shares with the prompt, at least 1.
-        groups: of the prompt.
+        shared: leading groups that the answering asset shares with the prompt, at least 1.
+        groups: number of groups of the prompt.
 
     Returns:
-        The groups for a second lookup: those that nobody was asked about, after the last one that the first answer
-        shares, so that the second is never worse than the first. Empty if there can be no longer prefix.
+        The groups for a second lookup: those not named in the first, after the last one known to be shared, so the
+        second answer is never worse than the first. Empty if no longer prefix is possible.
     """
     refused = next((group for group in prefix_positions(1, groups) if group >= shared), groups)
     return range(shared - 1, refused) if refused > shared else range(0)
 
 
 def parse_prefix_track(name: str) -> list[bytes]:
-    """What `prefix_track` put into a name: the first 8 bytes of each digest.
+    """Return the digest prefixes in a lookup's name: the first 8 bytes of each digest.
 
     Raises:
-        FormatError: it is not such a name, or longer than one may be.
+        FormatError: it is not such a name, or too long.
     """
     text = name.removeprefix(PREFIX_TRACK)
     if text == name or len(text) > MAX_FULL_TRACK_NAME:
         raise FormatError(f"not the name of a prefix lookup: {name[:80]!r}")
     try:
-        # Exactly what `prefix_track` writes: one lookup has one name, so that a relay can keep its answer.
+        # Accept only what `prefix_track` writes: one lookup has one name, so relays can cache its answer.
         keys = base64.b64decode(text + "=" * (-len(text) % 4), altchars=b"-_", validate=True)
     except (binascii.Error, ValueError) as error:
         raise FormatError(f"prefix lookup: not base64 ({error})") from error

@@ -1,4 +1,4 @@
-"""The estimators that come with kvabr, one file each."""
+"""The estimators that come with kvabr, one per file."""
 
 from kvabr.abr.estimators.ewma import DualEwma
 from kvabr.abr.estimators.harmonic import HarmonicMean

@@ -1,4 +1,4 @@
-"""Two exponentially weighted means, one quick and one slow; the estimate is the smaller (as in Shaka and dash.js)."""
+"""``ewma``: the smaller of a fast and a slow exponentially weighted mean (as in Shaka and dash.js)."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from kvabr.abr.estimator import Estimator
 
 
 class DualEwma(Estimator):
-    """The smaller of a fast and a slow mean: drops are believed at once, rises only when they last."""
+    """The smaller of a fast and a slow mean: drops count at once, rises only when they last."""
 
     name: ClassVar[str] = "ewma"
 
     def __init__(self, fast_share: float = 1 / 16, slow_share: float = 1 / 4, caution: float = 1.0) -> None:
-        """Set the half-lives as shares of the deadline, and how many deviations the lower bound lies below.
+        """Set the half-lives and the width of the bound.
 
         Args:
-            fast_share: half-life of the fast mean over the deadline.
-            slow_share: half-life of the slow mean over the deadline.
-            caution: the lower bound is the estimate less this many (weighted) standard deviations of the samples,
-                but at least a quarter of the estimate.
+            fast_share: half-life of the fast mean, as a share of the deadline.
+            slow_share: half-life of the slow mean, as a share of the deadline.
+            caution: the lower bound lies this many (weighted) standard deviations of the samples below the estimate,
+                but is at least a quarter of it.
         """
         super().__init__()
         self._shares = (fast_share, slow_share)
@@ -34,7 +34,7 @@ class DualEwma(Estimator):
         self._fast_weight = self._slow_weight = 0.0
 
     def sample(self, nbytes: float, seconds: float, now: float) -> None:
-        """Weigh the sample by its seconds."""
+        """Weight the sample by its duration."""
         if not self.sound(nbytes, seconds, now):
             return
         rate = nbytes / seconds
@@ -47,13 +47,13 @@ class DualEwma(Estimator):
         self._slow_weight = keep * self._slow_weight + (1 - keep)
 
     def rate(self) -> float:
-        """The smaller mean, free of the bias towards zero of a young average."""
+        """Return the smaller mean, corrected for the bias of a young average towards zero."""
         if not self._slow_weight:
             return 0.0
         return min(self._fast / self._fast_weight, self._slow / self._slow_weight)
 
     def lower_bound(self) -> float:
-        """The estimate less ``caution`` deviations, at least a quarter of it."""
+        """Return the estimate less ``caution`` deviations, at least a quarter of the estimate."""
         if not self._slow_weight:
             return 0.0
         mean = self._slow / self._slow_weight

@@ -1,4 +1,4 @@
-"""The throughput of the last group, taken as it is: what CacheGen's published rule reckons with."""
+"""``last``: the throughput of the last group, as in CacheGen's published rule."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from kvabr.abr.estimator import Estimator
 
 
 class LastSample(Estimator):
-    """The rate over the last stretch of at least one fiftieth of the deadline."""
+    """The rate over the last stretch of at least a fiftieth of the deadline."""
 
     name: ClassVar[str] = "last"
 
     def __init__(self, share: float = 1 / 50) -> None:
-        """Set the length of a sample as a share of the deadline."""
+        """Set the length of a sample, as a share of the deadline."""
         super().__init__()
         self._share = share
         self.start(4.0)
 
     def start(self, horizon_s: float) -> None:
-        """Forget what was heard; scale the sample length to the play."""
+        """Forget all samples; scale the sample length to the play."""
         self._span = self._share * horizon_s
         self._bytes = self._seconds = self._rate = 0.0
 
     def sample(self, nbytes: float, seconds: float, now: float) -> None:
-        """Gather; replace the estimate once the stretch is long enough."""
+        """Accumulate; replace the estimate once the stretch is long enough."""
         if not self.sound(nbytes, seconds, now):
             return
         self._bytes += nbytes
@@ -34,9 +34,9 @@ class LastSample(Estimator):
             self._bytes = self._seconds = 0.0
 
     def rate(self) -> float:
-        """The last stretch's rate; until it is long enough, what was gathered so far."""
+        """Return the rate of the last stretch; before the first full one, the rate so far."""
         return self._rate or (self._bytes / self._seconds if self._seconds else 0.0)
 
     def lower_bound(self) -> float:
-        """The same: this estimator has no doubt."""
+        """Return `rate`: this estimator has no margin."""
         return self.rate()

@@ -1,4 +1,4 @@
-"""Weighted sliding percentile (as in ExoPlayer): robust against single samples far off the rest."""
+"""``percentile``: weighted sliding percentile (as in ExoPlayer), robust against outliers."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ class SlidingPercentile(Estimator):
     name: ClassVar[str] = "percentile"
 
     def __init__(self, middle: float = 0.5, low: float = 0.1, window: int = 32) -> None:
-        """Set the percentile of the estimate, that of the lower bound (both 0 to 1), and the samples kept."""
+        """Set the percentiles of the estimate and of the lower bound (both 0 to 1), and the number of samples."""
         super().__init__()
         self._middle, self._low = middle, low
         self._samples: deque[tuple[float, float]] = deque(maxlen=window)
 
     def start(self, horizon_s: float) -> None:  # noqa: ARG002
-        """Forget what was heard."""
+        """Forget all samples."""
         self._samples.clear()
 
     def sample(self, nbytes: float, seconds: float, now: float) -> None:
-        """Keep the sample."""
+        """Add the sample."""
         if self.sound(nbytes, seconds, now):
             self._samples.append((nbytes / seconds, math.sqrt(nbytes) + 1.0))
 
@@ -42,9 +42,9 @@ class SlidingPercentile(Estimator):
         return ranked[-1][0]
 
     def rate(self) -> float:
-        """The middle percentile."""
+        """Return the middle percentile."""
         return self._at(self._middle)
 
     def lower_bound(self) -> float:
-        """The low percentile."""
+        """Return the low percentile."""
         return self._at(self._low)

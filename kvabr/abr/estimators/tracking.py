@@ -1,15 +1,15 @@
-"""A mean that starts anew when the link drops for good, and a bound learned from its own errors.
+"""``tracking``: a mean that restarts when the link drops for good, and a bound learned from its own errors.
 
-The rate is that of `ewma`, with one addition: a cumulative sum (Page, 1954) of how far the samples lie below what was
-expected. Where it passes a threshold the link has changed, and what was heard before the change is forgotten. What
-counts as far is reckoned in the samples' own deviations, so a link that always trembles gives no alarm.
+The rate is that of `ewma` plus change detection: a cumulative sum (Page, 1954) of how far samples fall below the
+expectation. When it passes a threshold, the link has changed, and everything before the change is forgotten. Distances
+are measured in the samples' own deviations, so a link that always fluctuates raises no alarm.
 
-The bound is the share of the estimate that the link carried at least, nine times of ten: whenever a stretch of time is
-over, what it brought is divided by what had been expected of it. Until a play has seen enough of these it borrows from
-what was seen on real traces (as in adaptive conformal inference; Gibbs and Candes, 2021).
+The bound is the share of the estimate that the link carried at least, nine times out of ten: at the end of each stretch
+of time, what it delivered is divided by what was expected of it. Until a play has seen enough stretches, the quantiles
+of real traces fill in (as in adaptive conformal inference; Gibbs and Candes, 2021).
 
-What the path carried for plays before this one counts like a stretch of samples, if it is told (`prime`). Then the
-first sample after each start, which may be of slow start, may raise the estimate but not lower it.
+If earlier plays' rate is known (`prime`), it counts as a stretch of samples. The first sample after each start may lie
+in slow start; it may then raise the estimate but not lower it.
 """
 
 from __future__ import annotations
@@ -24,63 +24,63 @@ from typing import ClassVar
 from kvabr.abr.estimator import Estimator, Prior
 
 _SLOT_SHARE = 1 / 200
-"""Samples are gathered until they span this share of the deadline."""
+"""Samples are merged until they span this share of the deadline."""
 _AHEAD_SHARE = 1 / 4
-"""The stretch of time that a bound is for, as a share of the deadline."""
+"""Length of the stretch that a bound is for, as a share of the deadline."""
 _MISS = 0.1
-"""How often the link may carry less than the bound."""
+"""Target probability that the link carries less than the bound."""
 _BORROWED = (
     0.60, 0.73, 0.81, 0.87, 0.91, 0.94, 0.96, 0.98, 0.99, 1.01,
     1.03, 1.05, 1.07, 1.10, 1.14, 1.18, 1.25, 1.35, 1.50, 2.00,
 )  # fmt: skip
-"""What links carried until the deadline over what was expected of them, on real traces, twentieth by twentieth."""
+"""What links carried over what was expected, on real traces: twenty quantiles."""
 _TWICE = 2
-"""How often each of these counts, beside what the play itself has seen: what it has not seen yet may still come."""
+"""Weight of each of these against an observation of the play: what has not happened yet may still happen."""
 _KEPT = 40
-"""Stretches that are remembered."""
+"""Number of stretches that are remembered."""
 _DRIFT = 0.5
-"""Deviations below the expected that are none."""
+"""Deviations below the expectation that count as none."""
 _ALARM = 12.0
-"""Deviations, less the drift, that must have come together for a change."""
+"""Accumulated deviations, beyond the drift, that mean a change."""
 _STEADY = 0.25
-"""The least deviation of a sample's logarithm: no link is steadier than that."""
+"""Least deviation of a sample's logarithm: no link is steadier."""
 _PRIOR_SHARE = 1 / 16
-"""What was heard of plays before counts as samples of this share of the deadline."""
+"""Earlier plays' rate counts as samples of this share of the deadline."""
 _LEAST_LOG = -3.0
-"""A sample that brought nothing is so far below, as a logarithm."""
+"""Logarithm assigned to a sample of 0 bytes."""
 
 
 class Tracking(Estimator):
-    """The smaller of a fast and a slow mean, anew after a sudden drop; its bound holds nine times of ten."""
+    """The smaller of a fast and a slow mean, restarted after drops; its bound holds nine times out of ten."""
 
     name: ClassVar[str] = "tracking"
 
     def __init__(self, fast_share: float = 1 / 16, slow_share: float = 1 / 4) -> None:
-        """Set the half-lives of the means as shares of the deadline."""
+        """Set the half-lives of the means, as shares of the deadline."""
         super().__init__()
         self._shares = (fast_share, slow_share)
         self._prior: Prior | None = None
         self.changes = 0
-        """Drops that were noticed."""
+        """Number of drops detected."""
         self.start(4.0)
 
     def start(self, horizon_s: float) -> None:
-        """Scale everything to the play, and forget what was heard."""
+        """Scale everything to the play, and forget all samples."""
         self._fast_life, self._slow_life = (share * horizon_s for share in self._shares)
         self._slot_s, self._ahead_s = _SLOT_SHARE * horizon_s, _AHEAD_SHARE * horizon_s
         self._fast = self._slow = self._fast_weight = self._slow_weight = 0.0
         self._bytes = self._seconds = 0.0
         self._total_bytes = self._total_s = 0.0
         self._open: deque[tuple[float, float, float]] = deque()
-        """Of stretches that are not over yet: seconds and bytes when they began, and what was expected."""
+        """Stretches that have not ended: seconds and bytes at their start, and the rate expected."""
         self._recent: deque[float] = deque(maxlen=_KEPT)
         self._ranked: list[float] = []
         self._usual, self._square = 0.0, _STEADY**2
-        """Mean and square of how far a sample's logarithm lies off that of the mean rate."""
+        """Mean and mean square of a sample's logarithm relative to the mean rate."""
         self._sum = self._since_bytes = self._since_s = 0.0
         self._share: float | None = None
         self._fresh = False
-        """No sample yet, and something is known from before."""
+        """No sample yet, but earlier plays' rate is known."""
         if self._prior is not None:
             self._fresh = True
             seconds = _PRIOR_SHARE * self._prior.weight * horizon_s
@@ -89,13 +89,13 @@ class Tracking(Estimator):
             self._fast, self._slow = self._prior.rate * self._fast_weight, self._prior.rate * self._slow_weight
 
     def prime(self, prior: Prior) -> None:
-        """Begin with what the path carried before."""
+        """Start from the rate of earlier plays."""
         super().prime(prior)
         if prior.rate > 0 < prior.weight:
             self._prior = prior
 
     def sample(self, nbytes: float, seconds: float, now: float) -> None:
-        """Gather; close the slot once it is long enough."""
+        """Accumulate; close the slot once it is long enough."""
         if not self.sound(nbytes, seconds, now):
             return
         self._bytes += nbytes
@@ -105,13 +105,13 @@ class Tracking(Estimator):
             self._bytes = self._seconds = 0.0
 
     def rate(self) -> float:
-        """The smaller mean; until the first slot is closed, what was gathered so far."""
+        """Return the smaller mean; before the first full slot, the rate so far."""
         if not self._slow_weight:
             return self._bytes / self._seconds if self._seconds else 0.0
         return min(self._fast / self._fast_weight, self._slow / self._slow_weight)
 
     def lower_bound(self) -> float:
-        """The share of the estimate that nine stretches of ten have carried."""
+        """Return the share of the estimate that nine stretches out of ten have carried."""
         if self._share is None:
             self._share = self._quantile()
         return self._share * self.rate()
@@ -135,7 +135,7 @@ class Tracking(Estimator):
         self._open.append((self._total_s, self._total_bytes, self.rate()))
 
     def _watch(self, rate: float, seconds: float) -> None:
-        """Look whether the link has dropped, and if so forget what was before."""
+        """Detect whether the link has dropped, and if so forget the past."""
         expected = self._slow / self._slow_weight
         ratio = rate / expected if expected > 0 else 1.0
         off = max(_LEAST_LOG, math.log(ratio)) if ratio > 0 else _LEAST_LOG
@@ -160,7 +160,7 @@ class Tracking(Estimator):
             self._open.clear()
 
     def _judge(self) -> None:
-        """Close the stretches that are over."""
+        """Close the stretches that have ended."""
         while self._open and self._total_s - self._open[0][0] >= self._ahead_s:
             began_s, began, expected = self._open.popleft()
             if expected <= 0:
@@ -173,7 +173,7 @@ class Tracking(Estimator):
         self._share = None
 
     def _quantile(self) -> float:
-        """What the link carries at least, over the estimate, nine times of ten."""
+        """Return the share of the estimate that the link carries nine times out of ten."""
         others = _TWICE * len(_BORROWED)
         wanted = max(1, math.ceil(_MISS * (len(self._ranked) + others)))
         lowest = heapq.merge(self._ranked[:wanted], (share for share in _BORROWED[:wanted] for _ in range(_TWICE)))

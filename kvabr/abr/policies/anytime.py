@@ -1,22 +1,21 @@
-"""``anytime``: the base of every group, then enhancement upon enhancement, most loss saved per byte first.
+"""``anytime``: the base of every group, then enhancements in the order of loss saved per byte.
 
-With tracks that nest as layers, the best cache for every number of bytes is a prefix of one fixed sequence. Who
-fetches in that order stands, at every moment, where one who knew the future would stand, so nothing needs to be
-predicted but the end: what is asked for must still arrive. What is left to decide is how much to have in flight.
+With tracks that nest as layers, the best cache for every number of bytes is a prefix of one fixed sequence. A player
+that fetches in that order needs no prediction to match one that knows the future, except for the end: what it requests
+must still arrive. What remains to decide is how much to keep in flight.
 
-- The base is needed whatever happens, so it is asked for at once, and the rest is sent behind it. The groups that gain
-  most by an enhancement go first, since only what is in place can be enhanced; where the engine throws away what lies
-  behind a miss, the earliest groups go first. If decoding so much takes most of the time there is, the base is asked
-  for little by little, on the track that brings it in soonest.
-- Enhancements are asked for before the link runs dry, which on a long link is long before, and no sooner: what is in
-  flight cannot be put into a better order.
-- One is asked for if it is in place by the deadline at the lower bound of the rate. If nothing is under way, more than
-  the expected rate will do, for a link that stands still carries no bytes that could be wasted. One that saves very
-  much is asked for in any case.
-- An engine with time to spare computes what costs it less than it costs the network, see `kvabr.abr.compute_planner`.
-- A track that replaces another pays for the group a second time. It is taken where there is no layer left to add, and
-  as long as all such tracks together could save more than one could tell; or instead of a layer, where half the rate
-  would still bring so much that it pays.
+- The base is needed in any case, so it is requested at once, and the rest is sent behind it. Groups that gain most from
+  an enhancement go first, since only groups in place can be enhanced. If the engine discards everything behind a miss,
+  the earliest groups go first. If decoding the base takes most of the time, it is requested little by little, on the
+  track that completes soonest.
+- Enhancements are requested before the link runs dry, which on a long link is early, but no sooner: requests in flight
+  cannot be reordered.
+- An enhancement is requested if it arrives by the deadline at the lower bound of the rate. With nothing in flight, more
+  than the expected rate may be assumed, because an idle link wastes no bytes. One that saves very much is requested in
+  any case.
+- An engine with spare time computes what costs it less than it costs the network, see `kvabr.abr.compute_planner`.
+- A track that replaces another pays for the group a second time. It is chosen where no layer is left to add, as long as
+  all such tracks together save a noticeable amount; or instead of a layer, where it pays even at half the rate.
 """
 
 from __future__ import annotations
@@ -31,38 +30,38 @@ from kvabr.abr.view import View
 from kvabr.types.catalog import Track
 
 _LEAST_FLYING = 2
-"""Requests in flight in any case, while there is something to ask for."""
+"""Minimum number of requests in flight while there is something to request."""
 _FIRST_FLYING = 4
 """Requests in flight while no rate is known and decoding is slow."""
 _LOOKED_AT = 8
-"""Upgrades that are looked at for one that fits into the time that is left."""
+"""Maximum number of upgrades examined to find one that fits the remaining time."""
 _BLIND = 0.25
-"""While no rate is known, bytes are as dear to an engine as if the link brought so much more than the base."""
+"""Spare bytes, as a share of the base, that price bytes for the engine while no rate is known."""
 _RICH = 0.5
-"""Share of the rate that must be enough for a layer to be skipped in favour of a track that replaces the group."""
+"""Share of the rate that must suffice to skip a layer in favour of a track that replaces the group."""
 _SKIPPED = 0.1
-"""Share of ``waste`` that such a track must save of one group, beyond what its last layer would."""
+"""Share of ``waste`` that such a track must save on one group, beyond its last layer."""
 _SLOW = 0.8
-"""Share of the deadline that decoding the base may take before its track is chosen by how fast it decodes."""
+"""Share of the deadline beyond which decoding the base counts as slow."""
 
 
 class _Offer(NamedTuple):
-    """One upgrade of one group; the better ones sort first."""
+    """One upgrade of one group; better ones sort first."""
 
     rank: float
-    """Less the loss saved per byte."""
+    """Loss saved per byte, negated."""
     number: int
-    """Which it is of all that were made: of two alike the older one is the better."""
+    """Creation order; of equal offers, the older one sorts first."""
     group: int
     below: str
-    """The track that it is offered upon, or instead of."""
+    """The track that it builds on or replaces."""
     track: Track
     saving: float
     replaces: bool
 
 
 class Anytime(Policy):
-    """Base first, then most loss saved per byte, as much at a time as the link needs."""
+    """Base first, then most loss saved per byte, with as much in flight as the link needs."""
 
     name: ClassVar[str] = "anytime"
     paces: ClassVar[bool] = True
@@ -84,20 +83,21 @@ class Anytime(Policy):
         stake: float = 2e-3,
         waste: float = 5e-4,
     ) -> None:
-        """Set how far the policy goes.
+        """Set the policy's parameters.
 
         Args:
-            ahead_ttfb: what is in flight lasts for so many times the time to first byte,
-            ahead_share: and this share of the deadline.
-            hope: where nothing is under way, an upgrade may need so many times the expected rate.
-            stake: an upgrade that saves so many nats per token is tried whatever the estimate says of its arrival.
-            waste: nats per token that replacing tracks must be able to save in all before a group is paid for twice.
+            ahead_ttfb: target of bytes in flight: this many times the time to first byte,
+            ahead_share: plus this share of the deadline.
+            hope: with nothing in flight, an upgrade may assume this multiple of the expected rate.
+            stake: an upgrade that saves this many nats per token is tried whatever its estimated arrival.
+            waste: nats per token that all replacing tracks together must be able to save before any group is paid for
+                twice.
         """
         self._ahead_ttfb, self._ahead_share = ahead_ttfb, ahead_share
         self._hope, self._stake, self._waste = hope, stake, waste
 
     def start(self, view: View) -> None:
-        """Work out what can be added to what, and the order of the base."""
+        """Work out what builds on what, and the order of the base."""
         catalog, groups = view.catalog, range(view.groups)
         self._tracks = catalog.by_name
         base = self._base = self._tracks[view.ladder.cheapest]
@@ -107,13 +107,13 @@ class Anytime(Policy):
                 self._above.setdefault(track.refines, []).append(track)
         alone = self._alone = [track for track in view.ladder.tracks if track is not base]
         self._least = [min((track.loss[group] for track in alone), default=0.0) for group in groups]
-        """Per group, the least that a track that replaces another would lose."""
+        """Least loss of each group on any track that replaces another."""
         top = base
         while top.name in self._above:
             top = self._above[top.name][0]
         self._gains = [max(0.0, top.loss[group] - self._least[group]) if alone else 0.0 for group in groups]
         self._gain = sum(self._gains)
-        """What tracks that replace others could save in all, behind the last layer."""
+        """Total that replacing tracks could save beyond the last layer."""
         self._offers: list[_Offer] = []
         self._heard = self._made = 0
         self._mean = self._until_s = 0.0
@@ -121,17 +121,17 @@ class Anytime(Policy):
         self._order = list(groups)
         if not view.front_first:
             offers = [self._best(group, base.name) for group in groups]
-            # Of two that gain alike the later one: what an engine computes, it computes from the front.
+            # Of equal gains the later group goes first: the engine computes from the front.
             self._order.sort(key=lambda group: (0.0 if (offer := offers[group]) is None else offer.rank, -group))
         self._asked = 0
         self._spent = 0
-        """Bytes of the upgrades asked for."""
+        """Bytes of all upgrades requested."""
         self._byte_price = 0.0
-        """What a byte less costs, nats per token."""
+        """Value of a byte, nats per token."""
         self._spare = None if view.cost is None else Spare(view, self._cost)
 
     def decide(self, view: View) -> Decision:
-        """First the base of every group, then the upgrades; an engine that has time to spare before all else."""
+        """Use an idle engine first, then request the base of every group, then upgrades."""
         self._listen(view)
         kept = 0
         if (spare := self._spare) is not None:
@@ -149,12 +149,12 @@ class Anytime(Policy):
     # ---------------------------------------------------------- what bytes cost
 
     def _to_spend(self, view: View, rate: float, kept: int = 0) -> float:
-        """Bytes for upgrades, those asked for before included, if the link carries ``rate`` until the deadline."""
+        """Return the bytes available for all upgrades at ``rate`` until the deadline, past upgrades included."""
         base = (len(view.missing_groups) - kept) * self._base.total_bytes / view.groups
         return self._spent + rate * view.time_left - view.outstanding_bytes - base
 
     def _cost(self, group: int, current: str | None) -> float:
-        """What a group costs if the network brings it, or betters it: its loss, and the bytes that others lack."""
+        """Return the cost of leaving a group to the network: its final loss plus the value of the bytes it takes."""
         price = self._byte_price
         if current is None:
             current, spent = self._base.name, price * self._base.bytes[group]
@@ -178,9 +178,9 @@ class Anytime(Policy):
             name = self._soonest(view)
         missing, order = view.missing_groups, self._order
         if self._spare is not None and not view.front_first:
-            group = next(reversed(missing))  # the engine comes from the other side
+            group = next(reversed(missing))  # the engine comes from the front
             return Decision.fetch(group, name, "the base comes first, from the back")
-        group = next(iter(missing))  # unless there is one that was never asked for, it is one that was lost on the way
+        group = next(iter(missing))  # the first missing group; if it was requested before, it was lost
         while self._asked < len(order):
             self._asked += 1
             if order[self._asked - 1] in missing:
@@ -189,7 +189,7 @@ class Anytime(Policy):
         return Decision.fetch(group, name, "the base of every group comes first")
 
     def _soonest(self, view: View) -> str:
-        """The track on which what is missing is in place first."""
+        """Return the track on which the missing groups are in place first."""
         left = len(view.missing_groups)
 
         def seconds(track: Track) -> float:
@@ -203,7 +203,7 @@ class Anytime(Policy):
     # ------------------------------------------------------------ the upgrades
 
     def _enough(self, view: View, first: int = 0) -> bool:
-        """Whether what is in flight lasts until what is asked for now begins to come."""
+        """Return whether the bytes in flight last until a new request begins to arrive."""
         flying = len(view.in_flight)
         if view.rate <= 0:
             return flying >= first
@@ -214,7 +214,7 @@ class Anytime(Policy):
         )
 
     def _upgrade(self, view: View) -> Decision:
-        """The upgrade that saves most per byte among those that would arrive in time."""
+        """Request the upgrade that saves most per byte among those that arrive in time."""
         if view.now > self._until_s:
             self._mean += (view.rate - self._mean) * (view.now - self._until_s) / view.now
             self._until_s = view.now
@@ -232,7 +232,7 @@ class Anytime(Policy):
         return Decision.upgrade(offer.group, offer.track.name, reason)
 
     def _instead(self, view: View, offer: _Offer) -> _Offer:
-        """A track that replaces the group, where the link should bring so much that it would be taken in the end."""
+        """Return a track that replaces the group instead, if the link should carry enough for it in the end."""
         if offer.replaces or self._gains[offer.group] < _SKIPPED * self._waste:
             return offer
         price = view.ladder.frontier.price(self._to_spend(view, _RICH * min(view.lower_bound, self._mean)))
@@ -246,18 +246,18 @@ class Anytime(Policy):
         return offer._replace(track=best, saving=lost - best.loss[group], replaces=True)
 
     def _layered(self, group: int, layer: Track, price: float) -> float:
-        """The least that a group costs with a layer added, or more upon it; no byte of what is in place counted."""
+        """Return the least cost of a group with one or more further layers; bytes already in place are free."""
         total = price * layer.bytes[group]
         above = (self._layered(group, further, price) for further in self._above.get(layer.name, ()))
         return total + min(layer.loss[group], *above, float("inf"))
 
     def _in_time(self, view: View, rate: float, *, staking: bool) -> _Offer | None:
-        """The best offer that is in place by the deadline if the link carries ``rate``, or is worth a try anyway.
+        """Pop the best offer that arrives by the deadline at ``rate``, or is worth trying anyway.
 
         Args:
             view: the play.
             rate: bytes per second.
-            staking: only those that are worth a try.
+            staking: only offers worth trying anyway.
         """
         offers, settled, track_of, left_s = self._offers, view.settled, view.track_of, view.time_left
         if not offers or (staking and offers[0].saving < self._stake):
@@ -272,11 +272,11 @@ class Anytime(Policy):
             offer = heappop(offers)
             group, track = offer.group, offer.track
             if group not in settled or track_of[group] != offer.below:
-                continue  # it has been taken up; what comes after it is offered once it is in place
+                continue  # already taken; what builds on it is offered once it is in place
             if offer.replaces and self._gain < self._waste:
                 continue
             if offer.saving >= self._stake:
-                arrives_s = 0.0  # the least time to a first byte says little where all requests had to queue
+                arrives_s = 0.0  # the minimum time to first byte says little where all requests queue
             else:
                 arrives_s = begins_s + (track.bytes[group] / rate if rate > 0 else 0.0)
             if max(arrives_s, decoded_s) + track.decode_s <= left_s:
@@ -288,7 +288,7 @@ class Anytime(Policy):
         return found
 
     def _listen(self, view: View) -> None:
-        """Take note of the groups that have become ready to be upgraded."""
+        """Queue offers for the groups that have settled since the last call."""
         history = view.settled.history
         for group in history[self._heard :]:
             current = view.track_of[group]
@@ -300,13 +300,13 @@ class Anytime(Policy):
         self._heard = len(history)
 
     def _best(self, group: int, current: str) -> _Offer | None:
-        """What a group gains most by, a byte: one layer more, and those upon it counted in, or else another track."""
+        """Return a group's best upgrade per byte: the next layer (judged with those above it), else another track."""
         lost = self._tracks[current].loss[group]
         self._made += 1
         rank, number = 0.0, self._made
         best: Track | None = None
         reachable = [(layer, layer, 0) for layer in self._above.get(current, ())]
-        for first, layer, below in reachable:  # grows while it is gone through
+        for first, layer, below in reachable:  # grows during the loop
             nbytes = below + layer.bytes[group]
             if (worth := (lost - layer.loss[group]) / nbytes) > -rank:
                 rank, best = -worth, first

@@ -1,6 +1,6 @@
-"""``bola``: buffer-based, no bandwidth estimate (BOLA; Spiteri et al., INFOCOM 2016; constants as in dash.js).
+"""``bola``: buffer-based, without a bandwidth estimate (BOLA; Spiteri et al., INFOCOM 2016; constants as in dash.js).
 
-The buffer is how many groups the play is ahead of a timeline on which every group has an equal share of the deadline.
+The buffer is the number of groups that the play is ahead of a timeline with equal shares of the deadline.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from kvabr.abr.policy import Decision, Policy
 from kvabr.abr.view import View
 
 _MINIMUM_SHARE = 0.05
-"""Buffer, as a share of all groups, below which the cheapest track is taken."""
+"""Buffer level, as a share of all groups, below which the cheapest track is chosen."""
 _TARGET_SHARE = 0.25
-"""Buffer, as a share of all groups, from which on the best track is taken."""
+"""Buffer level, as a share of all groups, above which the best track is chosen."""
 
 
 class Bola(Policy):
@@ -33,7 +33,7 @@ class Bola(Policy):
         self._vp = minimum / self._gp
 
     def decide(self, view: View) -> Decision:
-        """Take the track of the highest score."""
+        """Choose the track with the highest score."""
         group = view.first_missing()
         if group is None:
             return Decision.finish("every group is in place or under way")

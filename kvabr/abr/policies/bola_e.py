@@ -1,18 +1,17 @@
-"""``bola-e``: BOLA with what its authors added for real players (Spiteri, Sitaraman and Sparacio, MMSys 2018).
+"""``bola-e``: BOLA with its authors' additions for real players (Spiteri, Sitaraman and Sparacio, MMSys 2018).
 
-BOLA knows only the buffer, so it begins at the lowest rate whatever the network does, and it swings between two rates
-that the network lies between. BOLA-E, the rule of dash.js, mends both, and never asks for more than what the buffer
-lasts for:
+BOLA knows only the buffer: it starts at the lowest rate regardless of the network, and oscillates between two rates
+around the network's. BOLA-E, the rule of dash.js, fixes both, and never requests more than the buffer allows:
 
-- Until one segment is buffered the throughput decides, and BOLA is told of as much buffer more (a placeholder) as
-  makes it go on from there; that fades by a hundredth with every segment.
-- A rate above the last one and above the throughput is not taken.
+- Until one segment is buffered the throughput decides. BOLA is given a virtual buffer (a placeholder) that makes it
+  continue from there; it fades by 1 % per segment.
+- A rate above both the last one and the throughput is not chosen.
 - InsufficientBuffer: no rate whose segment would take longer than the buffer lasts, at 0.7 of the throughput; the
-  lowest one if the buffer is empty. The first two segments are free of that.
+  lowest rate if the buffer is empty. The first two segments are exempt.
 
-What was changed for a cache: the buffer is the time that the play is ahead of the timeline of
-`kvabr.abr.view`. The players' 10 s and 30 s are shares of the deadline. BOLA never pauses, for a cache is
-finite: where it would pause only the placeholder shrinks. Abandoning is the player's.
+Adapted to caches: the buffer is the time that the play is ahead of the timeline of `kvabr.abr.view.Timeline`. The
+players' 10 s and 30 s become shares of the deadline. BOLA never pauses, since a cache is finite: where it would pause,
+only the placeholder shrinks. Abandoning is left to the player.
 """
 
 from __future__ import annotations
@@ -25,23 +24,23 @@ from kvabr.abr.policy import Decision, Parameter, Policy
 from kvabr.abr.view import Timeline, View
 
 _FADE = 0.99
-"""What is left of the placeholder after a segment."""
+"""Share of the placeholder that is left after a segment."""
 _INSUFFICIENT = 0.7
-"""Share of the throughput that InsufficientBuffer reckons with."""
+"""Share of the throughput that InsufficientBuffer assumes."""
 _FREE = 2
-"""Segments that InsufficientBuffer lets pass."""
+"""Number of segments exempt from InsufficientBuffer."""
 
 
 class BolaScores:
-    """BOLA's choice among tracks, as a function of the buffer level."""
+    """BOLA's choice among tracks as a function of the buffer level."""
 
     def __init__(self, rates: Sequence[float], minimum_s: float, target_s: float) -> None:
-        """Derive V and gamma p, so that the lowest rate is taken up to one buffer level and the highest from another.
+        """Derive V and gamma p from two buffer levels.
 
         Args:
             rates: of the tracks, ascending.
-            minimum_s: buffer level up to which the lowest is taken.
-            target_s: buffer level from which on the highest is taken.
+            minimum_s: buffer level up to which the lowest rate is chosen.
+            target_s: buffer level from which the highest rate is chosen.
         """
         self._rates = rates
         self._utilities = [math.log(rate / rates[0]) + 1.0 for rate in rates]
@@ -49,17 +48,17 @@ class BolaScores:
         self._vp = minimum_s / self._gp
 
     def scores(self, level_s: float) -> list[float]:
-        """Utility per byte of every track at a buffer level; the highest is taken."""
+        """Return every track's utility per byte at a buffer level; the highest wins."""
         pairs = zip(self._utilities, self._rates, strict=True)
         return [(self._vp * (utility + self._gp) - level_s) / rate for utility, rate in pairs]
 
     def choose(self, level_s: float) -> int:
-        """The track that BOLA takes; the higher one of two that score alike."""
+        """Return the index of BOLA's choice; the higher of two equal scores."""
         scores = self.scores(level_s)
         return max(range(len(scores)), key=lambda index: (scores[index], index))
 
     def least_level(self, index: int) -> float:
-        """The buffer level from which on a track scores no less than those below it, seconds."""
+        """Return the buffer level in seconds from which a track scores no less than those below it."""
         rate, utility = self._rates[index], self._utilities[index]
         return max(
             (
@@ -71,12 +70,12 @@ class BolaScores:
         )
 
     def most_level(self, index: int) -> float:
-        """The buffer level above which a track's score is negative: there BOLA would rather pause, seconds."""
+        """Return the buffer level in seconds above which a track's score is negative, so that BOLA would pause."""
         return self._vp * (self._utilities[index] + self._gp)
 
 
 class BolaE(Policy):
-    """BOLA as in dash.js: starts by throughput, does not swing, does not outrun its buffer."""
+    """BOLA as in dash.js: starts by throughput, does not oscillate, does not outrun its buffer."""
 
     name: ClassVar[str] = "bola-e"
     parameters: ClassVar[Mapping[str, Parameter]] = {
@@ -89,14 +88,14 @@ class BolaE(Policy):
         """Set the two buffer levels.
 
         Args:
-            minimum: share of the deadline that the play is ahead, up to which BOLA takes the cheapest track,
-            target: and from which on the best; at least twice the former.
+            minimum: share of the deadline ahead of the timeline up to which BOLA chooses the cheapest track,
+            target: and from which it chooses the best; at least twice the former.
             safety: share of the expected rate that counts as throughput.
         """
         self._minimum, self._target, self._safety = minimum, target, safety
 
     def start(self, view: View) -> None:
-        """Lay the timeline."""
+        """Set up the timeline."""
         self._line = Timeline(view)
         minimum_s = max(self._line.segment_s, self._minimum * view.deadline_s)
         self._target_s = max(2.0 * minimum_s, self._target * view.deadline_s)
@@ -106,7 +105,7 @@ class BolaE(Policy):
         self._last = 0
 
     def decide(self, view: View) -> Decision:
-        """Choose, but no more than the buffer lasts for."""
+        """Choose a track within what the buffer allows."""
         group = view.first_missing()
         if group is None:
             return Decision.finish("every group is in place or under way")
@@ -127,7 +126,7 @@ class BolaE(Policy):
         return self._by_buffer(level_s, throughput)
 
     def _by_buffer(self, level_s: float, throughput: int) -> tuple[int, str]:
-        """BOLA's choice with the placeholder, and without swinging."""
+        """Return BOLA's choice with the placeholder, without oscillation."""
         self._placeholder_s = self._placeholder_s * _FADE if level_s > 0 else 0.0
         level_s += self._placeholder_s
         chosen = self._bola.choose(level_s)
@@ -140,7 +139,7 @@ class BolaE(Policy):
         return chosen, reason
 
     def _affordable(self, view: View, level_s: float) -> int:
-        """The best track that InsufficientBuffer allows."""
+        """Return the best track that InsufficientBuffer allows."""
         if self._line.arrived(view) < _FREE:
             return len(self._line.rates) - 1
         return self._line.carried(_INSUFFICIENT * view.rate * level_s / self._line.segment_s)

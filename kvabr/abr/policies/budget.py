@@ -1,12 +1,12 @@
-"""``budget``: spend what the lower bound can still carry where it saves most loss (a multiple-choice knapsack).
+"""``budget`` and ``mpc``: spend what the link can still carry where it saves most loss (a multiple-choice knapsack).
 
-Every missing group starts at the cheapest track; steps up are taken in the order of loss saved per byte until the
+Every missing group starts on the cheapest track. Steps up are taken in the order of loss saved per byte until the
 budget is spent. On each group's convex hull this greedy order is within one step of the optimum.
 
-``mpc``: RobustMPC on the deadline budget (Yin et al., SIGCOMM 2015; Puffer's and Pensieve's form of the bound).
-
-Where a video player plans five chunks ahead against its buffer, this plans five groups ahead against their share of the
-time left, at the harmonic mean of the recent rates over one plus the largest recent error.
+``budget`` spends the lower bound over all missing groups. ``mpc`` is RobustMPC on the deadline (Yin et al., SIGCOMM
+2015; Puffer's and Pensieve's form of the bound): where a video player plans five chunks ahead against its buffer, it
+plans five groups ahead against their share of the remaining time, at the harmonic mean of the recent rates over one
+plus the largest recent error.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from kvabr.abr.view import View
 
 
 class Budget(Policy):
-    """Knapsack of the time left against the lower bound of the rate; no second thoughts."""
+    """Knapsack of the remaining time against the lower bound of the rate; no upgrades."""
 
     name: ClassVar[str] = "budget"
     horizon: ClassVar[int | None] = None
-    """How many of the missing groups the knapsack looks at; None for all."""
+    """Number of missing groups in the knapsack; None for all."""
 
     def decide(self, view: View) -> Decision:
-        """Fetch the next missing group at the track that the knapsack gives it."""
+        """Fetch the next missing group on the track that the knapsack gives it."""
         first = view.first_missing()
         if first is None:
             return Decision.finish("every group is in place or under way")

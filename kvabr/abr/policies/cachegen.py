@@ -1,9 +1,9 @@
 """``cachegen`` and ``cachegen-oracle``: the two rules of CacheGen (Liu et al., SIGCOMM 2024).
 
-The published rule assumes that the throughput of the last chunk stays, and takes the least lossy level at which all
-that is left still fits the time that is left; if none does, the chunk goes to the engine as text. The first chunk goes
-at a medium level. The released code does otherwise: every chunk has an equal share of the deadline that is never
-carried over, and its bandwidth is read from the trace before it is sent: an oracle.
+The published rule assumes that the throughput of the last chunk persists. It chooses the least lossy level at which
+everything left fits the remaining time; if none fits, it sends the chunk as text to the engine. The first chunk is sent
+at a medium level. The released code differs: every chunk has an equal share of the deadline without carry-over, and its
+bandwidth is read from the trace in advance, which makes it an oracle.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class CacheGen(Policy):
     abandons: ClassVar[bool] = False
 
     def decide(self, view: View) -> Decision:
-        """Take the least lossy track at which everything left still fits."""
+        """Choose the least lossy track at which everything left still fits."""
         group = view.first_missing()
         if group is None:
             return Decision.finish("every group is in place or under way")
@@ -46,16 +46,16 @@ class CacheGenOracle(Policy):
     abandons: ClassVar[bool] = False
 
     def start(self, view: View) -> None:
-        """Refuse to run where the future is not known."""
+        """Raise unless the future is known."""
         if view.oracle is None:
             raise PolicyError("cachegen-oracle reads the true bandwidth from the trace: it runs only in a simulation")
 
     def decide(self, view: View) -> Decision:
-        """Take the least lossy track that fits this group's equal share of the deadline."""
+        """Choose the least lossy track that fits this group's equal share of the deadline."""
         group = view.first_missing()
         if group is None:
             return Decision.finish("every group is in place or under way")
-        if view.oracle is None:  # `start` has refused this play already
+        if view.oracle is None:  # `start` has already rejected this play
             return Decision.wait("no oracle")
         share = view.oracle(view.deadline_s / view.groups)
         track = view.best_track(group, share)

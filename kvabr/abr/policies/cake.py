@@ -1,12 +1,12 @@
-"""``cake``: compute from the front, load from the back, until both meet (Jin et al., arXiv:2410.03065).
+"""``cake``: compute from the front and load from the back until both meet (Jin et al., arXiv:2410.03065).
 
-One track for the whole cache, chosen before the play; nothing is estimated, and the deadline plays no part: whichever
-of the two is faster takes more of the groups. Cake loads caches as they are; here the one track is the cheapest that
-loses no more than a given number of nats per token, or a named one, as in ``cake:FP8``.
+The whole cache is on one track, chosen before the play. Nothing is estimated and the deadline plays no part: the faster
+of the two takes more of the groups. Cake loads caches uncompressed; here the track is the cheapest one that loses no
+more than a given number of nats per token, or a named one, as in ``cake:FP8``.
 
-What was changed: Cake may compute any number of chunks of one request in a batch; here the engine takes one group at a
-time, for as soon as it is done it may meet what was loaded. Where the play has no engine, or one that computes all
-behind a miss (engine mode ``suffix``), there is only loading, from the front there.
+Adapted: Cake may compute any number of chunks of a request in one batch; here the engine takes one group at a time,
+since it may meet the loaded part after each. Without an engine, or with one that computes everything behind a miss
+(engine mode ``suffix``), groups are only loaded, in the latter case from the front.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from kvabr.abr.view import View
 from kvabr.types.errors import PolicyError
 
 _FLYING = 2
-"""Requests in flight in any case."""
+"""Minimum number of requests in flight."""
 _AHEAD_TTFB, _AHEAD_SHARE = 1.5, 0.02
-"""What is in flight lasts for so many times the time to first byte, and this share of the deadline."""
+"""Target of bytes in flight: this many times the time to first byte, plus this share of the deadline."""
 
 
 class Cake(Policy):
@@ -37,16 +37,16 @@ class Cake(Policy):
         """Set the track.
 
         Args:
-            track: its name, as in ``cake:FP8``; without one
-            loss: the cheapest that loses no more than this, nats per generated token; if all lose more, the best.
+            track: its name, as in ``cake:FP8``; if empty,
+            loss: the cheapest track that loses no more than this, nats per generated token, or else the best.
         """
         self._name, self._loss = track, loss
 
     def start(self, view: View) -> None:
-        """Choose the one track.
+        """Choose the track.
 
         Raises:
-            PolicyError: the asset has no such track that can be played alone.
+            PolicyError: the asset has no such self-contained track.
         """
         alone = [track for track in view.catalog.tracks if track.refines is None]
         if self._name:
@@ -60,7 +60,7 @@ class Cake(Policy):
         self._track = next(good, tracks[-1]).name
 
     def decide(self, view: View) -> Decision:
-        """The engine is never idle, and neither is the link."""
+        """Keep both the engine and the link busy."""
         front = view.first_missing()
         if front is None:
             return Decision.finish("every group is in place or under way, or the engine's")

@@ -1,8 +1,8 @@
-"""``cheapfirst``: every group at the cheapest track, then better ones for those that gain most, until the deadline.
+"""``cheapfirst``: every group on the cheapest track, then upgrades for those that gain most, until the deadline.
 
-Once the cheapest cache is in place nothing can go wrong any more, so the rest of the time needs no caution: upgrades
-are asked for in the order of loss saved per byte, as long as the expected rate brings them in before the deadline.
-Layers, where an asset has them, are upgrades that cost only their own bytes.
+Once the cheapest cache is in place nothing can go wrong any more, so the remaining time needs no caution: upgrades are
+requested in the order of loss saved per byte, as long as they arrive by the deadline at the expected rate. Layers are
+upgrades that cost only their own bytes.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from kvabr.abr.policy import Decision, Policy
 from kvabr.abr.view import View
 
 _GOOD_ENOUGH = 1e-4
-"""Nats per token that upgrades could still save in all, below which the play ends early: no one could tell."""
+"""Total saving in nats per token below which upgrades end: nobody could notice."""
 _OPTIMISM = 1.25
-"""An upgrade is tried if it arrives in time at this multiple of the expected rate: a try costs bytes, not time."""
+"""Multiple of the expected rate at which an upgrade must arrive in time: a failed try costs bytes, not time."""
 
 
 class _Upgrade(NamedTuple):
@@ -34,19 +34,19 @@ class CheapFirst(Policy):
     takes_kept: ClassVar[bool] = True
 
     def start(self, view: View) -> None:
-        """Begin with the track of fewest bytes."""
+        """Start with the track of fewest bytes."""
         self._base = view.ladder.cheapest
         self._known: dict[tuple[int, str], list[_Upgrade]] = {}
 
     def decide(self, view: View) -> Decision:
-        """First the base of every group, then the upgrades."""
+        """Fetch the base of every group first, then upgrades."""
         group = view.first_missing()
         if group is not None:
             return Decision.fetch(group, self._soonest(view), "the base of every group comes first")
         return self._upgrade(view)
 
     def _soonest(self, view: View) -> str:
-        """The cheapest track, or a dearer one where its faster decoding brings the whole cache in sooner."""
+        """Return the cheapest track, or a dearer one if its faster decoding completes the cache sooner."""
         if view.rate <= 0:
             return self._base
         left = len(view.missing)
@@ -61,7 +61,7 @@ class CheapFirst(Policy):
         return min(view.ladder.names, key=seconds)
 
     def _upgrade(self, view: View) -> Decision:
-        """The upgrade that saves most per byte among those that would arrive in time."""
+        """Request the upgrade that saves most per byte among those that arrive in time."""
         reach = _OPTIMISM * view.rate
         budget = view.budget_bytes(reach, view.decode_backlog_s)
         saving_left = 0.0
@@ -86,7 +86,7 @@ class CheapFirst(Policy):
         return Decision.wait("no upgrade would arrive in time")
 
     def _offers(self, view: View, group: int) -> list[_Upgrade]:
-        """What can be had on top of, or instead of, the group's track; most worth first. Worked out once."""
+        """Return what can be added to a group's track, or replace it, best first; computed once."""
         current = view.track_of[group] or self._base
         key = (group, current)
         if key not in self._known:

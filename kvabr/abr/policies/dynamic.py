@@ -1,10 +1,10 @@
-"""``dynamic``: what dash.js does unless told otherwise (Spiteri, Sitaraman and Sparacio, MMSys 2018).
+"""``dynamic``: the default rule of dash.js (Spiteri, Sitaraman and Sparacio, MMSys 2018).
 
-Throughput while the buffer is low, BOLA once it is long, and InsufficientBuffer beside both; the lower of two choices
-counts. BOLA comes on at the stable buffer time, and goes off below half of it.
+Throughput at a low buffer, BOLA at a high one, and InsufficientBuffer next to both; the lower choice counts. BOLA turns
+on at the stable buffer time and off below half of it.
 
-What was changed for a cache is what `kvabr.abr.policies.bola_e` changes. The stable buffer time is four fifths of the
-level at which BOLA takes the best track, as in dash.js with six tracks (18 s and 22 s).
+Adapted as `kvabr.abr.policies.bola_e`. The stable buffer time is four fifths of the level at which BOLA chooses the
+best track, as in dash.js with six tracks (18 s and 22 s).
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from kvabr.abr.policies.bola_e import BolaE
 from kvabr.abr.view import View
 
 _STABLE = 0.8
-"""Share of BOLA's target level at which BOLA comes on; below half of that it goes off."""
+"""Share of BOLA's target level at which BOLA turns on; below half of that it turns off."""
 
 
 class Dynamic(BolaE):
-    """Throughput rule at a low buffer, BOLA at a long one, as in dash.js."""
+    """Throughput rule at a low buffer, BOLA at a high one, as in dash.js."""
 
     name: ClassVar[str] = "dynamic"
 
     def start(self, view: View) -> None:
-        """Begin by throughput."""
+        """Start by throughput."""
         super().start(view)
         self._on = False
 

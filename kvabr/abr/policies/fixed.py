@@ -1,4 +1,4 @@
-"""``fixed:TRACK``: every group on one track, whatever the network does. The yardstick of every adaptive policy."""
+"""``fixed:TRACK``: every group on one track, regardless of the network. The baseline of every adaptive policy."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class Fixed(Policy):
         self._reason = f"always {track}"
 
     def start(self, view: View) -> None:
-        """Check that the asset has the track, alone."""
+        """Check that the asset has the track, and that it is self-contained."""
         offered = view.catalog.by_name
         if self._track not in offered or offered[self._track].refines is not None:
             alone = ", ".join(track.name for track in view.catalog.tracks if track.refines is None)
             raise PolicyError(f"no track {self._track!r} to play alone; write fixed:TRACK with one of {alone}")
 
     def decide(self, view: View) -> Decision:
-        """Ask for the next missing group."""
+        """Request the next missing group."""
         group = view.first_missing()
         if group is None:
             return Decision.finish("every group is in place or under way")

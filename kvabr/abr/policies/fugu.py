@@ -1,16 +1,14 @@
-"""``fugu``: model predictive control on a distribution over transfer time (Yan et al., NSDI 2020: Puffer's Fugu).
+"""``fugu``: model predictive control on a distribution of transfer times (Yan et al., NSDI 2020: Puffer's Fugu).
 
-Fugu does not predict a throughput: for every size that the next chunks could have it predicts how long the transfer
-may take, and how likely each length is, and plans five chunks ahead for the best expected quality less a price on the
-expected stall, by value iteration over the buffer.
+Fugu does not predict a throughput. For each possible size of the next chunks it predicts the distribution of transfer
+times, and plans five chunks ahead for the best expected quality less a price on the expected stall, by value iteration
+over the buffer. Adapted to caches:
 
-What was changed for a cache:
-
-- Fugu's predictor is a neural network that learns from the whole service, every day. A play has only itself: here the
-  seconds per byte of its last transfers are equally likely, and beside them one that was never seen, slower than all.
-- The buffer is the part of the time left that the planned groups may have: their share by number, less the time that
-  what is in flight takes at the median. Running over it is the stall, with a price per deadline of time. Quality is
-  the loss of the catalog; there is no price on switching, which no reader of a cache could notice.
+- Fugu's predictor is a neural network trained daily on the whole service. A play has only itself: here the seconds per
+  byte of its last transfers are equally likely, plus one slower transfer that was never seen.
+- The buffer is the planned groups' share of the remaining time, by number, less the median time of what is in flight.
+  Exceeding it is the stall, priced per deadline of time. Quality is the loss of the catalog. Switching has no price,
+  since no reader of a cache could notice it.
 """
 
 from __future__ import annotations
@@ -24,9 +22,9 @@ from kvabr.abr.policy import Decision, Parameter, Policy
 from kvabr.abr.view import View
 
 _HORIZON = 5
-"""Groups that are planned ahead."""
+"""Number of groups planned ahead."""
 _CELLS = 32
-"""Points in time at which the plan is valued, evenly up to twice the time that there is."""
+"""Number of time points at which the plan is valued, evenly spaced up to twice the available time."""
 
 
 class Fugu(Policy):
@@ -41,25 +39,25 @@ class Fugu(Policy):
     }
 
     def __init__(self, *, history: float = 16.0, stall: float = 10.0, tail: float = 2.0) -> None:
-        """Set what is remembered and what is feared.
+        """Set the memory and the prices.
 
         Args:
-            history: transfers whose times make the distribution.
-            stall: price of being late, nats per token and deadline of time.
-            tail: how many times slower than the slowest the transfer is that was never seen.
+            history: number of transfers that make the distribution.
+            stall: price of lateness, nats per token and deadline of time.
+            tail: slowdown of the unseen transfer relative to the slowest seen.
         """
         self._stall, self._tail = stall, tail
         self._costs: deque[float] = deque(maxlen=round(history))
 
     def start(self, view: View) -> None:
-        """No transfer has been seen."""
+        """Forget all transfers."""
         self._asked: dict[int, tuple[int, float]] = {}
-        """Of each group under way: its bytes, and when it was asked for."""
+        """Bytes and request time of each group in flight."""
         self._heard_s = view.now
         """When the last transfer ended."""
 
     def decide(self, view: View) -> Decision:
-        """Fetch the next missing group on the track that the plan begins with."""
+        """Fetch the next missing group on the first track of the plan."""
         self._watch(view)
         group = view.first_missing()
         if group is None:
@@ -72,7 +70,7 @@ class Fugu(Policy):
         return Decision.fetch(group, track, reason)
 
     def _watch(self, view: View) -> None:
-        """Take note of the transfers that have ended since the last decision."""
+        """Record the transfers that have ended since the last decision."""
         flying = {transfer.group for transfer in view.in_flight.values()}
         ended = [group for group in self._asked if group not in flying]
         came = [self._asked[group] for group in ended if group not in view.missing_groups]
@@ -80,15 +78,15 @@ class Fugu(Policy):
             del self._asked[group]
         if not came:
             return
-        # One link carries one transfer after the other: each had it to itself from where the one before it ended.
+        # The link carries one transfer after another: each had it to itself since the previous one ended.
         begun_s = max(self._heard_s, min(asked_s for _, asked_s in came))
         if view.now > begun_s:
             self._costs.append((view.now - begun_s) / sum(size for size, _ in came))
         self._heard_s = view.now
 
     def _plan(self, view: View) -> tuple[str, str]:
-        """The track of the first of the missing groups, and the reason in words."""
-        import numpy as np  # noqa: PLC0415  # only this policy needs it, and it is slow to load
+        """Return the track of the first missing group, and the reason."""
+        import numpy as np  # noqa: PLC0415  # only this policy needs it, and it loads slowly
 
         tracks = view.ladder.tracks
         missing = list(view.missing_groups)
@@ -105,7 +103,7 @@ class Fugu(Policy):
             losses = np.array([track.loss[group] for track in tracks])
             starts = times if group != ahead[0] else times[:1]
             ends = starts[:, None, None] + sizes[:, None] * costs
-            # Beyond the last point all is late, and every second costs its price.
+            # Everything beyond the last point is late, and every second has its price.
             later = np.interp(ends, times, values) + price * np.maximum(0.0, ends - times[-1])
             expected = losses + later.mean(axis=2)
             values = expected.min(axis=1)

@@ -1,14 +1,13 @@
 """``l2a``: Learn2Adapt, online convex optimisation (Karagkioules, Mekuria, Griffioen and Wagenaar, MMSys 2020).
 
-The choice is a probability for every track. After each segment the probabilities take a gradient step along what each
-track would have done to the buffer at the throughput just seen, weighed by a multiplier Q that grows while segments
-take longer to come than to play, and are projected back onto the simplex. The track whose rate is nearest to their
-mean is taken. As in dash.js: one step up at a time where the throughput carries it, and Q is doubled where the choice
-is beyond the throughput. Until the buffer reaches its target the throughput decides.
+The choice is a probability distribution over the tracks. After each segment it takes a gradient step along what each
+track would have done to the buffer at the observed throughput, weighted by a multiplier Q that grows while segments
+take longer to arrive than to play, and is projected back onto the simplex. The track whose rate is nearest to the mean
+is chosen. As in dash.js, the choice rises one step at a time and only as far as the throughput carries, and Q doubles
+where the choice exceeds the throughput. Until the buffer reaches its target the throughput decides.
 
-What was changed for a cache: the buffer is the time that the play is ahead of the timeline of
-`kvabr.abr.view`, and the unit of time is one group's share of the deadline, where L2A-LL has seconds and
-segments of about one second.
+Adapted to caches: the buffer is the time that the play is ahead of the timeline of `kvabr.abr.view.Timeline`, and the
+unit of time is one group's share of the deadline, where L2A-LL has seconds and segments of about one second.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ from kvabr.abr.view import Timeline, View
 _SAFE = 0.9
 """Share of the expected rate that counts as throughput while starting."""
 _REACT = 2.0
-"""What Q is multiplied by when the choice is beyond the throughput."""
+"""Factor on Q when the choice exceeds the throughput."""
 
 
 class L2A(Policy):
-    """Learn a mix of tracks by gradient steps on what each does to the buffer."""
+    """Learn a mix of tracks by gradient steps on each track's effect on the buffer."""
 
     name: ClassVar[str] = "l2a"
     estimator: ClassVar[str] = "last"
@@ -37,25 +36,25 @@ class L2A(Policy):
     }
 
     def __init__(self, *, horizon: float = 4.0, target: float = 1.5) -> None:
-        """Set how fast it learns.
+        """Set the speed of learning.
 
         Args:
-            horizon: groups that learning takes to settle: the longer, the smaller the steps.
-            target: groups ahead of the timeline from which on what was learnt decides.
+            horizon: groups until learning settles; the longer, the smaller the steps.
+            target: groups ahead of the timeline from which the learned weights decide.
         """
         self._target = target
         self._caution = horizon**0.99
         self._step = 1.0 / (2.0 * max(horizon, self._caution * horizon**0.5))
 
     def start(self, view: View) -> None:
-        """Begin by throughput."""
+        """Start by throughput."""
         self._line = Timeline(view)
         self._weights: list[float] | None = None
         self._q = 0.0
         self._last = self._seen = 0
 
     def decide(self, view: View) -> Decision:
-        """Learn from what has come since the last decision, then take the track nearest to the mean."""
+        """Learn from what arrived since the last decision, then choose the track nearest to the mean."""
         group = view.first_missing()
         if group is None:
             return Decision.finish("every group is in place or under way")
@@ -74,17 +73,17 @@ class L2A(Policy):
         return Decision.fetch(group, self._line.names[self._last], reason)
 
     def _learn(self, before: list[float], costs: Sequence[float]) -> list[float]:
-        """One step, and the choice that it leads to.
+        """Take one step and return the new weights.
 
         Args:
             before: the weights so far.
-            costs: seconds that a group of each track takes, over its share of the deadline.
+            costs: seconds that a group takes on each track, over its share of the deadline.
         """
         force = self._step * (self._q + self._caution)
         moved = [weight + (force if cost <= 1.0 else -force) * cost for weight, cost in zip(before, costs, strict=True)]
         weights = project(moved)
         mean = _dot(weights, costs)
-        # Twice the new weights less the old: where the step leads to, as the paper's queue reckons.
+        # Twice the new weights less the old: where the step leads to, as in the paper's queue.
         self._q = max(0.0, self._q - 1.0 + 2.0 * mean - _dot(before, costs))
         chosen = min(range(len(costs)), key=lambda index: abs(costs[index] - mean))
         if chosen > self._last and costs[self._last + 1] <= 1.0:
@@ -96,7 +95,7 @@ class L2A(Policy):
 
 
 def project(values: Sequence[float]) -> list[float]:
-    """The point of the probability simplex that is nearest to ``values`` (Chen and Ye, arXiv:1101.6081)."""
+    """Return the point of the probability simplex that is nearest to ``values`` (Chen and Ye, arXiv:1101.6081)."""
     ordered = sorted(values, reverse=True)
     level = 0.0
     for count, (total, value) in enumerate(zip(accumulate(ordered), ordered, strict=True), 1):

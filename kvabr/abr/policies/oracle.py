@@ -1,17 +1,17 @@
-"""``oracle``: the clairvoyant plan, executed. It knows what the link will carry: the line that nobody passes.
+"""``oracle``: execute the clairvoyant plan. It knows what the link will carry, so no policy can beat it.
 
-The clairvoyant bound says what the best cache would be; this plays it, with the round trips, the requests and the
-layers that can only be asked for upon what is in place. What it loses beside the bound no policy can win back.
+The clairvoyant bound gives the best possible cache; this policy plays it, with round trips, requests, and layers that
+can only be requested once the layer below is in place. What it loses against the bound no policy can regain.
 
-The plan is a multiple-choice knapsack over everything that the asset has, layers stacked on what they refine included,
-within the bytes that the link will carry until what comes last can still be decoded. It is made at the start, and
-again whenever what is left of it no longer fits. Where the round trip is not known beforehand it is made again once the
-first byte has shown it; until then no more than half of it is asked for.
+The plan is a multiple-choice knapsack over all options of the asset, stacked layers included, within the bytes that the
+link carries until the last of them can still be decoded. It is made at the start, and again whenever the rest no longer
+fits. If the round trip is unknown, the plan is remade once the first byte has shown it; until then at most half of it
+is requested.
 
-With an engine that fills holes, some groups in a row are left to it, as many as it can compute from where all before
-them is in place; of some eight places to begin the best is taken. (Where groups are few, some that do not lie in a row
-may be a little better: that is not looked at.) With one that computes all behind a miss, every cut is looked at: what
-is before it must be there when the engine has to begin, and its further layers may come while it computes.
+With an engine that fills holes, a run of groups is left to it, as many as it can compute once everything before is in
+place; the best of about eight starting points is chosen. (With few groups, a scattered choice may be slightly better;
+it is not considered.) With an engine that computes everything behind a miss, every cut is considered: the groups before
+it must be in place when the engine starts, and their further layers may arrive while it computes.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import PolicyError
 
 _BLIND_SHARE = 0.5
-"""Share of what is planned that is asked for before it is known how long a first byte takes."""
+"""Share of the plan that is requested before the time to first byte is known."""
 _LONGEST_SHARE, _GUESS_SHARE = 0.2, 0.02
-"""Share of the deadline that a request may plausibly wait for its first byte, and what is guessed if it waited longer:
-then it was the link that stood still."""
+"""Plausible maximum of the time to first byte, as a share of the deadline, and the assumption if it was exceeded: then
+the link stood still."""
 _LATE = 0.9
-"""Share of the time for what is before a cut after which the cut stays where it is."""
+"""Share of the time before a cut after which the cut is final."""
 _HALVINGS = 24
-"""Steps in which a point in time is found: to a ten-millionth of the deadline."""
+"""Bisection steps to find a point in time: to a ten-millionth of the deadline."""
 _FEW = 8
-"""Groups up to which even plans that are only compared are made as well as can be."""
+"""Number of groups up to which even provisional plans are exact."""
 _STARTS = 8
-"""Places where the engine could begin that are looked at."""
+"""Number of starting points considered for the engine."""
 _PATIENCE = 10.0
-"""Deadlines ahead that are looked at where no plan meets the first."""
+"""Deadlines to look ahead where no plan meets the first."""
 _TAILS = 2
-"""Decodings, of the slowest kind, that must fit between the last byte that is needed and the deadline."""
+"""Number of decodings, of the slowest kind, that must fit between the last needed byte and the deadline."""
 _PRICES = 24
-"""Prices of decoding that are tried until a plan can be decoded in time."""
+"""Number of decode prices tried until a plan can be decoded in time."""
 
 
 class Oracle(Policy):
-    """Play the best cache that the link will carry, which it knows."""
+    """Play the best cache that the link will carry."""
 
     name: ClassVar[str] = "oracle"
     abandons: ClassVar[bool] = False
@@ -60,7 +60,7 @@ class Oracle(Policy):
         """Make the plan.
 
         Raises:
-            PolicyError: the future is not known: this is no simulation.
+            PolicyError: the future is unknown, because this is not a simulation.
         """
         if view.oracle is None:
             raise PolicyError("oracle reads what the link will carry from the trace: it runs only in a simulation")
@@ -70,23 +70,23 @@ class Oracle(Policy):
         self._knows = isinstance(view.oracle, Future)
         self._total = view.oracle(view.deadline_s)
         self._idle, self._asked = 0.0, 0
-        """Bytes that the link has missed for want of requests, and those of all requests."""
+        """Bytes that the link has missed for lack of requests, and bytes of all requests."""
         self._until_s = view.deadline_s
-        """When all that the network brings is to be in place,"""
+        """When everything from the network must be in place,"""
         self._layers_later = False
-        """or only the base, and all else by the deadline: an engine that computes what is behind a cut."""
+        """or only the base, with all else due by the deadline (an engine that computes behind a cut)."""
         self._engine: deque[int] = deque()
-        """Groups that are to be left to the engine, and were not yet."""
+        """Groups still to be given to the engine."""
         self._theirs: set[int] = set()
         self._front = 0
-        """Groups before this one must be in place before the engine begins."""
+        """Groups before this one must be in place before the engine starts."""
         if view.cost is not None:
             self._leave(view, view.cost)
         self._planned_at = -1
         self._plan(view)
 
     def decide(self, view: View) -> Decision:
-        """Ask for the next part of the plan."""
+        """Request the next part of the plan."""
         self._check(view)
         while self._engine and self._may_leave(view):
             group = self._engine.popleft()
@@ -96,7 +96,8 @@ class Oracle(Policy):
         if not self._knows and view.outstanding_bytes > _BLIND_SHARE * self._budget(view):
             return Decision.wait("how long a first byte takes is not known yet")
         if missing:
-            # What the engine waits for goes first, then what is to become of more layers: each waits for the one below.
+            # Groups that the engine waits for go first, then those with the most layers: each layer waits for the one
+            # below.
             group = min(missing, key=lambda one: (one >= self._front, -len(self._stacks[self._goal[one]]), one))
             first = view.ladder.cheapest if self._layers_later else self._stacks[self._goal[group]][0]
             return self._ask(view, Decision.fetch(group, first, f"planned: {self._goal[group]}"))
@@ -111,7 +112,7 @@ class Oracle(Policy):
     # ------------------------------------------------------------- the engine
 
     def _may_leave(self, view: View) -> bool:
-        """Whether it is time to tell the engine: a cut may still move once it is known what a round trip takes."""
+        """Return whether to give the engine its groups now: a cut may still move once the round trip is known."""
         return not view.front_first or self._knows or not self._engine[0] or view.now > _LATE * self._until_s
 
     def _leave(self, view: View, cost: PrefillCost) -> None:
@@ -130,7 +131,7 @@ class Oracle(Policy):
         self._front = run.start
 
     def _run(self, view: View, cost: PrefillCost) -> range:
-        """Which groups in a row the engine is to compute: as many as it can from where what is before is in place."""
+        """Return the run of groups for the engine: as many as it can compute once everything before is in place."""
         catalog, tokens = view.catalog, view.catalog.spec.group_tokens
         ready_s, tail_s = self._ready_s(view), _TAILS * max(track.decode_s for track in view.ladder.tracks)
         best, best_run = float("inf"), range(0)
@@ -148,11 +149,11 @@ class Oracle(Policy):
                 loss = predicted_loss(catalog, [goal.get(group, RECOMPUTED) for group in range(view.groups)])
                 if loss < best:
                     best, best_run, self._layers_later = loss, range(first, last), base is not None
-        # Where nothing makes it the longest prefix is as good as any.
+        # If nothing meets the deadline, the longest prefix is as good as any.
         return best_run if best < float("inf") else range(self._prefix(view, cost))
 
     def _prefix(self, view: View, cost: PrefillCost) -> int:
-        """How many of the first groups can be computed by the deadline."""
+        """Return the number of leading groups that can be computed by the deadline."""
         catalog, count = view.catalog, 0
         while count < view.groups:
             if cost.seconds(0, min((count + 1) * catalog.spec.group_tokens, catalog.tokens)) > view.deadline_s:
@@ -161,10 +162,10 @@ class Oracle(Policy):
         return count
 
     def _cut(self, view: View, cost: PrefillCost) -> int:
-        """From which group on the engine is to compute, and when it must begin."""
+        """Return the group from which the engine computes; also sets when it must start."""
         catalog, tokens = view.catalog, view.catalog.spec.group_tokens
         best, best_cut = float("inf"), view.groups
-        # The engine begins once all before the cut is decoded.
+        # The engine starts once everything before the cut is decoded.
         tail_s = _TAILS * max(track.decode_s for track in view.ladder.tracks)
         ready_s = self._ready_s(view)
         for cut in range(view.groups, -1, -1):
@@ -187,7 +188,7 @@ class Oracle(Policy):
         return best_cut
 
     def _ready_s(self, view: View) -> list[float]:
-        """When the base of the first so many groups is decoded, at the soonest: seconds since the play began."""
+        """Return, for each n, the earliest time at which the bases of the first n groups are decoded, in seconds."""
         base = self._tracks[view.ladder.cheapest]
         ready_s, nbytes = [view.now], 0.0
         for group in range(view.groups):
@@ -199,7 +200,7 @@ class Oracle(Policy):
         return ready_s
 
     def _arrives_s(self, view: View, nbytes: float) -> float:
-        """When the link has carried what is on its way and so many bytes more; infinite if that takes very long."""
+        """Return when the link has carried everything in flight and ``nbytes`` more; infinite if it takes too long."""
         if view.oracle is None:
             return float("inf")
         nbytes += self._idle_after_asking(view) + self._asked - self._passed(view)
@@ -212,7 +213,7 @@ class Oracle(Policy):
         return view.now + high
 
     def _before(self, view: View, cut: int, until_s: float, *, layers_later: bool) -> dict[int, str] | None:
-        """What the groups before a cut could end on; None if they cannot be in place when the engine must begin."""
+        """Return the final tracks of the groups before a cut; None if they would be too late for the engine."""
         groups = range(cut)
         if not layers_later:
             return self._best(view, groups, self._carried(view, until_s), until_s, exact=False)
@@ -222,21 +223,21 @@ class Oracle(Policy):
     # --------------------------------------------------------------- the plan
 
     def _first_byte_s(self, view: View) -> float:
-        """Seconds that a request waits for its first byte, as far as that is known."""
+        """Return the seconds until a request's first byte, as far as known."""
         if isinstance(view.oracle, Future):
             return view.oracle.first_byte_s
         plausible = view.ttfb_s <= _LONGEST_SHARE * view.deadline_s
         return view.ttfb_s if plausible else _GUESS_SHARE * view.deadline_s
 
     def _carried(self, view: View, until_s: float, tail_s: float | None = None) -> float:
-        """Bytes of new requests that the link will carry so early that they are in place at a time.
+        """Return the bytes of new requests that can be in place by a time.
 
         Args:
             view: the play.
             until_s: when they must be in place.
-            tail_s: seconds to decode what comes last; None: at the least.
+            tail_s: seconds to decode what arrives last; None for the minimum.
         """
-        if view.oracle is None:  # `start` has refused this play already
+        if view.oracle is None:  # `start` has already rejected this play
             return 0.0
         if tail_s is None:
             tail_s = min(track.decode_s for track in view.catalog.tracks)
@@ -244,13 +245,13 @@ class Oracle(Policy):
         return self._passed(view) + view.oracle(max(0.0, until_s - view.now - tail_s)) - idle - self._asked
 
     def _passed(self, view: View) -> float:
-        """Bytes that the link could have carried so far."""
+        """Return the bytes that the link could have carried so far."""
         return 0.0 if view.oracle is None else self._total - view.oracle(view.deadline_s - view.now)
 
     def _idle_after_asking(self, view: View) -> float:
-        """Of all that the link can carry, the bytes that it will have missed for want of requests if one is sent now.
+        """Return the bytes that the link will have missed for lack of requests if one is sent now.
 
-        Reckoned, not heard: what is on its way is only told of now and then.
+        Computed rather than observed: progress of transfers is reported only now and then.
         """
         if view.oracle is None:
             return 0.0
@@ -260,7 +261,7 @@ class Oracle(Policy):
         return self._idle + max(0.0, came - self._asked) + unused
 
     def _ask(self, view: View, decision: Decision) -> Decision:
-        """Write down what is asked for."""
+        """Account for a request."""
         self._idle = self._idle_after_asking(view)
         if decision.group is not None and decision.track is not None:
             self._asked += view.bytes(decision.group, decision.track)
@@ -273,13 +274,13 @@ class Oracle(Policy):
         return self._carried(view, self._ends_s(view))
 
     def _plan(self, view: View) -> None:
-        """Say on which track each group is to end."""
+        """Choose the final track of each group."""
         groups = [group for group in range(view.groups) if view.track_of[group] != RECOMPUTED]
         wanted = [group for group in groups if group not in self._theirs or view.cost is None]
         ends_s, base = self._ends_s(view), view.ladder.cheapest if self._layers_later else None
         goal = self._best(view, wanted, self._budget(view), ends_s, base)
         if goal is not None and view.missing_groups:
-            # Whatever comes last, there must be time to decode it, and what came in a burst with it.
+            # Leave time to decode whatever arrives last, and what came in a burst with it.
             tail_s = _TAILS * max((self._tracks[track].decode_s for track in goal.values()), default=0.0)
             goal = self._best(view, wanted, self._carried(view, ends_s, tail_s), ends_s, base) or goal
         cheapest = view.ladder.cheapest
@@ -292,7 +293,7 @@ class Oracle(Policy):
         return track if track in self._tracks else None
 
     def _check(self, view: View) -> None:
-        """Plan again if what was planned does not fit any more, or if it is known now what a round trip takes."""
+        """Plan again if the plan no longer fits, or if the round trip has become known."""
         learnt = not self._knows and view.ttfb_s > 0
         if learnt and view.front_first and self._engine and view.cost is not None:
             self._leave(view, view.cost)
@@ -302,7 +303,7 @@ class Oracle(Policy):
             self._plan(view)
 
     def _rest(self, view: View) -> int:
-        """Bytes of the plan that were not asked for yet."""
+        """Return the bytes of the plan that have not been requested."""
         total = 0
         for group, goal in self._goal.items():
             if group in self._theirs or view.track_of[group] == goal:
@@ -316,7 +317,7 @@ class Oracle(Policy):
         return layers[layers.index(current) + 1 :] if current in layers else layers
 
     def _upgrade(self, view: View) -> Decision | None:
-        """The next layer of the group that needs most."""
+        """Request the next layer of the group that lacks most."""
         best: tuple[int, int] | None = None
         for group in view.settled:
             goal = self._goal[group]
@@ -339,15 +340,15 @@ class Oracle(Policy):
         *,
         exact: bool = True,
     ) -> dict[int, str] | None:
-        """The tracks of least loss within a budget of bytes and the time to decode them; None if nothing fits.
+        """Return the tracks of least loss within a budget of bytes and of decode time; None if nothing fits.
 
         Args:
             view: the play.
-            groups: which.
+            groups: the groups to choose for.
             budget: bytes of new requests.
-            until_s: when all is to be decoded.
-            base: if given, what is missing begins with this track.
-            exact: False for a plan that is only to be compared with others.
+            until_s: when all must be decoded.
+            base: if given, missing groups start with this track.
+            exact: False for a plan that is only compared with others.
         """
         offers = [self._offers(view, group, base) for group in groups]
         time_s = max(0.0, until_s - view.now - view.decode_backlog_s)
@@ -364,7 +365,7 @@ class Oracle(Policy):
         return {group: track for group, (_, _, _, track) in zip(groups, chosen, strict=True)}
 
     def _offers(self, view: View, group: int, base: str | None) -> list[tuple[int, float, float, str]]:
-        """What a group can end on: bytes still to be asked for, loss, seconds to decode them, and the track."""
+        """Return a group's possible final tracks: bytes to request, loss, decode seconds, and the track."""
         current = self._current(view, group)
         offers = [] if current is None else [(0, view.loss(group, current), 0.0, current)]
         for track in view.catalog.tracks:

@@ -1,6 +1,6 @@
 """``rate``: Shaka Player's rule on a timeline where every group has an equal share of the deadline.
 
-A group plays for deadline / groups seconds, so a track has a bandwidth; a track is taken when the estimate lies within
+A group plays for deadline / groups seconds, so a track has a bandwidth. A track is chosen when the estimate lies within
 its band, with Shaka's hysteresis (0.95 to stay, 0.85 to go up).
 """
 
@@ -16,12 +16,12 @@ _UPGRADE = 0.85
 
 
 class Rate(Policy):
-    """Pick the track whose bandwidth the estimate carries."""
+    """Choose the track whose bandwidth the estimate carries."""
 
     name: ClassVar[str] = "rate"
 
     def start(self, view: View) -> None:
-        """Work out the bandwidth of every track."""
+        """Compute the bandwidth of every track."""
         self._bands = [track.total_bytes / view.deadline_s for track in view.ladder.tracks]
 
     def decide(self, view: View) -> Decision:

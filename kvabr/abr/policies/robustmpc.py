@@ -1,12 +1,12 @@
-"""``robustmpc``: RobustMPC that plans over layers (Yin, Jindal, Sekar and Sinopoli, SIGCOMM 2015).
+"""``robustmpc``: RobustMPC over layers (Yin, Jindal, Sekar and Sinopoli, SIGCOMM 2015).
 
-As ``mpc`` it plans the next five groups against their share of the time left, at the harmonic mean of the recent rates
-over one plus the largest recent error, does the first step, and plans again. Beside the tracks that stand alone it
-plans over those that are stacked: a group's options are the lower convex hull of everything that the asset has.
+Like ``mpc`` it plans the next five groups against their share of the remaining time, at the harmonic mean of the recent
+rates over one plus the largest recent error, takes the first step, and plans again. Besides self-contained tracks it
+plans over stacked ones: a group's options are the lower convex hull of everything in the asset.
 
-What was changed for layers: of a group that the plan gives several, the base is asked for at once and each enhancement
-as soon as what it refines is in place, unless it would not arrive any more at the bound. Once every group has what the
-plan gave it, what the bound held back goes into further layers, most loss saved per byte first.
+Adapted to layers: if the plan gives a group several layers, the base is requested at once and each enhancement as soon
+as the layer below is in place, unless it would no longer arrive at the bound. Once every group has its planned layers,
+the reserve of the bound is spent on further layers, most loss saved per byte first.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class RobustMpc(Policy):
     parameters: ClassVar[Mapping[str, Parameter]] = {"horizon": Parameter(1.0, 64.0, 5.0, log=True)}
 
     def __init__(self, *, horizon: float = 5.0) -> None:
-        """Set how many groups are planned ahead."""
+        """Set the number of groups planned ahead."""
         self._horizon = round(horizon)
 
     def start(self, view: View) -> None:
-        """Work out the options, and what stacks upon what."""
+        """Work out the options, and what builds on what."""
         catalog = view.catalog
         self._options = every_option(catalog)
         self._steps: dict[int, list[Step]] = {}
@@ -43,10 +43,10 @@ class RobustMpc(Policy):
             if track.refines is not None:
                 self._above.setdefault(track.refines, []).append(track.name)
         self._owed: dict[int, tuple[str, ...]] = {}
-        """Layers that the plan gave a group and that were not asked for yet, lowest first."""
+        """Planned layers of each group that have not been requested, lowest first."""
 
     def decide(self, view: View) -> Decision:
-        """First the layers that are due, then the next group, then what is left over."""
+        """Request layers that are due, then the next group, then further layers."""
         budget = view.budget_bytes(view.lower_bound, view.decode_backlog_s + view.decode_s(view.ladder.cheapest))
         if (decision := self._due(view, budget - view.floor_bytes())) is not None:
             return decision
@@ -63,7 +63,7 @@ class RobustMpc(Policy):
         return Decision.fetch(first, base, f"{share / 1e6:.2f} MB for {len(ahead)} groups: {len(layers)} layers more")
 
     def _due(self, view: View, budget: float) -> Decision | None:
-        """The next layer of a group that is ready for it, if what is missing leaves room for it."""
+        """Request the next planned layer of a settled group, if the missing groups leave room for it."""
         for group in [group for group in self._owed if group in view.settled]:
             layers = self._owed.pop(group)
             current = view.track_of[group]
@@ -76,7 +76,7 @@ class RobustMpc(Policy):
         return None
 
     def _more(self, view: View, budget: float) -> Decision:
-        """The layer that saves most per byte of those that arrive at the bound."""
+        """Request the layer that saves most per byte among those that arrive at the bound."""
         best: tuple[float, int, str] | None = None
         for group in view.settled:
             current = view.track_of[group] or ""
