@@ -7,7 +7,9 @@ import random
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvabr.store.asset import CATALOG, PROFILE, Asset, frame_path
+from kvabr.store.asset import CATALOG, PROFILE, Asset
+from kvabr.store.asset_folder import FolderAsset
+from kvabr.store.asset_folder_writer import frame_path
 from kvabr.types.catalog import Catalog, Track
 from kvabr.types.kv import KVSpec, RopeSpec
 from kvabr.types.naming import TrackNamespace, chain
@@ -59,4 +61,4 @@ def make_asset(
     )
     (partial / CATALOG).write_text(catalog.dumps())
     partial.rename(path)
-    return Asset.open(path)
+    return FolderAsset.open(path)

@@ -13,6 +13,7 @@ from kvabr.cli.main import main
 from kvabr.engines.transformers.model_loader import LoadedModel, load_model
 from kvabr.publish.texts import measuring_texts
 from kvabr.store.asset import Asset
+from kvabr.store.asset_folder import FolderAsset
 
 # The suite runs beside other work more often than not, and threads that wait for each other spin.
 torch.set_num_threads(1)
@@ -49,4 +50,4 @@ def asset(tmp_path_factory: pytest.TempPathFactory) -> Asset:
         ]
     )  # fmt: skip
     assert status == 0
-    return Asset.open(out)
+    return FolderAsset.open(out)

@@ -8,7 +8,8 @@ import torch
 
 from kvabr.publish.encoder import Keeper, publish
 from kvabr.store.asset import Asset, Prompt
-from kvabr.store.asset_writer import AssetWriter
+from kvabr.store.asset_folder import FolderAsset
+from kvabr.store.asset_folder_writer import FolderAssetWriter
 from kvabr.types.kv import KVSpec
 from tests import kvdata
 
@@ -73,10 +74,10 @@ def toy_asset(
 ) -> Asset:
     """Encode the toy model's cache into a folder: 5 groups of 16 tokens, the last one short."""
     made = prompt(tokens)
-    with AssetWriter(path, force=force) as writer:
+    with FolderAssetWriter(path, force=force) as writer:
         catalog = publish(ToyModel(), made, tracks, profile, Keeper(writer.frame, writer.read_frame), salt=salt)
         writer.prompt(made.sealed(catalog.namespace.prompt) if salt else made)
         if catalog.profile is not None:
             writer.profile(profile.to_bytes())
         writer.commit(catalog)
-    return Asset.open(path)
+    return FolderAsset.open(path)

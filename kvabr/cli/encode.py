@@ -44,7 +44,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EPILOG
     parser.add_argument("--text", type=Path, required=True, metavar="FILE", help="text to take the prompt from (UTF-8)")
     parser.add_argument("--tokens", type=int, required=True, metavar="N", help="tokens of the prompt")
-    parser.add_argument("--out", type=Path, required=True, metavar="ASSET", help="folder to make")
+    parser.add_argument("--out", required=True, metavar="ASSET", help="folder to make")
     parser.add_argument(
         "--model",
         default="smollm2",
@@ -75,14 +75,14 @@ def run(args: argparse.Namespace) -> int:
     from kvabr.engines.transformers.model_loader import load_model
     from kvabr.publish.encoder import Keeper, cut_prompt, publish
     from kvabr.publish.frames import ordered_tracks
-    from kvabr.store.asset_writer import AssetWriter
     from kvabr.store.files import read_salt, read_text, write_text
+    from kvabr.store.locations import open_store
 
     # All that can be wrong without the model is found before it is loaded.
     text = read_text(args.text)
     tracks = ordered_tracks(args.tracks)
     salt = read_salt(args.salt_file)
-    writer = AssetWriter(args.out, force=args.force)
+    writer = open_store(args.out).writer(force=args.force)
     if args.tokens < 1 or args.continuation < 2:
         raise UsageError("--tokens must be at least 1 and --continuation at least 2")
     console = Console(stderr=True)
@@ -110,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json is not None:
         result = {
             "schema": "kvabr.encode/1",
-            "asset": str(args.out),
+            "asset": args.out,
             "model": catalog.spec.model,
             "tokens": catalog.tokens,
             "seconds": round(seconds, 3),

@@ -87,15 +87,15 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _open(args: argparse.Namespace) -> tuple[Catalog, Asset | None]:
-    from kvabr.store.asset import Asset
+    from kvabr.store.locations import open_catalog
 
-    path, remote = Path(args.asset), network.is_url(args.asset)
-    if not remote and (path.is_dir() or not path.exists()):
-        asset = Asset.open(path)
-        return asset.catalog, asset
-    if args.check:
-        raise UsageError("--check needs an asset's folder: a catalog alone has no groups to read")
-    return _fetch_catalog(args) if remote else Catalog.read(path), None
+    if network.is_url(args.asset):
+        catalog, asset = _fetch_catalog(args), None
+    else:
+        catalog, asset = open_catalog(args.asset)
+    if args.check and asset is None:
+        raise UsageError("--check needs an asset: a catalog alone has no groups to read")
+    return catalog, asset
 
 
 def _fetch_catalog(args: argparse.Namespace) -> Catalog:
@@ -139,8 +139,10 @@ def _head(catalog: Catalog, out: Console) -> None:
 
 def _check(asset: Asset, out: Console) -> list[str]:
     """Read everything; return what is wrong, one line a part."""
+    from kvabr.replay.verify import load_profile
+
     bad: list[str] = []
-    parts: list[Any] = [asset.profile, asset.prompt]
+    parts: list[Any] = [lambda: load_profile(asset), asset.prompt]
     good = 0
     for part in parts:
         try:

@@ -14,7 +14,7 @@ from kvabr.cli.options import check_writable
 from kvabr.player.config import GPU_PRICE, PlayerConfig
 from kvabr.types.catalog import Catalog
 from kvabr.types.cost import PrefillCost
-from kvabr.types.errors import AssetError, UsageError
+from kvabr.types.errors import UsageError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -45,7 +45,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EPILOG
     parser.add_argument("traces", nargs="+", type=Path, metavar="TRACE", help="trace files, or folders of them")
     parser.add_argument(
-        "--asset", type=Path, help="an asset, or its catalog.json (default: a catalog of SmolLM2 that comes with kvabr)"
+        "--asset", help="an asset, or its catalog.json (default: a catalog of SmolLM2 that comes with kvabr)"
     )
     parser.add_argument(
         "--policy",
@@ -165,19 +165,14 @@ def _show(args: argparse.Namespace, result: dict[str, Any]) -> None:
         out.print(f"page: {args.html.resolve()}", soft_wrap=True)
 
 
-def _asset(path: Path | None) -> tuple[Catalog, Asset | None]:
+def _asset(path: str | None) -> tuple[Catalog, Asset | None]:
     if path is None:
         from kvabr.data import default_catalog
 
         return default_catalog(), None
-    if path.is_dir():
-        from kvabr.store.asset import Asset
+    from kvabr.store.locations import open_catalog
 
-        asset = Asset.open(path)
-        return asset.catalog, asset
-    if not path.exists():
-        raise AssetError(f"{path}: no such asset; `kvabr encode` makes one")
-    return Catalog.read(path), None
+    return open_catalog(path)
 
 
 def _matrix(args: argparse.Namespace, catalog: Catalog) -> Matrix:
@@ -252,7 +247,7 @@ def _check_live(args: argparse.Namespace) -> None:
     given = [name for name in ("quic", "loss", "queue") if getattr(args, name) is not None]
     if given and not args.live:
         raise UsageError(f"--{given[0]} is about a real transport: it needs --live")
-    if args.live and (args.asset is None or not args.asset.is_dir()):
+    if args.live and (args.asset is None or Path(args.asset).is_file()):
         raise UsageError("--live plays real bytes: `kvabr encode` makes an asset, --asset names its folder")
     if args.live and args.decode_scale != 1.0:
         raise UsageError("--decode-scale is for simulations: with --live the groups are really decoded")

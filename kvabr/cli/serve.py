@@ -64,7 +64,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         "that use kvabr.connect."
     )
     parser.epilog = f"{_EPILOG}\nlimits (--limit NAME=VALUE, any number of times) and their defaults:{limits}\n"
-    parser.add_argument("root", type=Path, nargs="?", metavar="ROOT", help="folder with the assets")
+    parser.add_argument("root", nargs="?", metavar="ROOT", help="folder with the assets")
     parser.add_argument(
         "--bind", default="127.0.0.1:4443", metavar="HOST:PORT", help="UDP address (default: 127.0.0.1:4443)"
     )
@@ -147,8 +147,8 @@ async def _serve(
     from kvabr.server import certificates
     from kvabr.server.backends import make_server
     from kvabr.server.metrics import Metrics
+    from kvabr.server.published_assets import PublishedAssets
     from kvabr.server.service import Watcher, run_until_signal
-    from kvabr.store.asset_index import Library
     from kvabr.store.grants import Grants
     from kvabr.telemetry.prometheus import ScrapeServer
 
@@ -163,7 +163,7 @@ async def _serve(
         names = (socket.gethostname(),) if is_wildcard(host) else (host,)
         tls = stack.enter_context(certificates.development(*names)) if args.dev else ServerTls(args.cert, args.key)
         facts = certificates.check(tls)
-        library = Library(args.root, grants, log)
+        library = PublishedAssets(args.root, grants, log)
         watcher = Watcher(library, args.tokens, log, metrics)
         server = make_server(args.quic, library, host, port, tls, limits, log, metrics)
         async with AsyncExitStack() as running:
@@ -186,7 +186,7 @@ def _announce(server: Server, facts: CertificateFacts, args: argparse.Namespace,
     if not assets:
         log.warning(
             "no assets yet",
-            root=str(args.root),
+            root=args.root,
             hint=f"make one with: kvabr encode --text FILE --tokens N --out {args.root}/NAME; it is noticed at once",
         )
     if args.tokens is None and not is_loopback(server.address[0]):
@@ -198,9 +198,9 @@ def _announce(server: Server, facts: CertificateFacts, args: argparse.Namespace,
     if args.dev:
         print(f"certificate, for development: SHA-256 fingerprint {facts.fingerprint}")
     if assets:
-        space = assets[0].namespace
+        space = assets[0].catalog.namespace
         words = [f"'{url}#kvcache:{quote(space.model)}/{space.prompt}'", "--deadline 2", "--out cache.safetensors"]
         words += [f"--fingerprint {facts.fingerprint}"] if args.dev else []
         token = "" if args.tokens is None else "KVABR_TOKEN=... "
-        print(f"fetch from it, for instance {assets[0].folder}: {token}kvabr fetch {' '.join(words)}")
+        print(f"fetch from it, for instance {assets[0].name}: {token}kvabr fetch {' '.join(words)}")
     sys.stdout.flush()

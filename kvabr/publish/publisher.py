@@ -13,7 +13,6 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Literal
 
 import torch
@@ -21,9 +20,8 @@ import torch
 from kvabr.codec.base import codec
 from kvabr.codec.profile import Profile
 from kvabr.publish.frames import FrameBook, ordered_tracks
-from kvabr.store.asset import CATALOG
-from kvabr.store.asset_writer import AssetWriter
-from kvabr.store.quota import NOT_MEASURED, Room
+from kvabr.store.locations import Location, open_store
+from kvabr.store.quota import NOT_MEASURED
 from kvabr.types.catalog import Catalog, Track
 from kvabr.types.errors import KvabrError, UsageError
 from kvabr.types.kv import KVSpec
@@ -57,7 +55,7 @@ class Publisher:
 
     def __init__(
         self,
-        root: Path,
+        root: Location,
         spec: KVSpec,
         *,
         prior: Catalog,
@@ -70,13 +68,13 @@ class Publisher:
         """Make the folder, and start.
 
         Args:
-            root: where assets go: ``root/<prompt digest>``.
+            root: store that assets go to, a folder or a URL; each is named by its prompt digest.
             spec: of the caches.
             prior: where losses and decode times are taken from; best of the same model.
             tracks: names of the tracks; None: FP16, Int8, Int4, and with a profile the AC layers.
             profile: codec profile of the model, for tracks that need it.
             queue: caches that may wait or be worked on; each is held in memory.
-            most_bytes: what engines publish in that folder takes at most, see `kvabr.store.quota`; None: no bound.
+            most_bytes: what engines publish there takes at most, see `kvabr.store.quota`; None: no bound.
             source: what the caches are, in words, for the catalogs.
 
         Raises:
@@ -93,12 +91,9 @@ class Publisher:
                 raise UsageError(f"what track {track} loses is not known: the prior catalog does not have it")
         if profile is not None:
             profile.check(spec)
-        try:
-            root.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UsageError(f"{root}: this folder to publish in cannot be made ({error.strerror})") from error
-        self._root, self._spec, self._prior, self._source = root, spec, prior, source
-        self._room = None if most_bytes is None else Room(root, most_bytes)
+        self._spec, self._prior, self._source = spec, prior, source
+        self._store = open_store(root, create=True)
+        self._quota = None if most_bytes is None else self._store.quota(most_bytes)
         needed = any(codec(track).needs_profile for track in self._tracks)
         self._profile = profile if needed else None
         self._profile_bytes = b"" if self._profile is None else self._profile.to_bytes()
@@ -135,11 +130,11 @@ class Publisher:
             if name in self._known:
                 return "known"
             try:
-                if (self._root / name / CATALOG).exists():
-                    if self._room is not None:
-                        self._room.touch(name)
+                if self._store.version(name) is not None:
+                    if self._quota is not None:
+                        self._quota.touch(name)
                     return "known"
-            except OSError:  # a share that is gone, a folder that may not be entered: not the engine's trouble
+            except KvabrError:  # a share that is gone, a folder that must not be entered: the engine goes on
                 return "failed"
             if self._closed or not self._free.acquire(blocking=False):
                 return "full"
@@ -178,7 +173,7 @@ class Publisher:
 
     def _publish(self, slot: Slot, kv: torch.Tensor) -> int:
         spec, chunks = self._spec, slot.chunks
-        with AssetWriter(self._root / chunks[-1]) as writer:
+        with self._store.writer(chunks[-1]) as writer:
             book = FrameBook(
                 spec, chunks, slot.tokens, self._tracks, self._profile, put=writer.frame, get=writer.read_frame
             )
@@ -186,8 +181,8 @@ class Publisher:
             if self._profile is not None:
                 writer.profile(self._profile_bytes)
             writer.commit(self._catalog(book, slot))
-        if self._room is not None:
-            self._room.make(chunks[-1])
+        if self._quota is not None:
+            self._quota.make_room(chunks[-1])
         return sum(sum(sizes) for sizes in book.bytes.values())
 
     def _catalog(self, book: FrameBook, slot: Slot) -> Catalog:

@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
+from kvabr.codec.profile import Profile
 from kvabr.player.assembler import Assembler, Verdict
 from kvabr.publish.score import Reference, ScoringEngine
 from kvabr.store.asset import Asset
@@ -71,6 +72,22 @@ def steps_of(record: Sequence[tuple[str, int, int | str]]) -> list[Step]:
     return steps
 
 
+def load_profile(asset: Asset) -> Profile | None:
+    """Return the codec profile of an asset; None if no track needs one.
+
+    Raises:
+        AssetError: the profile is missing.
+        FormatError: it is not the one that the catalog names.
+        ForeignError: it is of another model.
+    """
+    data = asset.profile_bytes()
+    if data is None:
+        return None
+    profile = Profile.from_bytes(data)
+    profile.check(asset.catalog.spec)
+    return profile
+
+
 class Verifier:
     """Verifies any number of plays of one asset; computes the exact cache once, and keeps only its scores."""
 
@@ -82,9 +99,11 @@ class Verifier:
             AssetError, FormatError: the asset lacks its prompt or its profile, or one is damaged.
         """
         if engine.spec.digest() != asset.catalog.spec.digest():
-            raise ModelError(f"{asset.path}: the cache is of {asset.catalog.spec.model}, not of {engine.spec.model}")
+            raise ModelError(
+                f"{asset.location}: the cache is of {asset.catalog.spec.model}, not of {engine.spec.model}"
+            )
         self._asset, self._engine = asset, engine
-        self._profile = asset.profile()
+        self._profile = load_profile(asset)
         prompt = asset.prompt()
         self._tokens = prompt.tokens
         self._reference = Reference(engine, engine.prefill(prompt.tokens), prompt.continuation)

@@ -6,8 +6,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from kvabr.server.metrics import Metrics
+from kvabr.server.published_assets import PublishedAssets
 from kvabr.server.server import Server, ServerLimits, ServerTls
-from kvabr.store.asset_index import Library
 from kvabr.types.errors import TransportError
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def missing(backend: str) -> str | None:
 
 def make_server(
     backend: str,
-    library: Library,
+    library: PublishedAssets,
     host: str,
     port: int,
     tls: ServerTls,
@@ -59,7 +59,7 @@ def make_server(
 
 def _make(
     name: str,
-    library: Library,
+    library: PublishedAssets,
     host: str,
     port: int,
     tls: ServerTls,

@@ -15,13 +15,13 @@ from kvabr.moqt.codes import RequestCode
 from kvabr.quic.buffered import ReceiveBuffer
 from kvabr.quic.interface import Connection, ConnectionStats, Download, DownloadStats
 from kvabr.server.faults import Ask, Fault, tampered
-from kvabr.store.publication import Publication
+from kvabr.server.publication import Publication
 from kvabr.types.errors import AssetError, ConnectionLostError, NotFoundError, RequestError
 from kvabr.types.events import Limit
 from kvabr.types.naming import TrackNamespace
 
 Find = Callable[[TrackNamespace, str], Publication | None]
-"""What is served under a name, or None; for a `Library`: ``functools.partial(library.find, grant)``."""
+"""What is served under a name, or None; for a `PublishedAssets`: ``functools.partial(library.find, grant)``."""
 
 _PACKET = 1200
 """Bytes that the link carries at once, unless it is so fast that this takes less than a millisecond."""

@@ -16,10 +16,10 @@ from kvabr.moqt.session import Session
 from kvabr.moqt.wire import Draft, Location
 from kvabr.quic.endpoint import Endpoint
 from kvabr.quic.library import QuicLibrary
+from kvabr.server.publication import Publication
 from kvabr.server.rate_limiter import Allowance
 from kvabr.server.send_queue import GroupRange, Outbox, Piece, Sending, last_object
 from kvabr.store.grants import Grant, token_in_path
-from kvabr.store.publication import Publication
 from kvabr.types.errors import AssetError, FormatError
 from kvabr.types.naming import ROOT, TrackNamespace
 

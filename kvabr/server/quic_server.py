@@ -12,8 +12,8 @@ from kvabr.quic.endpoint import protocol_class
 from kvabr.quic.library import LibraryName, NoTokens, RetryTokens, library, load_certificates
 from kvabr.server.metrics import Metrics
 from kvabr.server.peer import Peer
+from kvabr.server.published_assets import PublishedAssets
 from kvabr.server.server import Server, ServerLimits, ServerTls
-from kvabr.store.asset_index import Library
 from kvabr.types.errors import TransportError
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ class QuicServer(Server):
 
     def __init__(
         self,
-        library_: Library,
+        library_: PublishedAssets,
         host: str,
         port: int,
         tls: ServerTls,

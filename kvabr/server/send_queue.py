@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from kvabr.codec.container import ObjectSpan
 from kvabr.moqt.objects import FetchWriter
 from kvabr.moqt.wire import Draft, KeyValue
-from kvabr.store.publication import PROPERTY_GROUP_BYTES, PROPERTY_GROUP_DIGEST, Publication, PublishedGroup
+from kvabr.server.publication import PROPERTY_GROUP_BYTES, PROPERTY_GROUP_DIGEST, Publication, PublishedGroup
 
 MOST_AHEAD_BYTES, LEAST_AHEAD_BYTES = 256 << 10, 16 << 10
 """Bytes that QUIC is given ahead of what it has sent: a congestion window, which is all that it can send before it asks

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger
 
     from kvabr.server.metrics import Metrics
-    from kvabr.store.asset_index import Library
+    from kvabr.server.published_assets import PublishedAssets
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class Server(ABC):
 
     def __init__(
         self,
-        library: Library,
+        library: PublishedAssets,
         host: str,
         port: int,
         tls: ServerTls,

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from kvabr.server.metrics import Metrics
+from kvabr.server.published_assets import PublishedAssets
 from kvabr.server.server import Server
-from kvabr.store.asset_index import Library
-from kvabr.store.asset_snapshot import Stamp
+from kvabr.store.files import FileVersion
 from kvabr.store.grants import Grants
 from kvabr.types.errors import KvabrError, TransportError
 
@@ -31,7 +31,7 @@ class Watcher:
 
     def __init__(
         self,
-        library: Library,
+        library: PublishedAssets,
         tokens: Path | None,
         log: FilteringBoundLogger,
         metrics: Metrics,
@@ -49,7 +49,7 @@ class Watcher:
         """
         self._library, self._tokens, self._log, self._metrics = library, tokens, log, metrics
         self._every_s = every_s
-        self._stamp = None if tokens is None else Stamp.of(tokens)
+        self._stamp = None if tokens is None else FileVersion.of(tokens)
         self._task: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
@@ -75,7 +75,7 @@ class Watcher:
     def _look_at_tokens(self) -> None:
         if self._tokens is None:
             return
-        stamp = Stamp.of(self._tokens)
+        stamp = FileVersion.of(self._tokens)
         if stamp == self._stamp:
             return
         self._stamp = stamp

@@ -1,11 +1,15 @@
-"""An asset on disk, read: a folder whose every file is checked against the catalog before it is believed.
+"""Published caches: what an asset consists of, and what a store of assets must provide.
 
-The folder::
+An asset has these parts, wherever it is stored:
 
-    catalog.json                    what the asset offers (`kvabr.catalog`)
-    profile.safetensors             side information of the model, if a track needs it
-    groups/<track>/<group>.kvg      one frame per group and track; the group in five digits
-    prompt.json                     token ids of prompt and continuation: for recompute and verification, never served
+    catalog.json            what the asset offers (`kvabr.types.catalog`)
+    profile.safetensors     codec side information of the model, if a track needs it
+    a frame per group and track
+    prompt.json             token ids of prompt and continuation, for recompute and verification; never served
+
+Whatever is read is checked against the catalog before it is believed. `kvabr.store.asset_folder` keeps assets in
+folders. To add another kind of store, implement `AssetStore`, `AssetWriter` and a subclass of `Asset`, and register a
+URL scheme in `kvabr.store.locations`.
 """
 
 from __future__ import annotations
@@ -13,31 +17,24 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING
+from functools import cached_property
+from types import TracebackType
+from typing import Protocol, Self
 
 from kvabr.types.catalog import Catalog
 from kvabr.types.errors import AssetError, ForeignError, FormatError
-from kvabr.types.naming import chain, check_track_name
-
-if TYPE_CHECKING:
-    from kvabr.codec.profile import Profile
+from kvabr.types.naming import chain, prefix_key
 
 CATALOG = "catalog.json"
 PROFILE = "profile.safetensors"
 PROMPT = "prompt.json"
-GROUPS = "groups"
 
 _PROMPT_SCHEMA = "kvabr.prompt/1"
 _MAX_PROMPT_BYTES = 64 << 20
 _MAX_PROFILE_BYTES = 1 << 30
 _AGAIN = "encode the asset again"
-
-
-def frame_path(root: Path, group: int, track: str) -> Path:
-    """Where the frame of a group on a track lies. The name of the track is checked: it cannot lead out of ``root``."""
-    return root / GROUPS / check_track_name(track) / f"{group:05d}.kvg"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +44,12 @@ class Prompt:
     tokens: tuple[int, ...]
     """The prompt, whose cache the asset is."""
     continuation: tuple[int, ...]
-    """What really followed: the loss of a cache is measured on it."""
+    """The tokens that followed; the loss of a cache is measured on them."""
     seal: str | None = None
-    """Of a salted prompt, see `sealed`."""
+    """Ties a salted prompt to its asset, see `sealed`."""
 
     def sealed(self, name: str) -> Prompt:
-        """The same, tied to a prompt digest that nobody can compute from the token ids without the salt.
+        """Return this prompt tied to a digest that cannot be computed from the token ids without the salt.
 
         Args:
             name: the last chained digest, which names the asset.
@@ -60,7 +57,7 @@ class Prompt:
         return replace(self, seal=self._seal(name))
 
     def is_sealed_for(self, name: str) -> bool:
-        """Whether `sealed` made it for that digest, of these very token ids."""
+        """Return whether the seal is the one that `sealed` makes for ``name`` and these token ids."""
         return self.seal == self._seal(name)
 
     def _seal(self, name: str) -> str:
@@ -70,13 +67,13 @@ class Prompt:
         ).hexdigest()
 
     def dumps(self) -> str:
-        """The prompt as JSON text."""
+        """Return the prompt as JSON text."""
         value = {"schema": _PROMPT_SCHEMA, "tokens": list(self.tokens), "continuation": list(self.continuation)}
         return json.dumps(value if self.seal is None else {**value, "seal": self.seal})
 
     @classmethod
     def loads(cls, text: str | bytes) -> Prompt:
-        """Read `dumps` back.
+        """Parse what `dumps` returned.
 
         Raises:
             FormatError: not such JSON, another version, or ids that are not token ids.
@@ -92,63 +89,128 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True)
-class Asset:
-    """A published cache in a folder."""
+class AssetVersion:
+    """Identifies one version of an asset; found without reading it."""
 
-    path: Path
-    catalog: Catalog
+    tag: str
+    """Opaque, like an ETag: another tag means another version."""
+    modified_ns: int
+    """When it was published, nanoseconds since 1970; of two assets with one name the newer is served."""
 
-    @classmethod
-    def open(cls, path: Path) -> Asset:
-        """Open the asset in the folder ``path``; only the catalog is read.
+
+class Asset(ABC):
+    """One version of a published cache, read from a store. Reading does not change it; compares by identity."""
+
+    def __init__(self, location: str, name: str, version: AssetVersion, catalog_data: bytes) -> None:
+        """Parse the catalog.
+
+        Args:
+            location: path or URL of the asset, which `kvabr.store.locations.open_asset` opens.
+            name: in its store, with slashes; "." for a store that is a single asset.
+            version: found before the catalog was read.
+            catalog_data: the catalog's bytes.
 
         Raises:
-            AssetError: there is none.
-            FormatError: its catalog is damaged, or of a newer version.
+            FormatError: the catalog is damaged, or of a newer version.
         """
-        if not path.is_dir():
-            raise AssetError(f"{path}: no such asset; make one with: kvabr encode --text FILE --tokens N --out {path}")
-        return cls(path, Catalog.read(path / CATALOG))
+        self.location, self.name, self.version = location, name, version
+        try:
+            self.catalog = Catalog.loads(catalog_data)
+        except FormatError as error:
+            raise FormatError(f"{location}/{CATALOG}: {error}") from error
+        self.catalog_sha256 = hashlib.sha256(catalog_data).hexdigest()
+        self.catalog_size = len(catalog_data)
+
+    @abstractmethod
+    def is_current(self) -> bool:
+        """Return whether this is still the published version.
+
+        Called for every request, on an event loop: a remote store answers from what it knew last.
+        """
+
+    @abstractmethod
+    def check_parts(self) -> None:
+        """Check that everything the catalog names exists with the right size, and the profile with the right digest.
+
+        Frames are not read: players check their digests.
+
+        Raises:
+            AssetError: a part is missing, has another size, or must not be read.
+            FormatError: the profile is not the one that the catalog names.
+        """
+
+    @abstractmethod
+    def frame_view(self, group: int, track: str) -> memoryview:
+        """Return a frame without copying it where the store can, checked for its size but not for its digest.
+
+        Args:
+            group: must exist.
+            track: must be in the catalog.
+
+        Raises:
+            AssetError: the frame cannot be read, or has not the catalog's size.
+        """
+
+    @abstractmethod
+    def _read_part(self, part: str, max_bytes: int) -> bytes:
+        """Return at most ``max_bytes`` + 1 bytes of the catalog, the profile or the prompt.
+
+        Raises:
+            AssetError: it cannot be read.
+        """
+
+    @abstractmethod
+    def _read_frame(self, group: int, track: str, max_bytes: int) -> bytes:
+        """Return at most ``max_bytes`` + 1 bytes of a frame.
+
+        Raises:
+            AssetError: it cannot be read.
+        """
+
+    @abstractmethod
+    def _frame_name(self, group: int, track: str) -> str:
+        """Return where a frame is stored, for error messages."""
+
+    @cached_property
+    def prefix_keys(self) -> tuple[bytes, ...]:
+        """What the name of a lookup carries of each group's digest.
+
+        Raises:
+            FormatError: a digest of the catalog is none.
+        """
+        return tuple(map(prefix_key, self.catalog.chunks))
+
+    def catalog_bytes(self) -> bytes:
+        """Return the catalog's bytes.
+
+        Raises:
+            AssetError: the catalog is gone, or is no longer the one of this version.
+        """
+        return self._unchanged(CATALOG, self.catalog_size, self.catalog_sha256)
 
     def profile_bytes(self) -> bytes | None:
-        """The codec profile's file, checked against the catalog; None if no track needs one.
+        """Return the codec profile's bytes, checked against the catalog; None if no track needs a profile.
 
         Raises:
-            AssetError: the file is missing.
+            AssetError: the profile is missing.
             FormatError: it is not the one that the catalog names.
         """
-        expected = self.catalog.profile
+        expected, size = self.catalog.profile, self.catalog.profile_bytes
         if expected is None:
             return None
-        path = self.path / PROFILE
-        if self.catalog.profile_bytes > _MAX_PROFILE_BYTES:
-            raise FormatError(f"{path}: a profile of {self.catalog.profile_bytes} bytes is more than any model needs")
-        data = _read(path, self.catalog.profile_bytes)
+        where = f"{self.location}/{PROFILE}"
+        if size > _MAX_PROFILE_BYTES:
+            raise FormatError(f"{where}: a profile of {size} bytes is more than any model needs")
+        data = _sized(self._read_part(PROFILE, size), size, where)
         if hashlib.sha256(data).hexdigest() != expected:
-            raise FormatError(f"{path}: not the profile that the catalog names (SHA-256 differs); {_AGAIN}")
+            raise FormatError(f"{where}: not the profile that the catalog names (SHA-256 differs); {_AGAIN}")
         return data
 
-    def profile(self) -> Profile | None:
-        """The codec profile, ready for an assembler; None if no track needs one.
-
-        Raises:
-            AssetError, FormatError: as `profile_bytes`.
-            ForeignError: it is of another model.
-        """
-        from kvabr.codec.profile import Profile  # noqa: PLC0415 - reading a catalog must not load torch
-
-        data = self.profile_bytes()
-        if data is None:
-            return None
-        profile = Profile.from_bytes(data)
-        profile.check(self.catalog.spec)
-        return profile
-
     def frame(self, group: int, track: str) -> bytes:
-        """The frame of one group on one track, checked against the catalog.
+        """Return the frame of one group on one track, checked against the catalog.
 
         Raises:
-            AssetError: the file is missing.
+            AssetError: the frame is missing.
             FormatError: it is truncated, too long, or damaged; or there is no such track.
             ForeignError: it is the frame of another group or track of this asset.
             IndexError: there is no such group.
@@ -156,40 +218,45 @@ class Asset:
         offer = self.catalog.track(track)
         if not 0 <= group < self.catalog.groups:
             raise IndexError(f"group {group} is outside an asset of {self.catalog.groups} groups")
-        path = frame_path(self.path, group, track)
+        where = self._frame_name(group, track)
         try:
-            data = _read(path, offer.bytes[group])
+            data = _sized(self._read_frame(group, track, offer.bytes[group]), offer.bytes[group], where)
         except FormatError:
-            # A frame of another group has another size more often than not: say what it is before what it is not.
-            self._refuse_swapped(path, group, track)
+            # A swapped frame has, as a rule, another size: "swapped" says more than "truncated".
+            self._refuse_swapped(group, track)
             raise
         if hashlib.sha256(data).hexdigest() != offer.digests[group]:
-            self._refuse_swapped(path, group, track)
-            raise FormatError(f"{path}: damaged, its SHA-256 is not the one in the catalog; {_AGAIN}")
+            self._refuse_swapped(group, track)
+            raise FormatError(f"{where}: damaged, its SHA-256 is not the one in the catalog; {_AGAIN}")
         return data
 
     def prompt(self) -> Prompt:
-        """Token ids of the prompt and of what followed it.
+        """Return the token ids of the prompt and of what followed it.
 
         Raises:
-            AssetError: the file is missing, as in an asset that was fetched.
+            AssetError: the prompt is missing, as in an asset that was fetched.
             FormatError: it is damaged, or not the prompt of this catalog.
         """
-        path = self.path / PROMPT
+        where = f"{self.location}/{PROMPT}"
         try:
-            with path.open("rb") as file:
-                data = file.read(_MAX_PROMPT_BYTES + 1)
-        except OSError as error:
-            raise AssetError(f"{path}: cannot be read ({error.strerror}); only a publisher's asset has it") from error
+            data = self._read_part(PROMPT, _MAX_PROMPT_BYTES)
+        except AssetError as error:
+            raise AssetError(f"{error}; only a publisher's asset has it") from error
         if len(data) > _MAX_PROMPT_BYTES:
-            raise FormatError(f"{path}: larger than a prompt may be ({_MAX_PROMPT_BYTES} bytes)")
+            raise FormatError(f"{where}: larger than a prompt may be ({_MAX_PROMPT_BYTES} bytes)")
         try:
             prompt = Prompt.loads(data)
         except FormatError as error:
-            raise FormatError(f"{path}: {error}") from error
+            raise FormatError(f"{where}: {error}") from error
         if not self._is_ours(prompt):
-            raise FormatError(f"{path}: not the prompt that the catalog's digests name; {_AGAIN}")
+            raise FormatError(f"{where}: not the prompt that the catalog's digests name; {_AGAIN}")
         return prompt
+
+    def _unchanged(self, part: str, size: int, sha256: str) -> bytes:
+        data = self._read_part(part, size)
+        if len(data) != size or hashlib.sha256(data).hexdigest() != sha256:
+            raise AssetError(f"{self.location}/{part}: no longer the file that was checked")
+        return data
 
     def _is_ours(self, prompt: Prompt) -> bool:
         spec, tokens = self.catalog.spec, prompt.tokens
@@ -201,35 +268,140 @@ class Asset:
         digests = chain(tokens, model=spec.model, tokenizer=spec.tokenizer, group_tokens=spec.group_tokens)
         return tuple(digests) == self.catalog.chunks
 
-    def _refuse_swapped(self, path: Path, group: int, track: str) -> None:
-        """Raise if the file is a good frame of another place in this asset."""
+    def _refuse_swapped(self, group: int, track: str) -> None:
+        """Raise if the frame is a good one of another place in this asset."""
+        largest = max(max(each.bytes) for each in self.catalog.tracks)
         try:
-            with path.open("rb") as file:
-                digest = hashlib.file_digest(file, "sha256").hexdigest()
-        except OSError:
+            digest = hashlib.sha256(self._read_frame(group, track, largest)).hexdigest()
+        except AssetError:
             return
         for other in self.catalog.tracks:
             if digest in other.digests:
                 place = other.digests.index(digest)
                 raise ForeignError(
-                    f"{path}: this is group {place} of {other.name}, not group {group} of {track}; files were swapped, "
-                    f"{_AGAIN}"
+                    f"{self._frame_name(group, track)}: this is group {place} of {other.name}, not group {group} of "
+                    f"{track}; files were swapped, {_AGAIN}"
                 )
 
 
-def _read(path: Path, size: int) -> bytes:
-    """Read a file that must have exactly ``size`` bytes; never more than that plus one."""
-    try:
-        with path.open("rb") as file:
-            data = file.read(size + 1)
-    except FileNotFoundError as error:
-        raise AssetError(f"{path}: missing from the asset; {_AGAIN}, or copy the whole folder") from error
-    except OSError as error:
-        raise AssetError(f"{path}: cannot be read ({error.strerror})") from error
+class AssetWriter(Protocol):
+    """Writes one asset; a context manager. Leaving it without `commit` leaves nothing behind.
+
+    All methods raise `AssetError` if the store refuses, for instance because the disk is full.
+    """
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+    def frame(self, group: int, track: str, frame: bytes) -> None:
+        """Write the frame of one group on one track."""
+        ...
+
+    def read_frame(self, group: int, track: str) -> bytes:
+        """Read back what `frame` wrote, for measuring before the asset is committed."""
+        ...
+
+    def profile(self, data: bytes) -> None:
+        """Write the codec profile."""
+        ...
+
+    def prompt(self, prompt: Prompt) -> None:
+        """Write the token ids."""
+        ...
+
+    def commit(self, catalog: Catalog) -> None:
+        """Write the catalog, and publish the asset under its name in one step.
+
+        If this raises, an asset that was there before is untouched.
+        """
+        ...
+
+
+class AssetQuota(Protocol):
+    """Keeps what engines publish into a store within a number of bytes."""
+
+    def touch(self, name: str) -> None:
+        """Note that an asset was computed or looked for again, so that it stays longer. Never raises."""
+        ...
+
+    def make_room(self, name: str) -> int:
+        """Count an asset that was just published, and remove others if they no longer fit. Never removes ``name``.
+
+        Returns:
+            How many assets were removed.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class AssetListing:
+    """What is in a store."""
+
+    versions: dict[str, AssetVersion]
+    """By name."""
+    complete: bool
+    """False if the store holds more than was looked at."""
+
+
+class AssetStore(Protocol):
+    """Assets by name. Names are relative paths with slashes; a store that is a single asset calls it "."."""
+
+    @property
+    def location(self) -> str:
+        """Path or URL."""
+        ...
+
+    def list(self) -> AssetListing:
+        """Find all assets without reading them."""
+        ...
+
+    def version(self, name: str) -> AssetVersion | None:
+        """Return the version of an asset; None if there is none.
+
+        Raises:
+            AssetError: it cannot be told, for instance because the store cannot be reached.
+        """
+        ...
+
+    def open(self, name: str = ".") -> Asset:
+        """Open an asset. Only its catalog is read.
+
+        Raises:
+            AssetError: there is no such asset.
+            FormatError: its catalog is damaged, or of a newer version.
+        """
+        ...
+
+    def writer(self, name: str = ".", *, force: bool = False) -> AssetWriter:
+        """Return a writer for an asset; nothing is created yet.
+
+        Args:
+            name: of the asset.
+            force: replace the asset that is there.
+
+        Raises:
+            AssetError: something is there that is not an asset.
+            UsageError: an asset is there, and ``force`` is not given.
+        """
+        ...
+
+    def quota(self, max_bytes: int) -> AssetQuota:
+        """Return a quota for what engines publish into this store.
+
+        Raises:
+            UsageError: this kind of store cannot limit it.
+        """
+        ...
+
+
+def _sized(data: bytes, size: int, where: str) -> bytes:
     if len(data) < size:
-        raise FormatError(f"{path}: truncated, {len(data)} of {size} bytes; {_AGAIN}, or copy it again")
+        raise FormatError(f"{where}: truncated, {len(data)} of {size} bytes; {_AGAIN}, or copy it again")
     if len(data) > size:
-        raise FormatError(f"{path}: longer than the {size} bytes that the catalog says; {_AGAIN}")
+        raise FormatError(f"{where}: longer than the {size} bytes that the catalog says; {_AGAIN}")
     return data
 
 

@@ -6,6 +6,7 @@ import os
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from io import BufferedWriter
 from pathlib import Path
 
@@ -16,6 +17,26 @@ MAX_SALT_BYTES = 4096
 
 PARTIAL = ".partial"
 """Suffix of files and folders that are being written."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileVersion:
+    """Tells whether a file is still the same, without reading it."""
+
+    device: int
+    inode: int
+    size: int
+    modified_ns: int
+    changed_ns: int
+
+    @classmethod
+    def of(cls, path: Path) -> FileVersion | None:
+        """Return the version of a file; None if it is gone or cannot be looked at."""
+        try:
+            found = path.stat()
+        except OSError:
+            return None
+        return cls(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
 
 
 def read_text(

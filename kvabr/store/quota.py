@@ -1,7 +1,7 @@
-"""Keeps what engines publish into a folder within so many bytes: what was computed longest ago goes first.
+"""Keeps what engines publish into a folder within a number of bytes: the least recently computed goes first.
 
 Only assets that an engine published are counted and removed, never those of `kvabr encode`: these were measured, and
-nobody makes them again by the way. A removed prompt is published again when an engine computes it again.
+nobody makes them again in passing. A removed prompt is published again when an engine computes it again.
 """
 
 from __future__ import annotations
@@ -14,87 +14,87 @@ import tempfile
 from pathlib import Path
 
 from kvabr.store.asset import CATALOG
+from kvabr.store.lru import ByteLru
 from kvabr.types.catalog import Catalog
 from kvabr.types.errors import KvabrError
 
 NOT_MEASURED = "not measured"
-"""How the catalogs of what engines publish begin to say where their losses are from."""
+"""Start of `Catalog.loss_method` in what engines publish."""
 
 _NAME = re.compile(r"[0-9a-f]{64}")
-_LOOK_AGAIN = 0.05
-"""Share of the bytes after which the folder is looked at again, for others may publish into it too; and so much more
-than must be is removed, so that a full folder of very many assets is not looked at for each."""
+_SLACK = 0.05
+"""Share of the bound after which the folder is read again, because others may publish into it too. As much more than
+necessary is removed, so that a full folder of many assets is not read for each new one."""
 
 
-class Room:
-    """The bytes that a folder of published assets may take. Not for several threads at once, but for `touch`."""
+class FolderQuota:
+    """An `AssetQuota` for a folder of assets. Only `touch` may be called from several threads at once.
 
-    def __init__(self, root: Path, most_bytes: int) -> None:
-        """Nothing is read, nor removed, before the first `make`.
+    Processes that share a folder each read it again after publishing a twentieth of the bound, so each of them may
+    exceed it by as much.
+    """
 
-        Args:
-            root: the folder.
-            most_bytes: what engines have published there may take together. Processes that share a folder each look
-                at it again after a twentieth of this, so several may exceed it by as much each.
-        """
-        self._root, self._most = root, most_bytes
-        self._bytes: dict[str, int] = {}
-        """Of what is there, by name; 0: neither to be counted nor removed."""
-        self._looked = False
-        self._since = 0
+    def __init__(self, root: Path, max_bytes: int) -> None:
+        """Take the folder; nothing is read or removed before the first `make_room`."""
+        self._root, self._max_bytes = root, max_bytes
+        self._sizes: dict[str, int] = {}
+        """Bytes of all assets at the last look, by name; 0: not published by an engine."""
+        self._published = self._empty()
+        self._since_bytes: int | None = None
+        """Bytes published since the last look; None before the first."""
 
     def touch(self, name: str) -> None:
-        """An asset was computed, or looked for, again: it stays longer. Quick, and says nothing if it is gone."""
+        """See `AssetQuota.touch`."""
         with contextlib.suppress(OSError):
             # Not the catalog's own time: by that an origin sees that an asset was replaced.
             os.utime(self._root / name)
 
-    def make(self, name: str) -> int:
-        """Count an asset that was just published; if they do not all fit, remove others until there is some room again.
-
-        Args:
-            name: of its folder. It is kept, even if it is larger than everything may be.
-
-        Returns:
-            How many were removed.
-        """
-        self._bytes[name] = size = _size(self._root / name)
-        self._since += size
-        if self._looked and self._taken() <= self._most and self._since <= _LOOK_AGAIN * self._most:
+    def make_room(self, name: str) -> int:
+        """See `AssetQuota.make_room`."""
+        size = self._sizes[name] = _folder_bytes(self._root / name)
+        self._published.pop(name, None)
+        self._since_bytes = None if self._since_bytes is None else self._since_bytes + size
+        if self._since_bytes is not None and self._since_bytes <= _SLACK * self._max_bytes and self._add(name, size):
             return 0
-        oldest, removed = self._look(), 0
-        taken = self._taken()
-        if taken <= self._most:
-            return 0
-        for other in oldest:
-            if taken <= (1 - _LOOK_AGAIN) * self._most:
-                break
-            size = self._bytes[other]
-            if other != name and self._remove(other):
-                taken -= size
-                removed += 1
+        self._look(but=name)
+        fits = self._published.currsize + size <= self._max_bytes
+        room = self._max_bytes if fits else (1 - _SLACK) * self._max_bytes
+        removed = 0
+        while self._published and self._published.currsize + size > room:
+            oldest, _ = self._published.popitem()
+            removed += self._remove(oldest)
+        self._add(name, size)
         return removed
 
-    def _taken(self) -> int:
-        return sum(self._bytes.values())
+    def _add(self, name: str, size: int) -> bool:
+        """Add the newest asset if it fits without evicting others."""
+        return self._published.currsize + size <= self._max_bytes and self._published.add(name, size)
 
-    def _look(self) -> list[str]:
-        """What is there now, the oldest first."""
-        here: dict[str, float] = {}
+    def _look(self, but: str) -> None:
+        """Find what is in the folder now, the least recently computed first, except for one asset."""
+        used: dict[str, float] = {}
         with contextlib.suppress(OSError), os.scandir(self._root) as entries:
             for entry in entries:
                 with contextlib.suppress(OSError):
                     if _NAME.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
-                        here[entry.name] = entry.stat(follow_symlinks=False).st_mtime
-        self._bytes = {name: size for name, size in self._bytes.items() if name in here}
-        for name in here.keys() - self._bytes.keys():
+                        used[entry.name] = entry.stat(follow_symlinks=False).st_mtime
+        sizes = {name: size for name, size in self._sizes.items() if name in used}
+        for name in used.keys() - sizes.keys():
             path = self._root / name
-            self._bytes[name] = _size(path) if _is_published(path) else 0
-        self._looked, self._since = True, 0
-        return sorted((name for name in here if self._bytes[name]), key=lambda name: here[name])
+            sizes[name] = _folder_bytes(path) if _is_published(path) else 0
+        self._sizes, self._since_bytes = sizes, 0
+        self._published = self._empty()
+        for name in sorted(used, key=lambda name: used[name]):
+            if name != but and sizes[name]:
+                self._published[name] = sizes[name]
+
+    @staticmethod
+    def _empty() -> ByteLru[str, int]:
+        # The bound is applied in `make_room`: others may have filled the folder beyond it.
+        return ByteLru(1 << 62, lambda size: size)
 
     def _remove(self, name: str) -> bool:
-        """Whether it is gone; by one rename first, so that an origin has it whole or not at all."""
+        """Remove an asset, by a rename first, so that an origin has it whole or not at all."""
         aside: str | None = None
         try:
             aside = tempfile.mkdtemp(prefix=f".{name}.", suffix=".old", dir=self._root)
@@ -104,12 +104,12 @@ class Room:
         finally:
             if aside is not None:
                 shutil.rmtree(aside, ignore_errors=True)
-        self._bytes.pop(name, None)
+        self._sizes.pop(name, None)
         return True
 
 
-def _size(path: Path) -> int:
-    """Bytes of all files below a folder; of one that is just being removed, those that are left."""
+def _folder_bytes(path: Path) -> int:
+    """Return the bytes of all files below a folder, which may be disappearing."""
     total = 0
     for folder, _, files in os.walk(path):
         for file in files:

@@ -9,7 +9,7 @@ import torch
 
 from kvabr.codec.fit import fit
 from kvabr.server.memory import MemoryConnection, MemoryLink
-from kvabr.store.asset_index import Library
+from kvabr.server.published_assets import PublishedAssets
 from kvabr.store.grants import EVERYTHING
 from tests.toymodel import SPEC, ToyModel, prompt, toy_asset
 
@@ -28,19 +28,19 @@ def root(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def libraries(root):
-    return {folder: Library(root / folder) for folder in (".", "short", "long")}
+    return {folder: PublishedAssets(root / folder) for folder in (".", "short", "long")}
 
 
 @pytest.fixture(scope="session")
 def short(libraries):
     """Catalog of the asset of 70 tokens."""
-    return libraries["short"].assets[0].asset.catalog
+    return libraries["short"].assets[0].catalog
 
 
 @pytest.fixture(scope="session")
 def long(libraries):
     """Catalog of the asset of 160 tokens."""
-    return libraries["long"].assets[0].asset.catalog
+    return libraries["long"].assets[0].catalog
 
 
 @pytest.fixture

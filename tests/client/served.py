@@ -11,8 +11,8 @@ from kvabr.client.blocking_connection import Loop
 from kvabr.server.backends import make_server
 from kvabr.server.certificates import check, make
 from kvabr.server.metrics import Metrics
+from kvabr.server.published_assets import PublishedAssets
 from kvabr.server.server import ServerLimits, ServerTls
-from kvabr.store.asset_index import Library
 from kvabr.store.grants import Grant, Grants
 
 LOG = structlog.wrap_logger(structlog.ReturnLogger(), processors=[])
@@ -35,7 +35,7 @@ class Served:
         self.start()
 
     def start(self):
-        library = Library(self._root, self._grants, LOG)
+        library = PublishedAssets(self._root, self._grants, LOG)
         server = make_server(self._quic, library, "127.0.0.1", self.port, self._tls, ServerLimits(), LOG, Metrics())
         self._loop.call(server.start())
         self._server, self.port = server, server.address[1]

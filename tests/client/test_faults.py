@@ -13,7 +13,7 @@ from kvabr.client.play import play, play_asset
 from kvabr.quic.reconnect import RedialledConnection
 from kvabr.server.faults import Fault
 from kvabr.server.memory import MemoryConnection
-from kvabr.store.publication import BytesPublication
+from kvabr.server.publication import BytesPublication
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import ConnectionLostError, FormatError, ModelError, PlayError, TransportError
 from kvabr.types.naming import CATALOG_TRACK, PREFIX_TRACK, TrackNamespace
@@ -87,7 +87,7 @@ def test_a_lie_is_refused_with_its_reason_and_asked_for_again(origin, fault, rea
 
 @virtual
 async def test_a_frame_of_another_model_or_prompt_is_foreign(origin, libraries, long):
-    other = libraries["long"].assets[0].asset.frame(3, "Int4")
+    other = libraries["long"].assets[0].frame(3, "Int4")
 
     played, lines = await played_with(origin, on_first(Fault(replace=other)))
     reasons = [line["reason"] for line in lines if line["event"] == "failed"]

@@ -13,7 +13,7 @@ from kvabr.client.lookup import fetch_catalog, find_prefix, playable
 from kvabr.client.profiles import fetch_profile, profile_at_hand
 from kvabr.server.faults import Fault
 from kvabr.server.memory import MemoryConnection
-from kvabr.store.asset_index import Library
+from kvabr.server.published_assets import PublishedAssets
 from kvabr.store.grants import EVERYTHING
 from kvabr.types.errors import ForeignError, FormatError, NotFoundError
 from kvabr.types.naming import TrackNamespace
@@ -24,7 +24,7 @@ SPEC = assets.spec()
 
 
 def connection(root, **options):
-    return MemoryConnection(partial(Library(root).find, EVERYTHING), **options)
+    return MemoryConnection(partial(PublishedAssets(root).find, EVERYTHING), **options)
 
 
 @pytest.mark.parametrize("groups", [3, 320, 321, 1000])

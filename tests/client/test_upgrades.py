@@ -17,7 +17,7 @@ from kvabr.client.upgrades import StepGate
 from kvabr.codec.fit import fit
 from kvabr.server.faults import Fault
 from kvabr.server.memory import MemoryConnection, MemoryLink
-from kvabr.store.asset_index import Library
+from kvabr.server.published_assets import PublishedAssets
 from kvabr.store.grants import EVERYTHING
 from kvabr.types.errors import UsageError
 from tests.client.virtual import Hang, virtual
@@ -34,7 +34,7 @@ def layered(tmp_path_factory):
     folder = tmp_path_factory.mktemp("layers")
     profile = fit(SPEC, lambda: iter([ToyModel().prefill(prompt(200).tokens)]))
     catalog = toy_asset(folder / "asset", LAYERS, profile=profile).catalog
-    library = Library(folder)
+    library = PublishedAssets(folder)
 
     def make(rate, **options):
         return MemoryConnection(partial(library.find, EVERYTHING), MemoryLink(rate, 0.02), **options)

@@ -120,6 +120,6 @@ def test_ac_has_no_layout():
 
 
 def test_an_origin_cuts_objects_without_torch():
-    code = "import sys, kvabr.codec.container, kvabr.store.publication; print('torch' in sys.modules)"
+    code = "import sys, kvabr.codec.container, kvabr.server.publication; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)  # noqa: S603 - our own code
     assert done.stdout.strip() == "False"

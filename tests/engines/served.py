@@ -8,8 +8,8 @@ from kvabr.client.blocking_connection import Loop
 from kvabr.server.backends import make_server
 from kvabr.server.certificates import check, make
 from kvabr.server.metrics import Metrics
+from kvabr.server.published_assets import PublishedAssets
 from kvabr.server.server import ServerLimits, ServerTls
-from kvabr.store.asset_index import Library
 from tests.client.served import LOG
 
 
@@ -25,7 +25,7 @@ class Origin:
         tls = ServerTls(folder / "cert.pem", folder / "key.pem")
         self.fingerprint = check(tls).fingerprint
         self.loop = Loop()
-        self.holdings = Library(self.root, None, LOG)
+        self.holdings = PublishedAssets(self.root, None, LOG)
         self.server = make_server("aioquic", self.holdings, "127.0.0.1", 0, tls, ServerLimits(), LOG, Metrics())
         self.loop.call(self.server.start())
         self.url = f"moqt://127.0.0.1:{self.server.address[1]}/"

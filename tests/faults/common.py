@@ -17,12 +17,12 @@ from kvabr.publish.encoder import Keeper, publish
 from kvabr.replay.live.conditions import Conditions
 from kvabr.replay.live.shaper import Shaper
 from kvabr.server.metrics import Metrics
+from kvabr.server.publication import Publication
+from kvabr.server.published_assets import PublishedAssets
 from kvabr.server.quic_server import QuicServer
 from kvabr.server.server import ServerLimits, ServerTls
-from kvabr.store.asset_index import Library
-from kvabr.store.asset_writer import AssetWriter
+from kvabr.store.asset_folder_writer import FolderAssetWriter
 from kvabr.store.grants import Grants
-from kvabr.store.publication import Publication
 from kvabr.types.cost import PrefillCost
 from kvabr.types.naming import CATALOG_TRACK, PREFIX_TRACK, chain
 from tests import kvdata
@@ -48,7 +48,7 @@ def engine() -> ToyModel:
 
 def write_asset(path: Path) -> None:
     """6 groups of 16 tokens; 33 KB each at FP16."""
-    with AssetWriter(path) as writer:
+    with FolderAssetWriter(path) as writer:
         catalog = publish(engine(), PROMPT, ("FP16", "Int8", "Int4"), None, Keeper(writer.frame, writer.read_frame))
         writer.prompt(PROMPT)
         writer.commit(catalog)
@@ -69,7 +69,7 @@ def level(track: str) -> bool:
 Find = Callable[[str, Publication | None], Publication | None]
 
 
-class OtherLibrary(Library):
+class OtherLibrary(PublishedAssets):
     """Finds what a library has, and lets ``change`` have its way with it."""
 
     def __init__(self, root: Path, grants: Grants | None, change: Find) -> None:
@@ -142,7 +142,7 @@ class Log:
 @asynccontextmanager
 async def serving(root, tls, fingerprint, *, library="aioquic", find: Find | None = None, grants=None, **limits):
     """An origin of the assets below a folder, on QUIC."""
-    assets = Library(root, grants) if find is None else OtherLibrary(root, grants, find)
+    assets = PublishedAssets(root, grants) if find is None else OtherLibrary(root, grants, find)
     server = QuicServer(assets, "127.0.0.1", 0, tls, ServerLimits(**limits), QUIET, Metrics(), library_name=library)
     async with server:
         yield Origin(server, tls, fingerprint)

@@ -14,10 +14,10 @@ from kvabr.quic.endpoint import Endpoint, protocol_class
 from kvabr.quic.library import library, load_certificates
 from kvabr.server.metrics import Metrics
 from kvabr.server.peer import Peer
+from kvabr.server.publication import Publication
+from kvabr.server.published_assets import PublishedAssets
 from kvabr.server.quic_server import QuicServer
 from kvabr.server.server import ServerLimits
-from kvabr.store.asset_index import Library
-from kvabr.store.publication import Publication
 from tests.faults.common import LIMIT_S, QUIET, Origin, level
 
 GOAL = 2
@@ -85,7 +85,7 @@ class LyingServer(QuicServer):
 @asynccontextmanager
 async def lying(root, tls, fingerprint, lie: Lie, *, once: bool = True):
     server = LyingServer(
-        Library(root, None, QUIET), "127.0.0.1", 0, tls, ServerLimits(), QUIET, Metrics(), lie=lie, once=once
+        PublishedAssets(root, None, QUIET), "127.0.0.1", 0, tls, ServerLimits(), QUIET, Metrics(), lie=lie, once=once
     )
     async with server:
         yield Origin(server, tls, fingerprint)

@@ -24,7 +24,7 @@ from kvabr.server import quic_server as quicserver
 from kvabr.server import rate_limiter
 from kvabr.server import send_queue as sending
 from kvabr.server.peer import Peer
-from kvabr.store.asset_snapshot import ShelvedAsset
+from kvabr.store.asset import Asset
 from kvabr.types.errors import ConnectionLostError, TransportError
 from kvabr.types.naming import CATALOG_TRACK
 from tests.faults.common import LIBRARIES, LIMIT_S, SPEC, TOKENS, right, serving
@@ -338,7 +338,7 @@ async def test_a_mistake_of_ours_beside_the_event_loop(root, tls, fingerprint, c
     def catalog_data(asset):
         raise ZeroDivisionError(asset)
 
-    monkeypatch.setattr(ShelvedAsset, "catalog_data", catalog_data)
+    monkeypatch.setattr(Asset, "catalog_bytes", catalog_data)
     async with serving(root, tls, fingerprint) as served:
         async with served.connect() as connection:
             with pytest.raises(ConnectionLostError, match="internal error"):
@@ -390,13 +390,13 @@ async def test_more_connections_than_can_be_told_so(root, tls, fingerprint, libr
 async def test_files_are_read_beside_the_event_loop(root, tls, fingerprint, catalog, monkeypatch):
     """A catalog that is not at hand takes long to read here; others are served meanwhile, and it comes in the end."""
     go_on = threading.Event()
-    right_way = ShelvedAsset.catalog_data
+    right_way = Asset.catalog_bytes
 
     def slowly(asset):
         assert go_on.wait(LIMIT_S)
         return right_way(asset)
 
-    monkeypatch.setattr(ShelvedAsset, "catalog_data", slowly)
+    monkeypatch.setattr(Asset, "catalog_bytes", slowly)
     async with serving(root, tls, fingerprint) as served:
         async with served.connect() as connection:
             (peer,) = served.server.peers

@@ -13,7 +13,7 @@ import pytest
 from kvabr.client.play import play
 from kvabr.codec.container import pack, unpack
 from kvabr.moqt.codes import RequestCode, ResetCode
-from kvabr.store.asset import frame_path
+from kvabr.store.asset_folder_writer import frame_path
 from kvabr.types.errors import PlayError, TransportError
 from tests.faults.common import (
     GROUPS,

@@ -16,11 +16,12 @@ from kvabr.player.assembler import Assembler
 from kvabr.quic.connect import dial
 from kvabr.quic.interface import read_all
 from kvabr.quic.options import DialOptions
+from kvabr.replay.verify import load_profile
 from kvabr.server.certificates import development
 from kvabr.server.metrics import Metrics
+from kvabr.server.published_assets import PublishedAssets
 from kvabr.server.quic_server import QuicServer
 from kvabr.server.server import ServerLimits
-from kvabr.store.asset_index import Library
 from kvabr.types.errors import NotFoundError
 from kvabr.types.naming import CATALOG_TRACK, PROFILE_TRACK, TrackNamespace
 
@@ -34,7 +35,7 @@ ALPNS = tuple(draft.alpn for draft in DRAFTS)
 @contextlib.asynccontextmanager
 async def our_origin(asset, library, drafts=DRAFTS):
     with development() as tls:
-        found = Library(asset.path)
+        found = PublishedAssets(asset.path)
         arguments = (found, "127.0.0.1", 0, tls, ServerLimits(), structlog.get_logger(), Metrics())
         async with QuicServer(*arguments, library_name=library, drafts=drafts) as server:
             yield server
@@ -81,7 +82,7 @@ async def group_of(broadcast, track, index):
 
 def exact(asset, track):
     """The cache that a play on one track must bring."""
-    whole = Assembler(asset.catalog, asset.profile())
+    whole = Assembler(asset.catalog, load_profile(asset))
     for group in range(asset.catalog.groups):
         whole.put(group, track, asset.frame(group, track))
     return whole.take()

@@ -9,7 +9,8 @@ import pytest
 
 from kvabr.cli.main import main
 from kvabr.publish.texts import measuring_texts
-from kvabr.store.asset import Asset, frame_path
+from kvabr.store.asset_folder import FolderAsset
+from kvabr.store.asset_folder_writer import frame_path
 from kvabr.types.catalog import Catalog
 from kvabr.types.naming import LAYERS, chain
 from tests import tinymodels
@@ -32,7 +33,7 @@ def test_inspect_shows_tracks_groups_and_mixes(toy, tmp_path, capsys):
     for words in ("FP16", "Int4", "bits/el", "ratio", "predicted", "expected loss of each group", "17 parts: 0 bad"):
         assert words in out
     value = json.loads(report.read_text())
-    catalog = Asset.open(toy).catalog
+    catalog = FolderAsset.open(toy).catalog
     assert value["schema"] == "kvabr.inspect/1"
     assert [row["track"] for row in value["tracks"]] == ["FP16", "Int8", "Int4"]
     four = value["tracks"][2]
@@ -107,7 +108,7 @@ def test_any_directory_is_calibrated_encoded_and_inspected(tmp_path, capsys):
     profile, out = tmp_path / "tiny.safetensors", tmp_path / "asset"
     encode = ("encode", "--text", text, "--tokens", 300, "--continuation", 20, "--model", model, "--out", out)
     assert kvabr(*encode) == 0
-    own = Asset.open(out).catalog
+    own = FolderAsset.open(out).catalog
     assert own.profile_bytes < 100_000  # estimated from the asset, and part of it
     calibrate = ("calibrate", "--model", model, "--text", text, "--context-tokens", 200, "--stack-layers", 2)
     assert kvabr(*calibrate, "--kept", 8, 8, "--step-scale", 0.5, "--out", profile) == 0
@@ -115,14 +116,14 @@ def test_any_directory_is_calibrated_encoded_and_inspected(tmp_path, capsys):
         assert kvabr(*calibrate, *wrong, "--out", profile) == 2
     assert kvabr(*calibrate, "--out", tmp_path / "nowhere" / "profile") == 2  # not after minutes of work
     assert kvabr(*encode, "--profile", profile, "--force") == 0
-    assert Asset.open(out).catalog.profile != own.profile
+    assert FolderAsset.open(out).catalog.profile != own.profile
     assert kvabr("inspect", out, "--check") == 0
-    assert Asset.open(out).catalog.spec.model.startswith("tiny-")
+    assert FolderAsset.open(out).catalog.spec.model.startswith("tiny-")
     # The profile of this model is not one of SmolLM2's shape, and a text file is none at all.
     capsys.readouterr()
     assert kvabr(*encode, "--profile", text, "--force") == 1
     assert "profile" in capsys.readouterr().err
-    assert Asset.open(out).catalog.tokens == 300
+    assert FolderAsset.open(out).catalog.tokens == 300
     report = tmp_path / "bench.json"
     bench = ("bench", "quality", "--model", model, "--tokens", 140, "--continuation", 20, "--json", report)
     assert kvabr(*bench, "--text", text, text, "--tracks", "Int4", "FP8") == 0
@@ -154,7 +155,7 @@ def test_a_salt_changes_every_digest_and_nothing_else(tmp_path):
     base = ("encode", "--text", text, "--tokens", 140, "--continuation", 20, "--model", model, "--tracks", "Int4")
     assert kvabr(*base, "--out", tmp_path / "plain") == 0
     assert kvabr(*base, "--out", tmp_path / "salted", "--salt-file", salt) == 0
-    plain, salted = Asset.open(tmp_path / "plain"), Asset.open(tmp_path / "salted")
+    plain, salted = FolderAsset.open(tmp_path / "plain"), FolderAsset.open(tmp_path / "salted")
     assert salted.prompt().tokens == plain.prompt().tokens
     spec = salted.catalog.spec
     assert list(salted.catalog.chunks) == chain(
@@ -223,4 +224,4 @@ def test_a_profile_of_another_model_is_refused(asset, tmp_path, capsys):
 
 
 def test_the_catalog_of_the_encode_is_the_one_on_disk(toy):
-    assert Catalog.read(toy / "catalog.json") == Asset.open(toy).catalog
+    assert Catalog.read(toy / "catalog.json") == FolderAsset.open(toy).catalog

@@ -10,8 +10,9 @@ import torch
 from kvabr.data import default_catalog
 from kvabr.player.assembler import Assembler
 from kvabr.publish.publisher import Outcome, Publisher, Slot, stretched, with_heads
-from kvabr.store.asset import Asset
-from kvabr.store.asset_index import Library
+from kvabr.replay.verify import load_profile
+from kvabr.server.published_assets import PublishedAssets
+from kvabr.store.asset_folder import FolderAsset
 from kvabr.types.errors import UsageError
 from kvabr.types.naming import LAYERS, chain
 from tests import kvdata
@@ -39,9 +40,9 @@ def test_an_asset_that_an_origin_serves_and_a_player_decodes(tmp_path):
     outcome = publish(publisher(tmp_path))
     assert isinstance(outcome, Outcome)
     assert outcome.verdict == "published"
-    assert Library(tmp_path).assets[0].asset.catalog.tokens == 48
+    assert PublishedAssets(tmp_path).assets[0].catalog.tokens == 48
     name = chain(TOKENS, model=SPEC.model, tokenizer=SPEC.tokenizer, group_tokens=16)[-1]
-    asset = Asset.open(tmp_path / name)
+    asset = FolderAsset.open(tmp_path / name)
     assert [track.name for track in asset.catalog.tracks] == ["FP16", "Int8", "Int4"]
     assert outcome.bytes == sum(track.total_bytes for track in asset.catalog.tracks)
     assembler = Assembler(asset.catalog, dtype=torch.float32)
@@ -52,8 +53,8 @@ def test_an_asset_that_an_origin_serves_and_a_player_decodes(tmp_path):
 
 def test_what_it_loses_is_that_of_the_prior_and_says_so(tmp_path):
     publish(publisher(tmp_path))
-    (shelved,) = Library(tmp_path).assets
-    catalog, prior = shelved.asset.catalog, default_catalog()
+    (asset,) = PublishedAssets(tmp_path).assets
+    catalog, prior = asset.catalog, default_catalog()
     assert sum(catalog.track("Int4").loss) == pytest.approx(sum(prior.track("Int4").loss), rel=1e-4)
     assert catalog.track("Int4").decode_s < prior.track("Int4").decode_s  # this cache is much smaller
     assert catalog.loss_method.startswith("not measured")
@@ -62,9 +63,9 @@ def test_what_it_loses_is_that_of_the_prior_and_says_so(tmp_path):
 
 def test_with_a_profile_the_layers_come_along(tmp_path):
     publish(publisher(tmp_path, profile=kvdata.profile(SPEC)))
-    (shelved,) = Library(tmp_path).assets
-    assert "AC-L3" in shelved.asset.catalog.by_name
-    assert shelved.asset.profile() is not None
+    (asset,) = PublishedAssets(tmp_path).assets
+    assert "AC-L3" in asset.catalog.by_name
+    assert load_profile(asset) is not None
 
 
 @pytest.mark.parametrize("groups", [1, 2, 3, 16])
@@ -73,9 +74,8 @@ def test_no_layer_is_said_to_make_a_group_worse(tmp_path, groups):
     tokens = [index % 90 for index in range(16 * groups)]
     made = publisher(tmp_path, profile=kvdata.profile(SPEC), tracks=LAYERS)
     publish(made, tokens, kvdata.related(SPEC, len(tokens)))
-    (shelved,) = Library(tmp_path).assets
-    asset = shelved.asset
-    assembler = Assembler(asset.catalog, asset.profile())
+    (asset,) = PublishedAssets(tmp_path).assets
+    assembler = Assembler(asset.catalog, load_profile(asset))
     for group in range(groups):
         for track in LAYERS:
             assembler.put(group, track, asset.frame(group, track))

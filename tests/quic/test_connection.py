@@ -21,8 +21,8 @@ from kvabr.quic.options import DialOptions
 from kvabr.server import quic_server as quicserver
 from kvabr.server.certificates import check, development
 from kvabr.server.metrics import Metrics
+from kvabr.server.published_assets import PublishedAssets
 from kvabr.server.server import ServerLimits
-from kvabr.store.asset_index import Library
 from kvabr.types.errors import ConnectionLostError, NotFoundError, RequestError, TransportError
 from kvabr.types.naming import CATALOG_TRACK
 from tests.assets import make_asset
@@ -50,7 +50,7 @@ def tls():
 
 @contextlib.asynccontextmanager
 async def served(asset, tls, library="aioquic", *, drafts=DRAFTS, **limits):
-    arguments = (Library(asset.path, log=LOG), "127.0.0.1", 0, tls, ServerLimits(**limits), LOG, Metrics())
+    arguments = (PublishedAssets(asset.path, log=LOG), "127.0.0.1", 0, tls, ServerLimits(**limits), LOG, Metrics())
     async with quicserver.QuicServer(*arguments, library_name=library, drafts=drafts) as server:
         yield server
 

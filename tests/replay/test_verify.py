@@ -7,7 +7,8 @@ import shutil
 import pytest
 
 from kvabr.replay.verify import ComputeStep, FetchStep, Verifier, steps_of, verify_play
-from kvabr.store.asset import Asset, frame_path
+from kvabr.store.asset_folder import FolderAsset
+from kvabr.store.asset_folder_writer import frame_path
 from kvabr.types.catalog import predicted_loss
 from kvabr.types.errors import AssetError, FormatError, HoleError, ModelError
 from tests import kvdata
@@ -84,7 +85,7 @@ def test_another_model_is_refused(toy):
 
 def test_a_damaged_group_fails_the_verification(toy, tmp_path):
     shutil.copytree(toy.path, tmp_path / "copy")
-    copy = Asset.open(tmp_path / "copy")
+    copy = FolderAsset.open(tmp_path / "copy")
     frame_path(copy.path, 1, "Int8").unlink()
     with pytest.raises(AssetError, match="missing"):
         verify_play(copy, ToyModel(), fetch("Int8"))

@@ -10,7 +10,7 @@ from kvabr.moqt.codes import RequestCode
 from kvabr.quic.interface import read_all
 from kvabr.server.faults import Fault
 from kvabr.server.memory import MemoryConnection, MemoryLink
-from kvabr.store.publication import BytesPublication, Publication
+from kvabr.server.publication import BytesPublication, Publication
 from kvabr.types.errors import AssetError, ConnectionLostError, NotFoundError, RequestError
 from kvabr.types.naming import TrackNamespace
 from tests.client.virtual import virtual

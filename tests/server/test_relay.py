@@ -26,6 +26,7 @@ from kvabr.server.certificates import check, development
 from kvabr.server.faults import Fault
 from kvabr.server.memory import MemoryConnection, MemoryLink
 from kvabr.server.metrics import Metrics
+from kvabr.server.published_assets import PublishedAssets
 from kvabr.server.quic_server import QuicServer
 from kvabr.server.relay import Relay
 from kvabr.server.relay_cache import GroupCache
@@ -33,7 +34,6 @@ from kvabr.server.relay_check import check_small
 from kvabr.server.relay_small import SmallTracks
 from kvabr.server.server import ServerLimits
 from kvabr.server.upstream import bring
-from kvabr.store.asset_index import Library
 from kvabr.store.grants import EVERYTHING
 from kvabr.types.errors import ConnectionLostError, FormatError, NotFoundError, RequestError, TransportError, UsageError
 from kvabr.types.naming import CATALOG_TRACK, PROFILE_TRACK, TrackNamespace, chain, prefix_track
@@ -71,7 +71,7 @@ async def chain_of(kind, asset, tls, **more):
         started = origin(asset.path, tls=tls)
     else:
         started = QuicServer(
-            Library(asset.path), "127.0.0.1", 0, tls, ServerLimits(), LOG, Metrics(), library_name=kind
+            PublishedAssets(asset.path), "127.0.0.1", 0, tls, ServerLimits(), LOG, Metrics(), library_name=kind
         )
     async with started as server:
         to_origin = connect(f"moqt://localhost:{server.address[1]}/", fingerprint=check(tls).fingerprint, quic=kind)
@@ -81,7 +81,7 @@ async def chain_of(kind, asset, tls, **more):
 
 def in_memory(asset, **more):
     """A connection to an asset in this process."""
-    return MemoryConnection(functools.partial(Library(asset.path).find, EVERYTHING), **more)
+    return MemoryConnection(functools.partial(PublishedAssets(asset.path).find, EVERYTHING), **more)
 
 
 def sent(server):
@@ -430,7 +430,7 @@ async def test_a_group_of_a_silent_origin_is_asked_for_again_and_then_told(asset
 async def test_small_tracks_have_a_bound(tmp_path):
     assets = [make_asset(tmp_path / str(at), list(range(at, at + 400))) for at in range(6)]
     size = (assets[0].path / "catalog.json").stat().st_size
-    async with MemoryConnection(functools.partial(Library(tmp_path).find, EVERYTHING)) as upstream:
+    async with MemoryConnection(functools.partial(PublishedAssets(tmp_path).find, EVERYTHING)) as upstream:
         small = small_tracks(upstream, limit=3 * size)
         for asset in assets:
             assert await small.get(asset.catalog.namespace, CATALOG_TRACK)

@@ -7,8 +7,8 @@ import pytest
 from kvabr.codec.container import ObjectSpan
 from kvabr.moqt.objects import ObjectHeader, ObjectParser
 from kvabr.moqt.wire import DRAFT_16, DRAFT_18
+from kvabr.server.publication import Publication, PublishedGroup
 from kvabr.server.send_queue import MOST_AHEAD_BYTES, GroupRange, Outbox, Sending
-from kvabr.store.publication import Publication, PublishedGroup
 from kvabr.types.errors import AssetError
 
 

@@ -21,9 +21,9 @@ from kvabr.cli.server_log import captured, logger
 from kvabr.server.backends import make_server
 from kvabr.server.certificates import make
 from kvabr.server.metrics import Metrics
+from kvabr.server.published_assets import PublishedAssets
 from kvabr.server.server import Server, ServerLimits, ServerTls
 from kvabr.server.service import INTERRUPTED, Watcher, run_until_signal
-from kvabr.store.asset_index import Library
 from kvabr.store.grants import Grants
 from kvabr.types.errors import TransportError, UsageError
 from tests.assets import make_asset
@@ -157,7 +157,7 @@ def test_what_libraries_report_comes_as_events_too():
 def test_a_library_that_is_not_installed_says_how_to_get_it(root, pem, monkeypatch, name, extra):
     monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(TransportError, match=extra):
-        make_server(name, Library(root), "::1", 0, ServerTls(*pem), ServerLimits(), LOG, Metrics())
+        make_server(name, PublishedAssets(root), "::1", 0, ServerTls(*pem), ServerLimits(), LOG, Metrics())
 
 
 def test_auto_takes_the_fastest_that_will_do(root, pem, tmp_path, monkeypatch):
@@ -165,9 +165,9 @@ def test_auto_takes_the_fastest_that_will_do(root, pem, tmp_path, monkeypatch):
         return make_server("auto", library, "::1", 0, ServerTls(*pem), ServerLimits(), LOG, Metrics()).backend
 
     pytest.importorskip("qh3")
-    assert chosen(Library(root)) == "qh3"
+    assert chosen(PublishedAssets(root)) == "qh3"
     monkeypatch.setitem(sys.modules, "qh3", None)
-    assert chosen(Library(root)) == "aioquic"
+    assert chosen(PublishedAssets(root)) == "aioquic"
 
 
 class Recorder(Server):
@@ -208,7 +208,7 @@ async def running(server, metrics):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 async def test_a_signal_drains(root, number):
-    server, metrics = Recorder(Library(root)), Metrics()
+    server, metrics = Recorder(PublishedAssets(root)), Metrics()
     before = signal.getsignal(number)
     task = await running(server, metrics)
     os.kill(os.getpid(), number)
@@ -221,7 +221,7 @@ async def test_a_signal_drains(root, number):
 
 
 async def test_a_second_signal_ends_it_at_once(root):
-    server = Recorder(Library(root))
+    server = Recorder(PublishedAssets(root))
     task = await running(server, Metrics())
     os.kill(os.getpid(), signal.SIGTERM)
     await server.draining.wait()
@@ -231,7 +231,7 @@ async def test_a_second_signal_ends_it_at_once(root):
 
 
 async def test_an_address_that_cannot_be_bound(root):
-    server = Recorder(Library(root), error=OSError(98, "Address already in use"))
+    server = Recorder(PublishedAssets(root), error=OSError(98, "Address already in use"))
     with pytest.raises(TransportError, match=r"127\.0\.0\.1:7 \(Address already in use\); .*--bind"):
         await run_until_signal(server, 3.0, LOG, Metrics())
 
@@ -247,7 +247,7 @@ def tokens_file(path, *tokens):
 def test_the_watcher_takes_up_assets_and_tokens(root, tmp_path):
     path = tmp_path / "tokens.json"
     tokens_file(path, "a")
-    library, metrics = Library(root, Grants.from_file(path)), Metrics()
+    library, metrics = PublishedAssets(root, Grants.from_file(path)), Metrics()
     with structlog.testing.capture_logs() as events:
         watcher = Watcher(library, path, structlog.get_logger(), metrics)
         watcher.look()
@@ -277,7 +277,7 @@ def test_the_watcher_takes_up_assets_and_tokens(root, tmp_path):
 
 
 async def test_the_watcher_looks_again_and_again(root):
-    library, metrics = Library(root), Metrics()
+    library, metrics = PublishedAssets(root), Metrics()
     async with Watcher(library, None, LOG, metrics, every_s=0.01):
         assert metrics.value("kvabr_assets") == 1
         for index in range(3):

@@ -6,8 +6,8 @@ import os
 
 from kvabr.data import default_catalog
 from kvabr.publish.publisher import Publisher, Slot
-from kvabr.store.asset_index import Library
-from kvabr.store.quota import Room
+from kvabr.server.published_assets import PublishedAssets
+from kvabr.store.quota import FolderQuota
 from kvabr.types.naming import chain
 from tests import kvdata
 from tests.toymodel import SPEC
@@ -51,7 +51,7 @@ def test_what_was_computed_longest_ago_goes_first(tmp_path):
         offer(tmp_path, number, age_s=age_s)
     offer(tmp_path, 4, most_bytes=32 * size(tmp_path / name(1)) // 10)
     assert there(tmp_path) == {name(2), name(3), name(4)}
-    assert len(Library(tmp_path).assets) == 3
+    assert len(PublishedAssets(tmp_path).assets) == 3
 
 
 def test_what_is_computed_again_stays(tmp_path):
@@ -95,11 +95,11 @@ def test_a_full_folder_is_not_looked_at_for_each(tmp_path):
     for number in range(1, 41):
         offer(tmp_path, number, age_s=1000.0 - number)
     one = size(tmp_path / name(1))
-    room = Room(tmp_path, 40 * one)
+    quota = FolderQuota(tmp_path, 40 * one)
     offer(tmp_path, 41)
-    assert room.make(name(41)) == 3
+    assert quota.make_room(name(41)) == 3
     offer(tmp_path, 42)
-    assert room.make(name(42)) == 0
+    assert quota.make_room(name(42)) == 0
     assert len(there(tmp_path)) == 39
 
 
@@ -107,16 +107,16 @@ def test_what_others_publish_is_counted_in_time(tmp_path):
     """Another process writes into the folder; this one notices after publishing a twentieth of the bound itself."""
     offer(tmp_path, 1)
     one = size(tmp_path / name(1))
-    room = Room(tmp_path, 106 * one // 10)
-    room.make(name(1))
+    quota = FolderQuota(tmp_path, 106 * one // 10)
+    quota.make_room(name(1))
     for number in range(2, 14):
         offer(tmp_path, number, age_s=1000.0 - number)
     offer(tmp_path, 14)
-    assert room.make(name(14)) == 4
+    assert quota.make_room(name(14)) == 4
     assert there(tmp_path) == {name(1), *(name(number) for number in range(6, 15))}
 
 
 def test_a_folder_that_is_gone_is_no_error(tmp_path):
-    room = Room(tmp_path / "gone", 1)
-    room.touch(name(1))
-    assert room.make(name(1)) == 0
+    quota = FolderQuota(tmp_path / "gone", 1)
+    quota.touch(name(1))
+    assert quota.make_room(name(1)) == 0

@@ -10,7 +10,6 @@ import contextlib
 import logging
 import sys
 from multiprocessing.connection import Connection
-from pathlib import Path
 
 from kvabr.replay.live.child import Child
 from kvabr.replay.live.usage import Usage
@@ -20,11 +19,11 @@ from kvabr.types.errors import KvabrError
 class LiveOrigin(Child):
     """The parent's side. Use it as a context manager: leaving it ends the process."""
 
-    def __init__(self, asset: Path, backend: str) -> None:
+    def __init__(self, asset: str, backend: str) -> None:
         """Serve an asset on a free port of the loopback interface.
 
         Args:
-            asset: its folder.
+            asset: its location, a path or URL.
             backend: the QUIC library, as for `kvabr serve --quic`.
 
         Raises:
@@ -45,7 +44,7 @@ class LiveOrigin(Child):
         return answer
 
 
-def _main(pipe: Connection, asset: Path, backend: str) -> None:
+def _main(pipe: Connection, asset: str, backend: str) -> None:
     with contextlib.suppress(BrokenPipeError):
         try:
             asyncio.run(_serve(pipe, asset, backend))
@@ -53,20 +52,22 @@ def _main(pipe: Connection, asset: Path, backend: str) -> None:
             pipe.send(str(error) or repr(error))
 
 
-async def _serve(pipe: Connection, asset: Path, backend: str) -> None:
+async def _serve(pipe: Connection, asset: str, backend: str) -> None:
     import structlog  # noqa: PLC0415  # all of these are of no use to the parent
 
     from kvabr.server import certificates  # noqa: PLC0415
     from kvabr.server.backends import make_server  # noqa: PLC0415
     from kvabr.server.metrics import Metrics  # noqa: PLC0415
+    from kvabr.server.published_assets import PublishedAssets  # noqa: PLC0415
     from kvabr.server.server import ServerLimits  # noqa: PLC0415
-    from kvabr.store.asset_index import Library  # noqa: PLC0415
 
     log = structlog.wrap_logger(
         structlog.PrintLogger(sys.stderr), wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING)
     )
     with certificates.development() as tls:
-        server = make_server(backend, Library(asset, None, log), "127.0.0.1", 0, tls, ServerLimits(), log, Metrics())
+        server = make_server(
+            backend, PublishedAssets(asset, None, log), "127.0.0.1", 0, tls, ServerLimits(), log, Metrics()
+        )
         async with server:
             pipe.send((server.address, certificates.check(tls).fingerprint))
             await _answer_until_the_end(pipe)

@@ -27,6 +27,7 @@ from kvabr.replay.live.standin import StandInEngine
 from kvabr.replay.live.usage import Usage
 from kvabr.replay.stage import Outcome, Stage
 from kvabr.replay.trace import Trace
+from kvabr.replay.verify import load_profile
 from kvabr.store.asset import Asset
 from kvabr.types.errors import TransportError
 
@@ -75,7 +76,7 @@ class LiveStage:
     def __init__(self, stage: Stage, asset: Asset, origin: LiveOrigin, shaper: Shaper, options: LiveOptions) -> None:
         self._stage, self._options = stage, options
         self._origin, self._shaper = origin, shaper
-        self._profile = asset.profile()
+        self._profile = load_profile(asset)
         self._plays = 0
 
     async def play(self, trace: Trace, start_s: float, policy: str, *, log: bool) -> Outcome:

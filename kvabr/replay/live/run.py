@@ -16,6 +16,7 @@ from kvabr.replay.live.playing import LiveOptions, LiveStage
 from kvabr.replay.live.shaper import Shaper
 from kvabr.replay.run import Matrix, Report, finish, tasks
 from kvabr.replay.stage import Stage
+from kvabr.replay.verify import load_profile
 from kvabr.store.asset import Asset
 from kvabr.types.catalog import Catalog
 from kvabr.types.errors import UsageError
@@ -57,7 +58,7 @@ async def replay_live(
     report = Report({})
     runs: list[dict[str, Any]] = []
     simulated: list[dict[str, Any]] = []
-    with LiveOrigin(asset.path, options.quic) as origin, Shaper(origin.address) as shaper:
+    with LiveOrigin(asset.location, options.quic) as origin, Shaper(origin.address) as shaper:
         live = LiveStage(stage, asset, origin, shaper, options)
         for task in tasks(matrix):
             trace = matrix.traces[task.trace]
@@ -88,7 +89,7 @@ def decode_speed(asset: Asset) -> float:
         AssetError, FormatError: a group of the asset is missing or damaged.
     """
     catalog: Catalog = asset.catalog
-    profile = asset.profile()
+    profile = load_profile(asset)
     promised = took = 0.0
     for track in catalog.tracks:
         if track.refines is not None:

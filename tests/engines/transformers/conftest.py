@@ -9,7 +9,7 @@ import pytest
 from kvabr.engines.transformers import cache_publisher, publish_cache
 from kvabr.engines.transformers.model_loader import load_model
 from kvabr.server.memory import MemoryConnection, MemoryLink
-from kvabr.store.asset_index import Library
+from kvabr.server.published_assets import PublishedAssets
 from kvabr.store.grants import EVERYTHING
 from tests import tinymodels
 from tests.engines.transformers.text import IDS, PREFIX, cold
@@ -40,7 +40,7 @@ def root(tmp_path_factory, engine):
 @pytest.fixture(scope="session")
 def origin(root):
     """Make a connection to an origin that has it: ``origin(rate=..., faults=...)``."""
-    library = Library(root)
+    library = PublishedAssets(root)
 
     def make(rate=1e8, **options):
         return MemoryConnection(partial(library.find, EVERYTHING), MemoryLink(rate, 0.02), **options)

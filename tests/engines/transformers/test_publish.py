@@ -7,7 +7,7 @@ import torch
 
 from kvabr.engines.transformers import cache_publisher, play_cache_async, publish_cache
 from kvabr.engines.transformers.cache import cache_kv, dynamic_cache
-from kvabr.store.asset import Asset
+from kvabr.store.asset_folder import FolderAsset
 from kvabr.types.errors import ModelError, UsageError
 from tests.client.virtual import virtual
 from tests.engines.transformers.text import IDS, PREFIX, cold
@@ -24,7 +24,7 @@ def publisher(engine, tmp_path):
 
 def test_what_is_published_is_the_beginning_of_the_prompt(root, engine):
     (folder,) = root.iterdir()
-    catalog = Asset.open(folder).catalog
+    catalog = FolderAsset.open(folder).catalog
     assert (catalog.tokens, catalog.spec) == (400, engine.spec)
     assert [track.name for track in catalog.tracks] == ["FP16", "Int8", "Int4"]
     assert catalog.source == "a prefill of transformers"

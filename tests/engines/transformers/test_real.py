@@ -10,7 +10,7 @@ import torch
 from kvabr.engines.transformers import play_cache_async
 from kvabr.server.faults import Fault
 from kvabr.server.memory import MemoryConnection, MemoryLink
-from kvabr.store.asset_index import Library
+from kvabr.server.published_assets import PublishedAssets
 from kvabr.store.grants import EVERYTHING
 
 pytestmark = pytest.mark.model
@@ -40,7 +40,7 @@ async def test_the_same_greedy_text(loaded, asset, prompt, cold, track, lost):
     def faults(ask):
         return Fault(refuse=0x10) if ask.group == lost and ask.track in asset.catalog.by_name else None
 
-    find = partial(Library(asset.path).find, EVERYTHING)
+    find = partial(PublishedAssets(asset.path).find, EVERYTHING)
     async with MemoryConnection(find, MemoryLink(1e8, 0.01), faults=faults) as link:
         ready = await play_cache_async(
             link, loaded.engine, prompt, deadline=20.0, policy=f"fixed:{track}", gpu_price=float("inf")

@@ -1,4 +1,4 @@
-"""An asset on disk, written: it appears whole, or nothing of it remains.
+"""Writes assets into folders: an asset appears whole, or nothing of it remains.
 
 Everything goes to a hidden sibling folder first, reaches the disk, and takes its name in one rename at the end.
 """
@@ -14,29 +14,32 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from kvabr.store.asset import CATALOG, GROUPS, PROFILE, PROMPT, Prompt, frame_path
+from kvabr.store.asset import CATALOG, PROFILE, PROMPT, Prompt
 from kvabr.store.files import make_sibling
 from kvabr.types.catalog import SCHEMA, Catalog
 from kvabr.types.errors import AssetError, FormatError, UsageError
+from kvabr.types.naming import check_track_name
+
+GROUPS = "groups"
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 
 
-class AssetWriter:
-    """Writes one asset; a context manager. Leaving it without `commit`, for whatever reason, leaves nothing behind."""
+def frame_path(root: Path, group: int, track: str) -> Path:
+    """Return where the frame of a group on a track lies.
+
+    Raises:
+        FormatError: the name of the track might lead out of ``root``.
+    """
+    return root / GROUPS / check_track_name(track) / f"{group:05d}.kvg"
+
+
+class FolderAssetWriter:
+    """An `AssetWriter` that makes a folder."""
 
     def __init__(self, path: Path, *, force: bool = False) -> None:
-        """Check that ``path`` may be written; nothing is created yet.
-
-        Args:
-            path: the folder to make.
-            force: replace the asset that is there.
-
-        Raises:
-            AssetError: something is there that is not an asset.
-            UsageError: an asset is there and ``force`` is not given.
-        """
+        """Check that the folder ``path`` may be made or replaced; see `AssetStore.writer`."""
         self._path = path
         self._partial: Path | None = None
         if path.is_symlink() or (path.exists() and not _is_asset(path) and not _is_empty(path)):
@@ -60,31 +63,23 @@ class AssetWriter:
             self._partial = None
 
     def frame(self, group: int, track: str, frame: bytes) -> None:
-        """Write the frame of one group on one track.
-
-        Raises:
-            AssetError: the disk is full, or refuses otherwise; leave the context, nothing remains.
-        """
+        """See `AssetWriter.frame`."""
         self._write(frame_path(Path(), group, track), frame)
 
     def read_frame(self, group: int, track: str) -> bytes:
-        """Read back what `frame` wrote, for measuring before the asset is committed."""
+        """See `AssetWriter.read_frame`."""
         return (self._open_partial() / frame_path(Path(), group, track)).read_bytes()
 
     def profile(self, data: bytes) -> None:
-        """Write the codec profile's file; errors as for `frame`."""
+        """See `AssetWriter.profile`."""
         self._write(Path(PROFILE), data)
 
     def prompt(self, prompt: Prompt) -> None:
-        """Write the token ids; errors as for `frame`."""
+        """See `AssetWriter.prompt`."""
         self._write(Path(PROMPT), prompt.dumps().encode())
 
     def commit(self, catalog: Catalog) -> None:
-        """Write the catalog, and give the asset its name: from now on it is there, and whole.
-
-        Raises:
-            AssetError: the disk is full, or refuses otherwise; the asset that was there before, if any, still is.
-        """
+        """See `AssetWriter.commit`."""
         self._write(Path(CATALOG), catalog.dumps().encode())
         partial = self._open_partial()
         try:
@@ -124,13 +119,13 @@ class AssetWriter:
 
 
 def _is_asset(path: Path) -> bool:
-    """Whether a folder is one that `AssetWriter` made, of whatever version."""
+    """Return whether a folder is an asset, of any version."""
     try:
         Catalog.read(path / CATALOG)
     except AssetError:
         return False
     except FormatError:
-        # A damaged or newer catalog still marks an asset, if it begins like one.
+        # A damaged or newer catalog still marks an asset if it begins like one.
         with (path / CATALOG).open("rb") as file:
             return SCHEMA.rsplit("/", 1)[0].encode() in file.read(256)
     return True
@@ -141,13 +136,13 @@ def _is_empty(path: Path) -> bool:
 
 
 def _exchange(new: Path, old: Path) -> None:
-    """Swap two folders in one step, so that at no moment there is none under either name."""
+    """Swap two folders in one step, so that both names exist at every moment."""
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if rename is not None and not rename(
         _AT_FDCWD, os.fsencode(new), _AT_FDCWD, os.fsencode(old), ctypes.c_uint(_RENAME_EXCHANGE)
     ):
         return
-    # No Linux, or a file system that cannot swap: two renames, and the first is undone if the second fails.
+    # Not Linux, or a file system that cannot swap: two renames, the first of which is undone if the second fails.
     aside = Path(tempfile.mkdtemp(prefix=f".{old.name}.", suffix=".old", dir=old.parent))
     old.rename(aside)
     try:

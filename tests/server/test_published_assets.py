@@ -1,4 +1,4 @@
-"""The library: what is found on disk, when it changes, and who may see it."""
+"""What a server publishes: what is found in a folder, when it changes, and who may see it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ import threading
 import pytest
 import structlog
 
-from kvabr.store import asset_index as holdings_module
-from kvabr.store.asset import CATALOG, frame_path
-from kvabr.store.asset_index import Library
+from kvabr.server import published_assets
+from kvabr.server.publication import BytesPublication
+from kvabr.server.published_assets import PublishedAssets
+from kvabr.store.asset import CATALOG
+from kvabr.store.asset_folder_writer import frame_path
 from kvabr.store.grants import EVERYTHING, Grant, Grants
-from kvabr.store.publication import BytesPublication
 from kvabr.types.catalog import Catalog
 from kvabr.types.errors import AssetError
 from kvabr.types.naming import CATALOG_TRACK, PROFILE_TRACK, TrackNamespace, prefix_gap, prefix_track
@@ -68,7 +69,7 @@ def shared(catalog, mine):
 
 def test_what_is_served_is_what_lies_on_disk(root):
     asset = make_asset(root / "a", range(18), profile=b"side information")
-    library = Library(root)
+    library = PublishedAssets(root)
     space = asset.catalog.namespace
     assert read(library, space, CATALOG_TRACK) == (root / "a" / CATALOG).read_bytes()
     assert read(library, TrackNamespace(space.model, asset.catalog.profile), PROFILE_TRACK) == b"side information"
@@ -86,7 +87,7 @@ def test_what_is_served_is_what_lies_on_disk(root):
 
 def test_publications_are_made_once(root):
     space = make_asset(root / "a", range(8)).catalog.namespace
-    library = Library(root)
+    library = PublishedAssets(root)
     for track in ("FP16", CATALOG_TRACK):
         assert library.find(EVERYTHING, space, track) is library.find(EVERYTHING, space, track)
 
@@ -99,17 +100,17 @@ def test_assets_lie_a_few_levels_down_and_hidden_folders_are_not_looked_into(roo
     (root / "a" / "inner").mkdir()
     shutil.copytree(root / "t" / "b", root / "a" / "inner" / "d")
     (root / "file").write_text("x")
-    assert [asset.folder for asset in Library(root).assets] == ["a", "t/b", "t/u/v/c"]
-    assert [asset.folder for asset in Library(root / "a").assets] == ["."]
+    assert [asset.name for asset in PublishedAssets(root).assets] == ["a", "t/b", "t/u/v/c"]
+    assert [asset.name for asset in PublishedAssets(root / "a").assets] == ["."]
 
 
 def test_no_folder_is_an_error(tmp_path):
     with pytest.raises(AssetError, match="no such folder"):
-        Library(tmp_path / "nothing")
+        PublishedAssets(tmp_path / "nothing")
 
 
 def test_an_asset_appears_is_replaced_and_vanishes_while_served(root, events):
-    library = Library(root)
+    library = PublishedAssets(root)
     assert not library.refresh()
     # A real encode, which appears by a rename.
     asset = toy_asset(root / "a", ("FP16", "Int4"))
@@ -140,7 +141,7 @@ def test_an_asset_appears_is_replaced_and_vanishes_while_served(root, events):
 
 def test_frames_that_vanish_are_an_error_of_the_group_alone(root):
     asset = make_asset(root / "a", range(8))
-    library = Library(root)
+    library = PublishedAssets(root)
     publication = library.find(EVERYTHING, asset.catalog.namespace, "FP16")
     frame_path(root / "a", 0, "FP16").unlink()
     with pytest.raises(AssetError, match="cannot be read"):
@@ -191,10 +192,10 @@ def test_a_damaged_asset_is_logged_once_and_left_out(root, events, damage, words
     good = make_asset(root / "good", range(100, 108))
     make_asset(root / "bad", range(8), profile=b"p")
     damage(root / "bad")
-    library = Library(root)
+    library = PublishedAssets(root)
     library.refresh()
     library.refresh()
-    assert [asset.folder for asset in library.assets] == ["good"]
+    assert [asset.name for asset in library.assets] == ["good"]
     assert library.damaged == 1
     assert read(library, good.catalog.namespace, CATALOG_TRACK)
     (entry,) = [entry for entry in events if entry["log_level"] == "warning"]
@@ -223,7 +224,7 @@ def test_a_slow_copy_is_taken_up_when_it_is_whole(root):
     copy = root / "b"
     copy.mkdir()
     shutil.copy(root / "a" / CATALOG, copy)
-    library = Library(root)
+    library = PublishedAssets(root)
     assert len(library.assets) == 1
     shutil.copytree(root / "a" / "groups", copy / "groups")
     assert library.refresh()
@@ -241,7 +242,7 @@ def test_the_longest_prefix_is_found_and_of_several_the_newest(root):
     make_asset(root / "long", base[:48])
     make_asset(root / "branch", base[:32] + [7] * 16)
     os.utime(root / "branch" / CATALOG, ns=(2**62, 2**62))
-    library = Library(root)
+    library = PublishedAssets(root)
     catalogs = {name: Catalog.read(root / name / CATALOG) for name in ("short", "long", "branch")}
     assert lookup(library, base) == (catalogs["long"], 1)
     assert lookup(library, base[:32] + [7] * 40) == (catalogs["branch"], 1)
@@ -260,12 +261,12 @@ def test_any_prefix_of_thousands_of_groups_takes_two_round_trips(root):
     for end in ends:
         # Each goes its own way from somewhere on, so that only the groups before that match.
         make_asset(root / f"asset-{end}", prompt[: 4 * end] + [9] * 7, levels=("Int4",))
-    library = Library(root)
+    library = PublishedAssets(root)
     most_trips = set()
     for length in (*ends, 4096, 3000, 322, 321, 320):
         for own in (0, 5):
             mine = digests(prompt[: 4 * length] + [8] * own)
-            longest = max(shared(asset.asset.catalog, mine) for asset in library.assets)
+            longest = max(shared(asset.catalog, mine) for asset in library.assets)
             best, trips = lookup(library, prompt[: 4 * length] + [8] * own)
             assert shared(best, mine) == longest == min(length, 4096)
             assert trips <= (1 if len(mine) <= 321 else 2)
@@ -282,7 +283,7 @@ def test_any_prefix_of_thousands_of_groups_takes_two_round_trips(root):
 def test_names_of_lookups_that_nobody_makes_find_nothing(root):
     space = make_asset(root / "a", range(8)).catalog.namespace
     first = TrackNamespace(space.model, digests(range(8))[0])
-    library = Library(root)
+    library = PublishedAssets(root)
     for name in ("prefix.", "prefix", "prefix.A", "prefix.AAAA", "prefix.ä", "prefix." + "A" * 10**6, "", "\0", "../a"):
         found = library.find(EVERYTHING, first, name)
         assert (found is not None) == (name == "prefix.")
@@ -308,7 +309,7 @@ def two_tenants(root):
 
 
 def test_each_grant_sees_its_own_and_nothing_else(root, two_tenants):
-    library = Library(root, two_tenants)
+    library = PublishedAssets(root, two_tenants)
     a, b, *_ = two_tenants
     assert library.admit(b"a") is a
     assert library.admit(b"x") is library.admit(None) is library.admit(b"") is None
@@ -329,7 +330,7 @@ def test_each_grant_sees_its_own_and_nothing_else(root, two_tenants):
 
 def test_forbidden_and_missing_take_the_same_steps(root, two_tenants, monkeypatch):
     """Every call that answering makes, with what it returns, is the same for a forbidden name and for a missing one."""
-    library = Library(root, two_tenants)
+    library = PublishedAssets(root, two_tenants)
     a = library.admit(b"a")
     theirs = Catalog.read(root / "team-b" / "x" / CATALOG)
     first = TrackNamespace("test/model", theirs.chunks[0])
@@ -355,7 +356,7 @@ def test_forbidden_and_missing_take_the_same_steps(root, two_tenants, monkeypatc
 
 
 def test_grants_that_change_are_felt_at_once(root, two_tenants):
-    library = Library(root, two_tenants)
+    library = PublishedAssets(root, two_tenants)
     a, b, *_ = two_tenants
     space = Catalog.read(root / "team-a" / "x" / CATALOG).namespace
     assert library.find(a, space, "FP16")
@@ -369,25 +370,24 @@ def test_grants_that_change_are_felt_at_once(root, two_tenants):
 
 def test_grants_that_see_the_same_share_one_index(root, two_tenants):
     grants = Grants(Grant(f"g{n}", ("team-a/*",), ("*",), token(f"g{n}")) for n in range(50))
-    library = Library(root, grants)
-    assert len({id(index) for index in library._indexes.values()}) == 1
+    library = PublishedAssets(root, grants)
+    assert len({id(index) for index in library._views.values()}) == 1
 
 
 def test_catalogs_in_memory_are_bounded(root, monkeypatch):
-    monkeypatch.setattr(holdings_module, "KEPT_BYTES", 20_000)
+    monkeypatch.setattr(published_assets, "MAX_CACHED_BYTES", 20_000)
     spaces = [make_asset(root / f"a{n}", range(n, n + 40)).catalog.namespace for n in range(20)]
-    library = Library(root)
+    library = PublishedAssets(root)
     for space in spaces * 2:
         assert isinstance(library.find(EVERYTHING, space, CATALOG_TRACK), BytesPublication)
-        kept = library._kept
-        assert sum(one.size(0) for one in kept._kept.values()) == kept._bytes <= 20_000
-    assert kept._bytes > 10_000
+        assert library._cached._cached.currsize <= 20_000
+    assert library._cached._cached.currsize > 10_000
 
 
 def test_requests_while_assets_come_and_go(root):
     """Readers in one thread, changes in another: every answer is a whole asset's, or none."""
     stay = make_asset(root / "stay", range(8)).catalog.namespace
-    library = Library(root)
+    library = PublishedAssets(root)
     going = TrackNamespace("test/model", digests(range(50, 58))[-1])
     done = threading.Event()
     failures = []
@@ -421,4 +421,4 @@ def test_requests_while_assets_come_and_go(root):
     thread.join()
     assert not failures
     assert not library.refresh()
-    assert [asset.folder for asset in library.assets] == ["stay"]
+    assert [asset.name for asset in library.assets] == ["stay"]

@@ -1,27 +1,23 @@
-"""What an origin serves under one track name: groups of objects, straight from the asset's files.
+"""What a server sends under one track name: groups of objects, straight from the store.
 
-A server of whatever transport asks for a group and sends its objects; it never learns what is in them. Frames are
-mapped into memory, not read: sending one touches each byte once, in the transport.
+A transport asks for a group and sends its objects; it does not know what is in them. Frames of a folder are mapped into
+memory, not read: sending one touches each byte once, in the transport.
 """
 
 from __future__ import annotations
 
 import hashlib
-import mmap
-import os
-import stat
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from pathlib import Path
 
 from kvabr.codec.container import ObjectSpan, object_spans, slices
-from kvabr.store.asset import Asset, frame_path
+from kvabr.store.asset import Asset
 from kvabr.types.errors import AssetError
 
 PROPERTY_GROUP_BYTES = 0x38
-"""Object property, on a group's first object: bytes of the whole group (an application's code point, moq-transport)."""
+"""Object property of a group's first object: bytes of the whole group (an application's code point, moq-transport)."""
 PROPERTY_GROUP_DIGEST = 0x39
-"""Object property, on a group's first object: SHA-256 of the whole group."""
+"""Object property of a group's first object: SHA-256 of the whole group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +29,7 @@ class PublishedGroup:
     objects: tuple[ObjectSpan, ...]
     """Ascending IDs; they cover ``data`` without gaps."""
     digest: bytes
-    """SHA-256 of ``data``, for receivers that have no catalog at hand."""
+    """SHA-256 of ``data``, for receivers that have no catalog."""
 
 
 class Publication(ABC):
@@ -42,11 +38,11 @@ class Publication(ABC):
     @property
     @abstractmethod
     def groups(self) -> int:
-        """How many groups it has, numbered from 0; all of them are there."""
+        """Number of groups. They are numbered from 0, and all of them exist."""
 
     @abstractmethod
     def size(self, group: int) -> int:
-        """Bytes of a group.
+        """Return the bytes of a group.
 
         Raises:
             IndexError: there is no such group.
@@ -54,16 +50,16 @@ class Publication(ABC):
 
     @abstractmethod
     def open(self, group: int) -> PublishedGroup:
-        """A group's objects.
+        """Return a group's objects.
 
         Raises:
             IndexError: there is no such group.
-            AssetError: its file is gone, or has another size than the catalog says.
+            AssetError: it cannot be read, has another size than the catalog says, or was replaced.
         """
 
 
 class LevelPublication(Publication):
-    """One compression level of an asset."""
+    """One compression level of one version of an asset."""
 
     def __init__(self, asset: Asset, track: str) -> None:
         """Serve ``track`` of ``asset``.
@@ -79,20 +75,16 @@ class LevelPublication(Publication):
         return self._asset.catalog.groups
 
     def size(self, group: int) -> int:
-        """What the catalog says."""
+        """Return what the catalog says."""
         return self._track.bytes[self._checked(group)]
 
     def open(self, group: int) -> PublishedGroup:
-        """Map the frame's file."""
-        size = self.size(group)
-        path = frame_path(self._asset.path, group, self._track.name)
-        try:
-            data = _mapped(path)
-        except (OSError, ValueError) as error:
-            raise AssetError(f"{path}: cannot be read ({error})") from error
-        if len(data) != size:
-            raise AssetError(f"{path}: has {len(data)} bytes, its catalog says {size}; encode the asset again")
-        catalog = self._asset.catalog
+        """Return a frame; see `Publication.open`."""
+        size, catalog = self.size(group), self._asset.catalog
+        data = self._asset.frame_view(group, self._track.name)
+        # In this order: assets are exchanged whole, so a frame read before an unchanged catalog belongs to it.
+        if not self._asset.is_current():
+            raise AssetError(f"{self._asset.location}: was replaced or removed; ask for its catalog again")
         first, last = catalog.spec.group_range(group, catalog.tokens)
         objects = object_spans(catalog.spec, self._track.name, first, last - first, size)
         return PublishedGroup(data, objects, bytes.fromhex(self._track.digests[group]))
@@ -103,23 +95,8 @@ class LevelPublication(Publication):
         return group
 
 
-def _mapped(path: Path) -> memoryview:
-    """Map a file of an asset: an ordinary one that lies where it seems to, since a link might lead anywhere."""
-    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    try:
-        handle = os.open(path.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
-    finally:
-        os.close(folder)
-    try:
-        if not stat.S_ISREG(os.fstat(handle).st_mode):
-            raise ValueError("not an ordinary file")
-        return memoryview(mmap.mmap(handle, 0, access=mmap.ACCESS_READ))
-    finally:
-        os.close(handle)
-
-
 class BytesPublication(Publication):
-    """One group of bytes that are at hand: a catalog, a profile."""
+    """One group of bytes in memory: a catalog, a profile."""
 
     def __init__(self, data: bytes) -> None:
         self._group = PublishedGroup(memoryview(data), slices(0, len(data)), hashlib.sha256(data).digest())
@@ -130,11 +107,11 @@ class BytesPublication(Publication):
         return 1
 
     def size(self, group: int) -> int:
-        """Of the bytes."""
+        """Return the number of bytes."""
         return len(self.open(group).data)
 
     def open(self, group: int) -> PublishedGroup:
-        """The bytes, in slices."""
+        """Return the bytes, in slices."""
         if group != 0:
             raise IndexError(f"group {group} of a track that has only group 0")
         return self._group

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from kvabr.store.asset import Asset
-from kvabr.store.asset_writer import AssetWriter
+from kvabr.store.asset_folder import FolderAsset
+from kvabr.store.asset_folder_writer import FolderAssetWriter
 from kvabr.types.errors import AssetError, UsageError
 from tests.toymodel import toy_asset
 
@@ -25,7 +25,7 @@ def left_over(folder):
 @pytest.mark.parametrize("error", [RuntimeError("broken"), KeyboardInterrupt(), SystemExit(3)])
 def test_nothing_remains_when_interrupted(tmp_path, error):
     def interrupted():
-        with AssetWriter(tmp_path / "asset") as writer:
+        with FolderAssetWriter(tmp_path / "asset") as writer:
             writer.frame(0, "FP16", b"x" * 1000)
             assert len(left_over(tmp_path)) == 1
             raise error
@@ -41,7 +41,7 @@ def test_an_asset_is_replaced_only_when_forced(tmp_path):
     with pytest.raises(UsageError, match="--force"):
         toy_asset(path)
     second = toy_asset(path, tokens=40, force=True)
-    assert (first.catalog.tokens, second.catalog.tokens, Asset.open(path).catalog.tokens) == (70, 40, 40)
+    assert (first.catalog.tokens, second.catalog.tokens, FolderAsset.open(path).catalog.tokens) == (70, 40, 40)
     assert left_over(tmp_path) == ["asset"]
     assert not (path / "groups" / "FP16" / "00004.kvg").exists()
 
@@ -51,13 +51,13 @@ def test_a_failed_replacement_leaves_the_old_asset(tmp_path):
     toy_asset(path)
 
     def fails():
-        with AssetWriter(path, force=True) as writer:
+        with FolderAssetWriter(path, force=True) as writer:
             writer.frame(0, "FP16", b"new")
             raise RuntimeError
 
     with pytest.raises(RuntimeError):
         fails()
-    assert Asset.open(path).frame(0, "FP16")
+    assert FolderAsset.open(path).frame(0, "FP16")
     assert left_over(tmp_path) == ["asset"]
 
 
@@ -75,16 +75,16 @@ def test_what_is_no_asset_is_left_alone(tmp_path, force):
     folder.mkdir()
     (folder / "letters.txt").write_text("dear")
     with pytest.raises(AssetError, match="not an asset"):
-        AssetWriter(folder, force=force)
+        FolderAssetWriter(folder, force=force)
     with pytest.raises(AssetError, match="not an asset"):
-        AssetWriter(folder / "letters.txt", force=force)
+        FolderAssetWriter(folder / "letters.txt", force=force)
     (folder / "catalog.json").write_text('{"books": 3}')
     with pytest.raises(AssetError, match="not an asset"):
-        AssetWriter(folder, force=force)
+        FolderAssetWriter(folder, force=force)
     link = tmp_path / "link"
     link.symlink_to(folder)
     with pytest.raises(AssetError, match="not an asset"):
-        AssetWriter(link, force=force)
+        FolderAssetWriter(link, force=force)
     assert (folder / "letters.txt").read_text() == "dear"
 
 
@@ -106,7 +106,7 @@ def test_others_may_read_an_asset(tmp_path):
 
 def test_a_parent_that_is_a_file(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(AssetError, match="cannot be made"), AssetWriter(tmp_path / "file" / "asset"):
+    with pytest.raises(AssetError, match="cannot be made"), FolderAssetWriter(tmp_path / "file" / "asset"):
         pass
 
 

@@ -12,9 +12,9 @@ from kvabr.codec.base import payload_layout
 from kvabr.codec.container import SLICE_BYTES
 from kvabr.player.assembler import Assembler
 from kvabr.publish.frames import FrameBook
-from kvabr.store.asset import Asset, frame_path
-from kvabr.store.asset_writer import AssetWriter
-from kvabr.store.publication import BytesPublication, LevelPublication
+from kvabr.server.publication import BytesPublication, LevelPublication
+from kvabr.store.asset_folder import FolderAsset
+from kvabr.store.asset_folder_writer import FolderAssetWriter, frame_path
 from kvabr.types.catalog import Catalog, Track
 from kvabr.types.errors import AssetError, FormatError
 from kvabr.types.naming import TrackNamespace, chain
@@ -30,18 +30,18 @@ def pristine(tmp_path_factory):
     kv = cache(shape, tokens)
     chunks = chain(range(tokens), model=shape.model, tokenizer=shape.tokenizer)
     path = tmp_path_factory.mktemp("wide") / "asset"
-    with AssetWriter(path) as writer:
+    with FolderAssetWriter(path) as writer:
         book = FrameBook(shape, chunks, tokens, TRACKS, None, put=writer.frame, get=writer.read_frame)
         book.encode(kv, lambda _done, _all: None)
         tracks = [Track(name, tuple(book.bytes[name]), (0.1, 0.1), tuple(book.digests[name])) for name in TRACKS]
         writer.commit(Catalog(TrackNamespace(shape.model, chunks[-1]), shape, tokens, tuple(chunks), tuple(tracks)))
-    return Asset.open(path)
+    return FolderAsset.open(path)
 
 
 @pytest.fixture
 def asset(pristine, tmp_path):
     shutil.copytree(pristine.path, tmp_path / "copy")
-    return Asset.open(tmp_path / "copy")
+    return FolderAsset.open(tmp_path / "copy")
 
 
 @pytest.mark.parametrize("track", TRACKS)

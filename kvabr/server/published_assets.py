@@ -1,0 +1,177 @@
+"""What a server publishes: the assets of a store, to those who may read them."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from kvabr.server.publication import BytesPublication, LevelPublication, Publication
+from kvabr.store.asset import Asset
+from kvabr.store.asset_index import AssetIndex, AssetView
+from kvabr.store.grants import EVERYTHING, Grant, Grants
+from kvabr.store.locations import Location, open_store
+from kvabr.store.lru import ByteLru
+from kvabr.types.errors import AssetError, FormatError
+from kvabr.types.naming import CATALOG_TRACK, PREFIX_TRACK, PROFILE_TRACK, TrackNamespace, plain_track
+
+if TYPE_CHECKING:
+    from structlog.typing import FilteringBoundLogger
+
+MAX_CACHED_BYTES = 256 << 20
+"""Bytes of catalogs and profiles that are kept in memory; others are read when they are asked for."""
+
+_NOTHING = AssetView()
+
+
+class PublishedAssets:
+    """All assets of an origin. `find` may be called while another thread is in `refresh`."""
+
+    def __init__(
+        self, location: Location, grants: Grants | None = None, log: FilteringBoundLogger | None = None
+    ) -> None:
+        """Look for the assets of a store.
+
+        Args:
+            location: as for `open_store`: an asset, or a folder with assets in it.
+            grants: who may read what; None: everyone may read everything.
+            log: takes the events; None: structlog's own logger.
+
+        Raises:
+            AssetError: there is no such folder.
+            UsageError: there is no such kind of store.
+        """
+        self._grants = grants
+        self._lock = threading.Lock()
+        """Held while the index or the views change."""
+        self._views: dict[str, AssetView] = {}
+        """By the digest of a grant's token."""
+        self._levels: dict[Asset, dict[str, LevelPublication]] = {}
+        self._cached = _CachedBytes(MAX_CACHED_BYTES)
+        self._index = AssetIndex(open_store(location, must_exist=True), log, self._changed)
+        self._changed()
+        self.refresh()
+
+    @property
+    def assets(self) -> Sequence[Asset]:
+        """The good ones, by name."""
+        return self._index.assets
+
+    @property
+    def damaged(self) -> int:
+        """Number of assets that are left out."""
+        return self._index.damaged
+
+    @property
+    def open_to_all(self) -> bool:
+        """Whether everyone may read everything."""
+        return self._grants is None
+
+    def admit(self, token: bytes | None) -> Grant | None:
+        """Return the grant of a token; None: refuse the connection. Takes the same time for all tokens."""
+        grants = self._grants
+        return EVERYTHING if grants is None else grants.check(token)
+
+    def regrant(self, grants: Grants) -> None:
+        """Replace the grants; open connections feel it with their next request."""
+        with self._lock:
+            self._grants = grants
+            self._changed()
+
+    def refresh(self) -> bool:
+        """Look for assets that are new, were replaced, or are gone. Returns whether anything changed."""
+        with self._lock:
+            return self._index.refresh()
+
+    def find(self, grant: Grant, namespace: TrackNamespace, track: str, *, at_once: bool = False) -> Publication | None:
+        """Return what a grant may read under a name; None if there is nothing, or it may not be read.
+
+        Args:
+            grant: from `admit`.
+            namespace: of the track.
+            track: a level, `kvabr.types.naming.CATALOG_TRACK`, `kvabr.types.naming.PROFILE_TRACK`, or the name of a
+                lookup from `kvabr.types.naming.prefix_track`; also as `kvabr.types.naming.fresh_track` writes them.
+            at_once: neither read files nor wait for a thread that does, because this is an event loop.
+
+        Raises:
+            BlockingIOError: it cannot be told at once. Ask again in a thread, see `find_soon`.
+        """
+        track = plain_track(track)
+        asset = self._view(grant).find(namespace, track)
+        if asset is not None and not asset.is_current():
+            # Replaced or removed since the last refresh: do not wait for the next one.
+            if at_once:
+                raise BlockingIOError(f"{asset.location}: has changed")
+            with self._lock:
+                self._index.renew(asset)
+            asset = self._view(grant).find(namespace, track)
+        if asset is None:
+            return None
+        try:
+            if track == PROFILE_TRACK:
+                return self._cached.get(asset.catalog.profile or "", lambda: asset.profile_bytes() or b"", at_once)
+            if track == CATALOG_TRACK or track.startswith(PREFIX_TRACK):
+                return self._cached.get(asset.catalog_sha256, asset.catalog_bytes, at_once)
+        except (AssetError, FormatError) as error:
+            self._index.log.warning("asset unreadable", asset=asset.name, error=str(error))
+            return None
+        return self._levels.get(asset, {}).get(track)
+
+    async def find_soon(self, grant: Grant, namespace: TrackNamespace, track: str) -> Publication | None:
+        """As `find`, for an event loop: what takes long is done in a thread."""
+        try:
+            return self.find(grant, namespace, track, at_once=True)
+        except BlockingIOError:
+            return await asyncio.to_thread(self.find, grant, namespace, track)
+
+    def namespaces(self, grant: Grant) -> list[TrackNamespace]:
+        """Return every namespace under which a grant may read something: of assets, of profiles, and of lookups."""
+        return self._view(grant).namespaces()
+
+    def _view(self, grant: Grant) -> AssetView:
+        return self._views.get(grant.token_sha256, _NOTHING)
+
+    def _changed(self) -> None:
+        """Make publications and views anew; grants that may read the same share one view."""
+        assets = self._index.oldest_first
+        known = self._levels
+        self._levels = {
+            asset: known.get(asset)
+            or {track.name: LevelPublication(asset, track.name) for track in asset.catalog.tracks}
+            for asset in assets
+        }
+        shared: dict[tuple[str, ...], AssetView] = {}
+        views: dict[str, AssetView] = {}
+        for grant in (EVERYTHING,) if self._grants is None else self._grants:
+            seen = [asset for asset in assets if grant.may_read(asset.name, asset.catalog.namespace.model)]
+            key = tuple(asset.name for asset in seen)
+            if key not in shared:
+                shared[key] = AssetView.of(seen)
+            views[grant.token_sha256] = shared[key]
+        self._views = views
+
+
+class _CachedBytes:
+    """Catalogs and profiles that were read lately, by their SHA-256."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._cached: ByteLru[str, BytesPublication] = ByteLru(max_bytes, lambda publication: publication.size(0))
+        self._lock = threading.Lock()
+
+    def get(self, sha256: str, read: Callable[[], bytes], at_once: bool) -> BytesPublication:
+        """Return a file, which ``read`` reads unless it is cached.
+
+        Raises:
+            BlockingIOError: it must be read, but is wanted at once.
+        """
+        with self._lock:
+            cached = self._cached.get(sha256)
+        if cached is not None:
+            return cached
+        if at_once:
+            raise BlockingIOError(f"{sha256}: must be read")
+        made = BytesPublication(read())
+        with self._lock:
+            self._cached.add(sha256, made)
+        return made

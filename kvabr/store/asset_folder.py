@@ -1,0 +1,221 @@
+"""Assets in folders.
+
+An asset is a folder with `catalog.json`, `profile.safetensors`, `prompt.json`, and one file
+`groups/<track>/<group>.kvg` per frame, with five digits or more for the group. It appears and is replaced by a rename,
+so a reader that sees the same catalog before and after reading a frame knows that the frame belongs to it.
+
+Folders may be shared with others, so files that are served are never links, pipes or devices.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import mmap
+import os
+import stat
+from functools import lru_cache
+from pathlib import Path
+
+from kvabr.store.asset import CATALOG, PROFILE, Asset, AssetListing, AssetVersion
+from kvabr.store.asset_folder_writer import GROUPS, FolderAssetWriter, frame_path
+from kvabr.store.files import FileVersion
+from kvabr.store.quota import FolderQuota
+from kvabr.types.catalog import MAX_CATALOG_BYTES
+from kvabr.types.errors import AssetError, FormatError
+
+MAX_DEPTH = 4
+"""Folders below the root that an asset may lie in: ``ROOT/a/b/c/asset``."""
+MAX_FOLDERS = 100_000
+"""Folders that a listing looks at."""
+
+_AGAIN = "encode the asset again"
+
+
+class FolderAsset(Asset):
+    """An asset in a folder."""
+
+    def __init__(
+        self, path: Path, name: str, version: AssetVersion, catalog_data: bytes, *, follow_links: bool
+    ) -> None:
+        """See `Asset.__init__`; ``follow_links`` says whether files may be links, as the user's own may."""
+        super().__init__(str(path), name, version, catalog_data)
+        self.path = path
+        self._follow_links = follow_links
+
+    @classmethod
+    def open(cls, path: Path, name: str = ".", *, follow_links: bool = True) -> FolderAsset:
+        """Open the asset in the folder ``path``; see `AssetStore.open`."""
+        if not path.is_dir():
+            raise AssetError(f"{path}: no such asset; make one with: kvabr encode --text FILE --tokens N --out {path}")
+        version = asset_version(path)
+        if version is None:
+            raise AssetError(f"{path}: has no {CATALOG}; is this an asset?")
+        data = _read(path / CATALOG, MAX_CATALOG_BYTES, follow_links=follow_links)
+        return cls(path, name, version, data, follow_links=follow_links)
+
+    def is_current(self) -> bool:
+        """See `Asset.is_current`; costs one look at the file system."""
+        return asset_version(self.path) == self.version
+
+    def check_parts(self) -> None:
+        """See `Asset.check_parts`; refuses links, which might lead out of the asset."""
+        catalog = self.catalog
+        for track in catalog.tracks:
+            for place in (self.path / GROUPS, self.path / GROUPS / track.name):
+                if place.is_symlink():
+                    raise AssetError(f"{place}: is a link; an asset's own files must lie in its folder")
+            for group, size in enumerate(track.bytes):
+                _check_size(frame_path(self.path, group, track.name), size)
+        if catalog.profile is not None:
+            path = self.path / PROFILE
+            _check_size(path, catalog.profile_bytes)
+            version = FileVersion.of(path)
+            if version is None or _sha256(path, version) != catalog.profile:
+                raise FormatError(f"{path}: not the profile that the catalog names (SHA-256 differs)")
+
+    def frame_view(self, group: int, track: str) -> memoryview:
+        """See `Asset.frame_view`; maps the file, so that sending it touches each byte once."""
+        path = frame_path(self.path, group, track)
+        try:
+            data = _mapped(path)
+        except (OSError, ValueError) as error:
+            raise AssetError(f"{path}: cannot be read ({error})") from error
+        size = self.catalog.track(track).bytes[group]
+        if len(data) != size:
+            raise AssetError(f"{path}: has {len(data)} bytes, its catalog says {size}; {_AGAIN}")
+        return data
+
+    def _read_part(self, part: str, max_bytes: int) -> bytes:
+        return _read(self.path / part, max_bytes, follow_links=self._follow_links)
+
+    def _read_frame(self, group: int, track: str, max_bytes: int) -> bytes:
+        return _read(frame_path(self.path, group, track), max_bytes, follow_links=self._follow_links)
+
+    def _frame_name(self, group: int, track: str) -> str:
+        return str(frame_path(self.path, group, track))
+
+
+class FolderAssetStore:
+    """An `AssetStore`: a folder that is an asset, or has assets in it, at most `MAX_DEPTH` levels down."""
+
+    def __init__(self, root: Path) -> None:
+        """Take the folder, which need not exist yet."""
+        self.root = root
+
+    @property
+    def location(self) -> str:
+        """The folder's path."""
+        return str(self.root)
+
+    def list(self) -> AssetListing:
+        """See `AssetStore.list`. Looks once into each folder that is not hidden; links to folders count."""
+        left = MAX_FOLDERS
+        versions: dict[str, AssetVersion] = {}
+        todo = [(".", self.root, 0)]
+        while todo and left:
+            name, path, depth = todo.pop()
+            left -= 1
+            version = asset_version(path)
+            if version is not None:
+                versions[name] = version
+            elif depth < MAX_DEPTH:
+                prefix = "" if depth == 0 else f"{name}/"
+                todo += [(prefix + inner, path / inner, depth + 1) for inner in _folders(path)]
+        return AssetListing(versions, complete=not todo)
+
+    def version(self, name: str) -> AssetVersion | None:
+        """See `AssetStore.version`."""
+        path = self.root / name
+        found = asset_version(path)
+        if found is None:
+            try:
+                (path / CATALOG).stat()
+            except (FileNotFoundError, NotADirectoryError):
+                return None
+            except OSError as error:
+                raise AssetError(f"{path}: cannot be looked at ({error.strerror})") from error
+        return found
+
+    def open(self, name: str = ".", *, follow_links: bool = False) -> FolderAsset:
+        """See `AssetStore.open`; refuses links unless they may be followed."""
+        return FolderAsset.open(self.root / name, name, follow_links=follow_links)
+
+    def writer(self, name: str = ".", *, force: bool = False) -> FolderAssetWriter:
+        """See `AssetStore.writer`."""
+        return FolderAssetWriter(self.root / name, force=force)
+
+    def quota(self, max_bytes: int) -> FolderQuota:
+        """See `AssetStore.quota`."""
+        return FolderQuota(self.root, max_bytes)
+
+
+def asset_version(path: Path) -> AssetVersion | None:
+    """Return the version of the asset in a folder: that of its catalog's file."""
+    found = FileVersion.of(path / CATALOG)
+    if found is None:
+        return None
+    tag = f"{found.device:x}-{found.inode:x}-{found.size:x}-{found.modified_ns:x}-{found.changed_ns:x}"
+    return AssetVersion(tag, found.modified_ns)
+
+
+def _check_size(path: Path, size: int) -> None:
+    try:
+        found = path.lstat()
+    except OSError as error:
+        raise AssetError(f"{path}: missing from the asset ({error.strerror})") from error
+    if not stat.S_ISREG(found.st_mode):
+        raise AssetError(f"{path}: is no ordinary file; an asset's own files must lie in its folder")
+    if found.st_size != size:
+        raise AssetError(f"{path}: has {found.st_size} bytes, its catalog says {size}")
+
+
+@lru_cache(maxsize=1024)
+def _sha256(path: Path, version: FileVersion) -> str:  # noqa: ARG001 - part of the cache's key
+    with _open(path, follow_links=False) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _mapped(path: Path) -> memoryview:
+    """Map a file that lies where it seems to: neither it nor its folder is a link."""
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        handle = os.open(path.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
+    finally:
+        os.close(folder)
+    try:
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            raise ValueError("not an ordinary file")
+        return memoryview(mmap.mmap(handle, 0, access=mmap.ACCESS_READ))
+    finally:
+        os.close(handle)
+
+
+def _open(path: Path, *, follow_links: bool) -> io.BufferedReader:
+    """Open an ordinary file; never a pipe, which would block."""
+    links = 0 if follow_links else os.O_NOFOLLOW
+    try:
+        handle = os.open(path, os.O_RDONLY | links | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError as error:
+        raise AssetError(f"{path}: missing from the asset; {_AGAIN}, or copy the whole folder") from error
+    except OSError as error:
+        raise AssetError(f"{path}: cannot be read ({error.strerror})") from error
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise AssetError(f"{path}: is no ordinary file")
+    return os.fdopen(handle, "rb")
+
+
+def _read(path: Path, max_bytes: int, *, follow_links: bool) -> bytes:
+    """Return at most ``max_bytes`` + 1 bytes of a file."""
+    with _open(path, follow_links=follow_links) as file:
+        return file.read(max_bytes + 1)
+
+
+def _folders(path: Path) -> list[str]:
+    """Return the names of the folders in a folder that are not hidden, in reverse for a stack."""
+    try:
+        with os.scandir(path) as entries:
+            return sorted((entry.name for entry in entries if entry.name[0] != "." and entry.is_dir()), reverse=True)
+    except OSError:
+        return []

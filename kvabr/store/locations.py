@@ -1,0 +1,74 @@
+"""Opens stores by path or URL. Register a scheme here to add a kind of store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from kvabr.store.asset import Asset, AssetStore
+from kvabr.store.asset_folder import FolderAsset, FolderAssetStore
+from kvabr.types.catalog import Catalog
+from kvabr.types.errors import AssetError, UsageError
+
+Location = str | Path
+"""A folder, or a URL whose scheme is in `SCHEMES`."""
+
+
+def _folder(url: str) -> AssetStore:
+    return FolderAssetStore(Path(unquote(urlsplit(url).path)))
+
+
+SCHEMES: dict[str, Callable[[str], AssetStore]] = {"file": _folder}
+"""Stores by URL scheme; each takes the URL. Import a client library inside the function."""
+
+
+def open_store(location: Location, *, must_exist: bool = False, create: bool = False) -> AssetStore:
+    """Return the store at a path or URL.
+
+    Args:
+        location: a folder, or a URL.
+        must_exist: whether a folder that does not exist is an error.
+        create: whether to create a folder that does not exist.
+
+    Raises:
+        UsageError: there is no such kind of store, or the folder cannot be created.
+        AssetError: there is no such folder.
+    """
+    scheme, separator, _ = str(location).partition("://")
+    if separator:
+        if scheme not in SCHEMES:
+            raise UsageError(f"{location}: stores are folders or {', '.join(f'{name}://' for name in SCHEMES)}")
+        return SCHEMES[scheme](str(location))
+    path = Path(location)
+    if must_exist and not path.is_dir():
+        raise AssetError(f"{path}: no such folder; give the folder that your assets are in")
+    if create:
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(f"{path}: this folder to publish in cannot be made ({error.strerror})") from error
+    return FolderAssetStore(path)
+
+
+def open_asset(location: Location) -> Asset:
+    """Open the asset at a path or URL; see `AssetStore.open`."""
+    if "://" not in str(location):
+        return FolderAsset.open(Path(location))
+    return open_store(location).open()
+
+
+def open_catalog(location: Location) -> tuple[Catalog, Asset | None]:
+    """Read the catalog at a path or URL, and return the asset that it is of.
+
+    Args:
+        location: an asset, or a catalog's file, which has no asset.
+
+    Raises:
+        AssetError: there is neither.
+        FormatError: the catalog is damaged, or of a newer version.
+    """
+    if "://" not in str(location) and Path(location).is_file():
+        return Catalog.read(Path(location)), None
+    asset = open_asset(location)
+    return asset.catalog, asset
