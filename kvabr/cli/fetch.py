@@ -20,6 +20,7 @@ from kvabr.cli import network
 from kvabr.cli.options import add_salt_option, check_writable
 from kvabr.player.config import GPU_PRICE
 from kvabr.types.errors import FormatError, KvabrError, PlayError, UsageError
+from kvabr.types.events import PlayEvent
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -130,13 +131,13 @@ def run(args: argparse.Namespace) -> int:
     _check_places(args)
     console = Console(stderr=True)
     loaded, tokens = _prompt(args, namespace, console)
-    lines: list[dict[str, Any]] = []
+    lines: list[PlayEvent] = []
     with _telemetry(args) as telemetry:
         try:
             result = asyncio.run(_fetch(args, connecting, namespace, loaded, tokens, lines, telemetry, console))
         finally:
             if args.log is not None:
-                _write(args.log, "".join(json.dumps(line) + "\n" for line in lines))
+                _write(args.log, "".join(json.dumps(line.to_json()) + "\n" for line in lines))
     if args.json is not None:
         from kvabr.store.files import write_text
 
@@ -182,7 +183,7 @@ async def _fetch(
     namespace: TrackNamespace | None,
     loaded: LoadedModel | None,
     tokens: tuple[int, ...],
-    lines: list[dict[str, Any]],
+    lines: list[PlayEvent],
     telemetry: Telemetry | None,
     console: Console,
 ) -> dict[str, Any]:

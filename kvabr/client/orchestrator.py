@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -20,7 +19,7 @@ from kvabr.client.executors import decoders, in_thread, known_cost, on_engine, p
 from kvabr.client.lookup import Found, playable
 from kvabr.client.peer_history import priors_at
 from kvabr.client.profiles import fetch_profile, profile_at_hand
-from kvabr.client.result import Clock, Log, Played, PlayOptions
+from kvabr.client.result import Clock, Played, PlayOptions
 from kvabr.client.shared_bandwidth import estimating, link_of
 from kvabr.client.upgrades import Late, LateDriver
 from kvabr.codec.profile import Profile
@@ -28,10 +27,19 @@ from kvabr.player.assembler import Assembler
 from kvabr.player.goal import UpgradeGoal
 from kvabr.player.record import GroupRecord, PlayRecord
 from kvabr.player.session import Session
-from kvabr.player.setup import new_estimator, new_session
+from kvabr.player.setup import new_estimator, new_session, opening
 from kvabr.quic.interface import Connection
 from kvabr.types.catalog import RECOMPUTED, Catalog, played_loss
 from kvabr.types.errors import FormatError, KvabrError, ModelError, PlayError, TransportError, UsageError
+from kvabr.types.events import (
+    CacheDelivered,
+    Log,
+    PlayEvent,
+    PlayGaveUp,
+    ProfileFailed,
+    RecomputeDone,
+    RecomputeStarted,
+)
 from kvabr.types.kv import KVSpec
 
 _PROFILE_SHARE = 0.3
@@ -77,7 +85,7 @@ async def prepare(origin: Connection, found: Found, options: PlayOptions, clock:
                 async with asyncio.timeout(max(0.0, _PROFILE_SHARE * clock.left())):
                     profile = await fetch_profile(origin, catalog, options.profiles)
         except (TransportError, FormatError, TimeoutError) as error:
-            options.note("profile_failed", clock.now(), reason=str(error) or "it did not come in time")
+            options.note(ProfileFailed(clock.now(), str(error) or "it did not come in time"))
     catalog = playable(catalog, profile=profile is not None or not needed)
     for track in catalog.tracks:
         origin.identify(catalog.namespace, track.name, track.digests)
@@ -110,7 +118,7 @@ async def perform(
     if options.priors is not None:
         asyncio.get_running_loop().run_in_executor(None, priors.save)  # a disk must not keep decoders from their work
     if record.gave_up is not None:
-        options.note("gave_up", clock.now() - lookup_s, reason=record.gave_up)
+        options.note(PlayGaveUp(clock.now() - lookup_s, record.gave_up))
         if isinstance(driver.engine_error, KvabrError):
             raise driver.engine_error
         message = with_trouble(f"no cache after {clock.now():.2f} s: {record.gave_up}", origin)
@@ -120,7 +128,7 @@ async def perform(
     record.met = ttft_s <= options.deadline_s - rest_s
     coverage = tuple(track or "" for track in assembler.coverage)
     loss = played_loss(catalog, record.steps)
-    options.note("deliver", ttft_s - lookup_s, met=record.met, loss=loss)
+    options.note(CacheDelivered(ttft_s - lookup_s, record.met, loss))
     late = None
     if options.after is not None:
         late = _go_on(origin, prepared.ladder, assembler, coverage, session, options)
@@ -172,9 +180,9 @@ def _go_on(
     return Late(session, driver, assembler, ladder.catalog, at_end=shared.close)
 
 
-def _later(log: Log, begun_s: float, line: dict[str, Any]) -> None:
+def _later(log: Log, begun_s: float, event: PlayEvent) -> None:
     """Log an event of the upgrades on the clock of the play."""
-    log({**line, "t": line["t"] + begun_s, "late": True})
+    log(replace(event, t=event.t + begun_s, late=True))
 
 
 async def recompute_all(tokens: Sequence[int], options: PlayOptions, clock: Clock) -> Played:
@@ -188,7 +196,7 @@ async def recompute_all(tokens: Sequence[int], options: PlayOptions, clock: Cloc
         raise UsageError("there is no engine to recompute with")
     spec, lookup_s = engine.spec, clock.now()
     patience_s = options.patience * options.deadline_s + _ENGINE_PATIENCE * options.cost.seconds(0, len(tokens))
-    options.note("recompute_start", 0.0, first=0, last=spec.groups(len(tokens)))
+    options.note(RecomputeStarted(0.0, 0, spec.groups(len(tokens))))
     try:
         async with asyncio.timeout(patience_s):
             kv = await on_engine(engine, partial(engine.prefill, tokens))
@@ -202,8 +210,8 @@ async def recompute_all(tokens: Sequence[int], options: PlayOptions, clock: Cloc
     ttft_s = clock.now()
     took_s, met = ttft_s - lookup_s, ttft_s <= options.deadline_s
     groups = spec.groups(len(tokens))
-    options.note("recompute_done", took_s, first=0, last=groups)
-    options.note("deliver", took_s, met=met, loss=0.0)
+    options.note(RecomputeDone(took_s, 0, groups))
+    options.note(CacheDelivered(took_s, met, 0.0))
     record = PlayRecord(
         [GroupRecord(group, RECOMPUTED, requested_s=0.0, ready_s=took_s, source=RECOMPUTED) for group in range(groups)],
         delivered_s=took_s,
@@ -251,22 +259,16 @@ def _session(
     # However slow the engine is: what it has begun is sooner done than begun again by whoever would get an error.
     engine_s = 0.0 if cost is None else _ENGINE_PATIENCE * cost.seconds(0, catalog.tokens)
     options.note(
-        "start",
-        0.0,
-        trace=origin.backend,
-        start_s=0.0,
-        policy=options.policy,
-        estimator=options.estimator or load_policy(options.policy)().estimator,
-        deadline_s=wanted_s,
-        engine_mode=mode,
-        groups=catalog.groups,
-        asset=f"{catalog.namespace.model}/{catalog.namespace.prompt}",
-        tracks=[track.name for track in sorted(catalog.tracks, key=lambda track: track.total_bytes)],
-        track_bytes=sorted(track.total_bytes for track in catalog.tracks),
-        worth_playing=list(ladder.names),
-        fp16_bytes=catalog.fp16_bytes,
-        rtt_s=origin.stats().rtt_s,
-        lookup_s=lookup_s,
+        opening(
+            ladder,
+            trace=origin.backend,
+            policy=options.policy,
+            estimator=options.estimator or load_policy(options.policy)().estimator,
+            deadline_s=wanted_s,
+            mode=mode,
+            rtt_s=origin.stats().rtt_s,
+            lookup_s=lookup_s,
+        )
     )
     return new_session(
         ladder,

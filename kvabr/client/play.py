@@ -19,6 +19,7 @@ from kvabr.client.orchestrator import Prepared, nothing, perform, prepare, recom
 from kvabr.client.result import Clock, How, Played, PlayOptions
 from kvabr.quic.interface import Connection
 from kvabr.types.errors import FormatError, PlayError, TransportError, UsageError
+from kvabr.types.events import LookupFailed
 from kvabr.types.kv import KVSpec
 from kvabr.types.naming import TrackNamespace, chain
 
@@ -123,7 +124,7 @@ async def _play(origin: Connection, tokens: Sequence[int], spec: KVSpec, options
             prepared = await prepare(origin, found, options, clock)
     except (TransportError, FormatError, TimeoutError) as error:
         reason = str(error) or with_trouble(f"no answer within {clock.now():.2f} s", origin)
-        options.note("lookup_failed", 0.0, reason=reason)
+        options.note(LookupFailed(0.0, reason))
         if recompute is None:
             raise PlayError(f"what the origin has of this prompt cannot be played: {reason}") from error
     if prepared is not None:

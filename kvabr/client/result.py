@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import math
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, TypedDict
 
 import torch
 
@@ -21,6 +20,7 @@ from kvabr.types.catalog import Catalog
 from kvabr.types.cost import PrefillCost
 from kvabr.types.engine import Engine, EngineMode
 from kvabr.types.errors import UsageError
+from kvabr.types.events import Log, PlayEvent
 from kvabr.types.kv import KVSpec
 
 if TYPE_CHECKING:
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from kvabr.telemetry.hub import Telemetry
 
 _GUARD_SHARE, _MOST_GUARD_S = 0.02, 0.05
-
-Log = Callable[[dict[str, Any]], None]
 
 
 class How(TypedDict, total=False):
@@ -60,7 +58,7 @@ class How(TypedDict, total=False):
     patience: float
     """Deadlines after which a play that cannot be completed ends, beside what the engine needs; 10 if not given."""
     log: Log | None
-    """Takes every event of the play, one dictionary each."""
+    """Takes every event of the play, see `kvabr.types.events`."""
     telemetry: Telemetry | None
     """Hears of the play, beside others; see `kvabr.telemetry`."""
     watch: Watch | None
@@ -116,10 +114,10 @@ class PlayOptions:
         """
         return min(_MOST_GUARD_S, _GUARD_SHARE * self.deadline_s)
 
-    def note(self, event: str, now: float, **fields: Any) -> None:
-        """Log an event outside the player's own."""
+    def note(self, event: PlayEvent) -> None:
+        """Log an event that does not come from the session."""
         if self.log is not None:
-            self.log({"t": now, "event": event, **fields})
+            self.log(event)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,72 +1,59 @@
-"""What a play tells of itself: one dictionary per event, for logs, pages and traces; nothing if nobody listens."""
+"""Emits the events of a session; creates none if nobody listens."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import ParamSpec
 
 from kvabr.abr.policy import Decision
-from kvabr.abr.view import Transfer, View
+from kvabr.abr.view import View
+from kvabr.types.events import DecisionMade, Limit, Log, PlayEvent, ProgressMade, SampleLimited
 
-Log = Callable[[dict[str, Any]], None]
+P = ParamSpec("P")
 
 
-class Journal:
-    """Writes a session's events. Every method returns at once when there is no listener."""
+class EventLog:
+    """Passes events to the listener. Every method returns at once if there is none."""
 
     __slots__ = ("_log", "_view")
 
     def __init__(self, log: Log | None, view: View) -> None:
         self._log, self._view = log, view
 
-    def event(self, event: str, now: float, **fields: Any) -> None:
-        """Something happened."""
+    def emit(self, event: Callable[P, PlayEvent], *args: P.args, **kwargs: P.kwargs) -> None:
+        """Emit an event, given its class and fields."""
         if self._log is not None:
-            self._log({"t": now, "event": event, **fields})
-
-    def transfer(self, event: str, now: float, transfer: Transfer, **fields: Any) -> None:
-        """Something happened to a transfer."""
-        if self._log is not None:
-            what = {"request": transfer.request, "group": transfer.group, "track": transfer.track}
-            self._log({"t": now, "event": event, **what, **fields})
+            self._log(event(*args, **kwargs))
 
     def progress(self, now: float, received: int) -> None:
-        """Bytes received in all, and what the estimator makes of them."""
-        if self._log is not None and self._view.in_flight:
-            estimates = {"rate": self._view.rate, "lower": self._view.lower_bound, "slack_s": self._slack()}
-            self._log({"t": now, "event": "progress", "received": received, **estimates})
+        """Emit the bytes received in all and the current estimates, if requests are in flight."""
+        view = self._view
+        if self._log is not None and view.in_flight:
+            self._log(ProgressMade(now, received, view.rate, view.lower_bound, self._slack()))
 
-    def limited(self, by: str, rate: float, now: float, *, fed: bool) -> None:
-        """A sample of ``rate`` bytes per second was not held up by the network; did the estimator hear of it?"""
-        self.event("limited", now, by=by, rate=rate, fed=fed)
+    def limited(self, by: Limit, rate: float, now: float, *, fed: bool) -> None:
+        """Emit a throughput sample that the network did not limit; ``rate`` in bytes per second."""
+        self.emit(SampleLimited, now, by, rate, fed)
 
-    def decision(
-        self,
-        decision: Decision,
-        now: float,
-        *,
-        request: int | None = None,
-        kind: str | None = None,
-    ) -> None:
-        """A decision, with everything it was based on."""
+    def decision(self, decision: Decision, now: float, *, request: int | None = None, kind: str | None = None) -> None:
+        """Emit a decision with everything that it was based on."""
         if self._log is None:
             return
-        view = self._view
+        view, others = self._view, decision.alternatives
         self._log(
-            {
-                "t": now,
-                "event": "decision",
-                "kind": kind or decision.kind,
-                "group": decision.group,
-                "track": decision.track,
-                "request": request,
-                "reason": decision.reason,
-                "rate": view.rate,
-                "lower": view.lower_bound,
-                "ttfb_s": view.ttfb_s,
-                "slack_s": self._slack(),
-                "alternatives": None if decision.alternatives is None else dict(decision.alternatives),
-            }
+            DecisionMade(
+                now,
+                kind or decision.kind,
+                decision.group,
+                decision.track,
+                request,
+                decision.reason,
+                rate=view.rate,
+                lower=view.lower_bound,
+                ttfb_s=view.ttfb_s,
+                slack_s=self._slack(),
+                alternatives=None if others is None else dict(others),
+            )
         )
 
     def _slack(self) -> float | None:

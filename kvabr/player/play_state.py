@@ -11,13 +11,14 @@ from kvabr.player.actions import Action, Cancel
 from kvabr.player.chunked_throughput import LumpMeter
 from kvabr.player.compute_queue import EngineLane
 from kvabr.player.config import PlayerConfig
-from kvabr.player.event_log import Journal, Log
+from kvabr.player.event_log import EventLog
 from kvabr.player.record import GroupRecord, PlayRecord
 from kvabr.player.retry_tracker import Trials
 from kvabr.player.throughput_sampler import Meter
 from kvabr.types.catalog import RECOMPUTED
 from kvabr.types.cost import PrefillCost
 from kvabr.types.engine import EngineMode
+from kvabr.types.events import Log, RequestCancelled, RequestFailed
 
 
 class Ledger:
@@ -47,9 +48,9 @@ class Ledger:
         self._catalog = ladder.catalog
         self._config = config
         self._tick_s = deadline_s / config.ticks
-        self._journal = Journal(log, self.view)
+        self._events = EventLog(log, self.view)
         meter = LumpMeter if config.lumps else Meter
-        self._meter = meter(estimator, deadline_s, self._journal.limited)
+        self._meter = meter(estimator, deadline_s, self._events.limited)
         self._lane = None if cost is None else EngineLane(cost, mode, self.view, self._tick_s)
         groups = self._catalog.groups
         self.record = PlayRecord([GroupRecord(group) for group in range(groups)])
@@ -91,12 +92,12 @@ class Ledger:
         self.view.settled.add(transfer.group)
         self.record.steps.append(("fetch", transfer.group, transfer.track))
 
-    def _lost(self, transfer: Transfer, event: str, reason: str, now: float) -> None:
-        """Put a group whose transfer came to nothing back to where it was."""
+    def _lost(self, transfer: Transfer, event: type[RequestFailed | RequestCancelled], reason: str, now: float) -> None:
+        """Return a group whose transfer failed or was cancelled to its previous state."""
         view, group = self.view, transfer.group
         self.record.bytes_wasted += transfer.received
-        self._journal.transfer(event, now, transfer, received=transfer.received, reason=reason)
-        if event == "failed":
+        self._events.emit(event, now, transfer.request, group, transfer.track, transfer.received, reason)
+        if event is RequestFailed:
             self._trials.failed(group, transfer.track, reason)
         record = self.record.groups[group]
         if transfer.upgrade:
@@ -138,10 +139,10 @@ class Ledger:
             group: None for group in self._absent if group not in flying and (lane is None or not lane.takes(group))
         }
 
-    def _cancel(self, transfer: Transfer, reason: str, now: float, event: str = "cancel") -> None:
+    def _cancel(self, transfer: Transfer, reason: str, now: float, *, failed: bool = False) -> None:
         """Give up a transfer that is under way."""
         del self.view.in_flight[transfer.request]
         self.view.outstanding_bytes -= transfer.remaining
         self._actions.append(Cancel(transfer.request))
         self._meter.settle(now, idle=self._idle())
-        self._lost(transfer, event, reason, now)
+        self._lost(transfer, RequestFailed if failed else RequestCancelled, reason, now)

@@ -32,7 +32,6 @@ from kvabr.player import abandon
 from kvabr.player.actions import Action, Decode, Deliver, Fetch, GiveUp, Recompute
 from kvabr.player.compute_queue import EngineLane
 from kvabr.player.config import PlayerConfig
-from kvabr.player.event_log import Log
 from kvabr.player.goal import Goal, PrefixGoal, WholeGoal
 from kvabr.player.play_state import Ledger
 from kvabr.player.policy_guard import Umpire
@@ -42,7 +41,18 @@ from kvabr.types.catalog import RECOMPUTED
 from kvabr.types.cost import PrefillCost
 from kvabr.types.engine import EngineMode
 from kvabr.types.errors import UsageError
-from kvabr.types.events import Limit
+from kvabr.types.events import (
+    FirstByteReceived,
+    GroupDecoded,
+    Limit,
+    Log,
+    RecomputeDone,
+    RecomputeFailed,
+    RecomputeStarted,
+    RequestDone,
+    RequestFailed,
+    RequestSent,
+)
 
 _WHOLE = WholeGoal()
 
@@ -104,7 +114,7 @@ class Session(Ledger):
             transfer.first_byte_s = now
             if limit != "kept":
                 self._meter.first_byte(now - transfer.requested_s, now)
-            self._journal.event("first_byte", now, request=request)
+            self._events.emit(FirstByteReceived, now, request)
 
     def progress(self, request: int, received: int, now: float, limit: Limit = "network") -> None:
         """A request has received so many bytes in all; ``limit`` says who held up those that are new."""
@@ -135,7 +145,7 @@ class Session(Ledger):
         self._decoding[request] = transfer
         self._absent.pop(transfer.group, None)
         self._meter.settle(now, idle=self._idle())
-        self._journal.transfer("done", now, transfer, bytes=transfer.bytes)
+        self._events.emit(RequestDone, now, request, transfer.group, transfer.track, transfer.bytes)
         transfer.done_s = now
         self.view.decode_backlog_s += self.view.decode_s(transfer.track)
         self._actions.append(Decode(request, transfer.group, transfer.track))
@@ -147,7 +157,7 @@ class Session(Ledger):
         if transfer is not None:
             self.view.outstanding_bytes -= transfer.remaining
             self._meter.settle(now, idle=self._idle())
-            self._lost(transfer, "failed", reason, now)
+            self._lost(transfer, RequestFailed, reason, now)
             self._advance(now)
 
     def decoded(self, request: int, now: float) -> None:
@@ -160,14 +170,14 @@ class Session(Ledger):
             self.record.bytes_wasted += transfer.bytes
         else:
             self._place(transfer, record, now)
-        self._journal.transfer("decoded", now, transfer)
+        self._events.emit(GroupDecoded, now, request, transfer.group, transfer.track)
         self._advance(now)
 
     def refused(self, request: int, reason: str, now: float) -> None:
         """A group that had arrived could not be decoded: corrupt, truncated, or foreign."""
         transfer = self._end_decoding(request)
         if transfer is not None:
-            self._lost(transfer, "failed", reason, now)
+            self._lost(transfer, RequestFailed, reason, now)
             self._advance(now)
 
     def computed(self, first: int, last: int, now: float) -> None:
@@ -191,7 +201,7 @@ class Session(Ledger):
             self.view.settled.discard(group)
             self._absent.pop(group, None)
         self._sync_missing()
-        self._journal.event("recompute_done", now, first=first, last=last)
+        self._events.emit(RecomputeDone, now, first, last)
         self._advance(now)
 
     def compute_failed(self, reason: str, now: float) -> None:
@@ -202,7 +212,7 @@ class Session(Ledger):
         first, last = lane.computing
         left = {*range(first, last), *lane.chosen}
         self.record.recompute_s += lane.finish(now)
-        self._journal.event("recompute_failed", now, first=first, last=last, reason=reason)
+        self._events.emit(RecomputeFailed, now, first, last, reason)
         self._trials.engine_failed(reason)
         self._lane = self.view.cost = None
         self.view.engine_backlog_s = 0.0
@@ -231,8 +241,8 @@ class Session(Ledger):
                 self._cancel(*found, now)
         if self._stall is not None:
             for transfer, proven in self._stall.stalled(list(self.view.in_flight.values()), self.view.ttfb_s, now):
-                self._cancel(transfer, "it stands still", now, event="failed" if proven else "cancel")
-        self._journal.progress(now, self.record.bytes_fetched)
+                self._cancel(transfer, "it stands still", now, failed=proven)
+        self._events.progress(now, self.record.bytes_fetched)
         self._advance(now)
 
     def stop(self, now: float, reason: str) -> None:
@@ -341,9 +351,9 @@ class Session(Ledger):
         kind, group = decision.kind, decision.group
         if kind in {"wait", "finish"}:
             self._content = True
-            self._journal.decision(decision, now)
+            self._events.decision(decision, now)
         elif kind == "recompute" and group is not None:
-            self._journal.decision(decision, now)
+            self._events.decision(decision, now)
             self._leave_to_engine(group, now)
         elif group is not None and decision.track is not None:
             upgrade = kind == "upgrade"
@@ -377,8 +387,8 @@ class Session(Ledger):
             view.missing_groups.pop(group, None)
         transfer.priority = priority
         self._actions.append(Fetch(request, group, track, size, priority))
-        self._journal.decision(decision, now, request=request)
-        self._journal.transfer("request", now, transfer, bytes=size)
+        self._events.decision(decision, now, request=request)
+        self._events.emit(RequestSent, now, request, group, track, size)
 
     def _leave_to_engine(self, group: int, now: float) -> None:
         lane = self._lane
@@ -397,7 +407,7 @@ class Session(Ledger):
             if changed:
                 what = "nothing" if found is None else f"groups {found.first} to {found.last - 1}"
                 reason = "the network should bring the rest in time" if found is None else found.reason
-                self._journal.decision(Decision.wait(f"recompute {what}: {reason}"), now, kind="plan")
+                self._events.decision(Decision.wait(f"recompute {what}: {reason}"), now, kind="plan")
                 self._sync_missing()
         if (ready := lane.ready(now, self._absent, self.record.groups)) is None:
             return
@@ -414,7 +424,7 @@ class Session(Ledger):
             self.view.settled.discard(group)
         lane.start(first, last, now)
         self._actions.append(Recompute(first, last))
-        self._journal.event("recompute_start", now, first=first, last=last)
+        self._events.emit(RecomputeStarted, now, first, last)
         self._sync_missing()
 
     def _end(self, reason: str, now: float) -> None:

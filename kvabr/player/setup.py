@@ -10,13 +10,13 @@ from kvabr.abr.estimator import Estimator
 from kvabr.abr.ladder import Ladder
 from kvabr.abr.plugins import load_estimator, load_policy
 from kvabr.player.config import PlayerConfig
-from kvabr.player.event_log import Log
 from kvabr.player.goal import Goal, PrefixGoal, UpgradeGoal, WholeGoal
 from kvabr.player.session import Session
 from kvabr.player.upgrades import UpgradeSession
 from kvabr.types.cost import PrefillCost
 from kvabr.types.engine import EngineMode
 from kvabr.types.errors import UsageError
+from kvabr.types.events import Log, PlayStarted
 
 _WHOLE = WholeGoal()
 
@@ -28,6 +28,40 @@ def new_estimator(policy: str, estimator: str | None = None) -> Estimator:
         PolicyError: there is no such policy or estimator.
     """
     return load_estimator(estimator or load_policy(policy)().estimator)()
+
+
+def opening(
+    ladder: Ladder,
+    *,
+    trace: str,
+    policy: str,
+    estimator: str,
+    deadline_s: float,
+    mode: EngineMode,
+    rtt_s: float | None,
+    start_s: float = 0.0,
+    lookup_s: float | None = None,
+) -> PlayStarted:
+    """Return the first event of a play's log; see `PlayStarted` for the fields."""
+    catalog = ladder.catalog
+    tracks = sorted(catalog.tracks, key=lambda track: track.total_bytes)
+    return PlayStarted(
+        0.0,
+        trace=trace,
+        start_s=start_s,
+        policy=policy,
+        estimator=estimator,
+        deadline_s=deadline_s,
+        engine_mode=mode,
+        groups=catalog.groups,
+        asset=f"{catalog.namespace.model}/{catalog.namespace.prompt}",
+        tracks=tuple(track.name for track in tracks),
+        track_bytes=tuple(track.total_bytes for track in tracks),
+        worth_playing=ladder.names,
+        fp16_bytes=catalog.fp16_bytes,
+        rtt_s=rtt_s,
+        lookup_s=lookup_s,
+    )
 
 
 def new_session(

@@ -27,7 +27,7 @@ _RAMP = 1.25
 class Limited(Protocol):
     """Hears of samples that the network did not hold up."""
 
-    def __call__(self, by: str, rate: float, now: float, *, fed: bool) -> None:
+    def __call__(self, by: Limit, rate: float, now: float, *, fed: bool) -> None:
         """``fed`` tells whether the estimator heard of it."""
 
 

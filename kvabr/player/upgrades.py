@@ -18,11 +18,11 @@ from kvabr.abr.estimator import Estimator
 from kvabr.abr.ladder import Ladder
 from kvabr.abr.policy import Policy
 from kvabr.player.config import PlayerConfig
-from kvabr.player.event_log import Log
 from kvabr.player.goal import UpgradeGoal
 from kvabr.player.session import Session
 from kvabr.types.catalog import RECOMPUTED
 from kvabr.types.errors import UsageError
+from kvabr.types.events import Log
 
 _MOST_WAITING = 4
 """Groups that may be decoded, or wait for the engine's leave, before no more is asked for."""

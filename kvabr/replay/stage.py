@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvabr.abr.ladder import Ladder
@@ -12,7 +11,7 @@ from kvabr.abr.view import Future
 from kvabr.player.config import PlayerConfig
 from kvabr.player.record import PlayRecord
 from kvabr.player.session import Session
-from kvabr.player.setup import new_estimator, new_session
+from kvabr.player.setup import new_estimator, new_session, opening
 from kvabr.replay.clairvoyant import Bound, Clairvoyant
 from kvabr.replay.link import (
     FIRST_BYTE_S,
@@ -29,6 +28,7 @@ from kvabr.types.catalog import Catalog, played_loss
 from kvabr.types.cost import PrefillCost
 from kvabr.types.engine import EngineMode
 from kvabr.types.errors import UsageError
+from kvabr.types.events import CacheDelivered, PlayEvent
 
 DEFAULT_RTT_S = 0.04
 """Round trip where neither the user nor the trace names one."""
@@ -80,7 +80,7 @@ class Outcome:
 
     run: dict[str, Any]
     record: PlayRecord
-    log: list[dict[str, Any]] | None
+    log: list[PlayEvent] | None
     link: list[tuple[float, float]] | None
     use: LinkUse | None = None
     """Where the link's bytes went; None for a play that was not simulated."""
@@ -149,7 +149,7 @@ class Stage:
     ) -> Outcome:
         """Play once over a link that `prepare` made: policies compared on one start share it."""
         options = self.options
-        lines: list[dict[str, Any]] | None = [] if log else None
+        lines: list[PlayEvent] | None = [] if log else None
         lookup_s = self.lookup_s(rtt_s)
         session = self.session(trace, start_s, policy, capacity, rtt_s, lines, lookup_s=lookup_s)
         simulator = Simulator(
@@ -176,7 +176,7 @@ class Stage:
         policy: str,
         capacity: Capacity,
         rtt_s: float,
-        lines: list[dict[str, Any]] | None,
+        lines: list[PlayEvent] | None,
         *,
         lookup_s: float = 0.0,
     ) -> Session:
@@ -195,7 +195,18 @@ class Stage:
         estimator = new_estimator(policy, options.estimator)
         if lines is not None:
             title = getattr(estimator, "name", type(estimator).__name__)
-            lines.append(_opening(self.catalog, self.ladder, options, trace, start_s, policy, title, rtt_s))
+            lines.append(
+                opening(
+                    self.ladder,
+                    trace=trace.name,
+                    policy=policy,
+                    estimator=title,
+                    deadline_s=options.deadline_s,
+                    mode=options.mode,
+                    rtt_s=rtt_s,
+                    start_s=start_s,
+                )
+            )
 
         def carried(seconds: float) -> float:
             return capacity.between(session.view.now, session.view.now + seconds)
@@ -225,7 +236,7 @@ class Stage:
         session: Session,
         capacity: Capacity,
         bound: Bound,
-        lines: list[dict[str, Any]] | None,
+        lines: list[PlayEvent] | None,
         *,
         lookup_s: float = 0.0,
         ghost_bytes: float = 0.0,
@@ -251,12 +262,12 @@ class Stage:
         if lines is None:
             return Outcome(run, record, None, None)
         end = record.delivered_s if record.delivered_s is not None else session.view.now + lookup_s
-        lines.append({"t": end, "event": "deliver", "met": record.met, "loss": run["loss"]})
+        lines.append(CacheDelivered(end, record.met, run["loss"]))
         series = capacity.series(max(end, options.deadline_s) * 1.05 - lookup_s)
         return Outcome(run, record, lines, [(t + lookup_s, rate) for t, rate in series])
 
 
-def _shift(record: PlayRecord, lines: list[dict[str, Any]] | None, seconds: float) -> None:
+def _shift(record: PlayRecord, lines: list[PlayEvent] | None, seconds: float) -> None:
     """Count all times of a play from so much earlier."""
     if record.delivered_s is not None:
         record.delivered_s += seconds
@@ -264,39 +275,8 @@ def _shift(record: PlayRecord, lines: list[dict[str, Any]] | None, seconds: floa
         for name in ("requested_s", "first_byte_s", "done_s", "ready_s"):
             if (value := getattr(group, name)) is not None:
                 setattr(group, name, value + seconds)
-    for line in lines or ():
-        if line["event"] != "start":
-            line["t"] += seconds
-
-
-def _opening(
-    catalog: Catalog,
-    ladder: Ladder,
-    options: PlayOptions,
-    trace: Trace,
-    start_s: float,
-    policy: str,
-    estimator: str,
-    rtt_s: float,
-) -> dict[str, Any]:
-    by_size: Sequence[str] = [track.name for track in sorted(catalog.tracks, key=lambda track: track.total_bytes)]
-    return {
-        "t": 0.0,
-        "event": "start",
-        "trace": trace.name,
-        "start_s": start_s,
-        "policy": policy,
-        "estimator": estimator,
-        "deadline_s": options.deadline_s,
-        "engine_mode": options.mode,
-        "groups": catalog.groups,
-        "asset": f"{catalog.namespace.model}/{catalog.namespace.prompt}",
-        "tracks": list(by_size),
-        "track_bytes": sorted(track.total_bytes for track in catalog.tracks),
-        "worth_playing": list(ladder.names),
-        "fp16_bytes": catalog.fp16_bytes,
-        "rtt_s": rtt_s,
-    }
+    if lines is not None:
+        lines[1:] = [replace(line, t=line.t + seconds) for line in lines[1:]]
 
 
 def _run_line(

@@ -24,22 +24,27 @@ below 0; beside them stand ``slack_s``, ``rate`` and ``lower`` (bytes per second
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
-from kvabr.telemetry.listener import CALLED, ENDED
+from kvabr.types.events import (
+    CacheDelivered,
+    DecisionMade,
+    FirstByteReceived,
+    PlayEvent,
+    PlayStarted,
+    ProgressMade,
+    RequestCancelled,
+    RequestDone,
+    RequestFailed,
+    RequestSent,
+    SampleLimited,
+)
 
-Line = Mapping[str, Any]
 Record = dict[str, Any]
 
 _ENOUGH = 5
 """How many times its rate an object should be sent with."""
-_PASSED_ON = frozenset(
-    {
-        CALLED, ENDED, "start", "cancel", "failed", "decoded", "recompute_start", "recompute_done", "recompute_failed",
-        "lookup_failed", "profile_failed", "deliver", "gave_up",
-    }
-)  # fmt: skip
 _TOLD = frozenset({"plan", "recompute"})
 """Kinds of decisions that have a record of their own; those that led to a request are told with it."""
 _MOST_REQUESTS = 4096
@@ -54,110 +59,118 @@ class Cmcd:
         self._deadline_s = 0.0
         self._segment_s = 0.0
         self._top = 0
-        self._decision: Line = {}
+        self._decision: DecisionMade | None = None
         self._requests: dict[int, tuple[float, float | None]] = {}
         """Of each request under way, when it was sent and when its first byte came."""
         self._pending: Record | None = None
         """The last request's record: it waits for the next line, to tell what was asked for behind it."""
         self._starved = False
 
-    def records(self, wall_s: float, line: Line) -> Iterator[Record]:
-        """What a line amounts to: mostly one record, none for what is of no interest alone.
+    def records(self, wall_s: float, event: PlayEvent) -> Iterator[Record]:
+        """Yield the records that an event makes: mostly one, none for events of no interest alone.
 
         Args:
             wall_s: when it happened, seconds since 1970.
-            line: of the play's log.
+            event: from the play's log.
         """
-        event = line["event"]
-        if self._pending is not None and event != "request":
-            # A decision at the same time may lead to the request behind it.
-            behind = event == "decision" and line["kind"] not in _TOLD and line["t"] == self._pending["t"]
-            if not behind:
+        if self._pending is not None and not isinstance(event, RequestSent):
+            # A decision at the same time may lead to the next request.
+            decided = isinstance(event, DecisionMade) and event.kind not in _TOLD
+            if not (decided and event.t == self._pending["t"]):
                 yield self._sent()
-        if event == "request":
-            yield from self._request(wall_s, line)
-        elif event == "decision":
-            if line["kind"] in _TOLD:
-                yield self._record(wall_s, line, self._buffer(line), *_NUMBERS, "kind", "group", "reason")
-            self._decision = line
-        elif event == "first_byte":
-            sent_s, first_s = self._requests.get(line["request"], (line["t"], None))
-            self._requests[line["request"]] = (sent_s, line["t"] if first_s is None else first_s)
-        elif event == "progress":
-            yield self._record(wall_s, line, self._buffer(line), "received", *_NUMBERS)
-        elif event == "done":
-            yield self._record(wall_s, line, self._times(line), "request", "group", "track", "bytes")
-        elif event in _PASSED_ON:
-            yield self._other(wall_s, line)
+        match event:
+            case RequestSent():
+                yield from self._request(wall_s, event)
+            case DecisionMade():
+                if event.kind in _TOLD:
+                    yield self._record(wall_s, event, self._buffer(event), *_NUMBERS, "kind", "group", "reason")
+                self._decision = event
+            case FirstByteReceived():
+                sent_s, first_s = self._requests.get(event.request, (event.t, None))
+                self._requests[event.request] = (sent_s, event.t if first_s is None else first_s)
+            case ProgressMade():
+                yield self._record(wall_s, event, self._buffer(event), "received", *_NUMBERS)
+            case RequestDone():
+                yield self._record(wall_s, event, self._times(event), "request", "group", "track", "bytes")
+            case SampleLimited():
+                pass
+            case _:
+                yield self._other(wall_s, event)
 
     def _sent(self) -> Record:
         pending, self._pending = self._pending, None
         assert pending is not None  # noqa: S101  # its callers have looked
         return pending
 
-    def _request(self, wall_s: float, line: Line) -> Iterator[Record]:
-        decision = self._decision if self._decision.get("request") == line["request"] else {}
-        cmcd = self._buffer({**decision, "t": line["t"]})
-        rate = 8.0 * line["bytes"] / self._segment_s if self._segment_s else 0.0
+    def _request(self, wall_s: float, event: RequestSent) -> Iterator[Record]:
+        decision = self._decision
+        if decision is not None and decision.request != event.request:
+            decision = None
+        cmcd = self._buffer(decision, event.t)
+        rate = 8.0 * event.bytes / self._segment_s if self._segment_s else 0.0
         if rate:
             cmcd |= {"br": round(rate / 1e3), "d": round(1e3 * self._segment_s), "rtp": _hundreds(_ENOUGH * rate / 1e3)}
         if self._top and self._segment_s:
             cmcd["tb"] = round(8.0 * self._top / self._deadline_s / 1e3)
-        if decision.get("kind") == "fetch":
+        if decision is not None and decision.kind == "fetch":
             cmcd["su"] = True
-        if line["t"] > self._deadline_s > 0 and not self._starved:
+        if event.t > self._deadline_s > 0 and not self._starved:
             cmcd["bs"] = self._starved = True
         cmcd |= {"st": "v", "sf": "o", "ot": "o"}
         if self._pending is not None:
-            if self._pending["t"] == line["t"]:
-                self._pending["cmcd"]["nor"] = f"{line['track']}/{line['group']}"
+            if self._pending["t"] == event.t:
+                self._pending["cmcd"]["nor"] = f"{event.track}/{event.group}"
             yield self._sent()
         if len(self._requests) < _MOST_REQUESTS:
-            self._requests[line["request"]] = (line["t"], None)
-        more = {key: decision[key] for key in (*_NUMBERS, "kind", "reason") if key in decision}
-        self._pending = self._record(wall_s, line, cmcd, "request", "group", "track", "bytes") | more
+            self._requests[event.request] = (event.t, None)
+        record = self._record(wall_s, event, cmcd, "request", "group", "track", "bytes")
+        if decision is not None:
+            record |= {key: getattr(decision, key) for key in (*_NUMBERS, "kind", "reason")}
+        self._pending = record
 
-    def _times(self, line: Line) -> Record:
-        sent_s, first_s = self._requests.pop(line["request"], (None, None))
+    def _times(self, event: RequestDone) -> Record:
+        sent_s, first_s = self._requests.pop(event.request, (None, None))
         cmcd: Record = {}
         if sent_s is not None:
-            cmcd["ttlb"] = round(1e3 * (line["t"] - sent_s))
+            cmcd["ttlb"] = round(1e3 * (event.t - sent_s))
             if first_s is not None:
                 cmcd["ttfb"] = round(1e3 * (first_s - sent_s))
         return cmcd
 
-    def _buffer(self, line: Line) -> Record:
-        """What is known of time and rate at a line."""
+    def _buffer(self, event: DecisionMade | ProgressMade | None, t: float | None = None) -> Record:
+        """Return what an event says of time and rate, at time ``t`` or its own."""
         cmcd: Record = {}
-        if self._deadline_s:
-            cmcd["dl"] = _hundreds(1e3 * (self._deadline_s - line["t"]))
-        if (slack := line.get("slack_s")) is not None:
-            cmcd["bl"] = _hundreds(1e3 * slack)
-        if rate := line.get("rate"):
-            cmcd["mtp"] = _hundreds(8.0 * rate / 1e3)
+        now = event.t if t is None and event is not None else t
+        if self._deadline_s and now is not None:
+            cmcd["dl"] = _hundreds(1e3 * (self._deadline_s - now))
+        if event is not None and event.slack_s is not None:
+            cmcd["bl"] = _hundreds(1e3 * event.slack_s)
+        if event is not None and event.rate:
+            cmcd["mtp"] = _hundreds(8.0 * event.rate / 1e3)
         return cmcd
 
-    def _other(self, wall_s: float, line: Line) -> Record:
-        event, cmcd = line["event"], Record()
-        if event == "start":
-            self._begin(line)
-        elif event in {"cancel", "failed"}:
-            self._requests.pop(line["request"], None)
-        elif event == "deliver" and not line["met"]:
-            cmcd["bs"] = True
-        return self._record(wall_s, line, cmcd, *(key for key in line if key not in {"t", "event"}))
+    def _other(self, wall_s: float, event: PlayEvent) -> Record:
+        cmcd = Record()
+        match event:
+            case PlayStarted():
+                self._begin(event)
+            case RequestCancelled() | RequestFailed():
+                self._requests.pop(event.request, None)
+            case CacheDelivered(met=False):
+                cmcd["bs"] = True
+        return self._record(wall_s, event, cmcd)
 
-    def _begin(self, line: Line) -> None:
-        self._deadline_s = line["deadline_s"]
-        self._segment_s = line["deadline_s"] / max(1, line["groups"])
-        self._top = max(line.get("track_bytes") or (line.get("fp16_bytes", 0),))
-        asset = line.get("asset")
-        if isinstance(asset, str):
-            self._who["cid"] = asset.rpartition("/")[2]
+    def _begin(self, event: PlayStarted) -> None:
+        self._deadline_s = event.deadline_s
+        self._segment_s = event.deadline_s / max(1, event.groups)
+        self._top = max(event.track_bytes, default=event.fp16_bytes)
+        self._who["cid"] = event.asset.rpartition("/")[2]
 
-    def _record(self, wall_s: float, line: Line, cmcd: Record, *keys: str) -> Record:
-        record: Record = {"ts": round(1e3 * wall_s), "t": line["t"], "event": line["event"], "cmcd": self._who | cmcd}
-        record.update((key, line[key]) for key in keys if key in line)
+    def _record(self, wall_s: float, event: PlayEvent, cmcd: Record, *keys: str) -> Record:
+        """Return a record with the named fields of an event; with all of them if none is named."""
+        line = event.to_json()
+        record: Record = {"ts": round(1e3 * wall_s), "t": event.t, "event": event.name, "cmcd": self._who | cmcd}
+        record.update((key, line[key]) for key in keys or line if key not in record)
         return record
 
 

@@ -6,17 +6,16 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import Context, copy_context
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Any, Self
+from typing import Self
 
-from kvabr.telemetry.listener import CALLED, ENDED, Heard, Listener
+from kvabr.telemetry.listener import Heard, Listener
 from kvabr.types.errors import UsageError
-
-Log = Callable[[dict[str, Any]], None]
+from kvabr.types.events import Log, PlayCalled, PlayEnded, PlayEvent
 
 _LIMIT = 8192
 """Events that may wait for a listener: some plays of a hundred groups."""
@@ -77,15 +76,15 @@ class Telemetry:
         """Begin a play; gives the log that the play is to write to, and tells how it ended.
 
         Args:
-            log: takes every line of the play as well, at once.
+            log: takes every event of the play as well, at once.
         """
         tap = _Tap(self._lanes, uuid.uuid4().hex)
-        tap.tell({"t": 0.0, "event": CALLED}, time.time())
+        tap.tell(PlayCalled(0.0), time.time())
 
-        def hear(line: dict[str, Any]) -> None:
-            tap.tell(line, time.time())
+        def hear(event: PlayEvent) -> None:
+            tap.tell(event, time.time())
             if log is not None:
-                log(line)
+                log(event)
 
         try:
             yield hear
@@ -94,11 +93,11 @@ class Telemetry:
             raise
         tap.end(time.time())
 
-    def feed(self, lines: Iterable[Mapping[str, Any]], began_s: float | None = None) -> str:
-        """Tell of a play that is over, such as a simulated one, from its lines; waits for listeners that are behind.
+    def feed(self, events: Iterable[PlayEvent], began_s: float | None = None) -> str:
+        """Tell of a play that is over, such as a simulated one, by its events; waits for listeners that are behind.
 
         Args:
-            lines: in order.
+            events: in order.
             began_s: when it began, seconds since 1970; None: now.
 
         Returns:
@@ -106,13 +105,13 @@ class Telemetry:
         """
         begun = time.time() if began_s is None else began_s
         tap = _Tap(self._lanes, uuid.uuid4().hex)
-        tap.tell({"t": 0.0, "event": CALLED}, begun)
+        tap.tell(PlayCalled(0.0), begun)
         last_s = 0.0
-        for count, line in enumerate(lines, 1):
+        for count, event in enumerate(events, 1):
             if count % self._chunk == 0:
                 self.flush()
-            last_s = float(line["t"])
-            tap.tell(line, begun + last_s)
+            last_s = event.t
+            tap.tell(event, begun + last_s)
         tap.end(begun + last_s)
         return tap.sid
 
@@ -146,7 +145,7 @@ class _Lane:
 
     def put(self, context: Context, heard: Heard) -> None:
         """Never waits: what there is no room for is dropped."""
-        room = self._limit + (_LAST_WORDS if heard.line["event"] == ENDED else 0)
+        room = self._limit + (_LAST_WORDS if isinstance(heard.event, PlayEnded) else 0)
         with self._lock:  # held for a moment only: between the look and the put nobody may end the thread
             if self._closed or self._queue.qsize() >= room:
                 self.counts.dropped += 1
@@ -235,16 +234,16 @@ class _Tap:
         self._last_s = 0.0
         self._over = False
 
-    def tell(self, line: Mapping[str, Any], wall_s: float) -> None:
+    def tell(self, event: PlayEvent, wall_s: float) -> None:
         if self._over:
             return  # upgrades that go on after the play: nobody would ever hear of their end
-        heard = Heard(self.sid, wall_s, dict(line))  # a copy: the caller may change its own
-        self._last_s = heard.line["t"]
+        heard = Heard(self.sid, wall_s, event)
+        self._last_s = event.t
         for lane, context in self._lanes:
             lane.put(context, heard)
 
     def end(self, wall_s: float, error: BaseException | None = None) -> None:
         name = None if error is None else type(error).__name__
         reason = None if error is None else str(error)
-        self.tell({"t": self._last_s, "event": ENDED, "error": name, "reason": reason}, wall_s)
+        self.tell(PlayEnded(self._last_s, name, reason), wall_s)
         self._over = True

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import ClassVar
 
 from kvabr.telemetry.cmcd import Cmcd
-from kvabr.telemetry.listener import ENDED, Heard, Listener
+from kvabr.telemetry.listener import Heard, Listener
 from kvabr.telemetry.plays import Plays
 from kvabr.types.errors import AssetError
+from kvabr.types.events import PlayEnded
 
 
 class JsonLines(Listener):
@@ -33,8 +34,8 @@ class JsonLines(Listener):
     def hear(self, heard: Heard) -> None:
         """Write what the event amounts to; the file is complete whenever a play has ended."""
         play = self._plays.of(heard)
-        self._file.writelines(json.dumps(record) + "\n" for record in play.records(heard.wall_s, heard.line))
-        if heard.line["event"] == ENDED:
+        self._file.writelines(json.dumps(record) + "\n" for record in play.records(heard.wall_s, heard.event))
+        if isinstance(heard.event, PlayEnded):
             self._file.flush()
 
     def close(self) -> None:

@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
-CALLED = "called"
-"""The first line of every play, before its lookup; it has no fields beside ``t`` and ``event``."""
-ENDED = "ended"
-"""The last line of every play, however it ended: ``error`` is the name of what was raised, or None, and ``reason``
-what it said."""
+from kvabr.types.events import PlayEvent
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +17,8 @@ class Heard:
     """Which play: a random name, the ``sid`` of CMCD."""
     wall_s: float
     """When it happened, seconds since 1970."""
-    line: Mapping[str, Any]
-    """The event as the play's log has it: ``event``, ``t`` (seconds since the play began) and what belongs to it."""
+    event: PlayEvent
+    """The event; `PlayCalled` is the first of every play, `PlayEnded` the last."""
 
 
 class Listener(ABC):
@@ -36,8 +31,8 @@ class Listener(ABC):
     def hear(self, heard: Heard) -> None:
         """Take one event.
 
-        It may block and it may raise: no play waits for it. The first line that is heard of a play may be any, since
-        lines that come faster than they are heard are dropped; `ENDED` is dropped last.
+        It may block and it may raise: no play waits for it. The first event that is heard of a play may be any, since
+        events that come faster than they are heard are dropped; `PlayEnded` is dropped last.
         """
 
     def close(self) -> None:  # noqa: B027  # a hook that few need

@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from prometheus_client import CollectorRegistry
 
-from kvabr.telemetry.listener import ENDED, Heard, Listener
+from kvabr.telemetry.listener import Heard, Listener
 from kvabr.telemetry.plays import Plays
 from kvabr.telemetry.prometheus import BoundedLabel, MetricSet
+from kvabr.types.events import (
+    CacheDelivered,
+    DecisionMade,
+    FirstByteReceived,
+    GroupDecoded,
+    PlayEnded,
+    PlayGaveUp,
+    PlayStarted,
+    ProgressMade,
+    RecomputeDone,
+    RecomputeEvent,
+    RecomputeStarted,
+    RequestCancelled,
+    RequestDone,
+    RequestFailed,
+    RequestSent,
+    TransferEvent,
+)
 from kvabr.types.naming import plain_track
 
 _SECONDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0)
@@ -75,60 +92,60 @@ class PlayerMetrics(Listener, MetricSet):
 
     def hear(self, heard: Heard) -> None:
         """Count one event."""
-        play, line = self._plays.of(heard), heard.line
+        play, event = self._plays.of(heard), heard.event
         self.plays_in_progress.set(len(self._plays))
-        event = line["event"]
-        if event in {"decision", "progress"}:
-            self._estimates(play, line)
-        elif event == "start":
-            play.deadline_s = line["deadline_s"]
-        elif event in {"request", "first_byte", "done", "cancel", "failed", "decoded"}:
-            self._transfer(play, line)
-        elif event in {"recompute_start", "recompute_done", "recompute_failed"}:
-            self._engine(play, line)
-        elif event == "deliver":
-            self._delivered(play, line)
-        elif event == "gave_up":
-            play.result = "gave_up"
-        elif event == ENDED:
-            self.plays_total.labels(play.result or ("nothing" if line["error"] is None else "failed")).inc()
+        match event:
+            case PlayStarted():
+                play.deadline_s = event.deadline_s
+            case DecisionMade() | ProgressMade():
+                self._estimates(play, event)
+            case FirstByteReceived():
+                if event.request in play.sent_s:
+                    self.first_byte_seconds.observe(event.t - play.sent_s.pop(event.request))
+            case TransferEvent():
+                self._transfer(play, event)
+            case RecomputeEvent():
+                self._engine(play, event)
+            case CacheDelivered():
+                self._delivered(play, event)
+            case PlayGaveUp():
+                play.result = "gave_up"
+            case PlayEnded():
+                self.plays_total.labels(play.result or ("nothing" if event.error is None else "failed")).inc()
 
-    def _estimates(self, play: _Play, line: Mapping[str, Any]) -> None:
-        if line.get("rate"):
-            self.rate.set(line["rate"])
-            self.lower_bound.set(line["lower"])
-        if line.get("request") is not None:
-            play.kinds[line["request"]] = line["kind"]
+    def _estimates(self, play: _Play, event: DecisionMade | ProgressMade) -> None:
+        if event.rate:
+            self.rate.set(event.rate)
+            self.lower_bound.set(event.lower)
+        if isinstance(event, DecisionMade) and event.request is not None:
+            play.kinds[event.request] = event.kind
 
-    def _transfer(self, play: _Play, line: Mapping[str, Any]) -> None:
-        event, request = line["event"], line["request"]
-        if event == "request":
-            play.sent_s[request] = line["t"]
-        elif event == "first_byte":
-            if request in play.sent_s:
-                self.first_byte_seconds.observe(line["t"] - play.sent_s.pop(request))
-        elif event == "done":
-            self.requests_total.labels("done").inc()
-            self.bytes_total.labels(self._track(plain_track(line["track"]))).inc(line["bytes"])
-        elif event == "decoded":
-            self.groups_total.labels(_SOURCES[play.kinds.pop(request, "fetch")]).inc()
-        else:
-            self.requests_total.labels("cancelled" if event == "cancel" else "failed").inc()
-            self.lost_bytes_total.inc(line["received"])
-            play.sent_s.pop(request, None)
-            play.kinds.pop(request, None)
+    def _transfer(self, play: _Play, event: TransferEvent) -> None:
+        match event:
+            case RequestSent():
+                play.sent_s[event.request] = event.t
+            case RequestDone():
+                self.requests_total.labels("done").inc()
+                self.bytes_total.labels(self._track(plain_track(event.track))).inc(event.bytes)
+            case GroupDecoded():
+                self.groups_total.labels(_SOURCES[play.kinds.pop(event.request, "fetch")]).inc()
+            case RequestCancelled() | RequestFailed():
+                self.requests_total.labels("cancelled" if isinstance(event, RequestCancelled) else "failed").inc()
+                self.lost_bytes_total.inc(event.received)
+                play.sent_s.pop(event.request, None)
+                play.kinds.pop(event.request, None)
 
-    def _engine(self, play: _Play, line: Mapping[str, Any]) -> None:
-        if line["event"] == "recompute_start":
-            play.computing_s = line["t"]
+    def _engine(self, play: _Play, event: RecomputeEvent) -> None:
+        if isinstance(event, RecomputeStarted):
+            play.computing_s = event.t
             return
-        self.recompute_seconds_total.inc(max(0.0, line["t"] - play.computing_s))
-        if line["event"] == "recompute_done":
-            self.groups_total.labels("recomputed").inc(line["last"] - line["first"])
+        self.recompute_seconds_total.inc(max(0.0, event.t - play.computing_s))
+        if isinstance(event, RecomputeDone):
+            self.groups_total.labels("recomputed").inc(event.last - event.first)
 
-    def _delivered(self, play: _Play, line: Mapping[str, Any]) -> None:
-        play.result = "met" if line["met"] else "late"
-        self.ttft_seconds.observe(line["t"])
-        self.loss.observe(line["loss"])
+    def _delivered(self, play: _Play, event: CacheDelivered) -> None:
+        play.result = "met" if event.met else "late"
+        self.ttft_seconds.observe(event.t)
+        self.loss.observe(event.loss)
         if play.deadline_s is not None:
-            self.spare_share.observe((play.deadline_s - line["t"]) / play.deadline_s)
+            self.spare_share.observe((play.deadline_s - event.t) / play.deadline_s)

@@ -10,16 +10,37 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from kvabr.telemetry.listener import CALLED, ENDED, Heard, Listener
+from kvabr.telemetry.listener import Heard, Listener
 from kvabr.telemetry.plays import Plays
 from kvabr.types.errors import UsageError
+from kvabr.types.events import (
+    CacheDelivered,
+    DecisionMade,
+    FirstByteReceived,
+    GroupDecoded,
+    LookupFailed,
+    PlayCalled,
+    PlayEnded,
+    PlayEvent,
+    PlayStarted,
+    ProgressMade,
+    RecomputeEvent,
+    RecomputeFailed,
+    RecomputeStarted,
+    RequestCancelled,
+    RequestDone,
+    RequestFailed,
+    RequestSent,
+    SampleLimited,
+    TransferEvent,
+)
 
 _MOST_SPANS = 2000
 """Spans below that of one play; what comes beyond is counted in ``kvabr.spans_left_out``."""
 _STARTED = ("policy", "estimator", "deadline_s", "engine_mode", "groups", "fp16_bytes", "asset", "rtt_s")
 _REQUESTED = ("group", "track", "bytes")
 _DECIDED = ("kind", "reason", "rate", "lower", "slack_s")
-_OUTCOMES = {"cancel": "cancelled", "failed": "failed"}
+_LOOKUP = ("lookup", 0)
 
 Key = tuple[str, int]
 """What a span is of, and which one: the number of the request, or of the first group."""
@@ -51,7 +72,7 @@ class OpenTelemetry(Listener):
 
     def hear(self, heard: Heard) -> None:
         """Begin, end or annotate a span."""
-        self._plays.of(heard).hear(round(1e9 * heard.wall_s), heard.line)
+        self._plays.of(heard).hear(round(1e9 * heard.wall_s), heard.event)
 
 
 class _Spans:
@@ -64,66 +85,72 @@ class _Spans:
         self._open: dict[Key, Any] = {}
         self._made = 0
         self._left_out = 0
-        self._decision: Mapping[str, Any] = {}
+        self._decision: DecisionMade | None = None
 
-    def hear(self, now: int, line: Mapping[str, Any]) -> None:
-        """One event, at so many nanoseconds since 1970."""
-        event = line["event"]
+    def hear(self, now: int, event: PlayEvent) -> None:
+        """Take one event; ``now`` is nanoseconds since 1970."""
         if self._root is None:
             self._root = self._tracer.start_span("kvabr.play", start_time=now, attributes={"kvabr.sid": self._sid})
             self._below = self._trace.set_span_in_context(self._root)
-        if event == "decision":
-            self._decision = line
-        elif event in {"request", "first_byte", "done", "cancel", "failed", "decoded"}:
-            self._transfer(now, line)
-        elif event in {"recompute_start", "recompute_done", "recompute_failed"}:
-            self._engine(now, line)
-        else:
-            self._course(now, line)
+        match event:
+            case DecisionMade():
+                self._decision = event
+            case FirstByteReceived():
+                if (fetch := ("fetch", event.request)) in self._open:
+                    self._open[fetch].add_event("first byte", timestamp=now)
+            case TransferEvent():
+                self._transfer(now, event)
+            case RecomputeEvent():
+                self._engine(now, event)
+            case ProgressMade() | SampleLimited():
+                pass  # too many, and too fine for a trace
+            case _:
+                self._course(now, event)
 
-    def _course(self, now: int, line: Mapping[str, Any]) -> None:
-        """How the play as a whole goes on."""
-        event = line["event"]
-        if event == CALLED:
-            self._begin(("lookup", 0), now)
-        elif event == "start":
-            self._end(("lookup", 0), now)
-            self._root.set_attributes(_named(line, _STARTED))
-        elif event == "deliver":
-            self._root.set_attributes(_named(line, ("met", "loss")))
-        elif event in {"gave_up", "lookup_failed", "profile_failed"}:
-            self._root.add_event(f"kvabr.{event}", _named(line, ("reason",)), timestamp=now)
-            if event == "lookup_failed":
-                self._end(("lookup", 0), now, error=line["reason"])
-        elif event == ENDED:
-            self._over(now, line)
+    def _course(self, now: int, event: PlayEvent) -> None:
+        """Take an event of the whole play, or one without a span of its own."""
+        match event:
+            case PlayCalled():
+                self._begin(_LOOKUP, now)
+            case PlayStarted():
+                self._end(_LOOKUP, now)
+                self._root.set_attributes(_named(event, _STARTED))
+            case CacheDelivered():
+                self._root.set_attributes(_named(event, ("met", "loss")))
+            case PlayEnded():
+                self._over(now, event)
+            case _:
+                fields = tuple(key for key in event.to_json() if key not in {"t", "event"})
+                self._root.add_event(f"kvabr.{event.name}", _named(event, fields), timestamp=now)
+                if isinstance(event, LookupFailed):
+                    self._end(_LOOKUP, now, error=event.reason)
 
-    def _engine(self, now: int, line: Mapping[str, Any]) -> None:
-        if line["event"] == "recompute_start":
-            self._end(("lookup", 0), now)  # where nothing is cached there is no other end of it
-            self._begin(("recompute", 0), now, _named(line, ("first", "last")))
+    def _engine(self, now: int, event: RecomputeEvent) -> None:
+        if isinstance(event, RecomputeStarted):
+            self._end(_LOOKUP, now)  # if nothing is cached, no other event ends the lookup
+            self._begin(("recompute", 0), now, _named(event, ("first", "last")))
         else:
-            self._end(("recompute", 0), now, error=line.get("reason"))
+            self._end(("recompute", 0), now, error=event.reason if isinstance(event, RecomputeFailed) else None)
 
-    def _transfer(self, now: int, line: Mapping[str, Any]) -> None:
-        event, request = line["event"], line["request"]
-        fetch, decode = ("fetch", request), ("decode", request)
-        if event == "request":
-            decided = self._decision if self._decision.get("request") == request else {}
-            self._begin(fetch, now, _named(line, _REQUESTED) | _named(decided, _DECIDED))
-        elif event == "first_byte":
-            if fetch in self._open:
-                self._open[fetch].add_event("first byte", timestamp=now)
-        elif event == "done":
-            self._end(fetch, now)
-            self._begin(decode, now, _named(line, _REQUESTED))
-        elif event == "decoded":
-            self._end(decode, now)
-        else:
-            # What was given up is no error; what failed is, be it on its way or in the decoder.
-            attributes = {"kvabr.outcome": _OUTCOMES[event], **_named(line, ("received", "reason"))}
-            key = decode if decode in self._open else fetch
-            self._end(key, now, attributes, error=line["reason"] if event == "failed" else None)
+    def _transfer(self, now: int, event: TransferEvent) -> None:
+        fetch, decode = ("fetch", event.request), ("decode", event.request)
+        match event:
+            case RequestSent():
+                decision = self._decision
+                decided = {} if decision is None or decision.request != event.request else _named(decision, _DECIDED)
+                self._begin(fetch, now, _named(event, _REQUESTED) | decided)
+            case RequestDone():
+                self._end(fetch, now)
+                self._begin(decode, now, _named(event, _REQUESTED))
+            case GroupDecoded():
+                self._end(decode, now)
+            case RequestCancelled() | RequestFailed():
+                # A cancelled request is no error; a failed one is, on its way or in the decoder.
+                failed = isinstance(event, RequestFailed)
+                outcome = {"kvabr.outcome": "failed" if failed else "cancelled"}
+                attributes = outcome | _named(event, ("received", "reason"))
+                key = decode if decode in self._open else fetch
+                self._end(key, now, attributes, error=event.reason if failed else None)
 
     def _begin(self, key: Key, now: int, attributes: Mapping[str, Any] | None = None) -> None:
         if self._made >= _MOST_SPANS:
@@ -145,16 +172,16 @@ class _Spans:
                 span.set_status(self._trace.StatusCode.ERROR, error)
             span.end(end_time=now)
 
-    def _over(self, now: int, line: Mapping[str, Any]) -> None:
+    def _over(self, now: int, event: PlayEnded) -> None:
         for key in list(self._open):
             self._end(key, now, {"kvabr.outcome": "unfinished"})
         if self._left_out:
             self._root.set_attribute("kvabr.spans_left_out", self._left_out)
-        if line["error"] is not None:
-            self._root.set_status(self._trace.StatusCode.ERROR, f"{line['error']}: {line['reason']}")
+        if event.error is not None:
+            self._root.set_status(self._trace.StatusCode.ERROR, f"{event.error}: {event.reason}")
         self._root.end(end_time=now)
 
 
-def _named(line: Mapping[str, Any], keys: tuple[str, ...]) -> dict[str, Any]:
-    """The attributes that a line gives a span: what is None says nothing."""
-    return {f"kvabr.{key}": line[key] for key in keys if line.get(key) is not None}
+def _named(event: PlayEvent, fields: tuple[str, ...]) -> dict[str, Any]:
+    """Return the attributes that an event gives a span; fields that are None are left out."""
+    return {f"kvabr.{key}": value for key in fields if (value := getattr(event, key)) is not None}

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from kvabr.telemetry.listener import ENDED, Heard
+from kvabr.telemetry.listener import Heard
+from kvabr.types.events import PlayEnded
 
 S = TypeVar("S")
 
@@ -26,7 +27,7 @@ class Plays(Generic[S]):
 
     def of(self, heard: Heard) -> S:
         """The state of the play that is heard of; the last time if this is its end."""
-        if heard.line["event"] == ENDED:
+        if isinstance(heard.event, PlayEnded):
             found = self._states.pop(heard.play, None)
             return self._make(heard.play) if found is None else found
         if heard.play not in self._states:

@@ -120,8 +120,8 @@ def test_where_the_engine_computes_all_behind_a_cut_the_front_is_there_when_it_b
     assert 0 < cut < 16
     assert sources[cut:] == ["recomputed"] * (16 - cut)
     assert run["met"]
-    (begun,) = [line["t"] for line in outcome.log if line["event"] == "recompute_start"]
-    assert all(line["t"] <= begun for line in outcome.log if line["event"] == "decoded" and line["track"] == "base")
+    (begun,) = [line.t for line in outcome.log if line.name == "recompute_start"]
+    assert all(line.t <= begun for line in outcome.log if line.name == "decoded" and line.track == "base")
     alone = Stage(catalog(16, layered=True), PlayOptions(2.0, 0.02, 0.1))
     assert run["loss"] < alone.play(world("steady", [1e6]), 0.0, "oracle").run["loss"]
 

@@ -215,9 +215,9 @@ def test_until_the_deadline_nobody_else_gives_cakes_engine_work():
     asset = catalog(8)
     stage = Stage(asset, PlayOptions(1.0, 0.02, None, PrefillCost(0.2, 1.0 / (8 * 128))))
     outcome = stage.play(world("dead", [0.001, 0.0, 0.0, 0.0], 50.0), 0.0, "cake", log=True)
-    starts = [line for line in outcome.log if line["event"] == "recompute_start"]
-    assert [(line["first"], line["last"]) for line in starts[:4]] == [(group, group + 1) for group in range(4)]
-    plans = [line["t"] for line in outcome.log if line["event"] == "decision" and line["kind"] == "plan"]
+    starts = [line for line in outcome.log if line.name == "recompute_start"]
+    assert [(line.first, line.last) for line in starts[:4]] == [(group, group + 1) for group in range(4)]
+    plans = [line.t for line in outcome.log if line.name == "decision" and line.kind == "plan"]
     assert min(plans) >= 1.0
     # After it the engine takes what the network was to bring, and the play ends.
     assert outcome.run["tokens_recomputed"] == asset.tokens

@@ -56,7 +56,7 @@ async def test_a_stalled_download_is_asked_for_again(origin):
     played, lines = await played_with(origin, on_first(Fault(stall_after=300)))
     assert played.met
     assert close(played.kv)
-    assert any(line["event"] == "failed" and line["reason"] == "it stands still" for line in lines)
+    assert any(line.name == "failed" and line.reason == "it stands still" for line in lines)
 
 
 @pytest.mark.parametrize(
@@ -77,10 +77,10 @@ def test_a_lie_is_refused_with_its_reason_and_asked_for_again(origin, fault, rea
         played, lines = await played_with(origin, on_first(fault))
         assert played.met
         assert close(played.kv)
-        failures = [line for line in lines if line["event"] == "failed"]
+        failures = [line for line in lines if line.name == "failed"]
         assert len(failures) == 1
-        assert reason in failures[0]["reason"]
-        assert failures[0]["group"] == 2
+        assert reason in failures[0].reason
+        assert failures[0].group == 2
 
     check()
 
@@ -90,7 +90,7 @@ async def test_a_frame_of_another_model_or_prompt_is_foreign(origin, libraries, 
     other = libraries["long"].assets[0].frame(3, "Int4")
 
     played, lines = await played_with(origin, on_first(Fault(replace=other)))
-    reasons = [line["reason"] for line in lines if line["event"] == "failed"]
+    reasons = [line.reason for line in lines if line.name == "failed"]
     assert len(reasons) == 1
     assert "it belongs to something else" in reasons[0]
     assert close(played.kv)
@@ -218,9 +218,9 @@ async def test_a_lost_connection_is_dialled_again_and_the_play_goes_on_from_what
         assert link.stats().bytes_received > 0
     assert played.met
     assert close(played.kv)
-    assert any("connection lost: the origin was killed" in line.get("reason", "") for line in lines)
+    assert any("connection lost: the origin was killed" in getattr(line, "reason", "") for line in lines)
     # What was in place when the connection went was not fetched again.
-    counts = [sum(line["event"] == "request" and line["group"] == group for line in lines) for group in range(5)]
+    counts = [sum(line.name == "request" and line.group == group for line in lines) for group in range(5)]
     assert counts[0] == 1
     assert sum(counts) < 10
     assert all(made.closed and not made.downloads for made in peer.made)
@@ -285,7 +285,7 @@ async def test_goaway_sends_new_requests_elsewhere_and_lets_old_ones_finish(orig
         assert played.met
         assert len(peer.made) == 2
         assert peer.made[0].closed  # once nothing was under way on it any more
-        assert [line["reason"] for line in lines if line["event"] == "failed"] == []
+        assert [line.reason for line in lines if line.name == "failed"] == []
         assert peer.made[0].bytes_received + peer.made[1].bytes_received == link.stats().bytes_received
 
 
@@ -508,7 +508,7 @@ async def test_where_the_engine_fails_the_network_brings_what_it_still_can(origi
 
     async with origin(rate=rate, faults=late) as link:
         played = await play(link, TOKENS, deadline=2.0, recompute=Broken(), cost=cost, log=lines.append)
-    assert any(line["event"] == "recompute_failed" for line in lines)
+    assert any(line.name == "recompute_failed" for line in lines)
     assert "recomputed" not in played.coverage
     assert close(played.kv)
 

@@ -158,10 +158,10 @@ async def test_watch_and_log_tell_the_story(origin, short):
     assert all(0 <= flight.share <= 1 for shot in shots for flight in shot.flights.values())
     assert any(shot.rate >= shot.lower_bound > 0 for shot in shots)
     assert all(shot.network.rtt_s == 0.02 for shot in shots)
-    assert [lines[0]["event"], lines[-1]["event"]] == ["start", "deliver"]
-    assert lines[0]["lookup_s"] == played.lookup_s
-    assert lines[-1]["loss"] == played.loss
-    times = [line["t"] for line in lines]
+    assert [lines[0].name, lines[-1].name] == ["start", "deliver"]
+    assert lines[0].lookup_s == played.lookup_s
+    assert lines[-1].loss == played.loss
+    times = [line.t for line in lines]
     assert times == sorted(times)
 
 
@@ -216,7 +216,7 @@ async def test_a_profile_that_does_not_come_leaves_the_tracks_that_need_none(ori
         assert played.met
         assert "AC-5x" not in played.coverage
     assert close(played.kv, tokens)
-    if any(line["event"] == "profile_failed" for line in lines):
+    if any(line.name == "profile_failed" for line in lines):
         assert played.lookup_s < 1.2
     async with origin(folder="long", rate=1e6) as link:
         await fetch_profile(link, long)

@@ -25,12 +25,13 @@ async def test_a_play_tells_of_itself(origin, short):
     with Telemetry(ear, metrics) as telemetry:
         async with origin() as link:
             played = await play(link, TOKENS, deadline=2.0, spec=SPEC, telemetry=telemetry, log=mine.append)
-    lines = [heard.line for heard in ear.heard]
-    assert [line["event"] for line in lines] == ["called", *(line["event"] for line in mine), "ended"]
+    lines = [heard.event for heard in ear.heard]
+    assert lines[1:-1] == mine
+    assert [lines[0].name, lines[-1].name] == ["called", "ended"]
     start = lines[1]
-    assert start["asset"] == f"{short.namespace.model}/{short.namespace.prompt}"
-    assert start["track_bytes"] == sorted(track.total_bytes for track in short.tracks)
-    assert lines[-2]["loss"] == played.loss
+    assert start.asset == f"{short.namespace.model}/{short.namespace.prompt}"
+    assert list(start.track_bytes) == sorted(track.total_bytes for track in short.tracks)
+    assert lines[-2].loss == played.loss
     assert metrics.value("kvabr_plays_total", result="met") == 1
     assert (
         metrics.value("kvabr_play_bytes_total", track="Int8") + metrics.value("kvabr_play_bytes_total", track="FP16")
@@ -45,8 +46,8 @@ async def test_a_play_that_fails_tells_why(origin):
         async with origin() as link:
             with pytest.raises(NotFoundError):
                 await play_asset(link, TrackNamespace("test/model", "00" * 32), deadline=2.0, telemetry=telemetry)
-    assert [heard.line["event"] for heard in ear.heard] == ["called", "ended"]
-    assert ear.heard[-1].line["error"] == "NotFoundError"
+    assert [heard.event.name for heard in ear.heard] == ["called", "ended"]
+    assert ear.heard[-1].event.error == "NotFoundError"
 
 
 @virtual

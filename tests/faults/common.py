@@ -24,6 +24,7 @@ from kvabr.server.server import ServerLimits, ServerTls
 from kvabr.store.asset_folder_writer import FolderAssetWriter
 from kvabr.store.grants import Grants
 from kvabr.types.cost import PrefillCost
+from kvabr.types.events import PlayEvent
 from kvabr.types.naming import CATALOG_TRACK, PREFIX_TRACK, chain
 from tests import kvdata
 from tests.replay.live.links import trace
@@ -121,22 +122,22 @@ def connect(address, fingerprint, quic="aioquic", *, timeout_s=60.0, **options):
 class Log:
     """Events of a play."""
 
-    lines: list[dict] = field(default_factory=list)
+    lines: list[PlayEvent] = field(default_factory=list)
     more: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def __call__(self, line: dict) -> None:
+    def __call__(self, line: PlayEvent) -> None:
         self.lines.append(line)
         self.more.set()
 
     async def seen(self, *names: str) -> None:
         """Wait for an event of one of these names, past or to come."""
         async with asyncio.timeout(LIMIT_S):
-            while not any(line["event"] in names for line in self.lines):
+            while not any(line.name in names for line in self.lines):
                 self.more.clear()
                 await self.more.wait()
 
     def reasons(self, name: str = "failed") -> list[str]:
-        return [line["reason"] for line in self.lines if line["event"] == name]
+        return [line.reason for line in self.lines if line.name == name]
 
 
 @asynccontextmanager

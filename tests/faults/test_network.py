@@ -138,8 +138,8 @@ async def killed_and_started_again(start, fingerprint, libraries) -> None:
         assert played.met
         assert connection.dials == 1, connection.backend
     for at, (_, log) in zip(before, busy, strict=True):
-        had = {line["group"] for line in log.lines[:at] if line["event"] == "decoded"}
-        asked = {line["group"] for line in log.lines[at:] if line["event"] == "request"}
+        had = {line.group for line in log.lines[:at] if line.name == "decoded"}
+        asked = {line.group for line in log.lines[at:] if line.name == "request"}
         assert had
         assert asked
         assert not had & asked
@@ -231,8 +231,8 @@ async def test_a_rolling_restart(root, tls, fingerprint, library):
     assert right(played)
     assert played.met
     assert dials == 1
-    had = {line["group"] for line in log.lines[:before] if line["event"] == "decoded"}
-    asked = {line["group"] for line in log.lines[before:] if line["event"] == "request"}
+    had = {line.group for line in log.lines[:before] if line.name == "decoded"}
+    asked = {line.group for line in log.lines[before:] if line.name == "request"}
     assert had
     assert not had & asked
     assert all("going away" in reason for reason in log.reasons())

@@ -590,7 +590,7 @@ def test_an_engine_that_fails_leaves_what_was_decoded_meanwhile_in_place():
         started = of(play.actions(), Recompute)
     play.decoded(second.request, now)
     play.compute_failed("broken", now + 0.01)
-    assert any(line["event"] == "recompute_failed" and line["reason"] == "broken" for line in log)
+    assert any(line.name == "recompute_failed" and line.reason == "broken" for line in log)
     assert play.record.groups[1].track == "Int4"
     assert play.over
     assert play.record.delivered_s is not None
@@ -695,13 +695,13 @@ def test_only_what_the_network_held_up_lowers_the_estimate():
         seen, play, log = rates(limit)
         assert seen[-1] == pytest.approx(seen[9])
         assert play.record.bytes_held_up == {limit: 20 * 200}
-        lines = [line for line in log if line["event"] == "limited"]
-        assert {(line["by"], line["fed"]) for line in lines} == {(limit, False)}
+        lines = [line for line in log if line.name == "limited"]
+        assert {(line.by, line.fed) for line in lines} == {(limit, False)}
         assert len(lines) >= 15
     seen, play, log = rates("network")
     assert seen[-1] < seen[9] / 5
     assert not play.record.bytes_held_up
-    assert not any(line["event"] == "limited" for line in log)
+    assert not any(line.name == "limited" for line in log)
 
 
 def test_what_others_held_up_may_raise_the_estimate():
@@ -718,7 +718,7 @@ def test_what_others_held_up_may_raise_the_estimate():
         play.progress(fetches[0].request, received, now, "network" if step < 10 else "cpu")
         play.timer(now)
     assert play.view.rate > 20_000
-    assert any(line["event"] == "limited" and line["fed"] for line in log)
+    assert any(line.name == "limited" and line.fed for line in log)
 
 
 def test_a_transfer_is_not_abandoned_for_a_track_that_cannot_be_had():

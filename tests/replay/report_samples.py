@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from functools import cache
 
 from kvabr.replay.run import Matrix, replay
@@ -39,10 +40,9 @@ def hostile():
     result["summary"] = {HOSTILE if name == "rate" else name: line for name, line in result["summary"].items()}
     result["asset"]["model"] = HOSTILE
     for timeline in timelines:
-        timeline["log"][0]["trace"] = result["runs"][timeline["run"]]["trace"]
-        for event in timeline["log"]:
-            if "reason" in event:
-                event["reason"] = HOSTILE
+        log, trace = timeline["log"], result["runs"][timeline["run"]]["trace"]
+        log[0] = replace(log[0], trace=trace)
+        log[1:] = [replace(event, reason=HOSTILE) if hasattr(event, "reason") else event for event in log[1:]]
     return result, timelines
 
 

@@ -1,12 +1,15 @@
 """The log as JSON lines, and the trace for Perfetto."""
 
 import json
+import math
 from collections import defaultdict
+from dataclasses import replace
 
 import pytest
 
 from kvabr.replay.report import write_log, write_perfetto
 from kvabr.types.errors import AssetError
+from kvabr.types.events import DecisionMade
 from tests.replay.report_samples import HOSTILE, hostile, sample
 
 
@@ -20,7 +23,8 @@ def test_the_log_round_trips(tmp_path):
     for line, (index, event) in zip(lines, expected, strict=True):
         run = result["runs"][index]
         assert (line["run"], line["trace"], line["policy"]) == (index, run["trace"], run["policy"])
-        assert {key: line[key] for key in event} == json.loads(json.dumps(event))
+        told = event.to_json()
+        assert {key: line[key] for key in told} == json.loads(json.dumps(told))
     first = path.read_bytes()
     write_log(path, result, timelines)
     assert path.read_bytes() == first
@@ -28,12 +32,14 @@ def test_the_log_round_trips(tmp_path):
 
 def test_the_log_takes_any_name_and_any_number(tmp_path):
     result, timelines = hostile()
-    timelines[0]["log"][2] |= {"rate": float("nan"), "slack_s": float("-inf"), "alternatives": {"FP8": float("inf")}}
+    log = timelines[0]["log"]
+    at = next(index for index, event in enumerate(log) if isinstance(event, DecisionMade))
+    log[at] = replace(log[at], rate=math.nan, slack_s=-math.inf, alternatives={"FP8": math.inf})
     write_log(tmp_path / "log.jsonl", result, timelines)
     text = (tmp_path / "log.jsonl").read_text(encoding="utf-8")
     lines = [json.loads(line, parse_constant=pytest.fail) for line in text.split("\n") if line]
     assert lines[0]["trace"] == HOSTILE
-    assert (lines[2]["rate"], lines[2]["slack_s"], lines[2]["alternatives"]) == (None, None, {"FP8": None})
+    assert (lines[at]["rate"], lines[at]["slack_s"], lines[at]["alternatives"]) == (None, None, {"FP8": None})
 
 
 def events(tmp_path, result, timelines):
@@ -85,7 +91,7 @@ def test_the_trace_shows_what_the_log_holds(tmp_path):
     log = [event for timeline in timelines for event in timeline["log"]]
 
     def logged(kind):
-        return sum(event["event"] == kind for event in log)
+        return sum(event.name == kind for event in log)
 
     requests = [e for e in found if e["ph"] == "X" and "outcome" in e["args"]]
     assert len(requests) == logged("request")

@@ -1,5 +1,7 @@
 import json
+import math
 import re
+from dataclasses import replace
 from importlib.resources import files
 
 import pytest
@@ -9,6 +11,7 @@ from kvabr.replay.report.digest import FIELDS, digest
 from kvabr.replay.report.page import SCRIPTS, render
 from kvabr.replay.report.plays import track_order
 from kvabr.types.errors import AssetError
+from kvabr.types.events import DecisionMade
 from tests.replay.report_samples import HOSTILE, POLICIES, hostile, result_of, run, sample
 
 
@@ -56,7 +59,9 @@ def test_hostile_names_stay_text():
 def test_numbers_that_json_lacks_do_not_reach_the_page():
     result, timelines = sample()
     result["runs"][0] |= {"loss": float("nan"), "regret": float("inf"), "measured": {"kl": float("nan")}}
-    timelines[0]["log"][3] |= {"rate": float("inf"), "slack_s": float("nan")}
+    log = timelines[0]["log"]
+    at = next(index for index, event in enumerate(log) if isinstance(event, DecisionMade))
+    log[at] = replace(log[at], rate=math.inf, slack_s=math.nan)
     text = embedded_source(render(result, timelines))
     assert not re.search(r"[:\[,](NaN|-?Infinity)", text)
 
@@ -73,20 +78,10 @@ def test_sixteen_long_plays_over_millisecond_links_stay_small():
 def lengthened(log):
     """The log with many more events of the kinds that there are most of."""
     waits = [
-        {
-            **dict.fromkeys(("group", "track", "request", "alternatives")),
-            "t": i / 500,
-            "event": "decision",
-            "kind": "wait",
-            "reason": f"nothing fits before {i}",
-            "rate": 1e6,
-            "lower": 9e5,
-            "ttfb_s": 0.04,
-            "slack_s": 0.1,
-        }
+        DecisionMade(i / 500, "wait", None, None, None, f"nothing fits before {i}", 1e6, 9e5, 0.04, 0.1, None)
         for i in range(500)
     ]
-    return [log[0], *sorted([*log[1:], *waits], key=lambda event: event["t"])]
+    return [log[0], *sorted([*log[1:], *waits], key=lambda event: event.t)]
 
 
 def test_the_digest_says_what_the_log_said():
@@ -97,13 +92,13 @@ def test_the_digest_says_what_the_log_said():
     data = digest(result, timelines, tracks)
     seen = set()
     for timeline, play in zip(timelines, data["plays"], strict=True):
-        logged = [event for event in timeline["log"] if event["event"] == "decision"]
+        logged = [event for event in timeline["log"] if isinstance(event, DecisionMade)]
         assert len(play["decisions"]) + play["left_out"] == len(logged)
-        loud = [event for event in logged if event["kind"] not in {"wait", "finish"}]
+        loud = [event for event in logged if event.kind not in {"wait", "finish"}]
         rows = [dict(zip(FIELDS["decisions"], row, strict=True)) for row in play["decisions"]]
         shown = [row for row in rows if row["kind"] not in {"wait", "finish"}]
-        assert [row["reason"] for row in shown] == [event["reason"] for event in loud]
-        assert [row["request"] for row in shown] == [event["request"] for event in loud]
+        assert [row["reason"] for row in shown] == [event.reason for event in loud]
+        assert [row["request"] for row in shown] == [event.request for event in loud]
         for row in play["requests"]:
             request = dict(zip(FIELDS["requests"], row, strict=True))
             assert request["sent"] <= request["end"] <= play["until"]
@@ -140,9 +135,9 @@ def test_a_group_that_never_came_is_no_track():
 
 def test_repeated_waits_are_told_once_and_counted():
     result, timelines = sample()
-    wait = {"t": 0.0, "event": "decision", "kind": "wait", "reason": "the link is full"}
+    wait = DecisionMade(0.0, "wait", None, None, None, "the link is full", 0.0, 0.0, 0.0, None, None)
     start = timelines[0]["log"][0]
-    timelines[0]["log"] = [start, wait, wait, wait, {**wait, "kind": "fetch", "group": 0, "track": "AC-5x"}, wait]
+    timelines[0]["log"] = [start, wait, wait, wait, replace(wait, kind="fetch", group=0, track="AC-5x"), wait]
     play = digest(result, timelines, track_order(result))["plays"][0]
     assert [row[1] for row in play["decisions"]] == ["wait", "fetch", "wait"]
     assert play["left_out"] == 2

@@ -6,6 +6,15 @@ from hypothesis import strategies as st
 
 from kvabr.replay.report.series import achieved, capacity, estimates, significant
 from kvabr.replay.report.spans import Computation, computations, lanes, requests
+from kvabr.types.events import (
+    FirstByteReceived,
+    ProgressMade,
+    RecomputeStarted,
+    RequestCancelled,
+    RequestDone,
+    RequestFailed,
+    RequestSent,
+)
 from tests.replay.report_samples import sample
 
 
@@ -47,8 +56,8 @@ def test_a_short_link_stays_as_it_is_and_an_empty_one_is_no_error():
 def test_achieved_throughput_adds_up_to_the_bytes_that_came(with_progress):
     result, timelines = sample()
     for timeline in timelines:
-        log = [event for event in timeline["log"] if with_progress or event["event"] != "progress"]
-        until = max(event["t"] for event in log) * 1.03
+        log = [event for event in timeline["log"] if with_progress or not isinstance(event, ProgressMade)]
+        until = max(event.t for event in log) * 1.03
         line = achieved(log, until)
         step = until / len(line["t"])
         came = sum(item.received for item in requests(log))
@@ -57,28 +66,25 @@ def test_achieved_throughput_adds_up_to_the_bytes_that_came(with_progress):
 
 
 def test_estimates_keep_the_worst_of_what_they_thin():
-    log = [
-        {"t": i / 100, "event": "progress", "rate": 5.0, "lower": 4.0 - (i == 33), "slack_s": -1.0 * (i == 50)}
-        for i in range(100)
-    ]
+    log = [ProgressMade(i / 100, 0, rate=5.0, lower=4.0 - (i == 33), slack_s=-1.0 * (i == 50)) for i in range(100)]
     thin = estimates(log, 10)
     assert len(thin["t"]) == 10
     assert min(thin["lower"]) == 3
     assert min(thin["slack"]) == -1
-    assert estimates([{"t": 0.0, "event": "decision", "rate": None, "lower": math.nan, "slack_s": math.inf}])["t"] == []
+    assert estimates([ProgressMade(0.0, 0, rate=math.inf, lower=math.nan, slack_s=None)])["t"] == []
 
 
 def test_requests_are_read_back_from_single_events():
     log = [
-        {"t": 0.0, "event": "request", "request": 0, "group": 3, "track": "FP8", "bytes": 10},
-        {"t": 0.1, "event": "request", "request": 1, "group": 4, "track": "FP8", "bytes": 10},
-        {"t": 0.2, "event": "first_byte", "request": 0},
-        {"t": 0.3, "event": "done", "request": 0, "group": 3, "track": "FP8", "bytes": 10},
-        {"t": 0.35, "event": "failed", "request": 0, "group": 3, "track": "FP8", "reason": "checksum"},
-        {"t": 0.4, "event": "cancel", "request": 1, "group": 4, "track": "FP8", "received": 4, "reason": "late"},
-        {"t": 0.4, "event": "request", "request": 2, "group": 5, "track": "FP8", "bytes": 10},
-        {"t": 0.5, "event": "recompute_start", "first": 4, "last": 6},
-        {"t": 0.7, "event": "progress", "received": 14},
+        RequestSent(0.0, 0, 3, "FP8", 10),
+        RequestSent(0.1, 1, 4, "FP8", 10),
+        FirstByteReceived(0.2, 0),
+        RequestDone(0.3, 0, 3, "FP8", 10),
+        RequestFailed(0.35, 0, 3, "FP8", 0, "checksum"),
+        RequestCancelled(0.4, 1, 4, "FP8", 4, "late"),
+        RequestSent(0.4, 2, 5, "FP8", 10),
+        RecomputeStarted(0.5, 4, 6),
+        ProgressMade(0.7, 14, 1e6, 1e6, 0.1),
     ]
     refused, cancelled, left = requests(log)
     assert (refused.outcome, refused.end_s, refused.received, refused.reason) == ("failed", 0.3, 10, "checksum")

@@ -49,10 +49,10 @@ def test_slow_decoding_is_a_queue_of_its_own():
 def test_the_link_serves_the_most_urgent_request_first():
     done = []
     record, _, _ = simulate(
-        "cheapfirst", log=lambda line: done.append(line) if line["event"] == "done" else None, rate=4e5, deadline=1.0
+        "cheapfirst", log=lambda line: done.append(line) if line.name == "done" else None, rate=4e5, deadline=1.0
     )
     assert record.met
-    order = [line["group"] for line in done if line["track"] == "AC-5x"]
+    order = [line.group for line in done if line.track == "AC-5x"]
     assert order == sorted(order)
 
 
@@ -68,7 +68,7 @@ def test_of_equal_priority_the_request_that_was_made_first_is_served_first():
 
     done = []
     record, _, _ = simulate(
-        Restless(), groups=160, rate=8e6, deadline=4.0, log=lambda e: e["event"] == "done" and done.append(e["request"])
+        Restless(), groups=160, rate=8e6, deadline=4.0, log=lambda e: e.name == "done" and done.append(e.request)
     )
     assert [group.track for group in record.groups] == ["Int4"] * 160
     assert done[-40:] == sorted(done[-40:])
@@ -94,12 +94,12 @@ def test_the_engine_computes_one_thing_at_a_time_as_its_cost_says():
     events = []
     cost = PrefillCost(0.01, 1e-4, 1e-8)
     record, _, _ = simulate("cheapfirst", rate=1.0, deadline=1.0, cost=cost, log=events.append)
-    starts = [line for line in events if line["event"] == "recompute_start"]
-    ends = [line for line in events if line["event"] == "recompute_done"]
-    assert [line["first"] for line in starts] == list(range(8))
+    starts = [line for line in events if line.name == "recompute_start"]
+    ends = [line for line in events if line.name == "recompute_done"]
+    assert [line.first for line in starts] == list(range(8))
     for begin, end in zip(starts, ends, strict=True):
-        assert end["t"] - begin["t"] == pytest.approx(cost.seconds(begin["first"] * 128, 128))
-    assert all(b["t"] >= a["t"] for a, b in zip(ends, starts[1:], strict=False))
+        assert end.t - begin.t == pytest.approx(cost.seconds(begin.first * 128, 128))
+    assert all(b.t >= a.t for a, b in zip(ends, starts[1:], strict=False))
     assert record.recompute_s == pytest.approx(sum(cost.seconds(g * 128, 128) for g in range(8)))
 
 

@@ -42,11 +42,11 @@ def test_every_play_ends_complete_or_says_why_and_never_beats_the_clairvoyant(tr
             assert recomputed or run["loss"] >= run["clairvoyant_loss"] - 1e-9
         if cost is None:
             assert record.tokens_recomputed == 0
-        times = [line["t"] for line in outcome.log]
+        times = [line.t for line in outcome.log]
         assert times == sorted(times)
-        assert all(line["reason"] for line in outcome.log if line["event"] == "decision")
-        assert outcome.log[0]["event"] == "start"
-        assert outcome.log[-1]["event"] == "deliver"
+        assert all(line.reason for line in outcome.log if line.name == "decision")
+        assert outcome.log[0].name == "start"
+        assert outcome.log[-1].name == "deliver"
 
 
 def test_suffix_plays_recompute_only_a_tail():
@@ -142,7 +142,7 @@ def test_a_cold_play_counts_the_lookup_and_begins_as_much_later_in_the_trace(pol
     assert cold.run["clairvoyant_loss"] == warm.run["clairvoyant_loss"]
     for one, other in zip(cold.run["groups"], warm.run["groups"], strict=True):
         assert one["ready_s"] == pytest.approx(other["ready_s"] + lookup)
-    assert cold.log[-1]["t"] == pytest.approx(cold.run["ttft_s"])
+    assert cold.log[-1].t == pytest.approx(cold.run["ttft_s"])
     assert cold.link[0][0] == pytest.approx(lookup)
 
 

@@ -7,6 +7,7 @@ from functools import cache
 from kvabr.replay.stage import PlayOptions, Stage
 from kvabr.telemetry import Listener
 from kvabr.types.cost import PrefillCost
+from kvabr.types.events import ProgressMade
 from tests.catalogs import catalog
 from tests.replay.worlds import world
 
@@ -45,3 +46,8 @@ def broken(telemetry, lines, error):
         for line in lines:
             log(line)
         raise error
+
+
+def progress(t, received=7, rate=1e5, lower=1e4, slack_s=0.3):
+    """Return an event that says how much has come."""
+    return ProgressMade(t, received, rate, lower, slack_s)

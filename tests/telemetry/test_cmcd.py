@@ -1,6 +1,7 @@
 """CMCD names for what a play tells, and the file that they go to."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -8,29 +9,52 @@ from kvabr.telemetry import JsonLines, Telemetry
 from kvabr.telemetry.cmcd import Cmcd
 from kvabr.telemetry.plays import _MOST
 from kvabr.types.errors import AssetError
-from tests.telemetry.plays import DEADLINE_S, GROUPS, OFFER, simulated
+from kvabr.types.events import (
+    CacheDelivered,
+    DecisionMade,
+    FirstByteReceived,
+    PlayEnded,
+    PlayStarted,
+    RecomputeStarted,
+    RequestDone,
+    RequestFailed,
+    RequestSent,
+    SampleLimited,
+)
+from tests.telemetry.plays import DEADLINE_S, GROUPS, OFFER, progress, simulated
 
-START = {
-    "t": 0.0, "event": "start", "deadline_s": 2.0, "groups": 10, "asset": "test/model/abcdef", "fp16_bytes": 80_000,
-    "track_bytes": [10_000, 80_000], "policy": "anytime",
-}  # fmt: skip
+START = PlayStarted(
+    0.0,
+    trace="t",
+    start_s=0.0,
+    policy="anytime",
+    estimator="ewma",
+    deadline_s=2.0,
+    engine_mode="hole",
+    groups=10,
+    asset="test/model/abcdef",
+    tracks=("base", "FP16"),
+    track_bytes=(10_000, 80_000),
+    worth_playing=("base",),
+    fp16_bytes=80_000,
+    rtt_s=0.04,
+)
 
 
 def records(*lines, sid="s1"):
     cmcd = Cmcd(sid)
     found = []
-    for line in (*lines, {"t": 9.0, "event": "ended", "error": None, "reason": None}):
-        found += cmcd.records(100.0 + line["t"], line)
+    for line in (*lines, PlayEnded(9.0, None, None)):
+        found += cmcd.records(100.0 + line.t, line)
     return found
 
 
-def decided(t, request, kind="fetch", **more):
-    numbers = {"rate": 125_000.0, "lower": 50_000.0, "slack_s": 0.85}
-    return {"t": t, "event": "decision", "kind": kind, "request": request, "reason": "why", **numbers, **more}
+def decided(t, request, kind="fetch", *, reason="why", rate=125_000.0, slack_s=0.85):
+    return DecisionMade(t, kind, None, None, request, reason, rate, 50_000.0, 0.04, slack_s, None)
 
 
 def asked(t, request, group, track="base", size=1000):
-    return {"t": t, "event": "request", "request": request, "group": group, "track": track, "bytes": size}
+    return RequestSent(t, request, group, track, size)
 
 
 def test_a_request_says_all_that_cmcd_has_a_name_for():
@@ -89,8 +113,8 @@ def test_what_is_asked_for_together_names_the_next():
 
 
 def test_responses_tell_how_long_the_first_and_the_last_byte_took():
-    first = {"t": 0.55, "event": "first_byte", "request": 0}
-    done = {"t": 0.7, "event": "done", "request": 0, "group": 3, "track": "base", "bytes": 1000}
+    first = FirstByteReceived(0.55, 0)
+    done = RequestDone(0.7, 0, 3, "base", 1000)
     found = records(START, decided(0.5, 0), asked(0.5, 0, 3), first, done, done)
     assert [record["event"] for record in found] == ["start", "request", "done", "done", "ended"]
     assert found[2]["cmcd"] == {"sid": "s1", "cid": "abcdef", "ttfb": 50, "ttlb": 200}
@@ -101,13 +125,13 @@ def test_a_deadline_missed_is_a_starved_buffer_once():
     found = records(START, asked(1.9, 0, 1), asked(2.1, 1, 2), asked(2.2, 2, 3))
     assert [record["cmcd"].get("bs") for record in found[1:4]] == [None, True, None]
     assert [record["cmcd"]["dl"] for record in found[1:4]] == [100, 0, 0]
-    late = {"t": 2.3, "event": "deliver", "met": False, "loss": 0.1}
+    late = CacheDelivered(2.3, met=False, loss=0.1)
     assert records(START, late)[1]["cmcd"]["bs"] is True
-    assert "bs" not in records(START, {**late, "met": True})[1]["cmcd"]
+    assert "bs" not in records(START, replace(late, met=True))[1]["cmcd"]
 
 
 def test_lines_that_come_without_a_beginning_are_taken_as_they_are():
-    found = records(asked(0.5, 0, 3), {"t": 0.6, "event": "failed", "request": 7, "reason": "reset", "received": 3})
+    found = records(asked(0.5, 0, 3), RequestFailed(0.6, 7, 0, "base", 3, "reset"))
     assert found[0]["cmcd"] == {"sid": "s1", "st": "v", "sf": "o", "ot": "o"}
     assert found[1]["reason"] == "reset"
 
@@ -117,9 +141,9 @@ def test_what_the_engine_was_left_is_told_and_what_was_decided_in_between_is_not
         START,
         decided(0.1, None, "wait"),
         decided(0.2, None, "plan", reason="the link is dead"),
-        {"t": 0.3, "event": "limited", "by": "cpu", "rate": 1.0, "fed": False},
-        {"t": 0.3, "event": "recompute_start", "first": 0, "last": 2},
-        {"t": 0.4, "event": "progress", "received": 7, "rate": 1e5, "lower": 1e4, "slack_s": 0.3},
+        SampleLimited(0.3, "cpu", 1.0, fed=False),
+        RecomputeStarted(0.3, 0, 2),
+        progress(0.4),
     )
     assert [record["event"] for record in found] == ["start", "decision", "recompute_start", "progress", "ended"]
     assert found[1]["reason"] == "the link is dead"
@@ -137,7 +161,7 @@ def test_a_whole_play_goes_to_a_file_one_object_a_line(tmp_path):
     mine = [record for record in found if record["cmcd"]["sid"] == found[0]["cmcd"]["sid"]]
     lines = simulated()
     for event in ("request", "done", "decoded", "deliver", "progress"):
-        assert sum(record["event"] == event for record in mine) == sum(line["event"] == event for line in lines) > 0
+        assert sum(record["event"] == event for record in mine) == sum(line.name == event for line in lines) > 0
     requests = [record for record in mine if record["event"] == "request"]
     assert sum("su" in record["cmcd"] for record in requests) == GROUPS
     assert all(record["cmcd"]["dl"] <= 1e3 * DEADLINE_S for record in requests)
@@ -155,6 +179,6 @@ def test_plays_whose_end_is_never_heard_are_forgotten(tmp_path):
     with Telemetry(listener, limit=100_000) as telemetry:
         plays = [telemetry.play() for _ in range(_MOST + 50)]
         for play in plays:
-            play.__enter__()({"t": 0.0, "event": "progress", "received": 7})
+            play.__enter__()(progress(0.0))
         telemetry.flush()
         assert len(listener._plays) == _MOST

@@ -8,19 +8,20 @@ import pytest
 
 from kvabr.telemetry import Listener, Telemetry
 from kvabr.types.errors import UsageError
-from tests.telemetry.plays import Ear, simulated
+from kvabr.types.events import CacheDelivered
+from tests.telemetry.plays import Ear, progress, simulated
 
 
 def test_every_listener_hears_every_line_in_order():
     ears = [Ear(), Ear()]
-    lines = simulated()
+    events = simulated()
     with Telemetry(*ears) as telemetry:
-        sid = telemetry.feed(lines, began_s=1000.0)
+        sid = telemetry.feed(events, began_s=1000.0)
     for ear in ears:
-        assert [heard.line["event"] for heard in ear.heard] == ["called", *(line["event"] for line in lines), "ended"]
+        assert [heard.event.name for heard in ear.heard] == ["called", *(event.name for event in events), "ended"]
         assert {heard.play for heard in ear.heard} == {sid}
-        assert ear.heard[-1].wall_s == pytest.approx(1000.0 + lines[-1]["t"])
-        assert ear.heard[-1].line["error"] is None
+        assert ear.heard[-1].wall_s == pytest.approx(1000.0 + events[-1].t)
+        assert ear.heard[-1].event.error is None
         assert ear.closed == 1
 
 
@@ -28,18 +29,16 @@ def test_a_play_is_told_of_from_its_call_to_its_end_and_its_own_log_too():
     ear, mine = Ear(), []
     with Telemetry(ear) as telemetry:
         with telemetry.play(mine.append) as log:
-            log({"t": 0.5, "event": "progress"})
-            line = {"t": 0.75, "event": "deliver"}
-            log(line)
-            line["t"] = 99.0  # the caller's own: what was told stays
-        log({"t": 3.0, "event": "late"})  # the play is over
+            log(progress(0.5))
+            log(CacheDelivered(0.75, met=True, loss=0.0))
+        log(progress(3.0))  # the play is over
         with pytest.raises(ValueError, match="gone"), telemetry.play() as log:
             raise ValueError("gone")
-    events = [(heard.line["t"], heard.line["event"]) for heard in ear.heard]
+    events = [(heard.event.t, heard.event.name) for heard in ear.heard]
     assert events[:4] == [(0.0, "called"), (0.5, "progress"), (0.75, "deliver"), (0.75, "ended")]
-    assert [line["event"] for line in mine] == ["progress", "deliver", "late"]
+    assert [event.name for event in mine] == ["progress", "deliver", "progress"]
     assert events[4:] == [(0.0, "called"), (0.0, "ended")]
-    assert (ear.heard[-1].line["error"], ear.heard[-1].line["reason"]) == ("ValueError", "gone")
+    assert (ear.heard[-1].event.error, ear.heard[-1].event.reason) == ("ValueError", "gone")
     assert ear.heard[0].play != ear.heard[-1].play
 
 
@@ -62,12 +61,12 @@ def test_what_comes_faster_than_it_is_heard_is_dropped_and_counted_but_not_the_e
         with telemetry.play() as log:
             assert slow.begun.wait(300.0)
             for number in range(100):
-                log({"t": 0.01 * number, "event": "progress"})
+                log(progress(0.01 * number))
                 assert telemetry._lanes[1].mark()(10.0)
         slow.go.set()
         assert telemetry.flush()
         counts = telemetry.counts
-    assert [heard.line["event"] for heard in slow.heard] == ["called", *["progress"] * 4, "ended"]
+    assert [heard.event.name for heard in slow.heard] == ["called", *["progress"] * 4, "ended"]
     assert len(quick.heard) == 102
     assert (counts["ear"].dropped, counts["ear-2"].dropped) == (96, 0)
 
@@ -77,7 +76,7 @@ def test_a_listener_that_raises_is_counted_and_told_of_once(caplog):
         name = "bad"
 
         def hear(self, heard):
-            raise SystemExit(f"no room for {heard.line['event']}")
+            raise SystemExit(f"no room for {heard.event.name}")
 
         def close(self):
             raise OSError("disk full")
@@ -102,7 +101,7 @@ def test_a_listener_that_hangs_is_left_behind(caplog):
         telemetry.close(0.01)
     assert "ear is stuck: " in caplog.records[0].getMessage()
     with telemetry.play() as log:  # closed: told to nobody, and no one is disturbed
-        log({"t": 0.0, "event": "progress"})
+        log(progress(0.0))
     assert telemetry.counts["ear"].dropped == 3
     slow.go.set()
 
@@ -141,7 +140,7 @@ def test_listeners_hear_in_the_context_of_the_call():
         token = who.set("the caller")
         with telemetry.play() as log:
             who.reset(token)
-            log({"t": 0.0, "event": "progress"})
+            log(progress(0.0))
     assert {name for name, _ in asked} == {"the caller"}
     assert len(asked) == 6
     assert {thread for _, thread in asked} == {"kvabr-telemetry-ear"}
@@ -154,7 +153,7 @@ def test_plays_in_many_threads_are_kept_apart():
         def play(number):
             with telemetry.play() as log:
                 for step in range(50):
-                    log({"t": float(step), "event": "progress", "number": number})
+                    log(progress(float(step), received=number))
 
         threads = [threading.Thread(target=play, args=(number,)) for number in range(8)]
         for thread in threads:
@@ -163,11 +162,11 @@ def test_plays_in_many_threads_are_kept_apart():
             thread.join()
     by_play = {}
     for heard in ear.heard:
-        by_play.setdefault(heard.play, []).append(heard.line)
+        by_play.setdefault(heard.play, []).append(heard.event)
     assert len(by_play) == 8
-    for lines in by_play.values():
-        assert len({line["number"] for line in lines if "number" in line}) == 1
-        assert [line["t"] for line in lines[1:-1]] == [float(step) for step in range(50)]
+    for events in by_play.values():
+        assert len({event.received for event in events[1:-1]}) == 1
+        assert [event.t for event in events[1:-1]] == [float(step) for step in range(50)]
 
 
 def test_nobody_to_tell_is_a_mistake():

@@ -4,6 +4,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvabr.telemetry import PlayerMetrics, Telemetry
+from kvabr.types.events import CacheDelivered, PlayGaveUp, RequestCancelled, RequestFailed, RequestSent
 from tests.telemetry.plays import DEADLINE_S, GROUPS, OFFER, broken, simulated
 
 
@@ -32,28 +33,27 @@ def counted(*plays):
 def test_a_play_is_counted():
     lines = simulated()
     found = counted(lines, lines)
-    done = [line for line in lines if line["event"] == "done"]
-    (delivered,) = [line for line in lines if line["event"] == "deliver"]
+    done = [line for line in lines if line.name == "done"]
+    (delivered,) = [line for line in lines if line.name == "deliver"]
     assert found["kvabr_plays_total", (("result", "met"),)] == 2
     assert found["kvabr_plays_in_progress", ()] == 0
     assert found["kvabr_play_requests_total", (("result", "done"),)] == 2 * len(done)
     by_track = {labels[0][1]: value for (name, labels), value in found.items() if name == "kvabr_play_bytes_total"}
     assert by_track == {
-        track: 2 * sum(line["bytes"] for line in done if line["track"] == track)
-        for track in {line["track"] for line in done}
+        track: 2 * sum(line.bytes for line in done if line.track == track) for track in {line.track for line in done}
     }
     assert by_track["base"] == 2 * OFFER.track("base").total_bytes
     assert found["kvabr_play_groups_total", (("source", "fetched"),)] == 2 * GROUPS
     assert found["kvabr_play_groups_total", (("source", "upgraded"),)] > 0
     assert found["kvabr_play_seconds_count", ()] == 2
-    assert found["kvabr_play_seconds_sum", ()] == pytest.approx(2 * delivered["t"])
-    assert found["kvabr_play_loss_nats_sum", ()] == pytest.approx(2 * delivered["loss"])
+    assert found["kvabr_play_seconds_sum", ()] == pytest.approx(2 * delivered.t)
+    assert found["kvabr_play_loss_nats_sum", ()] == pytest.approx(2 * delivered.loss)
     spare = (
         found["kvabr_play_spare_ratio_bucket", (("le", "1.0"),)]
         - found["kvabr_play_spare_ratio_bucket", (("le", "0.0"),)]
     )
-    assert spare == (2 if delivered["t"] < DEADLINE_S else 0)
-    assert found["kvabr_play_first_byte_seconds_count", ()] == 2 * sum(line["event"] == "first_byte" for line in lines)
+    assert spare == (2 if delivered.t < DEADLINE_S else 0)
+    assert found["kvabr_play_first_byte_seconds_count", ()] == 2 * sum(line.name == "first_byte" for line in lines)
     assert found["kvabr_play_rate_bytes_per_second", ()] == pytest.approx(3e5 * 0.948, rel=0.3)
     lower = found["kvabr_play_rate_lower_bytes_per_second", ()]
     assert 0 < lower <= found["kvabr_play_rate_bytes_per_second", ()]
@@ -61,13 +61,13 @@ def test_a_play_is_counted():
 
 def test_what_the_engine_computes_is_counted():
     lines = simulated((2e5, *[0.0] * 40, 1.0), engine=True)
-    starts = [line["t"] for line in lines if line["event"] == "recompute_start"]
-    ends = [line for line in lines if line["event"] == "recompute_done"]
+    starts = [line.t for line in lines if line.name == "recompute_start"]
+    ends = [line for line in lines if line.name == "recompute_done"]
     assert ends
     found = counted(lines)
-    seconds = sum(end["t"] - start for start, end in zip(starts, ends, strict=True))
+    seconds = sum(end.t - start for start, end in zip(starts, ends, strict=True))
     assert found["kvabr_play_recompute_seconds_total", ()] == pytest.approx(seconds)
-    groups = sum(end["last"] - end["first"] for end in ends)
+    groups = sum(end.last - end.first for end in ends)
     assert found["kvabr_play_groups_total", (("source", "recomputed"),)] == groups
 
 
@@ -79,13 +79,12 @@ def test_plays_that_bring_nothing_are_told_apart():
         with pytest.raises(OSError, match="away"):
             broken(telemetry, [], OSError("the origin is away"))
         with pytest.raises(OSError, match="late"):
-            broken(telemetry, [{"t": 1.0, "event": "gave_up", "reason": "too late"}], OSError("late"))
-        telemetry.feed([{"t": 3.0, "event": "deliver", "met": False, "loss": 0.1}])
+            broken(telemetry, [PlayGaveUp(1.0, "too late")], OSError("late"))
+        telemetry.feed([CacheDelivered(3.0, met=False, loss=0.1)])
         with telemetry.play() as log:
-            log({"t": 0.0, "event": "request", "request": 0, "group": 0, "track": "base", "bytes": 10})
-            lost = {"request": 0, "group": 0, "track": "base", "reason": "reset"}
-            log({"t": 0.1, "event": "failed", "received": 7, **lost})
-            log({"t": 0.1, "event": "cancel", "received": 3, **lost})
+            log(RequestSent(0.0, 0, 0, "base", 10))
+            log(RequestFailed(0.1, 0, 0, "base", 7, "reset"))
+            log(RequestCancelled(0.1, 0, 0, "base", 3, "reset"))
             telemetry.flush()
             assert read(metrics)["kvabr_plays_in_progress", ()] == 1
     found = read(metrics)

@@ -4,6 +4,7 @@ import pytest
 
 from kvabr.telemetry import OpenTelemetry, Telemetry, otel
 from kvabr.types.errors import UsageError
+from kvabr.types.events import PlayGaveUp, RequestCancelled, RequestDone, RequestFailed, RequestSent
 from tests.telemetry.plays import GROUPS, OFFER, broken, simulated
 
 NEEDED = "opentelemetry-sdk is not installed (extra dev)"
@@ -43,27 +44,27 @@ def test_a_play_is_a_span_with_one_below_it_for_all_that_takes_time(tracing):
     (play,) = found["kvabr.play"]
     assert play.parent is None
     assert play.start_time == 10**18
-    assert seconds(play) == pytest.approx(lines[-1]["t"], abs=1e-6)
+    assert seconds(play) == pytest.approx(lines[-1].t, abs=1e-6)
     attributes = play.attributes
     assert attributes["kvabr.sid"] == sid
     assert attributes["kvabr.asset"].endswith(OFFER.namespace.prompt)
     assert attributes["kvabr.policy"] == "anytime"
     assert attributes["kvabr.groups"] == GROUPS
     assert attributes["kvabr.met"] is True
-    assert attributes["kvabr.loss"] == pytest.approx(lines[-1]["loss"])
+    assert attributes["kvabr.loss"] == pytest.approx(lines[-1].loss)
     assert play.instrumentation_scope.name == "kvabr"
 
     fetches = found["kvabr.fetch"]
-    asked = [line for line in lines if line["event"] == "request"]
+    asked = [line for line in lines if line.name == "request"]
     assert [(span.attributes["kvabr.group"], span.attributes["kvabr.track"]) for span in fetches] == [
-        (line["group"], line["track"]) for line in asked
+        (line.group, line.track) for line in asked
     ]
     assert {span.attributes["kvabr.kind"] for span in fetches} == {"fetch", "upgrade"}
     assert all(span.attributes["kvabr.reason"] for span in fetches)
-    done = {line["request"]: line["t"] for line in lines if line["event"] == "done"}
+    done = {line.request: line.t for line in lines if line.name == "done"}
     for span, line in zip(fetches, asked, strict=True):
-        if line["request"] in done:
-            assert seconds(span) == pytest.approx(done[line["request"]] - line["t"], abs=1e-6)
+        if line.request in done:
+            assert seconds(span) == pytest.approx(done[line.request] - line.t, abs=1e-6)
             assert [event.name for event in span.events] == ["first byte"]
     assert len(found["kvabr.decode"]) == len(done)
     (lookup,) = found["kvabr.lookup"]
@@ -90,23 +91,22 @@ def test_prefill_is_a_span(tracing):
     with Telemetry(OpenTelemetry(provider)) as telemetry:
         telemetry.feed(lines := simulated((2e5, *[0.0] * 40, 1.0), engine=True))
     computed = spans(exporter)["kvabr.recompute"]
-    ends = [line for line in lines if line["event"] == "recompute_done"]
+    ends = [line for line in lines if line.name == "recompute_done"]
     assert [(span.attributes["kvabr.first"], span.attributes["kvabr.last"]) for span in computed] == [
-        (line["first"], line["last"]) for line in ends
+        (line.first, line.last) for line in ends
     ]
 
 
 def test_what_fails_is_an_error_and_what_was_given_up_is_none(tracing):
     provider, exporter = tracing
     status = provider.get_tracer("x").start_span("x").status.status_code.__class__
-    group = {"group": 1, "track": "base"}
     lines = [
-        *({"t": 0.1, "event": "request", "request": request, "bytes": 10, **group} for request in range(4)),
-        {"t": 0.2, "event": "failed", "request": 0, "received": 3, "reason": "reset", **group},
-        {"t": 0.2, "event": "cancel", "request": 1, "received": 5, "reason": "too slow", **group},
-        {"t": 0.3, "event": "done", "request": 2, **group, "bytes": 10},
-        {"t": 0.4, "event": "failed", "request": 2, "received": 10, "reason": "corrupt", **group},
-        {"t": 0.5, "event": "gave_up", "reason": "nothing came"},
+        *(RequestSent(0.1, request, 1, "base", 10) for request in range(4)),
+        RequestFailed(0.2, 0, 1, "base", 3, "reset"),
+        RequestCancelled(0.2, 1, 1, "base", 5, "too slow"),
+        RequestDone(0.3, 2, 1, "base", 10),
+        RequestFailed(0.4, 2, 1, "base", 10, "corrupt"),
+        PlayGaveUp(0.5, "nothing came"),
     ]
     with Telemetry(OpenTelemetry(provider)) as telemetry, pytest.raises(RuntimeError):
         broken(telemetry, lines, RuntimeError("no cache"))
@@ -128,7 +128,7 @@ def test_a_play_of_very_many_groups_has_spans_up_to_a_bound(tracing, monkeypatch
     with Telemetry(OpenTelemetry(provider)) as telemetry:
         telemetry.feed(lines := simulated())
     (play,) = spans(exporter)["kvabr.play"]
-    made = sum(line["event"] in {"request", "done"} for line in lines) + 1
+    made = sum(line.name in {"request", "done"} for line in lines) + 1
     assert play.attributes["kvabr.spans_left_out"] == made - 5
     assert len(exporter.get_finished_spans()) == 6
 

@@ -11,7 +11,7 @@ import torch
 
 from kvabr.client.blocking_connection import Origin
 from kvabr.client.play import play
-from kvabr.client.result import How, Log, Played
+from kvabr.client.result import How, Played
 from kvabr.engines.adapters import TRANSFORMERS
 from kvabr.engines.require import require
 from kvabr.engines.transformers.cache import dynamic_cache, remember_loss
@@ -19,6 +19,7 @@ from kvabr.engines.transformers.engine import TransformersEngine
 from kvabr.quic.interface import Connection
 from kvabr.types.catalog import RECOMPUTED
 from kvabr.types.errors import UsageError
+from kvabr.types.events import Log, LookupFailed, PlayEvent
 
 _log = logging.getLogger("kvabr.transformers")
 
@@ -112,11 +113,11 @@ def _options(engine: TransformersEngine, how: How, problems: list[str]) -> dict[
     options: dict[str, Any] = {"recompute": engine, "dtype": engine.dtype, "spec": engine.spec, **how}
     told: Log | None = how.get("log")
 
-    def log(line: dict[str, Any]) -> None:
-        if line["event"] == "lookup_failed":
-            problems.append(str(line["reason"]))
+    def log(event: PlayEvent) -> None:
+        if isinstance(event, LookupFailed):
+            problems.append(event.reason)
         if told is not None:
-            told(line)
+            told(event)
 
     options["log"] = log
     return options

@@ -30,6 +30,7 @@ from kvabr.replay.trace import Trace
 from kvabr.replay.verify import load_profile
 from kvabr.store.asset import Asset
 from kvabr.types.errors import TransportError
+from kvabr.types.events import PlayEvent
 
 Quic = Literal["aioquic", "qh3"]
 
@@ -93,7 +94,7 @@ class LiveStage:
         played = stage.played(trace)
         self._shaper.load(played)
         self._shaper.open(conditions)
-        lines: list[dict[str, Any]] | None = [] if log else None
+        lines: list[PlayEvent] | None = [] if log else None
         lookup_s, began, began_s = 0.0, self._usage(), time.monotonic()
         if options.cold:
             self._shaper.begin(played, start_s, conditions, at_s=began_s)

@@ -5,12 +5,12 @@ Columns are given as short lists rather than objects, since a page holds thousan
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from kvabr.replay.report.jsonl import finite
 from kvabr.replay.report.plays import (
     RECOMPUTED,
-    Event,
     Result,
     Run,
     Timeline,
@@ -26,6 +26,7 @@ from kvabr.replay.report.plays import (
 )
 from kvabr.replay.report.series import achieved, capacity, estimates, significant
 from kvabr.replay.report.spans import computations, end_of, requests, start_of
+from kvabr.types.events import DecisionMade, PlayEvent
 
 FIELDS = {
     "groups": ("track", "bytes", "requested", "first_byte", "done", "ready", "source"),
@@ -61,7 +62,7 @@ def digest(result: Result, timelines: list[Timeline], tracks: list[str]) -> dict
     policies = ranked(result)
     asset = asset_name(result)
     known = track_facts(result)
-    start = start_of(timelines[0]["log"]) if timelines else {}
+    start = start_of(timelines[0]["log"]) if timelines else None
     data = {
         "title": f"{asset} \u00b7 kvabr replay" if asset else "kvabr replay",
         "asset": asset,
@@ -75,9 +76,9 @@ def digest(result: Result, timelines: list[Timeline], tracks: list[str]) -> dict
             "traces": len({str(run.get("trace")) for run in runs}),
             "apart": set_apart(result),
             "deadlines": sorted({value for run in runs if (value := number(run.get("deadline_s"))) is not None}),
-            "groups": start.get("groups"),
-            "fp16_bytes": start.get("fp16_bytes"),
-            "engine_mode": start.get("engine_mode"),
+            "groups": None if start is None else start.groups,
+            "fp16_bytes": None if start is None else start.fp16_bytes,
+            "engine_mode": None if start is None else start.engine_mode,
         },
         "policies": [_policy(result, name, places) for name in policies],
         "families": _families(result, policies),
@@ -119,7 +120,7 @@ def _families(result: Result, policies: list[str]) -> list[dict[str, Any]]:
 
 
 def _play(run: Run, timeline: Timeline, places: dict[str, int]) -> dict[str, Any]:
-    log: list[Event] = timeline["log"]
+    log: list[PlayEvent] = timeline["log"]
     start = start_of(log)
     deadline = number(run.get("deadline_s")) or 0.0
     ttft = number(run.get("ttft_s"))
@@ -144,9 +145,9 @@ def _play(run: Run, timeline: Timeline, places: dict[str, int]) -> dict[str, Any
         "measured": run.get("measured"),
         "gave_up": run.get("gave_up"),
         "wrapped": bool(run.get("wrapped")),
-        "estimator": start.get("estimator"),
-        "rtt_s": significant(number(start.get("rtt_s"))),
-        "groups_total": start.get("groups") or len(run.get("groups") or ()),
+        "estimator": None if start is None else start.estimator,
+        "rtt_s": None if start is None else significant(start.rtt_s),
+        "groups_total": len(run.get("groups") or ()) if start is None else start.groups,
         "until": _time(until),
         "groups": _groups(run, places),
         "link": capacity(timeline.get("link") or (), until),
@@ -176,27 +177,27 @@ def _groups(run: Run, places: dict[str, int]) -> list[list[Any]]:
     return rows
 
 
-def _decisions(log: list[Event], places: dict[str, int]) -> tuple[list[list[Any]], int]:
+def _decisions(log: list[PlayEvent], places: dict[str, int]) -> tuple[list[list[Any]], int]:
     """Rows of all decisions, waits that only say again what the last one said left out; and how many are left out."""
     rows: list[list[Any]] = []
     total = 0
     last_quiet = None
     for event in log:
-        if event.get("event") != "decision":
+        if not isinstance(event, DecisionMade):
             continue
         total += 1
-        kind, reason = str(event.get("kind")), str(event.get("reason") or "")
+        kind, reason = event.kind, event.reason
         if kind in _QUIET:
             if (kind, reason) == last_quiet:
                 continue
             last_quiet = (kind, reason)
         else:
             last_quiet = None
-        numbers = (significant(number(event.get(key)), 4) for key in ("rate", "lower", "ttfb_s", "slack_s"))
+        numbers = (significant(value, 4) for value in (event.rate, event.lower, event.ttfb_s, event.slack_s))
         rows.append(
             [
-                *(_time(float(event["t"])), kind, event.get("group"), places.get(str(event.get("track")))),
-                *(event.get("request"), reason, *numbers, _alternatives(event.get("alternatives"), places)),
+                *(_time(event.t), kind, event.group, None if event.track is None else places.get(event.track)),
+                *(event.request, reason, *numbers, _alternatives(event.alternatives, places)),
             ]
         )
     if len(rows) > MOST_DECISIONS:
@@ -205,15 +206,15 @@ def _decisions(log: list[Event], places: dict[str, int]) -> tuple[list[list[Any]
     return rows, total - len(rows)
 
 
-def _alternatives(value: Any, places: dict[str, int]) -> list[float | int | None] | None:
+def _alternatives(found: Mapping[str, float] | None, places: dict[str, int]) -> list[float | int | None] | None:
     """Bytes by track index, trailing tracks that were no alternative cut off."""
-    if not isinstance(value, dict) or not value:
+    if not found:
         return None
     row: list[float | int | None] = [None] * len(places)
-    for track, nbytes in value.items():
-        place = places.get(str(track))
+    for track, nbytes in found.items():
+        place = places.get(track)
         if place is not None:
-            row[place] = significant(number(nbytes))
+            row[place] = significant(nbytes)
     while row and row[-1] is None:
         row.pop()
     return row or None

@@ -33,7 +33,7 @@ def _lines(result: Result, timelines: list[Timeline]) -> Iterator[str]:
         run = result["runs"][timeline["run"]]
         head = {"run": timeline["run"], "trace": run["trace"], "policy": run["policy"]}
         for event in timeline["log"]:
-            line = {**head, **finite(event)}
+            line = {**head, **finite(event.to_json())}
             yield json.dumps(line, ensure_ascii=False, allow_nan=False, separators=(",", ":")) + "\n"
 
 

@@ -13,15 +13,29 @@ from pathlib import Path
 from typing import Any
 
 from kvabr.replay.report.jsonl import finite
-from kvabr.replay.report.plays import Event, Result, Run, Timeline, number
+from kvabr.replay.report.plays import Result, Run, Timeline, number
 from kvabr.replay.report.series import capacity
 from kvabr.replay.report.spans import Request, computations, end_of, lanes, requests, start_of
 from kvabr.store.files import write_text
+from kvabr.types.events import (
+    DecisionMade,
+    FirstByteReceived,
+    PlayEvent,
+    PlayStarted,
+    ProgressMade,
+    RecomputeEvent,
+    SampleLimited,
+    TransferEvent,
+)
 
 _PLAY, _DECISIONS, _ENGINE, _DECODER, _NETWORK = 1, 2, 3, 1000, 2000
 """Thread numbers; decoder and network have one a lane."""
 _MBIT = 8e-6
 """Bytes per second to megabits per second."""
+_SHOWN_AS_SPANS = (PlayStarted, FirstByteReceived, TransferEvent, RecomputeEvent, SampleLimited)
+
+Slice = dict[str, Any]
+"""One event of the trace, as Chrome's format wants it."""
 
 
 def write_perfetto(path: Path, result: Result, timelines: list[Timeline]) -> None:
@@ -49,10 +63,10 @@ def _text(result: Result, timelines: list[Timeline]) -> Iterator[str]:
     yield "\n]}\n"
 
 
-def _play(run: Run, timeline: Timeline, pid: int) -> Iterator[Event]:
-    log: list[Event] = timeline["log"]
+def _play(run: Run, timeline: Timeline, pid: int) -> Iterator[Slice]:
+    log: list[PlayEvent] = timeline["log"]
     start = start_of(log)
-    deadline = number(start.get("deadline_s")) or number(run.get("deadline_s"))
+    deadline = number(run.get("deadline_s")) if start is None else start.deadline_s
     name = f"{run['policy']} on {run['trace']} from {number(run.get('start_s')) or 0.0:.3f} s"
     yield {"ph": "M", "tid": 0, "ts": 0, "name": "process_name", "args": {"name": name}}
     yield {"ph": "M", "tid": 0, "ts": 0, "name": "process_sort_index", "args": {"sort_index": pid}}
@@ -80,26 +94,26 @@ def _play(run: Run, timeline: Timeline, pid: int) -> Iterator[Event]:
         yield _counter("link capacity (Mbit/s)", t or 0.0, (rate or 0.0) * _MBIT)
 
 
-def _instant(event: Event) -> Iterator[Event]:
-    kind, t = event.get("event"), float(event["t"])
-    if kind == "decision":
-        title = " ".join(str(event[key]) for key in ("kind", "group", "track") if event.get(key) is not None)
-        args = {key: value for key, value in event.items() if key not in {"t", "event"} and value is not None}
-        yield {"ph": "i", "s": "t", "tid": _DECISIONS, "ts": _us(t), "name": title, "args": args}
-    elif kind == "deliver":
-        args = {key: value for key, value in event.items() if key not in {"t", "event"}}
-        yield {"ph": "i", "s": "p", "tid": _PLAY, "ts": _us(t), "name": "deliver", "args": args}
-    if kind in {"decision", "progress"}:
-        for key, name, scale in (("rate", "estimate (Mbit/s)", _MBIT), ("lower", "lower bound (Mbit/s)", _MBIT)):
-            if (value := number(event.get(key))) is not None:
-                yield _counter(name, t, value * scale)
-        if (slack := number(event.get("slack_s"))) is not None:
-            yield _counter("slack (s)", t, slack)
-    if kind == "progress":
-        yield _counter("received (MB)", t, (number(event.get("received")) or 0.0) / 1e6)
+def _instant(event: PlayEvent) -> Iterator[Slice]:
+    if isinstance(event, _SHOWN_AS_SPANS):
+        return
+    args = {key: value for key, value in event.to_json().items() if key not in {"t", "event"}}
+    if isinstance(event, DecisionMade):
+        title = " ".join(str(part) for part in (event.kind, event.group, event.track) if part is not None)
+        given = {key: value for key, value in args.items() if value is not None}
+        yield {"ph": "i", "s": "t", "tid": _DECISIONS, "ts": _us(event.t), "name": title, "args": given}
+    elif not isinstance(event, ProgressMade):
+        yield {"ph": "i", "s": "p", "tid": _PLAY, "ts": _us(event.t), "name": event.name, "args": args}
+    if isinstance(event, DecisionMade | ProgressMade):
+        yield _counter("estimate (Mbit/s)", event.t, event.rate * _MBIT)
+        yield _counter("lower bound (Mbit/s)", event.t, event.lower * _MBIT)
+        if event.slack_s is not None:
+            yield _counter("slack (s)", event.t, event.slack_s)
+    if isinstance(event, ProgressMade):
+        yield _counter("received (MB)", event.t, event.received / 1e6)
 
 
-def _network(flights: list[Request]) -> Iterator[Event]:
+def _network(flights: list[Request]) -> Iterator[Slice]:
     chosen = lanes((item.sent_s, item.end_s) for item in flights)
     for lane in sorted(set(chosen)):
         yield _thread(_NETWORK + lane, f"network {lane + 1}")
@@ -120,7 +134,7 @@ def _network(flights: list[Request]) -> Iterator[Event]:
             yield _span(_NETWORK + lane, "to first byte", item.sent_s, item.first_byte_s, {"request": item.request})
 
 
-def _decoder(flights: list[Request]) -> Iterator[Event]:
+def _decoder(flights: list[Request]) -> Iterator[Slice]:
     spans = sorted(
         ((item.end_s, item.decoded_s, item) for item in flights if item.decoded_s is not None),
         key=lambda span: span[:2],
@@ -133,16 +147,16 @@ def _decoder(flights: list[Request]) -> Iterator[Event]:
         yield _span(_DECODER + lane, f"{item.track} {item.group}", arrived, placed, args)
 
 
-def _thread(tid: int, name: str) -> Event:
+def _thread(tid: int, name: str) -> Slice:
     return {"ph": "M", "tid": tid, "ts": 0, "name": "thread_name", "args": {"name": name}}
 
 
-def _span(tid: int, name: str, start_s: float, end_s: float, args: dict[str, Any]) -> Event:
+def _span(tid: int, name: str, start_s: float, end_s: float, args: dict[str, Any]) -> Slice:
     start, end = _us(start_s), _us(end_s)
     return {"ph": "X", "tid": tid, "ts": start, "dur": round(max(0.0, end - start), 3), "name": name, "args": args}
 
 
-def _counter(name: str, t: float, value: float) -> Event:
+def _counter(name: str, t: float, value: float) -> Slice:
     return {"ph": "C", "tid": 0, "ts": _us(t), "name": name, "args": {"value": value}}
 
 

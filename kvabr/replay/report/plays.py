@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from kvabr.types.events import PlayStarted
 from kvabr.types.naming import LEVELS
 
 RECOMPUTED = "recomputed"
@@ -25,7 +26,6 @@ DASH = "\u2013"
 
 Result = dict[str, Any]
 Run = dict[str, Any]
-Event = dict[str, Any]
 Timeline = dict[str, Any]
 
 
@@ -61,10 +61,8 @@ def track_order(result: Result, timelines: Iterable[Timeline] = ()) -> list[str]
     listed.sort(key=lambda line: number(line.get("bytes")) or 0.0)
     names = dict.fromkeys(str(line["track"]) for line in listed)
     for timeline in timelines:
-        for event in timeline["log"]:
-            if event.get("event") == "start":
-                names.update(dict.fromkeys(map(str, event.get("tracks") or ())))
-                break
+        start = next((event for event in timeline["log"] if isinstance(event, PlayStarted)), None)
+        names.update(dict.fromkeys(() if start is None else start.tracks))
     sizes: dict[str, list[int]] = {}
     for group in () if names else groups_of(result):
         track = group.get("track")

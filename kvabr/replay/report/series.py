@@ -7,8 +7,9 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import pairwise
 
-from kvabr.replay.report.plays import Event, number
+from kvabr.replay.report.plays import number
 from kvabr.replay.report.spans import requests
+from kvabr.types.events import DecisionMade, PlayEvent, ProgressMade
 
 Points = Sequence[Sequence[float]]
 
@@ -61,7 +62,7 @@ def capacity(link: Points, until_s: float, most: int = MOST_POINTS) -> dict[str,
     }
 
 
-def achieved(log: list[Event], until_s: float) -> dict[str, list[float | int | None]]:
+def achieved(log: Sequence[PlayEvent], until_s: float) -> dict[str, list[float | int | None]]:
     """Bytes per second that really arrived, in steps from 0 to ``until_s``.
 
     Counted from ``progress`` events where there are some, since they alone see transfers that are under way; otherwise
@@ -75,12 +76,9 @@ def achieved(log: list[Event], until_s: float) -> dict[str, list[float | int | N
     arrivals: list[tuple[float, float, float]] = []
     counted, since = 0.0, 0.0
     for event in log:
-        if event.get("event") != "progress":
-            continue
-        t, received = float(event["t"]), float(event["received"])
-        if t > since and received >= counted:
-            arrivals.append((since, t, received - counted))
-            counted, since = received, t
+        if isinstance(event, ProgressMade) and event.t > since and event.received >= counted:
+            arrivals.append((since, event.t, event.received - counted))
+            counted, since = float(event.received), event.t
     flights = requests(log)
     if arrivals:
         # What came after the last progress event is known only in total.
@@ -102,7 +100,7 @@ def achieved(log: list[Event], until_s: float) -> dict[str, list[float | int | N
     }
 
 
-def estimates(log: list[Event], most: int = MOST_POINTS) -> dict[str, list[float | int | None]]:
+def estimates(log: Sequence[PlayEvent], most: int = MOST_POINTS) -> dict[str, list[float | int | None]]:
     """What the player believed, wherever it wrote it down.
 
     Returns:
@@ -111,10 +109,10 @@ def estimates(log: list[Event], most: int = MOST_POINTS) -> dict[str, list[float
     """
     rows: list[tuple[float, list[float | None]]] = []
     for event in log:
-        if event.get("event") in {"progress", "decision"}:
-            beliefs = [number(event.get(key)) for key in ("rate", "lower", "slack_s")]
+        if isinstance(event, ProgressMade | DecisionMade):
+            beliefs = [number(value) for value in (event.rate, event.lower, event.slack_s)]
             if any(value is not None for value in beliefs):
-                rows.append((float(event["t"]), beliefs))
+                rows.append((event.t, beliefs))
     size = max(1, math.ceil(len(rows) / most))
     kept = [rows[index : index + size] for index in range(0, len(rows), size)]
     return {

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
-from kvabr.replay.report.plays import Event, number
+from kvabr.types.events import (
+    FirstByteReceived,
+    GroupDecoded,
+    PlayEvent,
+    PlayStarted,
+    RecomputeDone,
+    RecomputeStarted,
+    RequestCancelled,
+    RequestDone,
+    RequestFailed,
+    RequestSent,
+    TransferEvent,
+)
 
 Outcome = Literal["done", "cancelled", "failed", "open"]
 
@@ -43,55 +55,55 @@ class Computation:
     finished: bool
 
 
-def end_of(log: Iterable[Event]) -> float:
-    """Time of the last event, seconds."""
-    return max((float(event["t"]) for event in log), default=0.0)
+def end_of(log: Iterable[PlayEvent]) -> float:
+    """Return the time of the last event, seconds."""
+    return max((event.t for event in log), default=0.0)
 
 
-def start_of(log: Iterable[Event]) -> Event:
-    """The ``start`` event; empty if there is none."""
-    return next((event for event in log if event.get("event") == "start"), {})
+def start_of(log: Iterable[PlayEvent]) -> PlayStarted | None:
+    """Return the event that opens a log, if it is there."""
+    return next((event for event in log if isinstance(event, PlayStarted)), None)
 
 
-def requests(log: list[Event]) -> list[Request]:
-    """All requests in the order in which they were sent."""
-    found: dict[Any, Request] = {}
+def requests(log: Sequence[PlayEvent]) -> list[Request]:
+    """Return all requests in the order in which they were sent."""
+    found: dict[int, Request] = {}
     end = end_of(log)
     for event in log:
-        kind, t = event.get("event"), float(event["t"])
-        if kind == "request":
-            group, size = int(event["group"]), int(event["bytes"])
-            found[event["request"]] = Request(int(event["request"]), group, str(event["track"]), size, t, end)
-        request = found.get(event.get("request"))
-        if request is None:
-            continue
-        if kind == "first_byte":
-            request.first_byte_s = t
-        elif kind == "done":
-            request.outcome, request.end_s, request.received = "done", t, request.bytes
-        elif kind == "decoded":
-            request.decoded_s = t
-        elif kind in {"cancel", "failed"}:
-            # A group that arrived and was then refused by the decoder keeps the time at which it arrived.
-            if request.outcome == "open":
-                request.end_s = t
-            request.outcome = "cancelled" if kind == "cancel" else "failed"
-            request.received = int(number(event.get("received")) or request.received)
-            request.reason = str(event.get("reason") or "")
+        if isinstance(event, RequestSent):
+            found[event.request] = Request(event.request, event.group, event.track, event.bytes, event.t, end)
+        elif isinstance(event, FirstByteReceived | TransferEvent) and event.request in found:
+            _follow(found[event.request], event)
     return list(found.values())
 
 
-def computations(log: list[Event]) -> list[Computation]:
-    """All runs of the engine, in order."""
+def _follow(request: Request, event: FirstByteReceived | TransferEvent) -> None:
+    match event:
+        case FirstByteReceived():
+            request.first_byte_s = event.t
+        case RequestDone():
+            request.outcome, request.end_s, request.received = "done", event.t, request.bytes
+        case GroupDecoded():
+            request.decoded_s = event.t
+        case RequestCancelled() | RequestFailed():
+            # A group that arrived and was then refused by the decoder keeps the time at which it arrived.
+            if request.outcome == "open":
+                request.end_s = event.t
+            request.outcome = "cancelled" if isinstance(event, RequestCancelled) else "failed"
+            request.received = event.received or request.received
+            request.reason = event.reason
+
+
+def computations(log: Sequence[PlayEvent]) -> list[Computation]:
+    """Return all runs of the engine, in order."""
     begun: dict[tuple[int, int], float] = {}
     found = []
     for event in log:
-        kind, t = event.get("event"), float(event["t"])
-        if kind == "recompute_start":
-            begun[int(event["first"]), int(event["last"])] = t
-        elif kind == "recompute_done":
-            span = int(event["first"]), int(event["last"])
-            found.append(Computation(begun.pop(span, t), t, *span, finished=True))
+        if isinstance(event, RecomputeStarted):
+            begun[event.first, event.last] = event.t
+        elif isinstance(event, RecomputeDone):
+            span = event.first, event.last
+            found.append(Computation(begun.pop(span, event.t), event.t, *span, finished=True))
     end = end_of(log)
     found += [Computation(t, end, *span, finished=False) for span, t in begun.items()]
     return sorted(found, key=lambda item: item.start_s)

@@ -123,7 +123,7 @@ async def test_an_asset_that_does_not_fit_is_named_and_not_played(origin, engine
             ready = await ready_from(link, other, log=told.append)
     assert f"they differ in {named}" in ready.problem
     assert ready.problem in caplog.text
-    assert "lookup_failed" in {line["event"] for line in told}
+    assert "lookup_failed" in {line.name for line in told}
     assert set(ready.played.coverage) == {"recomputed"}
     assert furthest(cold(engine.model, IDS, ready.cache), cold(engine.model, IDS)) < 1e-4
 

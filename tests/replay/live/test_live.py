@@ -82,7 +82,7 @@ async def test_a_play_on_a_steady_link_takes_what_the_simulator_says(play, asset
     assert seen["rtt_s"] >= 0.02
     assert seen["wire_bytes"] >= run["bytes_fetched"]
     assert seen["lost"] == seen["lost_up"] == 0
-    kinds = {line["event"] for line in outcome.log}
+    kinds = {line.name for line in outcome.log}
     assert {"start", "decision", "request", "first_byte", "done", "decoded", "deliver"} <= kinds
     assert outcome.link
 
@@ -123,7 +123,7 @@ async def test_a_cold_play_counts_the_handshake_and_the_catalog(play):
     assert run["lookup_s"] >= 0.2
     assert min(group["requested_s"] for group in run["groups"]) >= run["lookup_s"]
     assert run["ttft_s"] == max(group["ready_s"] for group in run["groups"])
-    assert outcome.log[-1]["t"] == pytest.approx(run["ttft_s"])
+    assert outcome.log[-1].t == pytest.approx(run["ttft_s"])
     if run["transport"]["limit"] == "network":
         assert alike(run, simulated)
 
