@@ -1,32 +1,32 @@
-"""Why a play is not as good as the clairvoyant's: its regret, split so that the parts add up.
+"""Split a play's regret into causes that add up to it.
 
-A regret is a loss above the bound's, plus a penalty if the play was late. Both are walked down a ladder of plays that
-are each a little better than the one before; what a rung saves is charged to its cause.
+Regret is the loss above the bound's loss, plus a penalty if the play was late. Both are reduced along a ladder of
+hypothetical plays, each a little better than the one before. The saving of each step is charged to its cause.
 
-The loss of a play that spent its bytes on certain tracks goes down in these steps, f(x) being the least loss that x
-bytes can buy (`kvabr.lab.causes`), C what the link carries by the deadline, and no step going below the bound:
+The loss is reduced in these steps. f(x) is the least loss that x bytes can buy (`LossCurve`), C the bytes that the link
+carries by the deadline; no step goes below the bound:
 
-1. ``order``: the bytes in place, U, could have bought f(U). Choices that cannot be taken back: tracks that are not
-   layers, an engine's order, a sequence of upgrades that was not the best.
-2. ``decode``: bytes that had arrived and were not decoded when the play ended.
-3. ``wasted``: bytes of abandoned, failed and replaced transfers, and what cancelled ones still took from the link.
+1. ``order``: the bytes in place, U, could have bought f(U). Irrevocable choices: tracks that are not layers, the order
+   that an engine demands, a sequence of upgrades that was not the best.
+2. ``decode``: bytes that had arrived but were not decoded when the play ended.
+3. ``wasted``: bytes of abandoned, failed and replaced transfers, and of cancelled ones that still used the link.
 4. ``too_high``: bytes of requests that were under way when the play ended. It asked for more than came.
-5. ``idle``: what the link could have carried while requests were out and none was served yet: round trips.
-6. ``too_low``: all else that the link could have carried by the deadline: the play asked for nothing, or had ended,
-   since it thought that nothing more would arrive in time (or wanted nothing more).
-7. ``compute``: with an engine, what is left to the bound of network and compute. Other groups, or more of them, should
-   have been recomputed. Zero without one.
+5. ``idle``: bytes that the link could have carried while requests were out and none was served yet: round trips.
+6. ``too_low``: everything else that the link could have carried by the deadline. The play asked for nothing, or had
+   ended, because it expected nothing more to arrive in time (or wanted nothing more).
+7. ``compute``: with an engine, the rest, down to the bound of network and compute. Other groups, or more of them,
+   should have been recomputed. Zero without an engine.
 
-The penalty for lateness, P(t), goes down by the time at which the cache would have been complete:
+The penalty for lateness is reduced by the time at which the cache would have been complete:
 
-1. ``compute`` or ``decode``: from the end to the last byte, by what came last into its place.
-2. ``idle``: to when a link that never idled would have brought all that was fetched.
-3. ``wasted``: to when it would have brought what was of use.
-4. ``too_high``: the rest: the bytes of use were more than the link carried by the deadline. What these bytes bought
-   beyond the bound is taken off again.
+1. ``compute`` or ``decode``: from the end to the last byte, by the source of the group that was ready last.
+2. ``idle``: to the time at which a link that never idled would have delivered everything that was fetched.
+3. ``wasted``: to the time at which it would have delivered the useful bytes.
+4. ``too_high``: the rest: the useful bytes were more than the link carried by the deadline. The loss that these bytes
+   saved beyond the bound is subtracted.
 
-A play that was given up has no cache: all its regret is ``gave_up``. ``residual`` is what no rule explains: where the
-sum is below zero (a late play may have a better cache than any could have by the deadline) regret is cut off at zero.
+A play that gave up has no cache: all its regret is ``gave_up``. ``residual`` is what no rule explains. A late play may
+have a better cache than any play could have by the deadline; where the sum is below zero, regret is clamped to zero.
 """
 
 from __future__ import annotations
@@ -44,33 +44,33 @@ from kvabr.replay.stage import MISS_PENALTY
 from kvabr.types.catalog import Catalog
 
 CAUSES = ("too_high", "too_low", "order", "idle", "wasted", "decode", "compute", "gave_up", "residual")
-"""Every cause, in the order in which people ask for them."""
+"""Every cause, in the order of reports."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What is known of one play that is over."""
+    """The facts of one finished play."""
 
     record: PlayRecord
     use: LinkUse
     capacity: Capacity
     deadline_s: float
-    """The deadline, which the player was told as it is."""
+    """The deadline, as the player was told it."""
     decode_tail_s: float
-    """Seconds of decoding after which even the quickest last group is in place: the bound leaves them out."""
+    """Least decode time of the last group, seconds; the bound leaves it out."""
     loss: float
     bound: float
-    """The clairvoyant's loss; finite."""
+    """Loss of the clairvoyant; finite."""
     regret: float
 
 
 def split(catalog: Catalog, curves: LossCurves, case: Case) -> dict[str, float]:
-    """The regret of one feasible play by cause; the values add up to it but for rounding.
+    """Return the regret of one feasible play by cause; up to rounding, the values add up to it.
 
     Args:
-        catalog: what was played.
-        curves: the catalog's.
-        case: the play.
+        catalog: The catalog that was played.
+        curves: The catalog's loss curves.
+        case: The play.
     """
     out = dict.fromkeys(CAUSES, 0.0)
     if case.record.delivered_s is None:
@@ -91,12 +91,12 @@ def _split_loss(catalog: Catalog, curves: LossCurves, case: Case, useful: float,
     own = sum(catalog.by_name[group.track].loss[group.group] for group in fetched if group.track)
     carried = case.capacity.between(0.0, max(0.0, case.deadline_s - case.decode_tail_s))
     carried = max(carried, float(curve.least_bytes))
-    # With an engine the bound may be far below what bytes alone buy: then bytes are counted to their own end.
+    # With an engine the bound may be far below what bytes alone can buy. Then bytes are counted down to f(C) only.
     floor = case.bound if len(fetched) == catalog.groups and case.bound >= curve.at(carried) else curve.at(carried)
     level = curve.at(useful)
     out["order"] += own - level
     if level < floor:
-        # Better than any cache could be by the deadline: bought with lateness.
+        # Better than any cache by the deadline: the quality was bought with lateness.
         out["too_high" if useful > carried else "decode"] += level - floor
         level = floor
     wasted = record.bytes_wasted + use.ghost_bytes
@@ -132,27 +132,27 @@ def _split_penalty(case: Case, useful: float, out: dict[str, float]) -> None:
 
 
 def totals(parts: list[dict[str, Any]]) -> dict[str, float]:
-    """Mean of each cause over plays; all zero over none."""
+    """Return the mean of each cause over plays; zeros if there are none."""
     return {cause: sum(part[cause] for part in parts) / len(parts) if parts else 0.0 for cause in CAUSES}
 
 
 class LossCurve:
     """Least loss of a set of groups as a function of bytes: convex, falling, piecewise linear.
 
-    It is the linear relaxation of the multiple-choice knapsack over every option of every group, layers included: no
-    whole-group choice of so many bytes loses less.
+    This is the linear relaxation of the multiple-choice knapsack over every option of every group, layers included. No
+    choice of whole groups with the same bytes has less loss.
     """
 
     def __init__(self, options: Options, steps: Collection[Step], groups: Collection[int]) -> None:
-        """Lay the curve.
+        """Build the curve.
 
         Args:
-            options: every group's hull, cheapest first.
-            steps: the steps of all hulls, most loss saved per byte first.
-            groups: those that count.
+            options: The convex hull of every group's options, cheapest first.
+            steps: The steps of all hulls, by loss saved per byte, largest first.
+            groups: The groups of this curve.
         """
         self.least_bytes = sum(options[group][0].bytes for group in groups)
-        """Bytes of every group at its cheapest: with fewer there is no cache."""
+        """Bytes of all groups on their cheapest options; with fewer there is no cache."""
         self._bytes = [self.least_bytes]
         self._loss = [sum(options[group][0].loss for group in groups)]
         for step in steps:
@@ -161,7 +161,7 @@ class LossCurve:
                 self._loss.append(self._loss[-1] - step.saving)
 
     def at(self, nbytes: float) -> float:
-        """Least loss within ``nbytes``, nats per token; with fewer than `least_bytes`, the loss at those."""
+        """Return the least loss within ``nbytes``, nats per token; below `least_bytes`, the loss at `least_bytes`."""
         index = bisect_right(self._bytes, nbytes) - 1
         if index < 0:
             return self._loss[0]
@@ -172,7 +172,7 @@ class LossCurve:
 
 
 class LossCurves:
-    """The curves of one catalog, worked out when they are asked for."""
+    """The loss curves of one catalog."""
 
     def __init__(self, catalog: Catalog) -> None:
         self._options = every_option(catalog)
@@ -180,7 +180,7 @@ class LossCurves:
         self._whole = LossCurve(self._options, self._steps, range(catalog.groups))
 
     def of(self, groups: Collection[int]) -> LossCurve:
-        """The curve of these groups."""
+        """Return the curve of these groups."""
         if len(groups) == len(self._options):
             return self._whole
         return LossCurve(self._options, self._steps, frozenset(groups))

@@ -1,4 +1,4 @@
-"""Plays one trace of one cell with several policies, and writes down a line for each play."""
+"""Play one trace of one cell with several policies; return one line of results per play."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from kvabr.types.catalog import Catalog
 
 @dataclass(frozen=True, slots=True)
 class BoundedLink:
-    """What all policies have in common that play from one start of one trace."""
+    """One start of one trace: the link and its bounds, shared by all policies."""
 
     start_s: float
     capacity: Capacity
     rtt_s: float
     bound: Bound
-    """Of network and compute, if there is an engine."""
+    """Bound of network and compute together, if there is an engine."""
     network: Bound
-    """Of the network alone."""
+    """Bound of the network alone."""
 
 
 class CellPlayer:
-    """Plays over one cell of a matrix."""
+    """Play over one cell of a matrix."""
 
     def __init__(self, catalog: Catalog, options: PlayOptions) -> None:
         self._catalog, self._options = catalog, options
@@ -40,7 +40,7 @@ class CellPlayer:
             self._network = Clairvoyant(catalog, None, options.mode, decode_scale=options.decode_scale)
 
     def link(self, trace: Trace, start_s: float) -> BoundedLink:
-        """The link from one start of a trace, and its bounds."""
+        """Return the link from one start of a trace, with its bounds."""
         capacity, rtt_s, bound = self.stage.prepare(trace, start_s)
         network = bound if self._network is None else self._network.bound(capacity, self._options.deadline_s)
         return BoundedLink(start_s, capacity, rtt_s, bound, network)
@@ -51,8 +51,8 @@ class CellPlayer:
         """Play once.
 
         Returns:
-            The line, and the play that it is about. ``regret`` is against the bound of network and compute,
-            ``network_regret`` against that of the network alone; both are None where the bound says infeasible.
+            The line of results, and the whole outcome. ``regret`` is measured against the bound of network and compute,
+            ``network_regret`` against the bound of the network alone; each is None if its bound is infeasible.
         """
         outcome = self.stage.play_on(trace, link.start_s, policy, link.capacity, link.rtt_s, link.bound, log=log)
         line = dict(outcome.run)

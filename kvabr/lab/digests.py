@@ -1,8 +1,7 @@
-"""Digests of everything that a play depends on: what has the same digest need not be played again.
+"""Digests of everything that a play depends on: a play with a known digest is not repeated.
 
-A policy's digest covers the source of its class, of the classes that it derives from, and of what these import from
-beside themselves. Everything else that decides a play, the player and the simulator, is one digest of its own: where it
-changes, everything is played again.
+A policy's digest covers the source of its class, of its base classes, and of modules in their folders that these
+import. Player and simulator, which also decide a play, share one digest: when it changes, everything is played again.
 """
 
 from __future__ import annotations
@@ -27,22 +26,22 @@ from kvabr.replay.trace import Trace
 from kvabr.types.catalog import Catalog
 
 _DECIDES = ("abr", "player", "replay", "lab", "types")
-"""Of kvabr, what can change the outcome of a simulated play."""
+"""Packages of kvabr that can change the outcome of a simulated play."""
 _DOES_NOT = (
     *("abr/policies", "abr/estimators", "replay/live", "replay/report", "replay/readers", "lab/report", "lab/bench"),
     *("replay/run.py", "replay/summary.py", "replay/verify.py", "replay/trace_info.py", "replay/synth.py"),
 )
 _LAB = ("lab/causes.py", "lab/cell.py")
-"""Of the laboratory, the same: the rest only reads what was played."""
+"""Files of the laboratory that can; the others only read results."""
 
 
 def digest(*parts: Any) -> str:
-    """SHA-256 of plain JSON values, hex."""
+    """Return the SHA-256 of plain JSON values, hex."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
 def of_trace(trace: Trace) -> str:
-    """A trace: every number of it, and the name that its start points are drawn by."""
+    """Return the digest of a trace: its numbers, and its name, which seeds the start points."""
     sums = hashlib.sha256(f"{trace.family}\0{trace.name}\0{trace.rtt_s!r}\0{trace.duration_s!r}\0".encode())
     sums.update(struct.pack(f"<{len(trace.times)}d", *trace.times))
     sums.update(struct.pack(f"<{len(trace.rates)}d", *trace.rates))
@@ -50,28 +49,25 @@ def of_trace(trace: Trace) -> str:
 
 
 def of_catalog(catalog: Catalog) -> str:
-    """A catalog: all of it."""
+    """Return the digest of a catalog."""
     return hashlib.sha256(catalog.dumps().encode()).hexdigest()
 
 
 def of_options(options: PlayOptions) -> str:
-    """How a play is played."""
+    """Return the digest of the options of a play."""
     values = asdict(options)
     estimator = values["estimator"]
     return digest(values, None if estimator is None else of_class(type(load_estimator(estimator)())))
 
 
 def of_policy(text: str) -> str:
-    """A policy and its parameters, and the estimator that it asks for."""
+    """Return the digest of a policy, its parameters and its estimator."""
     cls = policy_class(text)
     return digest(text, of_class(cls), of_class(type(load_estimator(cls.estimator)())))
 
 
 def of_class(cls: type[Any]) -> str:
-    """The source behind a class, as this module's text says.
-
-    A class whose source cannot be found has its name for a digest.
-    """
+    """Return the digest of the source behind a class (see the module's docstring), or of its name without source."""
     sums = hashlib.sha256(f"{cls.__module__ if _ours(cls.__module__) else ''}.{cls.__qualname__}".encode())
     found: dict[Path, None] = {}
     for base in cls.__mro__:
@@ -84,7 +80,7 @@ def of_class(cls: type[Any]) -> str:
 
 @cache
 def of_code() -> str:
-    """Everything of kvabr that decides a play, but for policies and estimators."""
+    """Return the digest of all code that decides a play, except policies and estimators."""
     sums = hashlib.sha256()
     for name, data in sorted(sources()):
         sums.update(name.encode() + b"\0" + data + b"\0")
@@ -92,7 +88,7 @@ def of_code() -> str:
 
 
 def sources() -> Iterator[tuple[str, bytes]]:
-    """Name and text of every file that `of_code` covers."""
+    """Yield name and text of every file that `of_code` covers."""
     return _sources(files("kvabr"), "")
 
 
@@ -118,7 +114,7 @@ def _ours(module: str) -> bool:
 
 
 def _gather(module: str, found: dict[Path, None]) -> None:
-    """Add a module's file and those beside it that it imports, and so on."""
+    """Add a module's file, and recursively the files in its folder that it imports."""
     if _ours(module) and not module.startswith(("kvabr.abr.policies.", "kvabr.abr.estimators.")):
         return  # `of_code` covers it
     loaded = sys.modules.get(module)
@@ -132,7 +128,7 @@ def _gather(module: str, found: dict[Path, None]) -> None:
 
 
 def _imports(path: Path, module: str) -> Iterable[str]:
-    """Loaded modules that a file imports and that lie in its own folder, or in one of its package."""
+    """Yield loaded modules that a file imports from its own folder or below, or from kvabr."""
     names: set[str] = set()
     package = module.rpartition(".")[0]
     for node in ast.walk(ast.parse(path.read_bytes())):

@@ -33,26 +33,26 @@ _MOST_PLAYS = 10_000_000
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """What can be recomputed, and how fast; written as `parse` reads it."""
+    """What an engine can recompute and how fast; `parse` reads its notation."""
 
     text: str
     """As the user wrote it."""
     kind: str
-    """``none``, ``asset`` (as its publisher measured), ``x`` (of the deadline) or ``/s`` (tokens a second)."""
+    """``none``, ``asset`` (as its publisher measured), ``x`` (times the deadline) or ``/s`` (tokens per second)."""
     number: float
     mode: EngineMode
     gpu_price: float = GPU_PRICE
-    """What a second of its time is worth, nats per token: little where it is idle, much where it is busy."""
+    """Price of a second of engine time, nats per token: low on an idle engine, high on a busy one."""
 
     @classmethod
     def parse(cls, text: str) -> EngineSpec:
-        """Read ``none``, ``asset``, ``2x`` or ``1500/s``, each also with ``@PRICE`` and ``:suffix``.
+        """Parse ``none``, ``asset``, ``2x`` or ``1500/s``, each optionally with ``@PRICE`` and ``:suffix``.
 
-        ``2x`` is an engine that takes twice the deadline to compute the whole prompt; ``2x@0.05`` one whose time is
-        worth .05 nats per token a second.
+        ``2x`` is an engine that takes twice the deadline to compute the whole prompt. With ``2x@0.05``, a second of its
+        time costs 0.05 nats per token.
 
         Raises:
-            UsageError: it is none of these.
+            UsageError: The text is none of these.
         """
         match = _ENGINE.fullmatch(text)
         try:
@@ -62,17 +62,17 @@ class EngineSpec:
             number = price = -1.0
         if match is None or number < 0 or (match[3] and not 0 < number < math.inf) or not price >= 0:
             raise UsageError(
-                f"engine {text!r}: write none, asset, 2x (of the deadline) or 1500/s, each with @PRICE (nats per token "
-                "that a second is worth) and :suffix"
+                f"engine {text!r}: give none, asset, 2x (times the deadline) or 1500/s, optionally with @PRICE (nats "
+                "per token and second) and :suffix"
             )
         kind = match[1] or match[2] or match[4]
         return cls(text, kind, number, "suffix" if match[6] == "suffix" else "hole", price)
 
     def cost(self, catalog: Catalog, deadline_s: float) -> PrefillCost | None:
-        """What recomputing this asset costs; None for no engine.
+        """Return what recomputing this asset costs; None without an engine.
 
         Raises:
-            UsageError: the asset's publisher measured nothing.
+            UsageError: The asset's publisher did not measure its prefill.
         """
         if self.kind == "none":
             return None
@@ -90,7 +90,7 @@ class Offer:
     """One asset of a matrix."""
 
     name: str
-    """What people call it; unique in the matrix."""
+    """Display name; unique in the matrix."""
     catalog: Catalog
 
 
@@ -101,17 +101,17 @@ class Cell:
     asset: str
     deadline_s: float
     load: float | None
-    """The traces' mean carries this fraction of the FP16 cache within the deadline; None: traces are not scaled."""
+    """Fraction of the FP16 cache that the mean rate carries within the deadline; None: do not scale."""
     rtt_s: float | None
-    """Round trip; None for the trace's own."""
+    """Round-trip time, seconds; None: the trace's own."""
     engine: str
 
     def title(self, axes: Collection[str] | None = None, *, kinds: bool = False) -> str:
-        """The cell in a few words.
+        """Describe the cell in a few words.
 
         Args:
-            axes: fields to name; None for all.
-            kinds: the names of the axes rather than the cell's values.
+            axes: Fields to name; None for all.
+            kinds: Give the names of the axes instead of the cell's values.
         """
         words = {
             "asset": ("asset", self.asset),
@@ -124,7 +124,7 @@ class Cell:
 
 
 def varying(cells: Sequence[Cell]) -> list[str]:
-    """The fields in which these cells differ; all of them if there is but one cell."""
+    """Return the fields in which the cells differ; all fields if there is only one cell."""
     names = [field.name for field in fields(Cell)]
     if len(cells) < 2:
         return names
@@ -133,11 +133,11 @@ def varying(cells: Sequence[Cell]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class LabMatrix:
-    """Everything that a run of the laboratory plays.
+    """Everything that a laboratory run plays.
 
     Raises:
-        UsageError: an axis is empty, has a value twice, or a value that makes no sense.
-        PolicyError: a policy cannot be loaded.
+        UsageError: An axis is empty, or has a value twice or out of range.
+        PolicyError: A policy cannot be loaded.
     """
 
     offers: tuple[Offer, ...]
@@ -148,14 +148,14 @@ class LabMatrix:
     rtts: tuple[float | None, ...] = (None,)
     engines: tuple[EngineSpec, ...] = (EngineSpec("none", "none", 0.0, "hole"),)
     starts: int = 1
-    """Start points of each trace: the first at its beginning, the others at random."""
+    """Start points per trace: the first at its beginning, the others random."""
     per_family: int | None = None
-    """Plays of each family in each cell, spread evenly over its traces; None: `starts` of every trace.
+    """Plays of each family per cell, spread evenly over its traces; None: `starts` plays of every trace.
 
-    A family of many traces then counts no more than one of few; some of its traces may not be played at all."""
+    With it, a family with many traces counts no more than one with few; some traces may not be played at all."""
     seed: int = 0
     estimator: str | None = None
-    """Estimator for every policy; None for each policy's own."""
+    """Estimator for all policies; None: each policy's own."""
     decode_scale: float = 1.0
     slow_start: bool = True
 
@@ -171,13 +171,15 @@ class LabMatrix:
                 raise UsageError(f"the matrix has no {name}")
             if len(set(values)) != len(values):
                 twice = next(value for value in values if list(values).count(value) > 1)
-                raise UsageError(f"the matrix names {twice!r} twice among its {name}")
+                raise UsageError(f"the matrix names {twice!r} twice in its {name}")
         if self.starts < 1 or (self.per_family is not None and self.per_family < 1):
             raise UsageError(f"{min(self.starts, self.per_family or 1)} starts; at least one is needed")
         if self.plays > _MOST_PLAYS:
-            raise UsageError(f"the matrix has {self.plays:,} plays; {_MOST_PLAYS:,} are the most: take fewer starts")
+            raise UsageError(
+                f"the matrix has {self.plays:,} plays; at most {_MOST_PLAYS:,} are allowed: take fewer starts"
+            )
         for cell in self.cells():
-            self.options(cell)  # a value that makes no sense is found before hours of work, not after
+            self.options(cell)  # raises on values out of range now, not after hours of work
         for policy in self.policies:
             _try(policy, self.offers)
         if self.estimator is not None:
@@ -185,12 +187,12 @@ class LabMatrix:
 
     @property
     def plays(self) -> int:
-        """How many plays the matrix has."""
+        """Return the number of plays."""
         axes = (self.offers, self.deadlines, self.loads, self.rtts, self.engines, self.policies)
         return math.prod(map(len, axes)) * sum(self.counts())
 
     def counts(self) -> list[int]:
-        """How many start points each trace has."""
+        """Return the number of start points of each trace."""
         if self.per_family is None:
             return [self.starts] * len(self.traces)
         sizes = Counter(trace.family for trace in self.traces)
@@ -203,17 +205,17 @@ class LabMatrix:
         return found
 
     def cells(self) -> Iterator[Cell]:
-        """Every cell, in the order of the axes."""
+        """Yield every cell, in the order of the axes."""
         axes = (self.offers, self.deadlines, self.loads, self.rtts, self.engines)
         for offer, deadline_s, load, rtt_s, engine in product(*axes):
             yield Cell(offer.name, deadline_s, load, rtt_s, engine.text)
 
     def catalog(self, cell: Cell) -> Catalog:
-        """What a cell plays."""
+        """Return the catalog that a cell plays."""
         return next(offer.catalog for offer in self.offers if offer.name == cell.asset)
 
     def options(self, cell: Cell) -> PlayOptions:
-        """How a cell plays."""
+        """Return the options that a cell plays with."""
         engine = next(engine for engine in self.engines if engine.text == cell.engine)
         return PlayOptions(
             deadline_s=cell.deadline_s,
@@ -228,7 +230,7 @@ class LabMatrix:
         )
 
     def starts_of(self, trace: Trace, count: int) -> list[float]:
-        """So many start points of a trace, seconds; more starts add to those that there were."""
+        """Return ``count`` start points of a trace, seconds; a larger count only appends."""
         dice = random.Random(f"{self.seed}:{trace.family}:{trace.name}")  # noqa: S311  # start points, not secrets
         return [0.0, *(dice.uniform(0.0, trace.duration_s) for _ in range(count - 1))]
 
@@ -239,11 +241,11 @@ def _try(policy: str, offers: tuple[Offer, ...]) -> None:
     for offer in offers:
         if track != policy and track not in offer.catalog.by_name:
             names = ", ".join(offer.catalog.by_name)
-            raise PolicyError(f"{policy}: asset {offer.name} has no such track; it has {names}")
+            raise PolicyError(f"{policy}: asset {offer.name} has no such track; its tracks are {names}")
 
 
 SHIPPED = "smollm2-8k"
-"""Name of the asset that is played where none is named."""
+"""Name of the default asset, which comes with the package."""
 
 _LISTS = ("traces", "exclude", "policies", "deadlines", "loads", "rtts", "engines", "assets")
 _NUMBERS = ("starts", "per_family", "seed", "decode_scale")
@@ -252,10 +254,10 @@ _MAX_BYTES = 1 << 20
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """The axes in a TOML file; paths in it count from the file's own folder.
+    """Read the axes in a TOML file; paths in it are relative to the file's folder.
 
     Raises:
-        UsageError: it is no TOML, or has a key or value that a matrix does not know.
+        UsageError: The file is not TOML, or has an unknown key or a value of the wrong type.
     """
     text = read_text(path, _MAX_BYTES, unreadable=UsageError)
     try:
@@ -280,7 +282,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def build(axes: Mapping[str, Any]) -> LabMatrix:
-    """The matrix that these axes name; what is not named has its default.
+    """Build the matrix of these axes; missing axes have their defaults.
 
     Args:
         axes: ``traces`` (files or folders), ``families`` (name to files or folders), ``exclude`` (families to leave
@@ -289,9 +291,9 @@ def build(axes: Mapping[str, Any]) -> LabMatrix:
             ``decode_scale``, ``estimator``, ``slow_start``.
 
     Raises:
-        UsageError: something is not what it should be.
-        TraceError: a trace cannot be read.
-        AssetError: an asset is not there.
+        UsageError: A value has the wrong type or is out of range.
+        TraceError: A trace cannot be read.
+        AssetError: An asset does not exist.
     """
     offers = tuple(_offer(item) for item in axes.get("assets") or [SHIPPED])
     estimator = axes.get("estimator")
@@ -332,7 +334,7 @@ def _renamed(trace: Trace, family: str) -> Trace:
 
 
 def _policies(names: Sequence[str], offers: Sequence[Offer]) -> tuple[str, ...]:
-    """Names as they are given, each once; ``all`` is every one that needs no argument, and one track each."""
+    """Return each name once; ``all`` expands to every policy without argument and ``fixed:TRACK`` of each track."""
     from kvabr.abr.ladder import Ladder  # noqa: PLC0415
 
     out: list[str] = []
@@ -369,17 +371,17 @@ def _policy_beside(home: Path, item: Any) -> str:
 
 def _text(item: Any, where: str) -> str:
     if not isinstance(item, str) or not item:
-        raise UsageError(f"{where}: {item!r} should be text")
+        raise UsageError(f"{where}: {item!r} must be text")
     return item
 
 
 def _number(item: Any, where: str) -> float:
     if isinstance(item, bool) or not isinstance(item, int | float):
-        raise UsageError(f"{where}: {item!r} should be a number")
+        raise UsageError(f"{where}: {item!r} must be a number")
     return float(item)
 
 
 def _whole(item: Any, where: str) -> int:
     if isinstance(item, bool) or not isinstance(item, int):
-        raise UsageError(f"{where}: {item!r} should be a whole number")
+        raise UsageError(f"{where}: {item!r} must be a whole number")
     return item

@@ -1,15 +1,15 @@
-"""Which policy is better, and can that be told at all: paired comparison over the same plays.
+"""Paired comparison over the same plays: which policy is better, and whether the plays can tell.
 
-Two policies are compared by the difference of their regrets play by play, so that what the link did cancels out. Plays
-over one trace are not independent of each other, whatever their start: the bootstrap draws whole traces, with all of
-their plays.
+Two policies are compared by the difference of their regrets, play by play, so that the effect of the link cancels out.
+Plays over one trace are not independent, whatever their starts, so the bootstrap draws whole traces with all their
+plays.
 
-Whether two policies can be told apart at all is another question than how wide an interval is, for a rare miss weighs a
-hundred times what other plays do. If two policies were equal, it would be by chance which of them did better on a
-trace: the sign of each trace's difference could as well be the other. Signs are drawn anew many times, for all pairs at
-once, and the largest difference of all pairs is what a difference has to pass (the step-down of Westfall and Young): of
-equal policies, none are told apart in 95 % of matrices, however many are compared and whatever their regrets look like.
-Five traces are too few to tell anything: with all signs alike, chance does as much once in sixteen times.
+The width of an interval does not answer whether two policies can be told apart, because a rare miss outweighs a hundred
+other plays. If two policies were equal, each would be the better one on a trace by chance: the sign of each trace's
+difference could be either. So signs are drawn at random many times, for all pairs at once, and a difference has to
+exceed the largest one that chance produces among all pairs (the step-down procedure of Westfall and Young). Among equal
+policies, 95 % of matrices then tell none apart, however many policies are compared and however regrets are distributed.
+Five traces are too few to tell anything: all five signs agree by chance once in sixteen times.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ Counts = npt.NDArray[np.int64]
 DRAWS = 4000
 """Bootstrap samples."""
 _LEVEL = 0.05
-"""Chance below which a difference is taken for one."""
+"""Probability up to which a difference counts as real."""
 _SAME = 1e-9
-"""Regrets that differ by no more count as equal."""
+"""Regrets that differ by at most this are equal."""
 _ROUNDING = 1e-5
-"""By how much a sum of drawn signs may be off, relative."""
+"""Relative rounding error of a sum over drawn signs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A mean, and where it would lie in 95 % of such samples."""
+    """A mean and its 95 % interval."""
 
     mean: float
     low: float
@@ -47,53 +47,53 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class Versus:
-    """One policy against another, over the plays of both."""
+    """One policy against another, over plays of both."""
 
     first: str
     second: str
     difference: Interval
-    """Mean regret of the first less that of the second: below zero the first is better. Of this pair alone."""
+    """Mean regret of the first minus that of the second; negative if the first is better. For this pair alone."""
     wins: float
-    """Share of the plays in which the first has less regret."""
+    """Share of plays in which the first has less regret."""
     losses: float
-    """Share in which it has more; in the others they are equal."""
+    """Share of plays in which the first has more regret; in the rest they are equal."""
     chance: float
-    """How often signs alone make a difference so large among all pairs that were compared, 0 to 1."""
+    """Probability that random signs make a difference this large among all compared pairs, 0 to 1."""
 
     @property
     def apart(self) -> bool:
-        """Whether the two can be told apart."""
+        """Return whether the two can be told apart."""
         return self.chance <= _LEVEL
 
 
 @dataclass(frozen=True, slots=True)
 class Ranked:
-    """One policy's place."""
+    """One policy's place in the ranking."""
 
     policy: str
     regret: Interval
     place: int
-    """1 for the best; policies that cannot be told from the best of a place share it."""
+    """1 for the best; policies that cannot be told from the first of a place share it."""
     like: tuple[str, ...]
-    """Policies that it cannot be told apart from."""
+    """Policies that it cannot be told from."""
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """All policies of a matrix, or of a part of it, against each other."""
+    """All policies of a matrix, or of part of it, against each other."""
 
     plays: int
-    """Plays that every policy played and that are feasible."""
+    """Feasible plays that every policy played."""
     traces: int
     ranking: tuple[Ranked, ...]
     pairs: tuple[Versus, ...]
     """Each pair once, the better one first."""
 
     def versus(self, first: str, second: str) -> Versus:
-        """The pair, whichever way round.
+        """Return the pair in this order.
 
         Raises:
-            KeyError: there is none.
+            KeyError: The pair was not compared.
         """
         for pair in self.pairs:
             if (pair.first, pair.second) == (first, second):
@@ -105,15 +105,15 @@ class Comparison:
 
 
 class Bootstrap:
-    """Draws traces with replacement; the same draws for all that is compared, and the same for the same seed."""
+    """Resample traces with replacement; everything compared shares the draws, and a seed fixes them."""
 
     def __init__(self, traces: Sequence[str], *, seed: int = 0, draws: int = DRAWS) -> None:
-        """Prepare.
+        """Draw the samples.
 
         Args:
-            traces: the trace of every play.
-            seed: of the draws.
-            draws: how many.
+            traces: The trace of every play.
+            seed: Seed of the draws.
+            draws: Number of draws.
         """
         names, self._of = np.unique(np.asarray(traces, dtype=object).astype(str), return_inverse=True)
         self.traces = len(names)
@@ -122,17 +122,17 @@ class Bootstrap:
         self._plays = np.bincount(self._of, minlength=self.traces).astype(float)
 
     def means(self, values: Array) -> Array:
-        """The mean of ``values``, one per play, in every draw."""
+        """Return the mean of ``values``, one per play, in every draw."""
         found: Array = (self._weights @ self.sums(values)) / (self._weights @ self._plays)
         return found
 
     def sums(self, values: Array) -> Array:
-        """The sum of ``values``, one per play, over each trace."""
+        """Return the sum of ``values``, one per play, over each trace."""
         found: Array = np.bincount(self._of, weights=values, minlength=self.traces).astype(float)
         return found
 
     def interval(self, values: Array) -> Interval:
-        """Mean and its 95 % percentile interval."""
+        """Return the mean of ``values`` with its 95 % percentile interval."""
         drawn = self.means(values)
         low, high = np.quantile(drawn, (0.025, 0.975))
         mean = float(values.mean())
@@ -143,12 +143,12 @@ def compare(regrets: Mapping[str, Sequence[float]], traces: Sequence[str], *, se
     """Compare policies over the same plays.
 
     Args:
-        regrets: per policy, the regret of every play, the plays in one order for all.
-        traces: the trace of every play, in that order.
-        seed: of the bootstrap.
+        regrets: The regret of every play by policy; all policies in the same order of plays.
+        traces: The trace of every play, in that order.
+        seed: Seed of the bootstrap.
 
     Raises:
-        UsageError: not one regret per play and policy.
+        UsageError: Some policy does not have one regret per play.
     """
     if any(len(values) != len(traces) for values in regrets.values()):
         raise UsageError("a paired comparison needs the regret of every play for every policy")
@@ -171,22 +171,22 @@ def _versus(a: str, b: str, values: Mapping[str, Array], bootstrap: Bootstrap, c
 
 
 def _chances(differences: Sequence[Array], plays: int, seed: int) -> list[float]:
-    """For every pair, how often drawn signs make so large a difference, all pairs taken together.
+    """Return for every pair the probability that random signs make a difference this large among all pairs.
 
     Args:
-        differences: per pair, the sum of its differences over each trace.
-        plays: of all traces.
-        seed: of the signs.
+        differences: Per pair, the sum of its differences over each trace.
+        plays: Number of plays of all traces.
+        seed: Seed of the signs.
     """
     found = [1.0] * len(differences)
-    # What rounding alone makes of two that are the same is no difference.
+    # Rounding errors between equal policies are not a difference.
     telling = [index for index, sums in enumerate(differences) if abs(sums.sum()) > _SAME * plays]
     if not telling:
         return found
     table = np.array([differences[index] / np.linalg.norm(differences[index]) for index in telling])
     seen = np.abs(table.sum(axis=1))
     drawn = np.abs(_signs(table.shape[1], seed) @ table.T.astype(np.float32))
-    # From the largest down: each has to pass only what is left to be told.
+    # Step down from the largest: each has to exceed only what chance produces among the remaining pairs.
     order = np.argsort(-seen, kind="stable")
     largest = np.maximum.accumulate(drawn[:, order[::-1]], axis=1)[:, ::-1]
     passed = (largest >= seen[order] * (1 - _ROUNDING)).sum(axis=0)
@@ -198,7 +198,7 @@ def _chances(differences: Sequence[Array], plays: int, seed: int) -> list[float]
 
 @lru_cache(maxsize=2)
 def _signs(traces: int, seed: int) -> npt.NDArray[np.float32]:
-    """Drawn signs, [draw, trace]; the comparisons of a matrix share them."""
+    """Return random signs, [draw, trace]; the comparisons of a matrix share them."""
     dice = np.random.default_rng(seed)
     return (2 * dice.integers(0, 2, size=(DRAWS, traces), dtype=np.int8) - 1).astype(np.float32)
 

@@ -16,11 +16,11 @@ from kvabr.store.files import read_text, write_text
 from kvabr.types.errors import AssetError
 
 FILE = "plays.sqlite"
-"""Name of the file in a results folder."""
+"""Name of the database in a results folder."""
 SCHEMA = 1
 _MAX_LINE = 1 << 16
 _PATIENCE_S = 60.0
-"""For another process that writes to the same folder: it holds the file for some seconds at a time."""
+"""Time to wait for a process that writes to the same folder; it locks the file for seconds at a time."""
 
 Line = dict[str, Any]
 
@@ -33,10 +33,10 @@ _FLAGS = ("met", "feasible", "wrapped")
 
 
 class PlayStore:
-    """Lines by key and start; a context manager. What is put is on the disk after `commit`, or at the end.
+    """Lines of results by key and start. A context manager; `commit` and leaving it write to disk.
 
     Raises:
-        AssetError: the file cannot be opened, or is no such store.
+        AssetError: The file cannot be opened, or is not a store of this version.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -46,7 +46,7 @@ class PlayStore:
             self._db = sqlite3.connect(self._path, timeout=_PATIENCE_S)
             version = self._db.execute("PRAGMA user_version").fetchone()[0]
             if version not in {0, SCHEMA}:
-                raise AssetError(f"{self._path}: written by another version of kvabr; take a new folder")
+                raise AssetError(f"{self._path}: written by another version of kvabr; use a new folder")
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute(
                 "CREATE TABLE IF NOT EXISTS plays (key TEXT, start INTEGER, line TEXT, PRIMARY KEY (key, start)) "
@@ -71,7 +71,7 @@ class PlayStore:
             self._db.close()
 
     def get(self, key: str, starts: int) -> dict[int, Line]:
-        """The lines of a key's first ``starts`` starts, as far as they are there; what is not sound is not there."""
+        """Return the stored lines of a key's first ``starts`` starts, by start; invalid lines count as missing."""
         try:
             query = "SELECT start, line FROM plays WHERE key = ? AND start >= 0 AND start < ?"
             rows = self._db.execute(query, (key, starts)).fetchall()
@@ -80,7 +80,7 @@ class PlayStore:
         return {int(start): line for start, text in rows if (line := _sound(text)) is not None}
 
     def put(self, key: str, lines: Mapping[int, Line]) -> None:
-        """Keep lines by start."""
+        """Store lines by start."""
         rows: Iterable[tuple[str, int, str]] = (
             (key, start, json.dumps(line, separators=(",", ":"), allow_nan=False)) for start, line in lines.items()
         )
@@ -90,18 +90,18 @@ class PlayStore:
             raise self._fault(error) from error
 
     def commit(self) -> None:
-        """Write to the disk what was put."""
+        """Write stored lines to disk."""
         try:
             self._db.commit()
         except sqlite3.Error as error:
             raise self._fault(error) from error
 
     def _fault(self, error: sqlite3.Error) -> AssetError:
-        return AssetError(f"{self._path}: {error}; delete it to play everything again, or take another folder")
+        return AssetError(f"{self._path}: {error}; delete it to play everything again, or use another folder")
 
 
 def _sound(text: Any) -> Line | None:
-    """A line from the disk; None if it is not what `put` writes."""
+    """Parse a line from disk; return None if `put` did not write it."""
     if not isinstance(text, str) or len(text) > _MAX_LINE:
         return None
     try:
@@ -136,7 +136,7 @@ _MAX_BYTES = 1 << 28
 
 
 def save_axes(folder: Path, axes: Mapping[str, Any]) -> None:
-    """Write down what a run was asked for, such that another command finds the same traces and assets."""
+    """Save the axes of a run with absolute paths, so that other commands find the same traces and assets."""
     whole = dict(axes)
     for name in ("traces", "assets"):
         whole[name] = [item if item == SHIPPED else _absolute(item) for item in axes.get(name) or []]
@@ -146,10 +146,10 @@ def save_axes(folder: Path, axes: Mapping[str, Any]) -> None:
 
 
 def load_matrix(folder: Path) -> LabMatrix:
-    """The matrix that a folder was made from, read anew.
+    """Rebuild the matrix that a folder was made from, reading its traces and assets again.
 
     Raises:
-        AssetError: this is no results folder.
+        AssetError: This is not a results folder.
     """
     value = _json(folder / AXES)
     lists = {name: value.get(name) or [] for name in ("traces", "exclude", "policies", "deadlines", "loads", "rtts")}
@@ -160,7 +160,7 @@ def load_matrix(folder: Path) -> LabMatrix:
 
 
 def save_result(folder: Path, result: Mapping[str, Any]) -> None:
-    """Write the totals."""
+    """Save the totals."""
     write_text(folder / RESULT, json.dumps(result, indent=1, allow_nan=False) + "\n")
 
 

@@ -1,6 +1,6 @@
-"""Plays what a matrix has and the store lacks, in parallel processes; then gathers every line.
+"""Play what a matrix has and the store lacks, in parallel processes; then gather every line.
 
-What was played is kept as it comes, so that an interrupted run goes on where it was.
+Lines are stored as they come, so that an interrupted run continues where it stopped.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvabr.replay.cpu_limit import watched
 from kvabr.types.errors import PlayError, UsageError
 
 _CHUNK = 48
-"""Plays of one task, about: enough to make handing them over worthwhile, few enough to keep all processes busy."""
+"""Approximate plays per batch: enough to outweigh its overhead, few enough to keep all processes busy."""
 _COMMIT_S = 2.0
 
 Progress = Callable[[int], None]
@@ -31,27 +31,27 @@ Progress = Callable[[int], None]
 
 @dataclass(frozen=True, slots=True)
 class PlayBatch:
-    """Some starts of one trace in one cell, with the policies that have yet to play each."""
+    """Some starts of one trace in one cell, each with the policies that still have to play it."""
 
     cell: int
     trace: int
     todo: tuple[tuple[int, tuple[str, ...]], ...]
-    """(number of the start, policies)."""
+    """(index of the start, policies)."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlayedMatrix:
-    """What a run of the laboratory gives."""
+    """The lines of a whole matrix."""
 
     cells: tuple[Cell, ...]
     lines: list[list[Line]]
-    """Per cell, every play: traces, starts, then policies, in the matrix's order."""
+    """Per cell, one line per play: by trace, start and policy, in the matrix's order."""
     fresh: int
-    """Plays that were played now; the others were kept from before."""
+    """Plays of this run; the others were stored before."""
 
 
 class Keys:
-    """The digest of every play of a matrix, but for its start."""
+    """The store's key of every play of a matrix; the starts of a trace share one."""
 
     def __init__(self, matrix: LabMatrix) -> None:
         self._traces = [digests.of_trace(trace) for trace in matrix.traces]
@@ -64,7 +64,7 @@ class Keys:
         self._rest = digests.digest(digests.of_code(), matrix.seed)
 
     def key(self, cell: Cell, trace: int, policy: str) -> str:
-        """The digest of all starts of one trace, played with one policy in one cell."""
+        """Return the key of all starts of one trace, played with one policy in one cell."""
         return digests.digest(self._cells[cell], self._traces[trace], self._policies[policy], self._rest)
 
 
@@ -75,15 +75,15 @@ def run(
     """Play a matrix.
 
     Args:
-        matrix: what to play.
-        store: takes what is played; what it has already is not played again.
-        jobs: processes; None for one per core. One plays in this process.
-        progress: told how many plays were finished since it was last told.
-        planned: told once how many plays have to be played, and how many there are in all.
+        matrix: What to play.
+        store: Keeps the plays; what it has is not repeated.
+        jobs: Processes; None for one per core. With 1, play in this process.
+        progress: Called with the number of plays finished since the last call.
+        planned: Called once with the number of missing plays and of all plays.
 
     Raises:
-        PolicyError: a policy raised, returned nonsense or never came to an end; what was played before is kept.
-        PlayError: a process that played has died; the same.
+        PolicyError: A policy raised, returned nonsense or did not return; earlier plays are kept.
+        PlayError: A worker process died; earlier plays are kept.
     """
     if jobs is not None and jobs < 1:
         raise UsageError(f"{jobs} processes; at least one is needed")
@@ -123,7 +123,7 @@ _Known = dict[tuple[int, int, str], dict[int, Line]]
 
 
 def _survey(matrix: LabMatrix, cells: Sequence[Cell], keys: Keys, store: PlayStore) -> tuple[_Known, list[PlayBatch]]:
-    """What the store has, and tasks for all else."""
+    """Return what the store has, and batches for the rest."""
     known: _Known = {}
     todo: list[PlayBatch] = []
     counts = matrix.counts()
@@ -153,7 +153,7 @@ def _outcomes(
         for task in todo:
             yield task, player.play(task)
         return
-    # Forking shares the traces with the children for nothing; where it does not exist they are sent once.
+    # Forked children share the traces for free; where there is no fork, each child is sent them once.
     method = "fork" if "fork" in multiprocessing.get_all_start_methods() else None
     others = set(multiprocessing.active_children())
     pool = ProcessPoolExecutor(
@@ -164,7 +164,7 @@ def _outcomes(
         queue = iter(todo)
         flying: dict[Future[_Found], PlayBatch] = {}
         while True:
-            # Only what will be played soon is handed over, so that an interrupt has little to wait for.
+            # Keep the queue short, so that an interrupt has little to wait for.
             while len(flying) < 2 * jobs and (item := next(queue, None)) is not None:
                 flying[pool.submit(_play_in_child, item)] = item
             if not flying:
@@ -175,19 +175,19 @@ def _outcomes(
                 yield done, future.result()
     except BrokenProcessPool as error:
         raise PlayError(
-            "a process that was playing has died: for want of memory, or since a policy ended it. What was played is "
-            "kept; --jobs 1 plays the rest in one process, and shows where"
+            "a worker process died: it ran out of memory, or a policy ended it. Finished plays are kept; --jobs 1 "
+            "plays the rest in one process and shows where it fails"
         ) from error
     finally:
         if not over:
-            # What is being played is lost anyway, and a policy may never let it end.
+            # Do not wait for running batches: their plays are lost anyway, and a policy may never return.
             for process in set(multiprocessing.active_children()) - others:
                 process.terminate()
         pool.shutdown(wait=True, cancel_futures=True)
 
 
 class _Player:
-    """Plays tasks; keeps the bench of the last cell, since tasks come cell by cell."""
+    """Play batches; keep the last cell's player, because batches come cell by cell."""
 
     def __init__(self, matrix: LabMatrix, cells: Sequence[Cell]) -> None:
         self._matrix, self._cells = matrix, cells
@@ -214,8 +214,8 @@ _child: _Player | None = None
 
 
 def _begin(matrix: LabMatrix, cells: Sequence[Cell]) -> None:
-    global _child  # noqa: PLW0603  # what a pool's initialiser is for
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business: it keeps what is done
+    global _child  # noqa: PLW0603  # set once per process by the pool's initialiser
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and keeps what is done
     _child = _Player(matrix, cells)
 
 

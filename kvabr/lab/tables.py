@@ -1,4 +1,4 @@
-"""What a laboratory result says, for a terminal."""
+"""Tables and a verdict of a laboratory result, for a terminal."""
 
 from __future__ import annotations
 
@@ -17,35 +17,34 @@ _WORDS = {
     "too_high": "too high", "too_low": "too low", "gave_up": "gave up",
 }  # fmt: skip
 _POLICY_WIDTH = 40
-"""Longer names of policies go on in the next line."""
+"""Longer names of policies wrap."""
 _BETWEEN = 2
-"""Spaces between two columns of a table."""
+"""Spaces between columns."""
 
 
 def cause_title(cause: str) -> str:
-    """A cause as people read it."""
+    """Return a cause as shown to people."""
     return _WORDS.get(cause, cause)
 
 
 def interval(ends: list[float] | None) -> str:
-    """A 95 % interval of a regret."""
+    """Return a 95 % interval of a regret as text."""
     return DASH if ends is None else f"{short(ends[0], 2)}{DASH}{short(ends[1], 2)}"
 
 
 def short(value: float | None, digits: int = 3) -> str:
-    """A regret or loss in few characters: so many digits, no more than five places, no zero before the point."""
+    """Return a regret or loss with ``digits`` significant digits, at most five decimal places."""
     if value is None:
         return DASH
     if abs(value) < 5e-6:
         return "0"
     text = nats(value, digits)
     places = len(text.partition(".")[2])
-    text = f"{value:.5f}" if places > 5 else text
-    return text.replace("0.", ".", 1) if abs(value) < 1 else text
+    return f"{value:.5f}" if places > 5 else text
 
 
 def ranking_table(result: dict[str, Any]) -> Table:
-    """Policies over the whole matrix, best first; those that cannot be told apart share a place."""
+    """Return the ranking over the whole matrix; policies that cannot be told apart share a place."""
     comparison = result["comparison"]
     title = f"{comparison['plays']:,} feasible plays over {comparison['traces']} traces, each by every policy"
     table = _table(title)
@@ -64,7 +63,7 @@ def ranking_table(result: dict[str, Any]) -> Table:
 
 
 def deadline_table(result: dict[str, Any]) -> Table:
-    """Deadlines met, and what was paid, policy by policy, over the feasible plays of each."""
+    """Return deadlines met, TTFT, loss and waste of every policy, over its feasible plays."""
     table = _table("deadlines met, loss and waste")
     _policy_column(table)
     computed = any(line["recompute_s_mean"] for line in result["summary"].values())
@@ -83,12 +82,12 @@ def deadline_table(result: dict[str, Any]) -> Table:
 
 
 def cut_tables(cut: Cut, policies: Sequence[str], width: int) -> list[Table]:
-    """Mean regret of every policy along one axis, in as many tables as it takes to fit the terminal.
+    """Return the mean regret of every policy along one axis, in as many tables as the terminal's width needs.
 
     Args:
-        cut: the axis.
-        policies: best first.
-        width: characters of a line.
+        cut: The axis.
+        policies: The policies, best first.
+        width: Characters per line.
     """
     columns = []
     for value in cut.values:
@@ -98,7 +97,7 @@ def cut_tables(cut: Cut, policies: Sequence[str], width: int) -> list[Table]:
 
 
 def causes_tables(result: dict[str, Any], width: int) -> list[Table]:
-    """Mean regret of every policy by cause, in as many tables as it takes to fit the terminal."""
+    """Return the mean regret of every policy by cause, in as many tables as the terminal's width needs."""
     policies = [row["policy"] for row in result["comparison"]["ranking"]]
     lines = [result["summary"][policy] for policy in policies]
     columns = [("regret", [_thousandths(line["regret_mean"]) for line in lines])]
@@ -112,7 +111,7 @@ def causes_tables(result: dict[str, Any], width: int) -> list[Table]:
 def _side_by_side(
     title: str, policies: Sequence[str], columns: Sequence[tuple[str, list[str]]], width: int
 ) -> list[Table]:
-    """Tables of a line per policy: as many columns in each as fit into the width."""
+    """Split columns into tables that fit the width, each with one row per policy."""
     blocks: list[list[tuple[str, list[str]]]] = []
     room = 0
     for head, cells in columns:
@@ -135,11 +134,11 @@ def _side_by_side(
 
 
 def apart_table(result: dict[str, Any]) -> Table | None:
-    """What policies did where nobody could have made it; None if there were no such plays."""
+    """Return what policies did in infeasible plays; None if there were none."""
     lines = {policy: line["apart"] for policy, line in result["summary"].items()}
     if not any(line["plays"] for line in lines.values()):
         return None
-    table = _table("plays that nobody could have made: what was done")
+    table = _table("infeasible plays: what was done")
     _policy_column(table)
     for name in ("plays", "gave up", "TTFT / deadline", "loss", "tokens recomputed"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -153,9 +152,9 @@ def apart_table(result: dict[str, Any]) -> Table | None:
 
 
 def verdict(result: dict[str, Any]) -> str:
-    """In words: what leads, by how much, and what cannot be told from it.
+    """Return in words which policy leads, by how much, and which cannot be told from it.
 
-    Policies that are told the future do not compete.
+    Oracles, which know the future, do not compete.
     """
     everyone = result["comparison"]["ranking"]
     if not everyone:
@@ -165,7 +164,7 @@ def verdict(result: dict[str, Any]) -> str:
     said = f"{best['policy']} leads with mean regret {short(best['regret_mean'])} ({interval(best['regret_ci95'])})"
     alike = [row["policy"] for row in rows if row["policy"] in best["like"]]
     if rows is not everyone and everyone[0] not in rows:
-        said += f" ({everyone[0]['policy']}, which is told the future, has {short(everyone[0]['regret_mean'])})"
+        said += f" ({everyone[0]['policy']}, which knows the future, has {short(everyone[0]['regret_mean'])})"
     if alike:
         said += f"; {', '.join(alike)} cannot be told from it"
     other = next((row for row in rows[1:] if row["policy"] not in best["like"]), None)
@@ -182,7 +181,7 @@ def verdict(result: dict[str, Any]) -> str:
 
 
 def cell_of(cell: dict[str, Any]) -> Cell:
-    """The cell that a part of a result is about."""
+    """Return the cell of a part of a result."""
     return Cell(cell["asset"], cell["deadline_s"], cell["load"], cell["rtt_s"], cell["engine"])
 
 

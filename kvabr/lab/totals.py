@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 def result(matrix: LabMatrix, played: PlayedMatrix) -> dict[str, Any]:
-    """Everything that a matrix showed, as plain JSON values; the same for the same plays."""
+    """Return the totals of a matrix as plain JSON values; equal plays give equal totals."""
     everything = [line for lines in played.lines for line in lines]
     where = [place for place, lines in enumerate(played.lines) for _ in lines]
     return {
@@ -55,7 +55,7 @@ def result(matrix: LabMatrix, played: PlayedMatrix) -> dict[str, Any]:
 
 
 def describe(matrix: LabMatrix) -> dict[str, Any]:
-    """The axes in words and numbers."""
+    """Return the axes of a matrix as plain JSON values."""
     counts: dict[str, int] = {}
     for trace in matrix.traces:
         counts[trace.family] = counts.get(trace.family, 0) + 1
@@ -80,7 +80,7 @@ def describe(matrix: LabMatrix) -> dict[str, Any]:
 
 
 def by(items: Iterable[T], key: Callable[[T], str]) -> dict[str, list[T]]:
-    """Items by key, keys in order."""
+    """Group items by key; keys sorted."""
     found: dict[str, list[T]] = {}
     for item in items:
         found.setdefault(key(item), []).append(item)
@@ -88,11 +88,11 @@ def by(items: Iterable[T], key: Callable[[T], str]) -> dict[str, list[T]]:
 
 
 def comparison(lines: Sequence[Line], where: Sequence[int]) -> Comparison:
-    """The policies of these lines, paired over the feasible plays that all of them played.
+    """Compare the policies of these lines, paired over the feasible plays that all of them played.
 
     Args:
-        lines: plays.
-        where: the cell of each.
+        lines: Plays.
+        where: The index of the cell of each play.
     """
     table: dict[tuple[int, str, float], dict[str, float]] = {}
     for line, place in zip(lines, where, strict=True):
@@ -112,7 +112,7 @@ def _per_policy(lines: Sequence[Line]) -> dict[str, Any]:
 
 
 def _more(lines: Sequence[Line]) -> dict[str, Any]:
-    """What a replay's summary has not: intervals, the second bound, causes, and the plays that nobody could make."""
+    """Return what a replay's summary lacks: intervals, the second bound, causes, and the infeasible plays."""
     feasible = [line for line in lines if line["feasible"]]
     network = [line for line in lines if line["network_regret"] is not None]
     hopeless = [line for line in lines if not line["feasible"]]
@@ -151,7 +151,7 @@ def _interval(lines: Sequence[Line], name: str) -> list[float] | None:
 
 @lru_cache(maxsize=4)
 def _bootstrap(traces: tuple[str, ...]) -> Bootstrap:
-    """Policies play the same plays, one after the other: they share their draws."""
+    """Return a bootstrap; policies that play the same plays share its draws."""
     return Bootstrap(traces)
 
 
@@ -182,7 +182,7 @@ def _ends(interval: Interval) -> list[float]:
 
 
 def _quantile(lines: Sequence[Line], share: float) -> float | None:
-    """A quantile of the times at which caches were complete; plays that were given up never were."""
+    """Return a quantile of TTFT; plays that gave up count as infinite."""
     value = percentile((math.inf if line["ttft_s"] is None else line["ttft_s"] for line in lines), share)
     return None if value is None or not math.isfinite(value) else _number(value)
 
@@ -203,7 +203,7 @@ def _number(value: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """One policy over one value of an axis; feasible plays only."""
+    """One policy at one value of an axis; feasible plays only."""
 
     plays: int
     regret: float | None
@@ -215,16 +215,16 @@ class Score:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """One axis."""
+    """The plays of a matrix, cut along one axis."""
 
     title: str
     values: tuple[str, ...]
     scores: dict[tuple[str, str], Score]
-    """By policy and value."""
+    """Score by policy and value."""
 
 
 def cuts(played: PlayedMatrix, policies: Sequence[str]) -> list[Cut]:
-    """Every axis that has more than one value, families first."""
+    """Cut the plays along every axis that has more than one value, families first."""
     rows = [(cell, line) for cell, lines in zip(played.cells, played.lines, strict=True) for line in lines]
     axes: list[tuple[str, Callable[[Cell, Line], str]]] = [
         ("trace family", lambda _, line: str(line["trace_family"])),

@@ -32,27 +32,27 @@ Scores = Mapping[str, Mapping[str, float]]
 
 @dataclass(frozen=True, slots=True)
 class Fold:
-    """One choice, and how it did where it had no part."""
+    """One fold: its choice, and how the choice did on the family held out."""
 
     held_out: str
     chosen: str
-    """The candidate that was best on the other families."""
+    """The best candidate on the other families."""
     inside: float
-    """Its mean regret on these."""
+    """Its mean regret on the other families."""
     outside: float
-    """Its mean regret on the family that was held out."""
+    """Its mean regret on the family held out."""
     default_outside: float
-    """The default's there."""
+    """Mean regret of the default on the family held out."""
 
 
 def mean_over(scores: Mapping[str, float], families: Iterable[str]) -> float:
-    """Mean over families."""
+    """Return the mean over families."""
     listed = [scores[family] for family in families]
     return sum(listed) / len(listed)
 
 
 def choose(scores: Scores, families: Sequence[str], default: str) -> str:
-    """The candidate of least mean regret over these families; the default unless another is better."""
+    """Return the candidate of least mean regret over these families; ties go to the default."""
     best = default
     for candidate in scores:
         if mean_over(scores[candidate], families) < mean_over(scores[best], families) - 1e-12:
@@ -61,35 +61,35 @@ def choose(scores: Scores, families: Sequence[str], default: str) -> str:
 
 
 def others(families: Sequence[str], held_out: str | None) -> list[str]:
-    """All families but one; all of them if none is held out."""
+    """Return all families except the one held out, if any."""
     return [family for family in families if family != held_out]
 
 
 _CLOSE = 0.15
-"""Width of the first closer look, as a share of the range; halved every round."""
+"""Width of the first local round, as a share of the range; halved every round."""
 _TELLS = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """How long to look."""
+    """The size of a search."""
 
     points: int = 16
-    """Points of the first, even look, the default aside."""
+    """Points of the first round, besides the default."""
     rounds: int = 2
-    """Closer looks."""
+    """Local rounds."""
     near: int = 4
-    """Points of each closer look of each fold."""
+    """Points per local round and fold."""
     seed: int = 0
 
     def __post_init__(self) -> None:
         if self.points < 1 or self.rounds < 0 or self.near < 1 or self.points > 4096:
-            raise UsageError("a search needs 1 to 4096 points, no negative number of rounds, and a point in each")
+            raise UsageError("a search needs 1 to 4096 points, 0 or more rounds, and at least one point in each round")
 
 
 @dataclass(frozen=True, slots=True)
 class Tuned:
-    """What a search found."""
+    """The result of a search."""
 
     policy: str
     parameters: dict[str, Parameter]
@@ -99,30 +99,30 @@ class Tuned:
     """The recommendation: the best over all families."""
     folds: tuple[Fold, ...]
     gain: Interval
-    """Regret of the default less that of what each fold chose, on the families held out: above zero, tuning won."""
+    """Regret of the default minus that of each fold's choice, on the families held out; positive if tuning won."""
     default_regret: float
-    """Mean over families."""
+    """Mean regret of the default over families."""
     held_out_regret: float
-    """Mean over families of what the folds chose, each on the family that it did not see."""
+    """Mean regret of the folds' choices, each on the family that it did not see."""
     inside_regret: float
-    """Mean over families of the recommendation, on the very plays that it was chosen on."""
+    """Mean regret of the recommendation over families, on the plays that it was chosen on."""
     left_out: tuple[str, ...]
-    """Families in which nobody could have made a play."""
+    """Families without a feasible play."""
     candidates: int
     plays: int
 
     @property
     def won(self) -> bool:
-        """Whether tuning can be told from chance, on links that it did not see."""
+        """Return whether the gain on families that were not seen can be told from chance."""
         return self.gain.low > _TELLS
 
     def values(self, name: str) -> dict[str, float]:
-        """Every parameter's value under a candidate's name."""
+        """Return every parameter's value, by a candidate's name."""
         given = parse(name.removeprefix(f"{self.policy}:")) if name != self.policy else {}
         return {key: given.get(key, parameter.default) for key, parameter in self.parameters.items()}
 
     def verdict(self) -> str:
-        """One sentence."""
+        """Return the outcome in one sentence."""
         if self.chosen == self.default:
             return f"Tuning won nothing: no candidate is better than the defaults of {self.policy} over all families."
         if abs(self.gain.mean) <= _TELLS and self.gain.high - self.gain.low <= _TELLS:
@@ -138,7 +138,7 @@ class Tuned:
 
 
 class _Scores:
-    """Plays candidates over families, and remembers what they scored."""
+    """Play candidates over families and remember their scores."""
 
     def __init__(self, matrix: LabMatrix, store: PlayStore, jobs: int | None, progress: Progress | None) -> None:
         self._matrix, self._store, self._jobs, self._progress = matrix, store, jobs, progress
@@ -148,7 +148,7 @@ class _Scores:
         self.plays = 0
 
     def play(self, candidates: Iterable[str], families: Sequence[str]) -> None:
-        """Play what has not been played yet."""
+        """Play what is missing."""
         todo: dict[tuple[str, ...], list[str]] = {}
         for candidate in dict.fromkeys(candidates):
             missing = tuple(family for family in families if (candidate, family) not in self.lines)
@@ -164,11 +164,11 @@ class _Scores:
             for name in names:
                 for family in missing:
                     found = [line["regret"] for line in self.lines[name, family] if line["feasible"]]
-                    # A family in which nothing is feasible says nothing: `narrow` leaves it out.
+                    # `narrow` leaves out families without a feasible play.
                     self.table.setdefault(name, {})[family] = sum(found) / len(found) if found else 0.0
 
     def narrow(self, policy: str) -> list[str]:
-        """Leave out families in which nobody could have made a play, and say which these are."""
+        """Leave out families without a feasible play, and return them."""
         told = [family for family in self.families if any(line["feasible"] for line in self.lines[policy, family])]
         out = [family for family in self.families if family not in told]
         self.families = told
@@ -185,20 +185,20 @@ def tune(
     progress: Progress | None = None,
     tell: Callable[[str], None] | None = None,
 ) -> Tuned:
-    """Tune one policy over a matrix; its own policies do not matter.
+    """Tune one policy over a matrix; the matrix's own policies are ignored.
 
     Args:
-        policy: its name, without parameters.
-        matrix: what to play over; at least two trace families.
-        store: takes what is played.
-        search: how long to look.
-        jobs: processes; None for one per core.
-        progress: told how many plays were finished since it was last told.
-        tell: told in words what is being done.
+        policy: Name of the policy, without parameters.
+        matrix: What to play over; at least two trace families.
+        store: Keeps the plays.
+        search: Size of the search.
+        jobs: Processes; None for one per core.
+        progress: Called with the number of plays finished since the last call.
+        tell: Called with a description of each step.
 
     Raises:
-        UsageError: the policy declares no parameters, or there is but one family in which plays can be made.
-        PolicyError: the policy cannot be loaded, or fails.
+        UsageError: The policy declares no parameters, or fewer than two families have feasible plays.
+        PolicyError: The policy cannot be loaded, or fails.
     """
     search = search or Search()
     parameters = declared(policy_class(policy))
@@ -207,19 +207,19 @@ def tune(
     scores = _Scores(matrix, store, jobs, progress)
     families = scores.families
     if len(families) < 2:
-        raise UsageError("tuning needs traces of two families at least: one to choose on, one to show on")
+        raise UsageError("tuning needs traces of at least two families: one to choose on, one to hold out")
     say = tell or (lambda _: None)
-    say(f"first look: {search.points} points and the default over {len(families)} families")
+    say(f"first round: {search.points} points and the default over {len(families)} families")
     scores.play([policy, *_spread(policy, parameters, search)], families)
     out = scores.narrow(policy)
     families = scores.families
     if len(families) < 2:
-        raise UsageError(f"nobody could have made a play over {', '.join(out)}: give less load, or more families")
+        raise UsageError(f"no play over {', '.join(out)} is feasible: give less load, or more families")
     common = list(scores.table)
     chosen: dict[str | None, str] = {}
     for held_out in (*families, None):
         within = others(families, held_out)
-        say("closer looks over all families" if held_out is None else f"closer looks without {held_out}")
+        say("local rounds over all families" if held_out is None else f"local rounds without {held_out}")
         chosen[held_out] = _closer(policy, parameters, search, scores, common, within, held_out)
     for held_out in families:
         scores.play([chosen[held_out]], [held_out])
@@ -227,7 +227,7 @@ def tune(
 
 
 def _spread(policy: str, parameters: dict[str, Parameter], search: Search) -> list[str]:
-    """Points spread evenly over the ranges."""
+    """Return points spread evenly over the ranges."""
     sobol = qmc.Sobol(len(parameters), scramble=True, rng=np.random.default_rng(search.seed))
     rows = sobol.random(1 << max(0, search.points - 1).bit_length())[: search.points]
     return [_name(policy, parameters, row) for row in rows]
@@ -237,7 +237,7 @@ def _closer(
     policy: str, parameters: dict[str, Parameter], search: Search, scores: _Scores, common: Sequence[str],
     within: Sequence[str], held_out: str | None,
 ) -> str:  # fmt: skip
-    """One fold's closer looks; returns what it chooses."""
+    """Run one fold's local rounds and return its choice."""
     dice = np.random.default_rng([search.seed, *(held_out or "").encode()])
     seen = list(common)
     for number in range(search.rounds):
@@ -293,7 +293,7 @@ def _result(
 
 
 def _gain(policy: str, scores: _Scores, chosen: dict[str | None, str]) -> Interval:
-    """What the folds won over the default, on what they did not see: mean over families, traces drawn within each."""
+    """Return the gain of the folds over the default on what they did not see; families and traces are resampled."""
     drawn, means = [], []
     for number, family in enumerate(scores.families):
         pairs = [
@@ -304,7 +304,7 @@ def _gain(policy: str, scores: _Scores, chosen: dict[str | None, str]) -> Interv
         values = np.array([value for _, value in pairs])
         means.append(float(values.mean()))
         drawn.append(Bootstrap([trace for trace, _ in pairs], seed=number).means(values))
-    # Families are drawn, too: what is asked is how it would do on a family yet to come.
+    # Resample families, too: the question is how tuning would do on a family yet to come.
     dice = np.random.default_rng(0)
     weights = dice.multinomial(len(means), [1 / len(means)] * len(means), size=len(drawn[0])).T
     total = (np.array(drawn) * weights).sum(axis=0) / len(means)

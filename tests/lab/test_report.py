@@ -100,7 +100,7 @@ def test_a_matrix_in_which_nothing_is_feasible_has_a_page_that_says_so(tmp_path)
     write_report(tmp_path / "page.html", what, played, totals)
     text = (tmp_path / "page.html").read_text(encoding="utf-8")
     assert "nothing can be compared" in verdict(totals)
-    assert "Plays that nobody could have made" in text
+    assert "Infeasible plays" in text
     for table in (ranking_table, deadline_table, apart_table):
         table(totals)
     assert causes_tables(totals, 80) == []
@@ -127,7 +127,7 @@ def test_tables_and_verdict_say_who_leads(shown):
                 assert names >= set(policies), "a name goes on in the next line though there is room"
     assert len(CAUSES) == 9
     assert [short(value) for value in (None, 0.0, 1e-7, 0.00012, 0.5, 1.25, -0.002)] == [
-        DASH, "0", "0", ".00012", ".500", "1.25", "-.00200",
+        DASH, "0", "0", "0.00012", "0.500", "1.25", "-0.00200",
     ]  # fmt: skip
     assert others
 
@@ -137,7 +137,7 @@ def test_who_is_told_the_future_does_not_lead(tmp_path):
     with PlayStore(tmp_path) as store:
         totals = result(what, run(what, store, jobs=1))
     assert totals["comparison"]["ranking"][0]["policy"] == "cachegen-oracle"
-    assert re.match(r"fixed:AC-5x leads.*\(cachegen-oracle, which is told the future, has [.\d]+\)", verdict(totals))
+    assert re.match(r"fixed:AC-5x leads.*\(cachegen-oracle, which knows the future, has [.\d]+\)", verdict(totals))
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine")

@@ -177,7 +177,7 @@ def test_a_policy_that_ends_its_process_ends_the_run_and_keeps_the_rest(tmp_path
     path = tmp_path / "exits.py"
     path.write_text(LOOPS)
     first = played(tmp_path / "out", matrix(policies=("cheapfirst",)))
-    with pytest.raises(PlayError, match=r"has died.*--jobs 1"):
+    with pytest.raises(PlayError, match=r"process died.*--jobs 1"):
         played(tmp_path / "out", matrix(policies=("cheapfirst", f"{path}:Exits")), jobs=2)
     assert played(tmp_path / "out", matrix(policies=("cheapfirst",))).fresh == 0 < first.fresh
 

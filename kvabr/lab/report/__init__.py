@@ -1,6 +1,6 @@
 """One self-contained page for a matrix: who wins, where, why, and the worst plays with their timelines.
 
-The page is the one of a replay (`kvabr.replay.report`), with sections of the laboratory's own in front of the plays.
+It is a replay's page (`kvabr.replay.report`) with the laboratory's own sections before the plays.
 """
 
 from kvabr.lab.report.page import write_report

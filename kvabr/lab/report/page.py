@@ -1,4 +1,4 @@
-"""Puts the page of a matrix together."""
+"""Assemble and write the page of a matrix."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def write_report(
     """Write the page.
 
     Args:
-        path: where to; replaced whole.
-        matrix: what was played.
-        played: the lines.
-        result: their totals, of `kvabr.lab.totals.result`.
-        per_policy: worst plays of each policy that are shown.
+        path: The file to write; replaced as a whole.
+        matrix: What was played.
+        played: The lines.
+        result: Their totals, from `kvabr.lab.totals.result`.
+        per_policy: Number of worst plays to show per policy.
 
     Raises:
-        AssetError: the file cannot be written.
+        AssetError: The file cannot be written.
     """
     ranked = [row["policy"] for row in result["comparison"]["ranking"]]
     policies = ranked or list(matrix.policies)
@@ -48,7 +48,7 @@ def write_report(
 
 
 def _as_replay(matrix: LabMatrix, played: PlayedMatrix, result: dict[str, Any], worst: Sequence[Any]) -> dict[str, Any]:
-    """The matrix as a replay's result: the plays that are shown first, since timelines name them by their place."""
+    """Return the matrix as a replay's result; shown plays come first, because timelines refer to them by index."""
     lines = [line for cell in played.lines for line in cell]
     tracks: dict[str, dict[str, Any]] = {}
     for offer in matrix.offers:

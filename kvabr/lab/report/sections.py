@@ -1,4 +1,4 @@
-"""The page's sections in front of the plays, as HTML: ranking, win table, axes, causes, distributions, worst plays."""
+"""The laboratory's sections of the page, as HTML: ranking, wins, axes, causes, distributions, worst plays."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from kvabr.replay.report.plays import DASH
 _CAUSE_WORDS = {
     "too_high": "asked for more than came in time",
     "too_low": "asked for less than the link would have carried",
-    "order": "the bytes in place could have bought less loss",
+    "order": "the bytes in place could have bought a smaller loss",
     "idle": "requests were out and nothing came: round trips",
     "wasted": "abandoned, failed and replaced transfers",
     "decode": "arrived, but not decoded in time",
-    "compute": "what the engine could have done",
+    "compute": "what the engine could have recomputed",
     "gave_up": "plays without a cache at the end",
-    "residual": "explained by no rule",
+    "residual": "not explained by any rule",
 }
 
 
 def build(result: dict[str, Any], played: PlayedMatrix, found: Sequence[Cut], worst: Sequence[Shown]) -> str:
-    """All sections."""
+    """Return all sections."""
     rows = result["comparison"]["ranking"]
     if not rows:
         return _section("ranking", "Ranking", "<p>No play was feasible for every policy.</p>") + _apart(result)
@@ -56,8 +56,8 @@ def _section(name: str, title: str, inside: str) -> str:
 def _ranking_note(result: dict[str, Any]) -> str:
     comparison = result["comparison"]
     said = (
-        f"Mean regret with its 95 % interval, over {comparison['plays']:,} plays of {comparison['traces']} traces that "
-        "every policy played and somebody could have made. Traces are drawn anew, with all of their plays."
+        f"Mean regret with its 95 % interval, over {comparison['plays']:,} feasible plays of {comparison['traces']} "
+        "traces that every policy played. The bootstrap draws whole traces, with all of their plays."
     )
     places: dict[int, list[str]] = {}
     for row in comparison["ranking"]:
@@ -65,7 +65,7 @@ def _ranking_note(result: dict[str, Any]) -> str:
     shared = [names for names in places.values() if len(names) > 1]
     if shared:
         listed = "; ".join(", ".join(names) for names in shared)
-        said += f" The first of each of these cannot be told from the others, by these plays: {listed}."
+        said += f" In each of these groups the first cannot be told from the others: {listed}."
     return f'<p class="muted">{escape(said)}</p>'
 
 
@@ -200,7 +200,7 @@ def _distributions(played: PlayedMatrix, policies: Sequence[str]) -> str:
             _figure(family, svg.distribution(values, policies, f"Regret over {family}"))
             for family, values in sorted(families.items())
         )
-    note = "Per cent of the plays with at most so much regret; further left and up is better."
+    note = "Percentage of plays with at most this regret; further left and up is better."
     return f'<p class="muted">{note}</p><div class="legend">{legend}</div><div class="charts-grid">{charts}</div>'
 
 
@@ -227,8 +227,8 @@ def _worst(worst: Sequence[Shown], cells: Sequence[Cell], policies: int) -> str:
     head = "".join(f'<th scope="col"{_right(name)}>{name}</th>' for name in names)
     whose = "each policy" if policies <= MOST_POLICIES else f"the {MOST_POLICIES} best policies"
     note = (
-        f"The plays of most regret of {whose}; a click shows the timeline below. The best policy's play of the same "
-        "moment is there, too: choose it above the timeline."
+        f"The plays with the most regret of {whose}; a click shows the timeline below. Above the timeline you can "
+        "switch to the best policy's play of the same moment."
     )
     return f'<p class="muted">{note}</p>' + _table(head, "".join(rows))
 
@@ -252,9 +252,9 @@ def _apart(result: dict[str, Any]) -> str:
         rows.append(f'<tr><th scope="row">{escape(policy)}</th>{cells}</tr>')
     names = ("plays", "gave up", "TTFT / deadline", "loss", "tokens recomputed")
     head = "".join(f'<th scope="col" class="number">{name}</th>' for name in names)
-    note = "Not even a clairvoyant could have met the deadline: these plays are in none of the numbers above."
+    note = "Not even the clairvoyant could have met the deadline: these plays are in none of the numbers above."
     table = _table(f"<th></th>{head}", "".join(rows))
-    return _section("apart", "Plays that nobody could have made", f'<p class="muted">{note}</p>{table}')
+    return _section("apart", "Infeasible plays", f'<p class="muted">{note}</p>{table}')
 
 
 def _table(head: str, body: str, kind: str = "families") -> str:

@@ -1,4 +1,4 @@
-"""Charts as inline SVG: lines of text, no library, no script. Colours are CSS variables of ``lab.css``."""
+"""Charts as inline SVG: plain text, no library, no script. Colours are CSS variables of ``lab.css``."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from kvabr.lab.causes import CAUSES
 from kvabr.lab.tables import cause_title, short
 
 COLOURS = 10
-"""Colours of lines; a policy beyond them has a colour again, but another dash."""
+"""Number of line colours; further policies repeat them, dashed."""
 _FLOOR = 1e-5
-"""Regrets below this are drawn here: on a logarithmic axis there is no zero."""
+"""Smaller regrets are drawn here, because a logarithmic axis has no zero."""
 _LABEL = 190
 _NARROW = 500
-"""Charts wider than this do not shrink to a narrow screen: one scrolls there."""
+"""Charts wider than this scroll on a narrow screen instead of shrinking."""
 
 
 def escape(text: object) -> str:
-    """Text that may stand anywhere in the page."""
+    """Return text escaped for HTML."""
     return html.escape(str(text))
 
 
 def line_class(index: int) -> str:
-    """The class of a policy's line."""
+    """Return the CSS class of a policy's line."""
     return f"l{index % COLOURS}" + (" dashed" if index >= COLOURS else "")
 
 
 class LogAxis:
-    """Regret on a logarithmic axis, from `_FLOOR` or the decade below the least to the decade above the most."""
+    """A logarithmic axis of whole decades that holds all values, from `_FLOOR` at the lowest."""
 
     def __init__(self, values: Sequence[float], left: float, right: float) -> None:
         known = [max(_FLOOR, value) for value in values] or [_FLOOR, 1.0]
@@ -38,12 +38,12 @@ class LogAxis:
         self._left, self._width = left, right - left
 
     def x(self, value: float) -> float:
-        """Where a value lies."""
+        """Return the position of a value."""
         share = (math.log10(max(_FLOOR, value)) - self._low) / (self._high - self._low)
         return self._left + min(1.0, max(0.0, share)) * self._width
 
     def grid(self, top: float, bottom: float) -> str:
-        """A line and a label for every decade."""
+        """Return a line and a label for every decade."""
         parts = []
         for power in range(self._low, self._high + 1):
             x, text = self.x(10.0**power), f"{10.0**power:g}"
@@ -55,11 +55,11 @@ class LogAxis:
 
 
 def ranking(rows: Sequence[Mapping[str, object]], regrets: Mapping[str, tuple[float, float, float]]) -> str:
-    """Mean regret of every policy with its interval, best on top.
+    """Draw the mean regret of every policy with its interval, best on top.
 
     Args:
-        rows: the ranking of a result.
-        regrets: mean, low and high end by policy.
+        rows: The ranking of a result.
+        regrets: Mean, low and high end by policy.
     """
     width, step, top = 860, 22, 8
     bottom = top + step * len(rows)
@@ -79,7 +79,7 @@ def ranking(rows: Sequence[Mapping[str, object]], regrets: Mapping[str, tuple[fl
 
 
 def causes(rows: Sequence[tuple[str, Mapping[str, float]]]) -> str:
-    """What each policy's regret comes from: bars of shares, all of one length."""
+    """Draw the causes of each policy's regret: bars of shares, all equally long."""
     width, step, top = 860, 22, 6
     inner = width - _LABEL - 80
     parts = []
@@ -102,7 +102,7 @@ def causes(rows: Sequence[tuple[str, Mapping[str, float]]]) -> str:
 
 
 def distribution(values: Mapping[str, Sequence[float]], order: Sequence[str], title: str) -> str:
-    """How regret is spread: for every policy, the share of plays with at most so much."""
+    """Draw the distribution of regret: for every policy, the share of plays with at most a given regret."""
     width, height, left, top = 410, 200, 34, 8
     bottom = height - 22
     axis = LogAxis([value for line in values.values() for value in _ends(line)], left, width - 12)

@@ -1,4 +1,4 @@
-"""The worst plays of every policy, played again with their logs: a play is the same every time."""
+"""Replay the worst plays of every policy with their logs; a replayed play is identical."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Shown:
     """One play that the page shows."""
 
     play: int
-    """Its number among the page's plays."""
+    """Its index among the page's plays."""
     cell: Cell
     line: Line
 
@@ -33,19 +33,19 @@ class Replayed:
     """The worst plays, policy by policy."""
     runs: list[dict[str, Any]]
     timelines: list[dict[str, Any]]
-    """As a replay keeps them; ``run`` is an index into `runs`."""
+    """Timelines as in a replay's report; ``run`` is an index into `runs`."""
 
 
 def replay_worst(
     matrix: LabMatrix, played: PlayedMatrix, policies: Sequence[str], *, per_policy: int = PER_POLICY
 ) -> Replayed:
-    """Find and play again.
+    """Find the worst plays and replay them.
 
     Args:
-        matrix: what was played.
-        played: the lines.
-        policies: best first; the first is also played wherever another was at its worst.
-        per_policy: plays of each.
+        matrix: What was played.
+        played: The lines.
+        policies: The policies, best first; the first also replays every play where another was at its worst.
+        per_policy: Plays per policy.
     """
     out = Replayed([], [], [])
     again = _Again(matrix, out)
@@ -57,7 +57,7 @@ def replay_worst(
 
 
 def _worst_of(played: PlayedMatrix, policy: str, count: int) -> list[tuple[Cell, Line]]:
-    """Plays of most regret, no two over the same trace."""
+    """Return the plays with the most regret, at most one per trace."""
     rows = [
         (cell, line)
         for cell, lines in zip(played.cells, played.lines, strict=True)
@@ -73,7 +73,7 @@ def _worst_of(played: PlayedMatrix, policy: str, count: int) -> list[tuple[Cell,
 
 
 class _Again:
-    """Plays what it is asked for, each play once."""
+    """Replay single plays with their logs, each once."""
 
     def __init__(self, matrix: LabMatrix, out: Replayed) -> None:
         self._matrix, self._out = matrix, out
@@ -85,12 +85,12 @@ class _Again:
         self._axes = varying(cells) if len(cells) > 1 else []
 
     def play(self, cell: Cell, line: Line, policy: str) -> int:
-        """Play one line's trace and start with a policy; returns its number on the page."""
+        """Replay one line's trace and start with a policy; return the play's index on the page."""
         key = (cell, line["trace"], line["start_s"], policy)
         if key not in self._done:
             bench = self._benches.setdefault(cell, CellPlayer(self._matrix.catalog(cell), self._matrix.options(cell)))
             trace = self._traces[line["trace"]]
-            # The line has its start rounded: the very same play begins where the matrix began it.
+            # The line's start is rounded: take the matrix's own start, so that the play is identical.
             starts = self._matrix.starts_of(trace, self._counts[line["trace"]])
             start_s = min(starts, key=lambda start: abs(start - line["start_s"]))
             outcome = bench.play(trace, bench.link(trace, start_s), policy, log=True)[1]
