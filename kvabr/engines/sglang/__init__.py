@@ -8,6 +8,21 @@ that the deadline allows when it is prefetched. It takes two options of SGLang's
         "class_name": "KvabrStorage", "interface_v1": 1,
         "kvabr": {"url": "moqt://origin.example:4443/", "publish": "/srv/kvabr", "deadline_s": 1.0}}'
 
-`kvabr.engines.chunk_store.Options` says what else may be set. A page of 128 tokens is one group; smaller ones work, and
-cost a request each. Only `backend` imports SGLang.
+`kvabr.engines.chunk_store.KeyedSettings` has all keys. A page of 128 tokens is one group; smaller ones work, and cost a
+request each. Only `backend` imports SGLang.
 """
+
+from kvabr.engines.adapters import Adapter
+
+ADAPTER = Adapter(
+    name="sglang",
+    package="sglang",
+    module="kvabr.engines.sglang",
+    tested=("0.5.23", "0.5.24"),
+    mode="suffix",
+    layout="pages of its memory pool",
+    rate="not known",
+    upgrades=False,
+    publishes=True,
+    plays="blocking",
+)

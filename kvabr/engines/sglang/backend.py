@@ -17,9 +17,9 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, HiCacheStorageC
 from kvabr.client.blocking_fetcher import BlockingFetcher
 from kvabr.client.fetcher import Fetcher
 from kvabr.client.metrics import NodeMetrics
-from kvabr.engines.adapters import SGLANG
 from kvabr.engines.chunk_store import KeyedCaches, KeyedPublisher, Trouble, spec_of
-from kvabr.engines.sglang.pages import page_view, read_options
+from kvabr.engines.sglang import ADAPTER
+from kvabr.engines.sglang.pages import page_view, read_settings
 from kvabr.types.errors import FormatError, UsageError
 
 T = TypeVar("T")
@@ -36,10 +36,10 @@ class KvabrStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not there
             FormatError: a cache that kvabr has no tracks for (MLA).
         """
         del kwargs
-        SGLANG.check()
+        ADAPTER.check()
         if storage_config.is_mla_model:
             raise FormatError("kvabr has tracks for keys and values, not for MLA")
-        self._config, self._options = storage_config, read_options(storage_config.extra_config)
+        self._config, self._settings = storage_config, read_settings(storage_config.extra_config)
         self._trouble = Trouble()
         self.metrics = NodeMetrics()
         self._node: BlockingFetcher | None = None
@@ -53,17 +53,17 @@ class KvabrStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not there
             FormatError: a pool that kvabr does not know, or a cache that the engine quantises.
         """
         super().register_mem_pool_host(mem_pool_host)
-        pool, name = mem_pool_host, self._options.model or self._config.model_name or "model"
+        pool, name = mem_pool_host, self._settings.model or self._config.model_name or "model"
         if getattr(pool, "v_head_dim", pool.head_dim) != pool.head_dim:
             raise FormatError("keys and values of different widths; kvabr has tracks for equal ones")
         page_view(pool.kv_buffer, pool.layout, 0, pool.page_size)
         self._spec = spec_of(name, "sglang", pool.layer_num, pool.head_num, pool.head_dim, pool.dtype)
-        self._publisher = KeyedPublisher(self._spec, self._options, self._trouble, "a page of SGLang's HiCache")
-        self._node = BlockingFetcher(self._options.limits(), metrics=self.metrics)
+        self._publisher = KeyedPublisher(self._spec, self._settings, self._trouble, "a page of SGLang's HiCache")
+        self._node = BlockingFetcher(self._settings.limits(), metrics=self.metrics)
 
         async def make(fetcher: Fetcher) -> KeyedCaches:
             return KeyedCaches(
-                fetcher, self._spec, self._options, self._trouble,
+                fetcher, self._spec, self._settings, self._trouble,
                 most_tokens=pool.page_size, least_tokens=pool.page_size,
             )  # fmt: skip
 
@@ -182,7 +182,7 @@ class KvabrStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not there
         return page_view(flat.view(shape), pool.layout, 0, pool.page_size)
 
     def _play(self, keys: Sequence[str]) -> list[torch.Tensor | None]:
-        caches, deadline_s = self._ready(), self._options.deadline_s
+        caches, deadline_s = self._ready(), self._settings.deadline_s
         names = [self._name(key) for key in keys]
 
         async def play(_: Fetcher) -> list[torch.Tensor | None]:
@@ -194,7 +194,7 @@ class KvabrStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not there
 
     def _publish(self, keys: Sequence[str], pages: Sequence[torch.Tensor]) -> list[bool]:
         self._ready()
-        publisher, at_once = self._publisher, self._options.queue
+        publisher, at_once = self._publisher, self._settings.queue
         if publisher is None:
             return [False] * len(keys)
         results = [False] * len(keys)

@@ -7,30 +7,23 @@ from typing import Any
 
 import torch
 
-from kvabr.engines import chunk_store as keyed
-from kvabr.engines import settings
-from kvabr.engines.chunk_store import Options
+from kvabr.engines.chunk_store import KeyedSettings
 from kvabr.types.errors import FormatError, UsageError
 
 LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
 """Of `MHATokenToKVPoolHost`, by SGLang's names."""
 
 
-def read_options(extra_config: Mapping[str, Any] | None) -> Options:
-    """The settings under ``kvabr`` in the backend's extra configuration.
+def read_settings(extra_config: Mapping[str, Any] | None) -> KeyedSettings:
+    """Return the settings under ``kvabr`` in the backend's extra configuration.
 
     Raises:
-        UsageError: a key that there is not (the nearest is named), a value that is none, or neither ``url`` nor
-            ``publish``.
-        PolicyError: no such policy.
+        UsageError: a key is unknown or has a wrong value, or there is neither ``url`` nor ``publish``.
     """
     given = (extra_config or {}).get("kvabr")
     if not isinstance(given, Mapping):
         raise UsageError('hicache-storage-backend-extra-config: a table "kvabr" is missing, with "url" or "publish"')
-    options = settings.read_settings(Options, given, keyed.READERS, 'hicache-storage-backend-extra-config, "kvabr"')
-    if options.url is None and options.publish is None:
-        raise UsageError('"kvabr": set "url" to fetch pages, "publish" to publish them, or both')
-    return options
+    return KeyedSettings.read(given, 'hicache-storage-backend-extra-config, "kvabr"')
 
 
 def page_view(pool: torch.Tensor, layout: str, first: int, page_size: int) -> torch.Tensor:

@@ -8,7 +8,7 @@
 
 The longest cached prefix is played; groups that do not come in time are computed where they are missing (mode
 ``hole``), and the model computes what no cache covers. `play_cache_async` is the same for asyncio. `publish_cache`
-gives what a prefill computed to others, and `Steps` lets upgrades into a cache while ``generate()`` reads it.
+publishes what a prefill computed, and `Steps` lets upgrades into a cache while ``generate()`` reads it.
 """
 
 from __future__ import annotations
@@ -16,16 +16,18 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from kvabr.engines.transformers.engine import TransformersEngine
-from kvabr.engines.transformers.spec import spec_of
+from kvabr.engines.adapters import Adapter
 
 if TYPE_CHECKING:
+    from kvabr.engines.transformers.engine import TransformersEngine
     from kvabr.engines.transformers.model_loader import engine_of
     from kvabr.engines.transformers.play import Ready, play_cache, play_cache_async
     from kvabr.engines.transformers.publish import cache_publisher, publish_cache
+    from kvabr.engines.transformers.spec import spec_of
     from kvabr.engines.transformers.upgrades import Steps
 
 __all__ = [
+    "ADAPTER",
     "Ready",
     "Steps",
     "TransformersEngine",
@@ -37,19 +39,34 @@ __all__ = [
     "spec_of",
 ]
 
+ADAPTER = Adapter(
+    name="transformers",
+    package="transformers",
+    module="kvabr.engines.transformers",
+    tested=("5.2", "5.20"),
+    mode="hole",
+    layout="a layer each of keys and values [1, head, token, dim]",
+    rate="timed once",
+    upgrades=True,
+    publishes=True,
+    plays="blocking or async",
+)
+
 _HOMES = {
-    "Ready": "kvabr.engines.transformers.play",
-    "Steps": "kvabr.engines.transformers.upgrades",
-    "cache_publisher": "kvabr.engines.transformers.publish",
-    "engine_of": "kvabr.engines.transformers.model_loader",
-    "play_cache": "kvabr.engines.transformers.play",
-    "play_cache_async": "kvabr.engines.transformers.play",
-    "publish_cache": "kvabr.engines.transformers.publish",
+    "Ready": "play",
+    "Steps": "upgrades",
+    "TransformersEngine": "engine",
+    "cache_publisher": "publish",
+    "engine_of": "model_loader",
+    "play_cache": "play",
+    "play_cache_async": "play",
+    "publish_cache": "publish",
+    "spec_of": "spec",
 }
 
 
 def __getattr__(name: str) -> Any:
-    """Load what is asked for, and not before: a model alone needs neither a player nor an origin."""
+    """Import what is asked for: listing the adapters loads no torch, and a model alone needs no client."""
     if name in _HOMES:
-        return getattr(import_module(_HOMES[name]), name)
+        return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

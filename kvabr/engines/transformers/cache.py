@@ -7,7 +7,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from kvabr.engines.require import require
+from kvabr.engines.adapters import require
 from kvabr.types.errors import ModelError, UsageError
 from kvabr.types.kv import DTYPES, KVSpec
 

@@ -6,12 +6,13 @@ tensors are only ever read: transformers appends to copies.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from kvabr.engines.require import require
+from kvabr.engines.adapters import require
 from kvabr.types.engine import EngineMode
 from kvabr.types.errors import ModelError
 from kvabr.types.kv import KVSpec
@@ -166,3 +167,16 @@ class TransformersEngine:
         vocabulary = int(self._model.config.vocab_size)
         if not all(0 <= token < vocabulary for token in tokens):
             raise ModelError(f"a token id is outside the vocabulary of {self._spec.model} (0 to {vocabulary - 1})")
+
+
+@contextmanager
+def quiet_loading() -> Iterator[None]:
+    """Keep transformers from drawing its progress bar into kvabr's while it loads weights."""
+    logging = require("transformers").utils.logging
+    was = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was:
+            logging.enable_progress_bar()

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from kvabr.engines.require import quiet_loading, require
+from kvabr.engines.adapters import require
 from kvabr.engines.transformers import smollm2
-from kvabr.engines.transformers.engine import TransformersEngine
+from kvabr.engines.transformers.engine import TransformersEngine, quiet_loading
 from kvabr.engines.transformers.spec import spec_of
 from kvabr.types.errors import ModelError
 

@@ -12,8 +12,8 @@ import torch
 from kvabr.client.blocking_connection import Origin
 from kvabr.client.play import play
 from kvabr.client.result import How, Played
-from kvabr.engines.adapters import TRANSFORMERS
-from kvabr.engines.require import require
+from kvabr.engines.adapters import require
+from kvabr.engines.transformers import ADAPTER
 from kvabr.engines.transformers.cache import dynamic_cache, remember_loss
 from kvabr.engines.transformers.engine import TransformersEngine
 from kvabr.quic.interface import Connection
@@ -109,7 +109,7 @@ def prompt_ids(engine: TransformersEngine, tokens: Sequence[int] | torch.Tensor)
 
 
 def _options(engine: TransformersEngine, how: How, problems: list[str]) -> dict[str, Any]:
-    TRANSFORMERS.check(require("transformers").__version__)
+    ADAPTER.check(require("transformers").__version__)
     options: dict[str, Any] = {"recompute": engine, "dtype": engine.dtype, "spec": engine.spec, **how}
     told: Log | None = how.get("log")
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from kvabr.engines.require import INSTALL, quiet_loading, require
-from kvabr.engines.transformers.engine import TransformersEngine
+from kvabr.engines.adapters import INSTALL, require
+from kvabr.engines.transformers.engine import TransformersEngine, quiet_loading
 from kvabr.engines.transformers.spec import spec_of
 from kvabr.types.errors import ModelError
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from kvabr.engines.require import require
+from kvabr.engines.adapters import require
 from kvabr.engines.transformers.rotary import rope_of
 from kvabr.types.errors import ModelError
 from kvabr.types.kv import KVSpec

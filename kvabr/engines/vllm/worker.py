@@ -22,10 +22,9 @@ from kvabr.client.blocking_fetcher import Handle
 from kvabr.client.prefix import Prefix
 from kvabr.client.result import PlayOptions
 from kvabr.engines.layouts import BlockLayout, indices, read_blocks, whole_blocks, write_blocks
+from kvabr.engines.vllm.config import ServedModel, VllmSettings
 from kvabr.engines.vllm.meta import Load, Publication, Step
-from kvabr.engines.vllm.model import ServedModel
 from kvabr.engines.vllm.node import Node
-from kvabr.engines.vllm.options import Options
 from kvabr.engines.vllm.stats import Counts
 from kvabr.publish.publisher import Outcome, Publisher, Slot
 from kvabr.types.cost import PrefillCost
@@ -48,16 +47,18 @@ _EXACT = ("FP16", "BF16")
 class WorkerHalf:
     """What `connector` passes on from vLLM's worker."""
 
-    def __init__(self, options: Options, model: ServedModel, node: Node | None, publisher: Publisher | None) -> None:
+    def __init__(
+        self, settings: VllmSettings, model: ServedModel, node: Node | None, publisher: Publisher | None
+    ) -> None:
         """Take part; nothing is begun before `register`.
 
         Args:
-            options: the user's.
+            settings: the user's.
             model: the engine's.
             node: where plays are begun; None: nothing is consumed.
             publisher: takes what is computed; None: nothing is published.
         """
-        self._options, self._model, self._node, self._publisher = options, model, node, publisher
+        self._settings, self._model, self._node, self._publisher = settings, model, node, publisher
         self.counts = Counts()
         self._layers: list[torch.Tensor] = []
         self._layout = BlockLayout.PLAIN
@@ -170,12 +171,12 @@ class WorkerHalf:
         try:
             options = PlayOptions(
                 load.deadline_s,
-                policy=self._options.policy,
-                estimator=self._options.estimator,
+                policy=self._settings.policy,
+                estimator=self._settings.estimator,
                 cost=self._cost(load, playing),
                 dtype=self._model.dtype,
-                profiles=self._options.profiles,
-                priors=self._options.priors,
+                profiles=self._settings.profiles,
+                priors=self._settings.priors,
                 patience=1.0,
             )
             skip = load.first // catalog.spec.group_tokens
@@ -196,7 +197,7 @@ class WorkerHalf:
 
     def _cost(self, load: Load, playing: int) -> PrefillCost:
         """What the engine takes for what a play leaves to it: other plays leave it some as well."""
-        rate = self._options.prefill_rate or self._rate
+        rate = self._settings.prefill_rate or self._rate
         prefill = load.found.catalog.prefill
         if not rate and prefill is not None:
             tokens = load.last - load.first

@@ -22,7 +22,7 @@ from lmcache.v1.config import LMCacheEngineConfig
 from lmcache.v1.gpu_connector import GPUConnectorInterface
 from lmcache.v1.metadata import LMCacheMetadata
 
-from kvabr.engines.adapters import LMCACHE
+from kvabr.engines.lmcache import ADAPTER
 from kvabr.engines.lmcache.chunks import as_kv
 from tests.engines.served import Origin
 
@@ -95,7 +95,7 @@ def retrieve(engine, tokens, dtype=torch.float16):
 
 
 def test_this_version_is_one_that_is_tested():
-    assert LMCACHE.check(), LMCACHE.installed
+    assert ADAPTER.check(), ADAPTER.installed
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -17,7 +17,7 @@ import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, HiCacheStorageConfig
 from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
 
-from kvabr.engines.adapters import SGLANG
+from kvabr.engines.sglang import ADAPTER
 from kvabr.engines.sglang.pages import LAYOUTS, page_view
 from tests.engines.served import Origin
 from tests.engines.sglang.test_pages import SHAPES
@@ -91,7 +91,7 @@ def backend():
 
 
 def test_this_version_is_one_that_is_tested():
-    assert SGLANG.check(), SGLANG.installed
+    assert ADAPTER.check(), ADAPTER.installed
 
 
 def test_the_layouts_are_those_of_the_pages():

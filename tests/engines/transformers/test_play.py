@@ -10,8 +10,7 @@ import pytest
 import torch
 
 import kvabr
-from kvabr.engines.adapters import TRANSFORMERS
-from kvabr.engines.transformers import TransformersEngine, play_cache, play_cache_async
+from kvabr.engines.transformers import ADAPTER, TransformersEngine, play_cache, play_cache_async
 from kvabr.engines.transformers.model_loader import engine_of, load_model
 from kvabr.server.faults import Fault
 from kvabr.types.cost import PrefillCost
@@ -36,7 +35,7 @@ def test_these_tests_run_with_a_version_that_counts_as_tested(engine, record_pro
     import transformers
 
     record_property("transformers", transformers.__version__)
-    assert TRANSFORMERS.knows(transformers.__version__), transformers.__version__
+    assert ADAPTER.knows(transformers.__version__), transformers.__version__
 
 
 @virtual

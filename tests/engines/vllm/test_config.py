@@ -10,8 +10,7 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed: tools/engine-vllm makes an environment that has it")
 
 from kvabr.engines.transformers.model_loader import folder_name, folder_tokenizer
-from kvabr.engines.vllm.model import rope_of_config, served_model
-from kvabr.engines.vllm.options import Options
+from kvabr.engines.vllm.config import VllmSettings, rope_of_config, served_model
 from kvabr.types.errors import UsageError
 from tests.engines.smollm2_folder import smollm2_folder
 from tests.engines.vllm.engine import ENVIRONMENT, transfer
@@ -53,7 +52,7 @@ def connect(made):
 
 
 def test_what_vllm_says_of_its_model_is_what_kvabr_publishes(config, model):
-    served = served_model(config(), Options(**URL))
+    served = served_model(config(), VllmSettings(**URL))
     spec = served.spec
     assert (spec.layers, spec.kv_heads, spec.head_dim) == (30, 3, 64)
     assert (spec.model, spec.tokenizer) == (folder_name(model), folder_tokenizer(model))
@@ -95,6 +94,6 @@ def test_a_model_without_a_folder_must_be_named(config):
     made = config()
     made.model_config.model = "somebody/some-model"
     with pytest.raises(UsageError, match='"tokenizer"'):
-        served_model(made, Options(**URL))
-    served = served_model(made, Options(**URL, model="some-model@abc", tokenizer="t"))
+        served_model(made, VllmSettings(**URL))
+    served = served_model(made, VllmSettings(**URL, model="some-model@abc", tokenizer="t"))
     assert served.spec.model == "some-model@abc"

@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed: tools/engine-vllm makes an environment that has it")
 
-from kvabr.engines.adapters import VLLM
+from kvabr.engines.vllm import ADAPTER
 from kvabr.replay.live.conditions import Conditions
 from kvabr.replay.live.shaper import Shaper
 from kvabr.replay.trace import BYTES_PER_MBIT, Trace
@@ -111,7 +111,7 @@ def test_says_which_version_it_ran(world, record_property):
 
     record_property("vllm", vllm.__version__)
     print(f"vLLM {vllm.__version__}")
-    assert VLLM.check(vllm.__version__)
+    assert ADAPTER.check(vllm.__version__)
 
 
 def test_sixteen_requests_at_once_play_what_was_published(world):

@@ -11,10 +11,9 @@ import torch
 
 from kvabr.data import default_catalog
 from kvabr.engines.layouts import BlockLayout, indices, read_blocks
+from kvabr.engines.vllm.config import ServedModel, VllmSettings
 from kvabr.engines.vllm.meta import Step
-from kvabr.engines.vllm.model import ServedModel
 from kvabr.engines.vllm.node import leave_node, take_node
-from kvabr.engines.vllm.options import Options
 from kvabr.engines.vllm.scheduler import SchedulerHalf
 from kvabr.engines.vllm.worker import WorkerHalf
 from kvabr.publish.publisher import Publisher, with_heads
@@ -48,7 +47,7 @@ class Bench:
     """Both halves, as vLLM would call them, one step after the other."""
 
     def __init__(self, served, publish=None, *, heads=None, **options):
-        self.options = Options(
+        self.options = VllmSettings(
             url=served.url, fingerprint=served.fingerprint, quic="aioquic", policy="fixed:FP16", **options
         )
         heads = heads or range(SPEC.kv_heads)

@@ -1,25 +1,101 @@
-"""What vLLM says of its model, as kvabr names and describes caches; and what of it cannot be served."""
+"""The configuration: what the user sets in ``kv_connector_extra_config``, and what vLLM says of its model."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field, field_validator
 
+from kvabr.abr.plugins import load_policy
+from kvabr.engines.adapters import require
 from kvabr.engines.layouts import check_block_size, head_shard
-from kvabr.engines.require import require
+from kvabr.engines.settings import Count, EngineSettings, EstimatorName, FilePath, Seconds, Text
 from kvabr.engines.transformers import model_loader
 from kvabr.engines.transformers.spec import spec_of
-from kvabr.engines.vllm.options import WHERE, Options
 from kvabr.publish.publisher import with_heads
+from kvabr.store.files import read_salt
 from kvabr.types.errors import KvabrError, ModelError, UsageError
 from kvabr.types.kv import GROUP_TOKENS, KVSpec, RopeSpec
 
 _PROBE_VOCABULARY = 128
 _PLAIN_CACHES = ("auto", "float16", "bfloat16", "half", "float", "float32")
+
+
+WHERE = "kv_connector_extra_config"
+"""How vLLM calls the table of settings."""
+
+
+class VllmSettings(EngineSettings):
+    """Keys of ``kv_connector_extra_config``."""
+
+    deadline_s: Seconds = 2.0
+    """TTFT deadline of a request, seconds. A request may bring its own: ``kv_transfer_params={"deadline_s": 0.5}``; the
+    other keys there are ``play`` (false: compute everything) and ``publish`` (false: do not publish it)."""
+    estimator: EstimatorName | None = None
+    """Bandwidth estimator. None: the policy's own."""
+    tokenizer: Text | None = None
+    """Digest of the tokenizer. None: as `kvabr encode --model DIR` takes it."""
+    asset_dtype: Text | None = None
+    """Element type that the assets name. None: as `kvabr encode` chooses it."""
+    prefill_rate: Seconds | None = None
+    """Tokens per second that the engine prefills, for deciding what to leave to it. None: measured while it serves."""
+    lookup_share: Annotated[float, Field(gt=0, lt=1)] = 0.25
+    """Share of the deadline that a lookup may take."""
+    salt_file: FilePath | None = None
+    """File with a tenant's secret, see `kvabr.types.naming.chain`."""
+    store_mib: Annotated[int, Field(ge=0)] = 1024
+    """Memory for encoded groups that later requests may want, MiB."""
+    profiles: FilePath | None = None
+    """Folder that keeps codec profiles from one process to the next."""
+    priors: FilePath | None = None
+    """File that keeps what is known of the origin's link from one process to the next."""
+    profile: FilePath | None = None
+    """Codec profile of the model, for publishing the AC tracks. None: the one that kvabr ships, if it fits."""
+    prior: FilePath | None = None
+    """Catalog of the same model with measured losses, for those of what is published. None: the one that kvabr
+    ships."""
+    queue: Count = 4
+    """Caches that may wait to be published; more are dropped and counted."""
+
+    @field_validator("policy")
+    @classmethod
+    def _check_policy(cls, policy: str) -> str:
+        if load_policy(policy)().computes:
+            raise ValueError("it has the engine compute from the front, which vLLM cannot")
+        return policy
+
+    @property
+    def salt(self) -> bytes:
+        """Return the tenant's secret.
+
+        Raises:
+            UsageError: the file cannot be read, or is no secret.
+        """
+        return read_salt(self.salt_file)
+
+
+def read_settings(given: Mapping[str, Any], *, consumes: bool, produces: bool) -> VllmSettings:
+    """Return the settings that a user gave.
+
+    Args:
+        given: ``kv_connector_extra_config``.
+        consumes: whether this engine fetches.
+        produces: whether it publishes.
+
+    Raises:
+        UsageError: a key is unknown or has a wrong value, or one that the engine's role needs is missing.
+    """
+    settings = VllmSettings.read(given, WHERE)
+    if consumes and settings.url is None:
+        raise UsageError(f'{WHERE}: a consumer needs "url", the origin, as in moqt://origin.example:4443/')
+    if produces and settings.publish is None:
+        raise UsageError(f'{WHERE}: a producer needs "publish", the folder that caches are written to')
+    return settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +119,12 @@ class ServedModel:
         return with_heads(self.spec, self.heads)
 
 
-def served_model(config: Any, options: Options) -> ServedModel:
+def served_model(config: Any, settings: VllmSettings) -> ServedModel:
     """Read vLLM's configuration.
 
     Args:
         config: a ``vllm.config.VllmConfig``.
-        options: the user's.
+        settings: the user's.
 
     Raises:
         UsageError: this engine is set up in a way that caches cannot be exchanged with; the message says what to do.
@@ -72,7 +148,7 @@ def served_model(config: Any, options: Options) -> ServedModel:
     heads = int(model.get_total_num_kv_heads())
     ranks = int(parallel.tensor_parallel_size)
     rank = int(getattr(parallel, "rank", 0)) % ranks
-    name, tokenizer = _names(model, options)
+    name, tokenizer = _names(model, settings)
     config_dtype = str(getattr(model.hf_config, "dtype", "")).removeprefix("torch.")
     spec = KVSpec(
         model=name,
@@ -80,23 +156,23 @@ def served_model(config: Any, options: Options) -> ServedModel:
         layers=int(model.get_total_num_hidden_layers()),
         kv_heads=heads,
         head_dim=int(model.get_head_size()),
-        dtype=options.asset_dtype or model_loader.asset_dtype(config_dtype),
+        dtype=settings.asset_dtype or model_loader.asset_dtype(config_dtype),
         rope=rope_of_config(model.hf_text_config),
     )
     return ServedModel(spec, dtype, block, head_shard(heads, rank, ranks), int(model.max_model_len))
 
 
-def _names(model: Any, options: Options) -> tuple[str, str]:
+def _names(model: Any, settings: VllmSettings) -> tuple[str, str]:
     """What the model and its tokenizer are called in the track namespace."""
     path = Path(str(model.model))
-    if options.model is not None and options.tokenizer is not None:
-        return options.model, options.tokenizer
+    if settings.model is not None and settings.tokenizer is not None:
+        return settings.model, settings.tokenizer
     if not (path / "config.json").is_file() or not (path / "tokenizer.json").is_file():
         raise UsageError(
             f"{WHERE}: {model.model} is no folder with a model and a tokenizer.json, so say how its caches are named: "
             '"model" (with its revision: caches of two revisions must not mix) and "tokenizer"'
         )
-    return options.model or model_loader.folder_name(path), options.tokenizer or model_loader.folder_tokenizer(path)
+    return settings.model or model_loader.folder_name(path), settings.tokenizer or model_loader.folder_tokenizer(path)
 
 
 def _dtype(value: Any) -> torch.dtype:

@@ -1,0 +1,85 @@
+"""Settings of the adapters: every wrong key and value is named, with its place and what is allowed."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvabr.engines.chunk_store import KeyedSettings
+from kvabr.engines.settings import EngineSettings
+from kvabr.engines.vllm.config import VllmSettings
+from kvabr.types.errors import UsageError
+
+KINDS = (EngineSettings, KeyedSettings, VllmSettings)
+URL = {"url": "moqt://origin.example/"}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_defaults_and_values(kind, tmp_path):
+    settings = kind.read(
+        URL | {"deadline_s": 1, "tracks": ["FP16", "Int4"], "publish": str(tmp_path), "publish_mib": 3}, "here"
+    )
+    assert settings.deadline_s == 1.0
+    assert settings.tracks == ("FP16", "Int4")
+    assert settings.publish == tmp_path
+    assert settings.publish_bytes == 3 << 20
+    assert kind.read(URL, "here").publish_bytes is None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("deadline", 1, "there is no key 'deadline'; did you mean 'deadline_s'?"),
+        ("zzz", 1, "there is no key 'zzz'; there are url, publish, "),
+        ("deadline_s", 0, "deadline_s is 0: it must be greater than 0"),
+        ("deadline_s", True, "deadline_s is True: it must be a valid number"),
+        ("deadline_s", "2", "deadline_s is '2': it must be a valid number"),
+        ("deadline_s", float("nan"), "deadline_s is nan: it must be "),
+        ("url", "", "url is '': "),
+        ("url", "http://origin.example/", "url is 'http://origin.example/': .*moqt://"),
+        ("quic", "tcp", "quic is 'tcp': it must be 'auto', "),
+        ("tracks", "FP16", "tracks is 'FP16': it must be a list of names"),
+        ("tracks", [], "tracks is .*: .*at least 1 item"),
+        ("queue", 0, "queue is 0: it must be greater than or equal to 1"),
+        ("queue", 1.5, "queue is 1.5: it must be a valid integer"),
+        ("store_mib", -1, "store_mib is -1: it must be greater than or equal to 0"),
+        ("insecure", 1, "insecure is 1: it must be a valid boolean"),
+        ("model", 7, "model is 7: it must be a valid string"),
+        ("publish", 7, "publish is 7: it must be "),
+        ("policy", "sloth", "policy is 'sloth': unknown policy 'sloth'; there are .*anytime"),
+    ],
+)
+def test_a_wrong_key_or_value_is_named(kind, key, value, says):
+    with pytest.raises(UsageError, match=f"^here: {says}"):
+        kind.read(URL | {key: value}, "here")
+
+
+def test_a_secret_is_not_told():
+    with pytest.raises(UsageError, match=r"^here: token: it must be a valid string$"):
+        EngineSettings.read({"token": 123456}, "here")
+    assert "secret" not in repr(EngineSettings.read({"token": "a secret"}, "here"))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [("patience", 0.5, "greater than or equal to 1"), ("plays", 0, "greater than or equal to 1")],
+)
+def test_of_caches_by_key(key, value, says):
+    with pytest.raises(UsageError, match=f"{key} is {value}: it must be {says}"):
+        KeyedSettings.read(URL | {key: value}, "here")
+    with pytest.raises(UsageError, match="here: set url to fetch caches, publish"):
+        KeyedSettings.read({}, "here")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("lookup_share", 1, "lookup_share is 1: it must be less than 1"),
+        ("prefill_rate", -1, "prefill_rate is -1: it must be greater than 0"),
+        ("estimator", "none", "estimator is 'none': "),
+        ("policy", "cake", "policy is 'cake': it has the engine compute from the front"),
+    ],
+)
+def test_of_vllm(key, value, says):
+    with pytest.raises(UsageError, match=f"here: {says}"):
+        VllmSettings.read(URL | {key: value}, "here")
