@@ -1,7 +1,5 @@
 """Every code point by its name and number, as the drafts' tables have them."""
 
-import pytest
-
 from kvabr.moqt.codes import (
     MANDATORY_TRACK_PROPERTIES,
     Param,
@@ -15,6 +13,7 @@ from kvabr.moqt.codes import (
 )
 from kvabr.moqt.parameters import known_parameters
 from kvabr.moqt.wire import DRAFT_16, DRAFT_18, DRAFTS, by_alpn
+from tests.moqt.tables import table
 
 SESSION = """NO_ERROR 0x0; INTERNAL_ERROR 0x1; UNAUTHORIZED 0x2; PROTOCOL_VIOLATION 0x3; INVALID_REQUEST_ID 0x4;
 DUPLICATE_TRACK_ALIAS 0x5; KEY_VALUE_FORMATTING_ERROR 0x6; TOO_MANY_REQUESTS 0x7; INVALID_PATH 0x8; MALFORMED_PATH 0x9;
@@ -47,7 +46,7 @@ PRIOR_GROUP_ID_GAP 0x3C; PRIOR_OBJECT_ID_GAP 0x3E"""
 """Draft 18, section 15.8."""
 
 
-@pytest.mark.parametrize(
+@table(
     ("enum", "table"),
     [
         (SessionCode, SESSION),

@@ -13,10 +13,11 @@ from kvabr.moqt.objects import (
     write_datagram,
 )
 from kvabr.moqt.wire import DRAFT_16, DRAFT_18, DRAFTS
+from tests.moqt.tables import table
 
 
 @pytest.mark.parametrize("draft", DRAFTS)
-@pytest.mark.parametrize("kind", range(0x100))
+@table("kind", range(0x100))
 def test_every_type_of_datagram(draft, kind):
     """Section 11.3.1: bit 0 properties, 1 end of group, 2 object 0, 3 default priority, 5 status."""
     raw = draft.varint.encode
@@ -41,7 +42,7 @@ def test_every_type_of_datagram(draft, kind):
     assert read_datagram(data, draft) == (200, header, payload, bool(kind & 2))
 
 
-@pytest.mark.parametrize(
+@table(
     "data",
     [
         "01 07 05 01 80 00 61",  # properties of no length, section 11.3.1

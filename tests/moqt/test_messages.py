@@ -12,6 +12,7 @@ from kvabr.moqt.encoding import MessageParser, decode, encode
 from kvabr.moqt.parameters import Filter, Parameters, SetupOptions, Token
 from kvabr.moqt.wire import DRAFT_16, DRAFT_18, DRAFTS, Location
 from tests.moqt import strategies
+from tests.moqt.tables import table
 
 NAME = "02 0161 026263"  # the namespace ("a", "bc")
 SPACE = (b"a", b"bc")
@@ -150,14 +151,14 @@ MESSAGES_16 = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("kind", "parts", "message"), MESSAGES_18)
+@table(("kind", "parts", "message"), MESSAGES_18)
 def test_draft_18(kind, parts, message):
     data = frame(kind, *parts)
     assert one(data, DRAFT_18) == message
     assert encode(message, DRAFT_18) == data
 
 
-@pytest.mark.parametrize(("kind", "parts", "message"), MESSAGES_16)
+@table(("kind", "parts", "message"), MESSAGES_16)
 def test_draft_16(kind, parts, message):
     data = frame(kind, *parts)
     assert one(data, DRAFT_16) == message
@@ -219,7 +220,7 @@ def test_come_back(draft):
 # ------------------------------------------------------------------ what closes the session
 
 
-@pytest.mark.parametrize(("number", "vectors"), [(18, MESSAGES_18), (16, MESSAGES_16)])
+@table(("number", "vectors"), [(18, MESSAGES_18), (16, MESSAGES_16)])
 def test_lengths_that_do_not_match(number, vectors):
     """Draft 18, section 10: a message longer or shorter than its fields."""
     draft = DRAFT_18 if number == 18 else DRAFT_16
@@ -264,7 +265,7 @@ def test_limits(draft):
     assert fault(frame(kind, "00", "0100", options, "00"), draft) == SessionCode.PROTOCOL_VIOLATION
 
 
-@pytest.mark.parametrize(
+@table(
     ("kind", "parts"),
     [("03", ["00", "00", TRACK, "00"]), ("0d", ["00", "00", TRACK, "00"]), ("06", ["00", "00", "00"]),
      ("1d", ["00", "00", TRACK, "05", "00"]), ("16", ["00", "01", "00", TRACK, "0000", "0000", "00"])],
@@ -280,7 +281,7 @@ def test_a_namespace_without_fields(kind, parts):
 
 
 @pytest.mark.parametrize("draft", DRAFTS)
-@pytest.mark.parametrize(
+@table(
     ("start", "end", "right"),
     [((5, 0), (5, 0), True), ((5, 3), (5, 0), True), ((5, 3), (5, 4), True), ((5, 3), (6, 1), True),
      ((5, 3), (5, 2), False), ((5, 0), (4, 0), False), ((5, 0), (4, 9), False)],
@@ -295,7 +296,7 @@ def test_ranges_of_fetch(draft, start, end, right):
 
 
 @pytest.mark.parametrize("draft", DRAFTS)
-@pytest.mark.parametrize("kind", ["00", "04"])
+@table("kind", ["00", "04"])
 def test_types_of_fetch(draft, kind):
     """Draft 18, section 10.12."""
     assert fault(frame("16", "00", kind, "02", "03", "00"), draft) == SessionCode.PROTOCOL_VIOLATION
@@ -321,7 +322,7 @@ HEADS_18 = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("parameter", IN_18)
+@table("parameter", IN_18)
 def test_where_parameters_may_be(parameter):
     """Draft 18, section 10.2.1: anywhere else they close the session."""
     for kind, head in HEADS_18.items():
@@ -347,7 +348,7 @@ HEADS_16 = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("parameter", IN_16)
+@table("parameter", IN_16)
 def test_parameters_out_of_place_are_ignored_in_draft_16(parameter):
     """Draft 16, section 9.2.2."""
     parameter = parameter.replace("0264", "024064")
@@ -365,7 +366,7 @@ def test_parameters_out_of_place_are_not_written():
     assert encode(m.SubscribeNamespace(0, SPACE, 1, Parameters(forward=1)), DRAFT_16)
 
 
-@pytest.mark.parametrize(
+@table(
     ("draft", "property_"),
     [(DRAFT_18, "2203"), (DRAFT_18, "2200"), (DRAFT_18, "3002"), (DRAFT_18, "0e8100"), (DRAFT_18, "0b 02 3002"),
      (DRAFT_16, "2203"), (DRAFT_16, "3002"), (DRAFT_16, "0200"), (DRAFT_16, "0e4100")],

@@ -19,6 +19,7 @@ from kvabr.moqt.objects import (
 )
 from kvabr.moqt.properties import MalformedTrack
 from kvabr.moqt.wire import DRAFT_16, DRAFT_18, DRAFTS, Location
+from tests.moqt.tables import table
 
 PLAIN = SubgroupHeader(1, 5, 0, 0, properties=False, end_of_group=False)
 
@@ -63,7 +64,7 @@ def test_types_of_streams_of_draft_16():
     assert {kind for kind in range(0x2000) if is_subgroup(kind, DRAFT_16)} == valid
 
 
-@pytest.mark.parametrize(
+@table(
     ("data", "header"),
     [  # section 11.4.2: type, alias, group, perhaps subgroup and priority
         ("10 07 05 09", SubgroupHeader(7, 5, 0, 9, properties=False, end_of_group=False)),
@@ -171,7 +172,7 @@ def test_a_descending_fetch():
 
 
 @pytest.mark.parametrize("draft", DRAFTS)
-@pytest.mark.parametrize("flags", range(0x80))
+@table("flags", range(0x80))
 def test_every_combination_of_flags(draft, flags):
     """Section 11.4.4.1, on the second object of a stream."""
     raw = draft.varint.encode
@@ -234,7 +235,7 @@ def test_ends_of_ranges():
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
+@table(
     "data",
     [
         "808c 05 06 0c 01 00 00",  # no priority before the end of a range
@@ -258,7 +259,7 @@ def test_a_group_below_zero():
     assert len(parse("1c 01 00 80 00 08 00 00", descending=True)) == 2
 
 
-@pytest.mark.parametrize("cut", range(1, 12))
+@table("cut", range(1, 12))
 def test_a_stream_that_ends_within_an_object(cut):
     """Section 11.4."""
     whole = bytes.fromhex("3f 05 00 00 80 02 0405 03 616263")
@@ -266,7 +267,7 @@ def test_a_stream_that_ends_within_an_object(cut):
     parse(whole.hex())
 
 
-@pytest.mark.parametrize(
+@table(
     ("data", "draft", "descending"),
     [
         ("1c 05 03 80 00 04 00 00", DRAFT_18, False),  # one object twice
@@ -336,7 +337,7 @@ def test_objects_of_subgroups(draft):
 
 
 @pytest.mark.parametrize("draft", DRAFTS)
-@pytest.mark.parametrize("status", [1, 2, 5, 6, 63])
+@table("status", [1, 2, 5, 6, 63])
 def test_statuses_that_are_none(draft, status):
     """Section 11.2.1.1."""
     assert fault(f"00 00 {status:02x}", draft, PLAIN) == SessionCode.PROTOCOL_VIOLATION

@@ -19,6 +19,7 @@ from kvabr.moqt.objects import (
 )
 from kvabr.moqt.wire import DRAFT_16, DRAFT_18, DRAFTS, Location
 from tests.moqt import strategies
+from tests.moqt.tables import table
 from tests.moqt.test_objects import join
 
 objects = st.tuples(
@@ -43,7 +44,7 @@ def cut_and_feed(parser: ObjectParser, whole: bytes, data) -> list[object]:
     return join(items)
 
 
-@pytest.mark.parametrize("descending", [False, True])
+@table("descending", [False, True])
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_fetches_come_back(draft, descending):
     @settings(max_examples=60)

@@ -17,6 +17,7 @@ from kvabr.moqt.parameters import (
 )
 from kvabr.moqt.wire import DRAFT_16, DRAFT_18, DRAFTS, Location, Reader, read_pairs, write_pairs
 from tests.moqt import strategies
+from tests.moqt.tables import table
 
 EVERY = frozenset(Param)
 
@@ -35,7 +36,7 @@ def fault(data: str | bytes, draft=DRAFT_18, allowed=EVERY) -> SessionCode:
     return caught.value.code
 
 
-@pytest.mark.parametrize(
+@table(
     ("data", "parameters"),
     [  # count, then type and value as draft 18 encodes each, sections 10.2.2 to 10.2.14
         ("00", Parameters()),
@@ -80,7 +81,7 @@ def test_draft_18(data, parameters):
     assert len(present(parameters)) == len(names)
 
 
-@pytest.mark.parametrize(
+@table(
     ("data", "parameters"),
     [  # count, then key-value pairs, draft 16, sections 9.2.2.1 to 9.2.2.9
         ("00", Parameters()),
@@ -122,7 +123,7 @@ def test_come_back(draft):
 # ------------------------------------------------------------------ what closes the session
 
 
-@pytest.mark.parametrize(
+@table(
     "data",
     [
         "01 1002",  # FORWARD beyond 1, section 10.2.12
@@ -148,7 +149,7 @@ def test_faults_of_draft_18(data):
     assert fault(data) == SessionCode.PROTOCOL_VIOLATION
 
 
-@pytest.mark.parametrize(
+@table(
     "data",
     [
         "01 0200",  # DELIVERY_TIMEOUT of 0, draft 16, section 9.2.2.2
@@ -169,7 +170,7 @@ def test_faults_of_draft_16(data):
     assert fault(data, DRAFT_16) == SessionCode.PROTOCOL_VIOLATION
 
 
-@pytest.mark.parametrize("data", ["01 09 01 05", "01 09 03 050607", "01 03 01 04", "01 03 00"])
+@table("data", ["01 09 01 05", "01 09 03 050607", "01 03 01 04", "01 03 00"])
 def test_values_that_do_not_fit_their_type(data):
     """Draft 16, section 1.4.2: KEY_VALUE_FORMATTING_ERROR."""
     assert fault(data, DRAFT_16) == SessionCode.KEY_VALUE_FORMATTING_ERROR
@@ -183,7 +184,7 @@ def test_parameters_out_of_place():
     assert read("03 0200 0e01 1003", DRAFT_16, frozenset({Param.FORWARD})) == Parameters(forward=1)
 
 
-@pytest.mark.parametrize(
+@table(
     ("parameters", "draft"),
     [
         (Parameters(rendezvous_timeout=5), DRAFT_16),
@@ -231,7 +232,7 @@ def test_unknown_setup_options_are_ignored():
     assert options("4021 01ff 00 01ff", DRAFT_16) == SetupOptions()
 
 
-@pytest.mark.parametrize("data", ["01 0161 00 0162", "0405 0006", "05 00 00 00", "07 00 00 00"])
+@table("data", ["01 0161 00 0162", "0405 0006", "05 00 00 00", "07 00 00 00"])
 def test_setup_options_that_may_come_once(data):
     with pytest.raises(SessionFault) as caught:
         options(data)

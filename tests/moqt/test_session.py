@@ -19,6 +19,7 @@ from kvabr.moqt.parameters import Parameters, SetupOptions, Token
 from kvabr.moqt.responder import REQUEST_WINDOW
 from kvabr.moqt.wire import DRAFT_16, DRAFT_18, DRAFTS, Location
 from tests.moqt.pair import NAMESPACE, TRACK, Origin, Pair, locations, payload
+from tests.moqt.tables import table
 
 both = pytest.mark.parametrize("draft", DRAFTS)
 GROUPS = {0: [b"a0", b"a1", b"a2"], 1: [b"b0"], 3: [b"d0", b"d1"]}
@@ -41,7 +42,7 @@ def test_setup(draft):
 
 
 @both
-@pytest.mark.parametrize(
+@table(
     ("start", "end", "expected"),
     [
         ((0, 0), (0, 0), [(0, 0), (0, 1), (0, 2)]),
@@ -53,7 +54,7 @@ def test_setup(draft):
         ((2, 0), (2, 0), []),
     ],
 )
-@pytest.mark.parametrize("order", [None, 1, 2])
+@table("order", [None, 1, 2])
 def test_fetch(draft, start, end, expected, order):
     pair = Pair(draft)
     Origin(pair, GROUPS)

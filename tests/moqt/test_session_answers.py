@@ -8,6 +8,7 @@ from kvabr.moqt.parameters import Parameters
 from kvabr.moqt.requester import MAX_NAMESPACES
 from kvabr.moqt.wire import DRAFT_16, DRAFT_18, DRAFTS, Draft, Location
 from tests.moqt.raw import START, VIOLATION, Raw, frame
+from tests.moqt.tables import table
 
 both = pytest.mark.parametrize("draft", DRAFTS)
 
@@ -28,8 +29,8 @@ FITS = {("16", "18"), ("03", "04"), ("0d", "07"), ("06", "07"), ("03", "0b")}
 
 
 @both
-@pytest.mark.parametrize("answer", ANSWERS)
-@pytest.mark.parametrize("asked", ASK)
+@table("answer", ANSWERS)
+@table("asked", ASK)
 def test_answers_that_are_none(draft, asked, answer):
     raw = Raw(draft, client=True)
     ASK[asked](raw.session)
@@ -38,7 +39,7 @@ def test_answers_that_are_none(draft, asked, answer):
 
 
 @both
-@pytest.mark.parametrize(("asked", "answer"), [("16", "18"), ("03", "04"), ("06", "07")])
+@table(("asked", "answer"), [("16", "18"), ("03", "04"), ("06", "07")])
 def test_a_second_answer(draft, asked, answer):
     """Draft 18, sections 5.1, 5.2 and 6.2: exactly one."""
     raw = Raw(draft, client=True)
@@ -48,7 +49,7 @@ def test_a_second_answer(draft, asked, answer):
     assert raw.code == VIOLATION
 
 
-@pytest.mark.parametrize("kind", ["07", "05", "04", "18", "0b", "1e", "0c"])
+@table("kind", ["07", "05", "04", "18", "0b", "1e", "0c"])
 def test_answers_to_what_was_never_asked(kind):
     bodies = {**ANSWERS, "05": "00 00 00", "1e": "00", "0c": "00 00"}
     for number in ("00", "01"):
@@ -89,7 +90,7 @@ def test_track_aliases(draft):
 
 
 @both
-@pytest.mark.parametrize(
+@table(
     ("start", "end", "fine"),
     [((5, 3), "05 04", True), ((5, 3), "05 00", True), ((5, 3), "05 03", True), ((5, 3), "06 00", True),
      ((5, 3), "05 02", False), ((5, 3), "04 00", False), ((5, 0), "04 09", False), ((5, 0), "05 00", True)],
@@ -102,7 +103,7 @@ def test_the_end_of_a_fetch(draft, start, end, fine):
     assert raw.code == (None if fine else VIOLATION)
 
 
-@pytest.mark.parametrize("asked", ["06", "50", "update", "update of an open fetch"])
+@table("asked", ["06", "50", "update", "update of an open fetch"])
 def test_properties_of_request_ok(asked):
     """Draft 18, section 10.5: only in TRACK_STATUS_OK."""
     raw = Raw(DRAFT_18, client=True)
@@ -119,7 +120,7 @@ def test_properties_of_request_ok(asked):
     assert raw.code == VIOLATION
 
 
-@pytest.mark.parametrize(
+@table(
     ("asked", "parameter", "fine"),
     [("0d", "09 0500", True), ("0d", "08 05", True), ("0d", "20 05", False), ("0d", "10 01", False),
      ("06", "08 05", False), ("06", "09 0500", False), ("update", "08 05", True), ("update", "09 0500", True),
@@ -221,8 +222,8 @@ def test_redirects():
     assert raw.code == VIOLATION
 
 
-@pytest.mark.parametrize("property_", ["c0409d 01 05", "c04000 05", "c07fff 00", "0b 04 c04000 05"])
-@pytest.mark.parametrize("asked", ["16", "03"])
+@table("property_", ["c0409d 01 05", "c04000 05", "c07fff 00", "0b 04 c04000 05"])
+@table("asked", ["16", "03"])
 def test_mandatory_track_properties(asked, property_):
     """Draft 18, section 2.5.1: the request is cancelled, the session goes on."""
     raw = Raw(DRAFT_18, client=True)
@@ -346,7 +347,7 @@ def test_goaway_on_a_requests_stream():
     assert raw.told(Answered)
 
 
-@pytest.mark.parametrize("ours", [True, False])
+@table("ours", [True, False])
 def test_goaway_on_a_requests_stream_of_draft_16(ours):
     """There it is for the control stream alone."""
     raw = Raw(DRAFT_16, client=True)

@@ -25,6 +25,7 @@ from kvabr.moqt.objects import (
 from kvabr.moqt.parameters import DELETE, REGISTER, USE_ALIAS, Filter, Parameters, SetupOptions, Token
 from kvabr.moqt.wire import DRAFT_18, DRAFTS, Location
 from tests.moqt.pair import NAMESPACE, TRACK, Origin, Pair, locations, payload
+from tests.moqt.tables import table
 
 both = pytest.mark.parametrize("draft", DRAFTS)
 GROUPS = {0: [b"a0", b"a1", b"a2"], 1: [b"b0"], 3: [b"d0", b"d1"]}
@@ -197,7 +198,7 @@ def test_subscribe_namespace(draft):
 
 
 @both
-@pytest.mark.parametrize("how", ["fin", "reset"])
+@table("how", ["fin", "reset"])
 def test_a_subscription_to_namespaces_that_breaks(draft, how):
     """As if each namespace had gone (draft 18, section 10.18)."""
     pair = Pair(draft)
@@ -332,7 +333,7 @@ def test_tokens(draft):
 
 
 @both
-@pytest.mark.parametrize(
+@table(
     ("tokens", "code"),
     [
         ((Token(b"", USE_ALIAS, 5),), SessionCode.UNKNOWN_AUTH_TOKEN_ALIAS),

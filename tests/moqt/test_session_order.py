@@ -13,6 +13,7 @@ from kvabr.moqt.objects import FetchWriter, SubgroupHeader, write_subgroup_heade
 from kvabr.moqt.parameters import Parameters
 from kvabr.moqt.wire import DRAFT_16, DRAFT_18, DRAFTS, Location
 from tests.moqt.pair import NAMESPACE, TRACK, Origin, Pair, locations, payload
+from tests.moqt.tables import table
 
 both = pytest.mark.parametrize("draft", DRAFTS)
 GROUPS = {group: [bytes([group, index]) * 20 for index in range(3)] for group in range(8)}
@@ -163,7 +164,7 @@ def test_thousands_of_requests_leave_nothing(draft):
 
 
 @both
-@pytest.mark.parametrize("moment", range(14))
+@table("moment", range(14))
 def test_cancelled_at_every_moment(draft, moment):
     """By the client, after so many deliveries; by the server likewise."""
     for by_client in (True, False):

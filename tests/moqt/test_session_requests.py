@@ -7,6 +7,7 @@ from kvabr.moqt.events import Cancelled, Requested, Reset, Updated
 from kvabr.moqt.parameters import Parameters
 from kvabr.moqt.wire import DRAFT_16, DRAFT_18, DRAFTS
 from tests.moqt.raw import NAME, VIOLATION, Raw, fetch_of, frame
+from tests.moqt.tables import table
 
 both = pytest.mark.parametrize("draft", DRAFTS)
 
@@ -18,7 +19,7 @@ REST_18 = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", REST_18)
+@table("kind", REST_18)
 def test_what_begins_no_request(kind):
     """Draft 18, section 3.3: one of seven messages."""
     raw = Raw(DRAFT_18, client=False)
@@ -26,7 +27,7 @@ def test_what_begins_no_request(kind):
     assert raw.code == VIOLATION
 
 
-@pytest.mark.parametrize("kind", [*REST_18, "16"])
+@table("kind", [*REST_18, "16"])
 def test_what_comes_behind_no_request(kind):
     """Draft 18, section 10: requests come first; only REQUEST_UPDATE and GOAWAY come behind them."""
     raw = Raw(DRAFT_18, client=False)
@@ -36,7 +37,7 @@ def test_what_comes_behind_no_request(kind):
     assert raw.code == (None if kind in ("02", "10") else VIOLATION)
 
 
-@pytest.mark.parametrize("kind", [*FIRST_18, *(kind for kind in REST_18 if kind not in ("10", "af00"))])
+@table("kind", [*FIRST_18, *(kind for kind in REST_18 if kind not in ("10", "af00"))])
 def test_what_is_not_on_a_control_stream(kind):
     """Draft 18, section 10: GOAWAY alone."""
     bodies = {"03": NAME + "00", "1d": NAME + "0000", "16": "01" + NAME + "0000 0000 00", "0d": NAME + "00"}
@@ -46,7 +47,7 @@ def test_what_is_not_on_a_control_stream(kind):
     assert raw.code == VIOLATION
 
 
-@pytest.mark.parametrize("kind", ["03", "0d", "16", "06", "20", "07"])
+@table("kind", ["03", "0d", "16", "06", "20", "07"])
 def test_streams_of_draft_16(kind):
     """Draft 16, section 3.3: only SUBSCRIBE_NAMESPACE begins a bidirectional stream."""
     named = "00" + NAME + "00"
@@ -62,7 +63,7 @@ def test_subscribe_namespace_on_the_control_stream_of_draft_16():
     assert raw.code == VIOLATION
 
 
-@pytest.mark.parametrize("kind", ["08", "0e"])
+@table("kind", ["08", "0e"])
 def test_namespaces_on_the_control_stream_of_draft_16(kind):
     raw = Raw(DRAFT_16, client=True)
     raw.receive(0, frame(kind, "00"))
@@ -146,7 +147,7 @@ def test_too_many_requests():
     assert raw.code == SessionCode.TOO_MANY_REQUESTS
 
 
-@pytest.mark.parametrize("limit", ["40c8", "4001", "00"])
+@table("limit", ["40c8", "4001", "00"])
 def test_a_max_request_id_that_does_not_grow(limit):
     """Draft 16, section 9.5; the SETUP here grants 200."""
     raw = Raw(DRAFT_16, client=True)
@@ -160,7 +161,7 @@ def test_max_request_id_in_draft_18_and_later():
     assert raw.code == VIOLATION
 
 
-@pytest.mark.parametrize(
+@table(
     ("head", "parameter"),
     [  # by request: what its REQUEST_UPDATE cannot have, draft 18, sections 10.2.3 to 10.2.14
         (("16", "00 01" + NAME + "0000 0000 00"), "10 01"),
@@ -203,7 +204,7 @@ def test_a_change_that_comes_too_late():
     assert raw.commands[-1].data[:1] == b"\x05"
 
 
-@pytest.mark.parametrize("kind", ["0a", "17", "09"])
+@table("kind", ["0a", "17", "09"])
 def test_cancelling_what_never_was(kind):
     raw = Raw(DRAFT_16, client=False)
     raw.receive(0, fetch_of("00") + frame(kind, "00"))
@@ -258,7 +259,7 @@ def test_what_comes_for_a_request_that_is_over():
     assert raw.session._messages == {}
 
 
-@pytest.mark.parametrize("sent", ["", "16", "16 0005 00"])
+@table("sent", ["", "16", "16 0005 00"])
 def test_requests_that_never_come_whole(sent):
     """Reset, stopped, or ended before they said anything: our side of the stream ends, too."""
     for how in ("receive_reset", "receive_stop"):

@@ -7,6 +7,7 @@ from kvabr.moqt.events import Ended, Ready, Requested
 from kvabr.moqt.parameters import Parameters
 from kvabr.moqt.wire import DRAFT_16, DRAFT_18, DRAFTS
 from tests.moqt.raw import VIOLATION, Raw, frame
+from tests.moqt.tables import table
 
 both = pytest.mark.parametrize("draft", DRAFTS)
 
@@ -15,7 +16,7 @@ both = pytest.mark.parametrize("draft", DRAFTS)
 
 
 @both
-@pytest.mark.parametrize(
+@table(
     ("options", "client", "code"),
     [
         ("01 01 2f", True, SessionCode.INVALID_PATH),  # draft 18, section 10.3.1.2
@@ -42,7 +43,7 @@ def test_setup_that_is_wrong(draft, options, client, code):
     assert raw.session.closed.code == code
 
 
-@pytest.mark.parametrize(
+@table(
     ("path", "authority"),
     [
         (b"", b"h"), (b"/", b"h:1"), (b"/a/b;c=d@e:f%20?q=/?", b"u:p@h:443"), (b"?token=a.b", b"[::1]:4433"),
@@ -79,7 +80,7 @@ def test_a_second_control_stream():
 
 
 @both
-@pytest.mark.parametrize("how", ["fin", "reset", "stop"])
+@table("how", ["fin", "reset", "stop"])
 def test_the_control_stream_must_stay(draft, how):
     """Draft 18, section 3.3."""
     raw = Raw(draft, client=False)
@@ -132,7 +133,7 @@ def test_early_objects_in_pieces():
 
 
 @both
-@pytest.mark.parametrize("how", ["reset", "stop", "both"])
+@table("how", ["reset", "stop", "both"])
 def test_early_data_that_is_taken_back(draft, how):
     raw = Raw(draft, client=False, ready=False)
     asked = frame("50", "00 00 00") if draft.streams else frame("11", "00 00 01 00")
@@ -174,7 +175,7 @@ def test_draft_16_has_its_control_stream_first():
 
 
 @both
-@pytest.mark.parametrize("kind", ["00", "04", "06", "0f", "16", "1e", "1f", "36", "3f", "20", "2f"])
+@table("kind", ["00", "04", "06", "0f", "16", "1e", "1f", "36", "3f", "20", "2f"])
 def test_streams_of_an_unknown_type(draft, kind):
     """Draft 18, section 3.4."""
     for client in (True, False):
@@ -183,7 +184,7 @@ def test_streams_of_an_unknown_type(draft, kind):
         assert raw.code == VIOLATION
 
 
-@pytest.mark.parametrize(("draft", "data"), [(DRAFT_16, "932b3e28"), (DRAFT_16, "6f00"), (DRAFT_16, "4050 00 00 00")])
+@table(("draft", "data"), [(DRAFT_16, "932b3e28"), (DRAFT_16, "6f00"), (DRAFT_16, "4050 00 00 00")])
 def test_types_that_came_later(draft, data):
     raw = Raw(draft, client=True)
     raw.receive(7, data)
@@ -215,7 +216,7 @@ def test_objects_for_what_is_no_fetch(draft):
 
 
 @both
-@pytest.mark.parametrize("fin", [False, True])
+@table("fin", [False, True])
 def test_a_second_stream_for_a_fetch(draft, fin):
     """Draft 18, section 10.12.3: a single one."""
     raw = Raw(draft, client=True)

@@ -8,6 +8,7 @@ from kvabr.moqt.codes import SessionCode, SessionFault
 from kvabr.moqt.parameters import DELETE, REGISTER, USE_ALIAS, USE_VALUE, Token, TokenCache
 from kvabr.moqt.wire import DRAFTS, NARROW, WIDE
 from tests.moqt import strategies
+from tests.moqt.tables import table
 
 
 def register(alias: int, value: bytes) -> Token:
@@ -22,7 +23,7 @@ def delete(alias: int) -> Token:
     return Token(b"", DELETE, alias)
 
 
-@pytest.mark.parametrize(
+@table(
     ("data", "token"),
     [  # alias type; alias, type and value where it has them
         ("00 80c8", delete(200)),
@@ -40,7 +41,7 @@ def test_structure(data, token):
     assert token.encode(NARROW) == bytes.fromhex(narrow)
 
 
-@pytest.mark.parametrize("data", ["", "04", "00", "01", "0105", "02", "03", "000500", "020500", "0280"])
+@table("data", ["", "04", "00", "01", "0105", "02", "03", "000500", "020500", "0280"])
 def test_no_token(data):
     """What cannot be decoded closes the session with KEY_VALUE_FORMATTING_ERROR."""
     for varint in (WIDE, NARROW):
@@ -82,7 +83,7 @@ def test_an_alias_that_is_registered_already():
     assert fault(cache, register(1, b"one"), register(1, b"one")) == SessionCode.DUPLICATE_AUTH_TOKEN_ALIAS
 
 
-@pytest.mark.parametrize("token", [use(3), delete(3)])
+@table("token", [use(3), delete(3)])
 def test_an_alias_that_is_not_registered(token):
     cache = TokenCache(1000)
     assert fault(cache, token) == SessionCode.UNKNOWN_AUTH_TOKEN_ALIAS
@@ -112,7 +113,7 @@ def test_setup_never_overflows():
     assert fault(cache, use(2)) == SessionCode.UNKNOWN_AUTH_TOKEN_ALIAS
 
 
-@pytest.mark.parametrize("token", [use(1), delete(1)])
+@table("token", [use(1), delete(1)])
 def test_setup_refers_to_no_alias(token):
     """Section 10.2.2."""
     cache = TokenCache(1000)

@@ -16,6 +16,7 @@ from kvabr.moqt.wire import (
     write_pairs,
     write_text,
 )
+from tests.moqt.tables import table
 
 KINDS = [WIDE, NARROW]
 
@@ -27,7 +28,7 @@ def reader(data: str | bytes, varint=WIDE) -> Reader:
 # ------------------------------------------------------------------ integers
 
 
-@pytest.mark.parametrize(
+@table(
     ("data", "value"),
     [  # draft 18, section 1.4.1, "Example Integer Encodings"
         ("25", 37),
@@ -48,7 +49,7 @@ def test_examples_of_draft_18(data, value):
         assert WIDE.encode(value) == raw
 
 
-@pytest.mark.parametrize(
+@table(
     ("data", "value"),
     [  # RFC 9000, appendix A.1, which draft 16 refers to
         ("c2197c5eff14e88c", 151_288_809_941_952_652),
@@ -65,7 +66,7 @@ def test_examples_of_quic(data, value):
         assert NARROW.encode(value) == raw
 
 
-@pytest.mark.parametrize(
+@table(
     ("value", "data"),
     [  # draft 18, section 1.4.1, "Summary of Integer Encodings": the ends of every range
         (0, "00"),
@@ -93,7 +94,7 @@ def test_ranges_of_draft_18(value, data):
     assert WIDE.peek(bytes.fromhex(data), 0) == (value, len(data) // 2)
 
 
-@pytest.mark.parametrize(
+@table(
     ("value", "data"),
     [
         (0, "00"),
@@ -135,7 +136,7 @@ def test_narrow_integers_come_back(value):
     assert all(NARROW.peek(raw[:cut], 0) is None for cut in range(len(raw)))
 
 
-@pytest.mark.parametrize(("varint", "value"), [(WIDE, -1), (WIDE, 1 << 64), (NARROW, 1 << 62), (NARROW, -1)])
+@table(("varint", "value"), [(WIDE, -1), (WIDE, 1 << 64), (NARROW, 1 << 62), (NARROW, -1)])
 def test_what_cannot_be_written(varint, value):
     with pytest.raises(ValueError, match="no integer"):
         varint.encode(value)
@@ -266,13 +267,13 @@ def test_types_beyond_64_bits():
     assert caught.value.code == SessionCode.PROTOCOL_VIOLATION
 
 
-@pytest.mark.parametrize("data", ["02", "0103aabb", "01", "0280"])
+@table("data", ["02", "0103aabb", "01", "0280"])
 def test_pairs_that_are_cut_short(data):
     with pytest.raises(SessionFault):
         read_pairs(reader(data))
 
 
-@pytest.mark.parametrize("pairs", [[(1, 5)], [(2, b"x")]])
+@table("pairs", [[(1, 5)], [(2, b"x")]])
 def test_pairs_of_the_wrong_sort(pairs):
     with pytest.raises(ValueError, match="type 0x"):
         write_pairs(WIDE, pairs)

@@ -7,6 +7,7 @@ import select
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -28,13 +29,20 @@ FLAGS = (
     "--remote-debugging-pipe",
 )
 
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine")
+REQUIRED = os.environ.get("KVABR_REQUIRE_BROWSER") == "1"
+"""Whether a missing browser is a failure."""
+
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.skipif(CHROMIUM is None and not REQUIRED, reason="there is no Chromium on this machine"),
+]
 
 
 class Browser:
     """Chromium, spoken to over a pipe in the DevTools protocol: JSON messages that end in a zero byte."""
 
     def __init__(self, profile: Path, width: int = 1400, height: int = 1000) -> None:
+        assert CHROMIUM is not None, "KVABR_REQUIRE_BROWSER=1, and there is no Chromium on this machine"
         to_browser, from_browser = os.pipe(), os.pipe()
         # The browser reads from descriptor 3 and writes to 4. A pipe end may already have such a number, so the ends
         # are moved out of the way here, and put in place by a process of their own.
@@ -73,7 +81,7 @@ class Browser:
 
     def _next(self):
         while b"\0" not in self._rest:
-            assert select.select([self._in], [], [], 60)[0], "the browser does not answer"
+            assert select.select([self._in], [], [], 300)[0], "the browser does not answer"
             more = self._in.read(1 << 16)
             assert more, "the browser is gone"
             self._rest += more
@@ -94,10 +102,10 @@ class Browser:
     def open(self, path: Path, fragment: str = "") -> None:
         self.call("Page.navigate", url="about:blank")
         self.call("Page.navigate", url=path.resolve().as_uri() + fragment)
-        for _ in range(200):
-            if self.js("document.readyState") == "complete":
-                return
-        raise AssertionError("the page never finished")
+        end_s = time.monotonic() + 300.0
+        while self.js("document.readyState") != "complete":
+            assert time.monotonic() < end_s, "the page never finished"
+            time.sleep(0.01)
 
     def js(self, expression: str):
         answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
@@ -129,7 +137,7 @@ class Browser:
 
     def close(self) -> None:
         self._process.terminate()
-        self._process.wait(timeout=20)
+        self._process.wait(timeout=300)
         os.close(self._out)
         self._in.close()
 
