@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from kvabr.abr.policies import DEFAULT
 from kvabr.cli import network
 from kvabr.cli.options import add_salt_option, check_writable
-from kvabr.player.config import GPU_PRICE
+from kvabr.player.session_types import GPU_PRICE
 from kvabr.types.errors import FormatError, KvabrError, PlayError, UsageError
 from kvabr.types.events import PlayEvent
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvabr.abr.policies import DEFAULT
 from kvabr.cli.options import check_writable
-from kvabr.player.config import GPU_PRICE, PlayerConfig
+from kvabr.player.session_types import GPU_PRICE, PlayerConfig
 from kvabr.types.catalog import Catalog
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import UsageError

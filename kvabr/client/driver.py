@@ -15,11 +15,9 @@ from typing import Any
 from kvabr.client.executors import decoders, on_engine
 from kvabr.client.snapshot import Snapshot, Watch
 from kvabr.moqt.codes import RequestCode
-from kvabr.player.actions import Cancel, Decode, Deliver, Fetch, GiveUp, Recompute
 from kvabr.player.assembler import Assembler
-from kvabr.player.config import PlayerConfig
-from kvabr.player.record import PlayRecord
 from kvabr.player.session import Session
+from kvabr.player.session_types import Cancel, Decode, Deliver, Fetch, GiveUp, PlayerConfig, PlayRecord, Recompute
 from kvabr.quic.interface import Connection, Download
 from kvabr.types.catalog import Catalog
 from kvabr.types.engine import Engine
@@ -31,7 +29,7 @@ _LONGEST_PAUSE_SHARE = 1 / 8
 """Share of the deadline that it waits at most, whatever the peer names."""
 
 
-LIVE = PlayerConfig(lumps=True, stalled_after=0.2, silent_after=0.25)
+LIVE = PlayerConfig(chunked=True, stalled_after=0.2, silent_after=0.25)
 """What a player does over a real network: there bytes come in lumps, streams stall, and peers fall silent."""
 
 

@@ -24,10 +24,9 @@ from kvabr.client.shared_bandwidth import estimating, link_of
 from kvabr.client.upgrades import Late, LateDriver
 from kvabr.codec.profile import Profile
 from kvabr.player.assembler import Assembler
-from kvabr.player.goal import UpgradeGoal
-from kvabr.player.record import GroupRecord, PlayRecord
+from kvabr.player.builder import new_estimator, new_session, opening
 from kvabr.player.session import Session
-from kvabr.player.setup import new_estimator, new_session, opening
+from kvabr.player.session_types import GroupRecord, PlayRecord, UpgradeGoal
 from kvabr.quic.interface import Connection
 from kvabr.types.catalog import RECOMPUTED, Catalog, played_loss
 from kvabr.types.errors import FormatError, KvabrError, ModelError, PlayError, TransportError, UsageError

@@ -23,8 +23,8 @@ from kvabr.client.peer_history import priors_at
 from kvabr.client.result import Clock, PlayOptions
 from kvabr.client.shared_bandwidth import estimating
 from kvabr.player.assembler import Assembler
-from kvabr.player.goal import PrefixGoal
-from kvabr.player.setup import new_estimator, new_session
+from kvabr.player.builder import new_estimator, new_session
+from kvabr.player.session_types import PrefixGoal
 from kvabr.quic.interface import Connection
 from kvabr.types.catalog import Catalog
 from kvabr.types.errors import PlayError, UsageError

@@ -14,8 +14,7 @@ import torch
 from kvabr.abr.plugins import load_estimator, load_policy
 from kvabr.abr.policies import DEFAULT
 from kvabr.client.snapshot import Watch
-from kvabr.player.config import GPU_PRICE, PlayerConfig
-from kvabr.player.record import PlayRecord
+from kvabr.player.session_types import GPU_PRICE, PlayerConfig, PlayRecord
 from kvabr.types.catalog import Catalog
 from kvabr.types.cost import PrefillCost
 from kvabr.types.engine import Engine, EngineMode

@@ -24,10 +24,9 @@ from typing import Any
 
 from kvabr.client.driver import Driver, said
 from kvabr.client.executors import decoders, in_thread
-from kvabr.player.actions import Decode
 from kvabr.player.assembler import Assembler
-from kvabr.player.record import PlayRecord
 from kvabr.player.session import Session
+from kvabr.player.session_types import Decode, PlayRecord
 from kvabr.quic.interface import Connection, Download
 from kvabr.types.catalog import Catalog, predicted_loss
 from kvabr.types.errors import UsageError

@@ -37,7 +37,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvabr.abr.ladder import Options, Step, every_option, rank
-from kvabr.player.record import PlayRecord
+from kvabr.player.session_types import PlayRecord
 from kvabr.replay.link import Capacity
 from kvabr.replay.simulator import LinkUse
 from kvabr.replay.stage import MISS_PENALTY

@@ -17,7 +17,7 @@ from kvabr.abr.plugins import load_estimator, load_policy
 from kvabr.abr.plugins import policies as known_policies
 from kvabr.abr.policies import DEFAULT
 from kvabr.data import default_catalog
-from kvabr.player.config import GPU_PRICE, PlayerConfig
+from kvabr.player.session_types import GPU_PRICE, PlayerConfig
 from kvabr.replay.readers import find, read
 from kvabr.replay.stage import PlayOptions
 from kvabr.replay.trace import Trace

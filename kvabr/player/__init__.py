@@ -4,12 +4,24 @@ No sockets, no clock, no threads: time comes in as ``now`` (seconds since the pl
 out. The simulator and the network drivers run the very same `Session`.
 """
 
-from kvabr.player.actions import Action, Cancel, Decode, Deliver, Fetch, GiveUp, Recompute
-from kvabr.player.config import PlayerConfig
-from kvabr.player.goal import Goal, PrefixGoal, UpgradeGoal, WholeGoal
-from kvabr.player.record import GroupRecord, PlayRecord
+from kvabr.player.builder import new_estimator, new_session
 from kvabr.player.session import Session
-from kvabr.player.setup import new_estimator, new_session
+from kvabr.player.session_types import (
+    Action,
+    Cancel,
+    Decode,
+    Deliver,
+    Fetch,
+    GiveUp,
+    Goal,
+    GroupRecord,
+    PlayerConfig,
+    PlayRecord,
+    PrefixGoal,
+    Recompute,
+    UpgradeGoal,
+    WholeGoal,
+)
 
 __all__ = [
     "Action",

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 
 from kvabr.abr.recompute_planner import Plan, plan
 from kvabr.abr.view import View
-from kvabr.player.record import GroupRecord
+from kvabr.player.session_types import GroupRecord
 from kvabr.types.cost import PrefillCost
 from kvabr.types.engine import EngineMode
 
@@ -16,7 +16,7 @@ _PATIENCE = 0.5
 """Share of the deadline for which such a tail is not begun even though the link has carried nothing."""
 
 
-class EngineLane:
+class ComputeQueue:
     """What the engine computes now, and what it is to compute later."""
 
     def __init__(self, cost: PrefillCost, mode: EngineMode, view: View, tick_s: float) -> None:

@@ -7,21 +7,18 @@ from collections.abc import Callable, Iterable
 from kvabr.abr.estimator import Estimator
 from kvabr.abr.ladder import Ladder
 from kvabr.abr.view import Transfer, View
-from kvabr.player.actions import Action, Cancel
-from kvabr.player.chunked_throughput import LumpMeter
-from kvabr.player.compute_queue import EngineLane
-from kvabr.player.config import PlayerConfig
+from kvabr.player.compute_queue import ComputeQueue
 from kvabr.player.event_log import EventLog
-from kvabr.player.record import GroupRecord, PlayRecord
-from kvabr.player.retry_tracker import Trials
-from kvabr.player.throughput_sampler import Meter
+from kvabr.player.retry_tracker import RetryTracker
+from kvabr.player.session_types import Action, Cancel, GroupRecord, PlayerConfig, PlayRecord
+from kvabr.player.throughput_sampler import ChunkedThroughputSampler, ThroughputSampler
 from kvabr.types.catalog import RECOMPUTED
 from kvabr.types.cost import PrefillCost
 from kvabr.types.engine import EngineMode
 from kvabr.types.events import Log, RequestCancelled, RequestFailed
 
 
-class Ledger:
+class PlayState:
     """What a play knows of its groups, and the entries that change it."""
 
     def __init__(
@@ -49,16 +46,16 @@ class Ledger:
         self._config = config
         self._tick_s = deadline_s / config.ticks
         self._events = EventLog(log, self.view)
-        meter = LumpMeter if config.lumps else Meter
-        self._meter = meter(estimator, deadline_s, self._events.limited)
-        self._lane = None if cost is None else EngineLane(cost, mode, self.view, self._tick_s)
+        meter = ChunkedThroughputSampler if config.chunked else ThroughputSampler
+        self._sampler = meter(estimator, deadline_s, self._events.limited)
+        self._compute = None if cost is None else ComputeQueue(cost, mode, self.view, self._tick_s)
         groups = self._catalog.groups
         self.record = PlayRecord([GroupRecord(group) for group in range(groups)])
         self._absent: dict[int, None] = dict.fromkeys(range(groups))
         """Groups that have neither arrived nor are being computed, ascending; those in flight included."""
         self._in_place = 0
         self._decoding: dict[int, Transfer] = {}
-        self._trials = Trials(ladder, config.attempts)
+        self._retries = RetryTracker(ladder, config.attempts)
         self._actions: list[Action] = []
         self.over = False
         """True once the play has been delivered or given up."""
@@ -98,12 +95,12 @@ class Ledger:
         self.record.bytes_wasted += transfer.received
         self._events.emit(event, now, transfer.request, group, transfer.track, transfer.received, reason)
         if event is RequestFailed:
-            self._trials.failed(group, transfer.track, reason)
+            self._retries.failed(group, transfer.track, reason)
         record = self.record.groups[group]
         if transfer.upgrade:
             view.track_of[group] = record.track
             # A group whose upgrade fails again and again is left as it is.
-            if record.track != RECOMPUTED and not self._trials.spent(group, transfer.track):
+            if record.track != RECOMPUTED and not self._retries.spent(group, transfer.track):
                 view.settled.add(group)
         elif record.track is None:
             view.track_of[group] = None
@@ -134,7 +131,7 @@ class Ledger:
     def _sync_missing(self) -> None:
         """Work out anew what the policy sees as missing."""
         flying = {transfer.group for transfer in self.view.in_flight.values()}
-        lane = self._lane
+        lane = self._compute
         self.view.missing_groups = {
             group: None for group in self._absent if group not in flying and (lane is None or not lane.takes(group))
         }
@@ -144,5 +141,5 @@ class Ledger:
         del self.view.in_flight[transfer.request]
         self.view.outstanding_bytes -= transfer.remaining
         self._actions.append(Cancel(transfer.request))
-        self._meter.settle(now, idle=self._idle())
+        self._sampler.settle(now, idle=self._idle())
         self._lost(transfer, RequestFailed if failed else RequestCancelled, reason, now)

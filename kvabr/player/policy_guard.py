@@ -14,7 +14,7 @@ from kvabr.types.errors import PolicyError
 _KINDS = frozenset({"fetch", "upgrade", "recompute", "wait", "finish"})
 
 
-class Umpire:
+class PolicyGuard:
     """Stands between a session and its policy."""
 
     def __init__(self, policy: Policy, view: View) -> None:

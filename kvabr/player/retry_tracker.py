@@ -6,7 +6,7 @@ from kvabr.abr.ladder import Ladder
 from kvabr.types.catalog import Track
 
 
-class Trials:
+class RetryTracker:
     """The failures of one play."""
 
     def __init__(self, ladder: Ladder, attempts: int) -> None:

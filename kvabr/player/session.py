@@ -29,14 +29,23 @@ from kvabr.abr.ladder import Ladder
 from kvabr.abr.policy import Decision, Policy
 from kvabr.abr.view import Transfer
 from kvabr.player import abandon
-from kvabr.player.actions import Action, Decode, Deliver, Fetch, GiveUp, Recompute
-from kvabr.player.compute_queue import EngineLane
-from kvabr.player.config import PlayerConfig
-from kvabr.player.goal import Goal, PrefixGoal, WholeGoal
-from kvabr.player.play_state import Ledger
-from kvabr.player.policy_guard import Umpire
-from kvabr.player.record import GroupRecord
-from kvabr.player.stall_detector import LEAST_SILENCE_S, StallWatch
+from kvabr.player.abandon import LEAST_SILENCE_S, StallDetector
+from kvabr.player.compute_queue import ComputeQueue
+from kvabr.player.play_state import PlayState
+from kvabr.player.policy_guard import PolicyGuard
+from kvabr.player.session_types import (
+    Action,
+    Decode,
+    Deliver,
+    Fetch,
+    GiveUp,
+    Goal,
+    GroupRecord,
+    PlayerConfig,
+    PrefixGoal,
+    Recompute,
+    WholeGoal,
+)
 from kvabr.types.catalog import RECOMPUTED
 from kvabr.types.cost import PrefillCost
 from kvabr.types.engine import EngineMode
@@ -57,7 +66,7 @@ from kvabr.types.events import (
 _WHOLE = WholeGoal()
 
 
-class Session(Ledger):
+class Session(PlayState):
     """One play: events go in by the methods below, actions come out of `actions`."""
 
     def __init__(
@@ -83,9 +92,9 @@ class Session(Ledger):
         if self._prefix and (cost is None or mode != "suffix"):
             raise UsageError("to play a prefix, say what a prefill costs the engine; its mode is suffix")
         self._next_tick_s = self._tick_s
-        self._umpire = Umpire(policy, self.view)
+        self._guard = PolicyGuard(policy, self.view)
         share = self._config.stalled_after
-        self._stall = None if share is None else StallWatch(share * deadline_s)
+        self._stalls = None if share is None else StallDetector(share * deadline_s)
         self._heard_s = 0.0
         """When bytes came last."""
         self._requests = self._upgrades = 0
@@ -104,7 +113,7 @@ class Session(Ledger):
                 event).
         """
         self.view.now = now
-        self._umpire.start()
+        self._guard.start()
         self._advance(now)
 
     def first_byte(self, request: int, now: float, limit: Limit = "network") -> None:
@@ -113,7 +122,7 @@ class Session(Ledger):
         if transfer is not None and transfer.first_byte_s is None:
             transfer.first_byte_s = now
             if limit != "kept":
-                self._meter.first_byte(now - transfer.requested_s, now)
+                self._sampler.first_byte(now - transfer.requested_s, now)
             self._events.emit(FirstByteReceived, now, request)
 
     def progress(self, request: int, received: int, now: float, limit: Limit = "network") -> None:
@@ -131,9 +140,9 @@ class Session(Ledger):
             if limit != "network":
                 self.record.bytes_held_up[limit] = self.record.bytes_held_up.get(limit, 0) + more
             self._heard_s = now
-            if self._stall is not None:
-                self._stall.heard(transfer, self.view.in_flight.values(), now)
-            self._meter.received(more, now, limit)
+            if self._stalls is not None:
+                self._stalls.heard(transfer, self.view.in_flight.values(), now)
+            self._sampler.received(more, now, limit)
 
     def done(self, request: int, now: float, limit: Limit = "network") -> None:
         """A request is complete: its bytes are all here; ``limit`` says who held up those that are new."""
@@ -144,7 +153,7 @@ class Session(Ledger):
         del self.view.in_flight[request]
         self._decoding[request] = transfer
         self._absent.pop(transfer.group, None)
-        self._meter.settle(now, idle=self._idle())
+        self._sampler.settle(now, idle=self._idle())
         self._events.emit(RequestDone, now, request, transfer.group, transfer.track, transfer.bytes)
         transfer.done_s = now
         self.view.decode_backlog_s += self.view.decode_s(transfer.track)
@@ -156,7 +165,7 @@ class Session(Ledger):
         transfer = self.view.in_flight.pop(request, None)
         if transfer is not None:
             self.view.outstanding_bytes -= transfer.remaining
-            self._meter.settle(now, idle=self._idle())
+            self._sampler.settle(now, idle=self._idle())
             self._lost(transfer, RequestFailed, reason, now)
             self._advance(now)
 
@@ -182,7 +191,7 @@ class Session(Ledger):
 
     def computed(self, first: int, last: int, now: float) -> None:
         """The engine has computed groups ``first`` to ``last`` - 1, and they are in place."""
-        lane = self._lane
+        lane = self._compute
         if self.over or lane is None or lane.computing != (first, last):
             return
         self.record.recompute_s += lane.finish(now)
@@ -206,15 +215,15 @@ class Session(Ledger):
 
     def compute_failed(self, reason: str, now: float) -> None:
         """The engine could not compute what it was to. It is not asked again: the network must bring the rest."""
-        lane = self._lane
+        lane = self._compute
         if self.over or lane is None or lane.computing is None:
             return
         first, last = lane.computing
         left = {*range(first, last), *lane.chosen}
         self.record.recompute_s += lane.finish(now)
         self._events.emit(RecomputeFailed, now, first, last, reason)
-        self._trials.engine_failed(reason)
-        self._lane = self.view.cost = None
+        self._retries.engine_failed(reason)
+        self._compute = self.view.cost = None
         self.view.engine_backlog_s = 0.0
         self._take_back(left)
         self._advance(now)
@@ -222,25 +231,25 @@ class Session(Ledger):
     def waited(self, now: float) -> None:
         """Until now, nothing could come: other plays that share the link had their turn."""
         self._heard_s = now
-        self._meter.waited(now)
-        if self._stall is not None:
-            self._stall.waited(self.view.in_flight.values(), now)
+        self._sampler.waited(now)
+        if self._stalls is not None:
+            self._stalls.waited(self.view.in_flight.values(), now)
 
     def timer(self, now: float) -> None:
         """The time that `next_timer` named has come."""
         if self.over:
             return
         self._next_tick_s = now + self._tick_s
-        self._meter.tick(now, waiting=bool(self.view.in_flight), idle=self._idle())
+        self._sampler.tick(now, waiting=bool(self.view.in_flight), idle=self._idle())
         self._refresh(now)
-        if self._umpire.policy.abandons:
-            while (found := abandon.choose(self.view, self._trials.cheapest_left)) is not None:
+        if self._guard.policy.abandons:
+            while (found := abandon.choose(self.view, self._retries.cheapest_left)) is not None:
                 self.record.abandoned += 1
                 if not found[0].upgrade:
-                    self._trials.abandoned(found[0].group)
+                    self._retries.abandoned(found[0].group)
                 self._cancel(*found, now)
-        if self._stall is not None:
-            for transfer, proven in self._stall.stalled(list(self.view.in_flight.values()), self.view.ttfb_s, now):
+        if self._stalls is not None:
+            for transfer, proven in self._stalls.stalled(list(self.view.in_flight.values()), self.view.ttfb_s, now):
                 self._cancel(transfer, "it stands still", now, failed=proven)
         self._events.progress(now, self.record.bytes_fetched)
         self._advance(now)
@@ -283,11 +292,11 @@ class Session(Ledger):
         if self._prefix and now >= self.view.deadline_s:
             self._deliver(now, cut="the deadline has come")
             return
-        if self._lane is not None:
-            self._use_engine(self._lane, now)
+        if self._compute is not None:
+            self._use_engine(self._compute, now)
         self._content = False
         while not self._content and self._has_room():
-            self._act(self._umpire.ask(), now)
+            self._act(self._guard.ask(), now)
         self._conclude(now, complete=complete)
 
     def _conclude(self, now: float, *, complete: bool) -> None:
@@ -299,7 +308,7 @@ class Session(Ledger):
                 self._deliver(now)
                 return
             left = self._catalog.groups - self._in_place
-            raise self._umpire.nonsense(f"waits while {left} groups are missing and nothing is under way")
+            raise self._guard.nonsense(f"waits while {left} groups are missing and nothing is under way")
         if self._prefix and not self.view.in_flight and not self._decoding:
             # Nothing is left to wait for but the moment at which the engine would start.
             self._deliver(now, cut=None if complete else "the rest cannot be fetched, or is sooner computed")
@@ -313,13 +322,13 @@ class Session(Ledger):
     def _refresh(self, now: float) -> None:
         view = self.view
         view.now = now
-        view.rate, view.lower_bound, view.ttfb_s = self._meter.estimates()
-        if self._lane is not None:
-            view.engine_backlog_s = self._lane.backlog_s(now)
+        view.rate, view.lower_bound, view.ttfb_s = self._sampler.estimates()
+        if self._compute is not None:
+            view.engine_backlog_s = self._compute.backlog_s(now)
 
     def _silent(self, now: float) -> bool:
         """Whether nothing is heard and nothing is being worked on, so that waiting on is of no use."""
-        share, lane = self._config.silent_after, self._lane
+        share, lane = self._config.silent_after, self._compute
         if share is None or self._decoding or (lane is not None and (lane.computing is not None or lane.waiting())):
             return False
         return now - self._heard_s >= max(share * self.view.deadline_s, 3 * self.view.ttfb_s, LEAST_SILENCE_S)
@@ -334,7 +343,7 @@ class Session(Ledger):
     def _has_room(self) -> bool:
         view, config = self.view, self._config
         flying = len(view.in_flight)
-        if self._umpire.policy.paces:
+        if self._guard.policy.paces:
             return flying < config.max_requests
         if flying < (config.min_requests if view.rate > 0 else config.first_requests):
             return True
@@ -343,7 +352,7 @@ class Session(Ledger):
         return flying < config.max_requests and view.outstanding_bytes < enough
 
     def _anything_pending(self) -> bool:
-        lane = self._lane
+        lane = self._compute
         engine = lane is not None and (lane.computing is not None or lane.waiting())
         return bool(self.view.in_flight) or bool(self._decoding) or engine
 
@@ -357,13 +366,13 @@ class Session(Ledger):
             self._leave_to_engine(group, now)
         elif group is not None and decision.track is not None:
             upgrade = kind == "upgrade"
-            engine = self._lane is not None
-            track = self._trials.usable(group, decision.track, upgrade=upgrade, engine=engine)
+            engine = self._compute is not None
+            track = self._retries.usable(group, decision.track, upgrade=upgrade, engine=engine)
             if track is not None:
                 self._request(group, track, decision, now, upgrade=upgrade)
             elif upgrade:
                 self._content = True
-            elif self._lane is None:
+            elif self._compute is None:
                 self._give_up(now, f"group {group} cannot be had on any track, and there is no engine to compute it")
             else:
                 self._leave_to_engine(group, now)
@@ -391,7 +400,7 @@ class Session(Ledger):
         self._events.emit(RequestSent, now, request, group, track, size)
 
     def _leave_to_engine(self, group: int, now: float) -> None:
-        lane = self._lane
+        lane = self._compute
         if lane is not None:
             lane.chosen.add(group)
             self.view.settled.discard(group)
@@ -399,9 +408,9 @@ class Session(Ledger):
             self._sync_missing()
             self._use_engine(lane, now)
 
-    def _use_engine(self, lane: EngineLane, now: float) -> None:
+    def _use_engine(self, lane: ComputeQueue, now: float) -> None:
         """Re-plan what is left to the engine, and start it on what it can do now."""
-        after = 1.0 if self._umpire.policy.computes else self._config.plan_after
+        after = 1.0 if self._guard.policy.computes else self._config.plan_after
         if now >= after * self.view.deadline_s:
             changed, found = lane.replan(self._absent, dead=self._dead(now))
             if changed:
@@ -443,6 +452,6 @@ class Session(Ledger):
 
     def _give_up(self, now: float, reason: str) -> None:
         self._end("the play is given up", now)
-        reason = "; ".join((reason, *self._trials.last_words))
+        reason = "; ".join((reason, *self._retries.last_words))
         self.record.gave_up = reason
         self._actions.append(GiveUp(now, reason))

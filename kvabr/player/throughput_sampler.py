@@ -7,7 +7,7 @@ raise the estimate, never lower it. Silence always counts, since nothing at all 
 from __future__ import annotations
 
 import math
-from typing import Protocol
+from typing import Any, Protocol
 
 from kvabr.abr.estimator import Estimator
 from kvabr.abr.plugins import where
@@ -19,6 +19,8 @@ _SHORTEST_SHARE = 1 / 400
 _SILENCE_SHARE = 1 / 25
 """A request that has waited this share of the deadline and thrice the usual time for its first byte has stalled."""
 
+_PACKET = 1200
+"""Fewer bytes than this say nothing about a rate."""
 _NUMBER = (int, float)
 _RAMP = 1.25
 """A sample so many times faster than the one before still belongs to slow start."""
@@ -31,7 +33,7 @@ class Limited(Protocol):
         """``fed`` tells whether the estimator heard of it."""
 
 
-class Meter:
+class ThroughputSampler:
     """Watches one play's link."""
 
     def __init__(self, estimator: Estimator, deadline_s: float, limited: Limited | None = None) -> None:
@@ -168,3 +170,49 @@ class Meter:
         elif waiting and now - self._quiet_since > max(self._silence_s, 3 * self._estimator.ttfb()):
             self._sample(0, now - self._quiet_since, now)
             self._quiet_since = now
+
+
+class ChunkedThroughputSampler(ThroughputSampler):
+    """Watches the link of a play over a real transport."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._arrived_s = 0.0
+        self._first_lump = 0
+        self._waited_s = 0.0
+        """Seconds that the first lump was waited for; 0.0 once a sample has followed it."""
+
+    def first_byte(self, waited_s: float, now: float) -> None:
+        """A request got its first byte after so many seconds."""
+        if self._since is None:
+            self._arrived_s, self._first_lump, self._waited_s = now, 0, waited_s
+        super().first_byte(waited_s, now)
+
+    def received(self, nbytes: int, now: float, limit: Limit = "network") -> None:
+        """A lump arrived; ``limit`` says who held it up."""
+        if self._since is not None and now <= self._since:
+            self._first_lump += nbytes
+            self._quiet_since = now
+        else:
+            super().received(nbytes, now, limit)
+        self._arrived_s = now
+
+    def settle(self, now: float, *, idle: bool) -> None:
+        """A transfer ended, or time passes."""
+        if self._since is None:
+            return
+        seconds = self._arrived_s - self._since
+        if self._bytes and seconds >= self._least_s():
+            self._conclude(seconds, now)
+            self._since, self._waited_s = self._arrived_s, 0.0
+        elif idle:
+            self._at_least(self._first_lump + self._bytes, self._waited_s + seconds, now)
+        elif not self._bytes and now - self._since > max(self._silence_s, 3 * self._estimator.ttfb()):
+            self._sample(0, now - self._since, now)
+            self._since = now
+        if idle:
+            self._since = None
+
+    def _at_least(self, nbytes: int, seconds: float, now: float) -> None:
+        if self._waited_s > 0 and nbytes >= _PACKET and nbytes / seconds > self.estimates()[0]:
+            self._sample(nbytes, seconds, now)

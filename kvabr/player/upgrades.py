@@ -17,9 +17,8 @@ import math
 from kvabr.abr.estimator import Estimator
 from kvabr.abr.ladder import Ladder
 from kvabr.abr.policy import Policy
-from kvabr.player.config import PlayerConfig
-from kvabr.player.goal import UpgradeGoal
 from kvabr.player.session import Session
+from kvabr.player.session_types import PlayerConfig, UpgradeGoal
 from kvabr.types.catalog import RECOMPUTED
 from kvabr.types.errors import UsageError
 from kvabr.types.events import Log
@@ -106,7 +105,7 @@ class UpgradeSession(Session):
         self._content = False
         asked = self._requests
         while not self._content and self._has_room():
-            decision = self._umpire.ask()
+            decision = self._guard.ask()
             if decision.kind == "finish" and not self._anything_pending():
                 self._deliver(now)
                 return

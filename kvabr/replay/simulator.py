@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
-from kvabr.player.actions import Action, Cancel, Decode, Deliver, Fetch, GiveUp, Recompute
-from kvabr.player.record import PlayRecord
 from kvabr.player.session import Session
+from kvabr.player.session_types import Action, Cancel, Decode, Deliver, Fetch, GiveUp, PlayRecord, Recompute
 from kvabr.replay.link import Capacity
 from kvabr.types.catalog import Catalog
 from kvabr.types.cost import PrefillCost

@@ -8,10 +8,9 @@ from typing import Any
 
 from kvabr.abr.ladder import Ladder
 from kvabr.abr.view import Future
-from kvabr.player.config import PlayerConfig
-from kvabr.player.record import PlayRecord
+from kvabr.player.builder import new_estimator, new_session, opening
 from kvabr.player.session import Session
-from kvabr.player.setup import new_estimator, new_session, opening
+from kvabr.player.session_types import PlayerConfig, PlayRecord
 from kvabr.replay.clairvoyant import Bound, Clairvoyant
 from kvabr.replay.link import (
     FIRST_BYTE_S,

@@ -10,7 +10,7 @@ from kvabr.abr.plugins import load_policy
 from kvabr.abr.policies import Anytime
 from kvabr.abr.view import Settled
 from kvabr.player import Decode, Deliver, Fetch, PlayerConfig, Recompute, Session
-from kvabr.player.record import PlayRecord
+from kvabr.player.session_types import PlayRecord
 from kvabr.replay.link import Capacity
 from kvabr.replay.simulator import Simulator
 from kvabr.replay.stage import PlayOptions, Stage

@@ -7,8 +7,8 @@ from kvabr.abr.cache_first import KeptFirst, kept_first
 from kvabr.abr.estimators import DualEwma
 from kvabr.abr.plugins import load_policy
 from kvabr.player import Decode, Deliver, Fetch, Session
-from kvabr.player.stall_detector import StallWatch
-from kvabr.player.throughput_sampler import Meter
+from kvabr.player.abandon import StallDetector
+from kvabr.player.throughput_sampler import ThroughputSampler
 from tests.catalogs import catalog
 
 
@@ -91,7 +91,7 @@ def test_who_does_not_take_what_is_at_hand_is_left_alone():
 
 
 def test_what_is_at_hand_and_waiting_for_others_say_nothing_about_the_link():
-    meter = Meter(DualEwma(), 2.0)
+    meter = ThroughputSampler(DualEwma(), 2.0)
     meter.received(10**9, 0.001, "kept")
     meter.settle(0.002, idle=True)
     assert meter.estimates() == (0.0, 0.0, 0.0)
@@ -114,7 +114,7 @@ def test_a_transfer_that_waits_for_others_does_not_stand_still():
     play, _ = playing(offer, {})
     play.start(0.0)
     transfers = list(play.view.in_flight.values())
-    watch = StallWatch(0.2)
+    watch = StallDetector(0.2)
     watch.heard(transfers[0], transfers, 0.1)
     for now in (0.2, 0.4, 0.6, 0.8):
         watch.waited(transfers, now)

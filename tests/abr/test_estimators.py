@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from kvabr.abr.estimator import Prior
 from kvabr.abr.estimators import BUILTIN
-from kvabr.player.throughput_sampler import Meter
+from kvabr.player.throughput_sampler import ThroughputSampler
 
 samples = st.lists(st.tuples(st.floats(0, 1e8), st.floats(1e-4, 2.0)), min_size=1, max_size=60)
 
@@ -77,7 +77,7 @@ def test_time_to_first_byte_is_the_least_of_the_play():
 
 def test_meter_sums_over_transfers_and_forgets_slow_start():
     estimator = BUILTIN["ewma"]()
-    meter = Meter(estimator, 4.0)
+    meter = ThroughputSampler(estimator, 4.0)
     meter.first_byte(0.04, 0.04)
     now, rate = 0.04, 1e5
     while rate < 3e6:
@@ -94,7 +94,7 @@ def test_meter_sums_over_transfers_and_forgets_slow_start():
 
 def test_silence_is_news():
     estimator = BUILTIN["ewma"]()
-    meter = Meter(estimator, 2.0)
+    meter = ThroughputSampler(estimator, 2.0)
     meter.first_byte(0.02, 0.02)
     for tick in range(1, 20):
         meter.received(50_000, 0.02 + tick * 0.02)
@@ -104,7 +104,7 @@ def test_silence_is_news():
         meter.tick(0.4 + tick * 0.04, waiting=True, idle=False)
     assert estimator.rate() < 0.2 * before
     fresh = BUILTIN["ewma"]()
-    dead = Meter(fresh, 2.0)
+    dead = ThroughputSampler(fresh, 2.0)
     for tick in range(20):
         dead.tick(tick * 0.04, waiting=True, idle=True)
     assert fresh.rate() == 0.0

@@ -245,7 +245,7 @@ def test_lines_instead_where_there_is_no_terminal():
 def test_save_is_whole_or_not_at_all(tmp_path, monkeypatch):
     from kvabr.client import save as module
     from kvabr.client.result import Played
-    from kvabr.player.record import PlayRecord
+    from kvabr.player.session_types import PlayRecord
     from kvabr.types.errors import AssetError
 
     kv = torch.zeros(SPEC.shape(3))

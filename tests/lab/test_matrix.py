@@ -2,7 +2,7 @@ import pytest
 
 from kvabr.lab.matrix import EngineSpec, build, read_toml, varying
 from kvabr.lab.results_folder import load_matrix, save_axes
-from kvabr.player.config import GPU_PRICE
+from kvabr.player.session_types import GPU_PRICE
 from kvabr.types.errors import AssetError, KvabrError, UsageError
 from tests.catalogs import catalog
 from tests.lab.matrices import matrix, tuned

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from kvabr.cli.main import main
-from kvabr.player.config import PlayerConfig
+from kvabr.player.session_types import PlayerConfig
 from kvabr.replay.live.origin import LiveOrigin
 from kvabr.replay.live.playing import LiveOptions, LiveStage
 from kvabr.replay.live.run import decode_speed, replay_live

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvabr.abr.estimators import DualEwma
-from kvabr.player.chunked_throughput import LumpMeter
-from kvabr.player.throughput_sampler import Meter
+from kvabr.player.throughput_sampler import ChunkedThroughputSampler, ThroughputSampler
 
 
 class Kept(DualEwma):
@@ -39,7 +38,7 @@ def carried(meter, rate, lumps, *, begin=0.1, tick=0.04, waited=0.1):
 @given(st.floats(1e6, 1e9), st.lists(st.integers(100, 65536), min_size=30, max_size=60))
 def test_every_sample_is_the_rate_of_the_link_or_a_bound_from_below(rate, lumps):
     kept = Kept()
-    carried(LumpMeter(kept, 2.0), rate, lumps)
+    carried(ChunkedThroughputSampler(kept, 2.0), rate, lumps)
     measured = [nbytes / seconds for nbytes, seconds in kept.samples]
     assert measured
     if sum(lumps[1:]) / rate > 0.2:
@@ -51,17 +50,17 @@ def test_the_plain_meter_is_misled_by_the_end_of_a_lump():
     """Why there are two: the first lump's bytes came before its first byte was told of."""
     rate, lumps = 5e4, [1200, 1200, 314]
     results = {}
-    for cls in (Meter, LumpMeter):
+    for cls in (ThroughputSampler, ChunkedThroughputSampler):
         kept = Kept()
         carried(cls(kept, 2.0), rate, lumps)
         results[cls] = max(nbytes / seconds for nbytes, seconds in kept.samples if seconds)
-    assert results[LumpMeter] == pytest.approx(rate)
-    assert results[Meter] > 1.3 * rate
+    assert results[ChunkedThroughputSampler] == pytest.approx(rate)
+    assert results[ThroughputSampler] > 1.3 * rate
 
 
 def test_what_came_at_once_is_a_bound_from_below():
     kept = Kept()
-    meter = LumpMeter(kept, 2.0)
+    meter = ChunkedThroughputSampler(kept, 2.0)
     carried(meter, 1e12, [64_000], waited=0.02)
     assert kept.samples == [(64_000, pytest.approx(0.02))]
     carried(meter, 1e12, [640], begin=0.3, waited=0.02)  # less than a packet says nothing
@@ -73,7 +72,7 @@ def test_what_came_at_once_is_a_bound_from_below():
 
 def test_a_link_that_stands_still_in_the_middle_of_a_transfer_is_news():
     kept = Kept()
-    meter = LumpMeter(kept, 2.0)
+    meter = ChunkedThroughputSampler(kept, 2.0)
     carried(meter, 1e6, [20_000] * 10)
     before = kept.rate()
     meter.first_byte(0.02, 1.0)
@@ -87,7 +86,7 @@ def test_a_link_that_stands_still_in_the_middle_of_a_transfer_is_news():
 def test_lumps_that_others_held_up_do_not_lower_it():
     told = []
     kept = Kept()
-    meter = LumpMeter(kept, 2.0, lambda by, *_, fed: told.append((by, fed)))
+    meter = ChunkedThroughputSampler(kept, 2.0, lambda by, *_, fed: told.append((by, fed)))
     carried(meter, 1e6, [20_000] * 10)
     before = kept.rate()
     now = 1.0

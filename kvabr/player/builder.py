@@ -9,9 +9,8 @@ from kvabr.abr.cache_first import AtHand, kept_first
 from kvabr.abr.estimator import Estimator
 from kvabr.abr.ladder import Ladder
 from kvabr.abr.plugins import load_estimator, load_policy
-from kvabr.player.config import PlayerConfig
-from kvabr.player.goal import Goal, PrefixGoal, UpgradeGoal, WholeGoal
 from kvabr.player.session import Session
+from kvabr.player.session_types import Goal, PlayerConfig, PrefixGoal, UpgradeGoal, WholeGoal
 from kvabr.player.upgrades import UpgradeSession
 from kvabr.types.cost import PrefillCost
 from kvabr.types.engine import EngineMode

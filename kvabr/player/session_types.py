@@ -1,0 +1,195 @@
+"""What goes into a session and what comes out: its goal and configuration, its actions and its record."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from kvabr.types.errors import UsageError
+
+# ---------------------------------------------------------------------------- goals
+
+
+@dataclass(frozen=True, slots=True)
+class WholeGoal:
+    """The whole cache: deliver once every group is in place, or give up."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixGoal:
+    """The groups before the first miss, for an engine that computes everything behind them by itself (vLLM, SGLang).
+
+    The play never waits for the engine. It ends when every group is in place, when computing the rest is sooner than
+    fetching it, when nothing but the engine could still bring a group, or at the deadline.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class UpgradeGoal:
+    """Better tracks for a complete cache that is already in use."""
+
+    tracks: tuple[str, ...]
+    """Per group, the track in place, or ``recomputed``: such a group is exact enough and stays."""
+    until_s: float = math.inf
+    """Seconds after which no more upgrades are wanted; infinite: until there is nothing to upgrade."""
+    rate: float = 0.0
+    """Rate of the link during the play before, bytes per second. It counts until the estimator knows one, since a
+    policy that knows no rate requests no upgrade."""
+
+
+Goal = WholeGoal | PrefixGoal | UpgradeGoal
+
+# -------------------------------------------------------------------- configuration
+
+GPU_PRICE = 1e-3
+"""Default price of a second of engine time, nats per token: the engine is mostly idle."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlayerConfig:
+    """Limits and timeouts that hold for every policy."""
+
+    min_requests: int = 2
+    """Least number of requests in flight; hides the round trip."""
+    first_requests: int = 4
+    """Least number of requests in flight while no rate is known."""
+    max_requests: int = 32
+    """Most requests in flight."""
+    ticks: int = 50
+    """Ticks per deadline. At a tick the session looks for transfers that are too slow or have stalled."""
+    attempts: int = 3
+    """Requests for one group on one track before that track counts as unavailable for the group."""
+    plan_after: float = 0.1
+    """Share of the deadline before which nothing is left to the engine: slow start makes every link look too slow."""
+    give_up_after: float = 10.0
+    """Deadlines after which an incomplete play is given up."""
+    gpu_price: float = GPU_PRICE
+    """Price of a second of engine time, nats per token: near zero where the engine is idle, high where other requests
+    wait for it. Infinite: the engine computes only what the network will not bring in time."""
+    chunked: bool = False
+    """Whether bytes are reported as they are read from a transport, in chunks, rather than as they flow."""
+    stalled_after: float | None = None
+    """Share of the deadline after which a stalled transfer is requested again; None: never."""
+    silent_after: float | None = None
+    """Share of the deadline. A play that is late is given up when nothing was received for that long, and for three
+    times the usual time to a first byte. None: never."""
+
+    def __post_init__(self) -> None:
+        if not self.gpu_price >= 0:
+            raise UsageError(f"the price of engine time is {self.gpu_price}; it must be zero or more nats per second")
+
+
+# -------------------------------------------------------------------------- actions
+
+
+@dataclass(slots=True)
+class Fetch:
+    """Request one group of one track."""
+
+    request: int
+    """Number of the request; every event about it names it."""
+    group: int
+    """The group, counted from the catalog's first (`Catalog.offset`)."""
+    track: str
+    bytes: int
+    """Size according to the catalog. Do not read more than that."""
+    priority: int
+    """MoQT subscriber priority, 0 (most urgent) to 255: of the requests in flight, serve the lowest first."""
+
+
+@dataclass(slots=True)
+class Cancel:
+    """Stop a request. No more events about it are expected."""
+
+    request: int
+
+
+@dataclass(slots=True)
+class Decode:
+    """Decode a group that has arrived into its place; answer with `Session.decoded` or `Session.refused`."""
+
+    request: int
+    group: int
+    track: str
+
+
+@dataclass(slots=True)
+class Recompute:
+    """Let the engine compute groups ``first`` to ``last`` - 1; answer with `Session.computed`.
+
+    All groups before ``first`` are in place.
+    """
+
+    first: int
+    last: int
+
+
+@dataclass(slots=True)
+class Deliver:
+    """Hand the cache to the engine. The play is over."""
+
+    now: float
+    met: bool
+    """Whether the deadline was met."""
+    cut: str | None = None
+    """Why a prefix play ended before every group was in place; None if every group is."""
+
+
+@dataclass(slots=True)
+class GiveUp:
+    """The play cannot be completed. It is over, and no cache is handed over."""
+
+    now: float
+    reason: str
+
+
+Action = Fetch | Cancel | Decode | Recompute | Deliver | GiveUp
+
+# --------------------------------------------------------------------------- record
+
+
+@dataclass(slots=True)
+class GroupRecord:
+    """How one group came into place; times in seconds since the play began."""
+
+    group: int
+    track: str | None = None
+    """The track in place at delivery, or ``recomputed``; None if there is none."""
+    bytes: int = 0
+    """Bytes of the frame in place, summed over its layers."""
+    requested_s: float | None = None
+    first_byte_s: float | None = None
+    done_s: float | None = None
+    """When its last byte arrived."""
+    ready_s: float | None = None
+    """When it was in place, decoded or computed."""
+    source: str | None = None
+    """``fetched``, ``upgraded`` or ``recomputed``."""
+
+
+@dataclass(slots=True)
+class PlayRecord:
+    """Record of a whole play."""
+
+    groups: list[GroupRecord]
+    delivered_s: float | None = None
+    """When the cache was handed over; None if the play was given up."""
+    met: bool = False
+    """Whether it was handed over by the deadline."""
+    bytes_fetched: int = 0
+    """Bytes received, useful or not."""
+    bytes_held_up: dict[str, int] = field(default_factory=dict)
+    """Bytes received that the network did not limit, by what limited them: ``publisher`` or ``cpu``."""
+    bytes_wasted: int = 0
+    """Bytes of cancelled, failed and replaced transfers."""
+    tokens_recomputed: int = 0
+    recompute_s: float = 0.0
+    """Seconds of engine time."""
+    abandoned: int = 0
+    """Transfers cancelled because they would have been late."""
+    cut: str | None = None
+    """Why a prefix play ended before every group was in place; None if every group is, or for another goal."""
+    gave_up: str | None = None
+    """Why the play was given up."""
+    steps: list[tuple[str, int, int | str]] = field(default_factory=list)
+    """What came into place, in order: ("fetch", group, track) or ("compute", first, last). Used to verify a replay."""
