@@ -258,7 +258,7 @@ def test_engine_and_network_meet_where_both_arrive_at_the_same_time():
     offer = catalog(64, layered=True)
     play = session(offer, 2.0, cost=PrefillCost(0.0, 0.02 / 128), config=PlayerConfig(max_requests=4, gpu_price=0.0))
     play.start(0.0)
-    spare, view = play._umpire.policy._spare, play.view
+    spare, view = play._guard.policy._spare, play.view
     assert spare.kept.start == 1  # the first one it computes
     blind = spare.kept.stop
     size = offer.track("base").bytes[0]

@@ -583,7 +583,7 @@ def test_an_engine_that_fails_leaves_what_was_decoded_meanwhile_in_place():
     bring(play, first, 0.02)
     play.done(second.request, 0.03)
     now, started = 0.03, []
-    play._lane.chosen.add(1)
+    play._compute.chosen.add(1)
     while not started and now < 1:
         now = play.next_timer()
         play.timer(now)
@@ -647,7 +647,7 @@ def test_a_transfer_that_is_overtaken_and_stands_still_has_failed():
     assert fetches[1].group in play.view.missing
     # Group 3 was silent as well, but nobody who came after it got anything.
     assert fetches[3].request in play.view.in_flight
-    assert play._trials._failures == {(1, "Int4"): 1}
+    assert play._retries._failures == {(1, "Int4"): 1}
 
 
 def test_silence_of_all_proves_nothing_but_is_worth_asking_again():
@@ -662,7 +662,7 @@ def test_silence_of_all_proves_nothing_but_is_worth_asking_again():
         cancelled = of(play.actions(), Cancel)
     assert 0.45 <= now <= 0.5
     assert {cancel.request for cancel in cancelled} == {fetch.request for fetch in fetches}
-    assert not play._trials._failures
+    assert not play._retries._failures
 
 
 def test_before_the_first_byte_of_all_nothing_counts_as_stalled():
@@ -725,7 +725,7 @@ def test_a_transfer_is_not_abandoned_for_a_track_that_cannot_be_had():
     play = session(1, "fixed:FP16", config=PlayerConfig(min_requests=1, first_requests=1, attempts=1))
     play.start(0.0)
     # Every cheaper track has failed once, and that is as often as one may.
-    play._trials._failures = {(0, name): 1 for name in play.view.ladder.names if name != "FP16"}
+    play._retries._failures = {(0, name): 1 for name in play.view.ladder.names if name != "FP16"}
     (fetch,) = of(play.actions(), Fetch)
     now = 0.0
     while now < 1.5:
