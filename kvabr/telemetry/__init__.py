@@ -1,20 +1,19 @@
-"""Telemetry: what a play tells of itself, for those who watch many of them.
+"""Telemetry: the events of plays, for observing many of them.
 
-A play writes lines, one dictionary an event; `Telemetry` takes them from any number of plays and hands them to
-listeners, each in a thread of its own: `JsonLines` (CMCD names where one fits), `PlayerMetrics` (Prometheus) and
-`OpenTelemetry` (spans; extra ``otel``)::
+`Telemetry` takes the events of any number of plays and hands them to listeners, each in a thread of its own:
+`JsonLines` (with CMCD names where one fits), `PlayerMetrics` (Prometheus) and `OpenTelemetry` (spans; extra ``otel``)::
 
     with Telemetry(JsonLines("plays.jsonl"), PlayerMetrics()) as telemetry:
         played = await kvabr.play(origin, tokens, deadline=2.0, telemetry=telemetry)
 
-Nothing that a listener does can disturb a play: what it is too slow for is dropped and counted, and what it raises is
-counted and told once. This room reads lines, and knows nothing of sessions, sockets or tensors.
+A listener cannot disturb a play: events that it is too slow for are dropped and counted, and its exceptions are counted
+and logged once. This package knows nothing of sessions, sockets or tensors.
 """
 
 from kvabr.telemetry.hub import Telemetry
 from kvabr.telemetry.jsonl import JsonLines
 from kvabr.telemetry.listener import Heard, Listener
-from kvabr.telemetry.metrics import PlayerMetrics
 from kvabr.telemetry.otel import OpenTelemetry
+from kvabr.telemetry.prometheus import PlayerMetrics
 
 __all__ = ["Heard", "JsonLines", "Listener", "OpenTelemetry", "PlayerMetrics", "Telemetry"]

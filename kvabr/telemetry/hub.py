@@ -1,4 +1,4 @@
-"""Takes lines from plays, and hands them to listeners without ever making a play wait."""
+"""Hands the events of plays to listeners; a play never waits for one."""
 
 from __future__ import annotations
 
@@ -17,41 +17,41 @@ from kvabr.telemetry.listener import Heard, Listener
 from kvabr.types.errors import UsageError
 from kvabr.types.events import Log, PlayCalled, PlayEnded, PlayEvent
 
-_LIMIT = 8192
-"""Events that may wait for a listener: some plays of a hundred groups."""
-_LAST_WORDS = 1024
-"""Beyond that, ends of plays that may still wait."""
+_QUEUE_LIMIT = 8192
+"""Events: those of several plays of a hundred groups."""
+_ENDS_RESERVE = 1024
+"""Places beyond that for `PlayEnded`."""
 _CLOSE_S = 5.0
-"""Seconds that listeners have to hear what waits for them when all is closed."""
+"""Seconds that `close` waits for the listeners to take queued events."""
 
 
 @dataclass(slots=True)
-class Counts:
-    """What became of the events for one listener."""
+class ListenerCounts:
+    """Events of one listener."""
 
     heard: int = 0
     dropped: int = 0
-    """It was too slow for these."""
+    """The queue was full."""
     errors: int = 0
-    """Of those heard, it raised at these."""
+    """Heard, but the listener raised an exception."""
 
 
 class Telemetry:
-    """Any number of plays on one side, some listeners on the other; a context manager."""
+    """Connects any number of plays to listeners; a context manager."""
 
-    def __init__(self, *listeners: Listener, limit: int = _LIMIT) -> None:
-        """Take the listeners.
+    def __init__(self, *listeners: Listener, limit: int = _QUEUE_LIMIT) -> None:
+        """Start without threads; each listener gets its thread with its first event.
 
         Args:
-            listeners: each gets a thread of its own.
-            limit: events that may wait for each; what comes beyond that is dropped and counted.
+            listeners: take the events, each in its own thread.
+            limit: events that may wait for each; more are dropped and counted.
 
         Raises:
             UsageError: no listener, or a limit below 1.
         """
         if not listeners or limit < 1:
             raise UsageError("telemetry: give at least one listener, and a limit of at least 1 event")
-        self._lanes = [_Lane(listener, limit) for listener in listeners]
+        self._queues = [_ListenerQueue(listener, limit) for listener in listeners]
         self._chunk = max(1, limit // 2)
 
     def __enter__(self) -> Self:
@@ -61,24 +61,24 @@ class Telemetry:
         self.close()
 
     @property
-    def counts(self) -> dict[str, Counts]:
-        """By the name of the listener, what became of the events; a second one of a name goes by ``name-2``."""
-        found: dict[str, Counts] = {}
-        for lane in self._lanes:
-            name, number = lane.listener.name, 2
+    def counts(self) -> dict[str, ListenerCounts]:
+        """Counts by name of the listener; a second listener of the same name is ``name-2``."""
+        found: dict[str, ListenerCounts] = {}
+        for queue in self._queues:
+            name, number = queue.listener.name, 2
             while name in found:
-                name, number = f"{lane.listener.name}-{number}", number + 1
-            found[name] = lane.counts
+                name, number = f"{queue.listener.name}-{number}", number + 1
+            found[name] = queue.counts
         return found
 
     @contextmanager
     def play(self, log: Log | None = None) -> Iterator[Log]:
-        """Begin a play; gives the log that the play is to write to, and tells how it ended.
+        """Yield the log of a new play; leaving the context ends the play.
 
         Args:
-            log: takes every event of the play as well, at once.
+            log: called with every event as well, immediately.
         """
-        tap = _Tap(self._lanes, uuid.uuid4().hex)
+        tap = _Tap(self._queues, uuid.uuid4().hex)
         tap.tell(PlayCalled(0.0), time.time())
 
         def hear(event: PlayEvent) -> None:
@@ -94,17 +94,17 @@ class Telemetry:
         tap.end(time.time())
 
     def feed(self, events: Iterable[PlayEvent], began_s: float | None = None) -> str:
-        """Tell of a play that is over, such as a simulated one, by its events; waits for listeners that are behind.
+        """Pass on the events of a finished play, for instance a simulated one; wait for listeners that fall behind.
 
         Args:
             events: in order.
             began_s: when it began, seconds since 1970; None: now.
 
         Returns:
-            The name that the play was given.
+            The identifier that the play was given.
         """
         begun = time.time() if began_s is None else began_s
-        tap = _Tap(self._lanes, uuid.uuid4().hex)
+        tap = _Tap(self._queues, uuid.uuid4().hex)
         tap.tell(PlayCalled(0.0), begun)
         last_s = 0.0
         for count, event in enumerate(events, 1):
@@ -116,27 +116,27 @@ class Telemetry:
         return tap.sid
 
     def flush(self, timeout_s: float = _CLOSE_S) -> bool:
-        """Wait until every listener has heard what has been told so far; returns whether all have."""
+        """Wait until every listener has taken all events so far; return whether all have."""
         until = time.monotonic() + timeout_s
-        marks = [lane.mark() for lane in self._lanes]
+        marks = [queue.mark() for queue in self._queues]
         heard = [mark(max(0.0, until - time.monotonic())) for mark in marks]
         return all(heard)
 
     def close(self, timeout_s: float = _CLOSE_S) -> None:
-        """Let the listeners hear what waits for them, and end their threads; one that hangs is left behind."""
+        """Let the listeners take queued events, then end their threads; a thread that hangs is abandoned."""
         until = time.monotonic() + timeout_s
-        for lane in self._lanes:
-            lane.end()
-        for lane in self._lanes:
-            lane.join(max(0.0, until - time.monotonic()))
+        for queue in self._queues:
+            queue.end()
+        for queue in self._queues:
+            queue.join(max(0.0, until - time.monotonic()))
 
 
-class _Lane:
+class _ListenerQueue:
     """One listener, its queue and its thread."""
 
     def __init__(self, listener: Listener, limit: int) -> None:
         self.listener, self._limit = listener, limit
-        self.counts = Counts()
+        self.counts = ListenerCounts()
         self._queue: SimpleQueue[tuple[Context, Heard] | threading.Event | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
@@ -144,9 +144,9 @@ class _Lane:
         self._told = False
 
     def put(self, context: Context, heard: Heard) -> None:
-        """Never waits: what there is no room for is dropped."""
-        room = self._limit + (_LAST_WORDS if isinstance(heard.event, PlayEnded) else 0)
-        with self._lock:  # held for a moment only: between the look and the put nobody may end the thread
+        """Queue an event, or drop it if the queue is full; never wait."""
+        room = self._limit + (_ENDS_RESERVE if isinstance(heard.event, PlayEnded) else 0)
+        with self._lock:  # briefly: the thread must not end between the check and the put
             if self._closed or self._queue.qsize() >= room:
                 self.counts.dropped += 1
                 return
@@ -154,7 +154,7 @@ class _Lane:
             self._queue.put((context, heard))
 
     def mark(self) -> Callable[[float], bool]:
-        """What waits, so many seconds at most, until all that was put before has been heard, and says whether it is."""
+        """Return a function that waits, up to a timeout, for the events queued so far; it returns whether they came."""
         with self._lock:
             thread = self._thread
             if thread is None:
@@ -171,7 +171,7 @@ class _Lane:
         return gone
 
     def end(self) -> None:
-        """Nothing more will be put."""
+        """Take no more events; the thread ends behind those that are queued."""
         with self._lock:
             if self._closed:
                 return
@@ -205,7 +205,7 @@ class _Lane:
             self.counts.heard += 1
             try:
                 context.run(self.listener.hear, heard)
-            except BaseException as error:  # noqa: BLE001  # whatever it is, the next play is to be heard
+            except BaseException as error:  # noqa: BLE001  # the listener must hear the next event
                 self.counts.errors += 1
                 self._tell(f"raised {error!r}")
         self._close()
@@ -217,7 +217,7 @@ class _Lane:
             self._tell(f"raised {error!r} as it was closed")
 
     def _tell(self, what: str) -> None:
-        """Say it once: who listens badly does so often."""
+        """Warn, once per listener."""
         if not self._told:
             self._told = True
             message = "telemetry: listener %s %s; plays go on, `Telemetry.counts` says how much is lost"
@@ -225,22 +225,22 @@ class _Lane:
 
 
 class _Tap:
-    """One play's way to all listeners."""
+    """Passes the events of one play to all listeners."""
 
-    def __init__(self, lanes: list[_Lane], sid: str) -> None:
+    def __init__(self, queues: list[_ListenerQueue], sid: str) -> None:
         self.sid = sid
-        # Listeners hear in the context of the caller, each in a copy of its own: that is how a span finds its parent.
-        self._lanes = [(lane, copy_context()) for lane in lanes]
+        # Each listener runs in a copy of the caller's context, in which a span finds its parent.
+        self._queues = [(queue, copy_context()) for queue in queues]
         self._last_s = 0.0
         self._over = False
 
     def tell(self, event: PlayEvent, wall_s: float) -> None:
         if self._over:
-            return  # upgrades that go on after the play: nobody would ever hear of their end
+            return  # upgrades may continue after the play, but it has ended for the listeners
         heard = Heard(self.sid, wall_s, event)
         self._last_s = event.t
-        for lane, context in self._lanes:
-            lane.put(context, heard)
+        for queue, context in self._queues:
+            queue.put(context, heard)
 
     def end(self, wall_s: float, error: BaseException | None = None) -> None:
         name = None if error is None else type(error).__name__

@@ -1,26 +1,68 @@
-"""`JsonLines`: one JSON object an event, with CMCD names where one fits."""
+"""`JsonLines`: one JSON object per event, under the names of CMCD (CTA-5004, Common Media Client Data) where one fits.
+
+A cache differs from a video: its groups are not played one by one, but must all be in place by one deadline. There the
+names mean:
+
+============  ========================================================================================================
+``sid``       The play: random.
+``cid``       The digest of the prompt, as in the asset's name.
+``d``         A group's duration: its equal share of the deadline, ms.
+``br``        Rate of the requested object over that duration, kbit/s. ``tb``: that of the asset's largest track.
+``dl``        Time to the deadline, ms.
+``bl``        Buffer: the slack, time to the deadline less what the rest needs at the lower bound of the rate, ms.
+``mtp``       The expected rate, kbit/s.
+``rtp``       The rate that would suffice: five times ``br``, the factor of dash.js and Shaka, kbit/s.
+``su``        The group is missing: without it the cache cannot be handed over.
+``bs``        The deadline has passed since the previous request; on a delivery: it was late.
+``nor``       The next object, requested together with this one: ``track/group``.
+``st sf ot``  ``v``, ``o``, ``o``: video on demand; other format; other kind of object.
+============  ========================================================================================================
+
+Responses have ``ttfb`` and ``ttlb`` of version 2: ms from the request to its first and its last byte. As CTA-5004
+requires, ``dl`` and ``bl`` are rounded to 100 ms, ``mtp`` and ``rtp`` to 100 kbit/s, and a buffer is never below 0.
+``slack_s``, ``rate`` and ``lower`` (bytes per second) follow unrounded.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from kvabr.telemetry.cmcd import Cmcd
-from kvabr.telemetry.listener import Heard, Listener
-from kvabr.telemetry.plays import Plays
+from kvabr.telemetry.listener import Heard, Listener, PlayStates
 from kvabr.types.errors import AssetError
-from kvabr.types.events import PlayEnded
+from kvabr.types.events import (
+    CacheDelivered,
+    DecisionMade,
+    FirstByteReceived,
+    PlayEnded,
+    PlayEvent,
+    PlayStarted,
+    ProgressMade,
+    RequestCancelled,
+    RequestDone,
+    RequestFailed,
+    RequestSent,
+    SampleLimited,
+)
+
+Record = dict[str, Any]
+
+_RATE_FACTOR = 5
+_RECORDED = frozenset({"plan", "recompute"})
+"""Kinds of decisions with a record of their own; the others are recorded with the request that they led to."""
+_MOST_REQUESTS = 4096
 
 
 class JsonLines(Listener):
-    """Appends to a file. Every line names its play (``sid``), so that any number of plays may share it."""
+    """Appends to a file. Every line has the ``sid`` of its play, so any number of plays can share the file."""
 
     name: ClassVar[str] = "jsonl"
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        """Open the file.
+        """Open a file for appending.
 
         Raises:
             AssetError: it cannot be written.
@@ -28,11 +70,11 @@ class JsonLines(Listener):
         try:
             self._file = Path(path).open("a", encoding="utf-8", errors="backslashreplace")  # noqa: SIM115  # see `close`
         except OSError as error:
-            raise AssetError(f"{path}: cannot be written ({error.strerror}); name another place") from error
-        self._plays = Plays(Cmcd)
+            raise AssetError(f"{path}: cannot be written ({error.strerror}); name another file") from error
+        self._plays = PlayStates(Cmcd)
 
     def hear(self, heard: Heard) -> None:
-        """Write what the event amounts to; the file is complete whenever a play has ended."""
+        """Write the records of an event; whenever a play ends the file is flushed."""
         play = self._plays.of(heard)
         self._file.writelines(json.dumps(record) + "\n" for record in play.records(heard.wall_s, heard.event))
         if isinstance(heard.event, PlayEnded):
@@ -41,3 +83,139 @@ class JsonLines(Listener):
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+class Cmcd:
+    """Turns the events of one play into records."""
+
+    def __init__(self, sid: str) -> None:
+        """Begin a play with a random identifier."""
+        self._who: Record = {"sid": sid}
+        self._deadline_s = 0.0
+        self._segment_s = 0.0
+        self._top = 0
+        self._decision: DecisionMade | None = None
+        self._requests: dict[int, tuple[float, float | None]] = {}
+        """Time sent and time of the first byte, by request under way."""
+        self._pending: Record | None = None
+        """The record of the last request, held back until the next event shows whether another request follows it."""
+        self._starved = False
+
+    def records(self, wall_s: float, event: PlayEvent) -> Iterator[Record]:
+        """Yield the records that an event makes: at most one, and before it the one held back.
+
+        Args:
+            wall_s: when it happened, seconds since 1970.
+            event: from the play's log.
+        """
+        if self._pending is not None and not isinstance(event, RequestSent):
+            # A decision at the same time may lead to the next request.
+            decided = isinstance(event, DecisionMade) and event.kind not in _RECORDED
+            if not (decided and event.t == self._pending["t"]):
+                yield self._sent()
+        match event:
+            case RequestSent():
+                yield from self._request(wall_s, event)
+            case DecisionMade():
+                if event.kind in _RECORDED:
+                    yield self._record(wall_s, event, self._buffer(event), *_NUMBERS, "kind", "group", "reason")
+                self._decision = event
+            case FirstByteReceived():
+                sent_s, first_s = self._requests.get(event.request, (event.t, None))
+                self._requests[event.request] = (sent_s, event.t if first_s is None else first_s)
+            case ProgressMade():
+                yield self._record(wall_s, event, self._buffer(event), "received", *_NUMBERS)
+            case RequestDone():
+                yield self._record(wall_s, event, self._times(event), "request", "group", "track", "bytes")
+            case SampleLimited():
+                pass
+            case _:
+                yield self._other(wall_s, event)
+
+    def _sent(self) -> Record:
+        pending, self._pending = self._pending, None
+        assert pending is not None  # noqa: S101  # its callers have checked
+        return pending
+
+    def _request(self, wall_s: float, event: RequestSent) -> Iterator[Record]:
+        decision = self._decision
+        if decision is not None and decision.request != event.request:
+            decision = None
+        cmcd = self._buffer(decision, event.t)
+        rate = 8.0 * event.bytes / self._segment_s if self._segment_s else 0.0
+        if rate:
+            cmcd |= {
+                "br": round(rate / 1e3),
+                "d": round(1e3 * self._segment_s),
+                "rtp": _hundreds(_RATE_FACTOR * rate / 1e3),
+            }
+        if self._top and self._segment_s:
+            cmcd["tb"] = round(8.0 * self._top / self._deadline_s / 1e3)
+        if decision is not None and decision.kind == "fetch":
+            cmcd["su"] = True
+        if event.t > self._deadline_s > 0 and not self._starved:
+            cmcd["bs"] = self._starved = True
+        cmcd |= {"st": "v", "sf": "o", "ot": "o"}
+        if self._pending is not None:
+            if self._pending["t"] == event.t:
+                self._pending["cmcd"]["nor"] = f"{event.track}/{event.group}"
+            yield self._sent()
+        if len(self._requests) < _MOST_REQUESTS:
+            self._requests[event.request] = (event.t, None)
+        record = self._record(wall_s, event, cmcd, "request", "group", "track", "bytes")
+        if decision is not None:
+            record |= {key: getattr(decision, key) for key in (*_NUMBERS, "kind", "reason")}
+        self._pending = record
+
+    def _times(self, event: RequestDone) -> Record:
+        sent_s, first_s = self._requests.pop(event.request, (None, None))
+        cmcd: Record = {}
+        if sent_s is not None:
+            cmcd["ttlb"] = round(1e3 * (event.t - sent_s))
+            if first_s is not None:
+                cmcd["ttfb"] = round(1e3 * (first_s - sent_s))
+        return cmcd
+
+    def _buffer(self, event: DecisionMade | ProgressMade | None, t: float | None = None) -> Record:
+        """Return what an event says of time and rate, at time ``t`` or its own."""
+        cmcd: Record = {}
+        now = event.t if t is None and event is not None else t
+        if self._deadline_s and now is not None:
+            cmcd["dl"] = _hundreds(1e3 * (self._deadline_s - now))
+        if event is not None and event.slack_s is not None:
+            cmcd["bl"] = _hundreds(1e3 * event.slack_s)
+        if event is not None and event.rate:
+            cmcd["mtp"] = _hundreds(8.0 * event.rate / 1e3)
+        return cmcd
+
+    def _other(self, wall_s: float, event: PlayEvent) -> Record:
+        cmcd = Record()
+        match event:
+            case PlayStarted():
+                self._begin(event)
+            case RequestCancelled() | RequestFailed():
+                self._requests.pop(event.request, None)
+            case CacheDelivered(met=False):
+                cmcd["bs"] = True
+        return self._record(wall_s, event, cmcd)
+
+    def _begin(self, event: PlayStarted) -> None:
+        self._deadline_s = event.deadline_s
+        self._segment_s = event.deadline_s / max(1, event.groups)
+        self._top = max(event.track_bytes, default=event.fp16_bytes)
+        self._who["cid"] = event.asset.rpartition("/")[2]
+
+    def _record(self, wall_s: float, event: PlayEvent, cmcd: Record, *keys: str) -> Record:
+        """Return a record with the named fields of an event; with all of them if none is named."""
+        line = event.to_json()
+        record: Record = {"ts": round(1e3 * wall_s), "t": event.t, "event": event.name, "cmcd": self._who | cmcd}
+        record.update((key, line[key]) for key in keys or line if key not in record)
+        return record
+
+
+_NUMBERS = ("slack_s", "rate", "lower")
+
+
+def _hundreds(value: float) -> int:
+    """Round to hundreds, not below 0, as CTA-5004 requires for times and rates."""
+    return max(0, 100 * round(value / 100.0))

@@ -1,12 +1,17 @@
-"""What every listener is: it hears of the events of plays, one after the other."""
+"""The listener protocol, and a bounded memory of the plays that a listener follows."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Generic, TypeVar
 
-from kvabr.types.events import PlayEvent
+from kvabr.types.events import PlayEnded, PlayEvent
+
+S = TypeVar("S")
+
+MAX_PLAYS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,15 +19,15 @@ class Heard:
     """One event of one play."""
 
     play: str
-    """Which play: a random name, the ``sid`` of CMCD."""
+    """Random identifier of the play, the ``sid`` of CMCD."""
     wall_s: float
-    """When it happened, seconds since 1970."""
+    """Time of the event, seconds since 1970."""
     event: PlayEvent
-    """The event; `PlayCalled` is the first of every play, `PlayEnded` the last."""
+    """`PlayCalled` is the first event of every play, `PlayEnded` the last."""
 
 
 class Listener(ABC):
-    """Hears of plays, from one thread, one event after the other."""
+    """Receives the events of plays, one after the other, in a thread of its own."""
 
     name: ClassVar[str] = "listener"
     """For messages and counters."""
@@ -31,9 +36,32 @@ class Listener(ABC):
     def hear(self, heard: Heard) -> None:
         """Take one event.
 
-        It may block and it may raise: no play waits for it. The first event that is heard of a play may be any, since
-        events that come faster than they are heard are dropped; `PlayEnded` is dropped last.
+        It may block and it may raise: no play waits for it. Events that come faster than they are taken are dropped,
+        so any event may be the first of a play; `PlayEnded` is dropped last.
         """
 
     def close(self) -> None:  # noqa: B027  # a hook that few need
-        """Nothing more will be heard."""
+        """Release what the listener holds; no event follows."""
+
+
+class PlayStates(Generic[S]):
+    """A state for each of at most 1,024 plays: the end of a play may be dropped, so the oldest are forgotten."""
+
+    def __init__(self, make: Callable[[str], S]) -> None:
+        """Take a function that makes a state from the identifier of a play."""
+        self._make = make
+        self._states: dict[str, S] = {}
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    def of(self, heard: Heard) -> S:
+        """Return the state of an event's play; after `PlayEnded` it is forgotten."""
+        if isinstance(heard.event, PlayEnded):
+            found = self._states.pop(heard.play, None)
+            return self._make(heard.play) if found is None else found
+        if heard.play not in self._states:
+            if len(self._states) >= MAX_PLAYS:
+                del self._states[next(iter(self._states))]
+            self._states[heard.play] = self._make(heard.play)
+        return self._states[heard.play]

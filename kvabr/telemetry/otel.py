@@ -1,8 +1,7 @@
-"""`OpenTelemetry`: a span for every play, with one below it for each lookup, transfer, decoding and prefill.
+"""`OpenTelemetry`: a span for every play, with a child span for each lookup, transfer, decoding and prefill.
 
-The span of a play is a child of the span that is current where the play is called, so that it appears in the trace of
-the request that it serves. Which exporter gets the spans is the application's business: kvabr only needs the package
-``opentelemetry-api`` (extra ``otel``).
+The span of a play is a child of the current span of the caller, so it appears in the trace of the request that the play
+serves. The application chooses the exporter; kvabr needs only the package ``opentelemetry-api`` (extra ``otel``).
 """
 
 from __future__ import annotations
@@ -10,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from kvabr.telemetry.listener import Heard, Listener
-from kvabr.telemetry.plays import Plays
+from kvabr.telemetry.listener import Heard, Listener, PlayStates
 from kvabr.types.errors import UsageError
 from kvabr.types.events import (
     CacheDelivered,
@@ -36,23 +34,23 @@ from kvabr.types.events import (
 )
 
 _MOST_SPANS = 2000
-"""Spans below that of one play; what comes beyond is counted in ``kvabr.spans_left_out``."""
+"""Child spans of one play; more are counted in ``kvabr.spans_left_out``."""
 _STARTED = ("policy", "estimator", "deadline_s", "engine_mode", "groups", "fp16_bytes", "asset", "rtt_s")
 _REQUESTED = ("group", "track", "bytes")
 _DECIDED = ("kind", "reason", "rate", "lower", "slack_s")
 _LOOKUP = ("lookup", 0)
 
 Key = tuple[str, int]
-"""What a span is of, and which one: the number of the request, or of the first group."""
+"""Kind of a span, and the number of its request or 0."""
 
 
 class OpenTelemetry(Listener):
-    """Makes spans of plays."""
+    """Makes a trace of every play."""
 
     name: ClassVar[str] = "opentelemetry"
 
     def __init__(self, tracer_provider: Any = None) -> None:
-        """Take a tracer.
+        """Create the tracer.
 
         Args:
             tracer_provider: an `opentelemetry.trace.TracerProvider`; None: the application's global one.
@@ -68,10 +66,10 @@ class OpenTelemetry(Listener):
 
         self._trace = trace
         self._tracer = trace.get_tracer("kvabr", __version__, tracer_provider)
-        self._plays: Plays[_Spans] = Plays(lambda sid: _Spans(trace, self._tracer, sid))
+        self._plays: PlayStates[_Spans] = PlayStates(lambda sid: _Spans(trace, self._tracer, sid))
 
     def hear(self, heard: Heard) -> None:
-        """Begin, end or annotate a span."""
+        """Start, end or annotate a span."""
         self._plays.of(heard).hear(round(1e9 * heard.wall_s), heard.event)
 
 

@@ -1,7 +1,7 @@
-"""Metrics for Prometheus: sets of metrics, each with a registry of its own, and the HTTP server that shows one.
+"""Metrics for Prometheus: sets of metrics, those of plays, and the HTTP server that shows a set.
 
-`MetricSet` is the base of what servers, clients and plays count; its attributes are metrics of `prometheus_client`.
-`ScrapeServer` answers ``GET /metrics`` and ``GET /healthz``.
+`MetricSet` is the base of `PlayerMetrics` here and of the metrics of clients and servers; its attributes are metrics of
+`prometheus_client`. `ScrapeServer` answers ``GET /metrics`` and ``GET /healthz``.
 """
 
 from __future__ import annotations
@@ -11,14 +11,34 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from http import HTTPStatus
 from socketserver import ThreadingMixIn
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, ClassVar, Self
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from kvabr.telemetry.listener import Heard, Listener, PlayStates
 from kvabr.types.errors import TransportError
+from kvabr.types.events import (
+    CacheDelivered,
+    DecisionMade,
+    FirstByteReceived,
+    GroupDecoded,
+    PlayEnded,
+    PlayGaveUp,
+    PlayStarted,
+    ProgressMade,
+    RecomputeDone,
+    RecomputeEvent,
+    RecomputeStarted,
+    RequestCancelled,
+    RequestDone,
+    RequestFailed,
+    RequestSent,
+    TransferEvent,
+)
+from kvabr.types.naming import plain_track
 
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIEnvironment
@@ -28,6 +48,11 @@ _OTHER = "other"
 _TIMEOUT_S = 5.0
 _MAX_CONNECTIONS = 32
 _POLL_S = 0.1
+_SECONDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0)
+_LOSSES = (1e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0)
+_SHARES = (-1.0, -0.5, -0.2, -0.1, -0.05, 0.0, 0.05, 0.1, 0.2, 0.5, 1.0)
+
+_SOURCES = {"fetch": "fetched", "upgrade": "upgraded"}
 _TEXT = "text/plain; charset=utf-8"
 
 
@@ -96,6 +121,121 @@ class BoundedLabel:
                 return _OTHER
             self._known.add(value)
         return value
+
+
+class _PlayState:
+    """State of one play."""
+
+    def __init__(self, _sid: str) -> None:
+        self.deadline_s: float | None = None
+        self.kinds: dict[int, str] = {}
+        """``fetch`` or ``upgrade``, by request under way."""
+        self.sent_s: dict[int, float] = {}
+        self.computing_s = 0.0
+        self.result: str | None = None
+
+
+class PlayerMetrics(Listener, MetricSet):
+    """Counts plays; `expose` returns the text, `ScrapeServer` serves it."""
+
+    name: ClassVar[str] = "prometheus"
+
+    def __init__(self, registry: CollectorRegistry | None = None) -> None:
+        """Create the metrics, in ``registry`` or in a registry of their own."""
+        MetricSet.__init__(self, registry)
+        self._track = BoundedLabel()
+        self.plays_total = self.counter(
+            "kvabr_plays_total", "Plays that are over: met, late, gave_up, failed, or nothing was cached.", "result"
+        )
+        self.plays_in_progress = self.gauge("kvabr_plays_in_progress", "Plays in progress.")
+        self.ttft_seconds = self.histogram(
+            "kvabr_play_seconds", "From the end of the lookup until the cache was delivered.", _SECONDS
+        )
+        self.spare_share = self.histogram(
+            "kvabr_play_spare_ratio", "Share of the deadline that was left at delivery; below 0: late.", _SHARES
+        )
+        self.loss = self.histogram(
+            "kvabr_play_loss_nats", "Expected loss of delivered caches, nats per token.", _LOSSES
+        )
+        self.requests_total = self.counter(
+            "kvabr_play_requests_total", "Requests for groups that are over: done, cancelled, or failed.", "result"
+        )
+        self.bytes_total = self.counter("kvabr_play_bytes_total", "Bytes of groups that came, by track.", "track")
+        self.lost_bytes_total = self.counter(
+            "kvabr_play_lost_bytes_total", "Bytes received of requests that were cancelled or failed."
+        )
+        self.groups_total = self.counter(
+            "kvabr_play_groups_total", "Groups put in place, by how: fetched, upgraded, or recomputed.", "source"
+        )
+        self.recompute_seconds_total = self.counter(
+            "kvabr_play_recompute_seconds_total", "Seconds that engines computed."
+        )
+        self.first_byte_seconds = self.histogram(
+            "kvabr_play_first_byte_seconds", "From a request to its first byte.", _SECONDS
+        )
+        self.rate = self.gauge("kvabr_play_rate_bytes_per_second", "Rate that the last play expected of its link.")
+        self.lower_bound = self.gauge("kvabr_play_rate_lower_bytes_per_second", "Lower bound of that rate.")
+        self._plays = PlayStates(_PlayState)
+
+    def hear(self, heard: Heard) -> None:
+        """Count one event."""
+        play, event = self._plays.of(heard), heard.event
+        self.plays_in_progress.set(len(self._plays))
+        match event:
+            case PlayStarted():
+                play.deadline_s = event.deadline_s
+            case DecisionMade() | ProgressMade():
+                self._estimates(play, event)
+            case FirstByteReceived():
+                if event.request in play.sent_s:
+                    self.first_byte_seconds.observe(event.t - play.sent_s.pop(event.request))
+            case TransferEvent():
+                self._transfer(play, event)
+            case RecomputeEvent():
+                self._engine(play, event)
+            case CacheDelivered():
+                self._delivered(play, event)
+            case PlayGaveUp():
+                play.result = "gave_up"
+            case PlayEnded():
+                self.plays_total.labels(play.result or ("nothing" if event.error is None else "failed")).inc()
+
+    def _estimates(self, play: _PlayState, event: DecisionMade | ProgressMade) -> None:
+        if event.rate:
+            self.rate.set(event.rate)
+            self.lower_bound.set(event.lower)
+        if isinstance(event, DecisionMade) and event.request is not None:
+            play.kinds[event.request] = event.kind
+
+    def _transfer(self, play: _PlayState, event: TransferEvent) -> None:
+        match event:
+            case RequestSent():
+                play.sent_s[event.request] = event.t
+            case RequestDone():
+                self.requests_total.labels("done").inc()
+                self.bytes_total.labels(self._track(plain_track(event.track))).inc(event.bytes)
+            case GroupDecoded():
+                self.groups_total.labels(_SOURCES[play.kinds.pop(event.request, "fetch")]).inc()
+            case RequestCancelled() | RequestFailed():
+                self.requests_total.labels("cancelled" if isinstance(event, RequestCancelled) else "failed").inc()
+                self.lost_bytes_total.inc(event.received)
+                play.sent_s.pop(event.request, None)
+                play.kinds.pop(event.request, None)
+
+    def _engine(self, play: _PlayState, event: RecomputeEvent) -> None:
+        if isinstance(event, RecomputeStarted):
+            play.computing_s = event.t
+            return
+        self.recompute_seconds_total.inc(max(0.0, event.t - play.computing_s))
+        if isinstance(event, RecomputeDone):
+            self.groups_total.labels("recomputed").inc(event.last - event.first)
+
+    def _delivered(self, play: _PlayState, event: CacheDelivered) -> None:
+        play.result = "met" if event.met else "late"
+        self.ttft_seconds.observe(event.t)
+        self.loss.observe(event.loss)
+        if play.deadline_s is not None:
+            self.spare_share.observe((play.deadline_s - event.t) / play.deadline_s)
 
 
 class ScrapeServer:

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from kvabr.telemetry import JsonLines, Telemetry
-from kvabr.telemetry.cmcd import Cmcd
-from kvabr.telemetry.plays import _MOST
+from kvabr.telemetry.jsonl import Cmcd
+from kvabr.telemetry.listener import MAX_PLAYS
 from kvabr.types.errors import AssetError
 from kvabr.types.events import (
     CacheDelivered,
@@ -177,8 +177,8 @@ def test_a_file_that_cannot_be_written_is_said_at_once(tmp_path):
 def test_plays_whose_end_is_never_heard_are_forgotten(tmp_path):
     listener = JsonLines(tmp_path / "plays.jsonl")
     with Telemetry(listener, limit=100_000) as telemetry:
-        plays = [telemetry.play() for _ in range(_MOST + 50)]
+        plays = [telemetry.play() for _ in range(MAX_PLAYS + 50)]
         for play in plays:
             play.__enter__()(progress(0.0))
         telemetry.flush()
-        assert len(listener._plays) == _MOST
+        assert len(listener._plays) == MAX_PLAYS
