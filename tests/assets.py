@@ -14,15 +14,15 @@ from kvabr.types.catalog import Catalog, Track
 from kvabr.types.kv import KVSpec, RopeSpec
 from kvabr.types.naming import TrackNamespace, chain
 
-GROUP_TOKENS = 4
+TOKENS_PER_GROUP = 4
 
 
 def spec(model: str = "test/model") -> KVSpec:
-    return KVSpec(model, "tokenizer", 1, 1, 2, "float16", RopeSpec(10000.0, 2), group_tokens=GROUP_TOKENS)
+    return KVSpec(model, "tokenizer", 1, 1, 2, "float16", RopeSpec(10000.0, 2), group_tokens=TOKENS_PER_GROUP)
 
 
 def digests(tokens: Sequence[int], *, model: str = "test/model", salt: bytes = b"") -> list[str]:
-    return chain(tokens, model=model, tokenizer="tokenizer", group_tokens=GROUP_TOKENS, salt=salt)
+    return chain(tokens, model=model, tokenizer="tokenizer", group_tokens=TOKENS_PER_GROUP, salt=salt)
 
 
 def make_asset(

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from kvabr.publish.encoder import Keeper, publish
+from kvabr.publish.encoder import publish
 from kvabr.store.asset import Asset, Prompt
 from kvabr.store.asset_folder import FolderAsset
 from kvabr.store.asset_folder_writer import FolderAssetWriter
@@ -75,9 +75,7 @@ def toy_asset(
     """Encode the toy model's cache into a folder: 5 groups of 16 tokens, the last one short."""
     made = prompt(tokens)
     with FolderAssetWriter(path, force=force) as writer:
-        catalog = publish(ToyModel(), made, tracks, profile, Keeper(writer.frame, writer.read_frame), salt=salt)
+        catalog = publish(ToyModel(), made, tracks, profile, writer, salt=salt)
         writer.prompt(made.sealed(catalog.namespace.prompt) if salt else made)
-        if catalog.profile is not None:
-            writer.profile(profile.to_bytes())
         writer.commit(catalog)
     return FolderAsset.open(path)

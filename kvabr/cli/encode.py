@@ -9,6 +9,7 @@ from pathlib import Path
 
 from kvabr.cli.options import add_salt_option, find_profile
 from kvabr.types.errors import UsageError
+from kvabr.types.kv import MAX_GROUP_TOKENS
 
 _EPILOG = """\
 examples:
@@ -54,6 +55,10 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--continuation", type=int, default=128, metavar="M", help="tokens to measure losses on (default: 128)"
     )
+    parser.add_argument(
+        "--group-tokens", type=int, metavar="N",
+        help="tokens per group; players must be given a spec with the same number (default: 128)",
+    )  # fmt: skip
     parser.add_argument("--tracks", nargs="+", metavar="TRACK", help="tracks to make (default: all but FP4)")
     parser.add_argument(
         "--profile",
@@ -73,8 +78,7 @@ def run(args: argparse.Namespace) -> int:
 
     from kvabr.cli.display import StageBar, mix_rows, mix_table, track_rows, track_table
     from kvabr.engines.transformers.model_loader import load_model
-    from kvabr.publish.encoder import Keeper, cut_prompt, publish
-    from kvabr.publish.frames import ordered_tracks
+    from kvabr.publish.encoder import cut_prompt, ordered_tracks, publish
     from kvabr.store.files import read_salt, read_text, write_text
     from kvabr.store.locations import open_store
 
@@ -85,6 +89,8 @@ def run(args: argparse.Namespace) -> int:
     writer = open_store(args.out).writer(force=args.force)
     if args.tokens < 1 or args.continuation < 2:
         raise UsageError("--tokens must be at least 1 and --continuation at least 2")
+    if args.group_tokens is not None and not 1 <= args.group_tokens <= MAX_GROUP_TOKENS:
+        raise UsageError(f"--group-tokens must be 1 to {MAX_GROUP_TOKENS}")
     console = Console(stderr=True)
     start = time.perf_counter()
     with console.status("loading the model"):
@@ -98,7 +104,8 @@ def run(args: argparse.Namespace) -> int:
             prompt,
             tracks,
             profile,
-            Keeper(writer.frame, writer.read_frame, writer.profile),
+            writer,
+            group_tokens=args.group_tokens,
             source=f"{args.text.name}, its first {args.tokens} tokens",
             salt=salt,
             progress=bar,

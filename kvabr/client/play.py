@@ -60,7 +60,7 @@ async def play(
         if recompute is None:
             raise UsageError("play: say of which model the tokens are: spec=..., or recompute=an engine")
         spec = recompute.spec
-    elif recompute is not None and recompute.spec.digest() != spec.digest():
+    elif recompute is not None and not recompute.spec.same_cache(spec):
         raise UsageError(f"play: the engine computes caches of {recompute.spec.model}, not of {spec.model}")
     if not len(tokens):
         raise UsageError("play: a prompt has at least one token")
@@ -147,7 +147,7 @@ async def _play_asset(
         late = f"the catalog did not come within the deadline of {deadline:g} s"
         raise PlayError(with_trouble(late, origin)) from error
     spec = found.catalog.spec
-    if recompute is not None and recompute.spec.digest() != spec.digest():
+    if recompute is not None and not recompute.spec.same_cache(spec):
         raise UsageError(f"the engine computes caches of {recompute.spec.model}, the asset is of {spec.model}")
     if len(tokens):
         name = {"model": spec.model, "tokenizer": spec.tokenizer}

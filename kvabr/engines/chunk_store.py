@@ -27,7 +27,7 @@ from kvabr.data import default_catalog
 from kvabr.engines.settings import Count, EngineSettings, Seconds
 from kvabr.publish.publisher import Outcome, Publisher, Slot
 from kvabr.types.errors import BusyError, FormatError, KvabrError, NotFoundError, UsageError
-from kvabr.types.kv import GROUP_TOKENS, KVSpec
+from kvabr.types.kv import KVSpec
 from kvabr.types.naming import TrackNamespace
 
 LOG = logging.getLogger("kvabr.engines.chunk_store")
@@ -94,7 +94,7 @@ def spec_of(model: str, engine: str, layers: int, heads: int, dim: int, dtype: t
 
 def key_digests(spec: KVSpec, key: str, tokens: int) -> list[str]:
     """A digest for each group of a cache; the last one names the asset."""
-    groups = -(-tokens // GROUP_TOKENS)
+    groups = spec.groups(tokens)
     return [_digest(spec, key, None if index == groups - 1 else index) for index in range(groups)]
 
 
@@ -230,7 +230,7 @@ class KeyedPublisher:
                 prior=default_catalog(),
                 tracks=settings.tracks or (exact, "Int8", "Int4"),
                 queue=settings.queue,
-                most_bytes=settings.publish_bytes,
+                max_bytes=settings.publish_bytes,
                 source=source,
             )
 

@@ -1,4 +1,4 @@
-"""Calibrates a profile: runs the model over diverse texts and lets the codec take its statistics."""
+"""Calibrates a codec profile: run the model over diverse texts, and take the statistics of its caches."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from kvabr.codec.fit import PASSES, FitConfig, fit
 from kvabr.codec.group import clean
 from kvabr.codec.payload import raw
 from kvabr.codec.profile import Profile
-from kvabr.engines.transformers.model_loader import LoadedModel
+from kvabr.publish.model import TextModel
 from kvabr.types.errors import AssetError, UsageError
 from kvabr.types.kv import KVSpec
 
 CONTEXTS = 24
-"""Contexts that a profile is calibrated on by default."""
+"""Default number of contexts."""
 
 CONTEXT_TOKENS = 1024
-"""Tokens of each."""
+"""Default tokens of a context."""
 
-_ASKED = 4
-"""One part of so many of a context is what the model is asked about, to see what it minds in the cache of the rest."""
+_SCORED_SHARE = 4
+"""The last quarter of a context is scored, to see which errors in the cache of the rest matter."""
 
 STAGES = ("prefill", *PASSES)
-"""What `calibrate` does, in this order, each once for every context."""
+"""Stages of `calibrate`, in order; each has one step per context."""
 
 Progress = Callable[[str, int, int], None]
-"""Told of every step: what is being done, steps done, steps in all."""
+"""Called with a stage, its steps done, and its steps in all."""
 
 
 def cut_contexts(texts: Mapping[str, Sequence[int]], contexts: int, tokens: int) -> list[tuple[str, Sequence[int]]]:
@@ -38,11 +38,11 @@ def cut_contexts(texts: Mapping[str, Sequence[int]], contexts: int, tokens: int)
 
     Args:
         texts: token ids by name.
-        contexts: how many; never fewer than there are texts.
-        tokens: length of each; a shorter text gives one context of what it has.
+        contexts: how many; there is at least one per text.
+        tokens: length of each; a shorter text gives one shorter context.
 
     Returns:
-        Pairs of a text's name and the context's token ids, which do not overlap.
+        Pairs of a text's name and a context's token ids. Contexts do not overlap.
 
     Raises:
         UsageError: there is no text.
@@ -62,7 +62,7 @@ def cut_contexts(texts: Mapping[str, Sequence[int]], contexts: int, tokens: int)
 
 
 def calibrate(
-    bed: LoadedModel,
+    model: TextModel,
     texts: Mapping[str, str],
     *,
     contexts: int = CONTEXTS,
@@ -70,38 +70,38 @@ def calibrate(
     config: FitConfig | None = None,
     progress: Progress = lambda _stage, _done, _all: None,
 ) -> Profile:
-    """Make a profile of a model from texts.
+    """Return a profile of a model, made from texts.
 
     Args:
-        bed: the model and its tokenizer.
-        texts: texts by name; the more they differ, the better the profile fits what it never saw.
+        model: the model with its tokenizer.
+        texts: by name; the more they differ, the better the profile fits other texts.
         contexts: contexts to cut out of them, see `cut_contexts`.
-        tokens: tokens of each; None: `CONTEXT_TOKENS`, or as many as the model sees. Their caches and gradients wait in
-            temporary files, 16 bits an element; memory holds one at a time.
-        config: what the profile is to be like.
-        progress: told of every context in every one of `STAGES`.
+        tokens: tokens of each; None: `CONTEXT_TOKENS`, or as many as the model sees. Caches and gradients are kept in
+            temporary files, 16 bits per element; memory holds one at a time.
+        config: settings of the fit.
+        progress: called after every context in each of `STAGES`.
 
     Raises:
-        UsageError: no text, or contexts longer than the model sees.
-        AssetError: there is no room for the caches.
+        UsageError: there is no text, or contexts are longer than the model sees.
+        AssetError: the disk has no room for the caches.
     """
     if tokens is None:
-        tokens = min(CONTEXT_TOKENS, bed.engine.context)
-    if contexts < 1 or not 16 <= tokens <= bed.engine.context:
-        raise UsageError(f"a calibration takes at least 1 context of 16 to {bed.engine.context} tokens")
-    cuts = cut_contexts({name: bed.encode(text) for name, text in texts.items()}, contexts, tokens)
+        tokens = min(CONTEXT_TOKENS, model.engine.context)
+    if contexts < 1 or not 16 <= tokens <= model.engine.context:
+        raise UsageError(f"a calibration takes at least 1 context of 16 to {model.engine.context} tokens")
+    cuts = cut_contexts({name: model.encode(text) for name, text in texts.items()}, contexts, tokens)
     folder = tempfile.gettempdir()
-    engine = bed.engine
+    engine = model.engine
     try:
         with tempfile.TemporaryFile(prefix="kvabr-calibrate-") as one, tempfile.TemporaryFile() as other:
             caches, gradients = _Spool(one, engine.spec), _Spool(other, engine.spec, torch.bfloat16)
             for done, (_, ids) in enumerate(cuts):
                 cache = engine.prefill(ids)
                 caches.add(cache)
-                asked = len(ids) // _ASKED
-                # A cache of 16 bits may hold infinities, behind which a model says nothing.
-                asking = clean(cache[:, :, :, :-asked])[0]
-                gradients.add(engine.gradient(asking, ids[-asked:], seed=done))
+                scored = len(ids) // _SCORED_SHARE
+                # A cache of 16 bits may hold infinities, behind which all probabilities are NaN.
+                kept = clean(cache[:, :, :, :-scored])[0]
+                gradients.add(engine.gradient(kept, ids[-scored:], seed=done))
                 progress("prefill", done + 1, len(cuts))
             return fit(
                 engine.spec,
@@ -115,19 +115,19 @@ def calibrate(
 
 
 class _Spool:
-    """Caches in a file, one after the other."""
+    """Tensors of one spec in a file, one after the other."""
 
     def __init__(self, file: IO[bytes], spec: KVSpec, dtype: torch.dtype | None = None) -> None:
         self._file, self._spec, self._dtype = file, spec, dtype or spec.torch_dtype
         self._tokens: list[int] = []
 
     def add(self, cache: torch.Tensor) -> None:
-        """Append a cache."""
+        """Append a tensor."""
         self._file.write(raw(cache.to(self._dtype)))
         self._tokens.append(cache.shape[3])
 
     def read(self) -> Iterator[torch.Tensor]:
-        """All of them."""
+        """Yield all of them."""
         self._file.seek(0)
         for tokens in self._tokens:
             shape = self._spec.shape(tokens)

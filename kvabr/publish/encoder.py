@@ -2,78 +2,220 @@
 
 from __future__ import annotations
 
+import hashlib
+import statistics
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import torch
 
-from kvabr.codec.base import codec
+from kvabr.codec.base import GroupContext, codec, names
 from kvabr.codec.fit import FitConfig, fit
+from kvabr.codec.group import clean, decode_group, encode_group, payload_of
 from kvabr.codec.profile import Profile
-from kvabr.engines.transformers.model_loader import LoadedModel
-from kvabr.publish.frames import FrameBook
-from kvabr.publish.mixes import measure_mixes, sample_mixes
-from kvabr.publish.quality import MAX_PASSES, measure_quality
-from kvabr.publish.score import Reference, ScoringEngine
+from kvabr.publish.model import ScoringEngine, TextModel
+from kvabr.publish.quality import MAX_PASSES, Reference, measure_mixes, measure_quality, sample_mixes
 from kvabr.store.asset import Prompt
 from kvabr.types.catalog import Catalog, Mix, Quality, Track
 from kvabr.types.cost import PrefillCost
-from kvabr.types.engine import time_prefills
+from kvabr.types.engine import Engine, time_prefills
 from kvabr.types.errors import UsageError
-from kvabr.types.kv import GROUP_TOKENS, KVSpec
+from kvabr.types.kv import KVSpec
 from kvabr.types.naming import TrackNamespace, chain
 
 Progress = Callable[[str, int, int], None]
-"""Told of every step: what is being done, steps done, steps in all."""
+"""Called with a stage, its steps done, and its steps in all."""
 
 STAGES = ("prefill", "encode", "time", "measure", "mix")
-"""What `publish` does, in this order; ``prefill`` counts tokens."""
+"""Stages of `publish`, in order; the steps of ``prefill`` are tokens."""
+
+ON_REQUEST = ("FP4",)
+"""Tracks that are made only if they are named: Int4 is as small and loses half as much."""
+
+_TIMED_GROUPS = 5
+"""Groups whose decoding is timed; the median counts."""
+
+_PREFILL_TOKENS = 512
+"""Tokens computed at a time: large enough for the matrix units, small enough to show progress."""
 
 _OWN_CLASSES = 16
-"""Classes of rows in a profile that is estimated from one asset, and travels with it."""
+"""Classes of rows in a profile that is estimated from one asset and travels with it."""
 
-_TOP = 65504.0
-"""FP16's largest number."""
+_FP16_MAX = 65504.0
 
 _CHARACTERS_PER_TOKEN = 16
-"""More than any text has on average: so much of a long text is tokenised at first."""
+"""More than any text has on average: how much of a long text is tokenised at first."""
 
 
-@dataclass(frozen=True, slots=True)
-class Keeper:
-    """Where frames are kept while they are made and measured."""
+class FrameStore(Protocol):
+    """Keeps frames while they are made and measured. `kvabr.store.asset.AssetWriter` is one."""
 
-    put: Callable[[int, str, bytes], None]
-    get: Callable[[int, str], bytes]
-    profile: Callable[[bytes], None] = lambda _data: None
-    """Takes the file of the profile, if a track needs one."""
+    def frame(self, group: int, track: str, frame: bytes) -> None:
+        """Keep a frame."""
+        ...
 
-    @classmethod
-    def in_memory(cls) -> Keeper:
-        """A keeper for measurements that leave nothing behind."""
-        kept: dict[tuple[int, str], bytes] = {}
-        return cls(lambda group, track, frame: kept.__setitem__((group, track), frame), lambda *key: kept[key])
+    def read_frame(self, group: int, track: str) -> bytes:
+        """Return a frame that was kept."""
+        ...
+
+    def profile(self, data: bytes) -> None:
+        """Keep the codec profile, if a track needs one."""
+        ...
 
 
-def cut_prompt(bed: LoadedModel, text: str, tokens: int, continuation: int) -> Prompt:
-    """The first tokens of a text as a prompt, and the ones after it as its continuation.
+@dataclass(slots=True)
+class MemoryFrames:
+    """A `FrameStore` for measurements that leave nothing behind."""
+
+    frames: dict[tuple[int, str], bytes] = field(default_factory=dict)
+    profile_data: bytes | None = None
+
+    def frame(self, group: int, track: str, frame: bytes) -> None:
+        """See `FrameStore.frame`."""
+        self.frames[group, track] = frame
+
+    def read_frame(self, group: int, track: str) -> bytes:
+        """See `FrameStore.read_frame`."""
+        return self.frames[group, track]
+
+    def profile(self, data: bytes) -> None:
+        """See `FrameStore.profile`."""
+        self.profile_data = data
+
+
+def ordered_tracks(wanted: Sequence[str] | None) -> tuple[str, ...]:
+    """Return the tracks to make, each after the one that it refines; for None all that exist but `ON_REQUEST`.
 
     Raises:
-        UsageError: the text is too short, or the model cannot see so many tokens.
+        FormatError: there is no such codec.
+        UsageError: a track refines one that is not wanted, or is wanted twice.
+    """
+    if wanted is None:
+        wanted = [name for name in names() if name not in ON_REQUEST]
+    if len(set(wanted)) != len(wanted) or not wanted:
+        raise UsageError("name at least one track, and each only once")
+    out: list[str] = []
+    rest = list(wanted)
+    while rest:
+        ready = [name for name in rest if codec(name).refines is None or codec(name).refines in out]
+        if not ready:
+            raise UsageError(f"track {rest[0]} refines {codec(rest[0]).refines}: name that one as well")
+        out.append(ready[0])
+        rest.remove(ready[0])
+    return tuple(out)
+
+
+class FrameEncoder:
+    """Encodes one cache into frames, reads them back, and times their decoding."""
+
+    def __init__(
+        self,
+        spec: KVSpec,
+        chunks: Sequence[str],
+        tokens: int,
+        tracks: Sequence[str],
+        profile: Profile | None,
+        store: FrameStore,
+    ) -> None:
+        """Prepare to encode.
+
+        Args:
+            spec: the cache's spec.
+            chunks: chained prompt digest of every group.
+            tokens: tokens in the cache.
+            tracks: names of the tracks, see `ordered_tracks`.
+            profile: side information, for the tracks that need it.
+            store: keeps the frames.
+        """
+        self.spec, self.chunks, self.tokens, self.tracks = spec, tuple(chunks), tokens, tuple(tracks)
+        self._profile, self._store = profile, store
+        self.bytes: dict[str, list[int]] = {track: [] for track in tracks}
+        """Size of every frame, by track and group."""
+        self.digests: dict[str, list[str]] = {track: [] for track in tracks}
+        """SHA-256 of every frame, by track and group."""
+        self.aside: dict[str, int] = dict.fromkeys(tracks, 0)
+        """Tokens that a track stores uncoded because they are too unusual, see `kvabr.codec.base.Codec.aside`."""
+        self.replaced = 0
+        """Numbers of the cache that were NaN, infinite or beyond FP16, see `kvabr.codec.group.clean`."""
+
+    def encode(self, cache: torch.Tensor, progress: Callable[[int, int], None] = lambda _done, _all: None) -> None:
+        """Encode every group of ``cache``, [layer, K/V, head, token, dim], on every track, groups in order."""
+        total = len(self.chunks) * len(self.tracks)
+        for group, chunk in enumerate(self.chunks):
+            context = replace(self._context(group), memo={})
+            end = context.first_token + context.tokens
+            kv, replaced = clean(cache[:, :, :, context.first_token : end])
+            self.replaced += replaced
+            made: dict[str, bytes] = {}
+            for index, track in enumerate(self.tracks):
+                below = [bytes(payload_of(made[name])) for name in _below(track)]
+                frame = encode_group(kv, track, context, chunk, group, below)
+                made[track] = frame
+                self._store.frame(group, track, frame)
+                self.aside[track] += codec(track).aside(payload_of(frame), context)
+                self.bytes[track].append(len(frame))
+                self.digests[track].append(hashlib.sha256(frame).hexdigest())
+                progress(group * len(self.tracks) + index + 1, total)
+
+    def decode(self, group: int, track: str, out: torch.Tensor) -> None:
+        """Decode one group of one track into ``out``, [layer, K/V, head, token, dim]."""
+        frame, below = self._read(group, track)
+        decode_group(frame, track, self._context(group), self.chunks[group], group, out, below)
+
+    def decode_seconds(self, track: str) -> float:
+        """Return the median seconds that one thread takes to check and decode a full group, as a player does.
+
+        This is processor time, so that other work on the publisher's machine does not count.
+        """
+        threads = torch.get_num_threads()
+        full = [group for group in range(len(self.chunks)) if self._context(group).tokens == self.spec.group_tokens]
+        groups = (full or [0])[:_TIMED_GROUPS]
+        out = torch.empty(self.spec.shape(self._context(groups[0]).tokens), dtype=self.spec.torch_dtype)
+        times = []
+        torch.set_num_threads(1)
+        try:
+            self.decode(groups[0], track, out)  # the first use builds tables that a player would have by then
+            for group in groups:
+                frame, below = self._read(group, track)
+                context, digest = self._context(group), self.digests[track][group]
+                start = time.process_time()
+                decode_group(frame, track, context, self.chunks[group], group, out, below, digest=digest)
+                times.append(time.process_time() - start)
+        finally:
+            torch.set_num_threads(threads)
+        return statistics.median(times)
+
+    def _read(self, group: int, track: str) -> tuple[bytes, list[memoryview]]:
+        """Return a frame, and the payloads of the frames that it refines."""
+        below = [payload_of(self._store.read_frame(group, name)) for name in _below(track)]
+        return self._store.read_frame(group, track), below
+
+    def _context(self, group: int) -> GroupContext:
+        first, last = self.spec.group_range(group, self.tokens)
+        return GroupContext(self.spec, first, last - first, self._profile)
+
+
+def cut_prompt(model: TextModel, text: str, tokens: int, continuation: int) -> Prompt:
+    """Return the first tokens of a text as a prompt, and the ones after it as its continuation.
+
+    Raises:
+        UsageError: the text is too short, or the model cannot see that many tokens.
     """
     if tokens < 1 or continuation < 2:
         raise UsageError("a prompt takes at least 1 token, and a continuation at least 2 to measure the loss on")
-    wanted = tokens + continuation
-    if wanted > bed.engine.context:
+    wanted, context = tokens + continuation, model.engine.context
+    if wanted > context:
         raise UsageError(
-            f"{tokens} tokens and {continuation} of continuation do not fit {bed.engine.spec.model}, which sees "
-            f"{bed.engine.context} at most: ask for --tokens {max(0, bed.engine.context - continuation)} or fewer"
+            f"{tokens} tokens and {continuation} of continuation do not fit {model.engine.spec.model}, which sees "
+            f"{context} at most: ask for --tokens {max(0, context - continuation)} or fewer"
         )
     head = text[: wanted * _CHARACTERS_PER_TOKEN]
-    ids = bed.encode(head)
+    ids = model.encode(head)
     # The cut may fall within a word, so tokens near it do not count.
     if len(head) < len(text) and len(ids) < wanted + 16:
-        ids = bed.encode(text)
+        ids = model.encode(text)
     if len(ids) < wanted:
         raise UsageError(
             f"the text has {len(ids)} tokens, but {tokens} and {continuation} of continuation were asked for: give a "
@@ -83,26 +225,24 @@ def cut_prompt(bed: LoadedModel, text: str, tokens: int, continuation: int) -> P
 
 
 def compute_cache(
-    engine: ScoringEngine, tokens: Sequence[int], progress: Callable[[int, int], None] = lambda _done, _all: None
+    engine: Engine, tokens: Sequence[int], progress: Callable[[int, int], None] = lambda _done, _all: None
 ) -> torch.Tensor:
-    """The exact cache of a prompt, [layer, K/V, head, token, dim] in the engine's dtype, computed group by group."""
-    # Four groups at a time: large enough for the matrix units, small enough to see it move.
-    step = 4 * GROUP_TOKENS
+    """Return the exact cache of a prompt, [layer, K/V, head, token, dim] in the engine's dtype, computed in parts."""
     cache: torch.Tensor | None = None
-    for first in range(0, len(tokens), step):
+    for first in range(0, len(tokens), _PREFILL_TOKENS):
         before = None if cache is None else cache[:, :, :, :first]
-        part = engine.prefill(tokens[first : first + step], before)
+        part = engine.prefill(tokens[first : first + _PREFILL_TOKENS], before)
         if cache is None:
             cache = part.new_empty(engine.spec.shape(len(tokens)))
-        cache[:, :, :, first : first + step] = part
-        progress(min(first + step, len(tokens)), len(tokens))
+        cache[:, :, :, first : first + _PREFILL_TOKENS] = part
+        progress(min(first + _PREFILL_TOKENS, len(tokens)), len(tokens))
     if cache is None:
         raise UsageError("a prompt takes at least 1 token")
     return cache
 
 
 def own_profile(spec: KVSpec, exact: torch.Tensor) -> Profile:
-    """A profile for one cache alone, where the model has none: no transform, few tables, so that it is small.
+    """Return a profile for one cache alone, where the model has none: no transform and few tables, so it is small.
 
     Args:
         spec: the cache's spec.
@@ -118,8 +258,9 @@ def publish(
     prompt: Prompt,
     tracks: Sequence[str],
     profile: Profile | None,
-    keeper: Keeper,
+    store: FrameStore,
     *,
+    group_tokens: int | None = None,
     source: str = "",
     salt: bytes = b"",
     max_passes: int = MAX_PASSES,
@@ -131,26 +272,28 @@ def publish(
 
     Args:
         engine: the model.
-        prompt: what to publish, and what really followed.
-        tracks: names of the tracks, see `kvabr.publish.frames.ordered_tracks`.
-        profile: side information of the model, for the tracks that need it; None: one is estimated from this very
-            cache, small and without a transform, and published with it.
-        keeper: takes every frame, and gives it back for measuring; and the profile.
+        prompt: what to publish, and what followed it.
+        tracks: names of the tracks, see `ordered_tracks`.
+        profile: side information of the model, for the tracks that need it; None: one is estimated from this cache,
+            small and without a transform, and published with it.
+        store: keeps every frame and the profile, and gives frames back for measuring; as a rule an asset's writer.
+        group_tokens: tokens per group; None: as in the engine's spec.
         source: what the prompt is, in words, for the catalog.
-        salt: a tenant's secret, see `kvabr.types.naming.chain`; it is not kept, and then `Prompt.sealed` must tie the
-            token ids to the catalog.
+        salt: a tenant's secret, see `kvabr.types.naming.chain`. It is not kept, so `Prompt.sealed` must tie the token
+            ids to the catalog.
         max_passes: forward passes for attributing losses to groups, see `kvabr.publish.quality`.
         time_engine: whether to time a few prefills for the catalog's cost model.
-        progress: told of every step.
-        tell: told, in words, what is unusual about the cache.
+        progress: called after every step.
+        tell: called, in words, with what is unusual about the cache.
 
     Returns:
         The catalog, with measured losses, decode times and mixes. Floats have six significant digits.
 
     Raises:
         ForeignError: the profile is of another model.
+        FormatError: a group cannot have that many tokens.
     """
-    spec = engine.spec
+    spec = engine.spec if group_tokens is None else replace(engine.spec, group_tokens=group_tokens)
     needing = [track for track in tracks if codec(track).needs_profile]
     if not needing:
         profile = None
@@ -164,20 +307,20 @@ def publish(
                 f"no profile of {spec.model}: the AC tracks have tables of this asset alone and take two to three "
                 "times the bytes; `kvabr calibrate` makes a profile"
             )
-        keeper.profile(profile.to_bytes())
+        store.profile(profile.to_bytes())
     chunks = chain(prompt.tokens, model=spec.model, tokenizer=spec.tokenizer, group_tokens=spec.group_tokens, salt=salt)
-    book = FrameBook(spec, chunks, len(prompt.tokens), tracks, profile, put=keeper.put, get=keeper.get)
-    book.encode(exact, lambda done, total: progress("encode", done, total))
-    if book.replaced:
-        tell(f"{book.replaced:,} numbers of the cache were NaN, infinite or beyond FP16; they were replaced")
-        # A model that is given what is not finite says nothing that anything could be compared with.
-        exact = torch.nan_to_num(exact, nan=0.0, posinf=_TOP, neginf=-_TOP)
-    for track, count in book.aside.items():
+    frames = FrameEncoder(spec, chunks, len(prompt.tokens), tracks, profile, store)
+    frames.encode(exact, lambda done, total: progress("encode", done, total))
+    if frames.replaced:
+        tell(f"{frames.replaced:,} numbers of the cache were NaN, infinite or beyond FP16; they were replaced")
+        # Behind numbers that are not finite a model's probabilities are not, and nothing could be compared with them.
+        exact = torch.nan_to_num(exact, nan=0.0, posinf=_FP16_MAX, neginf=-_FP16_MAX)
+    for track, count in frames.aside.items():
         if count:
             tell(f"{track} keeps {count:,} of {len(prompt.tokens):,} tokens aside, which stand out")
     decode_s = {}
     for index, track in enumerate(tracks):
-        decode_s[track] = book.decode_seconds(track)
+        decode_s[track] = frames.decode_seconds(track)
         progress("time", index + 1, len(tracks) + 1)
     prefill: PrefillCost | None = None
     if time_engine and len(prompt.tokens) >= 128:
@@ -190,7 +333,7 @@ def publish(
         exact,
         spec,
         tracks,
-        book.decode,
+        frames.decode,
         max_passes=max_passes,
         progress=lambda done, total: progress("measure", done, total),
     )
@@ -203,9 +346,9 @@ def publish(
         tracks=tuple(
             Track(
                 name=track,
-                bytes=tuple(book.bytes[track]),
+                bytes=tuple(frames.bytes[track]),
                 loss=tuple(map(_six, measured.loss[track])),
-                digests=tuple(book.digests[track]),
+                digests=tuple(frames.digests[track]),
                 refines=codec(track).refines,
                 decode_s=_six(decode_s[track]),
                 measured=_round(measured.quality[track]),
@@ -223,10 +366,20 @@ def publish(
         sample_mixes(catalog),
         reference,
         prompt.tokens,
-        book.decode,
+        frames.decode,
         progress=lambda done, total: progress("mix", done, total),
     )
     return replace(catalog, mixes=tuple(Mix(mix.tracks, _six(mix.predicted), _six(mix.measured)) for mix in mixes))
+
+
+def _below(track: str) -> list[str]:
+    """Return the names of the tracks that a track refines, base first."""
+    below: list[str] = []
+    lower = codec(track).refines
+    while lower is not None:
+        below.insert(0, lower)
+        lower = codec(lower).refines
+    return below
 
 
 def _round(quality: Quality) -> Quality:

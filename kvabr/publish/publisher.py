@@ -1,8 +1,8 @@
-"""Publishes what an engine computed anyway: encodes it in the background, into a folder that `kvabr serve` serves.
+"""Publishes what an engine computed anyway: encodes it in the background, into a store that `kvabr serve` serves.
 
-Nothing is measured: an engine that serves has no time for the forward passes that `kvabr encode` spends on that. The
-losses in the catalog are those of another catalog of the same model, stretched over the groups there are, and the
-catalog says so. Whatever would make the engine wait is dropped instead, and counted.
+Nothing is measured: a serving engine has no time for the forward passes that `kvabr encode` spends on that. The losses
+in the catalog are those of another catalog of the same model, stretched over the groups, and the catalog says so.
+Whatever would make the engine wait is dropped and counted.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 
 from kvabr.codec.base import codec
 from kvabr.codec.profile import Profile
-from kvabr.publish.frames import FrameBook, ordered_tracks
+from kvabr.publish.encoder import FrameEncoder, ordered_tracks
 from kvabr.store.locations import Location, open_store
 from kvabr.store.quota import NOT_MEASURED
 from kvabr.types.catalog import Catalog, Track
@@ -28,57 +28,57 @@ from kvabr.types.kv import KVSpec
 from kvabr.types.naming import LAYERS, TrackNamespace, chain
 
 PLAIN_TRACKS = ("FP16", "Int8", "Int4")
-"""Tracks that are published unless others are named; the AC layers are added if there is a profile."""
+"""Default tracks; the AC layers are added if there is a profile."""
 
-Verdict = Literal["full", "known", "published", "failed"]
-"""What became of a cache: others waited, it is there already, it is there now, or it could not be written."""
+PublishVerdict = Literal["full", "known", "published", "failed"]
+"""What became of a cache: the queue was full, it is there already, it is there now, or it could not be written."""
 
-_LAYER_GAIN = 0.9
-"""Share of a group's loss that a layer leaves at most, whatever a prior says."""
-_KIND = 10
-"""By how much the encoding thread is nicer than the engine's: it takes what the engine leaves."""
+_MAX_LAYER_LOSS = 0.9
+"""Maximum share of a group's loss that a layer leaves, whatever the prior says."""
+_NICENESS = 10
+"""Added to the encoding thread's niceness, so that the engine goes first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """What became of a cache that was offered."""
 
-    verdict: Verdict
+    verdict: PublishVerdict
     bytes: int = 0
     """Of all tracks together, if it was published."""
     why: str = ""
-    """If it failed."""
+    """Why it failed."""
 
 
 class Publisher:
-    """Takes caches, and publishes one after the other in a thread of its own."""
+    """Encodes and publishes caches one after the other, in a thread of its own."""
 
     def __init__(
         self,
-        root: Location,
+        location: Location,
         spec: KVSpec,
         *,
         prior: Catalog,
         tracks: Sequence[str] | None = None,
         profile: Profile | None = None,
         queue: int = 4,
-        most_bytes: int | None = None,
+        max_bytes: int | None = None,
         source: str = "",
     ) -> None:
-        """Make the folder, and start.
+        """Open the store, and start.
 
         Args:
-            root: store that assets go to, a folder or a URL; each is named by its prompt digest.
+            location: store that assets go to, a folder or a URL; each asset is named by its prompt digest.
             spec: of the caches.
-            prior: where losses and decode times are taken from; best of the same model.
+            prior: catalog that losses and decode times are taken from, best of the same model.
             tracks: names of the tracks; None: FP16, Int8, Int4, and with a profile the AC layers.
             profile: codec profile of the model, for tracks that need it.
             queue: caches that may wait or be worked on; each is held in memory.
-            most_bytes: what engines publish there takes at most, see `kvabr.store.quota`; None: no bound.
+            max_bytes: bound on what engines publish there, see `kvabr.store.quota`; None: no bound.
             source: what the caches are, in words, for the catalogs.
 
         Raises:
-            UsageError: a track needs a profile, or the prior knows nothing of it; or the folder cannot be made.
+            UsageError: a track needs a profile, or is not in the prior; or the folder cannot be created.
             ForeignError: the profile is of another model.
         """
         if tracks is None:
@@ -92,41 +92,42 @@ class Publisher:
         if profile is not None:
             profile.check(spec)
         self._spec, self._prior, self._source = spec, prior, source
-        self._store = open_store(root, create=True)
-        self._quota = None if most_bytes is None else self._store.quota(most_bytes)
+        self._store = open_store(location, create=True)
+        self._quota = None if max_bytes is None else self._store.quota(max_bytes)
         needed = any(codec(track).needs_profile for track in self._tracks)
         self._profile = profile if needed else None
         self._profile_bytes = b"" if self._profile is None else self._profile.to_bytes()
         self._free = threading.BoundedSemaphore(queue)
         self._known: set[str] = set()
+        """Assets that are being published."""
         self._lock = threading.Lock()
-        self._thread = ThreadPoolExecutor(1, "kvabr-publish", initializer=_be_kind)
+        self._thread = ThreadPoolExecutor(1, "kvabr-publish", initializer=_be_nice)
         self._closed = False
 
-    def reserve(self, tokens: Sequence[int], salt: bytes = b"") -> Slot | Verdict:
-        """A place for a cache, or why there is none. Quick; the cache itself need not be at hand yet.
+    def reserve(self, tokens: Sequence[int], salt: bytes = b"") -> Slot | PublishVerdict:
+        """Return a slot for a cache, or why there is none. Quick: the cache need not exist yet.
 
         Args:
             tokens: ids of the cache's tokens.
             salt: a tenant's secret, see `kvabr.types.naming.chain`.
 
         Raises:
-            UsageError: what are no token ids.
+            UsageError: ``tokens`` are not token ids.
         """
         spec = self._spec
         chunks = chain(tokens, model=spec.model, tokenizer=spec.tokenizer, group_tokens=spec.group_tokens, salt=salt)
         return self.reserve_named(chunks, len(tokens))
 
-    def reserve_named(self, chunks: Sequence[str], tokens: int) -> Slot | Verdict:
-        """As `reserve`, where the digests are not those of token ids.
+    def reserve_named(self, chunks: Sequence[str], tokens: int) -> Slot | PublishVerdict:
+        """As `reserve`, for digests that are not those of token ids.
 
         Args:
             chunks: a digest for each group, 64 hex digits; the last one names the asset.
-            tokens: of the cache.
+            tokens: number of tokens in the cache.
         """
         name = chunks[-1]
         with self._lock:
-            # What is being published, or was by this process; a folder that was removed since may come again.
+            # Published assets are looked up each time: one that was removed since may be published again.
             if name in self._known:
                 return "known"
             try:
@@ -172,29 +173,29 @@ class Publisher:
             done(Outcome("failed", why="the publisher is closed"))
 
     def _publish(self, slot: Slot, kv: torch.Tensor) -> int:
-        spec, chunks = self._spec, slot.chunks
+        chunks = slot.chunks
         with self._store.writer(chunks[-1]) as writer:
-            book = FrameBook(
-                spec, chunks, slot.tokens, self._tracks, self._profile, put=writer.frame, get=writer.read_frame
-            )
-            book.encode(kv, lambda _done, _all: None)
+            frames = FrameEncoder(self._spec, chunks, slot.tokens, self._tracks, self._profile, writer)
+            frames.encode(kv)
             if self._profile is not None:
                 writer.profile(self._profile_bytes)
-            writer.commit(self._catalog(book, slot))
+            writer.commit(self._catalog(frames, slot))
         if self._quota is not None:
             self._quota.make_room(chunks[-1])
-        return sum(sum(sizes) for sizes in book.bytes.values())
+        return sum(sum(sizes) for sizes in frames.bytes.values())
 
-    def _catalog(self, book: FrameBook, slot: Slot) -> Catalog:
+    def _catalog(self, frames: FrameEncoder, slot: Slot) -> Catalog:
         spec, prior, groups = self._spec, self._prior, len(slot.chunks)
-        larger = spec.elements_per_token / prior.spec.elements_per_token
+        larger = (spec.elements_per_token * spec.group_tokens) / (
+            prior.spec.elements_per_token * prior.spec.group_tokens
+        )
         losses: dict[str, tuple[float, ...]] = {}
         for track in self._tracks:
             losses[track] = stretched(prior.track(track).loss, groups)
             if (base := codec(track).refines) is not None:
-                # Stretched by itself a layer may seem to make a group worse, and would then not be put in place.
+                # Stretched by itself a layer may seem to make a group worse, and would then never be used.
                 pairs = zip(losses[track], losses[base], strict=True)
-                losses[track] = tuple(min(loss, _LAYER_GAIN * below) for loss, below in pairs)
+                losses[track] = tuple(min(loss, _MAX_LAYER_LOSS * below) for loss, below in pairs)
         return Catalog(
             namespace=TrackNamespace(spec.model, slot.chunks[-1]),
             spec=spec,
@@ -203,9 +204,9 @@ class Publisher:
             tracks=tuple(
                 Track(
                     name=track,
-                    bytes=tuple(book.bytes[track]),
+                    bytes=tuple(frames.bytes[track]),
                     loss=losses[track],
-                    digests=tuple(book.digests[track]),
+                    digests=tuple(frames.digests[track]),
                     refines=codec(track).refines,
                     decode_s=float(f"{prior.track(track).decode_s * larger:.6g}"),
                 )
@@ -220,7 +221,7 @@ class Publisher:
 
 
 class Slot:
-    """A place for one cache: `fill` it, or `leave` it."""
+    """A reserved place for one cache: `fill` it or `leave` it."""
 
     def __init__(self, publisher: Publisher, chunks: tuple[str, ...], tokens: int) -> None:
         self._publisher, self.chunks, self.tokens = publisher, chunks, tokens
@@ -229,21 +230,21 @@ class Slot:
         """Publish a cache.
 
         Args:
-            kv: [layer, K/V, head, token, dim], any float dtype; not to be changed any more.
-            done: told what became of it, on the publishing thread.
+            kv: [layer, K/V, head, token, dim], any float dtype; must not change any more.
+            done: called with the outcome, on the publishing thread.
         """
         self._publisher._begin(self, kv, done)  # noqa: SLF001  # its own
 
     def leave(self) -> None:
-        """There is no cache after all."""
+        """Give the place back: there is no cache after all."""
         self._publisher._give_back(self)  # noqa: SLF001  # its own
 
 
 def stretched(losses: Sequence[float], groups: int) -> tuple[float, ...]:
-    """Losses of as many groups as are wanted, from those of others: the same in all, and distributed alike.
+    """Return the losses of ``groups`` groups from those of another cache: the same sum, distributed alike.
 
-    What a whole cache loses does not grow with its length much, and how it is spread does not change: the first groups
-    and the last matter most. So the first loss is the first one's, and the others are read off by relative place.
+    The loss of a whole cache hardly grows with its length, and its distribution does not change: the first groups and
+    the last matter most. So losses are interpolated by relative position.
     """
     total, count = sum(losses), len(losses)
     shape = []
@@ -257,12 +258,12 @@ def stretched(losses: Sequence[float], groups: int) -> tuple[float, ...]:
 
 
 def with_heads(spec: KVSpec, heads: range) -> KVSpec:
-    """The spec of some heads' cache alone, under a name of its own; the spec itself if these are all."""
+    """Return the spec of the cache of some heads, under a name of its own; the spec itself if these are all."""
     if len(heads) == spec.kv_heads:
         return spec
     return replace(spec, model=f"{spec.model}+heads{heads.start}-{heads.stop - 1}", kv_heads=len(heads))
 
 
-def _be_kind() -> None:
-    with contextlib.suppress(OSError, AttributeError):  # not Linux: as everyone else, then
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _KIND)
+def _be_nice() -> None:
+    with contextlib.suppress(OSError, AttributeError):  # threads have no priority of their own except on Linux
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)

@@ -5,54 +5,109 @@ change of NLL and top-1 of the track. Then, for a few tracks, one group at a tim
 cache: the KL of that run is the group's own. Coding noise of different groups is nearly independent, and KL is
 quadratic in small noise, so these single losses nearly add up (measured on SmolLM2 with 3- and 4-bit caches: their sum
 is 0.86 to 1.3 of the KL of the whole cache). Scaling them to the whole cache's KL makes the losses of a track add up to
-what was measured. Every lossy track gets shares of its own, since codecs differ in where they hurt (one that keeps the
-attention sinks exact spares the first group); a nearly lossless one takes those of the track with the nearest KL.
+what was measured. Every lossy track gets shares of its own, because codecs differ in where they hurt (one that keeps
+the attention sinks exact spares the first group); a nearly lossless one takes those of the track with the nearest KL.
 
-One forward pass is one measurement, so the passes are bounded: see `MAX_PASSES`.
+One forward pass is one measurement, so the passes are bounded: see `MAX_PASSES`. Finally a few caches with groups from
+several tracks, as players end with, are scored: the catalog lists how well their losses are predicted.
 """
 
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 import torch
 
-from kvabr.publish.score import Reference
-from kvabr.types.catalog import Quality
+from kvabr.codec.group import clean
+from kvabr.publish.model import ScoringEngine
+from kvabr.types.catalog import RECOMPUTED, Catalog, Mix, Quality, predicted_loss
+from kvabr.types.errors import ModelError
 from kvabr.types.kv import KVSpec
 
 Decoder = Callable[[int, str, torch.Tensor], None]
 """Decodes ``(group, track, out)`` into a tensor [layer, K/V, head, token, dim] of the group's tokens."""
 
-Progress = Callable[[int, int], None]
-"""Told of every step: steps done, steps in all."""
-
 MAX_PASSES = 192
-"""Forward passes that the attribution may take beyond one per track: four tracks of 48 groups."""
+"""Forward passes of the attribution beyond one per track: enough for four tracks of 48 groups."""
 
 LEAST_UNITS = 16
-"""Units into which a long cache is cut at least, should there be so many tracks that some must share their shares."""
+"""Minimum number of units into which a long cache is cut, even if tracks must then share their shares."""
 
 NOISE_FLOOR = 1e-4
-"""KL below which a track's single groups are not run: they would cost passes, and no player tells them apart."""
+"""KL below which a track's groups are not measured one by one: no player could tell them apart."""
 
 _LEAST_SHARE = 0.01
-"""Share of a track's loss that is spread evenly, so that no group is free just because one continuation ignored it."""
+"""Share of a track's loss that is spread evenly: a group is not free because one continuation ignored it."""
+
+
+def compare(exact: torch.Tensor, other: torch.Tensor, tokens: Sequence[int]) -> Quality:
+    """Return what a continuation loses between two runs.
+
+    Args:
+        exact: log-probabilities behind the exact cache, [token, vocabulary] float64.
+        other: the same behind the cache to measure.
+        tokens: the continuation; row i of both is the distribution of ``tokens[i + 1]``.
+
+    Returns:
+        Mean KL(exact || other) and top-1 agreement over all rows; the change of the negative log-likelihood over the
+        rows whose next token is known.
+
+    Raises:
+        ModelError: either run has probabilities that are not finite.
+    """
+    kl = 0.0
+    # A few rows at a time: distributions over a vocabulary take many megabytes, and fresh memory is slow.
+    for first in range(0, len(exact), 16):
+        some, same = exact[first : first + 16], other[first : first + 16]
+        kl += float(torch.dot(some.exp().flatten(), (some - same).flatten()))
+    if not math.isfinite(kl):
+        raise ModelError("the model's probabilities are NaN or infinite; its weights, or its caches, are damaged")
+    following = torch.tensor(tokens[1:], dtype=torch.long)[:, None]
+    gained = exact[:-1].gather(1, following) - other[:-1].gather(1, following)
+    agree = (exact.argmax(dim=-1) == other.argmax(dim=-1)).double().mean()
+    # A KL is never negative; rounding can take one of two equal runs an ulp below.
+    return Quality(kl=max(0.0, kl / len(exact)), dnll=float(gained.mean()), top1=float(agree))
+
+
+class Reference:
+    """The exact cache's scores of a continuation, which other caches are measured against at a forward pass each."""
+
+    def __init__(self, engine: ScoringEngine, exact: torch.Tensor | None, continuation: Sequence[int]) -> None:
+        """Score the continuation behind the exact cache.
+
+        Args:
+            engine: the real model.
+            exact: the cache as the model computed it, [layer, K/V, head, token, dim].
+            continuation: ids of the tokens that followed, at least two.
+
+        Raises:
+            ModelError: the continuation is too short, or does not fit the model.
+        """
+        if len(continuation) < 2:
+            raise ModelError(f"measuring a loss takes a continuation of at least 2 tokens, not {len(continuation)}")
+        self.engine = engine
+        self.continuation = tuple(continuation)
+        self._exact = engine.score(exact, self.continuation)
+
+    def measure(self, kv: torch.Tensor | None) -> Quality:
+        """Return what the continuation loses when ``kv`` replaces the exact cache."""
+        return compare(self._exact, self.engine.score(kv, self.continuation), self.continuation)
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What the model said about one asset."""
+    """Measured losses of one asset."""
 
     quality: Mapping[str, Quality]
-    """Per track: the whole cache played on it."""
+    """By track: the whole cache on it."""
     loss: Mapping[str, tuple[float, ...]]
-    """Per track and group: expected loss, nats per token; a track's losses add up to its measured KL."""
+    """By track and group: expected loss, nats per token. A track's losses add up to its measured KL."""
     method: str
-    """In words: how they were attributed."""
+    """How they were attributed, in words."""
 
 
 def measure_quality(
@@ -63,7 +118,7 @@ def measure_quality(
     decode: Decoder,
     *,
     max_passes: int = MAX_PASSES,
-    progress: Progress = lambda _done, _all: None,
+    progress: Callable[[int, int], None] = lambda _done, _all: None,
 ) -> Measured:
     """Measure whole tracks and single groups, and attribute the loss.
 
@@ -122,8 +177,83 @@ def measure_quality(
     return Measured(quality, loss, _in_words(len(reference.continuation), shaped, units))
 
 
+def sample_mixes(catalog: Catalog, seed: int = 0) -> list[list[str]]:
+    """Return seeded assignments of tracks to groups, like those that plays end with. A layer counts as a track.
+
+    They are two random ones; a good beginning with a cheap rest; and runs of groups that were recomputed: at the end,
+    in the middle, at the beginning, and scattered over a cheap cache.
+    """
+    rng = random.Random(seed)  # noqa: S311 - reproducible, not secret
+    groups = catalog.groups
+    by_size = sorted(catalog.tracks, key=lambda track: track.total_bytes)
+    names = [track.name for track in by_size]
+    lossy = sorted(names, key=lambda name: -sum(catalog.track(name).loss))[: max(2, len(names) // 2)]
+    cheap = names[0]
+    best = min(names, key=lambda name: sum(catalog.track(name).loss))
+    third = max(1, groups // 3)
+
+    def scattered(choice: Sequence[str]) -> list[str]:
+        mix = [rng.choice(choice) for _ in range(groups)]
+        if len(set(mix)) == 1:  # one track alone is no mix
+            mix[rng.randrange(groups)] = next((name for name in choice if name != mix[0]), mix[0])
+        return mix
+
+    hole = scattered(lossy)
+    hole[third : 2 * third] = [RECOMPUTED] * len(hole[third : 2 * third])
+    mixes = [
+        scattered(names),
+        scattered(lossy),
+        [best] * third + [cheap] * (groups - third),
+        scattered(lossy)[: groups - third] + [RECOMPUTED] * third,
+        hole,
+        [RECOMPUTED] * third + scattered(lossy)[: groups - third],
+        [cheap, *scattered((cheap, cheap, RECOMPUTED))[1:]],
+    ]
+    return [list(mix) for mix in dict.fromkeys(map(tuple, mixes)) if len(set(mix)) > 1]
+
+
+def measure_mixes(
+    catalog: Catalog,
+    mixes: Sequence[Sequence[str]],
+    reference: Reference,
+    prompt: Sequence[int],
+    decode: Decoder,
+    *,
+    progress: Callable[[int, int], None] = lambda _done, _all: None,
+) -> list[Mix]:
+    """Assemble each mixed cache, recomputing groups behind those in place, and score it.
+
+    Args:
+        catalog: the asset; predicts the losses.
+        mixes: for each mix, one track per group, or `RECOMPUTED`.
+        reference: scores of the exact cache, with the engine that recomputes.
+        prompt: token ids.
+        decode: decodes one group of one track.
+        progress: called after every mix.
+    """
+    spec = catalog.spec
+    engine = reference.engine
+    work = torch.empty(spec.shape(catalog.tokens), dtype=engine.prefill(prompt[:1]).dtype)
+    out = []
+    for number, mix in enumerate(mixes):
+        for name, run in groupby(range(catalog.groups), key=lambda group, mix=mix: mix[group]):  # type: ignore[misc]
+            groups = list(run)
+            begin = spec.group_range(groups[0], catalog.tokens)[0]
+            end = spec.group_range(groups[-1], catalog.tokens)[1]
+            if name == RECOMPUTED:
+                # A cache of 16 bits may hold infinities; the exact one is measured without them as well.
+                work[:, :, :, begin:end] = clean(engine.prefill(prompt[begin:end], work[:, :, :, :begin]))[0]
+            else:
+                for group in groups:
+                    first, last = spec.group_range(group, catalog.tokens)
+                    decode(group, name, work[:, :, :, first:last])
+        out.append(Mix(tuple(mix), predicted_loss(catalog, mix), reference.measure(work).kl))
+        progress(number + 1, len(mixes))
+    return out
+
+
 def _plan(kl: Mapping[str, float], groups: int, max_passes: int) -> tuple[list[range], list[str]]:
-    """Units of groups to perturb together, and the tracks on which to do it, within ``max_passes`` passes."""
+    """Return units of groups to replace together, and tracks to do it for, within ``max_passes`` forward passes."""
     if groups == 1:
         return [range(1)], []
     lossy = max(1, sum(value > NOISE_FLOOR for value in kl.values()))
@@ -132,10 +262,10 @@ def _plan(kl: Mapping[str, float], groups: int, max_passes: int) -> tuple[list[r
 
 
 def _units(groups: int, limit: int) -> list[range]:
-    """At most ``limit`` runs of neighbouring groups.
+    """Return at most ``limit`` runs of neighbouring groups.
 
     The first group (it holds the attention sinks) and the last ones (they are the nearest to what follows) bear most of
-    the loss: each of these is a unit of its own, and the middle is cut into equal runs.
+    the loss: each is a unit of its own, and the middle is cut into equal runs.
     """
     if groups <= limit:
         return [range(group, group + 1) for group in range(groups)]
@@ -147,7 +277,7 @@ def _units(groups: int, limit: int) -> list[range]:
 
 
 def _pick(kl: Mapping[str, float], count: int) -> list[str]:
-    """The tracks whose single groups are run: lossy ones, spread evenly from the most to the least lossy."""
+    """Return the tracks whose groups are measured one by one: evenly spread from the most to the least lossy."""
     lossy = sorted((track for track in kl if kl[track] > NOISE_FLOOR), key=lambda track: -kl[track])
     lossy = lossy or [max(kl, key=lambda track: kl[track])]
     if count >= len(lossy):
@@ -158,7 +288,7 @@ def _pick(kl: Mapping[str, float], count: int) -> list[str]:
 
 
 def _shares(singles: Sequence[float], units: Sequence[range], ranges: Sequence[tuple[int, int]]) -> list[float]:
-    """Share of every group in the loss of a track: its unit's single loss, by tokens within a unit."""
+    """Return every group's share in the loss of a track: its unit's loss, split by tokens within the unit."""
     everything = sum(singles)
     tokens = ranges[-1][1]
     shares = []
@@ -172,7 +302,7 @@ def _shares(singles: Sequence[float], units: Sequence[range], ranges: Sequence[t
 
 
 def _nearest(quality: Mapping[str, Quality], track: str, shaped: Sequence[str]) -> str | None:
-    """The track among ``shaped`` whose KL is nearest to that of ``track``, as a ratio."""
+    """Return the track among ``shaped`` whose KL is nearest to that of ``track``, as a ratio."""
     wanted = math.log(max(quality[track].kl, 1e-30))
     return min(shaped, key=lambda other: abs(math.log(max(quality[other].kl, 1e-30)) - wanted), default=None)
 

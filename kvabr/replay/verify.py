@@ -12,7 +12,8 @@ from dataclasses import asdict, dataclass
 
 from kvabr.codec.profile import Profile
 from kvabr.player.assembler import Assembler, Verdict
-from kvabr.publish.score import Reference, ScoringEngine
+from kvabr.publish.model import ScoringEngine
+from kvabr.publish.quality import Reference
 from kvabr.store.asset import Asset
 from kvabr.types.catalog import played_loss
 from kvabr.types.errors import FormatError, ModelError
@@ -98,7 +99,7 @@ class Verifier:
             ModelError: the engine runs another model than the one that the asset is of.
             AssetError, FormatError: the asset lacks its prompt or its profile, or one is damaged.
         """
-        if engine.spec.digest() != asset.catalog.spec.digest():
+        if not engine.spec.same_cache(asset.catalog.spec):
             raise ModelError(
                 f"{asset.location}: the cache is of {asset.catalog.spec.model}, not of {engine.spec.model}"
             )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from kvabr.types.errors import FormatError
@@ -20,10 +20,12 @@ if TYPE_CHECKING:
 GROUP_TOKENS = 128
 """Tokens in a group (draft-shi-moq-kvcache-00, section 3)."""
 
+MAX_GROUP_TOKENS = 65536
+
 DTYPES = ("float16", "bfloat16", "float32")
 """Element types that a cache may have."""
 
-_LIMITS = {"layers": 1024, "kv_heads": 1024, "head_dim": 4096, "group_tokens": 65536}
+_LIMITS = {"layers": 1024, "kv_heads": 1024, "head_dim": 4096, "group_tokens": MAX_GROUP_TOKENS}
 
 _STEEPEST = 1024.0
 """Maximum of radians per token and of the factor of a rotation, whose minimum is the inverse. Real models are near
@@ -180,6 +182,10 @@ class KVSpec:
             return cls(**fields, rope=None if rope is None else RopeSpec.from_json(rope))
         except (TypeError, KeyError, ValueError, OverflowError) as error:
             raise FormatError(f"KV spec: not a spec that this version knows ({error})") from error
+
+    def same_cache(self, other: KVSpec) -> bool:
+        """Return whether both describe the same cache, however many tokens its groups have."""
+        return replace(other, group_tokens=self.group_tokens) == self
 
     def digest(self) -> bytes:
         """Return 16 bytes that identify this spec. Every frame carries them, so models never mix."""

@@ -13,7 +13,7 @@ from pathlib import Path
 import structlog
 
 import kvabr
-from kvabr.publish.encoder import Keeper, publish
+from kvabr.publish.encoder import publish
 from kvabr.replay.live.conditions import Conditions
 from kvabr.replay.live.shaper import Shaper
 from kvabr.server.metrics import Metrics
@@ -50,7 +50,7 @@ def engine() -> ToyModel:
 def write_asset(path: Path) -> None:
     """6 groups of 16 tokens; 33 KB each at FP16."""
     with FolderAssetWriter(path) as writer:
-        catalog = publish(engine(), PROMPT, ("FP16", "Int8", "Int4"), None, Keeper(writer.frame, writer.read_frame))
+        catalog = publish(engine(), PROMPT, ("FP16", "Int8", "Int4"), None, writer)
         writer.prompt(PROMPT)
         writer.commit(catalog)
 

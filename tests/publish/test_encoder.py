@@ -10,9 +10,8 @@ import pytest
 
 from kvabr.codec.fit import fit
 from kvabr.codec.profile import Profile
-from kvabr.publish.encoder import Keeper, compute_cache, publish
-from kvabr.publish.frames import ordered_tracks
-from kvabr.publish.mixes import sample_mixes
+from kvabr.publish.encoder import MemoryFrames, compute_cache, ordered_tracks, publish
+from kvabr.publish.quality import sample_mixes
 from kvabr.types.catalog import RECOMPUTED, Catalog, predicted_loss
 from kvabr.types.errors import ForeignError, FormatError, UsageError
 from kvabr.types.naming import chain
@@ -23,14 +22,13 @@ from tests.toymodel import SPEC, ToyModel, prompt
 
 @pytest.fixture(scope="module")
 def made():
-    kept = {}
-    keeper = Keeper(lambda group, track, frame: kept.__setitem__((group, track), frame), lambda *key: kept[key])
+    kept = MemoryFrames()
     seen = []
     catalog = publish(
-        ToyModel(), prompt(), ("FP16", "Int8", "FP4", "Int4"), None, keeper, source="a test",
+        ToyModel(), prompt(), ("FP16", "Int8", "FP4", "Int4"), None, kept, source="a test",
         progress=lambda stage, done, total: seen.append((stage, done, total)),
     )  # fmt: skip
-    return catalog, kept, seen
+    return catalog, kept.frames, seen
 
 
 def test_sizes_and_digests_are_those_of_the_frames(made):
@@ -82,12 +80,10 @@ def test_the_cache_is_the_same_however_it_is_cut():
 
 
 def test_without_a_profile_one_is_made_of_the_asset_and_published_with_it():
-    kept, made = Keeper.in_memory(), []
-    catalog = publish(
-        ToyModel(), prompt(), ("FP16", "AC-L0", "AC-L1", "AC-5x"), None, Keeper(kept.put, kept.get, made.append)
-    )
-    profile = Profile.from_bytes(made[0])
-    assert (catalog.profile, catalog.profile_bytes) == (profile.digest, len(made[0]))
+    kept = MemoryFrames()
+    catalog = publish(ToyModel(), prompt(), ("FP16", "AC-L0", "AC-L1", "AC-5x"), None, kept)
+    profile = Profile.from_bytes(kept.profile_data)
+    assert (catalog.profile, catalog.profile_bytes) == (profile.digest, len(kept.profile_data))
     profile.check(catalog.spec)
     sizes = [catalog.track(name).total_bytes for name in ("FP16", "AC-L1", "AC-5x")]
     assert sizes[0] > 2 * sizes[2]
@@ -105,7 +101,7 @@ def test_numbers_that_no_cache_should_hold_are_replaced_counted_and_told(value):
             return kv
 
     told = []
-    catalog = publish(Wild(), prompt(), ("FP16", "AC-5x"), None, Keeper.in_memory(), tell=told.append)
+    catalog = publish(Wild(), prompt(), ("FP16", "AC-5x"), None, MemoryFrames(), tell=told.append)
     assert any(line.startswith("1 numbers of the cache were NaN, infinite or beyond FP16") for line in told)
     assert any(line.startswith("no profile of") and "kvabr calibrate" in line for line in told)
     assert 0 < catalog.track("AC-5x").measured.kl < 0.1 or value == 1e9
@@ -113,22 +109,22 @@ def test_numbers_that_no_cache_should_hold_are_replaced_counted_and_told(value):
 
 
 def test_even_a_prompt_of_one_token_has_a_profile_of_its_own():
-    catalog = publish(ToyModel(), prompt(1), ("AC-L0",), None, Keeper.in_memory())
+    catalog = publish(ToyModel(), prompt(1), ("AC-L0",), None, MemoryFrames())
     assert catalog.profile is not None
 
 
 def test_a_profile_of_another_model_is_refused_before_the_work():
     model = ToyModel()
     with pytest.raises(ForeignError, match="calibrated for"):
-        publish(model, prompt(), ("AC-5x",), kvdata.profile(kvdata.spec(heads=3)), Keeper.in_memory())
+        publish(model, prompt(), ("AC-5x",), kvdata.profile(kvdata.spec(heads=3)), MemoryFrames())
     assert model.prefilled == 0
 
 
 def test_the_profile_is_named_only_if_a_track_needs_it():
     cache = ToyModel().prefill(prompt(200).tokens)
     profile = fit(SPEC, lambda: iter([cache]))
-    with_it = publish(ToyModel(), prompt(), ("Int4", "AC-5x"), profile, Keeper.in_memory())
-    without = publish(ToyModel(), prompt(), ("Int4",), profile, Keeper.in_memory())
+    with_it = publish(ToyModel(), prompt(), ("Int4", "AC-5x"), profile, MemoryFrames())
+    without = publish(ToyModel(), prompt(), ("Int4",), profile, MemoryFrames())
     assert (with_it.profile, with_it.profile_bytes) == (profile.digest, len(profile.to_bytes()))
     assert (without.profile, without.profile_bytes) == (None, 0)
 
@@ -158,6 +154,6 @@ def test_sampled_mixes(groups):
 
 def test_the_first_group_alone_can_be_published():
     short = dataclasses.replace(prompt(), tokens=prompt().tokens[:10])
-    catalog = publish(ToyModel(), short, ("FP16", "Int4"), None, Keeper.in_memory())
+    catalog = publish(ToyModel(), short, ("FP16", "Int4"), None, MemoryFrames())
     assert catalog.groups == 1
     assert catalog.prefill is None

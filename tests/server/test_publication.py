@@ -11,7 +11,7 @@ import torch
 from kvabr.codec.base import payload_layout
 from kvabr.codec.container import SLICE_BYTES
 from kvabr.player.assembler import Assembler
-from kvabr.publish.frames import FrameBook
+from kvabr.publish.encoder import FrameEncoder
 from kvabr.server.publication import BytesPublication, LevelPublication
 from kvabr.store.asset_folder import FolderAsset
 from kvabr.store.asset_folder_writer import FolderAssetWriter, frame_path
@@ -31,9 +31,9 @@ def pristine(tmp_path_factory):
     chunks = chain(range(tokens), model=shape.model, tokenizer=shape.tokenizer)
     path = tmp_path_factory.mktemp("wide") / "asset"
     with FolderAssetWriter(path) as writer:
-        book = FrameBook(shape, chunks, tokens, TRACKS, None, put=writer.frame, get=writer.read_frame)
-        book.encode(kv, lambda _done, _all: None)
-        tracks = [Track(name, tuple(book.bytes[name]), (0.1, 0.1), tuple(book.digests[name])) for name in TRACKS]
+        frames = FrameEncoder(shape, chunks, tokens, TRACKS, None, writer)
+        frames.encode(kv)
+        tracks = [Track(name, tuple(frames.bytes[name]), (0.1, 0.1), tuple(frames.digests[name])) for name in TRACKS]
         writer.commit(Catalog(TrackNamespace(shape.model, chunks[-1]), shape, tokens, tuple(chunks), tuple(tracks)))
     return FolderAsset.open(path)
 

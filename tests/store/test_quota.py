@@ -23,9 +23,9 @@ def name(number):
     return chain(tokens(number), model=SPEC.model, tokenizer=SPEC.tokenizer, group_tokens=SPEC.group_tokens)[-1]
 
 
-def offer(root, number, most_bytes=None, age_s=0.0):
+def offer(root, number, max_bytes=None, age_s=0.0):
     """Publish one cache, and say that it was ``age_s`` ago."""
-    made = Publisher(root, SPEC, prior=default_catalog(), most_bytes=most_bytes)
+    made = Publisher(root, SPEC, prior=default_catalog(), max_bytes=max_bytes)
     try:
         slot = made.reserve(tokens(number))
         if isinstance(slot, Slot):
@@ -49,7 +49,7 @@ def there(root):
 def test_what_was_computed_longest_ago_goes_first(tmp_path):
     for number, age_s in ((1, 300.0), (2, 200.0), (3, 100.0)):
         offer(tmp_path, number, age_s=age_s)
-    offer(tmp_path, 4, most_bytes=32 * size(tmp_path / name(1)) // 10)
+    offer(tmp_path, 4, max_bytes=32 * size(tmp_path / name(1)) // 10)
     assert there(tmp_path) == {name(2), name(3), name(4)}
     assert len(PublishedAssets(tmp_path).assets) == 3
 
@@ -58,17 +58,17 @@ def test_what_is_computed_again_stays(tmp_path):
     for number, age_s in ((1, 300.0), (2, 200.0)):
         offer(tmp_path, number, age_s=age_s)
     most = 22 * size(tmp_path / name(1)) // 10
-    assert offer(tmp_path, 1, most_bytes=most) == "known"
-    offer(tmp_path, 3, most_bytes=most)
+    assert offer(tmp_path, 1, max_bytes=most) == "known"
+    offer(tmp_path, 3, max_bytes=most)
     assert there(tmp_path) == {name(1), name(3)}
 
 
 def test_what_was_removed_is_published_again(tmp_path):
     offer(tmp_path, 1, age_s=300.0)
     most = 11 * size(tmp_path / name(1)) // 10
-    offer(tmp_path, 2, most_bytes=most, age_s=200.0)
+    offer(tmp_path, 2, max_bytes=most, age_s=200.0)
     assert there(tmp_path) == {name(2)}
-    offer(tmp_path, 1, most_bytes=most)
+    offer(tmp_path, 1, max_bytes=most)
     assert there(tmp_path) == {name(1)}
 
 
@@ -79,14 +79,14 @@ def test_measured_assets_and_foreign_files_are_left_alone(tmp_path):
     (tmp_path / ("f" * 64)).write_text("a file of somebody's")
     (tmp_path / "notes").mkdir()
     most = 11 * size(tmp_path / name(1)) // 10
-    offer(tmp_path, 2, most_bytes=most, age_s=200.0)
-    offer(tmp_path, 3, most_bytes=most)
+    offer(tmp_path, 2, max_bytes=most, age_s=200.0)
+    offer(tmp_path, 3, max_bytes=most)
     assert there(tmp_path) == {name(1), name(3), "f" * 64, "notes"}
 
 
 def test_one_that_is_larger_than_all_is_kept_alone(tmp_path):
     offer(tmp_path, 1, age_s=300.0)
-    offer(tmp_path, 2, most_bytes=10)
+    offer(tmp_path, 2, max_bytes=10)
     assert there(tmp_path) == {name(2)}
 
 

@@ -67,8 +67,8 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--profile", type=Path, nargs="+", metavar="F", help="each adds points to the curve (default: as for encode)"
     )
     how.add_argument(
-        "--group-tokens", type=int, nargs="+", default=[128], metavar="N",
-        help="tokens of a group; more lengths after the first are compared in size (default: 128)",
+        "--group-tokens", type=int, nargs="+", default=(), metavar="N",
+        help="tokens of a group; more lengths after the first are compared in size (default: the model's)",
     )  # fmt: skip
     how.add_argument("--peers", type=Path, default=Path(".peers"), metavar="DIR", help="see tools/setup-peers")
     how.add_argument(
@@ -117,9 +117,10 @@ def run(args: argparse.Namespace) -> int:
         findings, families, notes = rd.run(QualityBench(loaded, CacheStore(args.work, loaded.engine.spec), bar), plan)
     result = {"model": loaded.engine.spec.model, "tokens": args.tokens, "continuation": args.continuation}
     result |= rd.result(findings, families, contexts)
+    groups = args.group_tokens[0] if args.group_tokens else loaded.engine.spec.group_tokens
     title = (
         f"{loaded.engine.spec.model}: {len(contexts)} contexts of {args.tokens} tokens ({', '.join(texts)}), measured "
-        f"on the {args.continuation} that follow; {rd.cases(findings)} planted codes; groups of {args.group_tokens[0]}"
+        f"on the {args.continuation} that follow; {rd.cases(findings)} planted codes; groups of {groups}"
     )
     every = {
         "size and loss": summary.loss_table(result),

@@ -57,8 +57,7 @@ def run(args: argparse.Namespace) -> int:
     from kvabr.cli.encode import STAGES
     from kvabr.cli.options import find_profile
     from kvabr.engines.transformers.model_loader import load_model
-    from kvabr.publish.encoder import Keeper, cut_prompt, publish
-    from kvabr.publish.frames import ordered_tracks
+    from kvabr.publish.encoder import MemoryFrames, cut_prompt, ordered_tracks, publish
     from kvabr.publish.texts import measuring_texts
     from kvabr.store.files import read_text, write_text
 
@@ -80,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
                 prompt,
                 tracks,
                 profile,
-                Keeper.in_memory(),
+                MemoryFrames(),
                 time_engine=False,
                 progress=bar,
             )

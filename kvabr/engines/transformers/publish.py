@@ -55,7 +55,7 @@ def cache_publisher(
         tracks=tracks,
         profile=profile,
         queue=queue,
-        most_bytes=most_bytes,
+        max_bytes=most_bytes,
         source="a prefill of transformers",
     )
 

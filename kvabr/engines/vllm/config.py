@@ -20,7 +20,7 @@ from kvabr.engines.transformers.spec import spec_of
 from kvabr.publish.publisher import with_heads
 from kvabr.store.files import read_salt
 from kvabr.types.errors import KvabrError, ModelError, UsageError
-from kvabr.types.kv import GROUP_TOKENS, KVSpec, RopeSpec
+from kvabr.types.kv import KVSpec, RopeSpec
 
 _PROBE_VOCABULARY = 128
 _PLAIN_CACHES = ("auto", "float16", "bfloat16", "half", "float", "float32")
@@ -143,7 +143,6 @@ def served_model(config: Any, settings: VllmSettings) -> ServedModel:
     if getattr(model, "use_mla", False):
         raise UsageError("multi-head latent attention (MLA) keeps a compressed cache, not keys and values")
     block = int(cache.block_size)
-    check_block_size(block, GROUP_TOKENS)
     dtype = _dtype(model.dtype if cache.cache_dtype == "auto" else cache.cache_dtype)
     heads = int(model.get_total_num_kv_heads())
     ranks = int(parallel.tensor_parallel_size)
@@ -159,6 +158,7 @@ def served_model(config: Any, settings: VllmSettings) -> ServedModel:
         dtype=settings.asset_dtype or model_loader.asset_dtype(config_dtype),
         rope=rope_of_config(model.hf_text_config),
     )
+    check_block_size(block, spec.group_tokens)
     return ServedModel(spec, dtype, block, head_shard(heads, rank, ranks), int(model.max_model_len))
 
 

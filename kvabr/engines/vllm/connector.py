@@ -264,7 +264,7 @@ def _publisher(settings: VllmSettings, model: ServedModel) -> Publisher:
         tracks=settings.tracks,
         profile=_profile(settings, model) if spec is model.spec else None,
         queue=settings.queue,
-        most_bytes=settings.publish_bytes,
+        max_bytes=settings.publish_bytes,
         source=f"computed by vLLM {vllm.__version__}",
     )
 

@@ -31,7 +31,7 @@ from kvabr.lab.bench import synthetic
 from kvabr.lab.bench.peers import CacheGenQuantiser, PeerProcess
 from kvabr.publish.encoder import cut_prompt
 from kvabr.publish.texts import measuring_texts
-from kvabr.types.kv import GROUP_TOKENS, KVSpec
+from kvabr.types.kv import KVSpec
 
 ROUNDS = 5
 """Rounds at least, of which the median counts."""
@@ -288,7 +288,7 @@ class Subject:
 
 def real(loaded: LoadedModel, profile: Profile | None) -> Subject:
     """A group that a model computed, from a text that no profile was calibrated on."""
-    prompt = cut_prompt(loaded, next(iter(measuring_texts().values())), GROUP_TOKENS, 2)
+    prompt = cut_prompt(loaded, next(iter(measuring_texts().values())), loaded.engine.spec.group_tokens, 2)
     group = loaded.engine.prefill(prompt.tokens).to(loaded.engine.spec.torch_dtype)
     return Subject(loaded.engine.spec.model, loaded.engine.spec, group, profile)
 
@@ -308,7 +308,7 @@ def llama(work: Path) -> Subject:
         work.mkdir(parents=True, exist_ok=True)
         path.write_bytes(made.to_bytes())
     name = f"{synthetic.LLAMA.model} (synthetic)"
-    return Subject(name, synthetic.LLAMA, synthetic.cache(made, GROUP_TOKENS), made)
+    return Subject(name, synthetic.LLAMA, synthetic.cache(made, synthetic.LLAMA.group_tokens), made)
 
 
 def measure(

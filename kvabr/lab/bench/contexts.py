@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from kvabr.engines.transformers.model_loader import LoadedModel
-from kvabr.publish.score import ScoringEngine
+from kvabr.publish.model import ScoringEngine
 from kvabr.publish.texts import calibration_texts, measuring_texts, paragraphs
 from kvabr.store.files import read_text
 from kvabr.types.errors import UsageError

@@ -26,7 +26,7 @@ from kvabr.codec.base import GroupContext, codec
 from kvabr.lab.bench.measure import CacheStore
 from kvabr.lab.bench.schemes import Coded, Scheme, groups
 from kvabr.types.errors import AssetError
-from kvabr.types.kv import GROUP_TOKENS, KVSpec
+from kvabr.types.kv import KVSpec
 
 _INSTALL = "tools/setup-peers makes it"
 
@@ -127,7 +127,8 @@ class CacheGenQuantiser(Scheme):
     """CacheGen's quantiser without its coder: the same cache, and no size."""
 
     def __init__(self, name: str = "CacheGen") -> None:
-        self.name, self.family, self.group_tokens = name, "CacheGen", GROUP_TOKENS
+        self.name, self.family = name, "CacheGen"
+        self.group_tokens = 1  # every token has a scale of its own
         self._levels = LEVELS[name]
 
     @property
@@ -140,7 +141,7 @@ class CacheGenQuantiser(Scheme):
         return self._levels if layers >= _SHALLOW else LEVELS["CacheGen-32"]
 
     def code(self, cache: torch.Tensor, *, decode: bool = True) -> Coded:
-        """Round; groups do not matter, since every token has a scale of its own."""
+        """Round every token by its own scale."""
         if not decode:
             return Coded(0, None)
         layers = cache.shape[0]
@@ -159,7 +160,7 @@ class LMCacheCodec(CacheGenQuantiser):
     """The real codec of LMCache on a CPU."""
 
     def __init__(
-        self, peer: PeerProcess, store: CacheStore, name: str = "CacheGen", *, group_tokens: int = GROUP_TOKENS
+        self, peer: PeerProcess, store: CacheStore, name: str = "CacheGen", *, group_tokens: int | None = None
     ) -> None:
         """Prepare.
 
@@ -167,10 +168,10 @@ class LMCacheCodec(CacheGenQuantiser):
             peer: LMCache.
             store: whose work folder the caches are handed over in.
             name: one of `LEVELS`.
-            group_tokens: tokens of what LMCache calls a chunk.
+            group_tokens: tokens of what LMCache calls a chunk; None: of the model's groups.
         """
         super().__init__(name)
-        self.group_tokens = group_tokens
+        self.group_tokens = group_tokens or store.spec.group_tokens
         self._peer, self._store = peer, store
 
     @property
@@ -233,7 +234,7 @@ class Zstd(Scheme):
             peer: zstd.
             store: whose work folder the payloads are handed over in.
         """
-        self.name, self.family, self.group_tokens = f"{track}+zstd", "zstd", GROUP_TOKENS
+        self.name, self.family, self.group_tokens = f"{track}+zstd", "zstd", spec.group_tokens
         self._track, self._width, self._spec, self._peer, self._store = track, width, spec, peer, store
 
     @property

@@ -15,7 +15,6 @@ from kvabr.lab.bench.measure import EXACT, Findings, QualityBench
 from kvabr.lab.bench.peers import CacheGenQuantiser, LMCacheCodec, Zstd, find_peers
 from kvabr.lab.bench.schemes import Kivi, OwnTrack, Scheme, TrackScheme, tracks_to_measure
 from kvabr.lab.bench.summary import RateCurve, at_group_size, curve, exact_recall, match, scheme_rows
-from kvabr.types.kv import GROUP_TOKENS
 
 SCHEMA = "kvabr.bench.rd/1"
 AC = "AC"
@@ -41,8 +40,8 @@ class BenchPlan:
     """Folder of the peers; None for none."""
     cachegen: Sequence[str] = (TARGET,)
     """Which of CacheGen's levels, see `kvabr.lab.bench.peers.LEVELS`."""
-    group_tokens: Sequence[int] = (GROUP_TOKENS,)
-    """Lengths of groups; quality is measured with the first, sizes with all."""
+    group_tokens: Sequence[int] = ()
+    """Lengths of groups; quality is measured with the first, sizes with all. Empty: the model's own."""
     retrieval: int = 0
     """Contexts that codes are planted in."""
 
@@ -87,7 +86,7 @@ def run(bench: QualityBench, plan: BenchPlan) -> tuple[Findings, dict[str, str],
 
 
 def _schemes(bench: QualityBench, plan: BenchPlan, stack: ExitStack) -> tuple[Schemes, list[str]]:
-    first, *others = plan.group_tokens
+    first, *others = plan.group_tokens or (bench.store.spec.group_tokens,)
     ours = _tracks(bench, plan, first)
     coded: list[Scheme] = [*ours, Kivi(4, group_tokens=first), Kivi(2, group_tokens=first)]
     # What needs no peer is recalled as it is; zstd changes no cache.

@@ -21,7 +21,7 @@ from kvabr.codec.group import decode_group, encode_group, payload_of
 from kvabr.codec.profile import Profile
 from kvabr.publish.encoder import own_profile
 from kvabr.types.errors import UsageError
-from kvabr.types.kv import GROUP_TOKENS, KVSpec
+from kvabr.types.kv import KVSpec
 
 _CHUNK = "00" * 32
 """A prompt digest, where frames need one and nobody looks at it."""
@@ -77,7 +77,7 @@ class TrackScheme(Scheme):
         spec: KVSpec,
         profile: Profile | None = None,
         *,
-        group_tokens: int = GROUP_TOKENS,
+        group_tokens: int | None = None,
         label: str = "",
         family: str = "",
     ) -> None:
@@ -87,7 +87,7 @@ class TrackScheme(Scheme):
             track: name of the codec.
             spec: of the caches.
             profile: side information, for the codecs that need it.
-            group_tokens: tokens of a group.
+            group_tokens: tokens of a group; None: as the spec has it.
             label: what tells two profiles apart; part of the name.
             family: the curve that it belongs to; the track's own name if empty.
         """
@@ -96,7 +96,8 @@ class TrackScheme(Scheme):
         self._needs = any(codec(name).needs_profile for name in below)
         if self._needs and profile is None:
             raise UsageError(f"{track} needs a profile: make one with `kvabr calibrate`, and give it with --profile F")
-        self._spec = replace(spec, group_tokens=group_tokens)
+        self.group_tokens = group_tokens or spec.group_tokens
+        self._spec = replace(spec, group_tokens=self.group_tokens)
         self._profile = None
         if self._needs and profile is not None:
             profile.check(spec)
@@ -104,7 +105,6 @@ class TrackScheme(Scheme):
         self._origin = "" if profile is None or not self._needs else profile.digest
         self.name = f"{track}{label}"
         self.family = family or track
-        self.group_tokens = group_tokens
 
     @property
     def key(self) -> str:
@@ -132,9 +132,10 @@ class TrackScheme(Scheme):
 class OwnTrack(Scheme):
     """A track with tables that are estimated from the very cache and travel with it, where a model has no profile."""
 
-    def __init__(self, track: str, spec: KVSpec, *, group_tokens: int = GROUP_TOKENS) -> None:
+    def __init__(self, track: str, spec: KVSpec, *, group_tokens: int | None = None) -> None:
         self._track, self._spec = track, spec
-        self.name, self.family, self.group_tokens = f"{track} (own tables)", "AC, own tables", group_tokens
+        self.name, self.family = f"{track} (own tables)", "AC, own tables"
+        self.group_tokens = group_tokens or spec.group_tokens
 
     @property
     def key(self) -> str:
@@ -165,7 +166,7 @@ class Kivi(Scheme):
     span = 32
     """Elements that share an offset and a scale, half precision both."""
 
-    def __init__(self, bits: Literal[2, 4], *, group_tokens: int = GROUP_TOKENS) -> None:
+    def __init__(self, bits: Literal[2, 4], *, group_tokens: int) -> None:
         self.bits = bits
         self.name = f"KIVI-{bits}"
         self.family = "KIVI"

@@ -27,7 +27,7 @@ def test_a_track_counts_frames_and_decodes_as_a_player_does(cache):
 
 
 def test_only_the_size_if_only_that_is_asked_for(cache):
-    for scheme in (TrackScheme("Int8", SPEC), Kivi(2)):
+    for scheme in (TrackScheme("Int8", SPEC), Kivi(2, group_tokens=128)):
         alone = scheme.code(cache, decode=False)
         assert alone.cache is None
         assert alone.nbytes == scheme.code(cache).nbytes
@@ -71,7 +71,7 @@ def test_keys_tell_apart_what_differs(cache):
 
 @pytest.mark.parametrize(("bits", "steps"), [(2, 3), (4, 15)])
 def test_kivi_rounds_within_half_a_step_and_counts_its_scales(cache, bits, steps):
-    coded = Kivi(bits).code(cache)
+    coded = Kivi(bits, group_tokens=128).code(cache)
     assert 8 * coded.nbytes / cache.numel() == pytest.approx(bits + 1, abs=0.1)  # 32 bits of scale for 32 elements
     part = cache[:, 1, :, :, :32].float()
     reach = (part.amax(dim=-1) - part.amin(dim=-1)) / steps

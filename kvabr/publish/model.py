@@ -1,0 +1,64 @@
+"""What publishing needs from a model; `kvabr.engines` loads models that provide it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from kvabr.types.engine import Engine
+
+if TYPE_CHECKING:
+    import torch
+
+
+class ScoringEngine(Engine, Protocol):
+    """An engine that can also score a continuation: enough to measure losses."""
+
+    def score(self, kv: torch.Tensor | None, tokens: Sequence[int]) -> torch.Tensor:
+        """Return log-probabilities of the next token after each of ``tokens`` behind the cache ``kv``.
+
+        Args:
+            kv: [layer, K/V, head, token, dim]; read, never written. None for no cache at all.
+            tokens: ids of the continuation.
+
+        Returns:
+            [len(tokens), vocabulary] float64.
+        """
+        ...
+
+
+class CalibrationEngine(ScoringEngine, Protocol):
+    """An engine that can also say how sensitive a continuation is to each number of a cache."""
+
+    @property
+    def context(self) -> int:
+        """Tokens that the model can see."""
+        ...
+
+    def gradient(self, kv: torch.Tensor, tokens: Sequence[int], seed: int = 0) -> torch.Tensor:
+        """Return how the log-probability of sampled next tokens changes with a cache.
+
+        The expectation of its square is the Fisher information: how fast the KL divergence grows with an error.
+
+        Args:
+            kv: [layer, K/V, head, token, dim]; read, never written.
+            tokens: ids of the continuation; a next token is sampled behind each.
+            seed: of the sampling.
+
+        Returns:
+            Of the shape of ``kv``, float32: the gradient of the summed log-probability of the sampled tokens.
+        """
+        ...
+
+
+class TextModel(Protocol):
+    """An engine with its tokenizer."""
+
+    @property
+    def engine(self) -> CalibrationEngine:
+        """The model."""
+        ...
+
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of ``text``, without any added around it."""
+        ...
