@@ -1,7 +1,8 @@
-"""The player: a sans-I/O state machine that turns a catalog, a deadline and a policy into fetches and one KV cache.
+"""The player: a sans-I/O state machine that turns a catalog, a goal, a deadline and a policy into one KV cache.
 
-No sockets, no clock, no threads: time comes in as ``now`` (seconds since the play began), events go in, actions come
-out. The simulator and the network drivers run the very same `Session`.
+It has no sockets, clock or threads. Events go in with ``now`` (seconds since the play began), actions come out. The
+simulator and the network driver run the same `Session`, built by `new_session`. `kvabr.player.assembler` holds the
+tensor; only it needs torch.
 """
 
 from kvabr.player.builder import new_estimator, new_session

@@ -1,11 +1,16 @@
-"""Abandoning a transfer that will not make it when a cheaper one still can (as dash.js and hls.js do, on a deadline).
+"""Which transfers to cancel: those that will be late while a cheaper one would not, and those that have stalled.
 
-The whole play is weighed, not one transfer: if what is in flight plus every missing group at its cheapest cannot arrive
-in time at the expected rate, the transfer goes whose replacement by the cheapest track frees most bytes, provided that
-the play can then still make it, or that it is late already and comes in sooner.
+Abandoning follows dash.js and hls.js, applied to a deadline. The rule weighs the whole play rather than one transfer.
+If everything in flight plus every missing group at its cheapest cannot arrive in time at the expected rate, cancel the
+transfer whose replacement by the cheapest track frees the most bytes, provided that the play then meets the deadline,
+or that it is late already and ends sooner. Upgrades have a lower priority than required groups and normally delay
+nothing. An upgrade is weighed only if its first byte came when a required transfer was due: not every peer respects
+priorities.
 
-An upgrade is asked for at a lower priority than all that is needed, so it is in nobody's way: unless its first byte
-came although something that is needed should have been on its way by then. Not every peer keeps to priorities.
+Stalls occur on real networks only. A publisher serves the more urgent request first, or the earlier one, or all alike.
+So a transfer has been forgotten if a less urgent, later one overtook it and it stays silent. If nothing moves at all,
+either the link or the publisher may have stopped. Requesting again then costs little but proves nothing, unless the
+repeated transfer starts and stalls too: then the link was there.
 """
 
 from __future__ import annotations
@@ -16,30 +21,30 @@ from kvabr.abr.view import Transfer, View
 from kvabr.types.catalog import Track
 
 _ON_ITS_WAY = 2.0
-"""Times the usual time to a first byte after which a request should be on its way."""
+"""A request should have its first byte after this multiple of the usual time to first byte."""
 _MARGIN = 1.05
-"""How much of the time left the rest must exceed before a transfer is given up: estimates waver."""
+"""The rest must need this multiple of the time left before a transfer is abandoned: estimates fluctuate."""
 
 LEAST_SILENCE_S = 0.2
-"""Machines are busy with something else for that long now and then; it proves nothing."""
+"""A shorter silence proves nothing, seconds: machines are busy with something else for that long now and then."""
 _OVERTAKEN_TTFB = 3.0
 _SILENT_TTFB = 4.0
-"""Times the usual wait for a first byte that a transfer must have been silent, beside its share of the deadline."""
+"""A stalled transfer has been silent for at least this multiple of the usual time to first byte."""
 
 
 def choose(view: View, instead: Callable[[int], Track | None]) -> tuple[Transfer, str] | None:
-    """The transfer to give up now and the reason, or None.
+    """Return the transfer to abandon now and the reason, or None.
 
     Args:
         view: the play.
-        instead: the cheapest track on which a group can still be had; None if there is none.
+        instead: returns the cheapest track that is still available for a group, or None.
     """
     if view.rate <= 0 or not view.in_flight:
         return None
     cheapest = view.ladder.tracks[0]
     needed = [transfer for transfer in view.in_flight.values() if not transfer.upgrade]
     if not view.missing and not needed:
-        return None  # only upgrades fly: they cost nothing but bytes, and the deadline cuts them off
+        return None  # only upgrades are in flight: they cost nothing but bytes, and the deadline ends them
     begun_s = min((transfer.requested_s for transfer in needed), default=view.now) + _ON_ITS_WAY * view.ttfb_s
     weighed = [one for one in view.in_flight.values() if not one.upgrade or _overtook(one, begun_s)]
     need_s = (sum(one.remaining for one in weighed) + view.floor_bytes()) / view.rate + cheapest.decode_s
@@ -60,7 +65,7 @@ def choose(view: View, instead: Callable[[int], Track | None]) -> tuple[Transfer
         return None
     after_s = need_s - best_freed / view.rate
     if after_s > view.time_left and view.time_left > 0 and after_s > 0.9 * need_s:
-        return None  # it would neither make the deadline nor come much sooner
+        return None  # it would neither meet the deadline nor end much sooner
     what = "an upgrade in the way" if best.upgrade else f"{other.name} instead"
     return best, f"the rest takes {need_s:.2f} s of {view.time_left:.2f} s left; {what} frees {best_freed / 1e3:.0f} kB"
 
@@ -70,25 +75,25 @@ def _overtook(upgrade: Transfer, begun_s: float) -> bool:
 
 
 class StallDetector:
-    """Watches the transfers of one play."""
+    """Finds the stalled transfers of one play."""
 
     def __init__(self, patience_s: float) -> None:
-        """Start watching.
+        """Create a detector.
 
         Args:
-            patience_s: seconds that a transfer may stand still; half of it, if another overtakes it.
+            patience_s: seconds without bytes after which a transfer has stalled; half of that if another overtakes it.
         """
         self._patience_s = patience_s
         self._heard: dict[int, float] = {}
         self._overtaken: dict[int, float] = {}
-        """Since when each was: what it was silent before, it may have waited for its turn."""
+        """When each transfer was overtaken. Before that it may have been waiting for its turn."""
         self._stood: set[tuple[int, str]] = set()
-        """Groups and tracks that have stood still before."""
+        """Groups and tracks that have stalled before."""
         self._any_s: float | None = None
-        """When bytes came last; None: never yet, and then nobody knows how long a first byte takes here."""
+        """When any bytes came last; None while the usual time to first byte is unknown."""
 
     def heard(self, transfer: Transfer, others: Iterable[Transfer], now: float) -> None:
-        """Bytes of a transfer came, while ``others`` were under way as well."""
+        """Note that bytes of a transfer came while ``others`` were in flight."""
         self._any_s = self._heard[transfer.request] = now
         self._overtaken.pop(transfer.request, None)
         for other in others:
@@ -96,7 +101,7 @@ class StallDetector:
                 self._overtaken.setdefault(other.request, now)
 
     def waited(self, transfers: Iterable[Transfer], now: float) -> None:
-        """Until now, other plays had the link: none of these stands still."""
+        """Restart all clocks: until now, other plays used the link."""
         if self._any_s is not None:
             self._any_s = now
         for transfer in transfers:
@@ -105,7 +110,7 @@ class StallDetector:
             self._overtaken.pop(transfer.request, None)
 
     def stalled(self, transfers: Iterable[Transfer], ttfb_s: float, now: float) -> list[tuple[Transfer, bool]]:
-        """Those that stand still, and of each whether that is its publisher's fault for sure."""
+        """Return the stalled transfers, each with whether the publisher is certainly at fault."""
         found: list[tuple[Transfer, bool]] = []
         if self._any_s is None:
             return found

@@ -1,11 +1,11 @@
-"""Stitches groups into one contiguous KV tensor: in any order, from any track, never half written.
+"""Assembles groups into one contiguous KV tensor: in any order, from any track, never half written.
 
-A group is decoded into scratch first and copied to its place only when all of it was good. What does not belong is
-refused: a frame that is corrupt, truncated, or of another prompt, group, track or model, a second copy, a worse track
-than the one in place, anything after the cache was handed over.
+A group is decoded into scratch memory and copied into place only if the whole frame is good. Refused are frames that
+are corrupt, truncated, or of another prompt, group, track or model. Ignored are second copies, tracks no better than
+the one in place, and anything that comes after the cache was handed over.
 
-A cache that is handed over while upgrades still come is in use: from then on a group is decoded into memory of its own,
-and whoever uses the cache says when it is written to its place.
+A cache can be handed over while upgrades still come. From then on each group is decoded into memory of its own, and the
+user of the cache decides when it is written into place.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from kvabr.types.errors import FormatError, HoleError, UsageError
 
 
 class Verdict(Enum):
-    """What became of a group that was put in."""
+    """What happened to a group."""
 
     PLACED = "placed"
     """It filled an empty place."""
     REPLACED = "replaced"
-    """It took the place of a worse one."""
+    """It replaced a worse track."""
     STALE = "stale"
-    """Something at least as good is in place already; nothing changed."""
+    """A track at least as good is in place; nothing changed."""
     LATE = "late"
     """The cache has been handed over; nothing changed."""
 
 
 class Assembler:
-    """One KV cache in the making. Groups may be put in from several threads at once."""
+    """One KV cache under construction. Its methods may be called from several threads at once."""
 
     def __init__(
         self,
@@ -49,18 +49,18 @@ class Assembler:
         out: torch.Tensor | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Prepare an empty cache.
+        """Create an empty cache.
 
         Args:
-            catalog: the asset.
-            profile: side information of the model, for tracks that need it.
-            out: where to assemble, [layer, K/V, head, token, dim], any float dtype, any strides, on the CPU; by default
-                a new contiguous tensor.
+            catalog: the asset, or a suffix of it: groups and tokens are counted from the catalog's first.
+            profile: the model's side information, for tracks that need it.
+            out: tensor to assemble in, [layer, K/V, head, token, dim], any float dtype, any strides, on the CPU; by
+                default a new contiguous tensor.
             dtype: element type of the new tensor; by default that of the asset.
 
         Raises:
             ForeignError: the profile is of another model.
-            UsageError: ``out`` has another shape.
+            UsageError: ``out`` has another shape, or is not a float tensor.
         """
         if profile is not None:
             profile.check(catalog.spec)
@@ -75,7 +75,7 @@ class Assembler:
         self._refined = {track.refines for track in catalog.tracks if track.refines is not None}
         self._lock = threading.Lock()
         self._spare: list[torch.Tensor] = []
-        """Scratch that nobody uses now: fresh memory would have to be cleared, page by page, for every group."""
+        """Unused scratch tensors. Fresh memory would have to be cleared, page by page, for every group."""
         self._taken = self._open = False
 
     @property
@@ -118,15 +118,15 @@ class Assembler:
         return verdict
 
     def put_computed(self, first: int, last: int, kv: torch.Tensor) -> Verdict:
-        """Place groups ``first`` to ``last`` - 1 as the engine computed them.
+        """Place groups ``first`` to ``last`` - 1 as computed by the engine.
 
         Args:
-            first: first group.
+            first: the first group.
             last: the group after the last.
             kv: [layer, K/V, head, token, dim] of exactly these groups' tokens, any float dtype.
 
         Raises:
-            UsageError: another shape, or numbers that are not finite.
+            UsageError: ``kv`` has another shape, or holds NaN or infinity.
         """
         spec, tokens = self._catalog.spec, self._catalog.tokens
         begin, end = spec.group_range(first, tokens)[0], spec.group_range(last - 1, tokens)[1]
@@ -202,18 +202,18 @@ class Assembler:
         return write
 
     def seal(self) -> None:
-        """Accept nothing any more; what is being written is written when this returns."""
+        """Accept nothing more; a write in progress has finished when this returns."""
         with self._lock:
             self._taken, self._open = True, False
         self._kept.clear()
         self._spare.clear()
 
     def take(self, *, upgrades: bool = False) -> torch.Tensor:
-        """Hand the cache over; nothing is accepted afterwards but, if there are to be ``upgrades``, by `prepare`.
+        """Hand over the cache. Afterwards nothing is accepted, except through `prepare` if ``upgrades`` is true.
 
         Raises:
-            HoleError: a group is missing. One zero-filled group of eight cost 0.6 nats a token on a real model, more
-                than half of having no cache at all, so there is no way to take a cache with a hole.
+            HoleError: a group is missing. One zero-filled group of eight cost 0.6 nats per token on a real model, more
+                than half of having no cache at all, so a cache with a hole cannot be taken.
         """
         with self._lock:
             self._no_hole(self._catalog.groups)
@@ -244,7 +244,7 @@ class Assembler:
         catalog, promised = self._catalog, offer.bytes[group]
         if len(frame) != promised:
             raise FormatError(f"group {group} of {offer.name}: {len(frame)} bytes came, the catalog says {promised}")
-        # Frames know themselves by their place in the published asset.
+        # Frames carry their place in the published asset.
         first = catalog.first_token + catalog.spec.group_range(group, catalog.tokens)[0]
         context = GroupContext(catalog.spec, first, catalog.group_tokens(group), self._profile)
         chunk, number, below = catalog.chunks[group], catalog.offset + group, self._below(group, offer)
@@ -253,7 +253,7 @@ class Assembler:
 
     @contextmanager
     def _scratch(self, tokens: int) -> Iterator[torch.Tensor]:
-        """Room for a decoded group, used by one thread at a time."""
+        """Lend scratch memory for a decoded group to one thread."""
         spec, out = self._catalog.spec, self._out
         try:
             whole = self._spare.pop()
@@ -269,13 +269,13 @@ class Assembler:
             raise HoleError(f"groups {shown} are neither fetched nor recomputed; fetch or recompute them first")
 
     def _verdict(self, group: int, offer: Track) -> Verdict | None:
-        """Why the frame need not be looked at, or None."""
+        """Return why a frame can be ignored, or None."""
         if self._taken:
             return Verdict.LATE
         return self._better(group, offer)
 
     def _better(self, group: int, offer: Track) -> Verdict | None:
-        """Whether what is in place is at least as good."""
+        """Return `Verdict.STALE` if the track in place is at least as good, else None."""
         current = self._tracks[group]
         if current is None:
             return None
@@ -284,7 +284,7 @@ class Assembler:
         return None
 
     def _below(self, group: int, offer: Track) -> list[memoryview]:
-        """Payloads of the layers that a track refines, base first."""
+        """Return the payloads of the layers that a track refines, base first."""
         payloads: list[memoryview] = []
         while offer.refines is not None:
             frame = self._kept.get((group, offer.refines))

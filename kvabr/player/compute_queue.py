@@ -1,4 +1,4 @@
-"""The engine's lane: which groups are left to it, and when it starts on them."""
+"""The engine's queue: which groups are left to it, and when it starts to compute them."""
 
 from __future__ import annotations
 
@@ -11,37 +11,37 @@ from kvabr.types.cost import PrefillCost
 from kvabr.types.engine import EngineMode
 
 _LATE = 1.25
-"""Deadlines after which a tail that is done no sooner is far too late."""
+"""A tail that ends after this multiple of the deadline is far too late."""
 _PATIENCE = 0.5
-"""Share of the deadline for which such a tail is not begun even though the link has carried nothing."""
+"""Share of the deadline before which such a tail is not started, even if the link has carried nothing."""
 
 
 class ComputeQueue:
-    """What the engine computes now, and what it is to compute later."""
+    """What the engine computes now, and what it will compute later."""
 
     def __init__(self, cost: PrefillCost, mode: EngineMode, view: View, tick_s: float) -> None:
         self._cost, self._mode, self._view, self._tick_s = cost, mode, view, tick_s
         self.planned: range = range(0)
-        """Groups that the planner leaves to the engine for now; it thinks again at every event."""
+        """Groups that the planner leaves to the engine for now; re-planned at every event."""
         self.chosen: set[int] = set()
-        """Groups that the policy left to the engine, or that nobody else can bring: for good."""
+        """Groups that are left to the engine for good, by the policy or because no request can bring them."""
         self.computing: tuple[int, int] | None = None
-        """First group, and the one after the last, of what the engine computes now."""
+        """The groups that the engine computes now: the first, and the one after the last."""
         self.started_s = 0.0
         self._free_s = 0.0
 
     def backlog_s(self, now: float) -> float:
-        """Seconds until the engine is done with what it computes now and with what was left to it for good."""
+        """Return the seconds until the engine has computed what it computes now and all of `chosen`."""
         running = max(0.0, self._free_s - now) if self.computing is not None else 0.0
         here = range(*self.computing) if self.computing is not None else range(0)
         return running + sum(self._seconds(group, group + 1) for group in self.chosen if group not in here)
 
     def waiting(self) -> bool:
-        """Whether anything is left to the engine that it has not started on."""
+        """Return whether groups are left to the engine that it has not started."""
         return bool(self.planned) or bool(self.chosen)
 
     def takes(self, group: int) -> bool:
-        """Whether an absent group is the engine's, so that the policy need not care."""
+        """Return whether an absent group is left to the engine and hidden from the policy."""
         if group in self.planned or group in self.chosen:
             return True
         if self.computing is not None and self.computing[0] <= group < self.computing[1]:
@@ -49,7 +49,15 @@ class ComputeQueue:
         return self._mode == "suffix" and bool(self.chosen) and group >= min(self.chosen)
 
     def replan(self, absent: Collection[int], *, dead: bool = False) -> tuple[bool, Plan | None]:
-        """Think again about what the network will not bring, ``dead`` or not; returns whether that changed anything."""
+        """Re-plan what the network will not bring.
+
+        Args:
+            absent: groups that have not arrived.
+            dead: whether the link carries nothing at all.
+
+        Returns:
+            Whether `planned` changed, and the plan, if anything is to be computed.
+        """
         found: Plan | None = None
         if self.computing is not None and self._mode == "suffix":
             return False, None
@@ -62,7 +70,7 @@ class ComputeQueue:
         return changed, found
 
     def ready(self, now: float, absent: Collection[int], records: Sequence[GroupRecord]) -> tuple[int, int] | None:
-        """The groups that the engine can and should start on now: all before them is in place."""
+        """Return the groups that the engine should start now: everything before them is in place. Or None."""
         if self.computing is not None or not self.waiting():
             return None
         wanted = (*self.chosen, *(group for group in self.planned if group in absent))
@@ -74,12 +82,12 @@ class ComputeQueue:
         return (first, len(records)) if self._last_call(first, now) else None
 
     def start(self, first: int, last: int, now: float) -> None:
-        """The engine starts."""
+        """Note that the engine starts groups ``first`` to ``last`` - 1."""
         self.computing, self.started_s = (first, last), now
         self._free_s = now + self._seconds(first, last)
 
     def finish(self, now: float) -> float:
-        """The engine is done; returns the seconds that it took."""
+        """Note that the engine is done; return the seconds that it took."""
         for group in range(*(self.computing or (0, 0))):
             self.chosen.discard(group)
         self.computing = None
@@ -92,7 +100,10 @@ class ComputeQueue:
         return self._cost.seconds(begin, end - begin)
 
     def _run_end(self, first: int, now: float, absent: Collection[int]) -> int:
-        """One group at a time while there is time to think again after each; all at once where that alone makes it."""
+        """Return the end of the next computation.
+
+        Compute one group at a time while there is time to re-plan after each; all at once where only that is in time.
+        """
         last = first + 1
         while last in absent and (last in self.planned or last in self.chosen):
             last += 1
@@ -101,14 +112,14 @@ class ComputeQueue:
         return last if self._seconds(first, last) <= in_time < one_by_one else first + 1
 
     def _last_call(self, first: int, now: float) -> bool:
-        """Whether a tail must be started on now: until then the network may still shorten it."""
+        """Return whether a tail must be started now; until then the network may still shorten it."""
         deadline_s, seconds = self._view.deadline_s, self._seconds(first, self._view.groups)
         if now + seconds > _LATE * deadline_s and first not in self.chosen:
-            # Once begun it cannot be shortened: where the link has carried anything, hope is the better plan.
+            # Once started it cannot be shortened. If the link has carried anything, waiting is the better bet.
             return now >= (deadline_s if self._alive() else _PATIENCE * deadline_s)
         return now + 1.5 * self._tick_s >= deadline_s - seconds
 
     def _alive(self) -> bool:
-        """Whether the link has carried anything in this play."""
+        """Return whether the link has carried anything in this play."""
         view = self._view
         return view.rate > 0 or bool(view.settled) or any(one.received for one in view.in_flight.values())

@@ -1,4 +1,4 @@
-"""The books of a play: what each group is at, what is under way, what was wasted. What to do next `Session` decides."""
+"""The state of a play: each group's progress, transfers in flight, wasted bytes. `Session` decides what to do next."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvabr.types.events import Log, RequestCancelled, RequestFailed
 
 
 class PlayState:
-    """What a play knows of its groups, and the entries that change it."""
+    """What a play knows about its groups, and the operations that change it."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class PlayState:
         oracle: Callable[[float], float] | None,
         log: Log | None,
     ) -> None:
-        """All groups are absent."""
+        """Begin with every group absent."""
         self.view = View(
             ladder,
             deadline_s,
@@ -52,7 +52,7 @@ class PlayState:
         groups = self._catalog.groups
         self.record = PlayRecord([GroupRecord(group) for group in range(groups)])
         self._absent: dict[int, None] = dict.fromkeys(range(groups))
-        """Groups that have neither arrived nor are being computed, ascending; those in flight included."""
+        """Groups that have not arrived and are not being computed, ascending; includes those in flight."""
         self._in_place = 0
         self._decoding: dict[int, Transfer] = {}
         self._retries = RetryTracker(ladder, config.attempts)
@@ -61,13 +61,13 @@ class PlayState:
         """True once the play has been delivered or given up."""
 
     def _idle(self) -> bool:
-        """Whether nothing comes in."""
+        """Return whether no request is receiving bytes."""
         return not any(transfer.first_byte_s is not None for transfer in self.view.in_flight.values())
 
     def _end_decoding(self, request: int) -> Transfer | None:
-        """A group is decoded, or cannot be; None if it is of no use any more."""
+        """Remove a group that is decoded, or cannot be, from the decoder's queue; None if it is no longer wanted."""
         if self.over:
-            return None  # too late: the cache is handed over, and the books are closed
+            return None  # too late: the cache is handed over, and the record is closed
         transfer = self._decoding.pop(request, None)
         if transfer is not None:
             left = self.view.decode_backlog_s - self.view.decode_s(transfer.track)
@@ -75,7 +75,7 @@ class PlayState:
         return transfer
 
     def _place(self, transfer: Transfer, record: GroupRecord, now: float) -> None:
-        """A group is in place."""
+        """Record that a group is in place."""
         layered = self._catalog.by_name[transfer.track].refines is not None
         if record.ready_s is None:
             self._in_place += 1
@@ -99,7 +99,7 @@ class PlayState:
         record = self.record.groups[group]
         if transfer.upgrade:
             view.track_of[group] = record.track
-            # A group whose upgrade fails again and again is left as it is.
+            # A group whose upgrade failed too often keeps its track.
             if record.track != RECOMPUTED and not self._retries.spent(group, transfer.track):
                 view.settled.add(group)
         elif record.track is None:
@@ -109,7 +109,7 @@ class PlayState:
             self._sync_missing()
 
     def _take_back(self, groups: Iterable[int]) -> None:
-        """Put groups that were left to an engine which has failed back to where they were."""
+        """Return groups that were left to an engine that failed to their previous state."""
         view = self.view
         flying = {transfer.group for transfer in view.in_flight.values()}
         decoding = {transfer.group: transfer.track for transfer in self._decoding.values()}
@@ -137,7 +137,7 @@ class PlayState:
         }
 
     def _cancel(self, transfer: Transfer, reason: str, now: float, *, failed: bool = False) -> None:
-        """Give up a transfer that is under way."""
+        """Cancel a transfer in flight."""
         del self.view.in_flight[transfer.request]
         self.view.outstanding_bytes -= transfer.remaining
         self._actions.append(Cancel(transfer.request))

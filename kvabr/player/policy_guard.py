@@ -1,4 +1,4 @@
-"""Asks the policy, and refuses what makes no sense: with the policy's name, its file and its line."""
+"""Checks a policy's decisions; errors name the policy, its file and its line."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _KINDS = frozenset({"fetch", "upgrade", "recompute", "wait", "finish"})
 
 
 class PolicyGuard:
-    """Stands between a session and its policy."""
+    """Asks a policy on behalf of a session."""
 
     def __init__(self, policy: Policy, view: View) -> None:
         self.policy, self._view = policy, view
 
     def start(self) -> None:
-        """Let the policy begin.
+        """Start the policy.
 
         Raises:
             PolicyError: it refuses the play, or raises.
@@ -34,10 +34,10 @@ class PolicyGuard:
             raise self._raised(error) from error
 
     def ask(self) -> Decision:
-        """The policy's next decision, checked.
+        """Return the policy's next decision, checked.
 
         Raises:
-            PolicyError: it raises, or asks for what does not exist.
+            PolicyError: it raises, or its decision is invalid.
         """
         try:
             decision = self.policy.decide(self._view)
@@ -46,11 +46,11 @@ class PolicyGuard:
         except BaseException as error:  # a policy that calls sys.exit() must not end the replay in silence
             raise self._raised(error) from error
         if (fault := self._fault(decision)) is not None:
-            raise self.nonsense(fault)
+            raise self.invalid(fault)
         return decision
 
-    def nonsense(self, what: str) -> PolicyError:
-        """The error that says what the policy did wrong, and where it stands."""
+    def invalid(self, what: str) -> PolicyError:
+        """Return the error that says what the policy did wrong, and in which file."""
         return PolicyError(f"policy {self._title()} {what} ({where(type(self.policy))})")
 
     def _fault(self, decision: Any) -> str | None:

@@ -1,4 +1,4 @@
-"""What has been tried for each group and came to nothing, and what is therefore still worth asking for."""
+"""Failed requests of a play, and which tracks are still worth requesting."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ class RetryTracker:
     """The failures of one play."""
 
     def __init__(self, ladder: Ladder, attempts: int) -> None:
-        """Nothing has failed.
+        """Begin without failures.
 
         Args:
             ladder: the tracks.
-            attempts: times that one group of one track is asked for before it counts as not to be had.
+            attempts: failures of one group on one track after which that track is unavailable for the group.
         """
         self._ladder, self._attempts = ladder, attempts
         self._failures: dict[tuple[int, str], int] = {}
@@ -23,43 +23,43 @@ class RetryTracker:
 
     @property
     def last_words(self) -> tuple[str, ...]:
-        """What went wrong last with a transfer, and with the engine, for a play that is given up."""
+        """The last faults of a transfer and of the engine, for a play that is given up."""
         return tuple(self._faults.values())
 
     def failed(self, group: int, track: str, reason: str) -> None:
-        """A group did not come."""
+        """Note that a request failed."""
         self._failures[group, track] = self._failures.get((group, track), 0) + 1
         self._faults["transfer"] = f"last fault: {reason}"
 
     def engine_failed(self, reason: str) -> None:
-        """The engine could not compute what it was to."""
+        """Note that the engine failed."""
         self._faults["engine"] = f"the engine failed: {reason}"
 
     def abandoned(self, group: int) -> None:
-        """A transfer that a group needs was given up, since it would have come too late."""
+        """Note that a required transfer was abandoned because it would have been late."""
         self._abandoned.add(group)
 
     def spent(self, group: int, track: str) -> bool:
-        """Whether a group of a track has failed too often."""
+        """Return whether a group has failed too often on a track."""
         return self._failures.get((group, track), 0) >= self._attempts
 
     def cheapest_left(self, group: int) -> Track | None:
-        """The cheapest track on which a group has not failed too often."""
+        """Return the cheapest track on which a group has not failed too often; None if there is none."""
         return next((track for track in self._ladder.tracks if not self.spent(group, track.name)), None)
 
     def usable(self, group: int, track: str, *, upgrade: bool, engine: bool) -> str | None:
-        """The track asked for, or, if that group of it has failed too often, the cheapest one left; None if none is.
+        """Return ``track``, or the cheapest one left if it has failed too often for the group; None if none is left.
 
-        If there is an engine, a group that has failed so often on all tracks together is its: no more time is lost.
+        If there is an engine, it gets a group that has failed that often on all tracks together: no more time is lost.
 
         Args:
-            group: which.
-            track: what the policy asks for.
+            group: the group to request.
+            track: the track that the policy wants.
             upgrade: whether the group is in place already; then no other track will do.
-            engine: whether there is one.
+            engine: whether the play has an engine.
         """
         if not upgrade and group in self._abandoned:
-            track = self._ladder.cheapest  # asking for the same again would only be given up again
+            track = self._ladder.cheapest  # the same request would only be abandoned again
         if not self._failures:
             return track
         if engine and not upgrade:

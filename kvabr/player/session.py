@@ -7,17 +7,17 @@ Theory of operation. Every group is in one of these states::
        |          +-----------+----> (cancelled, failed, refused: back to absent)
        +-> left to the engine -> computing -> in place
 
-and a group in place may have one upgrade under way. The rules:
+and a group in place may have one upgrade in flight. The rules:
 
-1. After every event, and at every tick, the session re-plans what the engine must compute, gives up what will not make
-   it, then asks the policy for requests until enough are in flight, and delivers when all is in place.
+1. After every event and at every tick, the session re-plans what the engine must compute, abandons what will be late,
+   asks the policy for requests until enough are in flight, and delivers when everything is in place.
 2. A policy sees a group as missing while it is absent and not left to the engine, and as settled while it is in place
-   with nothing under way.
-3. The cache is delivered when every group is in place and either the policy wants no more, or the deadline has come.
+   with nothing in flight.
+3. The cache is delivered when every group is in place and either the policy wants no more or the deadline has come.
    A hole is never delivered: without a network and an engine the play is given up instead.
-4. A play for a prefix (`PrefixGoal`) never starts the engine. It is cut where the engine would start, where nothing but
-   the engine could bring another group, and at the deadline; the record says why.
-5. Nothing here knows a clock: every event carries ``now``, and the driver calls `timer` when `next_timer` says.
+4. A play for a prefix (`PrefixGoal`) never starts the engine. It is cut when the engine would start, when only the
+   engine could bring another group, and at the deadline; the record says why.
+5. The session reads no clock: every event carries ``now``, and the driver calls `timer` at the time of `next_timer`.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ _WHOLE = WholeGoal()
 
 
 class Session(PlayState):
-    """One play: events go in by the methods below, actions come out of `actions`."""
+    """One play. Events go in through the methods below, actions come out of `actions`."""
 
     def __init__(
         self,
@@ -90,18 +90,18 @@ class Session(PlayState):
         )
         self._prefix = isinstance(goal, PrefixGoal)
         if self._prefix and (cost is None or mode != "suffix"):
-            raise UsageError("to play a prefix, say what a prefill costs the engine; its mode is suffix")
+            raise UsageError("to play a prefix, say what a prefill costs the engine, in mode 'suffix'")
         self._next_tick_s = self._tick_s
         self._guard = PolicyGuard(policy, self.view)
         share = self._config.stalled_after
         self._stalls = None if share is None else StallDetector(share * deadline_s)
         self._heard_s = 0.0
-        """When bytes came last."""
+        """When the last bytes came."""
         self._requests = self._upgrades = 0
         self._places: dict[int, int] = {}
-        """Of each group that was asked for, the how-manieth it was."""
+        """Request order of each group that was requested."""
         self._content = False
-        """The policy wanted nothing more when it was last asked."""
+        """Whether the policy wanted nothing more when it was last asked."""
 
     # ------------------------------------------------------------------ events
 
@@ -109,15 +109,14 @@ class Session(PlayState):
         """Begin the play.
 
         Raises:
-            PolicyError: the policy refuses this play, raises, or asks for what does not exist (also from every other
-                event).
+            PolicyError: the policy refuses this play, raises, or makes an invalid decision. Every event may raise it.
         """
         self.view.now = now
         self._guard.start()
         self._advance(now)
 
     def first_byte(self, request: int, now: float, limit: Limit = "network") -> None:
-        """The first byte of a request came; ``limit`` says what held it up."""
+        """Take the first byte of a request; ``limit`` says what limited it."""
         transfer = self.view.in_flight.get(request)
         if transfer is not None and transfer.first_byte_s is None:
             transfer.first_byte_s = now
@@ -126,7 +125,7 @@ class Session(PlayState):
             self._events.emit(FirstByteReceived, now, request)
 
     def progress(self, request: int, received: int, now: float, limit: Limit = "network") -> None:
-        """A request has received so many bytes in all; ``limit`` says who held up those that are new."""
+        """Take progress: ``received`` bytes of a request in all; ``limit`` says what limited the new ones."""
         transfer = self.view.in_flight.get(request)
         if transfer is None:
             return
@@ -145,7 +144,7 @@ class Session(PlayState):
             self._sampler.received(more, now, limit)
 
     def done(self, request: int, now: float, limit: Limit = "network") -> None:
-        """A request is complete: its bytes are all here; ``limit`` says who held up those that are new."""
+        """Take the end of a request: all its bytes are here; ``limit`` says what limited the new ones."""
         transfer = self.view.in_flight.get(request)
         if transfer is None:
             return
@@ -161,7 +160,7 @@ class Session(PlayState):
         self._advance(now)
 
     def failed(self, request: int, reason: str, now: float) -> None:
-        """A request ended without its bytes: reset, refused, or the wrong length."""
+        """Take the failure of a request: reset, refused, or the wrong length."""
         transfer = self.view.in_flight.pop(request, None)
         if transfer is not None:
             self.view.outstanding_bytes -= transfer.remaining
@@ -170,7 +169,7 @@ class Session(PlayState):
             self._advance(now)
 
     def decoded(self, request: int, now: float) -> None:
-        """A group that had arrived is decoded and in place."""
+        """Take a group that is decoded and in place."""
         transfer = self._end_decoding(request)
         if transfer is None:
             return
@@ -183,14 +182,14 @@ class Session(PlayState):
         self._advance(now)
 
     def refused(self, request: int, reason: str, now: float) -> None:
-        """A group that had arrived could not be decoded: corrupt, truncated, or foreign."""
+        """Take a group that could not be decoded: corrupt, truncated, or foreign."""
         transfer = self._end_decoding(request)
         if transfer is not None:
             self._lost(transfer, RequestFailed, reason, now)
             self._advance(now)
 
     def computed(self, first: int, last: int, now: float) -> None:
-        """The engine has computed groups ``first`` to ``last`` - 1, and they are in place."""
+        """Take groups ``first`` to ``last`` - 1, which the engine has computed and which are in place."""
         lane = self._compute
         if self.over or lane is None or lane.computing != (first, last):
             return
@@ -205,7 +204,7 @@ class Session(PlayState):
                 group, RECOMPUTED, requested_s=lane.started_s, ready_s=now, source="recomputed"
             )
             self.record.tokens_recomputed += self._catalog.group_tokens(group)
-            # A frame of this group may have been decoded meanwhile: what was computed takes its place.
+            # A frame of this group may have been decoded meanwhile; the computed group replaces it.
             self.view.track_of[group] = RECOMPUTED
             self.view.settled.discard(group)
             self._absent.pop(group, None)
@@ -214,7 +213,7 @@ class Session(PlayState):
         self._advance(now)
 
     def compute_failed(self, reason: str, now: float) -> None:
-        """The engine could not compute what it was to. It is not asked again: the network must bring the rest."""
+        """Take a failure of the engine. The session does not use it again: the network must bring the rest."""
         lane = self._compute
         if self.over or lane is None or lane.computing is None:
             return
@@ -229,14 +228,14 @@ class Session(PlayState):
         self._advance(now)
 
     def waited(self, now: float) -> None:
-        """Until now, nothing could come: other plays that share the link had their turn."""
+        """Note that nothing could come until now, because other plays used the shared link."""
         self._heard_s = now
         self._sampler.waited(now)
         if self._stalls is not None:
             self._stalls.waited(self.view.in_flight.values(), now)
 
     def timer(self, now: float) -> None:
-        """The time that `next_timer` named has come."""
+        """Take the tick that `next_timer` asked for."""
         if self.over:
             return
         self._next_tick_s = now + self._tick_s
@@ -250,7 +249,7 @@ class Session(PlayState):
                 self._cancel(*found, now)
         if self._stalls is not None:
             for transfer, proven in self._stalls.stalled(list(self.view.in_flight.values()), self.view.ttfb_s, now):
-                self._cancel(transfer, "it stands still", now, failed=proven)
+                self._cancel(transfer, "it has stalled", now, failed=proven)
         self._events.progress(now, self.record.bytes_fetched)
         self._advance(now)
 
@@ -268,12 +267,12 @@ class Session(PlayState):
     # ----------------------------------------------------------------- outputs
 
     def actions(self) -> list[Action]:
-        """What the driver must do now, in order; each action comes out once."""
+        """Return what the driver must do now, in order; each action is returned once."""
         out, self._actions = self._actions, []
         return out
 
     def next_timer(self) -> float | None:
-        """When the driver must call `timer`, seconds since the play began; None once the play is over."""
+        """Return when the driver must call `timer`, seconds since the play began; None once the play is over."""
         if self.over:
             return None
         deadline = self.view.deadline_s
@@ -308,9 +307,9 @@ class Session(PlayState):
                 self._deliver(now)
                 return
             left = self._catalog.groups - self._in_place
-            raise self._guard.nonsense(f"waits while {left} groups are missing and nothing is under way")
+            raise self._guard.invalid(f"waits while {left} groups are missing and nothing is under way")
         if self._prefix and not self.view.in_flight and not self._decoding:
-            # Nothing is left to wait for but the moment at which the engine would start.
+            # All that is left is to wait for the moment at which the engine would start.
             self._deliver(now, cut=None if complete else "the rest cannot be fetched, or is sooner computed")
             return
         lacking = f"{self._catalog.groups - self._in_place} of {self._catalog.groups} groups are still not in place"
@@ -327,14 +326,14 @@ class Session(PlayState):
             view.engine_backlog_s = self._compute.backlog_s(now)
 
     def _silent(self, now: float) -> bool:
-        """Whether nothing is heard and nothing is being worked on, so that waiting on is of no use."""
+        """Return whether nothing arrives and nothing is being decoded or computed, so that waiting is pointless."""
         share, lane = self._config.silent_after, self._compute
         if share is None or self._decoding or (lane is not None and (lane.computing is not None or lane.waiting())):
             return False
         return now - self._heard_s >= max(share * self.view.deadline_s, 3 * self.view.ttfb_s, LEAST_SILENCE_S)
 
     def _dead(self, now: float) -> bool:
-        """Whether nothing has come for so long, although something was asked for, that an engine had better begin."""
+        """Return whether requests have brought nothing for so long that the engine should start."""
         share, view = self._config.stalled_after, self.view
         if share is None or not view.in_flight or self._decoding:
             return False
@@ -386,12 +385,12 @@ class Session(PlayState):
         view.outstanding_bytes += size
         view.track_of[group] = track
         if upgrade:
-            # Upgrades come after everything that is needed, one after the other: half of two is worth nothing.
+            # Upgrades come after all required groups, one at a time: two halves are worth nothing.
             priority = 128 + min(127, self._upgrades)
             self._upgrades += 1
             view.settled.discard(group)
         else:
-            # In the order in which the policy first asked for them: it knows which the engine needs first.
+            # In the order in which the policy first requested them: it knows which the engine needs first.
             priority = self._places.setdefault(group, len(self._places)) * 128 // view.groups
             view.missing_groups.pop(group, None)
         transfer.priority = priority
@@ -409,7 +408,7 @@ class Session(PlayState):
             self._use_engine(lane, now)
 
     def _use_engine(self, lane: ComputeQueue, now: float) -> None:
-        """Re-plan what is left to the engine, and start it on what it can do now."""
+        """Re-plan what is left to the engine, and start what it can compute now."""
         after = 1.0 if self._guard.policy.computes else self._config.plan_after
         if now >= after * self.view.deadline_s:
             changed, found = lane.replan(self._absent, dead=self._dead(now))

@@ -1,13 +1,13 @@
-"""Turns what arrives into samples for the estimator: bytes of all requests together, over the time of a busy link.
+"""Throughput samples for the estimator: the bytes of all requests over the time that the link was busy.
 
-A sample that the publisher or this machine's processor held up says only that the link is at least that fast: it may
-raise the estimate, never lower it. Silence always counts, since nothing at all arrives to say who is at fault.
+A sample that the publisher or this process limited says only that the link is at least that fast: it may raise the
+estimate, never lower it. Silence always counts, since nothing arrives that could say what is at fault.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any, Protocol
+from typing import Protocol
 
 from kvabr.abr.estimator import Estimator
 from kvabr.abr.plugins import where
@@ -15,50 +15,49 @@ from kvabr.types.errors import PolicyError
 from kvabr.types.events import Limit
 
 _SHORTEST_SHARE = 1 / 400
-"""Samples shorter than this share of the deadline are gathered into longer ones."""
+"""Least length of a sample, as a share of the deadline; shorter ones are merged."""
 _SILENCE_SHARE = 1 / 25
-"""A request that has waited this share of the deadline and thrice the usual time for its first byte has stalled."""
-
+"""A link is silent if requests have waited for this share of the deadline and three times the time to first byte."""
 _PACKET = 1200
-"""Fewer bytes than this say nothing about a rate."""
+"""Least size of a chunk that says anything about a rate, bytes."""
 _NUMBER = (int, float)
 _RAMP = 1.25
-"""A sample so many times faster than the one before still belongs to slow start."""
+"""A sample this many times faster than the one before still belongs to slow start."""
 
 
 class Limited(Protocol):
-    """Hears of samples that the network did not hold up."""
+    """Callback for samples that the network did not limit."""
 
     def __call__(self, by: Limit, rate: float, now: float, *, fed: bool) -> None:
-        """``fed`` tells whether the estimator heard of it."""
+        """Take a sample of ``rate`` bytes per second; ``fed`` says whether the estimator got it."""
 
 
 class ThroughputSampler:
-    """Watches one play's link."""
+    """Samples the link of one play whose bytes are reported as they flow, as in the simulator."""
 
     def __init__(self, estimator: Estimator, deadline_s: float, limited: Limited | None = None) -> None:
         self._estimator = estimator
         self._limited = limited
         self._deadline_s = deadline_s
         self._known: tuple[float, float, float] | None = None
-        """The estimates, until the estimator hears of something: they are asked for far more often than that."""
+        """Cached estimates, until the estimator gets a sample: they are read far more often than they change."""
         self._begin()
         self._ramp_rate: float | None = 0.0
-        """Rate of the last sample while every sample is clearly faster than the one before; None once that is over."""
+        """Rate of the last sample during slow start, while each is clearly faster than the one before; then None."""
         self._shortest_s = _SHORTEST_SHARE * deadline_s
         self._silence_s = _SILENCE_SHARE * deadline_s
         self._since: float | None = None
-        """When the sample being gathered began; None while nothing arrives."""
+        """When the current sample began; None while nothing arrives."""
         self._bytes = 0
         self._held: dict[Limit, int] = {}
-        """Of these bytes, those that were held up by another than the network."""
+        """Bytes of the current sample that the network did not limit, by what did."""
         self._quiet_since = 0.0
 
     def estimates(self) -> tuple[float, float, float]:
-        """Rate and lower bound, bytes per second, and time to first byte, seconds.
+        """Return the rate and its lower bound, bytes per second, and the time to first byte, seconds.
 
         Raises:
-            PolicyError: the estimator raises, or returns what is no finite number from 0.
+            PolicyError: the estimator raised, or returned something other than finite numbers from 0.
         """
         if self._known is not None:
             return self._known
@@ -94,7 +93,7 @@ class ThroughputSampler:
         return PolicyError(f"estimator {getattr(cls, 'name', cls.__name__)} {what} ({where(cls, error)})")
 
     def first_byte(self, waited_s: float, now: float) -> None:
-        """A request got its first byte after so many seconds."""
+        """Note that a request got its first byte after ``waited_s`` seconds."""
         self._known = None
         try:
             self._estimator.first_byte(waited_s)
@@ -106,7 +105,7 @@ class ThroughputSampler:
             self._held.clear()
 
     def received(self, nbytes: int, now: float, limit: Limit = "network") -> None:
-        """Bytes arrived; ``limit`` says who held them up."""
+        """Count bytes that arrived; ``limit`` says what limited them."""
         if limit == "kept":
             return
         self._bytes += nbytes
@@ -115,7 +114,7 @@ class ThroughputSampler:
         self._quiet_since = now
 
     def settle(self, now: float, *, idle: bool) -> None:
-        """A transfer ended; if none is left that moves, the sample ends with it."""
+        """Note that a transfer ended. If none is left that receives bytes (``idle``), the sample ends too."""
         if self._since is None:
             return
         seconds = now - self._since
@@ -126,11 +125,11 @@ class ThroughputSampler:
             self._since = None
 
     def _least_s(self) -> float:
-        """The first sample of all is wanted soon; those that follow must show whether the window still doubles."""
+        """Return the least length of a sample. The first is wanted soon; later ones must show the end of slow start."""
         return max(self._shortest_s, self._estimator.ttfb()) if self._ramp_rate else self._shortest_s
 
     def _conclude(self, seconds: float, now: float) -> None:
-        """Give the bytes gathered to the estimator, and begin to gather anew."""
+        """Pass the sample to the estimator and start a new one."""
         if self._says_something(self._bytes / seconds, now):
             if self._ramp_rate is not None:
                 self._forget_slow_start(self._bytes / seconds)
@@ -139,7 +138,7 @@ class ThroughputSampler:
         self._held.clear()
 
     def _says_something(self, rate: float, now: float) -> bool:
-        """Whether a sample is of the link: not if others held up most of it, unless the link is even faster."""
+        """Return whether a sample measures the link: not if most of it was limited by something else and it is slow."""
         if 2 * sum(self._held.values()) <= self._bytes:
             return True
         fed = rate > self.estimates()[0]
@@ -148,7 +147,7 @@ class ThroughputSampler:
         return fed
 
     def _forget_slow_start(self, rate: float) -> None:
-        """While the connection's window still doubles, only the last sample says anything about the link."""
+        """Restart the estimator during slow start: while the window doubles, only the last sample measures the link."""
         if self._ramp_rate is not None and rate > _RAMP * self._ramp_rate:
             self._ramp_rate = rate
             self._begin()
@@ -156,7 +155,7 @@ class ThroughputSampler:
             self._ramp_rate = None
 
     def waited(self, now: float) -> None:
-        """Until now, others had the link: that time says nothing about it."""
+        """Skip the time until now: other plays used the link."""
         if self._since is not None:
             if self._bytes:
                 self._conclude(now - self._since, now)
@@ -164,7 +163,7 @@ class ThroughputSampler:
         self._quiet_since = now
 
     def tick(self, now: float, *, waiting: bool, idle: bool) -> None:
-        """Time passes. A link on which everything waits far longer than a round trip carries nothing: that is news."""
+        """Let time pass. A link on which every request waits for much longer than a round trip has a rate of zero."""
         if not idle:
             self.settle(now, idle=False)
         elif waiting and now - self._quiet_since > max(self._silence_s, 3 * self._estimator.ttfb()):
@@ -173,32 +172,37 @@ class ThroughputSampler:
 
 
 class ChunkedThroughputSampler(ThroughputSampler):
-    """Watches the link of a play over a real transport."""
+    """Samples the link of a play over a real transport, which reports bytes in chunks some time after they came.
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
+    The time that the first chunk took is unknown, so it does not count; later chunks took the time since it, as in
+    packet dispersion. If nothing follows the first chunk, the time that it was waited for gives a lower bound of the
+    rate, which may raise the estimate but never lower it.
+    """
+
+    def __init__(self, estimator: Estimator, deadline_s: float, limited: Limited | None = None) -> None:
+        super().__init__(estimator, deadline_s, limited)
         self._arrived_s = 0.0
-        self._first_lump = 0
+        self._first_chunk = 0
         self._waited_s = 0.0
-        """Seconds that the first lump was waited for; 0.0 once a sample has followed it."""
+        """Seconds that the first chunk was waited for; 0.0 once a sample has followed it."""
 
     def first_byte(self, waited_s: float, now: float) -> None:
-        """A request got its first byte after so many seconds."""
+        """See `ThroughputSampler.first_byte`."""
         if self._since is None:
-            self._arrived_s, self._first_lump, self._waited_s = now, 0, waited_s
+            self._arrived_s, self._first_chunk, self._waited_s = now, 0, waited_s
         super().first_byte(waited_s, now)
 
     def received(self, nbytes: int, now: float, limit: Limit = "network") -> None:
-        """A lump arrived; ``limit`` says who held it up."""
+        """Count a chunk that arrived; ``limit`` says what limited it."""
         if self._since is not None and now <= self._since:
-            self._first_lump += nbytes
+            self._first_chunk += nbytes
             self._quiet_since = now
         else:
             super().received(nbytes, now, limit)
         self._arrived_s = now
 
     def settle(self, now: float, *, idle: bool) -> None:
-        """A transfer ended, or time passes."""
+        """See `ThroughputSampler.settle`."""
         if self._since is None:
             return
         seconds = self._arrived_s - self._since
@@ -206,7 +210,7 @@ class ChunkedThroughputSampler(ThroughputSampler):
             self._conclude(seconds, now)
             self._since, self._waited_s = self._arrived_s, 0.0
         elif idle:
-            self._at_least(self._first_lump + self._bytes, self._waited_s + seconds, now)
+            self._at_least(self._first_chunk + self._bytes, self._waited_s + seconds, now)
         elif not self._bytes and now - self._since > max(self._silence_s, 3 * self._estimator.ttfb()):
             self._sample(0, now - self._since, now)
             self._since = now

@@ -24,11 +24,11 @@ from kvabr.types.errors import UsageError
 from kvabr.types.events import Log
 
 _MOST_WAITING = 4
-"""Groups that may be decoded, or wait for the engine's leave, before no more is asked for."""
+"""Most groups that may wait to be decoded or to be let into the cache; then nothing more is requested."""
 
 
 _SILENT = 5.0
-"""Lengths of the deadline without a byte of what was asked for, after which nothing more is expected to come."""
+"""Deadline lengths without a byte of what was requested, after which the session ends."""
 
 
 class UpgradeSession(Session):
@@ -49,15 +49,15 @@ class UpgradeSession(Session):
 
         Args:
             ladder: the tracks.
-            horizon_s: the deadline of the play before, seconds: how far ahead upgrades are planned.
-            policy: fresh, the same as that of the play before.
-            estimator: fresh.
+            horizon_s: how far ahead to plan upgrades, seconds: the deadline of the play before.
+            policy: a fresh policy, the same as in the play before.
+            estimator: a fresh estimator.
             goal: what is in place, and for how long upgrades are wanted.
-            config: what a player does whatever its policy.
+            config: limits and timeouts.
             log: takes every event.
 
         Raises:
-            UsageError: times that make no sense, or not one track per group.
+            UsageError: a time is not positive, or there is not exactly one track per group.
         """
         tracks, until_s = goal.tracks, goal.until_s
         if not until_s > 0:
@@ -67,7 +67,7 @@ class UpgradeSession(Session):
         super().__init__(ladder, horizon_s, policy, estimator, goal=goal, config=config, log=log)
         self._horizon_s, self._until_s, self._rate = horizon_s, until_s, goal.rate
         self._wanted_s = self._moved_s = 0.0
-        """When the policy last wanted something; and when last there was nothing to wait for but the engine."""
+        """When the policy last wanted something, and when nothing but decoded groups was last waited for."""
         self._least = [min(track.loss[group] for track in ladder.catalog.tracks) for group in range(len(tracks))]
         view = self.view
         self._absent.clear()
@@ -91,7 +91,7 @@ class UpgradeSession(Session):
         self.view.deadline_s = min(self._until_s, now + self._horizon_s)
 
     def next_timer(self) -> float | None:
-        """When the driver must call `timer`; see `Session.next_timer`."""
+        """Return when the driver must call `timer`; see `Session.next_timer`."""
         return None if self.over else min(self._until_s, self._next_tick_s)
 
     def _advance(self, now: float) -> None:
@@ -121,7 +121,7 @@ class UpgradeSession(Session):
         return len(self._decoding) < _MOST_WAITING and super()._has_room()
 
     def _done(self) -> bool:
-        """Whether no group can get any better."""
+        """Return whether no group can be improved."""
         losses = (
             0.0 if record.track in (None, RECOMPUTED) else self._catalog.by_name[record.track].loss[record.group]
             for record in self.record.groups

@@ -56,7 +56,7 @@ async def test_a_stalled_download_is_asked_for_again(origin):
     played, lines = await played_with(origin, on_first(Fault(stall_after=300)))
     assert played.met
     assert close(played.kv)
-    assert any(line.name == "failed" and line.reason == "it stands still" for line in lines)
+    assert any(line.name == "failed" and line.reason == "it has stalled" for line in lines)
 
 
 @pytest.mark.parametrize(

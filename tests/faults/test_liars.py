@@ -88,8 +88,8 @@ LIES = {
         "INTERNAL_ERROR: disk on fire",
     ),
     "refused with an unknown code": (lambda answer: answer.refuse(0x7777, "because"), "0x7777: because"),
-    "stalled": (lambda answer: answer.one_object(answer.frame[:999], size=FULL, end=False), "it stands still"),
-    "no answer": (lambda _: None, "it stands still"),
+    "stalled": (lambda answer: answer.one_object(answer.frame[:999], size=FULL, end=False), "it has stalled"),
+    "no answer": (lambda _: None, "it has stalled"),
     "garbage as objects": (lambda answer: answer.write(b"\x3f" + b"\xff" * 500), "broke the protocol"),
     "garbage as messages": (bad_control, "broke the protocol"),
     "two streams": (two_streams, "a second stream"),
@@ -104,7 +104,7 @@ async def test_a_lie_told_once_is_refused_and_the_group_asked_for_again(root, tl
         async with lying(root, tls, fingerprint, lie) as served:
             async with served.connect(drafts=(draft,)) as connection:
                 # A transfer that stands still is given up after an eighth of the deadline.
-                deadline = 32.0 if "it stands still" in LIES[name][1] else LIMIT_S
+                deadline = 32.0 if "it has stalled" in LIES[name][1] else LIMIT_S
                 played = await play(connection, TOKENS, deadline=deadline, policy="fixed:Int4", spec=SPEC, log=log)
             assert served.server.told == 1, name
             await served.empty()
