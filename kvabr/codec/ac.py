@@ -1,23 +1,21 @@
-"""The AC tracks: transformed (`kvabr.codec.transform`), quantised, and entropy coded against the profile's tables.
+"""The AC tracks: transformed (`kvabr.codec.transform`), quantised, and entropy coded with the profile's tables.
 
-AC-L0 is a base that stands alone; AC-L1 to AC-L3 each refine the one before by a step a third as long, and code only
-what the index below leaves open, so that a base and its enhancements together are as large as the finest quantiser
-would be alone. AC-5x, the draft's level, is one layer that stands alone.
-
-The payload:
+AC-L0 is a self-contained base. AC-L1 to AC-L3 each refine the layer before with a third of its step, and code only what
+the index below leaves open, so a base and its enhancements together are as large as the finest quantiser alone. AC-5x,
+the draft's level, is a single self-contained layer. A payload is:
 
     listed 4 | offsets 4 ... | scales | codes | far tokens | coded
 
-The first tokens of a prompt, attention sinks, are kept aside in every payload that stands alone, and not listed. Listed
-are tokens that the model uses as further sinks; and, the highest bit of their offset set, tokens so far out that a
-decoder's integers cannot hold them: nothing is ever coded to noise. An enhancement lists what its finer step adds to
-the latter.
+Some tokens are stored separately from the coded ones. The first tokens of a prompt, attention sinks, are stored in
+every self-contained payload, and are not listed. Listed are further tokens that the model uses as sinks, and, with the
+highest bit of their offset set, far tokens whose coefficients exceed a decoder's integers: nothing is ever coded to
+noise. An enhancement lists the far tokens that its finer step adds.
 
-    scales: FP16, [token, layer, K/V]; of all tokens kept aside that are not far, in order
-    codes:  8 bits, [token, layer, K/V, head, dim]: times the scale they are the token
+    scales: FP16, [token, layer, K/V]; of all stored tokens that are not far, in order
+    codes:  8 bits, [token, layer, K/V, head, dim], in units of the scale
     far:    FP16, [token, layer, K/V, head, dim]
 
-Eight bits are enough: at every depth the loss is that with sinks kept as they are.
+Eight bits suffice: at every depth the loss is the same as with exact sinks.
 """
 
 from __future__ import annotations
@@ -73,7 +71,7 @@ class Ac(Codec):
                 depth.coder, work.coefficients.rows.numpy(), _quantiser(profile, self.name), base, ~aside
             )
         else:
-            # Tokens that only this depth cannot hold have indices below.
+            # Tokens that overflow only at this depth have indices below.
             if lower is None:
                 lower = work.indices(str(self.refines), below_aside)
             index = work.indices(self.name, aside)
@@ -87,7 +85,7 @@ class Ac(Codec):
     def decode(
         self, payload: memoryview, context: GroupContext, out: torch.Tensor, below: Sequence[memoryview] = ()
     ) -> None:
-        """All layers to indices, and these to the cache, in one call of the coder; then the tokens kept aside."""
+        """Decode all layers to indices and then to the cache, in one call of the coder; place the stored tokens."""
         profile = _profile(context, self.name)
         tracks = _chain(self.name)
         parts = _split_chain(profile, context, tracks, (*below, payload))
@@ -105,16 +103,16 @@ class Ac(Codec):
             part.place(out)
 
     def aside(self, payload: memoryview, context: GroupContext) -> int:
-        """Tokens that stand out, and those that are too far out; sinks are not counted."""
+        """Return the number of listed tokens: outliers and far tokens, without sinks."""
         sinks = _sinks(_profile(context, self.name), context) if self.refines is None else 0
         return split_payload(payload, context, sinks, self.name).listed
 
     def _lower(
         self, context: GroupContext, work: _Work, below: Sequence[bytes]
     ) -> tuple[NDArray[np.int16] | None, NDArray[np.bool_]]:
-        """Indices one depth below, and the tokens that are kept aside already.
+        """Return the indices one depth below, and the tokens that are already stored separately.
 
-        The former are None if there are none, or if they are those of `_Work.indices`.
+        The indices are None if there are none, or if they equal those of `_Work.indices`.
         """
         if self.refines is None:
             return None, np.zeros(context.tokens, dtype=bool)
@@ -159,7 +157,7 @@ class AcL3(Ac):
 
 
 class Ac5x(Ac):
-    """The draft's arithmetic-coded level, alone: with a profile of the model at least five times smaller than FP16."""
+        """The draft's arithmetic-coded level: with the model's own profile at least five times smaller than FP16."""
 
     name: ClassVar[str] = SINGLE
 
@@ -169,12 +167,12 @@ class _Made:
     payload: bytes
     aside: NDArray[np.bool_]
     index: NDArray[np.int16] | None
-    """None if they are those of `_Work.indices`."""
+    """None if equal to `_Work.indices`."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Work:
-    """What the depths of one group share while they are encoded one after the other."""
+    """Intermediate results that the depths of one group share while they are encoded."""
 
     group: torch.Tensor
     profile: Profile
@@ -182,7 +180,7 @@ class _Work:
     made: dict[str, _Made] = field(default_factory=dict)
 
     def indices(self, track: str, aside: NDArray[np.bool_]) -> NDArray[np.int16]:
-        """What a depth's quantiser makes of the coefficients, 0 for tokens that are kept aside."""
+        """Quantise the coefficients for a depth, with 0 for tokens that are stored separately."""
         depth = self.profile.depth(track)
         index: NDArray[np.int16] = quantise(self.coefficients.rows, depth.step, depth.dead).to(torch.int16).numpy()
         index[:, aside] = 0
@@ -205,7 +203,7 @@ def _quantiser(profile: Profile, track: str) -> Quantiser:
 
 
 def _chain(track: str) -> list[str]:
-    """A depth and those below it, base first."""
+    """Return a depth and those below it, base first."""
     tracks = [track]
     while (lower := track_below(tracks[0])) is not None:
         tracks.insert(0, lower)
@@ -215,7 +213,7 @@ def _chain(track: str) -> list[str]:
 def _split_chain(
     profile: Profile, context: GroupContext, tracks: Sequence[str], payloads: Sequence[memoryview | bytes]
 ) -> list[Parts]:
-    """The payloads of a chain, taken apart."""
+    """Parse the payloads of a chain."""
     if len(payloads) != len(tracks):
         raise FormatError(
             f"{tracks[-1]} needs the payloads of {' and '.join(tracks[:-1])} below it, base first; "
@@ -242,25 +240,25 @@ _COUNT = struct.Struct("<I")
 _TOP = 65504.0
 """FP16's largest number."""
 _FAR = 1 << 31
-"""Set in the offset of a token that is kept as FP16."""
+"""Flag in the offset of a token that is stored as FP16."""
 
 
 @dataclass(frozen=True, eq=False)
 class Parts:
-    """A payload, taken apart."""
+    """A parsed payload."""
 
     tokens: NDArray[np.int64]
-    """Offsets in the group of the tokens that this payload keeps aside; ascending."""
+    """Offsets in the group of the stored tokens, ascending."""
     listed: int
-    """How many of them are not sinks."""
+    """Number of stored tokens that are not sinks."""
     values: torch.Tensor
     """[token, layer, K/V, head, dim] float32, within FP16's range."""
     coded: memoryview
 
     def place(self, out: torch.Tensor) -> None:
-        """Put the tokens where they belong in a group."""
+        """Write the stored tokens to their places in a group."""
         if len(self.tokens):
-            # Indexed assignment neither casts nor copies to another device by itself.
+            # Indexed assignment neither casts nor copies between devices.
             values = self.values.to(out.device).permute(1, 2, 3, 0, 4).to(out.dtype)
             out[:, :, :, torch.from_numpy(self.tokens).to(out.device)] = values
 
@@ -268,14 +266,14 @@ class Parts:
 def join_payload(
     group: torch.Tensor, tokens: NDArray[np.int64], far: NDArray[np.bool_], sinks: int, coded: bytes
 ) -> bytes:
-    """Make a payload.
+    """Build a payload.
 
     Args:
         group: [layer, K/V, head, token, dim], any float dtype.
-        tokens: offsets of those to keep aside, ascending; the sinks are the first of them.
-        far: which of these are far out.
-        sinks: how many of them are sinks; these are never far.
-        coded: what the coder made.
+        tokens: offsets of the tokens to store, ascending; the sinks come first.
+        far: which of these are far.
+        sinks: number of sinks; these are never far.
+        coded: output of the coder.
     """
     listed = (tokens + np.where(far, _FAR, 0))[sinks:].astype("<u4")
     parts = [_COUNT.pack(len(listed)), listed.tobytes()]
@@ -290,26 +288,26 @@ def join_payload(
 
 
 def split_payload(payload: memoryview | bytes, context: GroupContext, sinks: int, what: str) -> Parts:
-    """Take a payload apart.
+    """Parse a payload.
 
     Args:
-        payload: hostile until checked.
-        context: what group it is.
-        sinks: tokens of this group that are kept aside without being listed.
+        payload: untrusted.
+        context: which group it is.
+        sinks: tokens of this group that are stored without being listed.
         what: name of the track, for errors.
 
     Raises:
-        FormatError: truncated, or tokens that are not there, or listed twice.
+        FormatError: truncated, or listed tokens are out of range or repeated.
     """
     reader = Reader(memoryview(payload), what)
     listed = int(_COUNT.unpack(reader.bytes(_COUNT.size))[0])
     if listed > context.tokens - sinks:
-        raise FormatError(f"{what}: {listed} tokens kept aside in a group of {context.tokens}")
+        raise FormatError(f"{what}: {listed} listed tokens in a group of {context.tokens}; the payload is corrupt")
     offsets = np.frombuffer(reader.bytes(4 * listed), dtype="<u4").astype(np.int64)
     tokens = np.concatenate([np.arange(sinks), offsets % _FAR])
     far = torch.from_numpy(np.concatenate([np.zeros(sinks, dtype=bool), offsets >= _FAR]))
     if listed and (bool((np.diff(tokens) <= 0).any()) or int(tokens[-1]) >= context.tokens):
-        raise FormatError(f"{what}: the list of tokens kept aside is not in order; the payload is not ours")
+        raise FormatError(f"{what}: the listed tokens are not in ascending order; the payload is corrupt")
     spec, count = context.spec, int(far.sum())
     near = (len(tokens) - count, spec.layers, 2)
     each = (spec.kv_heads, spec.head_dim)

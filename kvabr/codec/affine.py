@@ -1,16 +1,16 @@
 """Int8 and Int4: asymmetric integers, keys per channel over the group's tokens, values per token (KIVI).
 
-Keys have channels far larger than the rest at every token, so each channel has its own scale; values have none, but
-tokens differ. A scale serves the tokens of a group (keys), or at least 128 channels of one token where the cache has so
-many (values, several heads together; neighbouring tokens where one token has fewer): two half-precision numbers then
-cost a quarter of a bit an element at most.
+Some key channels are far larger than the rest at every token, so each key channel has its own scale. Values have no
+such channels, but tokens differ. A key scale serves all tokens of a group. A value scale serves at least 128 channels:
+several heads of one token, or several neighbouring tokens if one token has fewer. Two half-precision numbers then cost
+at most a quarter of a bit per element.
 
     head: offsets, then scales, of the keys as FP16, each [layer, head, dim]
     unit: offsets, then scales, of the values as FP16, each [layer, block of heads]
           codes, [layer, K/V, token, head, dim]
 
-The unit's tokens are those that share the scales of the values. With 4 bits, a byte holds the codes of a key (its low
-half) and of the value in the same place.
+A unit holds the tokens that share value scales. With 4 bits, a byte holds the codes of a key (low half) and of the
+value in the same place.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class Affine(Separable):
     bits: ClassVar[int]
 
     def head(self, group: torch.Tensor) -> torch.Tensor:
-        """The keys' range over the tokens."""
+        """Return the range of each key channel over the tokens."""
         return self._range(group[:, 0].amin(dim=2).float(), group[:, 0].amax(dim=2).float())
 
     def encode_units(self, run: torch.Tensor, head: torch.Tensor, unit_tokens: int) -> torch.Tensor:
-        """Quantise keys along tokens, values along channels."""
+        """Quantise keys along tokens and values along channels."""
         layers, _, heads, tokens, dim = run.shape
         blocks = head_blocks(heads, dim)
         units = tokens // unit_tokens
@@ -50,7 +50,7 @@ class Affine(Separable):
         return torch.cat((scales.reshape(units, -1), coded.reshape(units, -1)), dim=1)
 
     def decode_units(self, units: torch.Tensor, head: torch.Tensor, out: torch.Tensor) -> None:
-        """Scale back."""
+        """Dequantise."""
         layers, _, heads, count, tokens, dim = out.shape
         blocks = head_blocks(heads, dim)
         own = 4 * layers * blocks
@@ -64,7 +64,7 @@ class Affine(Separable):
         place(out[:, 1], rest.reshape(count, layers, tokens, heads, dim).permute(1, 3, 0, 2, 4))
 
     def _range(self, low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
-        """Offset and scale for numbers between two bounds, [offset/scale, ...] float16."""
+        """Return offset and scale for numbers between two bounds, [offset/scale, ...] float16."""
         low = low.clamp(-65504, 65504).half()
         span = high - low.float()
         return torch.stack((low, (span / (2**self.bits - 1)).clamp(2.0**-24, 65504).half()))
@@ -73,7 +73,7 @@ class Affine(Separable):
         return ((values - low) / scale).round_().clamp_(0, 2**self.bits - 1).to(torch.uint8)
 
     def _codes(self, coded: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Codes of keys and of values, from [unit, layer, byte]."""
+        """Return the codes of keys and values, from [unit, layer, byte]."""
         if self.bits == 8:
             keys, rest = coded.chunk(2, dim=2)
             return keys, rest

@@ -1,20 +1,20 @@
-"""The one frame around every group on every track: what it is, how long it is, and whether it arrived whole.
+"""The frame around every group on every track, and how it is cut into objects.
+
+A frame says what the group is, how long it is, and whether it arrived intact:
 
     magic 4 | version 1 | track length 1 | spec digest 16 | chunk digest 32 | group 4 | first token 8 | tokens 4 |
     payload length 8 | CRC-32 of the payload 4 | track name | CRC-32 of all before 4 | payload
 
-All numbers are unsigned and little-endian. The checksums find accidents; what finds lies is the catalog, which has the
-SHA-256 of every frame, and whoever compares that need not sum up the payload. The chunk digest binds a frame to one
-prompt and one place in it.
+All numbers are unsigned and little-endian. The checksums detect accidents. Manipulation is detected by the catalog,
+which has the SHA-256 of every frame; a reader that compares it need not compute the payload's CRC. The chunk digest
+binds a frame to one prompt and one place in it.
 
-How a group's frame is cut into objects: what a relay forwards, and a player receives, piece by piece.
+The objects of a group, concatenated in the order of their IDs, are its frame; nothing is copied or recoded. An object's
+ID is the index within the prompt of its first token (draft-shi-moq-kvcache-00). It holds one token, or a run of small
+ones. The first object also holds what all tokens share. A level that is not token-separable, like AC, is cut into
+slices, numbered from the group's first token.
 
-The objects of a group, put end to end in the order of their IDs, are its frame; nothing is copied or coded anew. An
-object's ID is the index, within the prompt, of the first token that it holds (draft-shi-moq-kvcache-00): a token, or a
-run of tokens if they are small. The first object also has what all tokens share. A level that is not token-separable,
-such as AC, is cut into slices, numbered from the group's first token on.
-
-An origin imports this room to serve, so nothing here may load torch.
+Importing this module does not load torch, since origins and relays do not need it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from kvabr.types.naming import check_track_name
 
 MAGIC = b"KVAB"
 VERSION = 3
-"""Of frames and payloads both. 1 had the tensors of a payload one after the other, not token by token; 2 another AC."""
+"""Version of frames and payloads. Version 1 stored a payload tensor by tensor, not token by token; 2 had another AC."""
 MAX_PAYLOAD = 1 << 40
 _FIXED = struct.Struct("<4sBB16s32sIQIQI")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -47,7 +47,7 @@ HasDigest = Callable[[str], bool]
 
 @dataclass(frozen=True, slots=True)
 class FrameHeader:
-    """What a frame says of itself."""
+    """The fields of a frame's header."""
 
     track: str
     spec_digest: bytes
@@ -73,7 +73,7 @@ def pack(
     """Frame a payload.
 
     Raises:
-        FormatError: a field that no frame can hold.
+        FormatError: a field is out of range.
     """
     name = check_track_name(track).encode()
     if len(spec_digest) != 16 or not _DIGEST.fullmatch(chunk):
@@ -90,7 +90,7 @@ def pack(
 
 
 def header_bytes(track: str) -> int:
-    """Bytes of a frame before its payload."""
+    """Return the bytes of a frame before its payload."""
     return _FIXED.size + len(track.encode()) + _CRC.size
 
 
@@ -103,24 +103,24 @@ def unpack(
     """Check a frame and return its header and a view of its payload, without copying.
 
     Args:
-        frame: the bytes; hostile until checked.
-        expect: what it must be; its ``payload_bytes`` is not compared. None to accept any.
-        digest: SHA-256 that the frame must have, hex. None to be content with the payload's checksum.
-        has_digest: compares ``digest``, for a caller that remembers the frame's; None: it is computed here.
+                frame: the bytes; untrusted.
+        expect: the expected header, except ``payload_bytes``; None accepts any.
+        digest: expected SHA-256 of the frame, hex; None to rely on the payload's checksum.
+        has_digest: compares ``digest`` for a caller that knows the frame's; None to compute it here.
 
     Raises:
-        FormatError: not a frame, of another version, truncated, too long, corrupt, or with another digest.
-        ForeignError: a good frame of something else.
+        FormatError: not a frame, another version, truncated, too long, corrupt, or a different digest.
+        ForeignError: a valid frame of something else.
     """
     view = memoryview(frame)
     header, begin, crc = _header(view)
     payload = view[begin:]
     if len(payload) != header.payload_bytes:
         there, said = len(payload), header.payload_bytes
-        raise FormatError(f"frame: {there} bytes of payload where its header says {said}; truncated or padded")
+        raise FormatError(f"frame: {there} bytes of payload, but its header says {said}; truncated or padded")
     if expect is not None:
         _compare(header, expect)
-    # Last, since only this takes time: a frame of something else was refused by its header.
+    # Last, since only this takes time: a frame of something else has been rejected by its header.
     if digest is None:
         good = False
     elif has_digest is not None:
@@ -130,17 +130,19 @@ def unpack(
     if not good and zlib.crc32(payload) != crc:
         raise FormatError("frame: the payload's checksum is wrong; it is corrupt, fetch it again")
     if not good and digest is not None:
-        raise FormatError("frame: its SHA-256 is not the one in the catalog; fetch the catalog again, or trust another")
+        raise FormatError(
+            "frame: its SHA-256 is not the one in the catalog; fetch the catalog again, or use another peer"
+        )
     return header, payload
 
 
 def _header(view: memoryview) -> tuple[FrameHeader, int, int]:
-    """What a frame says of itself, where its payload begins, and the payload's checksum."""
+    """Return a frame's header, where its payload begins, and the payload's checksum."""
     if len(view) < _FIXED.size + _CRC.size:
-        raise FormatError(f"frame: {len(view)} bytes are too few to be one; it was truncated")
+        raise FormatError(f"frame: {len(view)} bytes are too few for a header; it was truncated")
     magic, version, name_length, spec, chunk, group, first, tokens, size, crc = _FIXED.unpack_from(view)
     if magic != MAGIC:
-        raise FormatError(f"frame: starts with {bytes(magic)!r}, not {MAGIC!r}; this is no kvabr group")
+        raise FormatError(f"frame: starts with {bytes(magic)!r} instead of {MAGIC!r}; this is not a kvabr group")
     if version != VERSION:
         hint = "upgrade kvabr" if version > VERSION else "an older kvabr wrote it: encode the asset again"
         raise FormatError(f"frame: version {version}, this kvabr reads version {VERSION}; {hint}")
@@ -176,12 +178,12 @@ def _show(value: object) -> str:
 
 
 SLICE_BYTES = 1 << 16
-"""Size of an object, about: large enough that its header costs nothing, small enough to show progress."""
+"""Target size of an object: large enough that its header costs nothing, small enough to show progress."""
 
 
 @dataclass(frozen=True, slots=True)
 class ObjectSpan:
-    """One object: a byte range of its group."""
+    """One object: a byte range of its group's frame."""
 
     object_id: int
     begin: int
@@ -199,12 +201,12 @@ def object_spans(spec: KVSpec, track: str, first_token: int, tokens: int, frame_
         frame_bytes: size of the frame.
 
     Returns:
-        Ascending IDs; the spans cover the frame without gaps. Each has as many units of tokens as `SLICE_BYTES` holds,
-        but one at least; the first, beside its own, the frame's header and the payload's head.
+        Spans with ascending IDs that cover the frame without gaps. Each holds as many units of tokens as fit
+        `SLICE_BYTES`, but at least one. The first also holds the frame's header and the payload's head.
     """
     layout = payload_layout(track, spec, tokens)
     if layout is None or frame_bytes != header_bytes(track) + layout.payload_bytes:
-        return slices(first_token, frame_bytes)  # not token-separable, or made by a codec that we do not know
+        return slices(first_token, frame_bytes)  # not token-separable, or made by an unknown codec
     units = max(1, SLICE_BYTES // layout.unit_bytes)
     begin = frame_bytes - layout.payload_bytes + layout.head_bytes
     cuts = [begin + unit * layout.unit_bytes for unit in range(units, layout.units, units)]
@@ -215,7 +217,7 @@ def object_spans(spec: KVSpec, track: str, first_token: int, tokens: int, frame_
 
 
 def slices(first_id: int, size: int) -> tuple[ObjectSpan, ...]:
-    """Cut ``size`` bytes into objects of `SLICE_BYTES`, numbered from ``first_id``; at least one, even of no bytes."""
+    """Cut ``size`` bytes into objects of `SLICE_BYTES`, numbered from ``first_id``; at least one, even if empty."""
     count = max(1, -(-size // SLICE_BYTES))
     return tuple(
         ObjectSpan(first_id + index, index * SLICE_BYTES, min(size, (index + 1) * SLICE_BYTES))

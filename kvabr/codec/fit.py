@@ -1,8 +1,8 @@
-"""Fits a profile to caches of diverse texts: means, transforms, norms, and the tables of every depth.
+"""Fit a profile to caches of diverse texts: means, transforms, norms, and the tables of every depth.
 
-The caches are seen one at a time, in several passes, so memory holds the matrices, in double precision, and the counts.
-If it is known how much the model minds an error in each channel (`gradients`), the transform of a block is that of the
-channels in units of what the model minds: noise of the same power in all coefficients then costs it the least.
+Caches are read one at a time, in several passes, so memory holds only the matrices (in double precision) and the
+counts. If the model's sensitivity to errors in each channel is known (`gradients`), a block is transformed in units of
+that sensitivity: noise of equal power in all coefficients then costs the model the least.
 """
 
 from __future__ import annotations
@@ -24,73 +24,73 @@ from kvabr.types.errors import FormatError, UsageError
 from kvabr.types.kv import KVSpec
 
 Caches = Callable[[], Iterable[torch.Tensor]]
-"""The same caches whenever it is called: [layer, K/V, head, token, dim], any float dtype, each from position 0 on."""
+"""Yields the same caches on every call: [layer, K/V, head, token, dim], any float dtype, each from position 0."""
 
 Progress = Callable[[str, int], None]
-"""Told of every cache that a pass is done with: the pass, and how many it has seen."""
+"""Called after every cache of a pass with the name of the pass and the number of caches seen."""
 
 PASSES = ("means", "outliers", "channels", "stacks", "tables")
 
 _LEAST = 1e-6
 _RIDGE = 1e-6
-"""Added to what channels have in common, in units of their mean power: constant channels have components too."""
+"""Added to covariances, in units of the mean power, so constant channels have components too."""
 
 STEPS = {"AC-L0": 3.3, "AC-L1": 1.1, "AC-L2": 1.1 / 3, "AC-L3": 1.1 / 9, "AC-5x": 0.185}
-"""Steps of every depth. The layers' nest, so each is a third of the one below."""
+"""Step of every depth. The layers nest: each step is a third of the one below."""
 
 _TOP = 65504.0
 """FP16's largest number."""
 _ABSURD = 100.0
-"""How much louder than the median a token's keys, or values, of a layer are if they cannot be meant: one such number
-would make a quantiser so coarse that nothing else of its layer were left."""
+"""Ratio to the median beyond which a token's keys, or values, of a layer are treated as errors: one such number would
+make the quantiser so coarse that nothing else of its layer is left."""
 _BEYOND = 1e6
-"""Indices that large are not told apart: no table has a symbol for them, and no integer is to overflow."""
+"""Clamp for indices: no table has symbols for larger ones, and integers must not overflow."""
 _LONGEST_STEP = 1024.0
 
 
 @dataclass(frozen=True)
 class FitConfig:
-    """What a profile is to be like."""
+    """Options of a profile."""
 
     stack_layers: int = 15
     """Layers whose keys, or values, are transformed together."""
     kept: tuple[int, int] = (76, 76)
-    """Components of each block of keys, and of values, that take part in that."""
+    """Components of each block of keys, and of values, that take part in that transform."""
     block_heads: int | None = None
-    """Heads that are transformed together; None: all of a layer, if they are not too many."""
+    """Heads that are transformed together; None for all of a layer, up to 512 channels."""
     transform: bool = True
-    """False: no transform at all, for profiles that must be small."""
+    """False for no transform at all, for small profiles."""
     sinks: int = 1
-    """Tokens at the beginning of a prompt that are kept aside, in 8 bits."""
+    """Tokens at the beginning of a prompt that are stored separately, in 8 bits."""
     outliers: float = 0.002
-    """Share of the other tokens that are kept aside as well, those whose keys stand out most: models use a few tokens
-    of every text as further sinks, and mind errors in these a hundred times more. 0: none."""
+    """Share of the other tokens that are also stored separately: those whose keys stand out most. Models use a few
+    tokens of every text as further sinks, and are a hundred times more sensitive to errors in them. 0 for none."""
     steps: Mapping[str, float] = field(default_factory=lambda: dict(STEPS))
     """Step of every depth; a channel's root mean square is about 1."""
     dead: Mapping[str, float] = field(default_factory=dict)
-    """Dead zone of a depth's encoder, see `kvabr.codec.quantiser.quantise`; 0 for those left out."""
+    """Dead zone of a depth's encoder, see `kvabr.codec.quantiser.quantise`; default 0."""
     sensitivity: float = 0.8
-    """How far the transform follows what the model minds, from 0 (not at all) to 1."""
+    """How far the transform follows the model's sensitivity, from 0 (not at all) to 1."""
     balance: float = 1.0
-    """The same for how finely each layer's keys, and values, are quantised against the others."""
+    """The same for the precision of each layer's keys, and values, against the others."""
     evenness: float = 0.03
-    """Least that the model is taken to mind of any channel, against the mean."""
+    """Minimum sensitivity assumed for any channel, relative to the mean."""
     louder: tuple[float, ...] = (1.0, 1.45)
-    """How loud each cache is taken to be when indices are counted: texts that a calibration never saw are louder in
-    some rows, and tables that fit too well cost more there than they save elsewhere."""
+    """Amplitudes at which each cache is counted. Other texts are louder in some rows than the calibration's, and tables
+    that fit too closely cost more there than they save elsewhere."""
     classes: int = 32
     """Classes of rows at each depth, at most 256."""
 
     def __post_init__(self) -> None:
-        # A calibration takes minutes: what a profile cannot have is refused before.
+        # Calibration takes minutes, so check first what a profile cannot have.
         if not 0 <= self.sinks <= MAX_SINKS:
-            raise UsageError(f"a profile keeps 0 to {MAX_SINKS} sinks aside, not {self.sinks}")
+            raise UsageError(f"a profile stores 0 to {MAX_SINKS} sinks separately, not {self.sinks}")
         if not all(0 < step <= _LONGEST_STEP for step in self.steps.values()):
             steps = ", ".join(f"{step:g}" for step in self.steps.values())
-            raise UsageError(f"steps of {steps}: each must be above 0, and at most {_LONGEST_STEP:g}")
+            raise UsageError(f"steps are {steps}: each must be above 0 and at most {_LONGEST_STEP:g}")
 
     def scaled(self, factor: float) -> FitConfig:
-        """The same with all steps longer by a factor."""
+        """Return a copy with all steps multiplied by a factor."""
         return replace(self, steps={track: factor * step for track, step in self.steps.items()})
 
 
@@ -102,16 +102,17 @@ def fit(
     *,
     gradients: Caches | None = None,
 ) -> Profile:
-    """Make a profile.
+    """Fit a profile.
 
     Args:
         spec: the model's spec.
-        caches: called once for every pass.
-        config: what the profile is to be like.
-        progress: told of every cache in every pass.
-        gradients: for each cache, how what the model says next changes with its first tokens: [layer, K/V, head, token,
-            dim] of fewer tokens than the cache, as `kvabr.engines.transformers.TransformersEngine.gradient` has it.
-            None: the model minds every channel of a layer's keys, or values, alike.
+        caches: called once per pass.
+        config: options of the profile.
+        progress: called after every cache of every pass.
+        gradients: for each cache, the gradient of what the model says next with respect to its first tokens: [layer,
+            K/V, head, token, dim], with fewer tokens than the cache, as
+            `kvabr.engines.transformers.TransformersEngine.gradient` computes it. None: all channels of a layer's keys,
+            or values, count alike.
 
     Raises:
         FormatError: no tokens beyond the sinks, or caches of another shape.
@@ -129,7 +130,7 @@ def fit(
 
 @dataclass(frozen=True)
 class _Source:
-    """Caches, pass by pass."""
+    """The caches, pass by pass."""
 
     spec: KVSpec
     caches: Caches
@@ -137,7 +138,7 @@ class _Source:
     progress: Progress
 
     def __call__(self, stage: str) -> Iterator[torch.Tensor]:
-        """The caches without sinks, float32, keys without rotary embedding."""
+        """Yield the caches without sinks, float32, keys without rotary embedding."""
         seen = 0
         for cache in self.caches():
             if cache.dim() != 5 or tuple(cache.shape) != self.spec.shape(cache.shape[3]):
@@ -150,22 +151,22 @@ class _Source:
             raise FormatError(f"calibration needs caches longer than {self.sinks} tokens")
 
     def bare(self, cache: torch.Tensor) -> torch.Tensor:
-        """One of them."""
+        """Return one cache without sinks and rotation."""
         bare = cache[:, :, :, self.sinks :].float().clone()
         bare[:, 0] = rotate(bare[:, 0], self.spec.rope, self.sinks, undo=True)
         return bare
 
     def slope(self, gradient: torch.Tensor) -> torch.Tensor:
-        """How what the model says changes with what `bare` returns, from how it changes with the cache."""
+        """Return the gradient with respect to the output of `bare`, from that with respect to the cache."""
         slope, rope = self.bare(gradient), self.spec.rope
         if rope is not None:
-            # Undoing divides by the factor; but what is turned is as many times longer, and its gradient as well.
+            # Undoing the rotation divides by the factor; the gradient grows by the same factor, hence the square.
             slope[:, 0, ..., : rope.rotary_dim] *= rope.factor**2
         return slope
 
 
 def _sensible(bare: torch.Tensor) -> torch.Tensor:
-    """A cache whose absurd tokens are 0 in their layer, in place; an encoder keeps such tokens aside."""
+    """Zero absurd tokens in their layer, in place; an encoder stores such tokens separately."""
     peak = bare.abs().amax(dim=(2, 4))  # [layer, K/V, token]
     usual = peak.nanmedian(dim=2, keepdim=True).values
     absurd = ~(peak <= _TOP) | ((peak > _ABSURD * usual) & (usual > 0))
@@ -175,7 +176,7 @@ def _sensible(bare: torch.Tensor) -> torch.Tensor:
 
 
 def _means(structure: Structure, source: _Source) -> Transform:
-    """A transform that does nothing yet but know the means."""
+    """Return a transform with the means only."""
     spec = structure.spec
     total = torch.zeros((spec.layers, 2, spec.kv_heads, spec.head_dim), dtype=torch.float64)
     count = 0
@@ -189,7 +190,7 @@ def _means(structure: Structure, source: _Source) -> Transform:
 
 
 def _outliers(transform: Transform, source: _Source, share: float) -> Detector:
-    """How far keys are from their mean as a rule, and how far the given share of tokens is at least."""
+    """Measure the usual distance of keys from their mean, and the threshold that the given share of tokens exceeds."""
     power = [transform.key_power(transform.centred(bare)) for bare in source("outliers")]
     every = torch.cat(power, dim=1)  # [layer, token]: few numbers
     spread = every.double().mean(dim=1).clamp(min=_LEAST).sqrt().float()
@@ -198,11 +199,11 @@ def _outliers(transform: Transform, source: _Source, share: float) -> Detector:
 
 
 def _channels(transform: Transform, source: _Source, config: FitConfig, gradients: Caches | None) -> Transform:
-    """Better means, the transforms of blocks, and the norms."""
+    """Refine the means, and fit the transforms of blocks and the norms."""
     structure, spec = transform.structure, transform.structure.spec
     blocks, width = structure.blocks, structure.width
     total = torch.zeros((blocks, width), dtype=torch.float64)
-    # Without a transform only the powers of the channels count.
+    # Without a transform only the power of each channel counts.
     shape = (blocks, width, width) if config.transform else (blocks, width)
     scatter, minded = torch.zeros(shape, dtype=torch.float64), torch.zeros(shape, dtype=torch.float64)
     count = 0
@@ -213,7 +214,8 @@ def _channels(transform: Transform, source: _Source, config: FitConfig, gradient
         if slopes is not None:
             slope = source.slope(next(slopes)).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
             same = slope.transpose(3, 4).reshape(blocks, width, -1)[:, :, usual[: slope.shape[3]]]
-            # Between the gradient and its direction: a few tokens, of which calibration sees too few, have huge ones.
+            # Halfway between the gradient and its direction: a few tokens, too few in a calibration, have huge
+            # gradients.
             same /= torch.linalg.vector_norm(same, dim=1, keepdim=True).clamp(min=1e-30).sqrt()
             minded += torch.bmm(same, same.transpose(1, 2))
         channels = channels[:, :, usual]
@@ -236,12 +238,12 @@ def _channels(transform: Transform, source: _Source, config: FitConfig, gradient
 
 
 def _shapes(common: torch.Tensor, minded: torch.Tensor | None, config: FitConfig) -> torch.Tensor:
-    """What one unit of every component is in channels, [block, channel, component], the most powerful first.
+    """Return one unit of every component in channels, [block, channel, component], the most powerful component first.
 
     Args:
         common: covariance of the channels, [block, channel, channel].
-        minded: the same for the gradients, in any unit; None: all channels count alike.
-        config: how far to follow them.
+        minded: covariance of the gradients, in any unit; None: all channels count alike.
+        config: how far to follow the gradients.
     """
     width = common.shape[-1]
     one = torch.eye(width, dtype=common.dtype)
@@ -264,7 +266,7 @@ def _shapes(common: torch.Tensor, minded: torch.Tensor | None, config: FitConfig
 
 
 def _stacks(transform: Transform, source: _Source) -> Transform:
-    """The transforms of stacks."""
+    """Fit the transforms of stacks."""
     structure = transform.structure
     sizes = [structure.width_of(stack) for stack in structure.stacks]
     scatters = [torch.zeros((size, size), dtype=torch.float64) for size in sizes]
@@ -282,18 +284,18 @@ def _stacks(transform: Transform, source: _Source) -> Transform:
 
 
 def _turn(scatter: torch.Tensor) -> torch.Tensor:
-    """Principal components, the most powerful first."""
+    """Return the principal components, the most powerful first."""
     out: torch.Tensor = torch.linalg.eigh(_steady(scatter)).eigenvectors.flip(-1)
     return out
 
 
 def _depths(transform: Transform, source: _Source, config: FitConfig) -> dict[str, Depth]:
-    """Tables of every depth."""
+    """Fit the tables of every depth."""
     rows, chain = transform.structure.rows, nested(config.steps)
     counts = {track: Counts.nothing(rows, refines=below is not None) for track, below in chain.items()}
     for bare in source("tables"):
         coefficients = transform.coefficients(transform.centred(bare))
-        # Tokens that are kept aside are zeros here, as an encoder has them.
+        # Tokens that are stored separately count as zeros, as in the encoder.
         every = coefficients.rows * ~coefficients.outlying
         for start in range(0, every.shape[1], TILE):
             for loud in config.louder:
@@ -320,7 +322,7 @@ def _count(
 
 
 def _steady(common: torch.Tensor) -> torch.Tensor:
-    """Covariances [..., channel, channel] of channels of which none is quite constant."""
+    """Return covariances [..., channel, channel] regularised so that no channel is constant."""
     ridge = _RIDGE * common.diagonal(dim1=-2, dim2=-1).mean(dim=-1).clamp(min=_LEAST**2)
     out: torch.Tensor = common + ridge[..., None, None] * torch.eye(common.shape[-1], dtype=common.dtype)
     return out

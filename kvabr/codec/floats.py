@@ -23,7 +23,7 @@ from kvabr.types.errors import FormatError
 
 
 class Cast(Separable):
-    """Elements cast to a 16-bit float. What is out of its range becomes its largest number."""
+    """Elements cast to a 16-bit float, saturating at its largest number."""
 
     dtype: ClassVar[torch.dtype]
 
@@ -57,11 +57,11 @@ class Bf16(Cast):
 
 _TOP = 448.0
 _NAN = 0x7F
-"""The code that is no number, sign aside; E4M3 has no infinity."""
+"""The NaN code without its sign; E4M3 has no infinity."""
 
 
 class Fp8(Separable):
-    """E4M3, scaled per channel."""
+    """E4M3 with one scale per channel."""
 
     name: ClassVar[str] = "FP8"
 
@@ -71,24 +71,24 @@ class Fp8(Separable):
 
     def encode_units(self, run: torch.Tensor, head: torch.Tensor, unit_tokens: int) -> torch.Tensor:  # noqa: ARG002
         """Scale and cast."""
-        # Half precision may round the scale down, so the quotient may pass the top by a hair.
+        # Half precision may round the scale down, so the quotient may slightly exceed the maximum.
         scaled = (run.float().permute(3, 0, 1, 2, 4) / head.float()).clamp_(-_TOP, _TOP)
         return scaled.to(torch.float8_e4m3fn)
 
     def decode_units(self, units: torch.Tensor, head: torch.Tensor, out: torch.Tensor) -> None:
         """Multiply back."""
         if int((units & _NAN).amax()) == _NAN:
-            raise FormatError(f"{self.name}: an element is not a number; the payload is not ours")
+            raise FormatError(f"{self.name}: an element is not a number; the payload is corrupt")
         values = _to_half(units).float().mul_(head.float() * 256)
         layers, both, heads, tokens, _, dim = out.shape
         place(out[:, :, :, :, 0], values.reshape(tokens, layers, both, heads, dim).permute(1, 2, 3, 0, 4))
 
 
 def _to_half(coded: torch.Tensor) -> torch.Tensor:
-    """E4M3 codes as float16, 256 times too small: the fields moved to where float16 has them.
+    """Convert E4M3 codes to float16 that is 256 times too small, by moving the bit fields.
 
-    The exponents' biases differ by 8. Both formats have subnormals, so the move is exact, and it takes a seventh of the
-    time that torch's own cast takes.
+    The exponent biases differ by 8. Both formats have subnormals, so the conversion is exact. It takes a seventh of the
+    time of torch's own cast.
     """
     wide = coded.view(torch.int8).short()
     sign = wide & -0x8000

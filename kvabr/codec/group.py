@@ -1,4 +1,4 @@
-"""One group to one frame and back: the path that the publisher and the player share."""
+"""One group to one frame and back: the path that publisher and player share."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ _TOP = 65504.0
 
 
 def clean(kv: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Replace what no cache should hold: NaN by zero, infinity and what FP16 cannot hold by FP16's largest number.
+    """Replace invalid elements: NaN by zero, infinity and what exceeds FP16 by FP16's largest number.
 
     Args:
         kv: any shape, any float dtype.
 
     Returns:
-        The tensor itself if there is nothing to replace, and how many numbers were replaced.
+        The tensor itself if nothing is replaced, and the number of replaced elements.
     """
-    # The largest magnitude is not finite if any element is not, and is found ten times faster than isfinite is.
+    # The largest magnitude is finite only if all elements are, and is found ten times faster than isfinite.
     if not kv.numel() or bool(kv.abs().amax() <= _TOP):
         return kv, 0
     bad = ~(kv.abs() <= _TOP)
@@ -41,20 +41,21 @@ def encode_group(
     """Compress and frame one group.
 
     Args:
-        kv: [layer, K/V, head, token, dim], any float dtype; numbers that no cache should hold are replaced as `clean`
-            does.
+        kv: [layer, K/V, head, token, dim], any float dtype; invalid elements are replaced as by `clean`.
         track: name of the codec.
-        context: what group it is.
+        context: which group it is.
         chunk: its chained prompt digest.
         group: its index.
         below: payloads of the tracks that this one refines, base first.
 
     Raises:
-        FormatError: another shape than the context says.
+        FormatError: the shape differs from the context's.
     """
     wanted = context.spec.shape(context.tokens)
     if tuple(kv.shape) != wanted or not kv.is_floating_point():
-        raise FormatError(f"group {group}: {tuple(kv.shape)} {kv.dtype} cannot be encoded, only floats of {wanted}")
+        raise FormatError(
+            f"group {group}: cannot encode {kv.dtype} of {tuple(kv.shape)}; floats of {wanted} are needed"
+        )
     payload = codec(track).encode(clean(kv)[0], context, below)
     return pack(
         payload,
@@ -82,20 +83,20 @@ def decode_group(
     """Check and decompress one frame.
 
     Args:
-        frame: the bytes; hostile until checked.
-        track: the track that was asked for.
-        context: what group it is.
+                frame: the bytes; untrusted.
+        track: the requested track.
+        context: which group it is.
         chunk: its chained prompt digest.
         group: its index.
         out: [layer, K/V, head, token, dim], any float dtype, any strides.
         below: payloads of the tracks that this one refines, base first.
-        digest: SHA-256 that the frame must have, hex; what has another one is not decoded. None if it was compared
-            before, or is not known.
-        has_digest: compares ``digest``, for a caller that remembers the frame's; None: it is computed here.
+                digest: expected SHA-256 of the frame, hex; anything else is not decoded. None if it was compared before, or
+            is unknown.
+        has_digest: compares ``digest`` for a caller that knows the frame's; None to compute it here.
 
     Raises:
-        ForeignError: a good frame of something else.
-        FormatError: corrupt, truncated, with another digest, or not what its codec makes; or ``out`` has another
+        ForeignError: a valid frame of something else.
+        FormatError: corrupt, truncated, a different digest, or not a payload of this codec; or ``out`` has another
             shape.
     """
     wanted = context.spec.shape(context.tokens)
@@ -109,5 +110,5 @@ def decode_group(
 
 
 def payload_of(frame: bytes | memoryview) -> memoryview:
-    """The payload of a frame that was checked before."""
+    """Return the payload of a frame that has been checked before."""
     return unpack(frame)[1]

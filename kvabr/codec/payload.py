@@ -17,81 +17,83 @@ from kvabr.codec.builtin import Layout
 from kvabr.types.errors import FormatError
 
 _EXPONENT = {torch.float16: 0x7C00, torch.bfloat16: 0x7F80}
-"""Bits of the exponent; all of them set in NaN and infinity alone."""
+"""Exponent bits; all of them are set only in NaN and infinity."""
 
 
 class Reader:
-    """Takes arrays off a payload one after the other, checking that there is enough of it."""
+    """Reads arrays from a payload one after another, checking bounds."""
 
     def __init__(self, payload: memoryview, what: str) -> None:
         self._payload, self._what, self._at = payload, what, 0
 
     def expect(self, size: int) -> None:
-        """Refuse a payload that has not just so many bytes."""
+        """Raise unless the payload has exactly ``size`` bytes."""
         if len(self._payload) != size:
             there = len(self._payload)
-            raise FormatError(f"{self._what}: {there} bytes of payload instead of {size}; truncated, or not ours")
+            raise FormatError(
+                f"{self._what}: {there} bytes of payload instead of {size}; truncated, or another version"
+            )
 
     def bytes(self, size: int) -> memoryview:
-        """The next ``size`` bytes."""
+        """Return the next ``size`` bytes."""
         if size < 0 or self._at + size > len(self._payload):
-            raise FormatError(f"{self._what}: {len(self._payload)} bytes of payload are too few; truncated or not ours")
+            raise FormatError(f"{self._what}: {len(self._payload)} bytes of payload are too few; it was truncated")
         piece = self._payload[self._at : self._at + size]
         self._at += size
         return piece
 
     def tensor(self, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-        """The next array, as a view of the payload."""
+        """Return the next array, as a view of the payload."""
         count = 1
         for size in shape:
             count *= size
         if not count:
-            return torch.empty(shape, dtype=dtype)  # torch takes no empty buffers
+            return torch.empty(shape, dtype=dtype)  # torch rejects empty buffers
         piece = self.bytes(count * dtype.itemsize)
-        # A read-only buffer is fine: nothing here writes into it. bytearray() silences torch by copying only if needed.
+        # Nothing writes into the view. torch warns about read-only buffers, so these are copied.
         return torch.frombuffer(_writable(piece), dtype=torch.uint8).view(dtype).reshape(shape)
 
     def rest(self) -> memoryview:
-        """All that is left."""
+        """Return the rest of the payload."""
         return self.bytes(len(self._payload) - self._at)
 
     def end(self) -> None:
-        """Nothing may be left."""
+        """Raise unless the payload is used up."""
         if self._at != len(self._payload):
             raise FormatError(f"{self._what}: {len(self._payload) - self._at} bytes too many in the payload")
 
 
 def finite(values: torch.Tensor, what: str) -> torch.Tensor:
-    """Refuse numbers that are NaN or infinite: one such scale would poison a whole channel."""
+    """Return ``values``; raise if any is NaN or infinite, since one such scale would poison a whole channel."""
     if values.dtype in _EXPONENT:
-        # Comparing bits takes a tenth of the time that isfinite takes on 16-bit floats.
+        # On 16-bit floats, comparing bits takes a tenth of the time of isfinite.
         mask = _EXPONENT[values.dtype]
         good = not values.numel() or int((values.view(torch.int16) & mask).amax()) < mask
     else:
         good = bool(torch.isfinite(values).all())
     if not good:
-        raise FormatError(f"{what}: it holds a number that is not finite; the payload is not ours")
+        raise FormatError(f"{what}: contains a number that is not finite; the payload is corrupt")
     return values
 
 
 def place(out: torch.Tensor, values: torch.Tensor) -> None:
-    """Copy decoded values into the caller's tensor; what FP16 cannot hold becomes its largest number, not infinity.
+    """Copy decoded values into the caller's tensor, saturating at FP16's largest number instead of overflowing.
 
     Args:
         out: any float dtype, any strides.
-        values: of the same shape, any float dtype; not needed afterwards, for they may be changed.
+        values: same shape, any float dtype; may be modified.
     """
     if out.dtype != values.dtype:
-        values = values.float()  # torch casts between the 16-bit floats three times slower than by this detour
+        values = values.float()  # torch casts between 16-bit floats three times slower than by way of float32
     if out.dtype == torch.float16 and values.dtype != torch.float16:
         top = torch.finfo(torch.float16).max
-        # In float32: bfloat16 would round the bound up to what is infinity to FP16.
+        # Clamp in float32: bfloat16 would round the bound up to infinity in FP16.
         values = values.clamp_(-top, top)
     out.copy_(values)
 
 
 def raw(values: torch.Tensor) -> bytes:
-    """The bytes of an array, little-endian, in row-major order."""
+    """Return the bytes of an array, little-endian, in row-major order."""
     return values.contiguous().cpu().view(torch.uint8).numpy().tobytes()
 
 
@@ -100,20 +102,20 @@ def _writable(piece: memoryview) -> memoryview | bytearray:
 
 
 _RUN_ELEMENTS = 1 << 20
-"""Elements that are coded at once, about: few enough for the cache, many enough that calling torch costs little."""
+"""Minimum work per run, in elements: small enough for the cache, large enough to amortise torch's call overhead."""
 
 
 class Separable(Codec):
-    """A codec whose payload is a head and units."""
+    """A codec whose payload is a head followed by units."""
 
     def head(self, group: torch.Tensor) -> torch.Tensor:
-        """What all tokens share.
+        """Return what all tokens share.
 
         Args:
-            group: [layer, K/V, head, token, dim], any float dtype, any strides; all of the group.
+            group: [layer, K/V, head, token, dim], any float dtype, any strides; the whole group.
 
         Returns:
-            Of any shape, float16; nothing, unless a codec has scales that serve the whole group.
+            float16, any shape; empty unless scales serve the whole group.
         """
         return group.new_empty(0, dtype=torch.float16)
 
@@ -127,7 +129,7 @@ class Separable(Codec):
             unit_tokens: tokens in each unit of this run.
 
         Returns:
-            [unit, ...] of any dtype and shape: the bytes of each unit.
+            [unit, ...], any dtype and shape: the bytes of each unit.
         """
 
     @abstractmethod
@@ -135,7 +137,7 @@ class Separable(Codec):
         """Decompress a run of whole units.
 
         Args:
-            units: [unit, byte] uint8, as many as the layout says; hostile beyond that. Not to be changed.
+            units: [unit, byte] uint8, as many as the layout says; untrusted otherwise. Not to be modified.
             head: float16, flat, finite, as many numbers as the layout says.
             out: [layer, K/V, head, unit, token, dim], any float dtype, any strides; the tokens of each unit.
 
@@ -144,7 +146,7 @@ class Separable(Codec):
         """
 
     def encode(self, group: torch.Tensor, context: GroupContext, below: Sequence[bytes] = ()) -> bytes:  # noqa: ARG002
-        """The head, then the units run by run."""
+        """Write the head, then the units run by run."""
         layout = self._layout(context)
         head = self.head(group)
         parts = [raw(head)]
@@ -160,11 +162,12 @@ class Separable(Codec):
         out: torch.Tensor,
         below: Sequence[memoryview] = (),  # noqa: ARG002
     ) -> None:
-        """The head, then the units run by run."""
+        """Read the head, then the units run by run."""
         layout = self._layout(context)
         reader = Reader(payload, self.name)
         reader.expect(layout.payload_bytes)
-        # The payload goes to where the cache is, not what comes of it. The head is checked here: asking a device waits.
+        # Move the payload to the device, not the decoded tensor. Check the head here: checking on a device would
+        # synchronise.
         head = finite(reader.tensor(torch.float16, (layout.head_bytes // 2,)), self.name).to(out.device)
         for first, last in layout.runs(_most_tokens(context, out.device)):
             tokens = min(layout.unit_tokens, last - first)

@@ -1,20 +1,19 @@
-"""A profile: the side information of one model's AC tracks, fetched once and kept, as a player's init segment is.
+"""The profile: side information of one model's AC tracks, fetched once and cached, like a player's init segment.
 
 It holds what does not change from prompt to prompt: the mean of every channel, the norms, the transforms, and for every
-depth the quantiser's step and the tables of the entropy coder. `kvabr.codec.fit` makes one, `kvabr.codec.profile`
-says how it lies in a file.
+depth the quantiser's step and the entropy coder's tables. `kvabr.codec.fit` makes one.
 
-The file of a profile, format 2: safetensors, so arrays and one string, and nothing that could be executed.
+The file, format 2, is safetensors: arrays and one string, nothing executable.
 
-metadata    kvabr: JSON of format, spec, sinks, outlier, structure, depths {track: step, dead}
-mean        [layer, K/V, head, dim] float16
-norm        [layer, K/V] float32
-spread      [layer] float32
-block       [block, channel, component] int8, block.gain [block, component] uint8; neither if there is no transform
-stack.N     [component, coefficient] int8, stack.N.gain [coefficient] uint8; for every stack that transforms anything
-TRACK.class [row] uint8 · TRACK.radius, TRACK.delta [class] uint8
-TRACK.freqs [class, context, symbol] int16
-TRACK.flags [flag context, row] int16; or [flag context, class], where all rows of a class have the same
+    metadata    kvabr: JSON of format, spec, sinks, outlier, structure, depths {track: step, dead}
+    mean        [layer, K/V, head, dim] float16
+    norm        [layer, K/V] float32
+    spread      [layer] float32
+    block       [block, channel, component] int8, block.gain [block, component] uint8; absent without a transform
+    stack.N     [component, coefficient] int8, stack.N.gain [coefficient] uint8; for every stack with a transform
+    TRACK.class [row] uint8; TRACK.radius, TRACK.delta [class] uint8
+    TRACK.freqs [class, context, symbol] int16
+    TRACK.flags [flag context, row] int16; or [flag context, class] if all rows of a class are equal
 """
 
 from __future__ import annotations
@@ -47,13 +46,13 @@ MAX_SINKS = 64
 
 @dataclass(frozen=True, eq=False)
 class Depth:
-    """What one track adds to a profile."""
+    """The part of a profile that belongs to one track."""
 
     step: float
-    """The quantiser's, in units of the norm."""
+    """Step of the quantiser, in units of the norm."""
     coder: CoderModel
     dead: float = 0.0
-    """For the encoder: how much a coefficient must reach beyond the middle between two indices to take the larger."""
+    """Dead zone of the encoder's quantiser, see `kvabr.codec.quantiser.quantise`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,10 +61,10 @@ class Profile:
 
     spec: KVSpec
     sinks: int
-    """Tokens at the beginning of a prompt that are kept aside: attention sinks, unlike all others."""
+    """Tokens at the beginning of a prompt that are stored separately: attention sinks differ from all others."""
     transform: Transform
     depths: Mapping[str, Depth]
-    """By name of the track."""
+    """By track name."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.sinks, int) or not 0 <= self.sinks <= MAX_SINKS:
@@ -79,19 +78,19 @@ class Profile:
             self.synthesis.scale(depth.step)
 
     def check(self, spec: KVSpec) -> None:
-        """Refuse a cache of another model. How many tokens a group has does not matter.
+        """Raise unless the profile fits a cache of this spec. The group size does not matter.
 
         Raises:
-            ForeignError: the spec is not the one that this profile was calibrated for.
+            ForeignError: the profile was calibrated for another model.
         """
         if spec is not self.spec and replace(spec, group_tokens=self.spec.group_tokens) != self.spec:
             raise ForeignError(
                 f"this profile was calibrated for {_title(self.spec)}, the cache is of {_title(spec)}; "
-                "use a profile of that very model, `kvabr calibrate` makes one"
+                "use that model's profile, or make one with `kvabr calibrate`"
             )
 
     def depth(self, track: str) -> Depth:
-        """What a track needs.
+        """Return the profile's part for a track.
 
         Raises:
             FormatError: this profile has no such track.
@@ -103,7 +102,7 @@ class Profile:
 
     @cached_property
     def synthesis(self) -> SynthesisModel:
-        """How a decoder gets from coefficients to a cache."""
+        """Model of the decoder's way from coefficients to a cache."""
         transform, spec = self.transform, self.spec
         structure = transform.structure
         stacks = []
@@ -131,7 +130,7 @@ class Profile:
         return dump(self)
 
     def to_bytes(self) -> bytes:
-        """The profile as a safetensors file."""
+        """Return the profile as a safetensors file."""
         return self.data
 
     @cached_property
@@ -141,10 +140,10 @@ class Profile:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Profile:
-        """Read a profile from an untrusted source.
+        """Parse a profile from an untrusted source.
 
         Raises:
-            FormatError: not a profile, of another version, or with arrays that cannot be.
+            FormatError: not a profile, of another version, or with invalid arrays.
         """
         profile = load(data)
         profile.__dict__["data"] = bytes(data)
@@ -162,13 +161,13 @@ def _title(spec: KVSpec) -> str:
 FORMAT = "kvabr.profile/2"
 _OLD = "kvabr.profile/1"
 _TOP_NORM = 65504.0
-"""FP16's largest number: in coarser units no two elements of a cache could be told apart."""
+"""FP16's largest number: with coarser units all elements of a cache would look alike."""
 _TOP_STEP = 1024.0
 _ARRAYS = ("class", "radius", "delta", "freqs", "flags")
 
 
 def dump(profile: Profile) -> bytes:
-    """The profile as a file; the same bytes for the same profile."""
+    """Return the profile as a file; equal profiles give equal bytes."""
     transform = profile.transform
     arrays = {"mean": transform.mean, "norm": transform.norm, "spread": transform.detector.spread}
     if transform.block is not None:
@@ -183,9 +182,9 @@ def dump(profile: Profile) -> bytes:
             coder.row_class, coder.radius, coder.delta, coder.freqs, _flags_by_class(coder)
         )  # fmt: skip
         for name, part in zip(_ARRAYS, parts, strict=True):
-            # safetensors under torch knows no uint16 of old; the numbers are at most 4,096.
+            # Older versions of safetensors have no uint16 in torch; the numbers are at most 4,096.
             arrays[f"{track}.{name}"] = torch.from_numpy(part.astype("int16") if part.itemsize == 2 else part.copy())
-    # One string only: safetensors writes several in random order, and the name of a profile is its digest.
+    # One string only: safetensors writes several in random order, and the digest is the profile's name.
     facts = {
         "format": FORMAT,
         "spec": profile.spec.to_json(),
@@ -199,10 +198,10 @@ def dump(profile: Profile) -> bytes:
 
 
 def load(data: bytes) -> Profile:
-    """Read `dump` back from an untrusted source.
+    """Parse the output of `dump` from an untrusted source.
 
     Raises:
-        FormatError: not a profile, of another version, or with arrays that cannot be.
+        FormatError: not a profile, of another version, or with invalid arrays.
     """
     if len(data) > MAX_PROFILE_BYTES:
         raise FormatError(f"profile: {len(data)} bytes, more than the {MAX_PROFILE_BYTES} allowed")
@@ -219,17 +218,17 @@ def load(data: bytes) -> Profile:
         profile = Profile(spec, facts["sinks"], transform, depths)
     except FormatError:
         raise
-    # RuntimeError is what torch raises for the shape of an array that has no elements but impossibly many of each other
-    # axis; RecursionError is one too.
+    # torch raises RuntimeError (of which RecursionError is a subclass) for an array without elements whose other axes
+    # are impossibly long.
     except (SafetensorError, KeyError, ValueError, TypeError, AttributeError, RuntimeError, OverflowError) as error:
         raise FormatError(f"profile: not a profile file ({error!r})") from error
     if arrays:
-        raise FormatError(f"profile: {', '.join(sorted(arrays)[:4])} belongs to no part of it")
+        raise FormatError(f"profile: unknown arrays {', '.join(sorted(arrays)[:4])}")
     return profile
 
 
 def _transform(structure: Structure, arrays: dict[str, torch.Tensor], outlier: float) -> Transform:
-    """Take the arrays of the transform out of ``arrays``."""
+    """Remove the arrays of the transform from ``arrays`` and check them."""
     spec, width, blocks = structure.spec, structure.width, structure.blocks
     mean = _take(arrays, "mean", torch.float16, (spec.layers, 2, spec.kv_heads, spec.head_dim))
     norm = _take(arrays, "norm", torch.float32, (spec.layers, 2))
@@ -254,7 +253,7 @@ def _transform(structure: Structure, arrays: dict[str, torch.Tensor], outlier: f
 
 
 def _coder(arrays: dict[str, torch.Tensor], track: str) -> CoderModel:
-    """Take the tables of one depth out of ``arrays``; the model checks what they hold."""
+    """Remove the tables of one depth from ``arrays``; `CoderModel` checks their content."""
     rows = _take(arrays, f"{track}.class", torch.uint8, None)
     radius = _take(arrays, f"{track}.radius", torch.uint8, None)
     delta = _take(arrays, f"{track}.delta", torch.uint8, None)
@@ -263,8 +262,8 @@ def _coder(arrays: dict[str, torch.Tensor], track: str) -> CoderModel:
     if freqs.dim() != 3 or freqs.shape[2] > 2 * MOST_RADIUS + 2:
         raise FormatError(f"profile: tables of shape {tuple(freqs.shape)}")
     chances, of_row = _unsigned(flags), rows.numpy()
-    # How many flag contexts there are is checked before anything grows by the number of rows: a small file must not ask
-    # for more memory than a large one could.
+    # Check the number of flag contexts before expanding by row: a small file must not demand more memory than a large
+    # one could.
     contexts = 1 if freqs.shape[1] == 1 else 2
     if rows.dim() == 1 and chances.shape == (contexts, len(radius)) and len(radius) != len(rows) > 0:
         if int(rows.max()) >= len(radius):
@@ -274,7 +273,7 @@ def _coder(arrays: dict[str, torch.Tensor], track: str) -> CoderModel:
 
 
 def _flags_by_class(coder: CoderModel) -> NDArray[np.uint16]:
-    """The chances of flags, by class if they are the same for all rows of one."""
+    """Return the flag probabilities, by class if they are equal within each class."""
     first = np.zeros(coder.classes, np.intp)
     first[coder.row_class[::-1]] = np.arange(coder.rows)[::-1]
     by_class = coder.flag_freq[:, first]
@@ -305,7 +304,7 @@ def _number(value: Any, top: float) -> float:
 
 
 def _facts(data: bytes) -> dict[str, Any]:
-    """What the header of a profile says; safetensors itself reads a header's strings from files only."""
+    """Return the facts in the header of a profile; safetensors reads a header's strings only from files."""
     length = int.from_bytes(data[:8], "little")
     if length > len(data) - 8:
         raise FormatError("profile: truncated within its header")

@@ -1,13 +1,12 @@
-"""The uniform quantiser of the AC tracks, and which depth refines which.
+"""The quantiser of the AC tracks, and the tables of their entropy coder.
 
-Steps of neighbouring layers are three times apart, so that the intervals of the finer one lie inside those of the
-coarser: the index below says where to look, and a base and its layers cost no more than the finest quantiser would
-alone.
+The quantiser is uniform. The steps of neighbouring layers differ by a factor of three, so the intervals of the finer
+one lie inside those of the coarser: the index below tells where to look, and a base and its layers together cost no
+more than the finest quantiser alone.
 
-From counted indices to the tables of the entropy coder: which rows share one, and how likely it makes each index.
-
-Rows are put into classes by the length of their code: each goes to the class whose tables code it shortest, the tables
-are counted anew, and so on (Lloyd's algorithm with code length as its distance). Flags have a probability per row.
+The tables are made from counted indices. They say which rows share a table, and how likely it makes each index. Rows
+are assigned to classes by the length of their code: each row goes to the class whose tables code it shortest, the
+tables are recounted, and so on (Lloyd's algorithm with code length as distance). Flags have a probability per row.
 """
 
 from __future__ import annotations
@@ -25,26 +24,28 @@ from kvabr.types.errors import FormatError
 from kvabr.types.naming import LAYERS
 
 SINGLE = "AC-5x"
-"""The track that stands alone."""
+"""The self-contained AC track."""
 RATIO = 3
-"""How much finer the step of a layer is than that of the layer below."""
+"""Factor between the steps of neighbouring layers."""
 
 
 def below(track: str) -> str | None:
-    """The layer that a depth refines, or None."""
+    """Return the layer that a depth refines, or None."""
     place = LAYERS.index(track) if track in LAYERS else 0
     return LAYERS[place - 1] if place else None
 
 
 def nested(steps: Mapping[str, float]) -> dict[str, str | None]:
-    """Every depth with what it refines, each after that.
+    """Return each depth with the depth that it refines, lower depths first.
 
     Raises:
         FormatError: a depth without the one below, of an unknown name, or with a step that does not nest.
     """
     order = [track for track in (*LAYERS, SINGLE) if track in steps]
     if not order or len(order) != len(steps):
-        raise FormatError(f"profile: depths {', '.join(map(str, steps))}; known are {', '.join((*LAYERS, SINGLE))}")
+        raise FormatError(
+            f"profile: unknown depth in {', '.join(map(str, steps))}; known are {', '.join((*LAYERS, SINGLE))}"
+        )
     out = {track: below(track) for track in order}
     for track, lower in out.items():
         if lower is not None and (lower not in steps or abs(steps[lower] / steps[track] - RATIO) > 1e-6):
@@ -53,16 +54,16 @@ def nested(steps: Mapping[str, float]) -> dict[str, str | None]:
 
 
 def quantise(rows: torch.Tensor, step: float, dead: float = 0.0) -> torch.Tensor:
-    """Indices of coefficients.
+    """Quantise coefficients.
 
     Args:
         rows: [row, token] float32.
-        step: the quantiser's.
-        dead: how much further than to the middle a coefficient must reach to take the next index, in steps; what it
-            costs in precision it saves twice over in bits while most indices are zero.
+        step: step of the quantiser.
+        dead: dead zone: how far, in steps, a coefficient must reach beyond the middle between two indices to get the
+            larger one. While most indices are zero, it saves twice the bits that it costs in precision.
 
     Returns:
-        Of the same shape, float32, whole numbers.
+        Indices of the same shape, as whole numbers in float32.
     """
     exact = rows / step
     if dead:
@@ -72,31 +73,31 @@ def quantise(rows: torch.Tensor, step: float, dead: float = 0.0) -> torch.Tensor
 
 _ROUNDS = 10
 _TAIL = 0.01
-"""Share of a table given to indices half as far out again: texts that a calibration never saw go further out."""
+"""Share of a table given to indices half as far out again: other texts reach further than the calibration's."""
 _FLOOR = 1e-3
-"""How often an index that a table has a symbol for is taken as seen at least."""
+"""Minimum count of an index that has a symbol."""
 _PRIOR_SYMBOLS = 8.0
-"""Symbols' worth of belief that a class refines as all rows do: few classes see every index below."""
+"""Weight, in symbols, of the prior that a class refines like all rows: few classes see every index below."""
 _STRAY = 1e-5
-"""Share of a refinement's symbols that may do without one of their own: what float32 rounds out of its interval."""
+"""Share of a refinement's symbols that need no symbol of their own: float32 rounding outside the interval."""
 _PRIOR_TILES = 6.0
-"""Tiles' worth of belief that a row's flags are as those of its class."""
+"""Weight, in tiles, of the prior that a row's flags are those of its class."""
 
 Counted = NDArray[Any]
 
 
 @dataclass(eq=False)
 class Counts:
-    """What a calibration counts at one depth; it grows tile by tile."""
+    """Statistics of one depth, accumulated tile by tile during calibration."""
 
     symbols: Counted
-    """[row, context, symbol] int32, of live tiles; symbol s is index s - `MOST_RADIUS`, the last one all others."""
+    """[row, context, symbol] int32, of live tiles; symbol s is index s - `MOST_RADIUS`, the last symbol all others."""
     flags: Counted
-    """[row, flag context, dead or live] int32: tiles."""
+    """[row, flag context, dead or live] int32: number of tiles."""
 
     @classmethod
     def nothing(cls, rows: int, *, refines: bool) -> Counts:
-        """Nothing counted yet."""
+        """Return empty statistics."""
         contexts = 3 if refines else 1
         return cls(
             np.zeros((rows, contexts, 2 * MOST_RADIUS + 2), np.int32),
@@ -123,15 +124,15 @@ class Counts:
 
 
 def coder_model(counts: Counts, classes: int, *, small: bool = False) -> CoderModel:
-    """The tables that code what was counted shortest, in at most so many classes.
+    """Return the tables with the shortest code for the counted symbols.
 
     Args:
-        counts: what was counted.
-        classes: at most 256.
-        small: the rows of a class share the chance of their flags, so that a file of the tables is small.
+        counts: the statistics.
+        classes: maximum number of classes, at most 256.
+        small: share flag probabilities within a class, for a small profile.
     """
     symbols = counts.symbols.astype(np.float64)
-    # A transform's columns have no sign of their own; but on top of an index below values point to zero, or away.
+    # Columns of a transform have arbitrary signs, so a base is symmetric. Refinements are not: they lean towards zero.
     inner = symbols[:, 0, :-1]
     inner += inner[:, ::-1].copy()
     inner /= 2
@@ -152,14 +153,14 @@ def coder_model(counts: Counts, classes: int, *, small: bool = False) -> CoderMo
         radius=radius.astype(np.uint8),
         freqs=freqs,
         flag_freq=_flags(of_row, counts.flags, np.inf if small else _PRIOR_TILES),
-        # Indices stand for the middle of their intervals. Where coefficients really are in the mean is nearer to zero,
-        # but errors that all point inwards add up in the model: the loss of the whole cache was 1.4 times larger.
+        # Indices decode to the middle of their intervals. The mean coefficient is nearer to zero, but errors that all
+        # point inwards add up in the model: the loss of the whole cache was 1.4 times larger.
         delta=np.zeros(len(radius), np.uint8),
     )
 
 
 def _sorted(symbols: Counted, classes: int) -> NDArray[np.intp]:
-    """The class of every row."""
+    """Return the class of every row."""
     rows = len(symbols)
     values = np.abs(np.arange(symbols.shape[2]) - MOST_RADIUS)
     seen = symbols.sum(axis=(1, 2))
@@ -173,7 +174,7 @@ def _sorted(symbols: Counted, classes: int) -> NDArray[np.intp]:
         table = _smooth(_summed(of_row, symbols))
         share = table / table.sum(axis=2, keepdims=True)
         lengths = flat @ -np.log2(share.reshape(len(share), -1)[:, used]).T
-        lengths[np.arange(rows), of_row] -= 1e-9  # a row that does not care stays
+        lengths[np.arange(rows), of_row] -= 1e-9  # ties stay in their class
         nearest = lengths.argmin(axis=1)
         if (nearest == of_row).all():
             break
@@ -182,7 +183,7 @@ def _sorted(symbols: Counted, classes: int) -> NDArray[np.intp]:
 
 
 def _summed(of_row: NDArray[np.intp], symbols: Counted) -> Counted:
-    """[class, context, symbol]."""
+    """Return the sums by class, [class, context, symbol]."""
     member = np.zeros((int(of_row.max()) + 1, len(of_row)))
     member[of_row, np.arange(len(of_row))] = 1
     out: Counted = (member @ symbols.reshape(len(of_row), -1)).reshape(-1, *symbols.shape[1:])
@@ -190,12 +191,12 @@ def _summed(of_row: NDArray[np.intp], symbols: Counted) -> Counted:
 
 
 def _smooth(summed: Counted) -> Counted:
-    """Counts as they will be on texts that a calibration never saw, [class, context, symbol]."""
+    """Return the expected counts on other texts, [class, context, symbol]."""
     if summed.shape[1] > 1:
-        # A refinement stays inside the interval below, on any text.
+        # A refinement stays inside the interval below on any text.
         usual = summed.sum(axis=0)
         prior = _PRIOR_SYMBOLS * usual / np.maximum(usual.sum(axis=1, keepdims=True), 1)
-        return np.asarray(summed + prior + 1e-9)  # so that no symbol's code is infinitely long
+        return np.asarray(summed + prior + 1e-9)  # keeps every code length finite
     values = np.arange(-MOST_RADIUS, MOST_RADIUS + 1)
     further = np.sign(values) * (-(-3 * np.abs(values) // 2))
     further = np.where(np.abs(further) > MOST_RADIUS, 2 * MOST_RADIUS + 1, further + MOST_RADIUS)
@@ -206,7 +207,7 @@ def _smooth(summed: Counted) -> Counted:
 
 
 def _radius(summed: Counted) -> NDArray[np.intp]:
-    """The largest index of each class that has a symbol: what was seen, and of a single layer a quarter more."""
+    """Return the largest index of each class that has a symbol: the largest seen, plus a quarter for a single layer."""
     values = np.abs(np.arange(summed.shape[2] - 1) - MOST_RADIUS)
     seen = summed[:, :, :-1].sum(axis=1)
     if summed.shape[1] > 1:
@@ -219,7 +220,7 @@ def _radius(summed: Counted) -> NDArray[np.intp]:
 
 
 def _flags(of_row: NDArray[np.intp], flags: Counted, belief: float) -> NDArray[np.uint16]:
-    """[flag context, row]: how likely a row is live, of `TOTAL`."""
+    """Return the probability that a row is live, of `TOTAL`, [flag context, row]."""
     classes = np.zeros((int(of_row.max()) + 1, *flags.shape[1:]))
     np.add.at(classes, of_row, flags)
     prior = (classes[..., 1] + 0.5) / (classes.sum(axis=2) + 1)

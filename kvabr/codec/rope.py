@@ -1,8 +1,8 @@
 """The rotary position embedding of keys, applied and undone (RoFormer; Su et al., 2021).
 
-Without it the same channel of neighbouring tokens has much the same statistics; with it every token turns them by
-another angle. So the AC codec works on keys as they were before it. Encoder and decoders, on whatever device, turn by
-the tables of this file.
+Without it, a channel has similar statistics at neighbouring tokens; with it, every token is rotated by another angle.
+The AC codec therefore works on keys before rotation. The encoder and all decoders, on any device, use the tables of
+this file.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from kvabr.types.kv import RopeSpec
 
 @lru_cache(maxsize=256)
 def rope_tables(rope: RopeSpec, first_token: int, tokens: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Cosines and sines by which keys are turned, times the embedding's factor.
+    """Return cosines and sines of the rotation, times the embedding's factor.
 
     Args:
-        rope: how.
+        rope: the embedding.
         first_token: position of the first token.
-        tokens: how many.
+        tokens: number of tokens.
 
     Returns:
-        Two of [token, pair] float32, not to be written to.
+        Two arrays [token, pair] float32, read-only.
     """
     half = rope.rotary_dim // 2
     if rope.frequencies is None:
         frequencies = rope.theta ** (-np.arange(half, dtype=np.float64) / half)
     else:
         frequencies = np.array(rope.frequencies, dtype=np.float64)
-    # Angles in double precision: at position 100,000 float32 would be off by a hundredth of a radian.
+    # Double precision: at position 100,000, float32 angles would be off by a hundredth of a radian.
     angles = np.arange(first_token, first_token + tokens, dtype=np.float64)[:, None] * frequencies
     cos, sin = ((rope.factor * table).astype(np.float32) for table in (np.cos(angles), np.sin(angles)))
     cos.flags.writeable = sin.flags.writeable = False
@@ -41,21 +41,21 @@ def rope_tables(rope: RopeSpec, first_token: int, tokens: int) -> tuple[NDArray[
 
 
 def backwards(rope: RopeSpec, first_token: int, tokens: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """What undoes `rope_tables`: a pair becomes first * cos + second * sin and second * cos - first * sin."""
-    # What a turn makes longer by a factor, the same turn back would make longer once more.
+    """Return tables that undo `rope_tables`: first * cos + second * sin, and second * cos - first * sin."""
+    # The factor lengthens a pair in both directions; divide it out twice.
     length = np.float32(1 / rope.factor**2)
     cos, sin = rope_tables(rope, first_token, tokens)
     return cos * length, sin * length
 
 
 def rotate(keys: torch.Tensor, rope: RopeSpec | None, first_token: int, *, undo: bool = False) -> torch.Tensor:
-    """Turn keys by their positions.
+    """Rotate keys by their positions.
 
     Args:
-        keys: [..., token, dim], float32; not changed.
-        rope: how; None returns ``keys`` as they are.
+        keys: [..., token, dim], float32; not modified.
+        rope: the embedding; None returns ``keys`` unchanged.
         first_token: position of the first token.
-        undo: turn back instead.
+        undo: rotate back instead.
 
     Returns:
         [..., token, dim], float32.

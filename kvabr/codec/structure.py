@@ -1,11 +1,11 @@
-"""How the AC tracks put the channels of a cache together: heads into blocks, blocks into stacks, and rows of both.
+"""How the AC tracks arrange the channels of a cache: heads form blocks, blocks form stacks, and both form rows.
 
     block: heads of one layer's keys or values; a transform turns its channels into components, the largest first
     stack: blocks of several layers; a second transform turns the first components of all of them into coefficients
     row:   one coefficient of every token of a group
 
-The rows of a group are those of its stacks in order; the rows of a stack are its coefficients, and then what each of
-its blocks has beyond its first components.
+The rows of a group are those of its stacks in order. The rows of a stack are its coefficients, followed by the
+remaining components of each of its blocks.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from kvabr.types.errors import FormatError
 from kvabr.types.kv import KVSpec
 
 MAX_WIDTH = 1 << 13
-"""Channels of a block, at most: its matrix has the square of them."""
+"""Maximum channels of a block; its matrix has the square of that."""
 MAX_STACK = 1 << 14
-"""Coefficients of a stack, at most."""
+"""Maximum coefficients of a stack."""
 _USUAL_WIDTH = 512
-"""Channels of a block, unless said otherwise: wider ones take too long to transform for what they save."""
+"""Default maximum of a block's channels: wider ones take too long to transform for what they save."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,22 +36,24 @@ class Stack:
     last: int
     """The layer after the last."""
     kept: int
-    """Components of each block that the stack transforms, an even number; 0 if it transforms none."""
+    """Components of each block that the stack transforms, an even number; 0 for no transform."""
 
 
 @dataclass(frozen=True)
 class Structure:
-    """Blocks and stacks of one model's cache. Every layer's keys and values are in just one stack."""
+    """Blocks and stacks of one model's cache. Every layer's keys and values are in exactly one stack."""
 
     spec: KVSpec
     block_heads: int
-    """Heads in a block; they divide the heads of a layer."""
+    """Heads in a block; divides the heads of a layer."""
     stacks: tuple[Stack, ...]
 
     def __post_init__(self) -> None:
         spec = self.spec
         if not isinstance(self.block_heads, int) or self.block_heads < 1 or spec.kv_heads % self.block_heads:
-            raise FormatError(f"profile: blocks of {self.block_heads!r} heads, of {spec.kv_heads} in a layer")
+            raise FormatError(
+                f"profile: blocks of {self.block_heads!r} heads do not divide the {spec.kv_heads} of a layer"
+            )
         if self.width > MAX_WIDTH:
             raise FormatError(f"profile: blocks of {self.width} channels, at most {MAX_WIDTH} are allowed")
         seen: set[tuple[int, int]] = set()
@@ -82,16 +84,16 @@ class Structure:
 
     @cached_property
     def blocks(self) -> int:
-        """Blocks in all: [layer, K/V, block of heads], row-major."""
+        """Number of blocks: [layer, K/V, block of heads], row-major."""
         return self.spec.layers * 2 * self.per_layer
 
     @cached_property
     def rows(self) -> int:
-        """Coefficients of a token, as many as it has elements."""
+        """Coefficients per token; as many as elements."""
         return self.blocks * self.width
 
     def blocks_of(self, stack: Stack) -> list[int]:
-        """The blocks of a stack, in order."""
+        """Return the blocks of a stack, in order."""
         return [
             (layer * 2 + stack.kind) * self.per_layer + part
             for layer in range(stack.first, stack.last)
@@ -99,28 +101,28 @@ class Structure:
         ]
 
     def width_of(self, stack: Stack) -> int:
-        """Coefficients that the transform of a stack makes."""
+        """Return the number of coefficients that a stack's transform produces."""
         return len(self.blocks_of(stack)) * stack.kept
 
     @cached_property
     def first_rows(self) -> tuple[int, ...]:
-        """The first row of every stack, and the number of rows."""
+        """First row of every stack, and the total number of rows."""
         first = [0]
         for stack in self.stacks:
             first.append(first[-1] + len(self.blocks_of(stack)) * self.width)
         return tuple(first)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON values; `from_json` reads them back."""
+        """Return plain JSON values; `from_json` reads them back."""
         stacks = [["kv"[stack.kind], stack.first, stack.last, stack.kept] for stack in self.stacks]
         return {"block_heads": self.block_heads, "stacks": stacks}
 
     @classmethod
     def from_json(cls, spec: KVSpec, value: Any) -> Structure:
-        """Read `to_json` back from an untrusted source.
+        """Parse the output of `to_json` from an untrusted source.
 
         Raises:
-            FormatError: it cannot be a structure of this spec.
+            FormatError: not a valid structure for this spec.
         """
         try:
             listed = value["stacks"]
@@ -133,13 +135,13 @@ class Structure:
 
 
 def layered(spec: KVSpec, layers: int, kept: tuple[int, int], block_heads: int | None = None) -> Structure:
-    """Stacks of so many layers, keys and values apart.
+    """Return a structure with stacks of ``layers`` layers, keys and values separate.
 
     Args:
         spec: the cache's spec.
-        layers: layers in a stack, at most; they are spread evenly.
-        kept: components of each block of keys, and of values, that its stack transforms, at most.
-        block_heads: heads in a block; None: as many as have `_USUAL_WIDTH` channels.
+        layers: maximum number of layers in a stack; layers are spread evenly.
+        kept: maximum number of components of each block of keys, and of values, that its stack transforms.
+        block_heads: heads in a block; None for as many as have `_USUAL_WIDTH` channels.
 
     Raises:
         FormatError: such blocks do not divide a layer.
@@ -161,5 +163,5 @@ def layered(spec: KVSpec, layers: int, kept: tuple[int, int], block_heads: int |
 
 
 def plain(spec: KVSpec) -> Structure:
-    """No transform: every head a block of its own."""
+    """Return a structure without transforms: every head is its own block."""
     return Structure(spec, 1, (Stack(0, 0, spec.layers, 0), Stack(1, 0, spec.layers, 0)))

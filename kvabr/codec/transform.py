@@ -1,9 +1,9 @@
 """The decorrelating transform of the AC tracks: from a group to rows of coefficients.
 
-Keys without their rotary embedding, all without the channel's mean and in units of a norm that each layer's keys and
-values have, go through a block's transform and then a stack's (`kvabr.codec.structure`). A decoder goes back with
-integer matrices of 16 bits in which 1.0 is 2**14, each column of them 8-bit numbers times a gain, so every decoder gets
-the same bits. The encoder uses the inverse of just these matrices, so that their being rounded costs nothing.
+Keys lose their rotary embedding. All elements lose their channel's mean and are scaled by a norm per layer and K/V.
+Then they pass through a block's transform and a stack's (`kvabr.codec.structure`). A decoder inverts this with 16-bit
+integer matrices in which 1.0 is 2**14. Each matrix column is 8-bit numbers times a gain, so every decoder computes the
+same bits. The encoder uses the inverse of exactly these matrices, so rounding them costs nothing.
 """
 
 from __future__ import annotations
@@ -25,25 +25,26 @@ ONE = 1 << 14
 FRACTION = 16
 """Coefficients are decoded in units of a step over this."""
 MAX_INDEX = 2047
-"""Largest index that fits: times `FRACTION`, 16 bits."""
+"""Largest index: times `FRACTION` it fits 16 bits."""
 _LONGEST = 8191
 """Largest element of a group over norm and step for which 32 bits hold all sums: 2**31 over `ONE` and `FRACTION`."""
 LARGEST = 1.95
-"""Largest entry of a block's matrix; what it really is, is in the norm."""
+"""Largest entry of a block's matrix; the norm takes up the rest."""
 RUN = 4
-"""Neighbouring columns of a stack's matrix with one gain: a decoder that multiplies bytes takes so many at a time."""
+"""Neighbouring columns of a stack's matrix that share a gain: a decoder multiplies as many bytes at a time."""
 _TOKENS_PER_OUTLIER = 64
-"""Tokens among which one is kept aside at most, and one more: a detector that finds more does not know this cache."""
+"""At most one in this many tokens, plus one, is stored separately: a detector that finds more does not fit the
+cache."""
 _WORST_CONDITION = 1e-2
-"""How far from the identity a matrix times its inverse may be."""
+"""Maximum deviation of a matrix times its inverse from the identity."""
 
 
 def rounded(matrix: torch.Tensor, *, run: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-    """Round matrices to what a profile holds.
+    """Round matrices to a profile's representation.
 
     Args:
-        matrix: [..., row, column], float; what is 2.0 or more is cut off.
-        run: how many neighbouring columns have the same gain.
+        matrix: [..., row, column], float; entries of 2.0 or more are clipped.
+        run: number of neighbouring columns that share a gain.
 
     Returns:
         Mantissas [..., row, column] int8, and gains [..., column] uint8.
@@ -62,38 +63,38 @@ def rounded(matrix: torch.Tensor, *, run: int = 1) -> tuple[torch.Tensor, torch.
 
 
 def expanded(mantissa: torch.Tensor, gain: torch.Tensor) -> torch.Tensor:
-    """The matrices that a decoder multiplies with, [..., row, column] int16."""
+    """Return the matrices that a decoder multiplies with, [..., row, column] int16."""
     return mantissa.short() * gain.short().unsqueeze(-2)
 
 
 @dataclass(frozen=True, eq=False)
 class Detector:
-    """Tells the few tokens that a model uses as further sinks by their keys, which are far from the mean in some layer.
+    """Detects the few tokens that a model uses as further sinks: their keys are far from the mean in some layer.
 
-    Only an encoder needs it: such tokens are listed in the payload.
+    Only encoders need it; a payload lists such tokens.
     """
 
     spread: torch.Tensor
-    """[layer] float32, positive: how far a token's keys are from their mean, in root mean square over tokens."""
+    """[layer] float32, positive: distance of keys from their mean, root mean square over tokens."""
     threshold: float
-    """How many times further the keys of an outlier are in some layer."""
+    """Multiple of the spread that makes a token an outlier, in any layer."""
 
 
 @dataclass(frozen=True, eq=False)
 class Coefficients:
-    """A group, transformed."""
+    """A transformed group."""
 
     rows: torch.Tensor
-    """[row, token] float32, in units of the norm: over a step they are indices."""
+    """[row, token] float32, in units of the norm; divided by a step they are indices."""
     reach: torch.Tensor
-    """[token] float32: the least step at which a decoder's integers hold everything of a token."""
+    """[token] float32: smallest step at which a decoder's integers can hold the token."""
     outlying: torch.Tensor
-    """[token] bool: tokens to keep aside, see `Detector`."""
+    """[token] bool: tokens to store separately, see `Detector`."""
 
 
 @dataclass(frozen=True, eq=False)
 class Transform:
-    """The arrays of a transform, as a profile holds them; CPU tensors."""
+    """The arrays of a transform, as in a profile; CPU tensors."""
 
     structure: Structure
     mean: torch.Tensor
@@ -101,9 +102,10 @@ class Transform:
     norm: torch.Tensor
     """[layer, K/V] float32, positive."""
     block: tuple[torch.Tensor, torch.Tensor] | None
-    """Mantissas [block, channel, component] int8 and gains [block, component] uint8; None: components are channels."""
+    """Mantissas [block, channel, component] int8 and gains [block, component] uint8; None if components are channels.
+   """
     stack: tuple[tuple[torch.Tensor, torch.Tensor], ...]
-    """Of every stack, mantissas [component, coefficient] and gains [coefficient]; of no size if it transforms none."""
+    """Mantissas [component, coefficient] and gains [coefficient] of every stack; empty without a transform."""
     detector: Detector
 
     @cached_property
@@ -113,7 +115,7 @@ class Transform:
 
     @cached_property
     def stack_matrices(self) -> tuple[torch.Tensor, ...]:
-        """Of every stack, [component, coefficient] int16."""
+        """[component, coefficient] int16 of every stack."""
         return tuple(expanded(*pair) for pair in self.stack)
 
     @cached_property
@@ -128,8 +130,8 @@ class Transform:
 
     @cached_property
     def _slack(self) -> tuple[float, float]:
-        """How far rounding of the coefficients can take components and elements, in steps, at most."""
-        shift = 1.0  # half a step of rounding; more where an encoder rounds towards zero
+        """Maximum effect of rounding the coefficients on components and elements, in steps."""
+        shift = 1.0  # half a step of rounding; more if an encoder rounds towards zero
         stacks, blocks = [matrix for matrix in self.stack_matrices if len(matrix)], self.block_matrices
         components = max((_gain(matrix) for matrix in stacks), default=1.0)
         elements = 1.0 if blocks is None else _gain(blocks)
@@ -150,29 +152,29 @@ class Transform:
         return self.coefficients(self.centred(bare))
 
     def centred(self, bare: torch.Tensor) -> torch.Tensor:
-        """What blocks transform.
+        """Subtract the mean and arrange elements in blocks.
 
         Args:
-            bare: [layer, K/V, head, token, dim] float32, keys without rotary embedding; not needed afterwards.
+            bare: [layer, K/V, head, token, dim] float32, keys without rotary embedding; overwritten.
 
         Returns:
-            [block, channel, token] float32, without the mean.
+            [block, channel, token] float32.
         """
         bare -= self.mean.float()[:, :, :, None]
         return bare.transpose(3, 4).reshape(self.structure.blocks, self.structure.width, bare.shape[3])
 
     def normed(self, channels: torch.Tensor) -> torch.Tensor:
-        """Channels in units of the norm, in place: what `components` takes."""
+        """Scale channels by the norm, in place; `components` takes the result."""
         return channels.div_(self.norm.repeat_interleave(self.structure.per_layer, dim=1).reshape(-1, 1, 1))
 
     def key_power(self, channels: torch.Tensor) -> torch.Tensor:
-        """How far the keys of each token are from their mean, squared: [layer, token] float32."""
+        """Return the squared distance of each token's keys from their mean, [layer, token] float32."""
         spec = self.structure.spec
         keys = channels.reshape(spec.layers, 2, -1, channels.shape[2])[:, 0]
         return keys.square().sum(dim=1)
 
     def outlying(self, channels: torch.Tensor) -> torch.Tensor:
-        """The tokens to keep aside, [token] bool; of a cache that is far from the calibration only the loudest few."""
+        """Return the tokens to store separately, [token] bool; only the loudest few if the calibration does not fit."""
         return self._outlying(self.key_power(channels))
 
     def _outlying(self, power: torch.Tensor) -> torch.Tensor:
@@ -211,13 +213,13 @@ class Transform:
         return Coefficients(made.rows, reach, self._outlying(torch.from_numpy(made.power)))
 
     def coefficients(self, channels: torch.Tensor) -> Coefficients:
-        """Transform what `centred` returned; it is not needed afterwards."""
+        """Transform the output of `centred`, which is overwritten."""
         structure = self.structure
         outlying = self.outlying(channels)
         channels = self.normed(channels)
         rows = _empty(structure.rows, channels.shape[2])
         components, elements = self._slack
-        # Not the largest of the magnitudes: they would be as large as the group.
+        # Not the maximum of abs(): that would allocate another group.
         loudest = torch.maximum(channels.amax(dim=(0, 1)), -channels.amin(dim=(0, 1)))
         reach = loudest / max(1.0, _LONGEST - elements)
         for index, (stack, first) in enumerate(self._stacks()):
@@ -230,14 +232,14 @@ class Transform:
             rest = parts[:, kept:]
             last = first + size + rest.shape[0] * rest.shape[1]
             rows[first + size : last].view(rest.shape).copy_(rest)
-            # A rounded index may be up to half above the number.
+            # A rounded index may be up to half a step above the coefficient.
             reach = torch.maximum(reach, rows[first:last].abs().amax(dim=0) / (MAX_INDEX + 0.4))
         return Coefficients(rows, reach, outlying)
 
     def components(self, channels: torch.Tensor, stack: Stack) -> torch.Tensor:
-        """The blocks of one stack, transformed: [block of the stack, component, token] float32; takes `normed` ones."""
+        """Transform `normed` channels of one stack's blocks: [block of the stack, component, token] float32."""
         blocks = self.structure.blocks_of(stack)
-        # Views where the blocks are evenly spaced, which they always are: no copy of what is copied next anyway.
+        # Blocks are evenly spaced in practice, so these are views and nothing is copied twice.
         step = blocks[1] - blocks[0] if len(blocks) > 1 else 1
         even = blocks == list(range(blocks[0], blocks[-1] + 1, step))
         chosen = channels[blocks[0] : blocks[-1] + 1 : step] if even else channels[blocks]
@@ -251,23 +253,23 @@ class Transform:
 
 
 def _empty(*shape: int) -> torch.Tensor:
-    """Memory for float32 numbers: NumPy's, which asks for huge pages. Touching small ones takes 5 times as long."""
+    """Allocate float32 memory with NumPy, which requests huge pages: first use of small pages takes 5 times as long."""
     return torch.from_numpy(np.empty(shape, dtype=np.float32))
 
 
 def _gain(matrix: torch.Tensor) -> float:
-    """How much larger than the largest of what is multiplied with [..., row, column] a product can be."""
+    """Return the largest factor by which multiplying with [..., row, column] can increase magnitudes."""
     return float(matrix.float().abs().sum(dim=-1).max()) / ONE
 
 
 def _inverse(matrix: torch.Tensor) -> torch.Tensor:
-    """The inverse of an integer matrix in units of 1 / `ONE`, float32.
+    """Return the inverse of an integer matrix in units of 1 / `ONE`, float32.
 
     Raises:
         FormatError: it has none.
     """
     if not len(matrix):
-        return matrix.float()  # of a stack that transforms nothing
+        return matrix.float()  # a stack without a transform
     square = matrix.double() / ONE
     inverse, failed = torch.linalg.inv_ex(square)
     off = float((square @ inverse - torch.eye(len(square), dtype=torch.float64)).abs().sum(dim=1).amax())
