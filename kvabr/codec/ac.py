@@ -157,7 +157,7 @@ class AcL3(Ac):
 
 
 class Ac5x(Ac):
-        """The draft's arithmetic-coded level: with the model's own profile at least five times smaller than FP16."""
+    """The draft's arithmetic-coded level: with the model's own profile at least five times smaller than FP16."""
 
     name: ClassVar[str] = SINGLE
 

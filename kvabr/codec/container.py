@@ -103,7 +103,7 @@ def unpack(
     """Check a frame and return its header and a view of its payload, without copying.
 
     Args:
-                frame: the bytes; untrusted.
+        frame: the bytes; untrusted.
         expect: the expected header, except ``payload_bytes``; None accepts any.
         digest: expected SHA-256 of the frame, hex; None to rely on the payload's checksum.
         has_digest: compares ``digest`` for a caller that knows the frame's; None to compute it here.

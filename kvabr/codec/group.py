@@ -83,14 +83,14 @@ def decode_group(
     """Check and decompress one frame.
 
     Args:
-                frame: the bytes; untrusted.
+        frame: the bytes; untrusted.
         track: the requested track.
         context: which group it is.
         chunk: its chained prompt digest.
         group: its index.
         out: [layer, K/V, head, token, dim], any float dtype, any strides.
         below: payloads of the tracks that this one refines, base first.
-                digest: expected SHA-256 of the frame, hex; anything else is not decoded. None if it was compared before, or
+        digest: expected SHA-256 of the frame, hex; anything else is not decoded. None if it was compared before, or
             is unknown.
         has_digest: compares ``digest`` for a caller that knows the frame's; None to compute it here.
 
