@@ -77,7 +77,7 @@ LIES = {
     "long": (lambda answer: answer.one_object(answer.frame + b"more"), "longer than the"),
     "empty": (lambda answer: answer.write(b"", end=True), "nothing there"),
     "one bit": (lambda answer: answer.one_object(flipped(answer.frame)), "checksum is wrong"),
-    "noise": (lambda answer: answer.one_object(b"kvab" + bytes(FULL - 4)), "this is no kvabr group"),
+    "noise": (lambda answer: answer.one_object(b"kvab" + bytes(FULL - 4)), "this is not a kvabr group"),
     "another group": (lambda answer: answer.one_object(answer.other), "belongs to something else"),
     "one huge object": (lambda answer: answer.one_object(answer.frame, size=1 << 40, end=False), "longer than the"),
     "objects without end": (many_objects, "longer than the"),

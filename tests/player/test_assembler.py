@@ -121,7 +121,7 @@ def mutilated():
     yield "padded", frame + b"\0", "bytes came"
     yield "flipped", bytes(flipped), "checksum"
     yield "empty", b"", "bytes came"
-    yield "noise", bytes(len(frame)), "no kvabr group"
+    yield "noise", bytes(len(frame)), "not a kvabr group"
     yield "another group", FRAMES[2, "Int8"], "belongs to something else"
     yield "another prompt", FOREIGN_FRAMES[1, "Int8"], "belongs to something else"
 
