@@ -1,9 +1,9 @@
-"""AC decoding on CUDA devices: the payloads travel to the device, and nothing but 16- or 32-bit elements comes of them.
+"""AC decoding on CUDA devices: payloads are copied to the device, and decoded to 16- or 32-bit elements there.
 
-An extra (``kvabr[gpu]``), for it needs Triton. Without that a cache on a GPU is decoded on the processor and copied,
-which is right but slow. Bit for bit what `kvabr.codec.native.reference` gives; the tests show that in Triton's
-interpreter, and compile the kernels for GPUs. On a GPU none of this has been run or timed yet: ``tools/bench-gpu`` does
-both where there is one.
+Needs Triton (the extra ``kvabr[gpu]``). Without it, a cache on a GPU is decoded on the processor and copied, which is
+correct but slow. The result is bit for bit that of `kvabr.codec.native.reference`: the tests verify it in Triton's
+interpreter and compile the kernels for GPUs. None of this has run on a GPU yet; ``tools/bench-gpu`` verifies and times
+it on a machine that has one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["available", "decode", "decode_many"]
 
 @cache
 def available() -> bool:
-    """Whether Triton is installed; warns, once, if not."""
+    """Return whether Triton is installed; warn once if not."""
     if find_spec("triton") is not None:
         return True
     warnings.warn(
@@ -43,7 +43,7 @@ def decode(
     first_token: int,
     out: torch.Tensor,
 ) -> None:
-    """`kvabr.codec.native.coder.decode` on the device of ``out``, which is a CUDA device.
+    """Decode on the device of ``out``, a CUDA device; see `kvabr.codec.native.coder.decode`.
 
     Raises:
         FormatError: as there.
@@ -52,7 +52,7 @@ def decode(
 
 
 def decode_many(jobs: Sequence[DecodeJob]) -> None:
-    """Decode groups side by side: a group alone fills a hundredth of a GPU.
+    """Decode groups in parallel: a single group fills a hundredth of a GPU.
 
     Args:
         jobs: their tensors must not overlap.

@@ -1,7 +1,7 @@
-"""From payloads to a cache on a CUDA device: what the host does.
+"""The host's part of decoding on a CUDA device.
 
-It checks the payloads' heads with the processor's own parser, puts the payloads of many groups end to end into one
-copy, starts a kernel for each step of the format, and asks once, at the end, whether all went well.
+It checks the payloads' heads with the same parser as on the processor, copies the payloads of many groups in one
+transfer, starts a kernel for each step of the format, and synchronises once at the end to check for errors.
 """
 
 from __future__ import annotations
@@ -23,20 +23,21 @@ from kvabr.codec.rope import rope_tables
 from kvabr.types.errors import FormatError
 
 SCRATCH_BYTES = 4 << 30
-"""Of a device's memory, and at most a quarter of what is free, for groups decoded at once; but one group always may."""
+"""Maximum scratch memory for groups that are decoded at once, further limited to a quarter of the free device memory.
+One group is always allowed."""
 _KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _ALIGN = 16
 _ROWS, _OUTPUTS, _PAIRS, _TOKENS, _COMPONENTS = 16, 64, 32, 64, 64
-"""Tile sizes of the kernels; tokens must divide `TILE`, and a tensor core takes no fewer than 16 by 32 by 16."""
+"""Tile sizes of the kernels. Tokens must divide `TILE`, and a tensor core takes at least 16 by 32 by 16."""
 _WARPS = 8
-"""Of the synthesis' kernels: with 4 they run out of registers (so says ptxas for sm_80 to sm_100)."""
+"""For the synthesis kernels: with 4 warps they run out of registers (according to ptxas for sm_80 to sm_100)."""
 
 
 def decode_many(jobs: Sequence[DecodeJob]) -> None:
-    """Decode groups side by side, on the current stream; returns when all are known to be good.
+    """Decode groups in parallel on the current stream; return when all are verified.
 
     Args:
-        jobs: their tensors must not overlap, and be on CUDA devices.
+        jobs: their tensors must not overlap, and must be on CUDA devices.
 
     Raises:
         FormatError: one of them cannot be decoded; the others may or may not have been.
@@ -64,21 +65,21 @@ def _check(job: DecodeJob) -> None:
 
 
 def _alike(job: DecodeJob) -> Hashable:
-    """What groups that share a launch have in common."""
+    """Return the key by which groups share a launch."""
     models = tuple(id(model) for model in job.models)
     return models, id(job.synthesis), job.step, job.out.device, job.out.dtype, job.out.stride(), _stride(job)
 
 
 def _stride(job: DecodeJob) -> int:
-    """Tokens in whole tiles."""
+    """Return the number of tokens, rounded up to whole tiles."""
     return -(-job.out.shape[3] // TILE) * TILE
 
 
 def _at_once(batch: Sequence[DecodeJob]) -> int:
-    """How many groups fit the scratch memory."""
+    """Return the number of groups that fit the scratch memory."""
     job = batch[0]
     stride, rows = _stride(job), job.synthesis.rows
-    # Indices and the stacks' outputs in int16, the lists of rows, flags, rotary tables.
+    # int16 indices and stack outputs, lists of rows, flags, rotary tables.
     each = rows * (4 * stride + 4 + stride // TILE) + 8 * stride * job.synthesis.head_dim
     room = SCRATCH_BYTES
     if job.out.device.type == "cuda":
@@ -87,16 +88,16 @@ def _at_once(batch: Sequence[DecodeJob]) -> int:
 
 
 def _decode(jobs: Sequence[DecodeJob]) -> torch.Tensor:
-    """Start the decoding of groups that are alike.
+    """Start decoding groups that share a launch.
 
     Returns:
-        [depth, group] int32 on the device: 0 where a payload was good.
+        [depth, group] int32 on the device: 0 where a payload is valid.
     """
     models, synthesis, out = jobs[0].models, jobs[0].synthesis, jobs[0].out
     target = out.detach()
     dtype = target.dtype if target.dtype in _KINDS else torch.float32
     device = target.device
-    # In Triton's interpreter tensors are on the processor.
+    # In Triton's interpreter, tensors are on the CPU.
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         outs = [job.out.detach() for job in jobs]
         if dtype != target.dtype:
@@ -118,28 +119,28 @@ def _decode(jobs: Sequence[DecodeJob]) -> torch.Tensor:
 
 @dataclass(frozen=True, eq=False)
 class _Batch:
-    """What differs between groups that are alike, on the device."""
+    """What differs between groups that share a launch, on the device."""
 
     groups: int
     stride: int
     data: torch.Tensor
     """int16: the payloads."""
     parts: torch.Tensor
-    """int64 [depth, group, 5]: where in it the states are, the words, how many, the escapes, how many."""
+    """int64 [depth, group, 5]: offsets of states and words, number of words, offset of escapes, number of escapes."""
     tokens: torch.Tensor
     """int32 [group]."""
     outs: torch.Tensor
     """int64 [group]: addresses."""
     cos: torch.Tensor
-    """float32 [group, token, pair]; empty if nothing turns."""
+    """float32 [group, token, pair]; empty without a rotary embedding."""
     sin: torch.Tensor
 
     @classmethod
     def load(cls, jobs: Sequence[DecodeJob], outs: Sequence[torch.Tensor], device: torch.device) -> _Batch:
-        """Check the payloads' heads, and copy all to the device.
+        """Check the payloads' heads, and copy everything to the device.
 
         Raises:
-            FormatError: a head is not one.
+            FormatError: a head is invalid.
         """
         rows, stride = jobs[0].synthesis.rows, _stride(jobs[0])
         parts = np.zeros((len(jobs[0].models), len(jobs), 5), dtype=np.int64)
@@ -169,12 +170,12 @@ class _Batch:
         )
 
     def zeros(self, rows: int) -> torch.Tensor:
-        """int16 [group, row, token]."""
+        """Return int16 zeros [group, row, token]."""
         return torch.zeros((self.groups, rows, self.stride), dtype=torch.int16, device=self.data.device)
 
 
 def _turns(jobs: Sequence[DecodeJob], stride: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines by which each group's keys are turned."""
+    """Return the cosines and sines of each group's rotation."""
     rope = jobs[0].synthesis.rope
     both = torch.zeros((2, len(jobs), stride, 0 if rope is None else rope.rotary_dim // 2))
     if rope is not None:
@@ -228,7 +229,7 @@ def _synthesise(
     index: torch.Tensor,
     outs: Sequence[torch.Tensor],
 ) -> None:
-    """Indices to elements."""
+    """Turn indices into elements."""
     device = index.device
     tables: SynthesisTables = synthesis_tables(model, device)
     made = torch.empty((batch.groups, tables.outputs, batch.stride), dtype=torch.int16, device=device)

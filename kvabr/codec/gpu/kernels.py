@@ -1,13 +1,12 @@
 # ruff: noqa: ANN001, ANN201, ANN202, N803, PLR0915  # Triton reads annotations; its constants are in capitals
-"""The kernels: entropy decoding and integer synthesis as `kvabr.codec.native.reference` defines them, bit for bit.
+"""The kernels: entropy decoding and integer synthesis, bit for bit as in `kvabr.codec.native.reference`.
 
-Importing this module needs Triton. No kernel trusts a payload: what it reads is masked with the lengths that the host
-has checked, what it writes depends on the model's shapes alone, and the time it takes is bounded by these. What comes
-of a corrupt payload is flagged in ``status``.
+Importing this module needs Triton. No kernel trusts a payload: reads are masked with lengths that the host has checked,
+writes depend only on the model's shapes, and so does the running time. Corrupt payloads are reported in ``status``.
 
-Sums of int16 products go through int8 tensor cores: a matrix entry is mantissa * gain[component], and gain * vector
-fits 24 bits, which are three int8 limbs with signs. Each limb's sum is exact in int32 (at most 2^14 terms of at most
-2^14), and all that is done to them afterwards is done in int64, of which the low 32 bits are kept.
+Sums of int16 products use int8 tensor cores. A matrix entry is mantissa * gain[component], and gain * vector fits 24
+bits, i.e. three signed int8 limbs. Each limb's sum is exact in int32 (at most 2^14 terms of at most 2^14), and
+everything after is done in int64, of which the low 32 bits are kept.
 """
 
 import triton
@@ -17,15 +16,15 @@ ROW_BITS: tl.constexpr = tl.constexpr(22)
 """A row and its class share an int32 (`kvabr.codec.native.model.MOST_ROWS`)."""
 ROW_MASK: tl.constexpr = tl.constexpr((1 << 22) - 1)
 ESCAPED: tl.constexpr = tl.constexpr(255)
-"""In the low byte of a table's entry; other symbols are stored as their value plus 128."""
+"""Escape mark in the low byte of a table's entry; other symbols are stored as their value plus 128."""
 
 
 @triton.jit
 def _advance(state, freq, place, active, marked, words, word, word_end):
-    """One rANS step of all lanes: states, words taken so far, and for marked lanes their place among these."""
+    """Advance all lanes by one rANS step; return states, words used, ranks of the marked lanes, and their number."""
     state = tl.where(active, freq.to(tl.uint32) * (state >> 12) + place.to(tl.uint32), state)
     low = active & (state < 65536)
-    # Two counts in one scan: there are 64 lanes.
+    # One scan for two counts: there are only 64 lanes.
     upto = tl.cumsum(low.to(tl.int32) + (marked.to(tl.int32) << 8), 0)
     total = tl.max(upto, 0)
     at = word + (upto & 255) - 1
@@ -50,7 +49,7 @@ def read_rows(
     stride,  # of a row of `index`: tokens in whole tiles
     REFINES: tl.constexpr,
 ):
-    """Entropy decode one depth; a program is a group."""
+    """Entropy decode one depth; a program handles a group."""
     group = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, 64)
     parts += group * 5
@@ -88,8 +87,8 @@ def read_rows(
             live += count
         tl.debug_barrier()  # other threads read the list
 
-        # A unit is up to 64 tokens of a live row. Rows are looked up two units ahead, indices below one ahead, since
-        # neither depends on the states.
+        # A unit is up to 64 tokens of a live row. Rows are prefetched two units ahead and indices below one ahead,
+        # since neither depends on the states.
         first = tile * 128
         steps = tl.cdiv(tl.minimum(tokens - first, 128), 64)
         units = live * steps
@@ -113,7 +112,7 @@ def read_rows(
             table = code >> ROW_BITS
             slot = (state & 4095).to(tl.int32)
             if REFINES:
-                # `lower` is thrice the index below: 3 for 1, 6 or more for the rest.
+                # `lower` is three times the index below: 3 for 1, 6 or more for larger ones.
                 context = (lower != 0).to(tl.int32) + (tl.abs(lower) > 3).to(tl.int32)
                 slot += (table * 3 + context) * 4096
             else:
@@ -152,7 +151,7 @@ def triple(
     stride,
     ROWS: tl.constexpr,
 ):
-    """Make the indices of one depth what the next one refines; a program is a few rows of a tile."""
+    """Triple the indices of one depth for the next one; a program handles a few rows of a tile."""
     group = tl.program_id(2).to(tl.int64)
     tile = tl.program_id(1)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -167,14 +166,14 @@ def triple(
 
 @triton.jit
 def _dequantised(index, delta):
-    """Indices as coefficients in units of step/16."""
+    """Return indices as coefficients in units of step/16."""
     value = tl.minimum(tl.maximum(index.to(tl.int32), -2047), 2047)
     return 16 * value - tl.where(value < 0, -1, tl.where(value > 0, 1, 0)) * delta.to(tl.int32)
 
 
 @triton.jit
 def _limbs(value):
-    """Up to 24 bits, with a sign, as three int8 with signs; highest first."""
+    """Split signed 24-bit numbers into three signed int8 limbs, highest first."""
     rest = (value + 128) >> 8
     low = value - (rest << 8)
     high = (rest + 128) >> 8
@@ -183,7 +182,7 @@ def _limbs(value):
 
 @triton.jit
 def _joined(high, middle, low):
-    """The sum of limbs' sums, exactly."""
+    """Join the sums of limbs exactly."""
     return (high.to(tl.int64) << 16) + (middle.to(tl.int64) << 8) + low.to(tl.int64)
 
 
@@ -205,7 +204,7 @@ def unstack(
     TOKENS: tl.constexpr,
     COMPONENTS: tl.constexpr,
 ):
-    """The inverse transform of one stack; a program is a tile of outputs and tokens."""
+    """Apply the inverse transform of one stack; a program handles a tile of outputs and tokens."""
     group = tl.program_id(2).to(tl.int64)
     if tl.program_id(1) * TOKENS >= tl.load(tokens_of + group):
         return
@@ -239,7 +238,7 @@ def unstack(
 
 @triton.jit
 def _components(index, delta, y, row, y_row, component, kept, width, token, stride):
-    """A tile of one block's input: what a stack made, and the components that no stack has."""
+    """Load a tile of one block's input: outputs of a stack, and the components outside of it."""
     from_stack = component < kept
     at = y + (y_row + component).to(tl.int64)[:, None] * stride + token[None, :]
     one = tl.load(at, mask=from_stack[:, None], other=0).to(tl.int32)
@@ -251,14 +250,14 @@ def _components(index, delta, y, row, y_row, component, kept, width, token, stri
 
 @triton.jit
 def _store(out, at, value, mask, KIND: tl.constexpr):
-    """Round as the output wants it: 0 is float32, 1 float16, 2 bfloat16."""
+    """Round and store for the output type: 0 is float32, 1 float16, 2 bfloat16."""
     if KIND == 0:
         tl.store(out.to(tl.pointer_type(tl.float32)) + at, value, mask=mask)
     elif KIND == 1:
         value = tl.minimum(tl.maximum(value, -65504.0), 65504.0)
         tl.store(out.to(tl.pointer_type(tl.float16)) + at, value.to(tl.float16), mask=mask)
     else:
-        # To nearest, ties to even, in integers; none is infinite or NaN.
+        # Round to nearest even in integers; values are never infinite or NaN.
         bits = value.to(tl.uint32, bitcast=True).to(tl.int64)
         bits = (bits + 32767 + ((bits >> 16) & 1)) >> 16
         tl.store(out.to(tl.pointer_type(tl.int16)) + at, bits.to(tl.int16), mask=mask)
@@ -297,9 +296,9 @@ def finish(
     TOKENS: tl.constexpr,
     COMPONENTS: tl.constexpr,
 ):
-    """Inverse block transform, scale, mean, rotary embedding, rounding; a program is some pairs of channels of a head.
+    """Inverse block transform, scale, mean, rotation, rounding; a program handles some pairs of channels of a head.
 
-    Pairs are those of the rotary embedding for keys; channels that it leaves alone, and values, are paired as well.
+    Pairs of keys are those of the rotary embedding. Channels that do not rotate, and values, are paired as well.
     """
     group = tl.program_id(1).to(tl.int64)
     tokens = tl.load(tokens_of + group)
@@ -318,7 +317,7 @@ def finish(
     turned = tl.where(kv == 1, 0, turned)
     block = head // block_heads
     width = block_heads * dim
-    # Where in a head the two channels of a pair are.
+    # Positions of a pair's two channels within a head.
     rest = pair - turned
     halves = (dim - 2 * turned + 1) // 2
     if INTERLEAVED:
@@ -365,7 +364,7 @@ def finish(
         first = _joined(a2, a1, a0).to(tl.int32)
         second = _joined(b2, b1, b0).to(tl.int32)
     else:
-        beyond = channel + dim  # what is not there must not be read
+        beyond = channel + dim  # masks reads beyond the head
         place = tl.where(has_one, channel + one, beyond)
         first = _components(index, delta, y, row, y_row, place, kept, beyond, token, stride) << 14
         place = tl.where(has_two, channel + two, beyond)

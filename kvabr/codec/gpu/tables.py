@@ -1,4 +1,4 @@
-"""Models as the kernels want them, on the device: made once for each model and device."""
+"""Models in the form that the kernels need, on the device; built once per model and device."""
 
 from __future__ import annotations
 
@@ -14,48 +14,48 @@ from numpy.typing import NDArray
 from kvabr.codec.native.model import TOTAL, CoderModel, SynthesisModel
 
 _ESCAPED = 255
-"""In the low byte of an entry; other symbols are their value plus 128."""
+"""Escape mark in the low byte of an entry; other symbols are their value plus 128."""
 
 
 @dataclass(frozen=True, eq=False)
 class CoderTables:
-    """One depth's."""
+    """Tables of one depth."""
 
     coding_order: torch.Tensor
     """int32 [row]: row | class << 22, in coding order."""
     chances: torch.Tensor
-    """int32 [1 or 2, row]: of a set flag of 4,096, in coding order."""
+    """int32 [1 or 2, row]: probability of a set flag out of 4,096, in coding order."""
     entries: torch.Tensor
-    """int32 [class, context, slot]: symbol, frequency << 8, the slot's place in the symbol << 20."""
+    """int32 [class, context, slot]: symbol, frequency << 8, the slot's position in the symbol << 20."""
     delta: torch.Tensor
-    """int8 [row]: the class's."""
+    """int8 [row]: the class's delta."""
 
 
 @dataclass(frozen=True, eq=False)
 class StackTables:
-    """One stack's."""
+    """Tables of one stack."""
 
     mantissa: torch.Tensor
     """int8 [output, component]."""
     gain: torch.Tensor
     """uint8 [component]."""
     first_row: int
-    """Of its coefficients."""
+    """First row of its coefficients."""
     first_output: int
-    """Among the outputs of all stacks."""
+    """Position among the outputs of all stacks."""
 
 
 @dataclass(frozen=True, eq=False)
 class SynthesisTables:
-    """A synthesis's."""
+    """Tables of a synthesis."""
 
     stacks: tuple[StackTables, ...]
-    """Those that have a transform."""
+    """The stacks that have a transform."""
     outputs: int
-    """Of all of them together."""
+    """Number of outputs of all stacks."""
     places: torch.Tensor
-    """int32 [layer, K/V, 3]: where the first block's components that no stack has begin among the coefficients, where
-    those that one has begin among the outputs, and how many it has."""
+    """int32 [layer, K/V, 3]: first row of the first block's untransformed components, its first stack output, and the
+    number of components in the stack."""
     mantissa: torch.Tensor
     """int8 [layer, K/V, block, channel, component]; empty without block transforms."""
     gain: torch.Tensor
@@ -71,12 +71,12 @@ _syntheses: WeakKeyDictionary[SynthesisModel, dict[torch.device, SynthesisTables
 
 
 def coder_tables(model: CoderModel, device: torch.device) -> CoderTables:
-    """The tables of one depth."""
+    """Return the tables of one depth."""
     return _kept(_coders, model, device, _coder)
 
 
 def synthesis_tables(model: SynthesisModel, device: torch.device) -> SynthesisTables:
-    """The tables of a synthesis."""
+    """Return the tables of a synthesis."""
     return _kept(_syntheses, model, device, _synthesis)
 
 
@@ -88,7 +88,7 @@ def _kept(
 ) -> _Tables:
     by_device = kept.setdefault(model, {})
     if device not in by_device:
-        # Two threads may both make them; then the last one's stay.
+        # Two threads may both build them; the last one's are kept.
         by_device[device] = make(model, device)
     return by_device[device]
 
@@ -141,5 +141,5 @@ def _synthesis(model: SynthesisModel, device: torch.device) -> SynthesisTables:
 
 
 def _there(array: NDArray[np.generic], device: torch.device) -> torch.Tensor:
-    # A copy: torch does not take arrays that must not be written.
+    # Copy: torch rejects read-only arrays.
     return torch.from_numpy(np.array(array, order="C")).to(device)

@@ -1,8 +1,8 @@
-"""The coder of the AC tracks: indices to bytes and back, and from indices to a cache, by integer arithmetic.
+"""The coder of the AC tracks: indices to bytes and back, and indices to a cache, in integer arithmetic.
 
-`reference` says in NumPy what the format is; the extension module does the same a thousand times faster, by the best
-path that the processor has, and gives the same bits. `coder` picks. `analysis` is the encoder's transform before that,
-where nothing has to be exact to the bit. No tracks, no containers, no profiles' files here.
+`reference` defines the format in NumPy. The extension module implements it a thousand times faster, with the best path
+that the processor supports, and produces the same bits. `coder` chooses between them. `analysis` is the encoder's
+transform, where results need not be exact to the bit. Nothing here knows tracks, containers or profile files.
 """
 
 import sys

@@ -1,7 +1,7 @@
-"""The encoder's transform by AVX-512: what `kvabr.codec.transform` does with torch, two to three times as fast.
+"""The encoder's transform with AVX-512: the same as `kvabr.codec.transform` in torch, two to three times as fast.
 
-Nothing here needs to be exact to the bit: a decoder never does it, and indices differ only where a coefficient lies as
-good as in the middle between two of them.
+Results need not be exact to the bit, since decoders never run this. Indices differ only where a coefficient lies almost
+exactly between two of them.
 """
 
 from __future__ import annotations
@@ -33,24 +33,25 @@ Floats = NDArray[np.float32]
 
 
 def available() -> bool:
-    """Whether it can be done, and the coder's path is of this kind, see `coder.active_path`."""
+    """Return whether the module is built, the processor supports it, and `coder.active_path` is its kind."""
     return _kvanalysis is not None and coder.active_path() == "avx512" and bool(_kvanalysis.runs())
 
 
 @dataclass(frozen=True, eq=False)
 class Analysed:
-    """What comes of a group."""
+    """The transform of a group."""
 
     rows: torch.Tensor
     """[row, token] float32."""
     largest: Floats
-    """[3, token]: magnitude of the channels in units of the norm, of components that stacks take, and of rows."""
+    """[3, token]: largest magnitude of the channels in units of the norm, of components that stacks take, and of rows.
+   """
     power: Floats
-    """[layer, token]: of the keys without their mean."""
+    """[layer, token]: power of the keys without their mean."""
 
 
 class StackAnalysis:
-    """The way from the elements of one stack to its rows."""
+    """The transform from the elements of one stack to its rows."""
 
     def __init__(
         self,
@@ -64,18 +65,18 @@ class StackAnalysis:
         block: Floats | None,
         stack: Floats,
     ) -> None:
-        """Take the matrices, whose sizes have been checked.
+        """Prepare the matrices, whose sizes have been checked.
 
         Args:
-            spec: the cache's.
+            spec: the cache's spec.
             kind: 0 for keys, 1 for values.
-            layers: of the stack.
+            layers: layers of the stack.
             block_heads: heads in a block.
             kept: components of each block that the stack takes.
             mean: [layer of the stack, head, dim].
             scale: [layer of the stack], one over the norm.
             block: [block, component, channel]; None if components are channels.
-            stack: [coefficient, component]; of no size if nothing is kept.
+            stack: [coefficient, component]; empty if nothing is kept.
         """
         self.spec = spec
         self._rope = spec.rope if kind == 0 else None
@@ -93,15 +94,15 @@ class StackAnalysis:
         )
 
     def run(self, group: torch.Tensor, first_token: int, rows: Floats) -> tuple[Floats, Floats]:
-        """Transform what of a group is of this stack; works beside other threads.
+        """Transform this stack's part of a group; releases the GIL.
 
         Args:
-            group: as `analyse` hands it on.
+            group: as `analyse` passes it.
             first_token: position of its first token.
-            rows: [row of the stack, token], where they go.
+            rows: [row of the stack, token], written.
 
         Returns:
-            As in `Analysed`, ``largest`` and ``power``, the latter of this stack's keys only.
+            ``largest`` and ``power`` as in `Analysed`, the latter only of this stack's keys.
         """
         tokens = group.shape[3]
         cos, sin = (_NONE, _NONE) if self._rope is None else backwards(self._rope, first_token, tokens)
@@ -113,11 +114,11 @@ class StackAnalysis:
 
 
 def analyse(stacks: Sequence[StackAnalysis], group: torch.Tensor, first_token: int) -> Analysed:
-    """Transform a group, stacks side by side on as many threads as torch would take.
+    """Transform a group, with stacks in parallel on as many threads as torch would use.
 
     Args:
-        stacks: in the order of their rows; all that there are.
-        group: [layer, K/V, head, token, dim] of just the spec that the stacks are for, any float dtype and strides.
+        stacks: all stacks, in the order of their rows.
+        group: [layer, K/V, head, token, dim] of the stacks' spec, any float dtype and strides.
         first_token: position of its first token.
 
     Raises:
@@ -130,7 +131,7 @@ def analyse(stacks: Sequence[StackAnalysis], group: torch.Tensor, first_token: i
     if group.dtype not in _DTYPES:
         group = group.float()
     tokens = group.shape[3]
-    # NumPy's memory and not torch's: it asks for huge pages, which takes a fifth of the time of touching small ones.
+    # NumPy's memory and not torch's: it uses huge pages, whose first use takes a fifth of the time.
     rows = np.empty((sum(stack.rows for stack in stacks), tokens), dtype=np.float32)
     ends = np.cumsum([stack.rows for stack in stacks])
 

@@ -1,8 +1,8 @@
-"""How fast the coder is: synthetic groups of real shapes, timed stage by stage on one thread. For `kvabr bench codec`.
+"""Speed of the coder on synthetic groups of real shapes, stage by stage on one thread; for `kvabr bench codec`.
 
-The numbers of a group are drawn so that its rate is that of a real one: Laplacian, with a spread that falls from the
-first component of each stack and block to the last. Speed depends on the rates and on how many rows are dead, on
-nothing else. Times are of the processor, not of the clock on the wall: others may be at work on the machine.
+The numbers are drawn so that a group's rate is that of a real one: Laplacian, with a spread that falls from the first
+component of each stack and block to the last. Speed depends only on the rates and on the share of dead rows. Times are
+processor time, since other programs may be running.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CLASSES = 32
 
 @dataclass(frozen=True)
 class Shape:
-    """A cache, and how it is transformed."""
+    """A cache's shape, and its transform's."""
 
     name: str
     layers: int
@@ -59,15 +59,15 @@ class Sample:
 
 @dataclass(frozen=True)
 class Speed:
-    """Of one path and one sample: millions of elements of the cache a second, on one core; dead rows count as well."""
+    """Speed of one path on one sample, in millions of cache elements per second on one core, including dead rows."""
 
     path: str
     bits_per_element: float
     live_share: float
-    """Of all elements, those in rows that are coded at all."""
+    """Share of elements in rows that are coded at all."""
     decode_indices: float
     decode_live: float
-    """The same, counting only elements of rows that are coded."""
+    """As ``decode_indices``, counting only elements in coded rows."""
     synthesise: float
     decode: float
     encode_indices: float
@@ -79,12 +79,12 @@ def synthetic(
     """Draw a group.
 
     Args:
-        shape: of the cache.
-        bits: about how many bits an element of the base takes, .2 to 6.
-        depths: the base and so many enhancements less one, each with a step 3 times finer.
-        tokens: in the group.
-        seed: of the dice.
-        dense: all components alike, so that no row is dead: the coder's raw speed.
+        shape: shape of the cache.
+        bits: approximate bits per element of the base, 0.2 to 6.
+        depths: a base and ``depths`` - 1 enhancements, each with a third of the step before.
+        tokens: tokens in the group.
+        seed: of the random numbers.
+        dense: give all components the same spread, so no row is dead: the coder's raw speed.
     """
     dice = np.random.default_rng(seed)
     synthesis = _synthesis(shape, dice)
@@ -93,7 +93,7 @@ def synthetic(
     step = _step_for(draw, bits)
     finest = step / 3 ** (depths - 1)
     indices = [np.round(draw / finest).clip(-2047, 2047).astype(np.int16)]
-    for _ in range(depths - 1):  # thirds, to the nearest
+    for _ in range(depths - 1):  # thirds, rounded to nearest
         indices.insert(0, np.round(indices[0] / 3).astype(np.int16))
     models: list[CoderModel] = []
     payloads: list[bytes] = []
@@ -109,9 +109,9 @@ def synthetic(
 
 
 def measure(sample: Sample, *, seconds: float = 0.5, dtype: torch.dtype = torch.bfloat16) -> Speed:
-    """Time each stage by the active path (KVABR_CODER), best of as many rounds as fit the time.
+    """Time each stage on the active path (KVABR_CODER), best of as many rounds as fit the time.
 
-    The stages of a chain are those of its last depth alone, but `decode` is the whole chain in one call.
+    The stages of a chain are those of its last depth, but `decode` is the whole chain in one call.
     """
     model, index = sample.depths[-1], sample.indices[-1]
     below = sample.indices[-2] if len(sample.indices) > 1 else None
@@ -173,7 +173,7 @@ def _synthesis(shape: Shape, dice: np.random.Generator) -> SynthesisModel:
 
 
 def _spread(synthesis: SynthesisModel) -> NDArray[np.float64]:
-    """Of each row: falling like a power, as eigenvalues of real caches do."""
+    """Return the spread of each row: it falls like a power, as eigenvalues of real caches do."""
     spread = np.empty(synthesis.rows)
     for number, stack in enumerate(synthesis.stacks):
         spread[synthesis.stack_rows(number)] = (1 + np.arange(stack.size)) ** -0.5 * 8
@@ -184,13 +184,13 @@ def _spread(synthesis: SynthesisModel) -> NDArray[np.float64]:
 
 
 def _step_for(draw: NDArray[np.float64], bits: float) -> float:
-    """The step at which rows of Laplacian indices take so many bits on average."""
+    """Return the step at which rows of Laplacian indices take this many bits on average."""
     low, high = 1e-3, 1e3
     step = 1.0
     scale = np.abs(draw).mean(axis=1)
     for _ in range(40):
         step = math.sqrt(low * high)
-        still = 1 - np.exp(-0.5 * step / scale)  # the chance of a zero, and the entropy of what is not
+        still = 1 - np.exp(-0.5 * step / scale)  # the probability of zero, and the entropy of the rest
         move = 1 - still
         decay = np.exp(-step / scale)
         size = (-_xlog(decay) - _xlog(1 - decay)) / np.maximum(1 - decay, 1e-12)
@@ -204,7 +204,7 @@ def _xlog(p: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _tables(index: Index, below: Index | None, spread: NDArray[np.float64]) -> CoderModel:
-    """Tables as a calibration would make them, of the group itself."""
+    """Return tables as a calibration on the group itself would make them."""
     rows = len(index)
     coded = index.astype(np.int32)
     context = np.zeros(index.shape, np.int64)

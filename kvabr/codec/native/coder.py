@@ -1,7 +1,7 @@
-"""The coder by the fastest path that this machine has: the functions of `reference`, and decoding by many threads.
+"""The coder on the fastest path of this machine: the functions of `reference`, and multithreaded decoding.
 
-The environment variable KVABR_CODER picks another path: ``reference``, ``portable``, ``avx2`` or ``avx512``. All give
-the same bits.
+The environment variable KVABR_CODER selects another path: ``reference``, ``portable``, ``avx2`` or ``avx512``. All
+produce the same bits.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _warned = False
 
 @dataclass(frozen=True, eq=False)
 class DecodeJob:
-    """One call of `decode`."""
+    """Arguments of one call of `decode`."""
 
     models: Sequence[CoderModel]
     payloads: Sequence[bytes | memoryview]
@@ -62,26 +62,26 @@ class DecodeJob:
 
 
 def available_paths() -> tuple[str, ...]:
-    """Names of the paths that work here, fastest first; ``reference`` always does."""
+    """Return the names of the paths that work here, fastest first; ``reference`` always works."""
     return (*(_kvcoder.paths() if _kvcoder is not None else ()), "reference")
 
 
 def active_path() -> str:
-    """The path that calls take now.
+    """Return the path that calls take now.
 
     Raises:
-        UsageError: KVABR_CODER names one that this machine does not have.
+        UsageError: KVABR_CODER names a path that this machine does not have.
     """
-    global _warned  # noqa: PLW0603  # once per process is what is wanted
+    global _warned  # noqa: PLW0603  # once per process
     paths = available_paths()
     wanted = os.environ.get(VARIABLE) or paths[0]
     if wanted not in paths:
-        raise UsageError(f"{VARIABLE} is {wanted!r}, but this machine has {', '.join(paths)} only")
+        raise UsageError(f"{VARIABLE} is {wanted!r}, but this machine supports only {', '.join(paths)}")
     if _kvcoder is None and VARIABLE not in os.environ and not _warned:
         _warned = True
         warnings.warn(
-            "kvabr's native coder was not built when kvabr was installed (it needs a C compiler): "
-            "AC tracks will be coded and decoded hundreds of times slower",
+            "kvabr's native coder is missing: no C compiler was found when kvabr was installed. "
+            "AC tracks are coded and decoded hundreds of times slower; install a compiler and reinstall kvabr",
             RuntimeWarning,
             stacklevel=3,
         )
@@ -108,7 +108,7 @@ def encode_rows(
     lower: Quantiser | None,
     keep: NDArray[np.bool_],
 ) -> bytes:
-    """Quantise the coefficients of one group, and code the indices; see `reference.encode_rows`."""
+    """Quantise the coefficients of one group and code the indices; see `reference.encode_rows`."""
     path = active_path()
     if path == "reference":
         return reference.encode_rows(model, rows, own, lower, keep)
@@ -125,7 +125,7 @@ def encode_rows(
 def decode_indices(
     model: CoderModel, data: bytes | memoryview, tokens: int, below: NDArray[Any] | None = None
 ) -> Index:
-    """Read what `encode_indices` made; see `reference.decode_indices`."""
+    """Decode the output of `encode_indices`; see `reference.decode_indices`."""
     path = active_path()
     if path == "reference":
         return reference.decode_indices(model, data, tokens, below)
@@ -162,9 +162,9 @@ def decode(
     first_token: int,
     out: torch.Tensor,
 ) -> None:
-    """From a base and the enhancements above it to the cache, in one call; see `reference.decode`.
+    """Decode a base and the enhancements above it into a cache, in one call; see `reference.decode`.
 
-    Works beside other threads. Needs memory for little more than one group of 16-bit numbers, or 128 tokens of one.
+    Releases the GIL. Needs memory for little more than the smaller of one group and 128 tokens, in 16-bit numbers.
     """
     path = active_path()
     _check_out(synthesis, out)
@@ -184,11 +184,11 @@ def decode(
 
 
 def decode_many(jobs: Iterable[DecodeJob], threads: int | None = None) -> None:
-    """Decode groups side by side.
+    """Decode groups in parallel.
 
     Args:
         jobs: their tensors must not overlap.
-        threads: how many at once; by default as many as the machine has processors.
+        threads: number of threads; by default the number of processors.
 
     Raises:
         FormatError: one of them cannot be decoded; the others may or may not have been.
@@ -225,7 +225,7 @@ def _check_out(synthesis: SynthesisModel, out: torch.Tensor) -> None:
 
 
 def _into(out: torch.Tensor, work: Callable[[torch.Tensor], None]) -> None:
-    """Have work write to memory of this machine: the tensor's own if it can be."""
+    """Write to the tensor's own memory if possible, or else to a temporary tensor on the CPU."""
     if out.device.type == "cpu" and out.dtype in _DTYPES and out.layout == torch.strided:
         work(out.detach())
         return
@@ -266,11 +266,11 @@ def _transform(synthesis: SynthesisModel, path: str) -> Any:
             stacks,
         )
 
-    return _handle(synthesis, path, make)  # each path packs matrices in its own way
+    return _handle(synthesis, path, make)  # each path packs matrices its own way
 
 
 def _handle(owner: object, name: str, make: Callable[[], Any]) -> Any:
-    """What the module made of a model, once."""
+    """Return the extension module's handle of a model, created once."""
     with _lock:
         handles = _handles.setdefault(owner, {})
         if name not in handles:

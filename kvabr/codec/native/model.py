@@ -1,7 +1,7 @@
-"""What a coder needs to know before the first byte: probability tables of one depth, and the matrices behind indices.
+"""What a coder needs before the first byte: the probability tables of one depth, and the matrices behind indices.
 
-All of it comes from a profile, which is hostile until checked: the constructors check everything that decoding relies
-on, so that no decoder has to.
+All of it comes from a profile and is untrusted. The constructors check everything that decoding relies on, so decoders
+need not.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from kvabr.types.kv import RopeSpec
 
 PROBABILITY_BITS = 12
 TOTAL = 1 << PROBABILITY_BITS
-"""What the frequencies of a table sum to."""
+"""Sum of the frequencies of a table."""
 LANES = 64
-"""rANS states side by side."""
+"""Number of interleaved rANS states."""
 TILE = 128
 """Tokens that share row flags."""
 MOST_ROWS = 1 << 22
-"""Coefficients per token; the largest known caches have a tenth."""
+"""Maximum coefficients per token; the largest known caches have a tenth of it."""
 MOST_RADIUS = 126
 MOST_DELTA = 7
 FARTHEST = 2047
-"""Indices beyond this are decoded as this: 16 times it still is an int16."""
+"""Larger indices are decoded as this one: 16 times it still fits int16."""
 ONE = 1 << 14
 """1.0 in the fixed point of the matrices."""
 FINE = 16
 """Coefficients are in units of the step divided by this."""
 _MOST_WIDTH = 1 << 14
 _MOST_ENTRIES = 1 << 30
-"""Entries of all matrices together."""
+"""Maximum entries of all matrices together."""
 
 Index = NDArray[np.int16]
 
@@ -46,26 +46,27 @@ Index = NDArray[np.int16]
 class CoderModel:
     """The probability tables of one depth.
 
-    A row is one coefficient over the tokens of a group. Rows of a class share a table; a depth that refines another
-    has three tables a class, for indices below of magnitude 0, 1, and 2 or more.
+    A row is one coefficient over the tokens of a group. Rows of a class share a table. A depth that refines another has
+    three tables per class, for indices below of magnitude 0, 1, and 2 or more.
 
     Raises:
-        FormatError: the arrays are not those of a coder.
+        FormatError: the arrays are inconsistent.
     """
 
     row_class: NDArray[np.uint8]
-    """[row]: the class of each."""
+    """[row]: class of each row."""
     radius: NDArray[np.uint8]
     """[class]: symbol s stands for index s - radius; symbol 2 radius + 1 is the escape."""
     freqs: NDArray[np.uint16]
-    """[class, context, symbol]: of 4,096. 0 is never used (such an index is escaped), the escape has at least 1."""
+    """[class, context, symbol]: frequency out of 4,096. 0 is never used (such an index is escaped); the escape has at
+    least 1."""
     flag_freq: NDArray[np.uint16]
-    """[flag context, row]: the chance of 4,096 that a row has any index but 0 in a tile; with three contexts it has two
-    rows, for the row below without and with such an index."""
+    """[flag context, row]: probability, out of 4,096, that a row has a nonzero index in a tile. With three contexts
+    there are two flag contexts, by whether the row below has one."""
     delta: NDArray[np.uint8]
-    """[class]: how much nearer to zero than the middle of their interval indices are decoded, in units of step/16."""
+    """[class]: offset of decoded indices from the middle of their interval towards zero, in units of step/16."""
     order: NDArray[np.uint32] = field(init=False)
-    """[row]: the rows as they are coded, class after class."""
+    """[row]: the rows in coding order, class by class."""
 
     def __post_init__(self) -> None:
         _array(self, "row_class", np.uint8, 1)
@@ -107,12 +108,12 @@ class CoderModel:
 
     @property
     def classes(self) -> int:
-        """How many tables, or triples of tables."""
+        """Number of tables, or of triples of tables."""
         return len(self.radius)
 
     @property
     def contexts(self) -> int:
-        """1, or 3 if it refines."""
+        """1, or 3 if it refines another depth."""
         return int(self.freqs.shape[1])
 
     @property
@@ -129,11 +130,11 @@ class Stack:
     """0: keys, 1: values."""
     layers: tuple[int, ...]
     kept: int
-    """Components of every block that are; even."""
+    """Transformed components of every block; even."""
     mantissa: NDArray[np.int8]
-    """[output, component], of size layers x blocks of a layer x kept; empty if ``kept`` is 0."""
+    """[output, component], square of size layers x blocks of a layer x kept; empty if ``kept`` is 0."""
     gain: NDArray[np.uint8]
-    """[component]: the matrix is mantissa * gain, 16,384 being 1."""
+    """[component]: the matrix is mantissa * gain, where 16,384 is 1.0."""
 
     def __post_init__(self) -> None:
         _need(self.kv in (0, 1), f"a stack of kind {self.kv!r}, must be 0 (keys) or 1 (values)")
@@ -143,12 +144,12 @@ class Stack:
 
     @property
     def size(self) -> int:
-        """Coefficients that the transform takes."""
+        """Number of coefficients that the transform takes."""
         return len(self.gain)
 
     @cached_property
     def matrix(self) -> NDArray[np.int16]:
-        """[output, component], 16,384 being 1."""
+        """[output, component], 16,384 is 1.0."""
         return self.mantissa.astype(np.int16) * self.gain.astype(np.int16)
 
 
@@ -157,10 +158,10 @@ class SynthesisModel:
     """How coefficients become a cache: stack transforms, block transforms, norms, means, rotary embedding.
 
     A block is ``block_heads`` neighbouring heads of one layer's keys or values. Rows are ordered stack by stack: first
-    the coefficients of the stack transform, then for every layer of it and every block the components from ``kept`` on.
+    the coefficients of the stack transform, then, for each of its layers and blocks, the components from ``kept`` on.
 
     Raises:
-        FormatError: the arrays are not those of a synthesis.
+        FormatError: the arrays are inconsistent.
     """
 
     layers: int
@@ -169,15 +170,15 @@ class SynthesisModel:
     rope: RopeSpec | None
     block_heads: int
     block_mantissa: NDArray[np.int8] | None
-    """[layer, K/V, block, channel, component]; None: no block transform."""
+    """[layer, K/V, block, channel, component]; None for no block transform."""
     block_gain: NDArray[np.uint8] | None
     """[layer, K/V, block, component]."""
     stacks: tuple[Stack, ...]
     """Every layer's keys and values are in exactly one."""
     mean: NDArray[np.float32]
-    """[layer, K/V, head, dim]: of the cache without rotary embedding."""
+    """[layer, K/V, head, dim]: mean of the cache without rotary embedding."""
     norm: NDArray[np.float32]
-    """[layer, K/V]: what one unit of a coefficient is worth."""
+    """[layer, K/V]: scale of one unit of a coefficient."""
 
     def __post_init__(self) -> None:
         for name in ("layers", "kv_heads", "head_dim", "block_heads"):
@@ -194,7 +195,7 @@ class SynthesisModel:
         if self.block_mantissa is not None:
             _array(self, "block_mantissa", np.int8, 5)
             _array(self, "block_gain", np.uint8, 4)
-            assert self.block_gain is not None  # noqa: S101  # they come together, as was just checked
+            assert self.block_gain is not None  # noqa: S101  # checked above
             found = self.block_mantissa.shape, self.block_gain.shape
             _need(found == (shape, shape[:-1]), f"block transforms of shapes {found}, must be {shape} and {shape[:-1]}")
             entries += self.block_mantissa.size
@@ -203,7 +204,7 @@ class SynthesisModel:
         wanted = (self.layers, 2, self.kv_heads, self.head_dim)
         _need(self.mean.shape == wanted, f"means of shape {self.mean.shape}, must be {wanted}")
         _need(self.norm.shape == wanted[:2], f"norms of shape {self.norm.shape}, must be {wanted[:2]}")
-        # So that no sum of a decoded number's parts is ever infinite.
+        # Bounds that keep all sums of decoded numbers finite.
         _need(bool((np.abs(self.mean) < 2.0**64).all()), "a mean is not finite, or absurd")
         _need(bool(((self.norm > 0) & (self.norm < 2.0**32)).all()), "a norm is not positive, or absurd")
         seen: set[tuple[int, int]] = set()
@@ -235,36 +236,36 @@ class SynthesisModel:
 
     @property
     def rows(self) -> int:
-        """Coefficients per token: as many as elements."""
+        """Coefficients per token; as many as elements."""
         return self.layers * 2 * self.kv_heads * self.head_dim
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
-        """The first row of each stack, and the row after the last."""
+        """First row of each stack, and the row after the last."""
         sizes = [len(stack.layers) * self.blocks * self.width for stack in self.stacks]
         return (0, *(sum(sizes[: n + 1]) for n in range(len(sizes))))
 
     def stack_rows(self, stack: int) -> slice:
-        """The rows that go through the transform of this stack."""
+        """Return the rows that go through this stack's transform."""
         first = self.starts[stack]
         return slice(first, first + self.stacks[stack].size)
 
     def trailing_rows(self, stack: int) -> slice:
-        """The rows of this stack that do not: [layer of the stack, block, component - kept] as one run."""
+        """Return the stack's other rows: [layer of the stack, block, component - kept], flattened."""
         return slice(self.starts[stack] + self.stacks[stack].size, self.starts[stack + 1])
 
     def scale(self, step: float) -> NDArray[np.float32]:
-        """[layer, K/V]: what one unit of the block transform's integer output is worth, float32.
+        """Return the scale of the block transform's integer output, [layer, K/V] float32.
 
         Raises:
-            FormatError: the step is not a positive number, or absurd.
+            FormatError: the step is not positive, or too large.
         """
         _need(math.isfinite(step) and 0 < step < 2.0**20, f"a step of {step!r}")
         return (self.norm.astype(np.float64) * step / (FINE * ONE)).astype(np.float32)
 
 
 def dequantise(model: CoderModel, index: Index) -> NDArray[np.int16]:
-    """Indices [row, token] as coefficients in units of step/16."""
+    """Return indices [row, token] as coefficients in units of step/16."""
     bounded = np.clip(index, -FARTHEST, FARTHEST).astype(np.int16)
     shift = model.delta[model.row_class].astype(np.int16)[:, None]
     return (FINE * bounded - np.sign(bounded) * shift).astype(np.int16)
@@ -274,11 +275,11 @@ def frequencies(counts: NDArray[Any]) -> NDArray[np.uint16]:
     """Turn histograms into tables.
 
     Args:
-        counts: [..., symbol], not negative; the last symbol is the escape.
+        counts: [..., symbol], not negative; the last symbol is the escape. At most 2,048 symbols.
 
     Returns:
-        [..., symbol] uint16 that sums to 4,096: a symbol that was seen keeps at least 1, one that was not has 0, the
-        escape has at least 1, and none has all. Not for more than 2,048 symbols.
+        [..., symbol] uint16 that sums to 4,096. Symbols that were seen have at least 1, others 0, the escape at least
+        1, and none has everything.
     """
     flat = np.asarray(counts, dtype=np.float64).reshape(-1, np.shape(counts)[-1])
     out = np.empty(flat.shape, dtype=np.uint16)
@@ -291,11 +292,11 @@ def _table(seen: NDArray[np.float64]) -> NDArray[np.int64]:
     used = seen > 0
     used[-1] = True
     if used.sum() == 1:
-        used[(len(seen) - 1) // 2] = True  # nothing seen: zeros, most likely
+        used[(len(seen) - 1) // 2] = True  # nothing seen: most likely zeros
     share = np.where(used, np.maximum(seen, 1e-9), 0)
     exact = share / share.sum() * TOTAL
     table = np.where(used, np.clip(np.floor(exact), 1, TOTAL - 1), 0).astype(np.int64)
-    # One after the other to (from) where it saves (costs) the fewest bits.
+    # Move units one by one to where they save most bits, or from where they cost fewest.
     while (short := TOTAL - int(table.sum())) != 0:
         change = 1 if short > 0 else -1
         able = used & (table + change >= 1) & (table + change < TOTAL)
@@ -310,7 +311,7 @@ def _need(good: bool, otherwise: str) -> None:
 
 
 def _array(owner: object, name: str, dtype: type[np.generic], dims: int) -> None:
-    """Keep a private, contiguous, read-only copy, so that what was checked stays as it is."""
+    """Replace an attribute by a private, contiguous, read-only copy, so that it stays as checked."""
     value = getattr(owner, name)
     good = isinstance(value, np.ndarray) and value.dtype == dtype and value.ndim == dims
     _need(good, f"{name} must be an array of {np.dtype(dtype).name} with {dims} axes")
@@ -320,10 +321,10 @@ def _array(owner: object, name: str, dtype: type[np.generic], dims: int) -> None
 
 
 def check_indices(model: CoderModel, index: NDArray[Any], below: NDArray[Any] | None) -> tuple[Index, Index | None]:
-    """Indices as the coders want them: int16, contiguous, [row, token].
+    """Return indices as coders need them: int16, contiguous, [row, token].
 
     Raises:
-        FormatError: another shape, beyond int16, or indices below given or missing against the model.
+        FormatError: another shape, beyond int16, or indices below are given or missing contrary to the model.
     """
     _below_or_not(model, below)
     if index.ndim != 2 or index.shape[0] != model.rows or index.shape[1] < 1:
@@ -335,7 +336,7 @@ def check_indices(model: CoderModel, index: NDArray[Any], below: NDArray[Any] | 
 
 @dataclass(frozen=True, slots=True)
 class Quantiser:
-    """How coefficients become indices, see `kvabr.codec.quantiser.quantise`."""
+    """Step and dead zone of a quantiser, see `kvabr.codec.quantiser.quantise`."""
 
     step: float
     dead: float = 0.0
@@ -344,10 +345,10 @@ class Quantiser:
 def check_rows(
     model: CoderModel, rows: NDArray[np.float32], lower: Quantiser | None, keep: NDArray[np.bool_]
 ) -> tuple[NDArray[np.float32], NDArray[np.int16]]:
-    """Coefficients as the coders want them, and -1 for the tokens that are kept, 0 for others.
+    """Return coefficients as coders need them, and a mask: -1 for tokens to code, 0 for others.
 
     Raises:
-        FormatError: another shape, or a quantiser below given or missing against the model.
+        FormatError: another shape, or a quantiser below is given or missing contrary to the model.
     """
     _below_or_not(model, lower)
     if rows.ndim != 2 or rows.shape[0] != model.rows or rows.shape[1] < 1 or keep.shape != rows.shape[1:]:
@@ -356,7 +357,7 @@ def check_rows(
 
 
 def check_below(model: CoderModel, tokens: int, below: NDArray[Any] | None) -> Index | None:
-    """The same for a decoder, which has only what is below.
+    """Return the indices below as a decoder needs them.
 
     Raises:
         FormatError: as `check_indices`.
@@ -370,10 +371,10 @@ def check_below(model: CoderModel, tokens: int, below: NDArray[Any] | None) -> I
 
 
 def check_chain(models: Sequence[CoderModel], payloads: Sequence[object], synthesis: SynthesisModel) -> None:
-    """Refuse a chain that is none: base first, each of the others refining the one before it.
+    """Raise unless the depths form a chain: a base, then depths that each refine the one before.
 
     Raises:
-        FormatError: it is not one, or not for this synthesis.
+        FormatError: they do not, or do not fit the synthesis.
     """
     if not models or len(models) != len(payloads):
         raise FormatError(f"{len(payloads)} payloads for {len(models)} depths")

@@ -1,12 +1,12 @@
-"""The format in NumPy: what every native path must match bit for bit. Slow: about a second a group.
+"""The format in NumPy, which every native path must match bit for bit. Slow: about a second per group.
 
     words 4 | escapes 4 | 64 states 4 | words 2 ... | escapes 2 ...          (little-endian)
 
-The words are those of 64 rANS coders side by side (Duda, 2013; interleaved as in Giesen, 2014): 32-bit states, 12-bit
-probabilities, one 16-bit word at a time. A step decodes up to 64 symbols, one in each lane from the first on; then the
-lanes whose state fell below 2^16 take a word each, in order. A group is cut into tiles of 128 tokens. For each tile
-come the flags of all rows in coding order, 64 a step; then, row after row, the indices of the rows whose flag is set,
-64 tokens a step. An escaped index follows at the end. States begin (for the decoder: end) at 2^16.
+The words are those of 64 interleaved rANS coders (Duda, 2013; Giesen, 2014) with 32-bit states, 12-bit probabilities
+and 16-bit words. A step decodes up to 64 symbols, one per lane from the first lane on; then the lanes whose state fell
+below 2^16 take one word each, in order. A group is cut into tiles of 128 tokens. Each tile starts with the flags of all
+rows in coding order, 64 per step; then, row by row, the indices of the rows whose flag is set, 64 tokens per step.
+Escaped indices follow at the end. States start (for the decoder: end) at 2^16.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from kvabr.types.errors import FormatError
 
 HEAD = struct.Struct("<II")
 LOW = 1 << 16
-"""States stay from here to 2^32."""
+"""States stay in the range from this to 2^32."""
 _SLOT = TOTAL - 1
 _Step = tuple[NDArray[np.int64], NDArray[np.int64]]
 """Start and frequency of the symbols of one step."""
@@ -52,14 +52,14 @@ def encode_indices(model: CoderModel, index: NDArray[Any], below: NDArray[Any] |
 
     Args:
         model: the tables.
-        index: [row, token], any integers within 16 bits: the indices at this depth, not their difference from below.
+        index: [row, token], integers within 16 bits: the indices at this depth, not their difference from below.
         below: [row, token]: the indices one depth below, if the model refines one.
 
     Returns:
         The payload.
 
     Raises:
-        FormatError: indices that do not fit the model or 16 bits, or that no index below leads to.
+        FormatError: indices do not fit the model or 16 bits, or cannot be reached from the indices below.
     """
     index, base = check_indices(model, index, below)
     steps: list[_Step] = []
@@ -92,20 +92,20 @@ def encode_rows(
     lower: Quantiser | None,
     keep: NDArray[np.bool_],
 ) -> bytes:
-    """Quantise the coefficients of one group, and code the indices.
+    """Quantise the coefficients of one group and code the indices.
 
     Args:
         model: the tables.
         rows: [row, token] float32, finite.
-        own: the quantiser of this depth.
-        lower: that of the depth below, if the model refines one: what was coded there was made from the same rows.
-        keep: [token]: False where all indices, of both depths, are to be 0.
+        own: quantiser of this depth.
+        lower: quantiser of the depth below, if the model refines one; its payload was made from the same rows.
+        keep: [token]: False where all indices, of both depths, are 0.
 
     Returns:
         The payload.
 
     Raises:
-        FormatError: what does not fit the model, or indices that no index below leads to.
+        FormatError: the arrays do not fit the model, or indices cannot be reached from those below.
     """
     rows, mask = check_rows(model, rows, lower, keep)
 
@@ -121,16 +121,16 @@ def encode_rows(
 def decode_indices(
     model: CoderModel, data: bytes | memoryview, tokens: int, below: NDArray[Any] | None = None
 ) -> Index:
-    """Read what `encode_indices` made.
+    """Decode the output of `encode_indices`.
 
     Args:
         model: the same tables.
-        data: the payload; hostile.
+        data: the payload; untrusted.
         tokens: tokens in the group.
         below: [row, token]: the indices one depth below, if the model refines one.
 
     Returns:
-        [row, token] int16: the indices at this depth.
+        The indices at this depth, [row, token] int16.
 
     Raises:
         FormatError: truncated, corrupt, or coded with other tables.
@@ -168,10 +168,10 @@ def synthesise(
 
     Args:
         synthesis: transforms, norms, means.
-        z: [row, token] int16: what `dequantise` gives.
-        step: the quantiser's, of the depth that ``z`` is of.
+        z: [row, token] int16: output of `dequantise`.
+        step: the quantiser's step at the depth of ``z``.
         first_token: position of the first token, for the rotary embedding.
-        out: [layer, K/V, head, token, dim], any float dtype, any strides: written whole.
+        out: [layer, K/V, head, token, dim], any float dtype, any strides; written completely.
     """
     tokens = z.shape[1]
     scale, nb, width = synthesis.scale(step), synthesis.blocks, synthesis.width
@@ -199,32 +199,32 @@ def decode(
     first_token: int,
     out: torch.Tensor,
 ) -> None:
-    """From a base and the enhancements above it to the cache, in one call.
+    """Decode a base and the enhancements above it into a cache, in one call.
 
     Args:
-        models: one for each depth, base first.
-        payloads: one for each depth; hostile.
+        models: one per depth, base first.
+        payloads: one per depth; untrusted.
         synthesis: transforms, norms, means.
-        step: of the last depth.
+        step: step of the last depth.
         first_token: position of the first token.
-        out: [layer, K/V, head, token, dim], any float dtype, any strides: written whole, or on error in part.
+        out: [layer, K/V, head, token, dim], any float dtype, any strides; written completely, or partly on error.
 
     Raises:
-        FormatError: a payload is not one of its depth.
+        FormatError: a payload does not fit its depth.
     """
     check_chain(models, payloads, synthesis)
     index: Index | None = None
     for model, payload in zip(models, payloads, strict=True):
         index = decode_indices(model, payload, out.shape[3], index)
-    assert index is not None  # noqa: S101  # a chain has at least one depth, as was just checked
+    assert index is not None  # noqa: S101  # a checked chain has at least one depth
     synthesise(synthesis, dequantise(models[-1], index), step, first_token, out)
 
 
 def head(data: bytes | memoryview, symbols: int) -> tuple[int, int]:
-    """How many words and escapes a payload says it has; its length is checked against that.
+    """Return the numbers of words and escapes in a payload, after checking its length.
 
     Args:
-        data: the payload; hostile.
+        data: the payload; untrusted.
         symbols: rows times tokens.
 
     Raises:
@@ -238,7 +238,7 @@ def head(data: bytes | memoryview, symbols: int) -> tuple[int, int]:
 
 
 def ideal_bits(model: CoderModel, index: NDArray[Any], below: NDArray[Any] | None = None) -> float:
-    """The code length of a group's indices under the model's own tables, flags and 16 bits an escape included."""
+    """Return the code length of a group's indices under the model's own tables, with flags and 16 bits per escape."""
     index, base = check_indices(model, index, below)
     values, context = _conditioned(index, base)
     cost = -np.log2(np.maximum(model.freqs, 1) / TOTAL)
@@ -258,7 +258,7 @@ def ideal_bits(model: CoderModel, index: NDArray[Any], below: NDArray[Any] | Non
 
 
 def _conditioned(index: Index, below: Index | None) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """What is coded, and its context, both [row, token]."""
+    """Return the coded values and their contexts, both [row, token]."""
     values = index.astype(np.int64)
     farthest = 0
     if below is not None:
@@ -277,19 +277,19 @@ def _context(below: Index) -> NDArray[np.int64]:
 
 
 def _sign(below: Index) -> NDArray[np.int64]:
-    """What is coded is the difference as it were if the index below was not negative."""
+    """Return the sign of the index below: values are coded as if it was not negative."""
     return np.where(below < 0, -1, 1)
 
 
 def _combined(difference: NDArray[np.int64], below: Index) -> Index:
-    """An index from the one below and the difference from its triple, saturating as int16 does."""
+    """Return an index from the one below and the difference from its triple, saturating like int16."""
     tripled = np.clip(3 * below.astype(np.int64), -32768, 32767)
     combined: Index = np.clip(tripled + difference, -32768, 32767).astype(np.int16)
     return combined
 
 
 def _flag_chance(model: CoderModel, below: Index | None, tile: slice) -> NDArray[np.int64]:
-    """[row]: the chance of a set flag."""
+    """Return the probability of a set flag, [row]."""
     chance: NDArray[np.int64] = model.flag_freq[0].astype(np.int64)
     if below is not None:
         chance = np.where((below[:, tile] != 0).any(axis=1), model.flag_freq[1], chance)
@@ -300,7 +300,7 @@ def _flag_chance(model: CoderModel, below: Index | None, tile: slice) -> NDArray
 
 
 def _starts(model: CoderModel) -> NDArray[np.int64]:
-    """[class, context, symbol]: the sum of the frequencies before each symbol."""
+    """Return the sum of the frequencies before each symbol, [class, context, symbol]."""
     freqs = model.freqs.astype(np.int64)
     return np.cumsum(freqs, axis=2) - freqs
 
@@ -308,7 +308,7 @@ def _starts(model: CoderModel) -> NDArray[np.int64]:
 def _symbols(
     model: CoderModel, row: int, values: NDArray[np.int64], context: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int16]]:
-    """Symbols of one row, and the values that escape."""
+    """Return the symbols of one row, and the values that escape."""
     which = model.row_class[row]
     radius = int(model.radius[which])
     symbols = np.where(np.abs(values) <= radius, values + radius, 2 * radius + 1)
@@ -317,7 +317,7 @@ def _symbols(
 
 
 def _push(steps: list[_Step]) -> tuple[NDArray[np.uint32], NDArray[np.uint16]]:
-    """Encode the steps, last first, so that a decoder has them first to last."""
+    """Encode the steps in reverse, so that a decoder reads them forwards."""
     states = np.full(LANES, LOW, dtype=np.int64)
     pieces: list[NDArray[np.uint16]] = []
     for start, freq in reversed(steps):
@@ -330,7 +330,7 @@ def _push(steps: list[_Step]) -> tuple[NDArray[np.uint32], NDArray[np.uint16]]:
 
 
 def _lookup(model: CoderModel) -> list[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]]:
-    """Of each class [context, slot]: the symbol, its frequency, the slot's place in it."""
+    """Return symbol, frequency, and position in the symbol, for each class [context, slot]."""
     out = []
     for freqs, starts in zip(model.freqs.astype(np.int64), _starts(model), strict=True):
         symbol = np.stack([np.repeat(np.arange(freqs.shape[1]), each) for each in freqs])
@@ -340,7 +340,7 @@ def _lookup(model: CoderModel) -> list[tuple[NDArray[np.int64], NDArray[np.int64
 
 
 class _Reader:
-    """64 rANS decoders over a payload, and the escapes behind it."""
+    """64 rANS decoders over a payload, and the escapes after it."""
 
     def __init__(self, data: bytes | memoryview, symbols: int) -> None:
         data = memoryview(data)
@@ -351,7 +351,7 @@ class _Reader:
         self._word = self._escape = 0
 
     def flags(self, chance: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """One flag in each lane."""
+        """Decode one flag per lane."""
         states = self._states[: len(chance)]
         slot = states & _SLOT
         out: NDArray[np.bool_] = slot < chance
@@ -365,7 +365,7 @@ class _Reader:
         freq: NDArray[np.int64],
         place: NDArray[np.int64],
     ) -> NDArray[np.int64]:
-        """One symbol in each lane."""
+        """Decode one symbol per lane."""
         states = self._states[: len(context)]
         slot = states & _SLOT
         found: NDArray[np.int64] = symbol[context, slot]
@@ -373,7 +373,7 @@ class _Reader:
         return found
 
     def escape(self) -> int:
-        """The next escaped value."""
+        """Return the next escaped value."""
         if self._escape == len(self._escapes):
             raise FormatError("entropy coded part: more escapes than were sent; corrupt, or of another profile")
         self._escape += 1
@@ -383,7 +383,7 @@ class _Reader:
         return value
 
     def end(self) -> None:
-        """Everything must be used up."""
+        """Raise unless everything is used up."""
         left = self._word != len(self._words) or self._escape != len(self._escapes)
         if left or (self._states != LOW).any():
             raise FormatError("entropy coded part: it does not end where it should; corrupt, or of another profile")
@@ -402,14 +402,14 @@ class _Reader:
 
 
 def _unstacked(stack: Stack, z: NDArray[np.int16]) -> NDArray[np.int16]:
-    """The inverse stack transform: [coefficient, token] to [output, token]."""
+    """Apply the inverse stack transform: [coefficient, token] to [output, token]."""
     sums = _wrapped(_product(stack.matrix, z) + ONE // 2) >> 14
     bounded: NDArray[np.int16] = np.clip(sums, -32768, 32767).astype(np.int16)
     return bounded
 
 
 def _unblocked(synthesis: SynthesisModel, layer: int, kv: int, y: NDArray[np.int16]) -> NDArray[np.int32]:
-    """The inverse block transforms of one layer: [block, component, token] to [block, channel, token]."""
+    """Apply the inverse block transforms of one layer: [block, component, token] to [block, channel, token]."""
     if synthesis.block_mantissa is None or synthesis.block_gain is None:
         return y.astype(np.int32) * np.int32(ONE)
     gain = synthesis.block_gain[layer, kv].astype(np.int16)[:, None]
@@ -417,21 +417,21 @@ def _unblocked(synthesis: SynthesisModel, layer: int, kv: int, y: NDArray[np.int
 
 
 def _product(matrix: NDArray[np.int16], vectors: NDArray[np.int16]) -> NDArray[np.int64]:
-    """A product in integers: float64 holds every partial sum exactly (at most 2^14 terms below 2^30)."""
+    """Multiply in integers: float64 holds every partial sum exactly (at most 2^14 terms below 2^30)."""
     product: NDArray[np.float64] = matrix.astype(np.float64) @ vectors.astype(np.float64)
     return product.astype(np.int64)
 
 
 def _wrapped(sums: NDArray[np.int64]) -> NDArray[np.int32]:
-    """The low 32 bits, as a sum in int32 keeps them."""
+    """Return the low 32 bits, as an int32 sum would."""
     low: NDArray[np.int32] = sums.astype(np.uint64).astype(np.uint32).view(np.int32)
     return low
 
 
 def _turned(values: NDArray[np.float32], synthesis: SynthesisModel, first_token: int) -> NDArray[np.float32]:
-    """Keys [token, head, dim] turned by their positions."""
+    """Rotate keys [token, head, dim] by their positions."""
     rope = synthesis.rope
-    assert rope is not None  # noqa: S101  # the caller has checked
+    assert rope is not None  # noqa: S101  # the caller checks
     cos, sin = (table[:, None] for table in rope_tables(rope, first_token, len(values)))
     half = rope.rotary_dim // 2
     pair = (slice(0, half), slice(half, 2 * half))
