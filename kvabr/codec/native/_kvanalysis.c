@@ -1,6 +1,6 @@
-/* The Python module of the encoder's transform. Private: analysis.py checks what it is given; here only sizes are checked,
- * so that no mistake above can make this read or write outside of a buffer that it was handed. Where an address is handed
- * instead, of a tensor, analysis.py has checked shape and strides. Work is done without the GIL. */
+/* The Python module of the encoder's transform. Private: analysis.py checks the arguments. Only sizes are checked here, so
+ * that no bug above can make this read or write outside of a buffer. For tensors, which are passed by address, analysis.py
+ * has checked shape and strides. Work is done without the GIL. */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
@@ -39,7 +39,7 @@ static PyObject *size_error(void) {
 
 #define HUGE (1u << 21)
 
-/* Memory that is read from end to end again and again: in huge pages, where the system has them. */
+/* Memory that is read repeatedly from end to end: in huge pages, where the system has them. */
 static void *large(size_t bytes) {
 #ifdef __linux__
     void *to;
@@ -54,7 +54,7 @@ static void *large(size_t bytes) {
 #endif
 }
 
-/* Matrices of one size, packed; NULL if there is no memory. */
+/* Matrices of one size, packed; NULL if out of memory. */
 static float *packed(const float *from, size_t count, uint32_t size) {
     size_t each = analysis_packed(size);
     float *to = each && count > SIZE_MAX / sizeof *to / each ? NULL : large(count * each * sizeof *to);

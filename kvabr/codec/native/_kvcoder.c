@@ -1,6 +1,6 @@
-/* The Python module. Private: coder.py checks what it is given (and model.py the profile); here only sizes are checked, so
- * that no mistake above can make this read or write outside of a buffer that it was handed. Where an address is handed
- * instead, of a tensor, coder.py has checked shape and strides. Work is done without the GIL. */
+/* The Python module. Private: coder.py checks the arguments, and model.py the profile. Only sizes are checked here, so that
+ * no bug above can make this read or write outside of a buffer. For tensors, which are passed by address, coder.py has
+ * checked shape and strides. Work is done without the GIL. */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
@@ -274,7 +274,7 @@ static PyObject *encode_rows(PyObject *self, PyObject *args) {
     return result;
 }
 
-/* decode_indices(path, depth, payload, index i16 [row, token], tokens): index holds what is below, or zeros */
+/* decode_indices(path, depth, payload, index i16 [row, token], tokens): index holds the indices below, or zeros */
 static PyObject *decode_indices(PyObject *self, PyObject *args) {
     (void)self;
     Py_buffer b[2] = {{0}};
@@ -315,7 +315,7 @@ static PyObject *decode_indices(PyObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-/* Where to: (address, dtype, 5 strides in elements), and the tables of what to multiply with. */
+/* The output: (address, dtype, 5 strides in elements), then the tables to multiply with. */
 typedef struct {
     Output out;
     Py_buffer buffer[3]; /* scale, cos, sin */

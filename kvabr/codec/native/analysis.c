@@ -1,11 +1,11 @@
-/* The encoder's transform by AVX-512, a tile of tokens after the other. */
+/* The encoder's transform with AVX-512, tile by tile of tokens. */
 #include "analysis.h"
 
 #include <stdlib.h>
 #include <string.h>
 
-#define ROWS 12  /* of a matrix at a time ... */
-#define COLUMNS 32 /* ... by so many tokens: 24 sums fill the registers, with what they are made from */
+#define ROWS 12  /* of a matrix at a time, ... */
+#define COLUMNS 32 /* ... times this many tokens: 24 sums and their operands fill the registers */
 
 size_t analysis_packed(uint32_t size) { return ((size_t)size + ROWS - 1) / ROWS * ROWS * size; }
 
@@ -38,10 +38,10 @@ int analysis_runs(void) {
 typedef struct {
     float *heads;   /* [16][head_dim]: tokens of one head */
     float *channels; /* panels, of a block */
-    float *across;  /* panels, of what a stack takes */
+    float *across;  /* panels, of the components that a stack takes */
 } Room;
 
-/* Where a product goes: the first rows to panels, the others to rows of their own. */
+/* Destination of a product: the first rows go to panels, the others to rows of their own. */
 typedef struct {
     float *panels;
     size_t panel_stride;
@@ -56,7 +56,7 @@ INLINE __mmask16 lanes(uint32_t n, uint32_t at) {
     return n >= at + 16 ? 0xFFFF : n <= at ? 0 : (__mmask16)((1u << (n - at)) - 1);
 }
 
-/* Adds up 12 rows by 32 tokens. Matrices come from memory, once: a quarter of the next rows is fetched beside. */
+/* Sums 12 rows by 32 tokens. Matrices are read once from memory; a quarter of the next rows is prefetched meanwhile. */
 static void sums(const float *a, const float *b, uint32_t size, const float *ahead, float *out) {
     __m512 sum[ROWS][2];
 #pragma GCC unroll 12
@@ -79,7 +79,7 @@ static void sums(const float *a, const float *b, uint32_t size, const float *ahe
     }
 }
 
-/* Rows of a product, from `row` on, where they belong. */
+/* Stores rows of a product, from `row` on. */
 static void put(const Product *p, uint32_t row, uint32_t n, uint32_t token, const float *from) {
     __mmask16 on[2] = {lanes(p->tokens, token), lanes(p->tokens, token + 16)};
     for (uint32_t i = 0; i < n; i++, row++, from += COLUMNS) {
@@ -106,7 +106,7 @@ static void product(const float *packed, uint32_t size, const float *panels, con
         }
 }
 
-/* The same for a matrix that is 1. */
+/* The same for the identity matrix. */
 static void copied(uint32_t size, const float *panels, const Product *p) {
     for (uint32_t token = 0; token < p->tokens; token += COLUMNS)
         put(p, 0, size, token, panels + (size_t)token * size);
@@ -144,7 +144,7 @@ static void numbers(const char *data, int dtype, ptrdiff_t at, ptrdiff_t stride,
     }
 }
 
-/* Turns a key back. */
+/* Undoes the rotation of a key. */
 static void unturned(float *key, const float *cos, const float *sin, uint32_t half, int interleaved) {
     if (interleaved) {
         for (uint32_t i = 0; i < half; i++) {
@@ -163,7 +163,7 @@ static void unturned(float *key, const float *cos, const float *sin, uint32_t ha
     }
 }
 
-/* 16 rows of 16 numbers to 16 columns. */
+/* Transposes 16 rows of 16 numbers. */
 INLINE void transposed(__m512 *r) {
     __m512 t[16];
 #pragma GCC unroll 8
@@ -193,7 +193,7 @@ INLINE void transposed(__m512 *r) {
         r[i] = t[i];
 }
 
-/* 16 tokens of a head, or fewer, to 16 columns of a panel: without the mean, in units of the norm. */
+/* Up to 16 tokens of a head to 16 columns of a panel: without the mean, in units of the norm. */
 static void head_channels(const float *heads, const float *mean, float scale, uint32_t dim, __mmask16 on, float *panel,
                           float *largest, float *power) {
     __m512 most = _mm512_load_ps(largest), sum = power ? _mm512_load_ps(power) : _mm512_setzero_ps();

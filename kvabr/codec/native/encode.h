@@ -1,5 +1,5 @@
-/* The encoder: last symbol first, as rANS wants it, so that the decoder has them first to last. The same for every path,
- * compiled with each; a path that defines VECTOR_ENCODER brings its own put_row, put_flags and quantised.
+/* The encoder. rANS encodes the last symbol first, so that the decoder reads them first to last. The same for every path,
+ * compiled with each; a path that defines VECTOR_ENCODER provides its own put_row, put_flags and quantised.
  */
 #include "rans.h"
 
@@ -8,7 +8,7 @@
 typedef struct Writer {
     uint32_t state[LANES] __attribute__((aligned(64)));
     uint8_t *word;   /* written downwards */
-    uint8_t *escape; /* written downwards, too */
+    uint8_t *escape; /* written downwards as well */
 } Writer;
 
 static inline void put16(uint8_t *p, uint32_t value) { p[0] = (uint8_t)value, p[1] = (uint8_t)(value >> 8); }
@@ -64,7 +64,7 @@ static void put_row(Writer *w, const Depth *d, uint32_t which, const int16_t *va
     }
 }
 
-/* Positive numbers are ordered as their bits are. These compilers keep in vectors, where comparing floats might trap. */
+/* Positive floats order like their bits. Compilers vectorise comparing bits; comparing floats might trap. */
 static inline int32_t bits_of(float value) {
     int32_t bits;
     memcpy(&bits, &value, sizeof bits);
@@ -84,7 +84,7 @@ static inline float size_of(float value) {
     return value;
 }
 
-/* The nearest indices, halves to the even one: adding 2^23 to a small number rounds it so. */
+/* The nearest indices, ties to even: adding 2^23 to a small number rounds it that way. */
 static void quantised(const float *from, const Quantiser *q, const int16_t *keep, uint32_t tokens, int16_t *index) {
     const float step = q->step, shift = 8388608.0f;
     const int32_t dead = bits_of(q->dead), top = bits_of(INT16_MAX);
@@ -97,8 +97,8 @@ static void quantised(const float *from, const Quantiser *q, const int16_t *keep
 }
 #endif
 
-/* What is coded for one row of a tile: values, and their contexts; if nothing is below, the indices as they are. *bad is set
- * if a decoder would not get there, *under is whether there is anything below. */
+/* The values to code for one row of a tile, and their contexts; without indices below, the indices themselves. Sets *bad
+ * if a decoder could not reach the indices, and *under to whether there is a nonzero index below. */
 static int conditioned(const int16_t *index, const int16_t *below, uint32_t tokens, int16_t *value, uint8_t *context,
                        int *bad, int *under) {
     int any = 0, wrong = 0, lower = 0;
@@ -108,12 +108,12 @@ static int conditioned(const int16_t *index, const int16_t *below, uint32_t toke
             wrong |= index[t] == INT16_MIN;
         }
     } else {
-        /* All in 16 bits, as many at a time as there can be. */
+        /* All in 16 bits, so that vectors hold as many as possible. */
         int16_t some = 0, base = 0, beyond = 0;
         for (uint32_t t = 0; t < tokens; t++) {
             int16_t b = below[t], own = index[t], minus = (int16_t)(b >> 15), size = (int16_t)((b ^ minus) - minus);
             int16_t thrice = (int16_t)(3 * b), change = (int16_t)(own - thrice);
-            /* Beyond 16 bits: three times what is below; the difference; or a difference that has no negative. */
+            /* Beyond 16 bits: three times the index below, the difference, or a difference without a negative. */
             beyond |= (int16_t)(INT16_MAX / 3 - size) | (int16_t)((own ^ thrice) & (own ^ change));
             beyond |= (int16_t)(size | -(change == INT16_MIN));
             value[t] = (int16_t)((change ^ minus) - minus);
@@ -133,10 +133,10 @@ static int encode_group(const Depth *d, const Indices *from, uint32_t tokens, ui
     const int refines = d->contexts > 1;
     int bad = 0;
     size_t rows = d->rows, tiles = ((size_t)tokens + TILE - 1) / TILE;
-    /* A word and an escape for each symbol and a word for each flag, at most; the first is written before it counts. */
+    /* At most a word and an escape per symbol and a word per flag, plus one word that is written before it counts. */
     size_t most_words = rows * tokens + rows * tiles + 1, most_escapes = rows * tokens;
     uint8_t *words = malloc(2 * most_words), *escapes = malloc(2 * most_escapes), *live = calloc(rows + LANES, 1);
-    uint16_t *mixed = calloc(rows + LANES, sizeof *mixed); /* chances of flags, where they depend on what is below */
+    uint16_t *mixed = calloc(rows + LANES, sizeof *mixed); /* flag probabilities, if they depend on the row below */
     if (!words || !escapes || !live || !mixed) {
         free(words), free(escapes), free(live), free(mixed);
         return NO_MEMORY;

@@ -1,9 +1,9 @@
-/* The native coder: what its files share. `reference.py` says what all of it must compute, bit for bit.
+/* Shared declarations of the native coder. `reference.py` defines the results, bit for bit.
  *
- *   tables.c     what is prepared once per profile: lookup tables, packed matrices
- *   rans.h       the state of 64 interleaved rANS decoders and how a payload is opened
- *   path_*.c     one for each instruction set: a rANS step and an integer matrix product ...
- *   tile.h, synth.h, encode.h     ... and what is the same for all, compiled anew with each of them
+ *   tables.c     prepared once per profile: lookup tables, packed matrices
+ *   rans.h       the state of 64 interleaved rANS decoders, and opening a payload
+ *   path_*.c     one per instruction set: a rANS step and an integer matrix product ...
+ *   tile.h, synth.h, encode.h     ... and the code that is the same for all, compiled with each of them
  *   _kvcoder.c   the Python module
  */
 #ifndef KVCODER_H
@@ -19,9 +19,9 @@
 #define LOW (1u << 16)
 #define FARTHEST 2047
 #define MOST_DEPTHS 16
-#define ESCAPE (-128) /* in place of a value in a lookup entry */
-#define FLAT_BASE 32  /* symbols up to which a table is searched by comparing, without contexts ... */
-#define FLAT_CONTEXT 8 /* ... and with three of them */
+#define ESCAPE (-128) /* instead of a value in a lookup entry */
+#define FLAT_BASE 32  /* most symbols of a table that is searched by comparing, without contexts ... */
+#define FLAT_CONTEXT 8 /* ... and with three contexts */
 
 /* Matrix products work on 8 tokens and 32 outputs at a time. */
 #define TOKENS 8
@@ -30,9 +30,9 @@
 enum { OK = 0, TOO_SHORT, LEFT_OVER, BAD_ESCAPE, BAD_INDEX, NO_MEMORY };
 enum { FLOAT32 = 0, FLOAT16, BFLOAT16 };
 
-/* A table whose few symbols are found by comparing a slot with where each begins. */
+/* A table with few symbols, found by comparing a slot with the start of each. */
 typedef struct {
-    uint16_t symbols;                /* used ones; 0: too many, look slots up */
+    uint16_t symbols;                /* symbols in use; 0: too many, use the lookup */
     int16_t start[FLAT_BASE];        /* without contexts: of symbol 1, 2 ...; with: see start3 */
     int16_t start3[FLAT_CONTEXT][8]; /* [symbol][context, padded]: of symbol 1, 2 ... */
     uint32_t entry[FLAT_BASE];       /* [symbol], or [8 context + symbol]: as in Depth.lookup, with the start as place */
@@ -48,7 +48,7 @@ typedef struct {
 typedef struct {
     uint32_t rows, classes, contexts, width;
     uint32_t *order;      /* [row] in coding order */
-    uint32_t *class_end;  /* [class]: where in `order` it ends */
+    uint32_t *class_end;  /* [class]: its end in `order` */
     uint16_t *flag[2];    /* [position in `order`]; the second only with three contexts */
     uint32_t *lookup;     /* [class][context][slot]: value << 24 | place in symbol << 12 | frequency */
     Flat *flat;           /* [class] */
@@ -63,8 +63,8 @@ typedef struct {
     uint32_t *layer;
     uint32_t first_row;
     int16_t *matrix; /* packed; NULL if size is 0 */
-    /* For components that are small in a tile, four at a time: [outputs / 32][components / 4][32][4] mantissa + 128, of
-     * the fours whose gain is `gain`; NULL if the path has no use for it. */
+    /* Components that are small in a tile go four at a time: [outputs / 32][components / 4][32][4] mantissa + 128, for
+     * the fours whose gain is `gain`; NULL if the path does not use it. */
     uint8_t *small, *fits; /* fits: [components / 4] */
     int32_t gain;
 } StackTransform;
@@ -72,7 +72,7 @@ typedef struct {
 /* A SynthesisModel. A packed matrix is [outputs / 32][components / 2][32][2], or [...][2][32] for the portable path. */
 typedef struct {
     uint32_t layers, kv_heads, head_dim, block_heads, blocks, width, padded_width, rows, most_size;
-    uint32_t rotary, interleaved; /* leading dimensions of a key that turn; which form pairs */
+    uint32_t rotary, interleaved; /* leading dimensions of a key that rotate; which form pairs */
     int paired;                   /* whether the packed matrices hold two components side by side */
     size_t block_entries;         /* int16 per packed block matrix */
     int16_t *block;               /* [layer][kv][block] packed; NULL: identity */
@@ -87,18 +87,18 @@ typedef struct {
     ptrdiff_t stride[5]; /* elements: layer, kv, head, token, dim */
 } Output;
 
-/* What synthesis needs besides the transform. */
+/* The input of synthesis besides the transform. */
 typedef struct {
     const float *scale;     /* [layer][kv] */
     const float *cos, *sin; /* [token][rotary / 2] */
-    uint32_t first, tokens; /* of the tile within the group */
+    uint32_t first, tokens; /* position of the tile in the group, and its size */
 } Tile;
 
 typedef struct {
     float step, dead;
 } Quantiser;
 
-/* What an encoder codes: indices and those below, or the coefficients that both are made from. */
+/* The input of an encoder: indices and those below, or the coefficients that both come from. */
 typedef struct {
     const int16_t *index, *below; /* [row][token]; below: NULL if the depth refines none */
     const float *rows;            /* [row][token] instead, or NULL */
@@ -113,9 +113,9 @@ struct Scratch;
 typedef struct {
     const char *name;
     int paired;   /* whether packed matrices hold two components side by side */
-    int products8; /* whether it multiplies bytes, too, in the stack transform */
-    /* Decodes one tile of one depth into index[row * stride + token], which holds what is below if the depth refines.
-     * live[row]: whether the row has any index but 0; of what is below before, of the result after. */
+    int products8; /* whether the stack transform also multiplies bytes */
+    /* Decodes one tile of one depth into index[row * stride + token], which holds the indices below if the depth refines.
+     * live[row]: whether the row has a nonzero index; on entry of the indices below, on return of the result. */
     int (*decode_tile)(struct Reader *, const Depth *, int16_t *index, size_t stride, uint32_t tokens, uint8_t *live,
                        struct Scratch *);
     /* From indices (delta not NULL) or coefficients to the output. */
@@ -137,23 +137,23 @@ typedef struct Scratch {
     size_t bytes;
     uint16_t *chance;   /* [rows + 64] */
     uint64_t *flags;    /* [rows / 64 + 1] */
-    int16_t *index;     /* [rows][TILE or less]: only if asked for */
+    int16_t *index;     /* [rows][TILE or less]; only if requested */
     uint8_t *live;      /* [rows] */
     uint32_t *list;     /* [most pairs] */
     uint32_t *z, *y;    /* [token block][pair][8] */
-    uint32_t *list8, *z8; /* of fours: [most fours], [token block][four][8] */
-    int32_t *offset8;   /* [token]: what the 128 in the mantissas adds, negative */
+    uint32_t *list8, *z8; /* for fours: [most fours], [token block][four][8] */
+    int32_t *offset8;   /* [token]: minus the contribution of the 128 in the mantissas */
     float *values;      /* [token][padded width] */
 } Scratch;
 
 Scratch *scratch_new(uint32_t rows, uint32_t tokens, const Transform *transform, int index);
 void scratch_free(Scratch *);
 
-/* 64-byte aligned, zeroed; counts in elements, refused if the product overflows. */
+/* 64-byte aligned, zeroed; counts in elements; fails if the product overflows. */
 void *aligned_zeros(size_t count, size_t size);
 void aligned_free(void *);
 
-/* tables.c: none of these checks what model.py has checked, but all check sizes. */
+/* tables.c: all of these check sizes, and rely on model.py for the rest. */
 Depth *depth_new(uint32_t rows, uint32_t classes, uint32_t contexts, uint32_t width, const uint8_t *row_class,
                  const uint8_t *radius, const uint16_t *freqs, const uint16_t *flag_freq, const uint8_t *delta,
                  const uint32_t *order);

@@ -15,7 +15,7 @@
 #define BOTH(a, b) _mm256_or_si256(a, _mm256_slli_epi32(b, 16)) /* two vectors of small numbers, as 16-bit halves */
 #define VECTORS (LANES / 8)
 
-/* For each set of 8 lanes that take a word: which word goes to which lane, 4 bits a lane. */
+/* For each subset of 8 lanes that take a word: which word goes to which lane, 4 bits per lane. */
 static uint32_t spread[256];
 
 static __attribute__((constructor)) void fill_spread(void) {
@@ -26,13 +26,13 @@ static __attribute__((constructor)) void fill_spread(void) {
     }
 }
 
-/* All ones in those of 8 lanes from `at` on that take part in a step of n. */
+/* All ones in the lanes, of 8 from `at` on, that take part in a step of n. */
 INLINE __m256i active(uint32_t n, uint32_t at) {
     const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
     return _mm256_cmpgt_epi32(_mm256_set1_epi32((int)n - (int)at), lane);
 }
 
-/* The new state of 8 lanes: freq * (x >> 12) + place, then a word for each that fell below 2^16. */
+/* The new state of 8 lanes: freq * (x >> 12) + place, then a word for each state that fell below 2^16. */
 INLINE void advance(Reader *r, int v, __m256i x, __m256i freq, __m256i place, uint32_t n) {
     __m256i next = _mm256_add_epi32(_mm256_mullo_epi32(freq, _mm256_srli_epi32(x, PROBABILITY_BITS)), place);
     __m256i low = _mm256_cmpeq_epi32(_mm256_srli_epi32(next, 16), _mm256_setzero_si256());
@@ -82,7 +82,7 @@ INLINE void take(Reader *r, int v, __m256i x, __m256i slot, __m256i found, int f
     advance(r, v, x, _mm256_and_si256(found, twelve), flat ? _mm256_sub_epi32(slot, middle) : middle, n);
 }
 
-/* Entry `at` (its low bits) of up to 32 in vectors of 8. */
+/* Entry `at` (its low bits) of up to 32, in vectors of 8. */
 INLINE __m256i entry_of(const Flat *flat, __m256i at) {
     __m256i found = _mm256_permutevar8x32_epi32(_mm256_loadu_si256((const __m256i *)flat->entry), at);
     for (int part = 1; part < FLAT_BASE / 8 && 8 * part < flat->symbols; part++) {
@@ -133,7 +133,7 @@ INLINE void half_refine(Reader *r, Step *step, const Flat *flat, const uint32_t 
         }
         symbol = _mm256_add_epi16(symbol, _mm256_set1_epi16((short)(flat->symbols - 1)));
         for (int h = 0; h < 2; h++) {
-            __m256i at = h ? _mm256_srli_epi32(symbol, 16) : symbol; /* a permutation looks at three bits */
+            __m256i at = h ? _mm256_srli_epi32(symbol, 16) : symbol; /* a permutation uses three bits */
             __m256i zero = _mm256_permutevar8x32_epi32(_mm256_loadu_si256((const __m256i *)flat->entry), at);
             __m256i one = _mm256_permutevar8x32_epi32(_mm256_loadu_si256((const __m256i *)(flat->entry + 8)), at);
             __m256i two = _mm256_permutevar8x32_epi32(_mm256_loadu_si256((const __m256i *)(flat->entry + 16)), at);

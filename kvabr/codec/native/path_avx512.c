@@ -19,7 +19,7 @@ INLINE __mmask16 active(uint32_t n, uint32_t at) {
     return n >= at + 16 ? 0xFFFF : n <= at ? 0 : (__mmask16)((1u << (n - at)) - 1);
 }
 
-/* The new state of 16 lanes: freq * (x >> 12) + place, then a word for each that fell below 2^16. */
+/* The new state of 16 lanes: freq * (x >> 12) + place, then a word for each state that fell below 2^16. */
 INLINE void advance(Reader *r, int v, __m512i x, __m512i freq, __m512i place, __mmask16 on) {
     __m512i next = _mm512_add_epi32(_mm512_mullo_epi32(freq, _mm512_srli_epi32(x, PROBABILITY_BITS)), place);
     __mmask16 low = _mm512_mask_cmplt_epu32_mask(on, next, _mm512_set1_epi32(LOW));
@@ -50,7 +50,7 @@ typedef struct {
     int escaped;
 } Step;
 
-/* What is found for 16 states: entries as in Depth.lookup, but with the place still to be added if flat. */
+/* Lookup results of 16 states: entries as in Depth.lookup, but with the place still to be added if flat. */
 INLINE void take(Reader *r, Step *step, int v, __m512i x, __m512i slot, __m512i found, int flat, __mmask16 on) {
     const __m512i twelve = _mm512_set1_epi32(TOTAL - 1);
     __m512i middle = _mm512_and_si512(_mm512_srli_epi32(found, 12), twelve);
@@ -189,8 +189,8 @@ static int row_refine(Reader *r, const Depth *d, uint32_t which, int16_t *row, u
     return rows_refine(r, NULL, d->lookup + (size_t)which * 3 * TOTAL, row, tokens);
 }
 
-/* The sums are variables of their own, and instructions spelt out, because compilers (GCC 12) keep moving them from
- * register to register, or to memory, otherwise. */
+/* The sums are separate variables and the instructions explicit, because otherwise compilers (GCC 12) keep moving them
+ * between registers, or to memory. */
 #define EACH_TOKEN(DO) DO(0) DO(1) DO(2) DO(3) DO(4) DO(5) DO(6) DO(7)
 
 static void product(const int16_t *panel, const uint32_t *list, uint32_t n, const uint32_t *z, int32_t *out) {
@@ -211,7 +211,7 @@ static void product(const int16_t *panel, const uint32_t *list, uint32_t n, cons
     EACH_TOKEN(END)
 }
 
-/* The same with bytes, four components at a time, on top of what is in out. */
+/* The same with bytes, four components at a time, added to out. */
 static void product8(const uint8_t *panel, const uint32_t *list, uint32_t n, const uint32_t *z, const int32_t *offset, int32_t gain,
                      int32_t *out) {
 #define BEGIN8(t) __m512i first##t = _mm512_set1_epi32(offset[t]), second##t = first##t;
@@ -256,7 +256,7 @@ INLINE void put(Writer *w, int v, __m512i freq, __m512i start, __mmask16 on) {
     w->word -= 2 * count;
     _mm256_mask_storeu_epi16(w->word, (__mmask16)((1u << count) - 1), words);
     __m512i x = _mm512_mask_srli_epi32(before, full, before, 16);
-    /* Now x / freq is below 2^20: in float32 it is off by one at most. */
+    /* Now x / freq is below 2^20: float32 is off by at most one. */
     __m512i quotient = _mm512_cvttps_epi32(_mm512_div_ps(_mm512_cvtepu32_ps(x), _mm512_cvtepi32_ps(freq)));
     __m512i rest = _mm512_sub_epi32(x, _mm512_mullo_epi32(quotient, freq));
     __mmask16 over = _mm512_movepi32_mask(rest);
@@ -299,14 +299,14 @@ static void put_row(Writer *w, const Depth *d, uint32_t which, const int16_t *va
     const __m512i last = _mm512_set1_epi32((int)symbols - 1), middle = _mm512_set1_epi32((int)radius);
     for (uint32_t v = (tokens + 15) / 16; v-- > 0;) {
         __mmask16 on = active(tokens, 16 * v);
-        /* Unsigned: what is below -radius is far above. */
+        /* Unsigned: values below -radius wrap to large ones. */
         __m512i symbol = _mm512_add_epi32(_mm512_cvtepi16_epi32(_mm256_maskz_loadu_epi16(on, value + 16 * v)), middle);
         symbol = _mm512_min_epu32(symbol, last);
         if (d->contexts > 1) {
             __m512i table = _mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(on, context + 16 * v));
             symbol = _mm512_add_epi32(symbol, _mm512_mullo_epi32(table, _mm512_set1_epi32((int)symbols)));
         }
-        /* Onto zeros: a gather waits for what its register held before. */
+        /* Onto zeros: a gather depends on the previous content of its register. */
         __m512i found = few ? _mm512_permutex2var_epi32(front, symbol, back)
                             : _mm512_mask_i32gather_epi32(_mm512_setzero_si512(), on, symbol, coded, 4);
         uint32_t escaped = _mm512_movepi32_mask(found) & on;

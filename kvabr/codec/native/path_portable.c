@@ -3,7 +3,7 @@
 
 static inline uint32_t next_word(Reader *r) { return (uint32_t)r->word[0] | (uint32_t)r->word[1] << 8; }
 
-/* Brings a state that fell below 2^16 back up, without a branch. */
+/* Refills a state that fell below 2^16, without a branch. */
 static inline uint32_t renormalised(Reader *r, uint32_t x) {
     uint32_t low = x < LOW;
     uint32_t refilled = x << 16 | next_word(r);
@@ -88,14 +88,14 @@ static void product(const int16_t *panel, const uint32_t *list, uint32_t n, cons
     __builtin_memcpy(out, sums, sizeof sums);
 }
 
-/* To FP16, to nearest, ties to even; the input is finite and within +-65504. */
+/* Converts to FP16, to nearest even; the input is finite and within +-65504. */
 static void to_half(const float *from, uint16_t *to, uint32_t n) {
     for (uint32_t i = 0; i < n; i++) {
         uint32_t bits, sign;
         __builtin_memcpy(&bits, from + i, sizeof bits);
         sign = bits >> 16 & 0x8000;
         bits &= 0x7FFFFFFF;
-        if (bits < 0x38800000) { /* below the normal numbers: let an addition do the rounding */
+        if (bits < 0x38800000) { /* subnormal: let an addition do the rounding */
             float size;
             __builtin_memcpy(&size, &bits, sizeof size);
             size += 0.5f;

@@ -1,8 +1,8 @@
-/* 64 interleaved rANS decoders over one payload: the state that they share between steps.
+/* State of 64 interleaved rANS decoders over one payload, between steps.
  *
- * A step reads at most 64 words, and may look at 64 beyond where it begins. So the words of a payload are read in place
- * up to its last ones, and those from a copy with zeros behind them: no step looks outside, and having gone past the end
- * shows as a position in the zeros.
+ * A step reads at most 64 words, and may look at 64 words from its start. The words of a payload are therefore read in
+ * place except for the last ones, which are read from a copy followed by zeros: no step reads outside of it, and
+ * running past the end shows as a position in the zeros.
  */
 #ifndef RANS_H
 #define RANS_H
@@ -11,11 +11,11 @@
 #include <string.h>
 
 #define HEAD_BYTES (8 + 4 * LANES)
-#define TAIL 128 /* words of the copy that are the payload's, at most */
+#define TAIL 128 /* maximum words of the payload in the copy */
 
 #define AHEAD 8 /* rows */
 
-/* Rows are coded class after class, in an order in which no processor guesses the next. */
+/* Rows are coded class by class, so hardware prefetchers cannot predict the next row. */
 static inline void fetch(const void *row, size_t bytes) {
 #ifdef __GNUC__
     for (size_t at = 0; at < bytes; at += 64)
@@ -28,8 +28,8 @@ static inline void fetch(const void *row, size_t bytes) {
 typedef struct Reader {
     uint32_t state[LANES] __attribute__((aligned(64)));
     const uint8_t *word;   /* next */
-    const uint8_t *safe;   /* a step may begin here, or before */
-    const uint8_t *end;    /* of the payload's words, or of those in the copy */
+    const uint8_t *safe;   /* a step may start up to here */
+    const uint8_t *end;    /* end of the payload's words, or of those in the copy */
     const uint8_t *escape, *escape_end;
     int in_tail;
     uint8_t tail[2 * (TAIL + 2 * LANES)];
@@ -49,7 +49,7 @@ static inline void reader_to_tail(Reader *r) {
     r->in_tail = 1;
 }
 
-/* Opens a payload; `symbols`: how many it stands for. */
+/* Opens a payload of `symbols` symbols. */
 static inline int reader_open(Reader *r, const uint8_t *data, size_t size, uint64_t symbols) {
     if (size < HEAD_BYTES)
         return TOO_SHORT;
@@ -70,7 +70,7 @@ static inline int reader_open(Reader *r, const uint8_t *data, size_t size, uint6
     return OK;
 }
 
-/* Called when word > safe, before a step: makes the step possible, or says that the words are used up. */
+/* Called before a step if word > safe: switches to the copy, or reports that the words are used up. */
 static inline int reader_refill(Reader *r) {
     if (r->in_tail)
         return TOO_SHORT;

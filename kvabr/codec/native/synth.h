@@ -1,14 +1,14 @@
 /* From the coefficients of one tile to the cache: stack transform, block transform, mean, rotation, cast, store.
  *
  * Vectors run along outputs (channels), tokens come 8 at a time, and components in pairs: a pair of int16 is one uint32,
- * two products and a sum are one instruction. Pairs of dead rows are left out. One stack is worked on at a time, so that
- * its matrix and coefficients stay in the processor's second cache.
+ * two products and a sum are one instruction. Pairs of dead rows are skipped. Stacks are processed one at a time, so
+ * that the matrix and the coefficients stay in the L2 cache.
  *
  * A path defines before it includes this:
  *   product(const int16_t *panel, const uint32_t *list, unsigned n, const uint32_t *z, int32_t *sums)
  *       sums[token 8][output 32] = over j < n: the panel's pair list[j] times z[j][token 8], wrapping
  *   to_half(const float *, uint16_t *, unsigned)        round to nearest even; finite and within +-65504
- * and, with PRODUCTS8, for components that fit a byte in all of a tile, four at a time and twice as fast:
+ * and, with PRODUCTS8, for components that fit a byte throughout a tile, four at a time and twice as fast:
  *   product8(const uint8_t *panel, const uint32_t *list, unsigned n, const uint32_t *z, const int32_t *offset, int32_t gain,
  *            int32_t *sums)
  *       sums += gain * (offset[token 8] + over j < n: the panel's four list[j] times z[j][token 8])
@@ -37,7 +37,7 @@ typedef struct {
     uint32_t tokens;
 } Rows;
 
-/* Two rows side by side into column j of n of z[token block][column][8]; a second row there may not be. */
+/* Two rows side by side into column j of n of z[token block][column][8]; the second row may be missing. */
 static void interleave(uint32_t *z, uint32_t n, uint32_t j, const Rows *rows, uint32_t row, int has_second) {
     int16_t pair[2][TILE] __attribute__((aligned(64))) = {{0}};
     for (int k = 0; k <= has_second; k++)
@@ -57,7 +57,7 @@ static uint32_t saturated(int32_t sum) {
 }
 
 #ifdef PRODUCTS8
-/* Whether a live row's coefficients fit a signed byte; 7 is the largest index of which that is sure. */
+/* Whether a live row's coefficients fit a signed byte; 7 is the largest index for which they certainly do. */
 static int is_small(const Rows *rows, uint32_t row) {
     const int16_t *from = rows->index + row * rows->stride;
     int16_t most = rows->delta ? 7 : 127, least = (int16_t)-most;
@@ -67,7 +67,7 @@ static int is_small(const Rows *rows, uint32_t row) {
     return !beyond;
 }
 
-/* Four rows side by side as bytes into column j of n of z8; `count` are there. */
+/* Four rows side by side as bytes into column j of n of z8; only `count` exist. */
 static void interleave8(Scratch *scratch, uint32_t n, uint32_t j, const Rows *rows, uint32_t row, uint32_t count) {
     int16_t four[4][TILE] __attribute__((aligned(64))) = {{0}};
     for (uint32_t k = 0; k < count; k++)
@@ -108,7 +108,7 @@ static void sort_out(const StackTransform *stack, const Rows *rows, Scratch *scr
     }
 }
 
-/* The stack transform: fills scratch->y[token block][pair][8]; 0 if all its rows are dead (y is then zero). */
+/* The stack transform: fills scratch->y[token block][pair][8]; returns 0 if all its rows are dead (y is then zero). */
 static int unstack(const StackTransform *stack, const Rows *rows, Scratch *scratch) {
     uint32_t pairs = stack->size / 2, blocks = (rows->tokens + TOKENS - 1) / TOKENS, n, n8;
     sort_out(stack, rows, scratch, &n, &n8);
@@ -193,7 +193,7 @@ static void unblock(const Transform *t, const StackTransform *stack, const Rows 
         }
 }
 
-/* One key of one head, turned by its position. Products and sums are rounded one by one (-ffp-contract=off). */
+/* Rotates one key of one head by its position. Products and sums are rounded separately (-ffp-contract=off). */
 static void turn(float *restrict key, const float *restrict cos, const float *restrict sin, uint32_t half, int interleaved) {
     if (interleaved) {
         for (uint32_t i = 0; i < half; i++) {
@@ -218,7 +218,7 @@ static void to_bfloat(const float *restrict from, uint16_t *restrict to, uint32_
     }
 }
 
-/* One head of one token to where it belongs. */
+/* Stores one head of one token. */
 static void store(float *from, uint32_t dim, const Output *out, ptrdiff_t at) {
     ptrdiff_t step = out->stride[4];
     uint16_t halves[256];

@@ -1,4 +1,4 @@
-/* What is prepared once per profile: lookup tables for the decoder and the encoder, packed matrices, scratch memory. */
+/* Prepared once per profile: lookup tables for the decoder and the encoder, packed matrices, scratch memory. */
 #include "kvcoder.h"
 
 #include <stdlib.h>
@@ -43,8 +43,8 @@ static void fill_encoder(EncoderSymbol *to, const uint16_t *freqs, uint32_t widt
     uint32_t start = 0;
     for (uint32_t s = 0; s < width; s++) {
         uint32_t freq = freqs[s];
-        /* A state x becomes x + bias + x / freq * complement. With the reciprocal of 1 rounded down the quotient is one
-         * short (x - 1), which its bias makes up for. */
+        /* A state x becomes x + bias + x / freq * complement. For freq 1 the rounded-down reciprocal makes the quotient
+         * one too small (x - 1), which the bias corrects. */
         to[s].freq = freq;
         to[s].start = start;
         to[s].reciprocal = freq > 1 ? UINT64_MAX / freq + 1 : UINT64_MAX;
@@ -54,7 +54,7 @@ static void fill_encoder(EncoderSymbol *to, const uint16_t *freqs, uint32_t widt
     }
 }
 
-/* The same in one word a symbol; what is never used is coded as the escape. */
+/* The same in one word per symbol; unused symbols are coded as the escape. */
 static void fill_coded(uint32_t *to, const uint16_t *freqs, uint32_t symbols) {
     uint32_t start = 0, escape = TOTAL - freqs[symbols - 1];
     for (uint32_t s = 0; s < symbols; s++) {

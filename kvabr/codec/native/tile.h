@@ -3,11 +3,11 @@
  * A path defines before it includes this:
  *   step_flags(Reader *, const uint16_t *chance, unsigned n) -> bits       one step of flags, n of 1..64
  *   row_base(Reader *, const Depth *, class, int16_t *row, tokens) -> error; OR of all values to *any
- *   row_refine(...)                                                        the same on top of what is below
+ *   row_refine(...)                                                        the same on top of the indices below
  */
 #include "rans.h"
 
-/* A row below on which nothing is added. */
+/* A row below to which nothing is added. */
 static void triple(int16_t *row, uint32_t tokens) {
     for (uint32_t t = 0; t < tokens; t++) {
         int value = 3 * row[t];
@@ -36,7 +36,7 @@ static int decode_flags(Reader *r, const Depth *d, const uint8_t *live, Scratch 
     return OK;
 }
 
-/* A row that is only written to need not be waited for; one that is refined is read. */
+/* Prefetch rows that are refined, since these are read; rows that are only written need none. */
 static inline void fetch_refined(const Depth *d, const int16_t *index, size_t stride, uint32_t tokens, const uint8_t *live,
                                  const Scratch *scratch, uint32_t at) {
     if (at >= d->rows)
