@@ -31,7 +31,7 @@ class Option:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class LadderStep:
     """One step along the lower convex hull of a group's options: ``bytes`` more for ``saving`` nats less."""
 
     group: int
@@ -92,7 +92,7 @@ class Ladder:
         self.best: str = self.names[-1]
         self.options: Options = tuple(_hull(catalog, self.tracks, g) for g in range(catalog.groups))
         """Lower convex hull of each group's self-contained options, cheapest first."""
-        self.steps: tuple[Step, ...] = rank(self.options)
+        self.steps: tuple[LadderStep, ...] = rank(self.options)
         """All steps of all hulls, most loss saved per byte first: the best order to spend a budget in."""
         self.frontier: Frontier = Frontier(catalog)
         """The marginal value of bytes where layers are used."""
@@ -102,10 +102,10 @@ class Ladder:
         return self.names.index(track)
 
 
-def rank(options: Options) -> tuple[Step, ...]:
+def rank(options: Options) -> tuple[LadderStep, ...]:
     """Return all steps along all groups' hulls, most loss saved per byte first."""
     steps = [
-        Step(group, b.track, b.bytes - a.bytes, a.loss - b.loss)
+        LadderStep(group, b.track, b.bytes - a.bytes, a.loss - b.loss)
         for group, hull in enumerate(options)
         for a, b in pairwise(hull)
     ]
@@ -117,7 +117,7 @@ def every_option(catalog: Catalog) -> Options:
     return tuple(_hull(catalog, catalog.tracks, group) for group in range(catalog.groups))
 
 
-def spend(options: Options, steps: Iterable[Step], groups: Collection[int], first: int, budget: float) -> str:
+def spend(options: Options, steps: Iterable[LadderStep], groups: Collection[int], first: int, budget: float) -> str:
     """Return the track that one group gets when a budget of bytes is spent greedily on several.
 
     Every group starts with the cheapest of its options. Steps are taken as long as they fit; a group whose next step

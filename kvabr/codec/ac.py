@@ -33,7 +33,7 @@ from kvabr.codec import gpu
 from kvabr.codec.base import Codec, GroupContext
 from kvabr.codec.native import coder
 from kvabr.codec.native.model import Quantiser
-from kvabr.codec.payload import Reader, finite, raw
+from kvabr.codec.payload import PayloadReader, finite, raw
 from kvabr.codec.profile import Profile
 from kvabr.codec.quantiser import RATIO, SINGLE, quantise
 from kvabr.codec.quantiser import below as track_below
@@ -299,7 +299,7 @@ def split_payload(payload: memoryview | bytes, context: GroupContext, sinks: int
     Raises:
         FormatError: truncated, or listed tokens are out of range or repeated.
     """
-    reader = Reader(memoryview(payload), what)
+    reader = PayloadReader(memoryview(payload), what)
     listed = int(_COUNT.unpack(reader.bytes(_COUNT.size))[0])
     if listed > context.tokens - sinks:
         raise FormatError(f"{what}: {listed} listed tokens in a group of {context.tokens}; the payload is corrupt")

@@ -15,7 +15,7 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, ClassVar
 
-from kvabr.codec.builtin import BUILTIN, Layout
+from kvabr.codec.builtin import BUILTIN, PayloadLayout
 from kvabr.types.errors import FormatError, did_you_mean
 from kvabr.types.kv import KVSpec
 from kvabr.types.naming import check_track_name
@@ -51,7 +51,7 @@ class Codec(ABC):
     """The track that must be decoded below this one; None if it stands alone."""
     needs_profile: ClassVar[bool] = False
 
-    def layout(self, spec: KVSpec, tokens: int) -> Layout | None:
+    def layout(self, spec: KVSpec, tokens: int) -> PayloadLayout | None:
         """Return where each token lies in the payload of a group of ``tokens`` tokens.
 
         Returns None if the payload cannot be cut token by token. A plug-in that is token-separable overrides this;
@@ -133,7 +133,7 @@ def names() -> tuple[str, ...]:
     return tuple(dict.fromkeys((*BUILTIN, *_registered, *_plugins())))
 
 
-def payload_layout(track: str, spec: KVSpec, tokens: int) -> Layout | None:
+def payload_layout(track: str, spec: KVSpec, tokens: int) -> PayloadLayout | None:
     """Return the payload layout of a track without loading torch for built-in codecs.
 
     Returns None if the payload cannot be cut token by token, or if no codec of that name can be loaded here: an origin

@@ -28,7 +28,7 @@ _SPAN = 128
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class PayloadLayout:
     """Sizes of the parts of one payload."""
 
     tokens: int
@@ -67,31 +67,31 @@ class Builtin(NamedTuple):
 
     path: str
     """``module:class``, loaded when the codec is first used."""
-    layout: Callable[[KVSpec, int], Layout] | None = None
+    layout: Callable[[KVSpec, int], PayloadLayout] | None = None
     """Layout of a payload, given the spec and the number of tokens; None if the codec is not token-separable."""
 
 
-def cast_layout(spec: KVSpec, tokens: int) -> Layout:
+def cast_layout(spec: KVSpec, tokens: int) -> PayloadLayout:
     """FP16 and BF16: no head, one token per unit."""
     return _layout(tokens, 0, 1, lambda count: 2 * count * spec.elements_per_token)
 
 
-def fp8_layout(spec: KVSpec, tokens: int) -> Layout:
+def fp8_layout(spec: KVSpec, tokens: int) -> PayloadLayout:
     """FP8: a 2-byte scale per channel in the head, one token per unit."""
     return _layout(tokens, 2 * spec.elements_per_token, 1, lambda count: count * spec.elements_per_token)
 
 
-def int8_layout(spec: KVSpec, tokens: int) -> Layout:
+def int8_layout(spec: KVSpec, tokens: int) -> PayloadLayout:
     """Int8: see `_affine_layout`."""
     return _affine_layout(spec, tokens, 8)
 
 
-def int4_layout(spec: KVSpec, tokens: int) -> Layout:
+def int4_layout(spec: KVSpec, tokens: int) -> PayloadLayout:
     """Int4: see `_affine_layout`."""
     return _affine_layout(spec, tokens, 4)
 
 
-def fp4_layout(spec: KVSpec, tokens: int) -> Layout:
+def fp4_layout(spec: KVSpec, tokens: int) -> PayloadLayout:
     """FP4: no head; a unit holds the tokens of one block of keys."""
     channels = spec.kv_heads * spec.head_dim
 
@@ -109,7 +109,7 @@ def head_blocks(kv_heads: int, head_dim: int) -> int:
     return blocks
 
 
-def _affine_layout(spec: KVSpec, tokens: int, bits: int) -> Layout:
+def _affine_layout(spec: KVSpec, tokens: int, bits: int) -> PayloadLayout:
     """Integers: offset and scale of each key channel in the head, those of the values in their unit.
 
     A unit is one token. Where a token has fewer than `_SPAN` channels, several tokens share a scale and a unit.
@@ -123,8 +123,8 @@ def _affine_layout(spec: KVSpec, tokens: int, bits: int) -> Layout:
     return _layout(tokens, 2 * spec.elements_per_token, together, size)
 
 
-def _layout(tokens: int, head_bytes: int, unit_tokens: int, size: Callable[[int], int]) -> Layout:
-    return Layout(tokens, head_bytes, unit_tokens, size(unit_tokens), size(tokens % unit_tokens or unit_tokens))
+def _layout(tokens: int, head_bytes: int, unit_tokens: int, size: Callable[[int], int]) -> PayloadLayout:
+    return PayloadLayout(tokens, head_bytes, unit_tokens, size(unit_tokens), size(tokens % unit_tokens or unit_tokens))
 
 
 BUILTIN = {

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from kvabr.codec.native.model import TILE
 from kvabr.codec.profile import MAX_SINKS, Depth, Profile
-from kvabr.codec.quantiser import Counts, coder_model, nested, quantise
+from kvabr.codec.quantiser import SymbolCounts, coder_model, nested, quantise
 from kvabr.codec.rope import rotate
 from kvabr.codec.structure import Structure, layered, plain
 from kvabr.codec.transform import LARGEST, RUN, Detector, Transform, rounded
@@ -292,7 +292,7 @@ def _turn(scatter: torch.Tensor) -> torch.Tensor:
 def _depths(transform: Transform, source: _Source, config: FitConfig) -> dict[str, Depth]:
     """Fit the tables of every depth."""
     rows, chain = transform.structure.rows, nested(config.steps)
-    counts = {track: Counts.nothing(rows, refines=below is not None) for track, below in chain.items()}
+    counts = {track: SymbolCounts.nothing(rows, refines=below is not None) for track, below in chain.items()}
     for bare in source("tables"):
         coefficients = transform.coefficients(transform.centred(bare))
         # Tokens that are stored separately count as zeros, as in the encoder.
@@ -311,7 +311,7 @@ def _depths(transform: Transform, source: _Source, config: FitConfig) -> dict[st
 
 
 def _count(
-    tile: torch.Tensor, chain: Mapping[str, str | None], config: FitConfig, counts: Mapping[str, Counts]
+    tile: torch.Tensor, chain: Mapping[str, str | None], config: FitConfig, counts: Mapping[str, SymbolCounts]
 ) -> None:
     made: dict[str, NDArray[np.int32]] = {}
     for track, below in chain.items():

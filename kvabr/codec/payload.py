@@ -1,8 +1,8 @@
 """Building blocks of codecs: reading arrays from a payload, checking and placing numbers, and `Separable`.
 
-A token-separable payload is a head and units (`kvabr.codec.builtin.Layout`). Such a codec defines only the head's
-contents and how a run of tokens becomes units and back. It sees one run at a time, so its working set stays in the
-processor's cache however large the group is. A run therefore decodes from the head and its own units alone.
+A token-separable payload is a head and units (`kvabr.codec.builtin.PayloadLayout`). Such a codec defines only the
+contents of the head, and how a run of tokens becomes units and back. It sees one run at a time, so its working set
+stays in the processor's cache however large the group is. A run therefore decodes from the head and its own units.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from collections.abc import Sequence
 import torch
 
 from kvabr.codec.base import Codec, GroupContext
-from kvabr.codec.builtin import Layout
+from kvabr.codec.builtin import PayloadLayout
 from kvabr.types.errors import FormatError
 
 _EXPONENT = {torch.float16: 0x7C00, torch.bfloat16: 0x7F80}
 """Exponent bits; all of them are set only in NaN and infinity."""
 
 
-class Reader:
+class PayloadReader:
     """Reads arrays from a payload one after another, checking bounds."""
 
     def __init__(self, payload: memoryview, what: str) -> None:
@@ -164,7 +164,7 @@ class Separable(Codec):
     ) -> None:
         """Read the head, then the units run by run."""
         layout = self._layout(context)
-        reader = Reader(payload, self.name)
+        reader = PayloadReader(payload, self.name)
         reader.expect(layout.payload_bytes)
         # Move the payload to the device, not the decoded tensor. Check the head here: checking on a device would
         # synchronise.
@@ -176,7 +176,7 @@ class Separable(Codec):
             run = out[:, :, :, first:last]
             self.decode_units(units, head, run.view(*run.shape[:3], -1, tokens, run.shape[4]))
 
-    def _layout(self, context: GroupContext) -> Layout:
+    def _layout(self, context: GroupContext) -> PayloadLayout:
         layout = self.layout(context.spec, context.tokens)
         if layout is None:
             raise FormatError(f"{self.name} derives from Separable but has no layout; override `layout`")

@@ -32,8 +32,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load as load_safetensors
 from safetensors.torch import save as save_safetensors
 
-from kvabr.codec.native.model import MOST_RADIUS, CoderModel, SynthesisModel
-from kvabr.codec.native.model import Stack as StackModel
+from kvabr.codec.native.model import MOST_RADIUS, CoderModel, StackModel, SynthesisModel
 from kvabr.codec.quantiser import nested
 from kvabr.codec.structure import Structure
 from kvabr.codec.transform import Detector, Transform

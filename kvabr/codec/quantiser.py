@@ -87,7 +87,7 @@ Counted = NDArray[Any]
 
 
 @dataclass(eq=False)
-class Counts:
+class SymbolCounts:
     """Statistics of one depth, accumulated tile by tile during calibration."""
 
     symbols: Counted
@@ -96,7 +96,7 @@ class Counts:
     """[row, flag context, dead or live] int32: number of tiles."""
 
     @classmethod
-    def nothing(cls, rows: int, *, refines: bool) -> Counts:
+    def nothing(cls, rows: int, *, refines: bool) -> SymbolCounts:
         """Return empty statistics."""
         contexts = 3 if refines else 1
         return cls(
@@ -123,7 +123,7 @@ class Counts:
         self.flags[np.arange(rows), under, live.astype(np.intp)] += 1
 
 
-def coder_model(counts: Counts, classes: int, *, small: bool = False) -> CoderModel:
+def coder_model(counts: SymbolCounts, classes: int, *, small: bool = False) -> CoderModel:
     """Return the tables with the shortest code for the counted symbols.
 
     Args:

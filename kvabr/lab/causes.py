@@ -36,7 +36,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-from kvabr.abr.ladder import Options, Step, every_option, rank
+from kvabr.abr.ladder import LadderStep, Options, every_option, rank
 from kvabr.player.session_types import PlayRecord
 from kvabr.replay.link import Capacity
 from kvabr.replay.simulator import LinkUse
@@ -143,7 +143,7 @@ class LossCurve:
     choice of whole groups with the same bytes has less loss.
     """
 
-    def __init__(self, options: Options, steps: Collection[Step], groups: Collection[int]) -> None:
+    def __init__(self, options: Options, steps: Collection[LadderStep], groups: Collection[int]) -> None:
         """Build the curve.
 
         Args:

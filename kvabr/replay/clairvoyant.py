@@ -30,7 +30,7 @@ from itertools import accumulate
 import numpy as np
 import numpy.typing as npt
 
-from kvabr.abr.ladder import Options, Step, every_option, rank, stack
+from kvabr.abr.ladder import LadderStep, Options, every_option, rank, stack
 from kvabr.replay.link import Capacity
 from kvabr.types.catalog import Catalog
 from kvabr.types.cost import PrefillCost
@@ -57,7 +57,9 @@ class Bound:
 class _Curve:
     """Least loss of the groups before a cut as a function of bytes: convex, piecewise linear."""
 
-    def __init__(self, options: Options, steps: Sequence[Step], groups: int, decode_s: Mapping[str, float]) -> None:
+    def __init__(
+        self, options: Options, steps: Sequence[LadderStep], groups: int, decode_s: Mapping[str, float]
+    ) -> None:
         self.least_bytes = sum(hull[0].bytes for hull in options[:groups])
         self.bytes = [0]
         self.loss = [sum(hull[0].loss for hull in options[:groups])]

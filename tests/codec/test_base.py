@@ -7,7 +7,7 @@ import torch
 
 from kvabr.codec import base as registry
 from kvabr.codec.base import GroupContext
-from kvabr.codec.builtin import Layout
+from kvabr.codec.builtin import PayloadLayout
 from kvabr.codec.container import object_spans, slices
 from kvabr.codec.floats import Fp16
 from kvabr.codec.group import decode_group, encode_group
@@ -31,7 +31,7 @@ class Paired(Fp16):
 
     def layout(self, spec, tokens):
         single = super().layout(spec, tokens)
-        return Layout(tokens, 0, 2, 2 * single.unit_bytes, (2 - tokens % 2) * single.unit_bytes)
+        return PayloadLayout(tokens, 0, 2, 2 * single.unit_bytes, (2 - tokens % 2) * single.unit_bytes)
 
 
 class Broken(Fp16):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvabr.codec.native.model import TOTAL
-from kvabr.codec.quantiser import Counts, coder_model
+from kvabr.codec.quantiser import SymbolCounts, coder_model
 
 TOKENS = 128
 
@@ -13,8 +13,8 @@ TOKENS = 128
 def counted(scale, rows=24, tiles=40, seed=5):
     """What Gaussian coefficients of growing power count, at a step and at a third of it."""
     random = np.random.default_rng(seed)
-    counts = Counts.nothing(rows, refines=True)
-    single = Counts.nothing(rows, refines=False)
+    counts = SymbolCounts.nothing(rows, refines=True)
+    single = SymbolCounts.nothing(rows, refines=False)
     power = scale * np.linspace(0.2, 1, rows)[:, None]
     for _ in range(tiles):
         exact = random.normal(size=(rows, TOKENS)) * power
@@ -50,7 +50,7 @@ def test_an_index_below_leans_towards_zero():
 
 def test_a_base_and_its_refinement_take_what_the_finer_quantiser_takes():
     counts, single = counted(1.5)
-    base = Counts.nothing(24, refines=False)
+    base = SymbolCounts.nothing(24, refines=False)
     random = np.random.default_rng(5)
     power = 1.5 * np.linspace(0.2, 1, 24)[:, None]
     for _ in range(40):
@@ -62,7 +62,7 @@ def test_a_base_and_its_refinement_take_what_the_finer_quantiser_takes():
 def test_a_context_that_a_class_never_saw_is_coded_as_elsewhere():
     """One loud row among quiet ones: on another text the quiet ones may be as loud."""
     counts, _ = counted(1.5, rows=4)
-    quiet = Counts.nothing(8, refines=True)
+    quiet = SymbolCounts.nothing(8, refines=True)
     quiet.symbols[:4], quiet.flags[:4] = counts.symbols, counts.flags
     quiet.symbols[4:, 0, 126], quiet.flags[4:, 0, 0] = 1000, 40
     model = coder_model(quiet, 8)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvabr.codec import base as registry
 from kvabr.codec.base import Codec, GroupContext
 from kvabr.codec.group import encode_group, payload_of
-from kvabr.codec.payload import Reader, raw
+from kvabr.codec.payload import PayloadReader, raw
 from kvabr.player.assembler import Assembler, Verdict
 from kvabr.types.catalog import Catalog, Track
 from kvabr.types.errors import ForeignError, FormatError, HoleError, UsageError
@@ -37,7 +37,7 @@ class Residual(Codec):
         return raw((group - self._base(context, below)).half())
 
     def decode(self, payload, context, out, below=()):
-        reader = Reader(payload, self.name)
+        reader = PayloadReader(payload, self.name)
         rest = reader.tensor(torch.float16, context.spec.shape(context.tokens))
         reader.end()
         out.copy_(self._base(context, below) + rest.float())

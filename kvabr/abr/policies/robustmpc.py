@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
-from kvabr.abr.ladder import Step, every_option, rank, spend, stack
+from kvabr.abr.ladder import LadderStep, every_option, rank, spend, stack
 from kvabr.abr.policy import Decision, Parameter, Policy
 from kvabr.abr.view import View
 
@@ -34,7 +34,7 @@ class RobustMpc(Policy):
         """Work out the options, and what builds on what."""
         catalog = view.catalog
         self._options = every_option(catalog)
-        self._steps: dict[int, list[Step]] = {}
+        self._steps: dict[int, list[LadderStep]] = {}
         for step in rank(self._options):
             self._steps.setdefault(step.group, []).append(step)
         self._stacks = {track.name: tuple(layer.name for layer in stack(catalog, track)) for track in catalog.tracks}
@@ -90,5 +90,5 @@ class RobustMpc(Policy):
         return Decision.upgrade(best[1], best[2], "what the bound held back goes into further layers")
 
 
-def _worst_first(step: Step) -> float:
+def _worst_first(step: LadderStep) -> float:
     return -step.worth

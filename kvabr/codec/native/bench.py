@@ -17,14 +17,14 @@ import torch
 from numpy.typing import NDArray
 
 from kvabr.codec.native import coder, reference
-from kvabr.codec.native.model import TILE, CoderModel, Index, Stack, SynthesisModel, dequantise, frequencies
+from kvabr.codec.native.model import TILE, CoderModel, Index, StackModel, SynthesisModel, dequantise, frequencies
 from kvabr.types.kv import RopeSpec
 
 CLASSES = 32
 
 
 @dataclass(frozen=True)
-class Shape:
+class CacheShape:
     """A cache's shape, and its transform's."""
 
     name: str
@@ -36,15 +36,15 @@ class Shape:
     kept: int
 
 
-SMOLLM2 = Shape("SmolLM2-135M", 30, 3, 64, 3, 15, 64)
-LLAMA = Shape("Llama-3.1-8B", 32, 8, 128, 2, 8, 32)
+SMOLLM2 = CacheShape("SmolLM2-135M", 30, 3, 64, 3, 15, 64)
+LLAMA = CacheShape("Llama-3.1-8B", 32, 8, 128, 2, 8, 32)
 
 
 @dataclass(frozen=True)
-class Sample:
+class SyntheticGroup:
     """A synthetic group and its models."""
 
-    shape: Shape
+    shape: CacheShape
     synthesis: SynthesisModel
     depths: tuple[CoderModel, ...]
     indices: tuple[Index, ...]
@@ -74,8 +74,8 @@ class Speed:
 
 
 def synthetic(
-    shape: Shape, bits: float, depths: int = 1, *, tokens: int = TILE, seed: int = 0, dense: bool = False
-) -> Sample:
+    shape: CacheShape, bits: float, depths: int = 1, *, tokens: int = TILE, seed: int = 0, dense: bool = False
+) -> SyntheticGroup:
     """Draw a group.
 
     Args:
@@ -105,10 +105,10 @@ def synthetic(
         payloads.append(coder.encode_indices(model, index, below))
         ideal.append(reference.ideal_bits(model, index, below))
         below = index
-    return Sample(shape, synthesis, tuple(models), tuple(indices), tuple(payloads), tuple(ideal))
+    return SyntheticGroup(shape, synthesis, tuple(models), tuple(indices), tuple(payloads), tuple(ideal))
 
 
-def measure(sample: Sample, *, seconds: float = 0.5, dtype: torch.dtype = torch.bfloat16) -> Speed:
+def measure(sample: SyntheticGroup, *, seconds: float = 0.5, dtype: torch.dtype = torch.bfloat16) -> Speed:
     """Time each stage on the active path (KVABR_CODER), best of as many rounds as fit the time.
 
     The stages of a chain are those of its last depth, but `decode` is the whole chain in one call.
@@ -145,7 +145,7 @@ def _best(work: Callable[[], object], seconds: float) -> float:
             return best
 
 
-def _synthesis(shape: Shape, dice: np.random.Generator) -> SynthesisModel:
+def _synthesis(shape: CacheShape, dice: np.random.Generator) -> SynthesisModel:
     width, blocks = shape.block_heads * shape.head_dim, shape.kv_heads // shape.block_heads
     size = shape.stack_layers * blocks * shape.kept
 
@@ -154,7 +154,7 @@ def _synthesis(shape: Shape, dice: np.random.Generator) -> SynthesisModel:
 
     gain = np.full(size, 7, np.uint8)
     stacks = tuple(
-        Stack(kv, tuple(range(first, first + shape.stack_layers)), shape.kept, mantissas(size, size), gain)
+        StackModel(kv, tuple(range(first, first + shape.stack_layers)), shape.kept, mantissas(size, size), gain)
         for kv in (0, 1)
         for first in range(0, shape.layers, shape.stack_layers)
     )

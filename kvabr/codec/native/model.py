@@ -123,7 +123,7 @@ class CoderModel:
 
 
 @dataclass(frozen=True, eq=False)
-class Stack:
+class StackModel:
     """A run of layers, keys or values, whose first components are transformed together."""
 
     kv: int
@@ -173,7 +173,7 @@ class SynthesisModel:
     """[layer, K/V, block, channel, component]; None for no block transform."""
     block_gain: NDArray[np.uint8] | None
     """[layer, K/V, block, component]."""
-    stacks: tuple[Stack, ...]
+    stacks: tuple[StackModel, ...]
     """Every layer's keys and values are in exactly one."""
     mean: NDArray[np.float32]
     """[layer, K/V, head, dim]: mean of the cache without rotary embedding."""

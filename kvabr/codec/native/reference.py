@@ -28,7 +28,7 @@ from kvabr.codec.native.model import (
     CoderModel,
     Index,
     Quantiser,
-    Stack,
+    StackModel,
     SynthesisModel,
     check_below,
     check_chain,
@@ -401,7 +401,7 @@ class _Reader:
 # ------------------------------------------------------------------ synthesis
 
 
-def _unstacked(stack: Stack, z: NDArray[np.int16]) -> NDArray[np.int16]:
+def _unstacked(stack: StackModel, z: NDArray[np.int16]) -> NDArray[np.int16]:
     """Apply the inverse stack transform: [coefficient, token] to [output, token]."""
     sums = _wrapped(_product(stack.matrix, z) + ONE // 2) >> 14
     bounded: NDArray[np.int16] = np.clip(sums, -32768, 32767).astype(np.int16)

@@ -13,7 +13,7 @@ from kvabr.codec.fit import FitConfig
 from kvabr.codec.native import coder
 from kvabr.codec.native.model import TILE
 from kvabr.codec.profile import Depth, Profile
-from kvabr.codec.quantiser import Counts, coder_model, nested
+from kvabr.codec.quantiser import SymbolCounts, coder_model, nested
 from kvabr.codec.structure import Structure, layered
 from kvabr.codec.transform import FRACTION, MAX_INDEX, RUN, Detector, Transform, rounded
 from kvabr.types.kv import KVSpec, RopeSpec
@@ -58,7 +58,7 @@ def profile(spec: KVSpec, seed: int = 0, config: FitConfig | None = None) -> Pro
     for track, lower in chain.items():
         exact = drawn / np.float32(config.steps[track])
         below[track] = np.rint(exact).astype(np.int32)
-        counts = Counts.nothing(structure.rows, refines=lower is not None)
+        counts = SymbolCounts.nothing(structure.rows, refines=lower is not None)
         for first in range(0, exact.shape[1], TILE):
             part = slice(first, first + TILE)
             counts.add(below[track][:, part], None if lower is None else below[lower][:, part])

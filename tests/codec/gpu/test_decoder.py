@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kvabr.codec.native import reference
 from kvabr.codec.native.coder import DecodeJob
-from kvabr.codec.native.model import Stack, SynthesisModel
+from kvabr.codec.native.model import StackModel, SynthesisModel
 from kvabr.types.errors import FormatError
 from tests.codec.gpu.conftest import DEVICE
 from tests.codec.native import models
@@ -64,7 +64,7 @@ def narrow(seed):
     """One layer of few channels, so that many tokens take not too long."""
     dice = np.random.default_rng(seed)
     mantissa, gain = dice.integers(-128, 128, (2, 2)).astype(np.int8), dice.integers(0, 256, 2).astype(np.uint8)
-    stacks = tuple(Stack(kv, (0,), 2, mantissa, gain) for kv in (0, 1))
+    stacks = tuple(StackModel(kv, (0,), 2, mantissa, gain) for kv in (0, 1))
     mean, norm = dice.normal(size=(1, 2, 1, 3)).astype(np.float32), np.ones((1, 2), np.float32)
     return SynthesisModel(1, 1, 3, None, 1, None, None, stacks, mean, norm)
 

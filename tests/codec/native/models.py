@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from kvabr.codec.native.model import CoderModel, Index, Stack, SynthesisModel, frequencies
+from kvabr.codec.native.model import CoderModel, Index, StackModel, SynthesisModel, frequencies
 from kvabr.types.kv import RopeSpec
 
 TOKENS = (1, 2, 5, 7, 8, 9, 16, 31, 63, 64, 65, 100, 127, 128, 129, 191, 256, 300)
@@ -51,7 +51,7 @@ def synthesis_model(dice: np.random.Generator, *, small: bool = False) -> Synthe
             some, left = tuple(sorted(left[:count])), left[count:]
             kept = 2 * int(dice.integers(0, width // 2 + 1))
             size = count * blocks * kept
-            stacks.append(Stack(kv, some, kept, _mantissas(dice, size, size), _stack_gains(dice, size)))
+            stacks.append(StackModel(kv, some, kept, _mantissas(dice, size, size), _stack_gains(dice, size)))
     blocked = dice.random() < 0.75
     return SynthesisModel(
         layers,

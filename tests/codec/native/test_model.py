@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from kvabr.codec import native
 from kvabr.codec.native import bench, coder
-from kvabr.codec.native.model import TOTAL, CoderModel, Stack, SynthesisModel, frequencies
+from kvabr.codec.native.model import TOTAL, CoderModel, StackModel, SynthesisModel, frequencies
 from kvabr.types.errors import FormatError, UsageError
 from tests.codec.native.models import case, coder_model, synthesis_model
 
@@ -123,8 +123,8 @@ def test_steps_that_are_none_are_refused(step: float) -> None:
 def test_a_stack_may_leave_layers_out() -> None:
     """A layer in the middle without a transform is a stack of its own that keeps nothing."""
     dice = np.random.default_rng(0)
-    empty = Stack(0, (1,), 0, np.empty((0, 0), np.int8), np.empty(0, np.uint8))
-    whole = [Stack(kv, (0, 2), 2, np.eye(4, dtype=np.int8), np.ones(4, np.uint8)) for kv in (0, 1)]
+    empty = StackModel(0, (1,), 0, np.empty((0, 0), np.int8), np.empty(0, np.uint8))
+    whole = [StackModel(kv, (0, 2), 2, np.eye(4, dtype=np.int8), np.ones(4, np.uint8)) for kv in (0, 1)]
     stacks = (whole[0], empty, whole[1], replace(empty, kv=1))
     mean, norm = np.zeros((3, 2, 1, 4), np.float32), np.ones((3, 2), np.float32)
     s = SynthesisModel(3, 1, 4, None, 1, None, None, stacks, mean, norm)
@@ -176,7 +176,7 @@ def test_without_the_extension_it_works_and_says_so_once(monkeypatch: pytest.Mon
 
 
 def test_synthetic_groups_are_measured() -> None:
-    tiny = bench.Shape("tiny", 2, 2, 16, 1, 2, 4)
+    tiny = bench.CacheShape("tiny", 2, 2, 16, 1, 2, 4)
     sample = bench.synthetic(tiny, 1.0, 3, tokens=64)
     assert sample.symbols == 2 * 2 * 2 * 16 * 64
     speed = bench.measure(sample, seconds=0.001)
