@@ -11,7 +11,6 @@ import asyncio
 import hashlib
 import logging
 import re
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Self
 
@@ -26,14 +25,15 @@ from kvabr.client.result import Clock, PlayOptions
 from kvabr.data import default_catalog
 from kvabr.engines.settings import Count, EngineSettings, Seconds
 from kvabr.publish.publisher import Outcome, Publisher, Slot
+from kvabr.store.lru import ByteLru
 from kvabr.types.errors import BusyError, FormatError, KvabrError, NotFoundError, UsageError
 from kvabr.types.kv import KVSpec
 from kvabr.types.naming import TrackNamespace
 
 LOG = logging.getLogger("kvabr.engines.chunk_store")
 
-_REMEMBERED = 4096
-"""Catalogs that are kept: what an engine has asked about it soon fetches."""
+_MAX_FOUND_BYTES = 64 << 20
+"""Memory for catalogs: an engine soon fetches what it has asked about."""
 _MOST_WAITING = 1 << 16
 _UNSAFE = re.compile(r"[^A-Za-z0-9._/-]")
 _DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
@@ -92,6 +92,11 @@ def spec_of(model: str, engine: str, layers: int, heads: int, dim: int, dtype: t
     return KVSpec(name[-256:], engine, layers, heads, dim, _DTYPES[dtype])
 
 
+def _memory_of(found: Found) -> int:
+    """Estimate the memory of a catalog: a group of a track has a digest of 64 characters and two numbers."""
+    return 1024 + 256 * found.catalog.groups * (1 + len(found.catalog.tracks))
+
+
 def key_digests(spec: KVSpec, key: str, tokens: int) -> list[str]:
     """A digest for each group of a cache; the last one names the asset."""
     groups = spec.groups(tokens)
@@ -144,7 +149,7 @@ class KeyedCaches:
         """
         self._fetcher, self._spec, self._settings, self._trouble = fetcher, spec, settings, trouble
         self._least_tokens, self._most_tokens = least_tokens, most_tokens
-        self._found: OrderedDict[str, Found] = OrderedDict()
+        self._found: ByteLru[str, Found] = ByteLru(_MAX_FOUND_BYTES, _memory_of)
         self.peer: Peer | None = None
         if settings.url is not None:
             self.peer = fetcher.peer(
@@ -166,7 +171,6 @@ class KeyedCaches:
         if self.peer is None:
             return None
         if (known := self._found.get(key)) is not None:
-            self._found.move_to_end(key)
             return known
         within_s = self._settings.lookup_s
         try:
@@ -186,9 +190,7 @@ class KeyedCaches:
             what = f"{found.catalog.tokens} tokens, where one has {self._least_tokens} to {self._most_tokens}"
             self._trouble.tell("the origin's caches are of another kind", what)
             return None
-        self._found[key] = found
-        while len(self._found) > _REMEMBERED:
-            self._found.popitem(last=False)
+        self._found.add(key, found)
         return found
 
     async def play(self, key: str, deadline_s: float) -> torch.Tensor | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, ClassVar, Self
 
@@ -19,6 +20,7 @@ from kvabr.abr.policies import DEFAULT
 from kvabr.quic.connect import parse_url
 from kvabr.quic.library import Quic
 from kvabr.types.errors import KvabrError, UsageError
+from kvabr.types.kv import MAX_GROUP_TOKENS, KVSpec
 
 
 def _checked(check: Callable[[str], object]) -> AfterValidator:
@@ -38,6 +40,15 @@ def _path(value: object) -> object:
     return Path(value).expanduser() if isinstance(value, str) and value else value
 
 
+def _location(value: object) -> object:
+    if isinstance(value, str) and "://" in value:
+        return value
+    found = _path(value)
+    if not isinstance(found, Path):
+        raise ValueError("it must be a path or a URL")  # noqa: TRY004  # pydantic tells of ValueErrors
+    return found
+
+
 def _tuple(value: object) -> object:
     if not isinstance(value, list | tuple):
         raise ValueError("it must be a list of names")  # noqa: TRY004  # pydantic tells of ValueErrors
@@ -46,6 +57,7 @@ def _tuple(value: object) -> object:
 
 Text = Annotated[str, Field(min_length=1)]
 FilePath = Annotated[Path, BeforeValidator(_path)]
+StoreLocation = Annotated[Path | str, BeforeValidator(_location)]
 Names = Annotated[tuple[Text, ...], Field(min_length=1), BeforeValidator(_tuple)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
@@ -64,14 +76,16 @@ class EngineSettings(BaseModel):
 
     url: Url | None = None
     """Where caches are fetched: ``moqt://host:port/`` of an origin or a relay. None: nothing is fetched."""
-    publish: FilePath | None = None
-    """Folder that computed caches are written to, for `kvabr serve`. None: nothing is published."""
+    publish: StoreLocation | None = None
+    """Store that computed caches are written to, for `kvabr serve`: a folder or a URL. None: nothing is published."""
     deadline_s: Seconds = 1.0
     """Seconds in which the cache of a request is wanted."""
     policy: PolicyName = DEFAULT
     """ABR policy, see `kvabr policies`."""
     model: Text | None = None
     """Name of the model in the track namespace. None: derived from the engine's model."""
+    group_tokens: Annotated[int | None, Field(ge=1, le=MAX_GROUP_TOKENS)] = None
+    """Tokens per group of what is published and asked for; both sides need the same. None: kvabr's default."""
     tracks: Names | None = None
     """Tracks to publish. None: the adapter's default."""
     token: Annotated[Text | None, Field(repr=False)] = None
@@ -95,6 +109,10 @@ class EngineSettings(BaseModel):
     publish_mib: Count | None = None
     """Size limit of what engines publish in ``publish``, MiB: caches computed longest ago are removed first. None:
     unlimited."""
+
+    def grouped(self, spec: KVSpec) -> KVSpec:
+        """Return ``spec`` with the group size that the user set."""
+        return spec if self.group_tokens is None else replace(spec, group_tokens=self.group_tokens)
 
     @property
     def publish_bytes(self) -> int | None:

@@ -21,6 +21,12 @@ def origin(tmp_path):
     made.close()
 
 
+def test_the_group_size_is_a_setting():
+    settings = KeyedSettings(url="moqt://origin.example/", group_tokens=64)
+    assert settings.grouped(SPEC).group_tokens == 64
+    assert KeyedSettings(url="moqt://origin.example/").grouped(SPEC) is SPEC
+
+
 def test_what_is_shorter_or_longer_than_its_key_stands_for_is_not_there(origin):
     options = KeyedSettings(url=origin.url, fingerprint=origin.fingerprint, quic="aioquic", publish=origin.root)
     publisher = KeyedPublisher(SPEC, options, Trouble(), "a cache of a test")

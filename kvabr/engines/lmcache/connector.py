@@ -94,7 +94,8 @@ class ChunkConnector(RemoteConnector):  # type: ignore[misc]
             raise IrrecoverableException("kvabr: one kind of layer, and chunks of all layers (use_layerwise: false)")
         self._settings, self._loop, self._memory = settings, loop, memory
         self._unfull = bool(config.save_unfull_chunk)
-        self._spec = spec_of(settings.model or metadata.model_name, metadata.kv_shape, metadata.kv_dtype)
+        spec = spec_of(settings.model or metadata.model_name, metadata.kv_shape, metadata.kv_dtype)
+        self._spec = settings.grouped(spec)
         self.metrics = NodeMetrics()
         self._trouble = Trouble()
         self._publisher = KeyedPublisher(self._spec, settings, self._trouble, "a chunk of LMCache")

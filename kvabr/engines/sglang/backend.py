@@ -57,7 +57,8 @@ class KvabrStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not there
         if getattr(pool, "v_head_dim", pool.head_dim) != pool.head_dim:
             raise FormatError("keys and values of different widths; kvabr has tracks for equal ones")
         page_view(pool.kv_buffer, pool.layout, 0, pool.page_size)
-        self._spec = spec_of(name, "sglang", pool.layer_num, pool.head_num, pool.head_dim, pool.dtype)
+        spec = spec_of(name, "sglang", pool.layer_num, pool.head_num, pool.head_dim, pool.dtype)
+        self._spec = self._settings.grouped(spec)
         self._publisher = KeyedPublisher(self._spec, self._settings, self._trouble, "a page of SGLang's HiCache")
         self._node = BlockingFetcher(self._settings.limits(), metrics=self.metrics)
 

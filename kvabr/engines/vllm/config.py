@@ -158,6 +158,7 @@ def served_model(config: Any, settings: VllmSettings) -> ServedModel:
         dtype=settings.asset_dtype or model_loader.asset_dtype(config_dtype),
         rope=rope_of_config(model.hf_text_config),
     )
+    spec = settings.grouped(spec)
     check_block_size(block, spec.group_tokens)
     return ServedModel(spec, dtype, block, head_shard(heads, rank, ranks), int(model.max_model_len))
 
