@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
 from types import ModuleType
+from typing import Protocol, cast
 
 from kvabr.types.engine import EngineMode
 from kvabr.types.errors import ModelError, UsageError
@@ -83,13 +84,19 @@ class Adapter:
         return version is not None and _checked(self, version)
 
 
+class AdapterPackage(Protocol):
+    """The package of an adapter. Importing it imports neither the engine nor torch."""
+
+    ADAPTER: Adapter
+
+
 def adapters() -> dict[str, Adapter]:
     """Return every adapter by name: kvabr's own and those of installed distributions.
 
     Raises:
         UsageError: an entry point is not an adapter, or cannot be loaded.
     """
-    found = {module.rpartition(".")[2]: importlib.import_module(module).ADAPTER for module in BUILTIN}
+    found = {adapter.name: adapter for adapter in map(_declared, BUILTIN)}
     for entry in metadata.entry_points(group="kvabr.engines"):
         try:
             loaded = entry.load()
@@ -99,6 +106,11 @@ def adapters() -> dict[str, Adapter]:
             raise UsageError(f"the entry point {entry.name!r} of kvabr.engines is not an Adapter, but {loaded!r}")
         found.setdefault(loaded.name, loaded)
     return found
+
+
+def _declared(package: str) -> Adapter:
+    module = cast(AdapterPackage, importlib.import_module(package))
+    return module.ADAPTER
 
 
 def release(version: str) -> tuple[int, ...]:

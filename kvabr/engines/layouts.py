@@ -1,41 +1,41 @@
-"""How engines lay out a KV cache, and how kvabr's one layout gets in and out of theirs. Pure functions over tensors.
+"""Layouts of engines' KV caches, and conversion to and from kvabr's. Pure functions over tensors.
 
-kvabr's layout is ``[layer, K/V, head, token, dim]``. An engine that pages its cache keeps one tensor per layer, cut
-into blocks of some tokens; which tokens a block holds only the engine knows, so here a block is a number.
+kvabr's layout is ``[layer, K/V, head, token, dim]``. A paged engine keeps one tensor per layer, cut into blocks of some
+tokens. Only the engine knows which tokens a block holds, so here a block is a number.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import Enum
 
 import torch
 
 from kvabr.types.errors import FormatError, UsageError
 
-_TOP = 65504.0
-"""FP16's largest number."""
+_FP16_MAX = 65504.0
 
 
 class BlockLayout(Enum):
-    """How one layer's paged cache is laid out: [block, head, token, 2 x dim] to look at, with keys and values where?"""
+    """Where keys and values are in one layer's paged cache, [block, head, token, 2 x dim]."""
 
     PLAIN = "plain"
-    """Keys are the first dim numbers of each token, values the others (vLLM on GPUs; any strides)."""
+    """The first ``dim`` numbers of each token are its key, the others its value (vLLM on GPUs; any strides)."""
     TRANSPOSED = "transposed"
-    """A head of a block is 2 x token x dim numbers in a row: first its keys as [dim, token], then its values as
-    [token, dim] (vLLM on CPUs, where the kernels read keys that way)."""
+    """Each head of a block is contiguous: keys as [dim, token], then values as [token, dim] (vLLM on CPUs, where the
+    kernels read keys that way)."""
 
 
 def keys_and_values(cache: torch.Tensor, layout: BlockLayout) -> tuple[torch.Tensor, torch.Tensor]:
-    """Views of the keys and of the values of one layer's paged cache, both [block, head, token, dim].
+    """Return views of the keys and the values of one layer's paged cache, both [block, head, token, dim].
 
     Args:
         cache: [block, head, token, 2 x dim].
-        layout: what is where in it.
+        layout: of the cache.
 
     Raises:
-        FormatError: the cache is not of this shape, or, if transposed, does not lie in one piece.
+        FormatError: the cache has another shape, or is transposed and not contiguous.
     """
     if cache.dim() != 4 or cache.shape[-1] % 2:
         raise FormatError(f"a paged cache is [block, head, token, 2 x dim], this one is {tuple(cache.shape)}")
@@ -44,7 +44,9 @@ def keys_and_values(cache: torch.Tensor, layout: BlockLayout) -> tuple[torch.Ten
     if layout is BlockLayout.PLAIN:
         return cache[..., :dim], cache[..., dim:]
     if cache.stride()[1:] != (tokens * both, both, 1):
-        raise FormatError(f"a transposed cache lies head by head in one piece, this one has strides {cache.stride()}")
+        raise FormatError(
+            f"a transposed cache must be contiguous within a block, this one has strides {cache.stride()}"
+        )
     step = cache.stride(0)
     keys = cache.as_strided((blocks, heads, tokens, dim), (step, tokens * both, 1, tokens))
     values = cache.as_strided(
@@ -53,8 +55,72 @@ def keys_and_values(cache: torch.Tensor, layout: BlockLayout) -> tuple[torch.Ten
     return keys, values
 
 
+@dataclass(frozen=True, slots=True)
+class PagedBlocks:
+    """Some blocks of a paged cache as a `kvabr.engines.contract.KVPlace`."""
+
+    layers: Sequence[torch.Tensor]
+    """One tensor per layer, [block, head, token, 2 x dim]."""
+    blocks: Sequence[int]
+    """Numbers of the blocks, in the order of their tokens."""
+    layout: BlockLayout
+
+    def write(self, kv: torch.Tensor) -> None:
+        """Copy KV into the blocks.
+
+        Args:
+            kv: [layer, K/V, head, token, dim], all tokens of the blocks, any float dtype, any device.
+
+        Raises:
+            FormatError: the shapes do not fit each other.
+        """
+        numbers = indices(self.blocks, self.layers[0])
+        for cache, part in zip(self.layers, kv, strict=True):
+            write_blocks(cache, numbers, part, self.layout)
+
+    def read(self, out: torch.Tensor) -> None:
+        """Copy the KV of the blocks into ``out``, [layer, K/V, head, token, dim], any float dtype, any device.
+
+        Raises:
+            FormatError: the shapes do not fit each other.
+        """
+        numbers = indices(self.blocks, self.layers[0])
+        for cache, part in zip(self.layers, out, strict=True):
+            read_blocks(cache, numbers, part, self.layout)
+
+
+@dataclass(frozen=True, slots=True)
+class KVView:
+    """A view of an engine's own memory as a `kvabr.engines.contract.KVPlace`: a chunk of LMCache, a page of SGLang."""
+
+    view: torch.Tensor
+    """[layer, K/V, head, token, dim], any strides."""
+
+    def write(self, kv: torch.Tensor) -> None:
+        """Copy KV of the view's shape into it.
+
+        Raises:
+            FormatError: it has another shape.
+        """
+        self._check(kv)
+        self.view.copy_(cast(kv, self.view.dtype))
+
+    def read(self, out: torch.Tensor) -> None:
+        """Copy the view into ``out``, of the same shape.
+
+        Raises:
+            FormatError: it has another shape.
+        """
+        self._check(out)
+        out.copy_(cast(self.view, out.dtype))
+
+    def _check(self, other: torch.Tensor) -> None:
+        if other.shape != self.view.shape:
+            raise FormatError(f"{tuple(other.shape)} is not the shape of the engine's memory, {tuple(self.view.shape)}")
+
+
 def write_blocks(cache: torch.Tensor, blocks: torch.Tensor, kv: torch.Tensor, layout: BlockLayout) -> None:
-    """Put whole blocks of one layer into an engine's paged cache.
+    """Copy whole blocks of one layer into a paged cache.
 
     Args:
         cache: [block, head, token, 2 x dim], written.
@@ -72,11 +138,11 @@ def write_blocks(cache: torch.Tensor, blocks: torch.Tensor, kv: torch.Tensor, la
         raise FormatError(f"{tuple(kv.shape)} is not the cache of {count} blocks, {(2, heads, count * size, dim)}")
     for target, part in zip((keys, values), kv, strict=True):
         cut = part.view(heads, count, size, dim) if part.is_contiguous() else part.reshape(heads, count, size, dim)
-        target.index_copy_(0, blocks, _cast(cut.to(cache.device), cache.dtype).transpose(0, 1))
+        target.index_copy_(0, blocks, cast(cut.to(cache.device), cache.dtype).transpose(0, 1))
 
 
 def read_blocks(cache: torch.Tensor, blocks: torch.Tensor, out: torch.Tensor, layout: BlockLayout) -> None:
-    """Take whole blocks of one layer out of an engine's paged cache.
+    """Copy whole blocks of one layer out of a paged cache.
 
     Args:
         cache: [block, head, token, 2 x dim].
@@ -93,32 +159,32 @@ def read_blocks(cache: torch.Tensor, blocks: torch.Tensor, out: torch.Tensor, la
     if tuple(out.shape) != (2, heads, count * size, dim):
         raise FormatError(f"{tuple(out.shape)} does not take {count} blocks, {(2, heads, count * size, dim)} does")
     for source, part in zip((keys, values), out, strict=True):
-        part.unflatten(1, (count, size)).copy_(_cast(source.index_select(0, blocks), part.dtype).transpose(0, 1))
+        part.unflatten(1, (count, size)).copy_(cast(source.index_select(0, blocks), part.dtype).transpose(0, 1))
 
 
-def _cast(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Another element type; what is beyond FP16 becomes its largest number, since one infinity ruins all attention."""
-    cast = values.to(dtype)
+def cast(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return values in another dtype; FP16 is clamped to its range, since one infinity ruins all attention."""
+    converted = values.to(dtype)
     if dtype is torch.float16 and values.dtype is not dtype:
-        cast.clamp_(-_TOP, _TOP)
-    return cast
+        converted.clamp_(-_FP16_MAX, _FP16_MAX)
+    return converted
 
 
 def head_shard(heads: int, rank: int, ranks: int) -> range:
-    """The KV heads that one rank of a tensor-parallel engine holds.
+    """Return the KV heads that one rank of a tensor-parallel engine holds.
 
-    With more ranks than heads each head is held by several ranks, as vLLM, SGLang and Megatron have it.
+    With more ranks than heads each head is held by several ranks, as in vLLM, SGLang and Megatron.
 
     Args:
         heads: KV heads of the model.
-        rank: which rank.
-        ranks: how many there are.
+        rank: number of the rank.
+        ranks: number of ranks.
 
     Raises:
         UsageError: heads and ranks do not divide each other, or there is no such rank.
     """
     if not 0 <= rank < ranks:
-        raise UsageError(f"rank {rank} of {ranks} tensor-parallel ranks: there is no such rank")
+        raise UsageError(f"there is no rank {rank} among {ranks} tensor-parallel ranks")
     if heads % ranks and ranks % heads:
         raise UsageError(f"{heads} KV heads cannot be spread over {ranks} tensor-parallel ranks")
     each = max(1, heads // ranks)
@@ -127,16 +193,12 @@ def head_shard(heads: int, rank: int, ranks: int) -> range:
 
 
 def whole_blocks(tokens: int, block: int) -> int:
-    """Tokens of the blocks that so many tokens fill."""
+    """Return the number of tokens in the blocks that ``tokens`` fill completely."""
     return tokens // block * block
 
 
 def check_block_size(block: int, group: int) -> None:
-    """Refuse blocks that do not fit an asset's groups.
-
-    Args:
-        block: tokens in one of the engine's blocks.
-        group: tokens in one of the asset's groups.
+    """Raise unless one of the engine's block size and the asset's group size, in tokens, divides the other.
 
     Raises:
         UsageError: neither divides the other.
@@ -150,5 +212,5 @@ def check_block_size(block: int, group: int) -> None:
 
 
 def indices(blocks: Sequence[int], cache: torch.Tensor) -> torch.Tensor:
-    """Block numbers as `write_blocks` and `read_blocks` want them, once for all layers."""
+    """Return block numbers for `write_blocks` and `read_blocks`: [n] int64 on the cache's device."""
     return torch.tensor(list(blocks), dtype=torch.int64, device=cache.device)
