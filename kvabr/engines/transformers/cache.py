@@ -1,4 +1,4 @@
-"""transformers' caches and kvabr's: one tensor [layer, K/V, head, token, dim] on this side, a layer each on theirs."""
+"""Conversion between kvabr's KV, [layer, K/V, head, token, dim], and the caches of transformers."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from kvabr.types.kv import DTYPES, KVSpec
 _FLOATS = tuple(getattr(torch, name) for name in DTYPES)
 
 _LOSSES: WeakKeyDictionary[Any, float] = WeakKeyDictionary()
-"""Expected loss of the caches that were played, for as long as they live."""
+"""Expected loss of played caches, while they live."""
 
 
 def dynamic_cache(kv: torch.Tensor, dtype: torch.dtype, device: torch.device) -> Any:
-    """A `DynamicCache` with a copy of ``kv`` in it.
+    """Return a `DynamicCache` with a copy of ``kv``.
 
     Args:
         kv: [layer, K/V, head, token, dim]; no tokens make an empty cache.
-        dtype: in which the model computes.
-        device: of the model.
+        dtype: the model's.
+        device: the model's.
     """
     cache = require("transformers").DynamicCache()
     if kv.shape[3]:
@@ -37,31 +37,33 @@ def dynamic_cache(kv: torch.Tensor, dtype: torch.dtype, device: torch.device) ->
 
 
 def cache_kv(cache: Any, spec: KVSpec, tokens: int) -> torch.Tensor:
-    """The KV of the first tokens in a transformers cache, copied.
+    """Copy the KV of the first tokens out of a transformers cache.
 
     Args:
         cache: the ``past_key_values`` of a model's output, for a batch of one.
         spec: of the model's cache.
-        tokens: how many.
+        tokens: number of tokens.
 
     Returns:
         [layer, K/V, head, token, dim] in the cache's dtype, on the CPU.
 
     Raises:
         ModelError: the cache is quantised, static, has sliding windows, or is another model's.
-        UsageError: it holds another number of prompts than one, or fewer tokens.
+        UsageError: it does not hold exactly one prompt, or holds fewer tokens.
     """
     layers = getattr(cache, "layers", None)
     if layers is None:
-        raise ModelError(f"a {type(cache).__name__} is no cache of transformers; pass an output's past_key_values")
+        raise ModelError(
+            f"a {type(cache).__name__} is not a cache of transformers; pass the past_key_values of an output"
+        )
     if len(layers) != spec.layers:
         raise ModelError(f"a cache of {len(layers)} layers is not one of {spec.model}, which has {spec.layers}")
     for index, layer in enumerate(layers):
         kind = type(layer).__name__
         if kind != "DynamicLayer":
             raise ModelError(
-                f"layer {index} keeps its cache as {kind}: kvabr takes plain layers that hold every token as it was "
-                "computed; let generate() make a DynamicCache"
+                f"layer {index} keeps its cache as {kind}: kvabr needs plain layers that hold every token "
+                "unquantised; let generate() make a DynamicCache"
             )
         _check_layer(index, layer, spec, tokens)
     out = torch.empty(spec.shape(tokens), dtype=layers[0].keys.dtype)
@@ -74,7 +76,7 @@ def cache_kv(cache: Any, spec: KVSpec, tokens: int) -> torch.Tensor:
 def _check_layer(index: int, layer: Any, spec: KVSpec, tokens: int) -> None:
     keys, values = layer.keys, layer.values
     if keys is None or keys.dim() != 4 or keys.shape != values.shape:
-        raise ModelError(f"layer {index} of the cache is empty, or its keys and values are not alike")
+        raise ModelError(f"layer {index} of the cache is empty, or its keys and values differ in shape")
     batch, heads, held, dim = keys.shape
     if batch != 1:
         raise UsageError(f"the cache holds {batch} prompts; publish them one at a time")
@@ -90,13 +92,13 @@ def _check_layer(index: int, layer: Any, spec: KVSpec, tokens: int) -> None:
 
 
 def remember_loss(cache: Any, loss: float) -> None:
-    """Note what a cache is expected to have lost; see `loss_of`."""
+    """Record the expected loss of a cache; see `loss_of`."""
     _LOSSES[cache] = loss
 
 
 def loss_of(cache: Any) -> float:
-    """Expected loss of a cache, nats per generated token; 0.0 unless it was played on lossy tracks."""
+    """Return the expected loss of a cache, nats per generated token; 0.0 unless it was played on lossy tracks."""
     try:
         return _LOSSES.get(cache, 0.0)
-    except TypeError:  # nothing that could be remembered
+    except TypeError:  # not hashable, so not recorded
         return 0.0

@@ -1,7 +1,7 @@
 """The engine protocol on Hugging Face transformers: hole mode, plus scoring a continuation after a cache.
 
-Works with every causal language model whose cache is plain full attention; others are refused by name. The caller's
-tensors are only ever read: transformers appends to copies.
+It works with every causal language model whose cache is plain full attention. The caller's tensors are never written:
+transformers appends to copies.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from kvabr.types.errors import ModelError
 from kvabr.types.kv import KVSpec
 
 CHUNK = 512
-"""Tokens that one forward pass takes: enough to keep a CPU's matrix units busy, few enough to bound memory."""
+"""Tokens per forward pass: enough to keep a CPU's matrix units busy, few enough to bound memory."""
 
 SCORE_CHUNK = 128
-"""Tokens of a continuation that are scored at once: logits over a whole vocabulary are large."""
+"""Tokens of a continuation scored at once: logits over a whole vocabulary are large."""
 
 
 class TransformersEngine:
@@ -35,7 +35,7 @@ class TransformersEngine:
 
     @property
     def spec(self) -> KVSpec:
-        """Shape and meaning of the cache that the model computes."""
+        """Spec of the cache that the model computes."""
         return self._spec
 
     @property
@@ -45,7 +45,7 @@ class TransformersEngine:
 
     @property
     def context(self) -> int:
-        """Tokens that the model can look at, prompt and continuation together."""
+        """Maximum number of tokens, prompt and continuation together."""
         return self._context
 
     @property
@@ -55,13 +55,13 @@ class TransformersEngine:
 
     @property
     def device(self) -> torch.device:
-        """Where the model computes."""
+        """Device on which the model computes."""
         device: torch.device = self._model.device
         return device
 
     @property
     def dtype(self) -> torch.dtype:
-        """Element type in which the model computes, and of the caches that it returns."""
+        """Element type in which the model computes and returns caches."""
         dtype: torch.dtype = self._model.dtype
         return dtype
 
@@ -81,17 +81,17 @@ class TransformersEngine:
 
     @torch.inference_mode()
     def score(self, kv: torch.Tensor | None, tokens: Sequence[int]) -> torch.Tensor:
-        """Log-probabilities of the next token after each token of a continuation.
+        """Return log-probabilities of the next token after each token of a continuation.
 
         Args:
-            kv: cache of everything before the continuation, [layer, K/V, head, token, dim]; read, never written.
-                None for no cache at all.
+            kv: cache of everything before the continuation, [layer, K/V, head, token, dim]; not written. None: there is
+                nothing before it.
             tokens: ids of the continuation.
 
         Returns:
             [len(tokens), vocabulary] float64; row i is the distribution of the token that follows ``tokens[i]``. The
-            model's float32 logits are normalised in float64, so that a KL between two of these is not drowned in
-            rounding.
+            model's float32 logits are normalised in float64, so that rounding does not dominate a KL between two
+            of these.
 
         Raises:
             ModelError: the tokens do not fit the model, or ``kv`` is not a cache of this model.
@@ -105,22 +105,22 @@ class TransformersEngine:
         return out
 
     def gradient(self, kv: torch.Tensor, tokens: Sequence[int], seed: int = 0) -> torch.Tensor:
-        """How what the model says changes with the cache: what a calibration weighs errors by.
+        """Return the gradient of the model's output with respect to the cache; a calibration weighs errors by it.
 
-        The expectation of the square of this gradient, over what the model itself would say next (so the tokens are
-        sampled, not those of the text), is how fast the KL divergence grows with an error: the Fisher information.
+        The expected square of this gradient over the model's own next tokens is the Fisher information: how fast the KL
+        divergence grows with an error. The next tokens are therefore sampled, not taken from the text.
 
         Args:
-            kv: the cache, [layer, K/V, head, token, dim]; read, never written.
-            tokens: ids of what followed.
-            seed: of the sampling.
+            kv: the cache, [layer, K/V, head, token, dim]; not written.
+            tokens: ids of the tokens that followed.
+            seed: seed of the sampling.
 
         Returns:
-            Of the shape of ``kv``, float32: the gradient of the summed log-probability of one sampled token after each
-            of ``tokens``.
+            The gradient of the summed log-probability of one sampled token after each of ``tokens``; the shape of
+            ``kv``, float32.
 
         Raises:
-            ModelError: as for `score`; or what the model says is not finite.
+            ModelError: as for `score`; or the model's output is not finite.
         """
         self._model.requires_grad_(False)
         dice = torch.Generator().manual_seed(seed)
@@ -130,15 +130,15 @@ class TransformersEngine:
             logits = self._model(input_ids=ids, past_key_values=cache, use_cache=True).logits[0].float()
             likely = torch.log_softmax(logits, dim=-1)
             if not bool(torch.isfinite(likely.detach()).all()):
-                raise ModelError(f"{self._spec.model}: what it says is NaN or infinite; its weights are damaged")
+                raise ModelError(f"{self._spec.model}: its output is NaN or infinite; its weights are damaged")
             said = torch.multinomial(likely.detach().exp(), 1, generator=dice)
             likely.gather(1, said).sum().backward()  # type: ignore[no-untyped-call]
         if leaf.grad is None:
-            raise ModelError(f"{self._spec.model}: it does not look at its cache")
+            raise ModelError(f"{self._spec.model}: its output does not depend on its cache")
         return leaf.grad.float()
 
     def _begin(self, tokens: Sequence[int], before: torch.Tensor | None) -> tuple[torch.Tensor, Any, int]:
-        """Ids as a batch of one, a transformers cache over ``before``, and the number of tokens in it."""
+        """Return the ids as a batch of one, a transformers cache with a copy of ``before``, and its length."""
         start = 0 if before is None else int(before.shape[-2])
         self.check(tokens, start)
         cache = self._cache_class()
@@ -153,10 +153,10 @@ class TransformersEngine:
         return torch.tensor([list(tokens)], dtype=torch.long, device=self.device), cache, start
 
     def check(self, tokens: Sequence[int], start: int = 0) -> None:
-        """Refuse tokens that do not fit the model behind ``start`` others.
+        """Raise unless the tokens fit the model behind ``start`` others.
 
         Raises:
-            ModelError: none, too many, or ids outside its vocabulary.
+            ModelError: there are none or too many, or ids are outside the vocabulary.
         """
         if not tokens:
             raise ModelError("a prefill needs at least one token")

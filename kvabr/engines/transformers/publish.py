@@ -1,4 +1,4 @@
-"""What a prefill computed, published: the ``past_key_values`` of a model become an asset that an origin serves."""
+"""Publishes what a prefill computed: the ``past_key_values`` of a model become an asset that an origin serves."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ def cache_publisher(
     queue: int = 4,
     most_bytes: int | None = None,
 ) -> Publisher:
-    """A publisher for `publish_cache`; close it at the end.
+    """Return a publisher for `publish_cache`; close it at the end.
 
     Args:
         engine: the model.
         root: the folder that `kvabr serve` serves.
-        profile: codec profile of the model (`kvabr calibrate`); None: the one that comes along, if it is the model's.
-        prior: where expected losses come from, since a serving model has no time to measure them: the catalog of an
-            asset of the same model (`kvabr encode`); None: one of SmolLM2-135M.
+        profile: codec profile of the model (`kvabr calibrate`); None: the one that kvabr ships, if it fits.
+        prior: source of the expected losses, which a serving model has no time to measure: the catalog of an asset of
+            the same model (`kvabr encode`); None: one of SmolLM2-135M.
         tracks: names of the tracks; None: FP16, Int8, Int4, and with a profile the AC layers.
-        queue: caches that may wait or be worked on.
-        most_bytes: what engines publish in that folder takes at most: the caches computed longest ago are removed.
-            None: no bound.
+        queue: caches that may wait or be encoded at once.
+        most_bytes: size limit of what engines publish in that folder: caches computed longest ago are removed first.
+            None: unlimited.
 
     Raises:
-        UsageError: a track needs a profile, or the prior knows nothing of it; or the folder cannot be made.
+        UsageError: a track needs a profile or is missing in the prior, or the folder cannot be made.
         ForeignError: the profile is of another model.
     """
     if profile is None:
@@ -74,23 +74,23 @@ def publish_cache(
         publisher: from `cache_publisher`.
         engine: the model that computed the cache.
         cache: the ``past_key_values`` of its output, for one prompt.
-        tokens: ids of what is published: the prompt, or the part that others will share. The cache may hold more.
+        tokens: ids of the prompt, or of the part that others will share. The cache may hold more.
         salt: a tenant's secret, see `kvabr.types.naming.chain`.
 
     Returns:
-        What becomes of it: ``published``, ``known`` (it was before), ``full`` (others wait) or ``failed``.
+        The outcome: ``published``, ``known`` (published before), ``full`` (too many wait) or ``failed``.
 
     Raises:
-        UsageError: fewer tokens than a group, more than the cache holds, or a cache that was itself played with
-            losses, which would be passed on as if it were exact.
-        ModelError: a cache that is quantised, static, of sliding windows, or another model's.
+        UsageError: there are fewer tokens than a group has or more than the cache holds, or the cache was itself played
+            with losses and would pass as exact.
+        ModelError: the cache is quantised, static, has sliding windows, or is another model's.
     """
     spec = engine.spec
     ids = prompt_ids(engine, tokens)
     if len(ids) < spec.group_tokens:
         raise UsageError(
-            f"{len(ids)} tokens are less than a group of {spec.group_tokens}: computing them again is cheaper than "
-            "fetching them"
+            f"{len(ids)} tokens are fewer than a group has ({spec.group_tokens}): computing them again is cheaper "
+            "than fetching them"
         )
     if loss := loss_of(cache):
         raise UsageError(
@@ -112,7 +112,7 @@ def publish_cache(
 
 
 def _shipped(spec: KVSpec) -> Profile | None:
-    """The profile that comes along, if it is of this model."""
+    """Return the profile that kvabr ships if it is of this model."""
     profile = Profile.from_bytes(default_profile_bytes())
     try:
         profile.check(spec)

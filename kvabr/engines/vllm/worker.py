@@ -25,7 +25,7 @@ from kvabr.engines.layouts import BlockLayout, indices, read_blocks, whole_block
 from kvabr.engines.vllm.config import ServedModel, VllmSettings
 from kvabr.engines.vllm.meta import Load, Publication, Step
 from kvabr.engines.vllm.node import Node
-from kvabr.engines.vllm.stats import Counts
+from kvabr.engines.vllm.stats import ConnectorCounts
 from kvabr.publish.publisher import Outcome, Publisher, Slot
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import FormatError, KvabrError, PlayError, UsageError
@@ -59,7 +59,7 @@ class WorkerHalf:
             publisher: takes what is computed; None: nothing is published.
         """
         self._settings, self._model, self._node, self._publisher = settings, model, node, publisher
-        self.counts = Counts()
+        self.counts = ConnectorCounts()
         self._layers: list[torch.Tensor] = []
         self._layout = BlockLayout.PLAIN
         self._copier = ThreadPoolExecutor(1, "kvabr-copy")

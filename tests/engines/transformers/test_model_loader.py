@@ -283,7 +283,7 @@ def test_other_attention_is_refused_by_name(tmp_path, kind, changes, message):
 
 
 def test_what_is_no_model(tmp_path, llama):
-    with pytest.raises(ModelError, match="no such model; give 'smollm2', or a directory"):
+    with pytest.raises(ModelError, match="no such model; give 'smollm2' or a directory"):
         load_model(str(tmp_path / "nothing"))
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).write_bytes((llama / name).read_bytes())

@@ -44,7 +44,7 @@ def test_without_vllm_it_says_so():
 
 
 def test_counts_add_up():
-    counts = stats.Counts()
+    counts = stats.ConnectorCounts()
     counts.add("plays")
     counts.add("loss", 0.5)
     counts.play(0.2)
