@@ -14,24 +14,24 @@ from kvabr.abr.view import View
 from kvabr.types.catalog import Catalog, Track
 from kvabr.types.naming import TrackNamespace
 
-AtHand = Callable[[TrackNamespace, str], Collection[int]]
-"""Which groups of a track are at hand, as they are published: see `Catalog.offset`."""
+CachedGroups = Callable[[TrackNamespace, str], Collection[int]]
+"""Returns the stored groups of a track, numbered as published (see `Catalog.offset`)."""
 
 
-def kept_first(policy: Policy, catalog: Catalog, at_hand: AtHand) -> Policy:
-    """Wrap the policy in a `KeptFirst` if it can build on stored groups and there are any; else return it unchanged."""
-    if not policy.takes_kept:
+def cache_first(policy: Policy, catalog: Catalog, stored: CachedGroups) -> Policy:
+    """Wrap the policy in a `CacheFirst` if there are stored groups that it can build on, or return it unchanged."""
+    if not policy.takes_cached:
         return policy
     kept = {
         track.name: frozenset(
-            group - catalog.offset for group in at_hand(catalog.namespace, track.name) if group >= catalog.offset
+            group - catalog.offset for group in stored(catalog.namespace, track.name) if group >= catalog.offset
         )
         for track in catalog.tracks
     }
-    return KeptFirst(policy, kept) if any(kept.values()) else policy
+    return CacheFirst(policy, kept) if any(kept.values()) else policy
 
 
-class KeptFirst(Policy):
+class CacheFirst(Policy):
     """Takes the best stored version of every group, then follows another policy."""
 
     def __init__(self, inner: Policy, kept: dict[str, frozenset[int]]) -> None:
@@ -67,9 +67,9 @@ class KeptFirst(Policy):
             track = layers[0]
             below = view.catalog.by_name[track].refines
             if group in view.missing_groups and below is None:
-                return self._take(Decision.fetch(group, track, "it is at hand"), group)
+                return self._take(Decision.fetch(group, track, "it is in the local store"), group)
             if below is not None and group in view.settled and view.track_of[group] == below:
-                return self._take(Decision.upgrade(group, track, "it is at hand"), group)
+                return self._take(Decision.upgrade(group, track, "it is in the local store"), group)
         # A group whose base is being read settles in a moment, and then this is asked again.
         return self._inner.decide(view)
 

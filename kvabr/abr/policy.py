@@ -97,7 +97,7 @@ class Policy(ABC):
     def start(self, view: View) -> None:  # noqa: B027  # a hook that few need
         """Start a play."""
 
-    takes_kept: ClassVar[bool] = False
+    takes_cached: ClassVar[bool] = False
     """Whether it can build on groups that were put in place before it was asked, on whatever track."""
 
     @abstractmethod

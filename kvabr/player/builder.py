@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from kvabr.abr.cache_first import AtHand, kept_first
+from kvabr.abr.cache_first import CachedGroups, cache_first
 from kvabr.abr.estimator import Estimator
 from kvabr.abr.ladder import Ladder
 from kvabr.abr.plugins import load_estimator, load_policy
@@ -74,7 +74,7 @@ def new_session(
     mode: EngineMode = "hole",
     config: PlayerConfig | None = None,
     patience_s: float | None = None,
-    at_hand: AtHand | None = None,
+    at_hand: CachedGroups | None = None,
     oracle: Callable[[float], float] | None = None,
     log: Log | None = None,
 ) -> Session:
@@ -107,7 +107,7 @@ def new_session(
         if player.computes:
             raise UsageError(f"policy {policy} has the engine compute from the front, which this engine cannot do")
     if at_hand is not None:
-        player = kept_first(player, ladder.catalog, at_hand)
+        player = cache_first(player, ladder.catalog, at_hand)
     if isinstance(goal, UpgradeGoal):
         return UpgradeSession(ladder, deadline_s, player, estimator, goal=goal, config=config, log=log)
     if cost is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvabr.abr import Ladder
-from kvabr.abr.cache_first import KeptFirst, kept_first
+from kvabr.abr.cache_first import CacheFirst, cache_first
 from kvabr.abr.estimators import DualEwma
 from kvabr.abr.plugins import load_policy
 from kvabr.player import Decode, Deliver, Fetch, Session
@@ -13,7 +13,7 @@ from tests.catalogs import catalog
 
 
 def playing(offer, kept, policy="anytime", **options):
-    chosen = kept_first(load_policy(policy)(), offer, lambda _, track: kept.get(track, ()))
+    chosen = cache_first(load_policy(policy)(), offer, lambda _, track: kept.get(track, ()))
     return Session(Ladder(offer), 2.0, chosen, DualEwma(), **options), chosen
 
 
@@ -40,7 +40,7 @@ def test_the_best_of_what_is_at_hand_is_taken_and_nothing_of_it_twice():
     offer = catalog(6)
     kept = {"FP16": {0, 1}, "Int8": {1, 2}, "Int4": range(6)}
     play, policy = playing(offer, kept)
-    assert isinstance(policy, KeptFirst)
+    assert isinstance(policy, CacheFirst)
     assert (policy.name, policy.paces, policy.abandons) == ("anytime", True, True)
     play.start(0.0)
     asked, others = run_at_hand(play, kept)
@@ -85,9 +85,9 @@ def test_all_at_hand_is_delivered_without_the_network():
 def test_who_does_not_take_what_is_at_hand_is_left_alone():
     offer = catalog(3)
     fixed = load_policy("fixed:Int4")()
-    assert kept_first(fixed, offer, lambda *_: range(3)) is fixed
+    assert cache_first(fixed, offer, lambda *_: range(3)) is fixed
     anytime = load_policy("anytime")()
-    assert kept_first(anytime, offer, lambda *_: ()) is anytime
+    assert cache_first(anytime, offer, lambda *_: ()) is anytime
 
 
 def test_what_is_at_hand_and_waiting_for_others_say_nothing_about_the_link():

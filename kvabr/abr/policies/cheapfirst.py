@@ -31,7 +31,7 @@ class CheapFirst(Policy):
     """Cheapest first, then most loss saved per byte."""
 
     name: ClassVar[str] = "cheapfirst"
-    takes_kept: ClassVar[bool] = True
+    takes_cached: ClassVar[bool] = True
 
     def start(self, view: View) -> None:
         """Start with the track of fewest bytes."""
