@@ -1,4 +1,4 @@
-"""Catalogs with round numbers, and views of a play set by hand: for decisions that can be worked out on paper."""
+"""Catalogs with round numbers, and views set by hand, for decisions that can be worked out on paper."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def view(groups: int = 10, deadline: float = 10.0, tracks=TRACKS, **more) -> Vie
 
 
 def bring(seen: View, group: int, track: str, now: float) -> None:
-    """A group has arrived, and is in place."""
+    """Put a group in place."""
     seen.missing_groups.pop(group, None)
     seen.track_of[group] = track
     seen.settled.add(group)
@@ -41,7 +41,7 @@ def bring(seen: View, group: int, track: str, now: float) -> None:
 
 
 def fly(seen: View, group: int, track: str) -> Transfer:
-    """A group is on its way."""
+    """Put a group in flight."""
     transfer = Transfer(len(seen.in_flight), group, track, seen.bytes(group, track), False, seen.now)
     seen.in_flight[transfer.request] = transfer
     seen.outstanding_bytes += transfer.bytes
@@ -50,7 +50,7 @@ def fly(seen: View, group: int, track: str) -> Transfer:
 
 
 def steady(policy, catalog: Catalog, rate: float, deadline: float = 4.0, rtt: float = 0.02, **more) -> PlayRecord:
-    """A play over a link that carries so many bytes every second."""
+    """Return a play over a link of constant rate."""
     from kvabr.abr.plugins import load_estimator, load_policy
 
     made = load_policy(policy)()

@@ -1,4 +1,4 @@
-"""The default policy: what it asks for, in which order, and how near it comes to the clairvoyant."""
+"""The default policy: its requests, their order, and how near it comes to the clairvoyant bound."""
 
 import dataclasses
 
@@ -32,7 +32,7 @@ def session(offer: Catalog, deadline: float = 2.0, policy: str = "anytime", **op
 
 
 def bring(play: Session, fetch: Fetch, now: float) -> list[Fetch]:
-    """One request: first byte, all bytes, decoded; what is asked for then."""
+    """Complete one request (first byte, all bytes, decoded) and return the next requests."""
     play.first_byte(fetch.request, now - 0.01)
     play.done(fetch.request, now)
     actions = play.actions()
@@ -49,7 +49,7 @@ def simulate(
 
 
 def worth(offer: Catalog, group: int, track: str) -> float:
-    """Loss saved per byte by a layer."""
+    """Return the loss that a layer saves per byte."""
     layer = offer.track(track)
     return (offer.track(layer.refines).loss[group] - layer.loss[group]) / layer.bytes[group]
 
@@ -92,7 +92,7 @@ def test_layers_come_in_the_order_of_loss_saved_per_byte():
     assert [track for _, track in steps[:12]] == ["base"] * 12
     taken = [(group, str(track)) for group, track in steps[12:]]
     assert len(taken) > 4
-    # What was asked for together was in order; a layer that depends on one in flight may come later than its worth.
+    # Requests made together are in order; a layer above one in flight may come later than its value suggests.
     firsts = [worth(offer, group, track) for group, track in taken if track == "layer-1"]
     assert firsts == sorted(firsts, reverse=True)
     left = [worth(offer, group.group, "layer-1") for group in record.groups if group.track == "base"]

@@ -1,4 +1,4 @@
-"""What is at hand comes first: the best of it, layers upon their base, and then the policy goes on as ever."""
+"""Stored groups come first: the best version, layers on top of their base; then the policy continues as usual."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def playing(offer, kept, policy="anytime", **options):
 
 
 def run_at_hand(play, kept, now=0.01):
-    """Bring at once whatever is asked for and at hand; what else is asked for."""
+    """Deliver requested groups that are stored at once; return the other requests."""
     others, asked = [], []
     actions = play.actions()
     while actions:
@@ -57,7 +57,7 @@ def test_layers_at_hand_are_put_upon_their_base():
     asked, others = run_at_hand(play, kept)
     for group, layers in ((0, ["base", "layer-1", "layer-2"]), (1, ["base", "layer-1"]), (2, ["base"])):
         assert [track for where, track in asked if where == group][: len(layers)] == layers
-    # What has no base at hand is not at hand.
+    # A layer without a stored base is not usable.
     assert next(fetch.track for fetch in others if fetch.group == 3) == "base"
 
 

@@ -1,4 +1,4 @@
-"""What is left to an engine with time to spare, and what bytes and its time are worth."""
+"""What an engine with spare time computes, and the prices of bytes and of its time."""
 
 import math
 

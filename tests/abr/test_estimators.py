@@ -23,7 +23,7 @@ def test_estimates_stay_within_what_was_seen_and_bounds_below_estimates(name, he
         estimator.sample(nbytes, seconds, now)
         assert 0 <= estimator.lower_bound() <= estimator.rate() * (1 + 1e-9)
     rates = [nbytes / seconds for nbytes, seconds in heard]
-    # Gathering tiny samples may shift the harmonic mean, but never beyond the extremes seen.
+    # Merging tiny samples may shift the harmonic mean, but never beyond the extremes seen.
     assert min(rates) * (1 - 1e-6) - 20 <= estimator.rate() <= max(rates) * (1 + 1e-6) + 20
 
 
@@ -126,7 +126,7 @@ def test_samples_that_cannot_be_change_nothing(name, nbytes, seconds, now):
         for tick in range(1, 41):
             one.sample(4e4 + 1e4 * (tick % 3), 0.05, tick * 0.05)
     estimator.sample(nbytes, seconds, now)
-    for one in (estimator, clean):  # and nothing of it is left behind
+    for one in (estimator, clean):  # and no trace of it is left
         one.sample(5e4, 0.05, 2.6)
     assert (estimator.rate(), estimator.lower_bound()) == (clean.rate(), clean.lower_bound())
 
@@ -140,7 +140,7 @@ def test_a_first_byte_that_cannot_be_is_ignored(name):
 
 
 def fed(estimator, rates, each_s=0.02, begin_s=0.0):
-    """Feed samples of so many seconds each; when each ended."""
+    """Feed samples of equal duration; return their end times."""
     now = begin_s
     for rate in rates:
         now += each_s
@@ -176,7 +176,7 @@ def test_tracking_takes_trembling_for_a_change_but_rarely(spread, most):
 
 @pytest.mark.parametrize("walk", [0.0, 0.05])
 def test_the_bound_of_tracking_holds_nine_times_of_ten(walk):
-    """Links that tremble around a rate that walks: how often what is left of the play brings less than the bound."""
+    """Return how often noisy random-walk links carry less than the bound in the rest of the play."""
     below = seen = 0
     for seed in range(60):
         dice = random.Random(seed)
@@ -204,7 +204,7 @@ def test_a_prior_counts_until_samples_do():
     assert estimator.rate() == pytest.approx(2e6)
     assert 0 < estimator.lower_bound() < 2e6
     assert estimator.ttfb() == 0.03
-    fed(estimator, [5e4])  # of slow start, it may be
+    fed(estimator, [5e4])  # possibly slow start
     assert estimator.rate() == pytest.approx(2e6)
     fed(estimator, [1e6] * 60, begin_s=0.02)
     assert estimator.rate() == pytest.approx(1e6, rel=0.05)

@@ -1,4 +1,4 @@
-"""The clairvoyant plan: what it knows, how near it comes to the bound, and that nobody passes it."""
+"""The clairvoyant plan: how near it comes to the bound, and that no policy beats it."""
 
 import random
 from itertools import product
@@ -73,7 +73,7 @@ def test_its_regret_is_about_zero(layered, rtt):
                 regrets.append(run["regret"])
     assert len(regrets) > 4
     assert sum(regrets) / len(regrets) < 0.0015
-    # What is left is the last layer that did not fit: of the heaviest group, .0062 nats.
+    # The rest is the last layer that did not fit: 0.0062 nats, of the heaviest group.
     assert max(regrets) < 0.007
 
 

@@ -1,4 +1,4 @@
-"""The policies that plan: over transfer times, over layers, and from both ends."""
+"""Policies that plan: over transfer times, over layers, and from both ends."""
 
 import pytest
 
@@ -19,7 +19,7 @@ LAYERS = (("A", 1000, 0.1, None), ("C", 4000, 0.001, None), ("A1", 1000, 0.02, "
 
 
 def watched(seconds, name="fugu:tail=1", track="B"):
-    """A play with so many groups in place, each of which took so long to come; ten groups in ten seconds."""
+    """Return a play with one group in place per given transfer time; ten groups in ten seconds."""
     seen, policy = view(), load_policy(name)()
     policy.start(seen)
     now = 0.0
@@ -38,7 +38,7 @@ def test_fugu_begins_with_the_cheapest_and_remembers_seconds_per_byte():
     transfer = fly(seen, 0, "A")
     seen.now = 0.3
     policy.decide(seen)
-    assert not policy._costs  # still on its way
+    assert not policy._costs  # still in flight
     seen.in_flight.clear()
     bring(seen, transfer.group, "A", 0.5)
     policy.decide(seen)
@@ -73,7 +73,7 @@ def test_fugu_fears_what_the_slow_transfers_say_although_the_mean_is_the_same():
     seen, policy = watched([0.1, 0.1, 0.1, 3.5])
     assert seen.now == pytest.approx(3.8)
     assert policy.decide(seen).track == "A"
-    seen, policy = watched([0.1, 0.1, 0.1, 3.5], "fugu:tail=1,stall=1")  # who does not mind being late takes more
+    seen, policy = watched([0.1, 0.1, 0.1, 3.5], "fugu:tail=1,stall=1")  # a low price of lateness allows more
     assert policy.decide(seen).track != "A"
 
 
@@ -192,7 +192,7 @@ def test_cake_takes_the_cheapest_track_that_loses_little_enough():
         seen.start(0.0)
         return policy._track
 
-    assert track("cake") == "AC-5x"  # .0082 nats
+    assert track("cake") == "AC-5x"  # 0.0082 nats
     assert track("cake:loss=0.0075") == "Int4"
     assert track("cake:loss=0.001") == "Int8"
     assert track("cake:loss=1e-6") == "FP16"
@@ -211,7 +211,7 @@ def test_cake_only_loads_where_no_engine_can_compute_the_front():
 
 
 def test_until_the_deadline_nobody_else_gives_cakes_engine_work():
-    # A dead link: the player would leave groups to the engine that are on their way.
+    # A dead link: the player would give the engine groups that are in flight.
     asset = catalog(8)
     stage = Stage(asset, PlayOptions(1.0, 0.02, None, PrefillCost(0.2, 1.0 / (8 * 128))))
     outcome = stage.play(world("dead", [0.001, 0.0, 0.0, 0.0], 50.0), 0.0, "cake", log=True)
@@ -219,5 +219,5 @@ def test_until_the_deadline_nobody_else_gives_cakes_engine_work():
     assert [(line.first, line.last) for line in starts[:4]] == [(group, group + 1) for group in range(4)]
     plans = [line.t for line in outcome.log if line.name == "decision" and line.kind == "plan"]
     assert min(plans) >= 1.0
-    # After it the engine takes what the network was to bring, and the play ends.
+    # After the deadline the engine computes what the network should have delivered, and the play ends.
     assert outcome.run["tokens_recomputed"] == asset.tokens

@@ -1,4 +1,4 @@
-"""The planner against what it must weigh: little recompute, in time, and only where it helps."""
+"""The planner recomputes little, in time, and only where it helps."""
 
 import pytest
 from hypothesis import given
@@ -61,7 +61,7 @@ def test_a_run_does_not_compute_what_is_in_place():
 
 
 def test_a_network_that_is_dead_leaves_the_first_of_several_holes_to_the_engine():
-    """No one run would make the cache whole; once it is computed the next one is thought of."""
+    """No single run completes the cache; the next one is planned after the first."""
     found = plan(view(0.9 * WHOLE), per_group(0.02), "hole", [2, 3, 7, 8, 9], 0.0, dead=True)
     assert (found.first, found.last) == (2, 4)
     assert plan(view(0.9 * WHOLE), per_group(0.02), "hole", [2, 3, 7, 8, 9], 0.0) is None

@@ -1,4 +1,4 @@
-"""The rules that come from video players: decisions worked out on paper, and plays over a link that never changes."""
+"""Policies from video players: decisions worked out on paper, and plays over constant links."""
 
 import math
 
@@ -46,7 +46,7 @@ def test_bolas_levels_are_where_two_tracks_score_alike():
 
 
 def begun(name, rate):
-    """A play with two groups in place after 0.4 s, 1.6 s ahead, and what the policy asked for on the way."""
+    """Return a play with two groups in place after 0.4 s, 1.6 s ahead, and the policy's requests so far."""
     seen, policy = view(), load_policy(name)()
     seen.rate = rate
     policy.start(seen)
@@ -123,7 +123,7 @@ def test_l2a_learns_by_the_steps_of_the_paper():
     assert policy._q == pytest.approx(2 * caution - 1 + 2 * 0.2734375 - 0.25)
     weights = policy._weights
     assert policy.decide(seen).track == "B"
-    assert policy._weights is weights  # nothing has come: nothing to learn from
+    assert policy._weights is weights  # nothing has arrived: nothing to learn from
 
 
 def test_l2a_goes_up_one_track_at_a_time():

@@ -1,4 +1,4 @@
-"""The AC tracks: what a chain of layers decodes to, what it costs, what it refuses, whatever cache comes."""
+"""The AC tracks: decoded values, size and rejected payloads of chains of layers, for all kinds of caches."""
 
 import dataclasses
 import itertools
@@ -23,7 +23,7 @@ from kvabr.types.naming import LAYERS
 from tests.kvdata import cache, related, spec
 
 FIRST = 1000
-"""Where most groups begin: behind the sinks."""
+"""Position of most groups here: behind the sinks."""
 
 
 SHAPE = spec(6, 2, 32, group_tokens=4096)
@@ -37,7 +37,7 @@ def chain_of(track):
 
 
 def encode(kv, side, track="AC-L3", first=FIRST, memo=None):
-    """Payloads of a track and of those below it, base first."""
+    """Return the payloads of a track and of those below it, base first."""
     context = GroupContext(side.spec, first, kv.shape[3], side, memo)
     payloads = []
     for name in chain_of(track):
@@ -53,7 +53,7 @@ def decode(payloads, side, tokens, track="AC-L3", first=FIRST, dtype=torch.float
 
 
 def off_by(kv, out, side, first=FIRST):
-    """[row, token]: how far coefficients are off."""
+    """Return the error of the coefficients, [row, token]."""
     wanted, got = side.transform.analyse(kv, first).rows, side.transform.analyse(out, first).rows
     return (wanted - got).abs()
 
@@ -63,7 +63,7 @@ def tokens_aside(payload, context, track):
 
 
 def near(out, kv):
-    """Whether all of it is as near as 8 bits are, with a scale for each token and layer's keys, or values."""
+    """Return whether all errors are within 8 bits, with a scale per token, layer and K/V."""
     largest = kv.abs().amax(dim=(2, 4) if kv.dim() == 5 else (2, 3), keepdim=True)
     return bool(((out - kv).abs() <= largest / 127 * 0.51).all())
 
@@ -109,7 +109,7 @@ def test_layers_cost_what_one_quantiser_would_and_the_coder_adds_nothing():
 
 
 def test_a_transform_across_layers_pays():
-    """Channels that share their causes: one stack knows it, a profile without a transform does not."""
+    """A stack exploits correlated channels; a profile without a transform does not."""
     without = fit(
         SHAPE, lambda: [related(SHAPE, 600, seed) for seed in range(4)], dataclasses.replace(SMALL, transform=False)
     )
@@ -184,7 +184,7 @@ def test_a_finer_layer_lists_what_a_coarser_one_still_could_hold():
 
 @pytest.mark.parametrize("track", TRACKS)
 def test_a_cache_far_from_the_calibration_is_coded_as_well_only_longer(track):
-    """The transform is complete: what calibration never saw has somewhere to go."""
+    """The transform is complete: it represents what the calibration never saw."""
     noise = torch.randn(SHAPE.shape(150), generator=torch.Generator().manual_seed(1)) * 4 + 2
     payloads = encode(noise, SIDE, track)
     out = decode(payloads, SIDE, 150, track)
@@ -193,7 +193,7 @@ def test_a_cache_far_from_the_calibration_is_coded_as_well_only_longer(track):
 
 
 def test_coefficients_of_a_stack_are_uncorrelated_and_the_first_ones_are_the_largest():
-    """Also if what the layers hold is of very unlike size."""
+    """Also if the magnitudes of layers differ widely."""
 
     def caches():
         return [related(SHAPE, 600, seed) * 10.0 ** torch.arange(-2, 4)[:, None, None, None, None] for seed in range(4)]
@@ -224,7 +224,7 @@ def test_constant_channels_and_silent_layers():
         assert bool(torch.isfinite(out).all())
         assert float(out[1].abs().max()) < 1e-4
         assert float((out[3, 1, :, :, 5] - 7).abs().max()) <= 4 * side.depth(track).step
-    # And one that calibration saw constant, but a prompt moves.
+    # And a channel that was constant in the calibration but varies in a prompt.
     moved = constant(9)
     moved[1] += torch.randn(moved[1].shape)
     out = decode(encode(moved, side), side, 300)
@@ -261,7 +261,7 @@ def test_what_was_worked_out_for_one_track_serves_the_next_and_changes_nothing()
     first = encode(kv, SIDE, memo=memo)
     other = related(SHAPE, 100, 62, FIRST)
     assert encode(other, SIDE, memo=memo) == encode(other, SIDE) != first
-    # A base of another encoder: its indices are read from it, whatever was worked out before.
+    # A base by another encoder: its indices are decoded, regardless of the memo.
     coarse = dataclasses.replace(SIDE.depth("AC-L0"), dead=0.3)
     lazy = dataclasses.replace(SIDE, depths=dict(SIDE.depths) | {"AC-L0": coarse})
     base = encode(kv, lazy, "AC-L0")[0]
@@ -295,7 +295,7 @@ def test_truncated_and_changed_payloads_are_refused(data, track):
         place = data.draw(st.integers(0, len(bad) - 1))
         bad[place] ^= 1 << data.draw(st.integers(0, 7))
     payloads[which] = bytes(bad)
-    # A flipped bit of an exact token or of an escaped index decodes to something: nothing tells it from any other.
+    # A flipped bit of an exact token or of an escaped index is undetectable here.
     try:
         out = decode(payloads, SIDE, 70, track, first=0)
     except FormatError:
@@ -355,7 +355,7 @@ def test_a_layer_missing_in_the_middle_is_named():
             )
     with pytest.raises(FormatError, match="AC-L1 needs"):
         codec("AC-L2").encode(kv, GroupContext(SHAPE, FIRST, 64, SIDE), [payloads[1]])
-    # Two layers in each other's place are not two layers.
+    # Swapped layers are rejected.
     with pytest.raises(FormatError):
         decode([payloads[1], payloads[0], payloads[2]], SIDE, 64, "AC-L2")
     with pytest.raises(FormatError):
@@ -388,7 +388,7 @@ def test_whatever_comes_is_coded_to_within_a_step(track, tokens, first, loud, dt
     payloads = encode(kv, side, track, first)
     out = decode(payloads, side, tokens, track, first)
     sinks = min(tokens, max(0, side.sinks - first))
-    # Tokens kept aside are exact to FP16.
+    # Separately stored tokens are exact to FP16.
     slack = float(kv.abs().max()) * 2**-11 / float(side.transform.norm.min()) * 4
     assert bool((off_by(kv, out, side, first)[:, sinks:] <= 1.05 * side.depth(track).step + slack).all())
     assert torch.equal(decode(payloads, side, tokens, track, first, dtype), out.to(dtype))
@@ -434,7 +434,7 @@ def test_some_stacks_may_transform_nothing(kept):
 
 
 def test_four_neighbouring_columns_of_a_stack_have_one_gain():
-    """So a decoder multiplies four bytes at a time; and nothing but the precision of the quieter ones is lost."""
+    """A decoder multiplies four bytes at a time; only the quieter columns lose precision."""
     dice = torch.Generator().manual_seed(3)
     matrix = torch.randn((2, 30, 30), generator=dice).mul(0.2).clamp(-1.9, 1.9)
     mantissa, gain = rounded(matrix, run=4)

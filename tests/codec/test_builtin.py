@@ -104,7 +104,7 @@ def test_a_payload_of_another_size_is_refused(track):
 
 @pytest.mark.parametrize("track", SEPARABLE)
 def test_groups_beyond_one_run_decode_as_those_within(track):
-    """A large model's group is coded in several runs: no seam may show."""
+    """A large model's group is coded in several runs, without seams."""
     shape = spec(32, 8, 128, rope=None)
     kv = cache(shape, 70)
     context = GroupContext(shape, 0, 70)

@@ -40,7 +40,7 @@ def allowed(kv, track):
         steps = 2.0 ** BITS[track] - 1
         keys = kv[:, 0].amax(dim=2, keepdim=True) - kv[:, 0].amin(dim=2, keepdim=True)
         flat = kv[:, 1].transpose(1, 2).flatten(2)
-        # A scale serves whole tokens, as many as make 128 channels.
+        # A scale serves whole tokens that together have 128 channels.
         rows = torch.arange(flat.shape[1]) // -(-128 // flat.shape[2])
         span = torch.stack([
             flat[:, rows == row].amax(dim=(1, 2)) - flat[:, rows == row].amin(dim=(1, 2)) for row in rows.tolist()
@@ -59,7 +59,7 @@ def allowed(kv, track):
 
 
 def check_ac_error(out, kv, track, side, first):
-    """Where AC quantises, no coefficient may be off by more than a step; tokens kept aside have 8 bits."""
+    """Where AC quantises, no coefficient is off by more than a step; separately stored tokens have 8 bits."""
     wanted, got = side.transform.analyse(kv, first), side.transform.analyse(out, first)
     aside = wanted.outlying.clone()
     aside[: max(0, side.sinks - first)] = True
@@ -186,7 +186,7 @@ def test_another_shape_is_refused():
 
 
 def test_a_tensor_of_another_shape_is_not_written_to():
-    """copy_() would spread one token over five without a word."""
+    """copy_() would silently broadcast one token to five."""
     shape = spec(1, 1, 32)
     context = GroupContext(shape, 0, 1)
     frame = encode_group(cache(shape, 1), "Int8", context, "ab" * 32, 0)

@@ -158,7 +158,7 @@ SIZES = st.tuples(st.integers(1, 80), st.integers(1, 16), st.integers(1, 256))
 
 
 def check(spans, first_token, tokens, size):
-    """What every receiver relies on."""
+    """Check what every receiver relies on."""
     assert spans[0].object_id == first_token
     assert [span.begin for span in spans] == [0, *(span.end for span in spans[:-1])]
     assert spans[-1].end == size
@@ -181,7 +181,7 @@ def test_objects_hold_whole_tokens(track, sizes, tokens, first_token):
         assert span.begin == start + unit * layout.unit_bytes
         assert span.end - span.begin <= max(SLICE_BYTES, layout.unit_bytes)
     assert spans[0].end <= start + max(SLICE_BYTES, layout.unit_bytes)
-    # No more objects than it takes: two neighbours would not fit into one.
+    # No more objects than necessary: two neighbours do not fit into one.
     assert all(after.end - before.begin + layout.unit_bytes > SLICE_BYTES for before, after in pairwise(spans))
 
 

@@ -1,4 +1,4 @@
-"""Where a cache is on another device, payloads go there, not what comes of them; and what comes of them is the same."""
+"""A cache on another device: payloads are copied there, not decoded tensors, and the result is the same."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def test_a_payload_is_decoded_where_the_cache_is(track, tokens):
         decode_group(frame, track, context, CHUNK, 0, out)
     assert torch.equal(out.inner, wanted)
     assert there() == len(payload)
-    assert back() <= 16  # whether all was well, of the units and of those that are left over
+    assert back() <= 16  # one check of the units, and one of the remaining ones
 
 
 @pytest.mark.parametrize("track", TRACKS)

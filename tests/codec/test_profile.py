@@ -35,7 +35,7 @@ def test_round_trip_and_name():
     again = Profile.from_bytes(DATA)
     assert again.digest == GOOD.digest
     assert again.spec == SHAPE
-    assert dataclasses.replace(again).to_bytes() == DATA  # made anew from its parts
+    assert dataclasses.replace(again).to_bytes() == DATA  # rebuilt from its parts
     assert fit(SHAPE, lambda: (cache(SHAPE, 400, seed) for seed in (101, 102, 103))).digest == GOOD.digest
     assert len({again, GOOD}) == 2  # comparing tensors field by field would raise
 
@@ -52,7 +52,7 @@ def rescaled(shape, frequencies, factor=1.0):
 
 
 def test_a_profile_of_another_scaling_is_refused():
-    """It would decode without a complaint, to keys turned by wrong angles."""
+    """Otherwise it would decode without error, to keys rotated by wrong angles."""
     one = rescaled(SHAPE, tuple(0.5**pair for pair in range(16)), 1.25)
     made = Profile.from_bytes(profile(one).to_bytes())
     assert (made.spec, made.synthesis.rope) == (one, one.rope)
@@ -81,7 +81,7 @@ def test_flags_of_classes_or_of_rows_come_back():
 
 
 def file_of(**changes):
-    """A file with some arrays and facts replaced, by name with _ for - and the dot; None leaves one out."""
+    """Return a file with some arrays and facts replaced, by name with _ for - and the dot; None removes one."""
     facts, arrays = dict(FACTS), dict(ARRAYS)
     for name, value in changes.items():
         if name in facts:
@@ -93,7 +93,7 @@ def file_of(**changes):
 
 
 def depths(**changes):
-    """The facts of the depths, with some of AC-L0's changed."""
+    """Return the facts of the depths, with some of AC-L0's changed."""
     return FACTS["depths"] | {"AC-L0": FACTS["depths"]["AC-L0"] | changes}
 
 
@@ -117,7 +117,7 @@ IMPOSSIBLE = [
     {"spec": SHAPE.to_json() | {"layers": 1000, "kv_heads": 1000, "head_dim": 4000}},
     {"spec": SHAPE.to_json() | {"model": ["a", "list"]}},
     {"spec": SHAPE.to_json() | {"tokenizer": 7}},
-    # 32.0 is equal to 32, so nothing else would tell it apart until a decoder cuts a tensor by it.
+    # 32.0 equals 32, so the error would otherwise only show when a decoder slices a tensor with it.
     {"spec": SHAPE.to_json() | {"rope": SHAPE.to_json()["rope"] | {"rotary_dim": 32.0}}},
     {"spec": SHAPE.to_json() | {"rope": SHAPE.to_json()["rope"] | {"theta": 10**400}}},
     {"spec": SHAPE.to_json() | {"rope": SHAPE.to_json()["rope"] | {"frequencies": [1.0] * 15}}},
@@ -174,7 +174,7 @@ IMPOSSIBLE = [
     {"AC_L0__flags": filled("AC-L0.flags", 0)},
     {"AC_L0__flags": filled("AC-L0.flags", 4096)},
     {"AC_L0__flags": ARRAYS["AC-L0.flags"][:, :-1]},
-    {  # A small file whose flags, by row, would be 16 terabytes.
+    {  # A small file whose flags, expanded by row, would take 16 terabytes.
         "AC_L0__radius": ARRAYS["AC-L0.radius"][:1],
         "AC_L0__flags": torch.ones((2_000_000, 1), dtype=torch.int16),
         "AC_L0__class": torch.zeros(4_000_000, dtype=torch.uint8),
@@ -209,7 +209,7 @@ def test_profiles_of_older_versions_say_what_to_do():
 
 @pytest.mark.parametrize("name", ["block", "stack__0"])
 def test_a_matrix_without_an_inverse_can_be_decoded_with_but_not_encoded(name):
-    """A decoder only multiplies, so it need not pay for looking; an encoder finds out before it writes anything."""
+    """A decoder only multiplies and need not check; an encoder raises before it writes anything."""
     singular = Profile.from_bytes(file_of(**{name: filled(name.replace("__", "."), 1)}))
     with pytest.raises(FormatError, match="no inverse"):
         singular.transform.analyse(cache(SHAPE, 8), 0)
@@ -261,7 +261,7 @@ def test_a_pair_turns_by_its_own_frequency_and_grows_by_the_factor():
 
 
 def test_rope_is_relative():
-    """What attention sees, the product of a query and a key, depends on their distance alone."""
+    """The product of a query and a key depends only on their distance."""
     rope = RopeSpec(10000.0, 32)
     query, key = torch.randn(1, 1, 32), torch.randn(1, 1, 32)
     near = (rotate(query, rope, 7) * rotate(key, rope, 3)).sum()

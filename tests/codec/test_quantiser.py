@@ -1,4 +1,4 @@
-"""Tables of refinements: they know which way an index below leans, and serve contexts that a class never saw."""
+"""Tables of refinements: asymmetric above a nonzero index, and usable in contexts that a class never saw."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ TOKENS = 128
 
 
 def counted(scale, rows=24, tiles=40, seed=5):
-    """What Gaussian coefficients of growing power count, at a step and at a third of it."""
+    """Return the counts of Gaussian coefficients of growing power, at a step and at a third of it."""
     random = np.random.default_rng(seed)
     counts = SymbolCounts.nothing(rows, refines=True)
     single = SymbolCounts.nothing(rows, refines=False)
@@ -25,7 +25,7 @@ def counted(scale, rows=24, tiles=40, seed=5):
 
 
 def bits(counts, model):
-    """Ideal length of what was counted, without flags."""
+    """Return the ideal code length of the counts, without flags."""
     total = 0.0
     for row, symbols in enumerate(counts.symbols):
         which = model.row_class[row]

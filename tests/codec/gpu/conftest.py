@@ -1,4 +1,4 @@
-"""Where there is no GPU, the kernels run in Triton's interpreter: nothing else in the suite shall know."""
+"""Run the kernels in Triton's interpreter where there is no GPU, without affecting the rest of the suite."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ INTERPRET = "TRITON_INTERPRET"
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 if find_spec("triton") is not None and DEVICE.type == "cpu":
-    # Triton looks at the environment as it is loaded, and again as kernels run.
+    # Triton reads the environment while loading, and again when kernels run.
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(INTERPRET, "1")
         import kvabr.codec.gpu.kernels  # noqa: F401

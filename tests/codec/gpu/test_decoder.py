@@ -61,7 +61,7 @@ def test_every_shape_has_the_bits_of_the_reference(seed, dtype, order, first):
 
 
 def narrow(seed):
-    """One layer of few channels, so that many tokens take not too long."""
+    """Return a case with one layer of few channels, so that many tokens are fast enough."""
     dice = np.random.default_rng(seed)
     mantissa, gain = dice.integers(-128, 128, (2, 2)).astype(np.int8), dice.integers(0, 256, 2).astype(np.uint8)
     stacks = tuple(StackModel(kv, (0,), 2, mantissa, gain) for kv in (0, 1))
@@ -103,7 +103,7 @@ def test_what_does_not_fit_the_scratch_is_done_in_turns(monkeypatch):
 
 @pytest.fixture
 def guarded(monkeypatch):
-    """Have every address that a kernel uses compared with the memory that it was given."""
+    """Check every address that a kernel uses against its buffers."""
     if DEVICE.type != "cpu":
         pytest.skip("addresses can be watched in the interpreter only")
     from triton.runtime.interpreter import InterpreterBuilder

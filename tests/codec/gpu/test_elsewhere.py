@@ -1,4 +1,4 @@
-"""What needs a process of its own: compiling the kernels, and the tool that measures them."""
+"""Tests that need their own process: compiling the kernels, and the tool that measures them."""
 
 import json
 import os

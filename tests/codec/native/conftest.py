@@ -11,12 +11,12 @@ NATIVE = [path for path in coder.available_paths() if path != "reference"]
 
 @pytest.fixture(params=coder.available_paths())
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Have calls take each path in turn."""
+    """Run the test on each path in turn."""
     monkeypatch.setenv(coder.VARIABLE, request.param)
     return request.param
 
 
 @pytest.fixture
 def use(monkeypatch: pytest.MonkeyPatch):
-    """A function that has calls take a path from then on."""
+    """Return a function that selects the path of later calls."""
     return lambda name: monkeypatch.setenv(coder.VARIABLE, name)

@@ -76,7 +76,7 @@ def _gains(dice: np.random.Generator, *shape: int) -> np.ndarray:
 
 
 def _stack_gains(dice: np.random.Generator, size: int) -> np.ndarray:
-    """All alike, alike in runs, or not: neighbours that are alike may be multiplied as bytes."""
+    """Return gains that are equal, equal in runs, or different: equal neighbours may be multiplied as bytes."""
     kind = dice.integers(0, 3)
     if kind == 2:
         return _gains(dice, size)
@@ -93,7 +93,7 @@ def base_indices(dice: np.random.Generator, rows: int, tokens: int) -> Index:
 
 
 def finer_indices(dice: np.random.Generator, below: Index) -> Index:
-    """Mostly thirds of what is below; where that is out of reach, what is below is pulled in first, in place."""
+    """Return refinements of the indices below; indices below that are out of reach are reduced first, in place."""
     below[:] = below.clip(-10_000, 10_000)
     change = dice.integers(-1, 2, below.shape)
     change[dice.random(len(below)) < 0.4] = 0
@@ -111,7 +111,7 @@ class Case:
 
 
 def case(seed: int, *, small: bool = False, depths: int | None = None) -> Case:
-    """The case of this number."""
+    """Return the case of this number."""
     dice = np.random.default_rng(seed)
     synthesis = synthesis_model(dice, small=small)
     tokens = int(dice.choice(TOKENS[:10] if small else TOKENS))
@@ -119,7 +119,7 @@ def case(seed: int, *, small: bool = False, depths: int | None = None) -> Case:
     indices = [base_indices(dice, synthesis.rows, tokens)]
     for _ in range(count - 1):
         indices.append(finer_indices(dice, indices[-1]))
-    # What was pulled in on a higher depth has to be reached from below again.
+    # Indices that a higher depth has reduced must again be reachable from below.
     for depth in range(count - 1, 0, -1):
         far = np.abs(indices[depth].astype(np.int32) - 3 * indices[depth - 1].astype(np.int32)) > 2000
         indices[depth - 1][far] = np.round(indices[depth][far] / 3).astype(np.int16)

@@ -1,4 +1,4 @@
-"""The encoder's transform by AVX-512 against the same by torch, over layouts, lengths and element types."""
+"""The encoder's transform with AVX-512 against torch, over layouts, lengths and element types."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Payloads that are none: an error, the same by every path, and soon; never a crash."""
+"""Invalid payloads: the same error on every path, in bounded time; never a crash."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WORDS = HEAD.size + 4 * LANES
 
 
 def outcome(it: Case, payloads: list[bytes]) -> list[np.ndarray] | None:
-    """The indices of each depth, or None if one is refused."""
+    """Return the indices of each depth, or None if one is rejected."""
     out, below = [], None
     try:
         for model, payload in zip(it.models, payloads, strict=True):
@@ -76,7 +76,7 @@ def test_an_escape_that_no_encoder_writes_is_refused(path: str) -> None:
 @pytest.mark.skipif(not NATIVE, reason="the extension is not built")
 @pytest.mark.parametrize("seed", range(6))
 def test_mutations_come_out_the_same_by_every_path(seed: int, use) -> None:
-    """Most are refused; what is not (a changed escape) is decoded alike."""
+    """Most are rejected; the others (a changed escape) decode equally on every path."""
     it = case(100 + seed, small=True)
     good = coded(it)
     dice = random.Random(seed)
@@ -84,7 +84,7 @@ def test_mutations_come_out_the_same_by_every_path(seed: int, use) -> None:
     for round_ in range(60):
         payloads = list(good)
         which = dice.randrange(len(payloads))
-        if round_ % 3:  # only where it does not show in the lengths
+        if round_ % 3:  # only without changing the lengths
             data = bytearray(payloads[which])
             for _ in range(dice.randrange(1, 4)):
                 data[dice.randrange(8, len(data))] ^= 1 << dice.randrange(8)

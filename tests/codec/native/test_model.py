@@ -1,4 +1,4 @@
-"""What a profile may say, and what is refused; how histograms become tables; a machine without the extension."""
+"""Valid and invalid profiles; histograms to tables; machines without the extension."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def taking(path: str):
 
 
 def spread_out(shape: tuple[int, ...], dtype: torch.dtype, kind: int) -> torch.Tensor:
-    """A tensor of this shape with strides of many kinds, filled with something that must not stay."""
+    """Return a tensor of this shape with various strides, filled with numbers that must be overwritten."""
     layers, two, heads, tokens, dim = shape
     match kind % 5:
         case 0:
@@ -90,7 +90,7 @@ def test_coefficients_become_the_indices_that_the_quantiser_says(
     dice = np.random.default_rng(seed)
     own, lower = Quantiser(finer, dead), Quantiser(3 * finer)
     rows = (dice.laplace(0, 1, (60, 1)) * dice.laplace(0, 3, (60, tokens))).astype(np.float32)
-    # Halves of a step, too, where the even neighbour is nearer, and what only 16 bits that are cut off can hold.
+    # Also ties, which round to even, and values that saturate 16 bits.
     rows[dice.random(rows.shape) < 0.2] = np.float32(finer) * np.float32(dice.integers(-40, 40) + 0.5)
     keep = dice.random(tokens) < 0.9
     rows[:, ~keep] *= 1e6
@@ -159,7 +159,7 @@ def test_sums_wrap_and_saturate_alike(use) -> None:
 
 @pytest.mark.parametrize("most", [7, 8, 127, 128, 2000])
 def test_bytes_and_words_are_multiplied_alike(use, most: int) -> None:
-    """Around the border between what fits a byte and what does not, and with rows of both kinds."""
+    """Values around the limit of a byte, and rows of both kinds."""
     for seed in range(12):
         it = case(1000 + seed, depths=1)
         dice = np.random.default_rng(seed)
