@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvabr.replay.readers import BYTES_PER_SECOND, FORMATS, TIME_UNITS, Columns, find, native, read, sniff
 from kvabr.replay.synth import KINDS, Shape, synthesise
-from kvabr.replay.trace import BYTES_PER_MBIT, Trace
-from kvabr.replay.trace_info import describe, sparkline
+from kvabr.replay.trace import BYTES_PER_MBIT, Trace, describe, sparkline
 from kvabr.store.files import write_text
 from kvabr.types.errors import AssetError, UsageError
 

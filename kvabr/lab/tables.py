@@ -11,7 +11,7 @@ from rich.table import Table
 from kvabr.lab.causes import CAUSES
 from kvabr.lab.matrix import Cell
 from kvabr.lab.totals import Cut
-from kvabr.replay.report.plays import DASH, nats
+from kvabr.replay.report.queries import DASH, nats
 
 _WORDS = {
     "too_high": "too high", "too_low": "too low", "gave_up": "gave up",

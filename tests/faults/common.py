@@ -14,7 +14,7 @@ import structlog
 
 import kvabr
 from kvabr.publish.encoder import publish
-from kvabr.replay.live.conditions import Conditions
+from kvabr.replay.live.lane import Conditions
 from kvabr.replay.live.shaper import Shaper
 from kvabr.server.metrics import Metrics
 from kvabr.server.publication import Publication

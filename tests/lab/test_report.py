@@ -11,7 +11,7 @@ from kvabr.lab.results_folder import PlayStore
 from kvabr.lab.run import run
 from kvabr.lab.tables import apart_table, causes_tables, cut_tables, deadline_table, ranking_table, short, verdict
 from kvabr.lab.totals import cuts, result
-from kvabr.replay.report.plays import DASH
+from kvabr.replay.report.queries import DASH
 from tests.lab.matrices import matrix, traces
 from tests.replay.report_samples import HOSTILE
 from tests.replay.test_report_browser import CHROMIUM, Browser

@@ -9,7 +9,7 @@ import pytest
 from kvabr.replay.report import write_page
 from kvabr.replay.report.digest import FIELDS, digest
 from kvabr.replay.report.page import SCRIPTS, render
-from kvabr.replay.report.plays import track_order
+from kvabr.replay.report.queries import track_order
 from kvabr.types.errors import AssetError
 from kvabr.types.events import DecisionMade
 from tests.replay.report_samples import HOSTILE, POLICIES, hostile, result_of, run, sample

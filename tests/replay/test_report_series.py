@@ -4,8 +4,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvabr.replay.report.series import achieved, capacity, estimates, significant
-from kvabr.replay.report.spans import Computation, computations, lanes, requests
+from kvabr.replay.report.timeline import (
+    Computation,
+    achieved,
+    capacity,
+    computations,
+    estimates,
+    lanes,
+    requests,
+    significant,
+)
 from kvabr.types.events import (
     FirstByteReceived,
     ProgressMade,

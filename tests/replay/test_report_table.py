@@ -4,7 +4,7 @@ import pytest
 from rich.console import Console
 
 from kvabr.replay.report import family_table, summary_table
-from kvabr.replay.report.colour import DARK, LIGHT, ramp
+from kvabr.replay.report.queries import DARK, LIGHT, ramp
 from tests.replay.report_samples import POLICIES, result_of, run, sample
 
 

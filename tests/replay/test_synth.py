@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvabr.replay.readers import find, native, read
 from kvabr.replay.synth import KINDS, Shape, synthesise
-from kvabr.replay.trace_info import describe
+from kvabr.replay.trace import describe
 from kvabr.types.errors import UsageError
 
 ROOT = Path(__file__).resolve().parents[2]

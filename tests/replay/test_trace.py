@@ -5,8 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvabr.replay import trace as module
-from kvabr.replay.trace import Trace
-from kvabr.replay.trace_info import describe, sparkline
+from kvabr.replay.trace import Trace, describe, sparkline
 from kvabr.types.errors import TraceError
 
 

@@ -36,7 +36,7 @@ from lmcache.v1.metadata import LMCacheMetadata  # noqa: E402
 
 from kvabr.engines.transformers.model_loader import load_model  # noqa: E402
 from kvabr.publish.texts import measuring_texts  # noqa: E402
-from kvabr.replay.live.conditions import Conditions  # noqa: E402
+from kvabr.replay.live.lane import Conditions  # noqa: E402
 from kvabr.replay.live.origin import LiveOrigin  # noqa: E402
 from kvabr.replay.live.shaper import Shaper  # noqa: E402
 from kvabr.replay.synth import synthesise  # noqa: E402

@@ -14,7 +14,7 @@ from kvabr.lab.report.worst import MOST_POLICIES, Shown
 from kvabr.lab.run import PlayedMatrix
 from kvabr.lab.tables import cause_title, short
 from kvabr.lab.totals import Cut, Score
-from kvabr.replay.report.plays import DASH
+from kvabr.replay.report.queries import DASH
 
 _CAUSE_WORDS = {
     "too_high": "asked for more than came in time",

@@ -12,8 +12,7 @@ from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 
 from kvabr.replay.live.child import Child
-from kvabr.replay.live.conditions import PACKET_BYTES, Conditions
-from kvabr.replay.live.lane import HEADER_BYTES
+from kvabr.replay.live.lane import HEADER_BYTES, PACKET_BYTES, Conditions
 from kvabr.replay.live.shaper import Shaper, ShaperStats
 from kvabr.replay.summary import percentile
 from kvabr.replay.trace import Trace

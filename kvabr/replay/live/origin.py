@@ -11,8 +11,7 @@ import logging
 import sys
 from multiprocessing.connection import Connection
 
-from kvabr.replay.live.child import Child
-from kvabr.replay.live.usage import Usage
+from kvabr.replay.live.child import Child, Usage
 from kvabr.types.errors import KvabrError
 
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from kvabr.client.driver import Driver
 from kvabr.client.lookup import fetch_catalog
@@ -20,17 +21,22 @@ from kvabr.player.assembler import Assembler
 from kvabr.player.session import Session
 from kvabr.quic.connect import Connecting, connect
 from kvabr.quic.interface import Connection, read_all
-from kvabr.replay.live.conditions import LEAST_QUEUE_BYTES, Conditions
+from kvabr.replay.live.child import Usage
+from kvabr.replay.live.lane import LEAST_QUEUE_BYTES, Conditions
 from kvabr.replay.live.origin import LiveOrigin
 from kvabr.replay.live.shaper import Shaper
-from kvabr.replay.live.standin import StandInEngine
-from kvabr.replay.live.usage import Usage
 from kvabr.replay.stage import Outcome, Stage
 from kvabr.replay.trace import Trace
 from kvabr.replay.verify import load_profile
 from kvabr.store.asset import Asset
+from kvabr.types.cost import PrefillCost
+from kvabr.types.engine import EngineMode
 from kvabr.types.errors import TransportError
 from kvabr.types.events import PlayEvent
+from kvabr.types.kv import KVSpec
+
+if TYPE_CHECKING:
+    import torch
 
 Quic = Literal["aioquic", "qh3"]
 
@@ -194,3 +200,27 @@ class LiveStage:
             "bytes_held_up": dict(held_up),
             "limit": held_up_by,
         }
+
+
+class StandInEngine:
+    """Implements `kvabr.types.engine.Engine`; the cache that it returns is all zeros, for plays that only time."""
+
+    def __init__(self, spec: KVSpec, cost: PrefillCost, mode: EngineMode) -> None:
+        self._spec, self._cost, self._mode = spec, cost, mode
+
+    @property
+    def spec(self) -> KVSpec:
+        """Of the cache that is played."""
+        return self._spec
+
+    @property
+    def mode(self) -> EngineMode:
+        """What it would be able to recompute."""
+        return self._mode
+
+    def prefill(self, tokens: Sequence[int], before: torch.Tensor | None = None) -> torch.Tensor:
+        """Wait as long as a prefill takes; zeros of the right shape."""
+        import torch  # noqa: PLC0415  # the one who calls this has loaded it
+
+        time.sleep(self._cost.seconds(0 if before is None else before.shape[3], len(tokens)))
+        return torch.zeros(self._spec.shape(len(tokens)), dtype=self._spec.torch_dtype)

@@ -28,10 +28,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from kvabr.replay.link import Capacity, running_sums
-from kvabr.replay.live.child import Child
-from kvabr.replay.live.conditions import Conditions, line_rate
-from kvabr.replay.live.lane import Lane
-from kvabr.replay.live.usage import Usage
+from kvabr.replay.live.child import Child, Usage
+from kvabr.replay.live.lane import Conditions, Lane, line_rate
 from kvabr.replay.trace import Trace
 
 Address = tuple[str, int]

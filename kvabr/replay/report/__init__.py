@@ -6,13 +6,10 @@ sentence, one self-contained page, a trace for Perfetto, the log as JSON lines. 
 
 from __future__ import annotations
 
-from kvabr.replay.report.jsonl import write_log
-from kvabr.replay.report.live import live_table
+from kvabr.replay.report.exports import write_log, write_perfetto
 from kvabr.replay.report.page import write_page
-from kvabr.replay.report.perfetto import write_perfetto
-from kvabr.replay.report.table import family_table, summary_table
+from kvabr.replay.report.table import family_table, live_table, summary_table, verification_table
 from kvabr.replay.report.verdict import verdict
-from kvabr.replay.report.verification import verification_table
 
 __all__ = [
     "family_table",

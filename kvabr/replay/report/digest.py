@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kvabr.replay.report.jsonl import finite
-from kvabr.replay.report.plays import (
+from kvabr.replay.report.exports import finite
+from kvabr.replay.report.queries import (
     RECOMPUTED,
     Result,
     Run,
@@ -24,8 +24,16 @@ from kvabr.replay.report.plays import (
     set_apart,
     track_facts,
 )
-from kvabr.replay.report.series import achieved, capacity, estimates, significant
-from kvabr.replay.report.spans import computations, end_of, requests, start_of
+from kvabr.replay.report.timeline import (
+    achieved,
+    capacity,
+    computations,
+    end_of,
+    estimates,
+    requests,
+    significant,
+    start_of,
+)
 from kvabr.types.events import DecisionMade, PlayEvent
 
 FIELDS = {

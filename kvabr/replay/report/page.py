@@ -15,9 +15,17 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from kvabr.replay.report.colour import DARK, LIGHT, RECOMPUTED_DARK, RECOMPUTED_LIGHT, ramp
 from kvabr.replay.report.digest import digest
-from kvabr.replay.report.plays import Result, Timeline, track_order
+from kvabr.replay.report.queries import (
+    DARK,
+    LIGHT,
+    RECOMPUTED_DARK,
+    RECOMPUTED_LIGHT,
+    Result,
+    Timeline,
+    ramp,
+    track_order,
+)
 from kvabr.replay.report.verdict import verdict
 from kvabr.store.files import write_text
 

@@ -14,10 +14,11 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from kvabr.replay.report.colour import DARK, RECOMPUTED_DARK, ramp
-from kvabr.replay.report.plays import (
+from kvabr.replay.report.queries import (
+    DARK,
     DASH,
     RECOMPUTED,
+    RECOMPUTED_DARK,
     Result,
     Run,
     families,
@@ -26,6 +27,7 @@ from kvabr.replay.report.plays import (
     nats,
     number,
     play_key,
+    ramp,
     ranked,
     set_apart,
     track_order,
@@ -211,3 +213,87 @@ def _interval(value: Any) -> str:
 def _count(value: Any) -> str:
     count = number(value)
     return DASH if count is None else f"{count:,.0f}"
+
+
+_LIVE_TITLES = (
+    "plays", "TTFT error\nmedian", "\np90", "\nbias", "same\ntrack", "same\nverdict", "regret\nlive", "\nsimulated",
+)  # fmt: skip
+
+
+def live_table(result: Result) -> RenderableType:
+    """Errors of the simulator, relative to the live TTFT, in all and by trace family and policy.
+
+    Args:
+        result: what `kvabr replay --live --json` writes.
+    """
+    compared: dict[str, Any] = result["live_comparison"]
+    table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="bold", collapse_padding=True)
+    table.add_column("simulated\nagainst live", no_wrap=True, overflow="ellipsis", min_width=12)
+    for title in _LIVE_TITLES:
+        table.add_column(title, justify="right", no_wrap=True)
+    _live_row(table, "all", compared["all"], style="bold")
+    busy = compared["all"]["plays"] - compared["network"]["plays"]
+    if busy:
+        _live_row(table, "network-limited", compared["network"])
+    for kind in ("families", "policies"):
+        if len(compared[kind]) > 1:
+            for name, totals in compared[kind].items():
+                _live_row(table, name, totals)
+    notes: list[RenderableType] = [
+        Text("error: |simulated / live - 1| · same track: share of the tokens · verdict: deadline met or not", "dim"),
+        Text("regret: mean over the plays that some schedule could have made in time, nats per token", "dim"),
+    ]
+    if busy:
+        plays = "1 play was" if busy == 1 else f"{busy} plays were"
+        notes.append(Text(f"{plays} held up by this machine's processors, not by the link", "yellow"))
+    return Group(table, *notes)
+
+
+def _live_row(table: Table, name: str, totals: dict[str, Any], style: str = "") -> None:
+    table.add_row(
+        Text(name, style),
+        f"{totals['compared']}" if totals["compared"] == totals["plays"] else f"{totals['compared']}/{totals['plays']}",
+        _share(totals["ttft_error_median"]),
+        _share(totals["ttft_error_p90"]),
+        _share(totals["ttft_bias"], sign=True),
+        _share(totals["track_agreement"]),
+        _share(totals["met_agreement"]),
+        _live_nats(totals.get("regret_live")),
+        _live_nats(totals.get("regret_simulated")),
+    )
+
+
+def _live_nats(value: Any) -> str:
+    regret = number(value)
+    return DASH if regret is None else f"{regret:.4f}"
+
+
+def _share(value: Any, *, sign: bool = False) -> str:
+    share = number(value)
+    if share is None:
+        return DASH
+    return f"{100 * share:+.1f} %" if sign else f"{100 * share:.1f} %"
+
+
+def verification_table(result: dict[str, Any]) -> Table:
+    """One row per verified run: recomputed tokens, predicted loss, measured KL, their ratio, ΔNLL, top-1 agreement."""
+    table = Table(title="verified with the real model", title_justify="left")
+    for column in ("policy", "trace", "start s", "recomputed", "predicted", "measured KL", "ratio", "ΔNLL", "top-1"):
+        table.add_column(column, justify="left" if column in {"policy", "trace"} else "right")
+    for run in result["runs"]:
+        measured = run.get("measured")
+        if measured is None:
+            continue
+        predicted, kl = measured["predicted"], measured["kl"]
+        table.add_row(
+            Text(run["policy"]),
+            Text(run["trace"]),
+            f"{run['start_s']:.1f}",
+            str(run["tokens_recomputed"]),
+            f"{predicted:.5f}",
+            f"{kl:.5f}",
+            f"{kl / predicted:.2f}" if predicted > 0 else "-",
+            f"{measured['dnll']:+.4f}",
+            f"{measured['top1']:.3f}",
+        )
+    return table

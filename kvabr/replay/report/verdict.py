@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from kvabr.replay.report.plays import FIXED, ORACLE, Result, Run, feasible, nats, number, play_key, set_apart
+from kvabr.replay.report.queries import FIXED, ORACLE, Result, Run, feasible, nats, number, play_key, set_apart
 
 _SAME = 0.01
 """Relative difference below which two losses or regrets count as equal."""

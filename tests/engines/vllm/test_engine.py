@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed: tools/engine-vllm makes an environment that has it")
 
 from kvabr.engines.vllm import ADAPTER
-from kvabr.replay.live.conditions import Conditions
+from kvabr.replay.live.lane import Conditions
 from kvabr.replay.live.shaper import Shaper
 from kvabr.replay.trace import BYTES_PER_MBIT, Trace
 from kvabr.types.catalog import Catalog

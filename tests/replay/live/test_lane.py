@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvabr.replay.link import Capacity
-from kvabr.replay.live.conditions import PACKET_BYTES, Conditions, line_rate
-from kvabr.replay.live.lane import HEADER_BYTES, Lane
+from kvabr.replay.live.lane import HEADER_BYTES, PACKET_BYTES, Conditions, Lane, line_rate
 from kvabr.types.errors import UsageError
 from tests.replay.live.links import trace
 

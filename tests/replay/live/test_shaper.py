@@ -14,7 +14,7 @@ from aioquic.asyncio.protocol import QuicConnectionProtocol
 from aioquic.quic.configuration import QuicConfiguration
 from aioquic.quic.events import StreamDataReceived
 
-from kvabr.replay.live.conditions import Conditions
+from kvabr.replay.live.lane import Conditions
 from kvabr.replay.live.shaper import Shaper
 from kvabr.types.errors import TransportError
 from tests.replay.live.links import ends, gone, trace, udp
