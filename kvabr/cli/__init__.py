@@ -1,1 +1,1 @@
-"""The command line, one file per command: `add` declares the command, `run` executes it."""
+"""The command line: `main` lists the commands; every other file is one command, or support for several."""

@@ -19,13 +19,13 @@ examples:
   kvabr calibrate --model ./my-llama --text manual.txt code.py letters.txt --out my-llama.safetensors
 
 The AC tracks code a cache against statistics of the model: channel means, the transform that decorrelates channels and
-layers, quantiser steps, probability tables. They are calibrated once per model on texts as diverse as its prompts will
-be, and fetched once by every player. More layers in a stack and more components of each make smaller caches and a
-larger profile; --step-scale makes all tracks smaller and coarser, or larger and finer.
+layers, quantiser steps, probability tables. They are calibrated once per model, on texts as diverse as its prompts, and
+every player fetches them once. More layers per stack and more components per layer make smaller caches and a larger
+profile; --step-scale makes all tracks smaller and coarser, or larger and finer.
 
-The model runs over every context once forwards, and backwards through the last quarter of it, to see in which channels
-it minds errors. That takes minutes for a small model, and room for all caches twice among the temporary files (TMPDIR).
-A profile serves the very model that it was made of, and no other.
+The model runs forwards over every context, and backwards through the last quarter of it, to find the channels in which
+errors matter. That takes minutes for a small model, and space for all caches twice in the temporary folder (TMPDIR).
+A profile fits only the model that it was made from.
 """
 
 
@@ -44,25 +44,33 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="texts, the more diverse the better (default: half of Python's manual, and made-up records)",
     )
     parser.add_argument("--out", type=Path, required=True, metavar="F.safetensors", help="the profile to write")
-    parser.add_argument("--contexts", type=int, metavar="N", help="contexts to cut out of the texts (default: 24)")
+    parser.add_argument("--contexts", type=int, metavar="N", help="contexts to cut from the texts (default: 24)")
     parser.add_argument(
-        "--context-tokens", type=int, metavar="N", help="tokens of each (default: 1024, or all that the model sees)"
+        "--context-tokens",
+        type=int,
+        metavar="N",
+        help="tokens per context (default: 1024, or the model's whole context if that is shorter)",
     )
     parser.add_argument(
-        "--stack-layers", type=int, metavar="N", help="layers that are transformed together, at most (default: 15)"
+        "--stack-layers", type=int, metavar="N", help="largest number of layers transformed together (default: 15)"
     )
     parser.add_argument(
         "--kept",
         type=int,
         nargs=2,
         metavar=("K", "V"),
-        help="components that take part in that, of each layer's keys and of its values, or, where a layer has more "
-        "than 512 channels of either, of every 512; 0 0 leaves only the transform within a layer (default: 76 76)",
+        help="components of each layer's keys and values that take part in it (per 512 channels if a layer has more); "
+        "0 0 leaves only the transform within a layer (default: 76 76)",
     )
     parser.add_argument(
-        "--sinks", type=int, metavar="N", help="first tokens of a prompt that are kept aside, 64 at most (default: 1)"
+        "--sinks",
+        type=int,
+        metavar="N",
+        help="first tokens of a prompt that are coded separately, at most 64 (default: 1)",
     )
-    parser.add_argument("--step-scale", type=float, default=1.0, metavar="X", help="lengthen every step (default: 1)")
+    parser.add_argument(
+        "--step-scale", type=float, default=1.0, metavar="X", help="scale every quantiser step (default: 1)"
+    )
     parser.set_defaults(run=run)
 
 
@@ -76,10 +84,10 @@ def run(args: argparse.Namespace) -> int:
     from kvabr.publish.texts import calibration_texts
     from kvabr.store.files import read_text, write_file
 
-    # What can be wrong is found before minutes of work.
+    # Check the arguments before minutes of work.
     config = _config(args)
     if args.out.is_dir() or not args.out.parent.is_dir():
-        raise UsageError(f"--out {args.out}: give a file, in a folder that is there")
+        raise UsageError(f"--out {args.out}: give a file in an existing folder")
     texts = calibration_texts() if args.text is None else {str(path): read_text(path) for path in args.text}
     console = Console(stderr=True)
     start = time.perf_counter()
@@ -101,8 +109,8 @@ def run(args: argparse.Namespace) -> int:
     print(f"SHA-256 {profile.digest}")
     if profile.spec.rope is None:
         print(
-            "no rotary embedding that can be undone was found (one that depends on the prompt's length cannot): "
-            "keys are coded as they are"
+            "no invertible rotary embedding was found (one that depends on the prompt's length is not): keys are coded "
+            "as they are"
         )
     return 0
 

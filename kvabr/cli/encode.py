@@ -21,10 +21,10 @@ The AC tracks need a profile of the model (`kvabr calibrate`). Without one, thei
 itself and published with it: that works for any model, but takes two to three times the bytes.
 
 The first --tokens tokens of the text are the prompt, whose cache is published. The --continuation tokens after it are
-what really followed: the loss of every track is measured on them by the model, which takes most of the time.
+the real continuation, on which the model measures the loss of every track. That takes most of the time.
 
-Who can guess a prompt can compute its name, and so ask an origin whether it is there. With --salt-file only those who
-have the salt can; they give the same file to `kvabr fetch`. The salt is not stored in the asset: keep it.
+Anyone who can guess a prompt can compute its name and ask an origin whether it is cached. With --salt-file this takes
+the salt, too; give the same file to `kvabr fetch`. The salt is not stored in the asset: keep it.
 """
 
 STAGES = {
@@ -40,12 +40,12 @@ def add(parser: argparse.ArgumentParser) -> None:
     """Declare the command."""
     parser.description = (
         "Run a model over a text, encode its KV cache on every track, measure with the model what each "
-        "track costs, and write it all into a folder: an asset."
+        "track costs, and write everything into a folder: an asset."
     )
     parser.epilog = _EPILOG
     parser.add_argument("--text", type=Path, required=True, metavar="FILE", help="text to take the prompt from (UTF-8)")
     parser.add_argument("--tokens", type=int, required=True, metavar="N", help="tokens of the prompt")
-    parser.add_argument("--out", required=True, metavar="ASSET", help="folder to make")
+    parser.add_argument("--out", required=True, metavar="ASSET", help="folder to create")
     parser.add_argument(
         "--model",
         default="smollm2",
@@ -59,16 +59,16 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--group-tokens", type=int, metavar="N",
         help="tokens per group; players must be given a spec with the same number (default: 128)",
     )  # fmt: skip
-    parser.add_argument("--tracks", nargs="+", metavar="TRACK", help="tracks to make (default: all but FP4)")
+    parser.add_argument("--tracks", nargs="+", metavar="TRACK", help="tracks to encode (default: all but FP4)")
     parser.add_argument(
         "--profile",
         type=Path,
         metavar="FILE",
-        help="codec profile of the model (default: for smollm2 one comes along, else one is estimated from the asset)",
+        help="codec profile of the model (default: the shipped one for smollm2; otherwise estimated from the asset)",
     )
     add_salt_option(parser)
-    parser.add_argument("--force", action="store_true", help="replace the asset that is there")
-    parser.add_argument("--json", type=Path, metavar="F", help="write what was measured, as JSON")
+    parser.add_argument("--force", action="store_true", help="replace an existing asset")
+    parser.add_argument("--json", type=Path, metavar="F", help="write the measurements as JSON")
     parser.set_defaults(run=run)
 
 
@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
     from kvabr.store.files import read_salt, read_text, write_text
     from kvabr.store.locations import open_store
 
-    # All that can be wrong without the model is found before it is loaded.
+    # Check everything that does not need the model before loading it.
     text = read_text(args.text)
     tracks = ordered_tracks(args.tracks)
     salt = read_salt(args.salt_file)

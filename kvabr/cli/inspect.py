@@ -1,4 +1,4 @@
-"""`kvabr inspect`: show what an asset offers, and check that it is whole."""
+"""`kvabr inspect`: show what an asset offers, and check that it is complete."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 _EPILOG = """\
 examples:
   kvabr inspect my.asset
-  kvabr inspect my.asset --check            read every group, and compare it with the catalog
+  kvabr inspect my.asset --check            read every group and compare it with the catalog
   kvabr inspect my.asset/catalog.json --groups --json tracks.json
   kvabr inspect 'moqt://origin.example/#kvcache:MODEL/DIGEST'
 
-loss is the expected KL divergence against the exact cache, nats per generated token; KL, ΔNLL and top-1 are what the
-real model measured with the whole cache on that track; ms/group: decoding, one thread of the publisher's machine.
+loss is the expected KL divergence from the exact cache, nats per generated token. KL, ΔNLL and top-1 were measured on
+the real model with the whole cache on that track. ms/group is the decode time on one thread of the publisher's machine.
 """
 
 
@@ -39,7 +39,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         "asset", metavar="ASSET|catalog.json|URL", help="an asset's folder, a catalog, or an asset at an origin"
     )
     parser.add_argument("--groups", action="store_true", help="also show every group")
-    parser.add_argument("--check", action="store_true", help="read all there is; exit 1 if anything is bad")
+    parser.add_argument("--check", action="store_true", help="read every part; exit 1 if any is damaged")
     parser.add_argument("--json", type=Path, metavar="F", help="write the tables as JSON")
     network.add_options(parser)
     parser.set_defaults(run=run)
@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
             result["bad"] = bad
         write_text(args.json, json.dumps(result, indent=1) + "\n")
     if bad:
-        raise FormatError(f"{args.asset}: {len(bad)} parts are missing or damaged; encode it again, or copy it again")
+        raise FormatError(f"{args.asset}: {len(bad)} parts are missing or damaged; encode or copy the asset again")
     return 0
 
 
@@ -115,7 +115,9 @@ def _fetch_catalog(args: argparse.Namespace) -> Catalog:
     try:
         return asyncio.run(fetch())
     except TimeoutError as error:
-        raise TransportError(f"{args.asset}: the catalog did not come within {args.timeout:g} s") from error
+        raise TransportError(
+            f"{args.asset}: the catalog did not arrive within {args.timeout:g} s (--timeout)"
+        ) from error
 
 
 def _head(catalog: Catalog, out: Console) -> None:
@@ -138,7 +140,7 @@ def _head(catalog: Catalog, out: Console) -> None:
 
 
 def _check(asset: Asset, out: Console) -> list[str]:
-    """Read everything; return what is wrong, one line a part."""
+    """Read every part and return one line for each that is damaged."""
     from kvabr.replay.verify import load_profile
 
     bad: list[str] = []

@@ -1,4 +1,4 @@
-"""`kvabr lab`: play a whole matrix, and say which policy is better, by how much, and why."""
+"""`kvabr lab`: play a whole matrix, and report which policy is better, by how much, and why."""
 
 from __future__ import annotations
 
@@ -13,39 +13,39 @@ from kvabr.types.errors import UsageError
 
 _EPILOG = """\
 examples:
-  kvabr lab traces --policy all --load .03 .1 .3 --rtt 10 50 200 --starts 4 --out results
-  kvabr lab traces --policy anytime ./mine.py:Mine --out results       plays only what results lacks
+  kvabr lab traces --policy all --load 0.03 0.1 0.3 --rtt 10 50 200 --starts 4 --out results
+  kvabr lab traces --policy anytime ./mine.py:Mine --out results       plays only what is not in results
   kvabr lab matrix.toml --out results
   kvabr report results                                                 one page that shows it all
 
-A matrix as a file (options on the command line come before what it says; paths count from its folder):
+A matrix as a file (options on the command line override it; paths are relative to its folder):
 
   traces   = ["traces"]                    # files or folders; a folder's name is the family
   exclude  = ["grid"]                      # families to leave out
   policies = ["cheapfirst", "mpc", "./mine.py:Mine:caution=0.5"]
   deadlines = [1.0, 2.0]                   # seconds
-  loads    = [0.03, 0.1, 0.3]              # the trace's mean carries this much of FP16; "own": not scaled
+  loads    = [0.03, 0.1, 0.3]              # fraction of FP16 that the mean rate carries; "own": not scaled
   rtts     = [10, 50, 200]                 # ms; "own": the trace's
   engines  = ["none", "2x", "2x:suffix"]   # 2x: the whole prompt takes two deadlines; 1500/s; asset
-                                           # 2x@0.05: a second of its time is worth .05 nats per token
+                                           # 2x@0.05: a second of its time costs 0.05 nats per token
   assets   = ["smollm2-8k", "my.asset"]
-  starts   = 4                             # or per_family = 100: so many plays of each family in each cell
-  [families]                               # instead of traces, to give families names of your own
+  starts   = 4                             # per trace; or per_family = 100: plays per family and cell
+  [families]                               # instead of traces, to name the families yourself
   lte      = ["recorded/a.csv", "recorded/b"]
 
-What was played is kept in the folder, by digests of trace, catalog, policy, options and code: a second run plays only
-what is new, and after Ctrl-C the next run goes on where this one stopped. A policy from a file is played again when it
-changes, or when a module beside it that it imports does.
+The folder keeps every play, keyed by digests of trace, catalog, policy, options and code. A second run plays only what
+is new; after Ctrl-C the next run continues where this one stopped. A policy from a file is played again when the file,
+or a module in its folder that it imports, changes.
 
 Regret is compared play by play. Intervals are bootstraps over whole traces (95 %). Two policies cannot be told apart if
-chance alone, which of them did better on each trace, makes as large a difference somewhere in the table once in twenty
-times; policies that share a place cannot be told from its first. It takes six traces at least to tell anything. `net
+chance (random signs of the difference on each trace) produces a difference this large anywhere in the table in 5 % of
+draws. Policies that share a place cannot be told from its first. At least six traces are needed to tell anything. `net
 only` is regret against a clairvoyant without an engine. Regret splits into: too high (asked for more than came), too
 low (asked for less than the link would have carried), order (the bytes in place could have bought more), idle (round
-trips), wasted, decode, compute (the engine should have done more). Plays that not even the clairvoyant could have made
-are in none of these numbers; they have a table of their own.
+trips), wasted, decode, compute (the engine should have done more). Infeasible plays, which not even the clairvoyant
+could have made, are in none of these numbers; they have their own table.
 
-A policy that spends 20 seconds of CPU on one play is taken to be in a loop: the run ends, and says where.
+A policy that spends 20 seconds of CPU on one play counts as stuck in a loop: the run ends and names the place.
 """
 
 
@@ -61,41 +61,47 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--policy",
         nargs="+",
         metavar="NAME|FILE.py:CLASS",
-        help="policies, or `all`; after the traces (default: the default policy)",
+        help="policies, or `all`; give them after the traces (default: the default policy)",
     )
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder that keeps what was played")
-    parser.add_argument("--html", type=Path, metavar="F", help="write the page of `kvabr report`, too")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder that keeps the plays")
+    parser.add_argument("--html", type=Path, metavar="F", help="also write the page of `kvabr report`")
     parser.set_defaults(run=run)
 
 
 def add_axes(parser: argparse.ArgumentParser) -> None:
-    """Declare the options that name a matrix; `axes_of` reads them."""
+    """Declare the options that describe a matrix; `axes_of` reads them."""
     parser.add_argument(
         "source", nargs="+", type=Path, metavar="MATRIX.toml|TRACE", help="a matrix, or trace files and folders"
     )
     axes = parser.add_argument_group("the matrix: every combination of")
     axes.add_argument("--deadline", nargs="+", type=float, metavar="S", help="TTFT deadlines (default: 2)")
-    axes.add_argument("--load", nargs="+", metavar="X", help="the mean carries X of FP16, or own (default: 0.1)")
+    axes.add_argument(
+        "--load", nargs="+", metavar="X", help="fraction of FP16 that the mean rate carries, or own (default: 0.1)"
+    )
     axes.add_argument("--rtt", nargs="+", metavar="MS", help="round trips, or own (default: own, else 40)")
-    axes.add_argument("--engine", nargs="+", metavar="E", help="none, asset, 2x, 1500/s, 2x@.05:suffix (default: none)")
-    axes.add_argument("--asset", nargs="+", metavar="A", help="assets, or catalogs (default: the one of SmolLM2)")
+    axes.add_argument(
+        "--engine", nargs="+", metavar="E", help="none, asset, 2x, 1500/s, 2x@0.05:suffix (default: none)"
+    )
+    axes.add_argument(
+        "--asset", nargs="+", metavar="A", help="assets or catalogs (default: the shipped one of SmolLM2)"
+    )
     axes.add_argument("--exclude", nargs="+", metavar="FAMILY", help="trace families to leave out")
     axes.add_argument("--starts", type=int, metavar="N", help="start points of each trace (default: 1)")
-    axes.add_argument("--per-family", type=int, metavar="N", help="N plays of each family a cell, over its traces")
+    axes.add_argument("--per-family", type=int, metavar="N", help="plays per family and cell, spread over its traces")
     axes.add_argument("--seed", type=int, metavar="K", help="seed of the start points (default: 0)")
     axes.add_argument("--estimator", help="bandwidth estimator for all policies (default: each policy's own)")
-    axes.add_argument("--decode-scale", type=float, metavar="X", help="decode times of the catalog, times X")
-    axes.add_argument("--no-slow-start", action="store_true", help="connections are warm")
+    axes.add_argument("--decode-scale", type=float, metavar="X", help="multiply the catalog's decode times by X")
+    axes.add_argument("--no-slow-start", action="store_true", help="simulate warm connections")
     parser.add_argument("--jobs", type=int, metavar="N", help="processes (default: one per core)")
 
 
 def axes_of(args: argparse.Namespace) -> dict[str, Any]:
-    """The axes that the command line names: those of a file, with the options before them."""
+    """Return the axes of the matrix file, if any, overridden by the options."""
     from kvabr.lab.matrix import read_toml
 
     files = [path for path in args.source if path.suffix == ".toml"]
     if files and len(args.source) > 1:
-        raise UsageError("give one matrix file, or traces; a matrix file names its traces itself")
+        raise UsageError("give either one matrix file or traces; a matrix file names its own traces")
     axes: dict[str, Any] = read_toml(files[0]) if files else {"traces": [str(path) for path in args.source]}
     given = {
         "deadlines": args.deadline, "loads": args.load and [_or_own(item) for item in args.load],
@@ -140,7 +146,7 @@ def run(args: argparse.Namespace) -> int:
         console.print(apart)
     console.print(tables.verdict(result), soft_wrap=True)
     kept = matrix.plays - played.fresh
-    console.print(f"{matrix.plays:,} plays, {kept:,} of them kept from before; results in {args.out}", soft_wrap=True)
+    console.print(f"{matrix.plays:,} plays, {kept:,} of them from earlier runs; results in {args.out}", soft_wrap=True)
     if args.html is not None:
         from kvabr.lab.report import write_report
 
@@ -155,14 +161,14 @@ def _or_own(text: str) -> float | str:
     try:
         return float(text)
     except ValueError as error:
-        raise UsageError(f"{text!r} is neither a number nor own") from error
+        raise UsageError(f"{text!r} is neither a number nor `own`") from error
 
 
 @contextmanager
 def kept_on_interrupt(folder: Path) -> Iterator[None]:
-    """Say on Ctrl-C that nothing is lost."""
+    """Tell the user on Ctrl-C that finished plays are kept."""
     try:
         yield
     except KeyboardInterrupt:
-        print(f"what was played is kept in {folder}: the same command goes on from there", file=sys.stderr)
+        print(f"finished plays are kept in {folder}; the same command continues from there", file=sys.stderr)
         raise

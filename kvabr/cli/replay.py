@@ -28,11 +28,11 @@ examples:
   kvabr replay traces --policy all --starts 4 --html p.html
   kvabr replay lte.csv --policy anytime fixed:Int4 ./mine.py:MyPolicy --deadline 2
   kvabr replay lte.csv --asset my.asset --verify        decode, recompute and score with the real model
-  kvabr replay lte.csv --asset my.asset --live          real bytes over QUIC, and the simulation beside them
+  kvabr replay lte.csv --asset my.asset --live          real bytes over QUIC, compared with the simulation
 
 Traces may be in the formats of mahimahi, sabre (JSON), Pensieve, iperf3 (JSON) or CSV; `kvabr traces info` shows one.
-Cellular traces are slow beside a KV cache: --scale-to-mean 0.4 scales each so that its mean carries 40 % of the FP16
-cache within the deadline.
+Cellular traces are slow compared with a KV cache: --scale-to-mean 0.4 scales each trace so that its mean rate carries
+40 % of the FP16 cache within the deadline.
 """
 
 
@@ -52,18 +52,20 @@ def add(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[DEFAULT],
         metavar="NAME|FILE.py:CLASS",
-        help=f"ABR policies (default: {DEFAULT}; `kvabr policies` lists them); `all` is every one that needs no "
-        "argument and fixed:TRACK of every track worth playing",
+        help=f"ABR policies (default: {DEFAULT}; `kvabr policies` lists them); `all` is every policy without an "
+        "argument, and fixed:TRACK of every track worth playing",
     )
     parser.add_argument("--estimator", help="bandwidth estimator for all policies (default: each policy's own)")
     parser.add_argument("--deadline", type=float, default=4.0, metavar="S", help="TTFT deadline, seconds (default: 4)")
     link = parser.add_argument_group("the link")
-    link.add_argument("--scale-to-mean", type=float, metavar="X", help="scale traces: the mean carries X of FP16")
+    link.add_argument(
+        "--scale-to-mean", type=float, metavar="X", help="scale traces: the mean rate carries the fraction X of FP16"
+    )
     link.add_argument("--rtt", type=float, metavar="MS", help="round trip in ms (default: the trace's, else 40)")
-    link.add_argument("--no-slow-start", action="store_true", help="the connection is warm: it has carried much before")
-    link.add_argument("--cold", action="store_true", help="the deadline counts handshake and catalog, too")
+    link.add_argument("--no-slow-start", action="store_true", help="the connection is warm: slow start is over")
+    link.add_argument("--cold", action="store_true", help="the deadline includes handshake and catalog")
     engine = parser.add_argument_group(
-        "the engine", "Recompute takes what the asset's publisher measured; without --asset there is none."
+        "the engine", "Recompute costs what the asset's publisher measured; without --asset there is no recompute."
     )
     how = engine.add_mutually_exclusive_group()
     how.add_argument("--prefill-rate", type=float, metavar="TOK/S", help="recompute rate (default: the asset's own)")
@@ -74,20 +76,24 @@ def add(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=GPU_PRICE,
         metavar="NATS",
-        help="what a second of its time is worth, nats per token (default: %(default)g; inf: only what would be late)",
+        help="price of a second of its time, nats per token (default: %(default)g; inf: only what would be late)",
     )
     engine.add_argument(
-        "--decode-scale", type=float, default=1.0, metavar="X", help="decode times of the catalog, times X (0: instant)"
+        "--decode-scale",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="multiply the catalog's decode times by X (0: instant)",
     )
     matrix = parser.add_argument_group("how many plays")
     matrix.add_argument("--starts", type=int, default=1, metavar="N", help="start points per trace (default: 1)")
     matrix.add_argument("--seed", type=int, default=0, help="seed of the start points (default: 0)")
     matrix.add_argument("--jobs", type=int, metavar="N", help="processes (default: one per core)")
     _add_live_options(parser)
-    out = parser.add_argument_group("what comes out, beside the table")
-    out.add_argument("--verify", action="store_true", help="play every run for real with the model, and score it")
+    out = parser.add_argument_group("output, besides the table")
+    out.add_argument("--verify", action="store_true", help="repeat every play with the real model and score it")
     out.add_argument("--json", type=Path, metavar="F", help="the report, schema kvabr.replay/1")
-    out.add_argument("--html", type=Path, metavar="F", help="one self-contained page with timelines")
+    out.add_argument("--html", type=Path, metavar="F", help="a self-contained page with timelines")
     out.add_argument("--log", type=Path, metavar="F.jsonl", help="every decision and event of the plays with timelines")
     out.add_argument("--perfetto", type=Path, metavar="F", help="timelines for ui.perfetto.dev")
     out.add_argument("--timelines", type=int, default=24, metavar="N", help="plays that keep a timeline (-1: all)")
@@ -288,7 +294,7 @@ def _warn(report: Report, console: Console) -> None:
     wrapped = sorted({run["trace"] for run in runs if run["wrapped"]})
     if wrapped:
         names = ", ".join(wrapped[:3]) + (f" and {len(wrapped) - 3} more" if len(wrapped) > 3 else "")
-        console.print(f"note: some plays outlast their trace, which then begins anew (wraps): {names}", style="yellow")
+        console.print(f"note: some plays outlast their trace, which then starts over (wraps): {names}", style="yellow")
     lost = sum(run["gave_up"] is not None for run in runs)
     if lost:
-        console.print(f"note: {lost} plays were given up; `gave_up` in the report says why", style="yellow")
+        console.print(f"note: {lost} plays gave up; `gave_up` in the report says why", style="yellow")

@@ -11,10 +11,10 @@ examples:
   kvabr report results                          writes results/report.html
   kvabr report results --html page.html --worst 5
 
-The page holds everything and loads nothing: who wins against whom and where that cannot be told, regret and deadlines
-met by family, deadline, load and round trip, where regret comes from, how it is spread, and the worst plays of every
-policy with their timelines. Traces and assets are read again from where `kvabr lab` found them; plays that the folder
-lacks, or that a change of code or policy has made void, are played first.
+The page is self-contained: who wins against whom and where that cannot be told; regret and deadlines met by family,
+deadline, load and round trip; the causes and the distribution of regret; and the worst plays of every policy with their
+timelines. Traces and assets are read again from where `kvabr lab` found them. Plays that are missing, or outdated by a
+change of code or policy, are played first.
 """
 
 
@@ -24,13 +24,13 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EPILOG
     parser.add_argument("folder", type=Path, metavar="DIR", help="the folder that `kvabr lab --out` made")
     parser.add_argument("--html", type=Path, metavar="F", help="the page (default: report.html in the folder)")
-    parser.add_argument("--worst", type=int, default=3, metavar="N", help="plays of each policy shown (default: 3)")
-    parser.add_argument("--jobs", type=int, metavar="N", help="processes, if anything has to be played")
+    parser.add_argument("--worst", type=int, default=3, metavar="N", help="worst plays to show per policy (default: 3)")
+    parser.add_argument("--jobs", type=int, metavar="N", help="processes for missing plays (default: one per core)")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Read, play what is missing, write."""
+    """Load the folder, play what is missing, write the page."""
     from kvabr.cli.display import PlayBar
     from kvabr.cli.lab import kept_on_interrupt
     from kvabr.lab import results_folder, tables, totals
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     results_folder.save_result(args.folder, result)
     write_report(path, matrix, played, result, per_policy=args.worst)
     if played.fresh:
-        print(f"{played.fresh:,} plays were missing or void, and were played first")
+        print(f"{played.fresh:,} plays were missing or outdated and were played first")
     print(tables.verdict(result))
     print(f"page: {path.resolve()}")
     return 0

@@ -1,4 +1,4 @@
-"""How servers log: events with fields, as lines for people on a terminal, as JSON for everything else."""
+"""Logs of servers: events with fields, as text on a terminal and as JSON lines elsewhere."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 
 def logger(*, json: bool | None = None, verbose: bool = False, stream: TextIO | None = None) -> FilteringBoundLogger:
-    """A logger that writes one line an event.
+    """Return a logger that writes one line per event.
 
     Args:
-        json: JSON lines, or lines for people; None: those for people if the stream is a terminal.
-        verbose: also events that only matter when something is wrong.
-        stream: where to; None: standard error, so that standard output stays free for results.
+        json: Write JSON lines instead of text; None: unless the stream is a terminal.
+        verbose: Include debug events.
+        stream: Output; None: standard error, which leaves standard output to results.
     """
     stream = sys.stderr if stream is None else stream
     terminal = stream.isatty()
@@ -48,7 +48,7 @@ def logger(*, json: bool | None = None, verbose: bool = False, stream: TextIO | 
 
 @contextmanager
 def captured(log: FilteringBoundLogger) -> Iterator[None]:
-    """Have what libraries report by way of `logging`, such as asyncio's lost exceptions, come as events too."""
+    """Forward warnings of libraries that use `logging`, such as asyncio's lost exceptions, to the log."""
     root, handler = logging.getLogger(), _Forward(log)
     root.addHandler(handler)
     try:

@@ -1,4 +1,4 @@
-"""`kvabr traces`: look at network traces, make them, and bring them into one format."""
+"""`kvabr traces`: inspect network traces, synthesise them, and convert them to one format."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 SCHEMA = "kvabr.traces/1"
 _WIDE = 110
-"""Columns of text from which on the table has all its columns."""
+"""Terminal width from which the table has all its columns."""
 _SHAPE = (
     ("--scatter", "scatter", "standard deviation of the log rate (all but constant)"),
     ("--dwell", "dwell_s", "mean stay in a state, s (markov, outages)"),
@@ -32,7 +32,7 @@ _SHAPE = (
     ("--period", "period_s", "length of a cycle, s (diurnal)"),
     ("--depth", "depth", "swing around the mean, 0 to below 1 (diurnal)"),
 )
-"""Options, fields of `Shape`, and what they do."""
+"""Options, fields of `Shape`, and help."""
 
 _INFO_EPILOG = """\
 examples:
@@ -41,16 +41,16 @@ examples:
   kvabr traces info log.csv --rate-column dl --unit kbit/s --time-column at --time-unit ms
 
 A trace is read as: mahimahi (one millisecond a line), sabre or iperf3 (JSON), Pensieve (`seconds Mbit/s` a line),
-NYU-METS (`value,unit` a line), CSV with a header, or kvabr's own CSV. Statistics are
-weighted by time, at the trace's own resolution: mahimahi's milliseconds without a packet count as zero.
+NYU-METS (`value,unit` a line), CSV with a header, or kvabr's own CSV. Statistics are weighted by time, at the trace's
+own resolution: mahimahi's milliseconds without a packet count as zero.
 """
 _IMPORT_EPILOG = """\
 examples:
   kvabr traces import ~/data/norway_bus_1 --out mine
   kvabr traces import iperf.csv --rate-column upload_mbps --out mine
 
-Each trace becomes FAMILY/NAME.csv in the folder, in kvabr's own format: plain CSV (time_s,bits_per_second) that loses
-nothing and that a spreadsheet opens. Mind the licence of what you import: some data sets may not be passed on.
+Each trace becomes FAMILY/NAME.csv in the folder, in kvabr's own lossless format: plain CSV (time_s,bits_per_second),
+which a spreadsheet opens. Mind the licence of what you import: some data sets may not be redistributed.
 """
 _SYNTH_EPILOG = """\
 examples:
@@ -63,7 +63,7 @@ The same arguments make the same file, byte for byte.
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Declare the command."""
-    parser.description = "Network traces: see, import, make."
+    parser.description = "Inspect, import or synthesise network traces."
     kinds = parser.add_subparsers(title="what to do", metavar="ACTION", required=True)
     _add_info(kinds)
     _add_import(kinds)
@@ -71,7 +71,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the action that was asked for."""
+    """Run the chosen action."""
     return int(args.action(args))
 
 
@@ -97,9 +97,9 @@ def _add_synth(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     parser.add_argument("--mean-mbps", type=float, required=True, metavar="M", help="mean rate, Mbit/s")
     parser.add_argument("--duration", type=float, required=True, metavar="S", help="length, seconds")
     parser.add_argument("--step", type=float, default=1.0, metavar="S", help="length of a segment (default: 1 s)")
-    parser.add_argument("--seed", type=int, default=0, metavar="K", help="another seed, another trace (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, metavar="K", help="seed of the random numbers (default: 0)")
     parser.add_argument("--rtt", type=float, metavar="MS", help="round-trip time to record, ms")
-    parser.add_argument("--name", metavar="FAMILY/NAME", help="how the trace is called (default: synth/KIND-SEED)")
+    parser.add_argument("--name", metavar="FAMILY/NAME", help="name of the trace (default: synth/KIND-SEED)")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="file to write")
     tune = parser.add_argument_group("how it varies")
     for option, field, what in _SHAPE:
@@ -124,18 +124,18 @@ def _action(
 
 
 def _add_reading(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("how to read files that do not tell")
-    group.add_argument("--format", choices=FORMATS, help="the format (default: by what the file looks like)")
-    group.add_argument("--time-column", metavar="NAME", help="CSV: column with the time at which a row begins")
-    group.add_argument("--end-column", metavar="NAME", help="CSV: column with the time at which a row ends")
+    group = parser.add_argument_group("how to read files of unclear format")
+    group.add_argument("--format", choices=FORMATS, help="the format (default: detected)")
+    group.add_argument("--time-column", metavar="NAME", help="CSV: column with the start time of a row")
+    group.add_argument("--end-column", metavar="NAME", help="CSV: column with the end time of a row")
     group.add_argument("--rate-column", metavar="NAME", help="CSV: column with the rate")
     group.add_argument("--unit", choices=BYTES_PER_SECOND, help="CSV: unit of the rate")
     group.add_argument("--time-unit", choices=TIME_UNITS, help="CSV: unit of numeric times")
-    group.add_argument("--step", type=float, metavar="S", help="CSV: no times, each row lasts so many seconds")
+    group.add_argument("--step", type=float, metavar="S", help="CSV: there are no times; each row lasts S seconds")
 
 
 def _read(args: argparse.Namespace) -> Iterator[tuple[Path, str, Trace]]:
-    """Each trace with its file and format."""
+    """Yield each trace with its file and format."""
     columns = Columns(
         time=args.time_column,
         end=args.end_column,
@@ -146,7 +146,7 @@ def _read(args: argparse.Namespace) -> Iterator[tuple[Path, str, Trace]]:
     )
     told = None if columns == Columns() else columns
     if told is not None and args.format not in (None, "csv"):
-        raise UsageError(f"--format {args.format} has no columns to name; leave the options of CSV out")
+        raise UsageError(f"--format {args.format} has no columns; leave out the options of CSV")
     for path in find(args.paths):
         chosen = args.format or ("csv" if told else sniff(path)) or "?"
         for trace in read(path, format_name=args.format, columns=told):
@@ -176,12 +176,14 @@ def _import(args: argparse.Namespace) -> int:
         target = args.out.joinpath(*(re.sub(r"[^\w.+=#@-]", "_", part) for part in trace.name.split("/")))
         target = target.with_name(target.name + ".csv")
         if target in out:
-            raise UsageError(f"{path}: would overwrite {target}, made of {out[target]}; import it into another folder")
+            raise UsageError(
+                f"{path}: would overwrite {target}, made from {out[target]}; import it into another folder"
+            )
         out[target] = str(path)
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise AssetError(f"{target.parent}: cannot be made ({error.strerror})") from error
+            raise AssetError(f"{target.parent}: cannot be created ({error.strerror})") from error
         write_text(target, native.dumps(trace, note=f"imported from {path.name} ({name})"))
         count += 1
     print(f"{count} trace{'s' if count != 1 else ''} in {args.out}")
@@ -206,7 +208,7 @@ def _synth(args: argparse.Namespace) -> int:
 
 
 def _recipe(args: argparse.Namespace) -> str:
-    """The command that makes the file again."""
+    """Return the command that makes this file."""
     words = ["kvabr traces synth", args.kind, f"--mean-mbps {_short(args.mean_mbps)}"]
     words += [f"--duration {_short(args.duration)}", f"--step {_short(args.step)}", f"--seed {args.seed}"]
     if args.rtt is not None:
@@ -227,7 +229,7 @@ def _short(value: float) -> str:
 
 
 def _trace_table(rows: Sequence[dict[str, Any]], lines: Sequence[str], *, wide: bool) -> Table:
-    """One line per trace; a narrow terminal does without some columns."""
+    """Return one row per trace; a narrow terminal gets fewer columns."""
     from rich import box
     from rich.markup import escape
     from rich.table import Table
@@ -289,7 +291,7 @@ def _family_table(rows: Sequence[dict[str, Any]]) -> Table:
 
 
 def _three(value: float) -> str:
-    """Three significant digits, never in powers of ten."""
+    """Return three significant digits, without an exponent."""
     if value >= 100:
         return f"{value:.0f}"
     return f"{value:.1f}" if value >= 10 else f"{value:.2f}"

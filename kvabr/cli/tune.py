@@ -1,4 +1,4 @@
-"""`kvabr tune`: search the parameters that a policy declares, and say what that won on links that it did not see."""
+"""`kvabr tune`: search the parameters that a policy declares, and report the gain on links that it did not see."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ SCHEMA = "kvabr.tune/1"
 
 _EPILOG = """\
 examples:
-  kvabr tune ./mine.py:Mine traces --load .1 .3 --out results
+  kvabr tune ./mine.py:Mine traces --load 0.1 0.3 --out results
   kvabr tune ./mine.py:Mine matrix.toml --points 32 --rounds 3 --json tuned.json
 
-A policy declares what can be tuned, and takes it by the same names:
+A policy declares its parameters, and takes them as keyword arguments:
 
   from kvabr.abr.policy import Parameter
 
@@ -32,10 +32,10 @@ A policy declares what can be tuned, and takes it by the same names:
       def __init__(self, *, caution: float = 0.7, reach: float = 0.1) -> None:
           ...
 
-Candidates are compared by mean regret, every trace family counting the same. For every family the search is done
-without it, and what it chose is then played over it: the mean of that is the held-out score, the one to believe. If its
-gain over the defaults cannot be told from zero (95 %, traces and families drawn anew), tuning won nothing, and says so.
-The folder is that of `kvabr lab`: what was played in one is not played again in the other.
+Candidates are compared by mean regret; every trace family counts the same. Each family is held out once: the search
+chooses without it, and the choice is then played over it. The mean of these is the held-out score, the one to trust. If
+its gain over the defaults cannot be told from zero (95 %, traces and families resampled), tuning won nothing and says
+so. `kvabr lab` and `kvabr tune` share their folders: neither repeats the other's plays.
 """
 
 
@@ -46,12 +46,12 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("tuned", metavar="NAME|FILE.py:CLASS", help="the policy")
     add_axes(parser)
     search = parser.add_argument_group("the search")
-    search.add_argument("--points", type=int, default=16, metavar="N", help="points of the first, even look")
-    search.add_argument("--rounds", type=int, default=2, metavar="N", help="closer looks (default: 2)")
-    search.add_argument("--near", type=int, default=4, metavar="N", help="points of each closer look (default: 4)")
+    search.add_argument("--points", type=int, default=16, metavar="N", help="points of the first round (default: 16)")
+    search.add_argument("--rounds", type=int, default=2, metavar="N", help="local rounds after it (default: 2)")
+    search.add_argument("--near", type=int, default=4, metavar="N", help="points per local round and fold (default: 4)")
     search.add_argument("--search-seed", type=int, default=0, metavar="K", help="seed of the search (default: 0)")
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder that keeps what was played")
-    parser.add_argument("--json", type=Path, metavar="F", help="what was found, schema kvabr.tune/1")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder that keeps the plays")
+    parser.add_argument("--json", type=Path, metavar="F", help="write the result as JSON, schema kvabr.tune/1")
     parser.set_defaults(run=run)
 
 
@@ -75,10 +75,10 @@ def run(args: argparse.Namespace) -> int:
     console.print(_values(found))
     console.print(_folds(found))
     if found.left_out:
-        console.print(f"left out, since nobody could have made a play: {', '.join(found.left_out)}", soft_wrap=True)
+        console.print(f"left out, because no play is feasible: {', '.join(found.left_out)}", soft_wrap=True)
     console.print(
         f"mean regret over families: {found.default_regret:.4g} with the defaults, {found.held_out_regret:.4g} held "
-        f"out, {found.inside_regret:.4g} on the plays that were chosen on (do not believe this one)",
+        f"out, {found.inside_regret:.4g} on the plays that the choice was made on (optimistic)",
         soft_wrap=True,
     )
     console.print(found.verdict(), soft_wrap=True)
@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def as_json(found: Tuned) -> dict[str, Any]:
-    """What was found, as plain JSON values."""
+    """Return the result as plain JSON values."""
     return {
         "schema": SCHEMA,
         "policy": found.policy,
@@ -125,7 +125,7 @@ def _folds(found: Tuned) -> Table:
     from rich import box
     from rich.table import Table
 
-    title = "chosen without a family, and played over it: mean regret"
+    title = "choices made without a family and played over it: mean regret"
     table = Table(title=title, title_justify="left", box=box.SIMPLE)
     for name in ("held out", "inside", "held-out", "default", "chosen"):
         table.add_column(name, justify="left" if name in {"held out", "chosen"} else "right")

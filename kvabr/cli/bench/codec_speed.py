@@ -1,4 +1,4 @@
-"""`kvabr bench codec`: how fast every stage of every codec is, on one core and on all, with LMCache's beside them."""
+"""`kvabr bench codec`: the speed of every codec stage by stage, on one core and on all, compared with LMCache."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ examples:
   kvabr bench codec --models smollm2 --tracks AC-L1 AC-5x --paths avx512 reference
   tools/setup-peers && kvabr bench codec --json codec.json
 
-A group of 128 tokens is encoded and decoded. Rates are millions of elements of the cache a second (an element is 2
-bytes at FP16, so 1,000 M/s are 2 GB/s), medians of rounds: one core in processor time with one thread, all cores by the
-wall. The stages of a chain of layers are those of the whole chain; `entropy encode` quantises, too. `decode` is the
-whole way into a BF16 tensor, in one call that skips what no symbol says, so it can take less than its stages one by
-one. `scratch` is the memory that decoding a group takes beside its output, in sizes of the group at FP16.
+A group of 128 tokens is encoded and decoded. Rates are millions of cache elements per second (an element is 2 bytes at
+FP16, so 1,000 M/s are 2 GB/s), medians of several rounds: per processor time of one thread on one core, per wall time
+on all cores. For layers, a stage covers the whole chain; `entropy encode` includes quantising. `decode` goes all the
+way into a BF16 tensor in one call, which skips rows without symbols and so can be faster than its stages one by one.
+`scratch` is the memory that decoding a group takes besides its output, in units of the group's FP16 size.
 
-SmolLM2's group is a real one. Llama's is synthetic: shapes, rates and rows without symbols as they are in real caches,
-which is all that speed depends on.
+SmolLM2's group is real. Llama's is synthetic: shapes, rates and the share of rows without symbols are those of real
+caches, and speed depends on nothing else.
 """
 
 _STAGES = ("analysis", "entropy encode", "encode", "entropy decode", "synthesis", "decode")
@@ -46,11 +46,15 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--profile", type=Path, metavar="F", help="codec profile of the model, as for encode")
     parser.add_argument(
         "--paths", nargs="+", choices=("reference", "portable", "avx2", "avx512"), metavar="PATH",
-        help="of the coder: reference, portable, avx2, avx512 (default: all but reference)",
+        help="paths of the coder: reference, portable, avx2, avx512 (default: all but reference)",
     )  # fmt: skip
-    parser.add_argument("--seconds", type=float, default=0.5, metavar="S", help="for each stage (default: 0.5)")
+    parser.add_argument(
+        "--seconds", type=float, default=0.5, metavar="S", help="processor time per stage (default: 0.5)"
+    )
     parser.add_argument("--peers", type=Path, default=Path(".peers"), metavar="DIR", help="see tools/setup-peers")
-    parser.add_argument("--work", type=Path, default=Path(".bench"), metavar="DIR", help="folder for what is kept")
+    parser.add_argument(
+        "--work", type=Path, default=Path(".bench"), metavar="DIR", help="work folder (default: .bench)"
+    )
     parser.add_argument("--json", type=Path, metavar="F", help="write everything as JSON")
     parser.set_defaults(run=run)
 
@@ -72,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
     missing = set(args.paths or ()) - set(available_paths())
     if missing or not args.seconds > 0:
         there = ", ".join(available_paths())
-        raise UsageError(f"--paths: this machine has {there}; --seconds must be positive")
+        raise UsageError(f"--paths: this machine supports {there}; --seconds must be positive")
     console, out = Console(stderr=True), Console()
     result: dict[str, Any] = {"schema": codec_speed.SCHEMA, "machine": codec_speed.machine()}
     result |= {"coder": [], "tracks": [], "lmcache": [], "over_ideal": {}}
@@ -131,7 +135,7 @@ def _coder_table(rows: Sequence[dict[str, Any]]) -> Table:
 
 
 def _stage_table(name: str, rows: Sequence[dict[str, Any]]) -> Table:
-    """Stages of the tracks that have some."""
+    """Return the stages of tracks with native stages."""
     from kvabr.cli.display import plain_table
 
     table = plain_table(f"{name}: M elements/s by stage, one core")
@@ -148,7 +152,7 @@ def _stage_table(name: str, rows: Sequence[dict[str, Any]]) -> Table:
 def _whole_table(
     name: str, rows: Sequence[dict[str, Any]], theirs: dict[str, Any] | None, ideal: dict[str, float]
 ) -> Table:
-    """Every track from end to end, LMCache last."""
+    """Return every track from end to end, LMCache last."""
     from kvabr.cli.display import plain_table
 
     table = plain_table(f"{name}: from end to end, M elements/s; times faster than LMCache decodes")

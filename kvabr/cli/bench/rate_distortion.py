@@ -1,4 +1,4 @@
-"""`kvabr bench rd`: rate against quality on the real model, kvabr's tracks and their peers beside each other."""
+"""`kvabr bench rd`: rate against quality on the real model, for kvabr's tracks and their peers."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ examples:
   tools/gemma-model gemma && kvabr bench rd --model gemma --whole-windows
   kvabr bench rd --profile one.safetensors two.safetensors --tracks AC-L0 AC-L1 AC-L2 AC-L3
 
-Every text is cut into contexts: a prompt and what follows it. The cache of the prompt goes through every scheme, and
-the model says what its view of the continuation loses against the exact cache (KL, nats a token; change of the
-negative log-likelihood; share of tokens whose most likely successor stays). For retrieval a random six-digit code is
-planted at ten depths of a context and asked for behind its cache; the question is not coded.
+Every text is cut into contexts: a prompt and its continuation. The cache of the prompt goes through every scheme, and
+the model measures on the continuation what that loses against the exact cache (KL, nats per token; change of the
+negative log-likelihood; share of tokens whose most likely successor stays the same). For retrieval, a random six-digit
+code is planted at ten depths of a context, and the model is asked for it; the question is not coded.
 
-Sizes count every byte that a reader needs but the profile's. Means over contexts; 95% intervals by bootstrap. The rate
-at which kvabr is as good as CacheGen is interpolated between the tracks that are measured: the least one from which on
-the KL, the codes' log-probability and the share of whole codes are no worse.
+Sizes count every byte that a reader needs except the profile. Numbers are means over contexts, with 95 % bootstrap
+intervals. The rate at which kvabr is as good as CacheGen is interpolated between the measured tracks: the least rate
+above which KL, log-probability of the codes and share of whole codes are never worse.
 
-Caches (24 MB for 1,024 tokens of SmolLM2; 3 GB for 120 cases) and results stay in the work folder: a run that was
-interrupted goes on, and only what changed is measured again.
+Caches (24 MB for 1,024 tokens of SmolLM2; 3 GB for 120 cases) and results stay in the work folder, so an interrupted
+run continues, and only changes are measured again.
 """
 
 _CONTEXTS = 3
@@ -49,10 +49,12 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EPILOG
     what = parser.add_argument_group("what to measure on")
     what.add_argument("--texts", type=Path, metavar="DIR", help="DOMAIN.txt files (default: .texts, else Python's own)")
-    what.add_argument("--domains", nargs="+", metavar="D", help="of those texts (default: python c licence prose)")
-    what.add_argument("--contexts", type=int, default=_CONTEXTS, metavar="N", help="of each domain (default: 3)")
-    what.add_argument("--tokens", type=int, default=_TOKENS, metavar="N", help="of each prompt (default: 1024)")
-    what.add_argument("--continuation", type=int, default=_CONTINUATION, metavar="M", help="after it (default: 192)")
+    what.add_argument("--domains", nargs="+", metavar="D", help="domains to measure (default: python c licence prose)")
+    what.add_argument("--contexts", type=int, default=_CONTEXTS, metavar="N", help="contexts per domain (default: 3)")
+    what.add_argument("--tokens", type=int, default=_TOKENS, metavar="N", help="tokens per prompt (default: 1024)")
+    what.add_argument(
+        "--continuation", type=int, default=_CONTINUATION, metavar="M", help="tokens after it (default: 192)"
+    )
     what.add_argument(
         "--retrieval", type=int, metavar="N", help="contexts to plant codes in, ten cases each (default: all; 0: none)"
     )
@@ -60,15 +62,19 @@ def add(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--model", default="smollm2", metavar="smollm2|DIR", help="as for encode (default: smollm2)")
     how.add_argument(
         "--whole-windows", action="store_true",
-        help="take models with sliding windows: every layer keeps every token, and keys are coded as they are",
+        help="accept models with sliding windows: every layer keeps every token, and keys are coded as they are",
     )  # fmt: skip
     how.add_argument("--tracks", nargs="+", metavar="TRACK", help="kvabr's tracks (default: all)")
     how.add_argument(
-        "--profile", type=Path, nargs="+", metavar="F", help="each adds points to the curve (default: as for encode)"
+        "--profile",
+        type=Path,
+        nargs="+",
+        metavar="F",
+        help="codec profiles; each adds points to the curve (default: as for encode)",
     )
     how.add_argument(
         "--group-tokens", type=int, nargs="+", default=(), metavar="N",
-        help="tokens of a group; more lengths after the first are compared in size (default: the model's)",
+        help="tokens per group; for further values only sizes are compared (default: the model's)",
     )  # fmt: skip
     how.add_argument("--peers", type=Path, default=Path(".peers"), metavar="DIR", help="see tools/setup-peers")
     how.add_argument(
@@ -146,18 +152,18 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """What can be wrong before the model is loaded."""
+    """Raise UsageError on arguments out of range, before the model is loaded."""
     if args.contexts < 1 or args.tokens < 1 or args.continuation < 2:
         raise UsageError("--contexts and --tokens must be at least 1, and --continuation at least 2")
     if args.retrieval is not None and args.retrieval < 0:
         raise UsageError("--retrieval must be 0 or more")
     sizes = args.group_tokens
     if any(not 1 <= size <= 65536 for size in sizes) or len(set(sizes)) < len(sizes):
-        raise UsageError("--group-tokens takes lengths from 1 to 65536, each once")
+        raise UsageError("--group-tokens takes sizes from 1 to 65536, each once")
 
 
 def _profiles(loaded: LoadedModel, paths: list[Path] | None) -> dict[str, Profile]:
-    """Profiles by label: none for the only one, the file's name where there are more."""
+    """Return profiles by label: an empty one for a single profile, otherwise the file's name."""
     from kvabr.cli.options import find_profile
 
     found: dict[str, Any] = {}
@@ -166,7 +172,7 @@ def _profiles(loaded: LoadedModel, paths: list[Path] | None) -> dict[str, Profil
     else:
         found = {f"@{path.name.removesuffix('.safetensors')}": find_profile(loaded, path) for path in paths}
     if paths is not None and len(found) < len(paths):
-        raise UsageError("two of the profiles have the same file name: rename one, for results are told apart by it")
+        raise UsageError("two profiles have the same file name, which labels the results: rename one")
     return {label: profile for label, profile in found.items() if profile is not None}
 
 

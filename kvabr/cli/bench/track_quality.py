@@ -1,4 +1,4 @@
-"""`kvabr bench quality`: what every level costs the real model, text by text."""
+"""`kvabr bench quality`: what every track costs the real model, text by text."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ examples:
   kvabr bench quality
   kvabr bench quality --text chapter.txt --tokens 2048 --tracks Int4 AC-5x --json quality.json
 
-Every text is cut into a prompt and what follows it; the cache of the prompt is encoded on every track and decoded,
-and the model says what its view of the continuation loses against the exact cache. The default texts come with Python.
-The profile that comes with kvabr never saw source code or a licence; it was calibrated on Python's manual among others.
+Every text is cut into a prompt and its continuation. The cache of the prompt is encoded on every track and decoded, and
+the model measures on the continuation what that loses against the exact cache. The default texts come with Python. The
+shipped profile was calibrated on Python's manual among others, and on neither source code nor licences.
 """
 
 
 _NOISE = 1e-4
-"""Loss, nats per token, below which a mix says nothing about the prediction."""
+"""Loss in nats per token below which a mix is noise."""
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -37,7 +37,9 @@ def add(parser: argparse.ArgumentParser) -> None:
         "caches are predicted."
     )
     parser.epilog = _EPILOG
-    parser.add_argument("--text", type=Path, nargs="+", metavar="FILE", help="texts (default: three that Python has)")
+    parser.add_argument(
+        "--text", type=Path, nargs="+", metavar="FILE", help="texts (default: three that come with Python)"
+    )
     parser.add_argument("--tokens", type=int, default=1024, metavar="N", help="tokens of each prompt (default: 1024)")
     parser.add_argument(
         "--continuation", type=int, default=256, metavar="M", help="tokens to measure losses on (default: 256)"
@@ -112,12 +114,12 @@ def _ratios(catalogs: list[Catalog]) -> list[dict[str, Any]]:
     from kvabr.cli.display import mix_rows
 
     rows = [row for catalog in catalogs for row in mix_rows(catalog) if row["ratio"]]
-    # Below a ten-thousandth of a nat both are noise, and the ratio of noises says nothing.
+    # The ratio of two values in the noise means nothing.
     return [row for row in rows if max(row["predicted"], row["measured"]) >= _NOISE]
 
 
 def _summary(catalogs: list[Catalog]) -> list[dict[str, Any]]:
-    """Mean of every level over the texts."""
+    """Return the mean of every track over the texts."""
     from kvabr.cli.display import track_rows
 
     rows = []

@@ -1,5 +1,5 @@
-"""Measurements that anyone can repeat: what codecs cost a real model, how fast they are, and their peers beside them.
+"""Measurements that anyone can repeat: what codecs cost a real model, how fast they are, and how their peers do.
 
-A bench takes texts, cuts contexts out of them, has the model compute their caches once (they are kept in a work
-folder), sends each cache through every scheme, and compares. Nothing of kvabr but its commands needs this room.
+A bench cuts contexts out of texts, has the model compute their caches once (a work folder keeps them), sends each cache
+through every scheme, and compares. Only the commands of kvabr import this package.
 """

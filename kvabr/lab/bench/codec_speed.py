@@ -29,38 +29,31 @@ from kvabr.codec.quantiser import quantise
 from kvabr.engines.transformers.model_loader import LoadedModel
 from kvabr.lab.bench import synthetic
 from kvabr.lab.bench.peers import CacheGenQuantiser, PeerProcess
+from kvabr.lab.bench.schemes import track_chain
 from kvabr.publish.encoder import cut_prompt
 from kvabr.publish.texts import measuring_texts
 from kvabr.types.kv import KVSpec
 
 ROUNDS = 5
-"""Rounds at least, of which the median counts."""
+"""Minimum number of rounds; the median counts."""
 
 
 @dataclass(frozen=True)
 class Timing:
-    """One track of one cache, by one path of the coder."""
+    """Speed of one track of one cache on one path of the coder."""
 
     track: str
     path: str
     bits: float
-    """An element, without frames; a chain's all together."""
+    """Bits per element of the whole chain of layers, without frames."""
     rates: dict[str, float] = field(default_factory=dict)
-    """Millions of elements a second on one core, by stage: ``analysis``, ``entropy encode`` (with quantising),
-    ``encode`` (all of these), ``entropy decode``, ``synthesis``, ``decode`` (whole, into BF16)."""
+    """Millions of elements per second on one core, by stage: ``analysis``, ``entropy encode`` (including quantising),
+    ``encode`` (all stages), ``entropy decode``, ``synthesis``, ``decode`` (all stages, into BF16)."""
     all_cores: float = 0.0
-    """Whole decode into BF16 with a group on every core, by the wall."""
+    """Millions of elements per second of wall time when every core decodes groups of its own into BF16."""
     scratch: float | None = None
-    """Memory that decoding one group takes beside its output, in FP16 sizes of the group; None where the system does
-    not tell."""
-
-
-def chain(track: str) -> list[str]:
-    """A track and all that it refines, base first."""
-    names = [track]
-    while (lower := codec(names[0]).refines) is not None:
-        names.insert(0, lower)
-    return names
+    """Memory that decoding a group takes besides its output, in units of the group's FP16 size; None if the operating
+    system does not tell."""
 
 
 @dataclass(frozen=True)
@@ -68,19 +61,19 @@ class Job:
     """One group, encoded on one track."""
 
     group: torch.Tensor
-    """[layer, K/V, head, token, dim] from position 0 on."""
+    """[layer, K/V, head, token, dim], from position 0."""
     spec: KVSpec
     profile: Profile | None
     track: str
     payloads: tuple[bytes, ...]
-    """Of the track and all that it refines, base first."""
+    """Payloads of the track and all that it refines, base first."""
 
     @classmethod
     def make(cls, group: torch.Tensor, spec: KVSpec, profile: Profile | None, track: str) -> Job:
-        """Encode it."""
+        """Encode a group."""
         context = cls._context(group, spec, profile)
         payloads: list[bytes] = []
-        for name in chain(track):
+        for name in track_chain(track):
             payloads.append(codec(name).encode(group, context, payloads))
         return cls(group, spec, profile, track, tuple(payloads))
 
@@ -89,11 +82,11 @@ class Job:
         return GroupContext(spec, 0, group.shape[3], profile, memo={})
 
     def encode(self) -> None:
-        """The whole chain, as an origin that offers only this does it."""
+        """Encode the whole chain, as an origin that offers only this track does."""
         Job.make(self.group, self.spec, self.profile, self.track)
 
     def decode(self, out: torch.Tensor) -> None:
-        """The whole chain, as a player does it."""
+        """Decode the whole chain, as a player does."""
         context = self._context(self.group, self.spec, self.profile)
         views = [memoryview(payload) for payload in self.payloads]
         codec(self.track).decode(views[-1], context, out, views[:-1])
@@ -103,8 +96,8 @@ def time_track(job: Job, *, seconds: float = 0.5) -> Timing:
     """Time every stage of a track.
 
     Args:
-        job: what is coded.
-        seconds: processor time to spend on each stage, at least `ROUNDS` rounds.
+        job: The group to code.
+        seconds: Processor time to spend on each stage; at least `ROUNDS` rounds.
     """
     million = job.group.numel() / 1e6
     out = torch.empty(job.group.shape, dtype=torch.bfloat16)
@@ -120,7 +113,7 @@ def time_track(job: Job, *, seconds: float = 0.5) -> Timing:
 
 
 def _stages(job: Job, profile: Profile, million: float, seconds: float) -> dict[str, float]:
-    names = chain(job.track)
+    names = track_chain(job.track)
     depths = [profile.depth(name) for name in names]
     transform, step = profile.transform, depths[-1].step
     coefficients = transform.analyse(job.group, 0).rows
@@ -152,7 +145,7 @@ def _stages(job: Job, profile: Profile, million: float, seconds: float) -> dict[
 
 
 def processor_time(work: Callable[[], object], seconds: float) -> float:
-    """Median processor seconds of one call, after one that does not count."""
+    """Return the median processor time of a call, seconds, after one warm-up call."""
     work()
     times: list[float] = []
     spent = 0.0
@@ -162,13 +155,13 @@ def processor_time(work: Callable[[], object], seconds: float) -> float:
         times.append(max(time.process_time() - start, 1e-9))
         spent += times[-1]
         if spent > 8 * seconds and len(times) >= 2:
-            break  # the reference takes minutes where the others take milliseconds
+            break  # the reference path takes minutes where others take milliseconds
     return statistics.median(times)
 
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Keep torch to one thread."""
+    """Limit torch to one thread."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -178,12 +171,12 @@ def one_thread() -> Iterator[None]:
 
 
 def cores() -> int:
-    """Processors that this process may use."""
+    """Return the number of processors that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _on_all_cores(job: Job) -> float:
-    """Median wall seconds a group, when every core decodes groups of its own."""
+    """Return the median wall time per group, seconds, when every core decodes groups of its own."""
     workers = cores()
     outs = [torch.empty(job.group.shape, dtype=torch.bfloat16) for _ in range(workers)]
     with one_thread(), ThreadPoolExecutor(workers) as pool:
@@ -196,13 +189,13 @@ def _on_all_cores(job: Job) -> float:
 
 
 def scratch_of(job: Job) -> float | None:
-    """Memory that decoding a group takes beside its output, in FP16 sizes of the group; None but on Linux.
+    """Return the memory that decoding a group takes besides its output, in FP16 sizes of the group; None off Linux.
 
-    The high-water mark of a forked process, so that what earlier decodes left behind in this one does not hide it.
+    This is the high-water mark of a forked process, so that memory kept from earlier decodes does not hide it.
     """
     if not Path("/proc/self/clear_refs").exists() or not hasattr(os, "fork"):
         return None
-    # A first decode, of one token, makes the tables that a player makes once, and brings the code itself into memory.
+    # Decode one token first: this builds the tables that a player builds once, and loads the code into memory.
     token = Job.make(job.group[:, :, :, :1].clone(), job.spec, job.profile, job.track)
     out = torch.empty(job.group.shape, dtype=torch.bfloat16).zero_()
     with one_thread():
@@ -227,7 +220,7 @@ def scratch_of(job: Job) -> float | None:
 
 
 def _peak_of(work: Callable[[], object]) -> int:
-    """Bytes by which memory grew at most during a call. Pages of the parent that are only read do not count."""
+    """Return the largest growth of memory during a call, bytes; pages of the parent that are only read do not count."""
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     before = _status("VmRSS")
     work()
@@ -235,13 +228,13 @@ def _peak_of(work: Callable[[], object]) -> int:
 
 
 def _give_back() -> None:
-    """Return freed memory to the system, so that its reuse shows as growth."""
+    """Return freed memory to the system, so that reusing it shows as growth."""
     with suppress(OSError, AttributeError):  # only glibc has this
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def _status(name: str) -> int:
-    """A size from this process's status, bytes."""
+    """Return a size from this process's status, bytes."""
     for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
         if line.startswith(name):
             return int(line.split()[1]) << 10
@@ -250,7 +243,7 @@ def _status(name: str) -> int:
 
 @contextmanager
 def coder_path(path: str) -> Iterator[None]:
-    """Have the coder take a path."""
+    """Make the coder take a path."""
     before = os.environ.get(coder.VARIABLE)
     os.environ[coder.VARIABLE] = path
     try:
@@ -263,14 +256,14 @@ def coder_path(path: str) -> Iterator[None]:
 
 
 def paths(wanted: Sequence[str] | None) -> list[str]:
-    """The paths that were named, or all that this machine has but the reference, which is for checking."""
+    """Return the named paths, or all of this machine except the reference, which only serves checks."""
     native = [path for path in coder.available_paths() if path != "reference"]
     return list(wanted or native or ["reference"])
 
 
 SCHEMA = "kvabr.bench.codec/1"
 RAW_BITS = 3.0
-"""Rate at which the entropy coder alone is timed, bits a symbol, no symbol skipped."""
+"""Rate at which the entropy coder alone is timed: bits per symbol, without skipped symbols."""
 
 Row = dict[str, Any]
 Progress = Callable[[str, int, int], None]
@@ -278,7 +271,7 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class Subject:
-    """A group of one model's cache, and its profile."""
+    """A group of a model's cache, and the model's profile."""
 
     name: str
     spec: KVSpec
@@ -287,14 +280,14 @@ class Subject:
 
 
 def real(loaded: LoadedModel, profile: Profile | None) -> Subject:
-    """A group that a model computed, from a text that no profile was calibrated on."""
+    """Return a group that a model computed from a text that no profile was calibrated on."""
     prompt = cut_prompt(loaded, next(iter(measuring_texts().values())), loaded.engine.spec.group_tokens, 2)
     group = loaded.engine.prefill(prompt.tokens).to(loaded.engine.spec.torch_dtype)
     return Subject(loaded.engine.spec.model, loaded.engine.spec, group, profile)
 
 
 def llama(work: Path) -> Subject:
-    """A synthetic group of the shape of Llama-3.1-8B; its profile takes a minute or two and is kept in ``work``."""
+    """Return a synthetic group in the shape of Llama-3.1-8B; its profile takes minutes, and stays in ``work``."""
     path = work / "synthetic-llama.profile.safetensors"
     made: Profile | None = None
     if path.is_file():
@@ -302,7 +295,7 @@ def llama(work: Path) -> Subject:
             made = Profile.from_bytes(path.read_bytes())
             made.check(synthetic.LLAMA)
         except (OSError, ValueError):
-            made = None  # of an older kvabr
+            made = None  # written by an older kvabr
     if made is None:
         made = synthetic.profile(synthetic.LLAMA)
         work.mkdir(parents=True, exist_ok=True)
@@ -319,14 +312,14 @@ def measure(
     seconds: float = 0.5,
     progress: Callable[[], None] = lambda: None,
 ) -> Iterator[Row]:
-    """Time tracks by every path of the coder.
+    """Time tracks on every path of the coder.
 
     Args:
-        subject: what to code.
-        tracks: which ones.
-        wanted: paths; None for all that this machine has but the reference.
-        seconds: processor time for each stage.
-        progress: called after every track and path.
+        subject: The group to code.
+        tracks: Tracks to time.
+        wanted: Paths; None for all of this machine except the reference.
+        seconds: Processor time per stage.
+        progress: Called after every track and path.
     """
     for track in tracks:
         native = codec(track).needs_profile
@@ -340,14 +333,14 @@ def measure(
 
 
 def against_lmcache(subject: Subject, peer: PeerProcess, rounds: int = 3) -> Row:
-    """LMCache's codec on the same group, after a round that compiles its kernels.
+    """Time LMCache's codec on the same group, after a round that compiles its kernels.
 
     Returns:
-        Millions of elements a second: ``encode`` and ``decode`` on one core, in processor time; ``decode_all`` on all
-        cores by the wall; ``bits`` an element.
+        Millions of elements per second: ``encode`` and ``decode`` per processor time on one core, ``decode_all`` per
+        wall time on all cores; ``bits`` per element.
 
     Raises:
-        PeerError: it failed.
+        PeerError: LMCache failed.
     """
     million = subject.group.numel() / 1e6
     keys, values = CacheGenQuantiser().levels(subject.spec.layers)
@@ -373,7 +366,7 @@ def against_lmcache(subject: Subject, peer: PeerProcess, rounds: int = 3) -> Row
 
 
 def coder_alone(wanted: Sequence[str] | None, seconds: float = 0.5) -> list[Row]:
-    """The entropy coder without anything around it, by path: every symbol coded, about `RAW_BITS` bits each."""
+    """Time the bare entropy coder by path: every symbol coded, about `RAW_BITS` bits each."""
     sample = raw.synthetic(raw.SMOLLM2, RAW_BITS, dense=True)
     rows = []
     for path in paths(wanted):
@@ -393,7 +386,7 @@ def coder_alone(wanted: Sequence[str] | None, seconds: float = 0.5) -> list[Row]
 
 
 def over_ideal(subject: Subject, tracks: Sequence[str]) -> dict[str, float]:
-    """Coded size of the indices over their code length under the profile's own tables, by track; a layer's own only."""
+    """Return the coded size of a track's own layer over its ideal code length under the profile's tables, by track."""
     profile, out = subject.profile, {}
     for track in tracks:
         if profile is None or not codec(track).needs_profile:
@@ -401,7 +394,7 @@ def over_ideal(subject: Subject, tracks: Sequence[str]) -> dict[str, float]:
         job = Job.make(subject.group, subject.spec, profile, track)
         context = GroupContext(subject.spec, 0, subject.group.shape[3], profile)
         below: Index | None = None
-        for name, payload in zip(chain(track), job.payloads, strict=True):
+        for name, payload in zip(track_chain(track), job.payloads, strict=True):
             sinks = 0 if codec(name).refines else min(context.tokens, profile.sinks)
             coded = split_payload(payload, context, sinks, name).coded
             model = profile.depth(name).coder
@@ -412,7 +405,7 @@ def over_ideal(subject: Subject, tracks: Sequence[str]) -> dict[str, float]:
 
 
 def machine() -> Row:
-    """What it was measured on."""
+    """Describe this machine."""
     model = "unknown"
     path = Path("/proc/cpuinfo")
     if path.is_file():

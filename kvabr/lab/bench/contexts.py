@@ -22,45 +22,45 @@ from kvabr.store.files import read_text
 from kvabr.types.errors import UsageError
 
 DOMAINS = ("python", "c", "licence", "prose")
-"""What is measured by default, of what tools/fetch-texts fetches."""
+"""Default domains, among those of tools/fetch-texts."""
 
 _FETCH = "tools/fetch-texts fetches source code, licences, prose, two other languages and chat"
 
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """A piece of text: a prompt whose cache is coded, and what really followed."""
+    """A piece of text: a prompt whose cache is coded, and its real continuation."""
 
     domain: str
     index: int
-    """Which one of its domain."""
+    """Its number within the domain."""
     tokens: tuple[int, ...]
     continuation: tuple[int, ...]
 
     @property
     def name(self) -> str:
-        """As tables have it."""
+        """Return the name shown in tables."""
         return f"{self.domain}-{self.index}"
 
 
 def token_key(tokens: Sequence[int]) -> str:
-    """A name for a sequence of token ids: 16 hex digits."""
+    """Return a key for a sequence of token ids: 16 hex digits."""
     return hashlib.sha256(",".join(map(str, tokens)).encode()).hexdigest()[:16]
 
 
 def read_texts(folder: Path | None, domains: Sequence[str] | None) -> dict[str, str]:
-    """Texts by domain.
+    """Return texts by domain.
 
     Args:
-        folder: holds one ``DOMAIN.txt`` each; None for what comes with Python.
-        domains: which ones, in this order; None for those of `DOMAINS` that are there, or else all.
+        folder: Folder of ``DOMAIN.txt`` files; None for texts that come with Python.
+        domains: Domains to return, in this order; None for the existing ones of `DOMAINS`, or all if there are none.
 
     Raises:
-        UsageError: there is no such folder, or no text of a domain that was named.
+        UsageError: The folder or the text of a named domain does not exist.
     """
     if folder is None:
         texts = measuring_texts()
-        where = "what comes with Python"
+        where = "the texts of Python"
     else:
         if not folder.is_dir():
             raise UsageError(f"{folder}: no such folder of texts; {_FETCH}")
@@ -77,10 +77,10 @@ def read_texts(folder: Path | None, domains: Sequence[str] | None) -> dict[str, 
 
 
 def check_unseen(texts: Mapping[str, str]) -> None:
-    """Refuse texts that share a paragraph with those of the default calibration.
+    """Raise if a text shares a paragraph with the default calibration, which would flatter the codec.
 
     Raises:
-        UsageError: one does; it would flatter the codec.
+        UsageError: A text shares one.
     """
     seen = {paragraph for text in calibration_texts().values() for paragraph in paragraphs(text)}
     for name, text in texts.items():
@@ -96,19 +96,19 @@ def cut(loaded: LoadedModel, texts: Mapping[str, str], each: int, tokens: int, c
     """Cut contexts out of texts, evenly spaced, without overlap.
 
     Args:
-        loaded: whose tokenizer and length of context count.
-        texts: by domain.
-        each: contexts of each domain.
-        tokens: length of a prompt.
-        continuation: tokens after it that losses are measured on.
+        loaded: Model with its tokenizer.
+        texts: Texts by domain.
+        each: Contexts per domain.
+        tokens: Tokens per prompt.
+        continuation: Tokens after the prompt, on which losses are measured.
 
     Raises:
-        UsageError: a text is too short for so many, or the model cannot see so many tokens.
+        UsageError: A text is too short, or a context is longer than the model's.
     """
     length = tokens + continuation
     if length > loaded.engine.context:
         raise UsageError(
-            f"{tokens} tokens and {continuation} after them are more than {loaded.engine.spec.model} can see "
+            f"{tokens} tokens and {continuation} after them exceed the context of {loaded.engine.spec.model} "
             f"({loaded.engine.context}): ask for fewer"
         )
     out = []
@@ -120,7 +120,7 @@ def cut(loaded: LoadedModel, texts: Mapping[str, str], each: int, tokens: int, c
                 "ask for fewer or shorter ones, or give a longer text"
             )
         for index in range(each):
-            # In the middle of equal shares: the ends of texts are titles and tables.
+            # Cut from the middle of equal shares, because texts begin and end with titles and tables.
             start = (2 * index + 1) * (len(ids) - each * length) // (2 * each) + index * length
             part = ids[start : start + length]
             out.append(Context(domain, index, tuple(part[:tokens]), tuple(part[tokens:])))
@@ -128,7 +128,7 @@ def cut(loaded: LoadedModel, texts: Mapping[str, str], each: int, tokens: int, c
 
 
 DEPTHS = 10
-"""Places in a text where a code is planted, evenly spaced."""
+"""Evenly spaced places in a text where a code is planted."""
 
 _PLANTED = "\n\nThe secret code is {code}. Remember it.\n\n"
 _QUESTION = "\n\nQuestion: What is the secret code?\nAnswer: The secret code is"
@@ -137,14 +137,14 @@ _DIGITS = 6
 
 @dataclass(frozen=True, slots=True)
 class Needle:
-    """One case."""
+    """One retrieval case."""
 
     context: Context
-    """The text that it is planted in."""
+    """The text around the code."""
     depth: int
     """0 is at the start, `DEPTHS` - 1 at the end."""
     at: int
-    """Tokens of the text before it."""
+    """Tokens of the text before the code."""
     tokens: tuple[int, ...]
     """The text with the planted code."""
     question: tuple[int, ...]
@@ -152,35 +152,35 @@ class Needle:
 
     @property
     def name(self) -> str:
-        """As results have it."""
+        """Return the name used in results."""
         return f"{self.context.name}@{self.depth}"
 
 
 @dataclass(frozen=True, slots=True)
 class Recall:
-    """What the model remembers."""
+    """What the model retrieves."""
 
     digits: float
-    """Share of the answer's tokens that the model finds most likely, each behind the right ones before it."""
+    """Share of the answer's tokens that are the model's first choice, given the correct ones before them."""
     whole: bool
-    """All of them: greedy generation would say the code."""
+    """Whether all are, so that greedy generation says the code."""
     logprob: float
     """Mean log-probability of the answer's tokens, nats."""
 
 
 def plant(loaded: LoadedModel, contexts: Sequence[Context], depths: int = DEPTHS, seed: int = 1) -> Iterator[Needle]:
-    """Cases: every context with a code at every depth, as long as the context was.
+    """Yield every context with a code planted at every depth; the length stays that of the context.
 
     Args:
-        loaded: whose tokenizer counts.
-        contexts: the texts.
-        depths: places in each.
-        seed: of the codes.
+        loaded: Model with its tokenizer.
+        contexts: The texts.
+        depths: Places per text.
+        seed: Seed of the codes.
 
     Raises:
-        UsageError: a context is too short to plant something in it.
+        UsageError: A context is too short for a code.
     """
-    dice = random.Random(seed)  # noqa: S311 - codes to remember, none to keep
+    dice = random.Random(seed)  # noqa: S311 - test data, not secrets
     for context in contexts:
         for depth in range(depths):
             code = str(dice.randrange(10 ** (_DIGITS - 1), 10**_DIGITS))
@@ -195,12 +195,12 @@ def plant(loaded: LoadedModel, contexts: Sequence[Context], depths: int = DEPTHS
 
 
 def recall(engine: ScoringEngine, kv: torch.Tensor, needle: Needle) -> Recall:
-    """Ask for the code behind a cache of the text.
+    """Ask for the code, given a cache of the text.
 
     Args:
-        engine: the model.
-        kv: cache of `Needle.tokens`, [layer, K/V, head, token, dim]; read, never written.
-        needle: the case.
+        engine: The model.
+        kv: Cache of `Needle.tokens`, [layer, K/V, head, token, dim]; not written to.
+        needle: The case.
     """
     asked = [*needle.question, *needle.answer[:-1]]
     rows = engine.score(kv, asked)[len(needle.question) - 1 :]
@@ -211,10 +211,10 @@ def recall(engine: ScoringEngine, kv: torch.Tensor, needle: Needle) -> Recall:
 
 
 def _ask(loaded: LoadedModel, code: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Tokens of the question, up to the code, and those of the code."""
+    """Return the tokens of the question up to the code, and those of the code."""
     asked, whole = loaded.encode(_QUESTION), loaded.encode(f"{_QUESTION} {code}")
     same = next((n for n, (a, b) in enumerate(zip(asked, whole, strict=False)) if a != b), len(asked))
-    # A space of its own before the digits is the question's: it carries nothing.
+    # A separate space token before the digits belongs to the question: it carries no information.
     while same + 1 < len(whole) and not loaded.decode(whole[same : same + 1]).strip():
         same += 1
     return tuple(whole[:same]), tuple(whole[same:])

@@ -22,20 +22,20 @@ from kvabr.types.kv import KVSpec
 
 
 class CacheStore:
-    """A work folder. Everything in it can be removed at any time; it is then made again."""
+    """A work folder of caches and results. Deleting any of its files is safe; they are recomputed."""
 
     def __init__(self, folder: Path, spec: KVSpec) -> None:
-        """Open or make it.
+        """Open or create the folder.
 
         Args:
-            folder: where.
-            spec: of the caches; other models' results lie beside them, apart.
+            folder: Parent folder; each model has a folder of its own in it.
+            spec: Spec of the caches.
 
         Raises:
-            AssetError: it cannot be made.
+            AssetError: The folder cannot be created or read.
         """
         self.spec = spec
-        # The length of groups is the scheme's business here.
+        # The group size is not part of the name: it belongs to the scheme.
         self._folder = folder / f"{spec.model.replace('/', '-')}-{spec.digest().hex()[:8]}"
         self._results: dict[str, Any] = {}
         try:
@@ -52,44 +52,44 @@ class CacheStore:
                 entry = json.loads(line)
                 self._results[entry["key"]] = entry["value"]
             except (ValueError, KeyError, TypeError):
-                continue  # the line that an interrupted run did not finish
+                continue  # an interrupted run left an unfinished line
 
     def cache(self, key: str, tokens: int, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """A cache by its key: the one on disk, or else computed and put there.
+        """Return a cache from disk, or compute and store it.
 
         Args:
-            key: names the tokens, see `kvabr.lab.bench.contexts.token_key`.
-            tokens: how many.
-            compute: makes it, [layer, K/V, head, token, dim].
+            key: Key of the tokens, see `kvabr.lab.bench.contexts.token_key`.
+            tokens: Number of tokens.
+            compute: Computes the cache, [layer, K/V, head, token, dim].
 
         Returns:
-            The cache in the element type of the spec.
+            The cache in the dtype of the spec.
         """
         path = self._folder / f"{key}.safetensors"
         if path.is_file():
             try:
                 found = load_file(path)["kv"]
             except (SafetensorError, OSError, KeyError):
-                found = None  # half a file of an interrupted run
+                found = None  # an interrupted run left an unfinished file
             if isinstance(found, torch.Tensor) and tuple(found.shape) == self.spec.shape(tokens):
                 return found
         made = compute().to(self.spec.torch_dtype).contiguous()
-        # A name of its own until it is whole.
+        # Written under another name and renamed when complete.
         part = path.with_suffix(".part")
         save_file({"kv": made}, part)
         part.replace(path)
         return made
 
     def scratch(self, name: str) -> Path:
-        """A file for what two programs hand each other."""
+        """Return the path of a temporary file that two programs exchange."""
         return self._folder / name
 
     def known(self, key: str) -> Any:
-        """A result by its key, as JSON keeps it; None if there is none yet."""
+        """Return a result by its key, as plain JSON values; None if there is none yet."""
         return self._results.get(key)
 
     def keep(self, key: str, value: Any) -> Any:
-        """Write a result down, and return it."""
+        """Store a result and return it."""
         with self._journal.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"key": key, "value": value}) + "\n")
         self._results[key] = value
@@ -97,7 +97,7 @@ class CacheStore:
 
 
 Progress = Callable[[str, int, int], None]
-"""Told of every step: what is being done, steps done, steps in all."""
+"""Called after every step with the stage, the steps done, and all steps."""
 
 STAGES = {
     "prefill": "prefill (contexts)",
@@ -105,28 +105,28 @@ STAGES = {
     "size": "other group sizes",
     "recall": "retrieval (cases x schemes)",
 }
-"""What `Bench` does, for a progress bar."""
+"""Stages of `QualityBench`, for a progress bar."""
 
 EXACT = "exact"
-"""The scheme that changes nothing, as retrieval is measured without any coding."""
+"""Name under which retrieval from the exact cache is reported."""
 
 Row = dict[str, Any]
 
 
 @dataclass
 class Findings:
-    """What came out, by scheme's name and then by context or case."""
+    """Results by scheme, then by context or case."""
 
     quality: dict[str, dict[str, Row]] = field(default_factory=dict)
-    """``nbytes``, ``bits`` (an element), ``kl``, ``dnll``, ``top1`` of every context."""
+    """``nbytes``, ``bits`` (per element), ``kl``, ``dnll``, ``top1`` of every context."""
     recall: dict[str, dict[str, Row]] = field(default_factory=dict)
-    """``digits``, ``whole``, ``logprob`` of every case; `EXACT` among the schemes."""
+    """``digits``, ``whole``, ``logprob`` of every case; the schemes include `EXACT`."""
     sizes: dict[int, dict[str, dict[str, Row]]] = field(default_factory=dict)
-    """``nbytes``, ``bits`` for other lengths of groups, in tokens, first."""
+    """``nbytes``, ``bits`` of every context for other group sizes; by group size in tokens first."""
 
 
 class QualityBench:
-    """One model, its work folder, and the contexts to measure on."""
+    """Measure schemes with one model; caches and results stay in its work folder."""
 
     def __init__(
         self, loaded: LoadedModel, store: CacheStore, progress: Progress = lambda _stage, _done, _all: None
@@ -134,20 +134,20 @@ class QualityBench:
         self.loaded, self.store, self._progress = loaded, store, progress
 
     def prefill(self, contexts: Sequence[Context]) -> None:
-        """Compute the caches that are not in the work folder yet."""
+        """Compute the caches that the work folder lacks."""
         for index, context in enumerate(contexts):
             self.cache(context)
             self._progress("prefill", index + 1, len(contexts))
 
     def cache(self, context: Context) -> torch.Tensor:
-        """The exact cache of a context, in the element type of the published cache."""
+        """Return the exact cache of a context, in the dtype of the published cache."""
         key = token_key(context.tokens)
         return self.store.cache(key, len(context.tokens), lambda: compute_cache(self.loaded.engine, context.tokens))
 
     def quality(self, schemes: Sequence[Scheme], contexts: Sequence[Context]) -> dict[str, dict[str, Row]]:
-        """Size and loss of every scheme on every context.
+        """Return size and loss of every scheme on every context.
 
-        The exact cache is the one that would be published: the model's, in the element type of its spec.
+        The reference is the exact cache as it would be published: the model's, in the dtype of its spec.
         """
         out: dict[str, dict[str, Row]] = {scheme.name: {} for scheme in schemes}
         steps = self._steps("quality", len(schemes) * len(contexts))
@@ -167,7 +167,7 @@ class QualityBench:
         return out
 
     def sizes(self, schemes: Sequence[Scheme], contexts: Sequence[Context]) -> dict[str, dict[str, Row]]:
-        """Size alone, of schemes with other lengths of groups."""
+        """Return the sizes alone, for schemes with other group sizes."""
         out: dict[str, dict[str, Row]] = {scheme.name: {} for scheme in schemes}
         steps = self._steps("size", len(schemes) * len(contexts))
         for context in contexts:
@@ -182,7 +182,7 @@ class QualityBench:
         return out
 
     def recall(self, schemes: Sequence[Scheme], needles: Sequence[Needle]) -> dict[str, dict[str, Row]]:
-        """Retrieval behind every scheme, and behind the exact cache."""
+        """Return retrieval from the cache of every scheme, and from the exact cache."""
         wanted: dict[str, Scheme | None] = {EXACT: None} | {scheme.name: scheme for scheme in schemes}
         out: dict[str, dict[str, Row]] = {name: {} for name in wanted}
         steps = self._steps("recall", len(needles) * len(wanted))
@@ -201,13 +201,13 @@ class QualityBench:
         return out
 
     def _steps(self, stage: str, total: int) -> Iterator[None]:
-        """Every step taken of it is announced."""
+        """Report progress at every step."""
         for done in range(1, total + 1):
             self._progress(stage, done, total)
             yield
 
     def _planted(self, needle: Needle) -> torch.Tensor:
-        """Cache of a text with a code in it; what lies before the code is the text's own cache."""
+        """Return the cache of a text with a planted code, reusing the text's cache before the code."""
 
         def compute() -> torch.Tensor:
             before = self.cache(needle.context)[:, :, :, : needle.at]

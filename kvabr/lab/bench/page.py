@@ -34,14 +34,14 @@ svg { width: 100%; height: auto; }
 
 
 def page(title: str, sentence: str, rows: Sequence[Row], exact: Row | None, tables: Sequence[tuple[str, Table]]) -> str:
-    """The page's text.
+    """Return the page.
 
     Args:
-        title: what was measured.
-        sentence: what came out, in one sentence.
-        rows: what is drawn, see `kvabr.lab.bench.page.drawing`.
-        exact: retrieval behind the exact cache.
-        tables: titles and tables.
+        title: What was measured.
+        sentence: The outcome in one sentence.
+        rows: Rows to draw, see `kvabr.lab.bench.page.drawing`.
+        exact: Retrieval from the exact cache.
+        tables: Titles and tables.
     """
     parts = [f"<h2>{escape(name)}</h2>{_table(table)}" for name, table in tables]
     return (
@@ -55,7 +55,7 @@ def page(title: str, sentence: str, rows: Sequence[Row], exact: Row | None, tabl
 
 
 Table = tuple[Sequence[str], Sequence[Sequence[str]]]
-"""Names of columns, and lines of cells as text."""
+"""Names of columns, and rows of cells as text."""
 
 
 def _table(table: Table) -> str:
@@ -98,25 +98,25 @@ _SHAPES = (
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """One panel's measure: which number of a row, and how it is drawn."""
+    """The vertical axis of one panel: which number of a row it shows, and how."""
 
     title: str
     key: str
     label: str
     floor: float
-    """Least value that is told apart."""
+    """Smallest value shown; smaller ones are drawn on it."""
     spread: str = ""
-    """The row's interval, if it has one."""
+    """Key of the row's interval, if it has one."""
     sign: float = 1.0
     offset: float = 0.0
 
     def value(self, row: Row) -> float | None:
-        """What is drawn of a row: less is better."""
+        """Return the value to draw; less is better."""
         number = row.get(self.key)
         return None if number is None else max(self.floor, self.sign * number + self.offset)
 
     def interval(self, row: Row) -> tuple[float, float] | None:
-        """The interval likewise, lower end first."""
+        """Return the interval to draw, lower end first."""
         ends = row.get(self.spread) if self.spread else None
         if not ends:
             return None
@@ -125,7 +125,7 @@ class Axis:
 
 
 _CURVES = ("AC", "CacheGen", "KIVI")
-"""How the names of families begin whose points lie on one curve; others are single schemes of a kind."""
+"""Beginnings of the names of families that form a curve; other families are unconnected points."""
 
 PANELS = (
     Axis("Loss of the continuation", "kl", "mean KL to the exact cache, nats a token", 1e-5, "kl_ci95"),
@@ -136,11 +136,11 @@ PANELS = (
 
 
 def drawing(rows: Sequence[Row], exact: Row | None = None) -> str:
-    """All panels in one SVG, two a line, with a legend.
+    """Return all panels in one SVG, two per line, with a legend.
 
     Args:
-        rows: what `kvabr.lab.bench.summary.scheme_rows` returns.
-        exact: retrieval behind the exact cache, if it was measured.
+        rows: Rows of `kvabr.lab.bench.summary.scheme_rows`.
+        exact: Retrieval from the exact cache, if measured.
     """
     drawn = [row for row in rows if row.get("bits")]
     panels = [axis for axis in PANELS if any(axis.value(row) is not None for row in drawn)]
@@ -159,7 +159,7 @@ def drawing(rows: Sequence[Row], exact: Row | None = None) -> str:
 
 
 def _families(rows: Sequence[Row]) -> list[str]:
-    """Curves first, single schemes after them."""
+    """Return families, AC first, then by number of schemes."""
     count: dict[str, int] = {}
     for row in rows:
         count[row["family"]] = count.get(row["family"], 0) + 1
@@ -193,15 +193,15 @@ def _panel(axis: Axis, rows: Sequence[Row], families: list[str], exact: Row | No
 
 
 class _Names:
-    """Places of names in a panel: a name that would lie on another is left to the mark's title."""
+    """Place names in a panel; a name that would overlap another is left to its mark's tooltip."""
 
     def __init__(self) -> None:
         self._taken: list[tuple[float, float, float]] = []
 
     def place(self, x: float, y: float, name: str) -> str:
-        """A name beside a mark, or nothing."""
+        """Return a name next to its mark, or an empty string if there is no room."""
         width = 6.4 * len(name)
-        # Beside the mark: above it or below, to its right or, near the edge, to its left.
+        # Try right of the mark, above and below it, then left of it.
         for left, down in ((x + 8, y - 6), (x + 8, y + 14), (x - 8 - width, y - 6), (x - 8 - width, y + 14)):
             inside = left >= _LEFT and left + width <= WIDTH and _TOP <= down <= HEIGHT - _BOTTOM
             free = all(left >= b or left + width <= a or abs(down - c) > 11 for a, b, c in self._taken)
@@ -248,7 +248,7 @@ def _mark(x: float, y: float, index: int, said: str) -> str:
 
 
 class _Scale:
-    """A logarithmic axis that holds some values, and a little more."""
+    """A logarithmic scale that covers some values, with a margin."""
 
     def __init__(self, values: Sequence[float], begin: float, end: float) -> None:
         self.low, self.high = min(values) / 1.15, max(values) * 1.15
@@ -259,6 +259,6 @@ class _Scale:
         return round(self._begin + share * (self._end - self._begin), 1)
 
     def powers(self, base: float) -> list[float]:
-        """Powers of ``base`` on the axis."""
+        """Return the powers of ``base`` on the scale."""
         first, last = math.ceil(math.log(self.low, base)), math.floor(math.log(self.high, base))
         return [float(f"{base**power:.6g}") for power in range(first, last + 1)]

@@ -32,21 +32,21 @@ _INSTALL = "tools/setup-peers makes it"
 
 
 class PeerError(AssetError):
-    """A peer is not there, or failed."""
+    """A peer is not installed, or failed."""
 
 
 class PeerProcess:
-    """A running peer; starts with its first request, ends with the context."""
+    """A peer process: starts with the first request, ends with the context."""
 
     def __init__(self, folder: Path, name: str) -> None:
-        """Find it.
+        """Locate the peer.
 
         Args:
-            folder: what tools/setup-peers made.
+            folder: Folder that tools/setup-peers made.
             name: ``lmcache`` or ``zstd``.
 
         Raises:
-            PeerError: it is not there.
+            PeerError: The peer is not installed there.
         """
         self.name = name
         self._command = [str(folder / name / "bin" / "python"), str(folder / name / "worker.py")]
@@ -70,7 +70,7 @@ class PeerProcess:
         """Send one request and wait for its answer.
 
         Raises:
-            PeerError: the peer ended, or says that it failed.
+            PeerError: The peer exited, or reports a failure.
         """
         if self._process is None:
             self._process = subprocess.Popen(  # noqa: S603  # a program that the user set up
@@ -97,7 +97,7 @@ class PeerProcess:
 
 
 def find_peers(folder: Path, names: Sequence[str] = ("lmcache", "zstd")) -> tuple[dict[str, PeerProcess], list[str]]:
-    """The peers that are there, and what to say of those that are not."""
+    """Return the installed peers by name, and a message for each missing one."""
     found, missing = {}, []
     for name in names:
         try:
@@ -108,7 +108,7 @@ def find_peers(folder: Path, names: Sequence[str] = ("lmcache", "zstd")) -> tupl
 
 
 Runs = Sequence[tuple[int, int]]
-"""Levels of runs of layers: (layer after the last, levels)."""
+"""Quantisation levels by runs of layers: (layer after the run, levels)."""
 
 _ALL = 1 << 30
 
@@ -117,14 +117,14 @@ LEVELS: dict[str, tuple[Runs, Runs]] = {
     "CacheGen-low": (((10, 16), (_ALL, 12)), ((2, 16), (_ALL, 12))),
     "CacheGen-32": (((_ALL, 32),), ((_ALL, 32),)),
 }
-"""Levels of keys and of values by name: LMCache's only setting first, and a coarser and a finer one for its curve."""
+"""Levels of keys and values by name: LMCache's only setting, and a coarser and a finer one to draw its curve."""
 
 _SHALLOW = 10
-"""LMCache gives models of fewer layers the finest levels throughout."""
+"""LMCache gives all layers of shallower models the finest levels."""
 
 
 class CacheGenQuantiser(Scheme):
-    """CacheGen's quantiser without its coder: the same cache, and no size."""
+    """CacheGen's quantiser without its coder: the same decoded cache, no size."""
 
     def __init__(self, name: str = "CacheGen") -> None:
         self.name, self.family = name, "CacheGen"
@@ -133,15 +133,15 @@ class CacheGenQuantiser(Scheme):
 
     @property
     def key(self) -> str:
-        """The levels."""
+        """Return the levels."""
         return f"cachegen-quantiser-1|{self._levels}"
 
     def levels(self, layers: int) -> tuple[Runs, Runs]:
-        """Of keys and of values, for a model of so many layers."""
+        """Return the levels of keys and values for a model with ``layers`` layers."""
         return self._levels if layers >= _SHALLOW else LEVELS["CacheGen-32"]
 
     def code(self, cache: torch.Tensor, *, decode: bool = True) -> Coded:
-        """Round every token by its own scale."""
+        """Quantise every token by its own scale."""
         if not decode:
             return Coded(0, None)
         layers = cache.shape[0]
@@ -149,7 +149,7 @@ class CacheGenQuantiser(Scheme):
         for which, runs in enumerate(self.levels(layers)):
             top = _per_layer(runs, layers)[:, None, None, None] // 2 - 1
             values = cache[:, which]
-            # One scale for a token's heads together, in the cache's own precision.
+            # One scale for all heads of a token, in the cache's precision.
             peak = values.abs().amax(dim=(1, 3), keepdim=True)
             index = (values * (top / peak) + top).round().to(torch.int8)
             out[:, which] = (index.float() - top) / top * peak
@@ -157,18 +157,18 @@ class CacheGenQuantiser(Scheme):
 
 
 class LMCacheCodec(CacheGenQuantiser):
-    """The real codec of LMCache on a CPU."""
+    """LMCache's codec on a CPU."""
 
     def __init__(
         self, peer: PeerProcess, store: CacheStore, name: str = "CacheGen", *, group_tokens: int | None = None
     ) -> None:
-        """Prepare.
+        """Set the scheme up.
 
         Args:
-            peer: LMCache.
-            store: whose work folder the caches are handed over in.
-            name: one of `LEVELS`.
-            group_tokens: tokens of what LMCache calls a chunk; None: of the model's groups.
+            peer: The LMCache process.
+            store: Work folder for exchanging caches.
+            name: One of `LEVELS`.
+            group_tokens: Tokens per chunk; None: the model's group size.
         """
         super().__init__(name)
         self.group_tokens = group_tokens or store.spec.group_tokens
@@ -176,15 +176,15 @@ class LMCacheCodec(CacheGenQuantiser):
 
     @property
     def key(self) -> str:
-        """The levels, and the version whose bytes these are."""
+        """Return LMCache's version, the levels and the group size."""
         return f"lmcache-0.5.6|{self._levels}|{self.group_tokens}"
 
     def code(self, cache: torch.Tensor, *, decode: bool = True) -> Coded:
-        """Encode and decode, in its own process.
+        """Encode and decode in the peer process.
 
         Raises:
             PeerError: LMCache failed.
-            AssetError: it decodes to another cache than its quantiser makes.
+            AssetError: The decoded cache differs from that of `CacheGenQuantiser`.
         """
         given, back = self._store.scratch("to-peer.safetensors"), self._store.scratch("from-peer.safetensors")
         keys, values = self.levels(cache.shape[0])
@@ -206,7 +206,7 @@ class LMCacheCodec(CacheGenQuantiser):
         if made is not None:
             alone = super().code(cache).cache
             if alone is None or not torch.equal(made, alone):
-                raise AssetError(f"{self.name}: LMCache decodes to another cache than its quantiser makes")
+                raise AssetError(f"{self.name}: the cache that LMCache decodes differs from that of its quantiser")
         return Coded(sum(answer["bytes"]), made)
 
 
@@ -222,28 +222,28 @@ _LEVEL = 3
 
 
 class Zstd(Scheme):
-    """A track's payloads through zstd; the cache is the track's own."""
+    """A track's payloads compressed by zstd; the decoded cache is the track's."""
 
     def __init__(self, track: str, width: int, spec: KVSpec, peer: PeerProcess, store: CacheStore) -> None:
-        """Prepare.
+        """Set the scheme up.
 
         Args:
             track: FP16 or Int8.
-            width: bytes of a number; the bytes of each significance are put together before they are compressed.
-            spec: of the caches.
-            peer: zstd.
-            store: whose work folder the payloads are handed over in.
+            width: Bytes per number; bytes of equal significance are grouped before compression.
+            spec: Spec of the caches.
+            peer: The zstd process.
+            store: Work folder for exchanging payloads.
         """
         self.name, self.family, self.group_tokens = f"{track}+zstd", "zstd", spec.group_tokens
         self._track, self._width, self._spec, self._peer, self._store = track, width, spec, peer, store
 
     @property
     def key(self) -> str:
-        """Track and level."""
+        """Return track and level."""
         return f"zstd-0.25.0|{_LEVEL}|{self._track}|{self._width}"
 
     def code(self, cache: torch.Tensor, *, decode: bool = True) -> Coded:
-        """Compress every group by itself.
+        """Compress every group separately.
 
         Raises:
             PeerError: zstd failed.

@@ -1,4 +1,4 @@
-"""`kvabr bench rd` without its command line: which schemes, in which order, and the result as plain JSON values."""
+"""`kvabr bench rd` without its command line: choose the schemes, run them, return the result as plain JSON values."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from kvabr.lab.bench.summary import RateCurve, at_group_size, curve, exact_recal
 
 SCHEMA = "kvabr.bench.rd/1"
 AC = "AC"
-"""The curve of the tracks that a profile serves."""
+"""Name of the curve of the tracks that need a profile."""
 _PLAIN = {"floats": ("FP", "BF"), "integers": ("Int",)}
-"""Families of the tracks that need none, by how their names begin."""
+"""Families of the other tracks, by the beginnings of their names."""
 TARGET = "CacheGen"
-"""What kvabr is held against: LMCache's only setting."""
+"""The scheme that kvabr is compared with: LMCache's only setting."""
 
 Row = dict[str, Any]
 
@@ -35,42 +35,42 @@ class BenchPlan:
     tracks: Sequence[str] | None = None
     """Tracks of kvabr; None for all."""
     profiles: Mapping[str, Profile] | None = None
-    """By label; each adds its own points to the curve. Without any, tables are estimated from each cache itself."""
+    """Profiles by label; each adds points to the curve. Without any, tables are estimated from each cache itself."""
     peers: Path | None = None
     """Folder of the peers; None for none."""
     cachegen: Sequence[str] = (TARGET,)
-    """Which of CacheGen's levels, see `kvabr.lab.bench.peers.LEVELS`."""
+    """CacheGen's levels to measure, see `kvabr.lab.bench.peers.LEVELS`."""
     group_tokens: Sequence[int] = ()
-    """Lengths of groups; quality is measured with the first, sizes with all. Empty: the model's own."""
+    """Group sizes in tokens; quality is measured with the first, sizes with all. Empty: the model's own."""
     retrieval: int = 0
-    """Contexts that codes are planted in."""
+    """Number of contexts to plant codes in."""
 
 
 @dataclass(frozen=True)
 class Schemes:
-    """All that a plan names."""
+    """The schemes of a plan."""
 
     coded: list[Scheme]
-    """Whose sizes and losses are measured."""
+    """Schemes whose size and loss are measured."""
     recalled: list[Scheme]
-    """Whose retrieval is measured: the same caches, without peers where those only cost time."""
+    """Schemes whose retrieval is measured: the same caches, without peers that only cost time."""
     resized: dict[int, list[Scheme]]
-    """The same with other lengths of groups, by length."""
+    """Schemes with other group sizes, by size."""
 
 
 def run(bench: QualityBench, plan: BenchPlan) -> tuple[Findings, dict[str, str], list[str]]:
-    """Measure.
+    """Measure what a plan names.
 
     Args:
-        bench: the model and its work folder.
-        plan: what to measure.
+        bench: The model and its work folder.
+        plan: What to measure.
 
     Returns:
-        What was found, the curve that each scheme belongs to, and what to say of peers that are not there.
+        The findings, the curve of each scheme, and a message for each missing peer.
 
     Raises:
-        UsageError: a track is named twice.
-        PeerError: a peer failed.
+        UsageError: A track is named twice.
+        PeerError: A peer failed.
     """
     with ExitStack() as stack:
         schemes, notes = _schemes(bench, plan, stack)
@@ -89,7 +89,7 @@ def _schemes(bench: QualityBench, plan: BenchPlan, stack: ExitStack) -> tuple[Sc
     first, *others = plan.group_tokens or (bench.store.spec.group_tokens,)
     ours = _tracks(bench, plan, first)
     coded: list[Scheme] = [*ours, Kivi(4, group_tokens=first), Kivi(2, group_tokens=first)]
-    # What needs no peer is recalled as it is; zstd changes no cache.
+    # Retrieval needs no peers: CacheGen's quantiser makes the same cache, and zstd changes none.
     recalled: list[Scheme] = [*coded, *(CacheGenQuantiser(name) for name in plan.cachegen)]
     resized: dict[int, list[Scheme]] = {size: [*_tracks(bench, plan, size)] for size in others}
     found, notes = ({}, []) if plan.peers is None else find_peers(plan.peers)
@@ -100,7 +100,7 @@ def _schemes(bench: QualityBench, plan: BenchPlan, stack: ExitStack) -> tuple[Sc
         for size in others:
             resized[size] += [LMCacheCodec(found["lmcache"], bench.store, group_tokens=size)]
     else:
-        # Its quality is known without it; its size is not.
+        # Without LMCache its quality is still known; its size is not.
         coded += [CacheGenQuantiser(name) for name in plan.cachegen]
     if "zstd" in found:
         spec = bench.store.spec
@@ -118,19 +118,19 @@ def _tracks(bench: QualityBench, plan: BenchPlan, group_tokens: int) -> list[Sch
             continue
         if not profiles:
             out.append(OwnTrack(name, spec, group_tokens=group_tokens))
-        # A profile that was made for a sweep may have one track alone.
+        # A profile made for a sweep may have only one track.
         for label, profile in ((label, made) for label, made in profiles.items() if name in made.depths):
             out.append(TrackScheme(name, spec, profile, group_tokens=group_tokens, label=label, family=AC))
     return out
 
 
 def result(findings: Findings, families: Mapping[str, str], contexts: Sequence[Context]) -> Row:
-    """All that was found, as plain JSON values.
+    """Return all results as plain JSON values.
 
     Args:
-        findings: what `run` returned.
-        families: as `run` returned it.
-        contexts: what was measured on.
+        findings: The findings of `run`.
+        families: The curve of each scheme, from `run`.
+        contexts: The contexts of the plan.
     """
     return {
         "schema": SCHEMA,
@@ -146,7 +146,7 @@ def result(findings: Findings, families: Mapping[str, str], contexts: Sequence[C
 
 
 def _domains(findings: Findings, contexts: Sequence[Context]) -> Row:
-    """Mean size and KL of every scheme by domain."""
+    """Return the mean size and KL of every scheme by domain."""
     out: Row = {}
     for scheme, rows in findings.quality.items():
         for domain in dict.fromkeys(one.domain for one in contexts):
@@ -157,7 +157,7 @@ def _domains(findings: Findings, contexts: Sequence[Context]) -> Row:
 
 
 def _against(findings: Findings, families: Mapping[str, str]) -> Row | None:
-    """Where kvabr's curve reaches CacheGen's quality, and what that saves with every length of groups."""
+    """Return the rate at which kvabr's curve reaches CacheGen's quality, and the saving with every group size."""
     ours = [name for name, family in families.items() if family == AC]
     if len(ours) < 2 or TARGET not in findings.quality:
         return None
@@ -179,5 +179,5 @@ def _group_sizes(findings: Findings, mine: RateCurve, found: Row) -> list[Row]:
 
 
 def cases(findings: Findings) -> int:
-    """Retrieval cases that were measured."""
+    """Return the number of retrieval cases."""
     return len(findings.recall.get(EXACT, {}))

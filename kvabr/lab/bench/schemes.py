@@ -1,6 +1,6 @@
-"""Schemes: ways to make a cache small. Each takes a whole cache and gives it back as a reader would see it.
+"""Schemes: ways to compress a cache. Each takes a whole cache and returns it as a reader would see it.
 
-Every byte that a reader needs is counted, frames and scales included, except for a profile, which is fetched once.
+A size counts every byte that a reader needs, including frames and scales, except the profile, which is fetched once.
 """
 
 from __future__ import annotations
@@ -24,52 +24,52 @@ from kvabr.types.errors import UsageError
 from kvabr.types.kv import KVSpec
 
 _CHUNK = "00" * 32
-"""A prompt digest, where frames need one and nobody looks at it."""
+"""A dummy prompt digest: frames need one, and nothing checks it here."""
 
 
 @dataclass(frozen=True, slots=True)
 class Coded:
-    """A cache that went through a scheme."""
+    """A cache after coding."""
 
     nbytes: int
-    """All that a reader fetches."""
+    """Bytes that a reader fetches."""
     cache: torch.Tensor | None
-    """As it is after decoding, [layer, K/V, head, token, dim]; None where only the size was asked for."""
+    """The decoded cache, [layer, K/V, head, token, dim]; None if only the size was asked for."""
 
 
 class Scheme(ABC):
-    """One way to make a cache small, at one rate."""
+    """One way to compress a cache, at one rate."""
 
     name: str
-    """As tables have it."""
+    """Name shown in tables."""
     family: str
-    """Schemes that belong on one curve."""
+    """Name of the curve that this scheme lies on."""
     group_tokens: int
-    """Tokens that are coded together."""
+    """Tokens coded together."""
 
     @property
     @abstractmethod
     def key(self) -> str:
-        """Names all that the outcome depends on but the cache; results are kept under it."""
+        """Return a key of everything but the cache that the result depends on; results are stored under it."""
 
     @abstractmethod
     def code(self, cache: torch.Tensor, *, decode: bool = True) -> Coded:
         """Encode and decode.
 
         Args:
-            cache: [layer, K/V, head, token, dim], half precision; never written.
-            decode: whether the decoded cache is wanted too.
+            cache: The cache, [layer, K/V, head, token, dim], half precision; not written to.
+            decode: Whether to return the decoded cache, too.
         """
 
 
 def groups(tokens: int, each: int) -> Iterator[tuple[int, int]]:
-    """First token of every group, and the one after its last."""
+    """Yield the first token of every group, and the one after its last."""
     for first in range(0, tokens, each):
         yield first, min(first + each, tokens)
 
 
 class TrackScheme(Scheme):
-    """A track of kvabr, with the tracks that it refines."""
+    """A track of kvabr, together with the tracks that it refines."""
 
     def __init__(
         self,
@@ -81,17 +81,17 @@ class TrackScheme(Scheme):
         label: str = "",
         family: str = "",
     ) -> None:
-        """Prepare.
+        """Set the scheme up.
 
         Args:
-            track: name of the codec.
-            spec: of the caches.
-            profile: side information, for the codecs that need it.
-            group_tokens: tokens of a group; None: as the spec has it.
-            label: what tells two profiles apart; part of the name.
-            family: the curve that it belongs to; the track's own name if empty.
+            track: Name of the codec.
+            spec: Spec of the caches.
+            profile: Side information, for codecs that need it.
+            group_tokens: Tokens per group; None: the spec's.
+            label: Suffix of the name, which tells profiles apart.
+            family: Name of the curve; the track's name if empty.
         """
-        below = _chain(track)
+        below = track_chain(track)
         self._tracks = below
         self._needs = any(codec(name).needs_profile for name in below)
         if self._needs and profile is None:
@@ -108,11 +108,11 @@ class TrackScheme(Scheme):
 
     @property
     def key(self) -> str:
-        """Codec, profile, group size, and the very sources that code it."""
+        """Return codec, profile, group size, and the digest of the codecs' sources."""
         return f"{self._tracks[-1]}|{self._origin}|{self.group_tokens}|{codec_sources()}"
 
     def code(self, cache: torch.Tensor, *, decode: bool = True) -> Coded:
-        """As an origin and a player do it, group by group."""
+        """Encode like an origin and decode like a player, group by group."""
         out = torch.empty_like(cache) if decode else None
         nbytes = 0
         for index, (first, end) in enumerate(groups(cache.shape[3], self.group_tokens)):
@@ -130,7 +130,7 @@ class TrackScheme(Scheme):
 
 
 class OwnTrack(Scheme):
-    """A track with tables that are estimated from the very cache and travel with it, where a model has no profile."""
+    """A track whose tables are estimated from the cache itself and travel with it, for a model without a profile."""
 
     def __init__(self, track: str, spec: KVSpec, *, group_tokens: int | None = None) -> None:
         self._track, self._spec = track, spec
@@ -139,18 +139,18 @@ class OwnTrack(Scheme):
 
     @property
     def key(self) -> str:
-        """Track, group size, and the sources."""
+        """Return track, group size, and the digest of the codecs' sources."""
         return f"own|{self._track}|{self.group_tokens}|{codec_sources()}"
 
     def code(self, cache: torch.Tensor, *, decode: bool = True) -> Coded:
-        """As `TrackScheme`, the profile's bytes counted."""
+        """Encode and decode like `TrackScheme`, counting the profile's bytes."""
         profile = own_profile(self._spec, cache)
         coded = TrackScheme(self._track, self._spec, profile, group_tokens=self.group_tokens).code(cache, decode=decode)
         return Coded(coded.nbytes + len(profile.to_bytes()), coded.cache)
 
 
-def _chain(track: str) -> tuple[str, ...]:
-    """A track and all that it refines, base first."""
+def track_chain(track: str) -> tuple[str, ...]:
+    """Return a track and all tracks that it refines, base first."""
     names = [track]
     while (lower := codec(names[0]).refines) is not None:
         names.insert(0, lower)
@@ -158,13 +158,13 @@ def _chain(track: str) -> tuple[str, ...]:
 
 
 class Kivi(Scheme):
-    """KIVI's quantiser (Liu et al., 2024): asymmetric integers, keys per channel, values per token, 32 share a scale.
+    """KIVI's quantiser (Liu et al., 2024): asymmetric integers, keys per channel, values per token, 32 per scale.
 
-    Its window of recent tokens that stay exact is left out: here the whole prompt is coded, as all schemes code it.
+    KIVI keeps a window of recent tokens exact. Here the whole prompt is coded, as in all other schemes.
     """
 
     span = 32
-    """Elements that share an offset and a scale, half precision both."""
+    """Elements that share an offset and a scale, both in half precision."""
 
     def __init__(self, bits: Literal[2, 4], *, group_tokens: int) -> None:
         self.bits = bits
@@ -174,11 +174,11 @@ class Kivi(Scheme):
 
     @property
     def key(self) -> str:
-        """Bits and group size."""
+        """Return bits and group size."""
         return f"kivi-1|{self.bits}|{self.group_tokens}"
 
     def code(self, cache: torch.Tensor, *, decode: bool = True) -> Coded:
-        """Round to the integers, and back."""
+        """Quantise and dequantise."""
         out = torch.empty_like(cache) if decode else None
         nbytes = 0
         for first, end in groups(cache.shape[3], self.group_tokens):
@@ -193,7 +193,7 @@ class Kivi(Scheme):
         return Coded(nbytes, out)
 
     def _round(self, rows: torch.Tensor) -> tuple[torch.Tensor, int]:
-        """Rounded rows, and how many scales they took."""
+        """Return rounded rows and their number of scales."""
         length, scales = rows.shape[-1], 0
         parts = []
         for first, end in groups(length, self.span):
@@ -207,7 +207,7 @@ class Kivi(Scheme):
 
 @cache
 def codec_sources() -> str:
-    """8 hex digits of the codecs' sources: a result is worth keeping only while they are the same."""
+    """Return 8 hex digits that change with the codecs' sources, so that results of older sources are not reused."""
     digest = hashlib.sha256()
     folder = Path(next(iter(kvabr.codec.__path__)))
     for path in sorted(path for ending in ("py", "c", "h") for path in folder.rglob(f"*.{ending}")):
@@ -216,11 +216,11 @@ def codec_sources() -> str:
 
 
 def tracks_to_measure(names: Sequence[str] | None, known: Sequence[str]) -> list[str]:
-    """The tracks that were named, or all.
+    """Return the named tracks, or all known ones.
 
     Raises:
-        UsageError: one is named twice.
-        FormatError: there is no such codec.
+        UsageError: A track is named twice.
+        FormatError: A track has no codec.
     """
     wanted = list(known if names is None else names)
     if len(set(wanted)) != len(wanted):

@@ -25,15 +25,15 @@ Samples = npt.NDArray[np.float64]
 
 
 def scheme_rows(findings: Findings, families: Mapping[str, str]) -> list[Row]:
-    """One plain dictionary a scheme, cheapest first.
+    """Return one dictionary per scheme, smallest first.
 
     Args:
-        findings: what was measured.
-        families: the curve that each scheme belongs to, by name.
+        findings: The measurements.
+        families: The curve of each scheme, by name.
 
     Returns:
         ``scheme, family, bits, ratio`` (to 16 bits), ``kl, kl_median, kl_worst, kl_ci95, dnll, dnll_worst, top1,
-        digits, whole, logprob, logprob_ci95``; None where something was not measured.
+        digits, whole, logprob, logprob_ci95``; None for what was not measured.
     """
     names = list(dict.fromkeys((*findings.quality, *findings.recall)))
     rows = [_row(findings, name, families.get(name, name)) for name in names]
@@ -63,7 +63,7 @@ def _mean(rows: Sequence[Row], key: str) -> float | None:
 
 
 def _interval(values: Sequence[float]) -> list[float] | None:
-    """Bootstrapped interval of a mean."""
+    """Return the bootstrapped interval of a mean."""
     if len(values) < 2:
         return None
     samples = np.asarray(values)
@@ -80,19 +80,19 @@ def _draws(count: int, seed: int = 0) -> npt.NDArray[np.int64]:
 
 @dataclass(frozen=True)
 class RateCurve:
-    """Schemes of one family that were measured whole, cheapest first."""
+    """Schemes of one family, smallest first."""
 
     names: tuple[str, ...]
     bits: Samples
-    """[scheme]: mean over the contexts."""
+    """[scheme], mean over contexts."""
     losses: Samples
-    """[scheme, context]: KL."""
+    """KL, [scheme, context]."""
     recalls: dict[str, Samples]
-    """``logprob`` and ``whole``: [scheme, case]. Empty without retrieval."""
+    """``logprob`` and ``whole``, each [scheme, case]; empty without retrieval."""
 
 
 def curve(findings: Findings, names: Sequence[str]) -> RateCurve:
-    """A curve of schemes that were measured on the same contexts and cases."""
+    """Return the curve of schemes that were measured on the same contexts and cases."""
     bits = {name: _mean(list(findings.quality[name].values()), "bits") or 0.0 for name in names}
     ordered = sorted(names, key=bits.__getitem__)
     losses = np.array([[row["kl"] for row in findings.quality[name].values()] for name in ordered])
@@ -104,23 +104,23 @@ def curve(findings: Findings, names: Sequence[str]) -> RateCurve:
 
 
 def crossing(bits: Samples, costs: Samples, target: float, *, log: bool) -> float:
-    """The least rate from which on a curve is nowhere worse than a target.
+    """Return the least rate above which a curve is never worse than a target.
 
     Args:
-        bits: rates, ascending.
-        costs: what they cost, the less the better.
-        target: what they may cost.
-        log: whether to interpolate the logarithm of the costs; right for a KL, which falls exponentially.
+        bits: Rates, ascending.
+        costs: Cost at each rate; less is better.
+        target: The largest acceptable cost.
+        log: Interpolate the logarithm of the costs; right for KL, which falls exponentially.
 
     Returns:
-        A rate; the cheapest one if all are good enough, infinity if the dearest is not.
+        The rate; the lowest if all are good enough, infinity if the highest is not.
     """
-    good = costs <= target + 1e-9 * abs(target)  # equal numbers, summed in another order, are equal
+    good = costs <= target + 1e-9 * abs(target)  # tolerate rounding
     if not good[-1]:
         return float("inf")
     if good.all():
         return float(bits[0])
-    above = int(np.flatnonzero(~good)[-1])  # the dearest that is not good enough
+    above = int(np.flatnonzero(~good)[-1])  # the highest rate that is not good enough
     scale: Callable[[float], float] = (lambda cost: float(np.log(max(cost, 1e-12)))) if log else float
     worse, better, wanted = scale(costs[above]), scale(costs[above + 1]), scale(target)
     share = min(1.0, (worse - wanted) / (worse - better))
@@ -128,15 +128,15 @@ def crossing(bits: Samples, costs: Samples, target: float, *, log: bool) -> floa
 
 
 def match(ours: RateCurve, theirs: RateCurve) -> Row:
-    """The rate at which one curve is nowhere worse than one scheme, and how sure that is.
+    """Return the rate at which a curve is as good as one scheme by every measure, with its interval.
 
     Args:
-        ours: at least two schemes.
-        theirs: one scheme.
+        ours: A curve of at least two schemes.
+        theirs: A curve of one scheme.
 
     Returns:
-        Bits an element at which the KL, the log-probability of planted codes, and the share of whole codes are
-        theirs: ``kl, logprob, whole``; ``bits``, the most of them, with ``ci95``; and ``theirs``, their own rate.
+        Bits per element at which KL, log-probability of planted codes, and share of whole codes equal theirs: ``kl,
+        logprob, whole``; their maximum ``bits`` with ``ci95``; and ``theirs``, the rate of the other scheme.
     """
     every = np.arange(ours.losses.shape[1])
     cases = np.arange(next(iter(ours.recalls.values())).shape[1]) if ours.recalls and theirs.recalls else None
@@ -168,12 +168,12 @@ def _match(
 
 
 def at_group_size(ours: RateCurve, bits: float, sizes: Mapping[str, Mapping[str, Row]]) -> float | None:
-    """What a rate of a curve becomes with groups of another length.
+    """Return the rate that a rate on a curve becomes with another group size.
 
     Args:
-        ours: the curve with the usual length.
-        bits: a rate on it.
-        sizes: rows with ``bits`` by scheme and context, with the other length.
+        ours: The curve with the usual group size.
+        bits: A rate on it.
+        sizes: Rows with ``bits`` by scheme and context, with the other group size.
     """
     if any(name not in sizes for name in ours.names):
         return None
@@ -182,13 +182,13 @@ def at_group_size(ours: RateCurve, bits: float, sizes: Mapping[str, Mapping[str,
 
 
 def exact_recall(findings: Findings) -> Row | None:
-    """What the model remembers behind an exact cache."""
+    """Return the mean retrieval from the exact cache; None if it was not measured."""
     rows = list(findings.recall.get(EXACT, {}).values())
     return {key: _mean(rows, key) for key in ("digits", "whole", "logprob")} | {"cases": len(rows)} if rows else None
 
 
 def loss_table(result: Row) -> Table:
-    """Every scheme: size, loss, agreement."""
+    """Return size, loss and agreement of every scheme."""
     names = ["scheme", "bits/el", "ratio", "KL", "median", "worst", "95%", "ΔNLL", "top-1"]
     lines = []
     for row in result["schemes"]:
@@ -201,7 +201,7 @@ def loss_table(result: Row) -> Table:
 
 
 def recall_table(result: Row) -> Table | None:
-    """Every scheme: planted codes. None without retrieval."""
+    """Return the retrieval of every scheme; None if it was not measured."""
     if result["exact"] is None:
         return None
     names = ["scheme", "bits/el", "digits right", "whole codes", "log p", "95%"]
@@ -214,7 +214,7 @@ def recall_table(result: Row) -> Table | None:
 
 
 def domain_table(result: Row) -> Table:
-    """KL of every scheme by domain, and its bits."""
+    """Return bits and KL of every scheme by domain."""
     domains = list(result["domains"])
     names = ["scheme", *(f"{domain}: {what}" for domain in domains for what in ("bits", "KL"))]
     lines = []
@@ -227,7 +227,7 @@ def domain_table(result: Row) -> Table:
 
 
 def group_table(result: Row) -> Table | None:
-    """Size against CacheGen by length of groups, at its quality."""
+    """Return sizes at CacheGen's quality by group size; None if there are none."""
     against = result["against"]
     if not against or not against["group_sizes"]:
         return None
@@ -239,7 +239,7 @@ def group_table(result: Row) -> Table | None:
 
 
 def sentence(result: Row) -> str:
-    """What came out."""
+    """Return the outcome in one sentence."""
     against = result["against"]
     if not against:
         return f"{len(result['schemes'])} schemes on {len(result['contexts'])} contexts"

@@ -1,7 +1,7 @@
-"""Profiles and caches of models that are not at hand: shapes as the model's, numbers drawn to be as rare as real ones.
+"""Synthetic profiles and caches in the shape of models that are not installed.
 
-How fast a coder is depends on shapes, on rates and on how many rows of coefficients are dead, and on nothing else. So
-coefficients are drawn with spreads that fall as those of SmolLM2's caches do, and the transform is a random rotation.
+The speed of a coder depends only on shapes, rates, and the number of dead rows of coefficients. So coefficients are
+drawn with spreads that fall off like those of SmolLM2's caches, and the transform is a random rotation.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from kvabr.codec.transform import FRACTION, MAX_INDEX, RUN, Detector, Transform,
 from kvabr.types.kv import KVSpec, RopeSpec
 
 LLAMA = KVSpec("Llama-3.1-8B", "synthetic", 32, 8, 128, "bfloat16", RopeSpec(500000.0, 128))
-"""The shape of Llama-3.1-8B. Its rotary embedding is a scaled one; as fast to undo as a plain one."""
+"""The shape of Llama-3.1-8B. Its real rotary embedding is scaled, which takes the same time to undo."""
 
 _LEADING, _FALL = 9.0, 0.72
-"""Spread of a stack's first coefficient, in units of the norm, and how fast the others fall behind it."""
+"""Spread of a stack's first coefficient, in units of the norm, and the exponent by which the others fall."""
 _TRAILING = 0.34
-"""Spread of the first component of a block that its stack leaves alone."""
+"""Spread of a block's first component outside the stack."""
 _NEVER = 1e6
-"""How far out a token would have to be to be kept exact."""
+"""Threshold above which a token would be kept exact."""
 _COUNTED_TILES = 8
-"""Tiles that the tables are counted on."""
+"""Tiles from which the tables are counted."""
 
 
 def profile(spec: KVSpec, seed: int = 0, config: FitConfig | None = None) -> Profile:
-    """A profile of a model with such a cache; takes seconds to a minute.
+    """Make a profile for caches of this shape; takes seconds to a minute.
 
     Args:
-        spec: the cache's shape.
-        seed: of the dice.
-        config: structure and steps; the default ones of a calibration if None.
+        spec: Shape of the cache.
+        seed: Seed of the random numbers.
+        config: Structure and steps; None for a calibration's defaults.
     """
     config = config or FitConfig()
     structure = layered(spec, config.stack_layers, config.kept, config.block_heads)
@@ -67,7 +67,7 @@ def profile(spec: KVSpec, seed: int = 0, config: FitConfig | None = None) -> Pro
 
 
 def coefficients(structure: Structure, tokens: int, seed: int = 0) -> torch.Tensor:
-    """Coefficients of some tokens: [row, token] float32, Laplacian, in units of the norm."""
+    """Draw the coefficients of some tokens: [row, token] float32, Laplacian, in units of the norm."""
     spread = np.empty(structure.rows)
     for stack, first in zip(structure.stacks, structure.first_rows, strict=False):
         size, blocks = structure.width_of(stack), len(structure.blocks_of(stack))
@@ -81,10 +81,10 @@ def coefficients(structure: Structure, tokens: int, seed: int = 0) -> torch.Tens
 
 
 def cache(made: Profile, tokens: int, seed: int = 2) -> torch.Tensor:
-    """A cache whose coefficients are such: [layer, K/V, head, token, dim] in the spec's element type."""
+    """Make a cache from such coefficients: [layer, K/V, head, token, dim] in the spec's dtype."""
     spec = made.spec
     out = torch.empty(spec.shape(tokens), dtype=spec.torch_dtype)
-    # As fine a step as a decoder's integers can take.
+    # The finest step that the decoder's integers allow.
     step = 1 / 64
     drawn = coefficients(made.transform.structure, tokens, seed) / step
     coder.synthesise(made.synthesis, (drawn.clamp(-MAX_INDEX, MAX_INDEX) * FRACTION).short().numpy(), step, 0, out)
@@ -92,6 +92,6 @@ def cache(made: Profile, tokens: int, seed: int = 2) -> torch.Tensor:
 
 
 def _rotation(size: int, dice: torch.Generator) -> torch.Tensor:
-    """A random orthonormal matrix."""
+    """Return a random orthonormal matrix."""
     out: torch.Tensor = torch.linalg.qr(torch.randn(size, size, generator=dice))[0]
     return out

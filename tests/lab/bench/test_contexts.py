@@ -55,7 +55,7 @@ def test_contexts_are_spread_over_the_text_and_do_not_overlap(tiny):
 def test_too_short_a_text_and_too_long_a_context_are_refused(tiny):
     with pytest.raises(UsageError, match="too few for 3 contexts of 300"):
         cut(tiny, {"a": "x" * 800}, 3, 290, 10)
-    with pytest.raises(UsageError, match=r"more than .* can see"):
+    with pytest.raises(UsageError, match="exceed the context of"):
         cut(tiny, {"a": "x" * 8000}, 1, 640, 10)
 
 
