@@ -31,7 +31,7 @@ def test_lab_then_report_then_lab_again(links, tmp_path, capsys):
     assert main(words) == 0
     said = capsys.readouterr().out
     assert "cheapfirst leads" in said
-    assert "16 plays, 0 of them kept" in said
+    assert "16 plays, 0 of them from earlier runs" in said
     told = json.loads((tmp_path / "out" / "result.json").read_text())
     assert told["schema"] == "kvabr.lab/1"
     assert set(told["families"]) == {"bus", "train"}
@@ -39,7 +39,7 @@ def test_lab_then_report_then_lab_again(links, tmp_path, capsys):
     assert "missing" not in capsys.readouterr().out
     assert "kvabr lab" in (tmp_path / "out" / "report.html").read_text()
     assert main([*words, "--starts", "2", "--html", str(tmp_path / "page.html")]) == 0
-    assert "32 plays, 16 of them kept" in capsys.readouterr().out
+    assert "32 plays, 16 of them from earlier runs" in capsys.readouterr().out
     assert (tmp_path / "page.html").is_file()
 
 
@@ -69,7 +69,7 @@ def test_tune_writes_what_it_found_and_lab_takes_it(links, tmp_path, capsys):
     assert {fold["held_out"] for fold in told["folds"]} == {"bus", "train"}
     assert told["verdict"] in said
     assert main(["lab", *links, "--load", ".3", "--policy", told["chosen"], "--out", out]) == 0
-    assert re.search(r"4 plays, 4 of them kept", capsys.readouterr().out)
+    assert re.search(r"4 plays, 4 of them from earlier runs", capsys.readouterr().out)
     assert main(["tune", "cachegen", *links, "--out", out]) == 2
 
 
@@ -102,8 +102,8 @@ def test_ctrl_c_keeps_what_was_played(links, tmp_path):
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
     assert "Traceback" not in err
-    assert "the same command goes on from there" in err
+    assert "the same command continues from there" in err
     fewer = [*command[:-3], "10", *command[-2:]]
     again = subprocess.run(fewer, capture_output=True, text=True, check=True)  # noqa: S603
-    kept = int(re.search(r"40 plays, (\d+) of them kept", again.stdout)[1])
+    kept = int(re.search(r"40 plays, (\d+) of them from earlier runs", again.stdout)[1])
     assert kept > 0
