@@ -148,7 +148,7 @@ async def test_a_certificate_that_nobody_vouches_for_is_refused_unless_named(ser
 
 
 async def test_nobody_there_is_said_in_time():
-    with pytest.raises(TransportError, match=r"127\.0\.0\.1:9 cannot be reached.*no answer within"):
+    with pytest.raises(TransportError, match=r"127\.0\.0\.1:9.*no answer within"):
         async with asyncio.timeout(300), kvabr.connect("moqt://127.0.0.1:9/", timeout_s=0.5):
             pass
 
