@@ -87,12 +87,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _open(args: argparse.Namespace) -> tuple[Catalog, Asset | None]:
-    from kvabr.store.locations import open_catalog
+    from kvabr.store.locations import is_store, open_catalog
 
-    if network.is_url(args.asset):
-        catalog, asset = _fetch_catalog(args), None
-    else:
-        catalog, asset = open_catalog(args.asset)
+    catalog, asset = open_catalog(args.asset) if is_store(args.asset) else (_fetch_catalog(args), None)
     if args.check and asset is None:
         raise UsageError("--check needs an asset: a catalog alone has no groups to read")
     return catalog, asset

@@ -99,7 +99,10 @@ class AssetVersion:
 
 
 class Asset(ABC):
-    """One version of a published cache, read from a store. Reading does not change it; compares by identity."""
+    """One version of a published cache, read from a store. Assets compare by identity."""
+
+    local = True
+    """Whether `frame_view` returns at once. A server reads frames of other stores in threads."""
 
     def __init__(self, location: str, name: str, version: AssetVersion, catalog_data: bytes) -> None:
         """Parse the catalog.

@@ -23,6 +23,12 @@ SCHEMES: dict[str, Callable[[str], AssetStore]] = {"file": _folder}
 """Stores by URL scheme; each takes the URL. Import a client library inside the function."""
 
 
+def is_store(location: Location) -> bool:
+    """Return whether a location names a store: a path, or a URL whose scheme is registered."""
+    scheme, separator, _ = str(location).partition("://")
+    return not separator or scheme in SCHEMES
+
+
 def open_store(location: Location, *, must_exist: bool = False, create: bool = False) -> AssetStore:
     """Return the store at a path or URL.
 
@@ -35,10 +41,10 @@ def open_store(location: Location, *, must_exist: bool = False, create: bool = F
         UsageError: there is no such kind of store, or the folder cannot be created.
         AssetError: there is no such folder.
     """
+    if not is_store(location):
+        raise UsageError(f"{location}: stores are folders or {', '.join(f'{name}://' for name in SCHEMES)}")
     scheme, separator, _ = str(location).partition("://")
     if separator:
-        if scheme not in SCHEMES:
-            raise UsageError(f"{location}: stores are folders or {', '.join(f'{name}://' for name in SCHEMES)}")
         return SCHEMES[scheme](str(location))
     path = Path(location)
     if must_exist and not path.is_dir():
