@@ -2,7 +2,6 @@
 
 import json
 import math
-from contextlib import suppress
 
 import pytest
 from hypothesis import given
@@ -53,7 +52,7 @@ def test_mahimahi_constant_rate_of_one_line(put):
 @given(st.lists(st.integers(0, 60), min_size=1, max_size=80).filter(max))
 def test_mahimahi_carries_every_packet(stamps):
     source = readers.Source(readers.Path("x"), "\n".join(map(str, sorted(stamps))), "x", "x")
-    (trace,) = readers.mahimahi.parse(source)
+    (trace,) = readers.line_formats.parse_mahimahi(source)
     assert trace.mean_rate * trace.duration_s == pytest.approx(1500 * len(stamps))
     assert trace.duration_s == max(stamps) / 1000
 
@@ -434,14 +433,12 @@ def test_any_bytes_give_traces_or_a_trace_error(data):
         text = data.decode()
     except UnicodeDecodeError:
         return
-    for name, parse in readers._PARSERS.items():
+    for name, known in readers._FORMATS.items():
         try:
-            result = parse(readers.Source(readers.Path(name), text, "n", "f"))
+            result = known.parse(readers.Source(readers.Path(name), text, "n", "f"))
         except TraceError:
             continue
         assert all(isinstance(trace, Trace) for trace in result)
-    with suppress(TraceError):
-        readers.table.parse(readers.Source(readers.Path("c"), text, "n", "f"), Columns())
 
 
 def test_find_walks_folders_in_order_and_takes_only_traces(put, tmp_path):

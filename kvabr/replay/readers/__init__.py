@@ -9,26 +9,38 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import NamedTuple
 
-from kvabr.replay.readers import iperf3, mahimahi, native, pensieve, sabre, table, values
-from kvabr.replay.readers.columns import TIME_UNITS, Columns
-from kvabr.replay.readers.source import BYTES_PER_SECOND, MAX_FILE_BYTES, Source
+from kvabr.replay.readers import csv_format, json_formats, line_formats, native
+from kvabr.replay.readers.csv_format import TIME_UNITS, Columns
+from kvabr.replay.readers.source import BYTES_PER_SECOND, MAX_FILE_BYTES, Head, Source
 from kvabr.replay.trace import Trace
 from kvabr.store.files import read_text
 from kvabr.types.errors import TraceError
 
 __all__ = ["BYTES_PER_SECOND", "FORMATS", "TIME_UNITS", "Columns", "find", "read", "sniff"]
 
-_PARSERS: dict[str, Callable[[Source], list[Trace]]] = {
-    "kvabr": native.parse,
-    "mahimahi": mahimahi.parse,
-    "sabre": sabre.parse,
-    "pensieve": pensieve.parse,
-    "iperf3": iperf3.parse,
-    "values": values.parse,
+
+class TraceFormat(NamedTuple):
+    """A format of trace files."""
+
+    matches: Callable[[Head], bool]
+    """Whether a file that begins like this has the format."""
+    parse: Callable[[Source], list[Trace]]
+
+
+_FORMATS: dict[str, TraceFormat] = {
+    "kvabr": TraceFormat(native.is_native, native.parse),
+    "sabre": TraceFormat(json_formats.is_sabre, json_formats.parse_sabre),
+    "iperf3": TraceFormat(json_formats.is_iperf3, json_formats.parse_iperf3),
+    "mahimahi": TraceFormat(line_formats.is_mahimahi, line_formats.parse_mahimahi),
+    "pensieve": TraceFormat(line_formats.is_pensieve, line_formats.parse_pensieve),
+    "values": TraceFormat(line_formats.is_values, line_formats.parse_values),
+    "csv": TraceFormat(csv_format.is_csv, csv_format.parse_csv),
 }
-FORMATS = (*_PARSERS, "csv")
-"""Formats that can be read, by name."""
+"""Formats by name. A file has the first that matches."""
+FORMATS = tuple(_FORMATS)
+"""Names of the formats that can be read."""
 
 _HEAD_BYTES = 65536
 _HEAD_LINES = 20
@@ -104,23 +116,17 @@ def read(path: Path, *, format_name: str | None = None, columns: Columns | None 
         what = "looks like no trace format that is known" if source.text.strip() else "it is empty"
         raise source.error(f"{what}; name one of {', '.join(FORMATS)}, and for CSV the columns, with the options")
     if chosen == "csv":
-        return table.parse(source, columns or Columns())
-    return _PARSERS[chosen](source)
+        return csv_format.parse_csv(source, columns)
+    return _FORMATS[chosen].parse(source)
 
 
-def _sniff_text(head: str, *, cut: bool) -> str | None:
-    head = head.lstrip()
-    if head.startswith(("[", "{")):
-        by_head = (("sabre", sabre), ("iperf3", iperf3))
-        return next((name for name, module in by_head if module.matches(head)), None)
-    lines = [stripped for line in head.splitlines() if (stripped := line.strip())]
+def _sniff_text(text: str, *, cut: bool) -> str | None:
+    lines = [stripped for line in text.splitlines() if (stripped := line.strip())]
     if cut:
         lines = lines[:-1]
-    if native.matches(lines):
-        return "kvabr"
     rows = [line for line in lines if not line.startswith("#")][:_HEAD_LINES]
-    by_rows = (("mahimahi", mahimahi), ("pensieve", pensieve), ("values", values), ("csv", table))
-    return next((name for name, module in by_rows if module.matches(rows)), None)
+    head = Head(text.lstrip(), lines, rows)
+    return next((name for name, known in _FORMATS.items() if known.matches(head)), None)
 
 
 def _walk(folder: Path) -> Iterable[Path]:

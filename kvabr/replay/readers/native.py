@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import re
 
-from kvabr.replay.readers.source import BYTES_PER_SECOND, Source, build, hold
+from kvabr.replay.readers.source import BYTES_PER_SECOND, Head, Source, build, hold
 from kvabr.replay.trace import Trace
 from kvabr.types.errors import TraceError
 
@@ -28,9 +28,9 @@ COLUMNS = "time_s,bits_per_second"
 _NAME = re.compile(r"[^\x00-\x1f\x7f\\]{1,1000}")
 
 
-def matches(lines: list[str]) -> bool:
-    """Whether the first lines of a file, comments included, look like this format (of any version)."""
-    return bool(lines) and lines[0].startswith(MAGIC.rpartition("/")[0] + "/")
+def is_native(head: Head) -> bool:
+    """Return whether a file looks like this format, of any version."""
+    return bool(head.lines) and head.lines[0].startswith(MAGIC.rpartition("/")[0] + "/")
 
 
 def dumps(trace: Trace, note: str = "") -> str:

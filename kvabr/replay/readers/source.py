@@ -50,6 +50,18 @@ class Sample(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class Head:
+    """The beginning of a file, by which its format is recognised."""
+
+    text: str
+    """Without leading white space."""
+    lines: list[str]
+    """Lines, stripped, without empty ones; comments included."""
+    rows: list[str]
+    """The first of these lines that are no comments (``#``)."""
+
+
+@dataclass(frozen=True, slots=True)
 class Source:
     """The text of one file and how its traces are called."""
 

@@ -1,14 +1,23 @@
-"""What the columns of a CSV file are, from their names: a time, an end, a rate, and their units."""
+"""CSV with named columns: a time (or none), a rate, and perhaps an end.
+
+Column names in common use are recognised with their unit (``download_mbps``, ``time_ms``, ``bits_per_second``);
+`Columns` names any others. Times are numbers or calendar timestamps. A row lasts until its end column says or, without
+one, until the next row's time. A jump forward splits the file into sessions, and so does a row without a rate: a
+missing sample is not a zero. Sessions in which nothing arrived are left out if others remain.
+"""
 
 from __future__ import annotations
 
 import csv
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from statistics import median
 
-from kvabr.replay.readers.source import BYTES_PER_SECOND, Source
+from kvabr.replay.readers.source import BYTES_PER_SECOND, Head, Sample, Source, build, median_step
+from kvabr.replay.trace import Trace
 
 TIME_UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 """Units of time, in seconds."""
@@ -18,7 +27,7 @@ _TIMES = (
     re.compile(r"(?:(?:time|timestamp)_(?:start|begin)|(?:start|begin)(?:_(?:time|timestamp))?)" + _UNIT),
     re.compile(r"(?:t|time|timestamps?|time_stamp|epoch|datetime|date_time|seconds?|secs?|elapsed|unix_?time)" + _UNIT),
 )
-_END = re.compile(r"(?:(?:time|timestamp)_(?:end|stop)|(?:end|stop)(?:_(?:time|timestamp))?)" + _UNIT)
+_END_NAME = re.compile(r"(?:(?:time|timestamp)_(?:end|stop)|(?:end|stop)(?:_(?:time|timestamp))?)" + _UNIT)
 
 _RATE = re.compile(r"(?:bit_?)?rate|bandwidth|throughput|capacity|goodput|speed|download|downlink|down|dl|rx|received")
 _DOWN = re.compile(r"down|dl|rx|rec(?:ei|ie)?v")
@@ -29,6 +38,9 @@ _RATE_UNIT = re.compile(
     r"(?:(?:bp_?s|b_s|bits?_?(?:p|per)?_?s(?:ec|econd)?)|(?P<byte>bytes?_?(?:p|per)?_?s(?:ec|econd)?))$"
 )
 _CAPITAL_B = re.compile(r"[kKMG]?B(?:ps|/s)\W*$")
+
+GAP_STEPS = 10
+"""Without an end column, a step of more than so many median steps is a jump."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,13 +83,111 @@ class Layout:
         return 1 + max(index for index in (self.rate, self.time, self.end) if index is not None)
 
 
-def looks_like_header(line: str) -> bool:
+@dataclass(frozen=True, slots=True)
+class _Row:
+    line: int
+    start: float
+    end: float | None
+    rate: float | None
+
+
+def is_csv(head: Head) -> bool:
+    """Whether the first lines of a file look like this format."""
+    return not head.text.startswith(("[", "{")) and bool(head.rows) and _looks_like_header(head.rows[0])
+
+
+def parse_csv(source: Source, columns: Columns | None = None) -> list[Trace]:
+    """Read a file.
+
+    Raises:
+        TraceError: there is no such column, more than one would do, or a row is no sample.
+    """
+    rows = list(_rows(source, columns or Columns()))
+    if not rows:
+        raise source.error("it has a header and no samples; a trace needs at least one")
+    sessions = _sessions(source, rows)
+    if not sessions:
+        raise source.error("no row has a rate; name the column with --rate-column")
+    carrying = [session for session in sessions if any(sample.rate for sample in session)] or sessions
+    if len(carrying) == 1:
+        return [build(source, carrying[0])]
+    return [build(source, session, session=f"-{number:04d}") for number, session in enumerate(carrying, 1)]
+
+
+def _rows(source: Source, columns: Columns) -> Iterator[_Row]:
+    lines = source.lines()
+    if not lines:
+        raise source.error("it is empty; a trace needs at least one sample")
+    where = _layout(source, lines[0][1], columns)
+    cells = csv.reader([text for _, text in lines[1:]], delimiter=where.delimiter)
+    try:
+        for index, row in enumerate(cells):
+            # Comments and empty lines are gone, so the reader counts lines of the list, not of the file.
+            yield _row(source, where, index, lines[cells.line_num][0], row)
+    except csv.Error as error:
+        raise source.error(f"not CSV ({error})") from error
+
+
+def _row(source: Source, where: Layout, index: int, line: int, cells: list[str]) -> _Row:
+    if len(cells) < where.width:
+        raise source.error(f"{len(cells)} cells, but the sample needs {where.width}; complete or remove the line", line)
+    text = cells[where.rate].strip()
+    rate = source.number(text, where.header[where.rate], line) * where.rate_factor if text else None
+    if where.time is None:
+        return _Row(line, index * where.step_s, (index + 1) * where.step_s, rate)
+    start, end = (
+        None if column is None else _time(source, cells[column], where.header[column], where.time_factor, line)
+        for column in (where.time, where.end)
+    )
+    return _Row(line, start or 0.0, end, rate)
+
+
+def _time(source: Source, text: str, column: str, factor: float, line: int) -> float:
+    """Seconds, of a number or a calendar timestamp (without a zone: UTC)."""
+    try:
+        return float(text) * factor
+    except ValueError:
+        pass
+    try:
+        moment = datetime.fromisoformat(text.strip())
+    except ValueError:
+        what = f"{column} is {text[:40]!r}, neither a number nor a timestamp (2026-01-31 12:00:00)"
+        raise source.error(f"{what}; correct or remove the line", line) from None
+    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+
+
+def _sessions(source: Source, rows: Sequence[_Row]) -> list[list[Sample]]:
+    lengths = [row.end - row.start for row in rows if row.end is not None]
+    step = median(lengths) if lengths else median_step([row.start for row in rows])
+    sessions: list[list[Sample]] = [[]]
+    for index, row in enumerate(rows):
+        if row.end is not None and row.end <= row.start:
+            raise source.error("the row ends before it starts; correct or remove it", row.line)
+        following = rows[index + 1].start if index + 1 < len(rows) else None
+        end = _end(row, following, step)
+        if row.rate is not None:
+            sessions[-1].append(Sample(row.line, row.start, end, row.rate))
+        if row.rate is None or (following is not None and following - end > step / 2):
+            sessions.append([])
+    return [session for session in sessions if session]
+
+
+def _end(row: _Row, following: float | None, step: float) -> float:
+    """When a row ends. One that claims to last beyond the start of the next one ends there."""
+    if row.end is not None:
+        return following if following is not None and row.start < following < row.end else row.end
+    if following is not None and 0 < following - row.start <= GAP_STEPS * step:
+        return following
+    return row.start + step
+
+
+def _looks_like_header(line: str) -> bool:
     """Whether a line names a time and a rate."""
     header = _cells(line)
     return _find_time(header) is not None and bool(_likely_rates(header))
 
 
-def layout(source: Source, line: str, columns: Columns) -> Layout:
+def _layout(source: Source, line: str, columns: Columns) -> Layout:
     """Find the sample's columns, by the header ``line`` and by what the user says.
 
     Raises:
@@ -133,7 +243,7 @@ def _find_time(header: Sequence[str]) -> int | None:
 
 
 def _find_end(header: Sequence[str]) -> int | None:
-    return _find(header, _END)
+    return _find(header, _END_NAME)
 
 
 def _time_unit(name: str) -> str:

@@ -1,0 +1,147 @@
+"""Formats with one sample per line: mahimahi, Pensieve, and ``value,unit``.
+
+mahimahi (``mm-link``): one integer per line, the millisecond in which one packet of 1,500 bytes may pass. A repeated
+line is one more packet in the same millisecond. The trace wraps at its last timestamp, so packets there pass together
+with those of millisecond 0 of the next round. Packets are counted per millisecond, and each count becomes a rate over
+that millisecond. Source: https://github.com/ravinet/mahimahi, src/frontend/link_queue.cc.
+
+Pensieve's cooked traces, and the many data sets in the same form: ``time_s<space or tab>Mbit/s``. A rate holds until
+the time of the next line; the last one lasts as long as the median step. (Pensieve's own simulator takes a line as the
+rate *up to* its time and drops the first. Data sets do not say which they mean; reading forward uses every line and
+differs by a shift of one.) The first time need not be 0: the trace is shifted. Source:
+https://github.com/hongzimao/pensieve, sim/load_trace.py and sim/env.py.
+
+``value,unit`` without a header, one line per second; the unit may change from line to line. These are the bandwidth
+columns of iperf's text reports (``6.21,Mbits/sec``), as in NYU-METS.
+Source: Mei et al., PAM 2019; https://github.com/NYU-METS/Main.
+"""
+
+from __future__ import annotations
+
+import re
+
+from kvabr.replay.readers.source import BYTES_PER_SECOND, Head, Sample, Source, build, hold
+from kvabr.replay.trace import Trace
+
+PACKET_BYTES = 1500
+_MAX_DIGITS = 12
+STEP_S = 1.0
+"""Seconds that a line lasts."""
+
+_UNITS = {
+    f"{prefix.lower()}{word}s/sec": BYTES_PER_SECOND[f"{prefix}{word}/s"]
+    for prefix in ("", "k", "M", "G")
+    for word in ("bit", "byte")
+}
+_VALUE = re.compile(r"[-+.\w]{1,40}\s*,\s*([KMG]?(?:bit|byte)s/sec)", re.IGNORECASE)
+
+
+def is_mahimahi(head: Head) -> bool:
+    """Whether the first lines of a file look like this format."""
+    return bool(head.rows) and all(_is_timestamp(line) for line in head.rows)
+
+
+def parse_mahimahi(source: Source) -> list[Trace]:
+    """Read a file.
+
+    Raises:
+        TraceError: it is not a trace of this format.
+    """
+    counts: list[tuple[int, int, int]] = []  # line, millisecond, packets
+    for line, text in source.lines():
+        if not _is_timestamp(text):
+            raise source.error(f"{text[:40]!r} is not a millisecond (a whole number from 0); is this mahimahi?", line)
+        time = int(text)
+        if counts and counts[-1][1] == time:
+            counts[-1] = (counts[-1][0], time, counts[-1][2] + 1)
+        else:
+            counts.append((line, time, 1))
+    if not counts:
+        raise source.error("it has no samples; a trace needs at least one")
+    end = counts[-1][1]
+    if end == 0:
+        raise source.error("it ends at millisecond 0; the last timestamp is the trace's length, so it must be later")
+    if len(counts) < 2 or counts[-2][1] < end:
+        counts = _wrapped(counts)
+    return [build(source, _samples(counts, end))]
+
+
+def _is_timestamp(text: str) -> bool:
+    return text.isascii() and text.isdecimal() and len(text) <= _MAX_DIGITS
+
+
+def _wrapped(counts: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    """Fold the packets of the last timestamp into millisecond 0."""
+    line, _, packets = counts[-1]
+    if len(counts) > 1 and counts[0][1] == 0:
+        return [(counts[0][0], 0, counts[0][2] + packets), *counts[1:-1]]
+    return [(line, 0, packets), *counts[:-1]]
+
+
+def _samples(counts: list[tuple[int, int, int]], end: int) -> list[Sample]:
+    samples: list[Sample] = []
+
+    def add(line: int, first: int, last: int, rate: float) -> None:
+        before = samples[-1] if samples else None
+        if before is not None and before.rate == rate and before.end == first / 1000:
+            samples[-1] = before._replace(end=last / 1000)
+        else:
+            samples.append(Sample(line, first / 1000, last / 1000, rate))
+
+    nexts = [time for _, time, _ in counts[1:]] + [end]
+    for (line, time, packets), after in zip(counts, nexts, strict=True):
+        add(line, time, time + 1, packets * PACKET_BYTES * 1000.0)
+        if after > time + 1:
+            add(line, time + 1, after, 0.0)
+    return samples
+
+
+def is_pensieve(head: Head) -> bool:
+    """Whether the first lines of a file look like this format."""
+    return bool(head.rows) and all(_is_row(line) for line in head.rows)
+
+
+def parse_pensieve(source: Source) -> list[Trace]:
+    """Read a file.
+
+    Raises:
+        TraceError: it is not a trace of this format.
+    """
+    rows = []
+    for line, text in source.lines():
+        fields = text.split()
+        if len(fields) != 2:
+            raise source.error(f"{text[:40]!r} is not `time rate` (seconds, Mbit/s)", line)
+        time = source.number(fields[0], "the time", line)
+        rows.append((line, time, source.number(fields[1], "the rate", line) * BYTES_PER_SECOND["Mbit/s"]))
+    return [build(source, hold(rows))]
+
+
+def _is_row(line: str) -> bool:
+    fields = line.split()
+    try:
+        return len(fields) == 2 and all(isinstance(float(field), float) for field in fields)
+    except ValueError:
+        return False
+
+
+def is_values(head: Head) -> bool:
+    """Whether the first lines of a file look like this format."""
+    return bool(head.rows) and all(_VALUE.fullmatch(line) for line in head.rows)
+
+
+def parse_values(source: Source) -> list[Trace]:
+    """Read a file.
+
+    Raises:
+        TraceError: it is not a trace of this format.
+    """
+    samples = []
+    for index, (line, text) in enumerate(source.lines()):
+        value, _, unit = (part.strip() for part in text.partition(","))
+        factor = _UNITS.get(unit.lower())
+        if factor is None:
+            raise source.error(f"{text[:40]!r} is not `value,unit` with a unit such as Mbits/sec", line)
+        rate = source.number(value, "the value", line) * factor
+        samples.append(Sample(line, index * STEP_S, (index + 1) * STEP_S, rate))
+    return [build(source, samples)]
