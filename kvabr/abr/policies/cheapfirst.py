@@ -82,7 +82,7 @@ class CheapFirst(Policy):
             reason = f"saves {best.saving:.2e} nats with {best.bytes / 1e3:.0f} kB, the most per byte"
             return Decision.upgrade(best_group, best.track, reason)
         if saving_left < _GOOD_ENOUGH:
-            return Decision.wait(f"what is in place could lose only {saving_left:.1e} nats less")
+            return Decision.wait(f"upgrades could save only {saving_left:.1e} nats")
         return Decision.wait("no upgrade would arrive in time")
 
     def _offers(self, view: View, group: int) -> list[_Upgrade]:

@@ -94,7 +94,7 @@ class Oracle(Policy):
                 return Decision.recompute(group, "planned: the engine computes this by the deadline")
         missing = [group for group in view.missing_groups if group not in self._theirs or view.cost is None]
         if not self._knows and view.outstanding_bytes > _BLIND_SHARE * self._budget(view):
-            return Decision.wait("how long a first byte takes is not known yet")
+            return Decision.wait("the time to first byte is not known yet")
         if missing:
             # Groups that the engine waits for go first, then those with the most layers: each layer waits for the one
             # below.

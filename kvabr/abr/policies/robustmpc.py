@@ -60,7 +60,9 @@ class RobustMpc(Policy):
         steps = sorted((step for group in ahead for step in self._steps.get(group, ())), key=_worst_first)
         base, *layers = self._stacks[spend(self._options, steps, ahead, first, share)]
         self._owed[first] = tuple(layers)
-        return Decision.fetch(first, base, f"{share / 1e6:.2f} MB for {len(ahead)} groups: {len(layers)} layers more")
+        return Decision.fetch(
+            first, base, f"{share / 1e6:.2f} MB for {len(ahead)} groups: {len(layers)} further layers"
+        )
 
     def _due(self, view: View, budget: float) -> Decision | None:
         """Request the next planned layer of a settled group, if the missing groups leave room for it."""
@@ -72,7 +74,7 @@ class RobustMpc(Policy):
             if view.bytes(group, layers[0]) <= budget:
                 if layers[1:]:
                     self._owed[group] = layers[1:]
-                return Decision.upgrade(group, layers[0], "the plan gave this group so many layers")
+                return Decision.upgrade(group, layers[0], "a planned layer of this group")
         return None
 
     def _more(self, view: View, budget: float) -> Decision:
@@ -87,7 +89,7 @@ class RobustMpc(Policy):
                     best = (worth, group, layer)
         if best is None:
             return Decision.wait("no further layer would arrive at the bound")
-        return Decision.upgrade(best[1], best[2], "what the bound held back goes into further layers")
+        return Decision.upgrade(best[1], best[2], "spare bytes at the bound go into further layers")
 
 
 def _worst_first(step: LadderStep) -> float:

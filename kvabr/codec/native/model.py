@@ -307,7 +307,7 @@ def _table(seen: NDArray[np.float64]) -> NDArray[np.int64]:
 
 def _need(good: bool, otherwise: str) -> None:
     if not good:
-        raise FormatError(f"profile: {otherwise}; it is corrupt, or not ours")
+        raise FormatError(f"profile: {otherwise}; the file is corrupt")
 
 
 def _array(owner: object, name: str, dtype: type[np.generic], dims: int) -> None:

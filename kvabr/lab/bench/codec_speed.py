@@ -20,13 +20,13 @@ from safetensors.torch import save_file
 
 from kvabr.codec.ac import split_payload
 from kvabr.codec.base import GroupContext, codec
-from kvabr.codec.native import bench as raw
 from kvabr.codec.native import coder
 from kvabr.codec.native.model import Index, Quantiser, dequantise
 from kvabr.codec.native.reference import ideal_bits
 from kvabr.codec.profile import Profile
 from kvabr.codec.quantiser import quantise
 from kvabr.engines.transformers.model_loader import LoadedModel
+from kvabr.lab.bench import coder_speed as raw
 from kvabr.lab.bench import synthetic
 from kvabr.lab.bench.peers import CacheGenQuantiser, PeerProcess
 from kvabr.lab.bench.schemes import track_chain

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvabr.codec import native
-from kvabr.codec.native import bench, coder
+from kvabr.codec.native import coder
 from kvabr.codec.native.model import TOTAL, CoderModel, StackModel, SynthesisModel, frequencies
 from kvabr.types.errors import FormatError, UsageError
 from tests.codec.native.models import case, coder_model, synthesis_model
@@ -173,18 +173,6 @@ def test_without_the_extension_it_works_and_says_so_once(monkeypatch: pytest.Mon
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         coder.encode_indices(it.models[0], it.indices[0])
-
-
-def test_synthetic_groups_are_measured() -> None:
-    tiny = bench.CacheShape("tiny", 2, 2, 16, 1, 2, 4)
-    sample = bench.synthetic(tiny, 1.0, 3, tokens=64)
-    assert sample.symbols == 2 * 2 * 2 * 16 * 64
-    speed = bench.measure(sample, seconds=0.001)
-    assert min(speed.decode, speed.synthesise, speed.decode_indices, speed.encode_indices) > 0
-    out = torch.empty(2, 2, 2, 64, 16)
-    coder.decode(sample.depths, sample.payloads, sample.synthesis, 1.0, 0, out)
-    one = bench.synthetic(tiny, 2.0, tokens=128)
-    assert 1.5 < one.ideal_bits[0] / one.symbols < 2.5
 
 
 def test_a_big_endian_machine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
