@@ -24,7 +24,7 @@ from kvabr.client.peers import Peer
 from kvabr.client.result import Clock, PlayOptions
 from kvabr.data import default_catalog
 from kvabr.engines.settings import Count, EngineSettings, Seconds
-from kvabr.publish.publisher import Outcome, Publisher, Slot
+from kvabr.publish.publisher import Publisher, PublishOutcome, Slot
 from kvabr.store.lru import ByteLru
 from kvabr.types.errors import BusyError, FormatError, KvabrError, NotFoundError, UsageError
 from kvabr.types.kv import KVSpec
@@ -251,7 +251,7 @@ class KeyedPublisher:
         slot = self.publisher.reserve_named(key_digests(self._spec, key, tokens), tokens)
         if isinstance(slot, Slot):
 
-            def over(outcome: Outcome) -> None:
+            def over(outcome: PublishOutcome) -> None:
                 if outcome.verdict == "failed":
                     self._trouble.tell("a cache was not published", outcome.why)
                 done(outcome.verdict == "published")

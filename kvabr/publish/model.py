@@ -1,4 +1,4 @@
-"""What publishing needs from a model; `kvabr.engines` loads models that provide it."""
+"""Protocols of the models that can be published with; `kvabr.engines` loads such models."""
 
 from __future__ import annotations
 

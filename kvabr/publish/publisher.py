@@ -31,7 +31,7 @@ PLAIN_TRACKS = ("FP16", "Int8", "Int4")
 """Default tracks; the AC layers are added if there is a profile."""
 
 PublishVerdict = Literal["full", "known", "published", "failed"]
-"""What became of a cache: the queue was full, it is there already, it is there now, or it could not be written."""
+"""The queue was full; the cache was published before; it is published now; or it could not be written."""
 
 _MAX_LAYER_LOSS = 0.9
 """Maximum share of a group's loss that a layer leaves, whatever the prior says."""
@@ -40,8 +40,8 @@ _NICENESS = 10
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """What became of a cache that was offered."""
+class PublishOutcome:
+    """Result of publishing one cache."""
 
     verdict: PublishVerdict
     bytes: int = 0
@@ -154,14 +154,14 @@ class Publisher:
             self._known.discard(slot.chunks[-1])
         self._free.release()
 
-    def _begin(self, slot: Slot, kv: torch.Tensor, done: Callable[[Outcome], object]) -> None:
+    def _begin(self, slot: Slot, kv: torch.Tensor, done: Callable[[PublishOutcome], object]) -> None:
         def work() -> None:
             try:
-                outcome = Outcome("published", self._publish(slot, kv))
+                outcome = PublishOutcome("published", self._publish(slot, kv))
             except KvabrError as error:
-                outcome = Outcome("failed", why=str(error))
+                outcome = PublishOutcome("failed", why=str(error))
             except Exception as error:  # noqa: BLE001  # a full disk, no memory: the engine goes on
-                outcome = Outcome("failed", why=repr(error))
+                outcome = PublishOutcome("failed", why=repr(error))
             finally:
                 self._give_back(slot)
             done(outcome)
@@ -170,7 +170,7 @@ class Publisher:
             self._thread.submit(work)
         except RuntimeError:
             self._give_back(slot)
-            done(Outcome("failed", why="the publisher is closed"))
+            done(PublishOutcome("failed", why="the publisher is closed"))
 
     def _publish(self, slot: Slot, kv: torch.Tensor) -> int:
         chunks = slot.chunks
@@ -226,7 +226,7 @@ class Slot:
     def __init__(self, publisher: Publisher, chunks: tuple[str, ...], tokens: int) -> None:
         self._publisher, self.chunks, self.tokens = publisher, chunks, tokens
 
-    def fill(self, kv: torch.Tensor, done: Callable[[Outcome], object]) -> None:
+    def fill(self, kv: torch.Tensor, done: Callable[[PublishOutcome], object]) -> None:
         """Publish a cache.
 
         Args:

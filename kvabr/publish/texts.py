@@ -1,6 +1,6 @@
-"""Texts that every Python brings along: what profiles are calibrated on, and other ones to measure with.
+"""Texts that come with every Python: a set to calibrate profiles on, and another to measure codecs on.
 
-The two sets share no text, so that no table shows a codec on what its profile was made from.
+The two sets share no text, so no codec is measured on what its profile was made from.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ _RECORDS = 600
 
 
 def calibration_texts() -> dict[str, str]:
-    """Texts to calibrate a profile on, by name: half the topics of Python's manual, and records of nobody.
+    """Return texts to calibrate a profile on, by name: half the topics of Python's manual, and invented records.
 
-    No source code, no licence, no story: those are what codecs are measured on, and are to be news to a profile.
+    Source code, licences and stories are left out: codecs are measured on those, and a profile must not know them.
     """
     return {"pydoc": _topics()[0], "records": _records()}
 
 
 def _records() -> str:
-    """Names, numbers, addresses and codes, all made up: what no model can guess, and a prompt may be all about."""
+    """Return invented names, numbers, addresses and codes, which no model can guess and prompts may be full of."""
     dice = random.Random(7)  # noqa: S311 - reproducible, not secret
 
     def name() -> str:
@@ -54,16 +54,16 @@ def _records() -> str:
 
 
 def measuring_texts() -> dict[str, str]:
-    """Texts to measure codecs on, by name: other topics of the manual, other sources, and Python's licence."""
+    """Return texts to measure codecs on, by name: other topics of the manual, source code, and Python's licence."""
     texts = {"manual": _topics()[1], "source": "\n\n".join(_source(module) for module in _MEASURING_MODULES)}
     licence = _licence()
     return texts if licence is None else texts | {"licence": licence}
 
 
 def _topics() -> tuple[str, str]:
-    """The language reference that `pydoc` shows, topic by topic in alphabetical order, in two halves.
+    """Return the language reference that `pydoc` shows, topics in alphabetical order, in two halves.
 
-    Topics repeat each other, so one goes to the second half only if it shares no paragraph with the first.
+    Topics repeat each other, so the second half has only topics that share no paragraph with the first.
     """
     topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
     every = [topics[name] for name in sorted(topics)]
@@ -74,13 +74,13 @@ def _topics() -> tuple[str, str]:
 
 
 def paragraphs(text: str) -> list[str]:
-    """Paragraphs, without their layout, of a length that two texts do not share by chance."""
+    """Return the paragraphs, without layout, that are too long for two texts to share by chance."""
     every = (" ".join(part.split()) for part in text.split("\n\n"))
     return [part for part in every if len(part) >= 160]
 
 
 def _source(module: str) -> str:
-    """Source of a module of the standard library, found without running it."""
+    """Return the source of a module of the standard library, without running it."""
     spec = importlib.util.find_spec(module)
     if spec is None or spec.origin is None or not Path(spec.origin).is_file():
         raise AssetError(f"this Python has no source of its module {module}; give texts of your own with --text")
@@ -88,7 +88,7 @@ def _source(module: str) -> str:
 
 
 def _licence() -> str | None:
-    """The interpreter's licence, wherever it lies; None where a distribution leaves it out."""
+    """Return the interpreter's licence; None if the distribution leaves it out."""
     library = Path(importlib.import_module("os").__file__ or "").resolve().parent
     for path in (library / "LICENSE.txt", library.parent / "LICENSE.txt", library.parent / "LICENSE"):
         if path.is_file():

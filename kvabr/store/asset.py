@@ -39,7 +39,7 @@ _AGAIN = "encode the asset again"
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What an asset was made from, as token ids."""
+    """The token ids that an asset was made from."""
 
     tokens: tuple[int, ...]
     """The prompt, whose cache the asset is."""
@@ -176,7 +176,7 @@ class Asset(ABC):
 
     @cached_property
     def prefix_keys(self) -> tuple[bytes, ...]:
-        """What the name of a lookup carries of each group's digest.
+        """The part of each group's digest that the name of a lookup carries.
 
         Raises:
             FormatError: a digest of the catalog is none.
@@ -341,7 +341,7 @@ class AssetQuota(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class AssetListing:
-    """What is in a store."""
+    """The assets of a store."""
 
     versions: dict[str, AssetVersion]
     """By name."""

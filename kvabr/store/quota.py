@@ -1,7 +1,7 @@
 """Keeps what engines publish into a folder within a number of bytes: the least recently computed goes first.
 
-Only assets that an engine published are counted and removed, never those of `kvabr encode`: these were measured, and
-nobody makes them again in passing. A removed prompt is published again when an engine computes it again.
+Only assets that an engine published are counted and removed. Those of `kvabr encode` were measured, which is
+expensive, and are never removed. A removed prompt is published again when an engine computes it again.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import torch
 
 from kvabr.data import default_catalog
 from kvabr.player.assembler import Assembler
-from kvabr.publish.publisher import Outcome, Publisher, Slot, stretched, with_heads
+from kvabr.publish.publisher import Publisher, PublishOutcome, Slot, stretched, with_heads
 from kvabr.replay.verify import load_profile
 from kvabr.server.published_assets import PublishedAssets
 from kvabr.store.asset_folder import FolderAsset
@@ -38,7 +38,7 @@ def publish(made, tokens=TOKENS, kv=KV):
 
 def test_an_asset_that_an_origin_serves_and_a_player_decodes(tmp_path):
     outcome = publish(publisher(tmp_path))
-    assert isinstance(outcome, Outcome)
+    assert isinstance(outcome, PublishOutcome)
     assert outcome.verdict == "published"
     assert PublishedAssets(tmp_path).assets[0].catalog.tokens == 48
     name = chain(TOKENS, model=SPEC.model, tokenizer=SPEC.tokenizer, group_tokens=16)[-1]

@@ -1,4 +1,4 @@
-"""What engines publish stays within its bytes; what was computed longest ago goes, and nothing else does."""
+"""What engines publish stays within a quota: the least recently computed asset is removed, and nothing else."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from kvabr.data import default_catalog, default_profile_bytes
 from kvabr.engines.transformers.cache import cache_kv, loss_of
 from kvabr.engines.transformers.engine import TransformersEngine
 from kvabr.engines.transformers.play import prompt_ids
-from kvabr.publish.publisher import Outcome, Publisher, Slot
+from kvabr.publish.publisher import Publisher, PublishOutcome, Slot
 from kvabr.types.catalog import Catalog
 from kvabr.types.errors import ForeignError, UsageError
 from kvabr.types.kv import KVSpec
@@ -67,7 +67,7 @@ def publish_cache(
     tokens: Sequence[int] | torch.Tensor,
     *,
     salt: bytes = b"",
-) -> Future[Outcome]:
+) -> Future[PublishOutcome]:
     """Publish the first tokens of a cache. The cache is copied at once; encoding goes on in the background.
 
     Args:
@@ -97,10 +97,10 @@ def publish_cache(
             f"this cache was itself played with an expected loss of {loss:.2g} nats a token: published, it would pass "
             "as exact; publish what the model computed from the prompt alone"
         )
-    done: Future[Outcome] = Future()
+    done: Future[PublishOutcome] = Future()
     slot = publisher.reserve(ids, salt)
     if not isinstance(slot, Slot):
-        done.set_result(Outcome(slot))
+        done.set_result(PublishOutcome(slot))
         return done
     try:
         kv = cache_kv(cache, spec, len(ids))

@@ -26,7 +26,7 @@ from kvabr.engines.vllm.config import ServedModel, VllmSettings
 from kvabr.engines.vllm.meta import Load, Publication, Step
 from kvabr.engines.vllm.node import Node
 from kvabr.engines.vllm.stats import ConnectorCounts
-from kvabr.publish.publisher import Outcome, Publisher, Slot
+from kvabr.publish.publisher import Publisher, PublishOutcome, Slot
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import FormatError, KvabrError, PlayError, UsageError
 from kvabr.types.naming import chain
@@ -312,7 +312,7 @@ class WorkerHalf:
                     read_blocks(cache, blocks, part, self._layout)
         except Exception as error:  # noqa: BLE001  # as in `_place`
             slot.leave()
-            self._published(Outcome("failed", why=str(error)))
+            self._published(PublishOutcome("failed", why=str(error)))
         else:
             self.counts.add("copy_seconds", time.thread_time() - began_s)
             slot.fill(kv, self._published)
@@ -324,7 +324,7 @@ class WorkerHalf:
             self._sent.add(publication.request)
             self._news.notify_all()
 
-    def _published(self, outcome: Outcome) -> None:
+    def _published(self, outcome: PublishOutcome) -> None:
         if outcome.verdict == "published":
             self.counts.add("published")
             self.counts.add("published_bytes", outcome.bytes)
