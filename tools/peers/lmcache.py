@@ -1,7 +1,7 @@
-"""LMCache's CacheGen codec as a peer of `kvabr bench`: runs in its own environment and never sees kvabr.
+"""LMCache's CacheGen codec as a peer of `kvabr bench`; runs in its own environment, without kvabr.
 
-Reads requests as JSON lines, answers each with one. Caches come and go as safetensors files, [layer, K/V, head, token,
-dim]. What is timed is what LMCache's serializer and deserializer do with a tensor that is in its layout already.
+Reads requests as JSON lines and answers each with one. Caches are exchanged as safetensors files, [layer, K/V, head,
+token, dim]. Times cover LMCache's serializer and deserializer, on a tensor that is already in LMCache's layout.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import sys
 import time
 
-# Answers go where requests came from; whatever LMCache prints goes with the warnings.
+# Keep standard output for answers: LMCache's own output goes to standard error.
 answers = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)
 EVERY = os.sched_getaffinity(0)
@@ -26,7 +26,7 @@ THREADS = torch.get_num_threads()
 
 
 def levels(runs: list[list[int]], layers: int) -> torch.Tensor:
-    """Quantiser levels of every layer, from runs ``[end layer, levels]``."""
+    """Return the quantiser levels of every layer, from runs ``[end layer, levels]``."""
     out, first = torch.zeros(layers), 0
     for end, count in runs:
         out[first : min(end, layers)] = count
@@ -35,12 +35,12 @@ def levels(runs: list[list[int]], layers: int) -> torch.Tensor:
 
 
 def encode(kv: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> bytes:
-    """As CacheGenSerializer.to_bytes: [layer, K/V, token, head, dim] to bytes."""
+    """Do what CacheGenSerializer.to_bytes does: [layer, K/V, token, head, dim] to bytes."""
     return encode_function(kv, None, keys, values, kv.shape[2]).to_bytes()
 
 
 def decode(data: bytes, keys: torch.Tensor, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """As CacheGenDeserializer.from_bytes. The bytes are our own: unpickling them is what LMCache does."""
+    """Do what CacheGenDeserializer.from_bytes does. LMCache unpickles here; the bytes are our own."""
     coded = CacheGenGPUEncoderOutput.from_bytes(data)
     layers, tokens = coded.max_tensors_key.shape[:2]
     room = torch.zeros((tokens, coded.cdf.shape[0] * coded.cdf.shape[1]), dtype=torch.uint8)
@@ -52,15 +52,15 @@ def decode(data: bytes, keys: torch.Tensor, values: torch.Tensor, dtype: torch.d
 
 
 def timed(work):  # noqa: ANN001, ANN201
-    """What a call returns, its seconds on the wall, and those of all processors together."""
+    """Return a call's result, its wall time, and its CPU time, both in seconds."""
     start, spent = time.perf_counter(), time.process_time()
     made = work()
     return made, time.perf_counter() - start, time.process_time() - spent
 
 
 def answer(request: dict) -> dict:
-    """Encode, decode, time."""
-    # The codec's kernels start a thread for every processor; on one processor they share it.
+    """Encode, decode and time one request."""
+    # The codec's kernels start a thread per processor; with one processor they share it.
     os.sched_setaffinity(0, sorted(EVERY)[: request.get("processors") or len(EVERY)])
     torch.set_num_threads(min(THREADS, request.get("processors") or THREADS))
     dtype = getattr(torch, request.get("dtype", "float16"))
@@ -86,6 +86,6 @@ def answer(request: dict) -> dict:
 for line in sys.stdin:
     try:
         said = answer(json.loads(line))
-    except Exception as error:  # noqa: BLE001  # whatever it is, it is told
+    except Exception as error:  # noqa: BLE001  # reported to the bench
         said = {"error": repr(error)}
     print(json.dumps(said), file=answers, flush=True)

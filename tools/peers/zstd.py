@@ -1,6 +1,6 @@
-"""zstd as a peer of `kvabr bench`: runs in its own environment and never sees kvabr.
+"""zstd as a peer of `kvabr bench`; runs in its own environment, without kvabr.
 
-Reads requests as JSON lines, answers each with one. The payloads of a cache's groups come as a safetensors file of
+Reads requests as JSON lines and answers each with one. The payloads of a cache's groups arrive as a safetensors file of
 byte arrays named 0, 1, 2 and so on.
 """
 
@@ -15,14 +15,14 @@ from safetensors.numpy import load_file
 
 
 def answer(request: dict) -> dict:
-    """Compress, decompress, compare, time."""
+    """Compress, decompress, compare and time one request."""
     payloads = load_file(request["in"])
     level, width = int(request["options"]["level"]), int(request["options"]["width"])
     sizes, encode_s, decode_s = [], [], []
     for index in range(len(payloads)):
         data = payloads[str(index)]
         start = time.perf_counter()
-        # The bytes of a number apart: exponents are alike, mantissas are not.
+        # Group bytes of equal significance: exponents are similar, mantissas are not.
         whole = len(data) // width * width
         apart = data[:whole].reshape(-1, width).T.tobytes() + data[whole:].tobytes()
         packed = zstandard.ZstdCompressor(level=level).compress(apart)
@@ -32,13 +32,13 @@ def answer(request: dict) -> dict:
         back = zstandard.ZstdDecompressor().decompress(packed)
         decode_s.append(time.perf_counter() - start)
         if back != apart:
-            raise ValueError("zstd did not give back what it was given")
+            raise ValueError("zstd did not return its input")
     return {"bytes": sizes, "encode_s": encode_s, "decode_s": decode_s}
 
 
 for line in sys.stdin:
     try:
         said = answer(json.loads(line))
-    except Exception as error:  # noqa: BLE001  # whatever it is, it is told
+    except Exception as error:  # noqa: BLE001  # reported to the bench
         said = {"error": repr(error)}
     print(json.dumps(said), flush=True)
