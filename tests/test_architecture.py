@@ -23,7 +23,6 @@ FLOORS = (
 )
 """From the ground up."""
 PENDING = {
-    "kvabr.store.group_cache -> kvabr.client.executors",
     "kvabr.store.group_cache -> kvabr.client.metrics",
     "kvabr.publish.calibrate -> kvabr.engines.transformers.model_loader",
     "kvabr.publish.encoder -> kvabr.engines.transformers.model_loader",

@@ -6,10 +6,9 @@ import argparse
 import asyncio
 import json
 import math
-import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -25,8 +24,8 @@ from kvabr.types.events import PlayEvent
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from kvabr.client.result import Played
-    from kvabr.client.upgrades import Late
+    from kvabr.client.result import NothingCached, Played
+    from kvabr.client.upgrades import Upgrades
     from kvabr.engines.transformers.model_loader import LoadedModel
     from kvabr.quic.interface import Connection
     from kvabr.telemetry import Telemetry
@@ -85,10 +84,10 @@ def add(parser: argparse.ArgumentParser) -> None:
         "again",
     )
     how.add_argument(
-        "--profiles", type=Path, metavar="DIR", help="where codec profiles are kept (default: the user's cache)"
-    )
-    how.add_argument(
-        "--priors", type=Path, metavar="F", help="where the speed of peers is kept (default: the user's cache)"
+        "--cache",
+        type=Path,
+        metavar="DIR",
+        help="where codec profiles and the speed of peers are kept (default: the user's cache folder)",
     )
     network.add_options(parser)
     out = parser.add_argument_group("what comes out")
@@ -118,7 +117,7 @@ def run(args: argparse.Namespace) -> int:
     # All that can be wrong without the network is found before it is asked.
     if not 0 < args.deadline < math.inf:
         raise UsageError(f"--deadline {args.deadline:g}: must be a positive number of seconds")
-    connecting = network.connecting(args.url, args)
+    network.connecting(args.url, args)
     namespace = asset_of(args.url)
     if args.asset is not None:
         if namespace is not None:
@@ -134,7 +133,7 @@ def run(args: argparse.Namespace) -> int:
     lines: list[PlayEvent] = []
     with _telemetry(args) as telemetry:
         try:
-            result = asyncio.run(_fetch(args, connecting, namespace, loaded, tokens, lines, telemetry, console))
+            result = asyncio.run(_fetch(args, namespace, loaded, tokens, lines, telemetry, console))
         finally:
             if args.log is not None:
                 _write(args.log, "".join(json.dumps(line.to_json()) + "\n" for line in lines))
@@ -179,7 +178,6 @@ def _prompt(
 
 async def _fetch(
     args: argparse.Namespace,
-    connecting: Any,
     namespace: TrackNamespace | None,
     loaded: LoadedModel | None,
     tokens: tuple[int, ...],
@@ -187,118 +185,134 @@ async def _fetch(
     telemetry: Telemetry | None,
     console: Console,
 ) -> dict[str, Any]:
+    from platformdirs import user_cache_path
+
     from kvabr.cli.overlay import Overlay
-    from kvabr.client.play import play, play_asset
-    from kvabr.client.save import save
+    from kvabr.client.options import PlayOptions
+    from kvabr.client.result import NothingCached, save
     from kvabr.store.files import read_salt
 
-    engine = loaded.engine if loaded is not None and args.recompute is not None else None
-    options: dict[str, Any] = {
-        "deadline": args.deadline,
-        "policy": args.policy,
-        "estimator": args.estimator,
-        "recompute": engine,
-        "gpu_price": args.gpu_price,
-        "salt": read_salt(args.salt_file),
-        "profiles": args.profiles or _user_cache() / "profiles",
-        "priors": args.priors or _user_cache() / "priors.json",
-        "log": lines.append if args.log is not None else None,
-        "telemetry": telemetry,
-        "after": args.after,
-    }
-    start = time.monotonic()
-    async with connecting as origin:
+    options = PlayOptions(
+        policy=args.policy,
+        estimator=args.estimator,
+        gpu_price=args.gpu_price,
+        salt=read_salt(args.salt_file),
+        after=args.after,
+        log=lines.append if args.log is not None else None,
+        telemetry=telemetry,
+    )
+    client = network.new_client(
+        args.url.partition("#")[0],
+        args,
+        model=None if loaded is None else loaded.engine.spec,
+        engine=loaded.engine if loaded is not None and args.recompute is not None else None,
+        options=options,
+        cache=args.cache or user_cache_path("kvabr", appauthor=False),
+    )
+    async with client:
+        start = time.monotonic()
+        origin = await client.connect()
         connect_s = time.monotonic() - start
         title = f"{args.url.partition('#')[0]} by {origin.backend}, {origin.protocol}"
         with Overlay(title, console=console) as overlay:
+            options = replace(options, watch=overlay.show)
+            played: Played | NothingCached
             if namespace is not None:
-                played = await play_asset(origin, namespace, tokens=tokens, watch=overlay.show, **options)
+                played = await client.play_asset(namespace, deadline=args.deadline, tokens=tokens, options=options)
             else:
-                spec = None if loaded is None else loaded.engine.spec
-                played = await play(origin, tokens, spec=spec, watch=overlay.show, **options)
+                played = await client.play(tokens, deadline=args.deadline, options=options)
         result = _result(args, origin, played, connect_s)
-        if args.out is not None:
-            if not played.tokens:
+        if isinstance(played, NothingCached):
+            if args.out is not None:
                 raise PlayError(f"the origin has nothing of this prompt, so {args.out} was not written")
+            _print([f"nothing of this prompt is cached there ({played.lookup_s:.2f} s)"])
+            return result
+        if args.out is not None:
             save(played, args.out)
         _say(args, played, len(tokens))
-        if played.late is not None:
-            result["after"] = await _go_on(args, played, played.late, console)
+        if played.upgrades is not None:
+            result["after"] = await _go_on(args, played, played.upgrades, console)
     return result
 
 
-async def _go_on(args: argparse.Namespace, played: Played, late: Late, console: Console) -> dict[str, Any]:
+async def _go_on(args: argparse.Namespace, played: Played, upgrades: Upgrades, console: Console) -> dict[str, Any]:
     """Wait for the upgrades, and write the better cache."""
-    from rich.console import Console
-
-    from kvabr.client.save import save
+    from kvabr.client.result import save
     from kvabr.client.upgrades import StepGate
 
     start = time.monotonic()
-    late.into(StepGate())  # nobody reads the cache here, but while it is written to the file
+    upgrades.into(StepGate())  # nothing reads the cache here while the upgrades last
     try:
         with console.status("upgrades"):
-            record = await late.wait()
+            record = await upgrades.wait()
     finally:
-        late.cancel()
+        upgrades.cancel()
     took_s = time.monotonic() - start
     upgraded = sum(kind == "fetch" for kind, *_ in record.steps)
     if upgraded and args.out is not None:
-        save(replace(played, coverage=late.coverage, loss=late.loss), args.out)
+        save(replace(played, coverage=upgrades.coverage, loss=upgrades.loss), args.out)
     came = f"{upgraded} upgrades, {record.bytes_fetched:,} bytes"
-    line = f"after {took_s:.2f} s more: {came}, expected loss {late.loss:.2g}"
-    Console().print(line, soft_wrap=True, highlight=False, markup=False)
+    _print([f"after {took_s:.2f} s more: {came}, expected loss {upgrades.loss:.2g}"])
     return {
         "seconds": took_s,
         "upgrades": upgraded,
-        "loss": late.loss,
+        "loss": upgrades.loss,
         "bytes_fetched": record.bytes_fetched,
         "bytes_wasted": record.bytes_wasted,
-        "tracks": list(late.coverage),
+        "tracks": list(upgrades.coverage),
     }
 
 
 def _say(args: argparse.Namespace, played: Played, tokens: int) -> None:
-    from rich.console import Console
-
-    out = Console()
     record = played.record
     groups = len(played.coverage)
     shares = {track: played.coverage.count(track) for track in dict.fromkeys(played.coverage)}
-    lines = []
-    if not played.tokens:
-        lines.append(f"nothing of this prompt is cached there ({played.lookup_s:.2f} s)")
-    else:
-        of = f" of {tokens}" if tokens else ""
-        verdict = "in time" if played.met else f"late, the deadline was {args.deadline:g} s"
-        lines += [
-            f"{played.tokens}{of} tokens in place after {played.ttft_s:.2f} s: {verdict}",
-            f"{groups} groups: " + ", ".join(f"{count} on {track}" for track, count in shares.items()),
-            f"expected loss {played.loss:.2g} nats per token",
-            f"{record.bytes_fetched:,} bytes fetched, {record.bytes_wasted:,} of them replaced or lost",
-        ]
+    of = f" of {tokens}" if tokens else ""
+    verdict = "in time" if played.met else f"late, the deadline was {args.deadline:g} s"
+    lines = [
+        f"{played.tokens}{of} tokens in place after {played.ttft_s:.2f} s: {verdict}",
+        f"{groups} groups: " + ", ".join(f"{count} on {track}" for track, count in shares.items()),
+        f"expected loss {played.loss:.2g} nats per token",
+        f"{record.bytes_fetched:,} bytes fetched, {record.bytes_wasted:,} of them replaced or lost",
+    ]
     for who, text in (("cpu", "this machine's processor"), ("publisher", "the publisher")):
         if held := record.bytes_held_up.get(who):
             lines.append(f"{text} was the limit for {held:,} bytes, not the network")
     if args.out is not None:
         lines.append(f"written: {args.out}")
+    _print(lines)
+
+
+def _print(lines: Iterable[str]) -> None:
+    from rich.console import Console
+
+    out = Console()
     for line in lines:
         out.print(line, soft_wrap=True, highlight=False, markup=False)
 
 
-def _result(args: argparse.Namespace, origin: Connection, played: Played, connect_s: float) -> dict[str, Any]:
-    record, stats, catalog = played.record, origin.stats(), played.catalog
-    return {
+def _result(
+    args: argparse.Namespace, origin: Connection, played: Played | NothingCached, connect_s: float
+) -> dict[str, Any]:
+    from kvabr.client.result import NothingCached
+
+    result = {
         "schema": "kvabr.fetch/1",
         "url": args.url.partition("#")[0],
-        "asset": None if catalog is None else f"{catalog.namespace.model}/{catalog.namespace.prompt}",
-        "catalog_sha256": played.catalog_sha256,
         "backend": origin.backend,
         "protocol": origin.protocol,
         "policy": args.policy,
         "deadline_s": args.deadline,
         "connect_s": connect_s,
         "lookup_s": played.lookup_s,
+        "rtt_s": origin.stats().rtt_s,
+    }
+    if isinstance(played, NothingCached):
+        return result | {"tokens": 0, "groups": []}
+    record, catalog = played.record, played.catalog
+    return result | {
+        "asset": None if catalog is None else f"{catalog.namespace.model}/{catalog.namespace.prompt}",
+        "catalog_sha256": played.catalog_sha256,
         "ttft_s": played.ttft_s,
         "met": played.met,
         "loss": played.loss,
@@ -308,7 +322,6 @@ def _result(args: argparse.Namespace, origin: Connection, played: Played, connec
         "bytes_fetched": record.bytes_fetched,
         "bytes_wasted": record.bytes_wasted,
         "bytes_held_up": record.bytes_held_up,
-        "rtt_s": stats.rtt_s,
         "groups": [
             {
                 "group": group.group,
@@ -371,8 +384,3 @@ def _write(path: Path, text: str) -> None:
         write_text(path, text)
     except KvabrError as error:
         print(f"kvabr: {error}", file=sys.stderr)  # not raised: it would hide how the play ended
-
-
-def _user_cache() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "kvabr"

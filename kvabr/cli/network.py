@@ -5,14 +5,28 @@ from __future__ import annotations
 import argparse
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict
 
 from kvabr.types.errors import UsageError
 
 if TYPE_CHECKING:
+    from kvabr.client.async_client import AsyncClient
+    from kvabr.client.options import PlayOptions
     from kvabr.quic.connect import Connecting
+    from kvabr.quic.library import Quic
+    from kvabr.types.engine import Engine
+    from kvabr.types.kv import KVSpec
 
 _MAX_TOKEN_BYTES = 4096
+
+
+class _Options(TypedDict):
+    token: str | None
+    ca: Path | None
+    fingerprint: str | None
+    insecure: bool
+    quic: Quic
+    timeout_s: float
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -41,24 +55,46 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def connecting(url: str, args: argparse.Namespace) -> Connecting:
-    """`kvabr.connect` with the options.
+    """Return `kvabr.quic.connect.connect` with the options.
 
     Raises:
-        UsageError: one of them makes no sense.
+        UsageError: an option is wrong.
     """
     from kvabr.quic.connect import connect
 
+    return connect(url, **_options(args))
+
+
+def new_client(
+    url: str,
+    args: argparse.Namespace,
+    *,
+    model: KVSpec | None = None,
+    engine: Engine | None = None,
+    options: PlayOptions | None = None,
+    cache: Path | None = None,
+) -> AsyncClient:
+    """Return a client with the options.
+
+    Raises:
+        UsageError: an option is wrong.
+    """
+    from kvabr.client.async_client import AsyncClient
+
+    return AsyncClient(url, **_options(args), model=model, engine=engine, options=options, cache=cache)
+
+
+def _options(args: argparse.Namespace) -> _Options:
     if args.ca is not None and not args.ca.is_file():
         raise UsageError(f"--ca {args.ca}: no such file")
-    return connect(
-        url,
-        token=_token(args),
-        ca=args.ca,
-        fingerprint=args.fingerprint,
-        insecure=args.insecure,
-        quic=args.quic,
-        timeout_s=args.timeout,
-    )
+    return {
+        "token": _token(args),
+        "ca": args.ca,
+        "fingerprint": args.fingerprint,
+        "insecure": args.insecure,
+        "quic": args.quic,
+        "timeout_s": args.timeout,
+    }
 
 
 def is_url(text: str) -> bool:

@@ -13,7 +13,7 @@ from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.live import Live
 from rich.text import Text
 
-from kvabr.client.snapshot import Snapshot
+from kvabr.client.result import Snapshot
 from kvabr.types.catalog import RECOMPUTED
 
 _COLOURS = ("red", "dark_orange", "yellow", "green", "cyan", "blue", "magenta", "white")
@@ -90,12 +90,12 @@ class Overlay:
         """Per group, a character and its style."""
         cells = []
         for group, track in enumerate(shot.tracks):
-            flight = shot.flights.get(group)
+            transfer = shot.transfers.get(group)
             if track is not None:
                 # An upgrade on its way: the track in place, with a mark.
-                cells.append(("▲" if flight is not None else "█", self._colour(track)))
-            elif flight is not None:
-                cells.append(("▁▂▃▄▅▆▇"[min(6, int(7 * flight.share))], self._colour(flight.track)))
+                cells.append(("▲" if transfer is not None else "█", self._colour(track)))
+            elif transfer is not None:
+                cells.append(("▁▂▃▄▅▆▇"[min(6, int(7 * transfer.share))], self._colour(transfer.track)))
             else:
                 cells.append(("·", "dim"))
         return cells
@@ -161,8 +161,8 @@ class _Strip:
     def _progress(self, group: int) -> float:
         if self._shot.tracks[group] is not None:
             return 2.0
-        flight = self._shot.flights.get(group)
-        return -1.0 if flight is None else flight.share
+        transfer = self._shot.transfers.get(group)
+        return -1.0 if transfer is None else transfer.share
 
 
 def _mbits(rate: float) -> str:

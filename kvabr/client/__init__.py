@@ -1,6 +1,14 @@
-"""The client: finds a prompt's cache at an origin, plays it over a real connection, hands over one tensor.
+"""Finds a prompt's cache at an origin, plays it before a deadline, and hands over one tensor.
 
-This room joins the others: it dials (`connect`, `redial`), asks what is cached (`lookup`, `profiles`), and drives the
-player's state machine with an event loop, threads and a clock (`driver`, `play`). It decides nothing that a policy
-could decide, and knows no wire format.
+`AsyncClient` and its blocking twin `Client` are the entry points, for small programs and serving nodes alike. Between
+`AsyncClient.play` and the socket there are five layers:
+
+1. `driver.Driver` runs the player's session: clock, downloads, decoding, engine. Policies decide.
+2. `play_connection.PlayConnection` is the play's view of a peer: the local store, priorities by deadline.
+3. `shared_downloads.SharedDownloads` fetches a group once for all plays that want it.
+4. `quic.reconnect` dials again when a connection is lost.
+5. `quic.connection` speaks MoQT (`moqt.session`, which does no I/O) over a QUIC library, which owns the socket.
+
+On the way back a group is copied once, from the library's packets into the buffer of its download, which the other
+layers pass on as views and the codec decodes from. It is hashed once.
 """

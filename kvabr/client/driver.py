@@ -1,8 +1,8 @@
-"""Drives one `player.Session` over one `Connection`: the clock, the downloads, the decoding and the engine of a play.
+"""Drives one `player.Session` over one `Connection`, whatever its goal: clock, downloads, decoding and engine.
 
 Everything but decoding and prefill happens on the event loop's thread. Decoding runs in a few threads that all plays
-share, so that it overlaps the network; an engine computes in a thread of its own, one play at a time. Neither is waited
-for when a play ends: what they still bring is thrown away.
+share, so that it overlaps the network. An engine computes in a thread of its own, one play at a time. Neither is waited
+for when a play ends, and what they still bring is discarded.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from kvabr.client.executors import decoders, on_engine
-from kvabr.client.snapshot import Snapshot, Watch
+from kvabr.client.options import Watch
+from kvabr.client.resources import decoders, on_engine
+from kvabr.client.result import Snapshot
+from kvabr.client.upgrades import EngineHook
 from kvabr.moqt.codes import RequestCode
 from kvabr.player.assembler import Assembler
 from kvabr.player.session import Session
@@ -25,9 +27,8 @@ from kvabr.types.errors import ConnectionLostError, KvabrError, PolicyError, Req
 
 _PAUSE_SHARE = 1 / 50
 """Share of the deadline that a refused request waits before it is asked for again, unless the peer names a time."""
-_LONGEST_PAUSE_SHARE = 1 / 8
+_MAX_PAUSE_SHARE = 1 / 8
 """Share of the deadline that it waits at most, whatever the peer names."""
-
 
 LIVE = PlayerConfig(chunked=True, stalled_after=0.2, silent_after=0.25)
 """What a player does over a real network: there bytes come in lumps, streams stall, and peers fall silent."""
@@ -45,34 +46,38 @@ class Driver:
         *,
         engine: Engine | None = None,
         tokens: Sequence[int] = (),
+        hook: EngineHook | None = None,
         watch: Watch | None = None,
     ) -> None:
-        """Take everything; nothing happens before `run`.
+        """Prepare; nothing happens before `run`.
 
         Args:
-            session: fresh; the driver alone may call it.
+            session: fresh; only the driver may call it.
             connection: where the groups are fetched; it outlives the play.
             catalog: the session's.
-            assembler: takes the groups; the cache can be taken from it once `run` has returned a delivered play.
-            engine: computes what the session leaves to it; needed if the session has a cost model.
+            assembler: takes the groups; take the cache from it once `run` has returned.
+            engine: computes what the session leaves to it; needed for a whole cache if the session has a cost model.
             tokens: ids of the catalog's tokens, for the engine.
+            hook: for upgrades of a cache in use: writes what was decoded when the engine allows it.
             watch: called with a snapshot at every tick, on the event loop's thread.
         """
         self._session, self._connection, self._catalog = session, connection, catalog
-        self._assembler, self._engine, self._tokens, self._watch = assembler, engine, tokens, watch
+        self._assembler, self._engine, self._tokens = assembler, engine, tokens
+        self._hook, self._watch = hook, watch
         self._reads: dict[int, tuple[asyncio.Task[None], Download]] = {}
         self._frames: dict[int, Download] = {}
         """Downloads that are complete and not decoded yet, by request."""
-        self._decoding: set[asyncio.Future[None]] = set()
+        self._placing: set[asyncio.Task[None]] = set()
+        """Groups that are decoded, or wait for the engine's hook."""
         self._timer: asyncio.TimerHandle | None = None
         self._timer_s: float | None = None
         self._ended = False
         self._computing: asyncio.Task[None] | None = None
         self.engine_error: BaseException | None = None
-        """What the engine raised, if it failed."""
+        """What the engine or its hook raised, if it failed."""
 
     async def run(self) -> PlayRecord:
-        """Play to the end; the record says whether the cache was delivered or the play was given up.
+        """Play to the end, and return the record, which says how it ended.
 
         Cancelling it cancels every download.
 
@@ -99,15 +104,13 @@ class Driver:
         """Leave nothing behind: no timer, no download, no task."""
         if self._timer is not None:
             self._timer.cancel()
-        tasks = [task for task, _ in self._reads.values()]
+        tasks = [*(task for task, _ in self._reads.values()), *self._placing]
         for _, download in self._reads.values():
             download.cancel()
         if self._computing is not None:
             tasks.append(self._computing)
         for task in tasks:
             task.cancel()
-        for future in self._decoding:
-            future.cancel()
         if tasks:
             await asyncio.wait(tasks)
 
@@ -151,6 +154,9 @@ class Driver:
 
     def _tick(self) -> None:
         self._timer = self._timer_s = None
+        if self._hook is not None and self._connection.closed:
+            self._tell(partial(self._session.stop, reason="the connection is closed"))
+            return
         if self._connection.waits_its_turn:
             self._session.waited(self.now())
         self._tell(self._session.timer)
@@ -227,29 +233,41 @@ class Driver:
         if wanted is None and error.code == RequestCode.EXCESSIVE_LOAD:
             wanted = _PAUSE_SHARE * deadline_s
         if wanted is not None:
-            await asyncio.sleep(max(0.0, min(wanted, _LONGEST_PAUSE_SHARE * deadline_s)))
+            await asyncio.sleep(max(0.0, min(wanted, _MAX_PAUSE_SHARE * deadline_s)))
 
     # -------------------------------------------------------------- decoding
 
     def _decode(self, action: Decode) -> None:
-        future = self._loop.run_in_executor(decoders(), self._put, action, self._frames.pop(action.request))
-        self._decoding.add(future)
-        future.add_done_callback(partial(self._decoded, action))
+        task = self._loop.create_task(self._place(action, self._frames.pop(action.request)))
+        self._placing.add(task)
+        task.add_done_callback(self._placing.discard)
 
-    def _put(self, action: Decode, download: Download) -> None:
-        """Check, decode and place; in a thread."""
-        if not self._ended:
-            self._assembler.put(action.group, action.track, download.data, has_digest=download.has_digest)
-
-    def _decoded(self, action: Decode, future: asyncio.Future[None]) -> None:
-        self._decoding.discard(future)
-        if future.cancelled():
-            return
-        error = future.exception()
-        if error is None:
-            self._tell(self._session.decoded, action.request)
-        else:
+    async def _place(self, action: Decode, download: Download) -> None:
+        """Check and decode a group in a thread, and put it into its place."""
+        write: Callable[[], object] | None = None
+        try:
+            write = await self._loop.run_in_executor(decoders(), self._decoded, action, download)
+        except Exception as error:  # noqa: BLE001  # whatever it is, this group cannot be used
             self._tell(self._session.refused, action.request, said(error))
+            return
+        if self._hook is not None and write is not None:
+            try:
+                await self._hook.write(*self._catalog.spec.group_range(action.group, self._catalog.tokens), write)
+            except Exception as error:  # noqa: BLE001  # an engine's, whatever it is: it wants no more upgrades
+                self.engine_error = error
+                self._tell(partial(self._session.stop, reason=said(error)))
+                return
+        self._tell(self._session.decoded, action.request)
+
+    def _decoded(self, action: Decode, download: Download) -> Callable[[], object] | None:
+        """Place a group, or return what writes it if the cache is in use; in a thread."""
+        if self._ended:
+            return None
+        group, track, frame = action.group, action.track, download.data
+        if self._hook is not None:
+            return self._assembler.prepare(group, track, frame, has_digest=download.has_digest)
+        self._assembler.put(group, track, frame, has_digest=download.has_digest)
+        return None
 
     # ---------------------------------------------------------------- engine
 
@@ -280,7 +298,7 @@ class Driver:
 
 
 def said(error: BaseException) -> str:
-    """What an error says, for the log and for the user."""
+    """Return an error's message, for the log and for the user."""
     if isinstance(error, ConnectionLostError):
         return f"connection lost: {error}"
     if isinstance(error, TransportError | KvabrError) and str(error):

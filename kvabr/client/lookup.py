@@ -1,7 +1,7 @@
-"""What an origin has of a prompt: the catalog under a name, and the longest cached prefix. Nothing is believed unseen.
+"""Small tracks of an origin: its models, the catalog of an asset, and the longest cached prefix of a prompt.
 
-A catalog comes from the network: it is bounded, and must be of the model, and of the very tokens, that were asked for,
-which the chained digests of the prompt tell (`kvabr.types.naming.chain`).
+Nothing that an origin says is believed unchecked. A catalog is bounded, and must be of the model and of the very tokens
+that were asked for, which the chained digests of the prompt prove (`kvabr.types.naming.chain`).
 """
 
 from __future__ import annotations
@@ -9,21 +9,33 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
-from kvabr.client.executors import decoders
-from kvabr.client.fetch_small import fetch_whole
+from kvabr.client.resources import decoders
 from kvabr.codec.base import codec
-from kvabr.quic.interface import Connection
+from kvabr.quic.interface import Connection, read_all
 from kvabr.types.catalog import MAX_CATALOG_BYTES, Catalog, Track
-from kvabr.types.errors import ForeignError, FormatError, NotFoundError, TransportError
+from kvabr.types.errors import ConnectionLostError, ForeignError, FormatError, NotFoundError, TransportError, UsageError
 from kvabr.types.kv import KVSpec
-from kvabr.types.naming import CATALOG_TRACK, TrackNamespace, chain, prefix_gap, prefix_track
+from kvabr.types.naming import (
+    CATALOG_TRACK,
+    MODELS_NAMESPACE,
+    MODELS_TRACK,
+    TrackNamespace,
+    chain,
+    prefix_gap,
+    prefix_track,
+)
 
 _SLACK_BYTES = 1 << 20
-_MOST_TIMES_FP16 = 4
-"""A group larger than this multiple of its exact cache, and the bytes above, is a lie that is to cost us memory."""
+_MAX_TIMES_FP16 = 4
+"""Reject groups larger than this multiple of the exact cache plus the bytes above; a hostile catalog could exhaust
+memory."""
+_MAX_MODELS_BYTES = 1 << 20
+_URGENT = 0
+"""Priority of what a play waits for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +43,50 @@ class Found:
     """What an origin has of a prompt."""
 
     catalog: Catalog
-    """Of the shared groups alone."""
+    """Catalog of the groups that the asset shares with the prompt."""
     sha256: str
-    """Of the catalog as it came, hex: what it is remembered by."""
+    """SHA-256 of the catalog as the origin sent it, hex."""
+
+
+async def fetch_small(origin: Connection, namespace: TrackNamespace, track: str, limit: int) -> bytes:
+    """Fetch a track of one small group; once more if the connection is lost and can be made again.
+
+    A connection may have been dead for a while without anyone knowing: the first request finds out.
+
+    Args:
+        origin: where to ask.
+        namespace: of the track.
+        track: its name.
+        limit: maximum size, bytes.
+
+    Raises:
+        TransportError: it cannot be fetched.
+    """
+    try:
+        return await read_all(origin.fetch(namespace, track, priority=_URGENT, limit=limit))
+    except ConnectionLostError:
+        if origin.closed:
+            raise
+        return await read_all(origin.fetch(namespace, track, priority=_URGENT, limit=limit))
+
+
+async def fetch_models(origin: Connection) -> list[KVSpec]:
+    """Return the specs of all models of which we may read an asset.
+
+    Raises:
+        NotFoundError: the origin does not tell.
+        TransportError: it cannot be asked.
+        FormatError: it answers with something else.
+    """
+    data = await fetch_small(origin, MODELS_NAMESPACE, MODELS_TRACK, _MAX_MODELS_BYTES)
+    try:
+        return [KVSpec.from_json(spec) for spec in json.loads(data)["models"]]
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise FormatError(f"the origin's list of models cannot be read ({error!r})") from error
 
 
 async def fetch_catalog(origin: Connection, namespace: TrackNamespace) -> Found:
-    """The catalog of an asset whose name is known.
+    """Return the catalog of an asset whose name is known.
 
     Raises:
         NotFoundError: there is none, or none that we may read.
@@ -45,7 +94,7 @@ async def fetch_catalog(origin: Connection, namespace: TrackNamespace) -> Found:
         ForeignError: it is of something else.
         FormatError: it is no catalog, or promises what cannot be.
     """
-    data = await fetch_whole(origin, namespace, CATALOG_TRACK, MAX_CATALOG_BYTES)
+    data = await fetch_small(origin, namespace, CATALOG_TRACK, MAX_CATALOG_BYTES)
     found = await _read(data)
     if found.catalog.namespace != namespace or found.catalog.chunks[-1] != namespace.prompt:
         raise ForeignError(f"asked for the catalog of {_name(namespace)}, got that of {_name(found.catalog.namespace)}")
@@ -55,9 +104,9 @@ async def fetch_catalog(origin: Connection, namespace: TrackNamespace) -> Found:
 
 
 async def find_prefix(origin: Connection, tokens: Sequence[int], spec: KVSpec, *, salt: bytes = b"") -> Found | None:
-    """The asset that shares the longest prefix with a prompt, cut to what is shared; None if none shares a group.
+    """Return the asset that shares the longest prefix with a prompt, cut to the shared groups; None if there is none.
 
-    One round trip for a prompt of up to 321 groups, two for a longer one.
+    A prompt of up to 321 groups takes one round trip, a longer one two.
 
     Args:
         origin: where to ask.
@@ -87,7 +136,7 @@ async def find_prefix(origin: Connection, tokens: Sequence[int], spec: KVSpec, *
 
 
 def shared_groups(catalog: Catalog, tokens: Sequence[int], digests: Sequence[str], salt: bytes = b"") -> int:
-    """How many leading groups of an asset are those of a prompt; what the origin claims does not count.
+    """Return how many leading groups of an asset are those of a prompt, whatever the origin claims.
 
     Args:
         catalog: the asset.
@@ -109,15 +158,23 @@ def shared_groups(catalog: Catalog, tokens: Sequence[int], digests: Sequence[str
     return shared
 
 
+def check_tokens(catalog: Catalog, tokens: Sequence[int], salt: bytes) -> None:
+    """Raise `UsageError` unless the tokens are those of an asset."""
+    spec, name = catalog.spec, catalog.namespace
+    ours = chain(tokens, model=spec.model, tokenizer=spec.tokenizer, group_tokens=spec.group_tokens, salt=salt)
+    if len(tokens) != catalog.tokens or shared_groups(catalog, tokens, ours) < catalog.groups:
+        raise UsageError(f"the tokens given are not those of {name.model}/{name.prompt}")
+
+
 def playable(catalog: Catalog, *, profile: bool) -> Catalog:
-    """The catalog with only the tracks that can be decoded here.
+    """Return the catalog with only the tracks that can be decoded here.
 
     Args:
         catalog: the asset.
-        profile: whether its codec profile is at hand.
+        profile: whether its codec profile is available.
 
     Raises:
-        FormatError: none of its tracks can be.
+        FormatError: there is no such track.
     """
     tracks: list[Track] = []
     names: set[str] = set()
@@ -139,7 +196,7 @@ def playable(catalog: Catalog, *, profile: bool) -> Catalog:
 async def _ask(origin: Connection, digests: Sequence[str], spec: KVSpec, track: str) -> Found | None:
     namespace = TrackNamespace(spec.model, digests[0])
     try:
-        data = await fetch_whole(origin, namespace, track, MAX_CATALOG_BYTES)
+        data = await fetch_small(origin, namespace, track, MAX_CATALOG_BYTES)
     except NotFoundError:
         return None
     found = await _read(data)
@@ -163,7 +220,7 @@ def _parse(data: bytes) -> Found:
 
 
 def _check_sizes(catalog: Catalog) -> None:
-    most = _MOST_TIMES_FP16 * catalog.spec.fp16_bytes(catalog.spec.group_tokens) + _SLACK_BYTES
+    most = _MAX_TIMES_FP16 * catalog.spec.fp16_bytes(catalog.spec.group_tokens) + _SLACK_BYTES
     for track in catalog.tracks:
         if max(track.bytes) > most:
             raise FormatError(f"catalog: a group of {track.name} with {max(track.bytes)} bytes, no cache needs {most}")

@@ -10,7 +10,7 @@ from kvabr.telemetry.prometheus import MetricSet
 _SECONDS = (0.001, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 
 
-class NodeMetrics(MetricSet):
+class ClientMetrics(MetricSet):
     """Metrics of a fetcher; `kvabr.telemetry.prometheus.ScrapeServer` serves them."""
 
     def __init__(self) -> None:

@@ -47,7 +47,7 @@ _NEWEST = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class PeerRecord:
     """What is known of one peer."""
 
     rate: float
@@ -70,10 +70,10 @@ class Known:
             and self.plays >= 1
         )
 
-    def heard(self, rate: float, ttfb_s: float, at: float) -> Known:
+    def heard(self, rate: float, ttfb_s: float, at: float) -> PeerRecord:
         """With one play more."""
         rate = math.exp((1 - _NEWEST) * math.log(self.rate) + _NEWEST * math.log(rate))
-        return Known(rate, (1 - _NEWEST) * self.ttfb_s + _NEWEST * ttfb_s, at, self.plays + 1)
+        return PeerRecord(rate, (1 - _NEWEST) * self.ttfb_s + _NEWEST * ttfb_s, at, self.plays + 1)
 
     def prior(self, now: float) -> Prior | None:
         """What it is worth to a play that begins now; None: nothing."""
@@ -83,7 +83,7 @@ class Known:
         return Prior(self.rate, self.ttfb_s, 0.5 ** (max(0.0, age_s) / _HALF_LIFE_S))
 
 
-class Priors:
+class PeerHistory:
     """The file, and what this process has heard. May be used from several threads."""
 
     def __init__(self, path: Path | None = None, *, host: str | None = None) -> None:
@@ -93,10 +93,10 @@ class Priors:
             path: the file; None: only this process's memory.
             host: who this host is; None: found out.
         """
-        self._path, self._host = path, host or this_host()
+        self.path, self._host = path, host or this_host()
         self._lock = threading.Lock()
         self._told = False
-        self._known: dict[str, Known] = self._read()
+        self._known: dict[str, PeerRecord] = self._read()
 
     def of(self, peer: str, now: float | None = None) -> Prior | None:
         """What is known of a peer; None: nothing, or nothing that still counts."""
@@ -107,7 +107,7 @@ class Priors:
     def heard(self, peer: str, rate: float, ttfb_s: float, now: float | None = None) -> None:
         """A play to a peer has ended; what makes no sense is ignored. Writes nothing, see `save`."""
         at = time.time() if now is None else now
-        fresh = Known(rate, ttfb_s, at)
+        fresh = PeerRecord(rate, ttfb_s, at)
         if not fresh.sound() or not 0 < len(peer) <= _MOST_NAME:
             return
         with self._lock:
@@ -118,11 +118,11 @@ class Priors:
 
     def save(self) -> None:
         """Write the file, with what other processes have written meanwhile; that it cannot be is told once."""
-        if self._path is None:
+        if self.path is None:
             return
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            with _alone(self._path):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with _alone(self.path):
                 merged = self._read()
                 with self._lock:
                     for peer, known in self._known.items():
@@ -131,19 +131,19 @@ class Priors:
                     self._known = dict(_newest(merged))
                     text = _dumps(self._known, self._host)
                 # Not under the lock: a play that begins meanwhile must not wait for a disk.
-                write_text(self._path, text)
+                write_text(self.path, text)
         except (OSError, KvabrError) as error:
             self._tell(f"what is known of peers cannot be kept: {error}")
 
-    def _read(self) -> dict[str, Known]:
-        if self._path is None:
+    def _read(self) -> dict[str, PeerRecord]:
+        if self.path is None:
             return {}
         try:
-            if not self._path.exists():
+            if not self.path.exists():
                 return {}
-            return _loads(read_text(self._path, MAX_BYTES, unreadable=FormatError, unfit=FormatError), self._host)
+            return _loads(read_text(self.path, MAX_BYTES, unreadable=FormatError, unfit=FormatError), self._host)
         except (FormatError, OSError) as error:
-            self._tell(f"{self._path}: {error}; it is ignored, and will be written anew")
+            self._tell(f"{self.path}: {error}; it is ignored, and will be written anew")
             return {}
 
     def _tell(self, what: str) -> None:
@@ -161,17 +161,17 @@ def this_host() -> str:
     return hashlib.sha256("\0".join(("kvabr.host", *parts)).encode()).hexdigest()[:16]
 
 
-def priors_at(path: str | os.PathLike[str] | None) -> Priors:
-    """The one `Priors` of this process for a file."""
-    return _priors_at(None if path is None else Path(path))
+def history_at(path: str | os.PathLike[str] | None) -> PeerHistory:
+    """The one `PeerHistory` of this process for a file."""
+    return _history_at(None if path is None else Path(path))
 
 
 @cache
-def _priors_at(path: Path | None) -> Priors:
-    return Priors(path)
+def _history_at(path: Path | None) -> PeerHistory:
+    return PeerHistory(path)
 
 
-def _newest(known: dict[str, Known]) -> dict[str, Known]:
+def _newest(known: dict[str, PeerRecord]) -> dict[str, PeerRecord]:
     if len(known) <= MAX_PEERS:
         return known
     newest = sorted(known, key=lambda peer: known[peer].at)[-MAX_PEERS:]
@@ -182,7 +182,7 @@ def _digest(peers: Any) -> str:
     return hashlib.sha256(json.dumps(peers, sort_keys=True).encode()).hexdigest()
 
 
-def _dumps(known: dict[str, Known], host: str) -> str:
+def _dumps(known: dict[str, PeerRecord], host: str) -> str:
     peers = {
         peer: {"rate": each.rate, "ttfb_s": each.ttfb_s, "at": each.at, "plays": each.plays}
         for peer, each in sorted(known.items())
@@ -191,7 +191,7 @@ def _dumps(known: dict[str, Known], host: str) -> str:
     return json.dumps(whole, indent=1) + "\n"
 
 
-def _loads(text: str, host: str) -> dict[str, Known]:
+def _loads(text: str, host: str) -> dict[str, PeerRecord]:
     try:
         whole = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -207,11 +207,11 @@ def _loads(text: str, host: str) -> dict[str, Known]:
         intact = False
     if not intact or not isinstance(peers, dict):
         raise FormatError("damaged")
-    known: dict[str, Known] = {}
+    known: dict[str, PeerRecord] = {}
     for peer, each in peers.items():
         if not isinstance(each, dict) or set(each) != {"rate", "ttfb_s", "at", "plays"} or len(peer) > _MOST_NAME:
             raise FormatError(f"{peer[:40]!r} is not what is known of a peer")
-        known[peer] = Known(**each)
+        known[peer] = PeerRecord(**each)
         if not known[peer].sound():
             raise FormatError(f"what it says of {peer[:40]!r} cannot be")
     return known

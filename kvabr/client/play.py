@@ -1,166 +1,405 @@
-"""One play, from a prompt to its cache: look it up, fetch what is cached, recompute what would be late.
+"""One play of what was found: profile, session, driver and result. Plays differ in the session's goal.
 
-It takes a connection, and an engine if there is one::
-
-    async with kvabr.connect("moqt://origin.example/") as origin:
-        played = await kvabr.play(origin, tokens, deadline=2.0, recompute=engine)
+A play of a whole cache may continue with upgrades. A prefix play is for an engine that computes by itself whatever it
+is not given (vLLM, SGLang): it never waits for an engine, never fails for a group that did not come, and hands over the
+groups before the first that is missing.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
-from typing import Unpack
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
 
-from kvabr.client.lookup import fetch_catalog, find_prefix, shared_groups
-from kvabr.client.orchestrator import Prepared, nothing, perform, prepare, recompute_all, timed, with_trouble
-from kvabr.client.result import Clock, How, Played, PlayOptions
-from kvabr.quic.interface import Connection
-from kvabr.types.errors import FormatError, PlayError, TransportError, UsageError
-from kvabr.types.events import LookupFailed
+import torch
+
+from kvabr.abr.estimator import Prior
+from kvabr.abr.ladder import Ladder
+from kvabr.abr.plugins import load_policy
+from kvabr.client.driver import LIVE, Driver
+from kvabr.client.lookup import Found, playable
+from kvabr.client.options import PlayOptions, guard_s
+from kvabr.client.peer_history import PeerHistory
+from kvabr.client.play_connection import PlayConnection
+from kvabr.client.profiles import ProfileCache
+from kvabr.client.resources import allocate, decoders, on_engine
+from kvabr.client.result import Played, PlayedPrefix
+from kvabr.client.shared_bandwidth import estimating, link_of
+from kvabr.client.upgrades import EngineHook, Upgrades
+from kvabr.codec.profile import Profile
+from kvabr.player.assembler import Assembler
+from kvabr.player.builder import new_estimator, new_session, opening
+from kvabr.player.session import Session
+from kvabr.player.session_types import Goal, GroupRecord, PlayRecord, PrefixGoal, UpgradeGoal, WholeGoal
+from kvabr.types.catalog import RECOMPUTED, Catalog, played_loss
+from kvabr.types.cost import PrefillCost
+from kvabr.types.engine import Engine
+from kvabr.types.errors import FormatError, KvabrError, ModelError, PlayError, TransportError, UsageError
+from kvabr.types.events import (
+    CacheDelivered,
+    Log,
+    PlayEvent,
+    PlayGaveUp,
+    ProfileFailed,
+    RecomputeDone,
+    RecomputeStarted,
+)
 from kvabr.types.kv import KVSpec
-from kvabr.types.naming import TrackNamespace, chain
 
+_PROFILE_SHARE = 0.3
+"""Share of the time left that fetching a codec profile may take; then the play goes on without the tracks it serves."""
+_MIN_SHARE, _MIN_PREFIX_SHARE = 0.1, 0.05
+"""Share of the deadline that a play gets even after a lookup that took longer: late, but at its cheapest."""
 _LOOKUP_SHARE = 0.25
 """Share of the deadline that a lookup may take although the engine could then not recompute everything in time."""
+_MIN_LEFT_S = 1e-3
+_ENGINE_PATIENCE = 2.0
+"""Multiple of its measured time after which an engine counts as hung."""
 
 
-async def play(
-    origin: Connection,
-    tokens: Sequence[int],
-    *,
-    deadline: float,
-    spec: KVSpec | None = None,
-    **how: Unpack[How],
-) -> Played:
-    """Get the KV cache of a prompt: the longest prefix that the origin has, as good as the deadline allows.
+class Clock:
+    """Seconds since a play was called for, and to its deadline."""
 
-    Any number of plays may run at once on one connection. Cancelling one cancels its downloads.
+    def __init__(self, deadline_s: float) -> None:
+        """Start, on the running event loop."""
+        self._loop = asyncio.get_running_loop()
+        self._start_s, self.deadline_s = self._loop.time(), deadline_s
 
-    Args:
-        origin: from `connect`.
-        tokens: ids of the prompt.
-        deadline: seconds from this call in which the cache is wanted. The engine's own time for what no cache covers
-            comes out of it, if the engine is known.
-        spec: of the model's cache; None: the engine's.
-        how: see `How`: ``policy``, ``estimator``, ``recompute``, ``cost``, ``mode``, ``salt``, ``out``, ``dtype``,
-            ``profiles``, ``patience``, ``log``, ``telemetry``, ``watch``, ``after``.
+    def now(self) -> float:
+        """Return the seconds since the call."""
+        return self._loop.time() - self._start_s
 
-    Raises:
-        UsageError: arguments that make no sense.
-        PlayError: the cache can neither be fetched nor recomputed; the message says why.
-        ModelError: the engine failed, and the network could not make up for it.
-        PolicyError: from the policy or the estimator.
-    """
-    options = PlayOptions(deadline, **how)
-    recompute = options.recompute
-    if spec is None:
-        if recompute is None:
-            raise UsageError("play: say of which model the tokens are: spec=..., or recompute=an engine")
-        spec = recompute.spec
-    elif recompute is not None and not recompute.spec.same_cache(spec):
-        raise UsageError(f"play: the engine computes caches of {recompute.spec.model}, not of {spec.model}")
-    if not len(tokens):
-        raise UsageError("play: a prompt has at least one token")
-    with _telling(options) as options:
-        return await _play(origin, tokens, spec, options)
+    def left(self) -> float:
+        """Return the seconds to the deadline; negative once it has passed."""
+        return self.deadline_s - self.now()
 
 
-async def play_asset(
-    origin: Connection,
-    namespace: TrackNamespace,
-    *,
-    deadline: float,
-    tokens: Sequence[int] = (),
-    **how: Unpack[How],
-) -> Played:
-    """Get the cache that is published under a name; `play` finds the name by the prompt.
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What was found, ready to be played."""
 
-    Args:
-        origin: from `connect`.
-        namespace: the name.
-        deadline: seconds from this call in which the cache is wanted.
-        tokens: ids of the asset's tokens; an engine needs them. If the asset has a salt, so does checking them.
-        how: as for `play`.
+    ladder: Ladder
+    profile: Profile | None
+    sha256: str
+    """SHA-256 of the catalog as it came, hex."""
 
-    Raises:
-        NotFoundError: there is no such asset, or none that we may read.
-        TransportError: its catalog cannot be fetched.
-        FormatError: its catalog is not what its name says, or none of its tracks can be decoded here.
-        UsageError: arguments that make no sense, among them tokens that are not the asset's.
-        PlayError: as `play`.
-        ModelError: as `play`.
-        PolicyError: as `play`.
-    """
-    options = PlayOptions(deadline, **how)
-    recompute = options.recompute
-    if recompute is not None and not len(tokens):
-        raise UsageError("play_asset: to recompute, an engine needs the prompt: tokens=...")
-    with _telling(options) as options:
-        return await _play_asset(origin, namespace, tokens, options)
+    @property
+    def catalog(self) -> Catalog:
+        """The tracks that can be decoded here."""
+        return self.ladder.catalog
 
 
-@contextmanager
-def _telling(options: PlayOptions) -> Iterator[PlayOptions]:
-    """The options of a play that tells of itself, from here to its end."""
-    if options.telemetry is None:
-        yield options
-    else:
-        with options.telemetry.play(options.log) as log:
-            yield replace(options, log=log)
+class Play:
+    """One play on one connection."""
+
+    def __init__(
+        self,
+        connection: PlayConnection,
+        options: PlayOptions,
+        clock: Clock,
+        *,
+        profiles: ProfileCache,
+        history: PeerHistory,
+        engine: Engine | None = None,
+        cost: PrefillCost | None = None,
+        tokens: Sequence[int] = (),
+    ) -> None:
+        """Prepare; nothing happens yet.
+
+        Args:
+            connection: the play's own.
+            options: how to play.
+            clock: started when the play was called for.
+            profiles: the client's.
+            history: what the client knows of its peers.
+            engine: computes what would be late; None: nothing does.
+            cost: of the engine's prefill; a prefix play needs it.
+            tokens: ids of the prompt, for the engine.
+        """
+        self._connection, self._options, self._clock = connection, options, clock
+        self._profiles, self._history = profiles, history
+        self._engine, self._cost, self._tokens = engine, cost, tokens
+
+    async def prepare(self, found: Found, skip: int = 0) -> Prepared:
+        """Fetch the codec profile if that pays and time allows, and leave out what cannot be decoded without it.
+
+        Args:
+            found: from a lookup.
+            skip: leading groups that the engine has already.
+
+        Raises:
+            FormatError: none of the asset's tracks can be decoded here.
+            UsageError: everything is skipped.
+        """
+        catalog, profile = found.catalog, None
+        needed = catalog.profile is not None
+        if needed:
+            try:
+                if self._profiles.has(catalog) or _pays(catalog):
+                    async with asyncio.timeout(max(0.0, _PROFILE_SHARE * self._clock.left())):
+                        profile = await self._profiles.fetch(self._connection, catalog)
+            except (TransportError, FormatError, TimeoutError) as error:
+                self._options.note(ProfileFailed(self._clock.now(), str(error) or "it did not come in time"))
+        catalog = playable(catalog, profile=profile is not None or not needed)
+        for track in catalog.tracks:
+            self._connection.identify(catalog.namespace, track.name, track.digests)
+        ladder = await asyncio.get_running_loop().run_in_executor(decoders(), Ladder, catalog.suffix(skip))
+        return Prepared(ladder, profile, found.sha256)
+
+    async def whole(self, prepared: Prepared) -> Played:
+        """Play the whole cache.
+
+        Raises:
+            PlayError, ModelError, PolicyError, UsageError: see `AsyncClient.play`.
+        """
+        catalog, options, clock, cost = prepared.catalog, self._options, self._clock, self._cost
+        assembler = Assembler(catalog, prepared.profile, out=self._room(catalog))
+        rest_s = self._rest_s(catalog.tokens, len(self._tokens) - catalog.tokens)
+        wanted_s = max(_MIN_SHARE * clock.deadline_s, clock.left() - guard_s(clock.deadline_s) - rest_s)
+        lookup_s = clock.now()
+        # An engine that has begun, however slow, ends sooner than another one that begins after an error.
+        engine_s = 0.0 if cost is None else _ENGINE_PATIENCE * cost.seconds(0, catalog.tokens)
+        patience_s = options.patience * clock.deadline_s + engine_s - lookup_s
+        session, driver = await self._run(WholeGoal(), prepared, assembler, wanted_s, patience_s, lookup_s)
+        record = session.record
+        if record.gave_up is not None:
+            options.note(PlayGaveUp(clock.now() - lookup_s, record.gave_up))
+            if isinstance(driver.engine_error, KvabrError):
+                raise driver.engine_error
+            message = self.with_trouble(f"no cache after {clock.now():.2f} s: {record.gave_up}")
+            raise (PlayError if driver.engine_error is None else ModelError)(message) from driver.engine_error
+        kv = assembler.take(upgrades=options.after is not None)
+        ttft_s = clock.now()
+        record.met = ttft_s <= clock.deadline_s - rest_s
+        coverage = tuple(track or "" for track in assembler.coverage)
+        loss = played_loss(catalog, record.steps)
+        options.note(CacheDelivered(ttft_s - lookup_s, record.met, loss))
+        return Played(
+            kv=kv,
+            tokens=catalog.tokens,
+            coverage=coverage,
+            ttft_s=ttft_s,
+            lookup_s=lookup_s,
+            met=record.met,
+            loss=loss,
+            record=record,
+            spec=catalog.spec,
+            catalog=catalog,
+            catalog_sha256=prepared.sha256,
+            upgrades=None if options.after is None else self._upgrade(prepared.ladder, assembler, session, coverage),
+        )
+
+    async def prefix(self, prepared: Prepared, behind: int) -> PlayedPrefix:
+        """Play a prefix, and hand over what is in place when the time is up.
+
+        Args:
+            prepared: from `prepare`.
+            behind: tokens of the prompt that no cache covers; computing them comes out of the deadline.
+
+        Raises:
+            PlayError: there is no memory for the cache.
+            PolicyError: from the policy or the estimator.
+            UsageError: arguments that make no sense.
+        """
+        catalog, clock, options = prepared.catalog, self._clock, self._options
+        assembler = Assembler(catalog, prepared.profile, out=self._room(catalog))
+        rest_s = self._rest_s(catalog.first_token + catalog.tokens, behind)
+        wanted_s = max(_MIN_PREFIX_SHARE * clock.deadline_s, clock.left() - guard_s(clock.deadline_s) - rest_s)
+        patience_s = options.patience * clock.deadline_s - clock.now()
+        try:
+            session, _ = await self._run(PrefixGoal(), prepared, assembler, wanted_s, patience_s, clock.now())
+        finally:
+            kv, coverage = assembler.take_prefix()
+        record = session.record
+        cut = None
+        if len(coverage) < catalog.groups:
+            cut = record.cut or record.gave_up or "the play ended"
+        return PlayedPrefix(
+            kv=kv,
+            first=catalog.first_token,
+            tokens=kv.shape[3],
+            wanted=catalog.tokens,
+            coverage=coverage,
+            loss=sum(catalog.track(track).loss[group] for group, track in enumerate(coverage)),
+            bytes_fetched=record.bytes_fetched,
+            bytes_wasted=record.bytes_wasted,
+            seconds=clock.now(),
+            cut=cut,
+        )
+
+    async def compute(self) -> Played:
+        """Let the engine compute the whole prompt.
+
+        Raises:
+            ModelError: it failed, or did not end.
+        """
+        engine, tokens, options, clock = self._engine, self._tokens, self._options, self._clock
+        if engine is None or self._cost is None:
+            raise UsageError("there is no engine to recompute with")
+        spec, lookup_s = engine.spec, clock.now()
+        groups = spec.groups(len(tokens))
+        patience_s = options.patience * clock.deadline_s + _ENGINE_PATIENCE * self._cost.seconds(0, len(tokens))
+        options.note(RecomputeStarted(0.0, 0, groups))
+        try:
+            async with asyncio.timeout(patience_s):
+                kv = await on_engine(engine, partial(engine.prefill, tokens))
+            kv = self._placed(kv, spec)
+        except TimeoutError as error:
+            raise ModelError(f"nothing was fetched, and the engine did not end within {patience_s:.1f} s") from error
+        except KvabrError:
+            raise
+        except Exception as error:  # engines raise whatever they like
+            raise ModelError(f"nothing was fetched, and the engine failed: {error!r}") from error
+        ttft_s = clock.now()
+        took_s, met = ttft_s - lookup_s, ttft_s <= clock.deadline_s
+        options.note(RecomputeDone(took_s, 0, groups))
+        options.note(CacheDelivered(took_s, met, 0.0))
+        record = PlayRecord(
+            [
+                GroupRecord(group, RECOMPUTED, requested_s=0.0, ready_s=took_s, source=RECOMPUTED)
+                for group in range(groups)
+            ],
+            delivered_s=took_s,
+            met=met,
+            tokens_recomputed=len(tokens),
+            recompute_s=took_s,
+            steps=[("compute", 0, groups)],
+        )
+        return Played(kv, len(tokens), (RECOMPUTED,) * groups, ttft_s, lookup_s, met, 0.0, record, spec)
+
+    def with_trouble(self, message: str) -> str:
+        """Return an error message with what the connection knows of the cause."""
+        trouble = self._connection.trouble
+        return message if trouble is None else f"{message}; {trouble}"
+
+    # -------------------------------------------------------------- internals
+
+    async def _run(
+        self,
+        goal: Goal,
+        prepared: Prepared,
+        assembler: Assembler,
+        wanted_s: float,
+        patience_s: float,
+        lookup_s: float,
+    ) -> tuple[Session, Driver]:
+        """Build the session of a goal, and drive it to its end."""
+        options, ladder, connection = self._options, prepared.ladder, self._connection
+        mode = options.mode or ("hole" if self._engine is None else self._engine.mode)
+        if isinstance(goal, WholeGoal):
+            options.note(
+                opening(
+                    ladder,
+                    trace=connection.backend,
+                    policy=options.policy,
+                    estimator=options.estimator or load_policy(options.policy)().estimator,
+                    deadline_s=wanted_s,
+                    mode=mode,
+                    rtt_s=connection.stats().rtt_s,
+                    lookup_s=lookup_s,
+                )
+            )
+        own = new_estimator(options.policy, options.estimator)
+        with estimating(connection.shared, own, self._history) as estimator:
+            session = new_session(
+                ladder,
+                wanted_s,
+                options.policy,
+                estimator,
+                goal=goal,
+                cost=self._cost,
+                mode=mode,
+                config=replace(LIVE, gpu_price=options.gpu_price),
+                patience_s=patience_s,
+                at_hand=connection.at_hand,
+                log=options.log,
+            )
+            driver = Driver(
+                session,
+                connection,
+                ladder.catalog,
+                assembler,
+                engine=self._engine,
+                tokens=self._tokens,
+                watch=options.watch,
+            )
+            await driver.run()
+        if self._history.path is not None:
+            # Not in the decoders' threads: they must not wait for a disk.
+            asyncio.get_running_loop().run_in_executor(None, self._history.save)
+        return session, driver
+
+    def _upgrade(self, ladder: Ladder, assembler: Assembler, play: Session, coverage: tuple[str, ...]) -> Upgrades:
+        """Begin the upgrades of a cache that was handed over."""
+        options, connection = self._options, self._connection
+        assert options.after is not None  # noqa: S101  # else they are not wanted
+        rate = play.view.rate or play.record.bytes_fetched / max(play.view.now, 1e-3)
+        own = new_estimator(options.policy, options.estimator)
+        own.prime(Prior(rate, play.view.ttfb_s))
+        shared = ExitStack()
+        estimator = shared.enter_context(link_of(connection.shared).joined(own))
+        session = new_session(
+            ladder,
+            self._clock.deadline_s,
+            options.policy,
+            estimator,
+            goal=UpgradeGoal(coverage, options.after, rate),
+            config=LIVE,
+            at_hand=connection.at_hand,
+            log=None if options.log is None else partial(_late, options.log, play.view.now),
+        )
+        hook = EngineHook()
+        driver = Driver(session, connection, ladder.catalog, assembler, hook=hook)
+        return Upgrades(session, driver, hook, assembler, at_end=shared.close)
+
+    def _rest_s(self, before: int, tokens: int) -> float:
+        """Return the time of the deadline that the engine needs for what no cache covers, seconds."""
+        return 0.0 if self._cost is None else min(self._clock.deadline_s / 2, self._cost.seconds(before, tokens))
+
+    def _room(self, catalog: Catalog) -> torch.Tensor:
+        """Return the tensor that the cache goes into."""
+        out = self._options.out
+        if out is not None:
+            return out[:, :, :, : catalog.tokens] if out.dim() == 5 else out
+        try:
+            return allocate(catalog.spec.shape(catalog.tokens), self._options.dtype or catalog.spec.torch_dtype)
+        except RuntimeError as error:
+            raise PlayError(f"no memory for a cache of {catalog.fp16_bytes:,} bytes: {error}") from error
+
+    def _placed(self, kv: torch.Tensor, spec: KVSpec) -> torch.Tensor:
+        """Check what an engine computed, and return it in the tensor or element type that the caller wants."""
+        options, tokens = self._options, len(self._tokens)
+        if tuple(kv.shape) != spec.shape(tokens) or not bool(torch.isfinite(kv).all()):
+            raise ModelError(f"the engine returned {tuple(kv.shape)}, or NaN, where {spec.shape(tokens)} was due")
+        if options.out is None:
+            return kv.to(options.dtype or spec.torch_dtype)
+        place = options.out[:, :, :, :tokens]
+        if tuple(place.shape) != spec.shape(tokens):
+            have, needed = tuple(options.out.shape), spec.shape(tokens)
+            raise UsageError(f"the tensor to assemble in is {have}, too small for {needed}")
+        return place.copy_(kv)
 
 
-async def _play(origin: Connection, tokens: Sequence[int], spec: KVSpec, options: PlayOptions) -> Played:
-    recompute = options.recompute
-    options = await timed(options, tokens)
-    clock = Clock(options.deadline_s)
-    prepared: Prepared | None = None
+def _late(log: Log, begun_s: float, event: PlayEvent) -> None:
+    """Log an event of the upgrades on the clock of the play."""
+    log(replace(event, t=event.t + begun_s, late=True))
+
+
+def _pays(catalog: Catalog) -> bool:
+    """Return whether fetching the profile and then the cheapest track beats the cheapest that needs no profile."""
     try:
-        async with asyncio.timeout(_lookup_time(options, len(tokens))):
-            found = await find_prefix(origin, tokens, spec, salt=options.salt)
-        if found is not None:
-            prepared = await prepare(origin, found, options, clock)
-    except (TransportError, FormatError, TimeoutError) as error:
-        reason = str(error) or with_trouble(f"no answer within {clock.now():.2f} s", origin)
-        options.note(LookupFailed(0.0, reason))
-        if recompute is None:
-            raise PlayError(f"what the origin has of this prompt cannot be played: {reason}") from error
-    if prepared is not None:
-        return await perform(origin, prepared, tokens, options, clock)
-    if recompute is not None:
-        return await recompute_all(tokens, options, clock)
-    return nothing(spec, options, clock)
+        plain = playable(catalog, profile=False)
+    except FormatError:
+        return True
+    cheapest = min(track.total_bytes for track in catalog.tracks if track.refines is None)
+    return catalog.profile_bytes + cheapest < min(t.total_bytes for t in plain.tracks if t.refines is None)
 
 
-async def _play_asset(
-    origin: Connection, namespace: TrackNamespace, tokens: Sequence[int], options: PlayOptions
-) -> Played:
-    deadline, recompute = options.deadline_s, options.recompute
-    options = await timed(options, tokens)
-    clock = Clock(deadline)
-    try:
-        async with asyncio.timeout(deadline):
-            found = await fetch_catalog(origin, namespace)
-    except TimeoutError as error:
-        late = f"the catalog did not come within the deadline of {deadline:g} s"
-        raise PlayError(with_trouble(late, origin)) from error
-    spec = found.catalog.spec
-    if recompute is not None and not recompute.spec.same_cache(spec):
-        raise UsageError(f"the engine computes caches of {recompute.spec.model}, the asset is of {spec.model}")
-    if len(tokens):
-        name = {"model": spec.model, "tokenizer": spec.tokenizer}
-        ours = chain(tokens, **name, group_tokens=spec.group_tokens, salt=options.salt)
-        if len(tokens) != found.catalog.tokens or shared_groups(found.catalog, tokens, ours) < found.catalog.groups:
-            raise UsageError(f"the tokens given are not those of {namespace.model}/{namespace.prompt}")
-    prepared = await prepare(origin, found, options, clock)
-    return await perform(origin, prepared, tokens, options, clock)
-
-
-def _lookup_time(options: PlayOptions, tokens: int) -> float:
-    """Seconds that a lookup may take: as long as the engine could still recompute everything in time."""
-    if options.cost is None:
-        return options.deadline_s
-    spare = options.deadline_s - options.guard_s - options.cost.seconds(0, tokens)
-    return max(spare, _LOOKUP_SHARE * options.deadline_s)
+def lookup_time(clock: Clock, cost: PrefillCost | None, tokens: int) -> float:
+    """Return the seconds that a lookup may take: as long as the engine could still recompute everything in time."""
+    left_s = max(_MIN_LEFT_S, clock.left())
+    if cost is None:
+        return left_s
+    return max(left_s - guard_s(clock.deadline_s) - cost.seconds(0, tokens), _LOOKUP_SHARE * left_s)

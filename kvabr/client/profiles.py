@@ -1,16 +1,17 @@
-"""Codec profiles by their SHA-256: from the package, from this process's memory, from a folder, or from the origin."""
+"""Codec profiles by their SHA-256: from this process's memory, from a folder, from the package, or from the origin."""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
 import weakref
-from collections import OrderedDict
 from functools import lru_cache
 from pathlib import Path
 
-from kvabr.client.executors import decoders
-from kvabr.client.fetch_small import fetch_whole
+from cachetools import LRUCache
+
+from kvabr.client.lookup import fetch_small
+from kvabr.client.resources import decoders
 from kvabr.codec.profile import MAX_PROFILE_BYTES, Profile
 from kvabr.data import default_profile_bytes
 from kvabr.quic.interface import Connection
@@ -19,95 +20,92 @@ from kvabr.types.catalog import Catalog
 from kvabr.types.errors import AssetError, FormatError
 from kvabr.types.naming import PROFILE_TRACK, TrackNamespace
 
-_KEPT = 8
-"""Profiles that a process keeps."""
-_profiles: OrderedDict[str, Profile] = OrderedDict()
+_MAX_KEPT = 8
+"""Profiles that a process keeps in memory."""
+_profiles: LRUCache[str, Profile] = LRUCache(_MAX_KEPT)
 _locks: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, asyncio.Lock]] = weakref.WeakKeyDictionary()
 
 
-def profile_at_hand(catalog: Catalog, folder: Path | None = None) -> bool:
-    """Whether `fetch_profile` can do without the network."""
-    if catalog.profile is None:
-        return True
-    wanted = _name(catalog).prompt
-    if wanted in _profiles or (folder is not None and _file(folder, wanted).is_file()):
-        return True
-    return _shipped(wanted, catalog.profile_bytes) is not None
+class ProfileCache:
+    """Profiles of one client. What is in memory is shared by the whole process."""
 
+    def __init__(self, folder: Path | None = None) -> None:
+        """Use a folder, in which profiles outlive the process; None: memory only."""
+        self._folder = folder
 
-async def fetch_profile(origin: Connection, catalog: Catalog, folder: Path | None = None) -> Profile | None:
-    """The profile that a catalog names; None if its tracks need none. Plays that want the same fetch it once.
+    def has(self, catalog: Catalog) -> bool:
+        """Return whether `fetch` needs no network."""
+        if catalog.profile is None:
+            return True
+        wanted = _name(catalog).prompt
+        if wanted in _profiles or (self._folder is not None and _file(self._folder, wanted).is_file()):
+            return True
+        return _shipped(wanted, catalog.profile_bytes) is not None
 
-    Args:
-        origin: where to fetch it.
-        catalog: the asset.
-        folder: where profiles are kept from one process to the next; None: nowhere.
+    async def fetch(self, origin: Connection, catalog: Catalog) -> Profile | None:
+        """Return the profile that a catalog names; None if its tracks need none. Callers share one download.
 
-    Raises:
-        TransportError: it cannot be fetched.
-        ForeignError: it is of another model.
-        FormatError: it is not what the catalog names.
-    """
-    if catalog.profile is None:
-        return None
-    name = _name(catalog)
-    wanted, size = name.prompt, catalog.profile_bytes
-    loop = asyncio.get_running_loop()
-    async with _locks.setdefault(loop, {}).setdefault(wanted, asyncio.Lock()):
-        profile = _profiles.get(wanted)
-        if profile is None:
-            profile = await loop.run_in_executor(decoders(), _at_hand, wanted, size, folder)
-        if profile is None:
-            data = await fetch_whole(origin, name, PROFILE_TRACK, size)
-            profile = await loop.run_in_executor(decoders(), _checked, data, wanted)
-            if folder is not None:
-                await loop.run_in_executor(decoders(), _keep, folder, wanted, data)
-        _profiles[wanted] = profile
-        _profiles.move_to_end(wanted)
-        while len(_profiles) > _KEPT:
-            _profiles.popitem(last=False)
-    profile.check(catalog.spec)
-    return profile
+        Raises:
+            TransportError: it cannot be fetched.
+            ForeignError: it is of another model.
+            FormatError: it is not what the catalog names.
+        """
+        if catalog.profile is None:
+            return None
+        name = _name(catalog)
+        wanted, size = name.prompt, catalog.profile_bytes
+        loop = asyncio.get_running_loop()
+        async with _locks.setdefault(loop, {}).setdefault(wanted, asyncio.Lock()):
+            profile = _profiles.get(wanted)
+            if profile is None:
+                profile = await loop.run_in_executor(decoders(), self._local, wanted, size)
+            if profile is None:
+                data = await fetch_small(origin, name, PROFILE_TRACK, size)
+                profile = await loop.run_in_executor(decoders(), _checked, data, wanted)
+                await loop.run_in_executor(decoders(), self._keep, wanted, data)
+            _profiles[wanted] = profile
+        profile.check(catalog.spec)
+        return profile
+
+    def _local(self, sha256: str, size: int) -> Profile | None:
+        """Return the profile from the folder or from the package."""
+        if self._folder is not None:
+            try:
+                with _file(self._folder, sha256).open("rb") as file:
+                    return _checked(file.read(MAX_PROFILE_BYTES + 1), sha256)
+            except (OSError, FormatError):
+                pass  # not there, or damaged: the origin has it
+        data = _shipped(sha256, size)
+        return None if data is None else _checked(data, sha256)
+
+    def _keep(self, sha256: str, data: bytes) -> None:
+        if self._folder is None:
+            return
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            write_file(_file(self._folder, sha256), data)
+        except (OSError, AssetError):
+            pass  # a cache that cannot be written must not fail the play
 
 
 def _name(catalog: Catalog) -> TrackNamespace:
-    """Where the profile is published; its digest is checked thereby, before it names a file."""
+    """Return where the profile is published, which checks its digest before it names a file."""
     if catalog.profile is None or not 0 < catalog.profile_bytes <= MAX_PROFILE_BYTES:
         raise FormatError(f"catalog: a profile of {catalog.profile_bytes} bytes, not 1 to {MAX_PROFILE_BYTES}")
     return TrackNamespace(catalog.spec.model, catalog.profile)
 
 
-@lru_cache(_KEPT)
+@lru_cache(_MAX_KEPT)
 def _shipped(sha256: str, size: int) -> bytes | None:
-    """The profile that comes with the package, if it is the one that is wanted."""
+    """Return the profile that comes with the package if it is the one that is wanted."""
     data = default_profile_bytes()
     return data if len(data) == size and hashlib.sha256(data).hexdigest() == sha256 else None
-
-
-def _at_hand(sha256: str, size: int, folder: Path | None) -> Profile | None:
-    """The profile from a folder or from the package."""
-    if folder is not None:
-        try:
-            with _file(folder, sha256).open("rb") as file:
-                return _checked(file.read(MAX_PROFILE_BYTES + 1), sha256)
-        except (OSError, FormatError):
-            pass  # not there, or damaged: the origin has it
-    data = _shipped(sha256, size)
-    return None if data is None else _checked(data, sha256)
 
 
 def _checked(data: bytes, sha256: str) -> Profile:
     if hashlib.sha256(data).hexdigest() != sha256:
         raise FormatError("the profile is not the one that the catalog names (its SHA-256 differs)")
     return Profile.from_bytes(data)
-
-
-def _keep(folder: Path, sha256: str, data: bytes) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        write_file(_file(folder, sha256), data)
-    except (OSError, AssetError):
-        pass  # a cache that cannot be written must not fail the play
 
 
 def _file(folder: Path, sha256: str) -> Path:

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from kvabr.abr.estimator import Estimator, Prior
-from kvabr.client.peer_history import Priors
+from kvabr.client.peer_history import PeerHistory
 from kvabr.quic.interface import Connection
 from kvabr.types.errors import PolicyError
 
@@ -25,17 +25,17 @@ _ACTIVE_S = 0.5
 """A play that has not been heard of for so many seconds takes nothing from the others."""
 
 
-class Link:
+class SharedLink:
     """What the plays of this process share of the way to one peer."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._members: list[Share] = []
+        self._members: list[LinkShare] = []
         self.total = 0.0
         """Bytes of all plays' samples so far."""
 
     @contextmanager
-    def joined(self, estimator: Estimator, known: Prior | None = None) -> Iterator[Share]:
+    def joined(self, estimator: Estimator, known: Prior | None = None) -> Iterator[LinkShare]:
         """Take part, with an estimator that is fresh, and with what is known of the peer from before."""
         share = _named(estimator)(self, estimator)
         if known is not None:
@@ -57,18 +57,18 @@ class Link:
             self.total += nbytes
             return self.total
 
-    def active_beside(self, share: Share) -> int:
+    def active_beside(self, share: LinkShare) -> int:
         """How many others are active."""
         with self._lock:
             return sum(one is not share and one.active() for one in self._members)
 
 
-class Share(Estimator):
+class LinkShare(Estimator):
     """The estimator of one play that shares its link: it estimates the link, and says the play's share of it."""
 
     name = "share"
 
-    def __init__(self, link: Link, inner: Estimator) -> None:
+    def __init__(self, link: SharedLink, inner: Estimator) -> None:
         """Take the estimator that the play would have on its own."""
         super().__init__()
         self._link, self._inner = link, inner
@@ -138,10 +138,10 @@ class Share(Estimator):
         return self._inner.ttfb()
 
 
-def _named(estimator: Estimator) -> type[Share]:
-    """A `Share` that goes by the name of what it stands for, so that a fault is laid at the right door."""
+def _named(estimator: Estimator) -> type[LinkShare]:
+    """A `LinkShare` that goes by the name of what it stands for, so that a fault is laid at the right door."""
     cls = type(estimator)
-    return type(cls.__name__, (Share,), {"name": getattr(cls, "name", cls.__name__)})
+    return type(cls.__name__, (LinkShare,), {"name": getattr(cls, "name", cls.__name__)})
 
 
 def _now() -> float:
@@ -152,18 +152,18 @@ def _now() -> float:
         return time.monotonic()
 
 
-_BY_PEER: weakref.WeakValueDictionary[str, Link] = weakref.WeakValueDictionary()
-_BY_CONNECTION: weakref.WeakKeyDictionary[Connection, Link] = weakref.WeakKeyDictionary()
+_BY_PEER: weakref.WeakValueDictionary[str, SharedLink] = weakref.WeakValueDictionary()
+_BY_CONNECTION: weakref.WeakKeyDictionary[Connection, SharedLink] = weakref.WeakKeyDictionary()
 _LOCK = threading.Lock()
 
 
-def link_of(connection: Connection) -> Link:
+def link_of(connection: Connection) -> SharedLink:
     """The link that a connection runs over: plays to one peer share it, also on several connections."""
     with _LOCK:
         link = _BY_CONNECTION.get(connection)
         if link is None:
             peer = connection.peer
-            link = (None if peer is None else _BY_PEER.get(peer)) or Link()
+            link = (None if peer is None else _BY_PEER.get(peer)) or SharedLink()
             if peer is not None:
                 _BY_PEER[peer] = link
             _BY_CONNECTION[connection] = link
@@ -171,18 +171,18 @@ def link_of(connection: Connection) -> Link:
 
 
 @contextmanager
-def estimating(connection: Connection, estimator: Estimator, priors: Priors | None) -> Iterator[Estimator]:
+def estimating(connection: Connection, estimator: Estimator, history: PeerHistory | None) -> Iterator[Estimator]:
     """The estimator of a play over a connection, which knows what is known of the peer, and tells what it finds out.
 
     Args:
         connection: where the play fetches.
         estimator: fresh.
-        priors: what is known from plays before; None: nothing is kept.
+        history: what is known from plays before; None: nothing is kept.
     """
     peer = connection.peer
-    known = None if priors is None or peer is None else priors.of(peer)
+    known = None if history is None or peer is None else history.of(peer)
     with link_of(connection).joined(estimator, known) as share:
         yield share
     # A play that received nothing knows no more than was known: it must not make old news fresh.
-    if priors is not None and peer is not None and share.heard:
-        priors.heard(peer, share.link_rate(), share.ttfb())
+    if history is not None and peer is not None and share.heard:
+        history.heard(peer, share.link_rate(), share.ttfb())

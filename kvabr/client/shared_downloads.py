@@ -1,18 +1,18 @@
-"""Downloads under way on one connection, each shared by all plays that want the same: one transfer, many readers.
+"""Downloads under way on one connection, each shared by all plays that want the same group.
 
-A flight goes as fast as the most urgent of its readers wants, and ends when the last of them has left. A group whose
-digest is known is checked when it is complete, and kept.
+A shared download is as urgent as its most urgent reader, and ends when the last reader has left. Once a group whose
+digest is known is complete, it is checked and put into the local store.
 """
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
-from kvabr.client.executors import decoders
-from kvabr.client.metrics import NodeMetrics
+from kvabr.client.metrics import ClientMetrics
+from kvabr.client.resources import decoders
 from kvabr.quic.interface import Connection, Download
 from kvabr.store.group_store import TieredGroupStore
 from kvabr.types.errors import ConnectionLostError
@@ -21,56 +21,57 @@ from kvabr.types.naming import TrackNamespace
 
 _LEAST_URGENT = 255
 _TURN_S = 0.25
-"""Seconds without a byte of anything more urgent, after which a flight that stands still is no longer waiting."""
+"""Seconds without a byte of anything more urgent after which a download that stands still no longer waits for it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """What a flight brings; equal for all who may share it."""
+class GroupRequest:
+    """One group of one track. Plays whose requests are equal share a download."""
 
     namespace: TrackNamespace
     track: str
     group: int
     limit: int
-    """Bytes that it may have; of a group whose digest is known, those that it has."""
-    digest: str | None = None
-    """Of the group, if a catalog gave it."""
+    """Maximum size, bytes."""
     exact: bool = False
-    """Whether ``limit`` is its size."""
+    """Whether ``limit`` is the size."""
+    digest: str | None = None
+    """SHA-256 of the group, hex, if a catalog told it."""
 
 
-class Reader(Protocol):
-    """Who reads a flight."""
+class DownloadReader(Protocol):
+    """A reader of a shared download."""
 
     @property
     def wire_priority(self) -> int:
-        """How urgent it is, among the requests of all plays."""
+        """Priority among the requests of all plays, 0 (most urgent) to 255."""
 
     def wake(self) -> None:
         """Something has come, or nothing more will."""
 
 
-class Flight:
-    """One download, and what has come of it."""
+class SharedDownload:
+    """One download and its readers."""
 
-    def __init__(self, wanted: Wanted, inner: Download, priority: int) -> None:
-        self.wanted, self.inner, self.priority = wanted, inner, priority
-        self._hashing = threading.Lock()
-        self._hashed: bool | None = None
+    def __init__(self, request: GroupRequest, inner: Download, priority: int) -> None:
+        self.request, self.inner, self.priority = request, inner, priority
         self.limit: Limit = "network"
-        """Who held up what came last."""
+        """What held up the bytes that came last."""
+        self.received = 0
         self.heard_s = 0.0
         self.complete = False
         self.error: Exception | None = None
-        self.readers: list[Reader] = []
+        self.readers: list[DownloadReader] = []
         self.task: asyncio.Task[None] | None = None
-        self.checked: asyncio.Future[memoryview | None] | None = None
-        """Once all of a group whose digest is known is here: the group, or None if it is another."""
+        self.checked: asyncio.Future[bool] | None = None
+        """Set once a group whose digest is known is complete; done, with whether it has the digest, once checked."""
+        self._hashing = threading.Lock()
+        self._hashed: bool | None = None
 
     @property
     def data(self) -> memoryview:
-        """Everything that has come; see `Download.data`."""
-        return self.inner.data
+        """Everything that has come and that readers were told of; see `Download.data`."""
+        return self.inner.data[: self.received]
 
     def has_digest(self, digest: str) -> bool:
         """Return whether the complete group has its digest, which is computed once. Call it in a thread."""
@@ -80,73 +81,84 @@ class Flight:
             return self._hashed
 
 
-@dataclass
-class Flights:
-    """The flights of one connection; for one event loop."""
+class SharedDownloads:
+    """All downloads of one connection, for one event loop."""
 
-    connection: Connection
-    store: TieredGroupStore
-    metrics: NodeMetrics
-    _flights: dict[Wanted, Flight] = field(default_factory=dict)
-    _heard_s: dict[int, float] = field(default_factory=dict)
-    """By priority, when something of it came last."""
-    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    def __init__(self, connection: Connection, store: TieredGroupStore, metrics: ClientMetrics) -> None:
+        """Begin without any.
 
-    def find(self, wanted: Wanted) -> Flight | None:
-        """The flight that brings this, if there is one."""
-        return self._flights.get(wanted)
+        Args:
+            connection: where groups are fetched.
+            store: keeps what was checked.
+            metrics: counts what happens.
+        """
+        self.connection, self.store, self.metrics = connection, store, metrics
+        self._downloads: dict[GroupRequest, SharedDownload] = {}
+        self._heard_s: dict[int, float] = {}
+        """When bytes of each priority came last."""
+        self._tasks: set[asyncio.Task[None]] = set()
 
-    def join(self, wanted: Wanted, reader: Reader) -> tuple[Flight, bool]:
-        """Read a flight from its beginning; tells whether it was under way already."""
-        flight = self._flights.get(wanted)
-        joined = flight is not None
-        if flight is None:
+    def find(self, request: GroupRequest) -> SharedDownload | None:
+        """Return the download of this request if it is under way."""
+        return self._downloads.get(request)
+
+    def join(self, request: GroupRequest, reader: DownloadReader) -> tuple[SharedDownload, bool]:
+        """Read a download from its beginning; return it, and whether it was under way already."""
+        download = self._downloads.get(request)
+        joined = download is not None
+        if download is None:
+            priority = reader.wire_priority
             inner = self.connection.fetch(
-                wanted.namespace,
-                wanted.track,
-                wanted.group,
-                priority=reader.wire_priority,
-                limit=wanted.limit,
-                exact=wanted.exact,
+                request.namespace,
+                request.track,
+                request.group,
+                priority=priority,
+                limit=request.limit,
+                exact=request.exact,
             )
-            flight = self._flights[wanted] = Flight(wanted, inner, reader.wire_priority)
-            task = flight.task = asyncio.get_running_loop().create_task(self._bring(flight))
+            download = self._downloads[request] = SharedDownload(request, inner, priority)
+            task = download.task = asyncio.get_running_loop().create_task(self._receive(download))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
-        flight.readers.append(reader)
-        self.reprioritise(flight)
-        return flight, joined
+        download.readers.append(reader)
+        self.reprioritise(download)
+        return download, joined
 
-    def leave(self, flight: Flight, reader: Reader) -> None:
-        """A reader wants no more; nobody left ends the flight."""
-        if reader not in flight.readers:
+    def leave(self, download: SharedDownload, reader: DownloadReader) -> None:
+        """Remove a reader; the last one to leave ends the download."""
+        if reader not in download.readers:
             return
-        flight.readers.remove(reader)
-        if flight.readers:
-            self.reprioritise(flight)
-        elif self._flights.get(flight.wanted) is flight and not flight.complete:
-            if self.waits_its_turn(flight):
-                # A player asks again for what stands still. What only waits for its turn loses nothing by that: whoever
-                # asked may join again, in this very moment.
-                asyncio.get_running_loop().call_soon(self._end_unread, flight)
+        download.readers.remove(reader)
+        if download.readers:
+            self.reprioritise(download)
+        elif self.find(download.request) is download and not download.complete:
+            if self.waits_its_turn(download):
+                # A player asks again for what stands still. A download that only waits for its turn must not lose its
+                # place by that, and the same reader may join it again at this very moment.
+                asyncio.get_running_loop().call_soon(self._end_unread, download)
             else:
-                self._end(flight)
+                self._end(download)
 
-    def reprioritise(self, flight: Flight) -> None:
-        """Let a flight be as urgent as its most urgent reader."""
-        priority = min((reader.wire_priority for reader in flight.readers), default=_LEAST_URGENT)
-        if priority != flight.priority and not flight.complete:
-            flight.priority = priority
-            flight.inner.prioritise(priority)
+    def reprioritise(self, download: SharedDownload) -> None:
+        """Make a download as urgent as its most urgent reader."""
+        priority = min((reader.wire_priority for reader in download.readers), default=_LEAST_URGENT)
+        if priority != download.priority and not download.complete:
+            download.priority = priority
+            download.inner.prioritise(priority)
             self.metrics.priority_changes_total.inc()
 
+    def waits_its_turn(self, download: SharedDownload) -> bool:
+        """Return whether nothing comes of a download because something more urgent does come."""
+        since_s = max(download.heard_s, asyncio.get_running_loop().time() - _TURN_S)
+        return any(priority < download.priority and at_s > since_s for priority, at_s in self._heard_s.items())
+
     async def close(self) -> None:
-        """End all flights; who still reads one is told."""
-        for flight in list(self._flights.values()):
-            if not flight.complete:
-                flight.error = ConnectionLostError("the node was closed")
-                self._tell(flight)
-            self._end(flight)
+        """End all downloads, and tell their readers."""
+        for download in list(self._downloads.values()):
+            if not download.complete:
+                download.error = ConnectionLostError("the client was closed")
+                self._wake(download)
+            self._end(download)
         for task in self._tasks:
             task.cancel()
         if self._tasks:
@@ -154,69 +166,65 @@ class Flights:
 
     # -------------------------------------------------------------- internals
 
-    async def _bring(self, flight: Flight) -> None:
-        loop, inner, wanted = asyncio.get_running_loop(), flight.inner, flight.wanted
+    async def _receive(self, download: SharedDownload) -> None:
+        loop, inner, request = asyncio.get_running_loop(), download.inner, download.request
         try:
             while part := await inner.read():
-                flight.limit = inner.stats.limit
-                flight.heard_s = self._heard_s[flight.priority] = loop.time()
+                download.received += len(part)
+                download.limit = inner.stats.limit
+                download.heard_s = self._heard_s[download.priority] = loop.time()
                 self.metrics.downloaded_bytes_total.inc(len(part))
-                if wanted.digest is not None and len(flight.data) >= wanted.limit:
-                    break  # its end need not be waited for
-                self._tell(flight)
+                if request.exact and download.received >= request.limit:
+                    break  # the end of the stream need not be waited for
+                self._wake(download)
         except asyncio.CancelledError:
             self.metrics.downloads_total.labels("cancelled").inc()
             raise
-        except Exception as error:  # noqa: BLE001  # a transport's, whatever it is: it is the readers'
-            flight.error = error
-            self._forget(flight)
-            self._tell(flight)
+        except Exception as error:  # noqa: BLE001  # whatever the transport raised is for the readers
+            download.error = error
+            self._forget(download)
+            self._wake(download)
             self.metrics.downloads_total.labels("failed").inc()
             return
         finally:
             inner.cancel()
-        flight.complete = True
-        if wanted.digest is None:
-            self._forget(flight)
-            self._tell(flight)
+        download.complete = True
+        if request.digest is None:
+            self._forget(download)
+            self._wake(download)
             self.metrics.downloads_total.labels("done").inc()
-            return
-        flight.checked = loop.create_future()
-        self._tell(flight)
-        await self._check(flight, wanted.digest, flight.checked)
+        else:
+            download.checked = loop.create_future()
+            self._wake(download)
+            await self._check(download, request.digest, download.checked)
 
-    async def _check(self, flight: Flight, digest: str, checked: asyncio.Future[memoryview | None]) -> None:
-        data = flight.data
+    async def _check(self, download: SharedDownload, digest: str, checked: asyncio.Future[bool]) -> None:
         good = False
         try:
-            good = await asyncio.get_running_loop().run_in_executor(decoders(), flight.has_digest, digest)
+            # A reader that decodes the group at the same time waits for the same computation.
+            good = await asyncio.get_running_loop().run_in_executor(decoders(), download.has_digest, digest)
             if good:
-                await self.store.put(digest, data)
+                await self.store.put(digest, download.data)
         finally:
-            self._forget(flight)
-            checked.set_result(data if good else None)
+            self._forget(download)
+            checked.set_result(good)
         self.metrics.downloads_total.labels("done" if good else "damaged").inc()
 
     @staticmethod
-    def _tell(flight: Flight) -> None:
-        for reader in flight.readers:
+    def _wake(download: SharedDownload) -> None:
+        for reader in download.readers:
             reader.wake()
 
-    def _forget(self, flight: Flight) -> None:
-        if self._flights.get(flight.wanted) is flight:
-            del self._flights[flight.wanted]
+    def _forget(self, download: SharedDownload) -> None:
+        if self.find(download.request) is download:
+            del self._downloads[download.request]
 
-    def _end_unread(self, flight: Flight) -> None:
-        if not flight.readers and not flight.complete and flight.error is None:
-            self._end(flight)
+    def _end_unread(self, download: SharedDownload) -> None:
+        if not download.readers and not download.complete and download.error is None:
+            self._end(download)
 
-    def _end(self, flight: Flight) -> None:
-        self._forget(flight)
-        flight.inner.cancel()
-        if flight.task is not None:
-            flight.task.cancel()
-
-    def waits_its_turn(self, flight: Flight) -> bool:
-        """Whether nothing comes of a flight because something more urgent does come."""
-        since_s = max(flight.heard_s, asyncio.get_running_loop().time() - _TURN_S)
-        return any(priority < flight.priority and at_s > since_s for priority, at_s in self._heard_s.items())
+    def _end(self, download: SharedDownload) -> None:
+        self._forget(download)
+        download.inner.cancel()
+        if download.task is not None:
+            download.task.cancel()

@@ -1,15 +1,15 @@
 """Upgrades of a cache that is in use: fetched and decoded at once, written when the engine says that it is safe.
 
-An engine reads a cache at every step. Between two steps it may be bettered, group by group; when that is, only the
-engine knows, so it gives the player a hook::
+An engine reads a cache at every step. Between two steps it may be improved, group by group; only the engine knows when,
+so it gives the player a hook::
 
-    played = await kvabr.play(origin, tokens, deadline=2.0, after=math.inf)
-    if played.late is not None:
-        played.late.into(engine_hook)
+    played = await client.play(tokens, deadline=2.0, options=PlayOptions(after=math.inf))
+    if isinstance(played, Played) and played.upgrades is not None:
+        played.upgrades.into(engine_hook)
 
-The hook takes the first token, the one after the last, and a function. It calls that function while nothing reads the
-tokens, and returns True; or it returns False, and is asked again a little later. An engine that keeps a copy of the
-cache copies these tokens anew behind the call. `StepGate` is such a hook for engines that read the tensor itself.
+The hook takes the first token, the token after the last, and a function. It calls the function while nothing reads
+these tokens, and returns True; or it returns False, and is asked again a little later. An engine that keeps a copy of
+the cache copies these tokens again after the call. `StepGate` is such a hook for engines that read the tensor itself.
 """
 
 from __future__ import annotations
@@ -20,23 +20,24 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
-from kvabr.client.driver import Driver, said
-from kvabr.client.executors import decoders, in_thread
+from kvabr.client.resources import in_thread
 from kvabr.player.assembler import Assembler
 from kvabr.player.session import Session
-from kvabr.player.session_types import Decode, PlayRecord
-from kvabr.quic.interface import Connection, Download
-from kvabr.types.catalog import Catalog, predicted_loss
+from kvabr.player.session_types import PlayRecord
+from kvabr.types.catalog import predicted_loss
 from kvabr.types.errors import UsageError
+
+if TYPE_CHECKING:
+    from kvabr.client.driver import Driver
 
 Rewrite = Callable[[int, int, Callable[[], None]], bool]
 """The engine's hook: ``rewrite(first, last, write)``. Called in a thread of its own, one call at a time."""
 
 _PAUSE_S = 0.005
-"""Seconds before an engine that said no is asked again; twice as long after each no, up to the longest."""
-_LONGEST_PAUSE_S = 0.2
+"""Seconds before an engine that refused is asked again; doubled after each refusal, up to the maximum."""
+_MAX_PAUSE_S = 0.2
 
 
 class StepGate:
@@ -48,11 +49,11 @@ class StepGate:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._next = threading.Lock()
-        """Held by who waits for the other: an engine that goes from step to step would else be the first each time."""
+        """Held by the thread that waits for the other: an engine that goes from step to step would always win."""
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """While inside, the cache stays as it is. Not to be entered again from inside."""
+        """While inside, the cache does not change. Not reentrant."""
         with self._my_turn():
             yield
 
@@ -73,66 +74,35 @@ class StepGate:
             self._lock.release()
 
 
-class LateDriver(Driver):
-    """Drives upgrades of a cache in use: what it decodes waits for the engine."""
+class EngineHook:
+    """Writes upgrades into a cache in use, one at a time, when the engine's hook allows it."""
 
-    def __init__(self, session: Session, connection: Connection, catalog: Catalog, assembler: Assembler) -> None:
-        super().__init__(session, connection, catalog, assembler)
+    def __init__(self) -> None:
         self._rewrite: Rewrite | None = None
-        self._hooked = asyncio.Event()
+        self._there = asyncio.Event()
         self._turn = asyncio.Lock()
-        self._writes: set[asyncio.Task[None]] = set()
 
     def use(self, rewrite: Rewrite) -> None:
-        """The engine is ready; on the loop's thread."""
+        """Set the engine's hook; on the loop's thread."""
         self._rewrite = rewrite
-        self._hooked.set()
+        self._there.set()
 
-    async def _clear(self) -> None:
-        for task in self._writes:
-            task.cancel()
-        if self._writes:
-            await asyncio.wait(self._writes)
-        await super()._clear()
+    async def write(self, first: int, last: int, write: Callable[[], object]) -> None:
+        """Call ``write`` for tokens ``first`` to ``last`` - 1 as soon as the engine allows it, which may take long.
 
-    def _tick(self) -> None:
-        if self._connection.closed:
-            self._tell(partial(self._session.stop, reason="the connection is closed"))
-        else:
-            super()._tick()
-
-    def _decode(self, action: Decode) -> None:
-        task = self._loop.create_task(self._better(action, self._frames.pop(action.request)))
-        self._writes.add(task)
-        task.add_done_callback(self._writes.discard)
-
-    async def _better(self, action: Decode, download: Download) -> None:
-        """Decode a group, and see it into its place."""
-        prepare = partial(
-            self._assembler.prepare, action.group, action.track, download.data, has_digest=download.has_digest
-        )
-        try:
-            write = await self._loop.run_in_executor(decoders(), prepare)
-        except Exception as error:  # noqa: BLE001  # whatever it is, this group cannot be used
-            self._tell(self._session.refused, action.request, said(error))
-            return
-        first, last = self._catalog.spec.group_range(action.group, self._catalog.tokens)
-        await self._hooked.wait()
+        Raises:
+            UsageError: the hook says that it wrote, and did not.
+            Exception: whatever the hook raises.
+        """
+        await self._there.wait()
         pause_s = _PAUSE_S
-        try:
-            while not await self._written(first, last, write):
-                await asyncio.sleep(pause_s)
-                pause_s = min(_LONGEST_PAUSE_S, 2 * pause_s)
-        except Exception as error:  # noqa: BLE001  # an engine's, whatever it is: it wants no more upgrades
-            self.engine_error = error
-            self._tell(partial(self._session.stop, reason=said(error)))
-        else:
-            self._tell(self._session.decoded, action.request)
+        while not await self._written(first, last, write):
+            await asyncio.sleep(pause_s)
+            pause_s = min(_MAX_PAUSE_S, 2 * pause_s)
 
-    async def _written(self, first: int, last: int, write: Callable[[], Any]) -> bool:
+    async def _written(self, first: int, last: int, write: Callable[[], object]) -> bool:
         rewrite = self._rewrite
         assert rewrite is not None  # noqa: S101  # it was waited for
-
         written = False
 
         def once() -> None:
@@ -149,21 +119,29 @@ class LateDriver(Driver):
         return True
 
 
-class Late:
-    """The upgrades of one play after its cache was handed over. May be used from any thread."""
+class Upgrades:
+    """Upgrades of one play after its cache was handed over. May be used from any thread."""
 
     def __init__(
         self,
         session: Session,
-        driver: LateDriver,
+        driver: Driver,
+        hook: EngineHook,
         assembler: Assembler,
-        catalog: Catalog,
         *,
         at_end: Callable[[], None] = lambda: None,
     ) -> None:
-        """Begin; `kvabr.client.play` does so. ``at_end`` is called once nothing more comes."""
+        """Begin; must be called on the event loop.
+
+        Args:
+            session: its goal is `UpgradeGoal`.
+            driver: of the session, with ``hook``.
+            hook: where the engine's hook goes.
+            assembler: has handed over the cache, and takes upgrades.
+            at_end: called once nothing more comes.
+        """
+        self._session, self._driver, self._hook, self._assembler = session, driver, hook, assembler
         self._at_end = at_end
-        self._session, self._driver, self._assembler, self._catalog = session, driver, assembler, catalog
         self._loop = asyncio.get_running_loop()
         self._ended = threading.Event()
         self._task = self._loop.create_task(self._run())
@@ -180,22 +158,22 @@ class Late:
         self._ended.set()
 
     def into(self, rewrite: Rewrite) -> None:
-        """Let upgrades into the cache, by the engine's hook; until then they are fetched but wait, a few of them."""
+        """Let upgrades into the cache by the engine's hook. Until then a few are fetched, and wait."""
         with contextlib.suppress(RuntimeError):  # the loop is closed, and with it these upgrades
-            self._loop.call_soon_threadsafe(self._driver.use, rewrite)
+            self._loop.call_soon_threadsafe(self._hook.use, rewrite)
 
     def cancel(self) -> None:
-        """Nothing more is wanted. When this returns, nothing is written into the cache any more."""
+        """End the upgrades. When this returns, nothing is written into the cache any more."""
         self._assembler.seal()
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._task.cancel)
 
     async def wait(self) -> PlayRecord:
-        """Wait until the upgrades are over, for whatever reason, also `cancel`; what came of them.
+        """Wait until the upgrades are over, for whatever reason, and return what came of them.
 
         Raises:
             PolicyError: from the policy or the estimator.
-            ModelError, Exception: whatever the engine's hook raised; it ends the upgrades.
+            Exception: whatever the engine's hook raised; it ends the upgrades.
         """
         await asyncio.wait([self._task])
         if not self._task.cancelled():
@@ -205,7 +183,7 @@ class Late:
         return self._session.record
 
     def join(self, timeout_s: float | None = None) -> bool:
-        """Block until the upgrades are over, or so many seconds have passed; whether they are over.
+        """Block until the upgrades are over or ``timeout_s`` has passed, and return whether they are over.
 
         Not for the thread of the event loop.
         """
@@ -213,7 +191,7 @@ class Late:
 
     @property
     def over(self) -> bool:
-        """Whether no more comes."""
+        """Whether nothing more comes."""
         return self._ended.is_set()
 
     @property
@@ -224,7 +202,7 @@ class Late:
     @property
     def loss(self) -> float:
         """Expected loss of the cache as it is now, nats per generated token."""
-        return predicted_loss(self._catalog, self.coverage)
+        return predicted_loss(self._session.view.catalog, self.coverage)
 
     @property
     def record(self) -> PlayRecord:
@@ -233,4 +211,4 @@ class Late:
 
 
 _RUNNING: set[asyncio.Task[None]] = set()
-"""Upgrades under way: a loop alone would not keep them."""
+"""Upgrades under way: the event loop keeps only weak references to tasks."""

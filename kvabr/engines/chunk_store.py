@@ -17,11 +17,10 @@ from typing import Annotated, Self
 import torch
 from pydantic import Field
 
-from kvabr.client.fetcher import Fetcher, Limits
-from kvabr.client.lookup import Found, fetch_catalog
-from kvabr.client.orchestrator import perform, prepare
+from kvabr.client.async_client import AsyncClient
+from kvabr.client.lookup import Found
+from kvabr.client.options import Limits, PlayOptions
 from kvabr.client.peers import Peer
-from kvabr.client.result import Clock, PlayOptions
 from kvabr.data import default_catalog
 from kvabr.engines.settings import Count, EngineSettings, Seconds
 from kvabr.publish.publisher import Publisher, PublishOutcome, Slot
@@ -128,16 +127,16 @@ class Trouble:
 
 
 class KeyedCaches:
-    """Caches by key, behind a fetcher; for its event loop."""
+    """Caches by key, by way of a client; for its event loop."""
 
     def __init__(
-        self, fetcher: Fetcher, spec: KVSpec, settings: KeyedSettings, trouble: Trouble, *, most_tokens: int,
+        self, client: AsyncClient, spec: KVSpec, settings: KeyedSettings, trouble: Trouble, *, most_tokens: int,
         least_tokens: int = 1,
     ) -> None:  # fmt: skip
         """Begin; nothing is dialled.
 
         Args:
-            fetcher: of the node.
+            client: plays them.
             spec: of the caches.
             settings: what the user set.
             trouble: told of what goes wrong.
@@ -147,12 +146,12 @@ class KeyedCaches:
         Raises:
             UsageError: an option makes no sense.
         """
-        self._fetcher, self._spec, self._settings, self._trouble = fetcher, spec, settings, trouble
+        self._client, self._spec, self._settings, self._trouble = client, spec, settings, trouble
         self._least_tokens, self._most_tokens = least_tokens, most_tokens
         self._found: ByteLru[str, Found] = ByteLru(_MAX_FOUND_BYTES, _memory_of)
         self.peer: Peer | None = None
         if settings.url is not None:
-            self.peer = fetcher.peer(
+            self.peer = client.peer(
                 settings.url,
                 token=settings.token,
                 ca=settings.ca,
@@ -174,11 +173,10 @@ class KeyedCaches:
             return known
         within_s = self._settings.lookup_s
         try:
-            async with asyncio.timeout(within_s), self._fetcher.seat(self.peer, deadline=within_s) as seat:
-                found = await fetch_catalog(seat, namespace(self._spec, key))
+            found = await self._client.find_asset(namespace(self._spec, key), within_s=within_s, peer=self.peer)
         except NotFoundError:
             return None
-        except (KvabrError, TimeoutError) as error:
+        except KvabrError as error:
             self._trouble.tell("the origin cannot be asked", error)
             return None
         if found.catalog.spec.digest() != self._spec.digest():
@@ -195,22 +193,25 @@ class KeyedCaches:
 
     async def play(self, key: str, deadline_s: float) -> torch.Tensor | None:
         """A cache, [layer, K/V, head, token, dim]; None if it is not there, or not in time."""
-        clock = Clock(deadline_s)
+        loop = asyncio.get_running_loop()
+        due_s = loop.time() + deadline_s
         found = await self.find(key)
         if found is None or self.peer is None:
             return None
         settings = self._settings
         try:
-            async with self._fetcher.seat(self.peer, deadline=max(clock.left(), 1e-3)) as seat:
-                how = PlayOptions(seat.begun_with_s, policy=settings.policy, patience=settings.patience)
-                playing = Clock(how.deadline_s)
-                prepared = await prepare(seat, found, how, playing)
-                return (await perform(seat, prepared, (), how, playing)).kv
-        except (KvabrError, TimeoutError) as error:
+            played = await self._client.play_asset(
+                found,
+                deadline=max(due_s - loop.time(), 1e-3),
+                options=PlayOptions(policy=settings.policy, patience=settings.patience),
+                peer=self.peer,
+            )
+        except KvabrError as error:
             if not isinstance(error, BusyError):
                 self._found.pop(key, None)  # it may be gone, or be there again, but not as it was
             self._trouble.tell("a cache did not come", error)
             return None
+        return played.kv
 
 
 class KeyedPublisher:

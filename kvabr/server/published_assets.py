@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -14,7 +15,15 @@ from kvabr.store.grants import EVERYTHING, Grant, Grants
 from kvabr.store.locations import Location, open_store
 from kvabr.store.lru import ByteLru
 from kvabr.types.errors import AssetError, FormatError
-from kvabr.types.naming import CATALOG_TRACK, PREFIX_TRACK, PROFILE_TRACK, TrackNamespace, plain_track
+from kvabr.types.naming import (
+    CATALOG_TRACK,
+    MODELS_NAMESPACE,
+    MODELS_TRACK,
+    PREFIX_TRACK,
+    PROFILE_TRACK,
+    TrackNamespace,
+    plain_track,
+)
 
 if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger
@@ -98,6 +107,8 @@ class PublishedAssets:
             BlockingIOError: it cannot be told at once. Ask again in a thread, see `find_soon`.
         """
         track = plain_track(track)
+        if namespace == MODELS_NAMESPACE:
+            return self._models(grant) if track == MODELS_TRACK else None
         asset = self._view(grant).find(namespace, track)
         if asset is not None and not asset.is_current():
             # Replaced or removed since the last refresh: do not wait for the next one.
@@ -117,6 +128,11 @@ class PublishedAssets:
             self._index.log.warning("asset unreadable", asset=asset.name, error=str(error))
             return None
         return self._levels.get(asset, {}).get(track)
+
+    def _models(self, grant: Grant) -> Publication:
+        """Return the specs of the models of which a grant may read an asset."""
+        specs = sorted(self._view(grant).models.values(), key=lambda spec: spec.model)
+        return BytesPublication(json.dumps({"models": [spec.to_json() for spec in specs]}).encode())
 
     async def find_soon(self, grant: Grant, namespace: TrackNamespace, track: str) -> Publication | None:
         """As `find`, for an event loop: what takes long is done in a thread."""

@@ -17,6 +17,7 @@ import structlog
 from kvabr.store.asset import Asset, AssetStore, AssetVersion
 from kvabr.types.catalog import Catalog
 from kvabr.types.errors import AssetError, FormatError
+from kvabr.types.kv import KVSpec
 from kvabr.types.naming import (
     CATALOG_TRACK,
     MAX_FULL_TRACK_NAME,
@@ -42,6 +43,9 @@ class AssetView:
     """By namespace of the lookup (the first group's digest): for the key of each digest that any of the assets has, its
     group and the newest of those assets."""
 
+    models: dict[bytes, KVSpec] = field(default_factory=dict)
+    """Specs of the assets, by their digest."""
+
     @classmethod
     def of(cls, assets: Iterable[Asset]) -> AssetView:
         """Index assets, oldest first: of two with the same name the later wins."""
@@ -50,6 +54,7 @@ class AssetView:
             catalog = asset.catalog
             model = catalog.namespace.model
             view.assets[catalog.namespace] = asset
+            view.models[catalog.spec.digest()] = catalog.spec
             if catalog.profile is not None:
                 view.profiles[TrackNamespace(model, catalog.profile)] = asset
             table = view.prefixes.setdefault(TrackNamespace(model, catalog.chunks[0]), {})

@@ -115,6 +115,13 @@ class TrackNamespace:
         return sum(map(len, self.fields())) + len(track.encode())
 
 
+MODELS_TRACK = "kvabr.models"
+"""Track whose only group lists the specs of the models whose assets a player may read: ``{"models": [...]}``, JSON."""
+
+MODELS_NAMESPACE = TrackNamespace("kvabr", "0" * 64)
+"""Namespace of `MODELS_TRACK`; no prompt has this digest."""
+
+
 @dataclass(frozen=True, slots=True)
 class ObjectName:
     """One object: a run of tokens of one group on one track."""

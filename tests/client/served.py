@@ -7,7 +7,7 @@ import hashlib
 
 import structlog
 
-from kvabr.client.blocking_connection import Loop
+from kvabr.client.blocking import LoopThread
 from kvabr.server.backends import make_server
 from kvabr.server.certificates import check, make
 from kvabr.server.metrics import Metrics
@@ -30,7 +30,7 @@ class Served:
             self._grants = Grants([Grant("t", token_sha256=hashlib.sha256(token.encode()).hexdigest())])
         self._tls = ServerTls(self.pem, keyfile)
         self.fingerprint = check(self._tls).fingerprint
-        self._loop = Loop()
+        self._loop = LoopThread()
         self.port = 0
         self.start()
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from kvabr.client.executors import decoders
-from kvabr.client.play import play, play_asset
+from kvabr.client.resources import decoders
+from kvabr.client.result import NothingCached
 from kvabr.quic.reconnect import RedialledConnection
 from kvabr.server.faults import Fault
 from kvabr.server.memory import MemoryConnection
@@ -18,6 +18,7 @@ from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import ConnectionLostError, FormatError, ModelError, PlayError, TransportError
 from kvabr.types.naming import CATALOG_TRACK, PREFIX_TRACK, TrackNamespace
 from tests import kvdata
+from tests.client.playing import play, play_asset
 from tests.client.test_play import close
 from tests.client.virtual import Hang, virtual
 from tests.toymodel import SPEC, ToyModel, prompt
@@ -115,7 +116,7 @@ async def test_a_publisher_that_lies_always_ends_the_play_with_the_reason(origin
 @virtual
 async def test_a_publisher_that_lies_always_does_not_matter_to_an_engine(origin):
     played, _ = await played_with(
-        origin, lambda ask: Fault(truncate_to=9) if level(ask) else None, recompute=ToyModel(), cost=COST
+        origin, lambda ask: Fault(truncate_to=9) if level(ask) else None, engine=ToyModel(), prefill_cost=COST
     )
     assert set(played.coverage) == {"recomputed"}
     assert played.met
@@ -151,8 +152,8 @@ async def test_silence_in_the_middle_is_filled_by_the_engine_in_time(origin):
     played, _ = await played_with(
         origin,
         lambda ask: Fault(stall_after=100) if level(ask) and ask.group >= 2 else None,
-        recompute=ToyModel(),
-        cost=PrefillCost(0.001, 0.01),
+        engine=ToyModel(),
+        prefill_cost=PrefillCost(0.001, 0.01),
     )
     assert played.coverage[2:] == ("recomputed",) * 3
     assert played.met
@@ -166,8 +167,8 @@ def test_holes_that_stay_silent_are_filled_by_the_engine_in_time(origin, silent)
         played, _ = await played_with(
             origin,
             lambda ask: Fault(stall_after=0) if level(ask) and ask.group in silent else None,
-            recompute=ToyModel(),
-            cost=PrefillCost(0.001, 0.01),
+            engine=ToyModel(),
+            prefill_cost=PrefillCost(0.001, 0.01),
         )
         assert {group for group, track in enumerate(played.coverage) if track == "recomputed"} >= silent
         assert played.met
@@ -255,7 +256,7 @@ async def test_an_origin_that_never_comes_back_does_not_matter_to_an_engine(orig
     peer = Peer(origin, rate=1e4)
     async with await peer.connection() as link:
         asyncio.get_running_loop().call_later(0.9, peer.down)
-        played = await play(link, TOKENS, deadline=2.0, recompute=ToyModel(), cost=COST)
+        played = await play(link, TOKENS, deadline=2.0, engine=ToyModel(), prefill_cost=COST)
         assert "recomputed" in played.coverage
         assert played.met
         assert close(played.kv)
@@ -266,7 +267,7 @@ async def test_a_lookup_that_fails_is_recomputed_or_said(origin):
     peer = Peer(origin)
     async with await peer.connection() as link:
         peer.down()
-        played = await play(link, TOKENS, deadline=2.0, recompute=ToyModel(), cost=COST)
+        played = await play(link, TOKENS, deadline=2.0, engine=ToyModel(), prefill_cost=COST)
         assert set(played.coverage) == {"recomputed"}
         assert played.met
         with pytest.raises(PlayError, match="cannot be played"):
@@ -374,7 +375,7 @@ def test_a_catalog_that_cannot_be_is_refused(origin, short, change, message):
             link.find = answering(short, change)(link.find)
             with pytest.raises(PlayError, match=message):
                 await play(link, TOKENS, deadline=2.0, spec=SPEC)
-            played = await play(link, TOKENS, deadline=2.0, recompute=ToyModel(), cost=COST)
+            played = await play(link, TOKENS, deadline=2.0, engine=ToyModel(), prefill_cost=COST)
             assert set(played.coverage) == {"recomputed"}
             if "mixed" not in message:
                 with pytest.raises(FormatError, match=message):
@@ -392,7 +393,7 @@ async def test_a_catalog_of_another_prompt_counts_as_nothing_cached(origin, shor
     async with origin() as link:
         link.find = answering(short, foreign)(link.find)
         played = await play(link, TOKENS, deadline=2.0, spec=SPEC)
-        assert played.tokens == 0
+        assert isinstance(played, NothingCached)
         with pytest.raises(FormatError, match="asked for the catalog"):
             await play_asset(link, short.namespace, deadline=2.0)
 
@@ -401,7 +402,7 @@ async def test_a_catalog_of_another_prompt_counts_as_nothing_cached(origin, shor
 async def test_a_catalog_that_does_not_come_leaves_the_engine_its_time(origin, short):
     cost = PrefillCost(0.0, 1.0 / 70)
     async with origin(faults=lambda _: Fault(stall_after=10)) as link:
-        played = await play(link, TOKENS, deadline=2.0, recompute=ToyModel(), cost=cost)
+        played = await play(link, TOKENS, deadline=2.0, engine=ToyModel(), prefill_cost=cost)
         assert played.lookup_s == pytest.approx(2.0 - 0.04 - 1.0, abs=0.02)
         assert set(played.coverage) == {"recomputed"}
         with pytest.raises(PlayError, match="no answer within 2"):
@@ -442,8 +443,8 @@ async def test_cancelling_does_not_wait_for_an_engine(origin):
 
         engine = Stuck()
         async with origin(rate=1.0) as link:
-            await cancelled_after(1.5, play(link, TOKENS, deadline=2.0, recompute=engine, cost=COST))
-            await cancelled_after(0.5, play(link, range(50), deadline=2.0, recompute=engine, cost=COST))
+            await cancelled_after(1.5, play(link, TOKENS, deadline=2.0, engine=engine, prefill_cost=COST))
+            await cancelled_after(0.5, play(link, range(50), deadline=2.0, engine=engine, prefill_cost=COST))
             assert link.downloads == 0
         threads = [thread for thread in threading.enumerate() if thread.name == "kvabr-engine"]
         assert threads
@@ -490,7 +491,7 @@ def test_an_engine_that_fails_is_named_where_the_network_cannot_help(origin, eng
     async def check():
         async with origin(faults=lambda ask: Fault(stall_after=0) if level(ask) else None) as link:
             with pytest.raises((ModelError, Exception), match=message) as caught:
-                await play(link, TOKENS, deadline=2.0, recompute=engine(), cost=COST)
+                await play(link, TOKENS, deadline=2.0, engine=engine(), prefill_cost=COST)
             assert link.downloads == 0
             assert not isinstance(caught.value, PlayError)
 
@@ -507,7 +508,7 @@ async def test_where_the_engine_fails_the_network_brings_what_it_still_can(origi
         return Fault(first_byte_s=0.8) if level(ask) else None
 
     async with origin(rate=rate, faults=late) as link:
-        played = await play(link, TOKENS, deadline=2.0, recompute=Broken(), cost=cost, log=lines.append)
+        played = await play(link, TOKENS, deadline=2.0, engine=Broken(), prefill_cost=cost, log=lines.append)
     assert any(line.name == "recompute_failed" for line in lines)
     assert "recomputed" not in played.coverage
     assert close(played.kv)
@@ -517,9 +518,9 @@ async def test_where_the_engine_fails_the_network_brings_what_it_still_can(origi
 async def test_an_engine_that_fails_when_nothing_is_cached(origin):
     async with origin() as link:
         with pytest.raises(ModelError, match="out of memory"):
-            await play(link, range(50), deadline=2.0, recompute=Broken(), cost=COST)
+            await play(link, range(50), deadline=2.0, engine=Broken(), prefill_cost=COST)
         with pytest.raises(ModelError, match="SystemExit"):
-            await play(link, range(50), deadline=2.0, recompute=Rude(), cost=COST)
+            await play(link, range(50), deadline=2.0, engine=Rude(), prefill_cost=COST)
 
 
 @virtual
@@ -535,11 +536,11 @@ async def test_an_engine_that_hangs_ends_the_play_within_bounds(origin):
         async with origin(faults=lambda ask: Fault(stall_after=0) if level(ask) else None) as link:
             start = loop.time()
             with pytest.raises(PlayError, match="not in place"):
-                await play(link, TOKENS, deadline=1.0, recompute=Stuck(), cost=COST, patience=2.0)
+                await play(link, TOKENS, deadline=1.0, engine=Stuck(), prefill_cost=COST, patience=2.0)
             assert loop.time() - start < 2.6
             start = loop.time()
             with pytest.raises(ModelError, match="did not end within"):
-                await play(link, range(50), deadline=1.0, recompute=Stuck(), cost=COST, patience=2.0)
+                await play(link, range(50), deadline=1.0, engine=Stuck(), prefill_cost=COST, patience=2.0)
             assert loop.time() - start < 2.6
 
 

@@ -17,7 +17,7 @@ from safetensors import safe_open
 from kvabr.abr import Decision, Policy
 from kvabr.cli.main import main
 from kvabr.cli.overlay import Overlay
-from kvabr.client.snapshot import Flight, Snapshot
+from kvabr.client.result import Snapshot, TransferProgress
 from kvabr.quic.interface import ConnectionStats
 from kvabr.types.catalog import RECOMPUTED
 from tests.client.served import Served
@@ -98,7 +98,7 @@ def test_inspect_shows_what_an_origin_has(served, short, capsys):
     ("words", "status", "said"),
     [
         ((), 2, "say which cache"),
-        (("--asset", "model"), 2, "no asset's name"),
+        (("--asset", "model"), 2, "does not name an asset"),
         (("--asset", "NAME", "--deadline", "0"), 2, "deadline"),
         (("--asset", "NAME", "--policy", "hope"), 1, "unknown policy"),
         (("--asset", "m/" + "0" * 64), 1, "catalog"),
@@ -189,7 +189,7 @@ def shot(now=0.5, **changes):
         "deadline_s": 2.0,
         "offers": ("Int4", "Int8", "FP16"),
         "tracks": ("FP16", None, "Int4", None, RECOMPUTED, None),
-        "flights": {1: Flight("Int4", 0.5), 2: Flight("Int8", 0.1)},
+        "transfers": {1: TransferProgress("Int4", 0.5), 2: TransferProgress("Int8", 0.1)},
         "rate": 5e6,
         "lower_bound": 4e6,
         "slack_s": 0.75,
@@ -223,7 +223,7 @@ def test_a_long_prompt_fits_and_its_worst_groups_show():
     tracks = ["Int4"] * 5000
     tracks[4321] = None
     with Overlay("long", console) as overlay:
-        overlay.show(shot(tracks=tuple(tracks), flights={}))
+        overlay.show(shot(tracks=tuple(tracks), transfers={}))
     strip = [line for line in screen.getvalue().splitlines() if "█" in line and "Int4" not in line]
     assert 0 < len(strip) <= 6 * 3
     assert any("·" in line for line in strip)
@@ -243,25 +243,24 @@ def test_lines_instead_where_there_is_no_terminal():
 
 
 def test_save_is_whole_or_not_at_all(tmp_path, monkeypatch):
-    from kvabr.client import save as module
-    from kvabr.client.result import Played
+    from kvabr.client.result import Played, save
     from kvabr.player.session_types import PlayRecord
     from kvabr.types.errors import AssetError
 
     kv = torch.zeros(SPEC.shape(3))
     played = Played(kv, 3, ("recomputed",), 1.0, 0.1, True, 0.0, PlayRecord([]), SPEC)
-    module.save(played, tmp_path / "good.safetensors")
+    save(played, tmp_path / "good.safetensors")
     with safe_open(tmp_path / "good.safetensors", "pt") as file:
         assert json.loads(file.metadata()["kvabr"])["namespace"] is None
     with pytest.raises(AssetError, match="cannot be written"):
-        module.save(played, tmp_path / "no" / "such" / "folder.safetensors")
+        save(played, tmp_path / "no" / "such" / "folder.safetensors")
 
     def full(*arguments, **options):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(module, "save_file", full)
+    monkeypatch.setattr("safetensors.torch.save_file", full)
     with pytest.raises(AssetError, match="No space left"):
-        module.save(played, tmp_path / "good.safetensors")
+        save(played, tmp_path / "good.safetensors")
     assert [path.name for path in tmp_path.iterdir() if path.name != "cache"] == ["good.safetensors"]
 
 
@@ -314,7 +313,7 @@ def test_after_the_deadline_upgrades_go_on_and_the_cache_is_written_again(served
     with safe_open(out, "pt") as file:
         assert json.loads(file.metadata()["kvabr"])["tracks"] == ["Int8"] * 5
         assert close(file.get_tensor("kv"), error=1e-3)
-    assert (tmp_path / "cache" / "kvabr" / "priors.json").is_file()
+    assert (tmp_path / "cache" / "kvabr" / "peers.json").is_file()
 
 
 @pytest.mark.parametrize("after", ["0", "-1", "nan", "soon"])

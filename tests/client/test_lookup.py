@@ -10,7 +10,7 @@ import pytest
 
 from kvabr.client import profiles
 from kvabr.client.lookup import fetch_catalog, find_prefix, playable
-from kvabr.client.profiles import fetch_profile, profile_at_hand
+from kvabr.client.profiles import ProfileCache
 from kvabr.server.faults import Fault
 from kvabr.server.memory import MemoryConnection
 from kvabr.server.published_assets import PublishedAssets
@@ -105,21 +105,21 @@ def forgotten(monkeypatch):
 async def test_a_profile_is_fetched_once_and_kept(origin, long, forgotten, tmp_path):
     folder = tmp_path / "cache" / "profiles"
     async with origin(folder="long") as link:
-        assert not profile_at_hand(long, folder)
-        first = await fetch_profile(link, long, folder)
+        assert not ProfileCache(folder).has(long)
+        first = await ProfileCache(folder).fetch(link, long)
         assert first.digest == long.profile
         assert link.requests == 1
-        assert await fetch_profile(link, long, folder) is first
+        assert await ProfileCache(folder).fetch(link, long) is first
         profiles._profiles.clear()
-        assert profile_at_hand(long, folder)
-        again = await fetch_profile(link, long, folder)
+        assert ProfileCache(folder).has(long)
+        again = await ProfileCache(folder).fetch(link, long)
         assert again.digest == long.profile
         assert link.requests == 1
         # A damaged file is as good as none.
         profiles._profiles.clear()
         (file,) = folder.iterdir()
         file.write_bytes(file.read_bytes()[:-1])
-        assert (await fetch_profile(link, long, folder)).digest == long.profile
+        assert (await ProfileCache(folder).fetch(link, long)).digest == long.profile
         assert link.requests == 2
 
 
@@ -128,7 +128,7 @@ async def test_plays_that_want_the_same_profile_fetch_it_once(origin, long, forg
     import asyncio
 
     async with origin(folder="long") as link:
-        found = await asyncio.gather(*(fetch_profile(link, long) for _ in range(10)))
+        found = await asyncio.gather(*(ProfileCache().fetch(link, long) for _ in range(10)))
         assert len({id(profile) for profile in found}) == 1
         assert link.requests == 1
 
@@ -137,12 +137,12 @@ async def test_plays_that_want_the_same_profile_fetch_it_once(origin, long, forg
 async def test_a_profile_that_is_not_the_one_named_is_refused(origin, long, short, forgotten):
     async with origin(folder="long", faults=lambda _: Fault(corrupt_at=100)) as link:
         with pytest.raises(FormatError, match="not the one that the catalog names"):
-            await fetch_profile(link, long)
+            await ProfileCache().fetch(link, long)
         with pytest.raises(FormatError, match="64 hex digits"):
-            await fetch_profile(link, replace(long, profile="../../etc/passwd"))
+            await ProfileCache().fetch(link, replace(long, profile="../../etc/passwd"))
         with pytest.raises(FormatError, match="profile of"):
-            await fetch_profile(link, replace(long, profile_bytes=0))
-        assert await fetch_profile(link, short) is None
+            await ProfileCache().fetch(link, replace(long, profile_bytes=0))
+        assert await ProfileCache().fetch(link, short) is None
         assert not profiles._profiles
 
 
@@ -151,7 +151,7 @@ async def test_the_shipped_profile_needs_no_network(origin, forgotten):
     from kvabr.data import default_catalog
 
     catalog = default_catalog()
-    assert profile_at_hand(catalog)
+    assert ProfileCache().has(catalog)
     async with origin() as link:
-        assert (await fetch_profile(link, catalog)).digest == catalog.profile
+        assert (await ProfileCache().fetch(link, catalog)).digest == catalog.profile
         assert link.requests == 0

@@ -9,13 +9,13 @@ import warnings
 
 import pytest
 
-from kvabr.client.peer_history import MAX_BYTES, MAX_PEERS, SCHEMA, Priors, _digest, priors_at, this_host
+from kvabr.client.peer_history import MAX_BYTES, MAX_PEERS, SCHEMA, PeerHistory, _digest, history_at, this_host
 
 NOW = 1.8e9
 
 
 def written(path, peers=None, **changes):
-    """A file as `Priors.save` would have it, but for ``changes``."""
+    """A file as `PeerHistory.save` would have it, but for ``changes``."""
     if peers is None:
         peers = {"a:443": {"rate": 1e6, "ttfb_s": 0.02, "at": NOW, "plays": 3}}
     whole = {"schema": SCHEMA, "host": this_host(), "sha256": _digest(peers), "peers": peers, **changes}
@@ -25,20 +25,20 @@ def written(path, peers=None, **changes):
 
 def test_what_was_heard_is_there_in_the_next_process(tmp_path):
     path = tmp_path / "deeper" / "priors.json"
-    first = Priors(path)
+    first = PeerHistory(path)
     first.heard("a:443", 1e6, 0.02, NOW)
     first.heard("a:443", 4e6, 0.04, NOW + 1)
     first.save()
-    prior = Priors(path).of("a:443", NOW + 1)
+    prior = PeerHistory(path).of("a:443", NOW + 1)
     assert prior.rate == pytest.approx(2e6)  # a mean of logarithms
     assert prior.ttfb_s == pytest.approx(0.03)
     assert prior.weight == pytest.approx(1.0)
-    assert Priors(path).of("b:443", NOW) is None
+    assert PeerHistory(path).of("b:443", NOW) is None
     assert [each.name for each in path.parent.iterdir() if each.suffix == ".partial"] == []
 
 
 def test_it_counts_less_as_it_grows_old(tmp_path):
-    priors = Priors(written(tmp_path / "p.json"))
+    priors = PeerHistory(written(tmp_path / "p.json"))
     assert priors.of("a:443", NOW + 3600).weight == pytest.approx(0.5)
     assert priors.of("a:443", NOW + 8 * 86400) is None
     assert priors.of("a:443", NOW - 1e6) is None  # from the future
@@ -47,7 +47,7 @@ def test_it_counts_less_as_it_grows_old(tmp_path):
 
 
 def test_without_a_file_it_is_this_processs_memory():
-    priors = Priors()
+    priors = PeerHistory()
     priors.heard("a:1", 5.0, 0.0, NOW)
     priors.save()
     assert priors.of("a:1", NOW).rate == 5.0
@@ -57,7 +57,7 @@ def test_without_a_file_it_is_this_processs_memory():
     ("rate", "ttfb_s"), [(0.0, 0.1), (-1.0, 0.1), (math.nan, 0.1), (math.inf, 0.1), (1e6, -1.0), (1e6, 1e9), (1e30, 0)]
 )
 def test_what_cannot_be_is_not_kept(rate, ttfb_s):
-    priors = Priors()
+    priors = PeerHistory()
     priors.heard("a:1", rate, ttfb_s, NOW)
     priors.heard("", 1e6, 0.0, NOW)
     assert priors.of("a:1", NOW) is None
@@ -99,7 +99,7 @@ def test_a_file_that_is_not_ours_or_damaged_is_told_once_and_ignored(tmp_path, s
     spoil(path)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        priors = Priors(path)
+        priors = PeerHistory(path)
         assert priors.of("a:443", NOW) is None
         priors.heard("b:443", 2e6, 0.01, NOW)
         priors.save()
@@ -109,12 +109,12 @@ def test_a_file_that_is_not_ours_or_damaged_is_told_once_and_ignored(tmp_path, s
     if path.is_file():
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            assert Priors(path).of("b:443", NOW).rate == 2e6
+            assert PeerHistory(path).of("b:443", NOW).rate == 2e6
 
 
 def test_a_folder_that_cannot_be_written_fails_no_play(tmp_path):
     (tmp_path / "file").write_text("")
-    priors = Priors(tmp_path / "file" / "p.json")
+    priors = PeerHistory(tmp_path / "file" / "p.json")
     priors.heard("a:443", 1e6, 0.01, NOW)
     with pytest.warns(RuntimeWarning, match="cannot be kept"):
         priors.save()
@@ -122,7 +122,7 @@ def test_a_folder_that_cannot_be_written_fails_no_play(tmp_path):
 
 def test_a_name_that_no_file_can_have_fails_no_play(tmp_path):
     with pytest.warns(RuntimeWarning, match="ignored"):
-        priors = Priors(tmp_path / ("p" * 300))
+        priors = PeerHistory(tmp_path / ("p" * 300))
     priors.heard("a:443", 1e6, 0.01, NOW)
     priors.save()
     assert priors.of("a:443", NOW).rate == 1e6
@@ -132,7 +132,7 @@ def test_a_process_that_was_stopped_as_it_wrote_holds_up_no_other_for_ever(tmp_p
     fcntl = pytest.importorskip("fcntl")
     monkeypatch.setattr("kvabr.client.peer_history._LONGEST_WAIT_S", 0.05)
     path = tmp_path / "p.json"
-    priors = Priors(path)
+    priors = PeerHistory(path)
     priors.heard("a:443", 1e6, 0.01, NOW)
     with (tmp_path / ".p.json.lock").open("a") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
@@ -140,27 +140,27 @@ def test_a_process_that_was_stopped_as_it_wrote_holds_up_no_other_for_ever(tmp_p
             priors.save()
     assert not path.exists()
     priors.save()
-    assert Priors(path).of("a:443", NOW).rate == 1e6
+    assert PeerHistory(path).of("a:443", NOW).rate == 1e6
 
 
 def test_a_path_may_be_given_as_text(tmp_path):
-    assert priors_at(str(tmp_path / "p.json")) is priors_at(tmp_path / "p.json")
+    assert history_at(str(tmp_path / "p.json")) is history_at(tmp_path / "p.json")
 
 
 def test_no_more_peers_than_it_may_hold(tmp_path):
     path = tmp_path / "p.json"
-    priors = Priors(path)
+    priors = PeerHistory(path)
     for index in range(MAX_PEERS + 40):
         priors.heard(f"{'h' * 200}{index}:443", 1e6, 0.01, NOW + index)
     priors.save()
     assert path.stat().st_size <= MAX_BYTES
-    again = Priors(path)
+    again = PeerHistory(path)
     assert again.of(f"{'h' * 200}{MAX_PEERS + 39}:443", NOW + 600) is not None
     assert again.of(f"{'h' * 200}0:443", NOW + 600) is None
 
 
 def _writes(path, name, times):
-    priors = Priors(path)
+    priors = PeerHistory(path)
     for index in range(times):
         priors.heard(f"{name}{index}:1", 1e6, 0.01, NOW + index)
         priors.save()
@@ -177,5 +177,5 @@ def test_several_processes_write_and_nothing_is_lost(tmp_path):
         assert worker.exitcode == 0
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        priors = Priors(path)
+        priors = PeerHistory(path)
     assert all(priors.of(f"{name}{index}:1", NOW + 20) is not None for name in "abc" for index in range(10))

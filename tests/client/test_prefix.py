@@ -7,9 +7,8 @@ import asyncio
 import pytest
 import torch
 
-from kvabr.client.lookup import find_prefix
-from kvabr.client.prefix import play_prefix
-from kvabr.client.result import PlayOptions
+from kvabr.client.async_client import AsyncClient
+from kvabr.client.options import PlayOptions
 from kvabr.server.faults import Fault
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import UsageError
@@ -27,9 +26,10 @@ def exact(first=0):
 
 
 async def played(link, deadline=2.0, cost=SLOW, **more):
-    found = await find_prefix(link, TOKENS, SPEC)
-    options = PlayOptions(deadline, policy="fixed:FP16", cost=cost, patience=1.0)
-    return await play_prefix(link, found, options, **more)
+    options = PlayOptions(policy="fixed:FP16", patience=1.0)
+    async with AsyncClient(link, model=SPEC, options=options) as client:
+        found = await client.find(TOKENS, within_s=60)
+        return await client.play_prefix(found, deadline=deadline, cost=cost, **more)
 
 
 def near(kv, wanted):
@@ -98,19 +98,17 @@ async def test_a_peer_that_falls_silent(origin):  # noqa: F811
 @virtual
 async def test_cancelling_it_cancels_its_downloads(origin):  # noqa: F811
     async with origin(rate=1000.0) as link:
-        found = await asyncio.wait_for(find_prefix(link, TOKENS, SPEC), 60)
-        options = PlayOptions(50.0, policy="fixed:FP16", cost=SLOW)
-        task = asyncio.ensure_future(play_prefix(link, found, options))
-        await asyncio.sleep(1.0)
+        task = asyncio.ensure_future(played(link, deadline=50.0))
+        await asyncio.sleep(20.0)
+        assert link.downloads > 0
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
+        assert link.downloads == 0
 
 
 @virtual
 async def test_arguments_that_make_no_sense(origin):  # noqa: F811
     async with origin() as link:
-        with pytest.raises(UsageError, match="prefill costs"):
-            await played(link, cost=None)
         with pytest.raises(UsageError, match="leaves nothing to play"):
             await played(link, skip=5)

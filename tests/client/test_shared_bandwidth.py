@@ -8,11 +8,11 @@ import time
 import pytest
 
 from kvabr.abr.estimators import BUILTIN
-from kvabr.client.peer_history import Priors
-from kvabr.client.play import play
+from kvabr.client.peer_history import PeerHistory
 from kvabr.client.shared_bandwidth import estimating, link_of
 from kvabr.server.memory import MemoryConnection, MemoryLink
 from kvabr.types.errors import PolicyError
+from tests.client.playing import play
 from tests.client.virtual import virtual
 from tests.toymodel import SPEC, prompt
 
@@ -117,7 +117,7 @@ async def test_connections_to_one_peer_share_a_link_and_others_do_not():
 
 @virtual
 async def test_what_a_play_found_out_is_known_to_the_next():
-    priors = Priors()
+    priors = PeerHistory()
     peer = connection(Peered)
     with estimating(peer, fresh("tracking"), priors) as share:
         assert share.rate() == 0.0
@@ -153,7 +153,7 @@ async def test_what_others_received_before_a_first_sample_was_not_received_durin
 
 @virtual
 async def test_a_play_that_received_nothing_makes_no_old_news_fresh():
-    priors = Priors()
+    priors = PeerHistory()
     long_ago = time.time() - 7200
     priors.heard(Peered.peer, 1e6, 0.05, long_ago)
     before = priors.of(Peered.peer)
@@ -187,7 +187,7 @@ async def test_what_is_wrong_with_one_estimator_is_no_concern_of_other_plays():
 
 @virtual
 async def test_an_estimator_that_fails_on_what_was_known_is_named():
-    priors = Priors()
+    priors = PeerHistory()
     priors.heard(Peered.peer, 1e6, 0.05)
     with pytest.raises(PolicyError, match="estimator Moody raised"), estimating(connection(Peered), Moody(), priors):
         pass

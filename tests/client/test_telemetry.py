@@ -7,10 +7,10 @@ import json
 import pytest
 
 from kvabr.cli.main import main
-from kvabr.client.play import play, play_asset
 from kvabr.telemetry import PlayerMetrics, Telemetry
 from kvabr.types.errors import NotFoundError
 from kvabr.types.naming import TrackNamespace
+from tests.client.playing import play, play_asset
 from tests.client.served import Served
 from tests.client.virtual import virtual
 from tests.telemetry.plays import Ear

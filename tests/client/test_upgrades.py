@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from kvabr.abr.policy import Decision, Policy
-from kvabr.client.play import play
 from kvabr.client.upgrades import StepGate
 from kvabr.codec.fit import fit
 from kvabr.server.faults import Fault
@@ -20,6 +19,7 @@ from kvabr.server.memory import MemoryConnection, MemoryLink
 from kvabr.server.published_assets import PublishedAssets
 from kvabr.store.grants import EVERYTHING
 from kvabr.types.errors import UsageError
+from tests.client.playing import play
 from tests.client.virtual import Hang, virtual
 from tests.toymodel import SPEC, ToyModel, prompt, toy_asset
 
@@ -71,16 +71,16 @@ async def begun(layered, **options):
 async def test_a_cache_in_use_gets_as_good_as_it_can(layered):
     link, played = await begun(layered)
     async with link:
-        assert played.late is not None
-        before, loss = error(played.kv), played.late.loss
+        assert played.upgrades is not None
+        before, loss = error(played.kv), played.upgrades.loss
         assert loss == pytest.approx(played.loss)
         gate = StepGate()
-        played.late.into(gate)
+        played.upgrades.into(gate)
         link.path.rate = 1e6
-        record = await played.late.wait()
-        assert played.late.over
-        assert set(played.late.coverage) == {"AC-L3"}
-        assert played.late.loss < loss / 10
+        record = await played.upgrades.wait()
+        assert played.upgrades.over
+        assert set(played.upgrades.coverage) == {"AC-L3"}
+        assert played.upgrades.loss < loss / 10
         assert error(played.kv) < before / 10
         assert record.bytes_wasted == 0
     async with layered(1e8) as fast:
@@ -96,12 +96,14 @@ async def test_nothing_is_written_before_the_engine_says_how(layered):
         before = played.kv.clone()
         await asyncio.sleep(5.0)
         assert torch.equal(played.kv, before)
-        assert not played.late.over
+        assert not played.upgrades.over
         # Upgrades wait, one for each group that was asked for at first: nothing is asked for upon them.
-        assert 0 < played.late.record.bytes_fetched <= layered.catalog.track("AC-L1").total_bytes
-        played.late.into(StepGate())
-        await played.late.wait()
-        assert set(played.late.coverage) == {"AC-L3"}
+        above = [LAYERS[LAYERS.index(track) + 1] for track in played.coverage]
+        one_each = sum(layered.catalog.track(track).bytes[group] for group, track in enumerate(above))
+        assert 0 < played.upgrades.record.bytes_fetched <= one_each
+        played.upgrades.into(StepGate())
+        await played.upgrades.wait()
+        assert set(played.upgrades.coverage) == {"AC-L3"}
 
 
 @virtual
@@ -131,8 +133,8 @@ async def test_a_step_never_sees_half_a_group(layered):
 
     async with link:
         link.path.rate = 1e6
-        played.late.into(gate)
-        while not played.late.over:
+        played.upgrades.into(gate)
+        while not played.upgrades.over:
             await asyncio.get_running_loop().run_in_executor(None, step)
             await asyncio.sleep(0.001)
         step()
@@ -189,10 +191,10 @@ async def test_an_engine_that_says_no_is_asked_again(layered):
 
     async with link:
         link.path.rate = 1e6
-        played.late.into(hook)
-        await played.late.wait()
-    assert set(played.late.coverage) == {"AC-L3"}
-    upgrades = sum(step[0] == "fetch" for step in played.late.record.steps)
+        played.upgrades.into(hook)
+        await played.upgrades.wait()
+    assert set(played.upgrades.coverage) == {"AC-L3"}
+    upgrades = sum(step[0] == "fetch" for step in played.upgrades.record.steps)
     assert len(asked) >= 3 * upgrades - 2
 
 
@@ -210,19 +212,19 @@ async def test_cancelling_ends_it_at_once_and_for_good(layered):
     async with link:
         link.path.rate = 1e6
         before = played.kv.clone()
-        played.late.into(hook)
+        played.upgrades.into(hook)
         while not entered.is_set():  # noqa: ASYNC110  # a thread sets it
             await asyncio.sleep(0.001)
-        played.late.cancel()
+        played.upgrades.cancel()
         assert torch.equal(played.kv, before)
         held.release()
-        await played.late.wait()
-        assert played.late.over
-        assert played.late.join(0)
+        await played.upgrades.wait()
+        assert played.upgrades.over
+        assert played.upgrades.join(0)
         await asyncio.sleep(1.0)
         assert link.downloads == 0
     assert torch.equal(played.kv, before)
-    assert played.late.coverage == played.coverage
+    assert played.upgrades.coverage == played.coverage
 
 
 @virtual
@@ -234,11 +236,11 @@ async def test_an_engine_that_raises_wants_no_more(layered):
 
     async with link:
         link.path.rate = 1e6
-        played.late.into(hook)
+        played.upgrades.into(hook)
         with pytest.raises(RuntimeError, match="the text is complete"):
-            await played.late.wait()
+            await played.upgrades.wait()
         assert link.downloads == 0
-    assert played.late.coverage == played.coverage
+    assert played.upgrades.coverage == played.coverage
 
 
 @virtual
@@ -246,9 +248,9 @@ async def test_a_hook_that_lies_is_found_out(layered):
     link, played = await begun(layered)
     async with link:
         link.path.rate = 1e6
-        played.late.into(lambda *_: True)
+        played.upgrades.into(lambda *_: True)
         with pytest.raises(UsageError, match="did not write"):
-            await played.late.wait()
+            await played.upgrades.wait()
 
 
 @virtual
@@ -256,17 +258,17 @@ async def test_a_hook_that_comes_too_late_is_not_said_to_have_lied(layered):
     link, played = await begun(layered)
 
     def hook(first, last, write):
-        played.late._assembler.seal()  # what `cancel` does before the loop hears of it
+        played.upgrades._assembler.seal()  # what `cancel` does before the loop hears of it
         write()
         return True
 
     async with link:
         link.path.rate = 1e6
-        played.late.into(hook)
+        played.upgrades.into(hook)
         await asyncio.sleep(1.0)
-        played.late.cancel()
-        await played.late.wait()
-    assert played.late.coverage == played.coverage
+        played.upgrades.cancel()
+        await played.upgrades.wait()
+    assert played.upgrades.coverage == played.coverage
 
 
 @virtual
@@ -281,22 +283,22 @@ async def test_it_ends_when_time_is_up(layered):
             after=3.0,
             watch=lambda _: setattr(link.path, "rate", slow(layered.catalog, 0.9)),
         )
-        played.late.into(StepGate())
+        played.upgrades.into(StepGate())
         loop = asyncio.get_running_loop()
         begun_s = loop.time()
-        await played.late.wait()
+        await played.upgrades.wait()
         assert loop.time() - begun_s == pytest.approx(3.0, abs=0.1)
-    assert sum(step[0] == "fetch" for step in played.late.record.steps) > 0
-    assert played.late.loss < played.loss
+    assert sum(step[0] == "fetch" for step in played.upgrades.record.steps) > 0
+    assert played.upgrades.loss < played.loss
 
 
 @virtual
 async def test_it_ends_with_the_connection(layered):
     link, played = await begun(layered)
     async with link:
-        played.late.into(StepGate())
-    await played.late.wait()
-    assert played.late.over
+        played.upgrades.into(StepGate())
+    await played.upgrades.wait()
+    assert played.upgrades.over
 
 
 @virtual
@@ -305,22 +307,22 @@ async def test_a_corrupt_upgrade_changes_nothing(layered):
     link, played = await begun(layered, faults=bad)
     async with link:
         link.path.rate = 1e6
-        played.late.into(StepGate())
-        await played.late.wait()
-    assert set(played.late.coverage) == {"AC-L1"}
-    assert played.late.loss < played.loss
+        played.upgrades.into(StepGate())
+        await played.upgrades.wait()
+    assert set(played.upgrades.coverage) == {"AC-L1"}
+    assert played.upgrades.loss < played.loss
 
 
 @virtual
 async def test_a_play_without_it_has_none(layered):
     async with layered(1e8) as link:
         played = await play(link, TOKENS, deadline=2.0, spec=SPEC)
-        assert played.late is None
+        assert played.upgrades is None
         with pytest.raises(UsageError, match="after the deadline"):
             await play(link, TOKENS, deadline=2.0, spec=SPEC, after=0.0)
         best = await play(link, TOKENS, deadline=2.0, spec=SPEC, policy=_up_to("AC-L3"), after=math.inf)
-        await best.late.wait()  # nothing to upgrade: no hook is needed for that
-        assert best.late.coverage == best.coverage
+        await best.upgrades.wait()  # nothing to upgrade: no hook is needed for that
+        assert best.upgrades.coverage == best.coverage
 
 
 def test_an_engine_that_goes_from_step_to_step_lets_a_write_in_between_two():

@@ -104,6 +104,8 @@ def virtual(test):
     def run(*args, **kwargs):
         async def main():
             await test(*args, **kwargs)
+            for _ in range(3):
+                await asyncio.sleep(0)  # for tasks that end at this very moment
             left = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
             assert not left, left
 

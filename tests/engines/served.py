@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from kvabr.client.blocking_connection import Loop
+from kvabr.client.blocking import LoopThread
 from kvabr.server.backends import make_server
 from kvabr.server.certificates import check, make
 from kvabr.server.metrics import Metrics
@@ -24,7 +24,7 @@ class Origin:
         (folder / "key.pem").write_bytes(key)
         tls = ServerTls(folder / "cert.pem", folder / "key.pem")
         self.fingerprint = check(tls).fingerprint
-        self.loop = Loop()
+        self.loop = LoopThread()
         self.holdings = PublishedAssets(self.root, None, LOG)
         self.server = make_server("aioquic", self.holdings, "127.0.0.1", 0, tls, ServerLimits(), LOG, Metrics())
         self.loop.call(self.server.start())

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvabr.client.blocking_connection import Loop
-from kvabr.client.fetcher import Fetcher
+from kvabr.client.async_client import AsyncClient
+from kvabr.client.blocking import LoopThread
 from kvabr.engines.chunk_store import KeyedCaches, KeyedPublisher, KeyedSettings, Trouble, spec_of
 from tests.engines.served import Origin
 
@@ -35,10 +35,10 @@ def test_what_is_shorter_or_longer_than_its_key_stands_for_is_not_there(origin):
         publisher.put(f"{tokens} tokens", kv, lambda _: None)
     publisher.close()
     origin.look(4)
-    loop = Loop()
+    loop = LoopThread()
 
     async def played(least, most):
-        async with Fetcher(options.limits()) as fetcher:
+        async with AsyncClient(limits=options.limits()) as fetcher:
             caches = KeyedCaches(fetcher, SPEC, options, Trouble(), least_tokens=least, most_tokens=most)
             found = {tokens: await caches.play(f"{tokens} tokens", 20.0) for tokens in (128, 200, 256, 300)}
             return {tokens: kv.shape[-2] for tokens, kv in found.items() if kv is not None}

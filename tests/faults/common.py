@@ -12,8 +12,8 @@ from pathlib import Path
 
 import structlog
 
-import kvabr
 from kvabr.publish.encoder import publish
+from kvabr.quic.connect import connect as dial
 from kvabr.replay.live.lane import Conditions
 from kvabr.replay.live.shaper import Shaper
 from kvabr.server.metrics import Metrics
@@ -98,7 +98,7 @@ class Origin:
         return self.server.address
 
     def connect(self, quic="aioquic", at=None, **options):
-        """`kvabr.connect` to it, or to a link that leads there."""
+        """Connect to it, or to a link that leads there."""
         return connect(at or self.address, self.fingerprint, quic, **options)
 
     async def empty(self) -> None:
@@ -115,7 +115,7 @@ class Origin:
 
 def connect(address, fingerprint, quic="aioquic", *, timeout_s=60.0, **options):
     host, port = address
-    return kvabr.connect(f"moqt://{host}:{port}/", fingerprint=fingerprint, quic=quic, timeout_s=timeout_s, **options)
+    return dial(f"moqt://{host}:{port}/", fingerprint=fingerprint, quic=quic, timeout_s=timeout_s, **options)
 
 
 @dataclass

@@ -13,7 +13,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvabr.client.play import play
 from kvabr.moqt.codes import RequestCode, SessionCode
 from kvabr.moqt.events import Ready, Refused
 from kvabr.moqt.parameters import Parameters, SetupOptions
@@ -27,6 +26,7 @@ from kvabr.server.peer import Peer
 from kvabr.store.asset import Asset
 from kvabr.types.errors import ConnectionLostError, TransportError
 from kvabr.types.naming import CATALOG_TRACK
+from tests.client.playing import play
 from tests.faults.common import LIBRARIES, LIMIT_S, SPEC, TOKENS, right, serving
 from tests.faults.rude import rude_client
 from tests.fuzzing import held

@@ -10,11 +10,11 @@ from dataclasses import asdict
 
 import pytest
 
-from kvabr.client.play import play
 from kvabr.codec.container import pack, unpack
 from kvabr.moqt.codes import RequestCode, ResetCode
 from kvabr.store.asset_folder_writer import frame_path
 from kvabr.types.errors import PlayError, TransportError
+from tests.client.playing import play
 from tests.faults.common import (
     GROUPS,
     LIBRARIES,
@@ -125,7 +125,7 @@ async def test_a_lie_told_always(root, tls, fingerprint):
         async with starting as served, served.connect() as connection, served.connect() as other:
             error, played = await asyncio.gather(
                 play(connection, TOKENS, deadline=4.0, patience=1.0, spec=SPEC),
-                play(other, TOKENS, deadline=16.0, recompute=engine(), cost=SLOW),
+                play(other, TOKENS, deadline=16.0, engine=engine(), prefill_cost=SLOW),
                 return_exceptions=True,
             )
         assert isinstance(error, PlayError), error
@@ -212,7 +212,7 @@ async def test_a_server_that_answers_nothing(tls, fingerprint):
         async with rude_server(tls) as address, connect(address, fingerprint, library) as connection:
             return await asyncio.gather(
                 failing(play(connection, TOKENS, deadline=0.8, spec=SPEC), PlayError),
-                play(connection, TOKENS, deadline=16.0, recompute=engine(), cost=SLOW),
+                play(connection, TOKENS, deadline=16.0, engine=engine(), prefill_cost=SLOW),
             )
 
     for said, played in await for_both(one):

@@ -9,10 +9,10 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from kvabr.client.play import play
 from kvabr.quic.interface import read_all
 from kvabr.types.errors import ConnectionLostError, PlayError, TransportError
 from kvabr.types.naming import TrackNamespace
+from tests.client.playing import play
 from tests.faults.common import (
     DIGESTS,
     GROUPS,

@@ -10,7 +10,6 @@ import pytest
 import structlog
 import torch
 
-from kvabr.client.play import play_asset
 from kvabr.moqt.wire import DRAFTS, by_alpn
 from kvabr.player.assembler import Assembler
 from kvabr.quic.connect import dial
@@ -24,6 +23,7 @@ from kvabr.server.quic_server import QuicServer
 from kvabr.server.server import ServerLimits
 from kvabr.types.errors import NotFoundError
 from kvabr.types.naming import CATALOG_TRACK, PROFILE_TRACK, TrackNamespace
+from tests.client.playing import play_asset
 
 moq = pytest.importorskip("moq", reason="moq-rs is not installed")
 pytestmark = pytest.mark.model  # the assets are of the real model

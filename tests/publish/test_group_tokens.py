@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from kvabr.client.play import play
+from kvabr.client.resources import measure_prefill
 from kvabr.engines.chunk_store import key_digests
 from kvabr.publish.encoder import publish
 from kvabr.replay.verify import FetchStep, verify_play
@@ -16,6 +16,7 @@ from kvabr.server.published_assets import PublishedAssets
 from kvabr.store.grants import EVERYTHING
 from kvabr.store.locations import open_asset, open_store
 from kvabr.types.errors import FormatError
+from tests.client.playing import play
 from tests.toymodel import SPEC, ToyModel, prompt
 
 TOKENS = 300
@@ -33,7 +34,7 @@ async def test_an_asset_is_encoded_served_played_and_verified(tmp_path, group_to
     assert asset.catalog == catalog
     async with MemoryConnection(partial(PublishedAssets(tmp_path).find, EVERYTHING)) as link:
         played = await play(link, made.tokens, deadline=120.0, spec=catalog.spec, policy="fixed:FP16")
-        with_engine = await play(link, made.tokens, deadline=120.0, spec=catalog.spec, recompute=model)
+        with_engine = await play(link, made.tokens, deadline=120.0, engine=model, prefill_cost=measure_prefill(model))
     assert played.coverage == ("FP16",) * groups
     assert with_engine.tokens == TOKENS
     exact = model.prefill(made.tokens)

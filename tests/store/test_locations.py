@@ -8,7 +8,6 @@ from functools import partial
 import pytest
 
 from kvabr.cli.main import main
-from kvabr.client.play import play
 from kvabr.publish.encoder import publish
 from kvabr.publish.publisher import Publisher
 from kvabr.replay.verify import FetchStep, load_profile, verify_play
@@ -19,6 +18,7 @@ from kvabr.store.locations import open_asset, open_catalog, open_store
 from kvabr.types.catalog import Catalog
 from kvabr.types.errors import AssetError, FormatError, UsageError
 from tests import objectstore
+from tests.client.playing import play
 from tests.toymodel import SPEC, ToyModel, prompt, toy_asset
 
 TRACKS = ("FP16", "Int8", "AC-5x")

@@ -21,8 +21,8 @@ from lmcache.v1.storage_backend.connector import ConnectorAdapter, ConnectorCont
 from lmcache.v1.storage_backend.connector.base_connector import RemoteConnector
 from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
 
-from kvabr.client.fetcher import Fetcher
-from kvabr.client.metrics import NodeMetrics
+from kvabr.client.async_client import AsyncClient
+from kvabr.client.metrics import ClientMetrics
 from kvabr.engines.chunk_store import KeyedCaches, KeyedPublisher, KeyedSettings, Trouble
 from kvabr.engines.lmcache import ADAPTER
 from kvabr.engines.lmcache.chunks import as_kv, read_settings, spec_of
@@ -96,11 +96,11 @@ class ChunkConnector(RemoteConnector):  # type: ignore[misc]
         self._unfull = bool(config.save_unfull_chunk)
         spec = spec_of(settings.model or metadata.model_name, metadata.kv_shape, metadata.kv_dtype)
         self._spec = settings.grouped(spec)
-        self.metrics = NodeMetrics()
+        self.metrics = ClientMetrics()
         self._trouble = Trouble()
         self._publisher = KeyedPublisher(self._spec, settings, self._trouble, "a chunk of LMCache")
         self._put: dict[str, None] = {}
-        self._fetcher: Fetcher | None = None
+        self._client: AsyncClient | None = None
         self._caches: KeyedCaches | None = None
 
     # ------------------------------------------------------------ is it there?
@@ -224,8 +224,8 @@ class ChunkConnector(RemoteConnector):  # type: ignore[misc]
                 peer = self._keyed().peer
                 if peer is None:
                     return 1
-                flights = await peer.flights()
-                return 0 if await flights.connection.answers(self._settings.lookup_s) else 1
+                connection = (await peer.downloads()).connection
+                return 0 if await connection.answers(self._settings.lookup_s) else 1
         except (KvabrError, TimeoutError):
             return 1
 
@@ -236,8 +236,8 @@ class ChunkConnector(RemoteConnector):  # type: ignore[misc]
 
     async def close(self) -> None:
         """End all plays, and publish what waits."""
-        if self._fetcher is not None:
-            await self._fetcher.close()
+        if self._client is not None:
+            await self._client.close()
         await self._loop.run_in_executor(None, self._publisher.close)
 
     # --------------------------------------------------------------- internals
@@ -252,12 +252,12 @@ class ChunkConnector(RemoteConnector):  # type: ignore[misc]
         if self._caches is None:
             limits, most_tokens = self._settings.limits(), self.meta_shapes[0][2]
             try:
-                self._fetcher = Fetcher(limits, metrics=self.metrics)
+                self._client = AsyncClient(limits=limits, metrics=self.metrics)
             except KvabrError as error:  # the folder: each rank is a process, and only one of them can have it
                 self._trouble.tell("what is fetched is kept in memory only", error)
-                self._fetcher = Fetcher(replace(limits, disk=None), metrics=self.metrics)
+                self._client = AsyncClient(limits=replace(limits, disk=None), metrics=self.metrics)
             self._caches = KeyedCaches(
-                self._fetcher, self._spec, self._settings, self._trouble,
+                self._client, self._spec, self._settings, self._trouble,
                 most_tokens=most_tokens,
                 # A key does not say how many tokens its chunk has, but LMCache goes by it when it copies the chunk.
                 least_tokens=1 if self._unfull else most_tokens,

@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, HiCacheStorageConfig, HiCacheStorageExtraInfo
 
-from kvabr.client.blocking_fetcher import BlockingFetcher
-from kvabr.client.fetcher import Fetcher
-from kvabr.client.metrics import NodeMetrics
+from kvabr.client.async_client import AsyncClient
+from kvabr.client.blocking import Client
+from kvabr.client.metrics import ClientMetrics
 from kvabr.engines.chunk_store import KeyedCaches, KeyedPublisher, Trouble, spec_of
 from kvabr.engines.sglang import ADAPTER
 from kvabr.engines.sglang.pages import page_view, read_settings
@@ -41,8 +41,8 @@ class KvabrStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not there
             raise FormatError("kvabr has tracks for keys and values, not for MLA")
         self._config, self._settings = storage_config, read_settings(storage_config.extra_config)
         self._trouble = Trouble()
-        self.metrics = NodeMetrics()
-        self._node: BlockingFetcher | None = None
+        self.metrics = ClientMetrics()
+        self._client: Client | None = None
         self._caches: KeyedCaches | None = None
         self._publisher: KeyedPublisher | None = None
 
@@ -60,15 +60,15 @@ class KvabrStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not there
         spec = spec_of(name, "sglang", pool.layer_num, pool.head_num, pool.head_dim, pool.dtype)
         self._spec = self._settings.grouped(spec)
         self._publisher = KeyedPublisher(self._spec, self._settings, self._trouble, "a page of SGLang's HiCache")
-        self._node = BlockingFetcher(self._settings.limits(), metrics=self.metrics)
+        self._client = Client(limits=self._settings.limits(), metrics=self.metrics)
 
-        async def make(fetcher: Fetcher) -> KeyedCaches:
+        async def make(client: AsyncClient) -> KeyedCaches:
             return KeyedCaches(
-                fetcher, self._spec, self._settings, self._trouble,
+                client, self._spec, self._settings, self._trouble,
                 most_tokens=pool.page_size, least_tokens=pool.page_size,
             )  # fmt: skip
 
-        self._caches = self._node.begin(make).result()
+        self._caches = self._client.begin(make).result()
 
     # -------------------------------------------------------------- is it there?
 
@@ -152,8 +152,8 @@ class KvabrStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not there
 
     def close(self) -> None:
         """End all plays, and publish what waits."""
-        if self._node is not None:
-            self._node.close()
+        if self._client is not None:
+            self._client.close()
         if self._publisher is not None:
             self._publisher.close()
 
@@ -186,7 +186,7 @@ class KvabrStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not there
         caches, deadline_s = self._ready(), self._settings.deadline_s
         names = [self._name(key) for key in keys]
 
-        async def play(_: Fetcher) -> list[torch.Tensor | None]:
+        async def play(_: AsyncClient) -> list[torch.Tensor | None]:
             return list(await asyncio.gather(*(caches.play(name, deadline_s) for name in names)))
 
         size = self.mem_pool_host.page_size
@@ -214,7 +214,7 @@ class KvabrStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not there
                 over.acquire()
         return results
 
-    def _wait(self, work: Callable[[Fetcher], Coroutine[Any, Any, T]]) -> T:
-        if self._node is None:
+    def _wait(self, work: Callable[[AsyncClient], Coroutine[Any, Any, T]]) -> T:
+        if self._client is None:
             raise UsageError("kvabr: SGLang has registered no host pool yet")
-        return self._node.begin(work).result()
+        return self._client.begin(work).result()

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Unpack
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
-from kvabr.client.blocking_connection import Origin
-from kvabr.client.play import play
-from kvabr.client.result import How, Played
+from kvabr.client.async_client import AsyncClient
+from kvabr.client.blocking import Client
+from kvabr.client.options import PlayOptions
+from kvabr.client.result import NothingCached, Played
+from kvabr.client.upgrades import Upgrades
 from kvabr.engines.adapters import require
 from kvabr.engines.transformers import ADAPTER
 from kvabr.engines.transformers.cache import dynamic_cache, remember_loss
 from kvabr.engines.transformers.engine import TransformersEngine
-from kvabr.quic.interface import Connection
 from kvabr.types.catalog import RECOMPUTED
 from kvabr.types.errors import UsageError
-from kvabr.types.events import Log, LookupFailed, PlayEvent
+from kvabr.types.events import LookupFailed, PlayEvent
 
 _log = logging.getLogger("kvabr.transformers")
 
@@ -36,35 +37,40 @@ class Ready:
     ``input_ids``. It grows with the text, so it serves once."""
     tokens: int
     """Tokens that it covers: never the whole prompt, since ``generate()`` must take in one token at least."""
-    played: Played
+    played: Played | NothingCached
     """What the play brought: coverage, expected loss, times."""
     problem: str | None
     """Why nothing of what the origin has could be played; None if nothing was wrong."""
 
     @property
+    def upgrades(self) -> Upgrades | None:
+        """Upgrades that continue while the cache is in use, see `Steps`; None if there are none."""
+        return None if isinstance(self.played, NothingCached) else self.played.upgrades
+
+    @property
     def exact(self) -> bool:
         """Whether every group came on an exact track, or was computed behind such."""
-        return all(track in EXACT_TRACKS for track in self.played.coverage)
+        played = self.played
+        return isinstance(played, NothingCached) or all(track in EXACT_TRACKS for track in played.coverage)
 
 
 def play_cache(
-    origin: Origin,
+    client: Client,
     engine: TransformersEngine,
     tokens: Sequence[int] | torch.Tensor,
     *,
     deadline: float,
-    **how: Unpack[How],
+    options: PlayOptions | None = None,
 ) -> Ready:
-    """Get the cache of a prompt from an origin, blocking.
+    """Get the cache of a prompt, blocking.
 
     Args:
-        origin: from `kvabr.sync.connect`.
+        client: finds and plays it. If its own engine is another one, call `Client.measure_prefill` for this one first.
         engine: the model.
         tokens: the prompt: ids, or ``input_ids`` of a batch of one.
         deadline: seconds from this call in which the first token is wanted; the model's time for what no cache
             covers comes out of it.
-        how: as for `kvabr.play`. The engine computes what would be late, unless ``recompute=None``: then what an
-            origin has and cannot be played is an error.
+        options: how to play; None: the client's. Without ``recompute``, what cannot be played is an error.
 
     Raises:
         UsageError: more than one prompt, or arguments that make no sense.
@@ -72,24 +78,23 @@ def play_cache(
         PlayError: the cache can neither be fetched nor computed; the message says why.
         PolicyError: from the policy or the estimator.
     """
-    ids = prompt_ids(engine, tokens)
-    problems: list[str] = []
-    return _ready(engine, ids, origin.play(ids, deadline=deadline, **_options(engine, how, problems)), problems)
+    ids, problems = prompt_ids(engine, tokens), list[str]()
+    how = _options(engine, options or client.options, problems)
+    return _ready(engine, ids, client.play(ids, deadline=deadline, options=how, engine=engine), problems)
 
 
 async def play_cache_async(
-    origin: Connection,
+    client: AsyncClient,
     engine: TransformersEngine,
     tokens: Sequence[int] | torch.Tensor,
     *,
     deadline: float,
-    **how: Unpack[How],
+    options: PlayOptions | None = None,
 ) -> Ready:
-    """As `play_cache`, for asyncio, on a connection of `kvabr.connect`. Cancelling it cancels its downloads."""
-    ids = prompt_ids(engine, tokens)
-    problems: list[str] = []
-    played = await play(origin, ids, deadline=deadline, **_options(engine, how, problems))
-    return _ready(engine, ids, played, problems)
+    """As `play_cache`, for asyncio. Cancelling it cancels its downloads."""
+    ids, problems = prompt_ids(engine, tokens), list[str]()
+    how = _options(engine, options or client.options, problems)
+    return _ready(engine, ids, await client.play(ids, deadline=deadline, options=how, engine=engine), problems)
 
 
 def prompt_ids(engine: TransformersEngine, tokens: Sequence[int] | torch.Tensor) -> list[int]:
@@ -108,22 +113,23 @@ def prompt_ids(engine: TransformersEngine, tokens: Sequence[int] | torch.Tensor)
     return ids
 
 
-def _options(engine: TransformersEngine, how: How, problems: list[str]) -> dict[str, Any]:
+def _options(engine: TransformersEngine, options: PlayOptions, problems: list[str]) -> PlayOptions:
     ADAPTER.check(require("transformers").__version__)
-    options: dict[str, Any] = {"recompute": engine, "dtype": engine.dtype, "spec": engine.spec, **how}
-    told: Log | None = how.get("log")
 
     def log(event: PlayEvent) -> None:
         if isinstance(event, LookupFailed):
             problems.append(event.reason)
-        if told is not None:
-            told(event)
+        options.note(event)
 
-    options["log"] = log
-    return options
+    return replace(options, dtype=options.dtype or engine.dtype, log=log)
 
 
-def _ready(engine: TransformersEngine, ids: Sequence[int], played: Played, problems: Sequence[str]) -> Ready:
+def _ready(
+    engine: TransformersEngine, ids: Sequence[int], played: Played | NothingCached, problems: Sequence[str]
+) -> Ready:
+    if isinstance(played, NothingCached):
+        nothing = torch.zeros(engine.spec.shape(0), dtype=engine.dtype)
+        return Ready(dynamic_cache(nothing, engine.dtype, engine.device), 0, played, None)
     problem = problems[0] if problems else None
     if problem is not None:
         _log.warning("nothing was played: %s; the model computed the prompt itself", problem)

@@ -9,19 +9,21 @@ from typing import Any, Self
 
 import torch
 
+from kvabr.client.result import Played
 from kvabr.engines.transformers.engine import TransformersEngine
 from kvabr.engines.transformers.play import Ready
+from kvabr.types.errors import UsageError
 
 
 class Steps:
-    """A hook for `kvabr.client.upgrades.Late.into`, and a context manager around ``generate()``.
+    """A hook for `kvabr.client.upgrades.Upgrades.into`, and a context manager around ``generate()``.
 
     In full::
 
-        ready = play_cache(origin, engine, input_ids, deadline=2.0, after=math.inf)
+        ready = play_cache(client, engine, input_ids, deadline=2.0, options=PlayOptions(after=math.inf))
         with Steps(engine, ready) as steps:
-            if ready.played.late is not None:
-                ready.played.late.into(steps)
+            if ready.upgrades is not None:
+                ready.upgrades.into(steps)
             output = model.generate(input_ids, past_key_values=ready.cache)
 
     What was generated before an upgrade stays as it is, and so does what it put into the cache. Outside the context
@@ -30,6 +32,8 @@ class Steps:
 
     def __init__(self, engine: TransformersEngine, ready: Ready) -> None:
         self._model, self._cache = engine.model, ready.cache
+        if not isinstance(ready.played, Played):
+            raise UsageError("nothing was played, so there is nothing to upgrade")
         self._kv, self._tokens = ready.played.kv, ready.tokens
         self._lock = threading.Lock()
         self._hooks: list[Any] = []

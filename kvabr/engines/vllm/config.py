@@ -50,10 +50,8 @@ class VllmSettings(EngineSettings):
     """File with a tenant's secret, see `kvabr.types.naming.chain`."""
     store_mib: Annotated[int, Field(ge=0)] = 1024
     """Memory for encoded groups that later requests may want, MiB."""
-    profiles: FilePath | None = None
-    """Folder that keeps codec profiles from one process to the next."""
-    priors: FilePath | None = None
-    """File that keeps what is known of the origin's link from one process to the next."""
+    cache: FilePath | None = None
+    """Folder that keeps codec profiles and the speed of the origin's link from one process to the next."""
     profile: FilePath | None = None
     """Codec profile of the model, for publishing the AC tracks. None: the one that kvabr ships, if it fits."""
     prior: FilePath | None = None

@@ -9,14 +9,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from kvabr.client.blocking_fetcher import BlockingFetcher, Handle
-from kvabr.client.fetcher import Fetcher, Limits
-from kvabr.client.lookup import Found, find_prefix
-from kvabr.client.peers import Peer
-from kvabr.client.prefix import Prefix, play_prefix
-from kvabr.client.result import PlayOptions
+from kvabr.client.async_client import AsyncClient
+from kvabr.client.blocking import Client, Handle
+from kvabr.client.lookup import Found
+from kvabr.client.options import Limits, PlayOptions
+from kvabr.client.result import PlayedPrefix
 from kvabr.engines.vllm.config import VllmSettings
-from kvabr.quic.interface import Connection
+from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import ForeignError, PlayError, TransportError
 from kvabr.types.kv import DTYPES, KVSpec
 
@@ -36,15 +35,11 @@ class Node:
             UsageError: the URL or an option of the connection makes no sense.
         """
         self._settings = settings
-        self.fetcher = BlockingFetcher(Limits(memory_bytes=settings.store_mib << 20, plays=_PLAYS, waiting=_WAITING))
+        limits = Limits(memory_bytes=settings.store_mib << 20, plays=_PLAYS, waiting=_WAITING)
+        self.client = Client(str(settings.url), **_dial_options(settings), limits=limits, cache=settings.cache)
         self._dtype: str | None = None
         """Element type that the origin's assets of our model say, once one was seen."""
-        try:
-            self._peer: Peer = self.fetcher.peer(str(settings.url), **_dial_options(settings))
-        except BaseException:
-            self.fetcher.close()
-            raise
-        self._dialled = self.fetcher.begin(lambda _: self._dial())
+        self._dialled = self.client.begin(self._dial)
 
     def look_up(
         self, tokens: Sequence[int], specs: Sequence[KVSpec], salt: bytes, within_s: float
@@ -62,46 +57,64 @@ class Node:
             ForeignError: it has a cache of another model, or shape.
             FormatError: what it has is no catalog.
         """
-        return self.fetcher.begin(lambda _: self._look_up(tokens, specs, salt, within_s))
+        return self.client.begin(lambda client: self._look_up(client, tokens, specs, salt, within_s))
 
-    def play(self, found: Found, options: PlayOptions, *, skip: int, behind: int) -> Handle[Prefix]:
-        """Begin a play; see `play_prefix` for its result, and `kvabr.node.Fetcher.seat` for what else it raises."""
-        return self.fetcher.begin(lambda fetcher: self._play(fetcher, found, options, skip, behind))
+    def play(
+        self,
+        found: Found,
+        options: PlayOptions,
+        *,
+        deadline_s: float,
+        cost: PrefillCost,
+        skip: int,
+        behind: int,
+    ) -> Handle[PlayedPrefix]:
+        """Begin a play; see `AsyncClient.play_prefix`."""
+        return self.client.begin(lambda client: self._play(client, found, options, deadline_s, cost, skip, behind))
 
     def play_mine(
-        self, spec: KVSpec, tokens: Sequence[int], salt: bytes, options: PlayOptions, *, skip: int, behind: int
-    ) -> Handle[Prefix]:
+        self,
+        spec: KVSpec,
+        tokens: Sequence[int],
+        options: PlayOptions,
+        *,
+        deadline_s: float,
+        cost: PrefillCost,
+        skip: int,
+        behind: int,
+    ) -> Handle[PlayedPrefix]:
         """As `play`, of what must first be found: another rank was told of its own heads alone."""
-        return self.fetcher.begin(lambda fetcher: self._play_mine(fetcher, spec, tokens, salt, options, skip, behind))
+        return self.client.begin(
+            lambda client: self._play_mine(client, spec, tokens, options, deadline_s, cost, skip, behind)
+        )
 
     def close(self) -> None:
         """End all of it."""
-        self.fetcher.close()
+        self.client.close()
 
-    async def _dial(self) -> None:
+    async def _dial(self, client: AsyncClient) -> None:
         with contextlib.suppress(TransportError):  # the first lookup dials again, and says what is wrong
-            await self._peer.flights()
+            await client.connect()
 
     async def _look_up(
-        self, tokens: Sequence[int], specs: Sequence[KVSpec], salt: bytes, within_s: float
+        self, client: AsyncClient, tokens: Sequence[int], specs: Sequence[KVSpec], salt: bytes, within_s: float
     ) -> Found | None:
         async with asyncio.timeout(within_s):
-            connection = (await self._peer.flights()).connection
             for spec in specs:
-                if (found := await self._find(connection, tokens, spec, salt)) is not None:
+                if (found := await self._find(client, tokens, spec, salt)) is not None:
                     return found
         return None
 
-    async def _find(self, connection: Connection, tokens: Sequence[int], spec: KVSpec, salt: bytes) -> Found | None:
+    async def _find(self, client: AsyncClient, tokens: Sequence[int], spec: KVSpec, salt: bytes) -> Found | None:
         first = self._dtype or spec.dtype
         try:
-            return await find_prefix(connection, tokens, replace(spec, dtype=first), salt=salt)
+            return await client.find(tokens, model=replace(spec, dtype=first), salt=salt)
         except ForeignError:
             # The publisher's element type is part of what names a cache, and no obstacle: frames are decoded to
             # whatever the engine has.
             for dtype in (name for name in DTYPES if name != first):
                 try:
-                    found = await find_prefix(connection, tokens, replace(spec, dtype=dtype), salt=salt)
+                    found = await client.find(tokens, model=replace(spec, dtype=dtype), salt=salt)
                 except ForeignError:
                     continue
                 self._dtype = dtype
@@ -110,29 +123,37 @@ class Node:
 
     async def _play_mine(
         self,
-        fetcher: Fetcher,
+        client: AsyncClient,
         spec: KVSpec,
         tokens: Sequence[int],
-        salt: bytes,
         options: PlayOptions,
+        deadline_s: float,
+        cost: PrefillCost,
         skip: int,
         behind: int,
-    ) -> Prefix:
+    ) -> PlayedPrefix:
         loop = asyncio.get_running_loop()
         began_s = loop.time()
-        found = await self._look_up(tokens, [spec], salt, options.deadline_s / 2)
+        found = await self._look_up(client, tokens, [spec], options.salt, deadline_s / 2)
         if found is None or found.catalog.groups <= skip:
             raise PlayError(f"another rank's heads are published, those of {spec.model} are not")
-        left_s = options.deadline_s - (loop.time() - began_s)
-        return await self._play(fetcher, found, replace(options, deadline_s=left_s), skip, behind)
+        left_s = max(1e-3, deadline_s - (loop.time() - began_s))
+        return await self._play(client, found, options, left_s, cost, skip, behind)
 
-    async def _play(self, fetcher: Fetcher, found: Found, options: PlayOptions, skip: int, behind: int) -> Prefix:
-        async with (
-            asyncio.timeout(_HUNG_S + _HUNG_DEADLINES * options.deadline_s),
-            fetcher.seat(self._peer, deadline=options.deadline_s) as seat,
-        ):
-            mine = replace(options, deadline_s=max(1e-3, seat.begun_with_s))
-            return await play_prefix(seat, found, mine, skip=skip, behind=behind)
+    async def _play(
+        self,
+        client: AsyncClient,
+        found: Found,
+        options: PlayOptions,
+        deadline_s: float,
+        cost: PrefillCost,
+        skip: int,
+        behind: int,
+    ) -> PlayedPrefix:
+        async with asyncio.timeout(_HUNG_S + _HUNG_DEADLINES * deadline_s):
+            return await client.play_prefix(
+                found, deadline=deadline_s, cost=cost, skip=skip, behind=behind, options=options
+            )
 
 
 def _dial_options(settings: VllmSettings) -> dict[str, Any]:
@@ -150,6 +171,7 @@ def take_node(settings: VllmSettings) -> Node:
         key = (
             settings.url,
             settings.store_mib,
+            settings.cache,
             *sorted((name, str(value)) for name, value in _dial_options(settings).items()),
         )
         node, users = _nodes.get(key, (None, 0))

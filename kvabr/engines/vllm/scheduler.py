@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvabr.client.blocking_fetcher import Handle
+from kvabr.client.blocking import Handle
 from kvabr.client.lookup import Found
 from kvabr.engines.layouts import whole_blocks
 from kvabr.engines.vllm.config import WHERE, ServedModel, VllmSettings

@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-from kvabr.client.blocking_fetcher import Handle
-from kvabr.client.prefix import Prefix
-from kvabr.client.result import PlayOptions
+from kvabr.client.blocking import Handle
+from kvabr.client.options import PlayOptions
+from kvabr.client.result import PlayedPrefix
 from kvabr.engines.layouts import BlockLayout, indices, read_blocks, whole_blocks, write_blocks
 from kvabr.engines.vllm.config import ServedModel, VllmSettings
 from kvabr.engines.vllm.meta import Load, Publication, Step
@@ -71,7 +71,7 @@ class WorkerHalf:
         self._received: set[str] = set()
         self._sent: set[str] = set()
         self._failed: set[int] = set()
-        self._plays: dict[str, Handle[Prefix]] = {}
+        self._plays: dict[str, Handle[PlayedPrefix]] = {}
         self._began_s: float | None = None
         self._scheduled = 0
         self._rate = 0.0
@@ -170,21 +170,28 @@ class WorkerHalf:
         began_s = time.monotonic()
         try:
             options = PlayOptions(
-                load.deadline_s,
                 policy=self._settings.policy,
                 estimator=self._settings.estimator,
-                cost=self._cost(load, playing),
+                salt=load.salt,
                 dtype=self._model.dtype,
-                profiles=self._settings.profiles,
-                priors=self._settings.priors,
                 patience=1.0,
             )
-            skip = load.first // catalog.spec.group_tokens
+            cost, skip = self._cost(load, playing), load.first // catalog.spec.group_tokens
             mine = self._model.shard
             if catalog.spec.model in (self._model.spec.model, mine.model):
-                play = self._node.play(load.found, options, skip=skip, behind=load.behind)
+                play = self._node.play(
+                    load.found, options, deadline_s=load.deadline_s, cost=cost, skip=skip, behind=load.behind
+                )
             else:
-                play = self._node.play_mine(mine, load.tokens, load.salt, options, skip=skip, behind=load.behind)
+                play = self._node.play_mine(
+                    mine,
+                    load.tokens,
+                    options,
+                    deadline_s=load.deadline_s,
+                    cost=cost,
+                    skip=skip,
+                    behind=load.behind,
+                )
         except Exception as error:  # noqa: BLE001  # as in `_place`; here it would end the engine
             _log.warning(
                 "kvabr: a play could not begin (%s); the request is computed", error, exc_info=not _expected(error)
@@ -204,7 +211,7 @@ class WorkerHalf:
             rate = tokens / prefill.seconds(load.first, tokens)
         return PrefillCost.from_rate((rate or _GUESSED_RATE) / playing)
 
-    def _ended(self, load: Load, play: Handle[Prefix], began_s: float) -> None:
+    def _ended(self, load: Load, play: Handle[PlayedPrefix], began_s: float) -> None:
         """A play is over; on the event loop's thread."""
         self.counts.play(time.monotonic() - began_s)
         try:
@@ -212,7 +219,7 @@ class WorkerHalf:
         except RuntimeError:  # closed
             self._over(load, load.first)
 
-    def _place(self, load: Load, play: Handle[Prefix]) -> None:
+    def _place(self, load: Load, play: Handle[PlayedPrefix]) -> None:
         """Copy what a play brought into the engine's blocks; on the copying thread."""
         good = load.first
         try:
@@ -237,7 +244,7 @@ class WorkerHalf:
             self.counts.add("tokens_missed", load.last - good)
         self._over(load, good)
 
-    def _write(self, load: Load, prefix: Prefix, good: int) -> None:
+    def _write(self, load: Load, prefix: PlayedPrefix, good: int) -> None:
         began_s = time.thread_time()
         count = (good - load.first) // self._model.block
         kv = prefix.kv[:, :, :, load.first - prefix.first : good - prefix.first]

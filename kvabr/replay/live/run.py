@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
 
-from kvabr.client.result import PlayOptions as ClientOptions
+from kvabr.client.options import guard_s
 from kvabr.player.assembler import Assembler
 from kvabr.replay.live.compare import comparison
 from kvabr.replay.live.origin import LiveOrigin
@@ -52,7 +52,7 @@ async def replay_live(
     # What decoding costs here and now, not where the asset was made: the simulator is to be judged by its link.
     decode_scale = decode_speed(asset)
     # A player outside the simulator ends a little early, see `kvabr.client`; so must the one it is held against.
-    careful = replace(matrix.options, guard_s=ClientOptions(matrix.options.deadline_s).guard_s)
+    careful = replace(matrix.options, guard_s=guard_s(matrix.options.deadline_s))
     stage = Stage(matrix.catalog, careful)
     model = Stage(matrix.catalog, replace(careful, decode_scale=decode_scale))
     report = Report({})

@@ -9,7 +9,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-import kvabr
+from kvabr.client.async_client import AsyncClient
+from kvabr.client.blocking import Client
+from kvabr.client.options import PlayOptions
+from kvabr.client.result import NothingCached
 from kvabr.engines.transformers import ADAPTER, TransformersEngine, play_cache, play_cache_async
 from kvabr.engines.transformers.model_loader import engine_of, load_model
 from kvabr.server.faults import Fault
@@ -27,8 +30,10 @@ SLOW = PrefillCost.from_rate(100.0)
 """So slow an engine that nothing is computed that comes over the network."""
 
 
-async def ready_from(link, engine, ids=IDS, **how):
-    return await play_cache_async(link, engine, ids, **({"deadline": 2.0, "policy": "fixed:FP16", "cost": SLOW} | how))
+async def ready_from(link, engine, ids=IDS, *, deadline=2.0, **how):
+    options = PlayOptions(**({"policy": "fixed:FP16", "prefill_cost": SLOW} | how))
+    async with AsyncClient(link, options=options) as client:
+        return await play_cache_async(client, engine, ids, deadline=deadline)
 
 
 def test_these_tests_run_with_a_version_that_counts_as_tested(engine, record_property):
@@ -74,7 +79,7 @@ async def test_groups_that_cannot_be_had_are_computed(origin, engine, lost):
 async def test_a_link_that_is_too_slow(origin, engine):
     """What would be late is computed from the front or fetched coarsely; the text is there either way."""
     async with origin(rate=6000.0) as link:
-        ready = await ready_from(link, engine, policy="anytime", cost=PrefillCost.from_rate(400.0))
+        ready = await ready_from(link, engine, policy="anytime", prefill_cost=PrefillCost.from_rate(400.0))
     assert ready.tokens == 400
     assert "recomputed" in ready.played.coverage
     assert cold(engine.model, IDS, ready.cache).sequences.shape == (1, 438)
@@ -93,8 +98,10 @@ def test_blocking_over_quic(root, engine, folder, tmp_path):
     try:
         model = engine_of(engine.model, folder)
         assert model.spec == engine.spec
-        with kvabr.sync.connect(served.url, fingerprint=served.fingerprint) as link:
-            ready = play_cache(link, model, IDS, deadline=20.0, policy="fixed:FP16", cost=SLOW)
+        with Client(served.url, fingerprint=served.fingerprint) as client:
+            ready = play_cache(
+                client, model, IDS, deadline=20.0, options=PlayOptions(policy="fixed:FP16", prefill_cost=SLOW)
+            )
     finally:
         served.close()
     assert ready.played.coverage == ("FP16",) * 4
@@ -116,7 +123,7 @@ async def test_an_asset_that_does_not_fit_is_named_and_not_played(origin, engine
     other = TransformersEngine(engine.model, replace(engine.spec, **changes), context=640)
     async with origin() as link:
         with pytest.raises(PlayError, match=f"they differ in {named}, and cannot be mixed"):
-            await ready_from(link, other, recompute=None)
+            await ready_from(link, other, recompute=False)
         told = []
         with caplog.at_level(logging.WARNING, "kvabr.transformers"):
             ready = await ready_from(link, other, log=told.append)
@@ -135,8 +142,9 @@ async def test_another_revision_or_tokenizer_finds_nothing(origin, engine, tmp_p
     retokenized = TransformersEngine(engine.model, replace(engine.spec, tokenizer="another"), context=640)
     async with origin() as link:
         for other in (revised, retokenized):
-            ready = await ready_from(link, other, recompute=None)
-            assert (ready.tokens, ready.problem, ready.played.coverage) == (0, None, ())
+            ready = await ready_from(link, other, recompute=False)
+            assert (ready.tokens, ready.problem) == (0, None)
+            assert isinstance(ready.played, NothingCached)
             assert furthest(cold(other.model, IDS, ready.cache), cold(other.model, IDS)) == 0
             ready = await ready_from(link, other)
             assert set(ready.played.coverage) == {"recomputed"}
@@ -155,7 +163,7 @@ async def test_a_prompt_shorter_than_a_group(origin, engine, count):
 @virtual
 async def test_a_request_that_is_aborted(origin, engine):
     async with origin(rate=2e4) as link:
-        task = asyncio.ensure_future(ready_from(link, engine, recompute=None, deadline=50.0))
+        task = asyncio.ensure_future(ready_from(link, engine, recompute=False, deadline=50.0))
         await asyncio.sleep(2.0)
         assert not task.done()
         task.cancel()
@@ -163,7 +171,7 @@ async def test_a_request_that_is_aborted(origin, engine):
             await task
         link.path.rate = 1e8
         # At once, as far as the clock knows: nothing of the aborted play is in its way.
-        ready = await ready_from(link, engine, recompute=None, deadline=0.5)
+        ready = await ready_from(link, engine, recompute=False, deadline=0.5)
     assert ready.played.coverage == ("FP16",) * 4
     assert ready.played.met
 
@@ -189,7 +197,7 @@ async def test_how_a_model_is_loaded_does_not_change_what_its_caches_are_called(
     half = engine_of(transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype), folder)
     assert half.spec == engine.spec
     async with origin() as link:
-        ready = await ready_from(link, half, recompute=None)
+        ready = await ready_from(link, half, recompute=False)
     assert ready.played.coverage == ("FP16",) * 4
     assert {layer.keys.dtype for layer in ready.cache.layers} == {dtype}
     warm, own = cold(half.model, IDS, ready.cache, 1), cold(half.model, IDS, None, 1)

@@ -8,8 +8,9 @@ import threading
 import pytest
 import torch
 
-import kvabr
 from kvabr.abr.policy import Decision, Policy
+from kvabr.client.blocking import Client
+from kvabr.client.options import PlayOptions
 from kvabr.engines.transformers import Steps, play_cache
 from kvabr.engines.transformers.cache import cache_kv
 from kvabr.types.errors import PlayError
@@ -22,14 +23,14 @@ pytestmark = pytest.mark.model
 @pytest.fixture
 def link(root, tmp_path):
     served = Served(root, tmp_path)
-    with kvabr.sync.connect(served.url, fingerprint=served.fingerprint) as connection:
-        yield connection
+    with Client(served.url, fingerprint=served.fingerprint) as client:
+        yield client
     served.close()
 
 
 @pytest.fixture
 def coarse(link, engine):
-    return play_cache(link, engine, IDS, deadline=20.0, policy="fixed:Int4", recompute=None)
+    return play_cache(link, engine, IDS, deadline=20.0, options=PlayOptions(policy="fixed:Int4", recompute=False))
 
 
 def test_what_is_written_reaches_the_growing_cache(engine, coarse):
@@ -79,13 +80,14 @@ def test_a_step_that_fails_does_not_lock_the_cache(engine, coarse):
 
 def test_late_upgrades_of_a_play_reach_the_cache(link, engine):
     """A policy that begins with the coarsest is handed over at once, and bettered while the text is generated."""
-    ready = play_cache(link, engine, IDS, deadline=20.0, policy=f"{__file__}:Coarse", recompute=None, after=math.inf)
+    options = PlayOptions(policy=f"{__file__}:Coarse", recompute=False, after=math.inf)
+    ready = play_cache(link, engine, IDS, deadline=20.0, options=options)
     assert set(ready.played.coverage) == {"Int4"}
-    assert ready.played.late is not None
+    assert ready.upgrades is not None
     with Steps(engine, ready) as steps:
-        ready.played.late.into(steps)
-        assert ready.played.late.join(30.0)
-        assert set(ready.played.late.coverage) == {"FP16"}
+        ready.upgrades.into(steps)
+        assert ready.upgrades.join(30.0)
+        assert set(ready.upgrades.coverage) == {"FP16"}
         held = cache_kv(ready.cache, engine.spec, 400)
         assert steps.rewritten == 4
     assert torch.equal(held, ready.played.kv)
@@ -112,10 +114,11 @@ class Coarse(Policy):
 
 def test_an_origin_that_has_gone_and_no_engine(root, engine, tmp_path):
     served = Served(root, tmp_path)
-    with kvabr.sync.connect(served.url, fingerprint=served.fingerprint) as connection:
+    with Client(served.url, fingerprint=served.fingerprint, engine=engine) as client:
+        client.connect()
         served.close()
         with pytest.raises(PlayError):
-            play_cache(connection, engine, IDS, deadline=0.3, recompute=None)
-        ready = play_cache(connection, engine, IDS, deadline=0.3)
+            play_cache(client, engine, IDS, deadline=0.3, options=PlayOptions(recompute=False))
+        ready = play_cache(client, engine, IDS, deadline=0.3)
     assert set(ready.played.coverage) == {"recomputed"}
     assert ready.problem is not None

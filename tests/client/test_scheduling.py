@@ -1,25 +1,27 @@
-"""So many plays at once, the others in order of their deadlines, and no for those whose time would be eaten."""
+"""Admission bounds plays and refuses early; the scheduler orders them by deadline, seldom changes, starves nobody."""
 
 from __future__ import annotations
 
 import asyncio
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from kvabr.client.admission import Gate
-from kvabr.client.metrics import NodeMetrics
+from kvabr.client.metrics import ClientMetrics
+from kvabr.client.scheduling import LEVELS, Admission, EdfScheduler, wire_priority
 from kvabr.types.errors import BusyError
 from tests.client.virtual import virtual
 
 
 class Plays:
     def __init__(self, plays=1, waiting=10, share=0.25):
-        self.metrics = NodeMetrics()
-        self.gate = Gate(plays, waiting, share, self.metrics)
+        self.metrics = ClientMetrics()
+        self.admission = Admission(plays, waiting, share, self.metrics)
         self.begun = []
 
     async def one(self, name, deadline_s, takes_s):
-        async with self.gate.enter(deadline_s) as waited_s:
+        async with self.admission.enter(deadline_s) as waited_s:
             self.begun.append(name)
             await asyncio.sleep(takes_s)
         return waited_s
@@ -99,10 +101,55 @@ async def test_closing_tells_who_waits():
     plays = Plays()
     busy, waiting = plays.start("a", 10, 1), plays.start("b", 10, 1)
     await asyncio.sleep(0)
-    plays.gate.close()
+    plays.admission.close()
     with pytest.raises(BusyError, match="closing"):
         await waiting
     with pytest.raises(BusyError, match="closing"):
         await plays.one("c", 10, 1)
     assert plays.metrics.value("kvabr_node_refused_total", reason="closed") == 2
     await busy
+
+
+def test_what_a_play_needs_goes_before_what_others_would_like():
+    assert wire_priority(LEVELS - 1, 127) < 128 <= wire_priority(0, 128)
+    assert wire_priority(0, 0) == 0
+    assert wire_priority(LEVELS - 1, 255) == 255
+
+
+@given(st.integers(0, LEVELS - 1), st.integers(0, LEVELS - 1), st.integers(0, 255), st.integers(0, 255))
+def test_levels_do_not_mix(one, other, p, q):
+    a, b = wire_priority(one, p), wire_priority(other, q)
+    assert 0 <= a < 256
+    if (p < 128) == (q < 128) and one < other:
+        assert a < b
+    if one == other and p <= q:
+        assert a <= b
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 40)), max_size=80))
+def test_levels_follow_deadlines_whoever_comes_and_goes(steps):
+    order, due = EdfScheduler(), {}
+    for number, (leaves, when) in enumerate(steps):
+        before = {play: order.level(play) for play in due}
+        if leaves and due:
+            gone = sorted(due)[when % len(due)]
+            del due[gone]
+            changed = order.remove(gone)
+        else:
+            due[number] = float(when)
+            changed = order.add(number, float(when))
+        assert len(order) == len(due)
+        ranked = sorted(due, key=lambda play: (due[play], play))
+        levels = [order.level(play) for play in ranked]
+        assert levels == sorted(levels)
+        assert all(0 <= level < LEVELS for level in levels)
+        # Only the last level is shared, and only if there are more plays than levels.
+        assert len(set(levels)) >= min(len(levels), LEVELS)
+        assert set(changed) == {play for play in before if play in due and order.level(play) != before[play]}
+
+
+def test_plays_in_order_of_their_deadlines_disturb_nobody():
+    order = EdfScheduler()
+    assert all(order.add(play, play) == [] for play in range(LEVELS))
+    assert order.remove(0) == []
+    assert len(order.add(LEVELS, LEVELS)) == LEVELS - 1  # no room left behind: all move up, once

@@ -1,4 +1,4 @@
-"""The fetcher for engines with threads, over real QUIC."""
+"""The blocking client, over real QUIC: threads, handles, and code without asyncio."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from kvabr.client.blocking_fetcher import BlockingFetcher
-from kvabr.client.fetcher import Limits
+from kvabr.client.blocking import Client
+from kvabr.client.options import Limits, PlayOptions
 from kvabr.types.errors import PlayError, UsageError
 from tests.client.served import Served
 from tests.client.test_play import close
 from tests.toymodel import SPEC, prompt
 
 TOKENS, LONG = prompt(70).tokens, prompt(160).tokens
+INT4 = PlayOptions(policy="fixed:Int4")
 
 
 @pytest.fixture(scope="module")
@@ -24,17 +25,16 @@ def served(root, tmp_path_factory):
     origin.close()
 
 
+def client_of(served, **options):
+    return Client(served.url, fingerprint=served.fingerprint, quic="aioquic", model=SPEC, **options)
+
+
 def test_threads_share_one_connection_and_every_download(served, long):
-    with BlockingFetcher() as node, ThreadPoolExecutor(8) as threads:
-        peer = node.peer(served.url, fingerprint=served.fingerprint, quic="aioquic")
-        tasks = [
-            threads.submit(node.play, peer, tokens, deadline=20.0, spec=SPEC, policy="fixed:Int4")
-            for tokens in (LONG, TOKENS) * 4
-        ]
+    with client_of(served, options=INT4) as client, ThreadPoolExecutor(8) as threads:
+        tasks = [threads.submit(client.play, tokens, deadline=20.0) for tokens in (LONG, TOKENS) * 4]
         for tokens, task in zip((LONG, TOKENS) * 4, tasks, strict=True):
             assert close(task.result().kv, tokens)
-        assert peer.connection.dials == 0
-        metrics = node.metrics
+        metrics = client.metrics
         assert metrics.value("kvabr_node_peers") == 1
         assert metrics.value("kvabr_node_groups_total", source="network") <= long.groups + 5
         assert 'kvabr_node_plays_total{result="met"} 8' in metrics.expose()
@@ -43,11 +43,10 @@ def test_threads_share_one_connection_and_every_download(served, long):
 
 
 def test_a_handle_can_be_asked_waited_for_and_cancelled(served):
-    with BlockingFetcher(Limits(plays=1, wait_share=1.0)) as node:
-        peer = node.peer(served.url, fingerprint=served.fingerprint, quic="aioquic")
+    with client_of(served, limits=Limits(plays=1, wait_share=1.0)) as client:
         told = threading.Event()
-        handle = node.submit(peer, TOKENS, deadline=20.0, spec=SPEC)
-        waiting = node.submit(peer, TOKENS, deadline=20.0, spec=SPEC)
+        handle = client.submit(TOKENS, deadline=20.0)
+        waiting = client.submit(TOKENS, deadline=20.0)
         handle.when_done(lambda _: told.set())
         waiting.cancel()
         assert close(handle.result(20.0).kv)
@@ -55,14 +54,16 @@ def test_a_handle_can_be_asked_waited_for_and_cancelled(served):
         assert told.wait(20.0)
         with pytest.raises(PlayError, match="cancelled"):
             waiting.result(20.0)
-        assert close(node.submit(peer, TOKENS, deadline=20.0, spec=SPEC).result(20.0).kv)
-        assert close(node.submit_asset(peer, handle.result().catalog.namespace, deadline=20.0).result(20.0).kv)
+        assert close(client.submit(TOKENS, deadline=20.0).result(20.0).kv)
+        name = handle.result().catalog.namespace
+        assert close(client.play_asset(name, deadline=20.0).kv)
+        assert close(client.begin(lambda inner: inner.play_asset(name, deadline=20.0)).result(20.0).kv)
 
 
-def test_a_closed_one_says_so(served):
-    node = BlockingFetcher()
-    node.close()
-    node.close()
-    for call in (node.play, node.submit):
+def test_a_closed_one_says_so():
+    client = Client("moqt://origin.example/", model=SPEC)
+    client.close()
+    client.close()
+    for call in (client.play, client.submit):
         with pytest.raises(UsageError, match="closed"):
-            call(served.url, TOKENS, deadline=1.0, spec=SPEC)
+            call(TOKENS, deadline=1.0)

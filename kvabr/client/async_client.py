@@ -1,0 +1,492 @@
+"""`AsyncClient`: plays caches from origins and relays, for small programs and for nodes that serve many plays.
+
+    async with AsyncClient("moqt://origin.example/", engine=engine) as client:
+        played = await client.play(tokens, deadline=2.0)
+
+All plays of a client share one connection per peer, downloads under way, groups that came before, and what is known of
+the links. A bounded number of them runs at once, and the earliest deadline is served first. Cancelling a play's task
+cancels its downloads, unless another play wants the same groups.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Self, TypeVar
+
+from kvabr.client.lookup import Found, check_tokens, fetch_catalog, fetch_models, find_prefix
+from kvabr.client.metrics import ClientMetrics
+from kvabr.client.options import Limits, PlayOptions, check_deadline
+from kvabr.client.peer_history import history_at
+from kvabr.client.peers import Peer
+from kvabr.client.play import Clock, Play, lookup_time
+from kvabr.client.play_connection import PlayConnection
+from kvabr.client.profiles import ProfileCache
+from kvabr.client.resources import decoders, in_thread, known_cost, measure_prefill
+from kvabr.client.result import NothingCached, Played, PlayedPrefix
+from kvabr.client.runner import PlayRunner
+from kvabr.quic.connect import connect, parse_namespace
+from kvabr.quic.interface import Connection
+from kvabr.quic.library import Quic
+from kvabr.store.group_folder import FolderGroupStore
+from kvabr.store.group_store import MemoryGroupStore, TieredGroupStore
+from kvabr.types.cost import PrefillCost
+from kvabr.types.engine import Engine
+from kvabr.types.errors import FormatError, PlayError, TransportError, UsageError
+from kvabr.types.events import LookupFailed
+from kvabr.types.kv import KVSpec
+from kvabr.types.naming import TrackNamespace
+
+R = TypeVar("R", bound=Played | NothingCached | PlayedPrefix)
+
+_DIAL_SHARE = 0.5
+"""Share of the deadline that a play waits for a connection; then it does what it does when it loses its peer."""
+_FIND_S = 5.0
+
+
+class AsyncClient:
+    """Plays caches; an async context manager for one event loop. `Client` is the same for code without asyncio."""
+
+    def __init__(
+        self,
+        origin: str | Connection | None = None,
+        *,
+        token: str | None = None,
+        ca: Path | None = None,
+        fingerprint: str | None = None,
+        insecure: bool = False,
+        quic: Quic = "auto",
+        timeout_s: float = 5.0,
+        model: KVSpec | str | None = None,
+        engine: Engine | None = None,
+        options: PlayOptions | None = None,
+        limits: Limits | None = None,
+        cache: str | os.PathLike[str] | None = None,
+        metrics: ClientMetrics | None = None,
+    ) -> None:
+        """Prepare. Nothing is dialled before `connect` or the first play.
+
+        Args:
+            origin: an origin or a relay, ``moqt://host[:port]/``, or an open connection, which the caller closes after
+                this client. None: every play names its peer.
+            token: access token from the origin's operator; None: the environment's ``KVABR_TOKEN``, if it is set.
+            ca: PEM file of certificates to trust instead of the system's.
+            fingerprint: SHA-256 of the only certificate to trust, hex.
+            insecure: do not verify the certificate (exposes the token and the cache).
+            quic: QUIC library; ``auto`` takes the fastest that is installed and can talk to the peer.
+            timeout_s: seconds that connecting may take.
+            model: the model whose caches are played, by its spec or by its name at the origin. None: the engine's, or
+                the only one that the origin has.
+            engine: computes what would be late, and what is not cached. Entering the client measures its prefill
+                unless the options have its cost.
+            options: how to play, for plays that do not say otherwise.
+            limits: what all plays together may use.
+            cache: folder in which codec profiles and the speed of peers outlive the process; None: memory only.
+            metrics: counts what happens; `kvabr.telemetry.prometheus.ScrapeServer` serves it.
+
+        Raises:
+            UsageError: an argument is wrong, or the folder for groups belongs to another process.
+            AssetError: the folder for groups cannot be used.
+        """
+        self.engine, self.options = engine, options or PlayOptions()
+        self.limits, self.metrics = limits or Limits(), metrics or ClientMetrics()
+        self._model = model
+        if engine is not None and isinstance(model, KVSpec):
+            _check_engine(engine, model)
+        bounds = self.limits
+        memory = MemoryGroupStore(bounds.memory_bytes, executor=decoders())
+        disk = None
+        if bounds.disk is not None:
+            disk = FolderGroupStore(bounds.disk, bounds.disk_bytes, executor=decoders())
+        self.store = TieredGroupStore(memory, disk, on_change=lambda: self.metrics.show_store(self.store))
+        self.metrics.show_store(self.store)
+        folder = None if cache is None else Path(cache)
+        self._profiles = ProfileCache(None if folder is None else folder / "profiles")
+        self._history = history_at(None if folder is None else folder / "peers.json")
+        self._runner = PlayRunner(bounds, self.metrics)
+        self._peers: dict[object, Peer] = {}
+        self._origin: Peer | None = None
+        if isinstance(origin, str):
+            self._origin = self.peer(
+                origin,
+                token=token,
+                ca=ca,
+                fingerprint=fingerprint,
+                insecure=insecure,
+                quic=quic,
+                timeout_s=timeout_s,
+            )
+        elif origin is not None:
+            self._origin = self._peer(origin)
+
+    # ------------------------------------------------------------------ peers
+
+    def peer(
+        self,
+        url: str,
+        *,
+        token: str | None = None,
+        ca: Path | None = None,
+        fingerprint: str | None = None,
+        insecure: bool = False,
+        quic: Quic = "auto",
+        timeout_s: float = 5.0,
+    ) -> Peer:
+        """Return another origin or relay for plays to name; the same one for the same arguments.
+
+        The arguments are those of the client. Nothing is dialled.
+
+        Raises:
+            UsageError: the URL or an option is wrong.
+        """
+        key = (url, token, ca, fingerprint, insecure, quic, timeout_s)
+        if key not in self._peers:
+            connecting = connect(
+                url,
+                token=token,
+                ca=ca,
+                fingerprint=fingerprint,
+                insecure=insecure,
+                quic=quic,
+                timeout_s=timeout_s,
+            )
+            self._peers[key] = Peer(url, connecting, self.store, self.metrics)
+        return self._peers[key]
+
+    async def connect(self, peer: Peer | Connection | str | None = None) -> Connection:
+        """Connect now, so that the first play need not, and return the connection that all plays to the peer share.
+
+        Args:
+            peer: as for `play`.
+
+        Raises:
+            TransportError: the peer cannot be reached, speaks another protocol, or refuses us.
+        """
+        return (await self._peer(peer).downloads()).connection
+
+    async def measure_prefill(self, engine: Engine | None = None, tokens: Sequence[int] = ()) -> PrefillCost:
+        """Return the cost of an engine's prefill; the first call for an engine runs and times a few prefills.
+
+        Entering the client does this for the client's engine. A play never does: its deadline would already count.
+
+        Args:
+            engine: the engine; None: the client's.
+            tokens: ids of any text to run on; empty: a few small ids.
+
+        Raises:
+            UsageError: there is no engine.
+            ModelError: the tokens do not fit the model.
+        """
+        engine = engine or self.engine
+        if engine is None:
+            raise UsageError("measure_prefill: there is no engine; give one here or to the client")
+        chosen = engine
+        return await in_thread(lambda: measure_prefill(chosen, tokens))
+
+    # ------------------------------------------------------------------ plays
+
+    async def play(
+        self,
+        tokens: Sequence[int],
+        *,
+        deadline: float,
+        options: PlayOptions | None = None,
+        model: KVSpec | str | None = None,
+        engine: Engine | None = None,
+        peer: Peer | Connection | str | None = None,
+    ) -> Played | NothingCached:
+        """Get the KV cache of a prompt: the longest prefix that the origin has, as good as the deadline allows.
+
+        Args:
+            tokens: ids of the prompt.
+            deadline: seconds from this call in which the cache is wanted. Connecting, waiting for a turn, and the
+                engine's own time for what no cache covers come out of it.
+            options: how to play; None: the client's.
+            model: whose cache; None: the engine's, else the client's, else the only model that the origin has.
+            engine: computes what would be late; None: the client's.
+            peer: another origin or relay: from `peer`, a URL, or an open connection; None: the client's.
+
+        Raises:
+            UsageError: an argument is wrong, or it is not clear which model is meant.
+            BusyError: there are too many plays; compute the prompt instead.
+            PlayError: the cache can neither be fetched nor computed; the message says why.
+            ModelError: the engine failed, and the network could not make up for it.
+            PolicyError: from the policy or the estimator.
+        """
+        options = options or self.options
+        check_deadline(deadline)
+        wanted = self._wanted(model, engine or self.engine)
+        computing, cost = self._engine(engine, options)
+        if not len(tokens):
+            raise UsageError("play: a prompt has at least one token")
+
+        async def work(connection: PlayConnection, clock: Clock, options: PlayOptions) -> Played | NothingCached:
+            play = self._play(connection, clock, options, computing, cost, tokens)
+            spec, prepared = None, None
+            try:
+                async with asyncio.timeout(lookup_time(clock, cost, len(tokens))):
+                    spec = await self._peer(peer).spec_of(connection, wanted)
+                    found = await find_prefix(connection, tokens, spec, salt=options.salt)
+                if found is not None:
+                    prepared = await play.prepare(found)
+            except (TransportError, FormatError, TimeoutError) as error:
+                reason = str(error) or play.with_trouble(f"no answer within {clock.now():.2f} s")
+                options.note(LookupFailed(0.0, reason))
+                if computing is None:
+                    raise PlayError(f"what the origin has of this prompt cannot be played: {reason}") from error
+            if prepared is not None:
+                return await play.whole(prepared)
+            if computing is not None:
+                return await play.compute()
+            assert spec is not None  # noqa: S101  # or there was an error
+            return NothingCached(spec, clock.now())
+
+        return await self._runner.run(self._peer(peer), deadline, options, work)
+
+    async def play_asset(
+        self,
+        asset: TrackNamespace | Found | str,
+        *,
+        deadline: float,
+        tokens: Sequence[int] = (),
+        options: PlayOptions | None = None,
+        engine: Engine | None = None,
+        peer: Peer | Connection | str | None = None,
+    ) -> Played:
+        """Get the cache that is published under a name; `play` finds the name by the prompt.
+
+        Args:
+            asset: its namespace, or ``MODEL/DIGEST``, or what `find_asset` returned.
+            deadline: as for `play`.
+            tokens: ids of the asset's tokens; an engine needs them. If the asset has a salt, so does checking them.
+            options: as for `play`.
+            engine: as for `play`; the client's engine is used only if there are tokens.
+            peer: as for `play`.
+
+        Raises:
+            NotFoundError: there is no such asset, or none that we may read.
+            TransportError: its catalog cannot be fetched.
+            FormatError: its catalog is not what its name says, or none of its tracks can be decoded here.
+            UsageError: an argument is wrong, for example tokens that are not the asset's.
+            BusyError, PlayError, ModelError, PolicyError: as `play`.
+        """
+        options = options or self.options
+        if engine is not None and not len(tokens):
+            raise UsageError("play_asset: to recompute, an engine needs the prompt: tokens=...")
+        computing, cost = self._engine(engine, options) if len(tokens) else (None, None)
+        check_deadline(deadline)
+        name = parse_namespace(asset) if isinstance(asset, str) else asset
+
+        async def work(connection: PlayConnection, clock: Clock, options: PlayOptions) -> Played:
+            play = self._play(connection, clock, options, computing, cost, tokens)
+            if isinstance(name, Found):
+                found = name
+            else:
+                try:
+                    async with asyncio.timeout(clock.left()):
+                        found = await fetch_catalog(connection, name)
+                except TimeoutError as error:
+                    late = f"the catalog did not come within the deadline of {deadline:g} s"
+                    raise PlayError(play.with_trouble(late)) from error
+            if computing is not None:
+                _check_engine(computing, found.catalog.spec)
+            if len(tokens):
+                check_tokens(found.catalog, tokens, options.salt)
+            return await play.whole(await play.prepare(found))
+
+        return await self._runner.run(self._peer(peer), deadline, options, work)
+
+    async def play_prefix(
+        self,
+        found: Found,
+        *,
+        deadline: float,
+        cost: PrefillCost,
+        skip: int = 0,
+        behind: int = 0,
+        options: PlayOptions | None = None,
+        peer: Peer | Connection | str | None = None,
+    ) -> PlayedPrefix:
+        """Play for an engine that computes by itself what it is not given, up to the first miss.
+
+        Args:
+            found: from `find`.
+            deadline: as for `play`.
+            cost: of the engine's prefill, by which the player protects the first groups.
+            skip: leading groups that the engine has already.
+            behind: tokens of the prompt that no cache covers; computing them comes out of the deadline.
+            options: as for `play`; ``recompute``, ``prefill_cost``, ``mode``, ``out`` and ``after`` have no effect.
+            peer: as for `play`.
+
+        Raises:
+            UsageError: an argument is wrong.
+            FormatError: none of the asset's tracks can be decoded here.
+            BusyError, PlayError, PolicyError: as `play`.
+        """
+        options = replace(options or self.options, out=None)
+        check_deadline(deadline)
+
+        async def work(connection: PlayConnection, clock: Clock, options: PlayOptions) -> PlayedPrefix:
+            play = self._play(connection, clock, options, None, cost, ())
+            return await play.prefix(await play.prepare(found, skip), behind)
+
+        return await self._runner.run(self._peer(peer), deadline, options, work)
+
+    async def find(
+        self,
+        tokens: Sequence[int],
+        *,
+        model: KVSpec | str | None = None,
+        salt: bytes | None = None,
+        within_s: float = _FIND_S,
+        peer: Peer | Connection | str | None = None,
+    ) -> Found | None:
+        """Return the asset that shares the longest prefix with a prompt, cut to what is shared; None if there is none.
+
+        Args:
+            tokens: ids of the prompt.
+            model: as for `play`.
+            salt: the tenant's secret; None: that of the client's options.
+            within_s: seconds that it may take.
+            peer: as for `play`.
+
+        Raises:
+            TransportError: the origin cannot be asked, or not in time.
+            ForeignError: it has a cache of another model or shape.
+            FormatError: what it has is no catalog.
+        """
+        wanted = self._wanted(model, self.engine)
+        async with _answered_within(within_s):
+            connection = await self.connect(peer)
+            spec = await self._peer(peer).spec_of(connection, wanted)
+            return await find_prefix(connection, tokens, spec, salt=self.options.salt if salt is None else salt)
+
+    async def find_asset(
+        self,
+        asset: TrackNamespace | str,
+        *,
+        within_s: float = _FIND_S,
+        peer: Peer | Connection | str | None = None,
+    ) -> Found:
+        """Return the catalog of an asset whose name is known.
+
+        Raises:
+            NotFoundError: there is none, or none that we may read.
+            TransportError: it cannot be fetched, or not in time.
+            FormatError: it is not what its name says.
+        """
+        name = parse_namespace(asset) if isinstance(asset, str) else asset
+        async with _answered_within(within_s):
+            return await fetch_catalog(await self.connect(peer), name)
+
+    async def models(
+        self, *, within_s: float = _FIND_S, peer: Peer | Connection | str | None = None
+    ) -> Sequence[KVSpec]:
+        """Return the specs of the models of which we may read an asset.
+
+        Raises:
+            NotFoundError: the origin does not tell.
+            TransportError: it cannot be asked, or not in time.
+            FormatError: it answers with something else.
+        """
+        async with _answered_within(within_s):
+            return await fetch_models(await self.connect(peer))
+
+    async def close(self) -> None:
+        """End all plays and connections; plays that wait for their turn are refused."""
+        await self._runner.close()
+        for peer in self._peers.values():
+            await peer.close()
+        await self.store.close()
+
+    async def __aenter__(self) -> Self:
+        if self.engine is not None and self.options.recompute and self.options.prefill_cost is None:
+            await self.measure_prefill()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    # -------------------------------------------------------------- internals
+
+    def _peer(self, peer: Peer | Connection | str | None) -> Peer:
+        if isinstance(peer, Peer):
+            return peer
+        if isinstance(peer, str):
+            return self.peer(peer)
+        if peer is None:
+            if self._origin is None:
+                raise UsageError("say from whom: give the client an origin, or the play a peer")
+            return self._origin
+        if peer not in self._peers:
+            self._peers = {
+                key: each
+                for key, each in self._peers.items()
+                if not (isinstance(key, Connection) and key.closed and each is not self._origin)
+            }
+            self._peers[peer] = Peer(peer.peer or peer.backend, peer, self.store, self.metrics)
+        return self._peers[peer]
+
+    def _engine(self, engine: Engine | None, options: PlayOptions) -> tuple[Engine | None, PrefillCost | None]:
+        """Return the engine of a play, and its cost."""
+        engine = engine or self.engine
+        if engine is None or not options.recompute:
+            return None, None
+        cost = options.prefill_cost or known_cost(engine)
+        if cost is None:
+            raise UsageError(
+                "the cost of the engine's prefill is not known: await client.measure_prefill(engine) once, or give "
+                "PlayOptions(prefill_cost=...)"
+            )
+        return engine, cost
+
+    def _play(
+        self,
+        connection: PlayConnection,
+        clock: Clock,
+        options: PlayOptions,
+        engine: Engine | None,
+        cost: PrefillCost | None,
+        tokens: Sequence[int],
+    ) -> Play:
+        return Play(
+            connection,
+            options,
+            clock,
+            profiles=self._profiles,
+            history=self._history,
+            engine=engine,
+            cost=cost,
+            tokens=tokens,
+        )
+
+    def _wanted(self, model: KVSpec | str | None, engine: Engine | None) -> KVSpec | str | None:
+        """Return the model of a play: its spec, its name at the origin, or None for the only one that there is."""
+        if engine is None:
+            return model or self._model
+        if isinstance(model, KVSpec):
+            _check_engine(engine, model)
+        elif model not in (None, engine.spec.model):
+            raise UsageError(f"the engine computes caches of {engine.spec.model}, not of {model}")
+        return engine.spec
+
+
+@asynccontextmanager
+async def _answered_within(seconds: float) -> AsyncIterator[None]:
+    try:
+        async with asyncio.timeout(seconds):
+            yield
+    except TimeoutError as error:
+        raise TransportError(f"no answer within {seconds:g} s") from error
+
+
+def _check_engine(engine: Engine, spec: KVSpec) -> None:
+    if engine.spec.digest() != spec.digest():
+        raise UsageError(f"the engine computes caches of {engine.spec.model}, not of {spec.model}")

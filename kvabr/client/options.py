@@ -1,0 +1,120 @@
+"""What a client may use, and how it plays."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvabr.abr.plugins import load_estimator, load_policy
+from kvabr.abr.policies import DEFAULT
+from kvabr.player.session_types import GPU_PRICE, PlayerConfig
+from kvabr.types.cost import PrefillCost
+from kvabr.types.engine import EngineMode
+from kvabr.types.errors import UsageError
+from kvabr.types.events import Log, PlayEvent
+
+if TYPE_CHECKING:
+    import torch
+
+    from kvabr.client.result import Snapshot
+    from kvabr.telemetry.hub import Telemetry
+
+Watch = Callable[["Snapshot"], None]
+
+_GUARD_SHARE, _MAX_GUARD_S = 0.02, 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class PlayOptions:
+    """How to play. The deadline is an argument of each play."""
+
+    policy: str = DEFAULT
+    """ABR policy: a name that `kvabr policies` lists, or ``FILE.py:CLASS``."""
+    estimator: str | None = None
+    """Bandwidth estimator; None: the policy's own."""
+    recompute: bool = True
+    """Let the engine, if there is one, compute what would be late, or everything if nothing is cached."""
+    prefill_cost: PrefillCost | None = None
+    """Cost of the engine's prefill; None: as measured, see `AsyncClient.measure_prefill`."""
+    mode: EngineMode | None = None
+    """What the engine can recompute; None: what it says itself."""
+    gpu_price: float = GPU_PRICE
+    """Price of a second of the engine's time, nats per generated token: 0 where the engine is idle, infinite to compute
+    only what would be late."""
+    salt: bytes = b""
+    """Secret of the tenant, see `kvabr.types.naming.chain`."""
+    out: torch.Tensor | None = None
+    """Where to put the cache: [layer, K/V, head, token, dim], any float dtype, room for all tokens. None: a new
+    tensor."""
+    dtype: torch.dtype | None = None
+    """Element type of the new tensor; None: that of the cache."""
+    patience: float = 10.0
+    """Deadlines after which an incomplete play ends, in addition to the time that the engine needs; at least 1."""
+    after: float | None = None
+    """Seconds for which upgrades continue after the cache was handed over, see `Upgrades`; `math.inf`: until there is
+    nothing to upgrade; None: no upgrades."""
+    log: Log | None = None
+    """Takes every event of the play, see `kvabr.types.events`."""
+    telemetry: Telemetry | None = None
+    """Reports the play to listeners, see `kvabr.telemetry`."""
+    watch: Watch | None = None
+    """Called with a `Snapshot` about fifty times per deadline, on the event loop's thread."""
+
+    def __post_init__(self) -> None:
+        if self.after is not None and not self.after > 0:
+            raise UsageError(f"upgrades for {self.after:g} s after the deadline; give a positive number of seconds")
+        if not 1 <= self.patience < math.inf:
+            raise UsageError(f"patience is {self.patience} deadlines; it must be at least 1")
+        # Raise for unknown names and prices here, before anything is asked of the network.
+        PlayerConfig(gpu_price=self.gpu_price)
+        load_policy(self.policy)
+        if self.estimator is not None:
+            load_estimator(self.estimator)
+
+    def note(self, event: PlayEvent) -> None:
+        """Log an event that does not come from the session."""
+        if self.log is not None:
+            self.log(event)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a client may use."""
+
+    memory_bytes: int = 1 << 30
+    """Encoded groups kept in memory, bytes; 0: none."""
+    disk: Path | None = None
+    """Folder for encoded groups, which belongs to one process at a time; None: memory only."""
+    disk_bytes: int = 16 << 30
+    """Encoded groups kept in that folder, bytes."""
+    plays: int = 32
+    """Plays under way at once."""
+    waiting: int = 128
+    """Plays that may wait for their turn."""
+    wait_share: float = 0.25
+    """Share of its deadline that a play waits for its turn at most, 0 to 1."""
+    fair: bool = True
+    """Serve the plays whose deadlines come first before the others. If False, plays share the link as it comes."""
+
+    def __post_init__(self) -> None:
+        for name in ("memory_bytes", "disk_bytes", "waiting"):
+            if getattr(self, name) < 0:
+                raise UsageError(f"{name} is {getattr(self, name)}; it must not be negative")
+        if self.plays < 1:
+            raise UsageError(f"plays is {self.plays}; at least one must be let in")
+        if not 0 <= self.wait_share <= 1:
+            raise UsageError(f"wait_share is {self.wait_share}; it is a share, 0 to 1")
+
+
+def check_deadline(deadline_s: float) -> None:
+    """Raise `UsageError` unless a deadline is a positive, finite number of seconds."""
+    if not 0 < deadline_s < math.inf:
+        raise UsageError(f"the deadline is {deadline_s:g} s; it must be a positive number of seconds")
+
+
+def guard_s(deadline_s: float) -> float:
+    """Return how much earlier than the deadline a play aims to end, seconds: event loops are late now and then."""
+    return min(_MAX_GUARD_S, _GUARD_SHARE * deadline_s)

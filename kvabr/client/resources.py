@@ -1,0 +1,161 @@
+"""Threads and memory of plays, and what is remembered of each engine: a lock, and the cost of its prefill.
+
+Decoding takes milliseconds and runs in a few threads that all plays share. A prefill may take long or never end, so
+each has a thread of its own that nobody waits for. A lock per engine makes it do one thing at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import mmap
+import os
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import cache
+from typing import TypeVar
+
+import torch
+
+from kvabr.types.cost import PrefillCost
+from kvabr.types.engine import Engine, time_prefills
+
+T = TypeVar("T")
+
+_MAX_DECODERS = 4
+"""Threads that decode; no more than there are cores."""
+_MIN_TOKENS, _MAX_TOKENS = 128, 1024
+"""Tokens that a prefill is timed on: enough to tell the three constants of its cost apart."""
+_ANY_TOKENS = range(64)
+"""Token ids that every model has."""
+_MIN_HUGE_BYTES = 4 << 20
+"""Smaller tensors do not fill huge pages."""
+
+
+@cache
+def decoders() -> ThreadPoolExecutor:
+    """Return the threads that decode for every play of this process."""
+    return ThreadPoolExecutor(min(_MAX_DECODERS, os.cpu_count() or 1), thread_name_prefix="kvabr-decode")
+
+
+async def in_thread(work: Callable[[], T]) -> T:
+    """Return what ``work`` returns, or raise what it raises, from a daemon thread of its own.
+
+    Cancelling this does not wait for the thread, which does not keep the process alive either.
+    """
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[T] = loop.create_future()
+
+    def run() -> None:
+        try:
+            result = work()
+        except BaseException as error:  # noqa: BLE001  # must not be lost with the thread
+            _settle(loop, done, error=error)
+        else:
+            _settle(loop, done, result)
+
+    threading.Thread(target=run, name="kvabr-engine", daemon=True).start()
+    return await done
+
+
+def _settle(
+    loop: asyncio.AbstractEventLoop,
+    done: asyncio.Future[T],
+    result: T | None = None,
+    *,
+    error: BaseException | None = None,
+) -> None:
+    def settle() -> None:
+        if done.done():
+            return
+        if error is None:
+            done.set_result(result)  # type: ignore[arg-type]
+        elif isinstance(error, Exception) and not isinstance(error, StopIteration):
+            done.set_exception(error)
+        else:
+            done.set_exception(RuntimeError(f"the engine's thread ended: {error!r}"))
+
+    with contextlib.suppress(RuntimeError):  # the loop is closed, so nobody waits any more
+        loop.call_soon_threadsafe(settle)
+
+
+async def on_engine(engine: Engine, work: Callable[[], T]) -> T:
+    """Run ``work`` in a thread once the engine has finished its work for other plays; skip it if cancelled by then."""
+    unwanted = threading.Event()
+
+    def in_turn() -> T:
+        with _of(engine).lock:
+            if unwanted.is_set():
+                raise RuntimeError("nobody wants this any more")
+            return work()
+
+    try:
+        return await in_thread(in_turn)
+    finally:
+        unwanted.set()
+
+
+def known_cost(engine: Engine) -> PrefillCost | None:
+    """Return the cost of the engine's prefill if it was measured."""
+    return _of(engine).cost
+
+
+def measure_prefill(engine: Engine, tokens: Sequence[int] = ()) -> PrefillCost:
+    """Return the cost of the engine's prefill; the first call for an engine times a few prefills, and blocks for them.
+
+    Args:
+        engine: the engine.
+        tokens: ids of any text; which, and how many, does not matter. None: a few small ids.
+
+    Raises:
+        ModelError: the tokens do not fit the model.
+    """
+    kept = _of(engine)
+    with kept.lock:
+        if kept.cost is None:
+            some = list(tokens) or list(_ANY_TOKENS)
+            kept.cost = time_prefills(engine, (some * -(-_MIN_TOKENS // len(some)))[:_MAX_TOKENS])
+        return kept.cost
+
+
+@dataclass(slots=True)
+class _OfEngine:
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    cost: PrefillCost | None = None
+
+
+_ENGINES: weakref.WeakKeyDictionary[Engine, _OfEngine] = weakref.WeakKeyDictionary()
+_ENGINES_LOCK = threading.Lock()
+
+
+def _of(engine: Engine) -> _OfEngine:
+    with _ENGINES_LOCK:
+        kept = _ENGINES.get(engine)
+        if kept is None:
+            kept = _ENGINES[engine] = _OfEngine()
+        return kept
+
+
+def allocate(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Return a new contiguous tensor with arbitrary contents, in huge pages where the system has them.
+
+    Every element is going to be written, so nothing is cleared. But the system clears each page of fresh memory when
+    it is first written, and with pages of 4 KiB that takes longer than decoding does.
+
+    Raises:
+        RuntimeError: there is not enough memory.
+    """
+    size = math.prod(shape) * dtype.itemsize
+    if size < _MIN_HUGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.empty(shape, dtype=dtype)
+    try:
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, ValueError, OverflowError) as error:
+        raise RuntimeError(f"{size:,} bytes cannot be allocated ({error})") from error
+    with contextlib.suppress(OSError):  # a kernel without huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)

@@ -1,0 +1,202 @@
+"""Which plays may run, and whose requests go first.
+
+`Admission` bounds how many plays run at once. The others wait in the order of their deadlines, or are refused while
+that still helps: a play that begins too late takes the link from others, and its engine could be computing instead.
+
+`EdfScheduler` serves the earliest deadline first, in the few priorities that a connection has. MoQT has 256, and a play
+uses them all: those below 128 for what it needs, the others for upgrades. Both halves are divided into `LEVELS` levels,
+one for each of the plays whose deadlines come first; all further plays share the last. So what any play needs goes
+before what would only be better, and within both the play that ends first goes first: if the link can serve all plays
+in time, this order does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from bisect import insort
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from kvabr.client.metrics import ClientMetrics
+from kvabr.types.errors import BusyError
+
+K = TypeVar("K")
+
+LEVELS = 16
+_NEEDED = 128
+"""Priorities below this are for what a play needs."""
+
+
+@dataclass(order=True)
+class _Waiting:
+    due_s: float
+    number: int
+    turn: asyncio.Future[None] = field(compare=False)
+
+    def came(self) -> bool:
+        """Return whether the turn was given, rather than refused or cancelled."""
+        return self.turn.done() and not self.turn.cancelled() and self.turn.exception() is None
+
+
+class Admission:
+    """Bounds the plays of one event loop."""
+
+    def __init__(self, plays: int, waiting: int, wait_share: float, metrics: ClientMetrics) -> None:
+        """Begin with no plays.
+
+        Args:
+            plays: maximum number under way.
+            waiting: maximum number that wait.
+            wait_share: share of its deadline that a play waits at most.
+            metrics: counts what happens.
+        """
+        self._max_plays, self._max_waiting, self._share = plays, waiting, wait_share
+        self._metrics = metrics
+        self._playing = self._number = 0
+        self._queue: list[_Waiting] = []
+        self._closed = False
+
+    @asynccontextmanager
+    async def enter(self, deadline_s: float) -> AsyncIterator[float]:
+        """Wait for a turn, and yield the seconds that it took.
+
+        Raises:
+            BusyError: there is no room, there will be none soon enough, or the client is closing.
+        """
+        waited_s = await self._wait(deadline_s)
+        self._metrics.wait_seconds.observe(waited_s)
+        try:
+            yield waited_s
+        finally:
+            self._leave()
+
+    def close(self) -> None:
+        """Admit no more plays, and refuse those that wait."""
+        self._closed = True
+        for waiting in self._queue:
+            if not waiting.turn.done():
+                waiting.turn.set_exception(BusyError("the client is closing; compute this prompt instead"))
+
+    async def _wait(self, deadline_s: float) -> float:
+        loop = asyncio.get_running_loop()
+        if self._closed:
+            raise self._refusal("closed", "the client is closing; compute this prompt instead")
+        if self._playing < self._max_plays and not self._queue:
+            self._count(1)
+            return 0.0
+        self._queue = [waiting for waiting in self._queue if not waiting.turn.done()]
+        heapq.heapify(self._queue)  # what is left of a heap need not be one
+        if len(self._queue) >= self._max_waiting:
+            raise self._refusal("full", f"{self._playing} plays are under way and {len(self._queue)} wait")
+        start_s = loop.time()
+        self._number += 1
+        waiting = _Waiting(start_s + deadline_s, self._number, loop.create_future())
+        heapq.heappush(self._queue, waiting)
+        self._metrics.plays_waiting.inc()
+        try:
+            async with asyncio.timeout(self._share * deadline_s):
+                await waiting.turn
+        except TimeoutError:
+            if waiting.came():  # at this very moment
+                self._leave()
+            spent_s = loop.time() - start_s
+            raise self._refusal("late", f"no turn came within {spent_s:.3g} of its {deadline_s:g} s") from None
+        except asyncio.CancelledError:
+            if waiting.came():
+                self._leave()
+            raise
+        except BusyError:
+            self._metrics.refused_total.labels("closed").inc()
+            raise
+        finally:
+            waiting.turn.cancel()
+            self._metrics.plays_waiting.dec()
+        return loop.time() - start_s
+
+    def _refusal(self, why: str, what: str) -> BusyError:
+        self._metrics.refused_total.labels(why).inc()
+        return BusyError(f"{what}; a client plays {self._max_plays} at once: compute this prompt instead, or try later")
+
+    def _count(self, by: int) -> None:
+        self._playing += by
+        self._metrics.plays_in_flight.set(self._playing)
+
+    def _leave(self) -> None:
+        self._count(-1)
+        while self._queue and self._playing < self._max_plays:
+            waiting = heapq.heappop(self._queue)
+            if not waiting.turn.done():
+                self._count(1)
+                waiting.turn.set_result(None)
+
+
+def wire_priority(level: int, priority: int) -> int:
+    """Return the priority of a request among those of all plays, 0 to 255.
+
+    Args:
+        level: of the play, 0 for the one whose deadline comes first.
+        priority: among the play's own requests, 0 to 255.
+    """
+    span = _NEEDED // LEVELS
+    if priority < _NEEDED:
+        return level * span + priority * span // _NEEDED
+    return _NEEDED + level * span + (priority - _NEEDED) * span // _NEEDED
+
+
+class EdfScheduler(Generic[K]):
+    """Gives plays levels by their deadlines. It changes few, since each change is a message per request under way.
+
+    A late play moves behind those that can still be on time, but only once: its owner gives it one deadline more, and
+    plays that begin after that are due after it. So no play starves.
+    """
+
+    def __init__(self) -> None:
+        self._plays: list[tuple[float, int, K]] = []
+        """(deadline, arrival number, play), earliest deadline first."""
+        self._levels: dict[K, int] = {}
+        self._arrivals = 0
+
+    def __len__(self) -> int:
+        return len(self._plays)
+
+    def __iter__(self) -> Iterator[K]:
+        return (play for _, _, play in self._plays)
+
+    def level(self, play: K) -> int:
+        """Return the level of a play that was added."""
+        return self._levels[play]
+
+    def add(self, play: K, due_s: float) -> list[K]:
+        """Add a play that is due at ``due_s``, and return the other plays whose levels have changed."""
+        entry = (due_s, self._arrivals, play)
+        self._arrivals += 1
+        insort(self._plays, entry)
+        place = self._plays.index(entry)
+        before = self._levels[self._plays[place - 1][2]] if place else -1
+        last = place + 1 == len(self._plays)
+        behind = LEVELS if last else self._levels[self._plays[place + 1][2]]
+        if before + 1 < behind:
+            # Most plays come in the order in which they are due, so leave as much room behind as there is.
+            self._levels[play] = before + 1 if last else (before + behind) // 2
+            return []
+        self._levels[play] = -1
+        return [other for other in self._relevel() if other != play]
+
+    def remove(self, play: K) -> list[K]:
+        """Remove a play, and return those whose levels have changed."""
+        self._plays = [entry for entry in self._plays if entry[2] != play]
+        del self._levels[play]
+        shared = len(set(self._levels.values())) < len(self._plays)
+        return self._relevel() if shared else []
+
+    def _relevel(self) -> list[K]:
+        changed = []
+        for place, (_, _, play) in enumerate(self._plays):
+            level = min(place, LEVELS - 1)
+            if self._levels[play] != level:
+                self._levels[play] = level
+                changed.append(play)
+        return changed

@@ -1,0 +1,33 @@
+"""Short calls of a client: a play on a connection of the test's, or by a client that several plays share."""
+
+from __future__ import annotations
+
+from kvabr.client.async_client import AsyncClient
+from kvabr.client.options import PlayOptions
+from kvabr.client.result import Played
+
+
+async def play(via, tokens, *, deadline, spec=None, engine=None, peer=None, **options):
+    """Play a prompt by a client, or on a connection by a client that ends with the play."""
+    how = PlayOptions(**options)
+    if isinstance(via, AsyncClient):
+        return await via.play(tokens, deadline=deadline, options=how, model=spec, engine=engine, peer=peer)
+    client, played = AsyncClient(via), None
+    try:
+        played = await client.play(tokens, deadline=deadline, options=how, model=spec, engine=engine)
+    finally:
+        if not isinstance(played, Played) or played.upgrades is None:
+            await client.close()  # or upgrades go on
+    return played
+
+
+async def play_asset(via, asset, *, deadline, tokens=(), engine=None, peer=None, **options):
+    """Play an asset, as `play` does a prompt."""
+    how = PlayOptions(**options)
+    if isinstance(via, AsyncClient):
+        return await via.play_asset(asset, deadline=deadline, tokens=tokens, options=how, engine=engine, peer=peer)
+    client = AsyncClient(via)
+    try:
+        return await client.play_asset(asset, deadline=deadline, tokens=tokens, options=how, engine=engine)
+    finally:
+        await client.close()

@@ -1,0 +1,268 @@
+"""Many plays of one client: nothing twice over the network, the earliest deadline first, nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from kvabr.client.async_client import AsyncClient
+from kvabr.client.options import Limits
+from kvabr.server.faults import Fault
+from kvabr.types.cost import PrefillCost
+from kvabr.types.errors import BusyError, PlayError, UsageError
+from tests.client.playing import play
+from tests.client.test_play import close
+from tests.client.virtual import virtual
+from tests.toymodel import SPEC, ToyModel, prompt
+
+TOKENS, LONG = prompt(70).tokens, prompt(160).tokens
+COST = PrefillCost(0.001, 0.001)
+
+
+def soon(coroutine):
+    return asyncio.get_running_loop().create_task(coroutine)
+
+
+@virtual
+async def test_plays_of_one_prompt_make_one_download(origin, long):
+    async with origin(folder="long", rate=long.fp16_bytes / 2) as link, AsyncClient() as client:
+        plays = [play(client, LONG, peer=link, deadline=2.0 + number / 8, spec=SPEC) for number in range(6)]
+        done = await asyncio.gather(*plays)
+        asked = {(track, group) for (_, track, group) in link._asked if not track.startswith("kvabr")}
+        assert all(link._asked[key] == 1 for key in link._asked)
+        assert link.downloads == 0
+    assert all(played.met and close(played.kv, LONG) for played in done)
+    sources = ("network", "joined", "memory")
+    network, joined, memory = (client.metrics.value("kvabr_node_groups_total", source=source) for source in sources)
+    # What is asked for while it is being checked comes from neither: it is counted as joined.
+    assert network == len([key for key in asked if not key[0].startswith("prefix")])
+    assert joined + memory >= 5 * long.groups
+    assert client.metrics.value("kvabr_node_plays_total", result="met") == 6
+
+
+@virtual
+async def test_what_came_before_comes_from_memory(origin, short):
+    async with origin(rate=short.track("Int8").total_bytes) as link, AsyncClient() as client:
+        first = await play(client, TOKENS, peer=link, deadline=2.0, spec=SPEC)
+        again = await play(client, TOKENS, peer=link, deadline=0.8, spec=SPEC)
+        alone = await play(link, TOKENS, deadline=0.8, spec=SPEC)
+    assert first.met
+    assert again.met
+    assert again.loss <= first.loss < alone.loss
+    assert close(again.kv)
+    assert again.record.bytes_held_up["kept"] == sum(
+        short.track(name).bytes[group] for group, name in enumerate(again.coverage)
+    )
+    assert client.metrics.value("kvabr_node_bytes_total", source="memory") > 0
+
+
+@virtual
+async def test_a_longer_prompt_takes_what_it_shares(origin, long):
+    """The asset of a prompt that begins alike: the groups of the prefix are the same, whoever asks."""
+    async with origin(folder="long", rate=long.fp16_bytes) as link, AsyncClient() as client:
+        await play(client, LONG[:96], peer=link, deadline=2.0, spec=SPEC, policy="fixed:Int4")
+        await play(client, LONG, peer=link, deadline=2.0, spec=SPEC, policy="fixed:Int4")
+        assert client.metrics.value("kvabr_node_groups_total", source="network") == long.groups
+        assert client.metrics.value("kvabr_node_groups_total", source="memory") == 6
+
+
+@virtual
+async def test_a_fixed_track_stays_fixed_whatever_is_at_hand(origin):
+    async with origin() as link, AsyncClient() as client:
+        await play(client, TOKENS, peer=link, deadline=2.0, spec=SPEC, policy="fixed:Int4")
+        played = await play(client, TOKENS, peer=link, deadline=2.0, spec=SPEC, policy="fixed:FP16")
+    assert set(played.coverage) == {"FP16"}
+
+
+@virtual
+async def test_what_is_at_hand_says_nothing_about_the_link(origin, short):
+    async with origin(rate=short.fp16_bytes) as link, AsyncClient() as client:
+        await play(client, TOKENS, peer=link, deadline=2.0, spec=SPEC, policy="fixed:Int4")
+        seen = []
+        await play(client, TOKENS, peer=link, deadline=2.0, spec=SPEC, watch=seen.append)
+    assert seen
+    assert all(snapshot.rate < 2 * short.fp16_bytes for snapshot in seen)
+
+
+@pytest.mark.parametrize("fair", [True, False])
+@virtual
+async def test_the_play_that_is_due_first_is_served_first(origin, short, fair):
+    """Two plays that the link can serve one after the other, but not side by side."""
+    size = short.track("FP16").total_bytes
+    async with origin(folder=".", rate=size / 0.5) as link, AsyncClient(limits=Limits(fair=fair)) as client:
+        patient = soon(play(client, LONG, peer=link, deadline=3.0, spec=SPEC, policy="fixed:FP16"))
+        await asyncio.sleep(0.1)
+        urgent = await play(client, TOKENS, peer=link, deadline=0.75, spec=SPEC, policy="fixed:FP16")
+        slow = await patient
+    assert slow.met
+    assert urgent.met == fair
+
+
+@virtual
+async def test_a_late_play_is_not_left_behind_for_ever(origin, short):
+    """A stream of plays takes the whole link; one that came late to its deadline still ends."""
+    size = short.track("Int4").total_bytes
+    async with origin(rate=size / 0.5) as link, AsyncClient(limits=Limits(memory_bytes=0)) as client:
+
+        async def one(policy):
+            return await play(client, TOKENS, peer=link, deadline=1.0, spec=SPEC, policy=policy, patience=100.0)
+
+        others = []
+        large = soon(one("fixed:FP16"))  # takes 1.5 s alone
+        for _ in range(20):
+            others.append(soon(one("fixed:Int4")))
+            await asyncio.sleep(0.5)
+        assert large.done()
+        assert not (await large).met
+        assert (await large).ttft_s < 6
+        await asyncio.gather(*others)
+
+
+@virtual
+async def test_an_aborted_request_leaves_nothing_behind(origin, short):
+    async with origin(rate=short.fp16_bytes / 2) as link, AsyncClient() as client:
+        gone = soon(play(client, TOKENS, peer=link, deadline=2.0, spec=SPEC))
+        await asyncio.sleep(0.3)
+        assert link.downloads > 0
+        gone.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await gone
+        await asyncio.sleep(0)
+        assert link.downloads == 0
+        assert client.metrics.value("kvabr_node_plays_total", result="aborted") == 1
+        assert client.metrics.value("kvabr_node_plays_in_flight") == 0
+
+
+@virtual
+async def test_an_aborted_request_takes_nothing_from_others(origin, short):
+    async with origin(rate=short.fp16_bytes / 2) as link, AsyncClient() as client:
+        gone = soon(play(client, TOKENS, peer=link, deadline=2.0, spec=SPEC))
+        stays = soon(play(client, TOKENS, peer=link, deadline=2.0, spec=SPEC))
+        await asyncio.sleep(0.3)
+        gone.cancel()
+        played = await stays
+        assert all(count == 1 for count in link._asked.values())
+    assert played.met
+    assert close(played.kv)
+
+
+@virtual
+async def test_a_damaged_group_is_not_kept(origin, short):
+    def faults(ask):
+        return Fault(corrupt_at=100) if ask.group == 1 and ask.attempt == 0 else None
+
+    async with origin(faults=faults) as link, AsyncClient() as client:
+        plays = [play(client, TOKENS, peer=link, deadline=2.0, spec=SPEC, policy="fixed:Int8") for _ in range(3)]
+        done = await asyncio.gather(*plays)
+        assert client.metrics.value("kvabr_node_downloads_total", result="damaged") == 1
+        assert link._asked[short.namespace, "Int8", 1] == 2
+    assert all(played.met and close(played.kv) for played in done)
+
+
+@virtual
+async def test_memory_stays_within_its_bound(origin, short, long):
+    bound = short.track("Int8").total_bytes
+    async with origin(folder=".") as link, AsyncClient(limits=Limits(memory_bytes=bound)) as client:
+        for tokens, policy in ((TOKENS, "fixed:FP16"), (LONG, "fixed:Int4"), (LONG, "fixed:FP16")):
+            assert (await play(client, tokens, peer=link, deadline=2.0, spec=SPEC, policy=policy)).met
+            assert 0 < client.store.total_bytes <= bound
+        assert client.metrics.value("kvabr_node_store_evicted_total", tier="memory") > 0
+
+
+@virtual
+async def test_a_folder_serves_the_next_process(origin, tmp_path):
+    limits = Limits(memory_bytes=0, disk=tmp_path)
+    for _ in range(2):
+        async with origin() as link, AsyncClient(limits=limits) as client:
+            played = await play(client, TOKENS, peer=link, deadline=2.0, spec=SPEC, policy="fixed:Int8")
+            assert close(played.kv)
+    assert client.metrics.value("kvabr_node_groups_total", source="disk") == 5
+    assert client.metrics.value("kvabr_node_groups_total", source="network") == 0
+
+
+@virtual
+async def test_too_many_plays_wait_or_are_refused(origin, short):
+    rate = short.track("FP16").total_bytes
+    async with origin(rate=rate) as link, AsyncClient(limits=Limits(plays=1, waiting=1, memory_bytes=0)) as client:
+        first = soon(play(client, TOKENS, peer=link, deadline=9.0, spec=SPEC, policy="fixed:FP16"))
+        waits = soon(play(client, TOKENS, peer=link, deadline=9.0, spec=SPEC, policy="fixed:FP16"))
+        await asyncio.sleep(0)
+        with pytest.raises(BusyError, match="compute this prompt"):
+            await play(client, TOKENS, peer=link, deadline=9.0, spec=SPEC)
+        one, two = await first, await waits
+    assert one.ttft_s < two.ttft_s
+    assert two.lookup_s > one.ttft_s  # what it waited counts
+    assert client.metrics.value("kvabr_node_plays_total", result="refused") == 1
+
+
+@virtual
+async def test_a_peer_that_cannot_be_reached_leaves_it_to_the_engine(tmp_path):
+    async with AsyncClient() as client:
+        peer = client.peer("moqt://127.0.0.1:1/", ca=tmp_path / "none.pem")
+        played = await play(client, TOKENS, peer=peer, deadline=2.0, engine=ToyModel(), prefill_cost=COST)
+        assert set(played.coverage) == {"recomputed"}
+        with pytest.raises(PlayError, match=r"none\.pem"):
+            await play(client, TOKENS, peer=peer, deadline=2.0, spec=SPEC)
+        with pytest.raises(PlayError, match=r"no connection|Expired|refused|reach"):
+            await play(client, TOKENS, peer="moqt://127.0.0.1:1/", deadline=0.5, spec=SPEC)
+        assert client.metrics.value("kvabr_node_dials_failed_total") >= 2
+
+
+@virtual
+async def test_a_lost_connection_is_told(origin, short):
+    async with origin(rate=short.fp16_bytes / 2, lasts_s=0.5) as link, AsyncClient() as client:
+        with pytest.raises(PlayError, match="connection"):
+            await play(client, TOKENS, peer=link, deadline=2.0, spec=SPEC)
+        played = await play(client, TOKENS, peer=link, deadline=2.0, engine=ToyModel(), prefill_cost=COST)
+    assert set(played.coverage) == {"recomputed"}
+
+
+@virtual
+async def test_closing_ends_every_play(origin, short):
+    link = origin(rate=short.fp16_bytes / 5)
+    client = AsyncClient(limits=Limits(plays=1))
+    under_way = soon(play(client, TOKENS, peer=link, deadline=2.0, spec=SPEC))
+    waiting = soon(play(client, TOKENS, peer=link, deadline=2.0, spec=SPEC))
+    await asyncio.sleep(0.2)
+    await client.close()
+    with pytest.raises(PlayError, match="closed"):
+        await under_way
+    with pytest.raises(BusyError, match="closing"):
+        await waiting
+    with pytest.raises(BusyError, match="closing"):
+        await play(client, TOKENS, peer=link, deadline=2.0, spec=SPEC)
+    assert link.downloads == 0
+    await link.close()
+
+
+@virtual
+async def test_upgrades_after_the_deadline_keep_their_connection(origin, short):
+    async with origin(rate=short.track("Int4").total_bytes * 3) as link, AsyncClient() as client:
+        played = await play(client, TOKENS, peer=link, deadline=0.5, spec=SPEC, after=5.0)
+        before = played.upgrades.loss
+
+        def between_steps(first, last, write):
+            write()
+            return True
+
+        played.upgrades.into(between_steps)
+        await played.upgrades.wait()
+        assert played.upgrades.loss < before
+        assert client.metrics.value("kvabr_node_plays_in_flight") == 0
+
+
+async def test_arguments_that_make_no_sense():
+    for wrong in ({"memory_bytes": -1}, {"plays": 0}, {"waiting": -1}, {"wait_share": 1.5}, {"disk_bytes": -1}):
+        with pytest.raises(UsageError, match=next(iter(wrong))):
+            Limits(**wrong)
+    async with AsyncClient() as client:
+        with pytest.raises(UsageError, match="deadline"):
+            await play(client, TOKENS, peer="moqt://origin.example/", deadline=0.0, spec=SPEC)
+        with pytest.raises(UsageError, match="moqt://"):
+            client.peer("http://origin.example/")
+        with pytest.raises(TypeError, match="tokn"):
+            client.peer("moqt://origin.example/", tokn="x")
+        peer = client.peer("moqt://origin.example/", token="x")  # noqa: S106
+        assert client.peer("moqt://origin.example/", token="x") is peer  # noqa: S106
+        assert client.peer("moqt://origin.example/") is not peer
