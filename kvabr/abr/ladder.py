@@ -51,8 +51,7 @@ Options = tuple[tuple[Option, ...], ...]
 class Frontier:
     """The marginal value of bytes that are spent as well as possible, layers included."""
 
-    def __init__(self, catalog: Catalog) -> None:
-        steps = rank(every_option(catalog))
+    def __init__(self, steps: Sequence[LadderStep]) -> None:
         self._bytes = list(accumulate(step.bytes for step in steps))
         self._worth = [step.worth for step in steps]
 
@@ -94,7 +93,21 @@ class Ladder:
         """Lower convex hull of each group's self-contained options, cheapest first."""
         self.steps: tuple[LadderStep, ...] = rank(self.options)
         """All steps of all hulls, most loss saved per byte first: the best order to spend a budget in."""
-        self.frontier: Frontier = Frontier(catalog)
+        self.stacks: dict[str, tuple[str, ...]] = {
+            track.name: tuple(layer.name for layer in stack(catalog, track)) for track in catalog.tracks
+        }
+        """Names of the layers that each track needs, base first, itself last."""
+        above: dict[str, list[Track]] = {}
+        for track in catalog.tracks:
+            if track.refines is not None:
+                above.setdefault(track.refines, []).append(track)
+        self.above: dict[str, tuple[Track, ...]] = {name: tuple(layers) for name, layers in above.items()}
+        """The layers that refine each track; tracks without any are left out."""
+        self.layered: Options = every_option(catalog)
+        """Lower convex hull of all options of each group, layers stacked on what they refine included."""
+        self.layered_steps: tuple[LadderStep, ...] = rank(self.layered)
+        """All steps of these hulls, most loss saved per byte first."""
+        self.frontier: Frontier = Frontier(self.layered_steps)
         """The marginal value of bytes where layers are used."""
 
     def index(self, track: str) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Callable, KeysView
 from dataclasses import dataclass
 
 from kvabr.abr.ladder import Ladder
-from kvabr.types.catalog import Catalog
+from kvabr.types.catalog import Catalog, Track
 from kvabr.types.cost import PrefillCost
 
 
@@ -189,6 +189,18 @@ class View:
             if track.bytes[group] <= max_bytes:
                 chosen = track.name
         return chosen
+
+    def soonest_track(self) -> str:
+        """Return the cheapest track, or a dearer one if its faster decoding completes the missing groups sooner."""
+        cheapest, left = self.ladder.tracks[0], len(self.missing_groups)
+
+        def seconds(track: Track) -> float:
+            network = track.total_bytes / self.groups * left / self.rate
+            return max(network, self.decode_backlog_s + track.decode_s * left)
+
+        if self.rate <= 0 or seconds(cheapest) <= self.time_left:
+            return cheapest.name
+        return min(self.ladder.tracks, key=seconds).name
 
     def slack_s(self) -> float:
         """Return the time left to the deadline minus the time that the rest needs: this player's buffer, in seconds.

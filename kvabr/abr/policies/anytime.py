@@ -101,10 +101,7 @@ class Anytime(Policy):
         catalog, groups = view.catalog, range(view.groups)
         self._tracks = catalog.by_name
         base = self._base = self._tracks[view.ladder.cheapest]
-        self._above: dict[str, list[Track]] = {}
-        for track in catalog.tracks:
-            if track.refines is not None:
-                self._above.setdefault(track.refines, []).append(track)
+        self._above = view.ladder.above
         alone = self._alone = [track for track in view.ladder.tracks if track is not base]
         self._least = [min((track.loss[group] for track in alone), default=0.0) for group in groups]
         """Least loss of each group on any track that replaces another."""
@@ -175,7 +172,7 @@ class Anytime(Policy):
         if self._slow:
             if self._enough(view, _FIRST_FLYING):
                 return Decision.wait("enough is in flight, and decoding is slow")
-            name = self._soonest(view)
+            name = view.soonest_track()
         missing, order = view.missing_groups, self._order
         if self._spare is not None and not view.front_first:
             group = next(reversed(missing))  # the engine comes from the front
@@ -187,18 +184,6 @@ class Anytime(Policy):
                 group = order[self._asked - 1]
                 break
         return Decision.fetch(group, name, "the base of every group comes first")
-
-    def _soonest(self, view: View) -> str:
-        """Return the track on which the missing groups are in place first."""
-        left = len(view.missing_groups)
-
-        def seconds(track: Track) -> float:
-            network = track.total_bytes / view.groups * left / view.rate
-            return max(network, view.decode_backlog_s + track.decode_s * left)
-
-        if view.rate <= 0 or seconds(self._base) <= view.time_left:
-            return self._base.name
-        return min(view.ladder.tracks, key=seconds).name
 
     # ------------------------------------------------------------ the upgrades
 

@@ -42,23 +42,8 @@ class CheapFirst(Policy):
         """Fetch the base of every group first, then upgrades."""
         group = view.first_missing()
         if group is not None:
-            return Decision.fetch(group, self._soonest(view), "the base of every group comes first")
+            return Decision.fetch(group, view.soonest_track(), "the base of every group comes first")
         return self._upgrade(view)
-
-    def _soonest(self, view: View) -> str:
-        """Return the cheapest track, or a dearer one if its faster decoding completes the cache sooner."""
-        if view.rate <= 0:
-            return self._base
-        left = len(view.missing)
-
-        def seconds(name: str) -> float:
-            track = view.catalog.by_name[name]
-            network = track.total_bytes / view.groups * left / view.rate
-            return max(network, view.decode_backlog_s + track.decode_s * left)
-
-        if seconds(self._base) <= view.time_left:
-            return self._base
-        return min(view.ladder.names, key=seconds)
 
     def _upgrade(self, view: View) -> Decision:
         """Request the upgrade that saves most per byte among those that arrive in time."""

@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import ClassVar
 
-from kvabr.abr.ladder import Choice, knapsack, stack
+from kvabr.abr.ladder import Choice, knapsack
 from kvabr.abr.policy import Decision, Policy
 from kvabr.abr.view import Future, View
 from kvabr.types.catalog import RECOMPUTED, predicted_loss
@@ -66,7 +66,7 @@ class Oracle(Policy):
             raise PolicyError("oracle reads what the link will carry from the trace: it runs only in a simulation")
         catalog = view.catalog
         self._tracks = catalog.by_name
-        self._stacks = {track.name: tuple(layer.name for layer in stack(catalog, track)) for track in catalog.tracks}
+        self._stacks = view.ladder.stacks
         self._knows = isinstance(view.oracle, Future)
         self._total = view.oracle(view.deadline_s)
         self._idle, self._asked = 0.0, 0

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
-from kvabr.abr.ladder import LadderStep, every_option, rank, spend, stack
+from kvabr.abr.ladder import LadderStep, spend
 from kvabr.abr.policy import Decision, Parameter, Policy
 from kvabr.abr.view import View
 
@@ -32,16 +32,11 @@ class RobustMpc(Policy):
 
     def start(self, view: View) -> None:
         """Work out the options, and what builds on what."""
-        catalog = view.catalog
-        self._options = every_option(catalog)
+        self._options = view.ladder.layered
         self._steps: dict[int, list[LadderStep]] = {}
-        for step in rank(self._options):
+        for step in view.ladder.layered_steps:
             self._steps.setdefault(step.group, []).append(step)
-        self._stacks = {track.name: tuple(layer.name for layer in stack(catalog, track)) for track in catalog.tracks}
-        self._above: dict[str, list[str]] = {}
-        for track in catalog.tracks:
-            if track.refines is not None:
-                self._above.setdefault(track.refines, []).append(track.name)
+        self._stacks, self._above = view.ladder.stacks, view.ladder.above
         self._owed: dict[int, tuple[str, ...]] = {}
         """Planned layers of each group that have not been requested, lowest first."""
 
@@ -83,10 +78,10 @@ class RobustMpc(Policy):
         for group in view.settled:
             current = view.track_of[group] or ""
             for layer in self._above.get(current, ()):
-                size = view.bytes(group, layer)
-                worth = (view.loss(group, current) - view.loss(group, layer)) / size
+                size = layer.bytes[group]
+                worth = (view.loss(group, current) - layer.loss[group]) / size
                 if size <= budget and worth > 0 and (best is None or worth > best[0]):
-                    best = (worth, group, layer)
+                    best = (worth, group, layer.name)
         if best is None:
             return Decision.wait("no further layer would arrive at the bound")
         return Decision.upgrade(best[1], best[2], "spare bytes at the bound go into further layers")
