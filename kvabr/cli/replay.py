@@ -182,9 +182,9 @@ def _asset(path: str | None) -> tuple[Catalog, Asset | None]:
 
 
 def _matrix(args: argparse.Namespace, catalog: Catalog) -> Matrix:
+    from kvabr.replay.experiment import ReplayOptions
     from kvabr.replay.readers import find, read
     from kvabr.replay.run import Matrix
-    from kvabr.replay.stage import PlayOptions
 
     # The speed that an asset's publisher measured is a fair guess at the user's own engine; that of the shipped catalog
     # is not. Live plays have no engine unless the user asks for one, because its stand-in would only take time.
@@ -193,7 +193,7 @@ def _matrix(args: argparse.Namespace, catalog: Catalog) -> Matrix:
         cost = None
     elif args.prefill_rate is not None:
         cost = PrefillCost.from_rate(args.prefill_rate)
-    options = PlayOptions(
+    options = ReplayOptions(
         deadline_s=args.deadline,
         rtt_s=None if args.rtt is None else args.rtt / 1000.0,
         scale_to_mean=args.scale_to_mean,
@@ -260,7 +260,7 @@ def _check_live(args: argparse.Namespace) -> None:
 
 
 def _replay_live(args: argparse.Namespace, matrix: Matrix, asset: Asset, on_progress: Callable[[int], None]) -> Report:
-    from kvabr.replay.live.playing import LiveOptions
+    from kvabr.replay.live.experiment import LiveOptions
     from kvabr.replay.live.run import replay_live
 
     options = LiveOptions(

@@ -19,7 +19,7 @@ from kvabr.client.upgrades import EngineHook
 from kvabr.moqt.codes import RequestCode
 from kvabr.player.assembler import Assembler
 from kvabr.player.session import Session
-from kvabr.player.session_types import Cancel, Decode, Deliver, Fetch, GiveUp, PlayerConfig, PlayRecord, Recompute
+from kvabr.player.session_types import Cancel, Decode, Deliver, FetchGroup, GiveUp, PlayerConfig, PlayRecord, Recompute
 from kvabr.quic.interface import Connection, Download
 from kvabr.types.catalog import Catalog
 from kvabr.types.engine import Engine
@@ -130,9 +130,9 @@ class Driver:
         else:
             self._schedule()
 
-    def _obey(self, action: Fetch | Cancel | Decode | Recompute | Deliver | GiveUp) -> None:
+    def _obey(self, action: FetchGroup | Cancel | Decode | Recompute | Deliver | GiveUp) -> None:
         match action:
-            case Fetch():
+            case FetchGroup():
                 self._fetch(action)
             case Cancel():
                 self._cancel(action.request)
@@ -168,7 +168,7 @@ class Driver:
 
     # ------------------------------------------------------------- downloads
 
-    def _fetch(self, action: Fetch) -> None:
+    def _fetch(self, action: FetchGroup) -> None:
         download = self._connection.fetch(
             self._catalog.namespace,
             action.track,
@@ -186,7 +186,7 @@ class Driver:
             task.cancel()
             download.cancel()
 
-    async def _read(self, action: Fetch, download: Download) -> None:
+    async def _read(self, action: FetchGroup, download: Download) -> None:
         try:
             await self._receive(action, download)
         except PolicyError as error:
@@ -204,7 +204,7 @@ class Driver:
         finally:
             download.cancel()
 
-    async def _receive(self, action: Fetch, download: Download) -> None:
+    async def _receive(self, action: FetchGroup, download: Download) -> None:
         """Read a group, and return as soon as its last byte is here.
 
         Raises:

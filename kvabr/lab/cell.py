@@ -7,8 +7,8 @@ from typing import Any
 
 from kvabr.lab.causes import Case, LossCurves, split
 from kvabr.replay.clairvoyant import Bound, Clairvoyant
+from kvabr.replay.experiment import MISS_PENALTY, Experiment, PlayOutcome, ReplayOptions
 from kvabr.replay.link import Capacity
-from kvabr.replay.stage import MISS_PENALTY, Outcome, PlayOptions, Stage
 from kvabr.replay.trace import Trace
 from kvabr.types.catalog import Catalog
 
@@ -29,9 +29,9 @@ class BoundedLink:
 class CellPlayer:
     """Play over one cell of a matrix."""
 
-    def __init__(self, catalog: Catalog, options: PlayOptions) -> None:
+    def __init__(self, catalog: Catalog, options: ReplayOptions) -> None:
         self._catalog, self._options = catalog, options
-        self.stage = Stage(catalog, options)
+        self.experiment = Experiment(catalog, options)
         self._curves = LossCurves(catalog)
         share = catalog.group_tokens(catalog.groups - 1) / catalog.spec.group_tokens
         self._tail_s = options.decode_scale * share * min(track.decode_s for track in catalog.tracks)
@@ -41,20 +41,20 @@ class CellPlayer:
 
     def link(self, trace: Trace, start_s: float) -> BoundedLink:
         """Return the link from one start of a trace, with its bounds."""
-        capacity, rtt_s, bound = self.stage.prepare(trace, start_s)
+        capacity, rtt_s, bound = self.experiment.prepare(trace, start_s)
         network = bound if self._network is None else self._network.bound(capacity, self._options.deadline_s)
         return BoundedLink(start_s, capacity, rtt_s, bound, network)
 
     def play(
         self, trace: Trace, link: BoundedLink, policy: str, *, log: bool = False
-    ) -> tuple[dict[str, Any], Outcome]:
+    ) -> tuple[dict[str, Any], PlayOutcome]:
         """Play once.
 
         Returns:
             The line of results, and the whole outcome. ``regret`` is measured against the bound of network and compute,
             ``network_regret`` against the bound of the network alone; each is None if its bound is infeasible.
         """
-        outcome = self.stage.play_on(trace, link.start_s, policy, link.capacity, link.rtt_s, link.bound, log=log)
+        outcome = self.experiment.play_on(trace, link.start_s, policy, link.capacity, link.rtt_s, link.bound, log=log)
         line = dict(outcome.run)
         del line["groups"]
         line["rtt_s"] = link.rtt_s
@@ -63,7 +63,7 @@ class CellPlayer:
         line["causes"] = self._causes(outcome, link)
         return line, outcome
 
-    def _regret(self, outcome: Outcome, bound: Bound) -> float | None:
+    def _regret(self, outcome: PlayOutcome, bound: Bound) -> float | None:
         if not bound.feasible:
             return None
         deadline_s, ttft = self._options.deadline_s, outcome.run["ttft_s"]
@@ -71,7 +71,7 @@ class CellPlayer:
         missed = 0.0 if outcome.run["met"] else MISS_PENALTY
         return max(0.0, float(outcome.run["loss"]) + missed + late - bound.loss)
 
-    def _causes(self, outcome: Outcome, link: BoundedLink) -> dict[str, float] | None:
+    def _causes(self, outcome: PlayOutcome, link: BoundedLink) -> dict[str, float] | None:
         if not link.bound.feasible or outcome.use is None:
             return None
         case = Case(

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from kvabr.abr.plugins import load_estimator, policy_class
-from kvabr.replay.stage import PlayOptions
+from kvabr.replay.experiment import ReplayOptions
 from kvabr.replay.trace import Trace
 from kvabr.types.catalog import Catalog
 
@@ -53,7 +53,7 @@ def of_catalog(catalog: Catalog) -> str:
     return hashlib.sha256(catalog.dumps().encode()).hexdigest()
 
 
-def of_options(options: PlayOptions) -> str:
+def of_options(options: ReplayOptions) -> str:
     """Return the digest of the options of a play."""
     values = asdict(options)
     estimator = values["estimator"]

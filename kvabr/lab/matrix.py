@@ -18,8 +18,8 @@ from kvabr.abr.plugins import policies as known_policies
 from kvabr.abr.policies import DEFAULT
 from kvabr.data import default_catalog
 from kvabr.player.session_types import GPU_PRICE, PlayerConfig
+from kvabr.replay.experiment import ReplayOptions
 from kvabr.replay.readers import find, read
-from kvabr.replay.stage import PlayOptions
 from kvabr.replay.trace import Trace
 from kvabr.store.files import read_text
 from kvabr.types.catalog import Catalog
@@ -214,10 +214,10 @@ class LabMatrix:
         """Return the catalog that a cell plays."""
         return next(offer.catalog for offer in self.offers if offer.name == cell.asset)
 
-    def options(self, cell: Cell) -> PlayOptions:
+    def options(self, cell: Cell) -> ReplayOptions:
         """Return the options that a cell plays with."""
         engine = next(engine for engine in self.engines if engine.text == cell.engine)
-        return PlayOptions(
+        return ReplayOptions(
             deadline_s=cell.deadline_s,
             rtt_s=cell.rtt_s,
             scale_to_mean=cell.load,

@@ -25,7 +25,7 @@ from kvabr.types.catalog import RECOMPUTED, Catalog, Track
 from kvabr.types.errors import FormatError, HoleError, UsageError
 
 
-class Verdict(Enum):
+class Placement(Enum):
     """What happened to a group."""
 
     PLACED = "placed"
@@ -83,7 +83,9 @@ class Assembler:
         """Per group, the track in place, ``recomputed``, or None."""
         return tuple(self._tracks)
 
-    def put(self, group: int, track: str, frame: bytes | memoryview, *, has_digest: HasDigest | None = None) -> Verdict:
+    def put(
+        self, group: int, track: str, frame: bytes | memoryview, *, has_digest: HasDigest | None = None
+    ) -> Placement:
         """Check, decode and place one group.
 
         Args:
@@ -109,7 +111,7 @@ class Assembler:
                 if offer.refines is not None and self._tracks[group] != offer.refines:
                     raise FormatError(f"group {group} of {track}: {offer.refines} is no longer in place")
                 self._out[:, :, :, first:last].copy_(scratch)
-                verdict = Verdict.PLACED if self._tracks[group] is None else Verdict.REPLACED
+                verdict = Placement.PLACED if self._tracks[group] is None else Placement.REPLACED
                 self._tracks[group] = track
                 if offer.refines is None:
                     self._forget(group)
@@ -117,7 +119,7 @@ class Assembler:
                     self._kept[group, track] = memoryview(frame)
         return verdict
 
-    def put_computed(self, first: int, last: int, kv: torch.Tensor) -> Verdict:
+    def put_computed(self, first: int, last: int, kv: torch.Tensor) -> Placement:
         """Place groups ``first`` to ``last`` - 1 as computed by the engine.
 
         Args:
@@ -137,8 +139,8 @@ class Assembler:
             raise UsageError(f"recomputed groups {first} to {last - 1}: the engine returned NaN or infinity")
         with self._lock:
             if self._taken:
-                return Verdict.LATE
-            verdict = Verdict.PLACED if None in self._tracks[first:last] else Verdict.REPLACED
+                return Placement.LATE
+            verdict = Placement.PLACED if None in self._tracks[first:last] else Placement.REPLACED
             self._out[:, :, :, begin:end].copy_(kv)
             for group in range(first, last):
                 self._tracks[group] = RECOMPUTED
@@ -160,7 +162,7 @@ class Assembler:
 
     def prepare(
         self, group: int, track: str, frame: bytes | memoryview, *, has_digest: HasDigest | None = None
-    ) -> Callable[[], Verdict]:
+    ) -> Callable[[], Placement]:
         """Check and decode one group of a cache that is in use, into memory of its own.
 
         Args:
@@ -185,19 +187,19 @@ class Assembler:
         self._decode(group, offer, frame, ready, has_digest)
         kept = memoryview(frame) if track in self._refined else None
 
-        def write() -> Verdict:
+        def write() -> Placement:
             with self._lock:
                 if not self._open:
-                    return Verdict.LATE
+                    return Placement.LATE
                 if self._better(group, offer) is not None:
-                    return Verdict.STALE
+                    return Placement.STALE
                 self._out[:, :, :, first:last].copy_(ready)
                 self._tracks[group] = track
                 if offer.refines is None:
                     self._forget(group)
                 if kept is not None:
                     self._kept[group, track] = kept
-            return Verdict.REPLACED
+            return Placement.REPLACED
 
         return write
 
@@ -268,19 +270,19 @@ class Assembler:
             shown = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
             raise HoleError(f"groups {shown} are neither fetched nor recomputed; fetch or recompute them first")
 
-    def _verdict(self, group: int, offer: Track) -> Verdict | None:
+    def _verdict(self, group: int, offer: Track) -> Placement | None:
         """Return why a frame can be ignored, or None."""
         if self._taken:
-            return Verdict.LATE
+            return Placement.LATE
         return self._better(group, offer)
 
-    def _better(self, group: int, offer: Track) -> Verdict | None:
-        """Return `Verdict.STALE` if the track in place is at least as good, else None."""
+    def _better(self, group: int, offer: Track) -> Placement | None:
+        """Return `Placement.STALE` if the track in place is at least as good, else None."""
         current = self._tracks[group]
         if current is None:
             return None
         if current == RECOMPUTED or self._catalog.track(current).loss[group] <= offer.loss[group]:
-            return Verdict.STALE
+            return Placement.STALE
         return None
 
     def _below(self, group: int, offer: Track) -> list[memoryview]:

@@ -37,7 +37,7 @@ from kvabr.player.session_types import (
     Action,
     Decode,
     Deliver,
-    Fetch,
+    FetchGroup,
     GiveUp,
     Goal,
     GroupRecord,
@@ -394,7 +394,7 @@ class Session(PlayState):
             priority = self._places.setdefault(group, len(self._places)) * 128 // view.groups
             view.missing_groups.pop(group, None)
         transfer.priority = priority
-        self._actions.append(Fetch(request, group, track, size, priority))
+        self._actions.append(FetchGroup(request, group, track, size, priority))
         self._events.decision(decision, now, request=request)
         self._events.emit(RequestSent, now, request, group, track, size)
 

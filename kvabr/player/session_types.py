@@ -83,7 +83,7 @@ class PlayerConfig:
 
 
 @dataclass(slots=True)
-class Fetch:
+class FetchGroup:
     """Request one group of one track."""
 
     request: int
@@ -143,7 +143,7 @@ class GiveUp:
     reason: str
 
 
-Action = Fetch | Cancel | Decode | Recompute | Deliver | GiveUp
+Action = FetchGroup | Cancel | Decode | Recompute | Deliver | GiveUp
 
 # --------------------------------------------------------------------------- record
 

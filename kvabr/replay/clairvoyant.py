@@ -1,23 +1,23 @@
-"""The clairvoyant bound: with the whole trace known, the least loss that any schedule could reach by the deadline.
+"""The clairvoyant bound: the least loss that any schedule could reach by the deadline if it knew the whole trace.
 
-If only "all in place by D" counts, the order of transfers does not matter: the best cache is a multiple-choice
-knapsack, one option per group, over the bytes that the link carries by D less the time to decode what comes last (the
-quickest to decode of all that the link could carry in the place of a cheaper one). The
-bound is the knapsack's linear relaxation, which the greedy order on the convex hulls solves exactly; it is at most one
-step below the best whole-group cache, so it is a bound that a play can approach but not pass.
+If only "everything in place by D" counts, the order of transfers does not matter. The best cache is a multiple-choice
+knapsack, one option per group, over the bytes that the link carries by D minus the time to decode the last transfer (the
+quickest to decode that the link could carry in place of a cheaper one). The bound is the knapsack's linear relaxation,
+which the greedy order on the convex hulls solves exactly. It is at most one step below the best whole-group cache, so a
+play can approach it but not beat it.
 
-Decoding is a second resource, with one decoder: at any time t, what has arrived is at most C(t) bytes, which hold at
-most r C(t) seconds of decoding (r is the largest share of seconds to bytes of any track), and D - t seconds are left
-for the rest. So the decode times of all groups sum to at most R = min over t of r C(t) + D - t. Where the greedy
-solution needs more than that, the relaxation with both resources is solved by Lagrangian duality.
+Decoding is a second resource, with one decoder. By any time t, at most C(t) bytes have arrived, which hold at most
+r C(t) seconds of decoding (r is the largest ratio of seconds to bytes of any track), and D - t seconds are left for the
+rest. So the decode times of all groups sum to at most R = min over t of r C(t) + D - t. Where the greedy solution needs
+more than that, the relaxation with both resources is solved by Lagrangian duality.
 
-With an engine that can recompute, the network's part shrinks:
+An engine that recomputes shrinks the network's part:
 
-- ``suffix``: for every cut, the tail is computed once the network has brought what lies before the cut, on the cheapest
-  tracks at least; better ones may come by D.
-- ``hole``: with k groups computed while the network loads the others, where k is as many as a prefix (the cheapest
-  groups to compute) allows by D. Which k, the bound leaves open: it takes the k that help the network most, by
-  Lagrangian duality, so it cannot be passed by computing cleverly.
+- ``suffix``: for every cut, the tail is computed once the network has brought the groups before the cut, at least on the
+  cheapest tracks; better ones may come by D.
+- ``hole``: k groups are computed while the network loads the others, where k is what a prefix (the cheapest groups to
+  compute) allows by D. The bound does not fix which k: it takes those that help the network most, by Lagrangian duality,
+  so no choice of groups can beat it.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from kvabr.types.engine import EngineMode
 Array = npt.NDArray[np.float64]
 
 _SAMPLES = 48
-"""Points in time, and mixes of the two resources, that are looked at: each alone already gives a valid bound."""
+"""Points in time, and mixes of the two resources, to evaluate. Each alone gives a valid bound."""
 _THIRDS = 32
-"""Narrowings of a price by a third: to a millionth of where it began."""
+"""Steps of the ternary search for a price: down to a millionth of the first interval."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Bound:
 
 
 class _Curve:
-    """Least loss of the groups before a cut as a function of bytes: convex, piecewise linear."""
+    """Least loss of the groups before a cut as a function of bytes; convex and piecewise linear."""
 
     def __init__(
         self, options: Options, steps: Sequence[LadderStep], groups: int, decode_s: Mapping[str, float]
@@ -73,7 +73,7 @@ class _Curve:
                 self.loss.append(self.loss[-1] - step.saving)
 
     def at(self, nbytes: float) -> float:
-        """Least loss within ``nbytes``; infinite if even the cheapest options do not fit."""
+        """Return the least loss within ``nbytes``; infinite if even the cheapest options do not fit."""
         spare = nbytes - self.least_bytes
         if spare < 0:
             return float("inf")
@@ -85,7 +85,7 @@ class _Curve:
         return max(0.0, loss)
 
     def decoding(self, nbytes: float) -> float:
-        """Seconds of decoding that the best cache within ``nbytes`` takes."""
+        """Return the seconds of decoding that the best cache within ``nbytes`` takes."""
         return self.decode_s[self._index(nbytes - self.least_bytes)]
 
     def _index(self, spare: float) -> int:
@@ -107,7 +107,7 @@ class Clairvoyant:
         }
         least_share = catalog.group_tokens(catalog.groups - 1) / catalog.spec.group_tokens
         self._decode_tail_s = decode_scale * least_share * min(track.decode_s for track in catalog.tracks)
-        # What may come last: how long it is decoded at least, and the bytes that it takes beyond the cheapest cache.
+        # Candidates for the last transfer: least decode time, and bytes beyond those of the cheapest cache.
         self._lasts = sorted(
             (
                 decode_scale * least_share * track.decode_s,
@@ -121,7 +121,7 @@ class Clairvoyant:
         self._decode_per_byte = max(
             decode_scale * track.decode_s / size for track in catalog.tracks for size in track.bytes
         )
-        # Every option, as [group, option] arrays: off the hulls, too, for a dearer track may decode faster.
+        # Every option, as [group, option] arrays, including those off the hulls: a larger track may decode faster.
         stacks = [stack(catalog, track) for track in catalog.tracks]
         self._losses = np.array([track.loss for track in catalog.tracks]).T
         self._sizes = np.array([np.sum([layer.bytes for layer in layers], axis=0) for layers in stacks], float).T
@@ -130,7 +130,7 @@ class Clairvoyant:
         self._curves: dict[int, _Curve] = {}
 
     def bound(self, capacity: Capacity, deadline_s: float) -> Bound:
-        """The bound for one play."""
+        """Return the bound of one play."""
         catalog = self._catalog
         curve = self._curve(catalog.groups)
         loss = curve.at(nbytes := self._carried(capacity, deadline_s, curve.least_bytes))
@@ -146,7 +146,7 @@ class Clairvoyant:
         return Bound(loss < float("inf"), loss)
 
     def _carried(self, capacity: Capacity, deadline_s: float, least_bytes: int) -> float:
-        """Bytes that can arrive soon enough: what decodes quickest may come last, if the link carries that at all."""
+        """Return the bytes that can arrive in time, with the option that decodes fastest last if the link carries it."""
         nbytes = 0.0
         for decode_s, more in self._lasts:
             nbytes = capacity.between(0.0, max(0.0, deadline_s - decode_s))
@@ -163,7 +163,7 @@ class Clairvoyant:
         return min(self._behind(capacity, deadline_s, cut)[0] for cut in range(self._catalog.groups))
 
     def _behind(self, capacity: Capacity, deadline_s: float, cut: int) -> tuple[float, float]:
-        """Least loss if all from group ``cut`` on is computed, infinite if it cannot be; and the seconds that takes."""
+        """Return the least loss if all groups from ``cut`` on are computed (infinite: impossible), and its seconds."""
         catalog, cost = self._catalog, self._cost
         assert cost is not None  # noqa: S101
         first = cut * catalog.spec.group_tokens
@@ -174,11 +174,11 @@ class Clairvoyant:
         arrive_s = deadline_s - self._decode_tail_s
         if capacity.between(0.0, max(0.0, arrive_s - takes_s)) < curve.least_bytes:
             return float("inf"), takes_s
-        # While the engine computes, what is before the cut may still be improved.
+        # While the engine computes, the groups before the cut may still be upgraded.
         return curve.at(capacity.between(0.0, max(0.0, arrive_s))), takes_s
 
     def _computable(self, deadline_s: float) -> int:
-        """How many groups an engine can compute by the deadline: a prefix in one call is the most."""
+        """Return how many groups an engine can compute by the deadline: most as one prefix in one call."""
         catalog, cost = self._catalog, self._cost
         assert cost is not None  # noqa: S101
         count = 0
@@ -199,16 +199,16 @@ class Clairvoyant:
         least = sorted(hull[0].bytes for hull in self._options)
         if sum(least[: groups - count]) > nbytes:
             return float("inf")
-        # What is computed is not decoded, so here decoding is left out: the bound stays one.
+        # Computed groups are not decoded. Leaving decoding out only loosens the bound.
         return self._dual(nbytes, float("inf"), count)
 
     def priced(self, capacity: Capacity, deadline_s: float, gpu_price: float) -> float:
-        """The least that expected loss and engine time could come to by the deadline; infinite if nothing makes it.
+        """Return the least sum of expected loss and priced engine time by the deadline; infinite if none is feasible.
 
         Args:
             capacity: the link.
-            deadline_s: the deadline.
-            gpu_price: nats per token that a second of the engine's time is worth.
+            deadline_s: seconds from the start of the play.
+            gpu_price: price of a second of engine time, nats per token.
         """
         catalog, cost, mode = self._catalog, self._cost, self._mode
         self._cost = None
@@ -240,15 +240,15 @@ class Clairvoyant:
         return min(best, at(low)) if low == high else best
 
     def _decode_budget(self, capacity: Capacity, deadline_s: float) -> float:
-        """R of this module's text: the most seconds of decoding that can be done by the deadline."""
+        """Return R of the module's docstring: the most seconds of decoding that can be done by the deadline."""
         times = [deadline_s * i / _SAMPLES for i in range(_SAMPLES + 1)]
         return min(self._decode_per_byte * capacity.between(0.0, t) + deadline_s - t for t in times)
 
     def _dual(self, nbytes: float, decode_s: float, free: int) -> float:
-        """Least loss within both resources when ``free`` groups cost nothing; infinite if there is none.
+        """Return the least loss within both resources when ``free`` groups cost nothing; infinite if there is none.
 
         max over prices p, q >= 0 of  sum_g min_o (loss + p bytes + q decode) - (the ``free`` largest) - p B - q R,
-        which is concave in both, so narrowing by thirds finds it.
+        which is concave in both, so a ternary search finds it.
         """
         keep = len(self._options) - free
 
@@ -275,7 +275,7 @@ class Clairvoyant:
 
 
 def _peak(function: Callable[[float], float], high: float) -> float:
-    """The largest value of a concave function between 0 and ``high``."""
+    """Return the largest value of a concave function between 0 and ``high``."""
     low = 0.0
     best = max(function(low), function(high))
     for _ in range(_THIRDS):

@@ -1,4 +1,4 @@
-"""Ends a play that its policy does not let end."""
+"""CPU-time limit for runaway policies."""
 
 from __future__ import annotations
 
@@ -11,22 +11,21 @@ from types import FrameType
 from kvabr.types.errors import PolicyError
 
 MOST_CPU_S = 20.0
-"""CPU seconds that one play may take: a thousand times what it needs."""
+"""Most CPU seconds of one play: about a thousand times what it needs."""
 
 
 class TooLongError(BaseException):
-    """Raised in the middle of whatever the play is at; its text says where that is.
+    """Raised at the line that a play is executing; the message names it.
 
-    No `Exception`: a loop that goes on after every error must end, too.
+    It is not an `Exception`, so that a policy's loop that swallows every exception ends too.
     """
 
 
 @contextmanager
 def at_most(cpu_s: float | None = None) -> Iterator[None]:
-    """Raise `TooLongError` in what is done within, once it has taken so many seconds of CPU time (None: `MOST_CPU_S`).
+    """Raise `TooLongError` in the body once it has taken ``cpu_s`` seconds of CPU time (None: `MOST_CPU_S`).
 
-    Time asleep and the time of other processes do not count. It needs the signals of Unix and the main thread; without
-    them nothing is watched.
+    Sleep and other processes do not count. Needs Unix signals and the main thread; elsewhere there is no limit.
     """
     if not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
         yield
@@ -39,7 +38,7 @@ def at_most(cpu_s: float | None = None) -> Iterator[None]:
         raise TooLongError(f"one play has taken {limit_s:g} s of CPU time and is not at its end{place}")
 
     before = signal.signal(signal.SIGVTALRM, stop)
-    # Every second again: whoever swallows the first one is asked again.
+    # Repeat every second, in case the first exception is swallowed.
     signal.setitimer(signal.ITIMER_VIRTUAL, limit_s, 1.0)
     try:
         yield
@@ -50,11 +49,11 @@ def at_most(cpu_s: float | None = None) -> Iterator[None]:
 
 @contextmanager
 def watched(policy: str, play: str) -> Iterator[None]:
-    """One play of a policy: it comes to an end, and if it fails the error says which play it was.
+    """Limit the CPU time of one play, and name the play in errors.
 
     Args:
-        policy: its name.
-        play: what it plays, in words.
+        policy: name of the policy.
+        play: description of the play.
 
     Raises:
         PolicyError: the policy failed, or took more than `MOST_CPU_S` of CPU time.
@@ -63,7 +62,7 @@ def watched(policy: str, play: str) -> Iterator[None]:
         with at_most():
             yield
     except (PolicyError, TooLongError) as error:
-        # An endless policy's own line is in the text of what ended it: the player saw only the alarm.
+        # The line of an endless loop is in the message of the alarm, not in that of the player.
         ended = error if isinstance(error, TooLongError) else error.__cause__
         said = f"policy {policy}: {ended}" if isinstance(ended, TooLongError) else str(error)
         raise PolicyError(f"{said}; it was playing {play}") from error

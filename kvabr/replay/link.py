@@ -1,17 +1,17 @@
 """The link model: a trace's rate, a round trip, slow start, and capacity shared among the requests in flight.
 
-What is modelled, and what is not:
+The model:
 
-- Capacity is the share of the trace's rate that is payload, wrapped at the trace's end, from the play's start on.
-- In the first round trips it is bounded by slow start: the window starts at ten packets and what the lookup before the
-  play has brought, and nearly doubles every round trip until the link is full; after that the window never holds the
-  link back again. (On a link with a drop-tail queue of one round trip a live connection then loses packets and halves
-  its window, but goes on to fill the link. A fluid model of that loss recovery predicted live transfers no better.)
-- The first byte of a request comes one round trip after it was sent, and what both ends need to handle it. The request
-  of lowest priority number takes all the capacity; of those of equal priority it is the one that was asked for first,
-  as the origins of kvabr send them.
-- A cancelled request goes on to take capacity for one round trip: what is on its way cannot be called back.
-- No loss, no queueing delay beyond the sharing, no cross traffic but what the trace already saw.
+- Capacity is the payload's share of the trace's rate, from the play's start on, wrapped at the trace's end.
+- Slow start bounds it in the first round trips. The window starts at ten packets plus the bytes of the lookup, and nearly
+  doubles every round trip until the link is full; after that it never limits the link again. (Behind a drop-tail queue of
+  one round trip a live connection then loses packets and halves its window, but keeps the link full. A fluid model of
+  that loss recovery did not predict live transfers any better.)
+- The first byte of a request comes one round trip after it was sent, plus the time that both ends need to handle it. The
+  request with the lowest priority number takes all the capacity; among equals, the one requested first, as kvabr's origins
+  send them.
+- A cancelled request keeps taking capacity for one round trip: bytes in flight cannot be called back.
+- There is no loss, no queueing delay beyond the sharing, and no cross traffic except what the trace recorded.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from kvabr.replay.trace import Trace
 from kvabr.types.errors import TraceError
 
 PAYLOAD_SHARE = 0.948
-"""Bytes of a cache in each byte on the wire: a datagram has 1,200 bytes of UDP, the rest are headers.
+"""Bytes of a cache per byte on the wire; the rest are headers.
 
-Measured over whole live plays on aioquic; 28 of 1,228 bytes are UDP and IPv4, about 35 QUIC, less than one MoQT."""
+Measured over whole live plays on aioquic: of 1,228 bytes, 28 are UDP and IPv4, about 35 QUIC, less than one MoQT."""
 INITIAL_WINDOW = 10 * 1164
 """Payload in flight at the start of a connection: ten packets (RFC 9002, section 7.2)."""
 HANDSHAKE_BYTES = 2_000
-"""What a handshake brings from the origin: its certificate and SETUP. It widens the window like any other byte."""
+"""Bytes that a handshake brings from the origin: certificate and SETUP. They widen the window like any others."""
 WINDOW_GROWTH = 1.85
-"""How much wider the window is after a round trip of slow start. Without pacing it would be 2; with it the first
-acknowledgements come while the rest of the window still waits to be sent, which gives 1.76 at the least."""
+"""Growth of the window per round trip of slow start. Without pacing it would be 2. With pacing the first acknowledgements
+come while the rest of the window still waits to be sent, which gives at least 1.76."""
 FIRST_BYTE_S = 0.004
-"""What both ends together need to handle a request, seconds: from its sending to its first byte, less a round trip.
+"""Seconds from sending a request to its first byte, minus a round trip: what both ends need to handle it.
 
 Measured on aioquic, two processes on one shared core each."""
 _LONGEST_RAMP = 64
@@ -44,7 +44,7 @@ LOOKUP_ROUND_TRIPS = 3.0
 
 
 def running_sums(trace: Trace) -> list[float]:
-    """Bytes carried from the trace's beginning to the start of each segment, and to its end."""
+    """Return the bytes carried from the trace's beginning to the start of each segment, and to its end."""
     return [0.0, *accumulate((end - start) * rate for start, end, rate in trace.segments())]
 
 
@@ -61,15 +61,15 @@ class Capacity:
         window: float = INITIAL_WINDOW,
         sums: list[float] | None = None,
     ) -> None:
-        """Lay a trace under a play.
+        """Create the link of one play.
 
         Args:
             trace: the rates.
             start_s: where in the trace the play begins; wraps.
-            rtt_s: round trip; slow start begins one round trip after the play.
-            slow_start: False for a connection that is warm already.
+            rtt_s: round trip, seconds; slow start begins one round trip after the play.
+            slow_start: False for a warm connection.
             window: bytes that may be in flight at the start.
-            sums: `running_sums` of the trace, for many plays over one trace.
+            sums: `running_sums` of the trace, to share between plays.
         """
         self._starts = trace.times
         self._rates = trace.rates
@@ -86,17 +86,17 @@ class Capacity:
             self._draw_ramp(rtt_s, window)
 
     def rate(self, t: float) -> float:
-        """Bytes per second at ``t``."""
+        """Return the rate at ``t``, bytes per second."""
         if t < self._ramp_end:
             return next(rate for _, end, rate in self._ramp if t < end)
         return self._trace_rate(t)
 
     def between(self, t0: float, t1: float) -> float:
-        """Bytes that the link can carry from ``t0`` to ``t1``."""
+        """Return the bytes that the link can carry from ``t0`` to ``t1``."""
         return self._cumulative(t1) - self._cumulative(t0)
 
     def when(self, t0: float, nbytes: float) -> float:
-        """When the link, starting at ``t0``, will have carried ``nbytes``."""
+        """Return the time at which the link, starting at ``t0``, has carried ``nbytes``."""
         target = self._cumulative(t0) + nbytes
         if self._ramp and target < self._ramp_bytes:
             level = 0.0
@@ -106,20 +106,20 @@ class Capacity:
                     return max(t0, start + (target - level) / rate)
                 level += more
         wanted = self._origin + target - self._ramp_bytes + self._ramp_base
-        # What rounding has added is no byte: it must not wait for the end of an outage.
+        # Rounding errors are not bytes: they must not wait for the end of an outage.
         wanted -= _ROUNDING * wanted
         turns = int(wanted // self._total)
         rest = wanted - turns * self._total
         if rest <= 0 and turns:
             turns, rest = turns - 1, self._total
-        # The first segment at whose end the sum is reached: where the rate is zero the sum was reached before.
+        # Take the first segment at whose end the sum is reached; where the rate is zero it was reached before.
         index = max(bisect_left(self._sums, rest) - 1, 0)
         rate = self._rates[index]
         within = self._starts[index] + ((rest - self._sums[index]) / rate if rate > 0 else 0.0)
         return max(t0, turns * self._period + within - self._offset)
 
     def series(self, until_s: float) -> list[tuple[float, float]]:
-        """Piecewise constant (time, bytes per second) from 0 to ``until_s``, for drawing."""
+        """Return (time, bytes per second) steps from 0 to ``until_s``, for drawing."""
         points = [(start, rate) for start, _, rate in self._ramp if start < until_s]
         t = self._ramp_end
         points.append((t, self._trace_rate(t)))
@@ -135,14 +135,14 @@ class Capacity:
             index += 1
 
     def wraps_within(self, seconds: float) -> bool:
-        """Whether a play of so many seconds runs over the trace's end."""
+        """Return whether a play of ``seconds`` seconds runs past the trace's end."""
         return self._offset + seconds > self._period
 
     def _trace_rate(self, t: float) -> float:
         return self._rates[bisect_right(self._starts, (self._offset + t) % self._period) - 1]
 
     def _carried(self, position: float) -> float:
-        """Bytes from the trace's beginning to ``position`` on the endless, wrapped trace."""
+        """Return the bytes from the trace's beginning to ``position`` on the endless, wrapped trace."""
         turns = int(position // self._period)
         rest = position - turns * self._period
         index = bisect_right(self._starts, rest) - 1
@@ -159,10 +159,10 @@ class Capacity:
         return level
 
     def _draw_ramp(self, rtt_s: float, window: float) -> None:
-        """Draw slow start, one step a round trip, until the window fills the link."""
+        """Compute slow start, one step per round trip, until the window fills the link."""
         segments = [(0.0, rtt_s, 0.0)]
         t, level = rtt_s, 0.0
-        # So many round trips are beyond any link: the bound only keeps a mad trace from looping.
+        # No real link needs that many round trips: the bound keeps an absurd trace from looping.
         for _ in range(_LONGEST_RAMP):
             carried = self._carried(self._offset + t + rtt_s) - self._carried(self._offset + t)
             if 0 < carried < window:
@@ -170,7 +170,7 @@ class Capacity:
             more = min(window, carried)
             segments.append((t, t + rtt_s, more / rtt_s))
             level += more
-            # Only what arrives is acknowledged, and only that opens the window.
+            # Only bytes that arrive are acknowledged and open the window.
             window += (WINDOW_GROWTH - 1.0) * more
             t += rtt_s
         self._ramp, self._ramp_end, self._ramp_bytes = segments, t, level

@@ -16,7 +16,7 @@ from typing import Any
 
 from kvabr.abr.plugins import load_estimator, load_policy
 from kvabr.replay.cpu_limit import watched
-from kvabr.replay.stage import PlayOptions, Stage
+from kvabr.replay.experiment import Experiment, ReplayOptions
 from kvabr.replay.summary import by_family, summarise
 from kvabr.replay.trace import Trace
 from kvabr.types.catalog import Catalog
@@ -32,7 +32,7 @@ class Matrix:
     catalog: Catalog
     traces: tuple[Trace, ...]
     policies: tuple[str, ...]
-    options: PlayOptions
+    options: ReplayOptions
     starts: int = 1
     """Start points per trace: the first at the trace's beginning, the others at random."""
     seed: int = 0
@@ -159,9 +159,9 @@ _Outcomes = list[tuple[dict[str, Any], list[Any], list[Any] | None, list[Any] | 
 
 def _outcomes(matrix: Matrix, todo: Sequence[Task], jobs: int) -> Iterator[_Outcomes]:
     if jobs == 1 or len(todo) == 1:
-        stage = Stage(matrix.catalog, matrix.options)
+        experiment = Experiment(matrix.catalog, matrix.options)
         for task in todo:
-            yield _play(matrix, stage, task)
+            yield _play(matrix, experiment, task)
         return
     # Forking shares the traces with the children for nothing; where it does not exist they are sent once.
     method = "fork" if "fork" in multiprocessing.get_all_start_methods() else None
@@ -175,13 +175,13 @@ def _outcomes(matrix: Matrix, todo: Sequence[Task], jobs: int) -> Iterator[_Outc
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-_child: tuple[Matrix, Stage] | None = None
+_child: tuple[Matrix, Experiment] | None = None
 
 
 def _begin(matrix: Matrix) -> None:
     global _child  # noqa: PLW0603  # what a pool's initialiser is for
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business: it cancels what is queued
-    _child = (matrix, Stage(matrix.catalog, matrix.options))
+    _child = (matrix, Experiment(matrix.catalog, matrix.options))
 
 
 def _play_in_child(task: Task) -> _Outcomes:
@@ -189,14 +189,14 @@ def _play_in_child(task: Task) -> _Outcomes:
     return _play(*_child, task)
 
 
-def _play(matrix: Matrix, stage: Stage, task: Task) -> _Outcomes:
+def _play(matrix: Matrix, experiment: Experiment, task: Task) -> _Outcomes:
     trace = matrix.traces[task.trace]
-    capacity, rtt_s, bound = stage.prepare(trace, task.start_s)
+    capacity, rtt_s, bound = experiment.prepare(trace, task.start_s)
     out: _Outcomes = []
     for index, policy in enumerate(matrix.policies):
         log = index < task.logged
         with watched(policy, f"{trace.name} from {task.start_s:.2f} s"):
-            played = stage.play_on(trace, task.start_s, policy, capacity, rtt_s, bound, log=log)
+            played = experiment.play_on(trace, task.start_s, policy, capacity, rtt_s, bound, log=log)
         steps = played.record.steps if matrix.detail else []
         if not matrix.detail:
             del played.run["groups"]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 
 from kvabr.player.session import Session
-from kvabr.player.session_types import Action, Cancel, Decode, Deliver, Fetch, GiveUp, PlayRecord, Recompute
+from kvabr.player.session_types import Action, Cancel, Decode, Deliver, FetchGroup, GiveUp, PlayRecord, Recompute
 from kvabr.replay.link import Capacity
 from kvabr.types.catalog import Catalog
 from kvabr.types.cost import PrefillCost
@@ -115,7 +115,7 @@ class Simulator:
         if actions and isinstance(actions[-1], Deliver | GiveUp):
             self._close(actions)
         for action in actions:
-            if isinstance(action, Fetch):
+            if isinstance(action, FetchGroup):
                 flow = _Flow(action.request, action.bytes, action.priority, now + self._first_byte_s)
                 self._flows[action.request] = flow
                 self._coming.append(flow)

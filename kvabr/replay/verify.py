@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from kvabr.codec.profile import Profile
-from kvabr.player.assembler import Assembler, Verdict
+from kvabr.player.assembler import Assembler, Placement
 from kvabr.publish.model import ScoringEngine
 from kvabr.publish.quality import Reference
 from kvabr.store.asset import Asset
@@ -122,7 +122,7 @@ class Verifier:
         for step in steps:
             if isinstance(step, FetchStep):
                 verdict = assembler.put(step.group, step.track, self._asset.frame(step.group, step.track))
-                if verdict is not Verdict.STALE:
+                if verdict is not Placement.STALE:
                     done.append(("fetch", step.group, step.track))
             else:
                 begin = catalog.spec.group_range(step.first, catalog.tokens)[0]

@@ -9,11 +9,11 @@ from kvabr.abr.estimators import DualEwma
 from kvabr.abr.plugins import load_policy
 from kvabr.abr.policies import Anytime
 from kvabr.abr.view import Settled
-from kvabr.player import Decode, Deliver, Fetch, PlayerConfig, Recompute, Session
+from kvabr.player import Decode, Deliver, FetchGroup, PlayerConfig, Recompute, Session
 from kvabr.player.session_types import PlayRecord
+from kvabr.replay.experiment import Experiment, ReplayOptions
 from kvabr.replay.link import Capacity
 from kvabr.replay.simulator import Simulator
-from kvabr.replay.stage import PlayOptions, Stage
 from kvabr.types.catalog import Catalog
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import PolicyError
@@ -31,14 +31,14 @@ def session(offer: Catalog, deadline: float = 2.0, policy: str = "anytime", **op
     return Session(Ladder(offer), deadline, load_policy(policy)(), DualEwma(), **options)
 
 
-def bring(play: Session, fetch: Fetch, now: float) -> list[Fetch]:
+def bring(play: Session, fetch: FetchGroup, now: float) -> list[FetchGroup]:
     """Complete one request (first byte, all bytes, decoded) and return the next requests."""
     play.first_byte(fetch.request, now - 0.01)
     play.done(fetch.request, now)
     actions = play.actions()
     for decode in of(actions, Decode):
         play.decoded(decode.request, now + 0.001)
-    return of([*actions, *play.actions()], Fetch)
+    return of([*actions, *play.actions()], FetchGroup)
 
 
 def simulate(
@@ -58,7 +58,7 @@ def test_the_whole_base_is_asked_for_at_once_the_group_that_gains_most_first():
     offer = catalog(16, layered=True)
     play = session(offer)
     play.start(0.0)
-    asked = of(play.actions(), Fetch)
+    asked = of(play.actions(), FetchGroup)
     assert {fetch.track for fetch in asked} == {"base"}
     assert sorted(fetch.group for fetch in asked) == list(range(16))
     gains = [worth(offer, fetch.group, "layer-1") for fetch in asked]
@@ -72,7 +72,7 @@ def test_the_whole_base_is_asked_for_at_once_the_group_that_gains_most_first():
 def test_no_more_is_asked_for_than_the_player_allows():
     play = session(catalog(16, layered=True), config=PlayerConfig(max_requests=5))
     play.start(0.0)
-    assert len(of(play.actions(), Fetch)) == 5
+    assert len(of(play.actions(), FetchGroup)) == 5
 
 
 @pytest.mark.parametrize(("mode", "ascending"), [("suffix", True), ("hole", False)])
@@ -80,7 +80,7 @@ def test_the_earliest_groups_go_first_where_a_miss_costs_what_is_behind_it(mode,
     play = session(catalog(16, layered=True), cost=PrefillCost(0.0, 1.0), mode=mode)
     assert play.view.front_first == ascending
     play.start(0.0)
-    groups = [fetch.group for fetch in of(play.actions(), Fetch)]
+    groups = [fetch.group for fetch in of(play.actions(), FetchGroup)]
     assert (groups == sorted(groups)) == ascending
 
 
@@ -103,15 +103,15 @@ def test_layers_come_in_the_order_of_loss_saved_per_byte():
 @pytest.mark.parametrize("rtt", [0.01, 0.2])
 @pytest.mark.parametrize("share", [0.08, 0.12, 0.3])
 def test_it_stands_where_a_player_stands_that_knows_the_future(share, rtt):
-    stage = Stage(catalog(24, layered=True), PlayOptions(4.0, rtt, share))
+    experiment = Experiment(catalog(24, layered=True), ReplayOptions(4.0, rtt, share))
     links = [link for link in worlds() if link.name not in {"test/dies", "test/bursts"}]
     compared = []
     for link in links:
         for start_s in (0.0, 1.3):
-            run = stage.play(link, start_s, "anytime").run
+            run = experiment.play(link, start_s, "anytime").run
             if run["feasible"]:
                 assert run["met"], (link.name, start_s)
-                others = [stage.play(link, start_s, name).run["regret"] for name in ("budget", "mpc", "cachegen")]
+                others = [experiment.play(link, start_s, name).run["regret"] for name in ("budget", "mpc", "cachegen")]
                 compared.append((run["regret"], min(others)))
     assert len(compared) > 3
     mean = sum(mine for mine, _ in compared) / len(compared)
@@ -120,8 +120,8 @@ def test_it_stands_where_a_player_stands_that_knows_the_future(share, rtt):
 
 
 def test_little_is_wasted():
-    stage = Stage(catalog(64, layered=True), PlayOptions(4.0, 0.05, 0.12))
-    runs = [stage.play(link, 0.0, "anytime").run for link in worlds() if link.name != "test/dies"]
+    experiment = Experiment(catalog(64, layered=True), ReplayOptions(4.0, 0.05, 0.12))
+    runs = [experiment.play(link, 0.0, "anytime").run for link in worlds() if link.name != "test/dies"]
     assert sum(run["bytes_wasted"] for run in runs) < 0.01 * sum(run["bytes_fetched"] for run in runs)
 
 
@@ -167,10 +167,10 @@ def test_where_decoding_is_slow_the_base_is_asked_for_little_by_little_and_on_a_
     offer = catalog(12, decode=40.0)
     play = session(offer, 1.0)
     play.start(0.0)
-    assert len(of(play.actions(), Fetch)) == 4
+    assert len(of(play.actions(), FetchGroup)) == 4
     link = world("steady", [1e6])
-    slow = Stage(offer, PlayOptions(1.0, 0.02, 1.5)).play(link, 0.0, "fixed:AC-5x").run
-    mine = Stage(offer, PlayOptions(1.0, 0.02, 1.5)).play(link, 0.0, "anytime").run
+    slow = Experiment(offer, ReplayOptions(1.0, 0.02, 1.5)).play(link, 0.0, "fixed:AC-5x").run
+    mine = Experiment(offer, ReplayOptions(1.0, 0.02, 1.5)).play(link, 0.0, "anytime").run
     assert mine["ttft_s"] < 0.8 * slow["ttft_s"]
 
 
@@ -178,7 +178,7 @@ def test_what_saves_much_is_tried_although_the_estimate_says_that_it_comes_too_l
     def asked(policy: str) -> set[str]:
         play = session(catalog(2, layered=True), 1.0, policy)
         play.start(0.0)
-        todo = of(play.actions(), Fetch)
+        todo = of(play.actions(), FetchGroup)
         play.first_byte(todo[0].request, 0.02)
         more = bring(play, todo[0], 0.8)  # one base in so long a time: nothing more can come, by the estimate
         return {fetch.track for fetch in more}
@@ -191,9 +191,9 @@ def test_what_fails_is_asked_for_again_and_an_upgrade_that_fails_always_is_let_b
     offer = catalog(2, layered=True)
     play = session(offer, 2.0, "anytime:waste=0.01", config=PlayerConfig(attempts=2))
     play.start(0.0)
-    first, second = of(play.actions(), Fetch)
+    first, second = of(play.actions(), FetchGroup)
     play.failed(first.request, "reset", 0.05)
-    (again,) = of(play.actions(), Fetch)
+    (again,) = of(play.actions(), FetchGroup)
     assert (again.group, again.track, again.priority) == (first.group, "base", first.priority)
     todo = [*bring(play, second, 0.1), *bring(play, again, 0.2)]
     now, failed = 0.2, []
@@ -206,7 +206,7 @@ def test_what_fails_is_asked_for_again_and_an_upgrade_that_fails_always_is_let_b
         else:
             play.timer(play.next_timer())
         actions = play.actions()
-        todo += of(actions, Fetch)
+        todo += of(actions, FetchGroup)
         if of(actions, Deliver):
             break
     assert play.record.met
@@ -219,8 +219,8 @@ TWICE = PrefillCost(0.0, WHOLE_S / (16 * 128))
 
 
 def beside_an_engine(load: float, price: float, mode: str = "hole", groups: int = 16) -> dict:
-    options = PlayOptions(2.0, 0.05, load, TWICE, mode, config=PlayerConfig(gpu_price=price))
-    return Stage(catalog(groups, layered=True), options).play(world("steady", [1e6]), 0.0, "anytime").run
+    options = ReplayOptions(2.0, 0.05, load, TWICE, mode, config=PlayerConfig(gpu_price=price))
+    return Experiment(catalog(groups, layered=True), options).play(world("steady", [1e6]), 0.0, "anytime").run
 
 
 def test_an_engine_computes_from_the_front_while_the_network_loads_from_the_back():
@@ -280,11 +280,11 @@ def test_groups_that_an_engine_fails_to_compute_are_fetched_after_all():
     play.start(0.0)
     actions = play.actions()
     assert [(one.first, one.last) for one in of(actions, Recompute)] == [(0, 1)]
-    asked = {fetch.group for fetch in of(actions, Fetch)}
+    asked = {fetch.group for fetch in of(actions, FetchGroup)}
     assert 0 not in asked
     assert 7 in asked
     play.compute_failed("out of memory", 0.3)
-    assert asked | {fetch.group for fetch in of(play.actions(), Fetch)} == set(range(8))
+    assert asked | {fetch.group for fetch in of(play.actions(), FetchGroup)} == set(range(8))
 
 
 def test_what_is_in_place_is_computed_if_that_gains_most():
@@ -318,16 +318,16 @@ def test_a_suffix_engine_computes_a_tail_once_and_only_if_it_is_worth_it():
 
 def test_a_suffix_engine_does_not_begin_a_tail_that_comes_far_too_late_while_the_link_carries_something():
     offer = catalog(16, layered=True)
-    options = PlayOptions(2.0, 0.05, None, TWICE, "suffix")
+    options = ReplayOptions(2.0, 0.05, None, TWICE, "suffix")
     base = sum(offer.track("base").bytes)
     link = world("slow then quick", [base / 40] * 4 + [base / 0.5] * 4)
-    run = Stage(offer, options).play(link, 0.0, "anytime").run
+    run = Experiment(offer, options).play(link, 0.0, "anytime").run
     assert run["met"]
 
 
 def test_a_suffix_engine_begins_with_everything_when_half_the_deadline_has_brought_nothing():
-    options = PlayOptions(2.0, 0.05, None, TWICE, "suffix")
-    run = Stage(catalog(16, layered=True), options).play(world("dead", [0.0] * 200 + [1.0]), 0.0, "anytime").run
+    options = ReplayOptions(2.0, 0.05, None, TWICE, "suffix")
+    run = Experiment(catalog(16, layered=True), options).play(world("dead", [0.0] * 200 + [1.0]), 0.0, "anytime").run
     assert run["ttft_s"] == pytest.approx(1.0 + WHOLE_S, abs=0.1)
     assert {group["source"] for group in run["groups"]} == {"recomputed"}
 
@@ -363,8 +363,8 @@ def test_a_link_that_is_dead_from_the_start(engine):
     dead = world("dead", [0.0] * 400 + [1.0])
     cost = None if engine is None else PrefillCost(0.0, 0.5 / (8 * 128))
     config = PlayerConfig(silent_after=0.25)
-    options = PlayOptions(1.0, 0.05, None, cost, engine or "hole", config=config)
-    outcome = Stage(offer, options).play(dead, 0.0, "anytime", log=True)
+    options = ReplayOptions(1.0, 0.05, None, cost, engine or "hole", config=config)
+    outcome = Experiment(offer, options).play(dead, 0.0, "anytime", log=True)
     if engine is None:
         assert outcome.record.delivered_s is None
         assert "8 of 8 groups are still not in place, and nothing has come" in outcome.run["gave_up"]
@@ -383,7 +383,7 @@ def test_a_deadline_that_is_past_already_brings_the_base_as_soon_as_can_be():
     assert record.gave_up is None or "still not in place" in record.gave_up
     late = session(offer, 1.0)
     late.start(3.0)  # the caller was late
-    todo, now = of(late.actions(), Fetch), 3.0
+    todo, now = of(late.actions(), FetchGroup), 3.0
     assert {fetch.track for fetch in todo} == {"base"}
     while todo:
         now += 0.01
@@ -397,18 +397,18 @@ def test_layers_that_the_origin_has_for_some_groups_only():
     offer = catalog(6, layered=True)
     play = session(offer, 2.0, "anytime:waste=0.01", config=PlayerConfig(attempts=2))
     play.start(0.0)
-    todo, now, refused = of(play.actions(), Fetch), 0.0, 0
+    todo, now, refused = of(play.actions(), FetchGroup), 0.0, 0
     while not play.over:
         now += 0.01
         if not todo:
             play.timer(play.next_timer())
-            todo = of(play.actions(), Fetch)
+            todo = of(play.actions(), FetchGroup)
             continue
         fetch = todo.pop(0)
         if fetch.track != "base" and fetch.group % 2:
             refused += 1
             play.failed(fetch.request, "not found", now)
-            todo += of(play.actions(), Fetch)
+            todo += of(play.actions(), FetchGroup)
         else:
             todo += bring(play, fetch, now)
     assert play.record.met
@@ -422,7 +422,7 @@ def test_layers_that_the_origin_has_for_some_groups_only():
 def test_an_engine_beside_tracks_of_which_none_replaces_another(names, mode):
     full = catalog(16, layered=True)
     offer = dataclasses.replace(full, tracks=tuple(full.track(name) for name in names))
-    options = PlayOptions(2.0, 0.05, 0.3, TWICE, mode, config=PlayerConfig(gpu_price=1e-5))
-    run = Stage(offer, options).play(world("steady", [1e6]), 0.0, "anytime").run
+    options = ReplayOptions(2.0, 0.05, 0.3, TWICE, mode, config=PlayerConfig(gpu_price=1e-5))
+    run = Experiment(offer, options).play(world("steady", [1e6]), 0.0, "anytime").run
     assert run["met"]
     assert {group["track"] for group in run["groups"]} <= {*names, "recomputed"}

@@ -6,7 +6,7 @@ from kvabr.abr import Ladder
 from kvabr.abr.cache_first import CacheFirst, cache_first
 from kvabr.abr.estimators import DualEwma
 from kvabr.abr.plugins import load_policy
-from kvabr.player import Decode, Deliver, Fetch, Session
+from kvabr.player import Decode, Deliver, FetchGroup, Session
 from kvabr.player.abandon import StallDetector
 from kvabr.player.throughput_sampler import ThroughputSampler
 from tests.catalogs import catalog
@@ -23,7 +23,7 @@ def run_at_hand(play, kept, now=0.01):
     actions = play.actions()
     while actions:
         for action in actions:
-            if isinstance(action, Fetch):
+            if isinstance(action, FetchGroup):
                 asked.append((action.group, action.track))
                 if action.group in kept.get(action.track, ()):
                     play.first_byte(action.request, now, "kept")
@@ -70,7 +70,7 @@ def test_all_at_hand_is_delivered_without_the_network():
     actions = play.actions()
     while actions:
         for action in actions:
-            if isinstance(action, Fetch):
+            if isinstance(action, FetchGroup):
                 play.done(action.request, 0.01, "kept")
             elif isinstance(action, Decode):
                 play.decoded(action.request, 0.02)

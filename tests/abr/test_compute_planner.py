@@ -8,8 +8,8 @@ from kvabr.abr import Ladder
 from kvabr.abr.ladder import every_option, rank
 from kvabr.player import PlayerConfig
 from kvabr.replay.clairvoyant import Clairvoyant
+from kvabr.replay.experiment import Experiment, ReplayOptions
 from kvabr.replay.link import Capacity
-from kvabr.replay.stage import PlayOptions, Stage
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import UsageError
 from tests.catalogs import catalog
@@ -57,11 +57,13 @@ def test_no_play_comes_below_the_bound_with_a_price():
     compared = 0
     for mode in ("hole", "suffix"):
         for price in (0.0, 1e-3, 1e-2):
-            stage = Stage(offer, PlayOptions(2.0, 0.05, 0.09, cost, mode, config=PlayerConfig(gpu_price=price)))
+            experiment = Experiment(
+                offer, ReplayOptions(2.0, 0.05, 0.09, cost, mode, config=PlayerConfig(gpu_price=price))
+            )
             bounds = Clairvoyant(offer, cost, mode)
             for link in worlds():
-                capacity, rtt_s, bound = stage.prepare(link, 0.4)
-                run = stage.play_on(link, 0.4, "anytime", capacity, rtt_s, bound, log=False).run
+                capacity, rtt_s, bound = experiment.prepare(link, 0.4)
+                run = experiment.play_on(link, 0.4, "anytime", capacity, rtt_s, bound, log=False).run
                 if run["met"]:
                     least = bounds.priced(capacity, 2.0, price)
                     assert run["loss"] + price * run["recompute_s"] >= least - 1e-9
@@ -74,8 +76,10 @@ def test_an_engine_is_part_of_the_plan_over_every_kind_of_link():
     cost = PrefillCost(0.0, 4.0 / offer.tokens)
     helped, alone = [], []
     for price, runs in ((1e-3, helped), (math.inf, alone)):
-        stage = Stage(offer, PlayOptions(2.0, 0.05, 0.1, cost, "hole", config=PlayerConfig(gpu_price=price)))
-        runs += [stage.play(link, start_s, "anytime").run for link in worlds() for start_s in (0.0, 1.3)]
+        experiment = Experiment(
+            offer, ReplayOptions(2.0, 0.05, 0.1, cost, "hole", config=PlayerConfig(gpu_price=price))
+        )
+        runs += [experiment.play(link, start_s, "anytime").run for link in worlds() for start_s in (0.0, 1.3)]
     both = [(mine, other) for mine, other in zip(helped, alone, strict=True) if mine["met"] and other["met"]]
     assert len(both) >= 11
     assert sum(run["met"] for run in helped) >= sum(run["met"] for run in alone)

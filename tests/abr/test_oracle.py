@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kvabr.abr.ladder import Choice, knapsack
 from kvabr.abr.plugins import policies
-from kvabr.replay.stage import PlayOptions, Stage
+from kvabr.replay.experiment import Experiment, ReplayOptions
 from kvabr.replay.trace import Trace
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import PolicyError
@@ -65,9 +65,9 @@ def test_it_runs_only_where_the_future_is_known():
 def test_its_regret_is_about_zero(layered, rtt):
     regrets = []
     for share in (0.1, 0.3):
-        stage = Stage(catalog(32, layered=layered, short=30), PlayOptions(4.0, rtt, share))
+        experiment = Experiment(catalog(32, layered=layered, short=30), ReplayOptions(4.0, rtt, share))
         for link in worlds():
-            run = stage.play(link, 0.7, "oracle").run
+            run = experiment.play(link, 0.7, "oracle").run
             if run["feasible"]:
                 assert run["met"]
                 regrets.append(run["regret"])
@@ -90,12 +90,12 @@ def test_nobody_passes_it(layered):
         dice = random.Random(seed)
         rates = tuple(1e6 * dice.choice((0.01, 0.3, 1.0, 2.5)) for _ in range(20))
         link = Trace("steps", "test", tuple(step / 20 for step in range(20)), rates, 1.0)
-        stage = Stage(offer, PlayOptions(1.0, 0.02, dice.choice((0.12, 0.2, 0.35, 0.6))))
-        best = stage.play(link, 0.0, "oracle").run
+        experiment = Experiment(offer, ReplayOptions(1.0, 0.02, dice.choice((0.12, 0.2, 0.35, 0.6))))
+        best = experiment.play(link, 0.0, "oracle").run
         if not best["feasible"]:
             continue
         for name in others(offer):
-            run = stage.play(link, 0.0, name).run
+            run = experiment.play(link, 0.0, name).run
             compared += 1
             assert best["regret"] <= run["regret"] + 1e-9, (seed, name)
     assert compared > 60
@@ -103,7 +103,7 @@ def test_nobody_passes_it(layered):
 
 def test_with_an_engine_it_computes_the_prefix_that_there_is_time_for():
     cost = PrefillCost(0.0, 4.0 / (16 * 128))  # all of it takes twice the deadline
-    run = Stage(catalog(16), PlayOptions(2.0, 0.02, 0.4, cost)).play(world("steady", [1e6]), 0.0, "oracle").run
+    run = Experiment(catalog(16), ReplayOptions(2.0, 0.02, 0.4, cost)).play(world("steady", [1e6]), 0.0, "oracle").run
     sources = [group["source"] for group in run["groups"]]
     assert sources == ["recomputed"] * 8 + ["fetched"] * 8
     assert run["met"]
@@ -112,8 +112,8 @@ def test_with_an_engine_it_computes_the_prefix_that_there_is_time_for():
 
 def test_where_the_engine_computes_all_behind_a_cut_the_front_is_there_when_it_begins():
     cost = PrefillCost(0.0, 4.0 / (16 * 128))
-    stage = Stage(catalog(16, layered=True), PlayOptions(2.0, 0.02, 0.1, cost, "suffix"))
-    outcome = stage.play(world("steady", [1e6]), 0.0, "oracle", log=True)
+    experiment = Experiment(catalog(16, layered=True), ReplayOptions(2.0, 0.02, 0.1, cost, "suffix"))
+    outcome = experiment.play(world("steady", [1e6]), 0.0, "oracle", log=True)
     run = outcome.run
     sources = [group["source"] for group in run["groups"]]
     cut = sources.index("recomputed")
@@ -122,14 +122,14 @@ def test_where_the_engine_computes_all_behind_a_cut_the_front_is_there_when_it_b
     assert run["met"]
     (begun,) = [line.t for line in outcome.log if line.name == "recompute_start"]
     assert all(line.t <= begun for line in outcome.log if line.name == "decoded" and line.track == "base")
-    alone = Stage(catalog(16, layered=True), PlayOptions(2.0, 0.02, 0.1))
+    alone = Experiment(catalog(16, layered=True), ReplayOptions(2.0, 0.02, 0.1))
     assert run["loss"] < alone.play(world("steady", [1e6]), 0.0, "oracle").run["loss"]
 
 
 @pytest.mark.parametrize("mode", ["hole", "suffix"])
 def test_over_a_dead_link_it_computes_all_however_late(mode):
     cost = PrefillCost(0.0, 4.0 / (8 * 128))
-    stage = Stage(catalog(8), PlayOptions(2.0, 0.02, None, cost, mode))
-    run = stage.play(world("dead", [0.001, 0.0, 0.0, 0.0], 50.0), 0.0, "oracle").run
+    experiment = Experiment(catalog(8), ReplayOptions(2.0, 0.02, None, cost, mode))
+    run = experiment.play(world("dead", [0.001, 0.0, 0.0, 0.0], 50.0), 0.0, "oracle").run
     assert run["tokens_recomputed"] == 8 * 128
     assert 4.0 <= run["ttft_s"] < 4.2

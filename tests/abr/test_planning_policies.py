@@ -6,7 +6,7 @@ from kvabr.abr import Ladder
 from kvabr.abr.estimators import DualEwma
 from kvabr.abr.plugins import load_policy
 from kvabr.player import Session
-from kvabr.replay.stage import PlayOptions, Stage
+from kvabr.replay.experiment import Experiment, ReplayOptions
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import PolicyError
 from tests.abr.plain import bring, fly, steady, view
@@ -171,8 +171,8 @@ def test_robustmpc_plays_an_asset_whose_layers_need_not_be_there():
 def test_cake_computes_from_the_front_while_it_loads_from_the_back():
     asset = catalog(16)
     cost = PrefillCost(0.0, 4.0 / (16 * 128))  # a quarter of a second a group
-    stage = Stage(asset, PlayOptions(4.0, 0.02, 0.55, cost))
-    run = stage.play(world("steady", [1e6]), 0.0, "cake:FP16").run
+    experiment = Experiment(asset, ReplayOptions(4.0, 0.02, 0.55, cost))
+    run = experiment.play(world("steady", [1e6]), 0.0, "cake:FP16").run
     sources = [group["source"] for group in run["groups"]]
     meet = sources.index("fetched")
     assert sources == ["recomputed"] * meet + ["fetched"] * (16 - meet)
@@ -213,8 +213,8 @@ def test_cake_only_loads_where_no_engine_can_compute_the_front():
 def test_until_the_deadline_nobody_else_gives_cakes_engine_work():
     # A dead link: the player would give the engine groups that are in flight.
     asset = catalog(8)
-    stage = Stage(asset, PlayOptions(1.0, 0.02, None, PrefillCost(0.2, 1.0 / (8 * 128))))
-    outcome = stage.play(world("dead", [0.001, 0.0, 0.0, 0.0], 50.0), 0.0, "cake", log=True)
+    experiment = Experiment(asset, ReplayOptions(1.0, 0.02, None, PrefillCost(0.2, 1.0 / (8 * 128))))
+    outcome = experiment.play(world("dead", [0.001, 0.0, 0.0, 0.0], 50.0), 0.0, "cake", log=True)
     starts = [line for line in outcome.log if line.name == "recompute_start"]
     assert [(line.first, line.last) for line in starts[:4]] == [(group, group + 1) for group in range(4)]
     plans = [line.t for line in outcome.log if line.name == "decision" and line.kind == "plan"]

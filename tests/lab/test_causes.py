@@ -6,7 +6,7 @@ from kvabr.abr.policies import BUILTIN
 from kvabr.lab.causes import CAUSES
 from kvabr.lab.cell import CellPlayer
 from kvabr.player import PlayerConfig
-from kvabr.replay.stage import PlayOptions
+from kvabr.replay.experiment import ReplayOptions
 from kvabr.types.cost import PrefillCost
 from tests.catalogs import catalog
 from tests.replay.worlds import world, worlds
@@ -17,7 +17,7 @@ ENGINES = {"none": (None, "hole"), "hole": (PrefillCost(0.005, 1 / 800), "hole")
 
 
 def bench(cost=None, mode="hole", *, deadline=2.0, rtt=0.05, load=0.3, layered=True, **catalog_options):
-    options = PlayOptions(deadline, rtt, load, cost, mode, config=PlayerConfig(give_up_after=5.0))
+    options = ReplayOptions(deadline, rtt, load, cost, mode, config=PlayerConfig(give_up_after=5.0))
     return CellPlayer(catalog(12, layered=layered, **catalog_options), options)
 
 

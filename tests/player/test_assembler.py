@@ -14,7 +14,7 @@ from kvabr.codec import base as registry
 from kvabr.codec.base import Codec, GroupContext
 from kvabr.codec.group import encode_group, payload_of
 from kvabr.codec.payload import PayloadReader, raw
-from kvabr.player.assembler import Assembler, Verdict
+from kvabr.player.assembler import Assembler, Placement
 from kvabr.types.catalog import Catalog, Track
 from kvabr.types.errors import ForeignError, FormatError, HoleError, UsageError
 from kvabr.types.naming import LEVELS, TrackNamespace, chain
@@ -92,7 +92,7 @@ def fresh(**options):
 def test_any_order_any_track_gives_one_contiguous_cache(order, tracks):
     play = fresh()
     for group in order:
-        assert play.put(group, tracks[group], FRAMES[group, tracks[group]]) is Verdict.PLACED
+        assert play.put(group, tracks[group], FRAMES[group, tracks[group]]) is Placement.PLACED
     kv = play.take()
     assert kv.is_contiguous()
     assert tuple(kv.shape) == SHAPE.shape(TOKENS)
@@ -105,11 +105,11 @@ def test_any_order_any_track_gives_one_contiguous_cache(order, tracks):
 
 def test_better_replaces_worse_and_nothing_else_does():
     play = fresh()
-    assert play.put(1, "Int4", FRAMES[1, "Int4"]) is Verdict.PLACED
-    assert play.put(1, "Int4", FRAMES[1, "Int4"]) is Verdict.STALE
-    assert play.put(1, "FP4", FRAMES[1, "FP4"]) is Verdict.STALE
-    assert play.put(1, "Int8", FRAMES[1, "Int8"]) is Verdict.REPLACED
-    assert play.put(1, "AC-5x", FRAMES[1, "AC-5x"]) is Verdict.STALE
+    assert play.put(1, "Int4", FRAMES[1, "Int4"]) is Placement.PLACED
+    assert play.put(1, "Int4", FRAMES[1, "Int4"]) is Placement.STALE
+    assert play.put(1, "FP4", FRAMES[1, "FP4"]) is Placement.STALE
+    assert play.put(1, "Int8", FRAMES[1, "Int8"]) is Placement.REPLACED
+    assert play.put(1, "AC-5x", FRAMES[1, "AC-5x"]) is Placement.STALE
     assert play.coverage == (None, "Int8", None, None)
 
 
@@ -135,7 +135,7 @@ def test_what_does_not_belong_is_refused_and_changes_nothing(frame, words):
         play.put(1, "Int8", frame)
     assert torch.equal(play._out, before)
     assert play.coverage == (None, "Int4", None, None)
-    assert play.put(1, "Int8", FRAMES[1, "Int8"]) is Verdict.REPLACED
+    assert play.put(1, "Int8", FRAMES[1, "Int8"]) is Placement.REPLACED
 
 
 def test_a_well_formed_lie_is_found_by_the_catalogs_digest():
@@ -182,8 +182,8 @@ def test_nothing_is_accepted_after_the_cache_was_handed_over():
         play.put(group, "Int4", FRAMES[group, "Int4"])
     kv = play.take()
     before = kv.clone()
-    assert play.put(0, "FP16", FRAMES[0, "FP16"]) is Verdict.LATE
-    assert play.put_computed(0, 1, KV[:, :, :, :128]) is Verdict.LATE
+    assert play.put(0, "FP16", FRAMES[0, "FP16"]) is Placement.LATE
+    assert play.put_computed(0, 1, KV[:, :, :, :128]) is Placement.LATE
     assert torch.equal(kv, before)
 
 
@@ -192,7 +192,7 @@ def test_layers_need_what_they_refine_and_a_replaced_base_takes_them_along():
     with pytest.raises(FormatError, match="refines Int4"):
         play.put(0, "residual", FRAMES[0, "residual"])
     play.put(0, "Int4", FRAMES[0, "Int4"])
-    assert play.put(0, "residual", FRAMES[0, "residual"]) is Verdict.REPLACED
+    assert play.put(0, "residual", FRAMES[0, "residual"]) is Placement.REPLACED
     exact = KV[:, :, :, :128]
     assert float((play.before(1) - exact).norm() / exact.norm()) < 1e-3
     play.put(1, "Int4", FRAMES[1, "Int4"])

@@ -13,7 +13,7 @@ from kvabr.player import (
     Cancel,
     Decode,
     Deliver,
-    Fetch,
+    FetchGroup,
     GiveUp,
     PlayerConfig,
     PrefixGoal,
@@ -48,14 +48,14 @@ def bring(play, fetch, now):
 def test_plays_every_group_and_delivers_once():
     play = session()
     play.start(0.0)
-    todo = of(play.actions(), Fetch)
+    todo = of(play.actions(), FetchGroup)
     assert [fetch.group for fetch in todo] == [0, 1, 2, 3]
     delivered = []
     now = 0.0
     while todo:
         now += 0.05
         actions = bring(play, todo.pop(0), now)
-        todo += of(actions, Fetch)
+        todo += of(actions, FetchGroup)
         delivered += of(actions, Deliver)
     assert len(delivered) == 1
     assert delivered[0].met
@@ -76,7 +76,7 @@ def test_a_failed_request_is_asked_for_again_and_then_on_another_track():
     play.start(0.0)
     tracks = []
     for attempt in range(4):
-        (fetch,) = of(play.actions(), Fetch)
+        (fetch,) = of(play.actions(), FetchGroup)
         tracks.append(fetch.track)
         play.failed(fetch.request, "reset", 0.01 * (attempt + 1))
     assert tracks == ["Int4", "Int4", "Int4", "AC-5x"]
@@ -90,7 +90,7 @@ def test_without_any_source_the_play_is_given_up_not_holed():
     while not play.over:
         actions = play.actions()
         gave_up += of(actions, GiveUp)
-        for fetch in of(actions, Fetch):
+        for fetch in of(actions, FetchGroup):
             now += 0.001
             play.failed(fetch.request, "gone", now)
     gave_up += of(play.actions(), GiveUp)
@@ -106,7 +106,7 @@ def test_without_any_source_an_engine_computes_the_group():
     while not computing:
         actions = play.actions()
         computing = of(actions, Recompute)
-        for fetch in of(actions, Fetch):
+        for fetch in of(actions, FetchGroup):
             now += 0.001
             play.failed(fetch.request, "gone", now)
     play.computed(0, 1, now + 0.1)
@@ -117,11 +117,11 @@ def test_without_any_source_an_engine_computes_the_group():
 def test_refused_frames_count_as_failures():
     play = session(1)
     play.start(0.0)
-    (fetch,) = of(play.actions(), Fetch)
+    (fetch,) = of(play.actions(), FetchGroup)
     play.done(fetch.request, 0.01)
     (decode,) = of(play.actions(), Decode)
     play.refused(decode.request, "checksum", 0.02)
-    (again,) = of(play.actions(), Fetch)
+    (again,) = of(play.actions(), FetchGroup)
     assert again.group == 0
     assert play.record.bytes_wasted == fetch.bytes
 
@@ -149,7 +149,7 @@ def test_a_transfer_that_will_not_make_it_is_abandoned_for_a_cheaper_one():
 
     play = session(2, Greedy(), config=PlayerConfig(min_requests=1, first_requests=1))
     play.start(0.0)
-    (fetch,) = of(play.actions(), Fetch)
+    (fetch,) = of(play.actions(), FetchGroup)
     assert fetch.track == "FP16"
     rate = fetch.bytes * 0.6  # FP16 alone takes 1.7 deadlines at this rate
     play.first_byte(fetch.request, 0.02)
@@ -162,7 +162,7 @@ def test_a_transfer_that_will_not_make_it_is_abandoned_for_a_cheaper_one():
         cancelled = of(actions, Cancel)
     assert cancelled
     assert now < 0.4
-    assert [f.track for f in of(actions, Fetch)] == ["AC-5x"]
+    assert [f.track for f in of(actions, FetchGroup)] == ["AC-5x"]
     assert play.record.abandoned == 1
     assert play.record.bytes_wasted == play.record.bytes_fetched > 0
 
@@ -170,10 +170,10 @@ def test_a_transfer_that_will_not_make_it_is_abandoned_for_a_cheaper_one():
 def test_upgrades_replace_only_what_is_worse_and_stop_at_the_deadline():
     play = session(2, "cheapfirst", config=PlayerConfig(min_requests=1, first_requests=1))
     play.start(0.0)
-    todo, now = of(play.actions(), Fetch), 0.0
+    todo, now = of(play.actions(), FetchGroup), 0.0
     for _ in range(3):
         now += 0.05
-        todo += of(bring(play, todo.pop(0), now), Fetch)
+        todo += of(bring(play, todo.pop(0), now), FetchGroup)
     upgrade = todo[0]
     assert upgrade.priority >= 128
     assert play.record.groups[0].source == "upgraded"
@@ -197,10 +197,10 @@ def test_layers_are_asked_for_on_top_of_what_they_refine():
 
     play = Session(Ladder(catalog(2, layered=True)), 1.0, Layers(), DualEwma())
     play.start(0.0)
-    todo, now = of(play.actions(), Fetch), 0.0
+    todo, now = of(play.actions(), FetchGroup), 0.0
     while todo:
         now += 0.05
-        todo += of(bring(play, todo.pop(0), now), Fetch)
+        todo += of(bring(play, todo.pop(0), now), FetchGroup)
     assert [group.track for group in play.record.groups] == ["layer-1", "layer-1"]
     assert play.record.bytes_wasted == 0
     sizes = play.view.catalog.by_name
@@ -253,7 +253,7 @@ def test_suffix_engine_computes_the_tail_at_the_last_moment():
     cost = PrefillCost(0.0, 0.5 / (4 * 128))  # the whole prompt takes half a deadline
     play = session(4, cost=cost, mode="suffix")
     play.start(0.0)
-    fetches = of(play.actions(), Fetch)
+    fetches = of(play.actions(), FetchGroup)
     bring(play, fetches[0], 0.05)
     now, started = 0.05, []
     while not started and now < 3:
@@ -334,7 +334,7 @@ def test_whatever_happens_a_play_ends_without_a_hole_and_its_books_balance(polic
     play.start(now)
     for _ in range(5000):
         for action in play.actions():
-            if isinstance(action, Fetch):
+            if isinstance(action, FetchGroup):
                 flying[action.request] = [action, 0]
             elif isinstance(action, Cancel):
                 del flying[action.request]
@@ -409,13 +409,13 @@ class Restless(Policy):
 def test_a_policy_that_never_stops_is_stopped_by_the_deadline():
     play = session(2, Restless())
     play.start(0.0)
-    todo, now, brought = of(play.actions(), Fetch), 0.0, 0
+    todo, now, brought = of(play.actions(), FetchGroup), 0.0, 0
     while todo and not play.over:
         now += 0.016
         if now >= 1.0:
             play.timer(1.0)
             break
-        todo += of(bring(play, todo.pop(0), now), Fetch)
+        todo += of(bring(play, todo.pop(0), now), FetchGroup)
         brought += 1
     assert play.over
     assert play.record.met
@@ -451,7 +451,7 @@ def test_a_group_in_place_can_be_left_to_the_engine_once():
         play = session(2, Better(), cost=PrefillCost(0.0, 0.1 / 128))
         play.start(0.0)
         now = 0.0
-        for fetch in of(play.actions(), Fetch):
+        for fetch in of(play.actions(), FetchGroup):
             now += 0.05
             actions = bring(play, fetch, now)
         assert [(one.first, one.last) for one in of(actions, Recompute)] == [(1, 2)]
@@ -484,10 +484,10 @@ def test_the_engine_never_starts_a_run_that_misses_anyway_while_slow_start_still
 def test_nothing_changes_once_the_play_is_over():
     play = session(2, "cheapfirst", config=PlayerConfig(min_requests=1, first_requests=1))
     play.start(0.0)
-    todo, now = of(play.actions(), Fetch), 0.0
+    todo, now = of(play.actions(), FetchGroup), 0.0
     for _ in range(2):
         now += 0.05
-        todo += of(bring(play, todo.pop(0), now), Fetch)
+        todo += of(bring(play, todo.pop(0), now), FetchGroup)
     play.done(todo[0].request, 0.9)
     (decode,) = of(play.actions(), Decode)
     play.timer(1.0)
@@ -510,7 +510,7 @@ def test_a_policy_that_always_asks_for_the_dearest_track_is_held_to_what_can_sti
     play.start(0.0)
     tracks, now = [], 0.0
     while not play.over and now < 2.0:
-        for fetch in of(play.actions(), Fetch):
+        for fetch in of(play.actions(), FetchGroup):
             tracks.append(fetch.track)
             asked, flying = now, fetch
         now = play.next_timer()
@@ -537,16 +537,16 @@ def test_a_broken_estimator_is_named_with_its_place(fault):
 def test_an_upgrade_that_always_fails_does_not_end_the_others():
     play = session(3, "cheapfirst", config=PlayerConfig(min_requests=1, first_requests=1, attempts=2))
     play.start(0.0)
-    todo, now, failed = of(play.actions(), Fetch), 0.0, 0
+    todo, now, failed = of(play.actions(), FetchGroup), 0.0, 0
     while todo:
         now += 0.02
         fetch = todo.pop(0)
         if fetch.priority >= 128 and fetch.group == 0:
             failed += 1
             play.failed(fetch.request, "gone", now)
-            todo += of(play.actions(), Fetch)
+            todo += of(play.actions(), FetchGroup)
         else:
-            todo += of(bring(play, fetch, now), Fetch)
+            todo += of(bring(play, fetch, now), FetchGroup)
     assert failed == 2
     assert [group.source for group in play.record.groups] == ["fetched", "upgraded", "upgraded"]
 
@@ -563,7 +563,7 @@ def test_an_engine_that_fails_is_not_asked_again_and_its_groups_are_missing_agai
         play.timer(now)
         started = of(play.actions(), Recompute)
     play.compute_failed("out of memory", now + 0.05)
-    again = of(play.actions(), Fetch)
+    again = of(play.actions(), FetchGroup)
     assert started[0].first in {fetch.group for fetch in again}
     assert play.view.cost is None
     play.computed(started[0].first, started[0].last, now + 0.06)  # too late: it was said to have failed
@@ -579,7 +579,7 @@ def test_an_engine_that_fails_leaves_what_was_decoded_meanwhile_in_place():
     log = []
     play = session(2, cost=PrefillCost(0.0, 0.1 / 128), mode="suffix", log=log.append)
     play.start(0.0)
-    first, second = of(play.actions(), Fetch)[:2]
+    first, second = of(play.actions(), FetchGroup)[:2]
     bring(play, first, 0.02)
     play.done(second.request, 0.03)
     now, started = 0.03, []
@@ -599,7 +599,7 @@ def test_an_engine_that_fails_leaves_what_was_decoded_meanwhile_in_place():
 def test_a_play_that_is_late_and_hears_nothing_is_given_up_with_the_last_fault():
     play = session(2, config=PlayerConfig(silent_after=0.25))
     play.start(0.0)
-    fetches = of(play.actions(), Fetch)
+    fetches = of(play.actions(), FetchGroup)
     play.first_byte(fetches[1].request, 0.02)
     play.failed(fetches[0].request, "reset, says the test", 0.1)
     play.progress(fetches[1].request, 100, 0.5)
@@ -619,7 +619,7 @@ def test_a_play_that_is_late_and_hears_nothing_is_given_up_with_the_last_fault()
 def test_a_late_play_goes_on_while_something_comes():
     play = session(2, config=PlayerConfig(silent_after=0.25))
     play.start(0.0)
-    fetch = of(play.actions(), Fetch)[0]
+    fetch = of(play.actions(), FetchGroup)[0]
     now, received = 0.0, 0
     while now < 3.0:
         now = play.next_timer()
@@ -632,7 +632,7 @@ def test_a_late_play_goes_on_while_something_comes():
 def test_a_transfer_that_is_overtaken_and_stands_still_has_failed():
     play = session(4, config=PlayerConfig(stalled_after=0.4))
     play.start(0.0)
-    fetches = of(play.actions(), Fetch)
+    fetches = of(play.actions(), FetchGroup)
     for fetch in fetches:
         play.first_byte(fetch.request, 0.01)
     now, received = 0.01, 0
@@ -653,7 +653,7 @@ def test_a_transfer_that_is_overtaken_and_stands_still_has_failed():
 def test_silence_of_all_proves_nothing_but_is_worth_asking_again():
     play = session(2, config=PlayerConfig(stalled_after=0.4))
     play.start(0.0)
-    fetches = of(play.actions(), Fetch)
+    fetches = of(play.actions(), FetchGroup)
     play.progress(fetches[0].request, 100, 0.05)
     cancelled, now = [], 0.05
     while not cancelled and now < 1:
@@ -679,7 +679,7 @@ def test_only_what_the_network_held_up_lowers_the_estimate():
         log = []
         play = session(8, "fixed:FP16", log=log.append)
         play.start(0.0)
-        fetches, now = of(play.actions(), Fetch), 0.01
+        fetches, now = of(play.actions(), FetchGroup), 0.01
         for fetch in fetches:
             play.first_byte(fetch.request, now)
         seen, received = [], 0
@@ -708,7 +708,7 @@ def test_what_others_held_up_may_raise_the_estimate():
     log = []
     play = session(8, "fixed:FP16", log=log.append)
     play.start(0.0)
-    fetches, now = of(play.actions(), Fetch), 0.01
+    fetches, now = of(play.actions(), FetchGroup), 0.01
     for fetch in fetches:
         play.first_byte(fetch.request, now)
     received = 0
@@ -726,7 +726,7 @@ def test_a_transfer_is_not_abandoned_for_a_track_that_cannot_be_had():
     play.start(0.0)
     # Every cheaper track has failed once, and that is as often as one may.
     play._retries._failures = {(0, name): 1 for name in play.view.ladder.names if name != "FP16"}
-    (fetch,) = of(play.actions(), Fetch)
+    (fetch,) = of(play.actions(), FetchGroup)
     now = 0.0
     while now < 1.5:
         now = play.next_timer()
@@ -742,7 +742,7 @@ SLOW = PrefillCost.from_rate(1.0)
 def prefix(cost=SLOW, policy="fixed:Int4"):
     play = session(policy=policy, goal=PrefixGoal(), cost=cost, mode="suffix")
     play.start(0.0)
-    return play, of(play.actions(), Fetch)
+    return play, of(play.actions(), FetchGroup)
 
 
 def until_over(play):
@@ -796,7 +796,7 @@ def test_a_prefix_is_cut_when_no_track_of_a_group_can_be_had():
         now += 0.01
         play.failed(waiting.pop().request, "corrupt", now)
         actions = play.actions()
-        waiting, end = of(actions, Fetch), of(actions, Deliver)
+        waiting, end = of(actions, FetchGroup), of(actions, Deliver)
     assert end
     assert end[0].now < 0.5
     assert end[0].cut is not None
@@ -833,7 +833,7 @@ def test_what_is_at_hand_is_counted_from_the_first_group_of_a_suffix():
     rest = Ladder(whole.suffix(2))
     play = new_session(rest, 1.0, "cheapfirst", DualEwma(), at_hand=lambda _, track: kept.get(track, []))
     play.start(0.0)
-    first = of(play.actions(), Fetch)[0]
+    first = of(play.actions(), FetchGroup)[0]
     assert (first.group, first.track) == (1, "FP16")
 
 

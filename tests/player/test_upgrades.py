@@ -9,7 +9,7 @@ import pytest
 from kvabr.abr import Decision, Ladder, Policy
 from kvabr.abr.estimators import DualEwma
 from kvabr.abr.policies import BUILTIN
-from kvabr.player import Decode, Deliver, Fetch, UpgradeGoal
+from kvabr.player import Decode, Deliver, FetchGroup, UpgradeGoal
 from kvabr.player.upgrades import UpgradeSession
 from kvabr.types.catalog import RECOMPUTED
 from kvabr.types.errors import UsageError
@@ -29,17 +29,17 @@ def late(tracks=("base",) * 6, until_s=math.inf, policy="anytime", horizon_s=2.0
 
 def play_on(session, now=0.0, each_s=0.01, most=200):
     """Bring everything that is asked for, in the order of priority; what was asked for, and when it was over."""
-    todo = of(session.actions(), Fetch)
+    todo = of(session.actions(), FetchGroup)
     asked = list(todo)
     for _ in range(most):
         if todo:
             now += each_s
             todo.sort(key=lambda fetch: fetch.priority)
-            more = of(bring(session, todo.pop(0), now), Fetch)
+            more = of(bring(session, todo.pop(0), now), FetchGroup)
         elif not session.over:
             now = session.next_timer()
             session.timer(now)
-            more = of(session.actions(), Fetch)
+            more = of(session.actions(), FetchGroup)
         todo += more
         asked += more
         if session.over:
@@ -63,14 +63,14 @@ def test_it_fetches_every_layer_that_is_missing_the_most_worth_first():
 
 def test_no_more_is_in_flight_than_before_the_deadline():
     session = late(until_s=math.inf)
-    ahead = sum(fetch.bytes for fetch in of(session.actions(), Fetch))
+    ahead = sum(fetch.bytes for fetch in of(session.actions(), FetchGroup))
     # What an hour could carry must not be asked for at once: it could not be put into a better order any more.
     assert ahead < 0.25 * 2.0 * RATE
 
 
 def test_it_ends_when_nothing_that_was_asked_for_ever_comes():
     session, now = late(horizon_s=2.0), 0.0
-    assert of(session.actions(), Fetch)
+    assert of(session.actions(), FetchGroup)
     while not session.over and now < 100.0:
         now = session.next_timer()
         session.timer(now)
@@ -88,7 +88,7 @@ def test_recomputed_groups_stay_as_they_are():
 
 def test_it_asks_for_no_more_while_groups_wait_for_the_engine():
     session = late()
-    todo, decoding, asked, now = of(session.actions(), Fetch), [], 0, 0.0
+    todo, decoding, asked, now = of(session.actions(), FetchGroup), [], 0, 0.0
     while todo:
         asked += len(todo)
         more = []
@@ -98,22 +98,22 @@ def test_it_asks_for_no_more_while_groups_wait_for_the_engine():
             session.done(fetch.request, now)
             actions = session.actions()
             decoding += of(actions, Decode)
-            more += of(actions, Fetch)
+            more += of(actions, FetchGroup)
         todo = more
     for tick in range(100):
         session.timer(now + tick * 0.04)
-    assert not of(session.actions(), Fetch)
+    assert not of(session.actions(), FetchGroup)
     assert not session.over
     assert asked <= 6
     session.decoded(decoding[0].request, now + 5.0)
     for decode in decoding[1:]:
         session.decoded(decode.request, now + 5.0)
-    assert of(session.actions(), Fetch)
+    assert of(session.actions(), FetchGroup)
 
 
 def test_it_ends_when_time_is_up_with_what_is_there():
     session = late(until_s=1.0)
-    first = of(session.actions(), Fetch)[0]
+    first = of(session.actions(), FetchGroup)[0]
     bring(session, first, 0.5)
     while not session.over:
         now = session.next_timer()
@@ -127,7 +127,7 @@ def test_it_ends_when_time_is_up_with_what_is_there():
 
 def test_it_asks_for_nothing_that_would_come_behind_the_end():
     session = late(until_s=0.004)  # some 40 kB at this rate
-    assert sum(fetch.bytes for fetch in of(session.actions(), Fetch)) < 0.004 * RATE * 4
+    assert sum(fetch.bytes for fetch in of(session.actions(), FetchGroup)) < 0.004 * RATE * 4
 
 
 def test_it_is_over_at_once_if_nothing_can_get_better():

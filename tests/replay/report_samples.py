@@ -6,8 +6,8 @@ import copy
 from dataclasses import replace
 from functools import cache
 
+from kvabr.replay.experiment import ReplayOptions
 from kvabr.replay.run import Matrix, replay
-from kvabr.replay.stage import PlayOptions
 from kvabr.types.cost import PrefillCost
 from tests.catalogs import catalog
 from tests.replay.worlds import worlds
@@ -19,7 +19,7 @@ POLICIES = ("fixed:AC-5x", "fixed:Int8", "rate", "bola", "cheapfirst")
 
 @cache
 def _played():
-    options = PlayOptions(1.0, 0.03, 0.4, PrefillCost(0.0, 1e-3))
+    options = ReplayOptions(1.0, 0.03, 0.4, PrefillCost(0.0, 1e-3))
     matrix = Matrix(catalog(12), tuple(worlds()[1:5]), POLICIES, options, starts=2, seed=4, timelines=-1)
     report = replay(matrix, jobs=1)
     return report.result, report.timelines

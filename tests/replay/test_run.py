@@ -2,8 +2,8 @@ import json
 
 import pytest
 
+from kvabr.replay.experiment import ReplayOptions
 from kvabr.replay.run import Matrix, replay
-from kvabr.replay.stage import PlayOptions
 from kvabr.replay.summary import mean, percentile, summarise, wilson
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import PolicyError, UsageError
@@ -16,7 +16,7 @@ def matrix(**changes):
         "catalog": catalog(8),
         "traces": tuple(worlds()[:3]),
         "policies": ("fixed:AC-5x", "cheapfirst"),
-        "options": PlayOptions(1.0, 0.03, 0.4, PrefillCost(0.0, 1e-3)),
+        "options": ReplayOptions(1.0, 0.03, 0.4, PrefillCost(0.0, 1e-3)),
         "starts": 3,
         "seed": 4,
     }
@@ -87,7 +87,7 @@ def test_percentiles_and_means():
 
 
 def test_plays_that_nobody_could_make_stand_apart():
-    report = replay(matrix(options=PlayOptions(1.0, 0.03, 0.05), starts=1), jobs=1)
+    report = replay(matrix(options=ReplayOptions(1.0, 0.03, 0.05), starts=1), jobs=1)
     entry = report.result["summary"]["cheapfirst"]
     assert entry["infeasible"] == entry["runs"] == 3
     assert entry["hit_ratio"] is None

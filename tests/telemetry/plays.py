@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from kvabr.replay.stage import PlayOptions, Stage
+from kvabr.replay.experiment import Experiment, ReplayOptions
 from kvabr.telemetry import Listener
 from kvabr.types.cost import PrefillCost
 from kvabr.types.events import ProgressMade
@@ -20,8 +20,8 @@ OFFER = catalog(GROUPS, layered=True)
 def simulated(rates=(3e5,), policy="anytime", engine=False):
     """The log of one play."""
     cost = PrefillCost(0.0, 0.2 / 128) if engine else None
-    stage = Stage(OFFER, PlayOptions(DEADLINE_S, 0.05, None, cost))
-    return stage.play(world("flat", list(rates), 50.0 if len(rates) == 1 else 0.25), 0.0, policy, log=True).log
+    experiment = Experiment(OFFER, ReplayOptions(DEADLINE_S, 0.05, None, cost))
+    return experiment.play(world("flat", list(rates), 50.0 if len(rates) == 1 else 0.25), 0.0, policy, log=True).log
 
 
 class Ear(Listener):

@@ -10,12 +10,12 @@ from typing import Any
 
 from kvabr.client.options import guard_s
 from kvabr.player.assembler import Assembler
+from kvabr.replay.experiment import Experiment
 from kvabr.replay.live.compare import comparison
+from kvabr.replay.live.experiment import LiveExperiment, LiveOptions
 from kvabr.replay.live.origin import LiveOrigin
-from kvabr.replay.live.playing import LiveOptions, LiveStage
 from kvabr.replay.live.shaper import Shaper
 from kvabr.replay.run import Matrix, Report, finish, tasks
-from kvabr.replay.stage import Stage
 from kvabr.replay.verify import load_profile
 from kvabr.store.asset import Asset
 from kvabr.types.catalog import Catalog
@@ -53,13 +53,13 @@ async def replay_live(
     decode_scale = decode_speed(asset)
     # A player outside the simulator ends a little early, see `kvabr.client`; so must the one it is held against.
     careful = replace(matrix.options, guard_s=guard_s(matrix.options.deadline_s))
-    stage = Stage(matrix.catalog, careful)
-    model = Stage(matrix.catalog, replace(careful, decode_scale=decode_scale))
+    experiment = Experiment(matrix.catalog, careful)
+    model = Experiment(matrix.catalog, replace(careful, decode_scale=decode_scale))
     report = Report({})
     runs: list[dict[str, Any]] = []
     simulated: list[dict[str, Any]] = []
     with LiveOrigin(asset.location, options.quic) as origin, Shaper(origin.address) as shaper:
-        live = LiveStage(stage, asset, origin, shaper, options)
+        live = LiveExperiment(experiment, asset, origin, shaper, options)
         for task in tasks(matrix):
             trace = matrix.traces[task.trace]
             for index, policy in enumerate(matrix.policies):

@@ -16,12 +16,12 @@ import pytest
 
 from kvabr.cli.main import main
 from kvabr.player.session_types import PlayerConfig
+from kvabr.replay.experiment import Experiment, ReplayOptions
+from kvabr.replay.live.experiment import LiveExperiment, LiveOptions
 from kvabr.replay.live.origin import LiveOrigin
-from kvabr.replay.live.playing import LiveOptions, LiveStage
 from kvabr.replay.live.run import decode_speed, replay_live
 from kvabr.replay.live.shaper import Shaper
 from kvabr.replay.run import Matrix
-from kvabr.replay.stage import PlayOptions, Stage
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import KvabrError, PolicyError, TransportError
 from tests.replay.live.links import gone, trace
@@ -60,9 +60,11 @@ def play(asset, origin, shaper):
     """Play once: ``play(trace, policy, live options, replay options)``; the outcome, and the simulated one."""
 
     async def run(link, policy="fixed:Int4", live=None, **options):
-        stage = Stage(asset.catalog, PlayOptions(**{"deadline_s": 2.0, "rtt_s": 0.02, **options}))
-        outcome = await LiveStage(stage, asset, origin, shaper, live or LiveOptions()).play(link, 0.0, policy, log=True)
-        return outcome, stage.play(link, 0.0, policy).run
+        experiment = Experiment(asset.catalog, ReplayOptions(**{"deadline_s": 2.0, "rtt_s": 0.02, **options}))
+        outcome = await LiveExperiment(experiment, asset, origin, shaper, live or LiveOptions()).play(
+            link, 0.0, policy, log=True
+        )
+        return outcome, experiment.play(link, 0.0, policy).run
 
     return run
 
@@ -203,7 +205,7 @@ def children():
 
 
 def matrix(asset, link, policy, **options):
-    return Matrix(asset.catalog, (link,), (policy,), PlayOptions(**{"deadline_s": 1.0, "rtt_s": 0.02, **options}))
+    return Matrix(asset.catalog, (link,), (policy,), ReplayOptions(**{"deadline_s": 1.0, "rtt_s": 0.02, **options}))
 
 
 def test_an_error_leaves_no_process_behind(asset, tmp_path):
@@ -221,10 +223,10 @@ def test_an_error_leaves_no_process_behind(asset, tmp_path):
 
 
 async def test_an_origin_that_is_killed_ends_the_replay(asset, shaper):
-    options = PlayOptions(deadline_s=0.5, rtt_s=0.02, config=PlayerConfig(give_up_after=2.0))
-    stage = Stage(asset.catalog, options)
+    options = ReplayOptions(deadline_s=0.5, rtt_s=0.02, config=PlayerConfig(give_up_after=2.0))
+    experiment = Experiment(asset.catalog, options)
     with LiveOrigin(asset.path, "aioquic") as origin, Shaper(origin.address) as link:
-        live = LiveStage(stage, asset, origin, link, LiveOptions())
+        live = LiveExperiment(experiment, asset, origin, link, LiveOptions())
         playing = asyncio.create_task(live.play(trace([20e3]), 0.0, "fixed:FP16", log=False))
         while not link.stats().most_queued_bytes:  # the trace, and with it the play, has begun
             await asyncio.sleep(0)
@@ -282,7 +284,7 @@ def test_decoding_is_timed_here(asset):
 
 
 def test_the_catalog_must_be_the_assets(asset):
-    other = Matrix(asset.catalog, (trace([RATE]),), ("fixed:Int4",), PlayOptions(deadline_s=1.0))
+    other = Matrix(asset.catalog, (trace([RATE]),), ("fixed:Int4",), ReplayOptions(deadline_s=1.0))
     object.__setattr__(other, "catalog", None)
     with pytest.raises(KvabrError, match="--asset"):
         asyncio.run(replay_live(other, asset, LiveOptions()))

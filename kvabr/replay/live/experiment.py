@@ -21,11 +21,11 @@ from kvabr.player.assembler import Assembler
 from kvabr.player.session import Session
 from kvabr.quic.connect import Connecting, connect
 from kvabr.quic.interface import Connection, read_all
+from kvabr.replay.experiment import Experiment, PlayOutcome
 from kvabr.replay.live.child import Usage
 from kvabr.replay.live.lane import LEAST_QUEUE_BYTES, Conditions
 from kvabr.replay.live.origin import LiveOrigin
 from kvabr.replay.live.shaper import Shaper
-from kvabr.replay.stage import Outcome, Stage
 from kvabr.replay.trace import Trace
 from kvabr.replay.verify import load_profile
 from kvabr.store.asset import Asset
@@ -77,27 +77,29 @@ class LiveOptions:
         return Conditions(rtt_s, self.loss, self.loss, self.queue_bytes, self.seed + play)
 
 
-class LiveStage:
-    """Plays policies live: the counterpart of `Stage`, which does what both have in common."""
+class LiveExperiment:
+    """Plays policies live: the counterpart of `Experiment`, which does what both have in common."""
 
-    def __init__(self, stage: Stage, asset: Asset, origin: LiveOrigin, shaper: Shaper, options: LiveOptions) -> None:
-        self._stage, self._options = stage, options
+    def __init__(
+        self, experiment: Experiment, asset: Asset, origin: LiveOrigin, shaper: Shaper, options: LiveOptions
+    ) -> None:
+        self._experiment, self._options = experiment, options
         self._origin, self._shaper = origin, shaper
         self._profile = load_profile(asset)
         self._plays = 0
 
-    async def play(self, trace: Trace, start_s: float, policy: str, *, log: bool) -> Outcome:
+    async def play(self, trace: Trace, start_s: float, policy: str, *, log: bool) -> PlayOutcome:
         """Play once.
 
         Raises:
             TransportError: origin or shaper have died, or the origin cannot be reached through the link.
             PolicyError: from the policy.
         """
-        stage, options = self._stage, self._options
-        capacity, rtt_s, bound = stage.prepare(trace, start_s)
+        experiment, options = self._experiment, self._options
+        capacity, rtt_s, bound = experiment.prepare(trace, start_s)
         self._plays += 1
         conditions = options.conditions(rtt_s, self._plays)
-        played = stage.played(trace)
+        played = experiment.played(trace)
         self._shaper.load(played)
         self._shaper.open(conditions)
         lines: list[PlayEvent] | None = [] if log else None
@@ -109,7 +111,7 @@ class LiveStage:
             try:
                 async with asyncio.timeout(self._patience_s()):
                     connection = await stack.enter_async_context(self._connect())
-                    await fetch_catalog(connection, stage.catalog.namespace)
+                    await fetch_catalog(connection, experiment.catalog.namespace)
                     if options.warm:
                         await self._warm_up(connection, played, start_s, conditions)
             except (TransportError, TimeoutError) as error:
@@ -118,7 +120,7 @@ class LiveStage:
                     raise TransportError(f"the origin cannot be reached through the link: {failure}") from error
             if options.cold:
                 lookup_s = time.monotonic() - began_s
-            session = stage.session(trace, start_s, policy, capacity, rtt_s, lines, lookup_s=lookup_s)
+            session = experiment.session(trace, start_s, policy, capacity, rtt_s, lines, lookup_s=lookup_s)
             if connection is None:
                 session.record.gave_up = failure
             else:
@@ -129,7 +131,7 @@ class LiveStage:
                     self._shaper.begin(played, start_s, conditions)
                 await driver.run()
             seen = self._transport(began, connection, session.record.bytes_held_up)
-        outcome = stage.outcome(trace, start_s, policy, session, capacity, bound, lines, lookup_s=lookup_s)
+        outcome = experiment.outcome(trace, start_s, policy, session, capacity, bound, lines, lookup_s=lookup_s)
         outcome.run["live"] = True
         outcome.run["lookup_s"] = float(f"{lookup_s:.6g}")
         outcome.run["transport"] = seen
@@ -137,7 +139,7 @@ class LiveStage:
 
     def _patience_s(self) -> float:
         """Seconds that reaching the origin may take: with a cold start the trace is in force, outages and all."""
-        options = self._stage.options
+        options = self._experiment.options
         return options.config.give_up_after * options.deadline_s if self._options.cold else _DIAL_S
 
     def _connect(self) -> Connecting:
@@ -150,14 +152,14 @@ class LiveStage:
         )
 
     def _driver(self, session: Session, connection: Connection) -> Driver:
-        catalog, options = self._stage.catalog, self._stage.options
+        catalog, options = self._experiment.catalog, self._experiment.options
         engine = None if options.cost is None else StandInEngine(catalog.spec, options.cost, options.mode)
         tokens = () if engine is None else (0,) * catalog.tokens
         return Driver(session, connection, catalog, Assembler(catalog, self._profile), engine=engine, tokens=tokens)
 
     async def _warm_up(self, connection: Connection, trace: Trace, start_s: float, conditions: Conditions) -> None:
         """Open the congestion window as a play before this one would have: over the same trace, with the same asset."""
-        catalog = self._stage.catalog
+        catalog = self._experiment.catalog
         track = min(catalog.tracks, key=lambda track: track.total_bytes)
         left = _WARM_ROUND_TRIPS * max(LEAST_QUEUE_BYTES, conditions.rtt_s * trace.mean_rate)
         self._shaper.begin(trace, start_s, conditions)

@@ -40,7 +40,7 @@ NO_CACHE_LOSS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class PlayOptions:
+class ReplayOptions:
     """What all plays of a replay have in common."""
 
     deadline_s: float
@@ -74,7 +74,7 @@ class PlayOptions:
 
 
 @dataclass(slots=True)
-class Outcome:
+class PlayOutcome:
     """What one play left behind."""
 
     run: dict[str, Any]
@@ -85,10 +85,10 @@ class Outcome:
     """Where the link's bytes went; None for a play that was not simulated."""
 
 
-class Stage:
+class Experiment:
     """Plays policies over traces for one catalog; holds what all plays share."""
 
-    def __init__(self, catalog: Catalog, options: PlayOptions) -> None:
+    def __init__(self, catalog: Catalog, options: ReplayOptions) -> None:
         self.catalog, self.options = catalog, options
         self.ladder = Ladder(catalog)
         self._clairvoyant = Clairvoyant(catalog, options.cost, options.mode, decode_scale=options.decode_scale)
@@ -138,14 +138,14 @@ class Stage:
             self._last = (trace, played, carried, running_sums(carried))
         return self._last[1:]
 
-    def play(self, trace: Trace, start_s: float, policy: str, *, log: bool = False) -> Outcome:
+    def play(self, trace: Trace, start_s: float, policy: str, *, log: bool = False) -> PlayOutcome:
         """Play once."""
         capacity, rtt_s, bound = self.prepare(trace, start_s)
         return self.play_on(trace, start_s, policy, capacity, rtt_s, bound, log=log)
 
     def play_on(
         self, trace: Trace, start_s: float, policy: str, capacity: Capacity, rtt_s: float, bound: Bound, *, log: bool
-    ) -> Outcome:
+    ) -> PlayOutcome:
         """Play once over a link that `prepare` made: policies compared on one start share it."""
         options = self.options
         lines: list[PlayEvent] | None = [] if log else None
@@ -239,7 +239,7 @@ class Stage:
         *,
         lookup_s: float = 0.0,
         ghost_bytes: float = 0.0,
-    ) -> Outcome:
+    ) -> PlayOutcome:
         """What a play that is over left behind.
 
         Args:
@@ -259,11 +259,11 @@ class Stage:
             record.met = record.delivered_s is not None and record.delivered_s <= options.deadline_s
         run = _run_line(self.catalog, options, trace, start_s, policy, record, bound, capacity, ghost_bytes)
         if lines is None:
-            return Outcome(run, record, None, None)
+            return PlayOutcome(run, record, None, None)
         end = record.delivered_s if record.delivered_s is not None else session.view.now + lookup_s
         lines.append(CacheDelivered(end, record.met, run["loss"]))
         series = capacity.series(max(end, options.deadline_s) * 1.05 - lookup_s)
-        return Outcome(run, record, lines, [(t + lookup_s, rate) for t, rate in series])
+        return PlayOutcome(run, record, lines, [(t + lookup_s, rate) for t, rate in series])
 
 
 def _shift(record: PlayRecord, lines: list[PlayEvent] | None, seconds: float) -> None:
@@ -280,7 +280,7 @@ def _shift(record: PlayRecord, lines: list[PlayEvent] | None, seconds: float) ->
 
 def _run_line(
     catalog: Catalog,
-    options: PlayOptions,
+    options: ReplayOptions,
     trace: Trace,
     start_s: float,
     policy: str,

@@ -4,8 +4,8 @@ import pytest
 
 from kvabr.abr.policies import BUILTIN
 from kvabr.player import PlayerConfig
+from kvabr.replay.experiment import Experiment, ReplayOptions
 from kvabr.replay.link import FIRST_BYTE_S, LOOKUP_ROUND_TRIPS, PAYLOAD_SHARE
-from kvabr.replay.stage import PlayOptions, Stage
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import PolicyError, UsageError
 from tests.catalogs import catalog
@@ -22,10 +22,10 @@ ENGINES = {"none": (None, "hole"), "hole": (COST, "hole"), "suffix": (COST, "suf
 def test_every_play_ends_complete_or_says_why_and_never_beats_the_clairvoyant(trace, engine, layered):
     cost, mode = ENGINES[engine]
     offer = catalog(12, short=40, layered=layered)
-    options = PlayOptions(2.0, 0.05, 0.4, cost, mode, config=PlayerConfig(give_up_after=5.0))
-    stage = Stage(offer, options)
+    options = ReplayOptions(2.0, 0.05, 0.4, cost, mode, config=PlayerConfig(give_up_after=5.0))
+    experiment = Experiment(offer, options)
     for policy in POLICIES:
-        outcome = stage.play(trace, 0.3, policy, log=True)
+        outcome = experiment.play(trace, 0.3, policy, log=True)
         run, record = outcome.run, outcome.record
         if record.gave_up is None:
             assert all(group["track"] is not None for group in run["groups"])
@@ -51,8 +51,8 @@ def test_every_play_ends_complete_or_says_why_and_never_beats_the_clairvoyant(tr
 
 def test_suffix_plays_recompute_only_a_tail():
     cost = PrefillCost(0.0, 1 / 3000)
-    stage = Stage(catalog(12), PlayOptions(2.0, 0.05, 0.12, cost, "suffix"))
-    sources = [group["source"] for group in stage.play(world("steady", [1e6]), 0.0, "cheapfirst").run["groups"]]
+    experiment = Experiment(catalog(12), ReplayOptions(2.0, 0.05, 0.12, cost, "suffix"))
+    sources = [group["source"] for group in experiment.play(world("steady", [1e6]), 0.0, "cheapfirst").run["groups"]]
     cut = sources.index("recomputed")
     assert 0 < cut < 12
     assert set(sources[cut:]) == {"recomputed"}
@@ -61,8 +61,10 @@ def test_suffix_plays_recompute_only_a_tail():
 
 def test_hole_plays_meet_the_deadline_where_the_network_alone_cannot():
     slow = world("steady", [1e6])
-    alone = Stage(catalog(12), PlayOptions(2.0, 0.05, 0.12)).play(slow, 0.0, "cheapfirst")
-    helped = Stage(catalog(12), PlayOptions(2.0, 0.05, 0.12, PrefillCost(0.0, 1 / 1000))).play(slow, 0.0, "cheapfirst")
+    alone = Experiment(catalog(12), ReplayOptions(2.0, 0.05, 0.12)).play(slow, 0.0, "cheapfirst")
+    helped = Experiment(catalog(12), ReplayOptions(2.0, 0.05, 0.12, PrefillCost(0.0, 1 / 1000))).play(
+        slow, 0.0, "cheapfirst"
+    )
     assert not alone.run["met"]
     assert not alone.run["feasible"]
     assert helped.run["met"]
@@ -72,17 +74,19 @@ def test_hole_plays_meet_the_deadline_where_the_network_alone_cannot():
 
 def test_decoding_counts_and_cheapfirst_steps_around_slow_codecs():
     link = world("steady", [1e6])
-    quick = Stage(catalog(12, decode=0.0), PlayOptions(1.0, 0.02, 1.5)).play(link, 0.0, "fixed:AC-5x")
-    slow = Stage(catalog(12, decode=40.0), PlayOptions(1.0, 0.02, 1.5)).play(link, 0.0, "fixed:AC-5x")
+    quick = Experiment(catalog(12, decode=0.0), ReplayOptions(1.0, 0.02, 1.5)).play(link, 0.0, "fixed:AC-5x")
+    slow = Experiment(catalog(12, decode=40.0), ReplayOptions(1.0, 0.02, 1.5)).play(link, 0.0, "fixed:AC-5x")
     assert slow.run["ttft_s"] > quick.run["ttft_s"] + 1.0
-    around = Stage(catalog(12, decode=40.0), PlayOptions(1.0, 0.02, 1.5)).play(link, 0.0, "cheapfirst")
+    around = Experiment(catalog(12, decode=40.0), ReplayOptions(1.0, 0.02, 1.5)).play(link, 0.0, "cheapfirst")
     assert around.run["ttft_s"] < slow.run["ttft_s"]
 
 
 def test_more_network_is_never_worse_for_cheapfirst():
     losses = []
     for share in (0.25, 0.5, 1.0, 2.0):
-        run = Stage(catalog(12), PlayOptions(2.0, 0.02, share)).play(world("steady", [1e6]), 0.0, "cheapfirst").run
+        run = (
+            Experiment(catalog(12), ReplayOptions(2.0, 0.02, share)).play(world("steady", [1e6]), 0.0, "cheapfirst").run
+        )
         assert run["met"]
         losses.append(run["loss"])
     assert losses == sorted(losses, reverse=True)
@@ -97,7 +101,7 @@ def test_a_policy_that_raises_fails_the_play_with_its_place(tmp_path):
         "        return Decision.fetch(view.first_missing(), 'Int4', 'so far so good')\n"
     )
     with pytest.raises(PolicyError, match=r"Bad raised IndexError.*bad\.py, line 7"):
-        Stage(catalog(12), PlayOptions(2.0, 0.02, 0.4)).play(world("steady", [1e6]), 0.0, f"{path}:Bad")
+        Experiment(catalog(12), ReplayOptions(2.0, 0.02, 0.4)).play(world("steady", [1e6]), 0.0, f"{path}:Bad")
 
 
 @pytest.mark.parametrize(
@@ -106,17 +110,23 @@ def test_a_policy_that_raises_fails_the_play_with_its_place(tmp_path):
 )
 def test_options_that_make_no_sense_are_refused(options):
     with pytest.raises(UsageError):
-        PlayOptions(**({"deadline_s": 1.0} | options))
+        ReplayOptions(**({"deadline_s": 1.0} | options))
 
 
 def test_the_oracle_needs_a_simulation_and_has_one_here():
-    run = Stage(catalog(12), PlayOptions(2.0, 0.02, 0.4)).play(world("steady", [1e6]), 0.0, "cachegen-oracle").run
+    run = (
+        Experiment(catalog(12), ReplayOptions(2.0, 0.02, 0.4)).play(world("steady", [1e6]), 0.0, "cachegen-oracle").run
+    )
     assert run["met"]
 
 
 def test_a_trace_counts_whole_packets_of_which_a_share_is_payload():
     offer = catalog(12)
-    run = Stage(offer, PlayOptions(60.0, 0.05, slow_start=False)).play(world("steady", [1e6]), 0.0, "fixed:Int8").run
+    run = (
+        Experiment(offer, ReplayOptions(60.0, 0.05, slow_start=False))
+        .play(world("steady", [1e6]), 0.0, "fixed:Int8")
+        .run
+    )
     size = offer.track("Int8").total_bytes
     assert run["ttft_s"] == pytest.approx(0.05 + FIRST_BYTE_S + size / (PAYLOAD_SHARE * 1e6), rel=0.02)
 
@@ -124,8 +134,8 @@ def test_a_trace_counts_whole_packets_of_which_a_share_is_payload():
 def test_what_the_lookup_brought_has_opened_the_window():
     """A catalog with more groups is longer, so the first round trip of its play carries more."""
     link = world("steady", [1e9])
-    short, _, _ = Stage(catalog(4), PlayOptions(2.0, 0.1)).prepare(link, 0.0)
-    long, _, _ = Stage(catalog(64), PlayOptions(2.0, 0.1)).prepare(link, 0.0)
+    short, _, _ = Experiment(catalog(4), ReplayOptions(2.0, 0.1)).prepare(link, 0.0)
+    long, _, _ = Experiment(catalog(64), ReplayOptions(2.0, 0.1)).prepare(link, 0.0)
     more = len(catalog(64).dumps()) - len(catalog(4).dumps())
     assert long.between(0.0, 0.2) - short.between(0.0, 0.2) == pytest.approx(more)
 
@@ -134,8 +144,8 @@ def test_what_the_lookup_brought_has_opened_the_window():
 def test_a_cold_play_counts_the_lookup_and_begins_as_much_later_in_the_trace(policy):
     rtt, link = 0.1, world("walk", [1e6, 3e5, 2e6, 5e5] * 20)
     lookup = LOOKUP_ROUND_TRIPS * rtt
-    cold = Stage(catalog(12), PlayOptions(2.0, rtt, cold=True)).play(link, 0.5, policy, log=True)
-    warm = Stage(catalog(12), PlayOptions(2.0 - lookup, rtt)).play(link, 0.5 + lookup, policy)
+    cold = Experiment(catalog(12), ReplayOptions(2.0, rtt, cold=True)).play(link, 0.5, policy, log=True)
+    warm = Experiment(catalog(12), ReplayOptions(2.0 - lookup, rtt)).play(link, 0.5 + lookup, policy)
     assert cold.run["ttft_s"] == pytest.approx(warm.run["ttft_s"] + lookup)
     assert cold.run["met"] == warm.run["met"]
     assert cold.run["loss"] == warm.run["loss"]
@@ -147,7 +157,7 @@ def test_a_cold_play_counts_the_lookup_and_begins_as_much_later_in_the_trace(pol
 
 
 def test_a_lookup_longer_than_the_deadline_is_late_not_an_error():
-    run = Stage(catalog(4), PlayOptions(0.5, 0.2, cold=True)).play(world("steady", [2e7]), 0.0, "cheapfirst").run
+    run = Experiment(catalog(4), ReplayOptions(0.5, 0.2, cold=True)).play(world("steady", [2e7]), 0.0, "cheapfirst").run
     assert run["gave_up"] is None
     assert not run["met"]
     assert run["ttft_s"] > LOOKUP_ROUND_TRIPS * 0.2
@@ -155,8 +165,8 @@ def test_a_lookup_longer_than_the_deadline_is_late_not_an_error():
 
 def test_a_guarded_player_ends_early_and_is_judged_by_the_whole_deadline():
     link = world("steady", [4e5])
-    plain = Stage(catalog(12), PlayOptions(2.0, 0.05)).play(link, 0.0, "cheapfirst").run
-    guarded = Stage(catalog(12), PlayOptions(2.0, 0.05, guard_s=0.2)).play(link, 0.0, "cheapfirst").run
+    plain = Experiment(catalog(12), ReplayOptions(2.0, 0.05)).play(link, 0.0, "cheapfirst").run
+    guarded = Experiment(catalog(12), ReplayOptions(2.0, 0.05, guard_s=0.2)).play(link, 0.0, "cheapfirst").run
     assert plain["ttft_s"] > 1.8 >= guarded["ttft_s"]
     assert guarded["deadline_s"] == 2.0
     assert guarded["met"]
