@@ -1,10 +1,10 @@
 """The clairvoyant bound: the least loss that any schedule could reach by the deadline if it knew the whole trace.
 
 If only "everything in place by D" counts, the order of transfers does not matter. The best cache is a multiple-choice
-knapsack, one option per group, over the bytes that the link carries by D minus the time to decode the last transfer (the
-quickest to decode that the link could carry in place of a cheaper one). The bound is the knapsack's linear relaxation,
-which the greedy order on the convex hulls solves exactly. It is at most one step below the best whole-group cache, so a
-play can approach it but not beat it.
+knapsack, one option per group, over the bytes that the link carries by D minus the time to decode the last transfer
+(the quickest to decode that the link could carry in place of a cheaper one). The bound is the knapsack's linear
+relaxation, which the greedy order on the convex hulls solves exactly. It is at most one step below the best whole-group
+cache, so a play can approach it but not beat it.
 
 Decoding is a second resource, with one decoder. By any time t, at most C(t) bytes have arrived, which hold at most
 r C(t) seconds of decoding (r is the largest ratio of seconds to bytes of any track), and D - t seconds are left for the
@@ -13,11 +13,11 @@ more than that, the relaxation with both resources is solved by Lagrangian duali
 
 An engine that recomputes shrinks the network's part:
 
-- ``suffix``: for every cut, the tail is computed once the network has brought the groups before the cut, at least on the
-  cheapest tracks; better ones may come by D.
+- ``suffix``: for every cut, the tail is computed once the network has brought the groups before the cut, at least on
+  the cheapest tracks; better ones may come by D.
 - ``hole``: k groups are computed while the network loads the others, where k is what a prefix (the cheapest groups to
-  compute) allows by D. The bound does not fix which k: it takes those that help the network most, by Lagrangian duality,
-  so no choice of groups can beat it.
+  compute) allows by D. The bound does not fix which k: it takes those that help the network most, by Lagrangian
+  duality, so no choice of groups can beat it.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class Clairvoyant:
         return Bound(loss < float("inf"), loss)
 
     def _carried(self, capacity: Capacity, deadline_s: float, least_bytes: int) -> float:
-        """Return the bytes that can arrive in time, with the option that decodes fastest last if the link carries it."""
+        """Return the bytes that can arrive in time if the option that decodes fastest comes last."""
         nbytes = 0.0
         for decode_s, more in self._lasts:
             nbytes = capacity.between(0.0, max(0.0, deadline_s - decode_s))

@@ -3,13 +3,13 @@
 The model:
 
 - Capacity is the payload's share of the trace's rate, from the play's start on, wrapped at the trace's end.
-- Slow start bounds it in the first round trips. The window starts at ten packets plus the bytes of the lookup, and nearly
-  doubles every round trip until the link is full; after that it never limits the link again. (Behind a drop-tail queue of
-  one round trip a live connection then loses packets and halves its window, but keeps the link full. A fluid model of
-  that loss recovery did not predict live transfers any better.)
-- The first byte of a request comes one round trip after it was sent, plus the time that both ends need to handle it. The
-  request with the lowest priority number takes all the capacity; among equals, the one requested first, as kvabr's origins
-  send them.
+- Slow start bounds it in the first round trips. The window starts at ten packets plus the bytes of the lookup, and
+  nearly doubles every round trip until the link is full; after that it never limits the link again. (Behind a drop-tail
+  queue of one round trip a live connection then loses packets and halves its window, but keeps the link full. A fluid
+  model of that loss recovery did not predict live transfers any better.)
+- The first byte of a request comes one round trip after it was sent, plus the time that both ends need to handle it.
+  The request with the lowest priority number takes all the capacity; among equals, the one requested first, as kvabr's
+  origins send them.
 - A cancelled request keeps taking capacity for one round trip: bytes in flight cannot be called back.
 - There is no loss, no queueing delay beyond the sharing, and no cross traffic except what the trace recorded.
 """
@@ -31,9 +31,9 @@ INITIAL_WINDOW = 10 * 1164
 HANDSHAKE_BYTES = 2_000
 """Bytes that a handshake brings from the origin: certificate and SETUP. They widen the window like any others."""
 WINDOW_GROWTH = 1.85
-"""Growth of the window per round trip of slow start. Without pacing it would be 2. With pacing the first acknowledgements
-come while the rest of the window still waits to be sent, which gives at least 1.76."""
-FIRST_BYTE_S = 0.004
+"""Growth of the window per round trip of slow start. Without pacing it would be 2. With pacing the first
+acknowledgements come while the rest of the window still waits to be sent, which gives at least 1.76.""" FIRST_BYTE_S =
+0.004
 """Seconds from sending a request to its first byte, minus a round trip: what both ends need to handle it.
 
 Measured on aioquic, two processes on one shared core each."""
