@@ -32,8 +32,8 @@ HANDSHAKE_BYTES = 2_000
 """Bytes that a handshake brings from the origin: certificate and SETUP. They widen the window like any others."""
 WINDOW_GROWTH = 1.85
 """Growth of the window per round trip of slow start. Without pacing it would be 2. With pacing the first
-acknowledgements come while the rest of the window still waits to be sent, which gives at least 1.76.""" FIRST_BYTE_S =
-0.004
+acknowledgements come while the rest of the window still waits to be sent, which gives at least 1.76."""
+FIRST_BYTE_S = 0.004
 """Seconds from sending a request to its first byte, minus a round trip: what both ends need to handle it.
 
 Measured on aioquic, two processes on one shared core each."""
