@@ -39,7 +39,7 @@ Worth = Callable[[int, str | None], float]
 """Cost in nats per token of leaving a group to the network, given its current track or None."""
 
 
-class Spare:
+class ComputePlanner:
     """Decides what the engine of one play computes in its spare time."""
 
     def __init__(self, view: View, worth: Worth) -> None:
@@ -68,7 +68,7 @@ class Spare:
         """All groups before this one are in place."""
         self._offers: list[tuple[float, int, str]] = []
         self._again_s = 0.0
-        self.kept = range(0)
+        self.reserved = range(0)
         """Groups reserved for the engine."""
 
     def settled(self, group: int, track: str, loss: float) -> None:
@@ -81,7 +81,7 @@ class Spare:
         """Estimate where engine and network will meet."""
         first = view.first_missing()
         if first is None or self._tail_first or view.cost is None or not self._pays(view, first, None):
-            self.kept = range(0)
+            self.reserved = range(0)
             return
         behind = next(reversed(view.missing_groups)) + 1
         reached_s = view.engine_backlog_s - self._until[first]
@@ -100,7 +100,7 @@ class Spare:
                 low = middle
             else:
                 high = middle - 1
-        self.kept = range(first, low)
+        self.reserved = range(first, low)
 
     def next(self, view: View) -> Decision | None:
         """Return what an idle engine should compute now, if anything."""
@@ -127,7 +127,7 @@ class Spare:
             return None
         if not self._pays(view, group, None):
             return None
-        return Decision.recompute(group, f"the engine computes from the front, up to group {self.kept.stop}")
+        return Decision.recompute(group, f"the engine computes from the front, up to group {self.reserved.stop}")
 
     def _best(self, view: View) -> Decision | None:
         """Pick the group in place whose recomputation gains most per second."""

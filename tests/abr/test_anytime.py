@@ -258,16 +258,16 @@ def test_engine_and_network_meet_where_both_arrive_at_the_same_time():
     offer = catalog(64, layered=True)
     play = session(offer, 2.0, cost=PrefillCost(0.0, 0.02 / 128), config=PlayerConfig(max_requests=4, gpu_price=0.0))
     play.start(0.0)
-    spare, view = play._guard.policy._spare, play.view
-    assert spare.kept.start == 1  # the first one it computes
-    blind = spare.kept.stop
+    planner, view = play._guard.policy._planner, play.view
+    assert planner.reserved.start == 1  # the first one it computes
+    blind = planner.reserved.stop
     size = offer.track("base").bytes[0]
     reached = []
     for seconds in (0.002, 0.02, 0.3):  # to bring a group
         view.rate, view.outstanding_bytes = size / seconds, 0
-        spare.plan(view)
+        planner.plan(view)
         last = max(view.missing) + 1
-        meeting = spare.kept.stop
+        meeting = planner.reserved.stop
         engine_s, network_s = 0.02 * meeting, seconds * (last - meeting)
         assert abs(engine_s - network_s) <= seconds + 0.02 + 1e-9
         reached.append(meeting)

@@ -24,7 +24,7 @@ from collections.abc import Mapping
 from heapq import heappop, heappush
 from typing import ClassVar, NamedTuple
 
-from kvabr.abr.compute_planner import Spare
+from kvabr.abr.compute_planner import ComputePlanner
 from kvabr.abr.policy import Decision, Parameter, Policy
 from kvabr.abr.view import View
 from kvabr.types.catalog import Track
@@ -125,29 +125,29 @@ class Anytime(Policy):
         """Bytes of all upgrades requested."""
         self._byte_price = 0.0
         """Value of a byte, nats per token."""
-        self._spare = None if view.cost is None else Spare(view, self._cost)
+        self._planner = None if view.cost is None else ComputePlanner(view, self._cost)
 
     def decide(self, view: View) -> Decision:
         """Use an idle engine first, then request the base of every group, then upgrades."""
         self._listen(view)
-        kept = 0
-        if (spare := self._spare) is not None:
-            kept = len(spare.kept)
-            spend = self._to_spend(view, view.rate, kept) if view.rate else _BLIND * self._base.total_bytes
+        reserved = 0
+        if (planner := self._planner) is not None:
+            reserved = len(planner.reserved)
+            spend = self._to_spend(view, view.rate, reserved) if view.rate else _BLIND * self._base.total_bytes
             self._byte_price = view.ladder.frontier.price(spend)
-            spare.plan(view)
-            if (decision := spare.next(view)) is not None:
+            planner.plan(view)
+            if (decision := planner.next(view)) is not None:
                 return decision
-            kept = len(spare.kept)
-        if len(view.missing_groups) > kept:
+            reserved = len(planner.reserved)
+        if len(view.missing_groups) > reserved:
             return self._fetch(view)
         return self._upgrade(view)
 
     # ---------------------------------------------------------- what bytes cost
 
-    def _to_spend(self, view: View, rate: float, kept: int = 0) -> float:
+    def _to_spend(self, view: View, rate: float, reserved: int = 0) -> float:
         """Return the bytes available for all upgrades at ``rate`` until the deadline, past upgrades included."""
-        base = (len(view.missing_groups) - kept) * self._base.total_bytes / view.groups
+        base = (len(view.missing_groups) - reserved) * self._base.total_bytes / view.groups
         return self._spent + rate * view.time_left - view.outstanding_bytes - base
 
     def _cost(self, group: int, current: str | None) -> float:
@@ -174,7 +174,7 @@ class Anytime(Policy):
                 return Decision.wait("enough is in flight, and decoding is slow")
             name = view.soonest_track()
         missing, order = view.missing_groups, self._order
-        if self._spare is not None and not view.front_first:
+        if self._planner is not None and not view.front_first:
             group = next(reversed(missing))  # the engine comes from the front
             return Decision.fetch(group, name, "the base comes first, from the back")
         group = next(iter(missing))  # the first missing group; if it was requested before, it was lost
@@ -278,8 +278,8 @@ class Anytime(Policy):
         for group in history[self._heard :]:
             current = view.track_of[group]
             if current in self._tracks:
-                if self._spare is not None:
-                    self._spare.settled(group, current, self._tracks[current].loss[group])
+                if self._planner is not None:
+                    self._planner.settled(group, current, self._tracks[current].loss[group])
                 if (offer := self._best(group, current)) is not None:
                     heappush(self._offers, offer)
         self._heard = len(history)
