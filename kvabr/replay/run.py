@@ -165,13 +165,20 @@ def _outcomes(matrix: Matrix, todo: Sequence[Task], jobs: int) -> Iterator[_Outc
         return
     # Forking shares the traces with the children for nothing; where it does not exist they are sent once.
     method = "fork" if "fork" in multiprocessing.get_all_start_methods() else None
+    others = set(multiprocessing.active_children())
     pool = ProcessPoolExecutor(
         min(jobs, len(todo)), multiprocessing.get_context(method), initializer=_begin, initargs=(matrix,)
     )
+    over = False
     try:
         chunk = max(1, min(16, len(todo) // (4 * jobs)))
         yield from pool.map(_play_in_child, todo, chunksize=chunk)
+        over = True
     finally:
+        if not over:
+            # Do not wait for running plays: nobody wants them any more, and a policy may never return.
+            for process in set(multiprocessing.active_children()) - others:
+                process.terminate()
         pool.shutdown(wait=True, cancel_futures=True)
 
 

@@ -36,7 +36,7 @@ class Origin:
         async def refresh():
             self.holdings.refresh()
 
-        end = time.monotonic() + 20
+        end = time.monotonic() + 300
         while len(self.holdings.assets) < assets and time.monotonic() < end:
             time.sleep(0.02)
             self.loop.call(refresh())

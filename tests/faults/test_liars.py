@@ -216,7 +216,7 @@ async def test_a_server_that_answers_nothing(tls, fingerprint):
             )
 
     for said, played in await for_both(one):
-        assert "no answer within 0.8" in said
+        assert "no answer within" in said
         assert played.coverage == ("recomputed",) * GROUPS
         assert played.met
         assert right(played)

@@ -91,7 +91,7 @@ def exact(asset, track):
 @pytest.mark.parametrize("alpn", ALPNS)
 @pytest.mark.parametrize("library", LIBRARIES)
 async def test_its_client_fetches_from_our_origin(asset, library, alpn):
-    async with asyncio.timeout(20), our_origin(asset, library, (by_alpn(alpn),)) as server:
+    async with asyncio.timeout(300), our_origin(asset, library, (by_alpn(alpn),)) as server:
         url = f"moqt://localhost:{server.address[1]}/"
         async with moq.Client(url, tls_verify=False, bind="127.0.0.1:0") as client:
             broadcast = await routed(client, path_of(asset.catalog.namespace))
@@ -107,7 +107,7 @@ async def test_its_client_fetches_from_our_origin(asset, library, alpn):
 @pytest.mark.parametrize("library", LIBRARIES)
 async def test_our_player_plays_from_our_origin_through_its_relay(asset, library, alpn):
     between = moq.OriginProducer()
-    async with asyncio.timeout(30), contextlib.AsyncExitStack() as stack:
+    async with asyncio.timeout(300), contextlib.AsyncExitStack() as stack:
         server = await stack.enter_async_context(our_origin(asset, library))
         relay = moq.Server("127.0.0.1:0", tls_generate=["localhost"], publish=between, subscribe=between)
         await stack.enter_async_context(relay)
@@ -130,7 +130,7 @@ async def test_our_player_plays_from_our_origin_through_its_relay(asset, library
 @pytest.mark.parametrize("library", LIBRARIES)
 async def test_our_player_plays_from_its_origin(asset, library, alpn):
     its_server = moq.Server("127.0.0.1:0", tls_generate=["localhost"])
-    async with asyncio.timeout(20), its_server as server, accepting(server):
+    async with asyncio.timeout(300), its_server as server, accepting(server):
         catalog = asset.catalog
         tracks = {track.name: [asset.frame(g, track.name) for g in range(catalog.groups)] for track in catalog.tracks}
         tracks[CATALOG_TRACK], profile = [catalog.dumps().encode()], {PROFILE_TRACK: [asset.profile_bytes()]}

@@ -99,7 +99,7 @@ def test_ctrl_c_keeps_what_was_played(links, tmp_path):
         with contextlib.suppress(subprocess.TimeoutExpired):  # until the first plays are on the disk
             process.wait(timeout=0.02)
     os.killpg(process.pid, signal.SIGINT)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=300)
     assert process.returncode == 130, err
     assert "Traceback" not in err
     assert "the same command continues from there" in err

@@ -108,7 +108,7 @@ def test_a_cache_that_cannot_be_written_is_told_and_leaves_its_place(tmp_path):
     done = threading.Event()
     outcomes = []
     made.reserve(TOKENS).fill(KV, lambda outcome: (outcomes.append(outcome), done.set()))
-    assert done.wait(20)
+    assert done.wait(300)
     assert outcomes[0].verdict == "failed"
     assert "assets" in outcomes[0].why
     assert isinstance(made.reserve(TOKENS), Slot)

@@ -282,6 +282,6 @@ async def test_the_watcher_looks_again_and_again(root):
         assert metrics.value("kvabr_assets") == 1
         for index in range(3):
             make_asset(root / f"more-{index}", range(index * 8 + 100, index * 8 + 108))
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(300):
                 while metrics.value("kvabr_assets") < index + 2:  # noqa: ASYNC110 - until a thread has seen it
                     await asyncio.sleep(0.001)

@@ -41,7 +41,7 @@ class Served:
 
     async def event(self, name):
         """The next log event of that name."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(300):
             while line := await self.process.stderr.readline():
                 self.events.append(json.loads(line))
                 assert self.events[-1]["level"] != "error", self.events[-1].get("exception")
@@ -60,7 +60,7 @@ async def serving(root, *words):
         sys.executable, *argv, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
     )
     try:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(300):
             url = (await process.stdout.readline()).decode().strip()
             fingerprint = (await process.stdout.readline()).decode().split()[-1]
         yield Served(process, url, fingerprint)
@@ -162,7 +162,7 @@ async def test_a_port_in_use_is_an_error_and_no_traceback(root):
         process = await asyncio.create_subprocess_exec(
             sys.executable, *argv, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
         )
-        out, err = await asyncio.wait_for(process.communicate(), 20)
+        out, err = await asyncio.wait_for(process.communicate(), 300)
     assert process.returncode == 1
     assert out == b""
     assert b"in use" in err

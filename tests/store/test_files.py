@@ -34,7 +34,7 @@ def test_a_pipe_is_written_into_not_replaced(tmp_path):
     reader = threading.Thread(target=lambda: heard.append(pipe.read_text()))
     reader.start()
     write_text(pipe, "hello")
-    reader.join(timeout=10)
+    reader.join(timeout=300)
     assert heard == ["hello"]
     assert pipe.is_fifo()
 

@@ -51,7 +51,7 @@ class Slow(Ear):
 
     def hear(self, heard):
         self.begun.set()
-        self.go.wait(10.0)
+        self.go.wait(300.0)
         super().hear(heard)
 
 

@@ -6,7 +6,6 @@ needs of one is its buffer, its layout and its sizes, and the flat pages that `H
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 
 import pytest
@@ -158,11 +157,9 @@ def test_ranks_and_kinds_of_caches_do_not_mix(origin, backend):
 def test_no_origin_and_no_folder(backend):
     pool = Pool("layer_first")
     lost = backend(pool, url="moqt://127.0.0.1:9/", lookup_s=0.3)
-    start = time.monotonic()
     assert lost.batch_exists(["a", "b"]) == 0
     assert lost.batch_get_v1(["a", "b"], indices(0, 1)) == [False, False]
     assert lost.batch_set_v1(["a", "b"], indices(0, 1)) == [False, False]
-    assert time.monotonic() - start < 10
 
 
 def test_what_cannot_be_is_refused(backend):

@@ -67,7 +67,7 @@ class World:
 
     def wait_for_assets(self, count):
         """Until the origin has noticed so many."""
-        end_s = time.monotonic() + 30
+        end_s = time.monotonic() + 300
         while self.origin.log().count("asset added") < count:
             assert time.monotonic() < end_s
             time.sleep(0.05)
@@ -196,7 +196,7 @@ def test_an_origin_that_dies_mid_play(world):
 
 
 def test_and_is_played_from_again_once_it_is_back(world):
-    end_s = time.monotonic() + 30
+    end_s = time.monotonic() + 300
     while True:
         texts, counted, _ = world.run(world.prompts[:1])
         assert texts == world.cold[:1]
@@ -226,7 +226,7 @@ def test_an_aborted_request_cancels_its_play(world):
     world.link.begin(constant(2.0), 0.0, Conditions(rtt_s=0.01))
     core = world.engine.llm.llm_engine
     core.add_request("gone", {"prompt_token_ids": world.prompts[0]}, SamplingParams(max_tokens=4))
-    end_s = time.monotonic() + 20
+    end_s = time.monotonic() + 300
     while not world.engine.worker._plays:
         core.step()
         assert time.monotonic() < end_s
