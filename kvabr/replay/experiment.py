@@ -1,4 +1,4 @@
-"""One simulated play, from options to the line that the replay report has for it."""
+"""One simulated play, from options to its line in the replay report."""
 
 from __future__ import annotations
 
@@ -30,34 +30,34 @@ from kvabr.types.errors import UsageError
 from kvabr.types.events import CacheDelivered, PlayEvent
 
 DEFAULT_RTT_S = 0.04
-"""Round trip where neither the user nor the trace names one."""
+"""Round trip, seconds, if neither the user nor the trace gives one."""
 MISS_PENALTY = 0.5
-"""What a missed deadline adds to the regret, beside its lateness."""
+"""Added to the regret of a missed deadline, in addition to its lateness."""
 _LEAST_SHARE = 0.1
-"""Share of the deadline that a play is given at least, however long the lookup took."""
+"""Least share of the deadline that a play gets, however long the lookup took."""
 NO_CACHE_LOSS = 1.0
-"""Loss of a play that was given up, nats per token: about what having no prompt at all cost on a real model."""
+"""Loss of a play that was given up, nats per token: about what losing the whole prompt cost on a real model."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayOptions:
-    """What all plays of a replay have in common."""
+    """Options that all plays of a replay share."""
 
     deadline_s: float
     rtt_s: float | None = None
-    """Round trip for all traces; None for the trace's own, or `DEFAULT_RTT_S`."""
+    """Round trip for all traces, seconds; None for the trace's own, or `DEFAULT_RTT_S`."""
     scale_to_mean: float | None = None
     """Scale every trace so that its mean carries this fraction of the FP16 cache within the deadline."""
     cost: PrefillCost | None = None
-    """What recompute costs; None for no engine."""
+    """What the engine's prefill costs; None for no engine."""
     mode: EngineMode = "hole"
     decode_scale: float = 1.0
-    """Decode times of the catalog, times this."""
+    """Factor for the catalog's decode times."""
     slow_start: bool = True
     cold: bool = False
-    """Whether the deadline counts from before the handshake; else the connection is open and the catalog at hand."""
+    """Whether the deadline includes handshake and lookup; if not, the connection is open and the catalog known."""
     guard_s: float = 0.0
-    """How much earlier than the deadline a player aims to end, since a real one's event loop is late now and then."""
+    """Seconds before the deadline at which the player aims to end: a real event loop is late now and then."""
     estimator: str | None = None
     """Estimator for every policy; None for each policy's own."""
     config: PlayerConfig = field(default_factory=PlayerConfig)
@@ -75,31 +75,31 @@ class ReplayOptions:
 
 @dataclass(slots=True)
 class PlayOutcome:
-    """What one play left behind."""
+    """Everything that is known about a finished play."""
 
     run: dict[str, Any]
     record: PlayRecord
     log: list[PlayEvent] | None
     link: list[tuple[float, float]] | None
     use: LinkUse | None = None
-    """Where the link's bytes went; None for a play that was not simulated."""
+    """Accounts for the link's bytes; None for a live play."""
 
 
 class Experiment:
-    """Plays policies over traces for one catalog; holds what all plays share."""
+    """Plays policies over traces with one catalog and one set of options."""
 
     def __init__(self, catalog: Catalog, options: ReplayOptions) -> None:
         self.catalog, self.options = catalog, options
         self.ladder = Ladder(catalog)
         self._clairvoyant = Clairvoyant(catalog, options.cost, options.mode, decode_scale=options.decode_scale)
-        # Whatever opens the window: what came before the play counts, too.
+        # Bytes that came before the play have opened the window, too.
         self._window = INITIAL_WINDOW + HANDSHAKE_BYTES + len(catalog.dumps())
         self._last: tuple[Trace, Trace, Trace, list[float]] | None = None
 
     def prepare(self, trace: Trace, start_s: float) -> tuple[Capacity, float, Bound]:
-        """The link of one play, its round trip, and the clairvoyant bound.
+        """Return the link of one play, its round trip, and the clairvoyant bound.
 
-        What the link carries is counted in bytes of the cache: the trace counts headers, too.
+        The link counts bytes of the cache, while the trace counts headers, too.
         """
         options = self.options
         _, carried, sums = self._scaled(trace)
@@ -112,22 +112,22 @@ class Experiment:
         return capacity, rtt_s, self._clairvoyant.bound(capacity, self._time_for(lookup_s))
 
     def lookup_s(self, rtt_s: float) -> float:
-        """Seconds before a play can begin: handshake and catalog, if the play is to count them."""
+        """Return the seconds before a play can begin: handshake and catalog, if the deadline includes them."""
         return LOOKUP_ROUND_TRIPS * rtt_s if self.options.cold else 0.0
 
     def _time_for(self, lookup_s: float) -> float:
-        """What a player is told is the deadline, counted from the end of a lookup."""
+        """Return the player's deadline, seconds from the end of the lookup."""
         deadline_s = self.options.deadline_s
         return max(_LEAST_SHARE * deadline_s, deadline_s - lookup_s - self.options.guard_s)
 
     def played(self, trace: Trace) -> Trace:
-        """The trace as it is played: scaled, if the options say so."""
+        """Return the trace as it is played: scaled, if the options say so."""
         return self._scaled(trace)[0]
 
     def _scaled(self, trace: Trace) -> tuple[Trace, Trace, list[float]]:
-        """The trace as it is played, the payload that it carries, and the running sums of that.
+        """Return the trace as it is played, its payload, and the running sums of that.
 
-        The last one is remembered: plays come trace by trace.
+        The last result is cached, since plays come trace by trace.
         """
         if self._last is None or self._last[0] is not trace:
             played = trace
@@ -146,7 +146,7 @@ class Experiment:
     def play_on(
         self, trace: Trace, start_s: float, policy: str, capacity: Capacity, rtt_s: float, bound: Bound, *, log: bool
     ) -> PlayOutcome:
-        """Play once over a link that `prepare` made: policies compared on one start share it."""
+        """Play once over a link from `prepare`, which the policies compared at one start share."""
         options = self.options
         lines: list[PlayEvent] | None = [] if log else None
         lookup_s = self.lookup_s(rtt_s)
@@ -179,16 +179,16 @@ class Experiment:
         *,
         lookup_s: float = 0.0,
     ) -> Session:
-        """The player of one play, whoever drives it.
+        """Return the session of one play, for the simulator or a live driver.
 
         Args:
-            trace: what is played over.
-            start_s: where in the trace.
+            trace: the trace to play over.
+            start_s: where in the trace, seconds.
             policy: name of the policy.
-            capacity: the link as the model has it, for policies that are told the future.
-            rtt_s: round trip.
-            lines: take the play's timeline; None for none.
-            lookup_s: seconds of the deadline that are gone when the play begins.
+            capacity: the modelled link, for policies that are told the future.
+            rtt_s: round trip, seconds.
+            lines: takes the play's events; None for no log.
+            lookup_s: seconds of the deadline that have passed when the play begins.
         """
         options = self.options
         estimator = new_estimator(policy, options.estimator)
@@ -212,7 +212,7 @@ class Experiment:
 
         oracle = Future(carried, rtt_s + FIRST_BYTE_S)
 
-        # Patience is counted in deadlines of the whole play, not in what is left of one.
+        # Patience is counted in whole deadlines, not in what the lookup left of one.
         session = new_session(
             self.ladder,
             self._time_for(lookup_s),
@@ -240,18 +240,18 @@ class Experiment:
         lookup_s: float = 0.0,
         ghost_bytes: float = 0.0,
     ) -> PlayOutcome:
-        """What a play that is over left behind.
+        """Return the outcome of a finished play.
 
         Args:
-            trace: what was played over.
-            start_s: where in the trace.
+            trace: the trace that was played over.
+            start_s: where in the trace, seconds.
             policy: name of the policy.
-            session: the player.
-            capacity: the link as the model has it.
-            bound: what a clairvoyant player could have done.
-            lines: the play's timeline; None for none.
-            lookup_s: seconds that passed before the play began and count.
-            ghost_bytes: what came although it was not wanted any more.
+            session: the session.
+            capacity: the modelled link.
+            bound: the clairvoyant bound.
+            lines: the play's events; None for no log.
+            lookup_s: seconds of the deadline that passed before the play began.
+            ghost_bytes: bytes that came for cancelled requests.
         """
         options, record = self.options, session.record
         if lookup_s or options.guard_s:
@@ -267,7 +267,7 @@ class Experiment:
 
 
 def _shift(record: PlayRecord, lines: list[PlayEvent] | None, seconds: float) -> None:
-    """Count all times of a play from so much earlier."""
+    """Add ``seconds`` to all times of a play."""
     if record.delivered_s is not None:
         record.delivered_s += seconds
     for group in record.groups:

@@ -1,4 +1,4 @@
-"""Many plays: traces x starts x policies, in parallel processes, in one fixed order.
+"""A whole replay: traces x starts x policies, in parallel processes, reported in one fixed order.
 
 The same traces, options and seed give the same report, byte for byte, on any number of processes.
 """
@@ -27,19 +27,19 @@ SCHEMA = "kvabr.replay/1"
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """Everything that a replay plays."""
+    """What a replay plays."""
 
     catalog: Catalog
     traces: tuple[Trace, ...]
     policies: tuple[str, ...]
     options: ReplayOptions
     starts: int = 1
-    """Start points per trace: the first at the trace's beginning, the others at random."""
+    """Start points per trace: the first is the trace's beginning, the others are random."""
     seed: int = 0
     timelines: int = 0
-    """Plays whose timeline is kept: the first start of each trace and policy, until so many are kept; -1 for all."""
+    """Most plays that keep a timeline, from the first start of each trace and policy; -1 for all plays."""
     detail: bool = True
-    """Whether the report lists every group of every run, and the steps for verification: much, for many plays."""
+    """Whether the report lists every group of every run and the steps for verification."""
 
     def __post_init__(self) -> None:
         if not self.traces:
@@ -49,21 +49,21 @@ class Matrix:
         if self.starts < 1:
             raise UsageError(f"{self.starts} starts; at least one is needed")
         for policy in self.policies:
-            load_policy(policy)()  # a bad name or file is found before hours of work, not after
+            load_policy(policy)()  # find a bad name or file now, not after hours of work
         if self.options.estimator is not None:
             load_estimator(self.options.estimator)()
 
 
 @dataclass(slots=True)
 class Report:
-    """What a replay gives back."""
+    """What a replay returns."""
 
     result: dict[str, Any]
     """The replay report, see `SCHEMA`."""
     timelines: list[dict[str, Any]] = field(default_factory=list)
-    """``{"run": index into the runs, "log": [...], "link": [[t, bytes/s], ...]}`` of the plays that were kept."""
+    """``{"run": index into the runs, "log": [PlayEvent, ...], "link": [[t, bytes/s], ...]}`` of the plays with one."""
     steps: list[list[tuple[str, int, int | str]]] = field(default_factory=list)
-    """Per run, what came into place in order; for verification."""
+    """Per run, what came into place, in order; for verification."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class Task:
     trace: int
     start_s: float
     logged: int
-    """How many of the policies keep their timeline."""
+    """Number of policies that keep their timeline."""
 
 
 def replay(matrix: Matrix, *, jobs: int | None = None, on_progress: Callable[[int], None] | None = None) -> Report:
@@ -82,10 +82,10 @@ def replay(matrix: Matrix, *, jobs: int | None = None, on_progress: Callable[[in
     Args:
         matrix: what to play.
         jobs: processes; None for one per core. One plays in this process.
-        on_progress: told how many plays were finished since it was last told.
+        on_progress: called with the number of plays finished since the last call.
 
     Raises:
-        PolicyError: a policy raised, returned nonsense or never came to an end; the whole replay fails.
+        PolicyError: a policy raised, made an invalid decision or exceeded its CPU time; the whole replay fails.
     """
     if jobs is not None and jobs < 1:
         raise UsageError(f"{jobs} processes; at least one is needed")
@@ -105,7 +105,7 @@ def replay(matrix: Matrix, *, jobs: int | None = None, on_progress: Callable[[in
 
 
 def finish(matrix: Matrix, runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """The report around the runs."""
+    """Return the report of the runs."""
     catalog, options = matrix.catalog, matrix.options
     return {
         "schema": SCHEMA,
@@ -140,7 +140,7 @@ def finish(matrix: Matrix, runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def tasks(matrix: Matrix) -> Iterator[Task]:
-    """Everything to play, in order; the same seed gives the same starts."""
+    """Yield everything to play, in order; the same seed gives the same starts."""
     kept = 0
     for index, trace in enumerate(matrix.traces):
         dice = random.Random(f"{matrix.seed}:{trace.family}:{trace.name}")  # noqa: S311  # start points, not secrets
@@ -163,7 +163,7 @@ def _outcomes(matrix: Matrix, todo: Sequence[Task], jobs: int) -> Iterator[_Outc
         for task in todo:
             yield _play(matrix, experiment, task)
         return
-    # Forking shares the traces with the children for nothing; where it does not exist they are sent once.
+    # A forked child shares the traces; elsewhere they are sent once.
     method = "fork" if "fork" in multiprocessing.get_all_start_methods() else None
     others = set(multiprocessing.active_children())
     pool = ProcessPoolExecutor(

@@ -15,7 +15,7 @@ from kvabr.types.cost import PrefillCost
 
 _EPSILON = 1e-9
 _WHOLE = 0.5
-"""A flow that lacks less than so many bytes is complete."""
+"""A flow that lacks fewer bytes than this is complete."""
 
 
 @dataclass(slots=True, eq=False)
@@ -29,25 +29,25 @@ class _Flow:
     """When a cancelled flow stops taking capacity."""
     received: float = 0.0
     told: int = 0
-    """Of these bytes, those that the session has heard of."""
+    """Bytes reported to the session."""
     seen: bool = False
     cancelled: bool = False
 
 
 @dataclass(slots=True)
 class LinkUse:
-    """What became of the link's bytes, beside those of the cache that was delivered: to tell why it is no better."""
+    """Link bytes that are not part of the delivered cache; they explain why it is no better."""
 
     ghost_bytes: float = 0.0
-    """Bytes that cancelled requests still took from the link."""
+    """Bytes that the link carried for cancelled requests."""
     waiting_bytes: float = 0.0
-    """Bytes that the link could have carried by the deadline while requests were out and none of them was served."""
+    """Bytes that the link could have carried by the deadline while it served none of the requests in flight."""
     cut_bytes: float = 0.0
-    """Bytes received of requests that were under way when the play ended."""
+    """Bytes received of requests that were in flight when the play ended."""
     cut_told_bytes: int = 0
-    """Of these, those that the session had heard of, which are in its record as wasted."""
+    """Bytes of `cut_bytes` that were reported to the session, which counts them as wasted."""
     undecoded_bytes: int = 0
-    """Bytes of groups that had arrived and were not yet decoded when the play ended."""
+    """Bytes of groups that had arrived and were not decoded when the play ended."""
 
 
 class Simulator:
@@ -64,31 +64,31 @@ class Simulator:
         cost: PrefillCost | None = None,
         decode_scale: float = 1.0,
     ) -> None:
-        """Take everything; nothing happens before `run`.
+        """Prepare a play; nothing happens before `run`.
 
         Args:
-            session: fresh.
-            catalog: the session's.
-            capacity: what the link carries.
-            rtt_s: round trip.
-            first_byte_s: what both ends need to handle a request.
-            cost: what recompute costs; None for no engine.
-            decode_scale: decode times of the catalog, times this.
+            session: a fresh session.
+            catalog: the session's catalog.
+            capacity: the link.
+            rtt_s: round trip, seconds.
+            first_byte_s: seconds that both ends need to handle a request.
+            cost: what the engine's prefill costs; None for no engine.
+            decode_scale: factor for the catalog's decode times.
         """
         self._session, self._catalog, self._capacity = session, catalog, capacity
         self._rtt_s, self._cost, self._decode_scale = rtt_s, cost, decode_scale
         self._first_byte_s = rtt_s + first_byte_s
         self._flows: dict[int, _Flow] = {}
-        """Requests that the session still hears of, by number."""
+        """Requests whose progress is reported to the session, by number."""
         self._coming: deque[_Flow] = deque()
-        """Flows whose first byte cannot come yet; the next one first."""
+        """Flows whose first byte cannot come yet, the earliest first."""
         self._open: list[tuple[int, int, _Flow]] = []
-        """Those that it can: a heap by priority, and by who was asked for first; some are through already."""
+        """Heap of the others by priority and order of request; it may hold completed flows."""
         self._decoding: deque[tuple[float, int]] = deque()
         self._decoder_free_s = 0.0
         self._compute: tuple[float, int, int] | None = None
         self.use = LinkUse()
-        """Where the link's bytes went."""
+        """Accounts for the link's bytes."""
         self._decoding_bytes: dict[int, int] = {}
 
     def run(self) -> PlayRecord:
@@ -136,7 +136,7 @@ class Simulator:
                 self._start_compute(action, now)
 
     def _close(self, actions: Sequence[Action]) -> None:
-        """Add up what was under way when the play ended."""
+        """Count what was in flight when the play ended."""
         for action in actions:
             if isinstance(action, Cancel) and (flow := self._flows.get(action.request)) is not None:
                 self.use.cut_bytes += flow.received
@@ -150,7 +150,7 @@ class Simulator:
         self._compute = (now + self._cost.seconds(first, last - first), action.first, action.last)
 
     def _served(self, now: float) -> _Flow | None:
-        """The flow that has the capacity now: open, of the lowest priority number, of these the first asked for."""
+        """Return the open flow that gets the capacity now: lowest priority number, then first requested."""
         coming, opened = self._coming, self._open
         while coming and coming[0].opens_s <= now + _EPSILON:
             flow = coming.popleft()
@@ -163,7 +163,7 @@ class Simulator:
         return None
 
     def _next(self, now: float, served: _Flow | None) -> float:
-        """When something happens next."""
+        """Return the time of the next event."""
         then = self._session.next_timer()
         assert then is not None  # noqa: S101  # the play is not over
         if self._decoding and self._decoding[0][0] < then:
@@ -171,7 +171,7 @@ class Simulator:
         if self._compute is not None and self._compute[0] < then:
             then = self._compute[0]
         if served is not None:
-            # A quarter of a byte less than all of it, lest a rounding error puts the end behind an outage.
+            # Aim a quarter of a byte short, so that a rounding error cannot put the end behind an outage.
             least = served.size - served.received
             then = min(then, served.closes_s, self._capacity.when(now, max(0.0, least - 0.25)))
         for flow in self._coming:
@@ -196,7 +196,7 @@ class Simulator:
                 self.use.waiting_bytes += self._capacity.between(now, until)
 
     def _tell(self, now: float, served: _Flow | None) -> None:
-        """Tell the session what has happened by ``now``."""
+        """Report to the session what has happened by ``now``."""
         session = self._session
         timer = session.next_timer()
         due = timer is not None and timer <= now + _EPSILON
@@ -213,7 +213,7 @@ class Simulator:
     def _tell_transfers(self, now: float, served: _Flow | None, *, due: bool) -> None:
         session = self._session
         following = self._served(now)
-        # Bytes come one behind the other: the next flow's first come with the last of the one before.
+        # The first bytes of the next flow come right after the last of the one before.
         for flow in (served, following):
             if flow is None or flow.seen or flow.cancelled:
                 continue

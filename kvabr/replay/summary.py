@@ -11,14 +11,14 @@ _Z95 = 1.959963984540054
 
 
 def summarise(runs: Sequence[dict[str, Any]], digits: int = 9) -> dict[str, Any]:
-    """The ``summary`` of a replay report: one entry per policy, in the order in which they first appear.
+    """Return the ``summary`` of a replay report: one entry per policy, in order of first appearance.
 
-    Hit ratio, loss and regret are over the feasible plays: those in which at least a clairvoyant player could have met
-    the deadline. The others are counted in ``infeasible``.
+    Hit ratio, loss and regret cover the feasible plays, in which at least a clairvoyant player could have met the
+    deadline. ``infeasible`` counts the others.
 
     Args:
-        runs: lines of the report.
-        digits: significant digits kept.
+        runs: runs of the report.
+        digits: significant digits to keep.
     """
     by_policy: dict[str, list[dict[str, Any]]] = {}
     for run in runs:
@@ -27,7 +27,7 @@ def summarise(runs: Sequence[dict[str, Any]], digits: int = 9) -> dict[str, Any]
 
 
 def by_family(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The same for every trace family: {family: {policy: entry}}."""
+    """Return a summary per trace family: {family: {policy: entry}}."""
     families: dict[str, list[dict[str, Any]]] = {}
     for run in runs:
         families.setdefault(run["trace_family"], []).append(run)
@@ -35,7 +35,7 @@ def by_family(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def wilson(hits: int, runs: int) -> tuple[float, float]:
-    """95 % confidence interval of a ratio (Wilson, 1927): honest for few runs and for ratios near 0 and 1."""
+    """Return the 95 % confidence interval of a ratio (Wilson, 1927), sound for few runs and near 0 and 1."""
     if not runs:
         return (0.0, 1.0)
     share = hits / runs
@@ -46,7 +46,7 @@ def wilson(hits: int, runs: int) -> tuple[float, float]:
 
 
 def percentile(values: Iterable[float], share: float) -> float | None:
-    """Linear interpolation between the two nearest ranks; None of no values."""
+    """Return a percentile by linear interpolation between the two nearest ranks; None if there are no values."""
     ranked = sorted(values)
     if not ranked:
         return None
@@ -57,7 +57,7 @@ def percentile(values: Iterable[float], share: float) -> float | None:
 
 
 def mean(values: Iterable[float]) -> float | None:
-    """Arithmetic mean; None of no values."""
+    """Return the arithmetic mean; None if there are no values."""
     listed = list(values)
     return math.fsum(listed) / len(listed) if listed else None
 

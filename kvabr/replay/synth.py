@@ -1,17 +1,16 @@
 """Synthetic traces: seeded, so that the same arguments give the same trace on every machine.
 
-Five kinds, each with the mean rate that is asked for:
+There are five kinds, each with the requested mean rate:
 
 - ``constant``: one rate throughout, the control of every experiment.
-- ``markov``: a Markov chain over three states (poor, fair, good), exponential dwell times, log-normal scatter within
-  a state: the usual model of a cellular link.
-- ``outages``: the same chain, and hard outages during which nothing arrives, as where mmWave is blocked or a satellite
-  hands over.
-- ``slow-start``: the rate doubles until the plateau, as of a connection that opens or a machine that warms up.
-- ``diurnal``: a slow sinusoid with scatter, as of a wide-area path shared by others.
+- ``markov``: a Markov chain over three states (poor, fair, good) with exponential dwell times and log-normal scatter
+  within a state: the usual model of a cellular link.
+- ``outages``: the same chain with outages during which nothing arrives, like blocked mmWave or a satellite handover.
+- ``slow-start``: the rate doubles until it reaches a plateau, like a connection that opens.
+- ``diurnal``: a slow sinusoid with scatter, like a shared wide-area path.
 
-Randomness is taken from NumPy's PCG64 as uniform numbers only, because NumPy promises that stream across versions but
-not that of its distributions; rates are rounded to whole kbit/s, which hides the last bit of `math.log` and its like.
+Randomness comes from NumPy's PCG64 as uniform numbers only: NumPy guarantees that stream across versions, but not that
+of its distributions. Rates are rounded to whole kbit/s, which hides platform differences in the last bit of `math.log`.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ from kvabr.replay.trace import MAX_SEGMENTS, Trace
 from kvabr.types.errors import UsageError
 
 _STATES = (0.35, 1.0, 1.8)
-"""Rate of the poor, the fair and the good state, before the mean is set."""
+"""Relative rates of the poor, the fair and the good state."""
 _RAMP_START = 1 / 64
-"""Rate at which a slow start begins, of the plateau."""
+"""Rate at which a slow start begins, as a share of the plateau."""
 _KBIT = 125.0
 _MAX_MBPS = 1e7
 _MAX_SECONDS = 1e7
@@ -36,7 +35,7 @@ _MAX_SECONDS = 1e7
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """How a trace varies; each kind uses the fields that it names."""
+    """How a trace varies; each field names the kinds that use it."""
 
     scatter: float = 0.15
     """Standard deviation of the logarithm of the rate (all kinds but constant)."""
@@ -63,25 +62,25 @@ class Shape:
 
 
 class _Dice:
-    """The few distributions that are needed, from uniform numbers."""
+    """Distributions made from uniform numbers."""
 
     def __init__(self, seed: int) -> None:
         self._uniform = np.random.Generator(np.random.PCG64(seed)).random
 
     def positive(self) -> float:
-        """Uniform in (0, 1]."""
+        """Return a number uniform in (0, 1]."""
         return 1.0 - float(self._uniform())
 
     def exponential(self, mean: float) -> float:
         return -mean * math.log(self.positive())
 
     def lognormal(self, sigma: float) -> float:
-        """A factor with median 1 (Box and Muller's method)."""
+        """Return a log-normal factor with median 1 (Box and Muller's method)."""
         normal = math.sqrt(-2 * math.log(self.positive())) * math.cos(2 * math.pi * self.positive())
         return math.exp(sigma * normal)
 
     def other(self, state: int) -> int:
-        """One of the other states, each as likely."""
+        """Return one of the other states, all equally likely."""
         return (state + 1 + int(float(self._uniform()) * (len(_STATES) - 1))) % len(_STATES)
 
 
@@ -143,16 +142,16 @@ def synthesise(
 
     Args:
         kind: one of `KINDS`.
-        mean_mbps: mean over the whole trace, Mbit/s; met to within the rounding to kbit/s.
-        duration_s: length, seconds; the last segment is short if it is no whole number of steps.
+        mean_mbps: mean over the whole trace, Mbit/s, except for rounding to kbit/s.
+        duration_s: length, seconds; the last segment is shorter if this is not a whole number of steps.
         step_s: length of a segment, seconds.
-        seed: from 0; another seed gives another trace of the same kind.
+        seed: 0 or more; another seed gives another trace of the same kind.
         rtt_s: round-trip time to record, seconds.
         shape: how the rate varies.
         name: family and name, such as ``lte/walk`` (default: ``synth/KIND-SEED``).
 
     Raises:
-        UsageError: an argument makes no sense, or this seed's outages leave nothing.
+        UsageError: an argument is invalid, or this seed's outages cover the whole trace.
     """
     if kind not in _KINDS:
         raise UsageError(f"unknown kind of trace {kind!r}; known are {', '.join(KINDS)}")
@@ -170,7 +169,7 @@ def synthesise(
     shape = shape or Shape()
     if min(shape.dwell_s, shape.outage_every_s) < step_s / 100:
         raise UsageError(f"dwell_s and outage_every_s must not be below a hundredth of the step ({step_s:g} s)")
-    # Rounded, so that the third step of 0.1 s begins at 0.3 and not at 0.30000000000000004.
+    # Round, so that the third step of 0.1 s begins at 0.3 and not at 0.30000000000000004.
     times = [round(index * step_s, 9) for index in range(segments)]
     raw = list(_KINDS[kind](shape, times, _Dice(seed)))
     ends = [*times[1:], duration_s]

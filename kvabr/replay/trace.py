@@ -1,7 +1,6 @@
-"""A network trace: what a link could carry, second by second, piecewise constant.
+"""A network trace: the capacity of a link over time, piecewise constant and periodic.
 
-A trace holds numbers and nothing else: no files (`kvabr.replay.readers` knows formats), no play, no link. It is
-periodic: whoever reads past its end starts again at its beginning.
+A trace holds numbers only. `kvabr.replay.readers` reads files; `kvabr.replay.link` models a link.
 """
 
 from __future__ import annotations
@@ -14,13 +13,13 @@ from typing import Any
 from kvabr.types.errors import TraceError
 
 MAX_SEGMENTS = 4_000_000
-"""Segments that a trace may have: more than an hour of milliseconds."""
+"""Most segments of a trace: more than an hour of milliseconds."""
 BYTES_PER_MBIT = 125_000.0
-"""Bytes in a megabit: rates are bytes per second inside kvabr and Mbit/s where people read them."""
+"""Bytes in a megabit. Rates are bytes per second inside kvabr, and Mbit/s where people read them."""
 
 
 class SegmentError(TraceError):
-    """One segment of a trace is wrong. A reader turns the index into a file and a line."""
+    """A segment of a trace is invalid. Readers turn its index into a file and a line."""
 
     def __init__(self, trace: str, segment: int, problem: str) -> None:
         super().__init__(f"trace {trace}: segment {segment}: {problem}")
@@ -54,15 +53,15 @@ class Trace:
 
     @property
     def mean_rate(self) -> float:
-        """Mean over time, bytes per second."""
+        """Mean rate over time, bytes per second."""
         return math.fsum((end - start) * rate for start, end, rate in self.segments()) / self.duration_s
 
     def segments(self) -> Iterator[tuple[float, float, float]]:
-        """Each segment as (start s, end s, bytes per second)."""
+        """Yield each segment as (start s, end s, bytes per second)."""
         return zip(self.times, (*self.times[1:], self.duration_s), self.rates, strict=True)
 
     def scaled(self, factor: float) -> Trace:
-        """The same trace with every rate multiplied by ``factor``.
+        """Return the trace with every rate multiplied by ``factor``.
 
         Raises:
             TraceError: ``factor`` is not a positive number, or takes a rate out of range.
@@ -73,7 +72,7 @@ class Trace:
 
 
 def _check(trace: Trace) -> None:
-    """Refuse what no link model could play. The only place where traces are validated."""
+    """Raise unless a link model can play the trace. This is the only place where traces are validated."""
     name, times, rates = trace.name, trace.times, trace.rates
     if not times:
         raise TraceError(f"trace {name}: it has no samples; a trace needs at least one")
@@ -118,10 +117,10 @@ _BARS = "▁▂▃▄▅▆▇█"
 
 
 def describe(trace: Trace) -> dict[str, Any]:
-    """Plain JSON values: rates in Mbit/s, all statistics weighted by time.
+    """Return statistics of a trace as plain JSON values: rates in Mbit/s, all weighted by time.
 
     ``cv`` is the coefficient of variation (standard deviation over mean), ``p5_mbps`` the rate that the link stays
-    below for 5 % of the time, ``zero_share`` the part of the time in which it carries nothing.
+    below for 5 % of the time, ``zero_share`` the share of the time in which it carries nothing.
     """
     parts = [(rate / BYTES_PER_MBIT, end - start) for start, end, rate in trace.segments()]
     mean = trace.mean_rate / BYTES_PER_MBIT
@@ -142,7 +141,7 @@ def describe(trace: Trace) -> dict[str, Any]:
 
 
 def sparkline(trace: Trace, cells: int = 24) -> str:
-    """The rate over time as a row of bars, each the mean of its share of the time; a blank one carries nothing."""
+    """Return the rate over time as a row of bars, each a mean over its share of the time; blank: nothing carried."""
     step = trace.duration_s / cells
     carried = [0.0] * cells
     for start, end, rate in trace.segments():
@@ -158,7 +157,7 @@ def sparkline(trace: Trace, cells: int = 24) -> str:
 
 
 def _quantile(parts: list[tuple[float, float]], share: float) -> float:
-    """The least rate such that ``share`` of the time is at or below it; parts are (rate, length)."""
+    """Return the least rate such that ``share`` of the time is at or below it; parts are (rate, length)."""
     rest = share * math.fsum(length for _, length in parts)
     for rate, length in sorted(parts):
         rest -= length

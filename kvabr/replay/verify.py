@@ -1,7 +1,7 @@
-"""Verification of a simulated play with the real model: decode, recompute, stitch, score.
+"""Verify a simulated play with the real model: decode, recompute, assemble, score.
 
-The steps are carried out in the order in which they happened in the play, on the bytes of the asset: what was
-recomputed behind a lossy group inherits its errors here just as it would in an engine.
+The steps are carried out on the asset's bytes, in the order in which they happened in the play. So groups that were
+recomputed behind a lossy group inherit its errors, just as in an engine.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Step = FetchStep | ComputeStep
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """What the real model measured on the cache that a play put together."""
+    """What the real model measured on the cache that a play assembled."""
 
     kl: float
     """Mean KL divergence against the exact cache, nats per token of the real continuation."""
@@ -49,10 +49,10 @@ class Verification:
     top1: float
     """Share of continuation tokens where the most likely next token is the same."""
     predicted: float
-    """The expected loss that the catalog gives for this cache."""
+    """Expected loss of this cache according to the catalog."""
 
     def to_json(self) -> dict[str, float]:
-        """Plain JSON values."""
+        """Return plain JSON values."""
         return asdict(self)
 
 
@@ -90,13 +90,13 @@ def load_profile(asset: Asset) -> Profile | None:
 
 
 class Verifier:
-    """Verifies any number of plays of one asset; computes the exact cache once, and keeps only its scores."""
+    """Verifies plays of one asset; computes the exact cache once and keeps only its scores."""
 
     def __init__(self, asset: Asset, engine: ScoringEngine) -> None:
         """Compute the exact cache of the asset's prompt and score its continuation behind it.
 
         Raises:
-            ModelError: the engine runs another model than the one that the asset is of.
+            ModelError: the engine runs another model than the asset's.
             AssetError, FormatError: the asset lacks its prompt or its profile, or one is damaged.
         """
         if not engine.spec.same_cache(asset.catalog.spec):
@@ -110,10 +110,10 @@ class Verifier:
         self._reference = Reference(engine, engine.prefill(prompt.tokens), prompt.continuation)
 
     def play(self, steps: Sequence[Step]) -> Verification:
-        """Carry out the steps of one play, and score the continuation behind the cache that comes of them.
+        """Carry out the steps of one play, and score the continuation behind the resulting cache.
 
         Raises:
-            HoleError: the steps leave a group that is neither fetched nor recomputed, or compute behind one.
+            HoleError: the steps leave a hole, or compute behind one.
             AssetError, FormatError: a group of the asset is missing or damaged.
         """
         catalog = self._asset.catalog
@@ -138,7 +138,7 @@ _VERIFIERS: weakref.WeakKeyDictionary[ScoringEngine, tuple[Asset, Verifier]] = w
 
 
 def verify_play(asset: Asset, engine: ScoringEngine, steps: Sequence[Step]) -> Verification:
-    """Verify one play; the exact cache of the engine's last asset is remembered. See `Verifier.play`."""
+    """Verify one play; the scores of the engine's last asset are cached. See `Verifier.play`."""
     known = _VERIFIERS.get(engine)
     if known is None or known[0] != asset:
         known = (asset, Verifier(asset, engine))
