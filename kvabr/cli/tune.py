@@ -20,7 +20,7 @@ SCHEMA = "kvabr.tune/1"
 _EPILOG = """\
 examples:
   kvabr tune ./mine.py:Mine traces --load 0.1 0.3 --out results
-  kvabr tune ./mine.py:Mine matrix.toml --points 32 --rounds 3 --json tuned.json
+  kvabr tune ./mine.py:Mine matrix.toml --points 32 --rounds 3 --out results --json tuned.json
 
 A policy declares its parameters, and takes them as keyword arguments:
 

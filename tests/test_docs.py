@@ -1,0 +1,112 @@
+"""The documents keep up with the code: commands parse, links lead somewhere, module paths exist."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from kvabr.cli.main import COMMANDS, parse
+
+
+def first_line(path: Path) -> str:
+    """Return the first line of a script; empty for what is not text."""
+    return path.read_bytes().partition(b"\n")[0].decode(errors="replace")
+
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = [ROOT / "README.md", ROOT / "traces" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+TOOLS = [path for path in sorted((ROOT / "tools").rglob("*")) if path.is_file() and "python" in first_line(path)]
+ENTRY_POINTS = {"kvabr.policies", "kvabr.estimators", "kvabr.codecs", "kvabr.engines"}
+
+
+def commands(text: str) -> list[str]:
+    """Return the `kvabr` command lines in a text's indented blocks, without comments; continued lines are joined."""
+    lines = re.sub(r"\\\n\s*", "", text).splitlines()
+    found = (re.fullmatch(r"    (?:\.venv/bin/|\$ )?kvabr ([^\[]*?)(?:  +.*)?", line) for line in lines)
+    return [match[1] for match in found if match is not None]
+
+
+def helps() -> dict[str, str]:
+    """Return the source of every command, whose help holds examples."""
+    return {path.name: path.read_text() for path in sorted((ROOT / "kvabr" / "cli").rglob("*.py"))}
+
+
+@pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
+def test_commands_parse(path):
+    for line in commands(path.read_text()):
+        parse(shlex.split(line))
+
+
+def test_examples_in_help_parse():
+    """Examples are indented by two spaces in the epilogs."""
+    count = 0
+    for text in helps().values():
+        for line in re.findall(r"^  kvabr ([a-z]+ [^\[\n]*?)(?:  +.*| && .*)?$", text, re.MULTILINE):
+            parse(shlex.split(line))
+            count += 1
+    assert count > 25
+
+
+def test_the_readme_names_real_commands():
+    text = (ROOT / "README.md").read_text()
+    named = set(re.findall(r"`kvabr ([a-z]+)", text)) | {line.split()[0] for line in commands(text)}
+    assert named
+    assert named <= set(COMMANDS)
+
+
+@pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
+def test_links_lead_somewhere(path):
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", path.read_text()):
+        if "://" not in target:
+            assert (path.parent / target).exists(), f"{path.name}: {target}"
+
+
+@pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
+def test_modules_and_files_that_are_named_exist(path):
+    text = path.read_text()
+    for name in re.findall(r"(?<![\w/.-])(kvabr(?:\.\w+)+)(?![\w/])", text):
+        assert name in ENTRY_POINTS or exists(name), f"{path.name}: {name}"
+    for name in re.findall(r"(?<![\w/.-])(?:kvabr|tools|tests|docs|traces)/[\w/.-]*\w", text):
+        assert (ROOT / name).exists(), f"{path.name}: {name}"
+
+
+@pytest.mark.parametrize("path", TOOLS, ids=lambda path: path.name)
+def test_what_a_tool_imports_exists(path):
+    """Tools are scripts that no type checker sees."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for name in names:
+            assert not name.startswith("kvabr.") or exists(name), f"{path.name}: {name}"
+
+
+def exists(name: str) -> bool:
+    """Return whether a dotted name is a module of kvabr, or is bound in one; nothing is imported."""
+    home, _, last = name.rpartition(".")
+    for path in (ROOT / name.replace(".", "/"), (ROOT / name.replace(".", "/")).with_suffix(".py")):
+        if path.is_dir() or path.is_file():
+            return True
+    folder = ROOT / home.replace(".", "/")
+    source = folder / "__init__.py" if folder.is_dir() else folder.with_suffix(".py")
+    if not source.is_file():
+        return "." in home and exists(home)  # a member of a class
+    tree = ast.parse(source.read_text())
+    bound = {
+        node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+    }
+    bound |= {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    bound |= {
+        alias.asname or alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    return last in bound
