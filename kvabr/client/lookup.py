@@ -81,8 +81,8 @@ async def fetch_models(origin: Connection) -> list[KVSpec]:
     data = await fetch_small(origin, MODELS_NAMESPACE, MODELS_TRACK, _MAX_MODELS_BYTES)
     try:
         return [KVSpec.from_json(spec) for spec in json.loads(data)["models"]]
-    except (KeyError, TypeError, ValueError, RecursionError) as error:
-        raise FormatError(f"the origin's list of models cannot be read ({error!r})") from error
+    except (FormatError, KeyError, TypeError, ValueError, RecursionError) as error:
+        raise FormatError(f"the origin's list of models cannot be read ({error})") from error
 
 
 async def fetch_catalog(origin: Connection, namespace: TrackNamespace) -> Found:

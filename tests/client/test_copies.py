@@ -1,0 +1,103 @@
+"""Between the QUIC library and the tensor a group is copied once and hashed once, also if many plays share it."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections import Counter
+
+import pytest
+
+from kvabr.client.async_client import AsyncClient
+from kvabr.client.options import Limits, PlayOptions
+from kvabr.player import assembler
+from kvabr.quic.buffered import ReceiveBuffer
+from tests.client.served import Served
+from tests.client.test_play import close
+from tests.client.virtual import virtual
+from tests.toymodel import SPEC, prompt
+
+TOKENS = prompt(70).tokens
+OPTIONS = PlayOptions(policy="fixed:FP16")
+
+
+class Counts:
+    """What was copied, hashed and decoded, by instruments in place of the real ones."""
+
+    def __init__(self, monkeypatch):
+        self.copied = 0
+        self.memory = []
+        """The memory that was copied into; kept, so that no two have the same identity."""
+        self.hashed = Counter()
+        """SHA-256 that were computed."""
+        self.decoded = []
+        """The memory that groups were decoded from."""
+        append, sha256, decode = ReceiveBuffer.append, hashlib.sha256, assembler.decode_group
+
+        def appending(buffer, part):
+            append(buffer, part)
+            if buffer._exact:
+                self.copied += len(part)
+                if not any(memory is buffer._memory.obj for memory in self.memory):
+                    self.memory.append(buffer._memory.obj)
+
+        def hashing(data=b"", **more):
+            made = sha256(data, **more)
+            self.hashed[made.hexdigest()] += 1
+            return made
+
+        def decoding(frame, *arguments, **more):
+            self.decoded.append(memoryview(frame).obj)
+            return decode(frame, *arguments, **more)
+
+        monkeypatch.setattr(ReceiveBuffer, "append", appending)
+        monkeypatch.setattr(hashlib, "sha256", hashing)
+        monkeypatch.setattr(assembler, "decode_group", decoding)
+
+    def check(self, track, plays):
+        assert self.copied == track.total_bytes
+        assert len(self.memory) == len(track.digests)
+        assert [self.hashed[digest] for digest in track.digests] == [1] * len(track.digests)
+        assert len(self.decoded) == plays * len(track.digests)
+        assert all(any(frame is memory for memory in self.memory) for frame in self.decoded)
+
+
+@virtual
+async def test_one_play(origin, short, monkeypatch):
+    counts = Counts(monkeypatch)
+    async with origin() as link, AsyncClient(link, model=SPEC, options=OPTIONS) as client:
+        assert close((await client.play(TOKENS, deadline=2.0)).kv, error=1e-5)
+    counts.check(short.track("FP16"), 1)
+
+
+@virtual
+async def test_plays_that_share_downloads_and_plays_from_memory(origin, short, monkeypatch):
+    counts = Counts(monkeypatch)
+    async with origin(rate=short.fp16_bytes) as link, AsyncClient(link, model=SPEC, options=OPTIONS) as client:
+        await asyncio.gather(*(client.play(TOKENS, deadline=5.0) for _ in range(4)))
+        assert close((await client.play(TOKENS, deadline=2.0)).kv, error=1e-5)
+    counts.check(short.track("FP16"), 5)
+
+
+@virtual
+async def test_without_a_store(origin, short, monkeypatch):
+    counts = Counts(monkeypatch)
+    limits = Limits(memory_bytes=0)
+    async with origin() as link, AsyncClient(link, model=SPEC, options=OPTIONS, limits=limits) as client:
+        assert close((await client.play(TOKENS, deadline=2.0)).kv, error=1e-5)
+    counts.check(short.track("FP16"), 1)
+
+
+@pytest.mark.parametrize("quic", ["aioquic", "qh3"])
+async def test_over_quic(root, short, tmp_path, monkeypatch, quic):
+    if quic == "qh3":
+        pytest.importorskip("qh3")
+    served = Served(root / "short", tmp_path, quic=quic)
+    counts = Counts(monkeypatch)
+    try:
+        trust = {"fingerprint": served.fingerprint, "quic": quic}
+        async with AsyncClient(served.url, **trust, model=SPEC, options=OPTIONS) as client:
+            assert close((await client.play(TOKENS, deadline=120.0)).kv, error=1e-5)
+    finally:
+        served.close()
+    counts.check(short.track("FP16"), 1)

@@ -1,0 +1,130 @@
+"""Whose cache is played when nobody says: the engine's, or that of the only model that the origin tells of."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+from functools import partial
+
+import pytest
+
+from kvabr.client.async_client import AsyncClient
+from kvabr.client.options import PlayOptions
+from kvabr.client.result import NothingCached
+from kvabr.client.upgrades import StepGate
+from kvabr.publish.encoder import publish
+from kvabr.server.memory import MemoryConnection, MemoryLink
+from kvabr.server.published_assets import PublishedAssets
+from kvabr.store.asset_folder_writer import FolderAssetWriter
+from kvabr.store.grants import EVERYTHING, Grant, Grants
+from kvabr.types.cost import PrefillCost
+from kvabr.types.errors import NotFoundError, PlayError, UsageError
+from tests.client.test_play import close
+from tests.client.virtual import virtual
+from tests.toymodel import SPEC, ToyModel, prompt, toy_asset
+
+TOKENS = prompt(70).tokens
+OTHER = replace(SPEC, model="other/model")
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory):
+    """Two models, in folders that grants can tell apart."""
+    root = tmp_path_factory.mktemp("models")
+    toy_asset(root / "one", ("Int8",))
+    with FolderAssetWriter(root / "two") as writer:
+        writer.prompt(made := prompt(70))
+        writer.commit(publish(ToyModel(OTHER), made, ("Int8",), None, writer))
+    return root
+
+
+def connection(published, *paths):
+    grant = Grant("some", paths, token_sha256=hashlib.sha256(b"token").hexdigest()) if paths else EVERYTHING
+    library = PublishedAssets(published, Grants([grant]) if paths else None)
+    return MemoryConnection(partial(library.find, grant), MemoryLink(1e8, 0.02))
+
+
+@virtual
+async def test_the_only_model_of_an_origin_is_meant(origin):
+    async with origin() as link, AsyncClient(link) as client:
+        assert await client.models() == [SPEC]
+        played = await client.play(TOKENS, deadline=2.0)
+        assert close(played.kv)
+        asked = link.requests
+        assert isinstance(await client.play(range(50), deadline=2.0), NothingCached)
+        assert link.requests == asked + 1  # the origin was asked for its models once
+        assert (await client.find(TOKENS)).catalog == played.catalog
+
+
+@virtual
+async def test_several_models_must_be_told_apart(published):
+    async with connection(published) as link, AsyncClient(link) as client:
+        with pytest.raises(UsageError, match=r"several models: say which.*other/model, test/model"):
+            await client.play(TOKENS, deadline=2.0)
+        for model in ("test/model", SPEC):
+            assert close((await client.play(TOKENS, deadline=2.0, model=model)).kv)
+        with pytest.raises(UsageError, match=r"no caches of third/model .*there are other/model, test/model"):
+            await client.play(TOKENS, deadline=2.0, model="third/model")
+        async with AsyncClient(link, model="test/model") as named:
+            assert close((await named.play(TOKENS, deadline=2.0)).kv)
+
+
+@virtual
+async def test_a_grant_is_told_of_its_own_models_only(published):
+    async with connection(published, "two") as link, AsyncClient(link) as client:
+        assert await client.models() == [OTHER]
+
+
+@virtual
+async def test_the_engine_says_whose_cache_it_is(published):
+    options = PlayOptions(prefill_cost=PrefillCost(0.001, 0.001))
+    async with connection(published) as link, AsyncClient(link, engine=ToyModel(), options=options) as client:
+        assert close((await client.play(TOKENS, deadline=2.0)).kv)
+        with pytest.raises(UsageError, match="computes caches of test/model, not of other/model"):
+            await client.play(TOKENS, deadline=2.0, model=OTHER)
+        with pytest.raises(UsageError, match="computes caches of test/model, not of other/model"):
+            await client.play(TOKENS, deadline=2.0, model="other/model")
+
+
+@virtual
+async def test_an_origin_that_does_not_tell(origin):
+    async with origin() as link, AsyncClient(link) as client:
+        find = link.find
+        link.find = lambda namespace, track: None if track == "kvabr.models" else find(namespace, track)
+        with pytest.raises(UsageError, match="does not tell which models it has"):
+            await client.play(TOKENS, deadline=2.0)
+        with pytest.raises(NotFoundError):
+            await client.models()
+
+
+@virtual
+async def test_a_list_of_models_that_is_none(origin):
+    class Lie:
+        def open(self, _):
+            return type("Group", (), {"data": memoryview(b'{"models": [{"model": 3}]}')})
+
+    async with origin() as link, AsyncClient(link) as client:
+        find = link.find
+        link.find = lambda namespace, track: Lie() if track == "kvabr.models" else find(namespace, track)
+        with pytest.raises(PlayError, match="list of models cannot be read"):
+            await client.play(TOKENS, deadline=2.0)
+
+
+@virtual
+async def test_a_play_never_times_an_engine(origin):
+    engine = ToyModel()
+    async with origin() as link:
+        client = AsyncClient(link, engine=engine)
+        with pytest.raises(UsageError, match="measure_prefill"):
+            await client.play(TOKENS, deadline=2.0)
+        assert link.requests == 0
+        async with client:  # times it
+            cost = await client.measure_prefill()
+            assert cost.seconds(0, 100) > 0
+            assert close((await client.play(TOKENS, deadline=2.0)).kv)
+
+
+def test_a_gate_is_a_hook():
+    written = []
+    assert StepGate()(0, 16, lambda: written.append(True))
+    assert written == [True]

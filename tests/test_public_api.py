@@ -1,0 +1,106 @@
+"""The public API: what `kvabr` exports, and what importing it loads."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+from dataclasses import fields, is_dataclass
+
+import pytest
+
+import kvabr
+
+NAMES = {
+    "AssetError",
+    "AsyncClient",
+    "BusyError",
+    "Catalog",
+    "Client",
+    "ConnectionLostError",
+    "Decision",
+    "Engine",
+    "Estimator",
+    "ForeignError",
+    "FormatError",
+    "Found",
+    "Handle",
+    "HoleError",
+    "KVSpec",
+    "KvabrError",
+    "Limits",
+    "ModelError",
+    "NotFoundError",
+    "NothingCached",
+    "PlayError",
+    "PlayOptions",
+    "Played",
+    "PlayedPrefix",
+    "Policy",
+    "PolicyError",
+    "PrefillCost",
+    "RequestError",
+    "Snapshot",
+    "StepGate",
+    "TraceError",
+    "TrackNamespace",
+    "TransportError",
+    "UnauthorizedError",
+    "Upgrades",
+    "UsageError",
+    "View",
+    "__version__",
+    "save",
+}
+CLIENT = {"begin", "close", "connect", "find", "measure_prefill", "metrics", "options", "peer", "play", "play_asset"}
+HEAVY = {"torch", "numpy", "aioquic", "qh3", "asyncio", "prometheus_client", "kvabr.client", "kvabr.quic"}
+
+
+def test_the_exported_names():
+    assert set(kvabr.__all__) == NAMES
+    assert set(dir(kvabr)) == NAMES
+    for name in NAMES:
+        assert getattr(kvabr, name).__doc__ or name == "__version__"
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        _ = kvabr.nonsense
+
+
+def test_every_error_is_exported():
+    from kvabr.types import errors
+
+    found = {name for name, value in vars(errors).items() if isinstance(value, type) and issubclass(value, Exception)}
+    assert found <= NAMES
+
+
+def test_the_two_clients_take_the_same_arguments():
+    public = {name for name, _ in inspect.getmembers(kvabr.Client) if name[0] != "_"}
+    assert public == CLIENT | {"stats", "submit"}
+    for name in CLIENT - {"begin", "metrics", "options"}:
+        one, other = getattr(kvabr.Client, name), getattr(kvabr.AsyncClient, name)
+        assert list(inspect.signature(one).parameters) == list(inspect.signature(other).parameters), name
+    both = (inspect.signature(kvabr.Client), inspect.signature(kvabr.AsyncClient))
+    assert list(both[0].parameters) == list(both[1].parameters)
+
+
+def test_nothing_public_takes_options_of_any_kind():
+    for client in (kvabr.Client, kvabr.AsyncClient):
+        for name, method in inspect.getmembers(client, inspect.isfunction):
+            if name[0] != "_" or name == "__init__":
+                kinds = {parameter.kind for parameter in inspect.signature(method).parameters.values()}
+                assert inspect.Parameter.VAR_KEYWORD not in kinds, name
+
+
+@pytest.mark.parametrize("name", ["PlayOptions", "Limits", "Played", "NothingCached", "PlayedPrefix"])
+def test_what_flows_is_frozen_and_documented(name):
+    made = getattr(kvabr, name)
+    assert is_dataclass(made)
+    assert made.__dataclass_params__.frozen
+    source = inspect.getsource(made)
+    for field in fields(made):
+        assert f"    {field.name}: " in source
+
+
+def test_importing_kvabr_loads_next_to_nothing():
+    code = f"import sys; before = set(sys.modules); import kvabr; print({HEAVY!r} & (set(sys.modules) - before))"
+    done = subprocess.run([sys.executable, "-c", code], check=True, timeout=600, capture_output=True, text=True)  # noqa: S603
+    assert done.stdout.strip() == "set()"
