@@ -469,11 +469,13 @@ class AsyncClient:
 
     def _wanted(self, model: KVSpec | str | None, engine: Engine | None) -> KVSpec | str | None:
         """Return the model of a play: its spec, its name at the origin, or None for the only one that there is."""
+        model = model or self._model
         if engine is None:
-            return model or self._model
+            return model
         if isinstance(model, KVSpec):
             _check_engine(engine, model)
-        elif model not in (None, engine.spec.model):
+            return model
+        if model not in (None, engine.spec.model):
             raise UsageError(f"the engine computes caches of {engine.spec.model}, not of {model}")
         return engine.spec
 
@@ -488,5 +490,5 @@ async def _answered_within(seconds: float) -> AsyncIterator[None]:
 
 
 def _check_engine(engine: Engine, spec: KVSpec) -> None:
-    if engine.spec.digest() != spec.digest():
+    if not engine.spec.same_cache(spec):  # its group size is the publisher's choice
         raise UsageError(f"the engine computes caches of {engine.spec.model}, not of {spec.model}")

@@ -34,9 +34,10 @@ async def test_an_asset_is_encoded_served_played_and_verified(tmp_path, group_to
     assert asset.catalog == catalog
     async with MemoryConnection(partial(PublishedAssets(tmp_path).find, EVERYTHING)) as link:
         played = await play(link, made.tokens, deadline=120.0, spec=catalog.spec, policy="fixed:FP16")
-        with_engine = await play(link, made.tokens, deadline=120.0, engine=model, prefill_cost=measure_prefill(model))
+        more = {"engine": model, "prefill_cost": measure_prefill(model)}
+        with_engine = await play(link, made.tokens, deadline=120.0, spec=catalog.spec, **more)
     assert played.coverage == ("FP16",) * groups
-    assert with_engine.tokens == TOKENS
+    assert (with_engine.tokens, with_engine.catalog) == (TOKENS, catalog)
     exact = model.prefill(made.tokens)
     assert torch.allclose(played.kv.float(), exact, atol=2e-3 * float(exact.abs().max()))
     for track in catalog.tracks:
