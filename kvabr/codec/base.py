@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
-from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, ClassVar
 
 from kvabr.codec.builtin import BUILTIN, PayloadLayout
@@ -157,6 +156,8 @@ def _builtin(name: str) -> Codec:
 
 @cache
 def _plugins() -> dict[str, Codec]:
+    from importlib.metadata import entry_points  # noqa: PLC0415  # loads slowly, and origins rarely need it
+
     found = {}
     for entry in entry_points(group="kvabr.codecs"):
         try:

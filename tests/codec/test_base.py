@@ -1,5 +1,6 @@
 """Codecs by name, and those of installed packages."""
 
+import importlib.metadata
 from importlib.metadata import EntryPoint
 
 import pytest
@@ -51,7 +52,7 @@ def _fresh(monkeypatch):
 
 def install(monkeypatch, name, value):
     entry = EntryPoint(name, f"tests.codec.test_base:{value}", "kvabr.codecs")
-    monkeypatch.setattr(registry, "entry_points", lambda group: [entry] if group == "kvabr.codecs" else [])
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [entry] if group == "kvabr.codecs" else [])
 
 
 def test_a_plug_in_is_a_track_like_any_other(monkeypatch):
