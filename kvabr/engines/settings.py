@@ -69,7 +69,9 @@ EstimatorName = Annotated[Text, _checked(load_estimator)]
 class EngineSettings(BaseModel):
     """Keys that every adapter understands."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, protected_namespaces=())
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, protected_namespaces=(), use_attribute_docstrings=True
+    )
 
     secret: ClassVar[frozenset[str]] = frozenset({"token"})
     """Keys whose values must not appear in messages."""

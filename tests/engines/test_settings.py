@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from kvabr.engines.chunk_store import KeyedSettings
@@ -83,3 +85,23 @@ def test_of_caches_by_key(key, value, says):
 def test_of_vllm(key, value, says):
     with pytest.raises(UsageError, match=f"here: {says}"):
         VllmSettings.read(URL | {key: value}, "here")
+
+
+def table():
+    """The table of docs/engines.md: every key, its defaults, and its docstring."""
+    keyed, vllm = KeyedSettings.model_fields, VllmSettings.model_fields
+    lines = ["| key | vLLM | LMCache, SGLang | meaning |", "|---|---|---|---|"]
+    for key in sorted({**vllm, **keyed}, key=[*EngineSettings.model_fields, *keyed, *vllm].index):
+        shown = []
+        for fields in (vllm, keyed):
+            default = fields[key].default if key in fields else "-"
+            shown.append("" if default is None else str(default).lower())
+        field = vllm[key] if key in vllm else keyed[key]
+        meaning = " ".join(field.description.replace("``", "`").replace("None:", "Unset:").split())
+        lines.append(f"| `{key}` | {shown[0]} | {shown[1]} | {meaning} |")
+    return "\n".join(lines)
+
+
+def test_the_documentation_has_every_key():
+    text = (Path(__file__).parents[2] / "docs" / "engines.md").read_text()
+    assert table() in text, f"put this into docs/engines.md:\n{table()}"
