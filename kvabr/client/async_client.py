@@ -344,6 +344,7 @@ class AsyncClient:
         model: KVSpec | str | None = None,
         salt: bytes | None = None,
         within_s: float = _FIND_S,
+        any_dtype: bool = False,
         peer: Peer | Connection | str | None = None,
     ) -> Found | None:
         """Return the asset that shares the longest prefix with a prompt, cut to what is shared; None if there is none.
@@ -353,6 +354,7 @@ class AsyncClient:
             model: as for `play`.
             salt: the tenant's secret; None: that of the client's options.
             within_s: seconds that it may take.
+            any_dtype: accept a cache whose element type is not the model's; groups are decoded to any type.
             peer: as for `play`.
 
         Raises:
@@ -364,7 +366,8 @@ class AsyncClient:
         async with _answered_within(within_s):
             connection = await self.connect(peer)
             spec = await self._peer(peer).spec_of(connection, wanted)
-            return await find_prefix(connection, tokens, spec, salt=self.options.salt if salt is None else salt)
+            chosen = self.options.salt if salt is None else salt
+            return await find_prefix(connection, tokens, spec, salt=chosen, any_dtype=any_dtype)
 
     async def find_asset(
         self,

@@ -289,10 +289,13 @@ class Client:
         model: KVSpec | str | None = None,
         salt: bytes | None = None,
         within_s: float = 5.0,
+        any_dtype: bool = False,
         peer: Peer | Connection | str | None = None,
     ) -> Found | None:
         """See `AsyncClient.find`."""
-        return self._call(self._client.find(tokens, model=model, salt=salt, within_s=within_s, peer=peer))
+        return self._call(
+            self._client.find(tokens, model=model, salt=salt, within_s=within_s, any_dtype=any_dtype, peer=peer)
+        )
 
     def begin(self, work: Callable[[AsyncClient], Coroutine[Any, Any, T]]) -> Handle[T]:
         """Begin anything that an `AsyncClient` does, on its event loop, and return at once.

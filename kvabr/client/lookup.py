@@ -103,7 +103,9 @@ async def fetch_catalog(origin: Connection, namespace: TrackNamespace) -> Found:
     return found
 
 
-async def find_prefix(origin: Connection, tokens: Sequence[int], spec: KVSpec, *, salt: bytes = b"") -> Found | None:
+async def find_prefix(
+    origin: Connection, tokens: Sequence[int], spec: KVSpec, *, salt: bytes = b"", any_dtype: bool = False
+) -> Found | None:
     """Return the asset that shares the longest prefix with a prompt, cut to the shared groups; None if there is none.
 
     A prompt of up to 321 groups takes one round trip, a longer one two.
@@ -113,6 +115,7 @@ async def find_prefix(origin: Connection, tokens: Sequence[int], spec: KVSpec, *
         tokens: ids of the prompt.
         spec: of the model's cache.
         salt: the tenant's secret, see `kvabr.types.naming.chain`.
+        any_dtype: accept a cache whose element type is not the spec's.
 
     Raises:
         TransportError: the origin cannot be asked.
@@ -120,7 +123,7 @@ async def find_prefix(origin: Connection, tokens: Sequence[int], spec: KVSpec, *
         FormatError: it answers with what is no catalog, or promises what cannot be.
     """
     digests = chain(tokens, model=spec.model, tokenizer=spec.tokenizer, group_tokens=spec.group_tokens, salt=salt)
-    best = await _ask(origin, digests, spec, prefix_track(digests))
+    best = await _ask(origin, digests, spec, prefix_track(digests), any_dtype=any_dtype)
     if best is None:
         return None
     shared = shared_groups(best.catalog, tokens, digests, salt)
@@ -128,7 +131,8 @@ async def find_prefix(origin: Connection, tokens: Sequence[int], spec: KVSpec, *
     if gap:
         other: Found | None = None
         with contextlib.suppress(TransportError, FormatError):  # then what is known already has to do
-            other = await _ask(origin, digests, spec, prefix_track(digests, gap.start, gap.stop))
+            track = prefix_track(digests, gap.start, gap.stop)
+            other = await _ask(origin, digests, spec, track, any_dtype=any_dtype)
         more = 0 if other is None else shared_groups(other.catalog, tokens, digests, salt)
         if other is not None and more > shared:
             best, shared = other, more
@@ -193,14 +197,17 @@ def playable(catalog: Catalog, *, profile: bool) -> Catalog:
     return catalog if len(tracks) == len(catalog.tracks) else replace(catalog, tracks=tuple(tracks))
 
 
-async def _ask(origin: Connection, digests: Sequence[str], spec: KVSpec, track: str) -> Found | None:
+async def _ask(
+    origin: Connection, digests: Sequence[str], spec: KVSpec, track: str, *, any_dtype: bool
+) -> Found | None:
     namespace = TrackNamespace(spec.model, digests[0])
     try:
         data = await fetch_small(origin, namespace, track, MAX_CATALOG_BYTES)
     except NotFoundError:
         return None
     found = await _read(data)
-    if found.catalog.spec.digest() != spec.digest():
+    wanted = replace(spec, dtype=found.catalog.spec.dtype) if any_dtype else spec
+    if found.catalog.spec.digest() != wanted.digest():
         raise ForeignError(
             f"the origin's cache is of {_title(found.catalog.spec)}, ours of {_title(spec)}: they differ in "
             f"{_differences(found.catalog.spec, spec)}, and cannot be mixed"

@@ -19,10 +19,9 @@ from pydantic import Field
 
 from kvabr.client.async_client import AsyncClient
 from kvabr.client.lookup import Found
-from kvabr.client.options import Limits, PlayOptions
-from kvabr.client.peers import Peer
+from kvabr.client.options import PlayOptions
 from kvabr.data import default_catalog
-from kvabr.engines.settings import Count, EngineSettings, Seconds
+from kvabr.engines.settings import EngineSettings, Seconds
 from kvabr.publish.publisher import Publisher, PublishOutcome, Slot
 from kvabr.store.lru import ByteLru
 from kvabr.types.errors import BusyError, FormatError, KvabrError, NotFoundError, UsageError
@@ -33,7 +32,6 @@ LOG = logging.getLogger("kvabr.engines.chunk_store")
 
 _MAX_FOUND_BYTES = 64 << 20
 """Memory for catalogs: an engine soon fetches what it has asked about."""
-_MOST_WAITING = 1 << 16
 _UNSAFE = re.compile(r"[^A-Za-z0-9._/-]")
 _DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
 
@@ -45,8 +43,6 @@ class KeyedSettings(EngineSettings):
     """Deadlines after which a cache that is not there counts as lost."""
     lookup_s: Seconds = 1.0
     """Seconds that a lookup may take; then the cache counts as not there."""
-    plays: Count = 256
-    """Caches that may be fetched at once."""
 
     @classmethod
     def read(cls, given: Mapping[str, object], where: str) -> Self:
@@ -59,16 +55,6 @@ class KeyedSettings(EngineSettings):
         if settings.url is None and settings.publish is None:
             raise UsageError(f"{where}: set url to fetch caches, publish to publish them, or both")
         return settings
-
-    def limits(self) -> Limits:
-        """Return what the fetcher may use."""
-        return Limits(
-            memory_bytes=self.store_mib << 20,
-            disk=self.disk,
-            disk_bytes=self.disk_mib << 20,
-            plays=self.plays,
-            waiting=_MOST_WAITING,
-        )
 
 
 def spec_of(model: str, engine: str, layers: int, heads: int, dim: int, dtype: torch.dtype) -> KVSpec:
@@ -130,8 +116,8 @@ class KeyedCaches:
     """Caches by key, by way of a client; for its event loop."""
 
     def __init__(
-        self, client: AsyncClient, spec: KVSpec, settings: KeyedSettings, trouble: Trouble, *, most_tokens: int,
-        least_tokens: int = 1,
+        self, client: AsyncClient, spec: KVSpec, settings: KeyedSettings, trouble: Trouble, *, max_tokens: int,
+        min_tokens: int = 1,
     ) -> None:  # fmt: skip
         """Begin; nothing is dialled.
 
@@ -140,25 +126,15 @@ class KeyedCaches:
             spec: of the caches.
             settings: what the user set.
             trouble: told of what goes wrong.
-            most_tokens: of one cache: what claims to be longer is none of the engine's.
-            least_tokens: of one cache: an engine that reads as many as its key stands for must not be given fewer.
+            max_tokens: of one cache: what claims to be longer is none of the engine's.
+            min_tokens: of one cache: an engine that reads as many as its key stands for must not be given fewer.
 
         Raises:
             UsageError: an option makes no sense.
         """
         self._client, self._spec, self._settings, self._trouble = client, spec, settings, trouble
-        self._least_tokens, self._most_tokens = least_tokens, most_tokens
+        self._min_tokens, self._max_tokens = min_tokens, max_tokens
         self._found: ByteLru[str, Found] = ByteLru(_MAX_FOUND_BYTES, _memory_of)
-        self.peer: Peer | None = None
-        if settings.url is not None:
-            self.peer = client.peer(
-                settings.url,
-                token=settings.token,
-                ca=settings.ca,
-                fingerprint=settings.fingerprint,
-                insecure=settings.insecure,
-                quic=settings.quic,
-            )
 
     async def leading(self, keys: Sequence[str]) -> int:
         """How many caches, from the first on, can be fetched; in one round trip."""
@@ -167,13 +143,13 @@ class KeyedCaches:
 
     async def find(self, key: str) -> Found | None:
         """The catalog of a cache; None if it cannot be had, or is of another kind of cache."""
-        if self.peer is None:
+        if self._settings.url is None:
             return None
         if (known := self._found.get(key)) is not None:
             return known
         within_s = self._settings.lookup_s
         try:
-            found = await self._client.find_asset(namespace(self._spec, key), within_s=within_s, peer=self.peer)
+            found = await self._client.find_asset(namespace(self._spec, key), within_s=within_s)
         except NotFoundError:
             return None
         except KvabrError as error:
@@ -184,8 +160,8 @@ class KeyedCaches:
                 "the origin's caches are of another kind", f"{found.catalog.spec}; this engine's {self._spec}"
             )
             return None
-        if not self._least_tokens <= found.catalog.tokens <= self._most_tokens:
-            what = f"{found.catalog.tokens} tokens, where one has {self._least_tokens} to {self._most_tokens}"
+        if not self._min_tokens <= found.catalog.tokens <= self._max_tokens:
+            what = f"{found.catalog.tokens} tokens, where one has {self._min_tokens} to {self._max_tokens}"
             self._trouble.tell("the origin's caches are of another kind", what)
             return None
         self._found.add(key, found)
@@ -196,7 +172,7 @@ class KeyedCaches:
         loop = asyncio.get_running_loop()
         due_s = loop.time() + deadline_s
         found = await self.find(key)
-        if found is None or self.peer is None:
+        if found is None:
             return None
         settings = self._settings
         try:
@@ -204,7 +180,6 @@ class KeyedCaches:
                 found,
                 deadline=max(due_s - loop.time(), 1e-3),
                 options=PlayOptions(policy=settings.policy, patience=settings.patience),
-                peer=self.peer,
             )
         except KvabrError as error:
             if not isinstance(error, BusyError):
@@ -212,6 +187,17 @@ class KeyedCaches:
             self._trouble.tell("a cache did not come", error)
             return None
         return played.kv
+
+    async def answers(self) -> bool:
+        """Return whether the origin answers now."""
+        if self._settings.url is None:
+            return False
+        try:
+            async with asyncio.timeout(self._settings.lookup_s):
+                connection = await self._client.connect()
+                return await connection.answers(self._settings.lookup_s)
+        except (KvabrError, TimeoutError):
+            return False
 
 
 class KeyedPublisher:

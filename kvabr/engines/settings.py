@@ -7,20 +7,32 @@ vLLM, LMCache and SGLang bring along; kvabr imports this module only when one of
 from __future__ import annotations
 
 import difflib
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, ClassVar, Self
+from typing import Annotated, ClassVar, Self, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
 from kvabr.abr.plugins import load_estimator, load_policy
 from kvabr.abr.policies import DEFAULT
+from kvabr.client.async_client import AsyncClient
+from kvabr.client.blocking import Client
+from kvabr.client.metrics import ClientMetrics
+from kvabr.client.options import Limits
 from kvabr.quic.connect import parse_url
 from kvabr.quic.library import Quic
 from kvabr.types.errors import KvabrError, UsageError
 from kvabr.types.kv import MAX_GROUP_TOKENS, KVSpec
+
+LOG = logging.getLogger("kvabr.engines")
+
+C = TypeVar("C", AsyncClient, Client)
+
+_MAX_WAITING = 1 << 16
+"""Plays that may wait for their turn: an engine bounds its requests itself."""
 
 
 def _checked(check: Callable[[str], object]) -> AfterValidator:
@@ -103,9 +115,14 @@ class EngineSettings(BaseModel):
     store_mib: Annotated[int, Field(ge=0)] = 256
     """Memory for encoded groups that later requests may want, MiB."""
     disk: FilePath | None = None
-    """Folder for the same. None: memory only."""
+    """Folder for the same, of one process: other ranks use memory only. None: memory only."""
     disk_mib: Annotated[int, Field(ge=0)] = 16384
     """Size of ``disk``, MiB."""
+    cache: FilePath | None = None
+    """Folder that keeps codec profiles and the speed of the origin's link from one process to the next. None: they are
+    not kept."""
+    plays: Count = 256
+    """Caches that may be fetched at once."""
     queue: Count = 64
     """Caches that may wait to be published; more are dropped and counted."""
     publish_mib: Count | None = None
@@ -147,3 +164,38 @@ class EngineSettings(BaseModel):
         cause = error.get("ctx", {}).get("error")
         why = str(cause) if cause is not None else error["msg"].replace("Input should", "it must", 1)
         return f"{key}: {why}" if key in cls.secret else f"{key} is {error['input']!r}: {why}"
+
+
+def open_client(kind: type[C], settings: EngineSettings, metrics: ClientMetrics | None = None) -> C:
+    """Return a client of an adapter's settings.
+
+    Args:
+        kind: `AsyncClient` or `Client`.
+        settings: the user's.
+        metrics: count what the client does; None: its own.
+
+    Raises:
+        UsageError: a setting of the connection is wrong.
+    """
+
+    def make(limits: Limits) -> C:
+        return kind(
+            settings.url,
+            token=settings.token,
+            ca=settings.ca,
+            fingerprint=settings.fingerprint,
+            insecure=settings.insecure,
+            quic=settings.quic,
+            limits=limits,
+            cache=settings.cache,
+            metrics=metrics,
+        )
+
+    memory = Limits(memory_bytes=settings.store_mib << 20, plays=settings.plays, waiting=_MAX_WAITING)
+    if settings.disk is None:
+        return make(memory)
+    try:
+        return make(replace(memory, disk=settings.disk, disk_bytes=settings.disk_mib << 20))
+    except KvabrError as error:  # each rank is a process, and only one of them can have the folder
+        LOG.warning("fetched groups are kept in memory only: %s", error)
+        return make(memory)

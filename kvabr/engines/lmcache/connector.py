@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from lmcache.utils import CacheEngineKey
@@ -24,8 +23,10 @@ from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
 from kvabr.client.async_client import AsyncClient
 from kvabr.client.metrics import ClientMetrics
 from kvabr.engines.chunk_store import KeyedCaches, KeyedPublisher, KeyedSettings, Trouble
+from kvabr.engines.layouts import KVView
 from kvabr.engines.lmcache import ADAPTER
 from kvabr.engines.lmcache.chunks import as_kv, read_settings, spec_of
+from kvabr.engines.settings import open_client
 from kvabr.types.errors import KvabrError
 
 _WAIT_S = 30.0
@@ -93,21 +94,29 @@ class ChunkConnector(RemoteConnector):  # type: ignore[misc]
         if len(self.meta_shapes) != 1 or config.use_layerwise:
             raise IrrecoverableException("kvabr: one kind of layer, and chunks of all layers (use_layerwise: false)")
         self._settings, self._loop, self._memory = settings, loop, memory
-        self._unfull = bool(config.save_unfull_chunk)
         spec = spec_of(settings.model or metadata.model_name, metadata.kv_shape, metadata.kv_dtype)
         self._spec = settings.grouped(spec)
         self.metrics = ClientMetrics()
         self._trouble = Trouble()
         self._publisher = KeyedPublisher(self._spec, settings, self._trouble, "a chunk of LMCache")
         self._put: dict[str, None] = {}
-        self._client: AsyncClient | None = None
-        self._caches: KeyedCaches | None = None
+        self._client = open_client(AsyncClient, settings, self.metrics)
+        chunk_tokens = self.meta_shapes[0][2]
+        self._caches = KeyedCaches(
+            self._client,
+            self._spec,
+            settings,
+            self._trouble,
+            max_tokens=chunk_tokens,
+            # A key does not tell the length of its chunk, but LMCache copies as many tokens as a full chunk has.
+            min_tokens=1 if config.save_unfull_chunk else chunk_tokens,
+        )
 
     # ------------------------------------------------------------ is it there?
 
     async def exists(self, key: CacheEngineKey) -> bool:
         """Whether a chunk can be fetched."""
-        return await self._keyed().find(self._name(key)) is not None
+        return await self._caches.find(self._name(key)) is not None
 
     def exists_sync(self, key: CacheEngineKey) -> bool:
         """As `exists`, for other threads than the event loop's."""
@@ -123,7 +132,7 @@ class ChunkConnector(RemoteConnector):  # type: ignore[misc]
 
     def _ask(self, keys: Sequence[CacheEngineKey]) -> int:
         async def leading() -> int:
-            return await self._keyed().leading([self._name(key) for key in keys])
+            return await self._caches.leading([self._name(key) for key in keys])
 
         asked = asyncio.run_coroutine_threadsafe(leading(), self._loop)
         try:
@@ -172,7 +181,7 @@ class ChunkConnector(RemoteConnector):  # type: ignore[misc]
         return chunks
 
     async def _get(self, key: CacheEngineKey, deadline_s: float) -> MemoryObj | None:
-        kv = await self._keyed().play(self._name(key), deadline_s)
+        kv = await self._caches.play(self._name(key), deadline_s)
         if kv is None:
             return None
         shape = list(self.meta_shapes[0])
@@ -182,7 +191,7 @@ class ChunkConnector(RemoteConnector):  # type: ignore[misc]
             self._trouble.tell("LMCache has no memory for a chunk", "see max_local_cpu_size")
             return None
         # Not decoded into LMCache's memory at once: a play that ends early may still have a thread that writes.
-        as_kv(chunk.tensor, self._spec).copy_(kv)
+        KVView(as_kv(chunk.tensor, self._spec)).write(kv)
         return chunk
 
     # -------------------------------------------------------------------- put
@@ -218,16 +227,8 @@ class ChunkConnector(RemoteConnector):  # type: ignore[misc]
         return self._settings.url is not None
 
     async def ping(self) -> int:
-        """0 if the origin answers, 1 if not."""
-        try:
-            async with asyncio.timeout(self._settings.lookup_s):
-                peer = self._keyed().peer
-                if peer is None:
-                    return 1
-                connection = (await peer.downloads()).connection
-                return 0 if await connection.answers(self._settings.lookup_s) else 1
-        except (KvabrError, TimeoutError):
-            return 1
+        """Return 0 if the origin answers, 1 if not."""
+        return 0 if await self._caches.answers() else 1
 
     def remove_sync(self, key: CacheEngineKey) -> bool:
         """Nothing is removed on request: what is published is its folder's owner's, see ``publish_mib``."""
@@ -236,8 +237,7 @@ class ChunkConnector(RemoteConnector):  # type: ignore[misc]
 
     async def close(self) -> None:
         """End all plays, and publish what waits."""
-        if self._client is not None:
-            await self._client.close()
+        await self._client.close()
         await self._loop.run_in_executor(None, self._publisher.close)
 
     # --------------------------------------------------------------- internals
@@ -246,23 +246,6 @@ class ChunkConnector(RemoteConnector):  # type: ignore[misc]
         """A chunk's key as text, with the model's name that the user wants."""
         rest = key.to_string().removeprefix(key.model_name)
         return f"{self._settings.model or key.model_name}{rest}"
-
-    def _keyed(self) -> KeyedCaches:
-        """Made on the event loop, when it is first needed."""
-        if self._caches is None:
-            limits, most_tokens = self._settings.limits(), self.meta_shapes[0][2]
-            try:
-                self._client = AsyncClient(limits=limits, metrics=self.metrics)
-            except KvabrError as error:  # the folder: each rank is a process, and only one of them can have it
-                self._trouble.tell("what is fetched is kept in memory only", error)
-                self._client = AsyncClient(limits=replace(limits, disk=None), metrics=self.metrics)
-            self._caches = KeyedCaches(
-                self._client, self._spec, self._settings, self._trouble,
-                most_tokens=most_tokens,
-                # A key does not say how many tokens its chunk has, but LMCache goes by it when it copies the chunk.
-                least_tokens=1 if self._unfull else most_tokens,
-            )  # fmt: skip
-        return self._caches
 
 
 def _settle(over: asyncio.Future[bool], published: bool) -> None:

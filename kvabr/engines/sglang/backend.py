@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
 import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, HiCacheStorageConfig, HiCacheStorageExtraInfo
 
 from kvabr.client.async_client import AsyncClient
-from kvabr.client.blocking import Client
+from kvabr.client.blocking import LoopThread
 from kvabr.client.metrics import ClientMetrics
 from kvabr.engines.chunk_store import KeyedCaches, KeyedPublisher, Trouble, spec_of
+from kvabr.engines.settings import open_client
 from kvabr.engines.sglang import ADAPTER
 from kvabr.engines.sglang.pages import page_view, read_settings
 from kvabr.types.errors import FormatError, UsageError
@@ -42,7 +43,7 @@ class KvabrStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not there
         self._config, self._settings = storage_config, read_settings(storage_config.extra_config)
         self._trouble = Trouble()
         self.metrics = ClientMetrics()
-        self._client: Client | None = None
+        self._loop: LoopThread | None = None
         self._caches: KeyedCaches | None = None
         self._publisher: KeyedPublisher | None = None
 
@@ -60,15 +61,16 @@ class KvabrStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not there
         spec = spec_of(name, "sglang", pool.layer_num, pool.head_num, pool.head_dim, pool.dtype)
         self._spec = self._settings.grouped(spec)
         self._publisher = KeyedPublisher(self._spec, self._settings, self._trouble, "a page of SGLang's HiCache")
-        self._client = Client(limits=self._settings.limits(), metrics=self.metrics)
-
-        async def make(client: AsyncClient) -> KeyedCaches:
-            return KeyedCaches(
-                client, self._spec, self._settings, self._trouble,
-                most_tokens=pool.page_size, least_tokens=pool.page_size,
-            )  # fmt: skip
-
-        self._caches = self._client.begin(make).result()
+        self._client = open_client(AsyncClient, self._settings, self.metrics)
+        self._caches = KeyedCaches(
+            self._client,
+            self._spec,
+            self._settings,
+            self._trouble,
+            max_tokens=pool.page_size,
+            min_tokens=pool.page_size,
+        )
+        self._loop = LoopThread()
 
     # -------------------------------------------------------------- is it there?
 
@@ -80,7 +82,7 @@ class KvabrStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not there
         """How many pages, from the first on, can be fetched."""
         del extra_info
         caches = self._ready()
-        return self._wait(lambda _: caches.leading([self._name(key) for key in keys]))
+        return self._wait(caches.leading([self._name(key) for key in keys]))
 
     # ------------------------------------------------------------------- reading
 
@@ -152,8 +154,9 @@ class KvabrStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not there
 
     def close(self) -> None:
         """End all plays, and publish what waits."""
-        if self._client is not None:
-            self._client.close()
+        if self._loop is not None:
+            self._loop.call(self._client.close())
+            self._loop.close()
         if self._publisher is not None:
             self._publisher.close()
 
@@ -186,12 +189,12 @@ class KvabrStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not there
         caches, deadline_s = self._ready(), self._settings.deadline_s
         names = [self._name(key) for key in keys]
 
-        async def play(_: AsyncClient) -> list[torch.Tensor | None]:
+        async def play() -> list[torch.Tensor | None]:
             return list(await asyncio.gather(*(caches.play(name, deadline_s) for name in names)))
 
         size = self.mem_pool_host.page_size
         # A page that is not whole is none: copying it would end SGLang's thread.
-        return [kv if kv is not None and kv.shape[3] == size else None for kv in self._wait(play)]
+        return [kv if kv is not None and kv.shape[3] == size else None for kv in self._wait(play())]
 
     def _publish(self, keys: Sequence[str], pages: Sequence[torch.Tensor]) -> list[bool]:
         self._ready()
@@ -214,7 +217,8 @@ class KvabrStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not there
                 over.acquire()
         return results
 
-    def _wait(self, work: Callable[[AsyncClient], Coroutine[Any, Any, T]]) -> T:
-        if self._client is None:
+    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
+        if self._loop is None:
+            work.close()
             raise UsageError("kvabr: SGLang has registered no host pool yet")
-        return self._client.begin(work).result()
+        return self._loop.call(work)

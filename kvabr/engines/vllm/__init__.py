@@ -1,6 +1,6 @@
-"""vLLM plays through kvabr: `KvabrConnector`, out of tree.
+"""vLLM plays through kvabr: `KvabrConnector`, an out-of-tree KV connector.
 
-It is named in the engine's configuration and nowhere else::
+The engine's configuration names it::
 
     KVTransferConfig(
         kv_connector="KvabrConnector",
@@ -10,12 +10,12 @@ It is named in the engine's configuration and nowhere else::
         kv_connector_extra_config={"url": "moqt://origin.example/", "deadline_s": 2.0},
     )
 
-vLLM builds two of them, one beside its scheduler and one in each worker. The scheduler's half (`scheduler`) looks up
-what the origin has of a prompt; the worker's half (`worker`) plays it into the engine's blocks, and publishes what the
-engine has computed. What did not come in time is reported as failed blocks, and vLLM computes it: the player
-protects the front, since vLLM throws away everything behind the first failed block.
+vLLM builds one in its scheduler and one in each worker. The scheduler's half (`scheduler`) looks up prompts at the
+origin. The worker's half (`worker`) plays caches into the engine's blocks, and publishes what the engine has computed.
+Groups that do not come in time are reported as failed blocks, and vLLM computes them. It discards everything behind the
+first failed block, so the player protects the first groups.
 
-vLLM itself is imported by `connector`, and where `layers` asks one of its kernels.
+Only `connector` and `layers` import vLLM.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ ADAPTER = Adapter(
 
 
 def __getattr__(name: str) -> Any:
-    """Import vLLM only when its connector is wanted.
+    """Import vLLM when its connector is asked for.
 
     Raises:
         ModelError: vLLM is not installed.

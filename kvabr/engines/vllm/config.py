@@ -50,8 +50,8 @@ class VllmSettings(EngineSettings):
     """File with a tenant's secret, see `kvabr.types.naming.chain`."""
     store_mib: Annotated[int, Field(ge=0)] = 1024
     """Memory for encoded groups that later requests may want, MiB."""
-    cache: FilePath | None = None
-    """Folder that keeps codec profiles and the speed of the origin's link from one process to the next."""
+    plays: Count = 64
+    """Caches that may be fetched at once."""
     profile: FilePath | None = None
     """Codec profile of the model, for publishing the AC tracks. None: the one that kvabr ships, if it fits."""
     prior: FilePath | None = None
@@ -101,7 +101,7 @@ class ServedModel:
     """The model of an engine."""
 
     spec: KVSpec
-    """Of the whole model's cache, whatever this rank holds of it."""
+    """Spec of the whole model's cache, whatever part this rank holds."""
     dtype: torch.dtype
     """Element type of the engine's own cache."""
     block: int
@@ -109,35 +109,35 @@ class ServedModel:
     heads: range
     """KV heads that this rank holds."""
     context: int
-    """Tokens that the model sees at most."""
+    """Maximum number of tokens."""
 
     @property
     def shard(self) -> KVSpec:
-        """Of what this rank holds, if it is published by itself; `spec` if it holds all."""
+        """Spec of the heads that this rank holds, which it publishes separately; `spec` if it holds all."""
         return with_heads(self.spec, self.heads)
 
 
 def served_model(config: Any, settings: VllmSettings) -> ServedModel:
-    """Read vLLM's configuration.
+    """Return the model of vLLM's configuration.
 
     Args:
         config: a ``vllm.config.VllmConfig``.
         settings: the user's.
 
     Raises:
-        UsageError: this engine is set up in a way that caches cannot be exchanged with; the message says what to do.
+        UsageError: this engine cannot exchange caches; the message says what to change.
     """
     model, cache, parallel = config.model_config, config.cache_config, config.parallel_config
     if cache.cache_dtype not in _PLAIN_CACHES:
         raise UsageError(
-            f"vLLM keeps its KV cache as {cache.cache_dtype}: it quantises what kvabr has chosen the precision of, "
-            "with scales that no other engine has; start it with --kv-cache-dtype auto"
+            f"vLLM keeps its KV cache as {cache.cache_dtype}: its own quantisation and scales would be lost on other "
+            "engines; start it with --kv-cache-dtype auto"
         )
     if parallel.pipeline_parallel_size > 1:
-        raise UsageError("kvabr's connector does not know pipeline parallelism; use tensor parallelism instead")
+        raise UsageError("kvabr's connector does not support pipeline parallelism; use tensor parallelism")
     for name in ("prefill_context_parallel_size", "decode_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
-            raise UsageError(f"kvabr's connector does not know {name} above 1")
+            raise UsageError(f"kvabr's connector does not support {name} above 1")
     if getattr(model, "use_mla", False):
         raise UsageError("multi-head latent attention (MLA) keeps a compressed cache, not keys and values")
     block = int(cache.block_size)
@@ -162,13 +162,13 @@ def served_model(config: Any, settings: VllmSettings) -> ServedModel:
 
 
 def _names(model: Any, settings: VllmSettings) -> tuple[str, str]:
-    """What the model and its tokenizer are called in the track namespace."""
+    """Return the names of the model and its tokenizer in the track namespace."""
     path = Path(str(model.model))
     if settings.model is not None and settings.tokenizer is not None:
         return settings.model, settings.tokenizer
     if not (path / "config.json").is_file() or not (path / "tokenizer.json").is_file():
         raise UsageError(
-            f"{WHERE}: {model.model} is no folder with a model and a tokenizer.json, so say how its caches are named: "
+            f"{WHERE}: {model.model} is not a folder with a model and a tokenizer.json, so name its caches: "
             '"model" (with its revision: caches of two revisions must not mix) and "tokenizer"'
         )
     return settings.model or model_loader.folder_name(path), settings.tokenizer or model_loader.folder_tokenizer(path)
@@ -180,15 +180,15 @@ def _dtype(value: Any) -> torch.dtype:
     names = {"half": "float16", "float": "float32"}
     found = getattr(torch, names.get(str(value), str(value)), None)
     if not isinstance(found, torch.dtype):
-        raise UsageError(f"a KV cache of {value} is none that kvabr knows")
+        raise UsageError(f"kvabr does not support a KV cache of {value}")
     return found
 
 
 def rope_of_config(config: Any) -> RopeSpec | None:
-    """The rotary embedding of a transformers configuration: that of a model of one small layer made from it.
+    """Return the rotary embedding of a transformers configuration, probed on a model of one small layer.
 
-    None if there is none that a spec can say, or the model cannot be made; caches of models that kvabr publishes with
-    an embedding are then refused as foreign.
+    None if a spec cannot express it, or the model cannot be built; caches that were published with an embedding are
+    then rejected as foreign.
     """
     tiny = copy.deepcopy(config)
     small = {

@@ -1,6 +1,6 @@
-"""`KvabrConnector`: what vLLM calls, passed on to the two halves. No module but this and `layers` imports vLLM.
+"""`KvabrConnector`, which vLLM calls, and which delegates to the two halves. Only this module and `layers` import vLLM.
 
-It keeps to vLLM's ``KVConnectorBase_V1`` (vllm/distributed/kv_transfer/kv_connector/v1/base.py), in the versions that
+It implements vLLM's ``KVConnectorBase_V1`` (vllm/distributed/kv_transfer/kv_connector/v1/base.py), in the versions that
 `kvabr.engines.vllm.ADAPTER` names; vLLM calls that interface experimental.
 """
 
@@ -24,8 +24,7 @@ from kvabr.data import default_catalog, default_profile_bytes
 from kvabr.engines.vllm import ADAPTER, stats
 from kvabr.engines.vllm.config import ServedModel, VllmSettings, read_settings, served_model
 from kvabr.engines.vllm.layers import layers_of, layout_of
-from kvabr.engines.vllm.meta import Step
-from kvabr.engines.vllm.node import leave_node, take_node
+from kvabr.engines.vllm.plays import Step, leave_client, take_client
 from kvabr.engines.vllm.scheduler import SchedulerHalf
 from kvabr.engines.vllm.worker import WorkerHalf
 from kvabr.publish.publisher import Publisher
@@ -34,22 +33,22 @@ from kvabr.types.errors import AssetError, FormatError, UsageError
 
 
 class KvabrMetadata(KVConnectorMetadata):  # type: ignore[misc]
-    """A step, as vLLM carries it from the scheduler to the workers."""
+    """Carries a step from the scheduler to the workers."""
 
     def __init__(self, step: Step) -> None:
         self.step = step
 
 
 class KvabrConnector(KVConnectorBase_V1):  # type: ignore[misc]
-    """vLLM plays through kvabr; see `kvabr.engines.vllm`."""
+    """Loads and publishes KV caches through kvabr; see `kvabr.engines.vllm`."""
 
     _cache_hit_source = CacheHitSource.P2P
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
-        """Take part in an engine, as its scheduler's half or as a worker's.
+        """Start the half in the scheduler, or that in a worker.
 
         Raises:
-            UsageError: the engine or the connector is set up in a way that cannot work; the message says what to do.
+            UsageError: the engine or the connector is configured in a way that cannot work.
         """
         super().__init__(vllm_config, role, kv_cache_config)
         ADAPTER.check(vllm.__version__)
@@ -67,112 +66,112 @@ class KvabrConnector(KVConnectorBase_V1):  # type: ignore[misc]
                 "in every layer"
             )
         model = served_model(vllm_config, settings)
-        # Before the node is taken: what fails here must not leave one behind.
+        # Before the client is taken: an error here must not leave one behind.
         publisher = _publisher(settings, model) if produces and role == KVConnectorRole.WORKER else None
-        self._node = take_node(settings) if consumes else None
+        self._client = take_client(settings) if consumes else None
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         if role == KVConnectorRole.SCHEDULER:
-            self._scheduler = SchedulerHalf(settings, model, self._node, produces=produces)
+            self._scheduler = SchedulerHalf(settings, model, self._client, produces=produces)
         else:
-            self._worker = WorkerHalf(settings, model, self._node, publisher)
+            self._worker = WorkerHalf(settings, model, self._client, publisher)
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """False: what is not published is a miss later, and nobody waits for it."""
+        """False: a cache that is not published is only a miss later."""
         return False
 
     # ------------------------------------------------------------ worker's side
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Take the engine's cache."""
+        """Hand the engine's cache to the worker's half."""
         assert self._worker is not None  # noqa: S101  # vLLM keeps the sides apart
         layers = layers_of(kv_caches)
         self._worker.register(layers, layout_of(self._vllm_config, layers))
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """A step begins: plays begin with it, and not when vLLM gets to `start_load_kv`, after the forward pass."""
+        """Begin a step and its plays here, since vLLM calls `start_load_kv` only after the forward pass."""
         super().bind_connector_metadata(connector_metadata)
         if self._worker is not None and isinstance(connector_metadata, KvabrMetadata):
             self._worker.begin(connector_metadata.step)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Nothing: see `bind_connector_metadata`."""
+        """Do nothing; see `bind_connector_metadata`."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing: no request is computed before its load is over."""
+        """Do nothing: no request is computed before its load has ended."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        """Nothing: what is published is taken when a request ends."""
+        """Do nothing: caches are published when a request ends."""
 
     def wait_for_save(self) -> None:
-        """The step has been computed."""
+        """End the computation of a step."""
         if self._worker is not None:
             self._worker.computed()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Publications and loads that are over."""
+        """Return the requests whose publications, and those whose loads, have ended."""
         if self._worker is None:
             return None, None
         sent, received = self._worker.collect(finished_req_ids)
         return sent or None, received or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Blocks that did not come."""
+        """Return the blocks that were not loaded."""
         return set() if self._worker is None else self._worker.failed_blocks()
 
     # --------------------------------------------------------- scheduler's side
 
     def on_new_request(self, request: Any) -> None:
-        """A request has come."""
+        """Begin the lookup of a request."""
         assert self._scheduler is not None  # noqa: S101  # as in `register_kv_caches`
         self._scheduler.arrived(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """How many tokens can be loaded; None: it is being found out."""
+        """Return how many tokens can be loaded; None: the lookup is not over."""
         assert self._scheduler is not None  # noqa: S101  # as in `register_kv_caches`
         return self._scheduler.matched(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Blocks for them are there."""
+        """Begin a load into allocated blocks."""
         assert self._scheduler is not None  # noqa: S101  # as in `register_kv_caches`
         if num_external_tokens > 0:
             self._scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        """What the workers are to do."""
+        """Return the requests to the workers."""
         assert self._scheduler is not None  # noqa: S101  # as in `register_kv_caches`
         return KvabrMetadata(self._scheduler.step(scheduler_output.total_num_scheduled_tokens))
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """What the workers have done."""
+        """Note the loads that have ended."""
         assert self._scheduler is not None  # noqa: S101  # as in `register_kv_caches`
         self._scheduler.received(set(connector_output.finished_recving or ()))
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """A request has ended: publish what it computed."""
+        """Publish what a request has computed."""
         assert self._scheduler is not None  # noqa: S101  # as in `register_kv_caches`
         return self._scheduler.finished(request, block_ids), None
 
     # ------------------------------------------------------------------ either
 
     def shutdown(self) -> None:
-        """End everything."""
+        """End all plays, and publish what waits."""
         if self._worker is not None:
             self._worker.close()
-        if self._node is not None:
-            node, self._node = self._node, None
-            leave_node(node)
+        if self._client is not None:
+            client, self._client = self._client, None
+            leave_client(client)
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        """What was counted since the last time."""
+        """Return the counters since the last call."""
         half = self._worker or self._scheduler
         data = half.counts.take() if half is not None else {}
         return KvabrStats(data=data) if data else None
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
-        """Statistics as they come from another process."""
+        """Return statistics from another process."""
         return KvabrStats(data=data or {})
 
     @classmethod
@@ -183,35 +182,35 @@ class KvabrConnector(KVConnectorBase_V1):  # type: ignore[misc]
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> KVConnectorPromMetrics | None:
-        """The same for Prometheus."""
+        """Return the Prometheus metrics of the counters."""
         return KvabrPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
 
 class KvabrStats(KVConnectorStats):  # type: ignore[misc]
-    """What the connector counted, as vLLM adds it up and logs it."""
+    """Counters of the connector, which vLLM adds up and logs."""
 
     data: dict[str, Any]
 
     def reset(self) -> None:
-        """Forget it."""
+        """Reset all counters."""
         self.data = {}
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        """Add another's."""
+        """Add other counters."""
         self.data = stats.added(self.data, other.data)
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """One number each."""
+        """Return one number per counter."""
         return stats.summary(self.data)
 
     def is_empty(self) -> bool:
-        """Whether nothing was counted."""
+        """Return whether nothing was counted."""
         return not self.data
 
 
 class KvabrPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
-    """``vllm:kvabr_*``: a counter for everything in `stats.HELP`, and a histogram of the seconds of plays."""
+    """``vllm:kvabr_*``: a counter for every key of `stats.HELP`, and a histogram of the seconds of plays."""
 
     def __init__(
         self,
@@ -239,7 +238,7 @@ class KvabrPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         )
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Count on."""
+        """Add counters."""
         for name, value in transfer_stats_data.items():
             if name == stats.SECONDS:
                 for seconds in value:
@@ -249,7 +248,7 @@ class KvabrPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
 
 
 def _publisher(settings: VllmSettings, model: ServedModel) -> Publisher:
-    """What takes this engine's caches.
+    """Return the publisher of this engine's caches.
 
     Raises:
         UsageError, AssetError, FormatError: a file that the settings name cannot be used.
@@ -270,7 +269,7 @@ def _publisher(settings: VllmSettings, model: ServedModel) -> Publisher:
 
 
 def _profile(settings: VllmSettings, model: ServedModel) -> Profile | None:
-    """The codec profile that the user names, or the one that comes along if it is this model's."""
+    """Return the codec profile that the user names, or the one that kvabr ships if it fits the model."""
     if settings.profile is None:
         shipped = Profile.from_bytes(default_profile_bytes())
         try:

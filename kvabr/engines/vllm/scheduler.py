@@ -1,8 +1,8 @@
-"""The connector's half beside vLLM's scheduler: what is to be had from the origin, and what is worth publishing.
+"""The connector's half in vLLM's scheduler: it looks up prompts at the origin, and decides what is published.
 
-It never waits: a lookup runs on the fetcher's event loop, and until it ends, or its share of the deadline has passed,
-the answer is "ask again". A request is answered with a hit once: if its load fails, vLLM asks again, and would for
-ever if it got the same answer.
+It never waits. A lookup runs on the client's event loop, and until it ends or its share of the deadline has passed, the
+answer to vLLM is "ask again". A request gets a hit only once: if its load fails, vLLM asks again, and the same answer
+would make it loop forever.
 """
 
 from __future__ import annotations
@@ -14,63 +14,62 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvabr.client.blocking import Handle
+from kvabr.client.blocking import Client, Handle
 from kvabr.client.lookup import Found
 from kvabr.engines.layouts import whole_blocks
 from kvabr.engines.vllm.config import WHERE, ServedModel, VllmSettings
-from kvabr.engines.vllm.meta import Load, Pending, Publication, Step
-from kvabr.engines.vllm.node import Node
+from kvabr.engines.vllm.plays import LoadRequest, PendingStep, PublishRequest, Step, find_cache
 from kvabr.engines.vllm.stats import ConnectorCounts
 from kvabr.types.errors import FormatError, TransportError, UsageError
 
 _log = logging.getLogger("vllm.kvabr")
 
-_LEAST_LEFT = 0.25
-"""Share of its deadline that a play is given even if the request waited for longer than that to be scheduled."""
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
-"""After lookups that failed, seconds in which no other is begun: an origin that is gone must not cost every request its
-share of the deadline. Doubled with every failure in a row."""
-_LONGEST_DEADLINE_S = 60.0
-"""Seconds that a request may ask for, unless the user's own are more: its blocks are its own until the play is over."""
+_MIN_PLAY_SHARE = 0.25
+"""Share of its deadline that a play gets even if its request waited longer to be scheduled."""
+_FIRST_PAUSE_S, _MAX_PAUSE_S = 0.5, 30.0
+"""Seconds without lookups after one that failed, doubled with each consecutive failure: an origin that is gone must not
+cost every request a share of its deadline."""
+_MAX_DEADLINE_S = 60.0
+"""Maximum deadline of a request, unless the configured one is longer: it occupies its blocks until the play ends."""
 
 
 @dataclass(slots=True)
-class _Asked:
-    """A request that vLLM has asked about."""
+class _Lookup:
+    """A request of vLLM and its lookup."""
 
     tokens: list[int]
     salt: bytes
     deadline_s: float
-    asked_s: float
-    lookup: Handle[Found | None] | None
+    began_s: float
+    handle: Handle[Found | None] | None
     found: Found | None = None
     settled: bool = False
-    """The answer is known: `found`, or nothing."""
+    """`found` is final."""
     begun: bool = False
-    """Its load was begun: from now on the answer is nothing."""
+    """Its load has begun: from now on there is no hit."""
 
 
 class SchedulerHalf:
-    """What `connector` passes on from vLLM's scheduler; requests are vLLM's own objects."""
+    """Implements the scheduler's part of the connector; requests are vLLM's own objects."""
 
-    def __init__(self, settings: VllmSettings, model: ServedModel, node: Node | None, *, produces: bool) -> None:
-        """Take part.
+    def __init__(self, settings: VllmSettings, model: ServedModel, client: Client | None, *, produces: bool) -> None:
+        """Start.
 
         Args:
             settings: the user's.
             model: the engine's.
-            node: where lookups are begun; None: nothing is consumed.
-            produces: whether what is computed is published.
+            client: looks up prompts; None: nothing is fetched.
+            produces: whether computed caches are published.
 
         Raises:
-            UsageError: the salt's file is no secret.
+            UsageError: the file with the salt cannot be used.
         """
-        self._settings, self._model, self._node, self._produces = settings, model, node, produces
+        self._settings, self._model, self._client, self._produces = settings, model, client, produces
         self._salt = settings.salt
-        # A rank that finds its heads published by themselves need not fetch those of the others.
+        # A rank whose heads are published separately need not fetch those of the others.
         self._specs = (model.spec,) if model.shard is model.spec else (model.shard, model.spec)
-        self._asked: dict[str, _Asked] = {}
-        self._pending = Pending()
+        self._lookups: dict[str, _Lookup] = {}
+        self._pending = PendingStep()
         self._loading: set[str] = set()
         self.counts = ConnectorCounts()
         self._pause_s, self._again_s = 0.0, 0.0
@@ -79,70 +78,70 @@ class SchedulerHalf:
     # ------------------------------------------------------------------ hits
 
     def arrived(self, request: Any) -> None:
-        """A request has come: its lookup begins while it waits for its turn."""
-        if self._node is not None and request.request_id not in self._asked:
-            self._asked[request.request_id] = self._ask(request)
+        """Begin the lookup of a new request, while it waits to be scheduled."""
+        if self._client is not None and request.request_id not in self._lookups:
+            self._lookups[request.request_id] = self._ask(request)
 
     def matched(self, request: Any, computed: int) -> tuple[int | None, bool]:
-        """How many tokens behind the first ``computed`` can be loaded; see vLLM's ``get_num_new_matched_tokens``."""
-        if self._node is None:
+        """Return how many tokens behind the first ``computed`` can be loaded; None: the lookup is not over."""
+        if self._client is None:
             return 0, False
-        asked = self._asked.get(request.request_id)
-        if asked is None:
-            asked = self._asked[request.request_id] = self._ask(request)
-        if asked.begun:
+        lookup = self._lookups.get(request.request_id)
+        if lookup is None:
+            lookup = self._lookups[request.request_id] = self._ask(request)
+        if lookup.begun:
             return 0, False
-        if not asked.settled and not self._settle(asked):
+        if not lookup.settled and not self._settle(lookup):
             return None, False
-        if asked.found is None:
+        if lookup.found is None:
             return 0, False
-        last = self._last(asked)
+        last = self._last(lookup)
         if last - computed <= 0 or computed % self._model.block:
             return 0, False
         return last - computed, True
 
     def allocated(self, request: Any, blocks: Sequence[int], external: int) -> None:
-        """Blocks for the tokens that were promised are there."""
-        asked = self._asked.get(request.request_id)
-        if asked is None or asked.found is None or external <= 0 or asked.begun:
+        """Begin a load: vLLM has allocated blocks for the matched tokens."""
+        lookup = self._lookups.get(request.request_id)
+        if lookup is None or lookup.found is None or external <= 0 or lookup.begun:
             return
-        size, last = self._model.block, self._last(asked)
+        size, last = self._model.block, self._last(lookup)
         first = last - external
-        asked.begun = True
+        lookup.begun = True
         self._loading.add(request.request_id)
-        left_s = asked.deadline_s - (time.monotonic() - asked.asked_s)
-        found = _cut(asked.found, last)
+        left_s = lookup.deadline_s - (time.monotonic() - lookup.began_s)
+        found = _cut(lookup.found, last)
         self._pending.loads.append(
-            Load(
+            LoadRequest(
                 request=request.request_id,
                 found=found,
                 first=first,
                 last=last,
                 blocks=tuple(blocks[first // size : last // size]),
-                behind=len(asked.tokens) - last,
-                deadline_s=max(left_s, _LEAST_LEFT * asked.deadline_s),
-                tokens=() if self._model.shard is self._model.spec else tuple(asked.tokens[: found.catalog.tokens]),
-                salt=asked.salt,
+                behind=len(lookup.tokens) - last,
+                deadline_s=max(left_s, _MIN_PLAY_SHARE * lookup.deadline_s),
+                tokens=() if self._model.shard is self._model.spec else tuple(lookup.tokens[: found.catalog.tokens]),
+                salt=lookup.salt,
             )
         )
-        asked.found, asked.tokens = None, []
+        lookup.found, lookup.tokens = None, []
 
     def step(self, scheduled: int) -> Step:
-        """What the workers are to hear with the next step, which computes ``scheduled`` tokens."""
-        pending, self._pending = self._pending, Pending()
+        """Return the requests to the workers with the next step, which computes ``scheduled`` tokens."""
+        pending, self._pending = self._pending, PendingStep()
         return Step(tuple(pending.loads), tuple(pending.publications), scheduled)
 
     def received(self, requests: set[str]) -> None:
-        """Loads that are over, one way or the other."""
+        """Note loads that have ended."""
         self._loading -= requests
 
     def finished(self, request: Any, blocks: Sequence[int]) -> bool:
-        """A request has ended; returns whether its blocks must be kept because they are being published."""
+        """End a request; return whether its blocks must be kept because they are being published."""
         name = request.request_id
-        asked = self._asked.pop(name, None)
-        if asked is not None and asked.lookup is not None:
-            asked.lookup.cancel()
-        # A load that never left for the worker needs no more doing; its blocks are free once vLLM hears of its end.
+        lookup = self._lookups.pop(name, None)
+        if lookup is not None and lookup.handle is not None:
+            lookup.handle.cancel()
+        # vLLM frees the blocks of a load that never reached the worker by itself.
         if name in self._loading or not self._produces or _params(request).get("publish", True) is False:
             return False
         tokens = min(int(request.num_computed_tokens), int(request.num_prompt_tokens))
@@ -151,7 +150,7 @@ class SchedulerHalf:
             self.counts.add("publish_skipped_short" if not tokens else "publish_skipped_unfit")
             return False
         self._pending.publications.append(
-            Publication(
+            PublishRequest(
                 request=name,
                 tokens=tuple(request.prompt_token_ids[:tokens]),
                 blocks=tuple(blocks[: tokens // self._model.block]),
@@ -162,74 +161,75 @@ class SchedulerHalf:
 
     # -------------------------------------------------------------- internals
 
-    def _ask(self, request: Any) -> _Asked:
+    def _ask(self, request: Any) -> _Lookup:
         now = time.monotonic()
-        asked = _Asked([], b"", self._settings.deadline_s, now, None, settled=True)
+        lookup = _Lookup([], b"", self._settings.deadline_s, now, None, settled=True)
         if _params(request).get("play", True) is False:
-            return asked
+            return lookup
         if (why := self._unfit(request)) is not None:
             self.counts.add("lookups_unfit")
-            self._say_once(f"requests with {why} are not played: their caches depend on more than their tokens")
-            return asked
+            self._say_once(f"requests with {why} are not played: their caches depend on more than tokens")
+            return lookup
         if len(request.prompt_token_ids) <= self._model.spec.group_tokens:
             self.counts.add("lookups_short")
-            return asked
+            return lookup
         if now < self._again_s:
             self.counts.add("lookups_paused")
-            return asked
-        assert self._node is not None  # noqa: S101  # nobody asks a producer
-        asked.tokens, asked.salt = list(request.prompt_token_ids), self._salt_of(request)
-        asked.deadline_s = self._deadline_of(request)
-        within_s = self._settings.lookup_share * asked.deadline_s
-        asked.lookup = self._node.look_up(asked.tokens, self._specs, asked.salt, within_s)
-        asked.settled = False
-        return asked
+            return lookup
+        assert self._client is not None  # noqa: S101  # a producer has no lookups
+        lookup.tokens, lookup.salt = list(request.prompt_token_ids), self._salt_of(request)
+        lookup.deadline_s = self._deadline_of(request)
+        within_s = self._settings.lookup_share * lookup.deadline_s
+        tokens, salt = lookup.tokens, lookup.salt
+        lookup.handle = self._client.begin(lambda client: find_cache(client, tokens, self._specs, salt, within_s))
+        lookup.settled = False
+        return lookup
 
-    def _settle(self, asked: _Asked) -> bool:
-        """Whether the lookup is over; then its answer is taken."""
-        lookup = asked.lookup
-        if lookup is None or not lookup.done():
-            # The lookup ends by itself; this is for an event loop that does not.
-            if lookup is not None and time.monotonic() - asked.asked_s < asked.deadline_s:
+    def _settle(self, lookup: _Lookup) -> bool:
+        """Take the answer of a lookup if it is over; return whether it is."""
+        handle = lookup.handle
+        if handle is None or not handle.done():
+            # The lookup ends by itself; this is in case the event loop hangs.
+            if handle is not None and time.monotonic() - lookup.began_s < lookup.deadline_s:
                 return False
-            asked.settled = True
+            lookup.settled = True
             self.counts.add("lookups_failed")
             return True
-        asked.settled, asked.lookup = True, None
+        lookup.settled, lookup.handle = True, None
         try:
-            asked.found = lookup.result()
+            lookup.found = handle.result()
         except (TransportError, TimeoutError) as error:
             self.counts.add("lookups_failed")
-            self._pause(asked, str(error) or "in time")
+            self._pause(lookup, str(error) or "in time")
         except FormatError as error:
             self.counts.add("lookups_refused")
             self._say_once(f"what the origin has is not played: {error}")
-        except Exception:  # noqa: BLE001  # whatever it is, the request goes on
+        except Exception:  # noqa: BLE001  # the request must go on
             self.counts.add("lookups_failed")
             _log.exception("kvabr: a lookup failed; the request is computed")
         else:
             self._pause_s = self._again_s = 0.0
-            self.counts.add("lookups_hit" if asked.found is not None else "lookups_miss")
+            self.counts.add("lookups_hit" if lookup.found is not None else "lookups_miss")
         return True
 
-    def _pause(self, asked: _Asked, why: str) -> None:
-        """Ask the origin nothing for a while. Lookups that were under way together count as one failure."""
-        if asked.asked_s < self._again_s - self._pause_s:
+    def _pause(self, lookup: _Lookup, why: str) -> None:
+        """Begin no lookup for a while. Lookups under way at the same time count as one failure."""
+        if lookup.began_s < self._again_s - self._pause_s:
             return
-        self._pause_s = min(_LONGEST_PAUSE_S, max(_FIRST_PAUSE_S, 2 * self._pause_s))
+        self._pause_s = min(_MAX_PAUSE_S, max(_FIRST_PAUSE_S, 2 * self._pause_s))
         self._again_s = time.monotonic() + self._pause_s
         _log.warning(
             "kvabr: no answer from the origin (%s); requests are computed, next lookup in %.1f s", why, self._pause_s
         )
 
-    def _last(self, asked: _Asked) -> int:
-        """The token after the last that can be loaded: at least one must be left to compute."""
-        if asked.found is None:
+    def _last(self, lookup: _Lookup) -> int:
+        """Return the token after the last that can be loaded; vLLM must compute at least one."""
+        if lookup.found is None:
             return 0
-        return whole_blocks(min(asked.found.catalog.tokens, len(asked.tokens) - 1), self._model.block)
+        return whole_blocks(min(lookup.found.catalog.tokens, len(lookup.tokens) - 1), self._model.block)
 
     def _salt_of(self, request: Any) -> bytes:
-        """A request's own salt keeps its cache apart from all others', here as in vLLM's own prefix cache."""
+        """Return the salt of a request; its own salt separates its cache from all others, as in vLLM's prefix cache."""
         own = getattr(request, "cache_salt", None)
         if not own:
             return self._salt
@@ -239,15 +239,15 @@ class SchedulerHalf:
         given = _params(request).get("deadline_s")
         if given is None:
             return self._settings.deadline_s
-        most_s = max(_LONGEST_DEADLINE_S, self._settings.deadline_s)
+        most_s = max(_MAX_DEADLINE_S, self._settings.deadline_s)
         if isinstance(given, bool) or not isinstance(given, int | float) or not 0 < given <= most_s:
-            self._say_once(f"kv_transfer_params: a deadline_s is no number up to {most_s:g}; {WHERE} has the say")
+            self._say_once(f"kv_transfer_params: deadline_s is not a number up to {most_s:g}; {WHERE} applies")
             return self._settings.deadline_s
         return float(given)
 
     @staticmethod
     def _unfit(request: Any) -> str | None:
-        """What, beside its tokens, a request's cache depends on; None: nothing."""
+        """Return what a request's cache depends on besides its tokens; None: nothing."""
         if getattr(request, "lora_request", None) is not None:
             return "a LoRA adapter"
         if getattr(request, "mm_features", None):
@@ -263,13 +263,13 @@ class SchedulerHalf:
 
 
 def _params(request: Any) -> dict[str, Any]:
-    """What a request says for itself: ``deadline_s``, ``play`` (false: compute all), ``publish`` (false: do not)."""
+    """Return a request's own parameters: ``deadline_s``, ``play`` (false: compute everything), ``publish``."""
     given = getattr(request, "kv_transfer_params", None)
     return given if isinstance(given, dict) else {}
 
 
 def _cut(found: Found, tokens: int) -> Found:
-    """What was found, as far as it is wanted."""
+    """Return what was found, cut to the wanted tokens."""
     catalog = found.catalog
     groups = catalog.spec.groups(tokens)
     if not 0 < groups <= catalog.groups:

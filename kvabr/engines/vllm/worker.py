@@ -1,8 +1,8 @@
-"""The connector's half in a worker of vLLM: plays into the engine's blocks, and publishes from them.
+"""The connector's half in a worker of vLLM: it plays into the engine's blocks, and publishes from them.
 
-The engine's thread only begins things here and asks what has ended. Plays run on the fetcher's event loop; copies
-between kvabr's caches and the engine's blocks in a thread of their own. That is safe: vLLM keeps the blocks of a
-request, aborted or not, until it was told that its load, or its publication, is over.
+The engine's thread only begins plays and collects those that have ended. Plays run on the client's event loop, copies
+to and from the engine's blocks in a thread of their own. That is safe: vLLM keeps the blocks of a request, aborted or
+not, until it is told that the load or the publication has ended.
 """
 
 from __future__ import annotations
@@ -18,13 +18,12 @@ from typing import Any
 
 import torch
 
-from kvabr.client.blocking import Handle
+from kvabr.client.blocking import Client, Handle
 from kvabr.client.options import PlayOptions
 from kvabr.client.result import PlayedPrefix
-from kvabr.engines.layouts import BlockLayout, indices, read_blocks, whole_blocks, write_blocks
+from kvabr.engines.layouts import BlockLayout, PagedBlocks, whole_blocks
 from kvabr.engines.vllm.config import ServedModel, VllmSettings
-from kvabr.engines.vllm.meta import Load, Publication, Step
-from kvabr.engines.vllm.node import Node
+from kvabr.engines.vllm.plays import LoadRequest, PublishRequest, Step, play_load
 from kvabr.engines.vllm.stats import ConnectorCounts
 from kvabr.publish.publisher import Publisher, PublishOutcome, Slot
 from kvabr.types.cost import PrefillCost
@@ -34,39 +33,38 @@ from kvabr.types.naming import chain
 _log = logging.getLogger("vllm.kvabr")
 
 _NAP_S = 0.005
-"""Seconds that a step with nothing to compute waits for a load to end: vLLM would ask again at once, and keep a core
-busy that decoding could use."""
-_LEAST_TIMED = 64
-"""Tokens that a step must compute for its time to say what a prefill costs."""
-_GUESSED_RATE = 1000.0
-"""Tokens per second that an engine prefills, as long as nothing is known."""
+"""Seconds that a step without computation waits for a load: vLLM would poll, and occupy a core that decoding needs."""
+_MIN_TIMED_TOKENS = 64
+"""Tokens that a step must compute for its time to count as that of a prefill."""
+_DEFAULT_RATE = 1000.0
+"""Prefill rate before anything was measured, tokens per second."""
 _EXACT = ("FP16", "BF16")
-"""Tracks behind which what the engine computes is as good as if it had computed all."""
+"""Tracks that are exact, so that what the engine computes behind them is exact too."""
 
 
 class WorkerHalf:
-    """What `connector` passes on from vLLM's worker."""
+    """Implements the worker's part of the connector."""
 
     def __init__(
-        self, settings: VllmSettings, model: ServedModel, node: Node | None, publisher: Publisher | None
+        self, settings: VllmSettings, model: ServedModel, client: Client | None, publisher: Publisher | None
     ) -> None:
-        """Take part; nothing is begun before `register`.
+        """Start; nothing is played or published before `register`.
 
         Args:
             settings: the user's.
             model: the engine's.
-            node: where plays are begun; None: nothing is consumed.
-            publisher: takes what is computed; None: nothing is published.
+            client: plays; None: nothing is fetched.
+            publisher: publishes computed caches; None: nothing is published.
         """
-        self._settings, self._model, self._node, self._publisher = settings, model, node, publisher
+        self._settings, self._model, self._client, self._publisher = settings, model, client, publisher
         self.counts = ConnectorCounts()
         self._layers: list[torch.Tensor] = []
         self._layout = BlockLayout.PLAIN
         self._copier = ThreadPoolExecutor(1, "kvabr-copy")
         self._stream: Any = None
-        """Where copies run beside the engine's own work, if it is a GPU's."""
+        """CUDA stream of the copies; None on a CPU."""
         self._fence: Any = None
-        """What the engine had begun on the GPU when it last came by: copies come after it."""
+        """CUDA event of the engine's work before this step; copies wait for it."""
         self._news = threading.Condition()
         self._received: set[str] = set()
         self._sent: set[str] = set()
@@ -76,19 +74,18 @@ class WorkerHalf:
         self._scheduled = 0
         self._rate = 0.0
         self._lossy: OrderedDict[str, None] = OrderedDict()
-        """Digests of groups that came with a loss and may be in the engine's own prefix cache: what is computed behind
-        them is not to be passed on as exact."""
+        """Digests of lossy groups that may be in vLLM's prefix cache: what is computed behind them is not exact."""
         self._most_lossy = 4096
 
     def register(self, layers: Mapping[int, torch.Tensor], layout: BlockLayout) -> None:
-        """Take the engine's cache.
+        """Set the engine's cache.
 
         Args:
-            layers: by layer, [block, head, token, 2 x dim].
-            layout: of all of them.
+            layers: tensor of each layer, [block, head, token, 2 x dim].
+            layout: of all layers.
 
         Raises:
-            UsageError: it is not the cache that the configuration promised.
+            UsageError: it does not match the configuration.
         """
         spec, model = self._model.spec, self._model
         if sorted(layers) != list(range(spec.layers)):
@@ -109,7 +106,7 @@ class WorkerHalf:
     # ------------------------------------------------------------ the engine's
 
     def begin(self, step: Step) -> None:
-        """A step begins."""
+        """Begin a step."""
         self._began_s, self._scheduled = time.perf_counter(), step.scheduled
         if self._stream is not None and (step.loads or step.publications):
             self._fence = torch.cuda.current_stream(self._layers[0].device).record_event()
@@ -120,17 +117,17 @@ class WorkerHalf:
             self._publish(publication)
 
     def computed(self) -> None:
-        """The step has been computed."""
-        if self._began_s is not None and self._scheduled >= _LEAST_TIMED and self._stream is None:
+        """End the computation of a step."""
+        if self._began_s is not None and self._scheduled >= _MIN_TIMED_TOKENS and self._stream is None:
             rate = self._scheduled / max(1e-6, time.perf_counter() - self._began_s)
             self._rate = rate if not self._rate else 0.7 * self._rate + 0.3 * rate
         self._began_s = None
 
     def collect(self, finished: Iterable[str]) -> tuple[set[str], set[str]]:
-        """What has ended since the last time: requests whose blocks were published or given up, and loads.
+        """Return the requests whose publications, and those whose loads, have ended since the last call.
 
         Args:
-            finished: requests that have ended; plays for them are cancelled.
+            finished: requests that have ended; their plays are cancelled.
         """
         for request in finished:
             play = self._plays.get(request)
@@ -147,13 +144,13 @@ class WorkerHalf:
         return sent, received
 
     def failed_blocks(self) -> set[int]:
-        """Blocks that their loads did not fill, of the loads that were collected; each is told once."""
+        """Return, once, the blocks that collected loads did not fill."""
         with self._news:
             failed, self._failed = self._failed, set()
         return failed
 
     def close(self) -> None:
-        """End; what waits to be published is."""
+        """Cancel all plays, and publish what waits."""
         for play in list(self._plays.values()):
             play.cancel()
         self._copier.shutdown(wait=True)
@@ -163,9 +160,8 @@ class WorkerHalf:
 
     # ----------------------------------------------------------------- loading
 
-    def _play(self, load: Load, playing: int) -> None:
-        assert self._node is not None  # noqa: S101  # the scheduler's half has one as well, or there are no loads
-        catalog = load.found.catalog
+    def _play(self, load: LoadRequest, playing: int) -> None:
+        assert self._client is not None  # noqa: S101  # loads come from a scheduler with a client
         self.counts.add("plays")
         began_s = time.monotonic()
         try:
@@ -176,23 +172,9 @@ class WorkerHalf:
                 dtype=self._model.dtype,
                 patience=1.0,
             )
-            cost, skip = self._cost(load, playing), load.first // catalog.spec.group_tokens
-            mine = self._model.shard
-            if catalog.spec.model in (self._model.spec.model, mine.model):
-                play = self._node.play(
-                    load.found, options, deadline_s=load.deadline_s, cost=cost, skip=skip, behind=load.behind
-                )
-            else:
-                play = self._node.play_mine(
-                    mine,
-                    load.tokens,
-                    options,
-                    deadline_s=load.deadline_s,
-                    cost=cost,
-                    skip=skip,
-                    behind=load.behind,
-                )
-        except Exception as error:  # noqa: BLE001  # as in `_place`; here it would end the engine
+            cost, models = self._cost(load, playing), (self._model.spec, self._model.shard)
+            play = self._client.begin(lambda client: play_load(client, load, models, cost, options))
+        except Exception as error:  # noqa: BLE001  # as in `_place`; here it would stop the engine
             _log.warning(
                 "kvabr: a play could not begin (%s); the request is computed", error, exc_info=not _expected(error)
             )
@@ -202,25 +184,25 @@ class WorkerHalf:
         self._plays[load.request] = play
         play.when_done(lambda ended: self._ended(load, ended, began_s))
 
-    def _cost(self, load: Load, playing: int) -> PrefillCost:
-        """What the engine takes for what a play leaves to it: other plays leave it some as well."""
+    def _cost(self, load: LoadRequest, playing: int) -> PrefillCost:
+        """Return the cost of a prefill for one of ``playing`` plays, which share the engine."""
         rate = self._settings.prefill_rate or self._rate
         prefill = load.found.catalog.prefill
         if not rate and prefill is not None:
             tokens = load.last - load.first
             rate = tokens / prefill.seconds(load.first, tokens)
-        return PrefillCost.from_rate((rate or _GUESSED_RATE) / playing)
+        return PrefillCost.from_rate((rate or _DEFAULT_RATE) / playing)
 
-    def _ended(self, load: Load, play: Handle[PlayedPrefix], began_s: float) -> None:
-        """A play is over; on the event loop's thread."""
+    def _ended(self, load: LoadRequest, play: Handle[PlayedPrefix], began_s: float) -> None:
+        """Hand a play that has ended to the copying thread; called on the event loop's thread."""
         self.counts.play(time.monotonic() - began_s)
         try:
             self._copier.submit(self._place, load, play)
         except RuntimeError:  # closed
             self._over(load, load.first)
 
-    def _place(self, load: Load, play: Handle[PlayedPrefix]) -> None:
-        """Copy what a play brought into the engine's blocks; on the copying thread."""
+    def _place(self, load: LoadRequest, play: Handle[PlayedPrefix]) -> None:
+        """Copy the KV of a play into the engine's blocks; called on the copying thread."""
         good = load.first
         try:
             prefix = play.result(0.0)
@@ -234,7 +216,7 @@ class WorkerHalf:
         except PlayError as error:
             good = load.first
             _log.info("kvabr: %s: %s", load.request, error)
-        except Exception as error:  # noqa: BLE001  # whatever it is, the request goes on
+        except Exception as error:  # noqa: BLE001  # the request must go on
             good = load.first
             self.counts.add("plays_failed")
             _log.warning("kvabr: a play failed (%s); the request is computed", error, exc_info=not _expected(error))
@@ -244,16 +226,14 @@ class WorkerHalf:
             self.counts.add("tokens_missed", load.last - good)
         self._over(load, good)
 
-    def _write(self, load: Load, prefix: PlayedPrefix, good: int) -> None:
+    def _write(self, load: LoadRequest, prefix: PlayedPrefix, good: int) -> None:
         began_s = time.thread_time()
         count = (good - load.first) // self._model.block
         kv = prefix.kv[:, :, :, load.first - prefix.first : good - prefix.first]
         if kv.shape[2] != len(self._model.heads):
             kv = kv[:, :, self._model.heads.start : self._model.heads.stop]
-        blocks = indices(load.blocks[:count], self._layers[0])
         with self._apart():
-            for cache, part in zip(self._layers, kv, strict=True):
-                write_blocks(cache, blocks, part, self._layout)
+            PagedBlocks(self._layers, load.blocks[:count], self._layout).write(kv)
         group = prefix.first // load.found.catalog.spec.group_tokens
         chunks = self._chunks(load)[group:]
         for chunk, track in zip(chunks, prefix.coverage, strict=False):
@@ -264,8 +244,8 @@ class WorkerHalf:
             self._lossy.popitem(last=False)
         self.counts.add("copy_seconds", time.thread_time() - began_s)
 
-    def _chunks(self, load: Load) -> Sequence[str]:
-        """Digests of what was loaded, as this rank publishes it: by the name of its own heads."""
+    def _chunks(self, load: LoadRequest) -> Sequence[str]:
+        """Return the digests of what was loaded, as this rank publishes it: under the name of its own heads."""
         mine = self._model.shard
         if mine is self._model.spec:
             return load.found.catalog.chunks
@@ -273,7 +253,7 @@ class WorkerHalf:
             load.tokens, model=mine.model, tokenizer=mine.tokenizer, group_tokens=mine.group_tokens, salt=load.salt
         )
 
-    def _over(self, load: Load, good: int) -> None:
+    def _over(self, load: LoadRequest, good: int) -> None:
         with self._news:
             self._failed.update(load.blocks[(good - load.first) // self._model.block :])
             self._received.add(load.request)
@@ -281,8 +261,8 @@ class WorkerHalf:
 
     # -------------------------------------------------------------- publishing
 
-    def _publish(self, publication: Publication) -> None:
-        """Begin to publish, or say at once that it will not be."""
+    def _publish(self, publication: PublishRequest) -> None:
+        """Begin to publish, or give the blocks back at once."""
         assert self._publisher is not None  # noqa: S101  # as in `_play`
         why = "failed"
         try:
@@ -305,18 +285,16 @@ class WorkerHalf:
         self.counts.add(f"publish_dropped_{why}")
         self._gone(publication)
 
-    def _take(self, publication: Publication, slot: Slot) -> None:
-        """Copy a cache out of the engine's blocks; on the copying thread. From then on they are the engine's again."""
+    def _take(self, publication: PublishRequest, slot: Slot) -> None:
+        """Copy a cache out of the engine's blocks and give them back; called on the copying thread."""
         began_s = time.thread_time()
         try:
             model = self._model
             kv = torch.empty(
                 (model.spec.layers, 2, len(model.heads), slot.tokens, model.spec.head_dim), dtype=model.dtype
             )
-            blocks = indices(publication.blocks, self._layers[0])
             with self._apart():
-                for cache, part in zip(self._layers, kv, strict=True):
-                    read_blocks(cache, blocks, part, self._layout)
+                PagedBlocks(self._layers, publication.blocks, self._layout).read(kv)
         except Exception as error:  # noqa: BLE001  # as in `_place`
             slot.leave()
             self._published(PublishOutcome("failed", why=str(error)))
@@ -326,7 +304,7 @@ class WorkerHalf:
         finally:
             self._gone(publication)
 
-    def _gone(self, publication: Publication) -> None:
+    def _gone(self, publication: PublishRequest) -> None:
         with self._news:
             self._sent.add(publication.request)
             self._news.notify_all()
@@ -341,7 +319,7 @@ class WorkerHalf:
 
     @contextmanager
     def _apart(self) -> Iterator[None]:
-        """What is copied inside is done at the end, and the engine's own stream does not notice."""
+        """Run copies on a stream of their own, and wait for them at the end."""
         if self._stream is None:
             yield
             return

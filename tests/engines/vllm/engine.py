@@ -50,7 +50,7 @@ class RealEngine:
 
             self.worker = get_kv_transfer_group()._worker
             self.half = self.scheduler.connector._scheduler
-            self.node = self.scheduler.connector._node
+            self.client = self.scheduler.connector._client
 
     def tokens(self, text):
         return self.llm.get_tokenizer().encode(text)

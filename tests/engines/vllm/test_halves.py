@@ -12,8 +12,7 @@ import torch
 from kvabr.data import default_catalog
 from kvabr.engines.layouts import BlockLayout, indices, read_blocks
 from kvabr.engines.vllm.config import ServedModel, VllmSettings
-from kvabr.engines.vllm.meta import Step
-from kvabr.engines.vllm.node import leave_node, take_node
+from kvabr.engines.vllm.plays import Step, leave_client, take_client
 from kvabr.engines.vllm.scheduler import SchedulerHalf
 from kvabr.engines.vllm.worker import WorkerHalf
 from kvabr.publish.publisher import Publisher, with_heads
@@ -52,11 +51,11 @@ class Bench:
         )
         heads = heads or range(SPEC.kv_heads)
         self.model = ServedModel(SPEC, torch.float32, BLOCK, heads, 4096)
-        self.node = take_node(self.options)
-        self.node._dialled.result(PATIENCE_S)
+        self.client = take_client(self.options)
+        self.client.connect()
         made = None if publish is None else Publisher(publish, self.model.shard, prior=default_catalog())
-        self.scheduler = SchedulerHalf(self.options, self.model, self.node, produces=made is not None)
-        self.worker = WorkerHalf(self.options, self.model, self.node, made)
+        self.scheduler = SchedulerHalf(self.options, self.model, self.client, produces=made is not None)
+        self.worker = WorkerHalf(self.options, self.model, self.client, made)
         self.caches = [torch.full((40, len(heads), BLOCK, 2 * SPEC.head_dim), float("nan")) for _ in range(SPEC.layers)]
         self.worker.register(dict(enumerate(self.caches)), BlockLayout.TRANSPOSED)
 
@@ -95,7 +94,7 @@ class Bench:
 
     def close(self):
         self.worker.close()
-        leave_node(self.node)
+        leave_client(self.client)
 
 
 @pytest.fixture(scope="module")
