@@ -8,6 +8,7 @@ import torch
 from kvabr.client.async_client import AsyncClient
 from kvabr.client.blocking import LoopThread
 from kvabr.engines.chunk_store import KeyedCaches, KeyedPublisher, KeyedSettings, Trouble, spec_of
+from kvabr.engines.settings import open_client
 from tests.engines.served import Origin
 
 LAYERS, HEADS, DIM = 2, 2, 16
@@ -38,8 +39,8 @@ def test_what_is_shorter_or_longer_than_its_key_stands_for_is_not_there(origin):
     loop = LoopThread()
 
     async def played(least, most):
-        async with AsyncClient(limits=options.limits()) as fetcher:
-            caches = KeyedCaches(fetcher, SPEC, options, Trouble(), least_tokens=least, most_tokens=most)
+        async with open_client(AsyncClient, options) as client:
+            caches = KeyedCaches(client, SPEC, options, Trouble(), min_tokens=least, max_tokens=most)
             found = {tokens: await caches.play(f"{tokens} tokens", 20.0) for tokens in (128, 200, 256, 300)}
             return {tokens: kv.shape[-2] for tokens, kv in found.items() if kv is not None}
 

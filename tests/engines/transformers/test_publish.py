@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kvabr.client.async_client import AsyncClient
+from kvabr.client.options import PlayOptions
 from kvabr.engines.transformers import cache_publisher, play_cache_async, publish_cache
 from kvabr.engines.transformers.cache import cache_kv, dynamic_cache
 from kvabr.store.asset_folder import FolderAsset
@@ -52,8 +54,9 @@ def test_a_round_trip_through_transformers_is_exact(engine):
 
 @virtual
 async def test_a_lossy_cache_is_not_passed_on(origin, engine, publisher):
-    async with origin() as link:
-        ready = await play_cache_async(link, engine, IDS, deadline=2.0, policy="fixed:Int4", recompute=None)
+    options = PlayOptions(policy="fixed:Int4", recompute=False)
+    async with origin() as link, AsyncClient(link, engine=engine, options=options) as client:
+        ready = await play_cache_async(client, engine, IDS, deadline=2.0)
     grown = cold(engine.model, IDS, ready.cache).past_key_values
     with pytest.raises(UsageError, match="played with an expected loss"):
         publish_cache(publisher, engine, grown, IDS)
@@ -61,11 +64,11 @@ async def test_a_lossy_cache_is_not_passed_on(origin, engine, publisher):
 
 def test_what_cannot_be_published(engine, publisher):
     cache = cold(engine.model, IDS).past_key_values
-    with pytest.raises(UsageError, match="127 tokens are less than a group of 128"):
+    with pytest.raises(UsageError, match="127 tokens are fewer than a group has"):
         publish_cache(publisher, engine, cache, IDS[:127])
     with pytest.raises(UsageError, match="fewer than the 600 given"):
         publish_cache(publisher, engine, cache, [1] * 600)
-    with pytest.raises(ModelError, match="a tuple is no cache of transformers"):
+    with pytest.raises(ModelError, match="a tuple is not a cache of transformers"):
         publish_cache(publisher, engine, tuple(cache), PREFIX)
     two = cold(engine.model, IDS).past_key_values
     two.batch_repeat_interleave(2)

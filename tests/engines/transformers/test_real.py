@@ -7,6 +7,8 @@ from functools import partial
 import pytest
 import torch
 
+from kvabr.client.async_client import AsyncClient
+from kvabr.client.options import PlayOptions
 from kvabr.engines.transformers import play_cache_async
 from kvabr.server.faults import Fault
 from kvabr.server.memory import MemoryConnection, MemoryLink
@@ -41,10 +43,12 @@ async def test_the_same_greedy_text(loaded, asset, prompt, cold, track, lost):
         return Fault(refuse=0x10) if ask.group == lost and ask.track in asset.catalog.by_name else None
 
     find = partial(PublishedAssets(asset.path).find, EVERYTHING)
-    async with MemoryConnection(find, MemoryLink(1e8, 0.01), faults=faults) as link:
-        ready = await play_cache_async(
-            link, loaded.engine, prompt, deadline=20.0, policy=f"fixed:{track}", gpu_price=float("inf")
-        )
+    options = PlayOptions(policy=f"fixed:{track}", gpu_price=float("inf"))
+    async with (
+        MemoryConnection(find, MemoryLink(1e8, 0.01), faults=faults) as link,
+        AsyncClient(link, engine=loaded.engine, options=options) as client,
+    ):
+        ready = await play_cache_async(client, loaded.engine, prompt, deadline=20.0)
     assert ready.tokens == 300
     assert ready.played.coverage == tuple("recomputed" if group == lost else track for group in range(3))
     assert text(loaded, prompt, ready.cache) == cold

@@ -170,11 +170,11 @@ def test_an_origin_that_dies_mid_play(world):
     trace = constant(60.0)
     world.engine.forget()
     world.link.begin(trace, 0.0, Conditions(rtt_s=0.01))
-    link = world.engine.node._peer.connection
-    before = link.stats().bytes_received
+    client = world.engine.client
+    before = client.stats().bytes_received
 
     def kill():
-        while link.stats().bytes_received < before + (12 << 20):
+        while client.stats().bytes_received < before + (12 << 20):
             time.sleep(0.01)
         world.origin.kill()
 

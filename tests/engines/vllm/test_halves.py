@@ -47,7 +47,7 @@ class Bench:
 
     def __init__(self, served, publish=None, *, heads=None, **options):
         self.options = VllmSettings(
-            url=served.url, fingerprint=served.fingerprint, quic="aioquic", policy="fixed:FP16", **options
+            url=served.url, fingerprint=served.fingerprint, quic="aioquic", **({"policy": "fixed:FP16"} | options)
         )
         heads = heads or range(SPEC.kv_heads)
         self.model = ServedModel(SPEC, torch.float32, BLOCK, heads, 4096)
@@ -323,8 +323,7 @@ def test_what_was_computed_is_published_and_played(served, assets):
 
 @pytest.mark.parametrize("heads", [None, range(1, 2)])
 def test_what_was_computed_behind_a_lossy_cache_is_not_published(served, tmp_path, heads):
-    bench = Bench(served, tmp_path / "out", heads=heads)
-    object.__setattr__(bench.options, "policy", "fixed:Int4")
+    bench = Bench(served, tmp_path / "out", heads=heads, policy="fixed:Int4")
     try:
         bench.load(request())
         assert bench.scheduler.finished(request(), list(range(20)))
@@ -357,7 +356,7 @@ def test_what_cannot_begin_is_computed(bench):
     asked = request()
     count, _ = bench.matched(asked)
     bench.scheduler.allocated(asked, list(range(20)), count)
-    object.__setattr__(bench.options, "prefill_rate", "fast")  # whatever a play cannot begin with
+    bench.worker._settings = bench.options.model_copy(update={"prefill_rate": "fast"})  # not a number
     assert bench.steps() == (set(), {"r"}, set(range(8)))
     assert bench.worker.counts.take()["plays_failed"] == 1
 
@@ -365,8 +364,7 @@ def test_what_cannot_begin_is_computed(bench):
 def test_a_lookup_begins_when_a_request_comes(bench):
     asked = request()
     bench.scheduler.arrived(asked)
-    lookup = bench.scheduler._asked["r"].lookup
-    assert lookup.result(PATIENCE_S) is not None
+    assert bench.scheduler._lookups["r"].handle.result(PATIENCE_S) is not None
     assert bench.scheduler.matched(asked, 0) == (64, True)
 
 
