@@ -1,7 +1,8 @@
-"""Network traces from files: one module a format, and a front that tells them apart.
+"""Read network traces from files.
 
-`find` walks folders for files that look like traces, `read` reads one. Files are hostile: their size is bounded, every
-number is checked, nothing is executed, and every error names the file, the line and what to do.
+`find` walks folders for files that look like traces, `read` reads one. Files are untrusted: their size is bounded,
+every number is checked, nothing is executed, and every error names the file, the line and the fix. To add a format,
+write its two functions and one entry of ``_FORMATS``.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class TraceFormat(NamedTuple):
     """A format of trace files."""
 
     matches: Callable[[Head], bool]
-    """Whether a file that begins like this has the format."""
+    """Returns whether a file that begins like this has the format."""
     parse: Callable[[Source], list[Trace]]
 
 
@@ -38,7 +39,7 @@ _FORMATS: dict[str, TraceFormat] = {
     "values": TraceFormat(line_formats.is_values, line_formats.parse_values),
     "csv": TraceFormat(csv_format.is_csv, csv_format.parse_csv),
 }
-"""Formats by name. A file has the first that matches."""
+"""Formats by name. A file has the first one that matches."""
 FORMATS = tuple(_FORMATS)
 """Names of the formats that can be read."""
 
@@ -47,15 +48,14 @@ _HEAD_LINES = 20
 _PROSE = ("readme", "source", "license", "licence", "copying", "notice", "changelog", "authors", "citation")
 _OTHER = (".md", ".rst", ".py", ".sh", ".html", ".htm", ".pdf", ".png", ".svg", ".gz", ".xz", ".zip", ".tar")
 _DATA = (".csv", ".tsv", ".json", ".txt", ".log", ".trace")
-"""Endings that a trace's name goes without; others (``.down``, ``.up``) tell traces apart."""
+"""Suffixes that are removed from a trace's name; others (``.down``, ``.up``) tell traces apart."""
 
 
 def find(paths: Iterable[Path]) -> list[Path]:
-    """Files among ``paths`` and in the folders among them, always in the same order, each once.
+    """Return the files among ``paths`` and in the folders among them, each once, in a fixed order.
 
-    A file that is named is always taken. In a folder, and those below it, only files that look like a trace are:
-    hidden files, prose (README, SOURCE.txt, ...) and files of no known format are passed over, and links to folders
-    are not followed.
+    Files that are named are always taken. In folders and their subfolders, hidden files, prose (README, SOURCE.txt,
+    ...) and files of unknown formats are skipped, and links to folders are not followed.
 
     Raises:
         TraceError: a path does not exist, or a folder holds no trace.
@@ -75,7 +75,7 @@ def find(paths: Iterable[Path]) -> list[Path]:
 
 
 def sniff(path: Path) -> str | None:
-    """Format that the beginning of a file looks like, a name of `FORMATS`; None if it looks like no trace.
+    """Return the format of a file by its beginning, a name in `FORMATS`; None if it looks like no trace.
 
     Raises:
         TraceError: the file cannot be read.
@@ -91,15 +91,15 @@ def sniff(path: Path) -> str | None:
 
 
 def read(path: Path, *, format_name: str | None = None, columns: Columns | None = None) -> list[Trace]:
-    """The traces in one file: one, or several sessions named ``-0001`` and so on.
+    """Return the traces in one file: one, or several sessions named ``-0001`` and so on.
 
-    A trace's family is the data set's folder (the nearest of up to three above the file that holds a ``SOURCE.txt``,
-    else the file's own), and its name is the path from that folder on. kvabr's own files may name both themselves.
+    A trace's family is the data set's folder: the nearest of up to three above the file that holds a ``SOURCE.txt``, or
+    the file's own. Its name is the path from that folder on. kvabr's own files may name both themselves.
 
     Args:
         path: the file.
-        format_name: a name of `FORMATS`, if the file itself does not tell.
-        columns: what the file's header does not tell; makes it a CSV file.
+        format_name: a name in `FORMATS`, if the file's content does not show it.
+        columns: columns that the file's header does not show; implies CSV.
 
     Raises:
         TraceError: not a trace; too large; or its samples are empty, unsorted, negative, not finite, or all zero.
@@ -143,7 +143,7 @@ def _walk(folder: Path) -> Iterable[Path]:
 
 
 def _names(path: Path) -> tuple[str, str]:
-    """Family and name of a file's trace."""
+    """Return the family and the name of a file's trace."""
     where = Path(os.path.normpath(path.absolute()))
     above = list(where.parents)[:3]
     home = next((folder for folder in above if (folder / "SOURCE.txt").is_file()), where.parent)

@@ -40,12 +40,12 @@ _RATE_UNIT = re.compile(
 _CAPITAL_B = re.compile(r"[kKMG]?B(?:ps|/s)\W*$")
 
 GAP_STEPS = 10
-"""Without an end column, a step of more than so many median steps is a jump."""
+"""Without an end column, a step longer than this many median steps is a jump."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Columns:
-    """What a user says of a CSV file; None means: find out."""
+    """What the user says about a CSV file; None: recognise it."""
 
     time: str | None = None
     """Name of the column with the time at which a row begins."""
@@ -63,7 +63,7 @@ class Columns:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where in a row the sample stands."""
+    """Where a row holds its sample."""
 
     delimiter: str
     header: tuple[str, ...]
@@ -79,7 +79,7 @@ class Layout:
 
     @property
     def width(self) -> int:
-        """Cells that a row needs."""
+        """Least number of cells in a row."""
         return 1 + max(index for index in (self.rate, self.time, self.end) if index is not None)
 
 
@@ -92,7 +92,7 @@ class _Row:
 
 
 def is_csv(head: Head) -> bool:
-    """Whether the first lines of a file look like this format."""
+    """Return whether a file looks like this format."""
     return not head.text.startswith(("[", "{")) and bool(head.rows) and _looks_like_header(head.rows[0])
 
 
@@ -100,7 +100,7 @@ def parse_csv(source: Source, columns: Columns | None = None) -> list[Trace]:
     """Read a file.
 
     Raises:
-        TraceError: there is no such column, more than one would do, or a row is no sample.
+        TraceError: a column is missing or ambiguous, or a row is not a sample.
     """
     rows = list(_rows(source, columns or Columns()))
     if not rows:
@@ -122,7 +122,7 @@ def _rows(source: Source, columns: Columns) -> Iterator[_Row]:
     cells = csv.reader([text for _, text in lines[1:]], delimiter=where.delimiter)
     try:
         for index, row in enumerate(cells):
-            # Comments and empty lines are gone, so the reader counts lines of the list, not of the file.
+            # The reader counts the lines of the list, which lacks comments and empty lines.
             yield _row(source, where, index, lines[cells.line_num][0], row)
     except csv.Error as error:
         raise source.error(f"not CSV ({error})") from error
@@ -143,7 +143,7 @@ def _row(source: Source, where: Layout, index: int, line: int, cells: list[str])
 
 
 def _time(source: Source, text: str, column: str, factor: float, line: int) -> float:
-    """Seconds, of a number or a calendar timestamp (without a zone: UTC)."""
+    """Return the seconds of a number or a calendar timestamp (UTC unless it has a time zone)."""
     try:
         return float(text) * factor
     except ValueError:
@@ -173,7 +173,7 @@ def _sessions(source: Source, rows: Sequence[_Row]) -> list[list[Sample]]:
 
 
 def _end(row: _Row, following: float | None, step: float) -> float:
-    """When a row ends. One that claims to last beyond the start of the next one ends there."""
+    """Return when a row ends; at the latest when the next one starts."""
     if row.end is not None:
         return following if following is not None and row.start < following < row.end else row.end
     if following is not None and 0 < following - row.start <= GAP_STEPS * step:
@@ -182,16 +182,16 @@ def _end(row: _Row, following: float | None, step: float) -> float:
 
 
 def _looks_like_header(line: str) -> bool:
-    """Whether a line names a time and a rate."""
+    """Return whether a line names a time and a rate."""
     header = _cells(line)
     return _find_time(header) is not None and bool(_likely_rates(header))
 
 
 def _layout(source: Source, line: str, columns: Columns) -> Layout:
-    """Find the sample's columns, by the header ``line`` and by what the user says.
+    """Find the sample's columns from the header ``line`` and the user's ``columns``.
 
     Raises:
-        TraceError: there is no such column, more than one would do, or the unit is unknown.
+        TraceError: a column is missing or ambiguous, or its unit is unknown.
     """
     header = _cells(line)
     rate, rate_factor = _rate(source, header, columns)
@@ -223,7 +223,7 @@ def _list(header: Sequence[str]) -> str:
 
 
 def _plain(name: str) -> str:
-    """``Throughput (Mbit/s)`` -> ``throughput_mbit_s``."""
+    """Return a normalised name: ``Throughput (Mbit/s)`` -> ``throughput_mbit_s``."""
     return re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
 
 
@@ -247,7 +247,7 @@ def _find_end(header: Sequence[str]) -> int | None:
 
 
 def _time_unit(name: str) -> str:
-    """Unit that the name of a time's column ends with; seconds if it says none."""
+    """Return the unit at the end of a time column's name; seconds if there is none."""
     unit = _plain(name).rpartition("_")[2]
     return unit if unit in TIME_UNITS else "s"
 
@@ -270,14 +270,14 @@ def _rate(source: Source, header: Sequence[str], columns: Columns) -> tuple[int,
 
 
 def _likely_rates(header: Sequence[str]) -> list[int]:
-    """The columns that are most likely the rate: several, if they are as likely as each other."""
+    """Return the columns that are most likely the rate; several if they are equally likely."""
     scores = [_score(name) for name in header]
     best = max(scores, default=0)
     return [index for index, score in enumerate(scores) if score == best and score > 0]
 
 
 def _score(name: str) -> int:
-    """How likely a column is the rate: a name with a unit before one without, downwards before upwards."""
+    """Score how likely a column is the rate: names with a unit first, downlink before uplink."""
     plain = _plain(name)
     with_unit = _rate_unit(name) is not None
     if not with_unit and not _RATE.fullmatch(plain):
@@ -287,7 +287,7 @@ def _score(name: str) -> int:
 
 
 def _rate_unit(name: str) -> str | None:
-    """Unit that the name of a rate's column ends with, a key of `BYTES_PER_SECOND`."""
+    """Return the unit at the end of a rate column's name, a key of `BYTES_PER_SECOND`; None if there is none."""
     found = _RATE_UNIT.search(_plain(name))
     if found is None:
         return None

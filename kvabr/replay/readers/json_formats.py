@@ -22,7 +22,7 @@ _UNIT = "interval"
 
 
 def is_sabre(head: Head) -> bool:
-    """Whether the beginning of a file looks like this format."""
+    """Return whether a file looks like this format."""
     return head.text.startswith("[") and '"bandwidth_kbps"' in head.text and '"duration_ms"' in head.text
 
 
@@ -30,7 +30,7 @@ def parse_sabre(source: Source) -> list[Trace]:
     """Read a file.
 
     Raises:
-        TraceError: it is not a trace of this format.
+        TraceError: the file is not a trace of this format.
     """
     entries = source.json()
     if not isinstance(entries, list):
@@ -55,7 +55,7 @@ def parse_sabre(source: Source) -> list[Trace]:
 
 
 def is_iperf3(head: Head) -> bool:
-    """Whether the beginning of a file looks like this format."""
+    """Return whether a file looks like this format."""
     return head.text.startswith("{") and '"intervals"' in head.text and '"start"' in head.text
 
 
@@ -63,7 +63,7 @@ def parse_iperf3(source: Source) -> list[Trace]:
     """Read a file.
 
     Raises:
-        TraceError: it is not a trace of this format, or iperf3 itself failed.
+        TraceError: the file is not a trace of this format, or iperf3 itself failed.
     """
     report = source.json()
     intervals = report.get("intervals") if isinstance(report, dict) else None
@@ -91,7 +91,7 @@ def parse_iperf3(source: Source) -> list[Trace]:
 
 
 def _round_trips(source: Source, interval: dict[str, Any], place: int) -> list[float]:
-    """Seconds, of each stream that measured it (TCP senders on some systems)."""
+    """Return the round trips, seconds, of the streams that measured one (TCP senders on some systems)."""
     streams = interval.get("streams")
     if not isinstance(streams, list):
         return []

@@ -26,7 +26,7 @@ from kvabr.replay.trace import Trace
 PACKET_BYTES = 1500
 _MAX_DIGITS = 12
 STEP_S = 1.0
-"""Seconds that a line lasts."""
+"""Length of a line, seconds."""
 
 _UNITS = {
     f"{prefix.lower()}{word}s/sec": BYTES_PER_SECOND[f"{prefix}{word}/s"]
@@ -37,7 +37,7 @@ _VALUE = re.compile(r"[-+.\w]{1,40}\s*,\s*([KMG]?(?:bit|byte)s/sec)", re.IGNOREC
 
 
 def is_mahimahi(head: Head) -> bool:
-    """Whether the first lines of a file look like this format."""
+    """Return whether a file looks like this format."""
     return bool(head.rows) and all(_is_timestamp(line) for line in head.rows)
 
 
@@ -45,7 +45,7 @@ def parse_mahimahi(source: Source) -> list[Trace]:
     """Read a file.
 
     Raises:
-        TraceError: it is not a trace of this format.
+        TraceError: the file is not a trace of this format.
     """
     counts: list[tuple[int, int, int]] = []  # line, millisecond, packets
     for line, text in source.lines():
@@ -97,7 +97,7 @@ def _samples(counts: list[tuple[int, int, int]], end: int) -> list[Sample]:
 
 
 def is_pensieve(head: Head) -> bool:
-    """Whether the first lines of a file look like this format."""
+    """Return whether a file looks like this format."""
     return bool(head.rows) and all(_is_row(line) for line in head.rows)
 
 
@@ -105,7 +105,7 @@ def parse_pensieve(source: Source) -> list[Trace]:
     """Read a file.
 
     Raises:
-        TraceError: it is not a trace of this format.
+        TraceError: the file is not a trace of this format.
     """
     rows = []
     for line, text in source.lines():
@@ -126,7 +126,7 @@ def _is_row(line: str) -> bool:
 
 
 def is_values(head: Head) -> bool:
-    """Whether the first lines of a file look like this format."""
+    """Return whether a file looks like this format."""
     return bool(head.rows) and all(_VALUE.fullmatch(line) for line in head.rows)
 
 
@@ -134,7 +134,7 @@ def parse_values(source: Source) -> list[Trace]:
     """Read a file.
 
     Raises:
-        TraceError: it is not a trace of this format.
+        TraceError: the file is not a trace of this format.
     """
     samples = []
     for index, (line, text) in enumerate(source.lines()):

@@ -1,4 +1,4 @@
-"""kvabr's own format: a CSV file that a spreadsheet opens, that loses nothing, and that says when it is cut short.
+"""kvabr's own format: CSV for spreadsheets, lossless, and detectably truncated.
 
     # kvabr.trace/1
     # name: lte/walk
@@ -10,9 +10,9 @@
     0.5,9100000
     300,end
 
-Each rate holds until the time of the next row. The last row says ``end``, and when: a file that is cut short
-lacks it. Numbers are the shortest that read back as the same float, and eight times a float is exact, so `dumps` and
-`parse` are inverse to each other. ``rtt_s`` and ``note`` may be missing.
+Each rate holds until the time of the next row. The last row says ``end`` and when; a truncated file lacks it. Numbers
+are the shortest that read back as the same float, and eight times a float is exact, so `parse` inverts `dumps`.
+``rtt_s`` and ``note`` are optional.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ def is_native(head: Head) -> bool:
 
 
 def dumps(trace: Trace, note: str = "") -> str:
-    """The trace as text; the same trace and note give the same text.
+    """Return the trace as text; the same trace and note give the same text.
 
     Raises:
-        TraceError: the trace's name or family could not be read back.
+        TraceError: the trace's name or family would not read back.
     """
     for what, name in (("name", trace.name), ("family", trace.family)):
         if not _is_plain(name):
@@ -55,7 +55,7 @@ def parse(source: Source) -> list[Trace]:
     """Read a file.
 
     Raises:
-        TraceError: it is of a newer version, cut short, or not a trace of this format.
+        TraceError: the file has a newer version, is truncated, or is not a trace of this format.
     """
     first = source.text.lstrip().partition("\n")[0].strip()
     if first != MAGIC:
@@ -86,7 +86,7 @@ def parse(source: Source) -> list[Trace]:
 
 
 def _fields(source: Source) -> dict[str, str]:
-    """The ``# key: value`` lines. Names become file names on import, so they may not lead out of a folder."""
+    """Return the ``# key: value`` lines. Names become file names on import, so they must not lead out of a folder."""
     fields: dict[str, str] = {}
     for text in source.text.splitlines()[:20]:
         key, colon, value = text.removeprefix("#").partition(":")
@@ -104,6 +104,6 @@ def _is_plain(name: str) -> bool:
 
 
 def _decimal(value: float) -> str:
-    """The shortest decimal that reads back as ``value``."""
+    """Return the shortest decimal that reads back as ``value``."""
     value = float(value)
     return str(int(value)) if value.is_integer() and abs(value) < 1e15 else repr(value)

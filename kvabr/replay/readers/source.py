@@ -1,7 +1,6 @@
-"""What every reader shares: a bounded text, numbers from it, and the way from samples to a `Trace`.
+"""Shared by all readers: a bounded text, numbers from it, and the way from samples to a `Trace`.
 
-A reader turns text into `Sample`s and knows nothing of files; the checks of what makes a trace stand in
-`kvabr.replay.trace` alone, and `build` turns what they say into a file and a line.
+A reader turns text into `Sample`s. `Trace` alone validates them, and `build` adds file and line to its errors.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ from kvabr.replay.trace import BYTES_PER_MBIT, SegmentError, Trace
 from kvabr.types.errors import TraceError
 
 MAX_FILE_BYTES = 64 << 20
-"""Size of a trace file that is read at all."""
+"""Largest trace file that is read, bytes."""
 MAX_LINES = 8_000_000
-"""Lines of a trace file that are looked at."""
+"""Most lines of a trace file."""
 
 BYTES_PER_SECOND = {
     "bit/s": 1 / 8,
@@ -37,14 +36,14 @@ BYTES_PER_SECOND = {
 
 
 class Sample(NamedTuple):
-    """One stretch of a trace as a file tells it."""
+    """One segment of a trace as a file gives it."""
 
     place: int
     """Line of the file, or index of the entry in JSON, from 1."""
     start: float
     """Seconds, from any origin."""
     end: float
-    """Seconds; only that of the last sample counts, since each one reaches to the start of the next."""
+    """Seconds; only the last sample's counts, since each sample reaches to the start of the next."""
     rate: float
     """Bytes per second."""
 
@@ -54,16 +53,16 @@ class Head:
     """The beginning of a file, by which its format is recognised."""
 
     text: str
-    """Without leading white space."""
+    """The text, without leading white space."""
     lines: list[str]
-    """Lines, stripped, without empty ones; comments included."""
+    """Its lines, stripped, without empty ones."""
     rows: list[str]
-    """The first of these lines that are no comments (``#``)."""
+    """The first of these lines that are not comments (``#``)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The text of one file and how its traces are called."""
+    """The text of one file, and the names of its traces."""
 
     path: Path
     text: str
@@ -71,12 +70,12 @@ class Source:
     family: str
 
     def error(self, problem: str, place: int | None = None, unit: str = "line") -> TraceError:
-        """An error that names the file and, if known, the line (or JSON entry)."""
+        """Return an error that names the file and, if known, the line (or JSON entry)."""
         where = "" if place is None else f"{unit} {place}: "
         return TraceError(f"{self.path}: {where}{problem}")
 
     def lines(self) -> list[tuple[int, str]]:
-        """Lines that are neither empty nor comments (``#``), stripped, with their numbers from 1."""
+        """Return the lines that are neither empty nor comments (``#``), stripped, with their numbers from 1."""
         lines = self.text.splitlines()
         if len(lines) > MAX_LINES:
             raise self.error(f"{len(lines)} lines, more than the {MAX_LINES} allowed; cut the file in pieces")
@@ -87,10 +86,10 @@ class Source:
         ]
 
     def json(self) -> Any:
-        """The text as JSON values.
+        """Return the text as JSON values.
 
         Raises:
-            TraceError: it is not JSON.
+            TraceError: the text is not JSON.
         """
         try:
             return json.loads(self.text)
@@ -98,10 +97,10 @@ class Source:
             raise self.error(f"not valid JSON ({error}); is the file complete?") from error
 
     def number(self, value: Any, what: str, place: int, unit: str = "line") -> float:
-        """``value``, a text or a JSON number, as a float; `Trace` refuses it later if it is not finite.
+        """Return ``value``, text or a JSON number, as a float; `Trace` refuses it later if it is not finite.
 
         Raises:
-            TraceError: it is no number.
+            TraceError: ``value`` is not a number.
         """
         if isinstance(value, str | int | float) and not isinstance(value, bool):
             try:
@@ -120,17 +119,17 @@ def build(
     Args:
         source: the file that the samples came from.
         samples: in the order of the file.
-        session: what tells this trace from the others of the file.
+        session: suffix that tells this trace from the others of the file.
         rtt_s: round-trip time, seconds.
         unit: what `Sample.place` counts: lines, or entries of a JSON list.
 
     Raises:
-        TraceError: no `Trace` can be made of them; names the file and the line.
+        TraceError: the samples do not make a valid `Trace`; the message names the file and the line.
     """
     if not samples:
         raise source.error("it has no samples; a trace needs at least one")
     origin = samples[0].start
-    # A clock of 1970 in a float is good to a quarter of a microsecond: what is finer is noise of the subtraction.
+    # Seconds since 1970 as a float are good to a quarter of a microsecond; finer digits are noise of the subtraction.
     shift = (lambda time: time) if origin == 0 else (lambda time: _microseconds(time - origin))
     try:
         return Trace(
@@ -148,13 +147,13 @@ def build(
 
 
 def hold(rows: Sequence[tuple[int, float, float]], lone_s: float = 1.0) -> list[Sample]:
-    """Samples of rows that only say when they begin: each rate holds until the next row's time.
+    """Return samples from rows that only say when they begin: each rate holds until the next row's time.
 
-    How long the last rate held is not recorded: it gets the median step, so that no row is lost.
+    How long the last rate held is unknown; it gets the median step, so that no row is lost.
 
     Args:
         rows: (line, time s, bytes per second).
-        lone_s: seconds that a single row lasts.
+        lone_s: length of a single row, seconds.
     """
     step = median_step([time for _, time, _ in rows], lone_s)
     ends = [time for _, time, _ in rows[1:]] + [rows[-1][1] + step] if rows else []
@@ -162,7 +161,7 @@ def hold(rows: Sequence[tuple[int, float, float]], lone_s: float = 1.0) -> list[
 
 
 def median_step(times: Sequence[float], lone_s: float = 1.0) -> float:
-    """Median of the steps forward between ``times``; ``lone_s`` if there are none."""
+    """Return the median of the positive steps between ``times``; ``lone_s`` if there are none."""
     steps = [later - time for time, later in pairwise(times) if later > time]
     return statistics.median(steps) if steps else lone_s
 
