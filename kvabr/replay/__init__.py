@@ -1,1 +1,1 @@
-"""Replay: traces in, a link model, simulated plays, the clairvoyant bound, and reports of what happened."""
+"""Replay network traces: a link model, simulated and live plays, the clairvoyant bound, and reports."""

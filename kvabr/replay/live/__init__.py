@@ -1,6 +1,5 @@
-"""Live replay: real bytes over a real transport, through a link that a recorded trace shapes.
+"""Live replay: real bytes over a real transport, through a link shaped by a recorded trace.
 
-Three processes, as between machines: an origin, a shaper that plays the link, and the subscriber, which is this one.
-The report is the simulator's, so the two can be held against each other. Nothing in here decides anything about a
-play: the session, its policies and the client are those that run anywhere else.
+It runs three processes: an origin, a shaper that emulates the link, and the player (this process). The report has the
+simulator's format, so that the two can be compared. Session, policies and client are the same as everywhere else.
 """

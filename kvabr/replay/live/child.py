@@ -1,7 +1,7 @@
-"""A process of a live replay, seen from its parent: started, asked, ended; and never left behind.
+"""Child processes of a live replay, and how much processor time they use.
 
-It lives as long as its pipe. Spawned, not forked: a forked child would hold its siblings' pipes open, so that none of
-them would see the parent die.
+A child ends with its pipe, so it never outlives its parent. It is spawned, not forked: a forked child would hold its
+siblings' pipes open, and they would not notice the parent's death.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from typing import Any, Self
 from kvabr.types.errors import TransportError
 
 _PATIENCE_S = 60.0
-"""Seconds that a child may take to start, with all that it loads, or to answer."""
+"""Most seconds for a child to start, imports included, or to answer."""
 _GOODBYE_S = 2.0
-"""Seconds that it may take to end by itself."""
+"""Most seconds for a child to end by itself."""
 
 
 class Child:
-    """Use it as a context manager: leaving it ends the process."""
+    """A child process. A context manager: leaving it ends the process."""
 
     def __init__(self, name: str, main: Callable[..., None], *arguments: object) -> None:
-        """Start a process that runs ``main(pipe, *arguments)``, and wait until it has said that it is ready.
+        """Start a process that runs ``main(pipe, *arguments)``, and wait until it is ready.
 
-        It must send something when it is ready, which is then the ``greeting``, or a text that says why it cannot
-        start; and it must end when its pipe does.
+        The process must send its ``greeting`` when it is ready, or a text that says why it cannot start, and must end
+        when its pipe does.
 
         Args:
-            name: what it is, for people.
-            main: a function of a module.
+            name: name for messages.
+            main: a module-level function.
             arguments: sent to the process.
 
         Raises:
-            TransportError: it did not start.
+            TransportError: the process did not start.
         """
         self._name = name
         context = multiprocessing.get_context("spawn")
@@ -57,14 +57,14 @@ class Child:
 
     @property
     def pid(self) -> int | None:
-        """The process."""
+        """Process ID."""
         return self._process.pid
 
     def send(self, message: object) -> None:
-        """Tell it something.
+        """Send a message.
 
         Raises:
-            TransportError: it is gone.
+            TransportError: the process is gone.
         """
         try:
             self._pipe.send(message)
@@ -72,17 +72,17 @@ class Child:
             raise self._gone() from error
 
     def ask(self, question: object) -> Any:
-        """Tell it something that it answers.
+        """Send a message and return the answer.
 
         Raises:
-            TransportError: it is gone, or does not answer.
+            TransportError: the process is gone, or does not answer.
         """
         self.send(question)
         return self._answer()
 
     def close(self) -> None:
         """End the process; may be called twice."""
-        self._pipe.close()  # which is what it waits for
+        self._pipe.close()  # the child waits for this
         if self._process.pid is not None:
             self._process.join(_GOODBYE_S)
             if self._process.is_alive():
@@ -90,7 +90,7 @@ class Child:
                 self._process.join()
 
     def _greeting(self) -> Any:
-        """What it said when it was ready."""
+        """Return what the process sent when it was ready."""
         said = self._answer()
         if isinstance(said, str):
             raise TransportError(f"the {self._name} of this replay cannot start: {said}")
@@ -120,8 +120,8 @@ class Child:
 
 @contextmanager
 def _without_interrupts() -> Iterator[None]:
-    """Block SIGINT in this thread: a process that is started meanwhile never hears of Ctrl-C, which is the parent's."""
-    resource_tracker.ensure_running()  # else it would be started within, and unblock the signal
+    """Block SIGINT in this thread, so that processes started meanwhile ignore Ctrl-C: the parent handles it."""
+    resource_tracker.ensure_running()  # otherwise it would be started in the body and unblock the signal
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -131,26 +131,26 @@ def _without_interrupts() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Since the process began, or between two moments, seconds."""
+    """Processor time of a process, since its start or between two moments. It tells a slow link from a busy machine."""
 
     cpu_s: float
-    """Of all its threads."""
+    """Processor time of all threads, seconds."""
     waited_s: float
-    """That its main thread was ready to run and did not; 0 where the system does not tell."""
+    """Seconds that the main thread waited for a processor; 0 where the system does not say."""
     wall_s: float
 
     @classmethod
     def now(cls) -> Self:
-        """Of this process, so far."""
+        """Return the usage of this process so far."""
         return cls(time.process_time(), _waited(), time.monotonic())
 
     def since(self, before: Usage) -> Usage:
-        """What came on top of ``before``."""
+        """Return the usage since ``before``."""
         return Usage(self.cpu_s - before.cpu_s, self.waited_s - before.waited_s, self.wall_s - before.wall_s)
 
     @property
     def busy(self) -> float:
-        """Processors used, 1.0 being one of them all the time."""
+        """Mean number of processors used."""
         return self.cpu_s / self.wall_s if self.wall_s > 0 else 0.0
 
     @property
@@ -160,7 +160,7 @@ class Usage:
 
 
 def _waited() -> float:
-    """Linux keeps, in nanoseconds: time on a processor, time spent waiting for one, and a count."""
+    """Return the seconds that this process waited for a processor. Linux keeps them as the second of three numbers."""
     try:
         return int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9
     except (OSError, ValueError, IndexError):

@@ -1,4 +1,4 @@
-"""Simulated against live: how far apart the two are, play by play, and over families and policies."""
+"""Compare live plays with simulated ones, play by play and in total."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Run = Mapping[str, Any]
 
 
 def comparison(live: Sequence[Run], simulated: Sequence[Run], tokens: int, group_tokens: int) -> dict[str, Any]:
-    """The ``live_comparison`` of a report: totals of all plays, of those that the network held up, and so on.
+    """Return the ``live_comparison`` of a report: totals of all, network-limited, by family and by policy.
 
     Args:
         live: runs, with their groups.

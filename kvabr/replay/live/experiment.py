@@ -1,8 +1,7 @@
-"""One live play: dial through the link, play as `kvabr fetch` does, and write down what the transport saw.
+"""One live play: dial through the link, play as `kvabr fetch` does, and record what the transport saw.
 
-What the clock counts. A decode node keeps its connection to an origin open and has looked the prompt up before it
-plays, so the handshake, the catalog and the codec profile come before the clock starts, and so does the trace. With
-``cold`` the clock starts, and the trace with it, before the handshake.
+A decode node keeps its connection open and has looked up the prompt before it plays. So the handshake, the catalog and
+the codec profile come before the clock and the trace start. With ``cold`` both start before the handshake.
 """
 
 from __future__ import annotations
@@ -41,44 +40,44 @@ if TYPE_CHECKING:
 Quic = Literal["aioquic", "qh3"]
 
 _BUSY, _STARVED = 0.85, 0.3
-"""Shares of the time that a process ran or waited to run, and that it waited: from either on it was the limit and not
-the network. Acknowledgements that are late by a time slice look like a queue, and close a congestion window."""
+"""A process, not the network, was the limit if it ran or waited to run for more than the first share of the time, or
+waited for more than the second. Acknowledgements that are late by a time slice look like a queue to the sender."""
 _WARM_ROUND_TRIPS = 4
-"""Round trips at the trace's mean rate that a warm connection has carried before a play: its window is as full by then
-as the link and its queue allow."""
+"""Round trips at the trace's mean rate that a warm connection carries before a play. By then its window is as large as
+the link and its queue allow."""
 _WARM_REQUESTS = 1000
-"""Requests that it takes at most, however small the groups are."""
+"""Most requests of a warm-up, however small the groups are."""
 _DIAL_S = 15.0
-"""Seconds that handshake, catalog and warm-up may take before the clock and the trace start."""
+"""Most seconds for handshake, catalog and warm-up before the clock and the trace start."""
 
 
 @dataclass(frozen=True, slots=True)
 class LiveOptions:
-    """What a live replay has beside a simulated one."""
+    """Options of a live replay that a simulated one lacks."""
 
     quic: Quic = "aioquic"
     """The QUIC library, at both ends."""
     loss: float = 0.0
     """Share of the packets lost at random, in each direction."""
     queue_bytes: int | None = None
-    """The bottleneck's queue; None: see `Conditions`."""
+    """Size of the bottleneck's queue; None: see `Conditions`."""
     cold: bool = False
-    """Whether the clock counts handshake and catalog."""
+    """Whether the deadline includes handshake and catalog."""
     warm: bool = False
-    """Whether the connection has carried so much that its congestion window is open."""
+    """Whether to open the congestion window before the play."""
     seed: int = 0
-    """What the random losses follow from."""
+    """Seed of the random losses."""
 
     def __post_init__(self) -> None:
-        self.conditions(0.0, 0)  # out of range? better known before anything is started
+        self.conditions(0.0, 0)  # raises now if a value is out of range
 
     def conditions(self, rtt_s: float, play: int) -> Conditions:
-        """The link of one play, all of which lose other packets."""
+        """Return the link of one play; each play loses other packets."""
         return Conditions(rtt_s, self.loss, self.loss, self.queue_bytes, self.seed + play)
 
 
 class LiveExperiment:
-    """Plays policies live: the counterpart of `Experiment`, which does what both have in common."""
+    """Plays policies live; the counterpart of `Experiment`, which does what both share."""
 
     def __init__(
         self, experiment: Experiment, asset: Asset, origin: LiveOrigin, shaper: Shaper, options: LiveOptions
@@ -126,7 +125,7 @@ class LiveExperiment:
             else:
                 driver = self._driver(session, connection)
                 if not options.cold:
-                    # Nothing may come between the trace's start and the play's but what the session asks for first.
+                    # Start the trace right before the play.
                     began = self._usage()
                     self._shaper.begin(played, start_s, conditions)
                 await driver.run()
@@ -138,7 +137,7 @@ class LiveExperiment:
         return outcome
 
     def _patience_s(self) -> float:
-        """Seconds that reaching the origin may take: with a cold start the trace is in force, outages and all."""
+        """Return the most seconds for reaching the origin; after a cold start the trace applies, outages included."""
         options = self._experiment.options
         return options.config.give_up_after * options.deadline_s if self._options.cold else _DIAL_S
 
@@ -158,7 +157,7 @@ class LiveExperiment:
         return Driver(session, connection, catalog, Assembler(catalog, self._profile), engine=engine, tokens=tokens)
 
     async def _warm_up(self, connection: Connection, trace: Trace, start_s: float, conditions: Conditions) -> None:
-        """Open the congestion window as a play before this one would have: over the same trace, with the same asset."""
+        """Open the congestion window as an earlier play over the same trace and asset would have."""
         catalog = self._experiment.catalog
         track = min(catalog.tracks, key=lambda track: track.total_bytes)
         left = _WARM_ROUND_TRIPS * max(LEAST_QUEUE_BYTES, conditions.rtt_s * trace.mean_rate)
@@ -177,7 +176,7 @@ class LiveExperiment:
     def _transport(
         self, began: tuple[Usage, Usage], connection: Connection | None, held_up: dict[str, int]
     ) -> dict[str, Any]:
-        """What the transport saw of a play, as the report has it."""
+        """Return the report's ``transport`` entry of a play."""
         stats = self._shaper.stats()
         origin, player = (now.since(before) for now, before in zip(self._usage(), began, strict=True))
         uses = {"origin": origin, "shaper": stats.usage, "player": player}
@@ -205,23 +204,23 @@ class LiveExperiment:
 
 
 class StandInEngine:
-    """Implements `kvabr.types.engine.Engine`; the cache that it returns is all zeros, for plays that only time."""
+    """An engine that takes the time of a prefill and returns zeros, for plays that only measure time."""
 
     def __init__(self, spec: KVSpec, cost: PrefillCost, mode: EngineMode) -> None:
         self._spec, self._cost, self._mode = spec, cost, mode
 
     @property
     def spec(self) -> KVSpec:
-        """Of the cache that is played."""
+        """Spec of the cache that is played."""
         return self._spec
 
     @property
     def mode(self) -> EngineMode:
-        """What it would be able to recompute."""
+        """What the engine pretends to be able to recompute."""
         return self._mode
 
     def prefill(self, tokens: Sequence[int], before: torch.Tensor | None = None) -> torch.Tensor:
-        """Wait as long as a prefill takes; zeros of the right shape."""
+        """Wait as long as a prefill takes, and return zeros."""
         import torch  # noqa: PLC0415  # the one who calls this has loaded it
 
         time.sleep(self._cost.seconds(0 if before is None else before.shape[3], len(tokens)))

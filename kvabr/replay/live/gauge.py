@@ -1,6 +1,6 @@
-"""How good the link shaper is: the error of its rate and of its delay, and how many packets it can carry at all.
+"""Measure the link shaper: the errors of its rate and delay, and how many packets per second it can carry.
 
-Plain UDP, a sender in a process of its own, on loopback: no QUIC, nothing of kvabr but the shaper.
+Uses plain UDP on loopback, with the sender in a process of its own, and no QUIC.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _STAMP = struct.Struct(">d")
 _END = b"end"
 _SILENCE_S = 2.0
 _OVERLOAD = 1.3
-"""Times the trace's rate that is sent to learn how exactly the shaper keeps to it."""
+"""The sender sends at this multiple of the trace's rate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,30 +33,30 @@ class Reading:
     """Packets per second that were sent."""
     received_pps: float
     wire_rate: float
-    """Bytes per second that came through, headers included."""
+    """Bytes per second received, headers included."""
     rate_error: float | None
-    """Relative to the trace; None without one."""
+    """Error relative to the trace; None without one."""
     delay_error_p50_s: float
-    """How much longer than the delay that was asked for packets took; with a trace, queueing included."""
+    """Packet delay minus the configured delay, seconds; includes queueing if there is a trace."""
     delay_error_p99_s: float
     missed: int | None
-    """Packets that the shaper was too slow for."""
+    """Packets dropped because the shaper was too slow."""
     busy: float
     """Share of a processor that the shaper used."""
 
     def to_json(self) -> dict[str, float | int | None]:
-        """Plain JSON values."""
+        """Return plain JSON values."""
         return asdict(self)
 
 
 def gauge(pps: float, seconds: float, *, rate: float | None = None, rtt_s: float = 0.0) -> Reading:
-    """Send packets of 1,200 bytes through a shaper and look at what comes out.
+    """Send packets of 1,200 bytes through a shaper and measure what comes out.
 
     Args:
-        pps: packets per second; with a ``rate`` it is a third more than that carries, whatever this says.
-        seconds: how long.
+        pps: packets per second; ignored if there is a ``rate``, of which 1.3 times is sent.
+        seconds: length of the measurement, seconds.
         rate: bytes per second of the trace; None for no bottleneck.
-        rtt_s: round trip of the link.
+        rtt_s: round trip of the link, seconds.
 
     Raises:
         TransportError: a process cannot be started, or dies.
@@ -88,7 +88,7 @@ def _receive(player: socket.socket) -> tuple[list[float], list[float]]:
             arrivals.append(now)
             delays.append(now - _STAMP.unpack_from(data)[0])
     except TimeoutError:
-        pass  # the end was among what the queue dropped
+        pass  # the queue dropped the end marker
     return arrivals, delays
 
 
@@ -131,7 +131,7 @@ def _send(pipe: Connection, pps: float, seconds: float) -> None:
                 sock.sendto(_STAMP.pack(time.monotonic()) + fill, player)
                 sent += 1
         for _ in range(10):
-            time.sleep(0.05)  # behind the queue, which drops what comes while it is full
+            time.sleep(0.05)  # let the queue drain: it drops packets while it is full
             sock.sendto(_END, player)
         pipe.recv()
         pipe.send(sent)

@@ -1,9 +1,7 @@
-"""One direction of an emulated link: a drop-tail queue before a bottleneck, then a constant delay.
+"""One direction of an emulated link: a drop-tail queue before a bottleneck, then a constant delay. No sockets or clock.
 
-No sockets and no clock in here.
-
-What is counted: a packet's size on the wire is its UDP payload and `HEADER_BYTES` for UDP and IPv4, as in recorded
-traces of link capacity. It takes its share of the trace even where it is lost afterwards, as on a radio.
+A packet's size on the wire is its UDP payload plus `HEADER_BYTES` for UDP and IPv4, as in recorded traces of link
+capacity. A packet that is lost at random still takes its share of the trace, as on a radio link.
 """
 
 from __future__ import annotations
@@ -18,14 +16,14 @@ from kvabr.replay.trace import Trace
 from kvabr.types.errors import UsageError
 
 HEADER_BYTES = 28
-"""Bytes of UDP and IPv4 headers, which a payload of UDP takes along on the wire."""
+"""Bytes of UDP and IPv4 headers per packet."""
 
 
 class Lane:
-    """When the packets of one direction come out at the other end, and which never do."""
+    """Decides when the packets of one direction arrive, and which are dropped."""
 
     def __init__(self, dice: random.Random) -> None:
-        """Make a lane without delay, loss or limits; ``dice`` decide what is lost."""
+        """Create a lane without delay, loss or limits; ``dice`` decides which packets are lost."""
         self._dice = dice
         self._delay_s = self._loss = 0.0
         self._limit: float = float("inf")
@@ -33,10 +31,10 @@ class Lane:
         self._began_s = self._free_s = self._last_s = 0.0
         self._queue: deque[tuple[float, int]] = deque()
         self.queued = 0
-        """Bytes that wait for the bottleneck, as of the last packet."""
+        """Bytes that waited for the bottleneck at the last packet."""
         self.most_queued = 0
         self.carried = 0
-        """Packets that were let through, and their bytes on the wire."""
+        """Packets that passed; `carried_bytes` are their bytes on the wire."""
         self.carried_bytes = 0
         self.overflowed = 0
         """Packets that found the queue full."""
@@ -44,20 +42,17 @@ class Lane:
         """Packets that were lost at random."""
 
     def shape(self, *, delay_s: float, loss: float, limit_bytes: float) -> None:
-        """Change delay (s), random loss (0 to 1) and the queue's limit (bytes) from the next packet on."""
+        """Set delay (s), random loss (0 to 1) and the queue's limit (bytes) from the next packet on."""
         self._delay_s, self._loss, self._limit = delay_s, loss, limit_bytes
 
     def begin(self, capacity: Capacity | None, at_s: float) -> None:
-        """Lay a trace under the lane whose time 0 is ``at_s``; None for a lane without a bottleneck.
-
-        What still queues is forgotten: it belongs to another play.
-        """
+        """Start a bottleneck whose time 0 is ``at_s``; None for no bottleneck. Forget the queue of the play before."""
         self._capacity, self._began_s, self._free_s, self._last_s = capacity, at_s, at_s, 0.0
         self._queue.clear()
         self.queued = 0
 
     def reset(self) -> None:
-        """Count from zero again."""
+        """Set all counters to zero."""
         self.most_queued = self.queued
         self.carried = self.carried_bytes = self.overflowed = self.lost = 0
 
@@ -65,7 +60,7 @@ class Lane:
         """Take a packet of ``payload`` bytes of UDP.
 
         Returns:
-            When it comes out at the other end, never before one that came earlier; None if it does not.
+            When it arrives at the other end, never before an earlier packet; None if it is dropped.
         """
         size = payload + HEADER_BYTES
         departs = now
@@ -93,9 +88,9 @@ class Lane:
 PACKET_BYTES = 1228
 """A full packet of QUIC on the wire: 1,200 bytes of UDP payload and the headers of UDP and IPv4."""
 _AT_BEST = 0.05
-"""Share of its time that a link is at its best."""
+"""Share of its time in which a link exceeds its line rate; see `line_rate`."""
 LEAST_QUEUE_BYTES = 64 * PACKET_BYTES
-"""The queue's default is never shorter: a pacer's bursts of 16 packets must fit beside each other."""
+"""Least default size of the queue: several bursts of a pacer, 16 packets each, must fit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,9 +104,9 @@ class Conditions:
     loss_up: float = 0.0
     """Share of the packets towards the origin that are lost at random."""
     queue_bytes: int | None = None
-    """Bytes that may wait for the bottleneck; None: one round trip at the `line_rate`, at least 64 packets."""
+    """Most bytes that wait for the bottleneck; None: one round trip at the `line_rate`, at least 64 packets."""
     seed: int = 0
-    """What the random losses follow from."""
+    """Seed of the random losses."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.rtt_s < math.inf:
@@ -123,16 +118,16 @@ class Conditions:
             raise UsageError(f"a queue of {self.queue_bytes} bytes; it must hold a packet of {PACKET_BYTES} at least")
 
     def limit_bytes(self, rate: float) -> int:
-        """Bytes that may wait for a bottleneck whose line carries ``rate`` bytes per second."""
+        """Return the most bytes that wait for a bottleneck with a line rate of ``rate`` bytes per second."""
         if self.queue_bytes is not None:
             return self.queue_bytes
         return max(LEAST_QUEUE_BYTES, int(self.rtt_s * rate))
 
 
 def line_rate(trace: Trace) -> float:
-    """What a link carries at its best, bytes per second: the rate that a trace exceeds for one twentieth of its time.
+    """Return the rate that a trace exceeds for one twentieth of its time, bytes per second.
 
-    Buffers are built for the line, not for the mean of what interference leaves of it: with a queue of one round trip
+    Real buffers are sized for the line rate, not for the mean that interference leaves. With a queue of one round trip
     at the mean rate, a trace that varies by the millisecond would drop packets in every burst.
     """
     left = _AT_BEST * trace.duration_s

@@ -1,6 +1,6 @@
-"""The origin of a live replay: a server as `kvabr serve` runs it, in a process of its own, for one asset.
+"""The origin of a live replay: the server of `kvabr serve` in a process of its own, for one asset.
 
-Its certificate is one for development, made for this run: the player knows it by its fingerprint.
+It has a development certificate made for this run; the player knows its fingerprint.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvabr.types.errors import KvabrError
 
 
 class LiveOrigin(Child):
-    """The parent's side. Use it as a context manager: leaving it ends the process."""
+    """Runs the origin's process. A context manager: leaving it ends the process."""
 
     def __init__(self, asset: str, backend: str) -> None:
         """Serve an asset on a free port of the loopback interface.
@@ -34,10 +34,10 @@ class LiveOrigin(Child):
         self.address, self.fingerprint = self.greeting
 
     def usage(self) -> Usage:
-        """What the process has used so far.
+        """Return the processor time of the process so far.
 
         Raises:
-            TransportError: it has died.
+            TransportError: the process has died.
         """
         answer: Usage = self.ask("usage")
         return answer

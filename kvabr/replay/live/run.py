@@ -22,7 +22,7 @@ from kvabr.types.catalog import Catalog
 from kvabr.types.errors import UsageError
 
 _DECODES = 3
-"""Times that a group of each track is decoded to learn how fast this machine is; the median counts."""
+"""Times that a group of each track is decoded to measure this machine; the median counts."""
 
 
 async def replay_live(
@@ -34,14 +34,14 @@ async def replay_live(
 ) -> Report:
     """Play everything over real connections through a shaped link, and simulate it as well.
 
-    The report is that of `kvabr.replay.run.replay`; its runs have ``live`` and ``transport`` besides, and its
-    ``live_comparison`` holds them against their simulated counterparts.
+    The report is that of `kvabr.replay.run.replay`. Its runs also have ``live`` and ``transport``, and its
+    ``live_comparison`` compares them with their simulated counterparts.
 
     Args:
         matrix: what to play; its catalog must be the asset's.
         asset: what the origin serves.
         options: the transport and the link.
-        on_progress: told how many plays were finished since it was last told.
+        on_progress: called with the number of plays finished since the last call.
 
     Raises:
         TransportError: a process of the replay died, or the origin cannot be reached.
@@ -49,9 +49,9 @@ async def replay_live(
     """
     if matrix.catalog != asset.catalog:
         raise UsageError("the origin of a live replay serves the asset that is played: give its folder with --asset")
-    # What decoding costs here and now, not where the asset was made: the simulator is to be judged by its link.
+    # Use the decode times of this machine, not the publisher's: the comparison is about the link.
     decode_scale = decode_speed(asset)
-    # A player outside the simulator ends a little early, see `kvabr.client`; so must the one it is held against.
+    # A live player aims to end a little early, see `kvabr.client`; so must the simulated one.
     careful = replace(matrix.options, guard_s=guard_s(matrix.options.deadline_s))
     experiment = Experiment(matrix.catalog, careful)
     model = Experiment(matrix.catalog, replace(careful, decode_scale=decode_scale))
@@ -83,7 +83,7 @@ async def replay_live(
 
 
 def decode_speed(asset: Asset) -> float:
-    """How long decoding takes on this machine, in this process, over what the catalog says; 1.0 where it says nothing.
+    """Return the ratio of decode times on this machine to those of the catalog; 1.0 if it has none.
 
     Raises:
         AssetError, FormatError: a group of the asset is missing or damaged.

@@ -1,17 +1,17 @@
-"""A link in user space: UDP in at one loopback port, out at another as a trace, a delay, a queue and losses allow.
+"""An emulated link in user space: forwards UDP between loopback ports as a trace, a delay, a queue and losses allow.
 
-The shaper runs in a process of its own, so that what it forwards and what the peers compute do not wait for each
-other's interpreter. Its parent talks to it over a pipe; when the parent is gone, the pipe ends, and so does the shaper.
+The shaper runs in a process of its own, so that it does not share an interpreter lock with the peers. Its parent talks
+to it over a pipe, and it ends with the pipe.
 
-    player <-> [listening socket] shaper [a socket for each player] <-> origin
+    player <-> [listening socket] shaper [one socket per player] <-> origin
 
-Packets towards the player pass the bottleneck; those towards the origin only the delay. Packets are read in batches
-and wait in order for their time, by the monotonic clock; sleeping ends up to `_EARLY_S` early, since waking for every
-packet would cost more precision than it brings.
+Packets to the player pass the bottleneck; packets to the origin only the delay. Packets are read in batches and wait in
+order for their time on the monotonic clock. Sleep ends up to `_EARLY_S` early, since waking for every packet would cost
+more precision than it gains.
 
-Measured by `kvabr.replay.live.gauge` (see tools/bench-live) on two shared cores: the rate is right to 0.1 % up to 100
-Mbit/s, packets come 0.1 to 0.2 ms later than asked for (99 of 100 within 0.6 ms, within 3 ms on a busy machine), and
-one process carries 80,000 packets of 1,200 bytes a second (770 Mbit/s) with half a core.
+Measured by `kvabr.replay.live.gauge` (tools/bench-live) on two shared cores: the rate is exact to 0.1 % up to 100
+Mbit/s, packets are 0.1 to 0.2 ms late (99 % within 0.6 ms, within 3 ms on a busy machine), and one process carries
+80,000 packets of 1,200 bytes per second (770 Mbit/s) with half a core.
 """
 
 from __future__ import annotations
@@ -35,25 +35,25 @@ from kvabr.replay.trace import Trace
 Address = tuple[str, int]
 
 _EARLY_S = 100e-6
-"""Packets whose time is so close are sent with those that are due."""
+"""Packets due within this time are sent with those that are due now, seconds."""
 _BATCH = 64
-"""Packets read from one socket before others have their turn."""
+"""Packets read from one socket in a row."""
 _SOCKET_BYTES = 4 << 20
-"""Kernel buffers asked for: what waits there while this process does not run must not be lost."""
+"""Size of the kernel's socket buffers: packets must not be lost while this process does not run."""
 _PLAYERS = 256
-"""Addresses that packets are forwarded for; the one that was silent longest makes room for one more."""
+"""Most players; the one that was silent longest makes room for a new one."""
 _HELD = 64 << 20
-"""Bytes on their way in one direction: what would be more is dropped, so that no sender can fill the memory."""
+"""Most bytes in flight in one direction; more are dropped, so that no sender can exhaust memory."""
 _LATE_STEP_S = 100e-6
 _LATE_STEPS = 1000
 
 
 @dataclass(frozen=True, slots=True)
 class ShaperStats:
-    """What a shaper saw since the trace was last started."""
+    """Statistics of a shaper since the trace was last started."""
 
     forwarded_down: int
-    """Packets sent on to the player, and their bytes on the wire."""
+    """Packets forwarded to the player; `bytes_down` are their bytes on the wire."""
     bytes_down: int
     forwarded_up: int
     bytes_up: int
@@ -63,44 +63,44 @@ class ShaperStats:
     """Packets that were lost at random."""
     lost_up: int
     missed: int | None
-    """Packets that the kernel dropped because the shaper did not read in time; None where it cannot be known."""
+    """Packets that the kernel dropped because the shaper did not read in time; None where it does not say."""
     most_queued_bytes: int
     late_p50_s: float
-    """How much later than they should packets were sent."""
+    """99th percentile of how late packets were sent, seconds."""
     late_p99_s: float
     usage: Usage
-    """Of the shaper's process."""
+    """Processor time of the shaper's process."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Begin:
     conditions: Conditions
     start_s: float | None
-    """Where in the trace that was loaded to begin; None: no bottleneck."""
+    """Where to begin in the loaded trace, seconds; None: no bottleneck."""
     at_s: float
-    """When, by the monotonic clock, which all processes share."""
+    """When to begin, on the monotonic clock, which all processes share."""
 
 
 class Shaper(Child):
-    """The parent's side. Use it as a context manager: leaving it ends the process."""
+    """Runs the shaper's process. A context manager: leaving it ends the process."""
 
     def __init__(self, origin: Address, conditions: Conditions | None = None, *, host: str = "127.0.0.1") -> None:
         """Start a link to ``origin`` that has delay and losses, but no bottleneck until `begin`.
 
         Raises:
-            TransportError: the process did not start, or could not have its sockets.
+            TransportError: the process did not start, or got no sockets.
         """
         super().__init__("link shaper", _main, origin, host, conditions or Conditions())
         self.address: Address = self.greeting
-        """Where players find the link."""
+        """Address that players connect to."""
         self._trace: Trace | None = None
 
     def open(self, conditions: Conditions) -> None:
-        """Take the bottleneck away; delays and losses stay."""
+        """Remove the bottleneck; delays and losses stay."""
         self.send(_Begin(conditions, None, time.monotonic()))
 
     def load(self, trace: Trace) -> None:
-        """Send a trace ahead, so that `begin` with the same trace takes no time."""
+        """Send a trace in advance, so that `begin` with the same trace takes no time."""
         if trace is not self._trace:
             self.send(trace)
             self._trace = trace
@@ -108,13 +108,13 @@ class Shaper(Child):
     def begin(self, trace: Trace, start_s: float, conditions: Conditions, *, at_s: float | None = None) -> None:
         """Start the trace ``start_s`` seconds into it, at the time ``at_s`` of `time.monotonic` (None: now).
 
-        What still waits in the queue is dropped, and statistics begin anew.
+        The queue is emptied, and the statistics are reset.
         """
         self.load(trace)
         self.send(_Begin(conditions, start_s, time.monotonic() if at_s is None else at_s))
 
     def stats(self) -> ShaperStats:
-        """What happened since `begin`."""
+        """Return the statistics since `begin`."""
         answer: ShaperStats = self.ask("stats")
         return answer
 
@@ -123,7 +123,7 @@ class Shaper(Child):
 
 
 def _main(pipe: Connection, origin: Address, host: str, conditions: Conditions) -> None:
-    gc.disable()  # nothing here makes cycles, and a pause is a delay
+    gc.disable()  # there are no reference cycles here, and a pause is a delay
     try:
         forwarder = _Forwarder(origin, host, conditions)
     except OSError as error:
@@ -136,7 +136,7 @@ def _main(pipe: Connection, origin: Address, host: str, conditions: Conditions) 
 
 @dataclass(slots=True, eq=False)
 class _Way:
-    """One direction: its lane, and the packets on their way."""
+    """One direction: its lane and the packets in flight."""
 
     lane: Lane
     held: deque[tuple[float, socket.socket, Address | None, bytes]] = field(default_factory=deque)
@@ -144,7 +144,7 @@ class _Way:
 
 
 class _Forwarder:
-    """The child's side: sockets and the loop."""
+    """Sockets and loop of the child process."""
 
     def __init__(self, origin: Address, host: str, conditions: Conditions) -> None:
         self._origin = origin
@@ -167,7 +167,7 @@ class _Forwarder:
             wait = None if due is None else max(0.0, due - clock())
             watched: list[Connection | socket.socket] = [pipe, self.listener, *self._player]
             readable, _, _ = select.select(watched, (), (), wait)
-            # Looked at again, since what was sent after a message must not be treated as if it came before it.
+            # Poll again: packets sent after a message must not be treated as if they came before it.
             while select.select([pipe], (), (), 0)[0]:
                 self._obey(pipe)
             now = clock()
@@ -201,7 +201,7 @@ class _Forwarder:
         except BlockingIOError:
             pass
         except ConnectionError:
-            pass  # nobody listens at the origin's port: QUIC will find out by itself
+            pass  # nothing listens at the origin's port; QUIC notices by itself
 
     @staticmethod
     def _hold(way: _Way, now: float, to: socket.socket, address: Address | None, data: bytes) -> None:
@@ -250,7 +250,7 @@ class _Forwarder:
             capacity = Capacity(trace, message.start_s, slow_start=False, sums=sums)
             limit = conditions.limit_bytes(rate)
         down, up = self._down, self._up
-        # What has passed the bottleneck goes on; what still waits for it belongs to the play before.
+        # Packets past the bottleneck go on; those in its queue belong to the play before.
         passed = time.monotonic() + conditions.rtt_s / 2
         while down.held and down.held[-1][0] > passed:
             down.held_bytes -= len(down.held.pop()[3])
@@ -293,7 +293,7 @@ class _Forwarder:
         return _LATE_STEPS * _LATE_STEP_S
 
     def _kernel_drops(self) -> int | None:
-        """Packets that the kernel threw away at our sockets, as Linux tells."""
+        """Return the packets that the kernel dropped at our sockets (Linux)."""
         inodes = {str(Path(f"/proc/self/fd/{sock.fileno()}")) for sock in (self.listener, *self._player)}
         try:
             wanted = {str(Path(path).readlink()).removeprefix("socket:[").removesuffix("]") for path in inodes}
@@ -310,7 +310,7 @@ def _send(to: socket.socket, address: Address | None, data: bytes) -> None:
     try:
         to.send(data)
     except ConnectionRefusedError:
-        to.send(data)  # the error was about an earlier packet: someone may listen there by now
+        to.send(data)  # the error belonged to an earlier packet; something may listen there by now
 
 
 def _socket() -> socket.socket:

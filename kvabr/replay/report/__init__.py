@@ -1,7 +1,7 @@
-"""What happened in a replay, for people and for other tools.
+"""Reports of a replay, for people and for other tools.
 
-Takes the result of a replay and the timelines of some of its runs, and changes nothing in them: a terminal table, one
-sentence, one self-contained page, a trace for Perfetto, the log as JSON lines. Nothing here plays or decides.
+The input is a replay's result and the timelines of some of its runs; neither is changed. The output is a terminal
+table, one sentence, one self-contained page, a trace for Perfetto, or the log as JSON lines.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What the page shows, boiled down: numbers rounded, lines thinned, names replaced by indices.
+"""The page's data: numbers rounded, lines thinned, names replaced by indices.
 
-Columns are given as short lists rather than objects, since a page holds thousands of them; `FIELDS` says what they are.
+Rows are short lists rather than objects, since a page holds thousands of them; `FIELDS` names their columns.
 """
 
 from __future__ import annotations
@@ -46,18 +46,18 @@ FIELDS = {
     ),
     "computed": ("start", "end", "first", "last"),
 }
-"""What stands where in the lists of a play. Tracks are indices; -1 is ``recomputed``, None no track at all."""
+"""Columns of a play's lists. Tracks are indices; -1 is ``recomputed``, None is no track."""
 
 MOST_DECISIONS = 4000
-"""Decisions that a play may list; beyond that, waits are thinned out, then the end is cut off."""
+"""Most decisions listed per play; beyond that, waits are left out first, then the end."""
 _HISTOGRAM = 30
-"""Bins of TTFT from 0 to 1.5 deadlines; the last one holds all that is later."""
+"""Bins of TTFT from 0 to 1.5 deadlines; the last one holds everything later."""
 _QUIET = {"wait", "finish"}
 """Kinds of decision that change nothing."""
 
 
 def digest(result: Result, timelines: list[Timeline], tracks: list[str]) -> dict[str, Any]:
-    """Everything that the page needs, as plain JSON without NaN.
+    """Return everything that the page needs, as plain JSON without NaN.
 
     Args:
         result: what `kvabr replay --json` writes.
@@ -101,14 +101,14 @@ def _policy(result: Result, name: str, places: dict[str, int]) -> dict[str, Any]
     for track, part in (line.get("track_share") or {}).items():
         place = places.get(str(track))
         if place is not None:
-            # The last place, which -1 names too, is that of recomputed groups.
+            # The last place, which is also index -1, belongs to recomputed groups.
             share[place] += number(part) or 0.0
     histogram = [0] * _HISTOGRAM
     for run in result.get("runs", ()):
         if run.get("policy") == name and feasible(run):
             ttft, deadline = number(run.get("ttft_s")), number(run.get("deadline_s"))
             part = 1.5 if ttft is None or not deadline else ttft / deadline
-            # A play delivered at the very deadline has met it, so it belongs to the bin before.
+            # A play delivered exactly at the deadline has met it, so it belongs to the bin before.
             histogram[min(_HISTOGRAM - 1, max(0, int(part * _HISTOGRAM / 1.5 - 1e-9)))] += 1
     numbers = {key: significant(number(value)) for key, value in line.items() if not isinstance(value, dict | list)}
     interval = line.get("hit_ratio_ci95") or (None, None)
@@ -132,7 +132,7 @@ def _play(run: Run, timeline: Timeline, places: dict[str, int]) -> dict[str, Any
     start = start_of(log)
     deadline = number(run.get("deadline_s")) or 0.0
     ttft = number(run.get("ttft_s"))
-    # A little room on the right, so that the last milestone does not lie on the edge.
+    # Leave room on the right, so that the last milestone is not on the edge.
     until = 1.03 * max(end_of(log), ttft or 0.0, deadline)
     decisions, left_out = _decisions(log, places)
     numbers = {
@@ -186,7 +186,7 @@ def _groups(run: Run, places: dict[str, int]) -> list[list[Any]]:
 
 
 def _decisions(log: list[PlayEvent], places: dict[str, int]) -> tuple[list[list[Any]], int]:
-    """Rows of all decisions, waits that only say again what the last one said left out; and how many are left out."""
+    """Return rows of all decisions without waits that repeat the last one, and how many decisions are left out."""
     rows: list[list[Any]] = []
     total = 0
     last_quiet = None
@@ -215,7 +215,7 @@ def _decisions(log: list[PlayEvent], places: dict[str, int]) -> tuple[list[list[
 
 
 def _alternatives(found: Mapping[str, float] | None, places: dict[str, int]) -> list[float | int | None] | None:
-    """Bytes by track index, trailing tracks that were no alternative cut off."""
+    """Return bytes by track index, without trailing tracks that were no alternative."""
     if not found:
         return None
     row: list[float | int | None] = [None] * len(places)

@@ -1,4 +1,10 @@
-"""The log as JSON lines: every event of every timeline, exactly as the player wrote it, and whose it is."""
+"""Timelines for other tools: the log as JSON lines, and a trace for ui.perfetto.dev.
+
+A trace has one process per play, in the JSON form of Chrome's trace events. Each process has tracks for the play
+(deadline and delivery), decisions, network, decoder and engine, and counters (link capacity, estimate, lower bound,
+bytes received, slack). Times are microseconds since the play began.
+Format: Trace Event Format, phases M (metadata), X (complete), i (instant) and C (counter).
+"""
 
 from __future__ import annotations
 
@@ -23,13 +29,13 @@ from kvabr.types.events import (
 
 
 def write_log(path: Path, result: Result, timelines: list[Timeline]) -> None:
-    """Write one event a line: the event with ``run`` (index into the result's runs), ``trace`` and ``policy`` added.
+    """Write one event per line, with ``run`` (index into the result's runs), ``trace`` and ``policy`` added.
 
-    Events stand in the order of the timelines and, within one, of the log; the same input gives the same bytes.
-    Numbers that JSON does not have (NaN, infinity) become null.
+    Events are in the order of the timelines and of their logs; the same input gives the same bytes. Numbers that JSON
+    lacks (NaN, infinity) become null.
 
     Args:
-        path: where to; replaced whole.
+        path: the file to write or replace.
         result: what `kvabr replay --json` writes.
         timelines: ``{"run": index, "log": [event, ...], "link": [[seconds, bytes per second], ...]}``.
 
@@ -49,7 +55,7 @@ def _lines(result: Result, timelines: list[Timeline]) -> Iterator[str]:
 
 
 def finite(value: Any) -> Any:
-    """``value`` with every NaN and infinity in it replaced by None, as JSON wants it."""
+    """Return ``value`` with every NaN and infinity replaced by None, for JSON."""
     if isinstance(value, float):
         return value if value - value == 0 else None
     if isinstance(value, dict):
@@ -60,20 +66,20 @@ def finite(value: Any) -> Any:
 
 
 _PLAY, _DECISIONS, _ENGINE, _DECODER, _NETWORK = 1, 2, 3, 1000, 2000
-"""Thread numbers; decoder and network have one a lane."""
+"""Thread numbers; decoder and network have one per lane."""
 _MBIT = 8e-6
 """Bytes per second to megabits per second."""
 _SHOWN_AS_SPANS = (PlayStarted, FirstByteReceived, TransferEvent, RecomputeEvent, SampleLimited)
 
 Slice = dict[str, Any]
-"""One event of the trace, as Chrome's format wants it."""
+"""One event of the trace in Chrome's format."""
 
 
 def write_perfetto(path: Path, result: Result, timelines: list[Timeline]) -> None:
     """Write the timelines as one trace.
 
     Args:
-        path: where to; replaced whole.
+        path: the file to write or replace.
         result: what `kvabr replay --json` writes.
         timelines: ``{"run": index, "log": [event, ...], "link": [[seconds, bytes per second], ...]}``.
 

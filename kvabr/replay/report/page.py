@@ -1,7 +1,7 @@
-"""One page that shows a replay: a single HTML file with its data, styles and script inside, readable offline.
+"""The page of a replay: a single HTML file with its data, styles and script, readable offline.
 
-The page is made of ``page.html`` (the frame), ``page.css`` and the scripts of `SCRIPTS`, which lie beside this file,
-and of a digest of the result and its timelines as JSON. It loads nothing: its content security policy forbids it.
+It consists of ``page.html``, ``page.css`` and `SCRIPTS` from this folder, and a digest of the result and its timelines
+as JSON. It loads nothing: its content security policy forbids it.
 """
 
 from __future__ import annotations
@@ -30,35 +30,35 @@ from kvabr.replay.report.verdict import verdict
 from kvabr.store.files import write_text
 
 SCRIPTS = ("dom.js", "overview.js", "strip.js", "timeline.js", "inspector.js", "log.js", "page.js")
-"""The page's scripts in the order in which they are put together."""
+"""The page's scripts, in order."""
 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """What a page that shows more than a replay puts around the plays."""
+    """What surrounds the plays on a page that shows more than a replay."""
 
     mark: str = "kvabr replay"
     """What made the page."""
     title: str | None = None
-    """The window's title; None for the asset's name."""
+    """Title of the window; None for the asset's name."""
     verdict: str | None = None
-    """The sentence at the top; None for the replay's own."""
+    """Sentence at the top; None for the replay's own."""
     sections: str = ""
-    """HTML that stands between the overview and the plays. It is not escaped."""
+    """HTML between the overview and the plays; not escaped."""
     style: str = ""
-    """CSS of these sections."""
+    """CSS of the sections."""
     facts: Mapping[str, Any] = field(default_factory=dict)
-    """Facts of the header that the result's runs do not tell rightly."""
+    """Facts for the header that override those of the result's runs."""
 
 
 def write_page(path: Path, result: Result, timelines: list[Timeline]) -> None:
     """Write the page.
 
     Args:
-        path: where to; replaced whole.
+        path: the file to write or replace.
         result: what `kvabr replay --json` writes; its ``asset`` names what was played.
-        timelines: ``{"run": index, "log": [event, ...], "link": [[seconds, bytes per second], ...]}``; every one of
-            them can be looked at in the page.
+        timelines: ``{"run": index, "log": [event, ...], "link": [[seconds, bytes per second], ...]}``; the page shows
+            all of them.
 
     Raises:
         AssetError: the file cannot be written.
@@ -67,7 +67,7 @@ def write_page(path: Path, result: Result, timelines: list[Timeline]) -> None:
 
 
 def render(result: Result, timelines: list[Timeline], frame: Frame | None = None) -> str:
-    """The page's text."""
+    """Return the page's HTML."""
     frame = frame or Frame()
     sentence = verdict(result) if frame.verdict is None else frame.verdict
     tracks = track_order(result, timelines)
@@ -82,7 +82,7 @@ def render(result: Result, timelines: list[Timeline], frame: Frame | None = None
         "data": _embed(data),
         "script": "\n".join(map(_own, SCRIPTS)),
     }
-    # One pass, so that nothing in the data can be taken for a place to fill.
+    # One pass, so that nothing in the data is mistaken for a placeholder.
     return re.sub(r"\{\{(\w+)\}\}", lambda match: fill[match[1]], _own("page.html"))
 
 
@@ -91,13 +91,13 @@ def _own(name: str) -> str:
 
 
 def _embed(data: dict[str, Any]) -> str:
-    """JSON that can stand inside a script element whatever it holds: no ``<`` is left to close it or open a comment."""
+    """Return JSON that is safe in a script element: without ``<``, which could close it or open a comment."""
     text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 
 
 def _palette(tracks: int) -> str:
-    """The tracks' colours as CSS variables ``--t0`` (cheapest) and so on, ``--tr`` for recomputed groups."""
+    """Return the tracks' colours as CSS variables: ``--t0`` (cheapest) and so on, ``--tr`` for recomputed groups."""
 
     def rule(colours: Iterable[str], recomputed: str) -> str:
         named = "".join(f"--t{index}:{colour};" for index, colour in enumerate(colours))

@@ -1,6 +1,9 @@
-"""What every report asks of a replay's result: which tracks there are, how policies rank, what can be trusted.
+"""Queries on a replay's result that all reports share (tracks, ranking of policies, feasible plays), and track colours.
 
-A result is the JSON of ``kvabr replay --json``; a timeline is the log of one of its runs and the link beneath it.
+A result is the JSON of ``kvabr replay --json``; a timeline is the log and the link of one of its runs. The colours are
+one ordered ramp from cheap (warm, light) to exact (deep), for page and terminal. Lightness falls strictly along the
+ramp, so that the order survives colour blindness and grey prints; neighbours stay distinct under simulated
+deuteranopia, protanopia and tritanopia.
 """
 
 from __future__ import annotations
@@ -13,16 +16,16 @@ from kvabr.types.events import PlayStarted
 from kvabr.types.naming import LEVELS
 
 RECOMPUTED = "recomputed"
-"""Stands in the place of a track's name for a group that the engine computed."""
+"""Track name of groups that the engine computed."""
 NOTHING = "none"
-"""Stands there in a summary for a group that never came."""
+"""Track name, in a summary, of groups that never came."""
 FIXED = "fixed:"
-"""How the names of policies begin that play one track and never adapt."""
+"""Prefix of policies that play one track and never adapt."""
 ORACLE = "oracle"
-"""How the names of policies end that are told what the link will carry."""
+"""Suffix of policies that are told what the link will carry."""
 
 DASH = "\u2013"
-"""En dash: stands between the ends of a range, and for a number that there is not."""
+"""En dash: between the ends of a range, and for a missing number."""
 
 Result = dict[str, Any]
 Run = dict[str, Any]
@@ -30,19 +33,19 @@ Timeline = dict[str, Any]
 
 
 def number(value: Any) -> float | None:
-    """``value`` as a finite float, or None for everything else (NaN, infinity, text, nothing)."""
+    """Return ``value`` as a finite float, or None for anything else (NaN, infinity, text, None)."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return None
     return float(value)
 
 
 def feasible(run: Run) -> bool:
-    """Whether any schedule at all could have met this run's deadline; True where nobody has worked that out."""
+    """Return whether any schedule could have met this run's deadline; True if the result does not say."""
     return run.get("feasible") is not False
 
 
 def ranked(result: Result) -> list[str]:
-    """Policies by mean regret, least first; those without one come last, equal ones in the result's order."""
+    """Return policies by mean regret, least first; those without one come last, ties keep the result's order."""
     summary = result.get("summary", {})
 
     def regret(policy: str) -> float:
@@ -53,9 +56,9 @@ def ranked(result: Result) -> list[str]:
 
 
 def track_order(result: Result, timelines: Iterable[Timeline] = ()) -> list[str]:
-    """Names of all tracks that occur, cheapest first, without ``recomputed``.
+    """Return the names of all tracks, cheapest first, without ``recomputed``.
 
-    The asset says so, or the timelines; a result alone shows it by the bytes of the groups that it lists.
+    They come from the asset or the timelines; otherwise from the bytes of the groups that the result lists.
     """
     listed = [line for line in _asset(result).get("tracks") or () if isinstance(line, dict) and "track" in line]
     listed.sort(key=lambda line: number(line.get("bytes")) or 0.0)
@@ -88,7 +91,7 @@ def _asset(result: Result) -> dict[str, Any]:
 
 
 def asset_name(result: Result) -> str | None:
-    """What was played, in words; None if the result does not say."""
+    """Return a description of what was played; None if the result does not say."""
     model, tokens = _asset(result).get("model"), number(_asset(result).get("tokens"))
     if model is None:
         return None
@@ -96,7 +99,7 @@ def asset_name(result: Result) -> str | None:
 
 
 def track_facts(result: Result) -> dict[str, tuple[float | None, float | None]]:
-    """Bytes and expected loss (nats per token) of every whole track that the result's asset lists."""
+    """Return bytes and expected loss (nats per token) of every track that the result's asset lists."""
     return {
         str(line["track"]): (number(line.get("bytes")), number(line.get("loss")))
         for line in _asset(result).get("tracks") or ()
@@ -105,13 +108,13 @@ def track_facts(result: Result) -> dict[str, tuple[float | None, float | None]]:
 
 
 def groups_of(result: Result) -> Iterator[dict[str, Any]]:
-    """Every group of every run."""
+    """Yield every group of every run."""
     for run in result.get("runs", ()):
         yield from run.get("groups") or ()
 
 
 def families(result: Result) -> dict[str, list[Run]]:
-    """Runs by trace family, families in the order in which they first occur."""
+    """Return the runs by trace family, families in order of first appearance."""
     found: dict[str, list[Run]] = {}
     for run in result.get("runs", ()):
         family = str(run.get("trace_family") or "")
@@ -121,23 +124,23 @@ def families(result: Result) -> dict[str, list[Run]]:
 
 
 def mean_regret(runs: Iterable[Run]) -> float | None:
-    """Mean regret of the feasible ones among ``runs``; None if there are none."""
+    """Return the mean regret of the feasible ``runs``; None if there are none."""
     known = [value for run in runs if feasible(run) and (value := number(run.get("regret"))) is not None]
     return sum(known) / len(known) if known else None
 
 
 def play_key(run: Run) -> tuple[str, float, float]:
-    """What two runs have in common when only their policy differs: trace, start in seconds, deadline in seconds."""
+    """Return what runs share if only their policy differs: trace, start in seconds, deadline in seconds."""
     return (str(run.get("trace")), number(run.get("start_s")) or 0.0, number(run.get("deadline_s")) or 0.0)
 
 
 def set_apart(result: Result) -> int:
-    """Number of plays (trace x start) that no schedule could have brought in on time."""
+    """Return the number of plays (trace x start) that no schedule could have delivered in time."""
     return len({play_key(run) for run in result.get("runs", ()) if not feasible(run)})
 
 
 def nats(value: float | None, digits: int = 2) -> str:
-    """A loss in nats per token for people: so many significant digits, no exponent where it can be helped."""
+    """Format a loss in nats per token with ``digits`` significant digits, without an exponent if possible."""
     if value is None:
         return DASH
     if value == 0:
@@ -151,13 +154,13 @@ def nats(value: float | None, digits: int = 2) -> str:
 LIGHT = ("#f6cf5e", "#f0a158", "#df745f", "#c04e7d", "#943f9f", "#523093", "#1d2763")
 """Ramp for light backgrounds."""
 DARK = ("#ffe999", "#fdbb68", "#f28a62", "#d9648c", "#b553b0", "#7f45c4", "#3f40b8")
-"""Ramp for dark backgrounds, and for terminals, of which one does not know."""
+"""Ramp for dark backgrounds, and for terminals, whose background is unknown."""
 RECOMPUTED_LIGHT = "#12877a"
 RECOMPUTED_DARK = "#3cc4ae"
 
 
 def ramp(count: int, anchors: Sequence[str] = LIGHT) -> list[str]:
-    """``count`` colours ``#rrggbb`` evenly along ``anchors``, the first and the last included."""
+    """Return ``count`` colours ``#rrggbb`` evenly along ``anchors``, including the first and the last."""
     if count <= 1:
         return list(anchors[:count])
     colours = []

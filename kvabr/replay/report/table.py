@@ -1,4 +1,4 @@
-"""Terminal tables: how the policies did over all plays, and per trace family."""
+"""Terminal tables: policies over all plays, per trace family, live against simulated, and verified plays."""
 
 from __future__ import annotations
 
@@ -34,26 +34,26 @@ from kvabr.replay.report.queries import (
 )
 
 _FAMILY_WIDTH = 11
-"""Characters that a family's column may take."""
+"""Most characters of a family's column."""
 _BAR = (4, 24)
-"""Least and greatest width of a track bar, in characters."""
+"""Least and greatest width of a track bar, characters."""
 
 
 _TITLES = (
     *("\nhit", "95 %\nCI", "TTFT\np50", "TTFT\np95", "loss\nmean", "loss\np95"),
     *("\nregret", "re-\ncomp.", "\nwaste"),
 )
-"""Two lines each, none wider than its numbers, so that the whole line fits 80 columns."""
+"""Two lines each, none wider than its numbers, so that a row fits 80 columns."""
 
 
 class ShareBar:
-    """How much of the groups each track had, as a bar as wide as its cell; marks instead of colours without colour."""
+    """The tracks' shares of the groups as a bar that fills its cell; letters instead of colours without colour."""
 
     def __init__(self, parts: Iterable[tuple[str, str, float]]) -> None:
-        """Lay out a bar.
+        """Create a bar.
 
         Args:
-            parts: (mark of one character, colour ``#rrggbb``, share), left to right; shares are relative.
+            parts: (letter, colour ``#rrggbb``, share), left to right; shares are relative.
         """
         self._parts = [part for part in parts if part[2] > 0]
 
@@ -75,9 +75,9 @@ class ShareBar:
 
 
 def summary_table(result: Result) -> RenderableType:
-    """One line a policy, least mean regret first, and the legend of the tracks below.
+    """Return one row per policy, least mean regret first, with a legend of the tracks.
 
-    Fits 80 columns; at 100 the bars of the tracks grow.
+    The table fits 80 columns; wider consoles get wider bars.
 
     Args:
         result: what `kvabr replay --json` writes.
@@ -112,12 +112,12 @@ def summary_table(result: Result) -> RenderableType:
 
 
 def family_table(result: Result) -> RenderableType | None:
-    """Mean regret of every policy on every trace family; None if there are fewer than two families.
+    """Return the mean regret of every policy on every trace family; None if there are fewer than two families.
 
-    As many families side by side as fit the console, the others below.
+    Families that do not fit the console's width continue below.
 
     Args:
-        result: what `kvabr replay --json` writes; its runs must carry ``trace_family``.
+        result: what `kvabr replay --json` writes; its runs must have ``trace_family``.
     """
     by_family = families(result)
     return _FamilyTable(ranked(result), by_family) if len(by_family) > 1 else None
@@ -153,7 +153,7 @@ class _FamilyTable:
 
 
 def _broken(name: str) -> str:
-    """A family's name in lines of at most `_FAMILY_WIDTH` characters, broken after its separators where possible."""
+    """Break a family's name into lines of at most `_FAMILY_WIDTH` characters, after separators if possible."""
     lines = [""]
     for part in re.findall(r"[^_\- ]*[_\- ]?", name):
         rest = part
@@ -167,7 +167,7 @@ def _broken(name: str) -> str:
 
 
 def _styles(tracks: list[str]) -> dict[str, tuple[str, str]]:
-    """Mark and colour of every track, and of recomputed groups, cheapest first."""
+    """Return letter and colour of every track, cheapest first, and of recomputed groups."""
     marks = "123456789abcdefghijklmnopqstuvwxyz"
     colours = ramp(len(tracks), DARK)
     pairs = enumerate(zip(tracks, colours, strict=True))
@@ -221,7 +221,7 @@ _LIVE_TITLES = (
 
 
 def live_table(result: Result) -> RenderableType:
-    """Errors of the simulator, relative to the live TTFT, in all and by trace family and policy.
+    """Return the simulator's errors relative to the live TTFT: in total, by trace family and by policy.
 
     Args:
         result: what `kvabr replay --live --json` writes.
@@ -276,7 +276,7 @@ def _share(value: Any, *, sign: bool = False) -> str:
 
 
 def verification_table(result: dict[str, Any]) -> Table:
-    """One row per verified run: recomputed tokens, predicted loss, measured KL, their ratio, ΔNLL, top-1 agreement."""
+    """Return one row per verified run: recomputed tokens, predicted loss, measured KL, their ratio, ΔNLL, top-1."""
     table = Table(title="verified with the real model", title_justify="left")
     for column in ("policy", "trace", "start s", "recomputed", "predicted", "measured KL", "ratio", "ΔNLL", "top-1"):
         table.add_column(column, justify="left" if column in {"policy", "trace"} else "right")

@@ -1,4 +1,4 @@
-"""A log of single events, read back as what lasted: requests, recomputations, waits for the decoder."""
+"""A log of events as spans (requests, recomputations) and as series over time (rates, estimates), for all reports."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ class Request:
     group: int
     track: str
     bytes: int
-    """Size that was asked for."""
+    """Size of the group's frame."""
     sent_s: float
     end_s: float
-    """When its last byte came, or it was cancelled or failed; the log's end if it is still open there."""
+    """When its last byte came, or it was cancelled or failed; the log's end if it is still open then."""
     first_byte_s: float | None = None
     outcome: Outcome = "open"
     received: int = 0
@@ -92,7 +92,7 @@ def _follow(request: Request, event: FirstByteReceived | TransferEvent) -> None:
         case GroupDecoded():
             request.decoded_s = event.t
         case RequestCancelled() | RequestFailed():
-            # A group that arrived and was then refused by the decoder keeps the time at which it arrived.
+            # A group that arrived and was refused by the decoder keeps its time of arrival.
             if request.outcome == "open":
                 request.end_s = event.t
             request.outcome = "cancelled" if isinstance(event, RequestCancelled) else "failed"
@@ -116,9 +116,9 @@ def computations(log: Sequence[PlayEvent]) -> list[Computation]:
 
 
 def lanes(spans: Iterable[tuple[float, float]]) -> list[int]:
-    """Number of a lane for every span (start, end) such that no two in one lane overlap, as few lanes as it takes.
+    """Assign (start, end) spans to as few lanes as possible, so that spans in one lane do not overlap.
 
-    Spans must come by start.
+    Spans must be sorted by start. Returns the lane of each.
     """
     free: list[float] = []
     found = []
@@ -135,13 +135,13 @@ def lanes(spans: Iterable[tuple[float, float]]) -> list[int]:
 Points = Sequence[Sequence[float]]
 
 MOST_POINTS = 1000
-"""Points that a line may have before it is thinned."""
+"""Most points of a line; longer ones are thinned."""
 _BINS = 240
-"""Bins in which achieved throughput is averaged: a shorter one shows packets, not throughput."""
+"""Bins for the achieved throughput: shorter ones would show packets, not throughput."""
 
 
 def significant(value: float | None, digits: int = 5) -> float | int | None:
-    """``value`` rounded to so many significant digits, a whole number where it is one."""
+    """Round to ``digits`` significant digits, to an int if the result is whole; None if not finite."""
     if value is None or not math.isfinite(value):
         return None
     if value == 0:
@@ -151,16 +151,16 @@ def significant(value: float | None, digits: int = 5) -> float | int | None:
 
 
 def capacity(link: Points, until_s: float, most: int = MOST_POINTS) -> dict[str, list[float | int | None]]:
-    """A piecewise constant line from 0 to ``until_s`` in at most ``most`` steps.
+    """Return a piecewise constant line from 0 to ``until_s`` in at most ``most`` steps.
 
     Args:
         link: [seconds, bytes per second], by time; each rate holds until the next.
-        until_s: where the drawing ends.
-        most: steps that it may have; more are put into bins of equal length.
+        until_s: end of the line, seconds.
+        most: most steps; a longer line is put into bins of equal length.
 
     Returns:
-        ``t``: start of every step, seconds; ``mean``: its mean rate, bytes per second; ``low``: its least rate, only
-        where bins hide something.
+        ``t``: start of every step, seconds; ``mean``: its mean rate, bytes per second; ``low``: its least rate, if
+        there are bins.
     """
     points = [(max(0.0, float(t)), number(rate) or 0.0) for t, rate in link if float(t) < until_s]
     if not points or until_s <= 0:
@@ -184,10 +184,10 @@ def capacity(link: Points, until_s: float, most: int = MOST_POINTS) -> dict[str,
 
 
 def achieved(log: Sequence[PlayEvent], until_s: float) -> dict[str, list[float | int | None]]:
-    """Bytes per second that really arrived, in steps from 0 to ``until_s``.
+    """Return the bytes per second that arrived, in steps from 0 to ``until_s``.
 
-    Counted from ``progress`` events where there are some, since they alone see transfers that are under way; otherwise
-    every request's bytes are spread evenly from its first byte to its end.
+    They come from ``progress`` events if there are any, since only these show transfers in flight. Otherwise every
+    request's bytes are spread evenly from its first byte to its end.
 
     Returns:
         ``t``: start of every step, seconds; ``rate``: bytes per second.
@@ -202,7 +202,7 @@ def achieved(log: Sequence[PlayEvent], until_s: float) -> dict[str, list[float |
             counted, since = float(event.received), event.t
     flights = requests(log)
     if arrivals:
-        # What came after the last progress event is known only in total.
+        # Bytes after the last progress event are known only in total.
         rest = sum(item.received for item in flights) - counted
         end = max((item.end_s for item in flights), default=since)
         if rest > 0:
@@ -222,11 +222,11 @@ def achieved(log: Sequence[PlayEvent], until_s: float) -> dict[str, list[float |
 
 
 def estimates(log: Sequence[PlayEvent], most: int = MOST_POINTS) -> dict[str, list[float | int | None]]:
-    """What the player believed, wherever it wrote it down.
+    """Return the player's estimates over time.
 
     Returns:
-        ``t`` in seconds; ``rate`` and ``lower`` in bytes per second; ``slack`` in seconds; None where it did not know.
-        Of points that are too many, each bin keeps its last rate and its least lower bound and slack.
+        ``t`` in seconds; ``rate`` and ``lower`` in bytes per second; ``slack`` in seconds; None where unknown. If there
+        are too many points, each bin keeps its last rate and its least lower bound and slack.
     """
     rows: list[tuple[float, list[float | None]]] = []
     for event in log:
@@ -245,7 +245,7 @@ def estimates(log: Sequence[PlayEvent], most: int = MOST_POINTS) -> dict[str, li
 
 
 class _Integral:
-    """Area below a piecewise constant line."""
+    """The integral of a piecewise constant line."""
 
     def __init__(self, points: Sequence[tuple[float, float]], until_s: float) -> None:
         self._points = points
@@ -264,7 +264,7 @@ class _Integral:
 
 
 def _spread(bins: list[float], step: float, start: float, end: float, nbytes: float) -> None:
-    """Add ``nbytes`` that came evenly from ``start`` to ``end`` to the bins that they fall into."""
+    """Spread ``nbytes`` evenly from ``start`` to ``end`` over the bins."""
     top = len(bins) - 1
     first, last = min(top, int(start / step)), min(top, int(end / step))
     if first == last or end <= start:

@@ -1,4 +1,4 @@
-"""One sentence in words: what adapting won, or did not win, over the best fixed track."""
+"""One sentence: what adapting won, or did not win, over the best fixed track."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from kvabr.replay.report.queries import FIXED, ORACLE, Result, Run, feasible, na
 _SAME = 0.01
 """Relative difference below which two losses or regrets count as equal."""
 _NOTHING = 1e-6
-"""Loss, in nats per token, that nobody can measure."""
+"""Loss too small to measure, nats per token."""
 
 Plays = dict[tuple[str, float, float], Run]
 
 
 @dataclass(frozen=True, slots=True)
 class _Score:
-    """How one policy did over a set of plays."""
+    """Totals of one policy over a set of plays."""
 
     policy: str
     plays: int
     met: int
     loss: float
-    """Mean, nats per token."""
+    """Mean loss, nats per token."""
     regret: float
-    """Mean."""
+    """Mean regret, nats per token."""
 
     @property
     def hits(self) -> str:
@@ -39,11 +39,11 @@ class _Score:
 
 
 def verdict(result: Result) -> str:
-    """Say in one sentence what the best adaptive policy won over the best fixed track.
+    """Return one sentence that says what the best adaptive policy won over the best fixed track.
 
-    "Best" is the least mean regret over the plays that every policy played. Plays that no schedule could have brought
-    in on time are left out and counted at the end; policies that are told the future (``oracle``, ``...-oracle``) do
-    not compete. The sentence says just as plainly that adapting lost, or changed nothing.
+    "Best" is the least mean regret over the plays that every policy played. Plays that no schedule could have delivered
+    in time are left out and counted at the end. Policies that are told the future (``oracle``, ``...-oracle``) do not
+    compete. The sentence also says plainly if adapting lost or changed nothing.
 
     Args:
         result: what `kvabr replay --json` writes.
@@ -81,7 +81,7 @@ def _score(policy: str, plays: Plays, keys: set[tuple[str, float, float]]) -> _S
         len(runs),
         sum(bool(run.get("met")) for run in runs),
         math.fsum(value for value in losses if value is not None) / len(runs),
-        # A play that was given up has no regret to speak of: it is worse than every other.
+        # A play that was given up has no meaningful regret: it is worse than every other.
         math.fsum(math.inf if value is None else value for value in regrets) / len(runs),
     )
 
@@ -141,7 +141,7 @@ def _regret(score: _Score) -> str:
 
 
 def _order(a: float, b: float) -> int:
-    """-1, 0 or 1 as ``a`` is less than, the same as or more than ``b``, small differences left aside."""
+    """Return -1, 0 or 1 as ``a`` is less than, about equal to or greater than ``b``."""
     if a == b or (math.isfinite(a) and math.isfinite(b) and abs(a - b) <= max(_SAME * max(abs(a), abs(b)), _NOTHING)):
         return 0
     return -1 if a < b else 1
