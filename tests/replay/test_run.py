@@ -1,4 +1,6 @@
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -102,3 +104,18 @@ def test_without_detail_the_totals_are_the_same():
     assert totals.result["families"] == whole.result["families"]
     assert "groups" not in totals.result["runs"][0]
     assert not any(totals.steps)
+
+
+def test_a_plain_replay_needs_neither_torch_nor_a_transport():
+    code = (
+        "import sys\n"
+        "from kvabr.data import default_catalog\n"
+        "from kvabr.replay.experiment import ReplayOptions\n"
+        "from kvabr.replay.run import Matrix, replay\n"
+        "from kvabr.replay.synth import synthesise\n"
+        "trace = synthesise('markov', mean_mbps=50, duration_s=20)\n"
+        "replay(Matrix(default_catalog(), (trace,), ('anytime',), ReplayOptions(4.0)), jobs=1)\n"
+        "print([name for name in ('torch', 'aioquic', 'qh3', 'kvabr.client', 'kvabr.quic') if name in sys.modules])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)  # noqa: S603
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,72 @@
+"""Events of a play: their JSON, and that an event that nobody knows reaches every log."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import FrozenInstanceError, dataclass, replace
+from typing import ClassVar
+
+import pytest
+
+from kvabr.replay.report import write_log, write_perfetto
+from kvabr.telemetry import JsonLines, Telemetry
+from kvabr.types import events
+from kvabr.types.events import DecisionMade, PlayEvent, PlayStarted, RequestFailed
+from tests.replay.report_samples import sample
+
+
+@dataclass(frozen=True, slots=True)
+class CacheWarmed(PlayEvent):
+    """An event that only this test knows."""
+
+    name: ClassVar[str] = "warmed"
+    group: int
+    heat: float | None
+
+
+NEW = CacheWarmed(0.25, 3, 0.5)
+
+
+def test_json_has_time_name_and_fields_in_order():
+    failed = RequestFailed(1.5, 2, 3, "Int4", 400, "reset")
+    assert json.dumps(failed.to_json()) == (
+        '{"t": 1.5, "event": "failed", "request": 2, "group": 3, "track": "Int4", "received": 400, "reason": "reset"}'
+    )
+
+
+def test_fields_that_are_none_are_in_the_json_but_unset_options_are_not():
+    wait = DecisionMade(0.0, "wait", None, None, None, "full", 0.0, 0.0, 0.0, None, None)
+    assert wait.to_json()["group"] is None
+    assert "late" not in wait.to_json()
+    assert list(replace(wait, late=True).to_json().items())[-1] == ("late", True)
+
+
+def test_events_do_not_change():
+    with pytest.raises(FrozenInstanceError):
+        NEW.group = 4
+
+
+def test_every_event_has_a_name_of_its_own():
+    found = [item for item in vars(events).values() if isinstance(item, type) and issubclass(item, PlayEvent)]
+    names = [cls.name for cls in found if cls.name]
+    assert len(names) == len(set(names))
+    assert {PlayStarted.name, DecisionMade.name, "deliver", "gave_up"} <= set(names)
+
+
+def test_a_new_event_reaches_the_log_the_trace_and_telemetry(tmp_path):
+    result, timelines = sample()
+    timelines = [{**timelines[0], "log": [*timelines[0]["log"], NEW]}]
+    write_log(tmp_path / "log.jsonl", result, timelines)
+    last = json.loads((tmp_path / "log.jsonl").read_text().splitlines()[-1])
+    assert {key: last[key] for key in ("t", "event", "group", "heat")} == NEW.to_json()
+    write_perfetto(tmp_path / "trace.json", result, timelines)
+    shown = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert [event["args"] for event in shown if event["name"] == "warmed"] == [{"group": 3, "heat": 0.5}]
+    with Telemetry(JsonLines(tmp_path / "plays.jsonl")) as telemetry:
+        telemetry.feed([NEW])
+    told = [json.loads(line) for line in (tmp_path / "plays.jsonl").read_text().splitlines()]
+    assert [(record["event"], record.get("heat")) for record in told] == [
+        ("called", None),
+        ("warmed", 0.5),
+        ("ended", None),
+    ]
