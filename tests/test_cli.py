@@ -67,57 +67,6 @@ def test_a_mistyped_name_is_met_with_the_right_one(capsys, asset):
     assert "did you mean" not in run(capsys, "replay", TRACES / "flat.csv", "--asset", asset, "--policy", "zzz")[2]
 
 
-LISTING = """
-import sys
-from kvabr.cli.main import main
-try:
-    main(sys.argv[1:])
-except SystemExit:
-    pass
-print(*sorted({name.partition(".")[0] for name in sys.modules}), file=sys.stderr)
-print(*sorted(name for name in sys.modules if name.startswith("kvabr.")), file=sys.stderr)
-"""
-
-
-def loaded(*argv):
-    """Return the top-level packages and the modules of kvabr that a command line loads."""
-    command = [sys.executable, "-c", LISTING, *map(str, argv)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=6000, check=True)  # noqa: S603
-    packages, modules = done.stderr.splitlines()[-2:]
-    return set(packages.split()), set(modules.split())
-
-
-def test_help_loads_no_command():
-    packages, modules = loaded("--help")
-    assert modules == {"kvabr.cli", "kvabr.cli.main", "kvabr.types", "kvabr.types.errors"}
-    assert not packages & {"torch", "numpy", "rich", "structlog", "transformers", "asyncio"}
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_help_of_a_command_loads_that_command_only(command):
-    packages, modules = loaded(command, "--help")
-    assert not packages & {"torch", "transformers", "rich", "structlog", "qh3", "aioquic", "moq", "cryptography"}
-    home = COMMANDS[command][0].partition(":")[0]
-    shared = {"main", "options", "network", "lab", "bench"}  # `tune` has the options of `lab`
-    assert {name.split(".")[2] for name in modules if name.startswith("kvabr.cli.")} <= {home, *shared}
-
-
-def test_replay_and_lab_load_no_torch(asset, tmp_path):
-    packages, _ = loaded("replay", TRACES / "flat.csv", "--asset", asset, "--jobs", 1, "--html", tmp_path / "p.html")
-    assert "numpy" in packages
-    assert "torch" not in packages
-    out = tmp_path / "out"
-    packages, _ = loaded("lab", TRACES / "flat.csv", "--asset", asset, "--jobs", 1, "--out", out, "--html", out / "p")
-    assert (out / "p").is_file()
-    assert "torch" not in packages
-
-
-def test_importing_kvabr_loads_nothing_heavy():
-    command = [sys.executable, "-c", "import sys, kvabr; print(*sys.modules)"]
-    names = subprocess.run(command, capture_output=True, text=True, timeout=6000, check=True).stdout.split()  # noqa: S603
-    assert not {"torch", "numpy", "asyncio", "kvabr.client"} & set(names)
-
-
 def test_replay_prints_a_table_and_a_verdict_and_writes_every_file(capsys, asset, tmp_path):
     files = {kind: tmp_path / f"out.{kind}" for kind in ("json", "html", "jsonl", "perfetto")}
     status, out, err = run(

@@ -1,9 +1,11 @@
-"""What a command loads: replay and lab work on catalog numbers, so they need no tensors."""
+"""What commands load: help loads one command, and replay and lab need no tensors."""
 
 import subprocess
 import sys
 
 import pytest
+
+from kvabr.cli.main import COMMANDS
 
 RUN = """
 import sys
@@ -44,3 +46,44 @@ def test_the_laboratory_never_loads_torch(trace, tmp_path):
 def test_what_a_replay_is_made_of_loads_neither_torch_nor_numpy(module):
     code = "import importlib, sys\nimportlib.import_module(sys.argv[1])\nprint({'torch', 'numpy'} & set(sys.modules))"
     assert loaded(code, module) == "set()"
+
+
+LISTING = """
+import sys
+from kvabr.cli.main import main
+try:
+    main(sys.argv[1:])
+except SystemExit:
+    pass
+print(*sorted({name.partition(".")[0] for name in sys.modules}), file=sys.stderr)
+print(*sorted(name for name in sys.modules if name.startswith("kvabr.")), file=sys.stderr)
+"""
+
+
+def packages_and_modules(*argv):
+    """Return the top-level packages and the modules of kvabr that a command line loads."""
+    command = [sys.executable, "-c", LISTING, *map(str, argv)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=6000, check=True)  # noqa: S603
+    packages, modules = done.stderr.splitlines()[-2:]
+    return set(packages.split()), set(modules.split())
+
+
+def test_help_loads_no_command():
+    packages, modules = packages_and_modules("--help")
+    assert modules == {"kvabr.cli", "kvabr.cli.main", "kvabr.types", "kvabr.types.errors"}
+    assert not packages & {"torch", "numpy", "rich", "structlog", "transformers", "asyncio"}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_of_a_command_loads_that_command_only(command):
+    packages, modules = packages_and_modules(command, "--help")
+    assert not packages & {"torch", "transformers", "rich", "structlog", "qh3", "aioquic", "moq", "cryptography"}
+    home = COMMANDS[command][0].partition(":")[0]
+    shared = {"main", "options", "network", "lab", "bench"}  # `tune` has the options of `lab`
+    assert {name.split(".")[2] for name in modules if name.startswith("kvabr.cli.")} <= {home, *shared}
+
+
+def test_importing_kvabr_loads_nothing_heavy():
+    command = [sys.executable, "-c", "import sys, kvabr; print(*sys.modules)"]
+    names = subprocess.run(command, capture_output=True, text=True, timeout=6000, check=True).stdout.split()  # noqa: S603
+    assert not {"torch", "numpy", "asyncio", "kvabr.client"} & set(names)
