@@ -181,6 +181,7 @@ def test_lists_name_everything(capsys):
     assert "harmonic" in run(capsys, "estimators")[1]
 
 
+@pytest.mark.process
 def test_ctrl_c_ends_it_at_once_and_leaves_nothing(asset, tmp_path):
     out = tmp_path / "out"
     out.mkdir()
@@ -212,6 +213,7 @@ def test_catalog_of_the_package_is_whole():
     assert all(track.measured is not None for track in shipped.tracks)
 
 
+@pytest.mark.process
 def test_a_reader_that_goes_away_is_no_failure():
     """As with ``| head``; also where what is left fits into the buffers."""
     command = [sys.executable, "-m", "kvabr", "policies"]
@@ -222,6 +224,7 @@ def test_a_reader_that_goes_away_is_no_failure():
     process.stderr.close()
 
 
+@pytest.mark.process
 def test_it_may_be_started_without_an_output():
     """As with ``>&-``."""
     words = f"exec {sys.executable} -m kvabr policies >&-"

@@ -155,6 +155,7 @@ class Restless(Policy):
 """
 
 
+@pytest.mark.process
 def test_ctrl_c_leaves_no_file(served, short, tmp_path):
     policy, out, log = tmp_path / "restless.py", tmp_path / "c.safetensors", tmp_path / "l.jsonl"
     policy.write_text(RESTLESS)

@@ -31,6 +31,8 @@ from tests.faults.common import LIBRARIES, LIMIT_S, SPEC, TOKENS, right, serving
 from tests.faults.rude import rude_client
 from tests.fuzzing import held
 
+pytestmark = pytest.mark.process
+
 HERE = Location(0, 0)
 STOPPED = SimpleNamespace(monotonic=lambda: 1000.0)
 """Stands in for the module `time`: no time passes, so a rate is a number of requests."""

@@ -32,6 +32,8 @@ from tests.faults.common import (
 )
 from tests.faults.rude import GOAL, lying, rude_server
 
+pytestmark = pytest.mark.process
+
 FULL = 10586
 """Bytes of a group of Int4."""
 

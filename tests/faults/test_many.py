@@ -5,9 +5,13 @@ from __future__ import annotations
 import asyncio
 from contextlib import AsyncExitStack
 
+import pytest
+
 from kvabr.client.result import NothingCached
 from tests.client.playing import play
 from tests.faults.common import GROUPS, LIBRARIES, LIMIT_S, SPEC, TOKENS, Log, relaying, right, shaped
+
+pytestmark = pytest.mark.process
 
 PLAYERS = 20
 

@@ -32,6 +32,8 @@ from tests.faults.common import (
     shaped,
 )
 
+pytestmark = pytest.mark.process
+
 MB = 1e6
 GROUP = TrackNamespace(SPEC.model, DIGESTS[-1]), "FP16", GROUPS - 1
 FORGOTTEN = "the peer fell silent; it answers a new connection"

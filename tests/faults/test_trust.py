@@ -22,6 +22,8 @@ from kvabr.types.errors import NotFoundError, PlayError, TransportError
 from tests.client.playing import play, play_asset
 from tests.faults.common import LIBRARIES, LIMIT_S, SPEC, TOKENS, right, serving
 
+pytestmark = pytest.mark.process
+
 GOOD = ("localhost", "127.0.0.1")
 
 

@@ -86,6 +86,7 @@ def test_help_teaches(command, capsys):
     assert "examples:" in capsys.readouterr().out
 
 
+@pytest.mark.process
 def test_ctrl_c_keeps_what_was_played(links, tmp_path):
     """A real interrupt, in the middle, to a run with children of its own."""
     out = tmp_path / "out"

@@ -111,6 +111,7 @@ def test_shapes_are_checked(change):
         Shape(**change)
 
 
+@pytest.mark.process
 def test_the_project_s_traces_are_what_the_script_makes(tmp_path):
     shipped = ROOT / "traces"
     done = subprocess.run(  # noqa: S603  # our own script

@@ -40,6 +40,8 @@ from kvabr.types.naming import CATALOG_TRACK, PROFILE_TRACK, TrackNamespace, cha
 from tests.assets import make_asset
 from tests.moqbed import LOG, dialled, options, origin
 
+pytestmark = pytest.mark.process
+
 BIG = 1 << 24
 SOON_S = 8.0
 ELSEWHERE = TrackNamespace("other/model", "0" * 64)

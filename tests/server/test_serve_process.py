@@ -21,6 +21,8 @@ from kvabr.types.errors import NotFoundError, TransportError
 from kvabr.types.naming import CATALOG_TRACK, PROFILE_TRACK, TrackNamespace, prefix_track
 from tests.assets import digests, make_asset
 
+pytestmark = pytest.mark.process
+
 
 @pytest.fixture
 def root(tmp_path):

@@ -136,6 +136,7 @@ def encode(path, *prefix, limit=None):
     )  # fmt: skip
 
 
+@pytest.mark.process
 def test_a_file_size_limit_leaves_no_half_asset(tmp_path):
     """Python ignores SIGXFSZ, so a write beyond the limit fails as it would on a full disk."""
     done = encode(tmp_path / "asset", limit=8000)
@@ -144,6 +145,7 @@ def test_a_file_size_limit_leaves_no_half_asset(tmp_path):
     assert left_over(tmp_path) == []
 
 
+@pytest.mark.process
 def test_a_full_disk_leaves_no_half_asset(tmp_path):
     """A real one: a file system of 64 kB that the asset does not fit into."""
     disk = tmp_path / "disk"

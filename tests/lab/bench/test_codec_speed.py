@@ -46,6 +46,7 @@ def test_what_has_no_stages_is_timed_whole(group):
     assert set(time_track(Job.make(group, SPEC, None, "Int8"), seconds=0.01).rates) == {"encode", "decode"}
 
 
+@pytest.mark.process
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_memory_that_a_call_takes_is_seen():
     # In a process of its own, for what the system takes from a large one meanwhile would count as shrinking.

@@ -24,6 +24,8 @@ from tests.processes import LIMIT_S, gone, workers_of
 from tests.replay.live.links import trace
 from tests.toymodel import toy_asset
 
+pytestmark = pytest.mark.process
+
 RATE = 400e3
 """Bytes per second: any machine can fill it."""
 TRACKS = ("FP16", "Int4")

@@ -20,6 +20,8 @@ from kvabr.types.errors import TransportError
 from tests.processes import gone
 from tests.replay.live.links import WAIT_S, ends, trace, udp
 
+pytestmark = pytest.mark.process
+
 SIZE = 972
 """Payload of a packet that has 1,000 bytes on the wire."""
 
