@@ -24,6 +24,8 @@ from tests.client.served import Served
 from tests.client.test_play import close
 from tests.toymodel import SPEC, prompt
 
+pytestmark = pytest.mark.process
+
 TOKENS = prompt(70).tokens
 
 

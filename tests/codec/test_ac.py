@@ -22,6 +22,8 @@ from kvabr.types.kv import KVSpec, RopeSpec
 from kvabr.types.naming import LAYERS
 from tests.kvdata import cache, related, spec
 
+pytestmark = pytest.mark.slow
+
 FIRST = 1000
 """Position of most groups here: behind the sinks."""
 

@@ -185,6 +185,7 @@ def test_objects_hold_whole_tokens(track, sizes, tokens, first_token):
     assert all(after.end - before.begin + layout.unit_bytes > SLICE_BYTES for before, after in pairwise(spans))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("track", LEVELS)
 @pytest.mark.parametrize("tokens", [1, 40, 128])
 def test_frames_are_cut_as_they_are_made(track, tokens):

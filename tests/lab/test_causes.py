@@ -11,6 +11,8 @@ from kvabr.types.cost import PrefillCost
 from tests.catalogs import catalog
 from tests.replay.worlds import world, worlds
 
+pytestmark = pytest.mark.slow
+
 POLICIES = ["fixed:AC-5x", "fixed:FP16", *(name for name in BUILTIN if name != "fixed")]
 ENGINES = {"none": (None, "hole"), "hole": (PrefillCost(0.005, 1 / 800), "hole"),
            "suffix": (PrefillCost(0.0, 1 / 1500), "suffix")}  # fmt: skip

@@ -15,6 +15,8 @@ from tests.catalogs import catalog
 from tests.lab.matrices import tuned
 from tests.lab.test_matrix import trace_file
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def links(tmp_path):

@@ -17,6 +17,8 @@ from tests.replay.report_samples import HOSTILE
 from tests.replay.test_report_browser import CHROMIUM, Browser
 from tests.replay.test_report_page import embedded, embedded_source
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def shown(tmp_path_factory):

@@ -16,6 +16,8 @@ from kvabr.types.errors import AssetError, PlayError, PolicyError, UsageError
 from tests.catalogs import catalog
 from tests.lab.matrices import matrix, traces, tuned
 
+pytestmark = pytest.mark.slow
+
 
 def played(folder, what, **options):
     with PlayStore(folder) as store:

@@ -11,6 +11,8 @@ from kvabr.types.errors import UsageError
 from tests.lab.matrices import matrix, traces, tuned
 from tests.replay.worlds import world
 
+pytestmark = pytest.mark.slow
+
 QUICK = Search(points=4, rounds=1, near=2)
 
 

@@ -19,6 +19,8 @@ from tests import kvdata
 from tests.catalogs import catalog as made_catalog
 from tests.toymodel import SPEC, ToyModel, prompt
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def made():

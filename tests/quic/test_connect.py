@@ -22,6 +22,8 @@ from tests.client.served import Served
 from tests.client.test_play import close
 from tests.toymodel import SPEC, ToyModel, prompt
 
+pytestmark = pytest.mark.process
+
 TOKENS = prompt(70).tokens
 DIGEST = "ab" * 32
 SECRET = "open sesame"  # noqa: S105

@@ -27,6 +27,8 @@ from kvabr.types.errors import ConnectionLostError, NotFoundError, RequestError,
 from kvabr.types.naming import CATALOG_TRACK
 from tests.assets import make_asset
 
+pytestmark = pytest.mark.process
+
 LOG = structlog.wrap_logger(structlog.ReturnLogger(), processors=[])
 FRAME = 300_000
 LIBRARIES = ("aioquic", "qh3")

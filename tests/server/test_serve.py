@@ -28,6 +28,8 @@ from kvabr.store.grants import Grants
 from kvabr.types.errors import TransportError, UsageError
 from tests.assets import make_asset
 
+pytestmark = pytest.mark.process
+
 LOG = structlog.wrap_logger(structlog.ReturnLogger(), processors=[])
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 
+import pytest
+
 from kvabr.data import default_catalog
 from kvabr.publish.publisher import Publisher, Slot
 from kvabr.server.published_assets import PublishedAssets
@@ -11,6 +13,8 @@ from kvabr.store.quota import FolderQuota
 from kvabr.types.naming import chain
 from tests import kvdata
 from tests.toymodel import SPEC
+
+pytestmark = pytest.mark.slow
 
 KV = kvdata.related(SPEC, 48)
 

@@ -20,6 +20,8 @@ from kvabr.types.naming import chain
 from tests.client.served import Served
 from tests.toymodel import SPEC, ToyModel, prompt, toy_asset
 
+pytestmark = pytest.mark.process
+
 BLOCK = 8
 TOKENS = list(prompt(70).tokens)
 PATIENCE_S = 300.0

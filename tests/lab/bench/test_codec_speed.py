@@ -14,6 +14,8 @@ from kvabr.lab.bench.codec_speed import Job, time_track
 from kvabr.types.kv import KVSpec, RopeSpec
 from tests import kvdata
 
+pytestmark = pytest.mark.slow
+
 SPEC = kvdata.spec()
 STAGES = {"analysis", "entropy encode", "encode", "entropy decode", "synthesis", "decode"}
 

@@ -1,9 +1,12 @@
 """Speed of the coder, measured on synthetic groups."""
 
+import pytest
 import torch
 
 from kvabr.codec.native import coder
 from kvabr.lab.bench import coder_speed
+
+pytestmark = pytest.mark.slow
 
 
 def test_synthetic_groups_are_measured():

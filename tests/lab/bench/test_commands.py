@@ -7,6 +7,8 @@ import pytest
 from kvabr.cli.main import main
 from tests.tinymodels import save_tokenizer
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def profile_file(profile, tmp_path):

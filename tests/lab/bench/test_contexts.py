@@ -10,6 +10,8 @@ from kvabr.publish.texts import calibration_texts, paragraphs
 from kvabr.types.errors import UsageError
 from tests.lab.bench.conftest import prose
 
+pytestmark = pytest.mark.slow
+
 
 def test_a_folder_gives_one_text_a_domain_in_the_order_asked_for(texts_folder):
     assert list(read_texts(texts_folder, None)) == [name for name in DOMAINS if name in ("python", "prose")]

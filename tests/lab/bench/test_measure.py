@@ -7,6 +7,8 @@ from kvabr.lab.bench.measure import CacheStore
 from kvabr.types.errors import AssetError
 from tests import kvdata
 
+pytestmark = pytest.mark.slow
+
 SPEC = kvdata.spec()
 
 

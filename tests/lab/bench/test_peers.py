@@ -12,6 +12,8 @@ from kvabr.lab.bench.schemes import TrackScheme
 from kvabr.types.errors import AssetError
 from tests import kvdata
 
+pytestmark = pytest.mark.slow
+
 SPEC = kvdata.spec(layers=12)
 
 ECHO = """

@@ -13,6 +13,8 @@ from kvabr.lab.bench.contexts import DEPTHS
 from kvabr.lab.bench.measure import EXACT, STAGES, CacheStore, QualityBench
 from kvabr.lab.bench.page import drawing, page
 
+pytestmark = pytest.mark.slow
+
 TRACKS = ("FP16", "Int4", "AC-L0", "AC-L1", "AC-L2")
 
 

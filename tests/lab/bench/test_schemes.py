@@ -10,6 +10,8 @@ from kvabr.lab.bench.schemes import Kivi, TrackScheme, tracks_to_measure
 from kvabr.types.errors import ForeignError, FormatError, UsageError
 from tests import kvdata
 
+pytestmark = pytest.mark.slow
+
 SPEC = kvdata.spec(layers=12)
 
 

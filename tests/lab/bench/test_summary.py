@@ -6,6 +6,8 @@ import pytest
 from kvabr.lab.bench.measure import EXACT, Findings
 from kvabr.lab.bench.summary import at_group_size, crossing, curve, exact_recall, match, scheme_rows
 
+pytestmark = pytest.mark.slow
+
 
 def findings(points, cases=40):
     """Schemes by name: bits, KL, and log-probability of codes; contexts and cases differ by known factors."""
