@@ -89,24 +89,24 @@ class Assembler:
         """Check, decode and place one group.
 
         Args:
-            group: the group that was asked for.
-            track: the track that was asked for.
-            frame: the bytes that came; hostile until checked. They must not change any more.
-            has_digest: compares their SHA-256, for a caller that remembers it; None: it is computed here.
+            group: the group that was requested.
+            track: the track that was requested.
+            frame: the bytes that came; untrusted. The caller must not change them afterwards.
+            has_digest: compares the frame's SHA-256, for a caller that has computed it; None: it is computed here.
 
         Raises:
-            ForeignError: a good frame of something else.
-            FormatError: corrupt, truncated, not what the catalog promises, or an enhancement whose base is not in
-                place. Nothing has changed.
+            ForeignError: a valid frame of something else.
+            FormatError: the frame is corrupt, truncated, not what the catalog promises, or an enhancement whose base is
+                not in place. Nothing has changed.
         """
         offer = self._catalog.track(track)
         first, last = self._catalog.spec.group_range(group, self._catalog.tokens)
-        if (early := self._verdict(group, offer)) is not None:
+        if (early := self._refusal(group, offer)) is not None:
             return early
         with self._scratch(last - first) as scratch:
             self._decode(group, offer, frame, scratch, has_digest)
             with self._lock:
-                if (late := self._verdict(group, offer)) is not None:
+                if (late := self._refusal(group, offer)) is not None:
                     return late
                 if offer.refines is not None and self._tracks[group] != offer.refines:
                     raise FormatError(f"group {group} of {track}: {offer.refines} is no longer in place")
@@ -163,24 +163,24 @@ class Assembler:
     def prepare(
         self, group: int, track: str, frame: bytes | memoryview, *, has_digest: HasDigest | None = None
     ) -> Callable[[], Placement]:
-        """Check and decode one group of a cache that is in use, into memory of its own.
+        """Check and decode an upgrade of one group of a cache in use, into memory of its own.
 
         Args:
-            group: the group that was asked for.
-            track: the track that was asked for.
-            frame: the bytes that came; hostile until checked. They must not change any more.
+            group: the group that was requested.
+            track: the track that was requested.
+            frame: the bytes that came; untrusted. The caller must not change them afterwards.
             has_digest: as for `put`.
 
         Returns:
-            What writes the group to its place, all of it, and says what became of it. To be called once, while nobody
-            reads the group's tokens; after `seal` it changes nothing.
+            A function that writes the whole group into place and says what happened to it. Call it once, while nothing
+            reads the group's tokens. After `seal` it changes nothing.
 
         Raises:
             ForeignError, FormatError: as `put`.
             UsageError: the cache is not in use, or was taken without upgrades.
         """
         if not self._taken or not self._open:
-            raise UsageError("only a cache that was taken with upgrades=True is bettered while it is in use")
+            raise UsageError("upgrades need a cache that was taken with take(upgrades=True) and is not sealed")
         spec, offer = self._catalog.spec, self._catalog.track(track)
         first, last = spec.group_range(group, self._catalog.tokens)
         ready = torch.empty(spec.shape(last - first), dtype=self._out.dtype, device=self._out.device)
@@ -191,7 +191,7 @@ class Assembler:
             with self._lock:
                 if not self._open:
                     return Placement.LATE
-                if self._better(group, offer) is not None:
+                if self._outdated(group, offer) is not None:
                     return Placement.STALE
                 self._out[:, :, :, first:last].copy_(ready)
                 self._tracks[group] = track
@@ -270,13 +270,13 @@ class Assembler:
             shown = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
             raise HoleError(f"groups {shown} are neither fetched nor recomputed; fetch or recompute them first")
 
-    def _verdict(self, group: int, offer: Track) -> Placement | None:
+    def _refusal(self, group: int, offer: Track) -> Placement | None:
         """Return why a frame can be ignored, or None."""
         if self._taken:
             return Placement.LATE
-        return self._better(group, offer)
+        return self._outdated(group, offer)
 
-    def _better(self, group: int, offer: Track) -> Placement | None:
+    def _outdated(self, group: int, offer: Track) -> Placement | None:
         """Return `Placement.STALE` if the track in place is at least as good, else None."""
         current = self._tracks[group]
         if current is None:

@@ -56,7 +56,7 @@ class ComputeQueue:
             dead: whether the link carries nothing at all.
 
         Returns:
-            Whether `planned` changed, and the plan, if anything is to be computed.
+            Whether `planned` changed, and the plan, if there is anything to compute.
         """
         found: Plan | None = None
         if self.computing is not None and self._mode == "suffix":

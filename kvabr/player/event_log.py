@@ -1,4 +1,4 @@
-"""Emits the events of a session; creates none if nobody listens."""
+"""Emits the events of a session; creates none if there is no listener."""
 
 from __future__ import annotations
 

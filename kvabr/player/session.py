@@ -307,7 +307,7 @@ class Session(PlayState):
                 self._deliver(now)
                 return
             left = self._catalog.groups - self._in_place
-            raise self._guard.invalid(f"waits while {left} groups are missing and nothing is under way")
+            raise self._guard.invalid(f"waits while {left} groups are missing and nothing is in flight")
         if self._prefix and not self.view.in_flight and not self._decoding:
             # All that is left is to wait for the moment at which the engine would start.
             self._deliver(now, cut=None if complete else "the rest cannot be fetched, or is sooner computed")
@@ -372,7 +372,7 @@ class Session(PlayState):
             elif upgrade:
                 self._content = True
             elif self._compute is None:
-                self._give_up(now, f"group {group} cannot be had on any track, and there is no engine to compute it")
+                self._give_up(now, f"group {group} failed on every track, and there is no engine to compute it")
             else:
                 self._leave_to_engine(group, now)
 

@@ -176,7 +176,7 @@ def _outcomes(matrix: Matrix, todo: Sequence[Task], jobs: int) -> Iterator[_Outc
         over = True
     finally:
         if not over:
-            # Do not wait for running plays: nobody wants them any more, and a policy may never return.
+            # Do not wait for running plays: their results are lost anyway, and a policy may never return.
             for process in set(multiprocessing.active_children()) - others:
                 process.terminate()
         pool.shutdown(wait=True, cancel_futures=True)

@@ -107,7 +107,7 @@ async def test_a_track_that_is_always_bad_is_left_for_another(origin):
 @virtual
 async def test_a_publisher_that_lies_always_ends_the_play_with_the_reason(origin):
     start = asyncio.get_running_loop().time()
-    with pytest.raises(PlayError, match=r"cannot be had on any track.*9 bytes came, the catalog says") as caught:
+    with pytest.raises(PlayError, match=r"failed on every track.*9 bytes came, the catalog says") as caught:
         await played_with(origin, lambda ask: Fault(truncate_to=9) if level(ask) else None)
     assert "no engine" in str(caught.value)
     assert asyncio.get_running_loop().time() - start <= 2.0

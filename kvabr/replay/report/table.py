@@ -245,7 +245,7 @@ def live_table(result: Result) -> RenderableType:
     ]
     if busy:
         plays = "1 play was" if busy == 1 else f"{busy} plays were"
-        notes.append(Text(f"{plays} held up by this machine's processors, not by the link", "yellow"))
+        notes.append(Text(f"{plays} limited by this machine's processors, not by the link", "yellow"))
     return Group(table, *notes)
 
 

@@ -68,7 +68,7 @@ def test_the_table_has_all_families_and_policies_and_owns_up_to_a_busy_machine()
     assert "10.0 %" in rows["all"]
     assert "-10.0 %" in rows["all"]
     assert "network-limited" in rows
-    assert "1 play was held up by this machine's processors" in text
+    assert "1 play was limited by this machine's processors" in text
 
 
 def test_nothing_compared_is_a_dash_not_an_error():
