@@ -61,7 +61,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     parser.description = (
         "Publish a folder of assets as MoQT tracks on QUIC, for `kvabr fetch`, `kvabr relay`, and programs "
-        "that use kvabr.connect."
+        "that use kvabr.Client."
     )
     parser.epilog = f"{_EPILOG}\nlimits (--limit NAME=VALUE, any number of times) and their defaults:{limits}\n"
     parser.add_argument("root", nargs="?", metavar="ROOT", help="folder with the assets")

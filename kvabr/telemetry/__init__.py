@@ -4,7 +4,7 @@
 `JsonLines` (with CMCD names where one fits), `PlayerMetrics` (Prometheus) and `OpenTelemetry` (spans; extra ``otel``)::
 
     with Telemetry(JsonLines("plays.jsonl"), PlayerMetrics()) as telemetry:
-        played = await kvabr.play(origin, tokens, deadline=2.0, telemetry=telemetry)
+        played = client.play(tokens, deadline=2.0, options=PlayOptions(telemetry=telemetry))
 
 A listener cannot disturb a play: events that it is too slow for are dropped and counted, and its exceptions are counted
 and logged once. This package knows nothing of sessions, sockets or tensors.

@@ -158,7 +158,7 @@ async def test_an_origin_or_a_relay_killed_in_the_middle_and_started_again(origi
 
 async def test_an_origin_killed_for_good(root, tls, fingerprint):
     """The engine computes the rest in time; without one the error says why."""
-    with_engine = {"recompute": engine(), "cost": SLOW, "deadline": 16.0}
+    with_engine = {"engine": engine(), "prefill_cost": SLOW, "deadline": 16.0}
     async with AsyncExitStack() as stack:
         served = await stack.enter_async_context(serve_process(root, tls))
         plays, logs = [], []

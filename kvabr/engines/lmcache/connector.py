@@ -1,6 +1,6 @@
 """The plug-in that LMCache loads: `KvabrAdapter`, which makes a `ChunkConnector`.
 
-Everything asynchronous happens on the event loop that LMCache gives, where also the node's fetcher lives: the chunks
+Everything asynchronous happens on the event loop that LMCache gives, where the client lives as well: the chunks
 of all requests share one connection, and those that are wanted first go first. A chunk that cannot be had in time is
 reported as not there, as LMCache wants it: the engine then computes it.
 """

@@ -2,8 +2,8 @@
 
     model = AutoModelForCausalLM.from_pretrained("./my-llama")
     engine = engine_of(model, "./my-llama")
-    with kvabr.sync.connect("moqt://origin.example/") as origin:
-        ready = play_cache(origin, engine, input_ids, deadline=2.0)
+    with kvabr.Client("moqt://origin.example/", engine=engine) as client:
+        ready = play_cache(client, engine, input_ids, deadline=2.0)
         output = model.generate(input_ids, past_key_values=ready.cache, max_new_tokens=64)
 
 The longest cached prefix is played; groups that do not come in time are computed where they are missing (mode
