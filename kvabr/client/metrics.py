@@ -11,7 +11,7 @@ _SECONDS = (0.001, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 
 
 class ClientMetrics(MetricSet):
-    """Metrics of a fetcher; `kvabr.telemetry.prometheus.ScrapeServer` serves them."""
+    """Metrics of a client; `kvabr.telemetry.prometheus.ScrapeServer` serves them."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
-"""What is known of peers from plays before, in a small file: a warm start for the next play to the same peer.
+"""Rates and round trips of peers from earlier plays, in a small file: a warm start for the next play to a peer.
 
-The file is this host's: another host's links are others, so a file that was copied is not believed. It is JSON with a
-checksum, written whole or not at all; whoever writes reads first what others have written meanwhile. What is corrupt,
-foreign or absurd is told once and ignored, and the next write replaces it: a warm start is never worth a play.
+The file belongs to one host, since another host has other links; a copied file is ignored. It is JSON with a checksum,
+written whole or not at all, and a writer merges what other processes have written. A corrupt, foreign or absurd file
+causes one warning and is replaced by the next write: a warm start is never worth a failed play.
 """
 
 from __future__ import annotations
@@ -30,36 +30,36 @@ from kvabr.types.errors import FormatError, KvabrError
 SCHEMA = "kvabr.priors/1"
 MAX_BYTES = 1 << 18
 MAX_PEERS = 512
-"""Peers that are kept; those heard of longest ago go first."""
+"""Peers that are kept; the ones heard of longest ago make room."""
 _MOST_NAME = 300
 _SLOWEST, _FASTEST = 1.0, 1e12
-"""Bytes per second; what lies outside is no link."""
+"""Plausible rates, bytes per second."""
 _LONGEST_TTFB_S = 30.0
 _HALF_LIFE_S = 3600.0
-"""After so many seconds what is known counts half."""
+"""Seconds after which a record counts half."""
 _LONGEST_S = 7 * 86400.0
-"""After so many it is forgotten."""
+"""Seconds after which a record is ignored."""
 _LONGEST_WAIT_S = 2.0
-"""How long a write waits for that of another process, seconds; one that was stopped may hold the lock for ever."""
+"""Seconds that a write waits for the lock; a process that was stopped may hold it for ever."""
 _WAIT_S = 0.01
 _NEWEST = 0.5
-"""How much the last play counts against all before it."""
+"""Weight of the last play against all before it."""
 
 
 @dataclass(frozen=True, slots=True)
 class PeerRecord:
-    """What is known of one peer."""
+    """One peer."""
 
     rate: float
-    """Bytes per second, a mean over plays (of logarithms), the last counting half."""
+    """Geometric mean of the link's rate over plays, the last one counting half, bytes per second."""
     ttfb_s: float
-    """Least time to first byte, a mean of the same kind."""
+    """Mean of the least time to first byte, weighted alike, seconds."""
     at: float
-    """When it was last heard of, seconds since 1970."""
+    """End of the last play, seconds since 1970."""
     plays: int = 1
 
     def sound(self) -> bool:
-        """Whether such a link can be."""
+        """Return whether such a link is plausible."""
         numbers = (self.rate, self.ttfb_s, self.at)
         return (
             all(type(number) in (int, float) and math.isfinite(number) for number in numbers)
@@ -71,12 +71,12 @@ class PeerRecord:
         )
 
     def heard(self, rate: float, ttfb_s: float, at: float) -> PeerRecord:
-        """With one play more."""
+        """Return the record with one more play."""
         rate = math.exp((1 - _NEWEST) * math.log(self.rate) + _NEWEST * math.log(rate))
         return PeerRecord(rate, (1 - _NEWEST) * self.ttfb_s + _NEWEST * ttfb_s, at, self.plays + 1)
 
     def prior(self, now: float) -> Prior | None:
-        """What it is worth to a play that begins now; None: nothing."""
+        """Return what a play that begins now may assume; None if the record is too old."""
         age_s = now - self.at
         if not -60 <= age_s <= _LONGEST_S:  # a little ahead may be another's clock; more is none
             return None
@@ -84,14 +84,14 @@ class PeerRecord:
 
 
 class PeerHistory:
-    """The file, and what this process has heard. May be used from several threads."""
+    """The file, and what this process has learned since. May be used from several threads."""
 
     def __init__(self, path: Path | None = None, *, host: str | None = None) -> None:
-        """Read what is there; nothing is raised.
+        """Read the file if it exists; never raises.
 
         Args:
-            path: the file; None: only this process's memory.
-            host: who this host is; None: found out.
+            path: the file; None: keep records in memory only.
+            host: identity of this host; None: `this_host`.
         """
         self.path, self._host = path, host or this_host()
         self._lock = threading.Lock()
@@ -99,13 +99,13 @@ class PeerHistory:
         self._known: dict[str, PeerRecord] = self._read()
 
     def of(self, peer: str, now: float | None = None) -> Prior | None:
-        """What is known of a peer; None: nothing, or nothing that still counts."""
+        """Return what a play to a peer may assume; None if nothing recent is known."""
         with self._lock:
             known = self._known.get(peer)
         return None if known is None else known.prior(time.time() if now is None else now)
 
     def heard(self, peer: str, rate: float, ttfb_s: float, now: float | None = None) -> None:
-        """A play to a peer has ended; what makes no sense is ignored. Writes nothing, see `save`."""
+        """Record the end of a play; implausible values are ignored. Nothing is written before `save`."""
         at = time.time() if now is None else now
         fresh = PeerRecord(rate, ttfb_s, at)
         if not fresh.sound() or not 0 < len(peer) <= _MOST_NAME:
@@ -117,7 +117,7 @@ class PeerHistory:
             self._known = _newest(self._known)
 
     def save(self) -> None:
-        """Write the file, with what other processes have written meanwhile; that it cannot be is told once."""
+        """Write the file, merged with what other processes have written. Failure causes one warning."""
         if self.path is None:
             return
         try:
@@ -133,7 +133,7 @@ class PeerHistory:
                 # Not under the lock: a play that begins meanwhile must not wait for a disk.
                 write_text(self.path, text)
         except (OSError, KvabrError) as error:
-            self._tell(f"what is known of peers cannot be kept: {error}")
+            self._tell(f"the speed of peers cannot be saved: {error}")
 
     def _read(self) -> dict[str, PeerRecord]:
         if self.path is None:
@@ -154,7 +154,7 @@ class PeerHistory:
 
 @cache
 def this_host() -> str:
-    """What tells this host from others: digits that say nothing of it."""
+    """Return a digest that identifies this host and reveals nothing else."""
     parts = [platform.node(), platform.machine()]
     with contextlib.suppress(OSError):
         parts.append(Path("/etc/machine-id").read_text(encoding="ascii", errors="replace")[:64])
@@ -162,7 +162,7 @@ def this_host() -> str:
 
 
 def history_at(path: str | os.PathLike[str] | None) -> PeerHistory:
-    """The one `PeerHistory` of this process for a file."""
+    """Return the one `PeerHistory` of this process for a file."""
     return _history_at(None if path is None else Path(path))
 
 
@@ -210,19 +210,19 @@ def _loads(text: str, host: str) -> dict[str, PeerRecord]:
     known: dict[str, PeerRecord] = {}
     for peer, each in peers.items():
         if not isinstance(each, dict) or set(each) != {"rate", "ttfb_s", "at", "plays"} or len(peer) > _MOST_NAME:
-            raise FormatError(f"{peer[:40]!r} is not what is known of a peer")
+            raise FormatError(f"{peer[:40]!r} is not a record of a peer")
         known[peer] = PeerRecord(**each)
         if not known[peer].sound():
-            raise FormatError(f"what it says of {peer[:40]!r} cannot be")
+            raise FormatError(f"its record of {peer[:40]!r} is implausible")
     return known
 
 
 @contextmanager
 def _alone(path: Path) -> Iterator[None]:
-    """No other process writes meanwhile, where the system can see to that; else the last to write wins.
+    """Exclude other writers, where the system has file locks; elsewhere the last one to write wins.
 
     Raises:
-        OSError: another holds the lock, and goes on holding it.
+        OSError: another process does not release the lock.
     """
     try:
         import fcntl  # noqa: PLC0415 - not on every system

@@ -1,9 +1,8 @@
-"""One link, several plays: what each of them sees of it, and what they know of it together.
+"""Estimates of a link that several plays share.
 
-A play that shares its link sees its own bytes alone. Were it to reckon with those, it would take another's transfers
-for a slow link, and would not know, when another begins or ends, that its share is another one from then on. So the
-plays of a process to one peer share what they see: each estimates the link by the bytes of all, and reckons with its
-share, the link over the plays that are active.
+A play sees only its own bytes. From those alone it would take another play's transfers for a slow link, and would not
+notice that its share changes when another play begins or ends. So the plays of a process to one peer share what they
+see: each estimates the link from the bytes of all, and expects its share, the link's rate over the active plays.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ from kvabr.quic.interface import Connection
 from kvabr.types.errors import PolicyError
 
 _ACTIVE_S = 0.5
-"""A play that has not been heard of for so many seconds takes nothing from the others."""
+"""Seconds without a sample after which a play takes nothing from the others."""
 
 
 class SharedLink:
-    """What the plays of this process share of the way to one peer."""
+    """What the plays of this process know of the path to one peer."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -36,7 +35,12 @@ class SharedLink:
 
     @contextmanager
     def joined(self, estimator: Estimator, known: Prior | None = None) -> Iterator[LinkShare]:
-        """Take part, with an estimator that is fresh, and with what is known of the peer from before."""
+        """Yield a play's estimator of its share of the link.
+
+        Args:
+            estimator: fresh; estimates the whole link.
+            known: what is known of the peer from earlier plays.
+        """
         share = _named(estimator)(self, estimator)
         if known is not None:
             share.prime(known)
@@ -52,24 +56,24 @@ class SharedLink:
                 self._members.remove(share)
 
     def heard(self, nbytes: float) -> float:
-        """One has received so many bytes; those of all."""
+        """Count bytes that a play received, and return those of all plays."""
         with self._lock:
             self.total += nbytes
             return self.total
 
     def active_beside(self, share: LinkShare) -> int:
-        """How many others are active."""
+        """Return how many other plays are active."""
         with self._lock:
             return sum(one is not share and one.active() for one in self._members)
 
 
 class LinkShare(Estimator):
-    """The estimator of one play that shares its link: it estimates the link, and says the play's share of it."""
+    """Estimates a play's share of a link by an estimator of the whole link."""
 
     name = "share"
 
     def __init__(self, link: SharedLink, inner: Estimator) -> None:
-        """Take the estimator that the play would have on its own."""
+        """Wrap the estimator that the play would use alone."""
         super().__init__()
         self._link, self._inner = link, inner
         self._seen, self._joined_at = link.total, _now()
@@ -92,9 +96,9 @@ class LinkShare(Estimator):
             raise PolicyError(f"estimator {type(self._inner).__name__} raised {error!r} on what was known") from error
 
     def sample(self, nbytes: float, seconds: float, now: float) -> None:
-        """Hear of the play's own bytes, and count those of the others in the same time."""
+        """See `Estimator.sample`; adds what the other plays received in the same time."""
         total = self._link.heard(nbytes)
-        # Before its first sample a play has waited: what the others received meanwhile they did not in `seconds`.
+        # Before its first sample a play has waited: the others received their bytes in more than `seconds`.
         since_s = now - max(seconds, _now() - self._joined_at) if self._since_s is None else self._since_s
         elapsed_s = max(seconds, now - since_s)
         others = max(0.0, total - self._seen - nbytes)
@@ -107,13 +111,13 @@ class LinkShare(Estimator):
         return self._heard_at is not None
 
     def active(self) -> bool:
-        """Whether it was heard of lately."""
+        """Return whether there was a sample lately."""
         return self._heard_at is not None and _now() - self._heard_at <= _ACTIVE_S
 
     def link_rate(self) -> float:
-        """What the whole link carries, bytes per second; 0 where the estimator cannot say.
+        """Return the rate of the whole link, bytes per second; 0 where the estimator cannot say.
 
-        Others ask, or a play that is over: what is wrong with the estimator is for its own play to tell.
+        Called for other plays and at the end of a play: errors of the estimator are reported by its own play.
         """
         try:
             rate = float(self._inner.rate())
@@ -122,11 +126,11 @@ class LinkShare(Estimator):
         return rate if math.isfinite(rate) and rate > 0 else 0.0
 
     def rate(self) -> float:
-        """The play's share of the link."""
+        """Return the play's share of the link, bytes per second."""
         return self._inner.rate() / (1 + self._link.active_beside(self))
 
     def lower_bound(self) -> float:
-        """The play's share of what the link carries at least."""
+        """Return the play's share of the link's lower bound, bytes per second."""
         return self._inner.lower_bound() / (1 + self._link.active_beside(self))
 
     def first_byte(self, seconds: float) -> None:
@@ -139,13 +143,13 @@ class LinkShare(Estimator):
 
 
 def _named(estimator: Estimator) -> type[LinkShare]:
-    """A `LinkShare` that goes by the name of what it stands for, so that a fault is laid at the right door."""
+    """Return a `LinkShare` class with the estimator's name, so that errors name the user's estimator."""
     cls = type(estimator)
     return type(cls.__name__, (LinkShare,), {"name": getattr(cls, "name", cls.__name__)})
 
 
 def _now() -> float:
-    """The time of the loop that the play runs on."""
+    """Return the time of the event loop that the play runs on."""
     try:
         return asyncio.get_running_loop().time()
     except RuntimeError:
@@ -158,7 +162,7 @@ _LOCK = threading.Lock()
 
 
 def link_of(connection: Connection) -> SharedLink:
-    """The link that a connection runs over: plays to one peer share it, also on several connections."""
+    """Return the link of a connection. Connections to one peer share it."""
     with _LOCK:
         link = _BY_CONNECTION.get(connection)
         if link is None:
@@ -172,17 +176,17 @@ def link_of(connection: Connection) -> SharedLink:
 
 @contextmanager
 def estimating(connection: Connection, estimator: Estimator, history: PeerHistory | None) -> Iterator[Estimator]:
-    """The estimator of a play over a connection, which knows what is known of the peer, and tells what it finds out.
+    """Yield a play's estimator, primed by what is known of the peer; what it finds out is recorded at the end.
 
     Args:
-        connection: where the play fetches.
+        connection: where the play fetches; plays that share a link share this connection or its peer.
         estimator: fresh.
-        history: what is known from plays before; None: nothing is kept.
+        history: what is known from earlier plays; None: nothing.
     """
     peer = connection.peer
     known = None if history is None or peer is None else history.of(peer)
     with link_of(connection).joined(estimator, known) as share:
         yield share
-    # A play that received nothing knows no more than was known: it must not make old news fresh.
+    # A play that received nothing has learned nothing: it must not make old knowledge look fresh.
     if history is not None and peer is not None and share.heard:
         history.heard(peer, share.link_rate(), share.ttfb())

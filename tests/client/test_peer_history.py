@@ -116,7 +116,7 @@ def test_a_folder_that_cannot_be_written_fails_no_play(tmp_path):
     (tmp_path / "file").write_text("")
     priors = PeerHistory(tmp_path / "file" / "p.json")
     priors.heard("a:443", 1e6, 0.01, NOW)
-    with pytest.warns(RuntimeWarning, match="cannot be kept"):
+    with pytest.warns(RuntimeWarning, match="cannot be saved"):
         priors.save()
 
 
