@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -141,7 +142,7 @@ def _check(asset: Asset, out: Console) -> list[str]:
     from kvabr.replay.verify import load_profile
 
     bad: list[str] = []
-    parts: list[Any] = [lambda: load_profile(asset), asset.prompt]
+    parts: list[Callable[[], object]] = [lambda: load_profile(asset), asset.prompt]
     good = 0
     for part in parts:
         try:

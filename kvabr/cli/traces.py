@@ -70,11 +70,6 @@ def add(parser: argparse.ArgumentParser) -> None:
     _add_synth(kinds)
 
 
-def run(args: argparse.Namespace) -> int:
-    """Run the chosen action."""
-    return int(args.action(args))
-
-
 def _add_info(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = _action(kinds, "info", _info, "show what traces hold", _INFO_EPILOG)
     parser.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="trace files, or folders of them")
@@ -110,7 +105,11 @@ def _add_synth(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
 
 
 def _action(
-    kinds: argparse._SubParsersAction[argparse.ArgumentParser], name: str, action: Any, what: str, epilog: str
+    kinds: argparse._SubParsersAction[argparse.ArgumentParser],
+    name: str,
+    action: Callable[[argparse.Namespace], int],
+    what: str,
+    epilog: str,
 ) -> argparse.ArgumentParser:
     parser = kinds.add_parser(
         name,
@@ -119,7 +118,7 @@ def _action(
         epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.set_defaults(run=run, action=action)
+    parser.set_defaults(run=action)
     return parser
 
 

@@ -29,6 +29,12 @@ from kvabr.types.errors import AssetError, PolicyError, UsageError
 
 _ENGINE = re.compile(r"(?:(none)|(asset)|([0-9.eE+-]+)(x|/s))(?:@([0-9.eE+-]+|inf))?(?::(suffix|hole))?")
 _MOST_PLAYS = 10_000_000
+SHIPPED = "smollm2-8k"
+"""Name of the default asset, which comes with the package."""
+_LISTS = ("traces", "exclude", "policies", "deadlines", "loads", "rtts", "engines", "assets")
+_NUMBERS = ("starts", "per_family", "seed", "decode_scale")
+_OTHERS = ("families", "estimator", "slow_start")
+_MAX_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,15 +248,6 @@ def _try(policy: str, offers: tuple[Offer, ...]) -> None:
         if track != policy and track not in offer.catalog.by_name:
             names = ", ".join(offer.catalog.by_name)
             raise PolicyError(f"{policy}: asset {offer.name} has no such track; its tracks are {names}")
-
-
-SHIPPED = "smollm2-8k"
-"""Name of the default asset, which comes with the package."""
-
-_LISTS = ("traces", "exclude", "policies", "deadlines", "loads", "rtts", "engines", "assets")
-_NUMBERS = ("starts", "per_family", "seed", "decode_scale")
-_OTHERS = ("families", "estimator", "slow_start")
-_MAX_BYTES = 1 << 20
 
 
 def read_toml(path: Path) -> dict[str, Any]:

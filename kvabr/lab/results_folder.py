@@ -17,6 +17,9 @@ from kvabr.types.errors import AssetError
 
 FILE = "plays.sqlite"
 """Name of the database in a results folder."""
+AXES = "matrix.json"
+RESULT = "result.json"
+_MAX_BYTES = 1 << 28
 SCHEMA = 1
 _MAX_LINE = 1 << 16
 _PATIENCE_S = 60.0
@@ -128,11 +131,6 @@ def _complete(line: Line) -> bool:
 
 def _number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-AXES = "matrix.json"
-RESULT = "result.json"
-_MAX_BYTES = 1 << 28
 
 
 def save_axes(folder: Path, axes: Mapping[str, Any]) -> None:

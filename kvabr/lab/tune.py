@@ -29,6 +29,11 @@ from kvabr.types.errors import UsageError
 Scores = Mapping[str, Mapping[str, float]]
 """Mean regret by candidate and family."""
 
+_CLOSE = 0.15
+"""Width of the first local round, as a share of the range; halved every round."""
+_ZERO = 1e-9
+"""Gains up to this are rounding errors."""
+
 
 @dataclass(frozen=True, slots=True)
 class Fold:
@@ -63,11 +68,6 @@ def choose(scores: Scores, families: Sequence[str], default: str) -> str:
 def others(families: Sequence[str], held_out: str | None) -> list[str]:
     """Return all families except the one held out, if any."""
     return [family for family in families if family != held_out]
-
-
-_CLOSE = 0.15
-"""Width of the first local round, as a share of the range; halved every round."""
-_TELLS = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ class Tuned:
     @property
     def won(self) -> bool:
         """Return whether the gain on families that were not seen can be told from chance."""
-        return self.gain.low > _TELLS
+        return self.gain.low > _ZERO
 
     def values(self, name: str) -> dict[str, float]:
         """Return every parameter's value, by a candidate's name."""
@@ -125,7 +125,7 @@ class Tuned:
         """Return the outcome in one sentence."""
         if self.chosen == self.default:
             return f"Tuning won nothing: no candidate is better than the defaults of {self.policy} over all families."
-        if abs(self.gain.mean) <= _TELLS and self.gain.high - self.gain.low <= _TELLS:
+        if abs(self.gain.mean) <= _ZERO and self.gain.high - self.gain.low <= _ZERO:
             return "Tuning won nothing: on families that it did not see, what it chose does as well as the defaults."
         span = f"{self.gain.low:.2g} to {self.gain.high:.2g}"
         if self.won:
