@@ -63,7 +63,7 @@ print(*sorted(name for name in sys.modules if name.startswith("kvabr.")), file=s
 def packages_and_modules(*argv):
     """Return the top-level packages and the modules of kvabr that a command line loads."""
     command = [sys.executable, "-c", LISTING, *map(str, argv)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=6000, check=True)  # noqa: S603
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True)  # noqa: S603
     packages, modules = done.stderr.splitlines()[-2:]
     return set(packages.split()), set(modules.split())
 
@@ -85,5 +85,5 @@ def test_help_of_a_command_loads_that_command_only(command):
 
 def test_importing_kvabr_loads_nothing_heavy():
     command = [sys.executable, "-c", "import sys, kvabr; print(*sys.modules)"]
-    names = subprocess.run(command, capture_output=True, text=True, timeout=6000, check=True).stdout.split()  # noqa: S603
+    names = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True).stdout.split()  # noqa: S603
     assert not {"torch", "numpy", "asyncio", "kvabr.client"} & set(names)
