@@ -7,7 +7,7 @@ from pathlib import Path
 
 _EPILOG = """\
 examples:
-  kvabr lab traces --policy all --load .1 .3 --out results
+  kvabr lab traces --policy all --load 0.1 0.3 --out results
   kvabr report results                          writes results/report.html
   kvabr report results --html page.html --worst 5
 
