@@ -15,8 +15,7 @@ from kvabr.moqt.parameters import Parameters, SetupOptions, Token
 from kvabr.moqt.session import Session
 from kvabr.moqt.wire import Draft, Location
 from kvabr.quic.bottleneck import LimitWatch
-from kvabr.quic.buffered import BufferedDownload
-from kvabr.quic.download import QuicDownload, QuicOwner
+from kvabr.quic.download import DownloadOwner, QuicDownload
 from kvabr.quic.endpoint import Endpoint
 from kvabr.quic.interface import ConnectionStats, Download
 from kvabr.quic.library import QuicLibrary
@@ -32,7 +31,7 @@ _BAD_CERTIFICATE = range(0x100 + 42, 0x100 + 49)
 """QUIC error codes of the TLS alerts about certificates (RFC 8446, section 6.2)."""
 
 
-class QuicConnection(Endpoint, QuicOwner):
+class QuicConnection(Endpoint, DownloadOwner):
     """A connection to one publisher or relay."""
 
     def __init__(self, library: QuicLibrary, options: DialOptions) -> None:
@@ -136,9 +135,8 @@ class QuicConnection(Endpoint, QuicOwner):
             bisect.insort(self._waiting, (priority, next(self._order), download))
         download.priority = priority
 
-    def drop(self, download: BufferedDownload) -> None:
+    def drop(self, download: QuicDownload) -> None:
         """A download is wanted no more."""
-        assert isinstance(download, QuicDownload)  # noqa: S101  # it has no others
         if download.request_id is None:
             self._waiting = [entry for entry in self._waiting if entry[2] is not download]
         elif self._downloads.pop(download.request_id, None) is not None and self.session is not None:

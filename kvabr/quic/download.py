@@ -1,68 +1,171 @@
-"""One FETCH of a QUIC connection: its objects become the bytes of a group."""
+"""One FETCH of a QUIC connection: its objects become the bytes of a group, in one buffer."""
 
 from __future__ import annotations
 
+import asyncio
+import time
 from abc import abstractmethod
 
 from kvabr.moqt.codes import RequestCode, ResetCode, name_of
 from kvabr.moqt.messages import RequestError as Refusal
 from kvabr.moqt.objects import Item, RangeEnd
-from kvabr.quic.buffered import BufferedDownload, Owner
-from kvabr.types.errors import ConnectionLostError, NotFoundError, RequestError
+from kvabr.quic.bottleneck import LimitWatch
+from kvabr.quic.interface import Connection, Download, DownloadStats
+from kvabr.types.errors import ConnectionLostError, NotFoundError, RequestError, TransportError
 
 Name = tuple[tuple[bytes, ...], bytes, int]
 """Namespace fields, track and group."""
 _NOT_THERE = (RequestCode.DOES_NOT_EXIST, RequestCode.INVALID_RANGE)
+_MIN_ROOM = 16 << 10
+"""Bytes that a buffer of unknown size begins with."""
 
 
-class QuicOwner(Owner):
-    """A connection that can change priorities."""
+class ReceiveBuffer:
+    """The bytes of one group, contiguous, each written once as it comes. Views of them stay valid and never change."""
+
+    def __init__(self, limit: int, *, exact: bool = False) -> None:
+        """Allocate nothing yet: most requests wait behind others, and need no memory before their first byte.
+
+        Args:
+            limit: maximum size, bytes.
+            exact: the group has ``limit`` bytes: allocate them all at the first byte. Otherwise the memory doubles when
+                it is full, which copies what is in it; that is meant for small tracks of unknown size.
+        """
+        self.limit = limit
+        self._exact = exact
+        self._memory = memoryview(b"")
+        self._size = 0
+
+    def __len__(self) -> int:
+        return self._size
+
+    def append(self, part: bytes | memoryview) -> None:
+        """Copy a part behind those before it; the caller has checked the limit."""
+        end = self._size + len(part)
+        if end > len(self._memory):
+            room = self.limit if self._exact else min(self.limit, max(end, 2 * len(self._memory), _MIN_ROOM))
+            grown = memoryview(bytearray(room))
+            grown[: self._size] = self._memory[: self._size]
+            self._memory = grown
+        self._memory[self._size : end] = part
+        self._size = end
+
+    def view(self, start: int = 0) -> memoryview:
+        """Return the bytes from ``start`` on, read-only."""
+        return self._memory[start : self._size].toreadonly()
+
+    def clear(self) -> None:
+        """Release the memory; views of it stay valid."""
+        self._memory, self._size = memoryview(b""), 0
+
+
+class DownloadOwner(Connection):
+    """A connection, as its downloads see it."""
+
+    watch: LimitWatch
+    """Tells what limits the downloads."""
 
     @abstractmethod
     def prioritise(self, download: QuicDownload, priority: int) -> None:
         """Change the priority of a download."""
 
+    @abstractmethod
+    def drop(self, download: QuicDownload) -> None:
+        """Cancel the request of a download that wants no more."""
 
-class QuicDownload(BufferedDownload):
+
+class QuicDownload(Download):
     """One FETCH."""
 
-    def __init__(self, connection: QuicOwner, name: Name, priority: int, limit: int, *, exact: bool = False) -> None:
-        super().__init__(connection, name[1].decode(), name[2], priority, limit, exact=exact)
-        self.name = name
+    def __init__(self, owner: DownloadOwner, name: Name, priority: int, limit: int, *, exact: bool = False) -> None:
+        """Begin without bytes.
+
+        Args:
+            owner: the connection.
+            name: what is fetched.
+            priority: 0 (most urgent) to 255.
+            limit: maximum size, bytes.
+            exact: the group has ``limit`` bytes.
+        """
+        self.stats = DownloadStats(time.monotonic())
+        self.name, self.priority, self.limit = name, priority, limit
+        self.what = f"{name[1].decode()[:80]}, group {name[2]}"
+        """The group, for messages."""
         self.request_id: int | None = None
-        """Once it has been asked for."""
-        self._connection = connection
+        """Set once it has been asked for."""
+        self.over = False
+        """Whether nothing more will come."""
+        self._owner = owner
+        self._buffer = ReceiveBuffer(limit, exact=exact)
+        self._read = 0
+        self._error: TransportError | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    @property
+    def data(self) -> memoryview:
+        """See `Download.data`."""
+        return self._buffer.view()
+
+    async def read(self) -> memoryview:
+        """See `Download.read`."""
+        while self._read == len(self._buffer):
+            if self._error is not None:
+                raise self._error
+            if self.over:
+                break
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        part = self._buffer.view(self._read)
+        if part:
+            self._read += len(part)
+            self.stats.limit = self._owner.watch.limit
+        return part
 
     def prioritise(self, priority: int) -> None:
-        """See `Download.prioritise`; draft 16 cannot do it safely, so there it only counts before the request goes."""
+        """See `Download.prioritise`. Draft 16 cannot do it safely, so there it only counts before the request goes."""
         if priority != self.priority and not self.over:
-            self._connection.prioritise(self, priority)
+            self._owner.prioritise(self, priority)
+
+    def cancel(self) -> None:
+        """See `Download.cancel`."""
+        self._give_up(RequestError(f"{self.what}: cancelled", code=ResetCode.CANCELLED))
+
+    # ---------------------------------------------------------- from the connection
 
     def take(self, items: list[Item]) -> int:
-        """Objects have come; returns how many bytes of payload."""
-        parts: list[memoryview] = []
+        """Take objects that have come, and return their bytes of payload."""
+        count = 0
         for item in items:
             if isinstance(item, memoryview):
-                parts.append(item)
+                self._push(item)
+                count += len(item)
             elif isinstance(item, RangeEnd):
                 self._wrong("the peer does not have all of it", RequestCode.INTERNAL_ERROR)
             elif item.group != self.name[2] or item.status:
                 self._wrong(f"objects of group {item.group} came", RequestCode.MALFORMED_TRACK)
             elif item.size > self.limit:
-                self.too_long()
-        self.push(*parts)
-        return sum(map(len, parts))
+                self._too_long()
+        if count:
+            self._wake()
+        return count
 
     def finish(self, reset: int | None) -> None:
-        """The stream has ended, or was reset."""
+        """End with the stream, or with the code that reset it."""
         if reset is not None:
             reason = name_of(reset, ResetCode)
             self.fail(RequestError(f"{self.what}: broken off by the peer ({reason})", code=reset))
-        else:
-            self.complete()
+        elif not self.stats.received:
+            self.fail(NotFoundError(f"{self.what}: nothing there", code=RequestCode.DOES_NOT_EXIST))
+        elif not self.over:
+            self.over = True
+            self.stats.done_s = time.monotonic()
+            self._wake()
 
     def refuse(self, message: Refusal) -> None:
-        """The peer has refused it."""
+        """Fail because the peer has refused the request."""
         code = message.code
         said = f": {message.reason}" if message.reason else ""
         if code in _NOT_THERE:
@@ -74,8 +177,43 @@ class QuicDownload(BufferedDownload):
         self.fail(error)
 
     def lose(self, reason: str) -> None:
-        """Its connection is gone."""
+        """Fail because the connection is gone."""
         self.fail(ConnectionLostError(f"{self.what}: {reason}"))
 
+    def fail(self, error: TransportError) -> None:
+        """End with an error; what has come can still be read."""
+        if not self.over:
+            self.over = True
+            self._error = error
+            self._wake()
+
+    # ------------------------------------------------------------------ internals
+
+    def _push(self, part: memoryview) -> None:
+        if self.over:
+            return
+        self.stats.received += len(part)
+        if self.stats.received > self.limit:
+            self._too_long()
+            return
+        if self.stats.first_byte_s is None and part:
+            self.stats.first_byte_s = time.monotonic()
+        self._buffer.append(part)
+
+    def _too_long(self) -> None:
+        """Fail; nothing of a group that is too long is of any use."""
+        self._buffer.clear()
+        self._read = 0
+        self._wrong(f"longer than the {self.limit} bytes expected", RequestCode.MALFORMED_TRACK)
+
     def _wrong(self, why: str, code: int) -> None:
-        self.give_up(RequestError(f"{self.what}: {why}", code=code))
+        self._give_up(RequestError(f"{self.what}: {why}", code=code))
+
+    def _give_up(self, error: TransportError) -> None:
+        if not self.over:
+            self.fail(error)
+            self._owner.drop(self)
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)

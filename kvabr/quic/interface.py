@@ -1,12 +1,13 @@
-"""The interface of every transport: a `Connection` makes `Download`s, one for each group of a track that is asked for.
+"""The interface of every transport: a `Connection` makes `Download`s, one for each group of a track that is requested.
 
-Rules that every transport keeps:
+Rules for every transport:
 
-- `Connection.fetch` returns at once and never raises for what the network or the peer does; errors come out of
+- `Connection.fetch` returns at once and never raises for what the network or the peer does. Errors come out of
   `Download.read`, and each says what happened.
-- No more than ``limit`` bytes of a download are ever held: a peer that sends more ends it with `RequestError`.
+- A download never holds more than ``limit`` bytes: a peer that sends more ends it with `RequestError`.
 - After `Download.cancel`, or when its connection is closed, nothing is left of a download: no task, no stream.
-- `read` never waits beyond the life of the connection: when that is lost, every reader is told.
+- `read` never waits beyond the life of the connection: when it is lost, every reader gets an error.
+- A group is copied once, from what the QUIC library delivers into the download's buffer.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from kvabr.types.naming import TrackNamespace
 
 @dataclass(slots=True)
 class DownloadStats:
-    """What is known of one download; times are of `time.monotonic`."""
+    """Progress of one download; times as of `time.monotonic`."""
 
     requested_s: float
     first_byte_s: float | None = None
@@ -32,19 +33,19 @@ class DownloadStats:
     received: int = 0
     """Payload bytes that have arrived, read or not."""
     limit: Limit = "network"
-    """Who held it up since the last read."""
+    """What limited it since the last read."""
 
 
 @dataclass(frozen=True, slots=True)
 class ConnectionStats:
-    """What is known of a connection; None where the transport cannot tell."""
+    """State of a connection; None where the transport cannot tell."""
 
     rtt_s: float | None = None
-    """Smoothed round trip."""
+    """Smoothed round trip, seconds."""
     bytes_received: int = 0
     """Payload bytes of all downloads so far."""
     lost_packets: int | None = None
-    """Packets of ours that were lost."""
+    """Packets sent by this side that were lost."""
     rate: float | None = None
     """The transport's own estimate of what the path carries towards us, bytes per second."""
 
@@ -80,20 +81,20 @@ class Download(ABC):
 
     @abstractmethod
     def prioritise(self, priority: int) -> None:
-        """Change the priority: 0 (most urgent) to 255, as in a MoQT REQUEST_UPDATE. A hint: some peers ignore it."""
+        """Change the priority, 0 (most urgent) to 255, as a MoQT REQUEST_UPDATE does. Some peers ignore it."""
 
     @abstractmethod
     def cancel(self) -> None:
-        """Nothing more is wanted of it. May be called at any time, also after its end."""
+        """Stop it. May be called at any time, also after its end; `data` stays valid."""
 
 
 class Connection(ABC):
-    """A way to one publisher or relay. Use it as an async context manager."""
+    """A connection to one publisher or relay; an async context manager."""
 
     backend: str
     """``memory``, ``aioquic`` or ``qh3``."""
     protocol: str
-    """What is spoken, as negotiated: ``moqt-18``, ``moqt-16``, or what else a transport has."""
+    """Negotiated protocol: ``moqt-18``, ``moqt-16``, or another name of the transport."""
 
     @abstractmethod
     def fetch(
@@ -106,12 +107,12 @@ class Connection(ABC):
         limit: int,
         exact: bool = False,
     ) -> Download:
-        """Ask for one group of one track.
+        """Request one group of one track.
 
         Args:
-            namespace: which prompt.
+            namespace: of the prompt.
             track: name of the track.
-            group: which group.
+            group: number of the group.
             priority: 0 (most urgent) to 255.
             limit: maximum size, bytes.
             exact: the group has ``limit`` bytes, so its buffer is allocated once.
@@ -119,30 +120,30 @@ class Connection(ABC):
 
     @property
     def peer(self) -> str | None:
-        """Which peer this is, the same for every connection to it: its host and port; None if that cannot be told."""
+        """Host and port of the peer, the same for every connection to it; None if unknown."""
         return None
 
     def identify(  # noqa: B027  # most need not
         self, namespace: TrackNamespace, track: str, digests: Sequence[str]
     ) -> None:
-        """The groups of a track have these SHA-256, hex: a connection that keeps what came need not ask for it again.
+        """Tell the SHA-256 of a track's groups, hex, so that a connection with a store need not fetch them again.
 
-        A hint: who asks for a group checks it all the same.
+        A hint: the caller checks each group all the same.
         """
 
     def at_hand(self, namespace: TrackNamespace, track: str) -> Collection[int]:
-        """Which groups of a track, of those that were identified, need not come over the network."""
+        """Return the groups of an identified track that need not cross the network."""
         del namespace, track
         return ()
 
     @property
     def waits_its_turn(self) -> bool:
-        """Whether nothing comes because what others asked for on the same path is more urgent, and does come."""
+        """Whether nothing comes because more urgent requests of others on the same path are served first."""
         return False
 
     @abstractmethod
     def stats(self) -> ConnectionStats:
-        """How the connection has done so far."""
+        """Return the state of the connection."""
 
     @property
     @abstractmethod
@@ -151,20 +152,20 @@ class Connection(ABC):
 
     @property
     def going_away(self) -> bool:
-        """Whether the peer asks for new requests to go elsewhere (GOAWAY); what is under way may still finish."""
+        """Whether the peer wants new requests to go elsewhere (GOAWAY); requests under way may still finish."""
         return False
 
     @property
     def trouble(self) -> str | None:
-        """What keeps it from its peer at the moment, in words; None: nothing that is known."""
+        """What keeps the peer out of reach at the moment, in words; None if nothing is known to."""
         return None
 
     async def answers(self, within_s: float) -> bool:
-        """Ask the peer for a sign of life, and tell whether one came within so many seconds.
+        """Probe the peer, and return whether it answered within ``within_s`` seconds.
 
-        A peer that was killed says nothing any more, and QUIC takes its whole idle timeout to notice.
+        A peer that was killed sends nothing more, and QUIC takes its whole idle timeout to notice.
         """
-        del within_s  # where nothing can be asked, a connection that is open counts as alive
+        del within_s  # without a probe, an open connection counts as alive
         return not self.closed
 
     @abstractmethod
@@ -181,7 +182,7 @@ class Connection(ABC):
 
 
 async def read_all(download: Download) -> bytes:
-    """Everything of a download, whose limit bounds it.
+    """Read a download to its end, and return all of it.
 
     Raises:
         TransportError: as `Download.read`; the download is cancelled.

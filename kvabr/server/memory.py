@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvabr.moqt.codes import RequestCode
-from kvabr.quic.buffered import ReceiveBuffer
+from kvabr.quic.download import ReceiveBuffer
 from kvabr.quic.interface import Connection, ConnectionStats, Download, DownloadStats
 from kvabr.server.faults import Ask, Fault, tampered
 from kvabr.server.publication import Publication

@@ -11,7 +11,7 @@ import pytest
 from kvabr.client.async_client import AsyncClient
 from kvabr.client.options import Limits, PlayOptions
 from kvabr.player import assembler
-from kvabr.quic.buffered import ReceiveBuffer
+from kvabr.quic.download import ReceiveBuffer
 from tests.client.served import Served
 from tests.client.test_play import close
 from tests.client.virtual import virtual
