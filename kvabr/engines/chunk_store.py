@@ -1,8 +1,8 @@
-"""Caches that an engine knows by keys of its own, and not by their tokens: published, found and played by key.
+"""Caches that an engine names by keys of its own instead of tokens: published, found and played by key.
 
-LMCache's chunks and SGLang's pages are of this kind: a hash that covers all tokens up to their end. So the digests of
-their groups are made of the key. Where in a prompt such a cache stands nobody says, which leaves out the AC tracks:
-they undo the rotary embedding by position. The levels that quantise need no position.
+The keys of LMCache's chunks and SGLang's pages are hashes of all tokens up to their end, so the digests of their groups
+are derived from the key. A key does not tell the position of the cache in its prompt. That excludes the AC tracks,
+which undo the rotary embedding by position; the tracks that quantise need no position.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from kvabr.types.naming import TrackNamespace
 LOG = logging.getLogger("kvabr.engines.chunk_store")
 
 _MAX_FOUND_BYTES = 64 << 20
-"""Memory for catalogs: an engine soon fetches what it has asked about."""
+"""Memory for catalogs that were looked up: engines look up a cache before they fetch it."""
 _UNSAFE = re.compile(r"[^A-Za-z0-9._/-]")
 _DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
 
@@ -40,9 +40,9 @@ class KeyedSettings(EngineSettings):
     """Keys of LMCache's and SGLang's adapters."""
 
     patience: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 2.0
-    """Deadlines after which a cache that is not there counts as lost."""
+    """Deadlines after which an incomplete cache counts as lost."""
     lookup_s: Seconds = 1.0
-    """Seconds that a lookup may take; then the cache counts as not there."""
+    """Seconds that a lookup may take; then the cache counts as missing."""
 
     @classmethod
     def read(cls, given: Mapping[str, object], where: str) -> Self:
@@ -58,18 +58,18 @@ class KeyedSettings(EngineSettings):
 
 
 def spec_of(model: str, engine: str, layers: int, heads: int, dim: int, dtype: torch.dtype) -> KVSpec:
-    """What an engine's caches are.
+    """Return the spec of an engine's caches.
 
     Args:
-        model: the model's name as the engine has it; a folder's path will do.
-        engine: its name, which stands where a tokenizer's belongs: keys tell of none.
-        layers: of the cache.
+        model: the engine's name of the model, possibly a path.
+        engine: name of the engine, in place of a tokenizer's, which keys do not tell.
+        layers: number of layers.
         heads: KV heads of one rank.
-        dim: of a head.
-        dtype: of the cache.
+        dim: numbers per head.
+        dtype: element type of the cache.
 
     Raises:
-        FormatError: a cache that the engine quantises itself.
+        FormatError: the engine quantises its cache.
     """
     if dtype not in _DTYPES:
         raise FormatError(f"a cache of {dtype}: the engine quantises it itself; kvabr's tracks need 16 or 32 bits")
@@ -83,66 +83,63 @@ def _memory_of(found: Found) -> int:
 
 
 def key_digests(spec: KVSpec, key: str, tokens: int) -> list[str]:
-    """A digest for each group of a cache; the last one names the asset."""
+    """Return a digest for each group of a cache; the last one names the asset."""
     groups = spec.groups(tokens)
     return [_digest(spec, key, None if index == groups - 1 else index) for index in range(groups)]
 
 
 def namespace(spec: KVSpec, key: str) -> TrackNamespace:
-    """Where a cache is published, however many tokens it has."""
+    """Return the namespace of a cache, which does not depend on its length."""
     return TrackNamespace(spec.model, _digest(spec, key, None))
 
 
 def _digest(spec: KVSpec, key: str, index: int | None) -> str:
-    # The last group's does not tell how many there are: who asks does not know.
+    # The digest of the last group must not depend on the number of groups, which a reader does not know.
     place = "last" if index is None else str(index)
     return hashlib.sha256(f"kvabr.{spec.tokenizer}/1\0{place}\0{key}".encode()).hexdigest()
 
 
-class Trouble:
-    """Warns once for each kind of trouble: what is logged a thousand times is read by nobody."""
+class TroubleLog:
+    """Logs a warning for the first trouble of each kind, and debug messages for the others."""
 
     def __init__(self) -> None:
         self._told: set[str] = set()
 
     def tell(self, what: str, why: object) -> None:
-        """Something went wrong; the engine computes what it does not get."""
+        """Log that something went wrong; the engine computes what it does not get."""
         level = logging.DEBUG if what in self._told else logging.WARNING
         self._told.add(what)
         LOG.log(level, "%s: %s", what, str(why) or repr(why))
 
 
 class KeyedCaches:
-    """Caches by key, by way of a client; for its event loop."""
+    """Looks up and plays caches by key; for the event loop of a client."""
 
     def __init__(
-        self, client: AsyncClient, spec: KVSpec, settings: KeyedSettings, trouble: Trouble, *, max_tokens: int,
+        self, client: AsyncClient, spec: KVSpec, settings: KeyedSettings, trouble: TroubleLog, *, max_tokens: int,
         min_tokens: int = 1,
     ) -> None:  # fmt: skip
-        """Begin; nothing is dialled.
+        """Prepare; nothing is dialled.
 
         Args:
-            client: plays them.
-            spec: of the caches.
-            settings: what the user set.
-            trouble: told of what goes wrong.
-            max_tokens: of one cache: what claims to be longer is none of the engine's.
-            min_tokens: of one cache: an engine that reads as many as its key stands for must not be given fewer.
-
-        Raises:
-            UsageError: an option makes no sense.
+            client: plays caches.
+            spec: spec of the caches.
+            settings: the user's.
+            trouble: logs errors.
+            max_tokens: maximum length of a cache; a longer one is not the engine's.
+            min_tokens: minimum length of a cache; an engine that copies a fixed number of tokens must not get fewer.
         """
         self._client, self._spec, self._settings, self._trouble = client, spec, settings, trouble
         self._min_tokens, self._max_tokens = min_tokens, max_tokens
         self._found: ByteLru[str, Found] = ByteLru(_MAX_FOUND_BYTES, _memory_of)
 
     async def leading(self, keys: Sequence[str]) -> int:
-        """How many caches, from the first on, can be fetched; in one round trip."""
+        """Return how many caches, from the first on, can be fetched; takes one round trip."""
         found = await asyncio.gather(*(self.find(key) for key in keys))
         return next((place for place, one in enumerate(found) if one is None), len(found))
 
     async def find(self, key: str) -> Found | None:
-        """The catalog of a cache; None if it cannot be had, or is of another kind of cache."""
+        """Return the catalog of a cache; None if it is missing or describes another kind of cache."""
         if self._settings.url is None:
             return None
         if (known := self._found.get(key)) is not None:
@@ -168,7 +165,7 @@ class KeyedCaches:
         return found
 
     async def play(self, key: str, deadline_s: float) -> torch.Tensor | None:
-        """A cache, [layer, K/V, head, token, dim]; None if it is not there, or not in time."""
+        """Return a cache, [layer, K/V, head, token, dim]; None if it is missing or does not come in time."""
         loop = asyncio.get_running_loop()
         due_s = loop.time() + deadline_s
         found = await self.find(key)
@@ -183,7 +180,7 @@ class KeyedCaches:
             )
         except KvabrError as error:
             if not isinstance(error, BusyError):
-                self._found.pop(key, None)  # it may be gone, or be there again, but not as it was
+                self._found.pop(key, None)  # it may be gone or replaced
             self._trouble.tell("a cache did not come", error)
             return None
         return played.kv
@@ -203,11 +200,11 @@ class KeyedCaches:
 class KeyedPublisher:
     """Publishes caches by key, in a thread of its own."""
 
-    def __init__(self, spec: KVSpec, settings: KeyedSettings, trouble: Trouble, source: str) -> None:
-        """Make the folder; without one, nothing is published.
+    def __init__(self, spec: KVSpec, settings: KeyedSettings, trouble: TroubleLog, source: str) -> None:
+        """Open the store that the settings name; if they name none, nothing is published.
 
         Raises:
-            UsageError: the folder cannot be made, or a track is not known.
+            UsageError: the store cannot be opened, or a track is unknown.
         """
         self._spec, self._trouble = spec, trouble
         self.publisher: Publisher | None = None
@@ -227,9 +224,9 @@ class KeyedPublisher:
         """Publish a cache.
 
         Args:
-            key: of the cache.
-            kv: [layer, K/V, head, token, dim]; not to be changed before ``done``.
-            done: told whether it is published, now or before; on the publishing thread, or at once.
+            key: key of the cache.
+            kv: [layer, K/V, head, token, dim]; must not change before ``done`` is called.
+            done: called with whether the cache is published, now or before; on the publishing thread, or at once.
         """
         tokens = kv.shape[3]
         if self.publisher is None:
@@ -250,6 +247,6 @@ class KeyedPublisher:
             done(slot == "known")
 
     def close(self) -> None:
-        """Publish what waits, and end."""
+        """Publish what waits, then end."""
         if self.publisher is not None:
             self.publisher.close()

@@ -7,7 +7,7 @@ import torch
 
 from kvabr.client.async_client import AsyncClient
 from kvabr.client.blocking import LoopThread
-from kvabr.engines.chunk_store import KeyedCaches, KeyedPublisher, KeyedSettings, Trouble, spec_of
+from kvabr.engines.chunk_store import KeyedCaches, KeyedPublisher, KeyedSettings, TroubleLog, spec_of
 from kvabr.engines.settings import open_client
 from tests.engines.served import Origin
 
@@ -30,7 +30,7 @@ def test_the_group_size_is_a_setting():
 
 def test_what_is_shorter_or_longer_than_its_key_stands_for_is_not_there(origin):
     options = KeyedSettings(url=origin.url, fingerprint=origin.fingerprint, quic="aioquic", publish=origin.root)
-    publisher = KeyedPublisher(SPEC, options, Trouble(), "a cache of a test")
+    publisher = KeyedPublisher(SPEC, options, TroubleLog(), "a cache of a test")
     for tokens in (128, 200, 256, 300):
         kv = torch.randn(LAYERS, 2, HEADS, tokens, DIM).half()
         publisher.put(f"{tokens} tokens", kv, lambda _: None)
@@ -40,7 +40,7 @@ def test_what_is_shorter_or_longer_than_its_key_stands_for_is_not_there(origin):
 
     async def played(least, most):
         async with open_client(AsyncClient, options) as client:
-            caches = KeyedCaches(client, SPEC, options, Trouble(), min_tokens=least, max_tokens=most)
+            caches = KeyedCaches(client, SPEC, options, TroubleLog(), min_tokens=least, max_tokens=most)
             found = {tokens: await caches.play(f"{tokens} tokens", 20.0) for tokens in (128, 200, 256, 300)}
             return {tokens: kv.shape[-2] for tokens, kv in found.items() if kv is not None}
 

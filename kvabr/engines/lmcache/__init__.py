@@ -1,7 +1,7 @@
 """LMCache: a remote storage plug-in, tested with LMCache 0.5.6.
 
-A chunk of LMCache becomes an asset of its own: encoded on several tracks when it is put, and played at the quality that
-the deadline allows when it is fetched. In LMCache's configuration::
+A chunk of LMCache becomes an asset: encoded on several tracks when it is put, and played at the quality that the
+deadline allows when it is fetched. In LMCache's configuration::
 
     chunk_size: 256
     remote_storage_plugins: ["kvabr"]

@@ -1,4 +1,4 @@
-"""Chunks of LMCache: their settings, their spec, and their layout. Pure; nothing of LMCache is needed."""
+"""Settings, spec and layout of LMCache's chunks. Pure functions; LMCache is not needed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvabr.engines.chunk_store import KeyedSettings
 from kvabr.types.errors import FormatError
 from kvabr.types.kv import KVSpec
 
-_LMCACHES = ("module_path", "class_name")
+_OWN_KEYS = ("module_path", "class_name")
 """Keys that LMCache reads itself."""
 
 
@@ -20,7 +20,7 @@ def read_settings(extra_config: Mapping[str, Any] | None, plugin: str = "kvabr")
     """Return the settings of a plug-in.
 
     Args:
-        extra_config: all of LMCache's.
+        extra_config: LMCache's, of all plug-ins.
         plugin: the name under which the user lists the plug-in.
 
     Raises:
@@ -28,21 +28,21 @@ def read_settings(extra_config: Mapping[str, Any] | None, plugin: str = "kvabr")
     """
     prefix = f"remote_storage_plugin.{plugin}."
     given = {key.removeprefix(prefix): value for key, value in (extra_config or {}).items() if key.startswith(prefix)}
-    for key in _LMCACHES:
+    for key in _OWN_KEYS:
         given.pop(key, None)
     return KeyedSettings.read(given, f"extra_config, {prefix}*")
 
 
 def spec_of(model: str, shape: Sequence[int], dtype: torch.dtype) -> KVSpec:
-    """What an engine's chunks are.
+    """Return the spec of an engine's chunks.
 
     Args:
         model: the model's name.
-        shape: of a chunk as LMCache says it, (layers, 2, tokens, heads, dim); heads are those of one rank.
-        dtype: of the cache.
+        shape: LMCache's shape of a chunk, (layers, 2, tokens, heads, dim); the heads of one rank.
+        dtype: element type of the cache.
 
     Raises:
-        FormatError: no plain cache of keys and values in 16 or 32 bits (MLA, FP8).
+        FormatError: the cache is not one of keys and values in 16 or 32 bits (MLA, FP8).
     """
     layers, both, _, heads, dim = shape
     if both != 2:
@@ -51,17 +51,17 @@ def spec_of(model: str, shape: Sequence[int], dtype: torch.dtype) -> KVSpec:
 
 
 def as_kv(chunk: torch.Tensor, spec: KVSpec) -> torch.Tensor:
-    """A view of a chunk in kvabr's layout, [layer, K/V, head, token, dim].
+    """Return a view of a chunk in kvabr's layout, [layer, K/V, head, token, dim].
 
     Args:
         chunk: [K/V, layer, token, head x dim], LMCache's KV_2LTD.
-        spec: of the cache.
+        spec: spec of the cache.
 
     Raises:
-        FormatError: a chunk of another shape.
+        FormatError: the chunk has another shape.
     """
     both, layers, tokens, width = chunk.shape if chunk.dim() == 4 else (0, 0, 0, 0)
     if (both, layers, width) != (2, spec.layers, spec.kv_heads * spec.head_dim):
         wanted = f"[2, {spec.layers}, tokens, {spec.kv_heads * spec.head_dim}]"
-        raise FormatError(f"a chunk of shape {tuple(chunk.shape)}, where {wanted} was due")
+        raise FormatError(f"a chunk has the shape {tuple(chunk.shape)}, not {wanted}")
     return chunk.view(2, layers, tokens, spec.kv_heads, spec.head_dim).permute(1, 0, 3, 2, 4)

@@ -1,8 +1,8 @@
 """The plug-in that LMCache loads: `KvabrAdapter`, which makes a `ChunkConnector`.
 
-Everything asynchronous happens on the event loop that LMCache gives, where the client lives as well: the chunks
-of all requests share one connection, and those that are wanted first go first. A chunk that cannot be had in time is
-reported as not there, as LMCache wants it: the engine then computes it.
+The client runs on the event loop that LMCache provides. The chunks of all requests share one connection, and the
+earliest deadline is served first. A chunk that does not come in time is reported as missing, and the engine computes
+it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
 
 from kvabr.client.async_client import AsyncClient
 from kvabr.client.metrics import ClientMetrics
-from kvabr.engines.chunk_store import KeyedCaches, KeyedPublisher, KeyedSettings, Trouble
+from kvabr.engines.chunk_store import KeyedCaches, KeyedPublisher, KeyedSettings, TroubleLog
 from kvabr.engines.layouts import KVView
 from kvabr.engines.lmcache import ADAPTER
 from kvabr.engines.lmcache.chunks import as_kv, read_settings, spec_of
@@ -30,28 +30,28 @@ from kvabr.engines.settings import open_client
 from kvabr.types.errors import KvabrError
 
 _WAIT_S = 30.0
-"""Seconds that a thread of LMCache's waits for its event loop at most, beyond what the question may take."""
-_MOST_LISTED = 1 << 16
+"""Seconds that a thread of LMCache waits for the event loop, in addition to the time of the lookup."""
+_MAX_LISTED = 1 << 16
 
 
 class KvabrAdapter(ConnectorAdapter):  # type: ignore[misc]  # LMCache is not there when types are checked
-    """What ``class_name`` names in LMCache's configuration."""
+    """The class that LMCache's configuration names as ``class_name``."""
 
     def __init__(self) -> None:
         super().__init__("kvabr://")
         ADAPTER.check()
 
     def can_parse(self, url: str) -> bool:
-        """Whether a URL is ours: ``kvabr://HOST:PORT/``, or that of a plug-in called ``kvabr`` or ``kvabr.else``."""
+        """Return whether a URL is ``kvabr://HOST:PORT/``, or that of a plug-in called ``kvabr`` or ``kvabr.NAME``."""
         plugin = url.removeprefix("plugin://")
         return url.startswith(self.schema) or (plugin != url and extract_plugin_type(plugin) == "kvabr")
 
     def create_connector(self, context: ConnectorContext) -> ChunkConnector:
-        """Make the connector that a configuration describes.
+        """Make the connector of a configuration.
 
         Raises:
-            IrrecoverableException: the configuration makes no sense, or the cache is none that kvabr knows. LMCache
-                logs that as an error, and goes on without the plug-in.
+            IrrecoverableException: the configuration is wrong, or kvabr does not support the cache. LMCache logs that
+                as an error and continues without the plug-in.
         """
         config, metadata = context.config, context.metadata
         if config is None or metadata is None:
@@ -67,7 +67,7 @@ class KvabrAdapter(ConnectorAdapter):  # type: ignore[misc]  # LMCache is not th
 
 
 class ChunkConnector(RemoteConnector):  # type: ignore[misc]
-    """Chunks over kvabr."""
+    """Plays and publishes chunks."""
 
     def __init__(
         self,
@@ -77,18 +77,18 @@ class ChunkConnector(RemoteConnector):  # type: ignore[misc]
         config: LMCacheEngineConfig,
         metadata: LMCacheMetadata,
     ) -> None:
-        """Begin; nothing is dialled before the first question.
+        """Prepare; nothing is dialled before the first lookup.
 
         Args:
-            settings: what the user set.
-            loop: LMCache's, in a thread of its own.
-            memory: where chunks are put.
-            config: LMCache's.
-            metadata: what the engine's cache is like.
+            settings: the user's.
+            loop: LMCache's event loop, which runs in a thread of its own.
+            memory: allocates chunks.
+            config: LMCache's configuration.
+            metadata: shape and type of the engine's cache.
 
         Raises:
-            FormatError: a cache that kvabr has no tracks for.
-            UsageError: an option makes no sense.
+            FormatError: kvabr has no tracks for the cache.
+            UsageError: a setting is wrong.
         """
         super().__init__(config, metadata)
         if len(self.meta_shapes) != 1 or config.use_layerwise:
@@ -97,7 +97,7 @@ class ChunkConnector(RemoteConnector):  # type: ignore[misc]
         spec = spec_of(settings.model or metadata.model_name, metadata.kv_shape, metadata.kv_dtype)
         self._spec = settings.grouped(spec)
         self.metrics = ClientMetrics()
-        self._trouble = Trouble()
+        self._trouble = TroubleLog()
         self._publisher = KeyedPublisher(self._spec, settings, self._trouble, "a chunk of LMCache")
         self._put: dict[str, None] = {}
         self._client = open_client(AsyncClient, settings, self.metrics)
@@ -115,19 +115,19 @@ class ChunkConnector(RemoteConnector):  # type: ignore[misc]
     # ------------------------------------------------------------ is it there?
 
     async def exists(self, key: CacheEngineKey) -> bool:
-        """Whether a chunk can be fetched."""
+        """Return whether a chunk can be fetched."""
         return await self._caches.find(self._name(key)) is not None
 
     def exists_sync(self, key: CacheEngineKey) -> bool:
-        """As `exists`, for other threads than the event loop's."""
+        """As `exists`, for threads other than the event loop's."""
         return self._ask([key]) == 1
 
     def support_batched_contains(self) -> bool:
-        """Many chunks are asked about in one round trip."""
+        """Return True: one round trip looks up many chunks."""
         return True
 
     def batched_contains(self, keys: list[CacheEngineKey]) -> int:
-        """How many chunks, from the first on, can be fetched; for other threads than the event loop's."""
+        """Return how many chunks, from the first on, can be fetched; for threads other than the event loop's."""
         return self._ask(keys)
 
     def _ask(self, keys: Sequence[CacheEngineKey]) -> int:
@@ -144,21 +144,21 @@ class ChunkConnector(RemoteConnector):  # type: ignore[misc]
     # -------------------------------------------------------------------- get
 
     async def get(self, key: CacheEngineKey) -> MemoryObj | None:
-        """Play one chunk; None if it is not there, or not in time."""
+        """Play one chunk; None if it is missing or does not come in time."""
         return await self._get(key, self._settings.deadline_s)
 
     def support_batched_get(self) -> bool:
-        """The chunks of a request have one deadline, and share the link until then."""
+        """Return True: the chunks of a request share the link and one deadline."""
         return True
 
     async def batched_get(self, keys: list[CacheEngineKey]) -> list[MemoryObj | None]:
-        """Play many chunks; None for each that is not there, or not in time."""
+        """Play many chunks; None for each that is missing or does not come in time."""
         loop = asyncio.get_running_loop()
         getting = [loop.create_task(self._get(key, self._settings.deadline_s)) for key in keys]
         try:
             return list(await asyncio.gather(*getting))
         except BaseException:
-            # LMCache has lost patience: nobody else gives back the memory of what is there already.
+            # LMCache has cancelled the call: release the memory of chunks that have come.
             for task in getting:
                 task.cancel()
             for chunk in await asyncio.gather(*getting, return_exceptions=True):
@@ -167,7 +167,7 @@ class ChunkConnector(RemoteConnector):  # type: ignore[misc]
             raise
 
     async def batched_get_non_blocking(self, lookup_id: str, keys: list[CacheEngineKey]) -> list[MemoryObj]:
-        """Play many chunks; those before the first that is missing."""
+        """Play many chunks; return those before the first that is missing."""
         del lookup_id
         chunks: list[MemoryObj] = []
         missed = False
@@ -190,14 +190,14 @@ class ChunkConnector(RemoteConnector):  # type: ignore[misc]
         if chunk is None or chunk.tensor is None:
             self._trouble.tell("LMCache has no memory for a chunk", "see max_local_cpu_size")
             return None
-        # Not decoded into LMCache's memory at once: a play that ends early may still have a thread that writes.
+        # A play does not decode into LMCache's memory itself: if it ends early, a thread may still write.
         KVView(as_kv(chunk.tensor, self._spec)).write(kv)
         return chunk
 
     # -------------------------------------------------------------------- put
 
     async def put(self, key: CacheEngineKey, memory_obj: MemoryObj) -> None:
-        """Publish a chunk; returns once that is done. One that is there already, or finds the queue full, is not."""
+        """Publish a chunk and wait for that, unless it exists already or the queue is full."""
         chunk = memory_obj.tensor
         if chunk is None or self._publisher.publisher is None:
             return
@@ -208,22 +208,22 @@ class ChunkConnector(RemoteConnector):  # type: ignore[misc]
             self._loop.call_soon_threadsafe(_settle, over, published)
 
         kv = as_kv(chunk, self._spec)
-        # The memory is the chunk's until it is encoded, whoever loses patience.
+        # The chunk must keep its memory until it is encoded, even if LMCache cancels this call.
         memory_obj.ref_count_up()
         self._publisher.put(self._name(key), kv, done)
         if await over:
             self._put[key.to_string()] = None
-            while len(self._put) > _MOST_LISTED:
+            while len(self._put) > _MAX_LISTED:
                 del self._put[next(iter(self._put))]
 
     async def list(self) -> list[str]:
-        """The keys of the chunks that this process has published, of very many the last."""
+        """Return the keys of the last 65,536 chunks that this process has published."""
         return [*self._put]
 
     # ------------------------------------------------------------------ others
 
     def support_ping(self) -> bool:
-        """Whether `ping` can be asked."""
+        """Return whether `ping` has an origin to ask."""
         return self._settings.url is not None
 
     async def ping(self) -> int:
@@ -231,7 +231,7 @@ class ChunkConnector(RemoteConnector):  # type: ignore[misc]
         return 0 if await self._caches.answers() else 1
 
     def remove_sync(self, key: CacheEngineKey) -> bool:
-        """Nothing is removed on request: what is published is its folder's owner's, see ``publish_mib``."""
+        """Remove nothing: ``publish_mib`` limits what is published."""
         del key
         return False
 
@@ -243,7 +243,7 @@ class ChunkConnector(RemoteConnector):  # type: ignore[misc]
     # --------------------------------------------------------------- internals
 
     def _name(self, key: CacheEngineKey) -> str:
-        """A chunk's key as text, with the model's name that the user wants."""
+        """Return a chunk's key as text, with the model's name from the settings."""
         rest = key.to_string().removeprefix(key.model_name)
         return f"{self._settings.model or key.model_name}{rest}"
 

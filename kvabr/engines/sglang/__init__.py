@@ -1,15 +1,15 @@
 """SGLang: a dynamic storage backend of HiCache, tested with the classes of SGLang 0.5.23 that load without a GPU.
 
-A page of HiCache becomes an asset of its own: encoded on several tracks when it is written, and played at the quality
-that the deadline allows when it is prefetched. It takes two options of SGLang's::
+A page of HiCache becomes an asset: encoded on several tracks when it is written, and played at the quality that the
+deadline allows when it is prefetched. SGLang needs two options::
 
     --hicache-storage-backend dynamic --page-size 128
     --hicache-storage-backend-extra-config '{"backend_name": "kvabr", "module_path": "kvabr.engines.sglang.backend",
         "class_name": "KvabrStorage", "interface_v1": 1,
         "kvabr": {"url": "moqt://origin.example:4443/", "publish": "/srv/kvabr", "deadline_s": 1.0}}'
 
-`kvabr.engines.chunk_store.KeyedSettings` has all keys. A page of 128 tokens is one group; smaller ones work, and cost a
-request each. Only `backend` imports SGLang.
+`kvabr.engines.chunk_store.KeyedSettings` has all keys. A page of 128 tokens is one group; smaller
+pages work, at the cost of a request each. Only `backend` imports SGLang.
 """
 
 from kvabr.engines.adapters import Adapter

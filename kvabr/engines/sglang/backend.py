@@ -1,7 +1,7 @@
 """The backend that SGLang loads: `KvabrStorage`.
 
-SGLang calls it from its prefetch thread and its backup thread, and blocks there. Pages are played at once, with one
-deadline, over the connection that all share; a page that does not come in time ends the prefix, as HiCache has it.
+SGLang calls it from its prefetch thread and its backup thread, which block. The pages of a call are played
+concurrently, with one deadline, over one connection. For HiCache, a page that does not come in time ends the prefix.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, HiCacheStorageC
 from kvabr.client.async_client import AsyncClient
 from kvabr.client.blocking import LoopThread
 from kvabr.client.metrics import ClientMetrics
-from kvabr.engines.chunk_store import KeyedCaches, KeyedPublisher, Trouble, spec_of
+from kvabr.engines.chunk_store import KeyedCaches, KeyedPublisher, TroubleLog, spec_of
+from kvabr.engines.layouts import KVView
 from kvabr.engines.settings import open_client
 from kvabr.engines.sglang import ADAPTER
 from kvabr.engines.sglang.pages import page_view, read_settings
@@ -27,31 +28,31 @@ T = TypeVar("T")
 
 
 class KvabrStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not there when types are checked
-    """HiCache pages over kvabr."""
+    """Plays and publishes pages of HiCache."""
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: dict[str, Any] | None = None) -> None:
-        """Read the configuration; what the pages are like is known once the host pool is registered.
+        """Read the configuration; `register_mem_pool_host` tells the layout of the pages.
 
         Raises:
-            UsageError: the configuration makes no sense.
-            FormatError: a cache that kvabr has no tracks for (MLA).
+            UsageError: the configuration is wrong.
+            FormatError: kvabr has no tracks for the cache (MLA).
         """
         del kwargs
         ADAPTER.check()
         if storage_config.is_mla_model:
             raise FormatError("kvabr has tracks for keys and values, not for MLA")
         self._config, self._settings = storage_config, read_settings(storage_config.extra_config)
-        self._trouble = Trouble()
+        self._trouble = TroubleLog()
         self.metrics = ClientMetrics()
         self._loop: LoopThread | None = None
         self._caches: KeyedCaches | None = None
         self._publisher: KeyedPublisher | None = None
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
-        """Learn what the pages are like, and begin.
+        """Set the host pool with its layout, and start.
 
         Raises:
-            FormatError: a pool that kvabr does not know, or a cache that the engine quantises.
+            FormatError: kvabr does not support the pool, or the engine quantises its cache.
         """
         super().register_mem_pool_host(mem_pool_host)
         pool, name = mem_pool_host, self._settings.model or self._config.model_name or "model"
@@ -75,11 +76,11 @@ class KvabrStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not there
     # -------------------------------------------------------------- is it there?
 
     def exists(self, key: str) -> bool:
-        """Whether a page can be fetched."""
+        """Return whether a page can be fetched."""
         return self.batch_exists([key]) == 1
 
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
-        """How many pages, from the first on, can be fetched."""
+        """Return how many pages, from the first on, can be fetched."""
         del extra_info
         caches = self._ready()
         return self._wait(caches.leading([self._name(key) for key in keys]))
@@ -89,32 +90,32 @@ class KvabrStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not there
     def batch_get_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
-        """Play pages into the host pool; tells of each whether it is there.
+        """Play pages into the host pool; return for each whether it came.
 
         Args:
-            keys: of the pages.
-            host_indices: of all their tokens in the pool.
-            extra_info: not needed.
+            keys: keys of the pages.
+            host_indices: indices of all their tokens in the pool.
+            extra_info: ignored.
         """
         del extra_info
         places = self._places(keys, host_indices)
         got = self._play(keys)
         for kv, place in zip(got, places, strict=True):
             if kv is not None:
-                place.copy_(kv)
+                KVView(place).write(kv)
         return [kv is not None for kv in got]
 
     def get(
         self, key: str, target_location: torch.Tensor | None = None, target_sizes: Any = None
     ) -> torch.Tensor | None:
-        """Play one page, flat as the host pool has it; None if it is not there, or not in time."""
+        """Play one page, flat as in the host pool; None if it is missing or does not come in time."""
         del target_sizes
         return self.batch_get([key], None if target_location is None else [target_location])[0]
 
     def batch_get(
         self, keys: list[str], target_locations: Sequence[torch.Tensor] | None = None, target_sizes: Any = None
     ) -> list[torch.Tensor | None]:
-        """As `get`, for many."""
+        """As `get`, for many pages."""
         del target_sizes
         out: list[torch.Tensor | None] = []
         for index, kv in enumerate(self._play(keys)):
@@ -122,7 +123,7 @@ class KvabrStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not there
                 out.append(None)
                 continue
             flat = target_locations[index] if target_locations else self.mem_pool_host.get_dummy_flat_data_page()
-            self._flat_view(flat).copy_(kv)
+            KVView(self._flat_view(flat)).write(kv)
             out.append(flat)
         return out
 
@@ -131,26 +132,26 @@ class KvabrStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not there
     def batch_set_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
-        """Publish pages of the host pool; returns once they are encoded. Tells of each whether it is published."""
+        """Publish pages of the host pool and wait until they are encoded; return for each whether it is published."""
         del extra_info
         return self._publish(keys, self._places(keys, host_indices))
 
     def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
-        """Publish one page, flat as the host pool has it."""
+        """Publish one page, flat as in the host pool."""
         del target_location, target_sizes
         return self.batch_set([key], [value])
 
     def batch_set(
         self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
     ) -> bool:
-        """As `set`, for many; whether all are published."""
+        """As `set`, for many pages; return whether all are published."""
         del target_locations, target_sizes
         return all(self._publish(keys, [self._flat_view(value) for value in values]))
 
     # -------------------------------------------------------------------- others
 
     def clear(self) -> None:
-        """Nothing is removed on request: what is published is its folder's owner's, see ``publish_mib``."""
+        """Remove nothing: ``publish_mib`` limits what is published."""
 
     def close(self) -> None:
         """End all plays, and publish what waits."""
@@ -168,7 +169,7 @@ class KvabrStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not there
         return self._caches
 
     def _name(self, key: str) -> str:
-        """A page's key: SGLang's hash covers its tokens and all before, but not what the cache is of."""
+        """Return the full key of a page: SGLang's hash covers its tokens and all before, but neither model nor rank."""
         config = self._config
         return f"{self._spec.model}@{config.tp_size}@{config.tp_rank}@{config.pp_size}@{config.pp_rank}@{key}"
 
@@ -178,7 +179,7 @@ class KvabrStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not there
         return [page_view(pool.kv_buffer, pool.layout, first, pool.page_size) for first in firsts]
 
     def _flat_view(self, flat: torch.Tensor) -> torch.Tensor:
-        """A flat page in kvabr's layout."""
+        """Return a view of a flat page in kvabr's layout."""
         pool = self.mem_pool_host
         shape = list(pool.kv_buffer.shape)
         by_token = pool.layout in {"layer_first", "page_first"}
@@ -193,7 +194,7 @@ class KvabrStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not there
             return list(await asyncio.gather(*(caches.play(name, deadline_s) for name in names)))
 
         size = self.mem_pool_host.page_size
-        # A page that is not whole is none: copying it would end SGLang's thread.
+        # An incomplete page counts as missing: copying it would raise in SGLang's thread.
         return [kv if kv is not None and kv.shape[3] == size else None for kv in self._wait(play())]
 
     def _publish(self, keys: Sequence[str], pages: Sequence[torch.Tensor]) -> list[bool]:
@@ -202,7 +203,7 @@ class KvabrStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not there
         if publisher is None:
             return [False] * len(keys)
         results = [False] * len(keys)
-        for first in range(0, len(keys), at_once):  # SGLang writes more pages at a time than may wait
+        for first in range(0, len(keys), at_once):  # SGLang writes more pages at once than may wait
             over = threading.Semaphore(0)
             some = range(first, min(first + at_once, len(keys)))
             for index in some:
@@ -212,7 +213,7 @@ class KvabrStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not there
                     over.release()
 
                 publisher.put(self._name(keys[index]), pages[index], done)
-            # The host pool is the pages' until they are encoded.
+            # The pages must keep their memory until they are encoded.
             for _ in some:
                 over.acquire()
         return results

@@ -1,4 +1,4 @@
-"""Pages of HiCache's host pool: where they lie in its layouts. Pure functions over tensors; SGLang is not needed."""
+"""Settings, and the layouts of pages in HiCache's host pool. Pure functions over tensors; SGLang is not needed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvabr.engines.chunk_store import KeyedSettings
 from kvabr.types.errors import FormatError, UsageError
 
 LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
-"""Of `MHATokenToKVPoolHost`, by SGLang's names."""
+"""Layouts of `MHATokenToKVPoolHost`, by SGLang's names."""
 
 
 def read_settings(extra_config: Mapping[str, Any] | None) -> KeyedSettings:
@@ -27,19 +27,19 @@ def read_settings(extra_config: Mapping[str, Any] | None) -> KeyedSettings:
 
 
 def page_view(pool: torch.Tensor, layout: str, first: int, page_size: int) -> torch.Tensor:
-    """A page as kvabr has it, [layer, K/V, head, token, dim]: a view, to be read or written.
+    """Return a view of a page in kvabr's layout, [layer, K/V, head, token, dim].
 
     Args:
         pool: the host pool's ``kv_buffer``.
         layout: one of `LAYOUTS`.
         first: index of the page's first token in the pool.
-        page_size: tokens of a page.
+        page_size: tokens per page.
 
     Raises:
-        FormatError: another layout, or a page that does not begin where pages do.
+        FormatError: the layout is unknown, or no page begins at ``first``.
     """
     if first % page_size:
-        raise FormatError(f"token {first} of the host pool begins no page of {page_size}")
+        raise FormatError(f"no page of {page_size} tokens begins at token {first} of the host pool")
     page = first // page_size
     if layout == "layer_first":  # K/V, layer, token, head, dim
         return pool[:, :, first : first + page_size].permute(1, 0, 3, 2, 4)
@@ -49,4 +49,4 @@ def page_view(pool: torch.Tensor, layout: str, first: int, page_size: int) -> to
         return pool[:, page].permute(1, 0, 3, 2, 4)
     if layout == "page_head":  # K/V, page, head, token, layer, dim
         return pool[:, page].permute(3, 0, 1, 2, 4)
-    raise FormatError(f"a host pool with layout {layout!r}; kvabr knows {', '.join(LAYOUTS)}")
+    raise FormatError(f"a host pool with the layout {layout!r}; kvabr supports {', '.join(LAYOUTS)}")

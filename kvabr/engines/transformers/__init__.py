@@ -21,14 +21,13 @@ from kvabr.engines.adapters import Adapter
 if TYPE_CHECKING:
     from kvabr.engines.transformers.engine import TransformersEngine
     from kvabr.engines.transformers.model_loader import engine_of
-    from kvabr.engines.transformers.play import Ready, play_cache, play_cache_async
+    from kvabr.engines.transformers.play import ReadyCache, Steps, play_cache, play_cache_async
     from kvabr.engines.transformers.publish import cache_publisher, publish_cache
     from kvabr.engines.transformers.spec import spec_of
-    from kvabr.engines.transformers.upgrades import Steps
 
 __all__ = [
     "ADAPTER",
-    "Ready",
+    "ReadyCache",
     "Steps",
     "TransformersEngine",
     "cache_publisher",
@@ -53,8 +52,8 @@ ADAPTER = Adapter(
 )
 
 _HOMES = {
-    "Ready": "play",
-    "Steps": "upgrades",
+    "ReadyCache": "play",
+    "Steps": "play",
     "TransformersEngine": "engine",
     "cache_publisher": "publish",
     "engine_of": "model_loader",

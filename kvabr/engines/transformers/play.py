@@ -1,11 +1,13 @@
-"""A prompt in, a cache for ``generate()`` out: played, with its gaps computed."""
+"""Plays the cache of a prompt into a `DynamicCache` for ``generate()``, and upgrades it while text is generated."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import torch
 
@@ -25,22 +27,22 @@ from kvabr.types.events import LookupFailed, PlayEvent
 _log = logging.getLogger("kvabr.transformers")
 
 EXACT_TRACKS = ("FP16", "BF16", RECOMPUTED)
-"""What a group of an exact cache may have come on."""
+"""Tracks of an exact cache."""
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
-    """A cache to go on from."""
+class ReadyCache:
+    """A cache for ``generate()``."""
 
     cache: Any
-    """A `transformers.DynamicCache` for one prompt: give it to ``generate()`` as ``past_key_values``, with all
-    ``input_ids``. It grows with the text, so it serves once."""
+    """A `transformers.DynamicCache` for one prompt: pass it to ``generate()`` as ``past_key_values``, with all
+    ``input_ids``. It grows with the text, so use it once."""
     tokens: int
-    """Tokens that it covers: never the whole prompt, since ``generate()`` must take in one token at least."""
+    """Tokens that it covers: never the whole prompt, since ``generate()`` needs at least one token."""
     played: Played | NothingCached
-    """What the play brought: coverage, expected loss, times."""
+    """The result of the play: coverage, expected loss, times."""
     problem: str | None
-    """Why nothing of what the origin has could be played; None if nothing was wrong."""
+    """Why the origin's cache could not be played; None if there was no problem."""
 
     @property
     def upgrades(self) -> Upgrades | None:
@@ -49,7 +51,7 @@ class Ready:
 
     @property
     def exact(self) -> bool:
-        """Whether every group came on an exact track, or was computed behind such."""
+        """Whether every group came on an exact track, or was computed behind exact groups."""
         played = self.played
         return isinstance(played, NothingCached) or all(track in EXACT_TRACKS for track in played.coverage)
 
@@ -61,19 +63,19 @@ def play_cache(
     *,
     deadline: float,
     options: PlayOptions | None = None,
-) -> Ready:
+) -> ReadyCache:
     """Get the cache of a prompt, blocking.
 
     Args:
         client: finds and plays it. If its own engine is another one, call `Client.measure_prefill` for this one first.
         engine: the model.
         tokens: the prompt: ids, or ``input_ids`` of a batch of one.
-        deadline: seconds from this call in which the first token is wanted; the model's time for what no cache
-            covers comes out of it.
+        deadline: seconds from this call in which the first token is wanted, including the model's time for what no
+            cache covers.
         options: how to play; None: the client's. Without ``recompute``, what cannot be played is an error.
 
     Raises:
-        UsageError: more than one prompt, or arguments that make no sense.
+        UsageError: there is more than one prompt, or an argument is wrong.
         ModelError: the tokens do not fit the model.
         PlayError: the cache can neither be fetched nor computed; the message says why.
         PolicyError: from the policy or the estimator.
@@ -90,7 +92,7 @@ async def play_cache_async(
     *,
     deadline: float,
     options: PlayOptions | None = None,
-) -> Ready:
+) -> ReadyCache:
     """As `play_cache`, for asyncio. Cancelling it cancels its downloads."""
     ids, problems = prompt_ids(engine, tokens), list[str]()
     how = _options(engine, options or client.options, problems)
@@ -98,15 +100,15 @@ async def play_cache_async(
 
 
 def prompt_ids(engine: TransformersEngine, tokens: Sequence[int] | torch.Tensor) -> list[int]:
-    """The ids of one prompt, checked against the model.
+    """Return the ids of one prompt, checked against the model.
 
     Raises:
-        UsageError: more than one prompt.
-        ModelError: none, too many, or none of the model's.
+        UsageError: there is more than one prompt.
+        ModelError: there are no tokens, too many, or tokens outside the vocabulary.
     """
     if isinstance(tokens, torch.Tensor):
         if tokens.dim() == 2 and tokens.shape[0] != 1:
-            raise UsageError(f"input_ids of {tokens.shape[0]} prompts: play them one at a time")
+            raise UsageError(f"input_ids has {tokens.shape[0]} prompts: play them one at a time")
         tokens = tokens.flatten().tolist()
     ids = list(tokens)
     engine.check(ids)
@@ -126,16 +128,75 @@ def _options(engine: TransformersEngine, options: PlayOptions, problems: list[st
 
 def _ready(
     engine: TransformersEngine, ids: Sequence[int], played: Played | NothingCached, problems: Sequence[str]
-) -> Ready:
+) -> ReadyCache:
     if isinstance(played, NothingCached):
         nothing = torch.zeros(engine.spec.shape(0), dtype=engine.dtype)
-        return Ready(dynamic_cache(nothing, engine.dtype, engine.device), 0, played, None)
+        return ReadyCache(dynamic_cache(nothing, engine.dtype, engine.device), 0, played, None)
     problem = problems[0] if problems else None
     if problem is not None:
         _log.warning("nothing was played: %s; the model computed the prompt itself", problem)
     covered = min(played.tokens, len(ids) - 1)
     cache = dynamic_cache(played.kv[:, :, :, :covered], engine.dtype, engine.device)
-    ready = Ready(cache, covered, played, problem)
+    ready = ReadyCache(cache, covered, played, problem)
     if not ready.exact:
         remember_loss(cache, max(played.loss, 1e-30))
     return ready
+
+
+class Steps:
+    """Lets upgrades into a cache while ``generate()`` reads it, between two steps of the model; a context manager.
+
+    It is a hook for `kvabr.client.upgrades.Upgrades.into`::
+
+        ready = play_cache(client, engine, input_ids, deadline=2.0, options=PlayOptions(after=math.inf))
+        with Steps(engine, ready) as steps:
+            if ready.upgrades is not None:
+                ready.upgrades.into(steps)
+            output = model.generate(input_ids, past_key_values=ready.cache)
+
+    Text generated before an upgrade, and its part of the cache, do not change. Outside the context nothing is written.
+    """
+
+    def __init__(self, engine: TransformersEngine, ready: ReadyCache) -> None:
+        self._model, self._cache = engine.model, ready.cache
+        if not isinstance(ready.played, Played):
+            raise UsageError("nothing was played, so there is nothing to upgrade")
+        self._kv, self._tokens = ready.played.kv, ready.tokens
+        self._lock = threading.Lock()
+        self._hooks: list[Any] = []
+        self.rewritten = 0
+        """Number of upgrades written."""
+
+    def __enter__(self) -> Self:
+        def begin(*_: object) -> None:
+            self._lock.acquire()
+
+        def end(*_: object) -> None:
+            self._lock.release()
+
+        self._hooks = [
+            self._model.register_forward_pre_hook(begin),
+            self._model.register_forward_hook(end, always_call=True),  # also if the step fails
+        ]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._lock:
+            for hook in self._hooks:
+                hook.remove()
+            self._hooks = []
+
+    def __call__(self, first: int, last: int, write: Callable[[], None]) -> bool:
+        """Write between two steps; see `kvabr.client.upgrades.Rewrite`."""
+        with self._lock, torch.no_grad():
+            if not self._hooks:
+                return False
+            write()
+            last = min(last, self._tokens)
+            for layer, state in enumerate(self._cache.layers):
+                for kept, played in zip((state.keys, state.values), self._kv[layer], strict=True):
+                    kept[0, :, first:last] = played[:, first:last].to(device=kept.device, dtype=kept.dtype)
+            self.rewritten += 1
+        return True

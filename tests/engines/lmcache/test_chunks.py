@@ -41,7 +41,7 @@ def test_the_layout_is_a_view():
     kv[1, 1, 0, 2, 3] = -7.0
     assert chunk[1, 1, 2, 3] == -7.0
     for wrong in (chunk[:1], chunk[:, :2], chunk[..., :31], chunk[0]):
-        with pytest.raises(FormatError, match="was due"):
+        with pytest.raises(FormatError, match="a chunk has the shape"):
             as_kv(wrong, SPEC)
 
 

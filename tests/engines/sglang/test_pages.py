@@ -36,7 +36,7 @@ def test_every_number_is_where_it_belongs(layout):
 
 def test_wrong_pages():
     pool = torch.zeros(SHAPES["layer_first"])
-    with pytest.raises(FormatError, match="begins no page"):
+    with pytest.raises(FormatError, match="no page of 8 tokens begins"):
         page_view(pool, "layer_first", 3, P)
     with pytest.raises(FormatError, match="page_unified"):
         page_view(pool, "page_unified", 0, P)

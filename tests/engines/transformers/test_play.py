@@ -179,7 +179,7 @@ async def test_a_request_that_is_aborted(origin, engine):
 @virtual
 async def test_what_is_no_prompt(origin, engine):
     async with origin() as link:
-        with pytest.raises(UsageError, match="2 prompts: play them one at a time"):
+        with pytest.raises(UsageError, match="has 2 prompts: play them one at a time"):
             await ready_from(link, engine, torch.zeros(2, 5, dtype=torch.long))
         with pytest.raises(ModelError, match="at least one token"):
             await ready_from(link, engine, [])

@@ -33,7 +33,7 @@ class ServedFolder:
         return ("127.0.0.1", self.port)
 
     def start(self):
-        command = [sys.executable, "-m", "kvabr.cli", "serve", str(self._root), "--bind", f"127.0.0.1:{self.port}"]
+        command = [sys.executable, "-m", "kvabr", "serve", str(self._root), "--bind", f"127.0.0.1:{self.port}"]
         command += ["--cert", str(self._cert), "--key", str(self._key), "--quic", self._quic, "--drain", "0"]
         with self._log.open("a") as log:
             self._process = subprocess.Popen(  # noqa: S603  # our own command
