@@ -9,7 +9,6 @@ from rich import box
 from rich.table import Table
 
 from kvabr.lab.causes import CAUSES
-from kvabr.lab.matrix import Cell
 from kvabr.lab.totals import Cut
 from kvabr.replay.report.queries import DASH, nats
 
@@ -178,11 +177,6 @@ def verdict(result: dict[str, Any]) -> str:
     low, high = (-end for end in reversed(pair["difference_ci95"]))
     times = f", {other['regret_mean'] / best['regret_mean']:.3g} times as much" if best["regret_mean"] > 1e-9 else ""
     return f"{said}. Next is {other['policy']} with {short(more)} more ({interval([low, high])}){times}."
-
-
-def cell_of(cell: dict[str, Any]) -> Cell:
-    """Return the cell of a part of a result."""
-    return Cell(cell["asset"], cell["deadline_s"], cell["load"], cell["rtt_s"], cell["engine"])
 
 
 def _seconds(value: float | None) -> str:
