@@ -11,10 +11,10 @@ import structlog
 from kvabr.quic.connect import dial
 from kvabr.quic.options import DialOptions
 from kvabr.server.certificates import check, development
+from kvabr.server.limits import ServerLimits
 from kvabr.server.metrics import Metrics
 from kvabr.server.published_assets import PublishedAssets
-from kvabr.server.quic_server import QuicServer
-from kvabr.server.server import ServerLimits
+from kvabr.server.server import Server
 
 moq = pytest.importorskip("moq", reason="moq-rs is not installed")
 
@@ -26,9 +26,7 @@ async def origin(root, *, grants=None, limits=None, port=0, tls=None):
     """A kvabr origin, with its fingerprint."""
     with contextlib.ExitStack() as stack:
         tls = tls or stack.enter_context(development())
-        server = QuicServer(
-            PublishedAssets(root, grants), "127.0.0.1", port, tls, limits or ServerLimits(), LOG, Metrics()
-        )
+        server = Server(PublishedAssets(root, grants), "127.0.0.1", port, tls, limits or ServerLimits(), LOG, Metrics())
         server.fingerprint = check(tls).fingerprint
         async with server:
             yield server

@@ -15,23 +15,22 @@ from kvabr.types.errors import UsageError
 if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger
 
-    from kvabr.server.relay import Relay
+    from kvabr.server.server import Server
     from kvabr.types.naming import TrackNamespace
 
 _EPILOG = """\
-a first try, beside `kvabr serve assets --dev` on the same machine:
+a first try, next to `kvabr serve assets --dev` on the same machine:
   kvabr relay --upstream moqt://localhost:4443/ --upstream-fingerprint HEX --bind 127.0.0.1:4444 --dev
 
-Groups are kept in memory, and fetched from the origin once however many players wait for them; catalogs and lookups are
-asked for anew after two seconds. When the origin goes away, the relay serves what it has, and goes on when it is back.
-A group is kept if its length and SHA-256 are those of the asset's catalog, and broken off at its end if they are not.
-Besides --memory, catalogs take up to an eighth of it (64 MiB at least), and QUIC holds up to 10 MB for each player that
-takes more slowly than it is given.
+A group is fetched from the origin once, however many players wait for it, and passed on as it comes. It is kept, in
+memory and in the folder of --disk, if its SHA-256 is the one in the asset's catalog; a wrong group is broken off at its
+end. Catalogs and lookups are asked for again after two seconds. What the origin removes or replaces is dropped, and
+everything is dropped if the origin refuses the relay's token. While the origin cannot be reached, the relay serves what
+it has.
 
-Everyone who may enter the relay may read what its own token for the origin opens. --token-file says who may enter.
+--memory bounds the groups; catalogs and lookups take up to an eighth of it in addition (at least 64 MiB).
 
-The relay needs moq-rs (pip install 'kvabr[moq]'), towards players; towards the origin it speaks whatever that speaks.
-Groups larger than 32 MiB do not pass through it. Any other MoQT relay may stand in its place.
+Everyone who may enter the relay may read what its own token opens at the origin. --token-file says who may enter.
 """
 _SIZE = re.compile(r"(\d{1,12})([kmgt]i?b?)?", re.IGNORECASE)
 _UNITS = {"": 0, "k": 10, "m": 20, "g": 30, "t": 40}
@@ -59,6 +58,18 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--memory", default="1GiB", metavar="BYTES", help="groups kept in memory, as 800MiB or 4GiB (default: 1GiB)"
     )
     parser.add_argument(
+        "--disk", type=Path, metavar="DIR", help="also keep groups in this folder, which survives a restart"
+    )
+    parser.add_argument(
+        "--disk-gib", type=float, default=16.0, metavar="N", help="size of that folder in GiB (default: 16)"
+    )
+    parser.add_argument(
+        "--quic",
+        choices=("auto", "aioquic", "qh3"),
+        default="auto",
+        help="QUIC library towards the players (default: qh3 if it is installed, else aioquic)",
+    )
+    parser.add_argument(
         "--token-file", type=Path, metavar="F", help="token that players must show (default: everyone may enter)"
     )
     parser.add_argument("--connections", type=int, default=512, metavar="N", help="players at a time (default: 512)")
@@ -77,12 +88,16 @@ def add(parser: argparse.ArgumentParser) -> None:
     trust = upstream.add_mutually_exclusive_group()
     trust.add_argument("--upstream-ca", type=Path, metavar="F.pem", help="certificates to trust, not the system's")
     trust.add_argument("--upstream-fingerprint", metavar="HEX", help="SHA-256 of the only certificate to trust")
-    trust.add_argument("--upstream-insecure", action="store_true", help="trust any certificate of the origin's")
+    trust.add_argument(
+        "--upstream-insecure",
+        action="store_true",
+        help="do not verify the origin's certificate",
+    )
     upstream.add_argument(
         "--upstream-quic",
         choices=("auto", "aioquic", "qh3"),
         default="auto",
-        help="QUIC library towards the origin (default: the fastest that is installed and that it speaks)",
+        help="QUIC library towards the origin (default: qh3 if it is installed, else aioquic)",
     )
     parser.set_defaults(run=run)
 
@@ -95,6 +110,8 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("give both --cert and --key, or --dev alone for a certificate made for this run")
     if not 0 <= args.drain <= 3600:
         raise UsageError(f"--drain {args.drain}: must be 0 to 3600 seconds")
+    if not 0 < args.disk_gib < 1 << 30:
+        raise UsageError(f"--disk-gib {args.disk_gib:g}: must be a positive number of GiB")
     memory = parse_size(args.memory)
     host, port = parse_address(args.bind, "--bind")
     metrics_at = None if args.metrics is None else parse_address(args.metrics, "--metrics")
@@ -125,9 +142,11 @@ async def _relay(
     from kvabr.cli.server_log import captured, logger
     from kvabr.quic.connect import asset_of
     from kvabr.server import certificates
+    from kvabr.server.certificates import ServerTls
+    from kvabr.server.limits import ServerLimits
     from kvabr.server.metrics import Metrics
     from kvabr.server.relay import Relay
-    from kvabr.server.server import ServerLimits, ServerTls
+    from kvabr.server.server import Server
     from kvabr.server.service import run_until_signal
     from kvabr.telemetry.prometheus import ScrapeServer
 
@@ -143,15 +162,19 @@ async def _relay(
         async with AsyncExitStack() as running:
             upstream = await running.enter_async_context(network.connecting(args.upstream, _upstream(args)))
             log.info("upstream", url=args.upstream, quic=upstream.backend, protocol=upstream.protocol)
+            disk_bytes = int(args.disk_gib * (1 << 30))
+            relay = await running.enter_async_context(
+                Relay(upstream, log, metrics, memory_bytes=memory, disk=args.disk, disk_bytes=disk_bytes, token=token)
+            )
             limits = ServerLimits(connections=args.connections)
-            relay = Relay(upstream, host, port, tls, limits, log, metrics, memory_bytes=memory, token=token)
+            server = Server(relay, host, port, tls, limits, log, metrics, quic=args.quic)
             if metrics_at is not None:
                 scrape = ScrapeServer(metrics, *metrics_at, healthy=lambda: not metrics.value("kvabr_draining"))
                 running.enter_context(scrape)
                 log.info("metrics", url="http://{}:{}/metrics".format(*scrape.address))
             fingerprint = facts.fingerprint if args.dev else None
             return await run_until_signal(
-                relay, args.drain, log, metrics, lambda: _announce(relay, asset, fingerprint, token, log)
+                server, args.drain, log, metrics, lambda: _announce(server, memory, asset, fingerprint, token, log)
             )
 
 
@@ -180,16 +203,21 @@ def _read_token(path: Path) -> str:
 
 
 def _announce(
-    relay: Relay, asset: TrackNamespace | None, fingerprint: str | None, token: str | None, log: FilteringBoundLogger
+    server: Server,
+    memory: int,
+    asset: TrackNamespace | None,
+    fingerprint: str | None,
+    token: str | None,
+    log: FilteringBoundLogger,
 ) -> None:
-    """Say where it is, and what a person should know before others find out."""
+    """Print the relay's URL and how to fetch through it; warn if everyone may enter."""
     from urllib.parse import quote
 
     from kvabr.quic.connect import FRAGMENT_TYPE
 
-    url = moqt_url(*relay.address)
-    log.info("relaying", url=url, memory_bytes=relay.cache.limit)
-    if token is None and not is_loopback(relay.address[0]):
+    url = moqt_url(*server.address)
+    log.info("relaying", url=url, quic=server.backend, memory_bytes=memory)
+    if token is None and not is_loopback(server.address[0]):
         log.warning("open to all", hint="who can reach this address may read what the relay may; see --token-file")
     print(url)
     if fingerprint is not None:

@@ -11,13 +11,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvabr.cli.options import is_loopback, is_wildcard, moqt_url, parse_address
-from kvabr.server.server import Server, ServerLimits, ServerTls
+from kvabr.server.certificates import ServerTls
+from kvabr.server.limits import ServerLimits
+from kvabr.server.server import Server
 from kvabr.types.errors import UsageError
 
 if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger
 
     from kvabr.server.certificates import CertificateFacts
+    from kvabr.server.published_assets import PublishedAssets
 
 _EXPIRES_SOON_DAYS = 14
 
@@ -145,7 +148,6 @@ async def _serve(
 
     from kvabr.cli.server_log import captured, logger
     from kvabr.server import certificates
-    from kvabr.server.backends import make_server
     from kvabr.server.metrics import Metrics
     from kvabr.server.published_assets import PublishedAssets
     from kvabr.server.service import Watcher, run_until_signal
@@ -165,24 +167,32 @@ async def _serve(
         facts = certificates.check(tls)
         library = PublishedAssets(args.root, grants, log)
         watcher = Watcher(library, args.tokens, log, metrics)
-        server = make_server(args.quic, library, host, port, tls, limits, log, metrics)
+        server = Server(library, host, port, tls, limits, log, metrics, quic=args.quic)
         async with AsyncExitStack() as running:
             if metrics_at is not None:
                 scrape = ScrapeServer(metrics, *metrics_at, healthy=lambda: not metrics.value("kvabr_draining"))
                 running.enter_context(scrape)
                 log.info("metrics", url="http://{}:{}/metrics".format(*scrape.address))
             await running.enter_async_context(watcher)
-            return await run_until_signal(server, args.drain, log, metrics, lambda: _announce(server, facts, args, log))
+            return await run_until_signal(
+                server, args.drain, log, metrics, lambda: _announce(server, library, facts, args, log)
+            )
 
 
-def _announce(server: Server, facts: CertificateFacts, args: argparse.Namespace, log: FilteringBoundLogger) -> None:
+def _announce(
+    server: Server,
+    library: PublishedAssets,
+    facts: CertificateFacts,
+    args: argparse.Namespace,
+    log: FilteringBoundLogger,
+) -> None:
     """Say where it is served and how to fetch from there; what a person should know before others find out."""
     from datetime import UTC, datetime
     from urllib.parse import quote
 
     url = moqt_url(*server.address)
-    assets = server.holdings.assets
-    log.info("serving", url=url, quic=server.backend, assets=len(assets), left_out=server.holdings.damaged)
+    assets = library.assets
+    log.info("serving", url=url, quic=server.backend, assets=len(assets), left_out=library.damaged)
     if not assets:
         log.warning(
             "no assets yet",

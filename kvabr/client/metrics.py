@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from weakref import WeakKeyDictionary
 
+from prometheus_client import CollectorRegistry
+
 from kvabr.store.group_store import LocalGroupStore, Tier, TieredGroupStore
 from kvabr.telemetry.prometheus import MetricSet
 
@@ -13,8 +15,9 @@ _SECONDS = (0.001, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 class ClientMetrics(MetricSet):
     """Metrics of a client; `kvabr.telemetry.prometheus.ScrapeServer` serves them."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, registry: CollectorRegistry | None = None) -> None:
+        """Create the metrics, in ``registry`` or in a registry of their own."""
+        super().__init__(registry)
         self.plays_total = self.counter(
             "kvabr_node_plays_total", "Plays that are over: met, late, nothing, failed, refused or aborted.", "result"
         )

@@ -22,7 +22,6 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from kvabr.server.server import ServerTls
 from kvabr.types.errors import TransportError
 
 DEV_DAYS = 13
@@ -32,6 +31,16 @@ _MAX_PEM_BYTES = 1 << 20
 _DEV_PREFIX, _SETTLED_S = "kvabr-dev-", 10.0
 """How the folders of certificates for development are called, and the age at which one is locked if it is in use."""
 _DEV_HINT = "for a first try, --dev makes a certificate by itself"
+
+
+@dataclass(frozen=True, slots=True)
+class ServerTls:
+    """Files of a server's certificate and key."""
+
+    certfile: Path
+    """Certificate chain, PEM, the server's own first."""
+    keyfile: Path
+    """Private key, PEM, without a password."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,12 +1,13 @@
-"""One connection of an origin: who the peer is, what it asks for, and what of that is under way."""
+"""One connection of a server: who the peer is, what it requests, and what is being sent to it."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
+from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from kvabr.moqt.codes import RequestCode, ResetCode, SessionCode, name_of
 from kvabr.moqt.events import Cancelled, Closed, Event, Ready, Requested, Updated
@@ -16,48 +17,106 @@ from kvabr.moqt.session import Session
 from kvabr.moqt.wire import Draft, Location
 from kvabr.quic.endpoint import Endpoint
 from kvabr.quic.library import QuicLibrary
-from kvabr.server.publication import Publication
-from kvabr.server.rate_limiter import Allowance
-from kvabr.server.send_queue import GroupRange, Outbox, Piece, Sending, last_object
+from kvabr.server.limits import RateLimiter, ServerLimits
+from kvabr.server.metrics import Metrics
+from kvabr.server.publication import ArrivingGroup, Publication
+from kvabr.server.send_queue import GroupRange, Piece, Sending, SendQueue, last_object
 from kvabr.store.grants import Grant, token_in_path
-from kvabr.types.errors import AssetError, FormatError
+from kvabr.types.errors import AssetError, FormatError, NotFoundError, RequestError, TransportError, UnauthorizedError
 from kvabr.types.naming import ROOT, TrackNamespace
 
 if TYPE_CHECKING:
-    from kvabr.server.quic_server import QuicServer
+    from structlog.typing import FilteringBoundLogger
 
 _MOQ_RS = b"moq-lite"
-"""How moq-rs names itself. Version 0.5 takes a gap between object IDs for a loss, so towards it they run 0, 1, 2, and
-it has other habits; see `Responder.lenient` and `Peer._subscribe`."""
+"""How moq-rs names itself. Version 0.5 takes a gap between object IDs for a loss, so its objects are numbered 0, 1, 2.
+It has other habits as well; see `Responder.lenient` and `Peer._subscribe`."""
 _ROOT_PARTS = tuple(part.encode() for part in ROOT.split("/") if part)
+_CODES = frozenset(map(int, RequestCode))
 _MISSING = "no such track, or none that you may read"
 _BUSY_MS = 1000
-"""After so many milliseconds a peer that was turned away for load may ask again."""
+"""Milliseconds after which a peer that was refused for load may ask again."""
 
 _OfTrack = Fetch | Subscribe | TrackStatus
 """Requests that name a track."""
 
 
+class Source(Protocol):
+    """What a server serves, and who may read it: an origin's `PublishedAssets`, or a `Relay`."""
+
+    def admit(self, token: bytes | None) -> Grant | None:
+        """Return what the holder of a token may read; None refuses the connection."""
+
+    def find(self, grant: Grant, namespace: TrackNamespace, track: str, *, at_once: bool = False) -> Publication | None:
+        """Return a track; None if there is none that the grant may read.
+
+        Args:
+            grant: from `admit`.
+            namespace: of the track.
+            track: name of the track.
+            at_once: do not wait for files or for the network.
+
+        Raises:
+            BlockingIOError: the answer needs files or the network; use `find_soon`.
+        """
+
+    async def find_soon(self, grant: Grant, namespace: TrackNamespace, track: str) -> Publication | None:
+        """Do the same, waiting where `find` cannot.
+
+        Raises:
+            TransportError: the source is a relay, and its origin does not answer or refuses.
+        """
+
+
+class Host(Protocol):
+    """What a connection needs of its server."""
+
+    limits: ServerLimits
+    log: FilteringBoundLogger
+    metrics: Metrics
+    draining: bool
+    requests: int
+    """Requests in flight on all connections; connections count theirs."""
+
+    @property
+    def source(self) -> Source:
+        """What to serve."""
+
+    @property
+    def crowded(self) -> bool:
+        """Whether there are more connections than allowed."""
+
+    def settled(self) -> None:
+        """Note that a connection has nothing in flight any more."""
+
+    def left(self, peer: Peer) -> None:
+        """Note that a connection is over."""
+
+
 class Peer(Endpoint):
-    """One connection."""
+    """One connection of a server."""
 
     starts_at_once = False
-    """SETUP is sent to those who are let in, so that the others learn of their refusal as they connect."""
+    """SETUP goes only to peers that are let in, so that others learn of their refusal while they connect."""
 
-    def __init__(self, library: QuicLibrary, server: QuicServer) -> None:
+    def __init__(self, library: QuicLibrary, server: Host) -> None:
         super().__init__(library)
         self._server = server
         self.log = server.log
         self._grant: Grant | None = None
         self._dense = False
-        self._outbox = Outbox(self._send, self._unsent, lambda: self.lib.window(self.quic), self.may_send)
+        self._queue = SendQueue(self._send, self._unsent, lambda: self.lib.window(self.quic), self.may_send)
         self._feeding = False
         self._underway: set[int] = set()
-        """Streams that QUIC has been given all of, and the peer has not acknowledged all of."""
-        self._allowance = Allowance(server.limits.requests_per_s)
-        self._updates = Allowance(server.limits.requests_per_s)
+        """Streams that QUIC has been given completely, and that the peer has not acknowledged completely."""
+        self._requests_left = RateLimiter(server.limits.requests_per_s)
+        self._updates_left = RateLimiter(server.limits.requests_per_s)
         self._looking: dict[int, asyncio.Task[None]] = {}
-        """Requests for which files must be read first."""
+        """Requests that wait for files, or for a relay's origin."""
+        self._expected: dict[int, tuple[ArrivingGroup, Callable[[], None]]] = {}
+        """Requests for groups of which nothing has arrived yet, so that the origin's refusal can be passed on; and what
+        accepts them."""
+        self._waking = False
         self._aliases = 0
         self._namespaces: dict[int, tuple[bytes, ...]] = {}
         self._over = False
@@ -67,8 +126,8 @@ class Peer(Endpoint):
 
     @property
     def busy(self) -> bool:
-        """Whether anything is being sent, or is still on its way."""
-        return len(self._outbox) > 0 or bool(self._underway) or bool(self._looking)
+        """Whether a request is being answered, or its answer is not acknowledged yet."""
+        return len(self._queue) > 0 or bool(self._underway or self._looking or self._expected)
 
     # ------------------------------------------------------------------ Endpoint
 
@@ -77,7 +136,7 @@ class Peer(Endpoint):
         if self._server.draining:
             self.shut(SessionCode.NO_ERROR, "the server is going away")
             return None
-        if len(self._server.peers) > self._server.limits.connections:
+        if self._server.crowded:
             self._server.metrics.connections_total.labels("too many").inc()
             self.log.warning("connection refused", why="too many connections")
             self.shut(SessionCode.INTERNAL_ERROR, "too many connections; try another server, or later")
@@ -93,9 +152,8 @@ class Peer(Endpoint):
                 self._updated(event)
             case Cancelled():
                 self._namespaces.pop(event.request_id, None)
-                if (looking := self._looking.pop(event.request_id, None)) is not None:
-                    looking.cancel()
-                self._done(self._outbox.remove(event.request_id), complete=False)
+                self._stop_looking(event.request_id)
+                self._done(self._queue.remove(event.request_id), complete=False)
             case Ready():
                 self._peer_is_ready(event)
             case Closed():
@@ -109,25 +167,24 @@ class Peer(Endpoint):
         self._over = True
         self._handshake.cancel()
         self._server.metrics.connections.dec()
-        for task in self._looking.values():
-            task.cancel()
-        self._looking.clear()
-        for job in self._outbox:
-            self._outbox.remove(job.request_id)
+        for number in [*self._looking, *self._expected]:
+            self._stop_looking(number)
+        for job in self._queue:
+            self._queue.remove(job.request_id)
             self._done(job, complete=False)
         self._underway.clear()
-        self._server.leaves(self)
+        self._server.left(self)
         self.log.debug("connection over", why=reason, code=code)
 
     def feed(self) -> None:
         """See `Endpoint.feed`."""
         if self._underway:
             self._forget_delivered()
-        if self._feeding or not len(self._outbox):
+        if self._feeding or not len(self._queue):
             return
         self._feeding = True
         try:
-            done, broken = self._outbox.feed()
+            done, broken = self._queue.feed()
             session = self.session
             if session is None or not (done or broken):
                 return
@@ -142,6 +199,17 @@ class Peer(Endpoint):
             self.settle()
         finally:
             self._feeding = False
+
+    def _wake(self) -> None:
+        """Send what has arrived, once this turn of the event loop is over."""
+        if not self._waking and not self._over:
+            self._waking = True
+            asyncio.get_running_loop().call_soon(self._awake)
+
+    def _awake(self) -> None:
+        self._waking = False
+        if not self._over:
+            self.safely(self.settle_and_send)
 
     # ------------------------------------------------------------------ from the server
 
@@ -170,7 +238,7 @@ class Peer(Endpoint):
         assert self.session is not None  # noqa: S101  # the event came from it
         self.session.responder.lenient = self._dense
         token = event.tokens[0] if event.tokens else token_in_path(options.path)
-        self._grant = self._server.holdings.admit(token)
+        self._grant = self._server.source.admit(token)
         if self._grant is None:
             self._server.metrics.connections_total.labels("unauthorized").inc()
             self.log.warning("connection refused", why="the token is missing or wrong")
@@ -194,7 +262,7 @@ class Peer(Endpoint):
             return
         grant = self._grant
         if event.tokens and grant is not None:
-            grant = self._server.holdings.admit(event.tokens[0])  # takes the longer the more tokens there are
+            grant = self._server.source.admit(event.tokens[0])  # takes the longer the more tokens there are
         if grant is None:
             self._refuse(number, RequestCode.UNAUTHORIZED, "the token is missing or wrong")
         elif isinstance(message, Fetch | Subscribe | TrackStatus):
@@ -209,21 +277,23 @@ class Peer(Endpoint):
     def _overload(self) -> str | None:
         """Why a request must be turned away, if it must."""
         limits = self._server.limits
-        if not self._allowance.take():
+        if not self._requests_left.take():
             return f"more than {limits.requests_per_s:g} requests a second"
-        if len(self._outbox) + len(self._looking) >= limits.requests_per_connection:
+        if len(self._queue) + len(self._looking) + len(self._expected) >= limits.requests_per_connection:
             return f"more than {limits.requests_per_connection} requests at a time"
         if self._server.requests >= limits.requests:
             return "the server is busy"
         return None
 
     def _updated(self, event: Updated) -> None:
-        if not self._updates.take():
-            if self._updates.overdrawn and self.session is not None:
-                why = f"more than {self._updates.rate:g} updates of requests a second"
+        if not self._updates_left.take():
+            if self._updates_left.overdrawn and self.session is not None:
+                why = f"more than {self._updates_left.rate:g} updates of requests a second"
                 self.session.close(SessionCode.INTERNAL_ERROR, why)
         elif event.parameters.priority is not None:
-            self._outbox.prioritise(event.request_id, event.parameters.priority)
+            self._queue.prioritise(event.request_id, event.parameters.priority)
+            if (expected := self._expected.get(event.request_id)) is not None:
+                expected[0].prioritise(event.parameters.priority)
 
     def _find(self, number: int, message: _OfTrack, grant: Grant) -> None:
         """Look for a track, and answer."""
@@ -233,29 +303,42 @@ class Peer(Endpoint):
         except (FormatError, UnicodeDecodeError):
             self._answer(number, message, None)
             return
-        holdings = self._server.holdings
+        source = self._server.source
         try:
-            found = holdings.find(grant, namespace, track, at_once=True)
+            found = source.find(grant, namespace, track, at_once=True)
         except BlockingIOError:
-            looking = self._look(number, message, asyncio.to_thread(holdings.find, grant, namespace, track))
-            self._looking[number] = asyncio.get_running_loop().create_task(looking)
+            self._looking[number] = asyncio.get_running_loop().create_task(
+                self._look(number, message, source.find_soon(grant, namespace, track))
+            )
         else:
             self._answer(number, message, found)
 
     async def _look(self, number: int, message: _OfTrack, finding: Awaitable[Publication | None]) -> None:
-        """The same, once files have been read."""
+        """Answer a request once its track is found."""
+        answer: Callable[[], None]
         try:
-            found = await finding
-        except Exception as error:  # noqa: BLE001  # nobody thought of it: see `safely`
-            self.safely(_raise, error)
-            self.driver.transmit()
+            answer = partial(self._answer, number, message, await finding)
+        except TransportError as error:
+            answer = partial(self._refuse_for, number, error)
+        except Exception as error:  # noqa: BLE001  # a bug; see `safely`
+            answer = partial(_raise, error)
+        self._late(number, answer)
+
+    def _late(self, number: int, answer: Callable[[], None]) -> None:
+        """Give an answer from a task, which ends with it."""
+        self._looking.pop(number, None)
+        if self._over:
             return
-        del self._looking[number]
-        if not self._over:
-            self.safely(self._answer, number, message, found)
-            self.settle_and_send()
-            if not self.busy:
-                self._server.settled()
+        self.safely(answer)
+        self.settle_and_send()
+        if not self.busy:
+            self._server.settled()
+
+    def _stop_looking(self, number: int) -> None:
+        if (looking := self._looking.pop(number, None)) is not None:
+            looking.cancel()
+        if (expected := self._expected.pop(number, None)) is not None:
+            expected[0].close()
 
     def _answer(self, number: int, message: _OfTrack, found: Publication | None) -> None:
         if found is None:
@@ -271,8 +354,14 @@ class Peer(Endpoint):
             self._refuse(number, RequestCode.INVALID_RANGE, f"the track has {publication.groups} groups")
             return
         last = min(end.group, publication.groups - 1)
+        priority = 128 if message.parameters.priority is None else message.parameters.priority
+        descending = message.parameters.group_order == 2
+        first = last if descending else start.group
         try:
-            objects = publication.open(last).objects
+            objects = publication.objects(last)
+            arriving = publication.follow(first, priority, partial(self.safely, self._arrived, number))
+            if arriving is None:
+                publication.open(last)  # so that a group that cannot be read is refused, not broken off
         except (AssetError, IndexError) as error:
             self.log.warning("group cannot be read", error=str(error))
             self._refuse(number, RequestCode.INTERNAL_ERROR, "the publisher cannot read that group")
@@ -281,6 +370,8 @@ class Peer(Endpoint):
         final = last_object(objects, dense=self._dense)
         stop = final + 1 if whole else min(end.object, final + 1)
         if start.group == last and start.object > final:
+            if arriving is not None:
+                arriving.close()
             self._refuse(number, RequestCode.INVALID_RANGE, f"the last object of group {last} is {final}")
             return
         ranges = [
@@ -291,21 +382,42 @@ class Peer(Endpoint):
             )
             for group in range(start.group, last + 1)
         ]
-        if message.parameters.group_order == 2:
+        if descending:
             ranges.reverse()
-        assert self.session is not None  # noqa: S101  # the request came from it
         ended = last == publication.groups - 1 and stop == final + 1
-        stream = self.session.responder.accept_fetch(number, Location(last, stop), end_of_track=ended)
-        priority = 128 if message.parameters.priority is None else message.parameters.priority
-        descending = message.parameters.group_order == 2
-        self._outbox.add(
-            Sending(
-                number, stream, publication, ranges, self.session.draft,
-                track=message.track.decode(), priority=priority, dense=self._dense, descending=descending,
-            )
-        )  # fmt: skip
-        self._server.requests += 1
-        self._server.metrics.requests_in_flight.inc()
+
+        def accept() -> None:
+            assert self.session is not None  # noqa: S101  # the request came from it
+            stream = self.session.responder.accept_fetch(number, Location(last, stop), end_of_track=ended)
+            self._queue.add(
+                Sending(
+                    number, stream, publication, ranges, self.session.draft,
+                    track=message.track.decode(), priority=priority, dense=self._dense, descending=descending,
+                    first=arriving, on_more=self._wake,
+                )
+            )  # fmt: skip
+            self._server.requests += 1
+            self._server.metrics.requests_in_flight.inc()
+
+        if arriving is None:
+            accept()
+        else:
+            self._expected[number] = arriving, accept
+            self._arrived(number)
+
+    def _arrived(self, number: int) -> None:
+        """Note that more of a group has arrived: accept its request if it has waited for that, and send."""
+        if number in self._expected:
+            arriving, accept = self._expected[number]
+            try:
+                if not arriving.available:
+                    return
+                del self._expected[number]
+                accept()
+            except TransportError as error:
+                self._stop_looking(number)
+                self._refuse_for(number, error)
+        self._wake()
 
     def _subscribe(self, number: int, message: Subscribe | TrackStatus, publication: Publication) -> None:
         """Everything is published already, so a subscription brings nothing, and its track has ended."""
@@ -313,7 +425,7 @@ class Peer(Endpoint):
         responder = self.session.responder
         try:
             group = publication.groups - 1
-            largest = Location(group, last_object(publication.open(group).objects, dense=self._dense))
+            largest = Location(group, last_object(publication.objects(group), dense=self._dense))
         except AssetError as error:
             self.log.warning("group cannot be read", error=str(error))
             self._refuse(number, RequestCode.INTERNAL_ERROR, "the publisher cannot read that track")
@@ -347,6 +459,22 @@ class Peer(Endpoint):
         self._server.metrics.refusals_total.labels(code.name).inc()
         self.session.responder.refuse(number, code, reason, retry_ms=retry_ms)
 
+    def _refuse_for(self, number: int, error: TransportError) -> None:
+        """Pass on why a relay's origin did not answer."""
+        retry_ms: int | None = None
+        if isinstance(error, UnauthorizedError):
+            code, reason = RequestCode.UNAUTHORIZED, "the origin refuses the relay's token"
+        elif isinstance(error, NotFoundError):
+            code, reason = RequestCode.DOES_NOT_EXIST, _MISSING
+        elif isinstance(error, RequestError) and error.code in _CODES:
+            code, reason = RequestCode(error.code), str(error)
+            if error.retry_after_s is not None or code == RequestCode.EXCESSIVE_LOAD:
+                retry_ms = _BUSY_MS if error.retry_after_s is None else int(1000 * error.retry_after_s)
+        else:
+            code, reason, retry_ms = RequestCode.INTERNAL_ERROR, f"the origin does not answer: {error}", _BUSY_MS
+        self.log.debug("request refused", why=str(error))
+        self._refuse(number, code, reason[:500], retry_ms=retry_ms)
+
     # ------------------------------------------------------------------ sending
 
     def _send(self, job: Sending, piece: Piece) -> bool:
@@ -360,7 +488,7 @@ class Peer(Endpoint):
         return True
 
     def _unsent(self) -> int:
-        return self.lib.unsent(self.quic, chain(self._outbox.streams, self._underway))
+        return self.lib.unsent(self.quic, chain(self._queue.streams, self._underway))
 
     def _done(self, job: Sending | None, *, complete: bool) -> None:
         if job is None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvabr.codec.container import ObjectSpan, object_spans, slices
@@ -32,6 +33,37 @@ class PublishedGroup:
     """SHA-256 of ``data``, for receivers that have no catalog."""
 
 
+class ArrivingGroup(ABC):
+    """A group of which more bytes are still to come, as a relay forwards it. Its reader must `close` it."""
+
+    objects: tuple[ObjectSpan, ...]
+    digest: bytes
+    """SHA-256 of the whole group."""
+    size: int
+    """Bytes of the whole group."""
+
+    @property
+    @abstractmethod
+    def available(self) -> int:
+        """Bytes that can be read now, from the beginning.
+
+        Raises:
+            TransportError: the group cannot be had, or is not what its catalog says.
+        """
+
+    @abstractmethod
+    def read(self, begin: int, end: int) -> memoryview:
+        """Return available bytes."""
+
+    @abstractmethod
+    def prioritise(self, priority: int) -> None:
+        """Change the priority: 0 (most urgent) to 255."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Stop reading; without readers the group is no longer fetched. May be called twice."""
+
+
 class Publication(ABC):
     """One track."""
 
@@ -49,13 +81,32 @@ class Publication(ABC):
         """
 
     @abstractmethod
+    def objects(self, group: int) -> tuple[ObjectSpan, ...]:
+        """Return how a group is cut into objects, without opening it.
+
+        Raises:
+            IndexError: there is no such group.
+        """
+
+    @abstractmethod
     def open(self, group: int) -> PublishedGroup:
-        """Return a group's objects.
+        """Return a group with its data.
 
         Raises:
             IndexError: there is no such group.
             AssetError: it cannot be read, has another size than the catalog says, or was replaced.
         """
+
+    def follow(self, group: int, priority: int, on_more: Callable[[], None]) -> ArrivingGroup | None:
+        """Return a group that has to be fetched first; None if `open` has all of it.
+
+        Args:
+            group: index of the group.
+            priority: 0 (most urgent) to 255.
+            on_more: called when more bytes are available, or no more will be.
+        """
+        del group, priority, on_more
+        return None
 
 
 class LevelPublication(Publication):
@@ -78,15 +129,19 @@ class LevelPublication(Publication):
         """Return what the catalog says."""
         return self._track.bytes[self._checked(group)]
 
+    def objects(self, group: int) -> tuple[ObjectSpan, ...]:
+        """See `Publication.objects`."""
+        size, catalog = self.size(group), self._asset.catalog
+        first, last = catalog.spec.group_range(group, catalog.tokens)
+        return object_spans(catalog.spec, self._track.name, first, last - first, size)
+
     def open(self, group: int) -> PublishedGroup:
         """Return a frame; see `Publication.open`."""
-        size, catalog = self.size(group), self._asset.catalog
+        objects = self.objects(group)
         data = self._asset.frame_view(group, self._track.name)
         # In this order: assets are exchanged whole, so a frame read before an unchanged catalog belongs to it.
         if not self._asset.is_current():
             raise AssetError(f"{self._asset.location}: was replaced or removed; ask for its catalog again")
-        first, last = catalog.spec.group_range(group, catalog.tokens)
-        objects = object_spans(catalog.spec, self._track.name, first, last - first, size)
         return PublishedGroup(data, objects, bytes.fromhex(self._track.digests[group]))
 
     def _checked(self, group: int) -> int:
@@ -109,6 +164,10 @@ class BytesPublication(Publication):
     def size(self, group: int) -> int:
         """Return the number of bytes."""
         return len(self.open(group).data)
+
+    def objects(self, group: int) -> tuple[ObjectSpan, ...]:
+        """See `Publication.objects`."""
+        return self.open(group).objects
 
     def open(self, group: int) -> PublishedGroup:
         """Return the bytes, in slices."""

@@ -1,203 +1,215 @@
-"""A relay: a node-local cache between an origin and many players, on the server of moq-rs.
+"""A relay: a cache between an origin and the players near by.
 
-moq-rs gathers those who wait for the same group, asks once, and passes objects on as they are written. What it lacks is
-here and in the files called after it: what it asks for is fetched by a `Connection` of whatever kind, so the origin may
-be any that kvabr speaks with; what is kept is checked, and has a bound; what may change is asked for anew; a group that
-broke off goes on when the origin is back, and what the relay has is served while the origin is away.
-
-Everyone whom the relay lets in sees what the relay's own token opens.
+`Relay` is what a `Server` serves in place of an origin's library. Its tracks come from an upstream connection: catalogs
+and lookups by `Catalogs`, groups by `RelayGroups`, each fetched once for everyone who waits. Everyone who may enter the
+relay may read what the relay's own token opens at the origin.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
-from collections import OrderedDict
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
 
+from kvabr.client.metrics import ClientMetrics
+from kvabr.client.resources import decoders
+from kvabr.client.shared_downloads import GroupRequest, SharedDownloads
+from kvabr.codec.container import ObjectSpan, object_spans
 from kvabr.moqt.codes import RequestCode
-from kvabr.quic import moq_lib as moqlib
 from kvabr.quic.interface import Connection
 from kvabr.server.metrics import Metrics
-from kvabr.server.moq_listen import KEEP_US, MISSING_S, Broadcasts, MoqListener, claim_routes
-from kvabr.server.relay_cache import GroupCache
-from kvabr.server.relay_forward import Carrier, Track
-from kvabr.server.relay_small import LEAST_BYTES, SmallTracks, is_small
-from kvabr.server.server import ServerLimits, ServerTls
+from kvabr.server.publication import ArrivingGroup, Publication, PublishedGroup
+from kvabr.server.relay_catalogs import LEAST_BYTES, AssetFacts, Catalogs, is_small, is_unauthorized
+from kvabr.server.relay_groups import RelayGroups
 from kvabr.store.grants import EVERYTHING, Grant, Grants
-from kvabr.types.errors import NotFoundError, TransportError
-from kvabr.types.naming import TrackNamespace, plain_track
+from kvabr.store.group_folder import FolderGroupStore
+from kvabr.store.group_store import MemoryGroupStore, TieredGroupStore
+from kvabr.types.errors import AssetError, NotFoundError, RequestError, TransportError, UnauthorizedError
+from kvabr.types.naming import TrackNamespace
 
 if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger
 
 MEMORY_BYTES = 1 << 30
-"""Bytes of groups that are kept, if nothing else is said."""
-SMALL_SHARE = 1 / 8
-"""Catalogs and lookups may take so much of that beside it, and `relaysmall.LEAST_BYTES` in any case."""
+"""Default bound on the memory of groups."""
+_TRANSIT_SHARE = 1 / 4
+"""Share of that bound for groups that are on their way or being read; the rest is the cache."""
+_CATALOGS_SHARE = 1 / 8
+"""Bound on catalogs and lookups as a share of that bound, in addition to it."""
 
-_MAX_TRACKS = 4096
-_POLL_S = 0.01
 
-
-class Relay(MoqListener):
-    """Serves what an origin has, from memory where it can."""
+class Relay:
+    """What a relay serves; a `kvabr.server.peer.Source`. Use it as an async context manager."""
 
     def __init__(
         self,
         upstream: Connection,
-        host: str,
-        port: int,
-        tls: ServerTls,
-        limits: ServerLimits,
         log: FilteringBoundLogger,
         metrics: Metrics,
         *,
         memory_bytes: int = MEMORY_BYTES,
+        disk: Path | None = None,
+        disk_bytes: int = 0,
         token: str | None = None,
     ) -> None:
-        """Nothing is bound before `start`.
+        """Prepare an empty cache, or open the one on disk.
 
         Args:
-            upstream: where groups come from; it should dial again by itself, as that of `kvabr.connect` does. It stays
-                the caller's.
-            host: name or address to bind.
-            port: UDP port to bind; 0 takes a free one.
-            tls: certificate and key.
-            limits: what peers may take; those of single connections moq-rs does not let a relay enforce.
-            log: takes the events.
-            metrics: takes the counts.
-            memory_bytes: groups that are kept, and on their way from the origin. Besides, catalogs take up to
-                `SMALL_SHARE` of that, and moq-rs holds up to 10 MB for each player that takes more slowly than it is
-                given; ``limits.connections`` bounds those.
-            token: what players must show; None: everyone may come in.
+            upstream: the connection to the origin; it should redial by itself, as that of `kvabr.quic.connect` does.
+                It is not closed with the relay.
+            log: receives events.
+            metrics: receives counts; the downloads' metrics are registered with it.
+            memory_bytes: bound on groups in memory. Catalogs and lookups take up to an eighth of it in addition, at
+                least `LEAST_BYTES`.
+            disk: folder for groups that memory has no room for; None: there is none.
+            disk_bytes: bound on that folder.
+            token: token that players must show; None: everyone may enter.
 
         Raises:
-            TransportError: moq-rs is not installed.
+            UsageError: another process uses the folder.
+            AssetError: the folder cannot be used.
         """
-        origin = moqlib.load().OriginProducer(cache_capacity_bytes=None)
-        super().__init__(host, port, tls, limits, log, metrics, origin=origin)
+        self._log, self._metrics = log, metrics
         self._grants = None
         if token is not None:
             self._grants = Grants([Grant("players", token_sha256=hashlib.sha256(token.encode()).hexdigest())])
-        self._broadcasts = Broadcasts(self._moq, _MAX_TRACKS, self.spawn)
-        self._tracks: OrderedDict[tuple[str, str], Track] = OrderedDict()
-        self.cache = GroupCache(memory_bytes, metrics)
-        """What is kept."""
-        self.small = SmallTracks(upstream, self._changed, log, limit=max(LEAST_BYTES, int(SMALL_SHARE * memory_bytes)))
+        transit_bytes = int(_TRANSIT_SHARE * memory_bytes)
+        folder = None if disk is None else FolderGroupStore(disk, disk_bytes, executor=decoders())
+        memory = MemoryGroupStore(memory_bytes - transit_bytes, executor=decoders())
+        self.store = TieredGroupStore(memory, folder, on_change=self._show)
+        """Groups that are kept."""
+        self._client_metrics = ClientMetrics(metrics.registry)
+        self._downloads = SharedDownloads(upstream, self.store, self._client_metrics)
+        self.groups = RelayGroups(self._downloads, self.store, transit_bytes, self._failed)
+        """Groups on their way."""
+        self.catalogs = Catalogs(
+            upstream,
+            log,
+            limit=max(LEAST_BYTES, int(_CATALOGS_SHARE * memory_bytes)),
+            on_dropped=self._dropped,
+            on_revoked=self._revoked,
+        )
         """Catalogs, lookups and profiles."""
-        self._carrier = Carrier(self._moq, upstream, self.cache, self.small, log, metrics)
+        self._tasks: set[asyncio.Task[None]] = set()
 
-    @property
-    def fetches(self) -> int:
-        """Groups that are on their way."""
-        return self._carrier.fetches
+    async def __aenter__(self) -> Self:
+        return self
 
-    # ------------------------------------------------------------------ Server
-
-    async def start(self) -> None:
-        """See `Server.start`."""
-        routes = claim_routes(self._moq, self._published)
-        await super().start()
-        for route in routes:
-            self.spawn(self._broadcasts.listen(route, self._tracks_wanted))
-
-    async def drain(self, grace_s: float) -> None:
-        """See `Server.drain`."""
-        self.draining = True
-        end_s = asyncio.get_running_loop().time() + grace_s
-        while self.fetches and asyncio.get_running_loop().time() < end_s:  # noqa: ASYNC110  # a poll is enough
-            await asyncio.sleep(_POLL_S)
-        await self.say_goodbye(grace_s)
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         await self.close()
 
-    def forget(self) -> None:
-        """See `MoqListener.forget`."""
-        self.small.close()
-        self.cache.clear()
-        self._tracks.clear()
-        self._broadcasts.clear()
+    async def close(self) -> None:
+        """End all transfers, write what waits for the disk, and forget what is in memory."""
+        self.catalogs.close()
+        await self.groups.close()
+        await self._downloads.close()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+        await self.store.close()
 
-    def admit(self, request: Any, token: bytes | None) -> Grant | None:
-        """See `MoqListener.admit`."""
-        del request
+    # ------------------------------------------------------------------ Source
+
+    def admit(self, token: bytes | None) -> Grant | None:
+        """See `Source.admit`."""
         return EVERYTHING if self._grants is None else self._grants.check(token)
 
-    async def attend(self, session: Any, guest: Grant) -> None:
-        """See `MoqListener.attend`: moq-rs serves it."""
-        del guest
-        with contextlib.suppress(self._moq.Error):
-            await session.closed()
+    def find(self, grant: Grant, namespace: TrackNamespace, track: str, *, at_once: bool = False) -> Publication | None:
+        """See `Source.find`; a relay can only answer at once what it was told a moment ago."""
+        del grant, at_once
+        if is_small(track):
+            found: Publication | None = self.catalogs.fresh(namespace, track)
+            if found is None:
+                raise BlockingIOError(f"{track}: must be asked for")
+            return found
+        facts = self.catalogs.fresh_facts(namespace)
+        if facts is None:
+            raise BlockingIOError("the catalog must be asked for")
+        return self._track(facts, track)
 
-    # ------------------------------------------------------------------ what they want
-
-    async def _tracks_wanted(self, path: str, namespace: TrackNamespace, wanted: Any) -> None:
-        async with wanted:
-            while True:
-                request = await wanted.requested_track()
-                self._broadcasts.used(path)
-                self.spawn(self._open(path, namespace, request))
-                del request
-
-    async def _open(self, path: str, namespace: TrackNamespace, request: Any) -> None:
-        """Answer a request for a track, once it is known whether there is one."""
-        asked, name = request.name, plain_track(request.name)
-        if self.draining:
-            request.abort(int(RequestCode.GOING_AWAY))
-            return
-        info = self._moq.TrackInfo(max_age_us=KEEP_US)
+    async def find_soon(self, grant: Grant, namespace: TrackNamespace, track: str) -> Publication | None:
+        """See `Source.find_soon`."""
+        del grant
         try:
-            count = await self._groups(namespace, name)
+            if is_small(track):
+                return await self.catalogs.get(namespace, track)
+            return self._track(await self.catalogs.facts(namespace), track)
         except NotFoundError:
-            self.metrics.refusals_total.labels(RequestCode.DOES_NOT_EXIST.name).inc()
-            producer = request.accept(info)
-            await asyncio.sleep(MISSING_S)
-            del producer
-            return
-        except TransportError as error:
-            self._carrier.refuse(request, error)
-            return
-        groups = request.dynamic()
-        track = Track(namespace, name, request.accept(info))
-        if count is not None:
-            track.producer.finish_at(count)
-        del request
-        self._tracks[path, asked] = track
-        track.task = self.spawn(self._groups_wanted(track, groups))
-        for key, idle in list(self._tracks.items())[: max(0, len(self._tracks) - _MAX_TRACKS)]:
-            if not idle.fetches and idle.task is not None:
-                idle.task.cancel()
-                del self._tracks[key]
-
-    async def _groups(self, namespace: TrackNamespace, name: str) -> int | None:
-        """How many groups a track has; None if that does not matter.
-
-        Raises:
-            NotFoundError: there is no such track.
-            TransportError: the origin cannot be asked.
-        """
-        if is_small(name):
-            await self.small.get(namespace, name)
             return None
-        facts = await self.small.facts(namespace)
-        facts.expected(name, 0)
-        return facts.groups
 
-    async def _groups_wanted(self, track: Track, wanted: Any) -> None:
-        async with wanted:
-            while True:
-                request = await wanted.requested_group()
-                self.metrics.requests_total.labels("Fetch").inc()
-                if self.draining or self.fetches >= self.limits.requests:
-                    code = RequestCode.GOING_AWAY if self.draining else RequestCode.EXCESSIVE_LOAD
-                    self.metrics.refusals_total.labels(code.name).inc()
-                    request.abort(int(code))
-                    continue
-                self.spawn(self._carrier.carry(track, request))
-                del request
+    # ------------------------------------------------------------------ internals
 
-    def _changed(self, namespace: TrackNamespace) -> None:
-        """An asset was replaced: what is kept of it is of no use to those who have its new catalog."""
-        self.log.info("asset replaced", model=namespace.model, prompt=namespace.prompt[:16])
-        self.cache.forget(lambda owner: owner.namespace == namespace)
+    def _track(self, facts: AssetFacts, track: str) -> Publication | None:
+        return RelayedTrack(self.groups, facts, track) if track in facts.sizes else None
+
+    def _failed(self, request: GroupRequest, error: TransportError) -> None:
+        """A group was refused or wrong: find out what the origin says of the asset now."""
+        if is_unauthorized(error):
+            self.catalogs.revoke()
+        elif isinstance(error, NotFoundError) or (
+            isinstance(error, RequestError) and error.code == RequestCode.MALFORMED_TRACK
+        ):
+            self._log.warning("group refused", track=request.track, group=request.group, why=str(error))
+            self.catalogs.doubt(request.namespace)
+
+    def _dropped(self, facts: AssetFacts) -> None:
+        """The origin has removed or replaced an asset."""
+        why = "the asset was removed or replaced; ask for its catalog again"
+        self._spawn(self.groups.drop(facts.all_digests(), NotFoundError(why, code=RequestCode.DOES_NOT_EXIST)))
+
+    def _revoked(self) -> None:
+        """The origin no longer accepts our token."""
+        self._spawn(self.groups.drop(None, UnauthorizedError("the origin refuses the relay's token")))
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _show(self) -> None:
+        self._metrics.buffered_bytes.set(self.store.memory.total_bytes)
+        self._client_metrics.show_store(self.store)
+
+
+class RelayedTrack(Publication):
+    """One level of an asset, as its catalog describes it."""
+
+    def __init__(self, relayed: RelayGroups, facts: AssetFacts, track: str) -> None:
+        self._relayed, self._facts, self._name = relayed, facts, track
+
+    @property
+    def groups(self) -> int:
+        """As many as the catalog says."""
+        return self._facts.groups
+
+    def size(self, group: int) -> int:
+        """See `Publication.size`."""
+        if not 0 <= group < self.groups:
+            raise IndexError(f"group {group} is outside an asset of {self.groups} groups")
+        return self._facts.sizes[self._name][group]
+
+    def objects(self, group: int) -> tuple[ObjectSpan, ...]:
+        """See `Publication.objects`; the same as at the origin."""
+        size, spec = self.size(group), self._facts.spec
+        first, last = spec.group_range(group, self._facts.tokens)
+        return object_spans(spec, self._name, first, last - first, size)
+
+    def open(self, group: int) -> PublishedGroup:
+        """See `Publication.open`; only of groups that are in memory, as `follow` tells."""
+        objects, digest = self.objects(group), self._facts.digest(self._name, group)
+        data = self._relayed.held(digest.hex())
+        if data is None:
+            raise AssetError(f"group {group} of {self._name}: no longer in memory")
+        return PublishedGroup(data, objects, digest)
+
+    def follow(self, group: int, priority: int, on_more: Callable[[], None]) -> ArrivingGroup | None:
+        """See `Publication.follow`."""
+        size, digest = self.size(group), self._facts.digest(self._name, group).hex()
+        if self._relayed.held(digest) is not None:
+            return None
+        request = GroupRequest(self._facts.namespace, self._name, group, size, exact=True, digest=digest)
+        return self._relayed.follow(request, self.objects(group), priority, on_more)

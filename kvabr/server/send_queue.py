@@ -1,7 +1,8 @@
-"""What one connection still has to send: groups in the order of their priorities, fed to QUIC bit by bit.
+"""The send queue of one connection: answers in the order of their priorities, handed to QUIC piece by piece.
 
 QUIC libraries keep what they are given until it is acknowledged, and share the path evenly among streams. So they are
-given only so much at a time, and always of the most urgent request: that is what makes priorities hold.
+given little at a time, and always of the most urgent answer: that is what makes priorities hold. An answer whose bytes
+are still arriving, as in a relay, is passed over until there are more.
 """
 
 from __future__ import annotations
@@ -9,15 +10,22 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from kvabr.codec.container import ObjectSpan
 from kvabr.moqt.objects import FetchWriter
 from kvabr.moqt.wire import Draft, KeyValue
-from kvabr.server.publication import PROPERTY_GROUP_BYTES, PROPERTY_GROUP_DIGEST, Publication, PublishedGroup
+from kvabr.server.publication import (
+    PROPERTY_GROUP_BYTES,
+    PROPERTY_GROUP_DIGEST,
+    ArrivingGroup,
+    Publication,
+    PublishedGroup,
+)
 
 MOST_AHEAD_BYTES, LEAST_AHEAD_BYTES = 256 << 10, 16 << 10
-"""Bytes that QUIC is given ahead of what it has sent: a congestion window, which is all that it can send before it asks
-again, within these bounds. On a slow link more would let what is less urgent in before what is more so."""
+"""Bytes that QUIC is given ahead of what it has sent: one congestion window, within these bounds. A window is all that
+it can send before it asks again; more would let less urgent data in first on a slow link."""
 _PIECE = 64 << 10
 
 Piece = bytes | memoryview
@@ -30,7 +38,7 @@ class GroupRange:
     group: int
     first_object: int
     end_object: int | None
-    """The one after the last wanted; None for all."""
+    """The object after the last one; None for all."""
 
 
 class Sending:
@@ -48,67 +56,122 @@ class Sending:
         priority: int,
         dense: bool,
         descending: bool,
+        first: ArrivingGroup | None = None,
+        on_more: Callable[[], None] = lambda: None,
     ) -> None:
-        """Nothing is opened before the first piece is wanted.
+        """Prepare; a group is opened when its turn comes.
 
         Args:
             request_id: the FETCH.
             stream: where to write.
             publication: the track.
-            ranges: what of it, in order.
-            draft: how objects are written.
-            track: its name, for the books.
+            ranges: which objects, in order.
+            draft: encoding of the objects.
+            track: its name, for metrics.
             priority: 0 (most urgent) to 255.
             dense: number objects 0, 1, 2 in each group, for receivers that take a gap between IDs for a loss.
             descending: whether the groups come in descending order.
+            first: the first group, if it is being fetched already; closed with this answer.
+            on_more: called when `ready` may have become true.
         """
         self.request_id, self.stream, self.track, self.priority = request_id, stream, track, priority
         self.requested_s = time.monotonic()
         self.sent = 0
         """Bytes that QUIC has been given."""
+        self.finished = False
+        """Whether the last piece was the end."""
         self._publication, self._ranges, self._dense = publication, ranges, dense
+        self._arriving, self._on_more = first, on_more
         self._writer = FetchWriter(draft, descending=descending)
         self._pieces = self._cut()
-        self._next: Piece | None = None
-        self.finished = False
+        self._next: Piece | None = b""
+        """The next piece; empty: it has not arrived; None: there are no more."""
 
-    def piece(self) -> Piece:
-        """The next bytes of the stream, at most about `_PIECE`; `finished` tells if they were the last.
+    @property
+    def ready(self) -> bool:
+        """Whether there is a piece to send now.
 
         Raises:
             AssetError: the group's file is gone or damaged.
+            TransportError: the group cannot be fetched, or is not what its catalog says.
         """
-        piece = next(self._pieces, b"") if self._next is None else self._next
-        self._next = next(self._pieces, None)
+        self._advance()
+        return self._next is None or len(self._next) > 0
+
+    def piece(self) -> Piece:
+        """Return the next bytes of the stream, at most about `_PIECE`; none if they have not arrived.
+
+        Raises:
+            AssetError, TransportError: as `ready`.
+        """
+        self._advance()
+        piece = self._next or b""
+        if piece:
+            self._next = next(self._pieces, None)
         self.finished = self._next is None
         return piece
 
+    def prioritise(self, priority: int) -> None:
+        """Change the priority, also of what is being fetched."""
+        self.priority = priority
+        if self._arriving is not None:
+            self._arriving.prioritise(priority)
+
+    def close(self) -> None:
+        """Stop fetching what has not arrived. May be called twice."""
+        if self._arriving is not None:
+            self._arriving.close()
+            self._arriving = None
+
+    def _advance(self) -> None:
+        if self._next is not None and not len(self._next):
+            self._next = next(self._pieces, None)
+
     def _cut(self) -> Iterator[Piece]:
         for part in self._ranges:
-            group = self._publication.open(part.group)
-            yield from self._cut_group(part, group)
+            if self._arriving is None:
+                self._arriving = self._publication.follow(part.group, self.priority, self._on_more)
+            if self._arriving is None:
+                opened = self._publication.open(part.group)
+                yield from self._write(part, opened, len(opened.data), partial(_slice, opened.data))
+            else:
+                yield from self._write(part, self._arriving, self._arriving.size, self._arrived)
+                self.close()
 
-    def _cut_group(self, part: GroupRange, group: PublishedGroup) -> Iterator[Piece]:
-        properties: tuple[KeyValue, ...] = (
-            (PROPERTY_GROUP_BYTES, len(group.data)), (PROPERTY_GROUP_DIGEST, group.digest),
-        )  # fmt: skip
+    def _write(
+        self, part: GroupRange, group: PublishedGroup | ArrivingGroup, size: int, read: Callable[[int, int], Piece]
+    ) -> Iterator[Piece]:
+        """Yield the objects of a group; ``read`` returns what it has of a range, at least from its beginning."""
+        properties: tuple[KeyValue, ...] = ((PROPERTY_GROUP_BYTES, size), (PROPERTY_GROUP_DIGEST, group.digest))
         for index, span in enumerate(group.objects):
             number = index if self._dense else span.object_id
             if number < part.first_object or (part.end_object is not None and number >= part.end_object):
                 continue
-            size = span.end - span.begin
-            yield self._writer.header(part.group, number, size, properties if index == 0 else ())
-            for at in range(span.begin, span.end, _PIECE):
-                yield group.data[at : min(span.end, at + _PIECE)]
+            yield self._writer.header(part.group, number, span.end - span.begin, properties if index == 0 else ())
+            at = span.begin
+            while at < span.end:
+                piece = read(at, min(span.end, at + _PIECE))
+                at += len(piece)
+                yield piece
+
+    def _arrived(self, begin: int, end: int) -> Piece:
+        arriving = self._arriving
+        assert arriving is not None  # noqa: S101  # closed answers are not written
+        end = min(end, arriving.available)
+        return arriving.read(begin, end) if end > begin else b""
+
+
+def _slice(data: memoryview, begin: int, end: int) -> Piece:
+    return data[begin:end]
 
 
 def last_object(objects: tuple[ObjectSpan, ...], *, dense: bool) -> int:
-    """ID of the last object of a group."""
+    """Return the ID of a group's last object."""
     return len(objects) - 1 if dense else objects[-1].object_id
 
 
-class Outbox:
-    """Everything that one connection has to send."""
+class SendQueue:
+    """All answers that one connection has to send."""
 
     def __init__(
         self,
@@ -117,12 +180,12 @@ class Outbox:
         window: Callable[[], int],
         may_send: Callable[[int], bool] = lambda _: True,
     ) -> None:
-        """Nothing to send yet.
+        """Create an empty queue.
 
         Args:
-            send: gives QUIC a piece of an answer; returns False if its stream is no more.
+            send: gives QUIC a piece of an answer; returns False if its stream is gone.
             unsent: bytes that QUIC was given and has not sent.
-            window: bytes that QUIC may have on their way.
+            window: congestion window, bytes.
             may_send: whether the peer allows a stream already.
         """
         self._send, self._unsent, self._window, self._may_send = send, unsent, window, may_send
@@ -137,44 +200,41 @@ class Outbox:
 
     @property
     def streams(self) -> Iterator[int]:
-        """The streams that are being written."""
+        """Streams that are being written."""
         return (job.stream for job in self._jobs.values())
 
     def add(self, job: Sending) -> None:
-        """One more answer."""
+        """Add an answer."""
         self._jobs[job.request_id] = job
         self._order = None
 
     def prioritise(self, request_id: int, priority: int) -> None:
-        """Change an answer's place."""
+        """Change an answer's priority."""
         job = self._jobs.get(request_id)
         if job is not None:
-            job.priority = priority
+            job.prioritise(priority)
             self._order = None
 
     def remove(self, request_id: int) -> Sending | None:
-        """An answer is wanted no more."""
+        """Remove and close an answer; None if there is no such answer."""
         self._order = None
-        return self._jobs.pop(request_id, None)
+        job = self._jobs.pop(request_id, None)
+        if job is not None:
+            job.close()
+        return job
 
     def feed(self) -> tuple[list[Sending], list[tuple[Sending, Exception]]]:
-        """Give QUIC what it can use now: the most urgent first, and of those the one that was asked for first.
+        """Give QUIC what it can use now: the most urgent answer first, among equals the oldest request.
 
         Returns:
-            The answers that are complete, and those that broke off, with why.
+            Answers that are complete, and answers that broke off with their errors. Both are removed.
         """
         done: list[Sending] = []
         broken: list[tuple[Sending, Exception]] = []
         if not self._jobs:
             return done, broken
         room = min(MOST_AHEAD_BYTES, max(LEAST_AHEAD_BYTES, self._window())) - self._unsent()
-        while room > 0 and self._jobs:
-            if not self._order:
-                self._order = sorted(self._jobs.values(), key=lambda job: (job.priority, job.request_id), reverse=True)
-            at = next((at for at in reversed(range(len(self._order))) if self._may_send(self._order[at].stream)), None)
-            if at is None:
-                break
-            job = self._order[at]
+        while room > 0 and (job := self._most_urgent(broken)) is not None:
             try:
                 piece = job.piece()
                 alive = self._send(job, piece)
@@ -186,6 +246,19 @@ class Outbox:
             room -= len(piece)
             if job.finished or not alive:
                 done.append(job)
-                del self._jobs[job.request_id]
-                self._order.pop(at)
+                self.remove(job.request_id)
         return done, broken
+
+    def _most_urgent(self, broken: list[tuple[Sending, Exception]]) -> Sending | None:
+        """Return the answer whose turn it is, if any can be sent; remove those that turn out to be broken."""
+        if self._order is None:
+            self._order = sorted(self._jobs.values(), key=lambda job: (job.priority, job.request_id))
+        for job in list(self._order):
+            try:
+                if self._may_send(job.stream) and job.ready:
+                    return job
+            except Exception as error:  # noqa: BLE001  # as above
+                broken.append((job, error))
+                self.remove(job.request_id)
+                return self._most_urgent(broken)
+        return None

@@ -1,106 +1,139 @@
-"""What every server of an origin has in common, whatever QUIC library carries it."""
+"""The server of origins and relays: MoQT drafts 18 and 16 over QUIC, by qh3 or aioquic."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from dataclasses import dataclass, fields
-from pathlib import Path
+import asyncio
+import errno
+import socket
+import time
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
-from kvabr.types.errors import UsageError
+from kvabr.moqt.wire import DRAFTS, Draft
+from kvabr.quic.endpoint import protocol_class
+from kvabr.quic.library import NoTokens, Quic, RetryTokens, installed_libraries, library, load_certificates
+from kvabr.server.certificates import ServerTls
+from kvabr.server.limits import ServerLimits
+from kvabr.server.metrics import Metrics
+from kvabr.server.peer import Peer, Source
+from kvabr.types.errors import TransportError
 
 if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger
 
-    from kvabr.server.metrics import Metrics
-    from kvabr.server.published_assets import PublishedAssets
+_HALF_OPEN = 64
+"""Handshakes at a time before new clients must validate their address; also how many connections beyond the limit are
+let in far enough to be told that there are too many."""
+_GOODBYE_S = 0.2
+"""Seconds for the last packets to leave."""
 
 
-@dataclass(frozen=True, slots=True)
-class ServerTls:
-    """Who the server says it is."""
-
-    certfile: Path
-    """The certificate and those between it and a root, PEM."""
-    keyfile: Path
-    """The certificate's private key, PEM, without a password."""
-
-
-@dataclass(frozen=True, slots=True)
-class ServerLimits:
-    """What peers may take of the server; beyond that they are refused or slowed down, never served from more memory."""
-
-    connections: int = 512
-    """At a time, in all."""
-    requests_per_connection: int = 128
-    """In flight."""
-    requests: int = 8192
-    """In flight, of all connections together."""
-    requests_per_s: float = 2000.0
-    """Of one connection, averaged over seconds."""
-    idle_s: float = 60.0
-    """A connection on which nothing comes for so long is closed."""
-    handshake_s: float = 10.0
-    """So long may a peer take until its SETUP has come."""
-
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if not 0 < value < 1 << 53:
-                raise UsageError(f"limit {field.name.replace('_', '-')}: {value} is not positive")
-
-
-class Server(ABC):
-    """Serves a library; use it as an async context manager, or `start` it and `close` it."""
-
-    backend: str
-    """``aioquic`` or ``qh3``."""
+class Server:
+    """Serves a source; use it as an async context manager, or `start` and `close` it."""
 
     def __init__(
         self,
-        library: PublishedAssets,
+        source: Source,
         host: str,
         port: int,
         tls: ServerTls,
         limits: ServerLimits,
         log: FilteringBoundLogger,
         metrics: Metrics,
+        *,
+        quic: Quic = "aioquic",
+        drafts: tuple[Draft, ...] = DRAFTS,
     ) -> None:
-        """Take note of everything; nothing is bound before `start`.
+        """Prepare; nothing is bound before `start`.
 
         Args:
-            library: what to serve, and who may read what of it.
+            source: what to serve, and who may read it: an origin's `PublishedAssets`, or a `Relay`.
             host: name or address to bind.
             port: UDP port to bind; 0 takes a free one.
-            tls: certificate and key; they have been checked, see `kvabr.server.certificates.check`.
+            tls: certificate and key, already checked by `kvabr.server.certificates.check`.
             limits: what peers may take.
-            log: takes the events.
-            metrics: takes the counts.
-        """
-        self.holdings, self.host, self.port = library, host, port
-        self.tls, self.limits, self.log, self.metrics = tls, limits, log, metrics
-
-    @abstractmethod
-    async def start(self) -> None:
-        """Bind, and serve from now on.
+            log: receives events.
+            metrics: receives counts.
+            quic: QUIC library; ``auto`` takes the fastest that is installed.
+            drafts: drafts to speak, preferred first.
 
         Raises:
-            TransportError: the address is in use or not ours.
+            TransportError: the QUIC library is not installed.
         """
+        self.source, self.host, self.port = source, host, port
+        self.tls, self.limits, self.log, self.metrics = tls, limits, log, metrics
+        self.backend = installed_libraries(quic)[0]
+        """``aioquic`` or ``qh3``."""
+        self._lib = library(self.backend)
+        self._drafts = drafts
+        self._transport: asyncio.DatagramTransport | None = None
+        self._server: Any = None
+        self._retry_tokens, self._no_tokens = RetryTokens(), NoTokens()
+        self.peers: set[Peer] = set()
+        """Connections, from their first packet on."""
+        self.requests = 0
+        """Requests in flight on all connections."""
+        self.draining = False
+        self._idle = asyncio.Event()
+
+    async def start(self) -> None:
+        """Bind the address and serve.
+
+        Raises:
+            TransportError: the address is in use, or not one of this machine.
+        """
+        alpn = [draft.alpn for draft in self._drafts]
+        configuration = self._lib.configure(client=False, alpn=alpn, idle_timeout=self.limits.idle_s)
+        load_certificates(configuration, self.tls.certfile, self.tls.keyfile)
+        loop = asyncio.get_running_loop()
+        try:
+            found = await loop.getaddrinfo(self.host, self.port, type=socket.SOCK_DGRAM, flags=socket.AI_PASSIVE)
+            family, _, _, _, address = found[0]
+            sock = socket.socket(family, socket.SOCK_DGRAM)
+        except OSError as error:
+            raise self._cannot_bind(error) from error
+        try:
+            sock.setblocking(False)
+            sock.bind(address)
+            cls = protocol_class(self._lib, lambda _: self._admit())
+            self._transport, self._server = await self._lib.open_server(sock, configuration, cls)
+        except OSError as error:
+            sock.close()
+            raise self._cannot_bind(error) from error
 
     @property
-    @abstractmethod
     def address(self) -> tuple[str, int]:
         """Host and port that are bound."""
+        if self._transport is None:
+            return self.host, self.port
+        name = self._transport.get_extra_info("sockname")
+        return str(name[0]), int(name[1])
 
-    @abstractmethod
     async def drain(self, grace_s: float) -> None:
-        """Say GOAWAY to everyone, refuse new requests, finish what is under way for ``grace_s`` seconds, then close."""
+        """Send GOAWAY, refuse new requests, finish those in flight for up to ``grace_s`` seconds, then close."""
+        self.draining = True
+        until = time.monotonic() + grace_s
+        for peer in list(self.peers):
+            peer.say_goaway(grace_s)
+        while any(peer.busy for peer in self.peers) and (left := until - time.monotonic()) > 0:
+            self._idle.clear()
+            try:
+                await asyncio.wait_for(self._idle.wait(), left)
+            except TimeoutError:
+                break
+        await self.close()
 
-    @abstractmethod
     async def close(self) -> None:
         """End every connection now; may be called twice, and while `drain` waits."""
+        transport, self._transport = self._transport, None
+        if transport is None:
+            return
+        for peer in list(self.peers):
+            peer.say_goodbye()
+        await asyncio.sleep(_GOODBYE_S if self.peers else 0)
+        for peer in list(self.peers):
+            peer.ended("the server closes", 0)
+        transport.close()
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -110,3 +143,50 @@ class Server(ABC):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.close()
+
+    # ------------------------------------------------------------------ for connections
+
+    @property
+    def crowded(self) -> bool:
+        """Whether there are more connections than allowed."""
+        return len(self.peers) > self.limits.connections
+
+    def settled(self) -> None:
+        """Note that a connection has nothing in flight any more."""
+        self._idle.set()
+
+    def left(self, peer: Peer) -> None:
+        """Note that a connection is over."""
+        self.peers.discard(peer)
+        self._guard()
+        self.settled()
+
+    def make_peer(self) -> Peer:
+        """Return the endpoint of a new connection."""
+        return Peer(self._lib, self)
+
+    def _admit(self) -> Peer:
+        peer = self.make_peer()
+        self.peers.add(peer)
+        self._guard()
+        return peer
+
+    def _guard(self) -> None:
+        """Decide what new clients must prove before any state is kept for them."""
+        if self._server is None:
+            return
+        if len(self.peers) >= self.limits.connections + _HALF_OPEN:
+            # Up to there new clients are let in far enough to be told why they cannot stay.
+            self._lib.demand_proof(self._server, self._no_tokens)
+        elif sum(peer.session is None for peer in self.peers) > _HALF_OPEN:
+            self._lib.demand_proof(self._server, self._retry_tokens)
+        else:
+            self._lib.demand_proof(self._server, None)
+
+    def _cannot_bind(self, error: OSError) -> TransportError:
+        where = f"{self.host}:{self.port}"
+        if error.errno == errno.EADDRINUSE:
+            hint = "another server is running there; stop it, or give another --bind HOST:PORT"
+        else:
+            hint = "give an address of this machine with --bind HOST:PORT"
+        return TransportError(f"{where}: cannot be bound ({error.strerror or error}); {hint}")

@@ -14,7 +14,7 @@ from kvabr.server.published_assets import PublishedAssets
 from kvabr.server.server import Server
 from kvabr.store.files import FileVersion
 from kvabr.store.grants import Grants
-from kvabr.types.errors import KvabrError, TransportError
+from kvabr.types.errors import KvabrError
 
 if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger
@@ -124,13 +124,7 @@ async def run_until_signal(
         TransportError: the address cannot be bound.
     """
     with _signals() as signals:
-        try:
-            await server.start()
-        except OSError as error:
-            raise TransportError(
-                f"cannot bind {server.host}:{server.port} ({error.strerror or error}); is another server running "
-                "there? Give another --bind HOST:PORT"
-            ) from error
+        await server.start()
         try:
             started()
             log.info("signal", name=await signals.get(), draining_s=grace_s, hint="another one ends it at once")

@@ -155,6 +155,10 @@ class MemoryGroupStore:
                 return None
         return part
 
+    def held(self, digest: str) -> memoryview | None:
+        """Return a whole group at once, unchecked; None if it is not here. It was checked when it was put."""
+        return self._groups.get(digest)
+
     async def put(self, digest: str, data: memoryview) -> bool:
         """See `GroupStore.put`. Keeps ``data`` itself, not a copy; does not suspend."""
         return self._groups.add(digest, data.toreadonly())

@@ -8,11 +8,11 @@ import hashlib
 import structlog
 
 from kvabr.client.blocking import LoopThread
-from kvabr.server.backends import make_server
-from kvabr.server.certificates import check, make
+from kvabr.server.certificates import ServerTls, check, make
+from kvabr.server.limits import ServerLimits
 from kvabr.server.metrics import Metrics
 from kvabr.server.published_assets import PublishedAssets
-from kvabr.server.server import ServerLimits, ServerTls
+from kvabr.server.server import Server
 from kvabr.store.grants import Grant, Grants
 
 LOG = structlog.wrap_logger(structlog.ReturnLogger(), processors=[])
@@ -36,7 +36,7 @@ class Served:
 
     def start(self):
         library = PublishedAssets(self._root, self._grants, LOG)
-        server = make_server(self._quic, library, "127.0.0.1", self.port, self._tls, ServerLimits(), LOG, Metrics())
+        server = Server(library, "127.0.0.1", self.port, self._tls, ServerLimits(), LOG, Metrics(), quic=self._quic)
         self._loop.call(server.start())
         self._server, self.port = server, server.address[1]
 

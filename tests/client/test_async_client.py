@@ -8,7 +8,7 @@ import pytest
 
 from kvabr.client.async_client import AsyncClient
 from kvabr.client.options import Limits
-from kvabr.server.faults import Fault
+from kvabr.server.memory import Fault
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import BusyError, PlayError, UsageError
 from tests.client.playing import play

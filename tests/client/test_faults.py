@@ -11,8 +11,7 @@ import pytest
 from kvabr.client.resources import decoders
 from kvabr.client.result import NothingCached
 from kvabr.quic.reconnect import RedialledConnection
-from kvabr.server.faults import Fault
-from kvabr.server.memory import MemoryConnection
+from kvabr.server.memory import Fault, MemoryConnection
 from kvabr.server.publication import BytesPublication
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import ConnectionLostError, FormatError, ModelError, PlayError, TransportError

@@ -11,8 +11,7 @@ import pytest
 from kvabr.client import profiles
 from kvabr.client.lookup import fetch_catalog, find_prefix, playable
 from kvabr.client.profiles import ProfileCache
-from kvabr.server.faults import Fault
-from kvabr.server.memory import MemoryConnection
+from kvabr.server.memory import Fault, MemoryConnection
 from kvabr.server.published_assets import PublishedAssets
 from kvabr.store.grants import EVERYTHING
 from kvabr.types.errors import ForeignError, FormatError, NotFoundError

@@ -10,7 +10,7 @@ import torch
 from kvabr.client import profiles
 from kvabr.client.profiles import ProfileCache
 from kvabr.client.result import NothingCached
-from kvabr.server.faults import Fault
+from kvabr.server.memory import Fault
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import NotFoundError, PolicyError, UsageError
 from kvabr.types.naming import TrackNamespace

@@ -9,7 +9,7 @@ import torch
 
 from kvabr.client.async_client import AsyncClient
 from kvabr.client.options import PlayOptions
-from kvabr.server.faults import Fault
+from kvabr.server.memory import Fault
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import UsageError
 from tests.client.conftest import libraries, long, origin, root, short  # noqa: F401

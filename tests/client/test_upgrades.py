@@ -14,8 +14,7 @@ import torch
 from kvabr.abr.policy import Decision, Policy
 from kvabr.client.upgrades import StepGate
 from kvabr.codec.fit import fit
-from kvabr.server.faults import Fault
-from kvabr.server.memory import MemoryConnection, MemoryLink
+from kvabr.server.memory import Fault, MemoryConnection, MemoryLink
 from kvabr.server.published_assets import PublishedAssets
 from kvabr.store.grants import EVERYTHING
 from kvabr.types.errors import UsageError

@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 
 from kvabr.client.blocking import LoopThread
-from kvabr.server.backends import make_server
-from kvabr.server.certificates import check, make
+from kvabr.server.certificates import ServerTls, check, make
+from kvabr.server.limits import ServerLimits
 from kvabr.server.metrics import Metrics
 from kvabr.server.published_assets import PublishedAssets
-from kvabr.server.server import ServerLimits, ServerTls
+from kvabr.server.server import Server
 from tests.client.served import LOG
 
 
@@ -26,7 +26,7 @@ class Origin:
         self.fingerprint = check(tls).fingerprint
         self.loop = LoopThread()
         self.holdings = PublishedAssets(self.root, None, LOG)
-        self.server = make_server("aioquic", self.holdings, "127.0.0.1", 0, tls, ServerLimits(), LOG, Metrics())
+        self.server = Server(self.holdings, "127.0.0.1", 0, tls, ServerLimits(), LOG, Metrics(), quic="aioquic")
         self.loop.call(self.server.start())
         self.url = f"moqt://127.0.0.1:{self.server.address[1]}/"
 

@@ -16,11 +16,12 @@ from kvabr.publish.encoder import publish
 from kvabr.quic.connect import connect as dial
 from kvabr.replay.live.lane import Conditions
 from kvabr.replay.live.shaper import Shaper
+from kvabr.server.certificates import ServerTls
+from kvabr.server.limits import ServerLimits
 from kvabr.server.metrics import Metrics
 from kvabr.server.publication import Publication
 from kvabr.server.published_assets import PublishedAssets
-from kvabr.server.quic_server import QuicServer
-from kvabr.server.server import ServerLimits, ServerTls
+from kvabr.server.server import Server
 from kvabr.store.asset_folder_writer import FolderAssetWriter
 from kvabr.store.grants import Grants
 from kvabr.types.cost import PrefillCost
@@ -85,7 +86,7 @@ class OtherLibrary(PublishedAssets):
 class Origin:
     """A server in this process."""
 
-    server: QuicServer
+    server: Server
     tls: ServerTls
     fingerprint: str
 
@@ -144,7 +145,7 @@ class Log:
 async def serving(root, tls, fingerprint, *, library="aioquic", find: Find | None = None, grants=None, **limits):
     """An origin of the assets below a folder, on QUIC."""
     assets = PublishedAssets(root, grants) if find is None else OtherLibrary(root, grants, find)
-    server = QuicServer(assets, "127.0.0.1", 0, tls, ServerLimits(**limits), QUIET, Metrics(), library_name=library)
+    server = Server(assets, "127.0.0.1", 0, tls, ServerLimits(**limits), QUIET, Metrics(), quic=library)
     async with server:
         yield Origin(server, tls, fingerprint)
 

@@ -12,12 +12,12 @@ from kvabr.moqt.session import Session
 from kvabr.moqt.wire import DRAFTS, Location
 from kvabr.quic.endpoint import Endpoint, protocol_class
 from kvabr.quic.library import library, load_certificates
+from kvabr.server.limits import ServerLimits
 from kvabr.server.metrics import Metrics
 from kvabr.server.peer import Peer
 from kvabr.server.publication import Publication
 from kvabr.server.published_assets import PublishedAssets
-from kvabr.server.quic_server import QuicServer
-from kvabr.server.server import ServerLimits
+from kvabr.server.server import Server
 from tests.faults.common import LIMIT_S, QUIET, Origin, level
 
 GOAL = 2
@@ -71,7 +71,7 @@ class LyingPeer(Peer):
         server.lie(Answer(self, number, found, group))
 
 
-class LyingServer(QuicServer):
+class LyingServer(Server):
     """An origin that lies."""
 
     def __init__(self, *arguments, lie: Lie, once: bool, **options) -> None:

@@ -19,9 +19,9 @@ from kvabr.moqt.parameters import Parameters, SetupOptions
 from kvabr.moqt.session import Session
 from kvabr.moqt.wire import DRAFTS, Location
 from kvabr.quic.interface import read_all
-from kvabr.server import quic_server as quicserver
-from kvabr.server import rate_limiter
+from kvabr.server import limits
 from kvabr.server import send_queue as sending
+from kvabr.server import server as quicserver
 from kvabr.server.peer import Peer
 from kvabr.store.asset import Asset
 from kvabr.types.errors import ConnectionLostError, TransportError
@@ -99,7 +99,7 @@ async def test_a_flood_of_requests(root, tls, fingerprint, catalog, library, dra
 
 
 async def test_more_requests_a_second_than_allowed(root, tls, fingerprint, catalog, monkeypatch):
-    monkeypatch.setattr(rate_limiter, "time", STOPPED)
+    monkeypatch.setattr(limits, "time", STOPPED)
     async with serving(root, tls, fingerprint, requests_per_s=20) as served:
         async with rude_client(served.address) as end:
             for _ in range(100):
@@ -351,7 +351,7 @@ async def test_a_mistake_of_ours_beside_the_event_loop(root, tls, fingerprint, c
 
 
 async def test_priorities_changed_without_end(root, tls, fingerprint, catalog, monkeypatch):
-    monkeypatch.setattr(rate_limiter, "time", STOPPED)
+    monkeypatch.setattr(limits, "time", STOPPED)
     async with serving(root, tls, fingerprint, requests_per_s=50) as served:
         async with rude_client(served.address) as end:
             await until(lambda: any(isinstance(event, Ready) for event in end.events))

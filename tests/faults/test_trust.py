@@ -15,8 +15,7 @@ from cryptography.x509.oid import NameOID
 
 from kvabr.client.result import NothingCached
 from kvabr.quic.connect import connect
-from kvabr.server.certificates import facts_of
-from kvabr.server.server import ServerTls
+from kvabr.server.certificates import ServerTls, facts_of
 from kvabr.store.grants import Grant, Grants
 from kvabr.types.errors import NotFoundError, PlayError, TransportError
 from tests.client.playing import play, play_asset
@@ -168,10 +167,10 @@ async def test_tokens(root, tls, fingerprint, catalog, quic, draft):
 
         async with connect("all") as connection:
             assert right(await play(connection, TOKENS, deadline=LIMIT_S, policy="fixed:Int4", spec=SPEC))
-            served.server.holdings.regrant(Grants([grant("all", assets=("elsewhere/*",))]))
+            served.server.source.regrant(Grants([grant("all", assets=("elsewhere/*",))]))
             played = await play(connection, TOKENS, deadline=LIMIT_S, spec=SPEC)
             assert isinstance(played, NothingCached)
-            served.server.holdings.regrant(Grants([grant("another")]))
+            served.server.source.regrant(Grants([grant("another")]))
             played = await play(connection, TOKENS, deadline=LIMIT_S, spec=SPEC)
             assert isinstance(played, NothingCached)
         await refused("all")

@@ -17,10 +17,10 @@ from kvabr.quic.interface import read_all
 from kvabr.quic.options import DialOptions
 from kvabr.replay.verify import load_profile
 from kvabr.server.certificates import development
+from kvabr.server.limits import ServerLimits
 from kvabr.server.metrics import Metrics
 from kvabr.server.published_assets import PublishedAssets
-from kvabr.server.quic_server import QuicServer
-from kvabr.server.server import ServerLimits
+from kvabr.server.server import Server
 from kvabr.types.errors import NotFoundError
 from kvabr.types.naming import CATALOG_TRACK, PROFILE_TRACK, TrackNamespace
 from tests.client.playing import play_asset
@@ -37,7 +37,7 @@ async def our_origin(asset, library, drafts=DRAFTS):
     with development() as tls:
         found = PublishedAssets(asset.path)
         arguments = (found, "127.0.0.1", 0, tls, ServerLimits(), structlog.get_logger(), Metrics())
-        async with QuicServer(*arguments, library_name=library, drafts=drafts) as server:
+        async with Server(*arguments, quic=library, drafts=drafts) as server:
             yield server
 
 

@@ -18,11 +18,11 @@ from kvabr.quic import connection as quicconnection
 from kvabr.quic import download as quicdownload
 from kvabr.quic.interface import read_all
 from kvabr.quic.options import DialOptions
-from kvabr.server import quic_server as quicserver
+from kvabr.server import server as quicserver
 from kvabr.server.certificates import check, development
+from kvabr.server.limits import ServerLimits
 from kvabr.server.metrics import Metrics
 from kvabr.server.published_assets import PublishedAssets
-from kvabr.server.server import ServerLimits
 from kvabr.types.errors import ConnectionLostError, NotFoundError, RequestError, TransportError
 from kvabr.types.naming import CATALOG_TRACK
 from tests.assets import make_asset
@@ -53,7 +53,7 @@ def tls():
 @contextlib.asynccontextmanager
 async def served(asset, tls, library="aioquic", *, drafts=DRAFTS, **limits):
     arguments = (PublishedAssets(asset.path, log=LOG), "127.0.0.1", 0, tls, ServerLimits(**limits), LOG, Metrics())
-    async with quicserver.QuicServer(*arguments, library_name=library, drafts=drafts) as server:
+    async with quicserver.Server(*arguments, quic=library, drafts=drafts) as server:
         yield server
 
 
@@ -249,7 +249,7 @@ async def test_nobody_in_common(asset, tls, library):
 async def test_an_address_in_use(asset, tls):
     async with served(asset, tls) as server:
         port = server.address[1]
-        second = quicserver.QuicServer(server.holdings, "127.0.0.1", port, tls, ServerLimits(), LOG, Metrics())
+        second = quicserver.Server(server.source, "127.0.0.1", port, tls, ServerLimits(), LOG, Metrics())
         with pytest.raises(TransportError, match="cannot be bound"):
             await second.start()
 

@@ -17,8 +17,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ed25519, rsa
 
-from kvabr.server.certificates import CertificateError, check, development, make
-from kvabr.server.server import ServerTls
+from kvabr.server.certificates import CertificateError, ServerTls, check, development, make
 
 NOW = datetime(2026, 5, 1, 12, tzinfo=UTC)
 

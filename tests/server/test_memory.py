@@ -8,8 +8,7 @@ import pytest
 
 from kvabr.moqt.codes import RequestCode
 from kvabr.quic.interface import read_all
-from kvabr.server.faults import Fault
-from kvabr.server.memory import MemoryConnection, MemoryLink
+from kvabr.server.memory import Fault, MemoryConnection, MemoryLink
 from kvabr.server.publication import BytesPublication, Publication
 from kvabr.types.errors import AssetError, ConnectionLostError, NotFoundError, RequestError
 from kvabr.types.naming import TrackNamespace

@@ -15,6 +15,10 @@ from asyncio.subprocess import PIPE
 
 import pytest
 import structlog
+from kvabr.server.relay_cache import GroupCache
+from kvabr.server.relay_check import check_small
+from kvabr.server.relay_small import SmallTracks
+from kvabr.server.upstream import bring
 
 from kvabr.cli.relay import parse_size
 from kvabr.moqt.codes import RequestCode
@@ -23,17 +27,12 @@ from kvabr.quic.connect import asset_of, connect
 from kvabr.quic.interface import read_all
 from kvabr.quic.reconnect import RedialledConnection
 from kvabr.server.certificates import check, development
-from kvabr.server.faults import Fault
-from kvabr.server.memory import MemoryConnection, MemoryLink
+from kvabr.server.limits import ServerLimits
+from kvabr.server.memory import Fault, MemoryConnection, MemoryLink
 from kvabr.server.metrics import Metrics
 from kvabr.server.published_assets import PublishedAssets
-from kvabr.server.quic_server import QuicServer
 from kvabr.server.relay import Relay
-from kvabr.server.relay_cache import GroupCache
-from kvabr.server.relay_check import check_small
-from kvabr.server.relay_small import SmallTracks
-from kvabr.server.server import ServerLimits
-from kvabr.server.upstream import bring
+from kvabr.server.server import Server
 from kvabr.store.grants import EVERYTHING
 from kvabr.types.errors import ConnectionLostError, FormatError, NotFoundError, RequestError, TransportError, UsageError
 from kvabr.types.naming import CATALOG_TRACK, PROFILE_TRACK, TrackNamespace, chain, prefix_track
@@ -72,7 +71,7 @@ async def chain_of(kind, asset, tls, **more):
     if kind == "qh3":
         started = origin(asset.path, tls=tls)
     else:
-        started = QuicServer(
+        started = Server(
             PublishedAssets(asset.path), "127.0.0.1", 0, tls, ServerLimits(), LOG, Metrics(), library_name=kind
         )
     async with started as server:

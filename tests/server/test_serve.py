@@ -18,11 +18,11 @@ from kvabr.cli.main import main
 from kvabr.cli.options import is_loopback, moqt_url, parse_address
 from kvabr.cli.serve import parse_limits
 from kvabr.cli.server_log import captured, logger
-from kvabr.server.backends import make_server
-from kvabr.server.certificates import make
+from kvabr.server.certificates import ServerTls, make
+from kvabr.server.limits import ServerLimits
 from kvabr.server.metrics import Metrics
 from kvabr.server.published_assets import PublishedAssets
-from kvabr.server.server import Server, ServerLimits, ServerTls
+from kvabr.server.server import Server
 from kvabr.server.service import INTERRUPTED, Watcher, run_until_signal
 from kvabr.store.grants import Grants
 from kvabr.types.errors import TransportError, UsageError
@@ -159,12 +159,12 @@ def test_what_libraries_report_comes_as_events_too():
 def test_a_library_that_is_not_installed_says_how_to_get_it(root, pem, monkeypatch, name, extra):
     monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(TransportError, match=extra):
-        make_server(name, PublishedAssets(root), "::1", 0, ServerTls(*pem), ServerLimits(), LOG, Metrics())
+        Server(PublishedAssets(root), "::1", 0, ServerTls(*pem), ServerLimits(), LOG, Metrics(), quic=name)
 
 
 def test_auto_takes_the_fastest_that_will_do(root, pem, tmp_path, monkeypatch):
     def chosen(library):
-        return make_server("auto", library, "::1", 0, ServerTls(*pem), ServerLimits(), LOG, Metrics()).backend
+        return Server(library, "::1", 0, ServerTls(*pem), ServerLimits(), LOG, Metrics(), quic="auto").backend
 
     pytest.importorskip("qh3")
     assert chosen(PublishedAssets(root)) == "qh3"

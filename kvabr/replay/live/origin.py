@@ -11,6 +11,7 @@ import logging
 import sys
 from multiprocessing.connection import Connection
 
+from kvabr.quic.library import Quic
 from kvabr.replay.live.child import Child, Usage
 from kvabr.types.errors import KvabrError
 
@@ -18,7 +19,7 @@ from kvabr.types.errors import KvabrError
 class LiveOrigin(Child):
     """Runs the origin's process. A context manager: leaving it ends the process."""
 
-    def __init__(self, asset: str, backend: str) -> None:
+    def __init__(self, asset: str, backend: Quic) -> None:
         """Serve an asset on a free port of the loopback interface.
 
         Args:
@@ -43,7 +44,7 @@ class LiveOrigin(Child):
         return answer
 
 
-def _main(pipe: Connection, asset: str, backend: str) -> None:
+def _main(pipe: Connection, asset: str, backend: Quic) -> None:
     with contextlib.suppress(BrokenPipeError):
         try:
             asyncio.run(_serve(pipe, asset, backend))
@@ -51,21 +52,21 @@ def _main(pipe: Connection, asset: str, backend: str) -> None:
             pipe.send(str(error) or repr(error))
 
 
-async def _serve(pipe: Connection, asset: str, backend: str) -> None:
+async def _serve(pipe: Connection, asset: str, backend: Quic) -> None:
     import structlog  # noqa: PLC0415  # all of these are of no use to the parent
 
     from kvabr.server import certificates  # noqa: PLC0415
-    from kvabr.server.backends import make_server  # noqa: PLC0415
+    from kvabr.server.limits import ServerLimits  # noqa: PLC0415
     from kvabr.server.metrics import Metrics  # noqa: PLC0415
     from kvabr.server.published_assets import PublishedAssets  # noqa: PLC0415
-    from kvabr.server.server import ServerLimits  # noqa: PLC0415
+    from kvabr.server.server import Server  # noqa: PLC0415
 
     log = structlog.wrap_logger(
         structlog.PrintLogger(sys.stderr), wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING)
     )
     with certificates.development() as tls:
-        server = make_server(
-            backend, PublishedAssets(asset, None, log), "127.0.0.1", 0, tls, ServerLimits(), log, Metrics()
+        server = Server(
+            PublishedAssets(asset, None, log), "127.0.0.1", 0, tls, ServerLimits(), log, Metrics(), quic=backend
         )
         async with server:
             pipe.send((server.address, certificates.check(tls).fingerprint))

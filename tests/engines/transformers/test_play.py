@@ -15,7 +15,7 @@ from kvabr.client.options import PlayOptions
 from kvabr.client.result import NothingCached
 from kvabr.engines.transformers import ADAPTER, TransformersEngine, play_cache, play_cache_async
 from kvabr.engines.transformers.model_loader import engine_of, load_model
-from kvabr.server.faults import Fault
+from kvabr.server.memory import Fault
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import ModelError, PlayError, UsageError
 from kvabr.types.kv import RopeSpec

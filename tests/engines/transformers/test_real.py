@@ -10,8 +10,7 @@ import torch
 from kvabr.client.async_client import AsyncClient
 from kvabr.client.options import PlayOptions
 from kvabr.engines.transformers import play_cache_async
-from kvabr.server.faults import Fault
-from kvabr.server.memory import MemoryConnection, MemoryLink
+from kvabr.server.memory import Fault, MemoryConnection, MemoryLink
 from kvabr.server.published_assets import PublishedAssets
 from kvabr.store.grants import EVERYTHING
 

@@ -8,8 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from kvabr.server.certificates import check, make
-from kvabr.server.server import ServerTls
+from kvabr.server.certificates import ServerTls, check, make
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -1,0 +1,392 @@
+"""Small tracks of a relay: catalogs, lookups and profiles. One fetch from the origin serves everyone who asks.
+
+Catalogs and lookups may change, so they are asked for again after a moment. While the origin cannot be reached, its
+last answer stands, so that players get what the relay still has of an asset. Nothing is kept of names that do not
+exist, and an answer that the origin takes back is dropped together with what depends on it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from array import array
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING
+
+from kvabr.moqt.codes import RequestCode
+from kvabr.quic.interface import Connection
+from kvabr.server.publication import BytesPublication
+from kvabr.store.lru import ByteLru
+from kvabr.types.catalog import MAX_CATALOG_BYTES, Catalog
+from kvabr.types.errors import FormatError, NotFoundError, RequestError, TransportError, UnauthorizedError
+from kvabr.types.kv import KVSpec
+from kvabr.types.naming import CATALOG_TRACK, PREFIX_TRACK, PROFILE_TRACK, TrackNamespace
+
+if TYPE_CHECKING:
+    from structlog.typing import FilteringBoundLogger
+
+LEAST_BYTES = 64 << 20
+"""Smallest bound on the memory of small tracks."""
+_FACTS_SHARE = 1 / 4
+"""Share of that bound for what catalogs say of groups; the rest is for the small tracks themselves."""
+_OVERHEAD_BYTES = 4096
+"""Memory of an entry besides its data, about: names, objects, dictionaries."""
+_URGENT = 0
+_MAX_ASKING = 4096
+_MAX_FRESH_S = 30.0
+_FRESH_PER_FETCH = 20.0
+"""An answer is fresh for at least this multiple of the time that fetching it took, so that asking again costs at most
+5 % of the way to the origin."""
+_BUSY_S = 1.0
+_CHECKERS = 2
+_DIGEST_BYTES = 32
+_AWAY = (RequestCode.TIMEOUT, RequestCode.GOING_AWAY, RequestCode.EXCESSIVE_LOAD, RequestCode.INTERNAL_ERROR)
+"""Codes of an origin that cannot answer now, which say nothing about what it has."""
+
+_Name = tuple[TrackNamespace, str]
+
+
+def is_small(track: str) -> bool:
+    """Return whether a track is a catalog, a lookup or a profile, which are fetched whole before they are passed on."""
+    return track in (CATALOG_TRACK, PROFILE_TRACK) or track.startswith(PREFIX_TRACK)
+
+
+@dataclass(frozen=True, slots=True)
+class AssetFacts:
+    """What a relay must know of an asset's groups, in little memory."""
+
+    namespace: TrackNamespace
+    sha256: str
+    """Of the catalog, hex."""
+    spec: KVSpec
+    tokens: int
+    groups: int
+    sizes: dict[str, array[int]]
+    """By track, bytes of each group."""
+    digests: dict[str, bytes]
+    """By track, SHA-256 of each group, end to end."""
+
+    @property
+    def memory(self) -> int:
+        """Bytes that this takes, about."""
+        return _OVERHEAD_BYTES + sum(64 + 8 * self.groups + len(digests) for digests in self.digests.values())
+
+    def digest(self, track: str, group: int) -> bytes:
+        """Return the SHA-256 of a group."""
+        return self.digests[track][_DIGEST_BYTES * group : _DIGEST_BYTES * (group + 1)]
+
+    def all_digests(self) -> set[str]:
+        """Return the SHA-256 of every group, hex."""
+        return {self.digest(track, group).hex() for track in self.digests for group in range(self.groups)}
+
+
+def check_small(namespace: TrackNamespace, track: str, data: bytes) -> AssetFacts | None:
+    """Check the only group of a small track against its name. Takes long for the catalog of a long prompt.
+
+    Args:
+        namespace: of the track.
+        track: a catalog, a lookup, or a profile.
+        data: what the origin sent.
+
+    Returns:
+        What a catalog, or the answer to a lookup, says; None for a profile.
+
+    Raises:
+        FormatError: it does not belong to its name.
+    """
+    digest = hashlib.sha256(data).hexdigest()
+    if track == PROFILE_TRACK:
+        if digest != namespace.prompt:
+            raise FormatError("a profile whose SHA-256 is not the one in its name")
+        return None
+    catalog = Catalog.loads(data)
+    if track == CATALOG_TRACK:
+        right = catalog.namespace == namespace
+    else:
+        right = (catalog.namespace.model, catalog.chunks[0]) == (namespace.model, namespace.prompt)
+    if not right or catalog.chunks[-1] != catalog.namespace.prompt:
+        raise FormatError("a catalog of another prompt")
+    try:
+        digests = {one.name: b"".join(map(bytes.fromhex, one.digests)) for one in catalog.tracks}
+    except ValueError as error:
+        raise FormatError("a catalog with a digest that is not hex") from error
+    if any(len(found) != _DIGEST_BYTES * catalog.groups for found in digests.values()):
+        raise FormatError("a catalog with a digest that is not a SHA-256")
+    sizes = {one.name: array("Q", one.bytes) for one in catalog.tracks}
+    return AssetFacts(catalog.namespace, digest, catalog.spec, catalog.tokens, catalog.groups, sizes, digests)
+
+
+@cache
+def _checkers() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(_CHECKERS, thread_name_prefix="kvabr-check")
+
+
+@dataclass(slots=True)
+class _Answer:
+    """When something was last known to be true."""
+
+    asked_s: float
+    took_s: float
+    """Seconds that fetching it took."""
+    doubted: bool = False
+    """Whether something that came later contradicts it."""
+
+
+@dataclass(slots=True)
+class _Entry:
+    publication: BytesPublication
+    facts: AssetFacts | None
+    answer: _Answer
+
+    @property
+    def memory(self) -> int:
+        return _OVERHEAD_BYTES + self.publication.size(0)
+
+
+@dataclass(slots=True)
+class _Asset:
+    facts: AssetFacts
+    answer: _Answer
+
+    @property
+    def memory(self) -> int:
+        return self.facts.memory
+
+
+class Catalogs:
+    """The small tracks of an origin, within a bound."""
+
+    FRESH_S = 2.0
+    """Seconds for which an answer is repeated without asking the origin."""
+    PATIENCE_S = 0.5
+    """Seconds that the origin may take to answer again, before its last answer is repeated."""
+
+    def __init__(
+        self,
+        upstream: Connection,
+        log: FilteringBoundLogger,
+        *,
+        limit: int = LEAST_BYTES,
+        on_dropped: Callable[[AssetFacts], None] = lambda _: None,
+        on_revoked: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Start empty.
+
+        Args:
+            upstream: the connection to the origin.
+            log: receives events.
+            limit: bound on what is kept, bytes; as much may be on its way.
+            on_dropped: called when the origin has removed or replaced an asset, with what was known of it.
+            on_revoked: called when the origin refuses the relay's token; everything is forgotten by then.
+        """
+        self._upstream, self._log, self._limit = upstream, log, limit
+        self._on_dropped, self._on_revoked = on_dropped, on_revoked
+        facts_limit = int(_FACTS_SHARE * limit)
+        self._entries: ByteLru[_Name, _Entry] = ByteLru(limit - facts_limit, lambda entry: entry.memory)
+        self._assets: ByteLru[TrackNamespace, _Asset] = ByteLru(facts_limit, lambda asset: asset.memory)
+        self._asking: dict[_Name, asyncio.Task[_Entry]] = {}
+        self._coming = 0
+        self._away = False
+
+    @property
+    def bytes(self) -> int:
+        """Memory that is used, about."""
+        return int(self._entries.currsize + self._assets.currsize)
+
+    def __len__(self) -> int:
+        """Return how many names take memory: those that are kept, and those that are being asked for."""
+        return len(self._entries) + len(self._assets) + len(self._asking)
+
+    # ------------------------------------------------------------------ what players want
+
+    def fresh(self, namespace: TrackNamespace, track: str) -> BytesPublication | None:
+        """Return a small track that need not be asked for; None if it must be."""
+        entry = self._entries.get((namespace, track))
+        if entry is not None and (track == PROFILE_TRACK or self._is_fresh(entry.answer)):
+            return entry.publication
+        return None
+
+    def fresh_facts(self, namespace: TrackNamespace) -> AssetFacts | None:
+        """Return what an asset has, if that need not be asked for."""
+        asset = self._assets.get(namespace)
+        return asset.facts if asset is not None and self._is_fresh(asset.answer) else None
+
+    async def get(self, namespace: TrackNamespace, track: str) -> BytesPublication:
+        """Return a small track as the origin has it now; its last answer while the origin is away.
+
+        Raises:
+            NotFoundError: there is none.
+            TransportError: the origin does not answer, or refuses.
+        """
+        if (found := self.fresh(namespace, track)) is not None:
+            return found
+        kept = self._entries.get((namespace, track))
+        renewed = await self._renewed((namespace, track), None if kept is None else kept.answer)
+        if renewed is not None:
+            return renewed.publication
+        assert kept is not None  # noqa: S101  # only then is there a last answer
+        return kept.publication
+
+    async def facts(self, namespace: TrackNamespace) -> AssetFacts:
+        """Return what an asset has, as `get`."""
+        if (found := self.fresh_facts(namespace)) is not None:
+            return found
+        kept = self._assets.get(namespace)
+        renewed = await self._renewed((namespace, CATALOG_TRACK), None if kept is None else kept.answer)
+        if renewed is not None and renewed.facts is not None:
+            return renewed.facts
+        assert kept is not None  # noqa: S101  # as above
+        return kept.facts
+
+    def doubt(self, namespace: TrackNamespace) -> None:
+        """Note that an asset's groups do not agree with what is known of it, so that it is asked for again.
+
+        It is not dropped: if the origin goes away now, it is still the best there is.
+        """
+        if (asset := self._assets.peek(namespace)) is not None:
+            asset.answer.doubted = True
+        for _, entry in self._naming(namespace):
+            entry.answer.doubted = True
+
+    def revoke(self) -> None:
+        """Forget everything: it was fetched with a token that the origin no longer accepts."""
+        if self._entries or self._assets:
+            self._log.warning("token refused by the origin", hint="everything fetched with it is dropped")
+        self._entries.clear()
+        self._assets.clear()
+        self._on_revoked()
+
+    def close(self) -> None:
+        """Stop asking, and forget everything."""
+        for task in list(self._asking.values()):
+            task.cancel()
+        self._asking.clear()
+        self._entries.clear()
+        self._assets.clear()
+
+    # ------------------------------------------------------------------ internals
+
+    def _is_fresh(self, answer: _Answer) -> bool:
+        age_s = asyncio.get_running_loop().time() - answer.asked_s
+        return not answer.doubted and age_s < max(self.FRESH_S, min(_MAX_FRESH_S, _FRESH_PER_FETCH * answer.took_s))
+
+    async def _renewed(self, name: _Name, last: _Answer | None) -> _Entry | None:
+        """Ask again; return None if the origin is away and its last answer stands."""
+        task = self._asking.get(name) or self._ask(name)
+        if last is not None:
+            # A doubted answer is not worth repeating while the origin may still answer.
+            away = self._away or self._upstream.trouble is not None
+            patience_s = None if last.doubted else 0 if away else self.PATIENCE_S
+            await asyncio.wait({task}, timeout=patience_s)
+            if not task.done() or _is_away(task.exception()):
+                self._missed(name, last)
+                return None
+        return await asyncio.shield(task)
+
+    def _ask(self, name: _Name) -> asyncio.Task[_Entry]:
+        if len(self._asking) >= _MAX_ASKING:
+            why = f"{name[1][:80]}: too many lookups at a time"
+            raise RequestError(why, code=RequestCode.EXCESSIVE_LOAD, retry_after_s=_BUSY_S)
+        task = self._asking[name] = asyncio.get_running_loop().create_task(self._fetch(name))
+        task.add_done_callback(lambda done: self._asked(name, done))
+        return task
+
+    def _asked(self, name: _Name, task: asyncio.Task[_Entry]) -> None:
+        if self._asking.get(name) is task:
+            del self._asking[name]
+        if task.cancelled():
+            return
+        error = task.exception()
+        if error is None or isinstance(error, NotFoundError):
+            if self._away:
+                self._log.info("origin is back")
+            self._away = False
+        if isinstance(error, NotFoundError):
+            self._entries.pop(name, None)
+            if name[1] == CATALOG_TRACK:
+                self._drop_asset(name[0], "asset removed")
+        elif is_unauthorized(error):
+            self.revoke()
+
+    async def _fetch(self, name: _Name) -> _Entry:
+        namespace, track = name
+        loop = asyncio.get_running_loop()
+        start_s, counted = loop.time(), 0
+        download = self._upstream.fetch(namespace, track, 0, priority=_URGENT, limit=MAX_CATALOG_BYTES)
+        try:
+            while part := await download.read():
+                counted += len(part)
+                self._coming += len(part)
+                if self._coming > self._limit:
+                    why = f"{track[:80]}: the relay has no room for it now; give it more --memory"
+                    raise RequestError(why, code=RequestCode.EXCESSIVE_LOAD, retry_after_s=_BUSY_S)
+            data = bytes(download.data)
+            publication, facts = await loop.run_in_executor(_checkers(), _checked, namespace, track, data)
+        except FormatError as error:
+            self._log.warning("origin refused", track=track[:80], model=namespace.model, why=str(error))
+            raise RequestError(f"{track[:80]}: {error}", code=RequestCode.MALFORMED_TRACK) from error
+        finally:
+            download.cancel()
+            self._coming -= counted
+        entry = _Entry(publication, facts, _Answer(loop.time(), loop.time() - start_s))
+        self._keep(name, entry)
+        return entry
+
+    def _keep(self, name: _Name, entry: _Entry) -> None:
+        facts = entry.facts
+        if facts is not None:
+            known = self._assets.peek(facts.namespace)
+            if known is not None and known.facts.sha256 != facts.sha256:
+                self._drop_asset(facts.namespace, "asset replaced")
+            elif known is not None:
+                entry.facts = facts = known.facts  # so that equal facts take memory once
+            self._assets.pop(facts.namespace, None)
+            self._assets.add(facts.namespace, _Asset(facts, entry.answer))
+        self._entries.pop(name, None)
+        self._entries.add(name, entry)
+
+    def _drop_asset(self, namespace: TrackNamespace, event: str) -> None:
+        """Forget an asset, and every answer that names it."""
+        asset = self._assets.pop(namespace, None)
+        for name, _ in self._naming(namespace):
+            del self._entries[name]
+        if asset is not None:
+            self._log.info(event, model=namespace.model, prompt=namespace.prompt[:16])
+            self._on_dropped(asset.facts)
+
+    def _naming(self, namespace: TrackNamespace) -> list[tuple[_Name, _Entry]]:
+        """Return the answers that name an asset."""
+        found = [(name, entry) for name in self._entries if (entry := self._entries.peek(name)) is not None]
+        return [
+            (name, entry) for name, entry in found if entry.facts is not None and entry.facts.namespace == namespace
+        ]
+
+    def _missed(self, name: _Name, last: _Answer) -> None:
+        if not self._away:
+            age_s = round(asyncio.get_running_loop().time() - last.asked_s, 1)
+            why = self._upstream.trouble or "it does not answer"
+            hint = "players get what the relay has kept"
+            self._log.warning("origin away", why=why, track=name[1][:80], model=name[0].model, age_s=age_s, hint=hint)
+        self._away = True
+
+
+def is_unauthorized(error: BaseException | None) -> bool:
+    """Return whether an error says that the origin refuses our token."""
+    if isinstance(error, RequestError):
+        return error.code == RequestCode.UNAUTHORIZED
+    return isinstance(error, UnauthorizedError)
+
+
+def _is_away(error: BaseException | None) -> bool:
+    """Return whether an error says only that the origin cannot answer now."""
+    if isinstance(error, RequestError):
+        return error.code in _AWAY
+    return isinstance(error, TransportError) and not isinstance(error, UnauthorizedError)
+
+
+def _checked(namespace: TrackNamespace, track: str, data: bytes) -> tuple[BytesPublication, AssetFacts | None]:
+    facts = check_small(namespace, track, data)
+    return BytesPublication(data), facts
