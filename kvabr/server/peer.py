@@ -359,7 +359,7 @@ class Peer(Endpoint):
         first = last if descending else start.group
         try:
             objects = publication.objects(last)
-            arriving = publication.follow(first, priority, partial(self.safely, self._arrived, number))
+            arriving = publication.follow(first, priority, partial(self.safely, self._more, number))
             if arriving is None:
                 publication.open(last)  # so that a group that cannot be read is refused, not broken off
         except (AssetError, IndexError) as error:
@@ -406,17 +406,22 @@ class Peer(Endpoint):
             self._arrived(number)
 
     def _arrived(self, number: int) -> None:
-        """Note that more of a group has arrived: accept its request if it has waited for that, and send."""
-        if number in self._expected:
-            arriving, accept = self._expected[number]
-            try:
-                if not arriving.available:
-                    return
+        """Accept or refuse a request that waits for the first bytes of its group, if they have arrived."""
+        if number not in self._expected:
+            return
+        arriving, accept = self._expected[number]
+        try:
+            if arriving.available:
                 del self._expected[number]
                 accept()
-            except TransportError as error:
-                self._stop_looking(number)
-                self._refuse_for(number, error)
+        except TransportError as error:
+            self._stop_looking(number)
+            self._refuse_for(number, error)
+
+    def _more(self, number: int) -> None:
+        """Send more of a group that has arrived."""
+        self._arrived(number)
+        self.settle()  # the head of a stream must be written before `feed` continues it
         self._wake()
 
     def _subscribe(self, number: int, message: Subscribe | TrackStatus, publication: Publication) -> None:

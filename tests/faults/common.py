@@ -169,10 +169,13 @@ async def relaying(origin: Origin, tls: ServerTls):
     """A relay in this process, before an origin."""
     from kvabr.server.relay import Relay
 
-    async with origin.connect() as upstream:
-        relay = Relay(upstream, "127.0.0.1", 0, tls, ServerLimits(), QUIET, Metrics(), memory_bytes=64 << 20)
-        async with relay:
-            yield Origin(relay, tls, origin.fingerprint)
+    metrics = Metrics()
+    async with (
+        origin.connect() as upstream,
+        Relay(upstream, QUIET, metrics, memory_bytes=64 << 20) as relay,
+        Server(relay, "127.0.0.1", 0, tls, ServerLimits(), QUIET, metrics) as server,
+    ):
+        yield Origin(server, tls, origin.fingerprint)
 
 
 class Process:

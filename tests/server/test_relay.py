@@ -1,4 +1,4 @@
-"""The relay: real sockets towards players; origins on moq-rs, on aioquic, and in memory where they must misbehave."""
+"""The relay: real sockets towards players; origins on QUIC, and in memory where they must misbehave."""
 
 from __future__ import annotations
 
@@ -7,48 +7,57 @@ import contextlib
 import functools
 import hashlib
 import json
-import random
 import shlex
 import sys
-import time
 from asyncio.subprocess import PIPE
 
 import pytest
 import structlog
-from kvabr.server.relay_cache import GroupCache
-from kvabr.server.relay_check import check_small
-from kvabr.server.relay_small import SmallTracks
-from kvabr.server.upstream import bring
 
 from kvabr.cli.relay import parse_size
 from kvabr.moqt.codes import RequestCode
-from kvabr.quic import connect as quic
-from kvabr.quic.connect import asset_of, connect
+from kvabr.quic.connect import asset_of, connect, dial
 from kvabr.quic.interface import read_all
+from kvabr.quic.options import DialOptions
 from kvabr.quic.reconnect import RedialledConnection
+from kvabr.server import relay_groups
 from kvabr.server.certificates import check, development
 from kvabr.server.limits import ServerLimits
 from kvabr.server.memory import Fault, MemoryConnection, MemoryLink
 from kvabr.server.metrics import Metrics
 from kvabr.server.published_assets import PublishedAssets
 from kvabr.server.relay import Relay
+from kvabr.server.relay_catalogs import Catalogs, check_small
 from kvabr.server.server import Server
-from kvabr.store.grants import EVERYTHING
-from kvabr.types.errors import ConnectionLostError, FormatError, NotFoundError, RequestError, TransportError, UsageError
+from kvabr.store.grants import EVERYTHING, Grant, Grants
+from kvabr.types.errors import (
+    ConnectionLostError,
+    FormatError,
+    NotFoundError,
+    RequestError,
+    TransportError,
+    UnauthorizedError,
+    UsageError,
+)
 from kvabr.types.naming import CATALOG_TRACK, PROFILE_TRACK, TrackNamespace, chain, prefix_track
 from tests.assets import make_asset
-from tests.moqbed import LOG, dialled, options, origin
 
-pytestmark = pytest.mark.process
-
+LOG = structlog.get_logger()
 BIG = 1 << 24
-SOON_S = 8.0
+LONG_S = 120.0
+"""Where a test waits for what must happen, on any machine."""
 ELSEWHERE = TrackNamespace("other/model", "0" * 64)
+LIBRARIES = ("aioquic", "qh3")
 
 
 @pytest.fixture
 def asset(tmp_path):
     return make_asset(tmp_path / "asset", list(range(32)), frame_bytes=300_000)
+
+
+@pytest.fixture
+def small(tmp_path):
+    return make_asset(tmp_path / "small", list(range(32)), frame_bytes=20_000)
 
 
 @pytest.fixture(scope="module")
@@ -57,27 +66,57 @@ def tls():
         yield made
 
 
-@contextlib.asynccontextmanager
-async def relaying(upstream, tls, **more):
-    """A relay in front of a connection."""
-    async with Relay(upstream, "127.0.0.1", 0, tls, ServerLimits(), LOG, Metrics(), **more) as relay:
-        relay.fingerprint = check(tls).fingerprint
-        yield relay
+@pytest.fixture
+def stale(monkeypatch):
+    """Nothing is fresh: the origin is asked every time."""
+    monkeypatch.setattr(Catalogs, "FRESH_S", 0.0)
+    monkeypatch.setattr("kvabr.server.relay_catalogs._FRESH_PER_FETCH", 0.0)
+
+
+@pytest.fixture
+def fresh(monkeypatch):
+    """What was told stays fresh, however slow the machine."""
+    monkeypatch.setattr(Catalogs, "FRESH_S", 1e9)
 
 
 @contextlib.asynccontextmanager
-async def chain_of(kind, asset, tls, **more):
-    """An origin of one kind, and a relay in front of it."""
-    if kind == "qh3":
-        started = origin(asset.path, tls=tls)
-    else:
-        started = Server(
-            PublishedAssets(asset.path), "127.0.0.1", 0, tls, ServerLimits(), LOG, Metrics(), library_name=kind
-        )
-    async with started as server:
-        to_origin = connect(f"moqt://localhost:{server.address[1]}/", fingerprint=check(tls).fingerprint, quic=kind)
-        async with to_origin as upstream, relaying(upstream, tls, **more) as relay:
+async def relaying(upstream, tls, *, quic="aioquic", limits=None, **more):
+    """A relay in front of a connection, and its server."""
+    metrics = Metrics()
+    async with Relay(upstream, LOG, metrics, **more) as relay:
+        server = Server(relay, "127.0.0.1", 0, tls, limits or ServerLimits(), LOG, metrics, quic=quic)
+        async with server:
+            server.fingerprint = check(tls).fingerprint
+            yield server
+
+
+@contextlib.asynccontextmanager
+async def origin(root, tls, *, quic="aioquic", grants=None, port=0):
+    """An origin on QUIC."""
+    published = PublishedAssets(root, grants)
+    async with Server(published, "127.0.0.1", port, tls, ServerLimits(), LOG, Metrics(), quic=quic) as server:
+        server.fingerprint = check(tls).fingerprint
+        yield server
+
+
+@contextlib.asynccontextmanager
+async def chain_of(root, tls, *, quic="aioquic", token=None, grants=None, **more):
+    """An origin, and a relay in front of it."""
+    async with origin(root, tls, quic=quic, grants=grants) as server:
+        url = f"moqt://localhost:{server.address[1]}/"
+        async with (
+            connect(url, fingerprint=server.fingerprint, quic=quic, token=token) as upstream,
+            relaying(upstream, tls, quic=quic, **more) as relay,
+        ):
             yield server, relay
+
+
+def options(server, **more):
+    return DialOptions("localhost", **{"port": server.address[1], "fingerprint": server.fingerprint} | more)
+
+
+async def dialled(server, library="aioquic", **more):
+    return await dial(options(server, **more), library)
 
 
 def in_memory(asset, **more):
@@ -87,173 +126,421 @@ def in_memory(asset, **more):
 
 def sent(server):
     """How many groups of each track the origin has sent."""
-    samples = [sample for metric in server.metrics.groups_sent_total.collect() for sample in metric.samples]
-    return {sample.labels["track"]: sample.value for sample in samples if sample.name == "kvabr_groups_sent_total"}
+    samples = [sample for metric in server.metrics.registry.collect() for sample in metric.samples]
+    return {one.labels["track"]: one.value for one in samples if one.name == "kvabr_groups_sent_total"}
 
 
-async def play(dial, relay, asset, track="FP16"):
+async def get(connection, namespace, track, group=0):
+    async with asyncio.timeout(LONG_S):
+        return await read_all(connection.fetch(namespace, track, group, limit=BIG))
+
+
+async def play(connection, asset, track="FP16"):
     """Fetch a catalog and all groups of a track, and check them."""
-    async with await dial(options(relay)) as connection:
-        namespace = asset.catalog.namespace
-        catalog = await read_all(connection.fetch(namespace, CATALOG_TRACK, limit=BIG))
-        assert catalog == (asset.path / "catalog.json").read_bytes()
-        groups = range(asset.catalog.groups)
-        downloads = [connection.fetch(namespace, track, group, limit=BIG) for group in groups]
-        got = await asyncio.gather(*(read_all(download) for download in downloads))
-        assert got == [asset.frame(group, track) for group in groups]
+    namespace = asset.catalog.namespace
+    assert await get(connection, namespace, CATALOG_TRACK) == (asset.path / "catalog.json").read_bytes()
+    groups = range(asset.catalog.groups)
+    got = await asyncio.gather(*(get(connection, namespace, track, group) for group in groups))
+    assert got == [asset.frame(group, track) for group in groups]
 
 
-@pytest.mark.parametrize("kind", ["qh3", "aioquic"])
-async def test_many_players_one_fetch(kind, asset, tls, monkeypatch):
-    monkeypatch.setattr(SmallTracks, "FRESH_S", 60.0)  # the machine may be slow
-    async with chain_of(kind, asset, tls) as (server, relay):
-        aioquic = functools.partial(quic.dial, library_name="aioquic")
-        dials = [quic.dial] * 20 + [aioquic] * 2
-        await asyncio.gather(*(play(dial, relay, asset) for dial in dials))
-        assert sent(server) == {CATALOG_TRACK: 1, "FP16": asset.catalog.groups}
-        assert relay.cache.bytes >= sum(len(asset.frame(group, "FP16")) for group in range(asset.catalog.groups))
-        assert relay.fetches == 0
+async def until(condition):
+    """Wait for something that must happen."""
+    async with asyncio.timeout(LONG_S):
+        while not condition():  # noqa: ASYNC110  # nothing tells of it
+            await asyncio.sleep(0.005)
+
+
+# ---------------------------------------------------------------- what passes through
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+async def test_a_group_is_fetched_once_for_two_hundred_players(library, small, tls, fresh):
+    async with chain_of(small.path, tls, quic=library) as (server, relay), contextlib.AsyncExitStack() as stack:
+        connections = [await stack.enter_async_context(await dialled(relay, library)) for _ in range(20)]
+        namespace = small.catalog.namespace
+        fetches = [get(connection, namespace, "FP16", 3) for connection in connections for _ in range(10)]
+        got = await asyncio.gather(*fetches)
+        assert len(got) == 200
+        assert set(got) == {small.frame(3, "FP16")}
+        assert sent(server) == {CATALOG_TRACK: 1, "FP16": 1}
+        await until(lambda: not relay.source.groups)
+        assert relay.source.groups.bytes == 0
+
+
+async def test_many_players_one_fetch_of_each_group(small, tls, fresh):
+    async with chain_of(small.path, tls) as (server, relay):
+
+        async def one(library):
+            async with await dialled(relay, library) as connection:
+                await play(connection, small)
+
+        await asyncio.gather(*(one(LIBRARIES[number % 2]) for number in range(12)))
+        assert sent(server) == {CATALOG_TRACK: 1, "FP16": small.catalog.groups}
+        assert relay.source.store.memory.total_bytes == sum(
+            len(small.frame(group, "FP16")) for group in range(small.catalog.groups)
+        )
 
 
 @pytest.mark.parametrize("draft", ["moqt-18", "moqt-16"])
 @pytest.mark.parametrize("names", ["draft", "split"])
-async def test_players_may_speak_moqt(draft, names, asset, tls):
-    def dial(chosen):
-        return quic.dial(quic_options(chosen), "aioquic")
-
-    def quic_options(chosen):
-        return type(chosen)(chosen.host, chosen.port, fingerprint=chosen.fingerprint, drafts=(draft,), names=names)
-
-    async with chain_of("qh3", asset, tls) as (_, relay):
-        await play(dial, relay, asset)
-        async with await dial(options(relay)) as connection:
-            for namespace, track, group in (
-                (asset.catalog.namespace, "FP16", 8),
-                (asset.catalog.namespace, "AC-5x", 0),
-                (ELSEWHERE, CATALOG_TRACK, 0),
-                (ELSEWHERE, "FP16", 0),
-            ):
-                with pytest.raises(NotFoundError) as missing:
-                    await asyncio.wait_for(read_all(connection.fetch(namespace, track, group, limit=BIG)), SOON_S)
-                assert missing.value.code in (RequestCode.DOES_NOT_EXIST, RequestCode.INVALID_RANGE)
+async def test_drafts_and_spellings_of_names(draft, names, asset, tls):
+    async with chain_of(asset.path, tls) as (server, relay):
+        async with await dialled(relay, drafts=(draft,), names=names) as connection:
+            await play(connection, asset)
+        async with await dialled(relay) as connection:
+            await play(connection, asset)
+        assert sent(server)["FP16"] == asset.catalog.groups
 
 
-async def test_lookups_pass_through(asset, tls):
+async def test_lookups_pass_through(asset, tls, fresh):
     spec = asset.catalog.spec
     digests = chain(list(range(48)), model=spec.model, tokenizer=spec.tokenizer, group_tokens=spec.group_tokens)
-    async with chain_of("qh3", asset, tls) as (_, relay), await dialled(relay) as connection:
-        namespace = TrackNamespace(spec.model, digests[0])
-        found = await read_all(connection.fetch(namespace, prefix_track(digests), limit=BIG))
-        assert found == (asset.path / "catalog.json").read_bytes()
+    async with chain_of(asset.path, tls) as (server, relay), await dialled(relay) as connection:
+        for _ in range(2):
+            found = await get(connection, TrackNamespace(spec.model, digests[0]), prefix_track(digests))
+            assert found == (asset.path / "catalog.json").read_bytes()
+        assert sent(server) == {"lookup": 1}
+        assert await get(connection, asset.catalog.namespace, "Int4") == asset.frame(0, "Int4")
+        assert sent(server) == {"lookup": 1, "Int4": 1}  # the lookup's answer was the catalog
+
+
+async def test_what_does_not_exist_is_not_found_and_leaves_nothing(asset, tls):
+    async with chain_of(asset.path, tls) as (server, relay), await dialled(relay) as connection:
+        for namespace, track, group in (
+            (asset.catalog.namespace, "FP16", 8),
+            (asset.catalog.namespace, "AC-5x", 0),
+            (asset.catalog.namespace, CATALOG_TRACK, 1),
+            (ELSEWHERE, CATALOG_TRACK, 0),
+            (ELSEWHERE, "FP16", 0),
+        ):
+            with pytest.raises(NotFoundError):
+                await get(connection, namespace, track, group)
+        assert "FP16" not in sent(server)
+        assert not relay.source.groups
+
+
+async def test_names_that_do_not_exist_leave_no_state(asset, tls):
+    """Thousands of them: nothing in the relay, its upstream connection or its server grows."""
+    async with in_memory(asset) as upstream, relaying(upstream, tls) as server:
+        relay, spec = server.source, asset.catalog.spec
+        for number in range(3000):
+            digest = hashlib.sha256(b"%d" % number).hexdigest()
+            namespace = TrackNamespace(spec.model, digest)
+            for track in (CATALOG_TRACK, prefix_track([digest, digest]), "FP16", PROFILE_TRACK):
+                assert await relay.find_soon(EVERYTHING, namespace, track) is None
+        assert len(relay.catalogs) == relay.catalogs.bytes == 0
+        assert not relay.groups
+        assert len(relay.store) == 0
+        assert upstream.downloads == 0
+
+
+async def test_names_that_exist_stay_within_the_bound(tmp_path):
+    """As many lookups as one likes: what is kept of them has a bound."""
+    made = make_asset(tmp_path / "asset", list(range(64)))
+    spec = made.catalog.spec
+    catalog = (made.path / "catalog.json").read_bytes()
+    limit = 200 * (len(catalog) + 8192)
+    async with in_memory(made) as upstream:
+        catalogs = Catalogs(upstream, LOG, limit=limit)
+        first = made.catalog.chunks[0]
+        for number in range(1500):
+            other = hashlib.sha256(b"%d" % number).hexdigest()
+            lookup = TrackNamespace(spec.model, first), prefix_track([first, other])
+            assert (await catalogs.get(*lookup)).open(0).data == catalog
+            assert 0 < catalogs.bytes <= limit
+        assert 20 < len(catalogs) < 400
+        catalogs.close()
+        assert catalogs.bytes == 0
+
+
+async def test_bytes_are_passed_on_as_they_come(asset, tls):
+    stall = Fault(stall_after=100_000)
+    upstream = in_memory(asset, faults=lambda ask: stall if ask.track == "FP16" else None)
+    async with upstream, relaying(upstream, tls) as relay, await dialled(relay) as connection:
+        download = connection.fetch(asset.catalog.namespace, "FP16", 2, limit=BIG)
+        async with asyncio.timeout(LONG_S):
+            while len(download.data) < 100_000:
+                await download.read()
+        assert bytes(download.data) == asset.frame(2, "FP16")[:100_000]
+        assert len(relay.source.groups) == 1
+        download.cancel()
+        await until(lambda: not relay.source.groups)
+
+
+async def test_a_player_that_comes_later_gets_what_has_come_and_what_comes(asset, tls):
+    link = MemoryLink()
+    stall = Fault(stall_after=100_000)
+    upstream = in_memory(asset, path=link, faults=lambda ask: stall if ask.track == "FP16" else None)
+    async with upstream, relaying(upstream, tls) as relay, await dialled(relay) as one, await dialled(relay) as other:
+        namespace = asset.catalog.namespace
+        for connection in (one, other):
+            download = connection.fetch(namespace, "FP16", 2, limit=BIG)
+            async with asyncio.timeout(LONG_S):
+                while len(download.data) < 100_000:
+                    await download.read()
+        assert upstream.downloads == 1
+
+
+async def test_a_cancel_reaches_the_origin_when_nobody_else_waits(asset, tls):
+    stall = Fault(stall_after=100_000)
+    upstream = in_memory(asset, faults=lambda ask: stall if ask.track == "FP16" else None)
+    async with upstream, relaying(upstream, tls) as relay, await dialled(relay) as one, await dialled(relay) as other:
+        namespace = asset.catalog.namespace
+        downloads = [connection.fetch(namespace, "FP16", 2, limit=BIG) for connection in (one, other)]
+        for download in downloads:
+            assert await download.read()
+        downloads[0].cancel()
+        transfer = next(iter(relay.source.groups._admitted))
+        await until(lambda: len(transfer.readers) == 1)
+        assert upstream.downloads == 1
+        await other.close()  # as good as a cancel
+        await until(lambda: upstream.downloads == 0)
+        assert not relay.source.groups
+
+
+async def test_the_most_urgent_player_sets_the_priority_at_the_origin(asset, tls):
+    upstream = in_memory(asset, faults=lambda ask: Fault(stall_after=1000) if ask.track == "FP16" else None)
+    async with upstream, relaying(upstream, tls) as relay, await dialled(relay) as one, await dialled(relay) as other:
+        namespace = asset.catalog.namespace
+        first = one.fetch(namespace, "FP16", 2, limit=BIG, priority=200)
+        assert await first.read()
+        (flight,) = upstream._downloads
+        assert flight.priority == 200
+        second = other.fetch(namespace, "FP16", 2, limit=BIG, priority=90)
+        await until(lambda: flight.priority == 90)
+        first.prioritise(10)
+        await until(lambda: flight.priority == 10)
+        first.cancel()
+        await until(lambda: flight.priority == 90)
+        second.cancel()
+
+
+async def test_urgent_groups_get_the_room_first(asset, tls):
+    size = len(asset.frame(0, "FP16"))
+    stalled = Fault(stall_after=1000)
+    upstream = in_memory(asset, faults=lambda ask: stalled if ask.track == "FP16" and ask.group == 0 else None)
+    # A quarter is for groups on their way: one, while another group does not fit.
+    async with upstream, relaying(upstream, tls, memory_bytes=6 * size) as relay, await dialled(relay) as connection:
+        namespace, groups = asset.catalog.namespace, relay.source.groups
+        first = connection.fetch(namespace, "FP16", 0, limit=BIG)
+        assert await first.read()
+        waiting = {
+            group: connection.fetch(namespace, "FP16", group, limit=BIG, priority=priority)
+            for group, priority in ((1, 200), (2, 1), (3, 100))
+        }
+        await until(lambda: len(groups) == 4)
+        assert groups.bytes == size
+        order = []
+
+        async def read(group, download):
+            assert await read_all(download) == asset.frame(group, "FP16")
+            order.append(group)
+
+        tasks = [asyncio.create_task(read(*one)) for one in waiting.items()]
+        first.cancel()
+        await asyncio.gather(*tasks)
+        assert order == [2, 3, 1]
+        assert groups.bytes == len(groups) == 0
+
+
+async def test_a_reader_that_does_not_read_makes_room_for_others(asset, tls, monkeypatch):
+    monkeypatch.setattr(relay_groups, "IDLE_READ_S", -1.0)  # at once
+    size = len(asset.frame(0, "FP16"))
+    async with in_memory(asset) as upstream, relaying(upstream, tls, memory_bytes=6 * size) as server:
+        relay = server.source
+        facts = await relay.catalogs.facts(asset.catalog.namespace)
+        track = relay._track(facts, "FP16")
+        deaf = track.follow(0, 128, lambda: None)
+        await until(lambda: deaf.available == deaf.size)
+        other = track.follow(1, 128, lambda: None)
+        await until(lambda: other.available == other.size)
+        with pytest.raises(RequestError, match="too slowly"):
+            _ = deaf.available
+        deaf.close()
+        other.close()
+        assert relay.groups.bytes == 0
+
+
+# ---------------------------------------------------------------- origins that come and go
+
+
+async def test_a_group_goes_on_when_the_origin_comes_back(asset, tls):
+    first = in_memory(asset, faults=lambda ask: Fault(stall_after=100_000) if ask.track == "FP16" else None)
+    later = []
+
+    async def again():
+        later.append(in_memory(asset))
+        return later[-1]
+
+    redialled = RedialledConnection(first, again)
+    async with redialled as upstream, relaying(upstream, tls) as relay, await dialled(relay) as connection:
+        download = connection.fetch(asset.catalog.namespace, "FP16", 1, limit=BIG)
+        async with asyncio.timeout(LONG_S):
+            while len(download.data) < 100_000:
+                await download.read()
+        first.lose("killed")
+        async with asyncio.timeout(LONG_S):
+            assert await read_all(download) == asset.frame(1, "FP16")
+        assert len(later) == 1
 
 
 async def test_an_origin_that_stays_away_is_told(asset, tls, monkeypatch):
-    monkeypatch.setattr("kvabr.server.upstream.PATIENCE_S", 0.2)
+    monkeypatch.setattr(relay_groups, "PATIENCE_S", 0.1)
     first = in_memory(asset)
 
-    async def dial():
+    async def again():
         raise TransportError("nobody there")
 
-    redialled = RedialledConnection(first, dial, patience_s=0.1)
+    redialled = RedialledConnection(first, again, patience_s=0.1)
     async with redialled as upstream, relaying(upstream, tls) as relay, await dialled(relay) as connection:
         namespace = asset.catalog.namespace
-        assert await read_all(connection.fetch(namespace, "FP16", 0, limit=BIG))
+        assert await get(connection, namespace, "FP16", 0)
         first.lose("killed")
-        with pytest.raises(RequestError):
-            await asyncio.wait_for(read_all(connection.fetch(namespace, "FP16", 1, limit=BIG)), SOON_S)
-        again = await dialled(relay)
-        async with again:
-            assert await read_all(again.fetch(namespace, "FP16", 0, limit=BIG)) == asset.frame(0, "FP16")
+        with pytest.raises(RequestError) as away:
+            await get(connection, namespace, "FP16", 1)
+        assert away.value.code == RequestCode.TIMEOUT
+        assert away.value.retry_after_s
+        assert await get(connection, namespace, "FP16", 0) == asset.frame(0, "FP16")
 
 
 async def test_it_survives_the_origin(asset, tls):
-    fingerprint = check(tls).fingerprint
     async with contextlib.AsyncExitStack() as stack:
-        server = await stack.enter_async_context(origin(asset.path, tls=tls))
+        server = await stack.enter_async_context(origin(asset.path, tls))
         port = server.address[1]
-        url = f"moqt://localhost:{port}/"
-        upstream = await stack.enter_async_context(connect(url, fingerprint=fingerprint, quic="qh3"))
+        connecting = connect(f"moqt://localhost:{port}/", fingerprint=server.fingerprint, quic="aioquic")
+        upstream = await stack.enter_async_context(connecting)
         relay = await stack.enter_async_context(relaying(upstream, tls))
         connection = await stack.enter_async_context(await dialled(relay))
         namespace = asset.catalog.namespace
-        assert await read_all(connection.fetch(namespace, "FP16", 0, limit=BIG)) == asset.frame(0, "FP16")
+        assert await get(connection, namespace, "FP16", 0) == asset.frame(0, "FP16")
         await server.close()
-        async with await dialled(relay) as another:
-            assert await read_all(another.fetch(namespace, "FP16", 0, limit=BIG)) == asset.frame(0, "FP16")
-        waiting = asyncio.create_task(read_all(connection.fetch(namespace, "FP16", 1, limit=BIG)))
-        await asyncio.wait({waiting}, timeout=0.3)
-        assert not waiting.done()
-        second = await stack.enter_async_context(origin(asset.path, tls=tls, port=port))
-        assert await asyncio.wait_for(waiting, SOON_S) == asset.frame(1, "FP16")
+        assert await get(connection, namespace, "FP16", 0) == asset.frame(0, "FP16")
+        waiting = asyncio.create_task(get(connection, namespace, "FP16", 1))
+        await until(lambda: len(relay.source.groups) == 1)
+        second = await stack.enter_async_context(origin(asset.path, tls, port=port))
+        assert await waiting == asset.frame(1, "FP16")
         assert sent(second)["FP16"] == 1
+
+
+async def test_what_is_kept_is_served_while_the_origin_is_away(asset, tls, stale):
+    """Also to players that come only then, by name and by prompt; and the log says so, once."""
+    spec = asset.catalog.spec
+    digests = chain(list(range(48)), model=spec.model, tokenizer=spec.tokenizer, group_tokens=spec.group_tokens)
+    lookup = TrackNamespace(spec.model, digests[0]), prefix_track(digests)
+    catalog = (asset.path / "catalog.json").read_bytes()
+    with structlog.testing.capture_logs() as logs:
+        async with chain_of(asset.path, tls) as (server, relay):
+            async with await dialled(relay) as connection:
+                assert await get(connection, *lookup) == catalog
+                await play(connection, asset)
+            await server.close()
+            async with await dialled(relay) as connection:
+                await play(connection, asset)
+                assert await get(connection, *lookup) == catalog
+    away = [line for line in logs if line["event"] == "origin away"]
+    assert len(away) == 1
+    assert away[0]["log_level"] == "warning"
+
+
+async def test_a_refusal_is_passed_on(asset, tls):
+    fault = Fault(refuse=int(RequestCode.EXCESSIVE_LOAD))
+    upstream = in_memory(asset, faults=lambda ask: fault if ask.track == "FP16" else None)
+    async with upstream, relaying(upstream, tls) as relay, await dialled(relay) as connection:
+        with pytest.raises(RequestError) as refused:
+            await get(connection, asset.catalog.namespace, "FP16")
+        assert refused.value.code == RequestCode.EXCESSIVE_LOAD
+        assert refused.value.retry_after_s
+        assert await get(connection, asset.catalog.namespace, "Int4") == asset.frame(0, "Int4")
 
 
 async def test_a_transfer_that_breaks_off_breaks_off_here(asset, tls):
     upstream = in_memory(asset, faults=lambda ask: Fault(reset_after=150_000) if ask.track == "FP16" else None)
     async with upstream, relaying(upstream, tls) as relay, await dialled(relay) as connection:
         with pytest.raises(RequestError):
-            await asyncio.wait_for(read_all(connection.fetch(asset.catalog.namespace, "FP16", 0, limit=BIG)), SOON_S)
-        assert relay.cache.bytes < 100_000
+            await get(connection, asset.catalog.namespace, "FP16")
+        assert relay.source.store.total_bytes == 0
 
 
-async def test_memory_has_a_bound(tmp_path, tls):
-    asset = make_asset(tmp_path / "asset", list(range(120)), frame_bytes=300_000)
-    most = 8_000_000
-    async with chain_of("qh3", asset, tls, memory_bytes=most) as (_, relay):
-        seen = []
-        shrink = relay.cache._shrink
-
-        def shrunk():
-            shrink()
-            seen.append(relay.cache.bytes + relay.cache._reserved)
-
-        relay.cache._shrink = shrunk
-        async with await dialled(relay) as connection:
-            namespace = asset.catalog.namespace
-            for track in ("FP16", "Int4"):
-                for group in range(30):
-                    data = await read_all(connection.fetch(namespace, track, group, limit=BIG))
-                    assert data == asset.frame(group, track)
-        assert most - 1_000_000 < max(seen) <= most
-        assert relay.cache._reserved == 0
+# ---------------------------------------------------------------- what the origin takes back
 
 
-async def test_an_asset_that_is_replaced_is_seen(asset, tmp_path, tls, monkeypatch):
-    monkeypatch.setattr(SmallTracks, "FRESH_S", 0.05)
+async def test_a_removed_asset_is_gone_here_too(asset, tls, stale):
+    gone = Fault(refuse=int(RequestCode.DOES_NOT_EXIST))
+    removed = []
+    upstream = in_memory(asset, faults=lambda _: gone if removed else None)
+    async with upstream, relaying(upstream, tls) as relay, await dialled(relay) as connection:
+        await play(connection, asset)
+        assert len(relay.source.store) == asset.catalog.groups
+        removed.append(True)
+        for track in ("FP16", CATALOG_TRACK):
+            with pytest.raises(NotFoundError):
+                await get(connection, asset.catalog.namespace, track)
+        await until(lambda: len(relay.source.store) == 0)
+        assert relay.source.catalogs.bytes == 0
+
+
+async def test_a_replaced_asset_drops_the_old_groups(asset, tmp_path, tls, stale):
     namespace = asset.catalog.namespace
-    async with chain_of("qh3", type(asset)(tmp_path, asset.catalog), tls) as (_, relay):
-        old_catalog, old = (asset.path / "catalog.json").read_bytes(), asset.frame(0, "FP16")
-        async with await dialled(relay) as connection:
-            assert await read_all(connection.fetch(namespace, CATALOG_TRACK, limit=BIG)) == old_catalog
-            assert await read_all(connection.fetch(namespace, "FP16", limit=BIG)) == old
+    async with chain_of(tmp_path, tls) as (_, relay), await dialled(relay) as connection:
+        await play(connection, asset)
+        old = set(asset.catalog.track("FP16").digests)
+        assert all(digest in relay.source.store for digest in old)
         asset.path.rename(tmp_path / ".old")
         new = make_asset(tmp_path / "asset", list(range(32)), frame_bytes=200, seed=2)
         assert new.catalog.namespace == namespace
-        end_s = time.monotonic() + SOON_S
-        catalog = old_catalog
-        while catalog == old_catalog and time.monotonic() < end_s:
-            async with await dialled(relay) as connection:
-                catalog = await read_all(connection.fetch(namespace, CATALOG_TRACK, limit=BIG))
-        assert catalog == (new.path / "catalog.json").read_bytes()
-        async with await dialled(relay) as connection:
-            assert await read_all(connection.fetch(namespace, "FP16", limit=BIG)) == new.frame(0, "FP16")
+        await play(connection, new)
+        await until(lambda: not any(digest in relay.source.store for digest in old))
 
 
-async def test_draining_finishes_what_is_under_way(asset, tls):
-    upstream = in_memory(asset, path=MemoryLink(rate=3e6))
+def grant(token):
+    return Grant(token, token_sha256=hashlib.sha256(token.encode()).hexdigest())
+
+
+async def test_a_revoked_token_drops_everything_and_is_passed_on(asset, tls, stale):
+    async with contextlib.AsyncExitStack() as stack:
+        grants = Grants([grant("the relay's own token")])
+        server = await stack.enter_async_context(origin(asset.path, tls, grants=grants))
+        port = server.address[1]
+        url = f"moqt://localhost:{port}/"
+        connecting = connect(url, fingerprint=server.fingerprint, quic="aioquic", token="the relay's own token")  # noqa: S106
+        upstream = await stack.enter_async_context(connecting)
+        relay = await stack.enter_async_context(relaying(upstream, tls))
+        connection = await stack.enter_async_context(await dialled(relay))
+        await play(connection, asset)
+        await server.close()
+        await play(connection, asset)  # the origin is merely away
+        await stack.enter_async_context(origin(asset.path, tls, grants=Grants([grant("another token")]), port=port))
+        errors = []
+
+        async def refused():
+            # Until the relay has found out that the origin is back, it serves what it has.
+            try:
+                await get(connection, asset.catalog.namespace, "FP16")
+            except RequestError as error:
+                errors.append(error)
+
+        async with asyncio.timeout(LONG_S):
+            while not errors:
+                await refused()
+        assert errors[0].code == RequestCode.UNAUTHORIZED
+        await until(lambda: len(relay.source.store) == 0)
+        assert relay.source.catalogs.bytes == 0
+
+
+async def test_a_request_refused_for_its_token_drops_everything(asset, tls):
+    refused = Fault(refuse=int(RequestCode.UNAUTHORIZED))
+    upstream = in_memory(asset, faults=lambda ask: refused if ask.track == "Int4" else None)
     async with upstream, relaying(upstream, tls) as relay, await dialled(relay) as connection:
-        download = connection.fetch(asset.catalog.namespace, "FP16", 0, limit=BIG)
-        got = await asyncio.wait_for(download.read(), SOON_S)
-        draining = asyncio.create_task(relay.drain(SOON_S))
-        await asyncio.sleep(0)
-        with pytest.raises((ConnectionLostError, RequestError)):
-            await asyncio.wait_for(read_all(connection.fetch(asset.catalog.namespace, "FP16", 1, limit=BIG)), SOON_S)
-        got = await asyncio.wait_for(read_all(download), SOON_S)
-        assert got == asset.frame(0, "FP16")
-        await asyncio.wait_for(draining, SOON_S)
+        await play(connection, asset)
+        with pytest.raises(RequestError) as error:
+            await get(connection, asset.catalog.namespace, "Int4")
+        assert error.value.code == RequestCode.UNAUTHORIZED
+        await until(lambda: len(relay.source.store) == 0)
+        assert relay.source.catalogs.bytes == 0
 
 
-# ---------------------------------------------------------------- an origin that lies
+# ---------------------------------------------------------------- origins that lie
 
 
 WRONG = {
@@ -265,23 +552,22 @@ WRONG = {
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-async def test_a_wrong_group_is_broken_off_and_not_kept(wrong, asset, tls):
+async def test_a_wrong_group_is_broken_off_and_not_kept(wrong, asset, tls, fresh):
     upstream = in_memory(asset, faults=lambda ask: WRONG[wrong] if ask.track == "FP16" and ask.attempt == 0 else None)
     async with upstream, relaying(upstream, tls) as relay:
         namespace = asset.catalog.namespace
         async with await dialled(relay) as connection:
             with pytest.raises(RequestError):
-                await asyncio.wait_for(read_all(connection.fetch(namespace, "FP16", 3, limit=BIG)), SOON_S)
-            assert relay.cache.bytes < 100_000
-            again = await asyncio.wait_for(read_all(connection.fetch(namespace, "FP16", 3, limit=BIG)), SOON_S)
-            assert again == asset.frame(3, "FP16")
+                await get(connection, namespace, "FP16", 3)
+            assert relay.source.store.total_bytes == 0
+            assert await get(connection, namespace, "FP16", 3) == asset.frame(3, "FP16")
         before = upstream.requests
         async with await dialled(relay) as other:
-            assert await read_all(other.fetch(namespace, "FP16", 3, limit=BIG)) == asset.frame(3, "FP16")
+            assert await get(other, namespace, "FP16", 3) == asset.frame(3, "FP16")
         assert upstream.requests == before
 
 
-async def test_a_catalog_that_is_wrong_is_refused_and_not_kept(asset, tmp_path, tls, monkeypatch):
+async def test_a_wrong_catalog_is_refused_and_not_kept(asset, tmp_path, tls, stale):
     elsewhere = make_asset(tmp_path / "elsewhere", list(range(100, 132)))
     lies = [b"{}", b"no JSON", (elsewhere.path / "catalog.json").read_bytes(), b""]
 
@@ -293,29 +579,28 @@ async def test_a_catalog_that_is_wrong_is_refused_and_not_kept(asset, tmp_path, 
         namespace = asset.catalog.namespace
         for _ in lies:
             with pytest.raises(RequestError):
-                await asyncio.wait_for(read_all(connection.fetch(namespace, CATALOG_TRACK, limit=BIG)), SOON_S)
-            assert relay.small.bytes == 0
-        good = await asyncio.wait_for(read_all(connection.fetch(namespace, CATALOG_TRACK, limit=BIG)), SOON_S)
-        assert good == (asset.path / "catalog.json").read_bytes()
+                await get(connection, namespace, CATALOG_TRACK)
+            assert relay.source.catalogs.bytes == 0
+        assert await get(connection, namespace, CATALOG_TRACK) == (asset.path / "catalog.json").read_bytes()
 
 
-async def test_a_profile_that_is_wrong_is_refused(tmp_path, tls):
+async def test_a_wrong_profile_is_refused(tmp_path, tls):
     asset = make_asset(tmp_path / "asset", list(range(32)), profile=b"a profile")
     fault = Fault(replace=b"another one")
     upstream = in_memory(asset, faults=lambda ask: fault if ask.track == PROFILE_TRACK and not ask.attempt else None)
     name = TrackNamespace(asset.catalog.spec.model, asset.catalog.profile)
     async with upstream, relaying(upstream, tls) as relay, await dialled(relay) as connection:
         with pytest.raises(RequestError):
-            await asyncio.wait_for(read_all(connection.fetch(name, PROFILE_TRACK, limit=BIG)), SOON_S)
-        assert await read_all(connection.fetch(name, PROFILE_TRACK, limit=BIG)) == b"a profile"
+            await get(connection, name, PROFILE_TRACK)
+        assert await get(connection, name, PROFILE_TRACK) == b"a profile"
 
 
 @pytest.mark.parametrize(
     ("track", "change", "words"),
     [
         (CATALOG_TRACK, lambda value: value["chunks"].reverse(), "another prompt"),
-        (CATALOG_TRACK, lambda value: value["tracks"][0]["digests"].__setitem__(0, "z" * 64), "digest that is none"),
-        (CATALOG_TRACK, lambda value: value["tracks"][0]["digests"].__setitem__(0, "00"), "digest that is none"),
+        (CATALOG_TRACK, lambda value: value["tracks"][0]["digests"].__setitem__(0, "z" * 64), "not hex"),
+        (CATALOG_TRACK, lambda value: value["tracks"][0]["digests"].__setitem__(0, "00"), "not a SHA-256"),
         ("prefix.", lambda value: value["chunks"].__setitem__(0, "00" * 32), "another prompt"),
     ],
 )
@@ -325,206 +610,164 @@ def test_what_a_catalog_must_say(asset, track, change, words):
     if track != CATALOG_TRACK:
         namespace = TrackNamespace(namespace.model, asset.catalog.chunks[0])
     facts = check_small(namespace, track, data)
-    assert facts.expected("Int4", 2) == (
-        len(asset.frame(2, "Int4")), hashlib.sha256(asset.frame(2, "Int4")).digest(),
-    )  # fmt: skip
+    assert facts.sizes["Int4"][2] == len(asset.frame(2, "Int4"))
+    assert facts.digest("Int4", 2) == hashlib.sha256(asset.frame(2, "Int4")).digest()
     value = json.loads(data)
     change(value)
     with pytest.raises(FormatError, match=words):
         check_small(namespace, track, json.dumps(value).encode())
 
 
-# ---------------------------------------------------------------- an origin that is away
+# ---------------------------------------------------------------- small tracks
 
 
-@pytest.mark.parametrize("kind", ["qh3", "aioquic"])
-async def test_what_is_kept_is_served_while_the_origin_is_away(kind, asset, tls, monkeypatch):
-    """Also to players that come only then, by name and by prompt; and the log says so, once."""
-    monkeypatch.setattr(SmallTracks, "FRESH_S", 0.05)
-    spec = asset.catalog.spec
-    digests = chain(list(range(48)), model=spec.model, tokenizer=spec.tokenizer, group_tokens=spec.group_tokens)
-    lookup = TrackNamespace(spec.model, digests[0]), prefix_track(digests)
-    catalog = (asset.path / "catalog.json").read_bytes()
-    with structlog.testing.capture_logs() as logs:
-        async with chain_of(kind, asset, tls) as (server, relay):
-            async with await dialled(relay) as connection:
-                assert await read_all(connection.fetch(*lookup, limit=BIG)) == catalog
-            await play(quic.dial, relay, asset)
-            await server.close()
-            await asyncio.sleep(0.06)  # nothing is fresh any more
-            await asyncio.wait_for(play(quic.dial, relay, asset), SOON_S)
-            async with await dialled(relay) as connection:
-                assert await asyncio.wait_for(read_all(connection.fetch(*lookup, limit=BIG)), SOON_S) == catalog
-    away = [line for line in logs if line["event"] == "origin away"]
-    assert len(away) == 1
-    assert away[0]["log_level"] == "warning"
-
-
-def small_tracks(upstream, **more):
-    return SmallTracks(upstream, lambda _: None, LOG, **more)
-
-
-async def test_an_origin_that_says_nothing_is_waited_for_a_moment(asset, monkeypatch):
-    monkeypatch.setattr(SmallTracks, "FRESH_S", 0.0)
-    monkeypatch.setattr(SmallTracks, "PATIENCE_S", 0.05)
-    silent = Fault(stall_after=0)
-    upstream = in_memory(asset, faults=lambda ask: silent if ask.attempt else None)
+async def test_an_origin_that_says_nothing_is_waited_for_a_moment(asset, stale, monkeypatch):
+    monkeypatch.setattr(Catalogs, "PATIENCE_S", 0.01)
+    upstream = in_memory(asset, faults=lambda ask: Fault(stall_after=0) if ask.attempt else None)
     async with upstream:
-        small = small_tracks(upstream)
-        first = await small.get(asset.catalog.namespace, CATALOG_TRACK)
+        catalogs = Catalogs(upstream, LOG)
+        first = await catalogs.get(asset.catalog.namespace, CATALOG_TRACK)
         for _ in range(3):
-            assert await asyncio.wait_for(small.get(asset.catalog.namespace, CATALOG_TRACK), 1.0) == first
+            assert await catalogs.get(asset.catalog.namespace, CATALOG_TRACK) is first
         assert upstream.requests == 2
-        small.close()
+        catalogs.close()
 
 
-async def test_a_catalog_in_doubt_is_asked_for_anew_and_kept_while_the_origin_is_away(asset):
+async def test_a_doubted_catalog_is_asked_for_again_and_kept_while_the_origin_is_away(asset, fresh):
     """As after a group that was wrong: then the origin lies, or has another asset by that name."""
     away = Fault(refuse=int(RequestCode.GOING_AWAY))
     upstream = in_memory(asset, faults=lambda ask: away if ask.attempt == 1 else None)
     async with upstream:
-        small, namespace = small_tracks(upstream), asset.catalog.namespace
-        facts = await small.facts(namespace)
-        small.doubt(namespace)
-        assert await small.facts_of_old(namespace) is facts
+        catalogs, namespace = Catalogs(upstream, LOG), asset.catalog.namespace
+        facts = await catalogs.facts(namespace)
+        catalogs.doubt(namespace)
+        assert await catalogs.facts(namespace) is facts
         assert upstream.requests == 2
-        assert await small.facts_of_old(namespace) is facts  # still in doubt, so asked for again
+        assert await catalogs.facts(namespace) is facts  # still in doubt, so asked for again
         assert upstream.requests == 3
-        assert await small.facts_of_old(namespace) is facts
+        assert await catalogs.facts(namespace) is facts
         assert upstream.requests == 3
-        small.close()
+        catalogs.close()
 
 
-async def test_a_lookup_that_had_to_go_takes_nothing_with_it(asset):
+async def test_a_lookup_that_finds_nothing_any_more_takes_nothing_with_it(asset, stale):
     spec = asset.catalog.spec
     digests = chain(list(range(48)), model=spec.model, tokenizer=spec.tokenizer, group_tokens=spec.group_tokens)
     gone = Fault(refuse=int(RequestCode.DOES_NOT_EXIST))
     upstream = in_memory(asset, faults=lambda ask: gone if ask.track != CATALOG_TRACK and ask.attempt else None)
     async with upstream:
-        small, namespace = small_tracks(upstream), asset.catalog.namespace
+        catalogs, namespace = Catalogs(upstream, LOG), asset.catalog.namespace
         lookup = TrackNamespace(spec.model, digests[0]), prefix_track(digests)
-        facts = await small.facts(namespace)
-        await small.get(*lookup)
-        for kept in small._kept.values():
-            kept.asked_s -= small.FRESH_S
+        facts = await catalogs.facts(namespace)
+        await catalogs.get(*lookup)
         with pytest.raises(NotFoundError):
-            await small.get(*lookup)
-        assert await small.facts_of_old(namespace) is facts
-        small.close()
+            await catalogs.get(*lookup)
+        assert await catalogs.facts(namespace) is facts
+        catalogs.close()
 
 
-async def test_a_group_of_a_silent_origin_is_asked_for_again_and_then_told(asset, monkeypatch):
-    monkeypatch.setattr("kvabr.server.upstream._SILENCE_S", 0.05)
-    monkeypatch.setattr("kvabr.server.upstream.PATIENCE_S", 0.2)
-    stalled = Fault(stall_after=100_000)
-    upstream = in_memory(asset, faults=lambda ask: stalled if ask.group == 1 or ask.attempt == 0 else None)
-    async with upstream:
-        got = bytearray()
-        name = asset.catalog.namespace, "FP16"
-        await asyncio.wait_for(bring(upstream, *name, 0, got.extend, priority=0, limit=BIG), SOON_S)
-        assert got == asset.frame(0, "FP16")
-        with pytest.raises(RequestError, match="the origin fell silent"):
-            await asyncio.wait_for(bring(upstream, *name, 1, lambda _: None, priority=0, limit=BIG), SOON_S)
-        assert upstream.downloads == 0
-
-
-async def test_small_tracks_have_a_bound(tmp_path):
-    assets = [make_asset(tmp_path / str(at), list(range(at, at + 400))) for at in range(6)]
-    size = (assets[0].path / "catalog.json").stat().st_size
-    async with MemoryConnection(functools.partial(PublishedAssets(tmp_path).find, EVERYTHING)) as upstream:
-        small = small_tracks(upstream, limit=3 * size)
-        for asset in assets:
-            assert await small.get(asset.catalog.namespace, CATALOG_TRACK)
-            assert 0 < small.bytes <= 3 * size
-        last = upstream.requests
-        assert await small.facts(assets[-1].catalog.namespace)
-        assert upstream.requests == last
-        assert await small.facts(assets[0].catalog.namespace)  # which had to go
-        assert upstream.requests == last + 1
-        tight = small_tracks(upstream, limit=size // 2)
+async def test_small_tracks_under_way_have_a_bound(asset):
+    size = (asset.path / "catalog.json").stat().st_size
+    async with in_memory(asset) as upstream:
+        catalogs = Catalogs(upstream, LOG, limit=size // 2)
         with pytest.raises(RequestError, match="no room"):
-            await tight.get(assets[0].catalog.namespace, CATALOG_TRACK)
-        assert tight.bytes == tight._coming == 0
+            await catalogs.get(asset.catalog.namespace, CATALOG_TRACK)
+        assert catalogs.bytes == catalogs._coming == 0
 
 
-# ---------------------------------------------------------------- what it keeps
+# ---------------------------------------------------------------- what is kept
 
 
-class Producer:
-    """Stands for a group in the hands of moq-rs."""
-
-    gone = False
-
-    def abort(self, _code):
-        self.gone = True
-
-
-class Track:
-    def __init__(self, name):
-        self.namespace, self.name = ELSEWHERE, name
-
-
-async def test_the_oldest_groups_go_first():
-    cache = GroupCache(1000, Metrics())
-    track, producers = Track("FP16"), [Producer() for _ in range(5)]
-    for producer in producers:
-        cache.add(track, 0, producer, 300, None)
-    assert [producer.gone for producer in producers] == [True, True, False, False, False]
-    await cache.reserve(300, 0)
-    assert [producer.gone for producer in producers] == [True, True, True, False, False]
-    cache.release(300)
-    cache.forget(lambda owner: owner is track)
-    assert all(producer.gone for producer in producers)
-    assert cache.bytes == 0
+async def test_memory_has_a_bound(tmp_path, tls, fresh):
+    asset = make_asset(tmp_path / "asset", list(range(120)), frame_bytes=300_000)
+    most = 8_000_000
+    async with in_memory(asset) as upstream, relaying(upstream, tls, memory_bytes=most) as relay:
+        kept, on_their_way = relay.source.store.memory, relay.source.groups
+        async with await dialled(relay) as connection:
+            for track in ("FP16", "Int4"):
+                for group in range(30):
+                    data = await get(connection, asset.catalog.namespace, track, group)
+                    assert data == asset.frame(group, track)
+                    assert kept.total_bytes <= most * 3 // 4
+                    assert on_their_way.bytes <= most // 4
+        assert kept.evicted > 0
+        assert kept.total_bytes > most // 2
+        await until(lambda: not on_their_way)
 
 
-async def test_groups_on_their_way_wait_for_room_the_most_urgent_first():
-    cache, track = GroupCache(2000, Metrics()), Track("FP16")
-    cache.add(track, 0, Producer(), 600, None)
-    await cache.reserve(600, 128)
-    order = []
-
-    async def ask(name, priority):
-        await cache.reserve(600, priority)
-        order.append(name)
-
-    priorities = {"later": 200, "urgent": 1, "gone": 0}
-    asking = [asyncio.create_task(ask(name, priority)) for name, priority in priorities.items()]
-    await asyncio.sleep(0)
-    asking[2].cancel()
-    await asyncio.sleep(0)
-    cache.release(600)
-    await asking[1]
-    assert order == ["urgent"]
-    cache.release(600)
-    await asking[0]
-    assert order == ["urgent", "later"]
+async def test_the_disk_serves_what_memory_has_no_room_for_and_outlives_the_relay(tmp_path, tls, fresh):
+    asset = make_asset(tmp_path / "asset", list(range(64)), frame_bytes=300_000)
+    folder, upstream = {"disk": tmp_path / "cache", "disk_bytes": 1 << 30, "memory_bytes": 2_000_000}, in_memory(asset)
+    async with upstream:
+        for asked in (1 + asset.catalog.groups, 2 + asset.catalog.groups, 3 + asset.catalog.groups):
+            async with relaying(upstream, tls, **folder) as relay, await dialled(relay) as connection:
+                await play(connection, asset)
+                await until(lambda: not relay.source.store._writes)
+                assert len(relay.source.store.disk) == asset.catalog.groups
+                assert upstream.requests == asked  # the catalog anew, each group once
+                await play(connection, asset)
+                assert upstream.requests == asked
 
 
-async def test_what_is_to_be_kept_for_a_moment_goes_then():
-    cache, producer = GroupCache(1000, Metrics()), Producer()
-    cache.add(Track(CATALOG_TRACK), 0, producer, 10, 0.01)
-    end_s = time.monotonic() + SOON_S
-    while cache.bytes and time.monotonic() < end_s:  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
-    assert producer.gone
+async def test_a_damaged_file_is_fetched_again(tmp_path, tls, fresh):
+    asset = make_asset(tmp_path / "asset", list(range(8)), frame_bytes=300_000)
+    folder = {"disk": tmp_path / "cache", "disk_bytes": 1 << 30}
+    async with in_memory(asset) as upstream:
+        async with relaying(upstream, tls, **folder) as relay, await dialled(relay) as connection:
+            await play(connection, asset)
+        for file in (tmp_path / "cache").glob("*.group"):
+            data = bytearray(file.read_bytes())
+            data[1000] ^= 1
+            file.write_bytes(data)
+        async with relaying(upstream, tls, **folder) as relay, await dialled(relay) as connection:
+            await play(connection, asset)
+            assert relay.source.store.damaged == asset.catalog.groups
 
 
-async def test_random_use_keeps_to_the_bound():
-    dice = random.Random(1)
-    cache, tracks = GroupCache(10_000, Metrics()), [Track("FP16"), Track("Int4")]
-    for track in tracks:
-        cache.add(track, 0, Producer(), 400, None)
-    held = []
-    for _ in range(500):
-        if held and dice.random() < 0.6:
-            size = held.pop(dice.randrange(len(held)))
-            cache.release(size)
-            cache.add(dice.choice(tracks), 0, Producer(), size, None)
-        elif len(held) < 10:
-            held.append(dice.randrange(1, 400))
-            await asyncio.wait_for(cache.reserve(held[-1], 0), 1.0)
-        assert cache.bytes + cache._reserved <= 10_000
+async def test_a_group_larger_than_the_bound_passes_alone(tmp_path, tls):
+    asset = make_asset(tmp_path / "asset", list(range(8)), frame_bytes=3_000_000)
+    async with in_memory(asset) as upstream, relaying(upstream, tls, memory_bytes=1_000_000) as relay:
+        async with await dialled(relay) as connection:
+            await play(connection, asset)
+        assert len(relay.source.store) == 0
+
+
+# ---------------------------------------------------------------- players, and the end
+
+
+async def test_who_may_enter(asset, tls):
+    token = "a token of some length/+ %"  # noqa: S105
+    async with in_memory(asset) as upstream, relaying(upstream, tls, token=token) as relay:
+        async with await dialled(relay, token=token) as connection:
+            assert await get(connection, asset.catalog.namespace, "Int4")
+        for wrong in (None, "a token of some length"):
+            with pytest.raises(TransportError, match="token is missing or wrong"):
+                async with await dialled(relay, token=wrong) as connection:
+                    await get(connection, asset.catalog.namespace, "Int4")
+
+
+async def test_draining_finishes_what_is_under_way(asset, tls):
+    link = MemoryLink(rate=1e6)
+    async with (
+        in_memory(asset, path=link) as upstream,
+        relaying(upstream, tls) as relay,
+        await dialled(relay) as connection,
+    ):
+        download = connection.fetch(asset.catalog.namespace, "FP16", 0, limit=BIG)
+        assert await asyncio.wait_for(download.read(), LONG_S)
+        draining = asyncio.create_task(relay.drain(LONG_S))
+        await asyncio.sleep(0)
+        with pytest.raises((ConnectionLostError, RequestError)):
+            await get(connection, asset.catalog.namespace, "FP16", 1)
+        link.rate = None
+        async with asyncio.timeout(LONG_S):
+            assert await read_all(download) == asset.frame(0, "FP16")
+            await draining
+
+
+def test_an_unauthorized_error_is_a_lost_connection():
+    """So that players which know nothing of it do what they do when they lose their origin."""
+    assert issubclass(UnauthorizedError, ConnectionLostError)
 
 
 # ---------------------------------------------------------------- the command
@@ -543,29 +786,29 @@ def test_sizes_that_are_none(text):
         parse_size(text)
 
 
-async def test_the_command(asset, tls):
+async def test_the_command(asset, tls, tmp_path):
     namespace = asset.catalog.namespace
-    async with origin(asset.path, tls=tls) as server:
+    async with origin(asset.path, tls) as server:
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "kvabr", "relay", "--upstream",
             f"moqt://localhost:{server.address[1]}/#kvcache:{namespace.model}/{namespace.prompt}",
             "--upstream-fingerprint", server.fingerprint, "--bind", "127.0.0.1:0", "--dev", "--memory", "64MiB",
-            stdout=PIPE, stderr=PIPE,
+            "--disk", str(tmp_path / "cache"), "--disk-gib", "0.5", stdout=PIPE, stderr=PIPE,
         )  # fmt: skip
         try:
-            lines = [(await asyncio.wait_for(process.stdout.readline(), 30)).decode() for _ in range(3)]
+            lines = [(await asyncio.wait_for(process.stdout.readline(), LONG_S)).decode() for _ in range(3)]
             fingerprint = lines[1].split()[-1]
             assert lines[0].strip() in lines[2]
             words = shlex.split(lines[2].partition(": ")[2])
             assert words[:2] == ["kvabr", "fetch"]
             assert asset_of(words[2]) == namespace
             assert words[words.index("--fingerprint") + 1] == fingerprint
-            async with connect(words[2], fingerprint=fingerprint, quic="qh3") as connection:
-                data = await read_all(connection.fetch(namespace, "FP16", 3, limit=BIG))
-                assert data == asset.frame(3, "FP16")
+            async with connect(words[2], fingerprint=fingerprint) as connection:
+                assert await get(connection, namespace, "FP16", 3) == asset.frame(3, "FP16")
             process.terminate()
-            _, log = await asyncio.wait_for(process.communicate(), 30)
+            _, log = await asyncio.wait_for(process.communicate(), LONG_S)
             assert process.returncode == 0, log
+            assert len(list((tmp_path / "cache").glob("*.group"))) == 1
         finally:
             if process.returncode is None:
                 process.kill()

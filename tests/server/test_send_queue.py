@@ -7,9 +7,9 @@ import pytest
 from kvabr.codec.container import ObjectSpan
 from kvabr.moqt.objects import ObjectHeader, ObjectParser
 from kvabr.moqt.wire import DRAFT_16, DRAFT_18
-from kvabr.server.publication import Publication, PublishedGroup
-from kvabr.server.send_queue import MOST_AHEAD_BYTES, GroupRange, Outbox, Sending
-from kvabr.types.errors import AssetError
+from kvabr.server.publication import ArrivingGroup, Publication, PublishedGroup
+from kvabr.server.send_queue import MOST_AHEAD_BYTES, GroupRange, Sending, SendQueue
+from kvabr.types.errors import AssetError, TransportError
 
 
 class Track(Publication):
@@ -23,13 +23,15 @@ class Track(Publication):
     def size(self, group):
         return self._size
 
+    def objects(self, group):
+        third = self._size // 3
+        return tuple(ObjectSpan(100 * i, i * third, (i + 1) * third) for i in range(3))
+
     def open(self, group):
         if group == self._broken:
             raise AssetError("gone")
         self.opened.append(group)
-        third = self._size // 3
-        spans = tuple(ObjectSpan(100 * i, i * third, (i + 1) * third) for i in range(3))
-        return PublishedGroup(memoryview(bytes([group]) * self._size), spans, bytes(32))
+        return PublishedGroup(memoryview(bytes([group]) * self._size), self.objects(group), bytes(32))
 
 
 class Quic:
@@ -47,8 +49,8 @@ class Quic:
             self.ended.append(job.stream)
         return True
 
-    def outbox(self):
-        return Outbox(self.send, lambda: self.queued, lambda: MOST_AHEAD_BYTES)
+    def send_queue(self):
+        return SendQueue(self.send, lambda: self.queued, lambda: MOST_AHEAD_BYTES)
 
 
 WHOLE = (GroupRange(0, 0, None),)
@@ -74,7 +76,7 @@ def objects(data, draft=DRAFT_18, **options):
 def test_objects_have_the_ids_of_their_tokens_or_are_counted(draft):
     for dense, ids in ((False, [0, 100, 200]), (True, [0, 1, 2])):
         quic = Quic()
-        box = quic.outbox()
+        box = quic.send_queue()
         box.add(sending(1, Track(), draft=draft, dense=dense))
         done, broken = box.feed()
         assert ([job.request_id for job in done], broken, len(box)) == ([1], [], 0)
@@ -87,7 +89,7 @@ def test_ranges_of_groups_either_way_and_of_objects(draft):
     ranges = [GroupRange(0, 100, None), GroupRange(1, 0, None), GroupRange(2, 0, 200)]
     wanted = [(0, 100), (0, 200), (1, 0), (1, 100), (1, 200), (2, 0), (2, 100)]
     quic = Quic()
-    box = quic.outbox()
+    box = quic.send_queue()
     box.add(sending(1, Track(), draft=draft, ranges=ranges))
     box.add(sending(2, Track(), draft=draft, ranges=ranges[::-1], descending=True))
     box.feed()
@@ -98,7 +100,7 @@ def test_ranges_of_groups_either_way_and_of_objects(draft):
 
 def test_the_most_urgent_first_and_no_more_than_quic_can_use():
     quic = Quic()
-    box = quic.outbox()
+    box = quic.send_queue()
     size = 3 * MOST_AHEAD_BYTES
     for number, priority in ((1, 5), (2, 9), (3, 5)):
         box.add(sending(number, Track(size), priority=priority))
@@ -113,7 +115,7 @@ def test_the_most_urgent_first_and_no_more_than_quic_can_use():
 
 def test_a_change_of_priority_holds_from_the_next_piece_on():
     quic = Quic()
-    box = quic.outbox()
+    box = quic.send_queue()
     for number in (1, 2):
         box.add(sending(number, Track(9 * MOST_AHEAD_BYTES), priority=number))
     box.feed()
@@ -134,7 +136,7 @@ def test_a_change_of_priority_holds_from_the_next_piece_on():
 def test_what_breaks_does_not_hold_up_the_rest():
     quic = Quic()
     quic.dead = {1002}
-    box = quic.outbox()
+    box = quic.send_queue()
     box.add(sending(1, Track(broken=0)))
     box.add(sending(2, Track()))
     box.add(sending(3, Track()))
@@ -146,8 +148,74 @@ def test_what_breaks_does_not_hold_up_the_rest():
 
 def test_nothing_is_opened_before_its_turn():
     quic, track = Quic(), Track(9 * MOST_AHEAD_BYTES)
-    box = quic.outbox()
+    box = quic.send_queue()
     box.add(sending(1, Track(9 * MOST_AHEAD_BYTES), priority=0))
     box.add(sending(2, track, priority=1))
     box.feed()
     assert track.opened == []
+
+
+class Growing(ArrivingGroup):
+    """A group of which the test says how much has arrived."""
+
+    digest, size = bytes(32), 30
+
+    def __init__(self, objects):
+        self.objects, self.here, self.priority, self.open, self.error = objects, 0, None, True, None
+
+    @property
+    def available(self):
+        if self.error is not None:
+            raise self.error
+        return self.here
+
+    def read(self, begin, end):
+        return memoryview(bytes(range(30)))[begin:end]
+
+    def prioritise(self, priority):
+        self.priority = priority
+
+    def close(self):
+        self.open = False
+
+
+def test_a_group_is_sent_as_it_arrives_and_lets_others_pass_meanwhile():
+    quic, track = Quic(), Track()
+    box, growing = quic.send_queue(), Growing(track.objects(0))
+    box.add(sending(1, track, priority=1, first=growing))
+    box.add(sending(2, track, priority=9))
+    growing.here = 13
+    done, broken = box.feed()
+    assert ([job.request_id for job in done], broken, len(box)) == ([2], [], 1)
+    assert b"".join(payload for _, _, payload in objects(quic.streams[1001])) == bytes(range(13))
+    for here, ended in ((13, []), (14, []), (30, [1])):
+        growing.here = here
+        done, broken = box.feed()
+        assert ([job.request_id for job in done], broken) == (ended, [])
+    assert b"".join(payload for _, _, payload in objects(quic.streams[1001])) == bytes(range(30))
+    assert quic.ended == [1002, 1001]
+    assert not growing.open
+    assert track.opened == [0]  # only the other answer had to be opened
+
+
+def test_a_group_that_fails_while_it_arrives_breaks_off():
+    quic, track = Quic(), Track()
+    box, growing = quic.send_queue(), Growing(track.objects(0))
+    box.add(sending(1, track, first=growing))
+    growing.here = 20
+    assert box.feed() == ([], [])
+    growing.error = TransportError("the origin is away")
+    ((job, error),) = box.feed()[1]
+    assert (job.request_id, error) == (1, growing.error)
+    assert not growing.open
+    assert len(box) == len(quic.ended) == 0
+
+
+def test_priorities_and_cancels_reach_what_is_arriving():
+    quic, track = Quic(), Track()
+    box, growing = quic.send_queue(), Growing(track.objects(0))
+    box.add(sending(1, track, first=growing))
+    box.prioritise(1, 7)
+    assert growing.priority == 7
+    assert box.remove(1) is not None
+    assert not growing.open
