@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvabr.telemetry.prometheus import BoundedLabel, MetricSet
-from kvabr.types.naming import PREFIX_TRACK, plain_track
+from kvabr.types.naming import PREFIX_TRACK
 
 FIRST_BYTE_BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 GROUP_BYTES_BUCKETS = tuple(float(1 << power) for power in range(12, 31, 2))
@@ -38,5 +38,5 @@ class Metrics(MetricSet):
 
     def group_sent(self, track: str) -> None:
         """Count a group sent in full. All lookups are one series: their names tell what a peer has asked for."""
-        label = "lookup" if track.startswith(PREFIX_TRACK) else plain_track(track)
+        label = "lookup" if track.startswith(PREFIX_TRACK) else track
         self.groups_sent_total.labels(self._track(label)).inc()

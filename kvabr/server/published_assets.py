@@ -22,7 +22,6 @@ from kvabr.types.naming import (
     PREFIX_TRACK,
     PROFILE_TRACK,
     TrackNamespace,
-    plain_track,
 )
 
 if TYPE_CHECKING:
@@ -100,13 +99,12 @@ class PublishedAssets:
             grant: from `admit`.
             namespace: of the track.
             track: a level, `kvabr.types.naming.CATALOG_TRACK`, `kvabr.types.naming.PROFILE_TRACK`, or the name of a
-                lookup from `kvabr.types.naming.prefix_track`; also as `kvabr.types.naming.fresh_track` writes them.
+                lookup from `kvabr.types.naming.prefix_track`.
             at_once: neither read files nor wait for a thread that does, because this is an event loop.
 
         Raises:
             BlockingIOError: it cannot be told at once. Ask again in a thread, see `find_soon`.
         """
-        track = plain_track(track)
         if namespace == MODELS_NAMESPACE:
             return self._models(grant) if track == MODELS_TRACK else None
         asset = self._view(grant).find(namespace, track)

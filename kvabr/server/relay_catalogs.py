@@ -1,4 +1,4 @@
-"""Small tracks of a relay: catalogs, lookups and profiles. One fetch from the origin serves everyone who asks.
+"""Small tracks of a relay: catalogs, lookups, profiles, models. One fetch from the origin serves everyone who asks.
 
 Catalogs and lookups may change, so they are asked for again after a moment. While the origin cannot be reached, its
 last answer stands, so that players get what the relay still has of an asset. Nothing is kept of names that do not
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 from array import array
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +24,7 @@ from kvabr.store.lru import ByteLru
 from kvabr.types.catalog import MAX_CATALOG_BYTES, Catalog
 from kvabr.types.errors import FormatError, NotFoundError, RequestError, TransportError, UnauthorizedError
 from kvabr.types.kv import KVSpec
-from kvabr.types.naming import CATALOG_TRACK, PREFIX_TRACK, PROFILE_TRACK, TrackNamespace
+from kvabr.types.naming import CATALOG_TRACK, MODELS_TRACK, PREFIX_TRACK, PROFILE_TRACK, TrackNamespace
 
 if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger
@@ -50,8 +51,8 @@ _Name = tuple[TrackNamespace, str]
 
 
 def is_small(track: str) -> bool:
-    """Return whether a track is a catalog, a lookup or a profile, which are fetched whole before they are passed on."""
-    return track in (CATALOG_TRACK, PROFILE_TRACK) or track.startswith(PREFIX_TRACK)
+    """Return whether a track has one small group that is fetched whole: a catalog, lookup, profile, or list of models."""
+    return track in (CATALOG_TRACK, PROFILE_TRACK, MODELS_TRACK) or track.startswith(PREFIX_TRACK)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,11 +89,11 @@ def check_small(namespace: TrackNamespace, track: str, data: bytes) -> AssetFact
 
     Args:
         namespace: of the track.
-        track: a catalog, a lookup, or a profile.
+        track: a catalog, a lookup, a profile, or the list of models.
         data: what the origin sent.
 
     Returns:
-        What a catalog, or the answer to a lookup, says; None for a profile.
+        What a catalog, or the answer to a lookup, says; None for other tracks.
 
     Raises:
         FormatError: it does not belong to its name.
@@ -101,6 +102,9 @@ def check_small(namespace: TrackNamespace, track: str, data: bytes) -> AssetFact
     if track == PROFILE_TRACK:
         if digest != namespace.prompt:
             raise FormatError("a profile whose SHA-256 is not the one in its name")
+        return None
+    if track == MODELS_TRACK:
+        _check_models(data)
         return None
     catalog = Catalog.loads(data)
     if track == CATALOG_TRACK:
@@ -117,6 +121,16 @@ def check_small(namespace: TrackNamespace, track: str, data: bytes) -> AssetFact
         raise FormatError("a catalog with a digest that is not a SHA-256")
     sizes = {one.name: array("Q", one.bytes) for one in catalog.tracks}
     return AssetFacts(catalog.namespace, digest, catalog.spec, catalog.tokens, catalog.groups, sizes, digests)
+
+
+def _check_models(data: bytes) -> None:
+    """Raise `FormatError` unless this is a list of models."""
+    try:
+        models = json.loads(data)["models"]
+        for value in models:
+            KVSpec.from_json(value)
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise FormatError(f"not a list of models ({error})") from error
 
 
 @cache

@@ -38,7 +38,6 @@ from kvabr.types.events import (
     RequestSent,
     TransferEvent,
 )
-from kvabr.types.naming import plain_track
 
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIEnvironment
@@ -213,7 +212,7 @@ class PlayerMetrics(Listener, MetricSet):
                 play.sent_s[event.request] = event.t
             case RequestDone():
                 self.requests_total.labels("done").inc()
-                self.bytes_total.labels(self._track(plain_track(event.track))).inc(event.bytes)
+                self.bytes_total.labels(self._track(event.track)).inc(event.bytes)
             case GroupDecoded():
                 self.groups_total.labels(_SOURCES[play.kinds.pop(event.request, "fetch")]).inc()
             case RequestCancelled() | RequestFailed():

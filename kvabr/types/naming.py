@@ -46,8 +46,6 @@ MAX_PREFIX_DIGESTS = 320
 _KEY_BYTES = 8
 """Bytes of a digest in the name of a lookup. The client compares whole digests, so collisions are harmless."""
 
-_FRESH = "~"
-_NUMBER = re.compile(r"[0-9a-f]{1,16}")
 _TRACK_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,63}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
@@ -156,26 +154,6 @@ class ObjectName:
         if not path.startswith(ROOT) or len(parts) != 5 or not (parts[3] + parts[4]).isdecimal():
             raise FormatError(f"not an object's name: {path[:120]!r}")
         return cls(TrackNamespace(parts[0], parts[1]), parts[2], int(parts[3]), int(parts[4]))
-
-
-def fresh_track(track: str, number: int) -> str:
-    """Return another name for a track, a different one for each number.
-
-    Relays, and libraries with a cache of their own, may keep the content of a name forever. A request under a new name
-    sees what has changed. An origin treats all of them as the track itself.
-    """
-    return f"{track}{_FRESH}{number:x}"
-
-
-def plain_track(name: str) -> str:
-    """Undo `fresh_track`; other names are returned unchanged."""
-    track, mark, number = name.rpartition(_FRESH)
-    return track if mark and _NUMBER.fullmatch(number) else name
-
-
-def may_change(track: str) -> bool:
-    """Return whether the content of a name may change over time: a catalog, or the answer to a lookup."""
-    return track == CATALOG_TRACK or track.startswith(PREFIX_TRACK)
 
 
 def chain(

@@ -177,15 +177,13 @@ class Recorder(Server):
 
     backend = "none"
 
-    def __init__(self, library, *, error=None, drains_s=0.0):
+    def __init__(self, library, drains_s=0.0):
         super().__init__(library, "127.0.0.1", 7, ServerTls(None, None), ServerLimits(), LOG, Metrics())
-        self.calls, self.error, self.draining = [], error, asyncio.Event()
+        self.calls, self.draining = [], asyncio.Event()
         self.may_finish = asyncio.Event()
 
     async def start(self):
         self.calls.append("start")
-        if self.error:
-            raise self.error
 
     @property
     def address(self):
@@ -230,12 +228,6 @@ async def test_a_second_signal_ends_it_at_once(root):
     os.kill(os.getpid(), signal.SIGINT)
     assert await task == INTERRUPTED
     assert server.calls == ["start", ("drain", 3.0), "close"]
-
-
-async def test_an_address_that_cannot_be_bound(root):
-    server = Recorder(PublishedAssets(root), error=OSError(98, "Address already in use"))
-    with pytest.raises(TransportError, match=r"127\.0\.0\.1:7 \(Address already in use\); .*--bind"):
-        await run_until_signal(server, 3.0, LOG, Metrics())
 
 
 def tokens_file(path, *tokens):

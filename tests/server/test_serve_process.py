@@ -168,6 +168,7 @@ async def test_a_port_in_use_is_an_error_and_no_traceback(root):
     assert process.returncode == 1
     assert out == b""
     assert b"in use" in err
+    assert b"another --bind HOST:PORT" in err
     assert b"Traceback" not in err
 
 
