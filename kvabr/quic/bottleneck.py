@@ -1,10 +1,10 @@
-"""Who holds a transfer up: the path, the peer, or this process.
+"""What limits a transfer: the network, the publisher, or this process.
 
-A rate that was bounded by something else says little of the link, so an estimator must know.
+Only network-limited samples say something about the link, so an estimator must know.
 
-- Own CPU: the thread that runs the transport was busy nearly all the time while bytes came.
-- Publisher: nothing comes although something was asked for, and the peer answers a PING all the same: the path is
-  fine, the peer has nothing to send.
+- Own CPU: the thread that runs the transport was busy nearly all the time while bytes arrived.
+- Publisher: a request is open and nothing arrives, yet the peer answers a PING: the path is fine, the peer has nothing
+  to send.
 - Network: everything else.
 """
 
@@ -17,21 +17,21 @@ from collections.abc import Callable
 from kvabr.types.events import Limit
 
 _WINDOW_S = 0.05
-"""CPU time is looked at over windows of so many seconds."""
+"""Seconds over which CPU time is measured."""
 _BUSY = 0.9
-"""Share of such a window that the thread must have worked for the CPU to be the limit."""
+"""Share of such a window in which the thread must have been busy for the CPU to be the limit."""
 _LEAST_SILENCE_S = 0.1
 
 
 class LimitWatch:
-    """Watches one connection."""
+    """Finds the bottleneck of one connection."""
 
     def __init__(self, probe: Callable[[], None], round_trip: Callable[[], float | None]) -> None:
-        """Nothing is under way yet.
+        """Start without requests.
 
         Args:
             probe: sends a PING.
-            round_trip: the round trip, seconds, if it is known.
+            round_trip: returns the round trip, seconds, if it is known.
         """
         self.limit: Limit = "network"
         self._probe, self._round_trip = probe, round_trip
@@ -44,7 +44,7 @@ class LimitWatch:
         self._closed = False
 
     def asked(self, in_flight: int) -> None:
-        """So many downloads are under way now."""
+        """Note how many downloads are in flight now."""
         self._in_flight = in_flight
         if in_flight and self._timer is None and not self._closed:
             self._arm()
@@ -53,7 +53,7 @@ class LimitWatch:
             self._timer = None
 
     def received(self, count: int) -> None:
-        """Payload came."""
+        """Note payload that has arrived, bytes."""
         self._bytes += count
         now = time.monotonic()
         if now - self._wall >= _WINDOW_S:
@@ -62,13 +62,13 @@ class LimitWatch:
             self._wall, self._cpu = now, cpu
 
     def alive(self) -> None:
-        """The peer has acknowledged a PING."""
+        """Note that the peer has acknowledged a PING."""
         if self._probing and self._bytes == self._bytes_at_probe and self._in_flight:
             self.limit = "publisher"
         self._probing = False
 
     def close(self) -> None:
-        """The connection is over."""
+        """Stop watching."""
         self._closed = True
         if self._timer is not None:
             self._timer.cancel()

@@ -24,9 +24,9 @@ from kvabr.types.errors import ConnectionLostError, RequestError, TransportError
 from kvabr.types.naming import MAX_FULL_TRACK_NAME, TrackNamespace
 
 MAX_IN_FLIGHT = 64
-"""Requests under way at a time; more wait here, the most urgent first. Both libraries allow about 100 streams."""
+"""Maximum requests in flight; more wait, the most urgent first. Both libraries allow about 100 streams."""
 _CLOSING_S = 0.25
-"""Seconds that a connection may take to say goodbye."""
+"""Seconds that closing may take."""
 _BAD_CERTIFICATE = range(0x100 + 42, 0x100 + 49)
 """QUIC error codes of the TLS alerts about certificates (RFC 8446, section 6.2)."""
 
@@ -48,12 +48,12 @@ class QuicConnection(Endpoint, DownloadOwner):
         self._lost_kind = ConnectionLostError
         self._going_away = False
         self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Done when the peer's SETUP has come, or failed."""
+        """Done when the peer's SETUP has arrived, or connecting has failed."""
         self.shaken = False
         """Whether the handshake is done."""
         self._heard = asyncio.Event()
         self.watch = LimitWatch(self._probe, self.round_trip)
-        """Who holds the downloads up."""
+        """Finds what limits the downloads."""
 
     # ------------------------------------------------------------------ Connection
 
@@ -117,7 +117,7 @@ class QuicConnection(Endpoint, DownloadOwner):
             self.ended("closed by this side", 0)
             self.shut(SessionCode.NO_ERROR, "")
             if self.session is not None:
-                with contextlib.suppress(TimeoutError):  # else the peer finds out by itself
+                with contextlib.suppress(TimeoutError):  # otherwise the peer notices by its idle timeout
                     await asyncio.wait_for(self.driver.wait_closed(), _CLOSING_S)
         transport.close()
 
@@ -144,13 +144,13 @@ class QuicConnection(Endpoint, DownloadOwner):
             asyncio.get_running_loop().call_soon(self._next)
 
     def round_trip(self) -> float | None:
-        """The smoothed round trip, seconds."""
+        """Return the smoothed round trip, seconds, if it is known."""
         return self.lib.round_trip(self.quic) if self.driver is not None else None
 
     # ------------------------------------------------------------------ Endpoint
 
     def make_session(self, draft: Draft) -> Session | None:
-        """See `Endpoint.make_session`: the certificate is checked before anything of ours is said."""
+        """See `Endpoint.make_session`. A pinned certificate is checked before anything is sent."""
         options = self._options
         self.shaken = True
         if options.fingerprint is not None:
@@ -213,17 +213,17 @@ class QuicConnection(Endpoint, DownloadOwner):
     # ------------------------------------------------------------------ internals
 
     def close_quietly(self) -> None:
-        """End a connection that was never ready."""
+        """Close a connection that was never ready."""
         self.quic.close(error_code=SessionCode.NO_ERROR)
         self.driver.transmit()
 
     def attach(self, transport: asyncio.DatagramTransport) -> None:
-        """The socket that must be closed in the end."""
+        """Take over the socket, which is closed with the connection."""
         self._transport = transport
 
     def _ask(self, download: QuicDownload) -> None:
         session = self.session
-        assert session is not None  # noqa: S101  # nobody has a connection before its SETUP has come
+        assert session is not None  # noqa: S101  # connections are returned once SETUP has arrived
         fields, track, group = download.name
         where = Location(group, 0)
         number = session.fetch(fields, track, where, where, Parameters(priority=download.priority))
@@ -232,7 +232,7 @@ class QuicConnection(Endpoint, DownloadOwner):
         self.watch.asked(len(self._downloads))
 
     def _next(self) -> None:
-        """Ask for what waits, and send whatever the session wants sent."""
+        """Send the requests that wait, and whatever else the session has to send."""
         while self._waiting and len(self._downloads) < MAX_IN_FLIGHT and self._lost is None:
             self._ask(self._waiting.pop(0)[2])
         self.watch.asked(len(self._downloads))
@@ -254,7 +254,7 @@ class QuicConnection(Endpoint, DownloadOwner):
             self.watch.asked(len(self._downloads))
 
     def _answer(self, event: Requested) -> None:
-        """A relay asks for namespaces and tells of its own: there is nothing to tell, and all is well."""
+        """Answer a relay that subscribes to namespaces or publishes some: accept, and send nothing."""
         assert self.session is not None  # noqa: S101  # the event came from it
         responder = self.session.responder
         if isinstance(event.message, PublishNamespace | SubscribeNamespace):
@@ -264,7 +264,7 @@ class QuicConnection(Endpoint, DownloadOwner):
 
     def _probe(self) -> None:
         if self._lost is None:
-            with contextlib.suppress(*self.broken):  # it is ending, and will say so in a moment
+            with contextlib.suppress(*self.broken):  # the connection is ending
                 self.quic.send_ping(id(self) & 0xFFFF)
                 self.driver.transmit()
 
@@ -278,7 +278,7 @@ class QuicConnection(Endpoint, DownloadOwner):
         self.watch.close()
         if not self.ready.done():
             self.ready.set_exception(self._lost_kind(reason))
-            self.ready.exception()  # whoever waits will see it; nobody need
+            self.ready.exception()  # retrieved, also if nobody waits for it
         for download in (*self._downloads.values(), *(entry[2] for entry in self._waiting)):
             self._lose(download, reason)
         self._downloads.clear()

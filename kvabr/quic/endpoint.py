@@ -1,4 +1,4 @@
-"""One end of a MoQT session on one QUIC connection: carries bytes from the one to the other, and events upwards."""
+"""One end of a MoQT session on one QUIC connection: moves bytes between the two, and events upwards."""
 
 from __future__ import annotations
 
@@ -15,35 +15,35 @@ from kvabr.moqt.wire import Draft, by_alpn
 from kvabr.quic.library import QuicLibrary
 
 _CRYPTO_ERROR = 0x100
-"""QUIC error codes from here on are TLS alerts (RFC 9001, section 4.8)."""
+"""First of the QUIC error codes that are TLS alerts (RFC 9001, section 4.8)."""
 _INVALID_TOKEN = 0xB
-"""Of QUIC (RFC 9000, section 20.1): our own Retry tokens are good, so it means that the server wants nobody."""
+"""QUIC error code (RFC 9000, section 20.1). Our Retry tokens are valid, so it means that the server admits nobody."""
 _NO_APPLICATION_PROTOCOL = _CRYPTO_ERROR + 120
 _MOST_HELD = 1024
-"""Streams that may wait until the peer allows them; one that needs so many and allows none is up to no good."""
+"""Maximum streams that wait for the peer's stream limit. A peer that makes us open more and allows none is hostile."""
 _GONE = (ValueError, AssertionError, RuntimeError, KeyError)
-"""What the libraries raise on a stream that is over, which a peer can bring about at any time."""
+"""Errors of the libraries on a stream that is over, which a peer can cause at any time."""
 
 
 class Endpoint(ABC):
     """The owner of one QUIC connection and one session."""
 
     most_unread = 1 << 20
-    """Bytes of answers on one stream that a peer may leave unread."""
+    """Maximum bytes of answers on one stream that a peer may leave unread."""
     starts_at_once = True
-    """Whether our SETUP goes when the handshake is done, or the subclass starts the session itself."""
+    """Whether SETUP is sent when the handshake is done; otherwise the subclass starts the session."""
 
     def __init__(self, library: QuicLibrary) -> None:
         self.lib = library
         self.driver: Any = None
-        """The library's protocol object, once there is one."""
+        """The library's protocol object, once it exists."""
         self.session: Session | None = None
         """Once the handshake is done."""
         self._kinds = library.events
         self._held: dict[int, list[Write | Reset | Stop]] = {}
-        """Commands for streams that the peer does not allow yet, in the order of the streams."""
+        """Commands for streams beyond the peer's stream limit, in the order of the streams."""
         self.broken: tuple[type[Exception], ...] = _GONE
-        """What the library raises on a stream that is over."""
+        """Errors of the library on a stream that is over."""
         if library.name == "qh3":
             from qh3.quic.connection import QuicConnectionError  # noqa: PLC0415  # only where it is installed
 
@@ -58,26 +58,26 @@ class Endpoint(ABC):
 
     @abstractmethod
     def make_session(self, draft: Draft) -> Session | None:
-        """The handshake is done: a session, not started yet; None after having closed the connection."""
+        """Return a session for a finished handshake, not started; None if the connection was closed instead."""
 
     @abstractmethod
     def happened(self, event: Event) -> None:
-        """The session has something to tell."""
+        """Handle an event of the session."""
 
     @abstractmethod
     def ended(self, reason: str, code: int) -> None:
-        """The connection is over."""
+        """Handle the end of the connection."""
 
     def alive(self) -> None:  # noqa: B027  # most do not care
-        """The peer has acknowledged a PING."""
+        """Handle the acknowledgement of a PING."""
 
     def feed(self) -> None:  # noqa: B027  # a client has nothing to send
-        """Packets are about to be made: now is the time to give the connection more to send."""
+        """Give the connection more to send; called before packets are made."""
 
     # ------------------------------------------------------------------ from the library
 
     def quic_event(self, event: Any) -> None:
-        """An event of the QUIC connection."""
+        """Handle an event of the QUIC connection."""
         kinds, session = self._kinds, self.session
         kind = type(event)
         if kind is kinds.StreamDataReceived:
@@ -86,7 +86,7 @@ class Endpoint(ABC):
         elif kind is kinds.HandshakeCompleted:
             self._handshake_done(event.alpn_protocol)
         elif kind is kinds.ConnectionTerminated:
-            # Only an application's code is one of MoQT's: QUIC has other meanings for the same small numbers.
+            # Only application codes are MoQT's; QUIC uses the same small numbers for other errors.
             ours = event.frame_type is None or event.error_code >= _CRYPTO_ERROR
             code = event.error_code if ours else SessionCode.INTERNAL_ERROR
             self.ended(explain(event.error_code, event.frame_type, event.reason_phrase), code)
@@ -112,7 +112,7 @@ class Endpoint(ABC):
     # ------------------------------------------------------------------ to the library
 
     def settle(self) -> None:
-        """Hand on what the session has to tell, and carry out what it wants."""
+        """Deliver the session's events and carry out its commands."""
         session = self.session
         if session is None:
             return
@@ -126,12 +126,12 @@ class Endpoint(ABC):
                 self._carry_out(command)
 
     def settle_and_send(self) -> None:
-        """The same, when nothing that the library called will send it."""
+        """Do the same outside of the library's callbacks, and send."""
         self.settle()
         self.driver._transmit_soon() if self.lib.name == "aioquic" else self.driver.transmit()  # noqa: SLF001
 
     def may_send(self, stream: int) -> bool:
-        """Whether a stream of ours that the session has opened is allowed by the peer, too."""
+        """Return whether the peer allows a stream that the session has opened."""
         return stream not in self._held
 
     def _carry_out(self, command: Write | Reset | Stop | Close) -> None:
@@ -156,29 +156,29 @@ class Endpoint(ABC):
             else:
                 quic.close(error_code=command.code, reason_phrase=command.reason[:500])
         except self.broken:
-            # The stream was over before the command reached it: the peer reset it, or the connection is closing.
+            # The stream ended before the command: the peer reset it, or the connection is closing.
             return
 
     def _hold(self, command: Write | Reset | Stop, session: Session) -> None:
-        """Keep a command until the peer allows its stream."""
+        """Hold a command back until the peer allows its stream."""
         stream = command.stream
         waiting = self._held.setdefault(stream, [])
         if not isinstance(command, Write):
-            # Nothing of it is wanted any more; but the stream must be opened, since their numbers leave no gaps.
+            # The data is no longer wanted, but the stream must be opened: stream numbers leave no gaps.
             waiting[:] = [Write(stream, b""), *(one for one in waiting if not isinstance(one, Write))]
         waiting.append(command)
         if len(self._held) > _MOST_HELD:
-            session.close(SessionCode.INTERNAL_ERROR, f"more than {_MOST_HELD} streams wait for leave to be opened")
+            session.close(SessionCode.INTERNAL_ERROR, f"more than {_MOST_HELD} streams wait for the stream limit")
 
     def _release(self) -> None:
-        """Carry out what the peer allows by now."""
+        """Carry out the commands of streams that are allowed by now."""
         for stream in list(self._held):
             if self.lib.may_open(self.quic, stream):
                 for command in self._held.pop(stream):
                     self._carry_out(command)
 
     def safely(self, work: Callable[..., None], *arguments: Any) -> None:
-        """Do something; what nobody thought of ends the connection, and says so, rather than leave it half alive."""
+        """Run ``work``; an unexpected error ends the connection and is logged, so that it is never left half alive."""
         try:
             work(*arguments)
         except Exception as error:
@@ -188,7 +188,7 @@ class Endpoint(ABC):
             self.ended(f"internal error: {type(error).__name__}: {error}", SessionCode.INTERNAL_ERROR)
 
     def shut(self, code: int, reason: str) -> None:
-        """End the connection."""
+        """Close the connection."""
         if self.session is not None:
             self.session.close(code, reason)
             self.settle()
@@ -198,12 +198,12 @@ class Endpoint(ABC):
 
 
 def explain(code: int, frame_type: int | None, reason: str) -> str:
-    """Why a connection ended, for people."""
+    """Return why a connection ended, as text."""
     said = f": {reason}" if reason else ""
-    if code == _NO_APPLICATION_PROTOCOL or "ALPN" in reason:  # qh3 has another alert for it
+    if code == _NO_APPLICATION_PROTOCOL or "ALPN" in reason:  # qh3 sends another alert
         return "no common protocol: the peer speaks none of the MoQT drafts that were offered"
     if code == _INVALID_TOKEN and frame_type is not None:
-        return "it takes no more connections now; try another server, or later"
+        return "the server takes no more connections now; try another server, or later"
     if _CRYPTO_ERROR <= code < _CRYPTO_ERROR + 0x100 and frame_type is not None:
         return f"TLS failed (alert {code - _CRYPTO_ERROR}){said}"
     if frame_type is None and code:
@@ -212,7 +212,7 @@ def explain(code: int, frame_type: int | None, reason: str) -> str:
 
 
 def protocol_class(library: QuicLibrary, attach: Callable[[Any], Endpoint]) -> Any:
-    """A subclass of the library's protocol whose events go to an `Endpoint`, made by ``attach`` for each connection."""
+    """Return a subclass of the library's protocol that passes events to an `Endpoint`, made by ``attach``."""
     base: Any = library.protocol
 
     class EndpointProtocol(base):  # type: ignore[misc]  # the library decides what it is
@@ -226,7 +226,7 @@ def protocol_class(library: QuicLibrary, attach: Callable[[Any], Endpoint]) -> A
             self.endpoint.safely(self.endpoint.quic_event, event)
 
         def _process_events(self) -> None:
-            # What many packets brought is handed on at once: handing on costs more than taking in.
+            # Deliver the events of many packets at once: delivering costs more than receiving.
             super()._process_events()
             self.endpoint.safely(self.endpoint.settle)
             if (closing := library.closing(self._quic)) is not None:

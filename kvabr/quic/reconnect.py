@@ -1,12 +1,13 @@
-"""A connection that dials anew when it is lost, or when its peer says goodbye.
+"""A connection that redials when it is lost, and when its peer sends GOAWAY.
 
-What was under way on a lost connection is gone, and its readers are told. What is asked for while there is none waits
-for the next, as long as whoever asked does: nobody waiting, nobody dialling. After GOAWAY new requests go to a new
-connection, while the old one is kept until what is under way on it has ended.
+Downloads on a lost connection fail. Requests made while there is no connection wait for the next one; without waiting
+requests nobody dials. After GOAWAY, new requests go to a new connection, and the old one is kept until its downloads
+have ended.
 
-A peer that was killed does not say so. When nothing comes of what is under way, the peer is asked for a sign of life;
-if none comes either, it is dialled beside the old connection. An outage of the path ends that dial as well, and the old
-connection goes on after it; only a peer that answers the dial, and still not the old connection, has forgotten it.
+A killed peer does not say so. When nothing arrives of what was requested, the peer is probed with a PING; if that is
+not answered either, it is dialled in parallel to the old connection. During an outage of the path that dial fails too,
+and the old connection continues afterwards. Only a peer that answers the dial but not the old connection has forgotten
+it.
 """
 
 from __future__ import annotations
@@ -23,21 +24,21 @@ from kvabr.types.naming import TrackNamespace
 Dial = Callable[[], Awaitable[Connection]]
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
-"""Pauses between two dials: doubled after each, and drawn from half to one and a half times that."""
+"""Pauses between dials: doubled each time, and randomised between half and one and a half times that."""
 _SHORT_LIFE_S = 1.0
-"""A connection that is of no use any more so soon is no success: dialling goes on where it was."""
+"""A connection that is lost sooner than this does not reset the pauses."""
 _LOOK_S, _LONGEST_LOOK_S = 0.1, 1.0
-"""Seconds between two looks whether anything comes of what is under way; twice as long after each time that nothing
-did but the peer proved to be there: one that has much to do is not to be asked all the time."""
+"""Seconds between checks whether anything arrives; doubled whenever nothing did but the peer answered a probe, so that
+a busy peer is not probed all the time."""
 _SIGN_S, _SIGN_RTT = 0.25, 4.0
-"""Seconds, and round trips, that a sign of life may take: a packet that asks for it may be lost, and sent again."""
+"""Seconds, and round trips, that the answer to a probe may take; the probe may be lost and sent again."""
 _ATTEMPT_S, _ATTEMPT_RTT = 1.0, 8.0
-"""Seconds, and round trips, that the first of a series of dials may take, the next twice as long, and so on. QUIC asks
-ever more rarely, so a peer that comes back is reached sooner by a fresh dial."""
+"""Seconds, and round trips, that the first of a series of dials may take; doubled each time. QUIC backs off while it
+retries, so a fresh dial reaches a peer that comes back sooner."""
 
 
 class _RedialledDownload(Download):
-    """A download on whatever connection there is by the time."""
+    """A download on the current connection, or on the next one."""
 
     def __init__(
         self,
@@ -53,12 +54,12 @@ class _RedialledDownload(Download):
         self._stats = DownloadStats(requested_s=asyncio.get_running_loop().time())
         self.inner: Download | None = None
         self.forgotten = False
-        """Its peer answers others, but no more on this download's connection."""
+        """Whether the peer answers a new connection, but no longer this download's."""
         self.cancelled = False
 
     @property
     def stats(self) -> DownloadStats:  # type: ignore[override]
-        """Those of the download itself once it is under way; the time since it was asked for counts in any case."""
+        """Statistics of the download itself once it is in flight; the request time is that of the first request."""
         if self.inner is None:
             return self._stats
         stats = self.inner.stats
@@ -101,15 +102,15 @@ class _RedialledDownload(Download):
 
 
 class RedialledConnection(Connection):
-    """Fetches on the latest of a series of connections to one peer."""
+    """Fetches on the latest of a series of connections to one peer; a `Connection`."""
 
     def __init__(self, first: Connection, dial: Dial, *, patience_s: float = 30.0, peer: str | None = None) -> None:
         """Take over a connection.
 
         Args:
             first: an open connection.
-            dial: makes another to the same peer; called by one at a time.
-            patience_s: seconds of failing dials after which whoever waits is told; the next to ask starts again.
+            dial: makes another to the same peer; never called concurrently.
+            patience_s: seconds of failing dials after which waiting downloads fail; the next request starts again.
             peer: host and port.
         """
         self._peer = peer
@@ -127,19 +128,19 @@ class RedialledConnection(Connection):
         self._look_s = _LOOK_S
         self._asking: asyncio.Task[None] | None = None
         self._doubted: Connection | None = None
-        """The connection whose peer gave no sign of life when it was last asked."""
+        """The connection whose peer did not answer the last probe."""
         self._trouble: str | None = None
         self.dials = 0
-        """Times that a connection was made anew."""
+        """How often it has reconnected."""
 
     @property
     def backend(self) -> str:  # type: ignore[override]
-        """Of the current connection."""
+        """See `Connection`; that of the current one."""
         return self._current.backend
 
     @property
     def protocol(self) -> str:  # type: ignore[override]
-        """Of the current connection."""
+        """See `Connection`; that of the current one."""
         return self._current.protocol
 
     @property
@@ -157,7 +158,7 @@ class RedialledConnection(Connection):
         limit: int,
         exact: bool = False,
     ) -> Download:
-        """Ask on the connection there is, or on the next one; see `Connection.fetch`."""
+        """Request a group on the current connection, or on the next one; see `Connection.fetch`."""
         download = _RedialledDownload(self, (namespace, track, group), priority, limit, exact=exact)
         if self._usable():
             self._start(download)
@@ -166,7 +167,7 @@ class RedialledConnection(Connection):
         return download
 
     def stats(self) -> ConnectionStats:
-        """Of the current connection; bytes of all of them."""
+        """Return the statistics of the current connection, with the bytes of all connections."""
         stats = self._current.stats()
         leaving = sum(connection.stats().bytes_received for connection in self._leaving)
         total = self._earlier_bytes + leaving + stats.bytes_received
@@ -174,7 +175,7 @@ class RedialledConnection(Connection):
 
     @property
     def closed(self) -> bool:
-        """Whether `close` was called: a lost connection is made anew."""
+        """Whether `close` was called; a lost connection is replaced."""
         return self._closed
 
     @property
@@ -183,7 +184,7 @@ class RedialledConnection(Connection):
         return self._trouble
 
     async def close(self) -> None:
-        """Close all connections there are; whoever waits for another is told."""
+        """Close all connections; downloads that wait for one fail."""
         if self._closed:
             return
         self._closed = True
@@ -215,10 +216,10 @@ class RedialledConnection(Connection):
             self._look_later()
 
     async def attach(self, download: _RedialledDownload) -> None:
-        """Put a download on the next connection, waiting for it.
+        """Wait for a connection, and start a download on it.
 
         Raises:
-            ConnectionLostError: it cannot be had.
+            ConnectionLostError: there is none to be had.
         """
         while not self._usable():
             if self._closed:
@@ -234,13 +235,13 @@ class RedialledConnection(Connection):
         self._start(download)
 
     def forget(self, download: _RedialledDownload) -> None:
-        """A download is wanted no more: if it waits for a connection, it need not."""
+        """Stop a cancelled download from waiting for a connection."""
         waiter = self._waiting.get(download)
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
 
     def release(self, download: _RedialledDownload) -> None:
-        """A download has ended; the connection that it was the last to use may go, if it is to."""
+        """Note the end of a download; retire a replaced connection after its last one."""
         used = self._using.pop(download, None)
         if used is not None and used in self._leaving and used not in self._using.values():
             self._retire(used)
@@ -262,7 +263,7 @@ class RedialledConnection(Connection):
             self._look_later()
 
     async def _ask(self, connection: Connection) -> None:
-        """Ask for a sign of life, and dial if there is none."""
+        """Probe the peer, and dial if it does not answer."""
         if await self._lives(connection):
             self._doubted = self._trouble = None
             self._look_s = min(_LONGEST_LOOK_S, 2 * self._look_s)
@@ -293,7 +294,7 @@ class RedialledConnection(Connection):
             kind = UnauthorizedError if isinstance(error, UnauthorizedError) else ConnectionLostError
             self._tell(kind(f"the connection was lost, and dialling again failed: {error}"))
         elif self._waiting and not self._usable():
-            self._redial()  # someone came as the last dial ended
+            self._redial()  # a request came as the last dial ended
 
     async def _dial_until_there(self) -> None:
         loop = asyncio.get_running_loop()
@@ -313,7 +314,7 @@ class RedialledConnection(Connection):
                 if loop.time() - start_s + self._pause_s > self._patience_s:
                     raise
                 if not self._waiting:
-                    return  # whoever asks next starts anew
+                    return  # the next request starts again
                 attempt_s *= 2
             else:
                 await self._choose(made)
@@ -327,7 +328,7 @@ class RedialledConnection(Connection):
             raise TransportError(f"no answer within {seconds:.3g} s") from error
 
     async def _choose(self, made: Connection) -> None:
-        """Go over to a new connection, unless the one that was doubted proves to be alive."""
+        """Switch to a new connection, unless the doubted one proves to be alive."""
         old = self._current
         if self._usable():
             alive = True

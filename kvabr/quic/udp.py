@@ -1,8 +1,8 @@
-"""A UDP transport for asyncio that hands packets on in batches.
+"""A UDP transport for asyncio that delivers packets in batches.
 
-asyncio's own reads one packet a turn of its loop. A QUIC connection then makes an acknowledgement for every other
-packet and looks for something to send after each; taking in what has queued up first saves a fifth of the receiver's
-time with aioquic.
+asyncio's own transport reads one packet per turn of its loop. A QUIC connection then acknowledges every other packet
+and looks for something to send after each. Reading all queued packets first saves a fifth of the receiver's time with
+aioquic.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from collections import deque
 from typing import Any
 
 MOST_AT_ONCE = 32
-"""Packets in a batch at most: enough to save what can be saved, few enough that acknowledgements are not late."""
+"""Maximum packets in a batch: enough for the savings, few enough that acknowledgements are not late."""
 _MOST_QUEUED = 4096
-"""Packets that wait for a full socket; more are dropped, as the network would."""
+"""Maximum packets that wait for a full socket; more are dropped, as a network would drop them."""
 
 
 class BatchTransport(asyncio.DatagramTransport):
-    """Reads for a protocol that has ``datagrams_received(list, address)``."""
+    """A transport for protocols that have ``datagrams_received(list, address)``."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, sock: socket.socket, protocol: Any) -> None:
         """Start reading.
 
         Args:
             loop: the event loop.
-            sock: bound, not blocking; the transport closes it.
-            protocol: gets the batches.
+            sock: bound and non-blocking; closed with the transport.
+            protocol: receives the batches.
         """
         super().__init__()
         self._loop, self._sock, self._protocol = loop, sock, protocol
@@ -37,13 +37,13 @@ class BatchTransport(asyncio.DatagramTransport):
         loop.add_reader(sock.fileno(), self._readable)
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
-        """``socket`` and ``sockname``."""
+        """Return ``socket`` or ``sockname``."""
         if name == "socket":
             return self._sock
         return self._sock.getsockname() if name == "sockname" else default
 
     def sendto(self, data: Any, addr: Any = None) -> None:
-        """Send a packet, or let it wait for the socket."""
+        """Send a packet, or queue it until the socket can take it."""
         if self._closed:
             return
         if not self._queue:
@@ -60,15 +60,15 @@ class BatchTransport(asyncio.DatagramTransport):
             self._queue.append((bytes(data), addr))
 
     def is_closing(self) -> bool:
-        """Whether it is closed."""
+        """Return whether the transport is closed."""
         return self._closed
 
     def close(self) -> None:
-        """Close the socket; what waits is dropped."""
+        """Close the socket; queued packets are dropped."""
         self.abort()
 
     def abort(self) -> None:
-        """The same."""
+        """Do the same as `close`."""
         if not self._closed:
             self._closed = True
             self._loop.remove_reader(self._sock.fileno())
@@ -85,7 +85,7 @@ class BatchTransport(asyncio.DatagramTransport):
                 data, address = self._sock.recvfrom(65536)
             except (BlockingIOError, InterruptedError):
                 break
-            except OSError as error:  # what a packet of ours met on its way, such as a closed port
+            except OSError as error:  # an ICMP error, for instance of a closed port
                 self._protocol.error_received(error)
                 break
             if address != source and batch:
