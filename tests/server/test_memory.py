@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from kvabr.codec.container import slices
 from kvabr.moqt.codes import RequestCode
 from kvabr.quic.interface import read_all
 from kvabr.server.memory import Fault, MemoryConnection, MemoryLink
@@ -23,6 +24,9 @@ class Broken(Publication):
 
     def size(self, group):
         return 1
+
+    def objects(self, group):
+        return slices(0, 1)
 
     def open(self, group):
         raise AssetError("the disk is gone")
