@@ -51,7 +51,7 @@ _Name = tuple[TrackNamespace, str]
 
 
 def is_small(track: str) -> bool:
-    """Return whether a track has one small group that is fetched whole: a catalog, lookup, profile, or list of models."""
+    """Return whether a track has one small group, fetched whole: a catalog, lookup, profile, or list of models."""
     return track in (CATALOG_TRACK, PROFILE_TRACK, MODELS_TRACK) or track.startswith(PREFIX_TRACK)
 
 

@@ -39,7 +39,15 @@ from kvabr.types.errors import (
     UnauthorizedError,
     UsageError,
 )
-from kvabr.types.naming import CATALOG_TRACK, PROFILE_TRACK, TrackNamespace, chain, prefix_track
+from kvabr.types.naming import (
+    CATALOG_TRACK,
+    MODELS_NAMESPACE,
+    MODELS_TRACK,
+    PROFILE_TRACK,
+    TrackNamespace,
+    chain,
+    prefix_track,
+)
 from tests.assets import make_asset
 
 LOG = structlog.get_logger()
@@ -203,6 +211,14 @@ async def test_lookups_pass_through(asset, tls, fresh):
         assert sent(server) == {"lookup": 1}
         assert await get(connection, asset.catalog.namespace, "Int4") == asset.frame(0, "Int4")
         assert sent(server) == {"lookup": 1, "Int4": 1}  # the lookup's answer was the catalog
+
+
+async def test_the_list_of_models_passes_through(asset, tls, fresh):
+    async with chain_of(asset.path, tls) as (server, relay), await dialled(relay) as connection:
+        for _ in range(2):
+            (model,) = json.loads(await get(connection, MODELS_NAMESPACE, MODELS_TRACK))["models"]
+            assert model["model"] == asset.catalog.spec.model
+        assert sent(server) == {MODELS_TRACK: 1}
 
 
 async def test_what_does_not_exist_is_not_found_and_leaves_nothing(asset, tls):
