@@ -227,6 +227,7 @@ def library(name: LibraryName) -> QuicLibrary:
         TransportError: it is not installed.
     """
     try:
+        import_module(name)
         asyncio_part: Any = import_module(f"{name}.asyncio.protocol")
         return QuicLibrary(
             name,

@@ -19,7 +19,7 @@ from kvabr.quic.endpoint import Endpoint
 from kvabr.quic.library import QuicLibrary
 from kvabr.server.limits import RateLimiter, ServerLimits
 from kvabr.server.metrics import Metrics
-from kvabr.server.publication import ArrivingGroup, Publication
+from kvabr.server.publication import ArrivingGroup, Publication, Source
 from kvabr.server.send_queue import GroupRange, Piece, Sending, SendQueue, last_object
 from kvabr.store.grants import Grant, token_in_path
 from kvabr.types.errors import AssetError, FormatError, NotFoundError, RequestError, TransportError, UnauthorizedError
@@ -39,33 +39,6 @@ _BUSY_MS = 1000
 
 _OfTrack = Fetch | Subscribe | TrackStatus
 """Requests that name a track."""
-
-
-class Source(Protocol):
-    """What a server serves, and who may read it: an origin's `PublishedAssets`, or a `Relay`."""
-
-    def admit(self, token: bytes | None) -> Grant | None:
-        """Return what the holder of a token may read; None refuses the connection."""
-
-    def find(self, grant: Grant, namespace: TrackNamespace, track: str, *, at_once: bool = False) -> Publication | None:
-        """Return a track; None if there is none that the grant may read.
-
-        Args:
-            grant: from `admit`.
-            namespace: of the track.
-            track: name of the track.
-            at_once: do not wait for files or for the network.
-
-        Raises:
-            BlockingIOError: the answer needs files or the network; use `find_soon`.
-        """
-
-    async def find_soon(self, grant: Grant, namespace: TrackNamespace, track: str) -> Publication | None:
-        """Do the same, waiting where `find` cannot.
-
-        Raises:
-            TransportError: the source is a relay, and its origin does not answer or refuses.
-        """
 
 
 class Host(Protocol):

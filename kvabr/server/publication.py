@@ -10,10 +10,13 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from kvabr.codec.container import ObjectSpan, object_spans, slices
 from kvabr.store.asset import Asset
+from kvabr.store.grants import Grant
 from kvabr.types.errors import AssetError
+from kvabr.types.naming import TrackNamespace
 
 PROPERTY_GROUP_BYTES = 0x38
 """Object property of a group's first object: bytes of the whole group (an application's code point, moq-transport)."""
@@ -174,3 +177,30 @@ class BytesPublication(Publication):
         if group != 0:
             raise IndexError(f"group {group} of a track that has only group 0")
         return self._group
+
+
+class Source(Protocol):
+    """What a server serves, and who may read it: an origin's `PublishedAssets`, or a `Relay`."""
+
+    def admit(self, token: bytes | None) -> Grant | None:
+        """Return what the holder of a token may read; None refuses the connection."""
+
+    def find(self, grant: Grant, namespace: TrackNamespace, track: str, *, at_once: bool = False) -> Publication | None:
+        """Return a track; None if there is none that the grant may read.
+
+        Args:
+            grant: from `admit`.
+            namespace: of the track.
+            track: name of the track.
+            at_once: do not wait for files or for the network.
+
+        Raises:
+            BlockingIOError: the answer needs files or the network; use `find_soon`.
+        """
+
+    async def find_soon(self, grant: Grant, namespace: TrackNamespace, track: str) -> Publication | None:
+        """Do the same, waiting where `find` cannot.
+
+        Raises:
+            TransportError: the source is a relay, and its origin does not answer or refuses.
+        """

@@ -42,7 +42,7 @@ _CATALOGS_SHARE = 1 / 8
 
 
 class Relay:
-    """What a relay serves; a `kvabr.server.peer.Source`. Use it as an async context manager."""
+    """What a relay serves; a `kvabr.server.publication.Source`. Use it as an async context manager."""
 
     def __init__(
         self,

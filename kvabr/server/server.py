@@ -15,7 +15,8 @@ from kvabr.quic.library import NoTokens, Quic, RetryTokens, installed_libraries,
 from kvabr.server.certificates import ServerTls
 from kvabr.server.limits import ServerLimits
 from kvabr.server.metrics import Metrics
-from kvabr.server.peer import Peer, Source
+from kvabr.server.peer import Peer
+from kvabr.server.publication import Source
 from kvabr.types.errors import TransportError
 
 if TYPE_CHECKING:

@@ -67,7 +67,7 @@ async def until(holds):
 def nothing_kept(peer):
     """Whether a connection that goes on has nothing of its requests left."""
     session = peer.session
-    kept = (peer._outbox, session.responder._requests, session.responder._by_stream, session.responder._by_data)
+    kept = (peer._queue, session.responder._requests, session.responder._by_stream, session.responder._by_data)
     return not any(map(len, (*kept, peer._underway, session._early)))
 
 
@@ -84,7 +84,7 @@ async def test_a_flood_of_requests(root, tls, fingerprint, catalog, library, dra
             async def watch():
                 nonlocal most
                 while True:
-                    most = max(most, *(len(peer._outbox) for peer in served.server.peers), 0)
+                    most = max(most, *(len(peer._queue) for peer in served.server.peers), 0)
                     await asyncio.sleep(0.001)
 
             watching = asyncio.create_task(watch())

@@ -712,8 +712,8 @@ async def test_memory_has_a_bound(tmp_path, tls, fresh):
 
 
 async def test_the_disk_serves_what_memory_has_no_room_for_and_outlives_the_relay(tmp_path, tls, fresh):
-    asset = make_asset(tmp_path / "asset", list(range(64)), frame_bytes=300_000)
-    folder, upstream = {"disk": tmp_path / "cache", "disk_bytes": 1 << 30, "memory_bytes": 2_000_000}, in_memory(asset)
+    asset = make_asset(tmp_path / "asset", list(range(64)), frame_bytes=30_000)
+    folder, upstream = {"disk": tmp_path / "cache", "disk_bytes": 1 << 30, "memory_bytes": 200_000}, in_memory(asset)
     async with upstream:
         for asked in (1 + asset.catalog.groups, 2 + asset.catalog.groups, 3 + asset.catalog.groups):
             async with relaying(upstream, tls, **folder) as relay, await dialled(relay) as connection:
