@@ -6,6 +6,7 @@ memory, not read: sending one touches each byte once, in the transport.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from typing import Protocol
 from kvabr.codec.container import ObjectSpan, object_spans, slices
 from kvabr.store.asset import Asset
 from kvabr.store.grants import Grant
-from kvabr.types.errors import AssetError
+from kvabr.types.errors import AssetError, TransportError
 from kvabr.types.naming import TrackNamespace
 
 PROPERTY_GROUP_BYTES = 0x38
@@ -112,6 +113,44 @@ class Publication(ABC):
         return None
 
 
+class LoadingGroup(ArrivingGroup):
+    """A group that a thread reads from a store that is not local; all of it arrives at once."""
+
+    def __init__(self, publication: LevelPublication, group: int, on_more: Callable[[], None]) -> None:
+        """Start to read; see `Publication.follow`."""
+        self.objects, self.size = publication.objects(group), publication.size(group)
+        self.digest = publication.digest(group)
+        self._data: memoryview | None = None
+        self._error: AssetError | None = None
+        self._task = asyncio.get_running_loop().create_task(self._load(publication, group, on_more))
+
+    @property
+    def available(self) -> int:
+        """See `ArrivingGroup.available`."""
+        if self._error is not None:
+            raise TransportError(str(self._error))
+        return 0 if self._data is None else self.size
+
+    def read(self, begin: int, end: int) -> memoryview:
+        """See `ArrivingGroup.read`."""
+        assert self._data is not None  # noqa: S101  # nothing else is available
+        return self._data[begin:end]
+
+    def prioritise(self, priority: int) -> None:
+        """See `ArrivingGroup.prioritise`; stores know no priorities."""
+
+    def close(self) -> None:
+        """See `ArrivingGroup.close`; a thread that reads already finishes."""
+        self._task.cancel()
+
+    async def _load(self, publication: LevelPublication, group: int, on_more: Callable[[], None]) -> None:
+        try:
+            self._data = (await asyncio.to_thread(publication.open, group)).data
+        except AssetError as error:
+            self._error = error
+        on_more()
+
+
 class LevelPublication(Publication):
     """One compression level of one version of an asset."""
 
@@ -145,7 +184,16 @@ class LevelPublication(Publication):
         # In this order: assets are exchanged whole, so a frame read before an unchanged catalog belongs to it.
         if not self._asset.is_current():
             raise AssetError(f"{self._asset.location}: was replaced or removed; ask for its catalog again")
-        return PublishedGroup(data, objects, bytes.fromhex(self._track.digests[group]))
+        return PublishedGroup(data, objects, self.digest(group))
+
+    def digest(self, group: int) -> bytes:
+        """Return the SHA-256 of a group."""
+        return bytes.fromhex(self._track.digests[self._checked(group)])
+
+    def follow(self, group: int, priority: int, on_more: Callable[[], None]) -> ArrivingGroup | None:
+        """See `Publication.follow`; only stores that are not local need threads."""
+        del priority
+        return None if self._asset.local else LoadingGroup(self, group, on_more)
 
     def _checked(self, group: int) -> int:
         if not 0 <= group < self.groups:

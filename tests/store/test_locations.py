@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 
+from kvabr import Client, PlayOptions
 from kvabr.cli.main import main
 from kvabr.publish.encoder import publish
 from kvabr.publish.publisher import Publisher
@@ -19,6 +20,7 @@ from kvabr.types.catalog import Catalog
 from kvabr.types.errors import AssetError, FormatError, UsageError
 from tests import objectstore
 from tests.client.playing import play
+from tests.client.served import Served
 from tests.toymodel import SPEC, ToyModel, prompt, toy_asset
 
 TRACKS = ("FP16", "Int8", "AC-5x")
@@ -93,6 +95,26 @@ async def test_an_asset_is_served_played_and_verified(location):
     encode(location, "b", tokens=40)
     assert assets.refresh()
     assert [asset.name for asset in assets.assets] == ["a", "b"]
+
+
+def test_a_server_reads_a_remote_store_in_threads(tmp_path):
+    location = f"mem://bucket{next(NUMBERS)}"
+    encode(location, "a")
+    bucket = objectstore.BUCKETS[location.partition("://")[2]]
+    origin = Served(location, tmp_path)
+    try:
+        bucket.threads.clear()
+        with Client(origin.url, fingerprint=origin.fingerprint) as client:
+            played = client.play(prompt(70).tokens, deadline=60.0, model=SPEC, options=PlayOptions(policy="fixed:Int8"))
+        assert played.coverage == ("Int8",) * 5
+        assert bucket.threads
+        assert all(name.startswith("asyncio") for name in bucket.threads)
+        del bucket.objects["a/FP16/2"]  # a group that cannot be read is refused; the others come
+        with Client(origin.url, fingerprint=origin.fingerprint) as client:
+            played = client.play(prompt(70).tokens, deadline=60.0, model=SPEC, options=PlayOptions(policy="fixed:FP16"))
+        assert [track == "FP16" for track in played.coverage] == [True, True, False, True, True]
+    finally:
+        origin.close()
 
 
 def test_commands_take_a_location(location, capsys, tmp_path):
