@@ -37,10 +37,9 @@ examples:
   kvabr fetch moqt://localhost:4443/ --fingerprint HEX --asset MODEL/DIGEST --out cache.safetensors
   kvabr fetch moqt://origin.example/ --text README.md --recompute smollm2 --out cache.safetensors
 
-Say which cache by its name (`kvabr inspect` shows it), or by the prompt: --tokens or --text, with --model. Then the
-longest prefix that the origin has is played, and with --recompute the engine computes what would come too
-late, and more where its time is worth it (--gpu-price).
-The deadline begins to count when the connection stands.
+Name the cache (`kvabr inspect` shows its name), or give the prompt: --text with --model, or --tokens. For a prompt,
+the longest prefix that the origin has is played. With --recompute the engine computes what would be late, and more
+where its time is worth it (--gpu-price). The deadline starts once the connection is up.
 """
 
 _HOW = (
@@ -62,32 +61,37 @@ def add(parser: argparse.ArgumentParser) -> None:
     prompt = which.add_mutually_exclusive_group()
     prompt.add_argument("--tokens", type=Path, metavar="F.json", help="token ids of the prompt, or a prompt.json")
     prompt.add_argument("--text", type=Path, metavar="F", help="the prompt as text")
-    which.add_argument("--model", metavar="smollm2|DIR", help="whose tokens they are (default: that of --recompute)")
+    which.add_argument(
+        "--model",
+        metavar="smollm2|DIR",
+        help="model of the tokens (default: that of --recompute, or the only one that the origin has)",
+    )
     add_salt_option(parser)
     how = parser.add_argument_group("how to play")
     how.add_argument("--deadline", type=float, default=4.0, metavar="S", help="TTFT deadline, seconds (default: 4)")
     how.add_argument("--policy", default=DEFAULT, metavar="NAME|FILE.py:CLASS", help=f"ABR policy (default: {DEFAULT})")
     how.add_argument("--estimator", metavar="NAME", help="bandwidth estimator (default: the policy's own)")
-    how.add_argument("--recompute", metavar="smollm2|DIR", help="an engine: computes what would be late, and what pays")
+    how.add_argument(
+        "--recompute", metavar="smollm2|DIR", help="engine that computes what would be late, and what pays"
+    )
     how.add_argument(
         "--gpu-price",
         type=float,
         default=GPU_PRICE,
         metavar="NATS",
-        help="what a second of its time is worth, nats per token (default: %(default)g; inf: only what would be late)",
+        help="price of a second of its time, nats per token (default: %(default)g; inf: only what would be late)",
     )
     how.add_argument(
         "--after",
         type=_after,
         metavar="S|done",
-        help="after the deadline go on with upgrades for so many seconds, or until there are none, and write the cache "
-        "again",
+        help="continue with upgrades for S seconds after the deadline, or until there are none; write the cache again",
     )
     how.add_argument(
         "--cache",
         type=Path,
         metavar="DIR",
-        help="where codec profiles and the speed of peers are kept (default: the user's cache folder)",
+        help="folder that keeps codec profiles and the speed of peers (default: the user's cache folder)",
     )
     network.add_options(parser)
     out = parser.add_argument_group("what comes out")
@@ -97,7 +101,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     out.add_argument(
         "--telemetry", type=Path, metavar="F.jsonl", help="append the play's events, with CMCD names where one fits"
     )
-    out.add_argument("--metrics", type=Path, metavar="F.prom", help="write what Prometheus would count of the play")
+    out.add_argument("--metrics", type=Path, metavar="F.prom", help="write Prometheus metrics of the play")
     parser.set_defaults(run=run)
 
 
@@ -109,12 +113,12 @@ def _after(text: str) -> float:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Play, write, and say how it went."""
+    """Run the command."""
     from rich.console import Console
 
     from kvabr.quic.connect import asset_of, parse_namespace
 
-    # All that can be wrong without the network is found before it is asked.
+    # Find every error that needs no network first.
     if not 0 < args.deadline < math.inf:
         raise UsageError(f"--deadline {args.deadline:g}: must be a positive number of seconds")
     network.connecting(args.url, args)
@@ -129,7 +133,7 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("--recompute needs the prompt: --tokens or --text")
     _check_places(args)
     console = Console(stderr=True)
-    loaded, tokens = _prompt(args, namespace, console)
+    loaded, tokens = _prompt(args, console)
     lines: list[PlayEvent] = []
     with _telemetry(args) as telemetry:
         try:
@@ -145,23 +149,23 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_places(args: argparse.Namespace) -> None:
-    """Make sure that what comes out can be written where it is to go."""
+    """Raise unless all results can be written where they should go."""
     check_writable(args.out, args.json, args.log, args.telemetry, args.metrics)
     if args.out is not None and args.out.exists() and not args.out.is_file():
-        raise UsageError(f"--out {args.out}: is no ordinary file, and is left alone; name another")
+        raise UsageError(f"--out {args.out}: is not an ordinary file; name another")
 
 
-def _prompt(
-    args: argparse.Namespace, namespace: TrackNamespace | None, console: Console
-) -> tuple[LoadedModel | None, tuple[int, ...]]:
-    """The model, if one is needed, and the prompt's tokens, if there are any."""
+def _prompt(args: argparse.Namespace, console: Console) -> tuple[LoadedModel | None, tuple[int, ...]]:
+    """Return the model, if one is needed, and the prompt's tokens, if there are any."""
     wanted = args.recompute or args.model
     if args.recompute is not None and args.model not in (None, args.recompute):
-        raise UsageError("--model and --recompute name two models; one engine cannot compute the other's cache")
+        raise UsageError(
+            "--model and --recompute name different models; an engine computes caches of its own model only"
+        )
     tokens = () if args.tokens is None else _read_tokens(args.tokens)
     if wanted is None:
-        if args.text is not None or namespace is None:
-            raise UsageError("--text and --tokens need --model: whose tokens are they?")
+        if args.text is not None:
+            raise UsageError("--text needs --model, whose tokenizer turns it into tokens")
         return None, tokens
     from kvabr.engines.transformers.model_loader import load_model
     from kvabr.store.files import read_text
@@ -236,7 +240,7 @@ async def _fetch(
 
 
 async def _go_on(args: argparse.Namespace, played: Played, upgrades: Upgrades, console: Console) -> dict[str, Any]:
-    """Wait for the upgrades, and write the better cache."""
+    """Wait for the upgrades, and write the improved cache."""
     from kvabr.client.result import save
     from kvabr.client.upgrades import StepGate
 
@@ -339,7 +343,7 @@ def _result(
 
 
 def _read_tokens(path: Path) -> tuple[int, ...]:
-    """Token ids: a JSON list, or a prompt.json as an asset has it."""
+    """Return token ids from a JSON list, or from the prompt.json of an asset."""
     try:
         with path.open("rb") as file:
             data = file.read(_MAX_TOKENS_BYTES + 1)
@@ -357,7 +361,7 @@ def _read_tokens(path: Path) -> tuple[int, ...]:
 
 @contextmanager
 def _telemetry(args: argparse.Namespace) -> Iterator[Telemetry | None]:
-    """What hears of the play, if anything is to; what was heard is written at the end, however the play ended."""
+    """Yield the telemetry that the options ask for; its metrics are written at the end, however the play ended."""
     if args.telemetry is None and args.metrics is None:
         yield None
         return

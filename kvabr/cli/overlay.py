@@ -1,6 +1,6 @@
-"""A play on the terminal, as a video player's statistics overlay: track strip, rate, slack, bytes.
+"""Shows a play on the terminal like a video player's statistics overlay: track strip, rate, slack, bytes.
 
-Where standard error is no terminal, a plain line now and then.
+If standard error is not a terminal, it prints a plain line every half second instead.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from kvabr.client.result import Snapshot
 from kvabr.types.catalog import RECOMPUTED
 
 _COLOURS = ("red", "dark_orange", "yellow", "green", "cyan", "blue", "magenta", "white")
-"""Of the tracks, smallest first."""
+"""Colours of the tracks, smallest track first."""
 _RECOMPUTED_COLOUR = "bright_white"
-_MOST_ROWS = 6
-"""Rows of the track strip; a longer prompt gets several groups to a cell."""
+_MAX_ROWS = 6
+"""Rows of the track strip; a longer prompt has several groups per cell."""
 _RATE_OVER_S = 0.5
 _PLAIN_EVERY_S = 0.5
 
 
 class Overlay:
-    """Shows snapshots as they come. A context manager; give `show` to a play as its ``watch``."""
+    """Shows snapshots; a context manager. Give `show` to a play as `PlayOptions.watch`."""
 
     def __init__(self, title: str, console: Console | None = None) -> None:
-        """Prepare.
+        """Show nothing yet.
 
         Args:
             title: the first line.
-            console: where to show; by default standard error.
+            console: None: standard error.
         """
         self._title = title
         self._order: tuple[str, ...] = ()
@@ -55,7 +55,7 @@ class Overlay:
             self._live.stop()
 
     def show(self, shot: Snapshot) -> None:
-        """One moment of the play."""
+        """Show a snapshot."""
         self._shot, self._order = shot, shot.offers
         self._received.append((shot.now, shot.bytes_fetched))
         while len(self._received) > 2 and shot.now - self._received[0][0] > _RATE_OVER_S:
@@ -67,7 +67,7 @@ class Overlay:
             self._console.print(self.line(shot), soft_wrap=True, highlight=False, markup=False)
 
     def line(self, shot: Snapshot) -> str:
-        """A snapshot in one line."""
+        """Return a snapshot as one line of text."""
         there = sum(track is not None for track in shot.tracks)
         rate = f"{_mbits(shot.rate)} (at least {_mbits(shot.lower_bound)})" if shot.rate else "rate not known yet"
         return (
@@ -87,7 +87,7 @@ class Overlay:
         )
 
     def _cells(self, shot: Snapshot) -> list[tuple[str, str]]:
-        """Per group, a character and its style."""
+        """Return a character and its style for each group."""
         cells = []
         for group, track in enumerate(shot.tracks):
             transfer = shot.transfers.get(group)
@@ -149,7 +149,7 @@ class _Strip:
         self._shot, self._cells = shot, cells
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        room = max(10, options.max_width) * _MOST_ROWS
+        room = max(10, options.max_width) * _MAX_ROWS
         together = -(-len(self._cells) // room)
         text = Text()
         for first in range(0, len(self._cells), together):
@@ -166,7 +166,7 @@ class _Strip:
 
 
 def _mbits(rate: float) -> str:
-    """A rate in bytes per second, for people."""
+    """Return a rate in bytes per second as text in bits per second."""
     bits = 8 * rate
     for unit, size in (("Gbit/s", 1e9), ("Mbit/s", 1e6)):
         if bits >= size:

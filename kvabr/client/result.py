@@ -180,7 +180,7 @@ def save(played: Played, path: Path) -> None:
     }
     path = path.resolve()
     if path.exists() and not path.is_file():
-        raise AssetError(f"{path}: is no ordinary file, and is left alone; name another")
+        raise AssetError(f"{path}: is not an ordinary file; name another")
     try:
         with replacing(path) as file:
             # By its name: safetensors writes to a path alone.

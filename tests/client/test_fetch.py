@@ -96,6 +96,19 @@ def test_inspect_shows_what_an_origin_has(served, short, capsys):
     assert kvabr("inspect", f"{served.url}#kvcache:{name(short)}", "--check", *network(served)) == 2
 
 
+def test_a_prompt_by_its_tokens_alone(served, short, tmp_path, capsys):
+    """Whose tokens they are, the origin tells."""
+    tokens, result = tmp_path / "tokens.json", tmp_path / "result.json"
+    tokens.write_text(json.dumps(list(prompt(70).tokens)))
+    assert kvabr("fetch", served.url, *network(served), "--tokens", tokens, "--deadline", 60, "--json", result) == 0
+    assert "70 of 70 tokens in place" in capsys.readouterr().out
+    assert json.loads(result.read_text())["asset"] == name(short)
+    tokens.write_text("[1, 2, 3]")
+    assert kvabr("fetch", served.url, *network(served), "--tokens", tokens, "--deadline", 60, "--json", result) == 0
+    assert "nothing of this prompt is cached" in capsys.readouterr().out
+    assert json.loads(result.read_text())["tokens"] == 0
+
+
 @pytest.mark.parametrize(
     ("words", "status", "said"),
     [
@@ -106,7 +119,7 @@ def test_inspect_shows_what_an_origin_has(served, short, capsys):
         (("--asset", "m/" + "0" * 64), 1, "catalog"),
         (("--asset", "NAME", "--out", "/nowhere/c.safetensors"), 2, "cannot be written"),
         (("--asset", "NAME", "--recompute", "smollm2"), 2, "needs the prompt"),
-        (("--tokens", "TOKENS"), 2, "need --model"),
+        (("--text", "TOKENS"), 2, "needs --model"),
         (("--asset", "NAME", "--tokens", "BAD"), 1, "list of token ids"),
         (("--asset", "NAME", "--tokens", "OTHER"), 2, "not those of"),
         (("--asset", "NAME", "--tokens", "/nowhere.json"), 2, "cannot be read"),
@@ -272,7 +285,7 @@ def test_a_device_or_a_pipe_is_left_alone(tmp_path, capsys):
     os.mkfifo(pipe)
     for out in (pipe, "/dev/null"):
         assert kvabr("fetch", "moqt://localhost:1/", "--asset", f"m/{'0' * 64}", "--out", out) == 2
-        assert "no ordinary file" in capsys.readouterr().err
+        assert "not an ordinary file" in capsys.readouterr().err
     assert pipe.is_fifo()
 
 
