@@ -154,7 +154,7 @@ def test_a_folder_that_another_rank_has_is_done_without(origin, engine, tmp_path
     one, other = engine(**options), engine(**options)
     tokens = torch.arange(256) + 700_000
     assert one.lookup(tokens) == other.lookup(tokens) == 0
-    stores = [connector(each)._fetcher.store for each in (one, other)]
+    stores = [connector(each)._client.store for each in (one, other)]
     assert [store.disk is not None for store in stores] == [True, False]
 
 
