@@ -20,8 +20,6 @@ def first_line(path: Path) -> str:
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = [ROOT / "README.md", ROOT / "traces" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 TOOLS = [path for path in sorted((ROOT / "tools").rglob("*")) if path.is_file() and "python" in first_line(path)]
-PENDING = {"bench-transport"}
-"""Not yet brought up to date."""
 ENTRY_POINTS = {"kvabr.policies", "kvabr.estimators", "kvabr.codecs", "kvabr.engines"}
 
 
@@ -69,8 +67,6 @@ def test_links_lead_somewhere(path):
 
 @pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
 def test_modules_and_files_that_are_named_exist(path):
-    if path.name in PENDING:
-        pytest.skip("not yet brought up to date")
     text = path.read_text()
     for name in re.findall(r"(?<![\w/.-])(kvabr(?:\.\w+)+)(?![\w/])", text):
         assert name in ENTRY_POINTS or exists(name), f"{path.name}: {name}"
@@ -81,8 +77,6 @@ def test_modules_and_files_that_are_named_exist(path):
 @pytest.mark.parametrize("path", TOOLS, ids=lambda path: path.name)
 def test_what_a_tool_imports_exists(path):
     """Tools are scripts that no type checker sees."""
-    if path.name in PENDING:
-        pytest.skip("not yet brought up to date")
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]

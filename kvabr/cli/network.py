@@ -1,4 +1,4 @@
-"""The options of every command that talks to an origin: whom to trust, what to show, which QUIC."""
+"""Options of every command that connects to an origin: certificates, token, QUIC library."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class _Options(TypedDict):
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Declare them; `connecting` reads them."""
+    """Declare the options; `connecting` reads them."""
     network = parser.add_argument_group("the connection")
     token = network.add_mutually_exclusive_group()
     token.add_argument("--token", metavar="T", help="token for the origin (default: the environment's KVABR_TOKEN)")
@@ -43,7 +43,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="SHA-256 of the only certificate to trust",
     )
     trust.add_argument(
-        "--insecure", action="store_true", help="trust any certificate: token and cache are then anybody's"
+        "--insecure", action="store_true", help="do not verify the certificate (exposes the token and the cache)"
     )
     network.add_argument(
         "--quic",
@@ -98,7 +98,7 @@ def _options(args: argparse.Namespace) -> _Options:
 
 
 def is_url(text: str) -> bool:
-    """Whether an argument names an origin rather than a file."""
+    """Return whether an argument is the URL of an origin rather than a file."""
     return "://" in text
 
 

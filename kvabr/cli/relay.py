@@ -119,10 +119,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def parse_size(text: str) -> int:
-    """Bytes, from a number with or without a unit.
+    """Return bytes, from a number with or without a unit.
 
     Raises:
-        UsageError: it is none, or less than one group may have.
+        UsageError: this is not a size, or too small for a relay.
     """
     found = _SIZE.fullmatch(text.strip())
     if found is None:
@@ -179,7 +179,7 @@ async def _relay(
 
 
 def _upstream(args: argparse.Namespace) -> argparse.Namespace:
-    """The options of the origin's side, under the names that `network.connecting` knows."""
+    """Return the options of the upstream connection, under the names that `network.connecting` expects."""
     return argparse.Namespace(
         token=args.upstream_token,
         token_file=args.upstream_token_file,

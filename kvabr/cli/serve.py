@@ -35,8 +35,8 @@ for others:
 ROOT is an asset, or a folder with assets up to four levels down; new, replaced and removed ones are noticed within two
 seconds. An asset that is damaged is left out, and the log says why.
 
-tokens: `kvabr serve --new-token` prints a fresh token, which goes to whoever shall read (KVABR_TOKEN), and its entry
-for the file given with --tokens:
+tokens: `kvabr serve --new-token` prints a new token, to be given to clients (KVABR_TOKEN), and its entry for the file
+given with --tokens:
   {"schema": "kvabr.grants/1", "grants": [ENTRY, ...]}
 "assets" in an entry are patterns of the asset's folder below ROOT, such as "team-a/*", "models" patterns of the model's
 name. The file is read again when it changes. Without --tokens everyone who can reach the address may read everything.
@@ -81,7 +81,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="QUIC library (default: qh3 if it is installed, else aioquic)",
     )
     parser.add_argument("--tokens", type=Path, metavar="F", help="who may read what, JSON (default: all read all)")
-    parser.add_argument("--new-token", action="store_true", help="print a fresh token and its entry, and exit")
+    parser.add_argument("--new-token", action="store_true", help="print a new token and its entry, and exit")
     parser.add_argument("--metrics", metavar="HOST:PORT", help="serve /metrics (Prometheus) and /healthz over HTTP")
     parser.add_argument(
         "--drain", type=float, default=10.0, metavar="S", help="seconds to finish what is under way (default: 10)"
@@ -135,8 +135,8 @@ def _new_token() -> int:
     from kvabr.store.grants import new_token
 
     token, entry = new_token()
-    print(f"token, for who shall read (KVABR_TOKEN); it is shown only here:\n{token}\n")
-    print(f"entry for the file of --tokens; name it, and narrow what it opens:\n{json.dumps(entry)}")
+    print(f"a new token; give it to the client (KVABR_TOKEN). It is shown only here:\n{token}\n")
+    print(f"its entry for the file of --tokens; name it, and narrow what it opens:\n{json.dumps(entry)}")
     return 0
 
 
@@ -186,7 +186,7 @@ def _announce(
     args: argparse.Namespace,
     log: FilteringBoundLogger,
 ) -> None:
-    """Say where it is served and how to fetch from there; what a person should know before others find out."""
+    """Print the URL and how to fetch from it; warn about what an operator should know."""
     from datetime import UTC, datetime
     from urllib.parse import quote
 

@@ -25,12 +25,12 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from kvabr.types.errors import TransportError
 
 DEV_DAYS = 13
-"""How long a certificate for development is good: browsers and others pin such by fingerprint only up to 14 days."""
+"""Validity of a development certificate, days. Browsers pin certificates by fingerprint for at most 14 days."""
 
 _MAX_PEM_BYTES = 1 << 20
 _DEV_PREFIX, _SETTLED_S = "kvabr-dev-", 10.0
-"""How the folders of certificates for development are called, and the age at which one is locked if it is in use."""
-_DEV_HINT = "for a first try, --dev makes a certificate by itself"
+"""Prefix of the folders of development certificates, and the age in seconds at which one in use is surely locked."""
+_DEV_HINT = "for a first try, --dev makes a certificate"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +45,12 @@ class ServerTls:
 
 @dataclass(frozen=True, slots=True)
 class CertificateFacts:
-    """What is worth knowing of a certificate."""
+    """The facts of a certificate."""
 
     fingerprint: str
     """SHA-256 of its DER form, hex."""
     names: tuple[str, ...]
-    """Host names and addresses that it is good for."""
+    """Host names and addresses that it is valid for."""
     not_after: datetime
     """When it expires, UTC."""
 
@@ -60,14 +60,14 @@ class CertificateError(TransportError):
 
 
 def check(tls: ServerTls, now: datetime | None = None) -> CertificateFacts:
-    """Make sure that a certificate and its key can be served.
+    """Check that a certificate and its key can be served.
 
     Args:
         tls: the two files.
-        now: when; None: now.
+        now: time of the check; None: the current time.
 
     Returns:
-        What the certificate says.
+        The facts of the certificate.
 
     Raises:
         CertificateError: a file is missing or unreadable, is not PEM, the two do not belong together, or the
@@ -103,7 +103,7 @@ def check(tls: ServerTls, now: datetime | None = None) -> CertificateFacts:
 
 
 def facts_of(certificate: x509.Certificate) -> CertificateFacts:
-    """Read off a certificate what `CertificateFacts` has."""
+    """Return the facts of a certificate."""
     try:
         alternatives = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
         names = (
@@ -154,7 +154,7 @@ def make(hosts: tuple[str, ...] = (), now: datetime | None = None) -> tuple[byte
 
 @contextmanager
 def development(*hosts: str) -> Iterator[ServerTls]:
-    """A fresh certificate for development, as files in a folder that only this user can enter; gone afterwards."""
+    """Yield the files of a new development certificate, in a private folder that is removed afterwards."""
     certificate, key = make(hosts)
     _remove_leftovers()
     with TemporaryDirectory(prefix=_DEV_PREFIX) as name, _locked(Path(name)):  # mode 0700
@@ -168,7 +168,7 @@ def development(*hosts: str) -> Iterator[ServerTls]:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Hold the lock of a folder: the kernel lets go of it when this process ends, however it does."""
+    """Hold the lock of a folder; the kernel releases it when this process ends in any way."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -178,7 +178,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _remove_leftovers() -> None:
-    """Remove what servers that were killed have left: folders of ours of whose lock nobody holds."""
+    """Remove the folders of killed servers: those whose lock nobody holds."""
     for folder in Path(gettempdir()).glob(f"{_DEV_PREFIX}*"):
         try:
             found = folder.lstat()

@@ -1,4 +1,4 @@
-"""A transport without a network: publications at hand, sent over a link of one's choice, with faults on demand.
+"""A transport without a network: publications of this process, sent over a simulated link, with faults on demand.
 
 For tests and demos, and for players that live in their publisher's process. The link is a queue that carries one chunk
 after the other at the given rate, the most urgent download first and equals in turn, as a publisher that honours
@@ -20,14 +20,14 @@ from kvabr.types.events import Limit
 from kvabr.types.naming import TrackNamespace
 
 Find = Callable[[TrackNamespace, str], Publication | None]
-"""What is served under a name, or None; for a `PublishedAssets`: ``functools.partial(library.find, grant)``."""
+"""Returns what is served under a name, or None; for `PublishedAssets`: ``functools.partial(assets.find, grant)``."""
 
 _PACKET = 1200
-"""Bytes that the link carries at once, unless it is so fast that this takes less than a millisecond."""
+"""Bytes that the link carries at once; more if that takes less than a millisecond."""
 _LONG_CHUNK = 64 << 10
-"""The same, on a link without a limit."""
+"""Bytes that an unlimited link carries at once."""
 _WINDOW = 1 << 20
-"""Bytes that a download holds unread before its sender must wait."""
+"""Unread bytes of a download before its sender must wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +35,12 @@ class Ask:
     """One request, as the publisher sees it."""
 
     number: int
-    """Requests of this connection before it."""
+    """Number of earlier requests on this connection."""
     namespace: TrackNamespace
     track: str
     group: int
     attempt: int
-    """Requests of this connection for the same group of the same track before it."""
+    """Number of earlier requests on this connection for the same group of the same track."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,27 +50,27 @@ class Fault:
     refuse: int | None = None
     """Answer with this REQUEST_ERROR code."""
     retry_after_s: float | None = None
-    """What the refusal says about asking again."""
+    """Retry interval in the refusal, seconds."""
     first_byte_s: float = 0.0
-    """Think so long before the first byte."""
+    """Seconds before the first byte."""
     rate: float | None = None
-    """Have no more than so many bytes per second to send."""
+    """Maximum rate, bytes per second."""
     stall_after: int | None = None
-    """Send nothing more after so many bytes, and say nothing."""
+    """Stop sending silently after this many bytes."""
     reset_after: int | None = None
-    """Break off after so many bytes."""
+    """Reset the stream after this many bytes."""
     truncate_to: int | None = None
-    """End, as if that were all, after so many bytes."""
+    """End normally after this many bytes."""
     corrupt_at: int | None = None
     """Flip a bit of this byte."""
     replace: bytes | None = None
     """Send this instead."""
     endless: bool = False
-    """Go on with zeros after the end, for ever."""
+    """Continue with zeros after the end, without end."""
 
 
 def tampered(data: memoryview, fault: Fault) -> memoryview:
-    """What comes instead of a group."""
+    """Return the bytes that are sent instead of a group's."""
     if fault.replace is not None:
         data = memoryview(fault.replace)
     if fault.truncate_to is not None:
@@ -84,7 +84,7 @@ def tampered(data: memoryview, fault: Fault) -> memoryview:
 
 @dataclass(slots=True)
 class MemoryLink:
-    """What the connection's path is like; may be changed while it is in use."""
+    """The path of a connection; may be changed while it is in use."""
 
     rate: float | None = None
     """Bytes per second; None: no limit."""
@@ -102,9 +102,9 @@ class _MemoryDownload(Download):
         self._data = memoryview(b"")
         self._sent = 0
         self._end: int | None = 0
-        """Bytes after which the group ends; None: never."""
+        """Size of the group; None if it never ends."""
         self._next_s = 0.0
-        """When a slow publisher has more to send."""
+        """Time at which a slow publisher has more to send."""
         self._pace: asyncio.TimerHandle | None = None
         self._opening: asyncio.TimerHandle | None = None
         self._buffer = ReceiveBuffer(limit, exact=exact)
@@ -155,7 +155,7 @@ class _MemoryDownload(Download):
         return self._complete or self._error is not None
 
     def begin(self, fault: Fault) -> None:
-        """The request is on its way."""
+        """Send the request."""
         self._fault = fault
         self._opening = self._link.loop.call_later(self._link.path.rtt_s + fault.first_byte_s, self._open)
 
@@ -190,7 +190,7 @@ class _MemoryDownload(Download):
         raise NotFoundError(why, code=RequestCode.DOES_NOT_EXIST)
 
     def next_chunk(self, now: float) -> int:
-        """Bytes that could go on the link now; 0 while there are none."""
+        """Return how many bytes could go on the link now."""
         if self.over or self._opening is not None:
             return 0
         fault, room = self._fault, _WINDOW - self._unread
@@ -207,7 +207,7 @@ class _MemoryDownload(Download):
         return max(0, min(left, room, self._limit + 1 - self._sent, self._link.chunk))
 
     def ends_now(self) -> bool:
-        """Look whether all has been sent, and if so say it, or break off where the fault wants it."""
+        """End the download if everything has been sent, or where its fault breaks it off; return whether it is over."""
         if self.over or self._opening is not None:
             return self.over
         if self._fault.reset_after is not None and self._sent >= self._fault.reset_after:
@@ -219,7 +219,7 @@ class _MemoryDownload(Download):
         return self.over
 
     def arrived(self, count: int) -> None:
-        """The link has carried ``count`` bytes more."""
+        """Take ``count`` more bytes from the link."""
         if self.over:
             return
         now = self._link.loop.time()
@@ -242,7 +242,7 @@ class _MemoryDownload(Download):
         self._wake()
 
     def fail(self, error: Exception) -> None:
-        """Nothing more will come, for this reason."""
+        """End the download with an error."""
         if self.over:
             return
         self._error = error
@@ -263,7 +263,7 @@ class _MemoryDownload(Download):
 
 @dataclass(slots=True)
 class _Carried:
-    """What is on the link."""
+    """The chunk that is on the link."""
 
     download: _MemoryDownload
     count: int
@@ -314,7 +314,7 @@ class MemoryConnection(Connection):
         limit: int,
         exact: bool = False,
     ) -> Download:
-        """Ask for one group of one track; see `Connection.fetch`."""
+        """See `Connection.fetch`."""
         key = (namespace, track, group)
         ask = Ask(self._requests, namespace, track, group, self._asked.get(key, 0))
         self._requests += 1
@@ -328,7 +328,7 @@ class MemoryConnection(Connection):
         return download
 
     def stats(self) -> ConnectionStats:
-        """Rate and round trip are those of the link as it is now."""
+        """See `Connection.stats`; rate and round trip are those of the link now."""
         return ConnectionStats(rtt_s=self.path.rtt_s, bytes_received=self.bytes_received, rate=self.path.rate)
 
     @property
@@ -343,16 +343,16 @@ class MemoryConnection(Connection):
 
     @property
     def downloads(self) -> int:
-        """Downloads that have not ended."""
+        """Number of downloads that have not ended."""
         return sum(not download.over for download in self._downloads)
 
     @property
     def requests(self) -> int:
-        """Requests so far."""
+        """Number of requests so far."""
         return self._requests
 
     def go_away(self) -> None:
-        """Let the publisher say GOAWAY."""
+        """Send GOAWAY."""
         self._going_away = True
 
     def lose(self, reason: str = "the connection was lost") -> None:
@@ -381,14 +381,14 @@ class MemoryConnection(Connection):
         return _LONG_CHUNK if self.path.rate is None else max(_PACKET, int(self.path.rate / 1000))
 
     def forget(self, download: _MemoryDownload) -> None:
-        """A download was cancelled."""
+        """Take a cancelled download off the link."""
         if self._carried is not None and self._carried.download is download:
             self._carried.timer.cancel()
             self._carried = None
         self.serve()
 
     def serve(self, since: float | None = None) -> None:
-        """Put the next chunk on the link, unless it is busy or nobody has any; it was free since ``since``."""
+        """Put the next chunk on the link if it is free and there is one; ``since``: time at which it became free."""
         if self._carried is not None or self._lost is not None:
             return
         now = self.loop.time()

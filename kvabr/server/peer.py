@@ -187,7 +187,7 @@ class Peer(Endpoint):
     # ------------------------------------------------------------------ from the server
 
     def say_goaway(self, grace_s: float) -> None:
-        """Tell the peer to go elsewhere."""
+        """Send GOAWAY."""
         if self.session is not None and not self._over:
             self.session.goaway(int(grace_s * 1000))
             self.settle_and_send()
@@ -248,7 +248,7 @@ class Peer(Endpoint):
             self._refuse(number, RequestCode.NOT_SUPPORTED, "this server only publishes")
 
     def _overload(self) -> str | None:
-        """Why a request must be turned away, if it must."""
+        """Return why a request must be refused; None if it need not be."""
         limits = self._server.limits
         if not self._requests_left.take():
             return f"more than {limits.requests_per_s:g} requests a second"
@@ -269,7 +269,7 @@ class Peer(Endpoint):
                 expected[0].prioritise(event.parameters.priority)
 
     def _find(self, number: int, message: _OfTrack, grant: Grant) -> None:
-        """Look for a track, and answer."""
+        """Find a track, and answer."""
         try:
             namespace = TrackNamespace.from_fields(message.namespace)
             track = message.track.decode()
@@ -398,7 +398,7 @@ class Peer(Endpoint):
         self._wake()
 
     def _subscribe(self, number: int, message: Subscribe | TrackStatus, publication: Publication) -> None:
-        """Everything is published already, so a subscription brings nothing, and its track has ended."""
+        """Answer a subscription. Everything is published already, so it brings nothing, and its track has ended."""
         assert self.session is not None  # noqa: S101  # the request came from it
         responder = self.session.responder
         try:
@@ -419,7 +419,7 @@ class Peer(Endpoint):
             responder.publish_done(number, 0x2, 0, "everything is published; fetch it")
 
     def _subscribe_namespace(self, number: int, message: SubscribeNamespace) -> None:
-        """Tell only where this draft's names begin: what lies beneath is nobody's business but its readers'."""
+        """Answer with the root of kvabr's names only; the namespaces below it are told to nobody."""
         prefix = message.prefix
         if any(_overlap(prefix, other) for other in self._namespaces.values()):
             self._refuse(number, RequestCode.PREFIX_OVERLAP, "you have subscribed to that prefix already")
@@ -494,6 +494,6 @@ def _raise(error: Exception) -> None:
 
 
 def _overlap(one: tuple[bytes, ...], other: tuple[bytes, ...]) -> bool:
-    """Whether one is a prefix of the other."""
+    """Return whether one is a prefix of the other."""
     size = min(len(one), len(other))
     return one[:size] == other[:size]

@@ -1,4 +1,4 @@
-"""The life of a server: it notices what changes on disk, and ends without cutting anyone off."""
+"""The life of a server: notice what changes on disk, and end without cutting anyone off."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger
 
 WATCH_S = 2.0
-"""Seconds between two looks at the folder of assets and the file of tokens."""
+"""Seconds between checks of the assets and the file of tokens."""
 
 INTERRUPTED = 130
 """Exit status after a second signal."""
 
 
 class Watcher:
-    """Looks at the assets and the tokens now and then, in a thread; an async context manager."""
+    """Checks the assets and the tokens regularly, in a thread; an async context manager."""
 
     def __init__(
         self,
@@ -38,14 +38,14 @@ class Watcher:
         *,
         every_s: float = WATCH_S,
     ) -> None:
-        """Take note; nothing is looked at before it is entered.
+        """Prepare; nothing is checked before the watcher is entered.
 
         Args:
-            library: what to keep up to date.
-            tokens: the file that its grants were read from.
-            log: takes what goes wrong.
-            metrics: takes the number of assets.
-            every_s: seconds between two looks.
+            library: the assets to keep up to date.
+            tokens: the file that the grants were read from.
+            log: receives what goes wrong.
+            metrics: receives the number of assets.
+            every_s: seconds between checks.
         """
         self._library, self._tokens, self._log, self._metrics = library, tokens, log, metrics
         self._every_s = every_s
@@ -64,7 +64,7 @@ class Watcher:
                 await self._task
 
     def look(self) -> None:
-        """Look once."""
+        """Check once."""
         self._look_at_tokens()
         try:
             self._library.refresh()
@@ -82,7 +82,7 @@ class Watcher:
         try:
             grants = Grants.from_file(self._tokens)
         except KvabrError as error:
-            # Neither open to all nor closed to all because of a slip of the editor.
+            # A typo in the file must neither open nor close everything.
             self._log.error("tokens unreadable", error=str(error), hint="those read before stay in force")
             return
         self._library.regrant(grants)
@@ -93,7 +93,7 @@ class Watcher:
             await asyncio.sleep(self._every_s)
             try:
                 await asyncio.to_thread(self.look)
-            except Exception:  # noqa: BLE001  # whatever it is: a server that no longer notices a token's end is worse
+            except Exception:  # noqa: BLE001  # a server that no longer notices revoked tokens would be worse
                 self._log.exception("cannot look for what changed")
 
     def _count(self) -> None:
@@ -113,7 +113,7 @@ async def run_until_signal(
     Args:
         server: not started yet.
         grace_s: seconds that draining may take.
-        log: takes the events.
+        log: receives events.
         metrics: its ``draining`` is set.
         started: called once the server is up.
 
@@ -148,7 +148,7 @@ async def run_until_signal(
 
 @contextmanager
 def _signals() -> Iterator[asyncio.Queue[str]]:
-    """Signals that ask for an end, as they come."""
+    """Yield a queue of the signals that end the process."""
     loop = asyncio.get_running_loop()
     queue: asyncio.Queue[str] = asyncio.Queue()
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
