@@ -313,7 +313,7 @@ class Play:
                 mode=mode,
                 config=replace(LIVE, gpu_price=options.gpu_price),
                 patience_s=patience_s,
-                at_hand=connection.at_hand,
+                cached_groups=connection.cached_groups,
                 log=options.log,
             )
             driver = Driver(
@@ -347,7 +347,7 @@ class Play:
             estimator,
             goal=UpgradeGoal(coverage, options.after, rate),
             config=LIVE,
-            at_hand=connection.at_hand,
+            cached_groups=connection.cached_groups,
             log=None if options.log is None else partial(_late, options.log, play.view.now),
         )
         hook = EngineHook()

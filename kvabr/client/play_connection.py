@@ -237,8 +237,8 @@ class PlayConnection(Connection):
         """See `Connection.identify`."""
         self._digests[namespace, track] = digests
 
-    def at_hand(self, namespace: TrackNamespace, track: str) -> Collection[int]:
-        """See `Connection.at_hand`."""
+    def cached_groups(self, namespace: TrackNamespace, track: str) -> Collection[int]:
+        """See `Connection.cached_groups`."""
         store = self._shared.store
         digests = self._digests.get((namespace, track), ())
         return [group for group, digest in enumerate(digests) if digest in store]

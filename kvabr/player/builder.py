@@ -74,7 +74,7 @@ def new_session(
     mode: EngineMode = "hole",
     config: PlayerConfig | None = None,
     patience_s: float | None = None,
-    at_hand: CachedGroups | None = None,
+    cached_groups: CachedGroups | None = None,
     oracle: Callable[[float], float] | None = None,
     log: Log | None = None,
 ) -> Session:
@@ -90,7 +90,7 @@ def new_session(
         mode: what the engine can recompute. A prefix play is always ``suffix``; upgrades have no engine.
         config: limits and timeouts that hold for every policy.
         patience_s: seconds from `Session.start` after which an incomplete play is given up; None: as ``config`` says.
-        at_hand: tells which groups of a track need not cross the network, as they are published.
+        cached_groups: tells which groups of a track need not cross the network, as they are published.
         oracle: what the link will carry, for policies that are told the future.
         log: takes every event.
 
@@ -106,8 +106,8 @@ def new_session(
         mode = "suffix"
         if player.computes:
             raise UsageError(f"policy {policy} has the engine compute from the front, which this engine cannot do")
-    if at_hand is not None:
-        player = cache_first(player, ladder.catalog, at_hand)
+    if cached_groups is not None:
+        player = cache_first(player, ladder.catalog, cached_groups)
     if isinstance(goal, UpgradeGoal):
         return UpgradeSession(ladder, deadline_s, player, estimator, goal=goal, config=config, log=log)
     if cost is not None:

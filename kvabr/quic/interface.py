@@ -131,7 +131,7 @@ class Connection(ABC):
         A hint: the caller checks each group all the same.
         """
 
-    def at_hand(self, namespace: TrackNamespace, track: str) -> Collection[int]:
+    def cached_groups(self, namespace: TrackNamespace, track: str) -> Collection[int]:
         """Return the groups of an identified track that need not cross the network."""
         del namespace, track
         return ()

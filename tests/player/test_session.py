@@ -831,7 +831,7 @@ def test_what_is_at_hand_is_counted_from_the_first_group_of_a_suffix():
     whole = catalog(4)
     kept = {"FP16": [1, 3]}
     rest = Ladder(whole.suffix(2))
-    play = new_session(rest, 1.0, "cheapfirst", DualEwma(), at_hand=lambda _, track: kept.get(track, []))
+    play = new_session(rest, 1.0, "cheapfirst", DualEwma(), cached_groups=lambda _, track: kept.get(track, []))
     play.start(0.0)
     first = of(play.actions(), FetchGroup)[0]
     assert (first.group, first.track) == (1, "FP16")
