@@ -51,7 +51,7 @@ def test_mahimahi_constant_rate_of_one_line(put):
 
 @given(st.lists(st.integers(0, 60), min_size=1, max_size=80).filter(max))
 def test_mahimahi_carries_every_packet(stamps):
-    source = readers.Source(readers.Path("x"), "\n".join(map(str, sorted(stamps))), "x", "x")
+    source = readers.TraceFile(readers.Path("x"), "\n".join(map(str, sorted(stamps))), "x", "x")
     (trace,) = readers.line_formats.parse_mahimahi(source)
     assert trace.mean_rate * trace.duration_s == pytest.approx(1500 * len(stamps))
     assert trace.duration_s == max(stamps) / 1000
@@ -343,7 +343,7 @@ traces = st.builds(
 @given(traces, st.text(max_size=20))
 def test_native_loses_nothing(trace, note):
     text = native.dumps(trace, note)
-    source = readers.Source(readers.Path("x.csv"), text, "other/name", "other")
+    source = readers.TraceFile(readers.Path("x.csv"), text, "other/name", "other")
     assert native.parse(source) == [trace]
     assert native.dumps(native.parse(source)[0], note) == text
 
@@ -353,7 +353,7 @@ def test_native_notices_a_lost_end(trace, data):
     text = native.dumps(trace)
     kept = data.draw(st.integers(0, len(text) - 2))  # at least the `d` of `end` is gone
     with pytest.raises(TraceError):
-        native.parse(readers.Source(readers.Path("x.csv"), text[:kept], "n", "f"))
+        native.parse(readers.TraceFile(readers.Path("x.csv"), text[:kept], "n", "f"))
 
 
 HEAD = "# kvabr.trace/1\n"
@@ -435,7 +435,7 @@ def test_any_bytes_give_traces_or_a_trace_error(data):
         return
     for name, known in readers._FORMATS.items():
         try:
-            result = known.parse(readers.Source(readers.Path(name), text, "n", "f"))
+            result = known.parse(readers.TraceFile(readers.Path(name), text, "n", "f"))
         except TraceError:
             continue
         assert all(isinstance(trace, Trace) for trace in result)

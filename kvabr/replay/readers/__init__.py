@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from kvabr.replay.readers import csv_format, json_formats, line_formats, native
 from kvabr.replay.readers.csv_format import TIME_UNITS, Columns
-from kvabr.replay.readers.source import BYTES_PER_SECOND, MAX_FILE_BYTES, Head, Source
+from kvabr.replay.readers.source import BYTES_PER_SECOND, MAX_FILE_BYTES, Head, TraceFile
 from kvabr.replay.trace import Trace
 from kvabr.store.files import read_text
 from kvabr.types.errors import TraceError
@@ -27,7 +27,7 @@ class TraceFormat(NamedTuple):
 
     matches: Callable[[Head], bool]
     """Returns whether a file that begins like this has the format."""
-    parse: Callable[[Source], list[Trace]]
+    parse: Callable[[TraceFile], list[Trace]]
 
 
 _FORMATS: dict[str, TraceFormat] = {
@@ -110,7 +110,7 @@ def read(path: Path, *, format_name: str | None = None, columns: Columns | None 
         raise TraceError(f"unknown trace format {format_name!r}; known are {', '.join(FORMATS)}")
     family, name = _names(path)
     text = read_text(path, MAX_FILE_BYTES, unreadable=TraceError, unfit=TraceError)
-    source = Source(path, text, name, family)
+    source = TraceFile(path, text, name, family)
     chosen = format_name or _sniff_text(source.text[:_HEAD_BYTES], cut=len(source.text) > _HEAD_BYTES)
     if chosen is None:
         what = "looks like no trace format that is known" if source.text.strip() else "it is empty"

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from statistics import median
 
-from kvabr.replay.readers.source import BYTES_PER_SECOND, Head, Sample, Source, build, median_step
+from kvabr.replay.readers.source import BYTES_PER_SECOND, Head, Sample, TraceFile, build, median_step
 from kvabr.replay.trace import Trace
 
 TIME_UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
@@ -96,7 +96,7 @@ def is_csv(head: Head) -> bool:
     return not head.text.startswith(("[", "{")) and bool(head.rows) and _looks_like_header(head.rows[0])
 
 
-def parse_csv(source: Source, columns: Columns | None = None) -> list[Trace]:
+def parse_csv(source: TraceFile, columns: Columns | None = None) -> list[Trace]:
     """Read a file.
 
     Raises:
@@ -114,7 +114,7 @@ def parse_csv(source: Source, columns: Columns | None = None) -> list[Trace]:
     return [build(source, session, session=f"-{number:04d}") for number, session in enumerate(carrying, 1)]
 
 
-def _rows(source: Source, columns: Columns) -> Iterator[_Row]:
+def _rows(source: TraceFile, columns: Columns) -> Iterator[_Row]:
     lines = source.lines()
     if not lines:
         raise source.error("it is empty; a trace needs at least one sample")
@@ -128,7 +128,7 @@ def _rows(source: Source, columns: Columns) -> Iterator[_Row]:
         raise source.error(f"not CSV ({error})") from error
 
 
-def _row(source: Source, where: Layout, index: int, line: int, cells: list[str]) -> _Row:
+def _row(source: TraceFile, where: Layout, index: int, line: int, cells: list[str]) -> _Row:
     if len(cells) < where.width:
         raise source.error(f"{len(cells)} cells, but the sample needs {where.width}; complete or remove the line", line)
     text = cells[where.rate].strip()
@@ -142,7 +142,7 @@ def _row(source: Source, where: Layout, index: int, line: int, cells: list[str])
     return _Row(line, start or 0.0, end, rate)
 
 
-def _time(source: Source, text: str, column: str, factor: float, line: int) -> float:
+def _time(source: TraceFile, text: str, column: str, factor: float, line: int) -> float:
     """Return the seconds of a number or a calendar timestamp (UTC unless it has a time zone)."""
     try:
         return float(text) * factor
@@ -156,7 +156,7 @@ def _time(source: Source, text: str, column: str, factor: float, line: int) -> f
     return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
 
 
-def _sessions(source: Source, rows: Sequence[_Row]) -> list[list[Sample]]:
+def _sessions(source: TraceFile, rows: Sequence[_Row]) -> list[list[Sample]]:
     lengths = [row.end - row.start for row in rows if row.end is not None]
     step = median(lengths) if lengths else median_step([row.start for row in rows])
     sessions: list[list[Sample]] = [[]]
@@ -187,7 +187,7 @@ def _looks_like_header(line: str) -> bool:
     return _find_time(header) is not None and bool(_likely_rates(header))
 
 
-def _layout(source: Source, line: str, columns: Columns) -> Layout:
+def _layout(source: TraceFile, line: str, columns: Columns) -> Layout:
     """Find the sample's columns from the header ``line`` and the user's ``columns``.
 
     Raises:
@@ -227,7 +227,7 @@ def _plain(name: str) -> str:
     return re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
 
 
-def _named(source: Source, header: Sequence[str], name: str) -> int:
+def _named(source: TraceFile, header: Sequence[str], name: str) -> int:
     for index, cell in enumerate(header):
         if cell.lower() == name.strip().lower():
             return index
@@ -252,7 +252,7 @@ def _time_unit(name: str) -> str:
     return unit if unit in TIME_UNITS else "s"
 
 
-def _rate(source: Source, header: Sequence[str], columns: Columns) -> tuple[int, float]:
+def _rate(source: TraceFile, header: Sequence[str], columns: Columns) -> tuple[int, float]:
     if columns.rate is not None:
         index = _named(source, header, columns.rate)
     else:

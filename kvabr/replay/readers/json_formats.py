@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvabr.replay.readers.source import BYTES_PER_SECOND, Head, Sample, Source, build
+from kvabr.replay.readers.source import BYTES_PER_SECOND, Head, Sample, TraceFile, build
 from kvabr.replay.trace import Trace
 
 _UNIT = "interval"
@@ -26,7 +26,7 @@ def is_sabre(head: Head) -> bool:
     return head.text.startswith("[") and '"bandwidth_kbps"' in head.text and '"duration_ms"' in head.text
 
 
-def parse_sabre(source: Source) -> list[Trace]:
+def parse_sabre(source: TraceFile) -> list[Trace]:
     """Read a file.
 
     Raises:
@@ -59,7 +59,7 @@ def is_iperf3(head: Head) -> bool:
     return head.text.startswith("{") and '"intervals"' in head.text and '"start"' in head.text
 
 
-def parse_iperf3(source: Source) -> list[Trace]:
+def parse_iperf3(source: TraceFile) -> list[Trace]:
     """Read a file.
 
     Raises:
@@ -90,7 +90,7 @@ def parse_iperf3(source: Source) -> list[Trace]:
     return [build(source, samples, rtt_s=min(trips, default=None), unit=_UNIT)]
 
 
-def _round_trips(source: Source, interval: dict[str, Any], place: int) -> list[float]:
+def _round_trips(source: TraceFile, interval: dict[str, Any], place: int) -> list[float]:
     """Return the round trips, seconds, of the streams that measured one (TCP senders on some systems)."""
     streams = interval.get("streams")
     if not isinstance(streams, list):

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import re
 
-from kvabr.replay.readers.source import BYTES_PER_SECOND, Head, Sample, Source, build, hold
+from kvabr.replay.readers.source import BYTES_PER_SECOND, Head, Sample, TraceFile, build, hold
 from kvabr.replay.trace import Trace
 
 PACKET_BYTES = 1500
@@ -41,7 +41,7 @@ def is_mahimahi(head: Head) -> bool:
     return bool(head.rows) and all(_is_timestamp(line) for line in head.rows)
 
 
-def parse_mahimahi(source: Source) -> list[Trace]:
+def parse_mahimahi(source: TraceFile) -> list[Trace]:
     """Read a file.
 
     Raises:
@@ -101,7 +101,7 @@ def is_pensieve(head: Head) -> bool:
     return bool(head.rows) and all(_is_row(line) for line in head.rows)
 
 
-def parse_pensieve(source: Source) -> list[Trace]:
+def parse_pensieve(source: TraceFile) -> list[Trace]:
     """Read a file.
 
     Raises:
@@ -130,7 +130,7 @@ def is_values(head: Head) -> bool:
     return bool(head.rows) and all(_VALUE.fullmatch(line) for line in head.rows)
 
 
-def parse_values(source: Source) -> list[Trace]:
+def parse_values(source: TraceFile) -> list[Trace]:
     """Read a file.
 
     Raises:

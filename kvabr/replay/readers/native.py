@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import re
 
-from kvabr.replay.readers.source import BYTES_PER_SECOND, Head, Source, build, hold
+from kvabr.replay.readers.source import BYTES_PER_SECOND, Head, TraceFile, build, hold
 from kvabr.replay.trace import Trace
 from kvabr.types.errors import TraceError
 
@@ -51,7 +51,7 @@ def dumps(trace: Trace, note: str = "") -> str:
     return "\n".join([*head, COLUMNS, *rows, f"{_decimal(trace.duration_s)},end", ""])
 
 
-def parse(source: Source) -> list[Trace]:
+def parse(source: TraceFile) -> list[Trace]:
     """Read a file.
 
     Raises:
@@ -80,12 +80,12 @@ def parse(source: Source) -> list[Trace]:
     samples = hold(rows)
     if samples:
         samples[-1] = samples[-1]._replace(end=end)
-    named = Source(source.path, source.text, fields.get("name", source.name), fields.get("family", source.family))
+    named = TraceFile(source.path, source.text, fields.get("name", source.name), fields.get("family", source.family))
     rtt = fields.get("rtt_s")
     return [build(named, samples, rtt_s=None if rtt is None else source.number(rtt, "rtt_s", 1))]
 
 
-def _fields(source: Source) -> dict[str, str]:
+def _fields(source: TraceFile) -> dict[str, str]:
     """Return the ``# key: value`` lines. Names become file names on import, so they must not lead out of a folder."""
     fields: dict[str, str] = {}
     for text in source.text.splitlines()[:20]:

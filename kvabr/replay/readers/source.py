@@ -61,7 +61,7 @@ class Head:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class TraceFile:
     """The text of one file, and the names of its traces."""
 
     path: Path
@@ -112,7 +112,7 @@ class Source:
 
 
 def build(
-    source: Source, samples: Sequence[Sample], *, session: str = "", rtt_s: float | None = None, unit: str = "line"
+    source: TraceFile, samples: Sequence[Sample], *, session: str = "", rtt_s: float | None = None, unit: str = "line"
 ) -> Trace:
     """Make a trace of samples, shifted so that the first one starts at 0.
 
