@@ -15,7 +15,7 @@ play              engine                           the adapter
 part                      transformers      vLLM             LMCache          SGLang
 ========================  ================  ===============  ===============  ===============
 play                      ``play``          ``play_prefix``  ``play_asset``   ``play_asset``
-client                    both              ``Client``       ``AsyncClient``  ``Client``
+client                    both              ``Client``       ``AsyncClient``  ``AsyncClient``
 its cache is              a `DynamicCache`  `PagedBlocks`    `KVView`         `KVView`
 cost of a prefill         timed once        as it serves     unknown          unknown
 upgrades of a used cache  `Steps`           no               no               no
