@@ -97,11 +97,6 @@ def _options(args: argparse.Namespace) -> _Options:
     }
 
 
-def is_url(text: str) -> bool:
-    """Return whether an argument is the URL of an origin rather than a file."""
-    return "://" in text
-
-
 def _token(args: argparse.Namespace) -> str | None:
     if args.token_file is None:
         token = args.token or os.environ.get("KVABR_TOKEN")

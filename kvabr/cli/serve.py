@@ -11,9 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvabr.cli.options import is_loopback, is_wildcard, moqt_url, parse_address
-from kvabr.server.certificates import ServerTls
 from kvabr.server.limits import ServerLimits
-from kvabr.server.server import Server
 from kvabr.types.errors import UsageError
 
 if TYPE_CHECKING:
@@ -21,6 +19,7 @@ if TYPE_CHECKING:
 
     from kvabr.server.certificates import CertificateFacts
     from kvabr.server.published_assets import PublishedAssets
+    from kvabr.server.server import Server
 
 _EXPIRES_SOON_DAYS = 14
 
@@ -150,20 +149,25 @@ async def _serve(
     from kvabr.server import certificates
     from kvabr.server.metrics import Metrics
     from kvabr.server.published_assets import PublishedAssets
+    from kvabr.server.server import Server
     from kvabr.server.service import Watcher, run_until_signal
     from kvabr.store.grants import Grants
     from kvabr.telemetry.prometheus import ScrapeServer
 
     log = logger(json=args.log_json or None, verbose=args.verbose)
     metrics = Metrics()
-    # All that can be wrong is found before anything is bound.
+    # Check everything before binding the address.
     grants = None if args.tokens is None else Grants.from_file(args.tokens)
     if grants is not None and not len(grants):
         log.warning("no grants", tokens=str(args.tokens), hint="nobody can connect; see kvabr serve --new-token")
     with ExitStack() as stack:
         stack.enter_context(captured(log))
         names = (socket.gethostname(),) if is_wildcard(host) else (host,)
-        tls = stack.enter_context(certificates.development(*names)) if args.dev else ServerTls(args.cert, args.key)
+        tls = (
+            stack.enter_context(certificates.development(*names))
+            if args.dev
+            else certificates.ServerTls(args.cert, args.key)
+        )
         facts = certificates.check(tls)
         library = PublishedAssets(args.root, grants, log)
         watcher = Watcher(library, args.tokens, log, metrics)
