@@ -23,7 +23,7 @@ from kvabr.client.lookup import Found, check_tokens, fetch_catalog, fetch_models
 from kvabr.client.metrics import ClientMetrics
 from kvabr.client.options import Limits, PlayOptions, check_deadline
 from kvabr.client.peer_history import history_at
-from kvabr.client.peers import Peer
+from kvabr.client.peers import ClientPeer
 from kvabr.client.play import Clock, Play, lookup_time
 from kvabr.client.play_connection import PlayConnection
 from kvabr.client.profiles import ProfileCache
@@ -109,8 +109,8 @@ class AsyncClient:
         self._profiles = ProfileCache(None if folder is None else folder / "profiles")
         self._history = history_at(None if folder is None else folder / "peers.json")
         self._runner = PlayRunner(bounds, self.metrics)
-        self._peers: dict[object, Peer] = {}
-        self._origin: Peer | None = None
+        self._peers: dict[object, ClientPeer] = {}
+        self._origin: ClientPeer | None = None
         if isinstance(origin, str):
             self._origin = self.peer(
                 origin,
@@ -136,7 +136,7 @@ class AsyncClient:
         insecure: bool = False,
         quic: Quic = "auto",
         timeout_s: float = 5.0,
-    ) -> Peer:
+    ) -> ClientPeer:
         """Return another origin or relay for plays to name; the same one for the same arguments.
 
         The arguments are those of the client. Nothing is dialled.
@@ -155,10 +155,10 @@ class AsyncClient:
                 quic=quic,
                 timeout_s=timeout_s,
             )
-            self._peers[key] = Peer(url, connecting, self.store, self.metrics)
+            self._peers[key] = ClientPeer(url, connecting, self.store, self.metrics)
         return self._peers[key]
 
-    async def connect(self, peer: Peer | Connection | str | None = None) -> Connection:
+    async def connect(self, peer: ClientPeer | Connection | str | None = None) -> Connection:
         """Connect now, so that the first play need not, and return the connection that all plays to the peer share.
 
         Args:
@@ -198,7 +198,7 @@ class AsyncClient:
         options: PlayOptions | None = None,
         model: KVSpec | str | None = None,
         engine: Engine | None = None,
-        peer: Peer | Connection | str | None = None,
+        peer: ClientPeer | Connection | str | None = None,
     ) -> Played | NothingCached:
         """Get the KV cache of a prompt: the longest prefix that the origin has, as good as the deadline allows.
 
@@ -256,7 +256,7 @@ class AsyncClient:
         tokens: Sequence[int] = (),
         options: PlayOptions | None = None,
         engine: Engine | None = None,
-        peer: Peer | Connection | str | None = None,
+        peer: ClientPeer | Connection | str | None = None,
     ) -> Played:
         """Get the cache that is published under a name; `play` finds the name by the prompt.
 
@@ -310,7 +310,7 @@ class AsyncClient:
         skip: int = 0,
         behind: int = 0,
         options: PlayOptions | None = None,
-        peer: Peer | Connection | str | None = None,
+        peer: ClientPeer | Connection | str | None = None,
     ) -> PlayedPrefix:
         """Play for an engine that computes by itself what it is not given, up to the first miss.
 
@@ -345,7 +345,7 @@ class AsyncClient:
         salt: bytes | None = None,
         within_s: float = _FIND_S,
         any_dtype: bool = False,
-        peer: Peer | Connection | str | None = None,
+        peer: ClientPeer | Connection | str | None = None,
     ) -> Found | None:
         """Return the asset that shares the longest prefix with a prompt, cut to what is shared; None if there is none.
 
@@ -374,7 +374,7 @@ class AsyncClient:
         asset: TrackNamespace | str,
         *,
         within_s: float = _FIND_S,
-        peer: Peer | Connection | str | None = None,
+        peer: ClientPeer | Connection | str | None = None,
     ) -> Found:
         """Return the catalog of an asset whose name is known.
 
@@ -388,7 +388,7 @@ class AsyncClient:
             return await fetch_catalog(await self.connect(peer), name)
 
     async def models(
-        self, *, within_s: float = _FIND_S, peer: Peer | Connection | str | None = None
+        self, *, within_s: float = _FIND_S, peer: ClientPeer | Connection | str | None = None
     ) -> Sequence[KVSpec]:
         """Return the specs of the models of which we may read an asset.
 
@@ -419,8 +419,8 @@ class AsyncClient:
 
     # -------------------------------------------------------------- internals
 
-    def _peer(self, peer: Peer | Connection | str | None) -> Peer:
-        if isinstance(peer, Peer):
+    def _peer(self, peer: ClientPeer | Connection | str | None) -> ClientPeer:
+        if isinstance(peer, ClientPeer):
             return peer
         if isinstance(peer, str):
             return self.peer(peer)
@@ -434,7 +434,7 @@ class AsyncClient:
                 for key, each in self._peers.items()
                 if not (isinstance(key, Connection) and key.closed and each is not self._origin)
             }
-            self._peers[peer] = Peer(peer.peer or peer.backend, peer, self.store, self.metrics)
+            self._peers[peer] = ClientPeer(peer.peer or peer.backend, peer, self.store, self.metrics)
         return self._peers[peer]
 
     def _engine(self, engine: Engine | None, options: PlayOptions) -> tuple[Engine | None, PrefillCost | None]:

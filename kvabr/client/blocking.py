@@ -23,7 +23,7 @@ from kvabr.client.async_client import AsyncClient
 from kvabr.client.lookup import Found
 from kvabr.client.metrics import ClientMetrics
 from kvabr.client.options import Limits, PlayOptions
-from kvabr.client.peers import Peer
+from kvabr.client.peers import ClientPeer
 from kvabr.client.result import NothingCached, Played
 from kvabr.quic.interface import Connection, ConnectionStats
 from kvabr.quic.library import Quic
@@ -203,10 +203,10 @@ class Client:
         insecure: bool = False,
         quic: Quic = "auto",
         timeout_s: float = 5.0,
-    ) -> Peer:
+    ) -> ClientPeer:
         """See `AsyncClient.peer`."""
 
-        async def make() -> Peer:
+        async def make() -> ClientPeer:
             return self._client.peer(
                 url,
                 token=token,
@@ -219,11 +219,11 @@ class Client:
 
         return self._call(make())
 
-    def connect(self, peer: Peer | Connection | str | None = None) -> None:
+    def connect(self, peer: ClientPeer | Connection | str | None = None) -> None:
         """See `AsyncClient.connect`."""
         self._call(self._client.connect(peer))
 
-    def stats(self, peer: Peer | Connection | str | None = None) -> ConnectionStats:
+    def stats(self, peer: ClientPeer | Connection | str | None = None) -> ConnectionStats:
         """Return what is known of the connection to a peer, which is made if there is none."""
 
         async def ask() -> ConnectionStats:
@@ -243,7 +243,7 @@ class Client:
         options: PlayOptions | None = None,
         model: KVSpec | str | None = None,
         engine: Engine | None = None,
-        peer: Peer | Connection | str | None = None,
+        peer: ClientPeer | Connection | str | None = None,
     ) -> Played | NothingCached:
         """See `AsyncClient.play`."""
         return self._call(
@@ -258,7 +258,7 @@ class Client:
         options: PlayOptions | None = None,
         model: KVSpec | str | None = None,
         engine: Engine | None = None,
-        peer: Peer | Connection | str | None = None,
+        peer: ClientPeer | Connection | str | None = None,
     ) -> Handle[Played | NothingCached]:
         """Begin a play, and return at once; see `AsyncClient.play`."""
         return self.begin(
@@ -275,7 +275,7 @@ class Client:
         tokens: Sequence[int] = (),
         options: PlayOptions | None = None,
         engine: Engine | None = None,
-        peer: Peer | Connection | str | None = None,
+        peer: ClientPeer | Connection | str | None = None,
     ) -> Played:
         """See `AsyncClient.play_asset`."""
         return self._call(
@@ -290,7 +290,7 @@ class Client:
         salt: bytes | None = None,
         within_s: float = 5.0,
         any_dtype: bool = False,
-        peer: Peer | Connection | str | None = None,
+        peer: ClientPeer | Connection | str | None = None,
     ) -> Found | None:
         """See `AsyncClient.find`."""
         return self._call(

@@ -71,7 +71,7 @@ class UnreachedConnection(Connection):
         """See `Connection.close`."""
 
 
-class Peer:
+class ClientPeer:
     """An origin or a relay; `AsyncClient.peer` makes it."""
 
     def __init__(

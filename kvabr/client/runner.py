@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from kvabr.client.metrics import ClientMetrics
 from kvabr.client.options import Limits, PlayOptions
-from kvabr.client.peers import Peer
+from kvabr.client.peers import ClientPeer
 from kvabr.client.play import Clock
 from kvabr.client.play_connection import PlayConnection
 from kvabr.client.result import NothingCached, Played, PlayedPrefix
@@ -49,7 +49,7 @@ class PlayRunner:
 
     async def run(
         self,
-        peer: Peer,
+        peer: ClientPeer,
         deadline_s: float,
         options: PlayOptions,
         work: Callable[[PlayConnection, Clock, PlayOptions], Awaitable[R]],
@@ -99,7 +99,7 @@ class PlayRunner:
     # -------------------------------------------------------------- internals
 
     @asynccontextmanager
-    async def _connected(self, peer: Peer, clock: Clock) -> AsyncIterator[PlayConnection]:
+    async def _connected(self, peer: ClientPeer, clock: Clock) -> AsyncIterator[PlayConnection]:
         """Wait for a turn, and yield a connection for one play; leaving cancels whatever it still fetches."""
         loop = asyncio.get_running_loop()
         async with self._admission.enter(clock.deadline_s):
