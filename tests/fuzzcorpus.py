@@ -7,13 +7,11 @@ from functools import cache
 from kvabr.moqt import messages as m
 from kvabr.moqt.encoding import encode
 from kvabr.moqt.objects import (
-    FetchWriter,
     SubgroupHeader,
-    write_subgroup_header,
-    write_subgroup_object,
 )
 from kvabr.moqt.parameters import Filter, Parameters, SetupOptions, Token
 from kvabr.moqt.wire import Draft, Location
+from tests.moqt.writers import RangeWriter, write_subgroup_header, write_subgroup_object
 
 SPACE, TRACK = (b"root", b"model"), b"FP16"
 SOME = Parameters(tokens=(Token(b"secret"), Token(b"x", 1, 5, 2), Token(b"", 2, 5)))
@@ -69,7 +67,7 @@ def fetch_streams(draft: Draft) -> tuple[bytes, ...]:
     """Objects of FETCHes, without the stream's header."""
     out = []
     for properties in ((), ((4, 9), (11, b"\x3c\x01"), (0x81, b"value"))):
-        writer = FetchWriter(draft)
+        writer = RangeWriter(draft)
         data = writer.header(3, 0, 5, properties) + b"hello" + writer.header(3, 4, 0) + writer.header(5, 0, 200)
         data += bytes(200) + writer.range_end(Location(9, 1), unknown=True) + writer.header(9, 2, 1, priority=7) + b"x"
         out.append(data)

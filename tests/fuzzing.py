@@ -24,7 +24,6 @@ from kvabr.moqt.objects import (
     SubgroupHeader,
     read_datagram,
     read_stream_header,
-    write_datagram,
 )
 from kvabr.moqt.parameters import Filter, Parameters, SetupOptions, Token, setup_options, setup_pairs
 from kvabr.moqt.properties import MalformedTrack
@@ -35,6 +34,7 @@ from kvabr.types.errors import FormatError
 from kvabr.types.naming import parse_prefix_track, prefix_track
 from tests.catalogs import catalog
 from tests.fuzzcorpus import SOME, SPACE, TRACK, control, fetch_streams, sample_messages, subgroup_streams
+from tests.moqt.writers import write_datagram
 
 Take = Callable[[bytes, random.Random], None]
 _SLOW_S = 120.0
@@ -320,9 +320,6 @@ def _make_requests(session: Session) -> None:
     at = Location(3, 0)
     session.fetch(SPACE, TRACK, at, at, Parameters(priority=1))
     session.subscribe(SPACE, TRACK, Parameters())
-    session.track_status(SPACE, TRACK, Parameters())
-    session.subscribe_namespace(SPACE)
-    session.publish_namespace(SPACE)
     session.requester.update(0, Parameters(priority=2))
 
 

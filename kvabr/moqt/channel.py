@@ -1,4 +1,4 @@
-"""What the parts of a session share: its streams and IDs, and what is to be sent and told."""
+"""State shared by the parts of a session: streams, request IDs, commands, and events."""
 
 from __future__ import annotations
 
@@ -7,75 +7,73 @@ from dataclasses import dataclass, field
 from kvabr.moqt.codes import SessionCode, SessionFault
 from kvabr.moqt.encoding import MessageParser, encode
 from kvabr.moqt.events import Command, Event, Requested, Updated, Write
-from kvabr.moqt.messages import Message, Request
+from kvabr.moqt.messages import Goaway, Message, Request
 from kvabr.moqt.wire import Draft
 
 _ID_WINDOW = 1 << 16
-"""Of so many request IDs below the largest it is known whether they were used; older ones count as used."""
+"""Number of recent request IDs tracked individually; older ones count as used."""
 
 
 @dataclass(slots=True, eq=False)
 class RequestState:
-    """One request, from its message until it is over."""
+    """One open request, of either end."""
 
     number: int
-    """Its request ID."""
+    """Request ID."""
     message: Request
     stream: int | None
-    """Its bidirectional stream; None where requests share one."""
+    """Bidirectional stream of the request; None where requests share the control stream."""
     parser: MessageParser | None = None
-    """Of what comes back on that stream, if the request is ours."""
+    """Parser of the answers on that stream, for a request of this end."""
     answered: bool = False
     streams: set[int] = field(default_factory=set)
-    """Unidirectional streams with its objects."""
+    """Unidirectional streams that carry its objects."""
     data_ended: bool = False
-    """FETCH: the stream with its objects has ended."""
+    """FETCH: the stream of objects has ended."""
     updates: int = 0
-    """REQUEST_UPDATEs without an answer."""
+    """Unanswered REQUEST_UPDATEs."""
     going_away: bool = False
-    """A GOAWAY has come on its stream."""
+    """A GOAWAY has arrived on the request's stream."""
     alias: int | None = None
-    """SUBSCRIBE: what its objects call the track."""
-    namespaces: set[tuple[bytes, ...]] = field(default_factory=set)
-    """SUBSCRIBE_NAMESPACE: those that are announced."""
+    """SUBSCRIBE: track alias."""
 
 
 class Channel:
-    """Allots stream and request IDs, collects commands and events."""
+    """Allocate stream and request IDs, and collect commands and events."""
 
     def __init__(self, draft: Draft, *, client: bool) -> None:
         self.draft, self.client = draft, client
         self.events: list[Event] = []
         self.commands: list[Command] = []
         self.control_stream: int | None = None
-        """Where our control messages go."""
+        """Stream for outgoing control messages."""
         self._next_bidi, self._next_uni = (0, 2) if client else (1, 3)
         self.next_id = 0 if client else 1
-        """The next request ID of ours."""
+        """Next request ID of this end."""
         self.aliases: dict[int, RequestState] = {}
-        """Subscriptions of ours by what their objects call the track."""
+        """Subscriptions of this end by track alias."""
 
     def open_bidi(self) -> int:
-        """A new bidirectional stream."""
+        """Return the ID of a new bidirectional stream."""
         self._next_bidi += 4
         return self._next_bidi - 4
 
     def open_uni(self) -> int:
-        """A new unidirectional stream."""
+        """Return the ID of a new unidirectional stream."""
         self._next_uni += 4
         return self._next_uni - 4
 
     def take_id(self) -> int:
-        """A new request ID."""
+        """Return a new request ID."""
         self.next_id += 2
         return self.next_id - 2
 
     def made(self, number: int) -> bool:
-        """Whether a request ID is one that we have used."""
+        """Return whether this end has used a request ID."""
         return 0 <= number < self.next_id and number % 2 == (not self.client)
 
-    def unsay(self, request_id: int) -> bool:
-        """Forget that the peer asked for something, if the owner has not heard of it yet; returns whether so."""
+    def retract(self, request_id: int) -> bool:
+        """Remove a request of the peer from the pending events; return False if the owner has already seen it."""
         if not any(isinstance(event, Requested) and event.request_id == request_id for event in self.events):
             return False
         self.events = [
@@ -94,50 +92,62 @@ class Channel:
         assert self.control_stream is not None  # noqa: S101  # nothing is sent before SETUP
         self.write(self.control_stream, message)
 
+    def check_goaway(self, message: Goaway, *, repeated: bool) -> None:
+        """Raise SessionFault for a second GOAWAY, or one with a URI from a client (draft 18, section 10.4)."""
+        if repeated:
+            raise SessionFault("second GOAWAY on the same stream")
+        self.check_uri(message.uri, message)
+
+    def check_uri(self, uri: bytes, message: Message) -> None:
+        """Raise SessionFault if a client sends its server to a URI."""
+        if uri and not self.client:
+            raise SessionFault(f"{type(message).__name__} from a client carries a URI")
+
 
 class PeerIds:
-    """The request IDs that the peer has used: of its parity, none twice (draft 18, section 10.1).
+    """The request IDs that the peer has used; each must have its parity and be new (draft 18, section 10.1).
 
-    Streams overtake each other, and one that is cancelled early may never come, so IDs may be left out. That holds for
-    draft 16 too, which wants them in sequence: SUBSCRIBE_NAMESPACE has a stream of its own there.
+    Gaps are accepted, because streams overtake each other and a request cancelled early may never arrive. This holds
+    for draft 16 as well, which requires consecutive IDs: there SUBSCRIBE_NAMESPACE has its own stream.
     """
 
     def __init__(self, channel: Channel, granted: int) -> None:
-        """Nothing has been used.
+        """Start with no ID used.
 
         Args:
-            channel: the session's.
-            granted: draft 16: IDs must be below this.
+            channel: The session's channel.
+            granted: Draft 16: IDs must be below this.
         """
         self._parity = int(channel.client)
         self._limited = not channel.draft.streams
         self.granted = granted
         self.next = self._parity
-        """The smallest ID above all that were used."""
+        """The smallest ID above all used ones."""
         self._used = 0
-        """A bit for each ID below that, the largest ID's the lowest."""
+        """One bit for each ID below `next`; the largest ID has the lowest bit."""
         self._in_order = -1
 
     def take(self, number: int, *, in_order: bool = False) -> None:
-        """The peer uses an ID.
+        """Record that the peer uses an ID.
 
         Args:
-            number: the ID.
-            in_order: whether it came on the stream that all requests share (draft 16), where IDs only grow.
+            number: The ID.
+            in_order: Whether it came on the shared control stream (draft 16), where IDs must increase.
 
         Raises:
-            SessionFault: it must not.
+            SessionFault: The ID has the wrong parity, was used before, or exceeds the limit.
         """
         code = SessionCode.INVALID_REQUEST_ID
         if number % 2 != self._parity:
-            raise SessionFault(f"request ID {number} is not one of the peer's", code)
+            raise SessionFault(f"request ID {number} has the wrong parity", code)
         if self._limited and number >= self.granted:
-            raise SessionFault(f"request ID {number}, where {self.granted} is the limit", SessionCode.TOO_MANY_REQUESTS)
+            reason = f"request ID {number} exceeds the limit of {self.granted}"
+            raise SessionFault(reason, SessionCode.TOO_MANY_REQUESTS)
         if self.used(number):
             raise SessionFault(f"request ID {number} was used before", code)
         if in_order:
             if number < self._in_order:
-                raise SessionFault(f"request ID {number} behind {self._in_order}", code)
+                raise SessionFault(f"request ID {number} follows {self._in_order}", code)
             self._in_order = number
         if number < self.next:
             self._used |= 1 << (self.next - number) // 2 - 1
@@ -148,14 +158,19 @@ class PeerIds:
             self.next = number + 2
 
     def used(self, number: int) -> bool:
-        """Whether the peer has used an ID."""
+        """Return whether the peer has used an ID."""
         if not 0 <= number < self.next or number % 2 != self._parity:
             return False
         behind = (self.next - number) // 2 - 1
         return behind >= _ID_WINDOW or bool(self._used >> behind & 1)
 
     def widen(self, window: int, active: int) -> int | None:
-        """Draft 16: grant as many IDs as keep ``window`` requests possible; returns the new limit when it is time."""
+        """Draft 16: return a new limit that allows `window` open requests, or None while it is too early to send one.
+
+        Args:
+            window: Requests that the peer may have open.
+            active: Requests that are open now.
+        """
         wanted = self.next + 2 * max(0, window - active)
         if wanted - self.granted < window:
             return None

@@ -55,21 +55,6 @@ class RequestCode(IntEnum):
     REDIRECT = 0x34
 
 
-class PublishDoneCode(IntEnum):
-    """Why a subscription ended (draft 18, section 15.10.3; draft 16 has 5 and 6 the other way round)."""
-
-    INTERNAL_ERROR = 0x0
-    UNAUTHORIZED = 0x1
-    TRACK_ENDED = 0x2
-    SUBSCRIPTION_ENDED = 0x3
-    GOING_AWAY = 0x4
-    TOO_FAR_BEHIND = 0x5
-    EXPIRED = 0x6
-    UPDATE_FAILED = 0x8
-    EXCESSIVE_LOAD = 0x9
-    MALFORMED_TRACK = 0x12
-
-
 class ResetCode(IntEnum):
     """Why a stream is reset, or its sender told to stop (draft 18, section 15.10.4)."""
 

@@ -1,13 +1,13 @@
 """The wire format of control messages in drafts 18 and 16 (draft 18, section 10).
 
-A message is a type, a length of 16 bits, and fields. What differs between the drafts: answers carry the ID of their
-request only where all requests share a stream (16), and a few messages exist in one draft alone.
+A message is a type, a 16-bit length, and fields. The fields on the wire are those of the dataclass, in the same order;
+`_CODECS` says how each one is encoded, and `_layout` which ones a draft leaves out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import fields
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
 from typing import Any
 
 from kvabr.moqt.codes import Param, RequestCode, SessionFault
@@ -42,7 +42,7 @@ from kvabr.moqt.messages import (
     Unsubscribe,
 )
 from kvabr.moqt.parameters import (
-    Parameters,
+    SetupOptions,
     present,
     read_parameters,
     setup_options,
@@ -82,270 +82,247 @@ _TYPES: dict[int, dict[int, type[Message]]] = {
         0xC: PublishNamespaceCancel, 0x11: SubscribeNamespace,
     },
 }  # fmt: skip
-"""Message types; draft 18 lists PUBLISH_OK as a name of REQUEST_OK with a type of its own, which is read, not sent."""
+"""Messages by draft and type. Draft 18 gives REQUEST_OK a second type, 0x1E, as the answer to PUBLISH: it is read, but
+never sent."""
+_TYPE_OF = {draft: {cls: kind for kind, cls in types.items()} for draft, types in _TYPES.items()}
 
 CLIENT_SETUP_16, SERVER_SETUP_16 = 0x20, 0x21
-_SETUP_18 = 0x2F00
+_ANSWERS = (RequestOk, RequestError, SubscribeOk, PublishDone, FetchOk)
+"""Messages without a request ID in draft 18, where their stream identifies the request."""
+_FETCH_TYPES: dict[int, tuple[type[Message], dict[str, bool]]] = {
+    1: (Fetch, {}),
+    2: (JoiningFetch, {"relative": True}),
+    3: (JoiningFetch, {"relative": False}),
+}
+"""Message and fixed fields by Fetch Type (draft 18, section 10.12)."""
 
 
 def type_of(message: Message, draft: Draft, *, client: bool = True) -> int:
-    """The type of a message.
+    """Return the type of a message.
 
     Raises:
-        ValueError: the draft has no such message.
+        ValueError: The draft has no such message.
     """
-    if isinstance(message, JoiningFetch):
-        return 0x16
-    if isinstance(message, Setup):
-        return _SETUP_18 if draft.number >= 17 else (CLIENT_SETUP_16 if client else SERVER_SETUP_16)
-    # The last one: draft 18 has REQUEST_OK twice, and 0x7 is the one to send.
-    kinds = [kind for kind, cls in _TYPES[draft.number].items() if cls is type(message)]
-    if not kinds:
-        raise ValueError(f"draft {draft.number} has no {type(message).__name__}")
-    return kinds[-1]
+    cls = Fetch if isinstance(message, JoiningFetch) else type(message)
+    kind = _TYPE_OF[draft.number].get(cls)
+    if kind is None:
+        raise ValueError(f"draft {draft.number} has no {cls.__name__}")
+    return CLIENT_SETUP_16 if kind == SERVER_SETUP_16 and client and not draft.streams else kind
 
 
 def encode(message: Message, draft: Draft, *, client: bool = True) -> bytes:
-    """A message with its type and length.
+    """Encode a message with its type and length.
 
     Raises:
-        ValueError: the draft has no such message, it cannot have those parameters, or it does not fit.
+        ValueError: The draft has no such message, the message cannot carry its parameters, or a limit is exceeded.
     """
-    given: Parameters | None = getattr(message, "parameters", None)
-    if given is not None and (extra := present(given) - allowed_parameters(type(message), draft)):
-        raise ValueError(f"a {type(message).__name__} cannot have {', '.join(sorted(param.name for param in extra))}")
+    kind = type_of(message, draft, client=client)
     payload = _payload(message, draft)
     if len(payload) > MAX_MESSAGE_BYTES:
-        raise ValueError(f"a message of {len(payload)} bytes; {MAX_MESSAGE_BYTES} are allowed")
-    return draft.varint.encode(type_of(message, draft, client=client)) + len(payload).to_bytes(2, "big") + payload
+        raise ValueError(f"message of {len(payload)} bytes; the limit is {MAX_MESSAGE_BYTES}")
+    return draft.varint.encode(kind) + len(payload).to_bytes(2, "big") + payload
 
 
 def decode(kind: int, payload: bytes, draft: Draft, *, control: bool = True) -> Message:
-    """Read a message's payload.
+    """Decode the payload of a message.
 
     Args:
-        kind: its type.
-        payload: its fields.
-        draft: the draft.
-        control: whether it came on the control stream: a GOAWAY on a request's stream has fewer fields.
+        kind: The message type.
+        payload: The encoded fields.
+        draft: The draft.
+        control: Whether the message came on the control stream; a GOAWAY on a request stream has no request ID.
 
     Raises:
-        SessionFault: an unknown type, or fields that are not those of the type.
+        SessionFault: The type is unknown, or the fields do not fit it.
     """
     cls = _TYPES[draft.number].get(kind)
     if cls is None:
-        raise SessionFault(f"an unknown message of type 0x{kind:x}")
+        raise SessionFault(f"unknown message type 0x{kind:x}")
     reader = Reader(payload, draft.varint)
-    if cls is Setup:
-        pairs = read_pairs(reader, reader.varint() if draft.number < 17 else None)
-        message: Message = Setup(setup_options(pairs, draft))
-    elif cls is Goaway:
-        message = _read_goaway(reader, draft, control=control)
-    elif cls is Fetch:
-        message = _read_fetch(reader, draft)
-    else:
-        message = cls(**{name: _read(each, reader, draft, cls) for name, each in _layout(cls, draft)})
-        if isinstance(message, RequestError) and _redirects(message, draft):
-            redirect = Redirect(reader.text(MAX_URI_BYTES, "a URI"), *reader.full_name())
-            message = RequestError(None, message.code, message.retry_interval, message.reason, redirect)
-        _check_full_name(message)
+    layout = _layout(cls, draft, control=control)
+    values: dict[str, Any] = {"request_id": None} if cls in (*_ANSWERS, Goaway) else {}
+    if cls is Fetch:
+        request_id, fetch_type = reader.varint(), reader.varint()
+        if fetch_type not in _FETCH_TYPES:
+            raise SessionFault(f"unknown FETCH type {fetch_type}")
+        cls, fixed = _FETCH_TYPES[fetch_type]
+        values = {"request_id": request_id, **fixed}
+        layout = _layout(cls, draft)[1:]
+    values |= {name: codec.read(reader, draft, cls) for name, codec in layout}
+    if cls is RequestError and _redirects(values["code"], draft):
+        to = reader.text(MAX_URI_BYTES, "URI"), reader.namespace(), reader.text(MAX_NAME_BYTES, "track name")
+        values["redirect"] = Redirect(*to)
+    message = cls(**values)
+    if (size := _name_bytes(message)) > MAX_NAME_BYTES:
+        raise SessionFault(f"full track name of {size} bytes; the limit is {MAX_NAME_BYTES}")
+    if isinstance(message, Fetch) and ends_before(message.end, message.start):
+        raise SessionFault(f"FETCH ends at {tuple(message.end)}, before its start {tuple(message.start)}")
     reader.end()
     return message
 
 
-def _redirects(message: RequestError, draft: Draft) -> bool:
-    return draft.number >= 17 and message.code == RequestCode.REDIRECT
-
-
 def allowed_parameters(cls: type[Message], draft: Draft) -> frozenset[Param]:
-    """The parameters that a message may have."""
-    return cls.allowed - {Param.FORWARD} if cls is SubscribeNamespace and draft.number >= 17 else cls.allowed
-
-
-def _check_full_name(message: Message) -> None:
-    """The limit on namespace and track name together; a suffix is only a part, and is checked alone."""
-    if isinstance(message, Subscribe | TrackStatus | Publish):
-        size = sum(map(len, message.namespace)) + len(message.track)
-        if size > MAX_NAME_BYTES:
-            raise SessionFault(f"a full track name of {size} bytes, more than {MAX_NAME_BYTES}")
-
-
-def _read_goaway(reader: Reader, draft: Draft, *, control: bool) -> Goaway:
-    uri = reader.text(MAX_URI_BYTES, "a URI")
-    if draft.number < 17:
-        return Goaway(uri)
-    return Goaway(uri, reader.varint(), reader.varint() if control else None)
-
-
-def _read_fetch(reader: Reader, draft: Draft) -> Fetch | JoiningFetch:
-    request_id, kind = reader.varint(), reader.varint()
-    if kind == 1:
-        namespace, track = reader.full_name(least=_least_fields(draft))
-        start, end = reader.location(), reader.location()
-        if ends_before(end, start):
-            raise SessionFault(f"a FETCH from {tuple(start)} to {tuple(end)}")
-        return Fetch(request_id, namespace, track, start, end, read_parameters(reader, draft, Fetch.allowed))
-    if kind in (2, 3):
-        joining, begin = reader.varint(), reader.varint()
-        parameters = read_parameters(reader, draft, Fetch.allowed)
-        return JoiningFetch(request_id, joining, begin, kind == 2, parameters)
-    raise SessionFault(f"a FETCH of type {kind}")
+    """Return the parameters that a message may carry."""
+    return cls.allowed - {Param.FORWARD} if cls is SubscribeNamespace and draft.streams else cls.allowed
 
 
 def ends_before(end: Location, start: Location) -> bool:
-    """Whether an End Location (the last one plus one; object 0 means all of its group) is smaller than a start."""
+    """Return whether a FETCH's End Location lies before its start.
+
+    An End Location is the last location plus one; object 0 stands for the whole group (draft 18, section 10.12.3).
+    """
     return end.group < start.group or (end.group == start.group and 0 < end.object < start.object)
 
 
-def _least_fields(draft: Draft) -> int:
-    """How many fields a namespace has at least."""
-    return 0 if draft.number >= 17 else 1
-
-
 def _payload(message: Message, draft: Draft) -> bytes:
+    _check_sendable(message, draft)
+    control = not isinstance(message, Goaway) or message.request_id is not None
+    layout = _layout(type(message), draft, control=control)
+    parts = [codec.write(getattr(message, name), draft) for name, codec in layout]
     varint = draft.varint
-    _check_sizes(message, draft)
-    if isinstance(message, Setup):
-        pairs = setup_pairs(message.options, draft)
-        count = varint.encode(len(pairs)) if draft.number < 17 else b""
-        return count + write_pairs(varint, pairs)
-    if isinstance(message, Goaway):
-        out = write_text(varint, message.uri)
-        if draft.number >= 17:
-            out += varint.encode(message.timeout_ms)
-            out += b"" if message.request_id is None else varint.encode(message.request_id)
-        return out
     if isinstance(message, Fetch):
-        return b"".join((
-            varint.encode(message.request_id), varint.encode(1), write_namespace(varint, message.namespace),
-            write_text(varint, message.track), write_location(varint, message.start),
-            write_location(varint, message.end), write_parameters(message.parameters, draft),
-        ))  # fmt: skip
-    if isinstance(message, JoiningFetch):
-        return b"".join((
-            varint.encode(message.request_id), varint.encode(2 if message.relative else 3),
-            varint.encode(message.joining_request_id), varint.encode(message.joining_start),
-            write_parameters(message.parameters, draft),
-        ))  # fmt: skip
-    out = b"".join(_write(each, getattr(message, name), draft) for name, each in _layout(type(message), draft))
-    if isinstance(message, RequestError) and _redirects(message, draft):
+        parts.insert(1, varint.encode(1))
+    elif isinstance(message, JoiningFetch):
+        parts.insert(1, varint.encode(2 if message.relative else 3))
+    elif isinstance(message, RequestError) and _redirects(message.code, draft):
         to = message.redirect
         if to is None:
-            raise ValueError("a REQUEST_ERROR of REDIRECT says where to")
-        out += write_text(varint, to.uri) + write_namespace(varint, to.namespace) + write_text(varint, to.track)
-    return out
+            raise ValueError("a REQUEST_ERROR with code REDIRECT needs a redirect")
+        parts += [write_text(varint, to.uri), write_namespace(varint, to.namespace), write_text(varint, to.track)]
+    return b"".join(parts)
 
 
-def _check_sizes(message: Message, draft: Draft) -> None:
-    """What the peer would end the session for must not be sent."""
-    track: bytes = getattr(message, "track", b"")
+def _check_sendable(message: Message, draft: Draft) -> None:
+    """Raise ValueError for a message that would make the peer close the session."""
+    if extra := present(getattr(message, "parameters", None)) - allowed_parameters(type(message), draft):
+        raise ValueError(f"a {type(message).__name__} cannot have {', '.join(sorted(param.name for param in extra))}")
     if getattr(message, "namespace", None) == () and _least_fields(draft):
-        raise ValueError(f"in draft {draft.number} a namespace has a field at least")
-    if sum(map(len, getattr(message, "namespace", ()))) + len(track) > MAX_NAME_BYTES:
-        raise ValueError(f"a full track name has {MAX_NAME_BYTES} bytes at most")
+        raise ValueError(f"a namespace needs at least one field in draft {draft.number}")
+    if _name_bytes(message) > MAX_NAME_BYTES:
+        raise ValueError(f"a full track name is limited to {MAX_NAME_BYTES} bytes")
     if isinstance(message, Goaway) and len(message.uri) > MAX_URI_BYTES:
-        raise ValueError(f"a URI has {MAX_URI_BYTES} bytes at most")
+        raise ValueError(f"a URI is limited to {MAX_URI_BYTES} bytes")
 
 
-_KIND_OF = {
-    "request_id": "int", "existing": "int", "track_alias": "int", "code": "int", "retry_interval": "int",
-    "streams": "int", "options": "int", "reason": "reason", "namespace": "namespace", "prefix": "part",
-    "suffix": "part", "track": "text", "end_of_track": "flag", "end": "location", "parameters": "parameters",
-    "properties": "properties",
-}  # fmt: skip
-_ANSWERS = (RequestOk, RequestError, SubscribeOk, PublishDone, FetchOk)
-"""Messages whose request ID the stream tells in draft 18."""
+def _redirects(code: int, draft: Draft) -> bool:
+    return draft.streams and code == RequestCode.REDIRECT
 
 
-def _layout(cls: type[Message], draft: Draft) -> list[tuple[str, str]]:
-    """Fields in their order on the wire, with how each is written; ``none`` is one that is not."""
-    out = []
-    for each in fields(cls):
-        name = each.name
-        absent = (
-            (name == "request_id" and draft.streams and cls in _ANSWERS)
-            or (name == "existing" and draft.streams)
-            or (name == "options" and draft.number >= 17)
-            or (name == "properties" and cls is RequestOk and draft.number < 17)
-        )
-        if name != "redirect" and (not absent or name == "request_id"):
-            out.append((name, "none" if absent else _KIND_OF[name]))
-    return out
+def _name_bytes(message: Message) -> int:
+    """Return the size of a full track name: namespace and track together (draft 18, section 2.4.1)."""
+    named = getattr(message, "redirect", None) or message
+    return sum(map(len, getattr(named, "namespace", ()))) + len(getattr(named, "track", b""))
 
 
-def _read(kind: str, reader: Reader, draft: Draft, cls: type[Message]) -> Any:
-    match kind:
-        case "int":
-            return reader.varint()
-        case "reason":
-            return reader.reason()
-        case "namespace":
-            return reader.namespace(least=_least_fields(draft))
-        case "part":
-            return reader.namespace()
-        case "text":
-            return reader.text(MAX_NAME_BYTES, "a track name")
-        case "location":
-            return reader.location()
-        case "parameters":
-            return read_parameters(reader, draft, allowed_parameters(cls, draft))
-        case "properties":
-            return _read_properties(reader, draft)
-        case "flag":
-            return _read_flag(reader)
-    return None
+def _least_fields(draft: Draft) -> int:
+    """Return the minimum number of fields in a namespace."""
+    return 0 if draft.streams else 1
 
 
-def _read_properties(reader: Reader, draft: Draft) -> tuple[KeyValue, ...]:
+@dataclass(frozen=True, slots=True)
+class _Codec:
+    """How a field is encoded."""
+
+    read: Callable[[Reader, Draft, type[Message]], Any]
+    write: Callable[[Any, Draft], bytes]
+
+
+def _read_flag(reader: Reader, _draft: Draft, _cls: type[Message]) -> bool:
+    if (value := reader.u8()) > 1:
+        raise SessionFault(f"flag of {value}; it must be 0 or 1")
+    return bool(value)
+
+
+def _write_reason(value: str, draft: Draft) -> bytes:
+    """Cut a reason phrase to its limit, between characters."""
+    return write_text(draft.varint, value.encode()[:MAX_REASON_BYTES].decode(errors="ignore").encode())
+
+
+def _read_options(reader: Reader, draft: Draft, _cls: type[Message]) -> SetupOptions:
+    return setup_options(read_pairs(reader, None if draft.streams else reader.varint()), draft)
+
+
+def _write_options(value: SetupOptions, draft: Draft) -> bytes:
+    pairs = setup_pairs(value, draft)
+    return (b"" if draft.streams else draft.varint.encode(len(pairs))) + write_pairs(draft.varint, pairs)
+
+
+def _read_properties(reader: Reader, draft: Draft, _cls: type[Message]) -> tuple[KeyValue, ...]:
     properties = read_pairs(reader)
     check_track(properties, draft)
     return properties
 
 
-def _read_flag(reader: Reader) -> bool:
-    if (value := reader.u8()) > 1:
-        raise SessionFault(f"a flag of {value}")
-    return bool(value)
+def _write_namespace(value: tuple[bytes, ...], draft: Draft) -> bytes:
+    return write_namespace(draft.varint, value)
 
 
-def _write(kind: str, value: Any, draft: Draft) -> bytes:
-    varint = draft.varint
-    match kind:
-        case "int":
-            return varint.encode(value)
-        case "reason":
-            return write_text(varint, value.encode()[:MAX_REASON_BYTES].decode(errors="ignore").encode())
-        case "namespace" | "part":
-            return write_namespace(varint, value)
-        case "text":
-            return write_text(varint, value)
-        case "location":
-            return write_location(varint, value)
-        case "parameters":
-            return write_parameters(value, draft)
-        case "properties":
-            return write_pairs(varint, value)
-        case "flag":
-            return bytes([value])
-    return b""
+def _text(limit: int, what: str) -> _Codec:
+    return _Codec(
+        lambda reader, _draft, _cls: reader.text(limit, what), lambda text, draft: write_text(draft.varint, text)
+    )
+
+
+_INTEGER = _Codec(lambda reader, _draft, _cls: reader.varint(), lambda value, draft: draft.varint.encode(value))
+_PART = _Codec(lambda reader, _draft, _cls: reader.namespace(), _write_namespace)
+_LOCATION = _Codec(
+    lambda reader, _draft, _cls: reader.location(), lambda value, draft: write_location(draft.varint, value)
+)
+_CODECS = {
+    **dict.fromkeys(
+        (
+            "request_id", "existing", "joining_request_id", "joining_start", "track_alias", "code", "retry_interval",
+            "streams", "subscribe_options", "timeout_ms",
+        ),
+        _INTEGER,
+    ),
+    "namespace": _Codec(lambda reader, draft, _cls: reader.namespace(least=_least_fields(draft)), _write_namespace),
+    "prefix": _PART,
+    "suffix": _PART,
+    "track": _text(MAX_NAME_BYTES, "track name"),
+    "uri": _text(MAX_URI_BYTES, "URI"),
+    "reason": _Codec(lambda reader, _draft, _cls: reader.reason(), _write_reason),
+    "start": _LOCATION,
+    "end": _LOCATION,
+    "end_of_track": _Codec(_read_flag, lambda value, _draft: bytes([value])),
+    "options": _Codec(_read_options, _write_options),
+    "parameters": _Codec(
+        lambda reader, draft, cls: read_parameters(reader, draft, allowed_parameters(cls, draft)), write_parameters
+    ),
+    "properties": _Codec(_read_properties, lambda value, draft: write_pairs(draft.varint, value)),
+}  # fmt: skip
+"""Codecs by the name of a message's field."""
+
+
+def _layout(cls: type[Message], draft: Draft, *, control: bool = True) -> tuple[tuple[str, _Codec], ...]:
+    """Return the fields of a message that a draft has, in wire order, with their codecs."""
+    absent = {
+        "request_id": (draft.streams and cls in _ANSWERS) or (cls is Goaway and not (draft.streams and control)),
+        "existing": draft.streams,
+        "subscribe_options": draft.streams,
+        "timeout_ms": not draft.streams,
+        "properties": cls is RequestOk and not draft.streams,
+    }
+    names = [each.name for each in fields(cls) if each.name in _CODECS and not absent.get(each.name)]
+    return tuple((name, _CODECS[name]) for name in names)
 
 
 class MessageParser:
-    """Cuts a stream into control messages; holds at most one of them."""
+    """Split a stream into control messages, holding at most one incomplete message."""
 
     def __init__(self, draft: Draft) -> None:
         self._draft = draft
         self._buffer = bytearray()
         self.count = 0
-        """Messages that `feed` has handed out, the last one included."""
+        """Messages yielded by `feed` so far."""
 
     @property
     def buffered(self) -> int:
-        """Bytes of a message that has not come whole."""
+        """Bytes held of an incomplete message."""
         return len(self._buffer)
 
     def feed(self, data: bytes) -> Iterator[tuple[int, bytes]]:
-        """Take bytes in, and hand out type and payload of every message that is complete."""
+        """Take in bytes and yield the type and payload of each complete message."""
         self._buffer += data
         at = 0
         while (found := self._draft.varint.peek(self._buffer, at)) is not None:

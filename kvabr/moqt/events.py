@@ -1,4 +1,4 @@
-"""What a session tells its owner, and what it wants done with streams."""
+"""Events that a session reports to its owner, and commands for the owner to carry out on streams."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from kvabr.moqt.messages import (
     PublishDone,
     Request,
     RequestError,
-    RequestOk,
     SubscribeOk,
 )
 from kvabr.moqt.objects import Item, ObjectHeader
@@ -18,16 +17,16 @@ from kvabr.moqt.parameters import Parameters, SetupOptions
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The peer's SETUP has come."""
+    """The peer's SETUP has arrived."""
 
     options: SetupOptions
     tokens: tuple[bytes, ...]
-    """Values of the tokens in it."""
+    """Values of the tokens in the SETUP."""
 
 
 @dataclass(frozen=True, slots=True)
 class Requested:
-    """The peer asks for something; answer it by its ID."""
+    """The peer makes a request; answer it by its ID through `Session.responder`."""
 
     request_id: int
     message: Request
@@ -36,7 +35,7 @@ class Requested:
 
 @dataclass(frozen=True, slots=True)
 class Updated:
-    """The peer changes a request of its own, which has been acknowledged."""
+    """The peer changes one of its requests; the session has acknowledged the change."""
 
     request_id: int
     parameters: Parameters
@@ -44,7 +43,7 @@ class Updated:
 
 @dataclass(frozen=True, slots=True)
 class Cancelled:
-    """The peer wants nothing more of a request of its own."""
+    """The peer cancels one of its requests."""
 
     request_id: int
     code: int
@@ -52,15 +51,15 @@ class Cancelled:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """The peer agrees to a request of ours."""
+    """The peer accepts a request of this end."""
 
     request_id: int
-    message: FetchOk | SubscribeOk | RequestOk
+    message: FetchOk | SubscribeOk
 
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """The peer refuses a request of ours, or breaks it off."""
+    """The peer refuses or aborts a request of this end."""
 
     request_id: int
     message: RequestError
@@ -68,26 +67,26 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """Objects, and pieces of them, of a request of ours."""
+    """Objects, or parts of them, arrived for a request of this end."""
 
     request_id: int
     items: list[Item]
     stream: int = 0
-    """Which they came on: a subscription has many, and pieces of an object belong to the header on their stream."""
+    """The stream that carried them. A subscription has several; payload belongs to the last header on its stream."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The stream of a request of ours has ended: all is there, or it was reset."""
+    """The stream of objects for a FETCH has ended or was reset."""
 
     request_id: int
     reset: int | None = None
-    """Why it was reset."""
+    """Code of the reset; None if all objects have arrived."""
 
 
 @dataclass(frozen=True, slots=True)
 class DatagramReceived:
-    """An object of a subscription of ours came as a datagram."""
+    """An object of a subscription arrived as a datagram."""
 
     request_id: int
     header: ObjectHeader
@@ -96,24 +95,15 @@ class DatagramReceived:
 
 @dataclass(frozen=True, slots=True)
 class SubscriptionDone:
-    """The peer will send no more of a subscription of ours."""
+    """The peer ends a subscription of this end."""
 
     request_id: int
     message: PublishDone
 
 
 @dataclass(frozen=True, slots=True)
-class NamespaceChanged:
-    """A namespace that matches a SUBSCRIBE_NAMESPACE of ours came or went."""
-
-    request_id: int
-    suffix: tuple[bytes, ...]
-    gone: bool
-
-
-@dataclass(frozen=True, slots=True)
 class GoingAway:
-    """The peer will end the session soon: no new requests, please."""
+    """The peer will close the session soon; make no new requests."""
 
     uri: bytes
     timeout_ms: int
@@ -121,7 +111,7 @@ class GoingAway:
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    """The session is over, by our doing: what the peer did, or what we wanted."""
+    """This end has closed the session, on request or because the peer broke the protocol."""
 
     code: int
     reason: str
@@ -138,7 +128,6 @@ Event = (
     | Ended
     | DatagramReceived
     | SubscriptionDone
-    | NamespaceChanged
     | GoingAway
     | Closed
 )
@@ -146,7 +135,7 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """Send bytes on a stream; the first write opens it."""
+    """Send bytes on a stream; the first write opens the stream."""
 
     stream: int
     data: bytes
@@ -163,7 +152,7 @@ class Reset:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Ask the peer to send no more on a stream."""
+    """Ask the peer to stop sending on a stream (STOP_SENDING)."""
 
     stream: int
     code: int

@@ -1,4 +1,4 @@
-"""The unidirectional streams that a peer opens: objects for requests of ours, padding, and its control stream."""
+"""The unidirectional streams of the peer: objects for requests of this end, padding, and its control stream."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ _MAX_STREAM_HEADER = 64
 
 
 class Verdict(Enum):
-    """Whose bytes they were."""
+    """What to do with a stream."""
 
     TAKEN = 0
-    """Nobody else's."""
+    """Nothing: its bytes were consumed."""
     CONTROL = 1
-    """The stream is the peer's control stream."""
+    """Treat it as the peer's control stream."""
     EARLY = 2
-    """They are objects, and must wait for the peer's SETUP."""
+    """Hold it until the peer's SETUP: it carries objects."""
 
 
 @dataclass(slots=True)
 class _Incoming:
     header: bytearray = field(default_factory=bytearray)
-    """Its header, as far as it has come."""
+    """The part of the header received so far; empty once it is parsed."""
     request: RequestState | None = None
     objects: ObjectParser | None = None
-    """Both None where nothing of the stream is wanted."""
+    """Both None if the stream's content is ignored."""
 
 
 class IncomingStreams:
-    """Those that have not ended."""
+    """The streams that have not ended."""
 
     def __init__(self, channel: Channel, requester: Requester) -> None:
         self._channel, self._requester = channel, requester
@@ -47,25 +47,24 @@ class IncomingStreams:
         return len(self._streams)
 
     def receive(self, stream: int, data: bytes, *, fin: bool, ready: bool) -> tuple[Verdict, bytes]:
-        """Bytes came on a stream.
+        """Take in bytes from a stream.
 
         Args:
-            stream: the stream.
-            data: the bytes.
-            fin: whether it ends with them.
-            ready: whether the peer's SETUP has come.
+            stream: The stream.
+            data: The bytes.
+            fin: Whether they end the stream.
+            ready: Whether the peer's SETUP has arrived.
 
         Returns:
-            Whose they were; and, unless they were taken, all that has come on the stream: it is forgotten here.
+            What to do with the stream and, unless its bytes were consumed, all bytes received on it so far; the caller
+            then takes over the stream.
 
         Raises:
-            SessionFault: they cannot be.
+            SessionFault: The stream violates the protocol.
         """
-        found = self._streams.get(stream)
-        if found is None:
-            found = self._streams[stream] = _Incoming()
-            verdict = self._begin(stream, found, data, fin=fin, ready=ready)
-        elif found.header:
+        new = stream not in self._streams
+        found = self._streams.setdefault(stream, _Incoming())
+        if new or found.header:
             verdict = self._begin(stream, found, data, fin=fin, ready=ready)
         else:
             verdict = Verdict.TAKEN
@@ -75,20 +74,20 @@ class IncomingStreams:
         return verdict, bytes(found.header)
 
     def reset(self, stream: int, code: int) -> None:
-        """The peer has reset a stream."""
+        """Handle a reset of a stream."""
         found = self._streams.pop(stream, None)
         if found is not None and found.request is not None:
             self._requester.data_ended(found.request, stream, code)
 
     def _begin(self, stream: int, found: _Incoming, data: bytes, *, fin: bool, ready: bool) -> Verdict:
-        """Find out what a stream is."""
+        """Parse the header of a stream."""
         before = len(found.header)
         found.header += data
         draft = self._channel.draft
         header = read_stream_header(found.header, draft)
         if header is None:
             if fin or len(found.header) > _MAX_STREAM_HEADER:
-                raise SessionFault("a stream without a header")
+                raise SessionFault("stream without a valid header")
             return Verdict.TAKEN
         kind, what, size = header
         if kind == _SETUP_STREAM and draft.streams:
@@ -96,7 +95,7 @@ class IncomingStreams:
         if kind == PADDING_STREAM and draft.streams:
             found.header.clear()
         elif what is None:
-            raise SessionFault(f"a stream of type 0x{kind:x}")
+            raise SessionFault(f"unknown stream type 0x{kind:x}")
         elif not ready:
             return Verdict.EARLY
         else:
@@ -109,7 +108,7 @@ class IncomingStreams:
     ) -> None:
         request = self._requester.claim(stream, what)
         if request is None:
-            # What it belongs to was cancelled, or its SUBSCRIBE_OK is still on its way: the draft lets us drop it.
+            # The request was cancelled, or its SUBSCRIBE_OK has not arrived yet; the draft allows dropping the stream.
             if not fin:
                 self._channel.commands.append(Stop(stream, ResetCode.CANCELLED))
             return

@@ -276,7 +276,7 @@ class SubscribeNamespace(Message):
 
     request_id: int
     prefix: tuple[bytes, ...]
-    options: int = 1
+    subscribe_options: int = 1
     """Draft 16: 0 PUBLISH, 1 NAMESPACE, 2 both are wanted."""
     parameters: Parameters = field(default_factory=Parameters)
     allowed: ClassVar[frozenset[Param]] = frozenset({Param.AUTHORIZATION_TOKEN, Param.FORWARD})

@@ -1,6 +1,6 @@
-"""Data streams and datagrams: how objects travel (draft 18, section 11).
+"""Objects on data streams and in datagrams (draft 18, section 11).
 
-The parser passes payloads through as they come and keeps no more than one object's header, whose size is bounded.
+The parser passes payload through without a copy and holds at most one object header, whose size is bounded.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ FETCH_HEADER = 0x05
 PADDING_STREAM = 0x132B3E28
 PADDING_DATAGRAM = 0x132B3E29
 MAX_PROPERTIES_BYTES = 0xFFFF
-"""The draft sets no limit; this one is far beyond what any property needs."""
+"""Properties of one object; a limit of this implementation, as the draft sets none."""
 _MAX_HEADER = MAX_PROPERTIES_BYTES + 64
 DEFAULT_PRIORITY = 128
 
 
 class Status(IntEnum):
-    """What an object on a subscription's stream says (draft 18, section 11.2.1.1)."""
+    """Object status (draft 18, section 11.2.1.1)."""
 
     NORMAL = 0x0
     END_OF_GROUP = 0x3
@@ -31,11 +31,11 @@ class Status(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class ObjectHeader:
-    """The beginning of an object; its payload of ``size`` bytes follows."""
+    """The header of an object; `size` bytes of payload follow."""
 
     group: int
     subgroup: int | None
-    """None for one that its publisher sent as a datagram."""
+    """None for an object that its publisher sent as a datagram."""
     object: int
     priority: int
     size: int
@@ -45,23 +45,23 @@ class ObjectHeader:
 
 @dataclass(frozen=True, slots=True)
 class RangeEnd:
-    """Objects up to a location, inclusive, that a FETCH will not bring."""
+    """The end of a range of objects that a FETCH does not deliver; `location` is the last one."""
 
     location: Location
     unknown: bool
-    """Whether nobody knows if they exist; otherwise they do not."""
+    """Whether the publisher does not know if they exist; otherwise they do not exist."""
 
 
 @dataclass(frozen=True, slots=True)
 class SubgroupHeader:
-    """What all objects of a subgroup's stream have in common."""
+    """The header of a subgroup stream, shared by its objects."""
 
     track_alias: int
     group: int
     subgroup: int | None
-    """None: the ID of the stream's first object."""
+    """None if it is the ID of the first object on the stream."""
     priority: int | None
-    """None: the track's."""
+    """None for the priority of the track."""
     properties: bool
     end_of_group: bool
     first_object: bool = False
@@ -69,15 +69,15 @@ class SubgroupHeader:
 
 
 Item = ObjectHeader | RangeEnd | memoryview
-"""What a stream is made of. A view is a piece of the payload of the object before it."""
+"""One element of a stream; a view is a piece of payload of the preceding object."""
 
 
-class _Short(Exception):  # noqa: N818  # no error: the rest is still to come
-    """Not all of a header has come."""
+class _Short(Exception):  # noqa: N818  # not an error: the rest is still on its way
+    """A header is incomplete."""
 
 
 class _Header:
-    """Reads a header from bytes of which more may come."""
+    """Read a header from bytes that may be incomplete."""
 
     def __init__(self, data: bytearray | memoryview, at: int, draft: Draft) -> None:
         self.data, self.at, self.draft = data, at, draft
@@ -98,7 +98,7 @@ class _Header:
     def properties(self) -> tuple[KeyValue, ...]:
         size = self.varint()
         if size > MAX_PROPERTIES_BYTES:
-            raise SessionFault(f"an object with {size} bytes of properties")
+            raise SessionFault(f"object with {size} bytes of properties; the limit is {MAX_PROPERTIES_BYTES}")
         if self.at + size > len(self.data):
             raise _Short
         piece = bytes(self.data[self.at : self.at + size])
@@ -107,24 +107,24 @@ class _Header:
 
 
 class ObjectParser:
-    """Reads the objects of one stream, behind its header."""
+    """Parse the objects of one stream, after its header."""
 
     def __init__(self, draft: Draft, subgroup: SubgroupHeader | None = None, *, descending: bool = False) -> None:
-        """Begin behind a stream's header.
+        """Start after the header of a stream.
 
         Args:
-            draft: the draft.
-            subgroup: the header of a subgroup's stream; None for a FETCH's.
-            descending: whether the FETCH asked for its groups in descending order.
+            draft: The draft.
+            subgroup: The header of a subgroup stream; None for a FETCH stream.
+            descending: Whether the FETCH requested its groups in descending order.
         """
         self._draft, self._subgroup, self._descending = draft, subgroup, descending
         self._buffer = bytearray()
         self._left = 0
         self._group = self._object = 0
         self._any = False
-        """Whether an object or the end of a range came before."""
+        """Whether an object or the end of a range precedes."""
         self._before: Location | None = None
-        """The object before."""
+        """Location of the preceding object."""
         self._prior_subgroup: int | None = None
         self._prior_priority: int | None = None
 
@@ -132,11 +132,11 @@ class ObjectParser:
         """Parse bytes of the stream.
 
         Returns:
-            What they hold; payload as views of ``data``, not copies.
+            The elements of the stream; payload as views of `data`, not copies.
 
         Raises:
-            SessionFault: they are no objects.
-            MalformedTrack: they are none that a track can have; nothing more can be read.
+            SessionFault: The bytes violate the protocol.
+            MalformedTrack: The objects violate the data model; parsing cannot continue.
         """
         view, at, items = memoryview(data), 0, list[Item]()
         buffer = self._buffer
@@ -157,7 +157,7 @@ class ObjectParser:
                 if not kept:
                     buffer += view[at:]
                 if len(buffer) > _MAX_HEADER:
-                    raise SessionFault("an object's header that does not end") from None
+                    raise SessionFault(f"object header of more than {_MAX_HEADER} bytes") from None
                 break
             at = at + header.at - kept if kept else header.at
             buffer.clear()
@@ -167,13 +167,9 @@ class ObjectParser:
         return items
 
     def finish(self) -> None:
-        """The stream has ended.
-
-        Raises:
-            SessionFault: in the middle of an object.
-        """
+        """Raise SessionFault if the stream ends inside an object."""
         if self._left or self._buffer:
-            raise SessionFault("a data stream ends within an object")
+            raise SessionFault("data stream ends inside an object")
 
     def _read_fetch_object(self, header: _Header) -> Item:
         flags = header.varint()
@@ -182,22 +178,22 @@ class ObjectParser:
             self._group, self._object, self._any = location.group, location.object, True
             return RangeEnd(location, unknown=flags == 0x10C)
         if flags >= 0x80:
-            raise SessionFault(f"an object with serialization flags 0x{flags:x}")
+            raise SessionFault(f"object with invalid serialization flags 0x{flags:x}")
         datagram = bool(flags & 0x40)
         if not self._any and not (flags & 0x04 and flags & 0x08):
-            raise SessionFault("the first object of a FETCH refers to one before it")
+            raise SessionFault("first object of a FETCH refers to a preceding one")
         group = header.varint() if flags & 0x08 else None
         subgroup = self._fetch_subgroup(header, flags & 0x03) if not datagram else None
         number = header.varint() if flags & 0x04 else None
         if not flags & 0x10 and self._prior_priority is None:
-            raise SessionFault("the first object of a FETCH has no priority")
+            raise SessionFault("first object of a FETCH without a priority")
         priority = header.u8() if flags & 0x10 else self._prior_priority
         properties = header.properties() if flags & 0x20 else ()
         size = header.varint()
         location = self._location(header, group, number)
         self._check_order(location)
         check_object(properties, location.group, location.object, self._draft)
-        # Nothing is kept before all of the header has come: it may be read again from its start.
+        # Update state only when the header is complete; an incomplete one is parsed again from its start.
         self._group, self._object, self._any = location.group, location.object, True
         self._before, self._prior_priority = location, priority
         if not datagram:
@@ -205,7 +201,7 @@ class ObjectParser:
         return ObjectHeader(location.group, subgroup, location.object, priority or 0, size, properties)
 
     def _check_order(self, location: Location) -> None:
-        """Groups come in the order that was asked for, and objects of a group in theirs (draft 16, section 2.4.2)."""
+        """Raise unless groups are in the requested order and objects ascend in a group (draft 16, section 2.4.2)."""
         before = self._before
         if before is None:
             return
@@ -214,7 +210,7 @@ class ObjectParser:
         else:
             wrong = (location.group < before.group) != self._descending
         if wrong:
-            raise MalformedTrack(f"object {tuple(location)} comes after {tuple(before)}")
+            raise MalformedTrack(f"object {tuple(location)} follows {tuple(before)}")
 
     def _fetch_subgroup(self, header: _Header, mode: int) -> int:
         if mode == 0:
@@ -222,13 +218,13 @@ class ObjectParser:
         if mode == 3:
             return header.varint()
         if self._prior_subgroup is None:
-            raise SessionFault("an object refers to the subgroup of one before it, and there is none")
+            raise SessionFault("object refers to the subgroup of a preceding one, but there is none")
         if self._prior_subgroup + mode - 1 > MAX_INTEGER:
-            raise SessionFault("an object whose subgroup is beyond 64 bits")
+            raise SessionFault("subgroup ID exceeds 64 bits")
         return self._prior_subgroup + mode - 1
 
     def _location(self, header: _Header, group: int | None, number: int | None) -> Location:
-        """Where an object is, from the fields that its header has; draft 16 writes IDs, draft 18 differences."""
+        """Return the location of an object from its header's fields: IDs in draft 16, differences in draft 18."""
         if header.draft.number < 17:
             found = Location(self._group if group is None else group, self._object + 1 if number is None else number)
         elif not self._any:
@@ -239,16 +235,16 @@ class ObjectParser:
             step = -(group + 1) if self._descending else group + 1
             found = Location(self._group + step, self._object + 1 if number is None else number)
         if not (0 <= found.group <= MAX_INTEGER and found.object <= MAX_INTEGER):
-            raise SessionFault("an object whose location is beyond 64 bits")
+            raise SessionFault("object location exceeds 64 bits")
         return found
 
     def _read_subgroup_object(self, header: _Header) -> ObjectHeader:
         common = self._subgroup
-        assert common is not None  # noqa: S101  # the caller looked
+        assert common is not None  # noqa: S101  # checked by the caller
         delta = header.varint()
         number = delta if not self._any else self._object + delta + 1
         if number > MAX_INTEGER:
-            raise SessionFault("an object whose ID is beyond 64 bits")
+            raise SessionFault("object ID exceeds 64 bits")
         properties = header.properties() if common.properties else ()
         size = header.varint()
         status = _status(header.varint(), properties) if size == 0 else Status.NORMAL
@@ -262,26 +258,24 @@ class ObjectParser:
 
 def _status(value: int, properties: tuple[KeyValue, ...]) -> Status:
     if value not in (0, 3, 4):
-        raise SessionFault(f"an object of status {value}")
+        raise SessionFault(f"invalid object status {value}")
     if value and properties:
-        raise SessionFault("an object that is only a status has properties")
+        raise SessionFault("object with a status other than NORMAL has properties")
     return Status(value)
 
 
 def is_subgroup(kind: int, draft: Draft) -> bool:
-    """Whether a stream's type is that of a subgroup."""
+    """Return whether a stream type is that of a subgroup."""
     bits = 0x6F if draft.number >= 17 else 0x2F
     return kind & ~bits == 0x10 and kind & 0x06 != 0x06
 
 
 def read_stream_header(data: bytearray, draft: Draft) -> tuple[int, SubgroupHeader | int | None, int] | None:
-    """The header of a unidirectional stream, if all of it has come.
+    """Parse the header of a unidirectional stream.
 
     Returns:
-        Its type; a subgroup's header, or the request ID of a FETCH, or None for other types; and its length.
-
-    Raises:
-        SessionFault: a type that the draft does not have.
+        The stream type; the subgroup header, the request ID of a FETCH, or None for other types; and the header's
+        length. None while the header is incomplete.
     """
     header = _Header(data, 0, draft)
     try:
@@ -301,20 +295,20 @@ def read_stream_header(data: bytearray, draft: Draft) -> tuple[int, SubgroupHead
 
 
 def read_datagram(data: bytes, draft: Draft) -> tuple[int, ObjectHeader, bytes, bool] | None:
-    """An object that came as a datagram; None for padding, which draft 16 does not know.
+    """Parse an object in a datagram.
 
     Returns:
-        Track alias, header, payload, and whether its group ends with it.
+        Track alias, header, payload, and whether the object ends its group; None for padding (draft 18).
 
     Raises:
-        SessionFault: it is none, or of an unknown type.
+        SessionFault: The datagram is invalid or has an unknown type.
     """
     reader = Reader(data, draft.varint)
     kind = reader.varint()
     if kind == PADDING_DATAGRAM and draft.number >= 17:
         return None
     if kind & ~0x2F or kind & 0x22 == 0x22:
-        raise SessionFault(f"a datagram of type 0x{kind:x}")
+        raise SessionFault(f"unknown datagram type 0x{kind:x}")
     alias, group = reader.varint(), reader.varint()
     number = 0 if kind & 0x04 else reader.varint()
     priority = DEFAULT_PRIORITY if kind & 0x08 else reader.u8()
@@ -322,7 +316,7 @@ def read_datagram(data: bytes, draft: Draft) -> tuple[int, ObjectHeader, bytes, 
     if kind & 0x01:
         piece = reader.text(MAX_PROPERTIES_BYTES, "properties")
         if not piece:
-            raise SessionFault("a datagram that announces properties and has none")
+            raise SessionFault("datagram announces properties but has none")
         properties = read_pairs(Reader(piece, draft.varint))
     status = Status.NORMAL
     if kind & 0x20:
@@ -334,25 +328,23 @@ def read_datagram(data: bytes, draft: Draft) -> tuple[int, ObjectHeader, bytes, 
 
 
 class FetchWriter:
-    """Writes the objects of one FETCH."""
+    """Encode the object headers of one FETCH."""
 
     def __init__(self, draft: Draft, *, descending: bool = False) -> None:
         self._draft, self._descending = draft, descending
         self._last: Location | None = None
-        self._any = False
-        """Whether an object was written; the end of a range has no priority to go on with."""
 
     def header(
         self, group: int, number: int, size: int, properties: tuple[KeyValue, ...] = (), *, priority: int | None = None
     ) -> bytes:
-        """The header of an object; its payload of ``size`` bytes must follow.
+        """Encode the header of an object; `size` bytes of payload must follow.
 
         Args:
-            group: its group.
-            number: its ID; larger than that of the object before, if the group is the same.
-            size: bytes of its payload.
-            properties: its properties.
-            priority: the publisher's; by default that of the object before, 128 for the first.
+            group: Group ID.
+            number: Object ID; must increase within a group.
+            size: Payload size in bytes.
+            properties: Object properties.
+            priority: Publisher priority; by default that of the preceding object, 128 for the first.
         """
         varint, last = self._draft.varint, self._last
         wide = self._draft.number >= 17
@@ -363,89 +355,17 @@ class FetchWriter:
         elif number != last.object + 1:
             flags |= 0x04
             parts.append(varint.encode(number - last.object if wide else number))
-        if not self._any or priority is not None:
+        if last is None or priority is not None:
             flags |= 0x10
             parts.append(bytes([DEFAULT_PRIORITY if priority is None else priority]))
         if properties:
             flags |= 0x20
             parts.append(write_text(varint, write_pairs(varint, properties)))
-        self._last, self._any = Location(group, number), True
+        self._last = Location(group, number)
         return b"".join((varint.encode(flags), *parts, varint.encode(size)))
 
-    def range_end(self, location: Location, *, unknown: bool) -> bytes:
-        """The end of a range of objects that will not come; ``location`` lies behind the object before."""
-        varint, last = self._draft.varint, self._last
-        group, number = location
-        if self._draft.number >= 17 and last is not None and group == last.group:
-            # A group's delta cannot be zero, and a range's end always has one: only draft 16 can write this.
-            raise ValueError("the end of a range must lie in a later group than the object before it")
-        field = self._group_field(group)
-        self._last = location
-        return varint.encode(0x10C if unknown else 0x8C) + varint.encode(field) + varint.encode(number)
-
     def _group_field(self, group: int) -> int:
-        """What stands for a group's ID: draft 18 writes the distance to the group before, less one."""
+        """Return the group field: the group ID, or in draft 18 the distance to the preceding group minus one."""
         if self._last is None or self._draft.number < 17:
             return group
         return (self._last.group - group if self._descending else group - self._last.group) - 1
-
-
-def write_subgroup_header(header: SubgroupHeader, draft: Draft) -> bytes:
-    """The header of a subgroup's stream."""
-    varint = draft.varint
-    kind = 0x10 | header.properties | header.end_of_group << 3 | (header.priority is None) << 5
-    if header.first_object and draft.number >= 17:
-        kind |= 0x40
-    out = varint.encode(header.track_alias) + varint.encode(header.group)
-    if header.subgroup is None:
-        kind |= 0x02
-    elif header.subgroup:
-        kind |= 0x04
-        out += varint.encode(header.subgroup)
-    if header.priority is not None:
-        out += bytes([header.priority])
-    return varint.encode(kind) + out
-
-
-def write_subgroup_object(
-    draft: Draft,
-    header: SubgroupHeader,
-    number: int,
-    before: int | None,
-    size: int,
-    properties: tuple[KeyValue, ...] = (),
-    status: Status = Status.NORMAL,
-) -> bytes:
-    """The header of an object on a subgroup's stream.
-
-    Args:
-        draft: the draft.
-        header: the stream's header.
-        number: the object's ID.
-        before: the ID of the object before, None for the first.
-        size: bytes of its payload.
-        properties: only where the stream's header says that there are some.
-        status: other than normal only without payload.
-    """
-    varint = draft.varint
-    out = varint.encode(number if before is None else number - before - 1)
-    if header.properties:
-        out += write_text(varint, write_pairs(varint, properties))
-    out += varint.encode(size)
-    return out if size else out + varint.encode(status)
-
-
-def write_datagram(
-    draft: Draft, alias: int, header: ObjectHeader, payload: bytes, *, end_of_group: bool = False
-) -> bytes:
-    """An object as a datagram."""
-    varint = draft.varint
-    only_status = header.status != Status.NORMAL
-    kind = bool(header.properties) | end_of_group << 1 | (header.object == 0) << 2 | only_status << 5
-    out = varint.encode(kind) + varint.encode(alias) + varint.encode(header.group)
-    if header.object:
-        out += varint.encode(header.object)
-    out += bytes([header.priority])
-    if header.properties:
-        out += write_text(varint, write_pairs(varint, header.properties))
-    return out + (varint.encode(header.status) if only_status else payload)

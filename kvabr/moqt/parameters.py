@@ -187,6 +187,7 @@ class Parameters:
     namespace_prefix: tuple[bytes, ...] | None = None
 
 
+_NONE = Parameters()
 _Encoding = Literal["varint", "u8", "location", "filter", "token", "namespace"]
 _KINDS: dict[Param, tuple[str, _Encoding, int]] = {
     Param.OBJECT_DELIVERY_TIMEOUT: ("object_delivery_timeout", "varint", 16),
@@ -214,14 +215,13 @@ def _in_range(param: Param, value: Any, draft: Draft) -> bool:
     return limits is None or bool(limits[0] <= value <= limits[1])
 
 
-def present(parameters: Parameters) -> frozenset[Param]:
-    """Those that a message has."""
-    return frozenset(param for param, (name, _, _) in _KINDS.items() if _given(getattr(parameters, name), param))
+def present(parameters: Parameters | None) -> frozenset[Param]:
+    """Return the parameters that are set."""
+    return frozenset(param for param, (name, _, _) in _KINDS.items() if parameters and _is_set(parameters, name))
 
 
-def _given(value: Any, param: Param) -> bool:
-    """Whether a message has a parameter; a prefix without fields is one, no tokens are none."""
-    return value is not None and not (param == Param.AUTHORIZATION_TOKEN and value == ())
+def _is_set(parameters: Parameters, name: str) -> bool:
+    return bool(getattr(parameters, name) != getattr(_NONE, name))
 
 
 def known_parameters(draft: Draft) -> frozenset[Param]:
@@ -239,7 +239,7 @@ def write_parameters(parameters: Parameters, draft: Draft) -> bytes:
     pairs: list[tuple[Param, bytes | int]] = []
     for param, (name, kind, since) in _KINDS.items():
         value: Any = getattr(parameters, name)
-        if not _given(value, param):
+        if not _is_set(parameters, name):
             continue
         if draft.number < since:
             raise ValueError(f"draft {draft.number} has no parameter {param.name}")
@@ -295,9 +295,9 @@ def read_parameters(reader: Reader, draft: Draft, allowed: frozenset[Param]) -> 
             number = before
         else:
             number = pairs[index][0]
-        param = next((known for known in known_parameters(draft) if known == number), None)
-        if param is None:
-            raise SessionFault(f"an unknown message parameter 0x{number:x}")
+        if number not in known_parameters(draft):
+            raise SessionFault(f"unknown message parameter 0x{number:x}")
+        param = Param(number)
         name, kind, _ = _KINDS[param]
         value = _read_value(reader, kind, draft) if pairs is None else _convert(pairs[index][1], kind, draft)
         if param not in allowed:

@@ -1,23 +1,23 @@
-"""What the draft demands of the properties of tracks and objects (draft 18, sections 2.5 and 12).
+"""Checks on the properties of tracks and objects (draft 18, sections 2.5 and 12).
 
-Drafts up to 16 call them extension headers. Unknown ones mean nothing here, and are ignored.
+Draft 16 calls them extension headers. Unknown ones are ignored.
 """
 
 from __future__ import annotations
 
-from kvabr.moqt.codes import MANDATORY_TRACK_PROPERTIES, Property, SessionFault
+from kvabr.moqt.codes import MANDATORY_TRACK_PROPERTIES, Property, RequestCode, SessionFault
 from kvabr.moqt.wire import Draft, KeyValue, Reader, read_pairs
 
 
-class MalformedTrack(Exception):  # noqa: N818  # the track's fault; the session goes on without it
-    """A track breaks the data model; what was asked of it must be cancelled (draft 18, section 2.4.2)."""
+class MalformedTrack(Exception):  # noqa: N818  # the track's fault; the session continues
+    """A track violates the data model; its requests must be cancelled (draft 18, section 2.4.2)."""
 
 
 def unfold(properties: tuple[KeyValue, ...], draft: Draft) -> tuple[KeyValue, ...]:
-    """The properties, and those inside IMMUTABLE_PROPERTIES.
+    """Return the properties together with those inside IMMUTABLE_PROPERTIES.
 
     Raises:
-        MalformedTrack: the latter cannot be read, or hold another IMMUTABLE_PROPERTIES.
+        MalformedTrack: The immutable properties cannot be parsed, or contain IMMUTABLE_PROPERTIES themselves.
     """
     out = list(properties)
     for kind, value in properties:
@@ -25,23 +25,23 @@ def unfold(properties: tuple[KeyValue, ...], draft: Draft) -> tuple[KeyValue, ..
             try:
                 inner = read_pairs(Reader(value, draft.varint))
             except SessionFault as fault:
-                raise MalformedTrack(f"its immutable properties cannot be read: {fault}") from fault
+                raise MalformedTrack(f"cannot parse the immutable properties: {fault}") from fault
             if any(each == Property.IMMUTABLE_PROPERTIES for each, _ in inner):
-                raise MalformedTrack("immutable properties within immutable properties")
+                raise MalformedTrack("nested immutable properties")
             out += inner
     return tuple(out)
 
 
 def check_track(properties: tuple[KeyValue, ...], draft: Draft) -> None:
-    """Check the properties of a track, as far as the session depends on it.
+    """Check the property values of a track for which the draft requires closing the session.
 
     Raises:
-        SessionFault: a value that the draft wants the session closed for.
+        SessionFault: A value is out of range.
     """
     try:
         every = unfold(properties, draft)
     except MalformedTrack:
-        every = properties  # the track is refused later, the session goes on
+        every = properties  # `unusable` refuses the track later; the session continues
     for kind, value in every:
         wrong = isinstance(value, int) and (
             (kind == Property.DEFAULT_PUBLISHER_PRIORITY and value > 0xFF)
@@ -50,35 +50,40 @@ def check_track(properties: tuple[KeyValue, ...], draft: Draft) -> None:
             or (kind == Property.OBJECT_DELIVERY_TIMEOUT and value == 0 and draft.number < 17)
         )
         if wrong:
-            raise SessionFault(f"a track whose property {Property(kind).name} is {value!r}")
+            raise SessionFault(f"track property {Property(kind).name} has the invalid value {value!r}")
 
 
-def unknown_mandatory(properties: tuple[KeyValue, ...], draft: Draft) -> int | None:
-    """A property without which a track must not be touched, and which nobody knows here; None if there is none.
+def unusable(properties: tuple[KeyValue, ...], draft: Draft) -> tuple[RequestCode, str] | None:
+    """Return why a track must not be used, as an error code and a reason, or None if it may be.
 
-    Raises:
-        MalformedTrack: the properties cannot be read.
+    A receiver must not touch a track with a mandatory property that it does not know (draft 18, section 2.5.1).
     """
-    every = unfold(properties, draft)
-    return next((kind for kind, _ in every if draft.number >= 17 and kind in MANDATORY_TRACK_PROPERTIES), None)
+    try:
+        every = unfold(properties, draft)
+    except MalformedTrack as error:
+        return RequestCode.MALFORMED_TRACK, f"malformed track: {error}"
+    for kind, _ in every:
+        if draft.streams and kind in MANDATORY_TRACK_PROPERTIES:
+            return RequestCode.UNSUPPORTED_EXTENSION, f"the track has the unknown mandatory property 0x{kind:x}"
+    return None
 
 
 def check_object(properties: tuple[KeyValue, ...], group: int, number: int, draft: Draft) -> None:
     """Check the properties of an object.
 
     Raises:
-        MalformedTrack: they make its track malformed.
+        MalformedTrack: The properties are invalid.
     """
     if not properties:
         return
     if sum(kind == Property.IMMUTABLE_PROPERTIES for kind, _ in properties) > 1:
-        raise MalformedTrack("an object with two sets of immutable properties")
+        raise MalformedTrack("object with two IMMUTABLE_PROPERTIES")
     seen: set[int] = set()
     for kind, value in unfold(properties, draft):
         if draft.number >= 17 and kind in MANDATORY_TRACK_PROPERTIES:
-            raise MalformedTrack(f"an object with the property 0x{kind:x}, which only tracks may have")
+            raise MalformedTrack(f"object with property 0x{kind:x}, which only tracks may have")
         if kind in (Property.PRIOR_GROUP_ID_GAP, Property.PRIOR_OBJECT_ID_GAP):
             largest = group if kind == Property.PRIOR_GROUP_ID_GAP else number
             if kind in seen or not isinstance(value, int) or value > largest:
-                raise MalformedTrack(f"an object whose {Property(kind).name} cannot be")
+                raise MalformedTrack(f"object with a repeated or impossible {Property(kind).name}")
             seen.add(kind)

@@ -1,4 +1,4 @@
-"""Requests of ours: made, answered, changed, cancelled; and the objects that come of them."""
+"""The requests that this end makes: FETCH and SUBSCRIBE, their answers, and their objects."""
 
 from __future__ import annotations
 
@@ -8,53 +8,31 @@ from collections.abc import Callable
 from kvabr.moqt.channel import Channel, RequestState
 from kvabr.moqt.codes import Param, RequestCode, ResetCode, SessionCode, SessionFault
 from kvabr.moqt.encoding import MessageParser, ends_before
-from kvabr.moqt.events import (
-    Answered,
-    DatagramReceived,
-    Ended,
-    NamespaceChanged,
-    Received,
-    Refused,
-    Reset,
-    Stop,
-    SubscriptionDone,
-    Write,
-)
+from kvabr.moqt.events import Answered, DatagramReceived, Ended, Received, Refused, Reset, Stop, SubscriptionDone, Write
 from kvabr.moqt.messages import (
     Fetch,
     FetchCancel,
     FetchOk,
     Goaway,
     Message,
-    Namespace,
-    NamespaceDone,
     PublishDone,
-    PublishNamespace,
-    PublishNamespaceCancel,
-    PublishNamespaceDone,
-    Request,
     RequestError,
     RequestOk,
     RequestUpdate,
     Subscribe,
-    SubscribeNamespace,
     SubscribeOk,
-    TrackStatus,
     Unsubscribe,
 )
 from kvabr.moqt.objects import Item, ObjectHeader, SubgroupHeader
 from kvabr.moqt.parameters import Parameters, present
-from kvabr.moqt.properties import MalformedTrack, check_object, unknown_mandatory
-from kvabr.moqt.wire import MAX_NAME_BYTES, MAX_NAMESPACE_FIELDS, KeyValue
+from kvabr.moqt.properties import MalformedTrack, check_object, unusable
 
-MAX_NAMESPACES = 1 << 14
-"""Namespaces that a SUBSCRIBE_NAMESPACE may bring."""
 _IN_UPDATE_OK = frozenset({Param.EXPIRES, Param.LARGEST_OBJECT})
-_IN_TRACK_STATUS_OK = frozenset({Param.EXPIRES, Param.LARGEST_OBJECT})
+"""Parameters of a REQUEST_OK that answers a REQUEST_UPDATE (draft 18, sections 10.2.10 and 10.2.11)."""
 
 
 class Requester:
-    """The requests of ours that are not over."""
+    """The open requests of this end."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
@@ -65,61 +43,54 @@ class Requester:
         """Draft 16: request IDs must be below this."""
         self.peer_draining = False
 
-    # ------------------------------------------------------------------ what the owner wants
+    # ------------------------------------------------------------------ called by the owner
 
-    def request(self, make: Callable[[int], Request]) -> int:
-        """Make a request; in draft 16 it may have to wait until the peer grants more. Returns its ID."""
-        channel = self._channel
-        number = channel.take_id()
-        message = make(number)
-        own_stream = channel.draft.streams or isinstance(message, SubscribeNamespace)
-        request = RequestState(number, message, None)
-        self._requests[number] = request
-        if channel.draft.streams or (number < self._limit and not self._waiting):
-            self._send(request, own_stream=own_stream)
+    def request(self, make: Callable[[int], Fetch | Subscribe]) -> int:
+        """Make a request and return its ID; in draft 16 it may wait until the peer grants more IDs."""
+        number = self._channel.take_id()
+        request = self._requests[number] = RequestState(number, make(number), None)
+        if self._channel.draft.streams or (number < self._limit and not self._waiting):
+            self._send(request)
         else:
             self._waiting.append(request)
         return number
 
     def grant(self, limit: int) -> None:
-        """Draft 16: the peer allows request IDs below ``limit``."""
+        """Draft 16: allow request IDs below `limit`, as granted by the peer."""
         self._limit = limit
         while self._waiting and self._waiting[0].number < limit:
-            request = self._waiting.popleft()
-            self._send(request, own_stream=isinstance(request.message, SubscribeNamespace))
+            self._send(self._waiting.popleft())
 
     def raise_limit(self, limit: int) -> None:
-        """Draft 16: the peer raises the limit that `grant` set.
+        """Draft 16: handle a MAX_REQUEST_ID.
 
         Raises:
-            SessionFault: it does not.
+            SessionFault: The limit does not increase.
         """
         if limit <= self._limit:
-            raise SessionFault("a MAX_REQUEST_ID that does not increase")
+            raise SessionFault(f"MAX_REQUEST_ID of {limit} does not increase the limit of {self._limit}")
         self.grant(limit)
 
     def update(self, request_id: int, parameters: Parameters) -> bool:
-        """Change a request, unless it is over or no longer can be; returns whether anything was sent.
+        """Send a REQUEST_UPDATE if the request is still open, and return whether one was sent.
 
-        Draft 16 lets a peer end the session over a change to a request that it has just completed, which nobody can
-        rule out; so nothing is sent there.
+        Draft 16 allows a peer to close the session over an update to a request that it has just completed. The
+        requester cannot rule that out, so it sends no updates in that draft.
         """
         request = self._requests.get(request_id)
         if request is None or not self._channel.draft.streams or request.stream is None or self.peer_draining:
             return False
-        if isinstance(request.message, TrackStatus):
-            return False  # which cannot be changed (draft 18, section 10.14)
         request.updates += 1
         self._channel.write(request.stream, RequestUpdate(self._channel.take_id(), None, parameters))
         return True
 
     def cancel(self, request_id: int, code: int = ResetCode.CANCELLED) -> None:
-        """Nothing more is wanted of a request; nothing more is told of it."""
+        """Cancel a request; no more events follow for it."""
         request = self._requests.pop(request_id, None)
         if request is None:
             return
         if request in self._waiting:
-            # Draft 16 wants IDs in sequence: it must be made, and then cancelled.
+            # Draft 16 requires consecutive IDs, so the request must be sent before it is cancelled.
             request.data_ended = True
             self._requests[request_id] = request
             return
@@ -129,164 +100,115 @@ class Requester:
             self._by_stream.pop(request.stream, None)
         elif isinstance(request.message, Fetch):
             self._channel.control(FetchCancel(request_id))
-        elif isinstance(request.message, Subscribe):
+        else:
             self._channel.control(Unsubscribe(request_id))
-        elif isinstance(request.message, PublishNamespace):
-            self._channel.control(PublishNamespaceDone(request_id))
         self._forget_alias(request)
 
-    # ------------------------------------------------------------------ what the peer answers
+    # ------------------------------------------------------------------ answers from the peer
 
     def owns(self, stream: int) -> RequestState | None:
-        """The request that a bidirectional stream is of."""
+        """Return the request of a bidirectional stream."""
         return self._by_stream.get(stream)
 
     def by_id(self, number: int) -> RequestState | None:
-        """A request that is not over.
+        """Return a request, or None if it is over.
 
         Raises:
-            SessionFault: no such request was ever made.
+            SessionFault: No such request was ever made.
         """
         if not self._channel.made(number):
-            raise SessionFault(f"an answer to request {number}, which was never made")
+            raise SessionFault(f"answer to request {number}, which was never made")
         return self._requests.get(number)
 
     def answer(self, request: RequestState, message: Message) -> None:
-        """The peer answers a request.
+        """Handle an answer to a request.
 
         Raises:
-            SessionFault: with what is no answer to it.
+            SessionFault: The message does not answer the request.
         """
-        asked = request.message
-        self._check_sense(request, message)
+        channel = self._channel
+        if isinstance(message, RequestError) and message.redirect is not None:
+            channel.check_uri(message.redirect.uri, message)
         if isinstance(message, RequestOk | RequestError) and request.updates and request.answered:
-            request.updates -= 1
-            self._check_ok(message, _IN_UPDATE_OK)
+            self._updated(request, message)
         elif isinstance(message, RequestError):
-            self._channel.events.append(Refused(request.number, message))
+            channel.events.append(Refused(request.number, message))
             self._drop(request)
-        elif isinstance(message, Goaway):
-            # It asks to make this request elsewhere; this one goes on until it is broken off.
+        elif isinstance(message, Goaway) and channel.draft.streams:
+            # The peer asks to make this request elsewhere; it continues until it is reset.
+            channel.check_goaway(message, repeated=request.going_away)
             request.going_away = True
-        elif isinstance(asked, Fetch):
-            self._answer_fetch(request, asked, message)
-        elif isinstance(asked, Subscribe):
-            self._answer_subscribe(request, message)
-        elif isinstance(message, Namespace | NamespaceDone) and isinstance(asked, SubscribeNamespace):
-            self._namespace(request, message.suffix, gone=isinstance(message, NamespaceDone))
-        elif isinstance(message, PublishNamespaceCancel) and isinstance(asked, PublishNamespace):
-            error = RequestError(request.number, message.code, 0, message.reason)
-            self._channel.events.append(Refused(request.number, error))
+        elif isinstance(request.message, Fetch):
+            self._answer_fetch(request, request.message, message)
+        elif isinstance(message, SubscribeOk) and not request.answered:
+            if message.track_alias in channel.aliases:
+                code = SessionCode.DUPLICATE_TRACK_ALIAS
+                raise SessionFault(f"track alias {message.track_alias} is already in use", code)
+            channel.aliases[message.track_alias] = request
+            request.alias = message.track_alias
+            self._accepted(request, message)
+        elif isinstance(message, PublishDone):
+            channel.events.append(SubscriptionDone(request.number, message))
             self._drop(request)
-        elif isinstance(message, RequestOk) and not request.answered:
-            status = isinstance(asked, TrackStatus)
-            self._check_ok(message, _IN_TRACK_STATUS_OK if status else frozenset(), properties=status)
-            request.answered = True
-            self._channel.events.append(Answered(request.number, message))
-            if isinstance(asked, TrackStatus):
-                self._drop(request)
         else:
-            raise self._nonsense(request, message)
+            raise self._unexpected(request, message)
 
     def _answer_fetch(self, request: RequestState, asked: Fetch, message: Message) -> None:
         if isinstance(message, RequestOk) and request.updates:
-            request.updates -= 1  # a change may be acknowledged before the FETCH itself
-            self._check_ok(message, _IN_UPDATE_OK)
+            self._updated(request, message)  # an update may be acknowledged before the FETCH itself
         elif isinstance(message, FetchOk) and not request.answered:
             if ends_before(message.end, asked.start):
-                raise SessionFault("a FETCH_OK that ends before its FETCH begins")
-            self._accepted(request, message, message.properties)
-            self._over(request)
+                raise SessionFault(f"FETCH_OK ends at {tuple(message.end)}, before the start of its FETCH")
+            self._accepted(request, message)
+            self._finish_fetch(request)
         else:
-            raise self._nonsense(request, message)
+            raise self._unexpected(request, message)
 
-    def _answer_subscribe(self, request: RequestState, message: Message) -> None:
-        if isinstance(message, SubscribeOk) and not request.answered:
-            if message.track_alias in self._channel.aliases:
-                code = SessionCode.DUPLICATE_TRACK_ALIAS
-                raise SessionFault(f"track alias {message.track_alias} is in use", code)
-            self._channel.aliases[message.track_alias] = request
-            request.alias = message.track_alias
-            self._accepted(request, message, message.properties)
-        elif isinstance(message, PublishDone):
-            self._channel.events.append(SubscriptionDone(request.number, message))
-            self._drop(request)
-        else:
-            raise self._nonsense(request, message)
-
-    def _check_sense(self, request: RequestState, message: Message) -> None:
-        """What an answer cannot be, whatever the request.
-
-        Raises:
-            SessionFault: it is that.
-        """
-        streams, asked = self._channel.draft.streams, request.message
-        if isinstance(message, Goaway):
-            if not streams or request.going_away:
-                raise SessionFault("a second GOAWAY on a request's stream" if streams else "a GOAWAY out of place")
-            if message.uri and not self._channel.client:
-                raise SessionFault("a client's GOAWAY names a server")
-        elif isinstance(message, RequestError) and (to := message.redirect) is not None:
-            if to.uri and not self._channel.client:
-                raise SessionFault("a client's REQUEST_ERROR names a server")
-            if to.track and isinstance(asked, SubscribeNamespace | PublishNamespace):
-                raise SessionFault("a namespace is redirected to a track")
-        if isinstance(message, RequestOk | RequestError) and message.request_id not in (None, request.number):
-            raise SessionFault(f"an answer to request {message.request_id} on the stream of {request.number}")
-
-    def _check_ok(
-        self, message: RequestOk | RequestError, allowed: frozenset[Param], *, properties: bool = False
-    ) -> None:
-        """What a REQUEST_OK may have depends on what it answers; draft 16 ignores what is out of place.
-
-        Raises:
-            SessionFault: it has more.
-        """
-        if self._channel.draft.number < 17 or isinstance(message, RequestError):
+    def _updated(self, request: RequestState, message: RequestOk | RequestError) -> None:
+        """Handle the answer to a REQUEST_UPDATE; draft 16 ignores parameters that are out of place."""
+        request.updates -= 1
+        if not self._channel.draft.streams or isinstance(message, RequestError):
             return
-        if message.properties and not properties:
-            raise SessionFault("a REQUEST_OK with properties that it cannot have")
-        if extra := present(message.parameters) - allowed:
+        if message.properties:
+            raise SessionFault("REQUEST_OK for a REQUEST_UPDATE carries properties")
+        if extra := present(message.parameters) - _IN_UPDATE_OK:
             names = ", ".join(sorted(param.name for param in extra))
-            raise SessionFault(f"a REQUEST_OK with parameters that it cannot have: {names}")
+            raise SessionFault(f"REQUEST_OK for a REQUEST_UPDATE carries the parameters {names}")
 
     @staticmethod
-    def _nonsense(request: RequestState, message: Message) -> SessionFault:
-        return SessionFault(f"a {type(message).__name__} in answer to a {type(request.message).__name__}")
+    def _unexpected(request: RequestState, message: Message) -> SessionFault:
+        return SessionFault(f"{type(message).__name__} does not answer a {type(request.message).__name__}")
 
     def stream_gone(self, stream: int, code: int | None) -> None:
-        """The peer has ended (``code`` None) or reset the stream of a request."""
+        """Handle the end (`code` is None) or the reset of a request's stream."""
         request = self._by_stream.get(stream)
         if request is None:
             return
         if code is None and request.answered and isinstance(request.message, Fetch) and not request.data_ended:
-            return  # all is well: its objects are still on their way
-        for suffix in request.namespaces:
-            self._channel.events.append(NamespaceChanged(request.number, suffix, gone=True))
+            return  # normal: the objects are still on their way
         if not request.data_ended:
-            # The error codes of streams and of requests differ: what both have in common is kept.
+            # Stream and request errors have different code spaces; keep the codes that both share.
             same = code in (ResetCode.EXPIRED_AUTH_TOKEN, ResetCode.EXCESSIVE_LOAD, ResetCode.MALFORMED_TRACK)
-            refusal = code if same and code is not None else RequestCode.INTERNAL_ERROR
             how = "ended" if code is None else f"reset (code 0x{code:x})"
-            when = "in the middle" if request.answered else "without an answer"
-            error = RequestError(request.number, refusal, 0, f"the peer {how} the request {when}")
-            self._channel.events.append(Refused(request.number, error))
+            when = "before completing it" if request.answered else "without an answer"
+            refusal = code if same and code is not None else RequestCode.INTERNAL_ERROR
+            self._refused(request, refusal, f"the peer {how} the request's stream {when}")
         self._drop(request)
 
     # ------------------------------------------------------------------ objects
 
     def claim(self, stream: int, what: SubgroupHeader | int) -> RequestState | None:
-        """The request that a new stream of objects belongs to; None if that is over.
+        """Return the request that a new stream of objects belongs to, or None if it is over.
 
         Raises:
-            SessionFault: there never was one, or it cannot have this stream.
+            SessionFault: There never was such a request, or it cannot have this stream.
         """
         if isinstance(what, int):
             request = self.by_id(what)
-            if request is not None and (
-                not isinstance(request.message, Fetch) or request.streams or request.data_ended
-            ):
-                raise SessionFault(f"a second stream, or one of objects, for request {what}")
+            if request is not None and not isinstance(request.message, Fetch):
+                raise SessionFault(f"stream of objects for request {what}, which is not a FETCH")
+            if request is not None and (request.streams or request.data_ended):
+                raise SessionFault(f"second stream of objects for request {what}")
         else:
             request = self._channel.aliases.get(what.track_alias)
         if request is not None:
@@ -294,18 +216,17 @@ class Requester:
         return request
 
     def wants(self, request: RequestState) -> bool:
-        """Whether a request is not over."""
+        """Return whether a request is still open."""
         return self._requests.get(request.number) is request
 
     def malformed(self, request: RequestState, why: str) -> None:
-        """The track of a request cannot be what it claims to be: no more of it (draft 18, section 2.4.2)."""
+        """Cancel a request because its track is malformed (draft 18, section 2.4.2)."""
         if self.wants(request):
             self.cancel(request.number)
-            error = RequestError(request.number, RequestCode.MALFORMED_TRACK, 0, f"a malformed track: {why}")
-            self._channel.events.append(Refused(request.number, error))
+            self._refused(request, RequestCode.MALFORMED_TRACK, f"malformed track: {why}")
 
     def received(self, request: RequestState, stream: int, items: list[Item]) -> None:
-        """Objects of a request came."""
+        """Hand over objects of a request."""
         if self.wants(request):
             events = self._channel.events
             last = events[-1] if events else None
@@ -315,15 +236,15 @@ class Requester:
                 events.append(Received(request.number, items, stream))
 
     def data_ended(self, request: RequestState, stream: int, code: int | None) -> None:
-        """A stream of objects has ended, or (``code``) was reset."""
+        """Handle the end (`code` is None) or the reset of a stream of objects."""
         request.streams.discard(stream)
         if isinstance(request.message, Fetch) and self.wants(request):
             request.data_ended = True
             self._channel.events.append(Ended(request.number, code))
-            self._over(request)
+            self._finish_fetch(request)
 
     def datagram(self, alias: int, header: ObjectHeader, payload: bytes) -> None:
-        """A datagram came; one of an unknown track is dropped: its subscription may just have ended."""
+        """Hand over an object; drop one of an unknown track, whose subscription may just have ended."""
         request = self._channel.aliases.get(alias)
         if request is None:
             return
@@ -336,53 +257,31 @@ class Requester:
 
     # ------------------------------------------------------------------ internals
 
-    def _send(self, request: RequestState, *, own_stream: bool) -> None:
-        if own_stream:
-            request.stream = self._channel.open_bidi()
-            request.parser = MessageParser(self._channel.draft)
+    def _send(self, request: RequestState) -> None:
+        channel = self._channel
+        if channel.draft.streams:
+            request.stream = channel.open_bidi()
+            request.parser = MessageParser(channel.draft)
             self._by_stream[request.stream] = request
-            self._channel.write(request.stream, request.message)
+            channel.write(request.stream, request.message)
         else:
-            self._channel.control(request.message)
+            channel.control(request.message)
         if request.data_ended:
             self.cancel(request.number)
 
-    def _accepted(
-        self, request: RequestState, message: FetchOk | SubscribeOk, properties: tuple[KeyValue, ...]
-    ) -> None:
+    def _accepted(self, request: RequestState, message: FetchOk | SubscribeOk) -> None:
         request.answered = True
-        try:
-            unknown = unknown_mandatory(properties, self._channel.draft)
-        except MalformedTrack as error:
-            self.malformed(request, str(error))
-            return
-        if unknown is not None:
-            # Such a track must not be touched by those who do not know the property (draft 18, section 2.5.1).
-            reason = f"the track has a mandatory property 0x{unknown:x} that is unknown here"
+        if (refusal := unusable(message.properties, self._channel.draft)) is not None:
             self.cancel(request.number)
-            refusal = RequestError(request.number, RequestCode.UNSUPPORTED_EXTENSION, 0, reason)
-            self._channel.events.append(Refused(request.number, refusal))
+            self._refused(request, *refusal)
         else:
             self._channel.events.append(Answered(request.number, message))
 
-    def _namespace(self, request: RequestState, suffix: tuple[bytes, ...], *, gone: bool) -> None:
-        if not request.answered:
-            raise SessionFault("a namespace before the answer to its SUBSCRIBE_NAMESPACE")
-        whole = (*getattr(request.message, "prefix", ()), *suffix)
-        if len(whole) > MAX_NAMESPACE_FIELDS or sum(map(len, whole)) > MAX_NAME_BYTES:
-            raise SessionFault("a namespace that is too long with its prefix")
-        if gone:
-            if suffix not in request.namespaces:
-                raise SessionFault("a NAMESPACE_DONE without its NAMESPACE")
-            request.namespaces.discard(suffix)
-        elif len(request.namespaces) < MAX_NAMESPACES:
-            request.namespaces.add(suffix)
-        else:
-            raise SessionFault(f"more than {MAX_NAMESPACES} namespaces", SessionCode.INTERNAL_ERROR)
-        self._channel.events.append(NamespaceChanged(request.number, suffix, gone))
+    def _refused(self, request: RequestState, code: int, reason: str) -> None:
+        self._channel.events.append(Refused(request.number, RequestError(request.number, code, 0, reason)))
 
-    def _over(self, request: RequestState) -> None:
-        """A FETCH is over when its objects have come and it has been answered, in whichever order."""
+    def _finish_fetch(self, request: RequestState) -> None:
+        """Drop a FETCH once its answer and all its objects have arrived, in either order."""
         if request.answered and request.data_ended:
             self._drop(request)
 

@@ -1,15 +1,17 @@
 """The state machine of one MoQT session, as client or server, publisher or subscriber, in drafts 18 and 16.
 
-Theory of operation. The owner tells of bytes, resets and stops on QUIC streams; the session answers with events for
-the owner and commands for streams. It allots stream IDs itself, as QUIC does: it must be the connection's only user.
+Theory of operation. The owner passes in bytes, resets and STOP_SENDINGs from QUIC streams; the session returns events
+for the owner and commands for streams. It allocates stream IDs as QUIC does, so nothing else may open streams on the
+connection.
 
-1. Draft 18: each end opens a unidirectional control stream with its SETUP; every request has a bidirectional stream of
-   its own, on which it is answered, changed and, by a reset, cancelled. Draft 16: one bidirectional stream carries the
-   SETUPs, all requests and all answers; only SUBSCRIBE_NAMESPACE has a stream of its own.
-2. What comes before the peer's SETUP waits for it, within bounds: tokens in the SETUP decide what a request may do.
-3. Objects of a FETCH come on one unidirectional stream. The owner writes the payload of its own streams itself, behind
-   the header that `Responder.accept_fetch` has the session write.
-4. A peer that breaks a rule ends the session: a `Close` command with the draft's code, and a `Closed` event.
+1. Draft 18: each end opens a unidirectional control stream with its SETUP. Every request has its own bidirectional
+   stream, on which it is answered, changed and, by a reset, cancelled. Draft 16: one bidirectional stream carries the
+   SETUPs, all requests and all answers; only SUBSCRIBE_NAMESPACE has its own stream.
+2. Data that arrives before the peer's SETUP is held, within bounds, because tokens in the SETUP decide what a request
+   may do.
+3. The objects of a FETCH arrive on one unidirectional stream. The owner writes its own objects itself, after the stream
+   header that `Responder.accept_fetch` writes.
+4. If the peer breaks a rule, the session ends with a `Close` command with the draft's code, and a `Closed` event.
 """
 
 from __future__ import annotations
@@ -29,70 +31,66 @@ from kvabr.moqt.messages import (
     MaxRequestId,
     Message,
     PublishDone,
-    PublishNamespaceCancel,
     PublishNamespaceDone,
-    PublishOk,
+    Request,
     RequestError,
     RequestOk,
     RequestsBlocked,
     RequestUpdate,
     Setup,
     Subscribe,
-    SubscribeNamespace,
     SubscribeOk,
-    TrackStatus,
     Unsubscribe,
 )
-from kvabr.moqt.messages import PublishNamespace as PublishNamespaceMessage
 from kvabr.moqt.objects import read_datagram
 from kvabr.moqt.parameters import Parameters, SetupOptions, TokenCache, check_authority, check_path
 from kvabr.moqt.requester import Requester
-from kvabr.moqt.responder import REQUEST_WINDOW, REQUESTS, Responder
+from kvabr.moqt.responder import REQUEST_WINDOW, Responder
 from kvabr.moqt.wire import Draft, Location
 
 _MAX_EARLY_BYTES = 1 << 17
-"""Bytes that may wait for the peer's SETUP."""
+"""Bytes held before the peer's SETUP."""
 _MAX_PARTIAL_BYTES = 1 << 20
-"""Bytes of messages that have not come whole, on all the peer's requests' streams together."""
+"""Bytes of incomplete messages on all request streams of the peer together."""
 
-_ANSWERS = (RequestOk, RequestError, SubscribeOk, FetchOk, PublishDone, PublishOk, PublishNamespaceCancel)
-"""Draft 16: messages about a request of ours."""
+_ANSWERS = (RequestOk, RequestError, SubscribeOk, FetchOk, PublishDone)
+"""Draft 16: messages about a request of this end."""
 
 
 class Session:
-    """One session. See the module's docstring for how to drive it."""
+    """One session; the module docstring explains how to drive it."""
 
     def __init__(self, draft: Draft, *, client: bool, options: SetupOptions | None = None) -> None:
-        """Prepare a session; `start` begins it.
+        """Prepare a session; `start` sends the SETUP.
 
         Args:
-            draft: what ALPN has negotiated.
-            client: which end this is.
-            options: what our SETUP says.
+            draft: The draft negotiated by ALPN.
+            client: Whether this end is the client.
+            options: Options for the SETUP of this end.
         """
         self.draft, self.client = draft, client
         self._options = replace(options or SetupOptions(), max_request_id=0 if draft.streams else 2 * REQUEST_WINDOW)
         self._channel = Channel(draft, client=client)
         self._tokens = TokenCache(self._options.max_auth_token_cache_size)
         self.requester = Requester(self._channel)
-        """Requests of ours."""
+        """Requests of this end."""
         self.responder = Responder(self._channel, self._tokens, self._options.max_request_id)
-        """Requests of the peer's."""
+        """Requests of the peer."""
         self._control_in: int | None = None
         self._messages: dict[int, MessageParser | None] = {}
-        """Of the bidirectional streams that the peer opened and has not ended; None if their request is over."""
+        """Parsers of the peer's bidirectional streams that have not ended; None if the request is over."""
         self._control_parser = MessageParser(draft)
         self._incoming = IncomingStreams(self._channel, self.requester)
         self._early: dict[int, tuple[bytearray | None, bool]] = {}
-        """What came on streams before the peer's SETUP, None if it is not wanted, and whether they ended."""
+        """By stream: bytes that arrived before the peer's SETUP (None if unwanted), and whether the stream ended."""
         self._early_bytes = 0
         self._ready = False
         self.closed: Closed | None = None
 
-    # ------------------------------------------------------------------ what the owner wants
+    # ------------------------------------------------------------------ called by the owner
 
     def start(self) -> None:
-        """Send our SETUP; a server in draft 16 sends it in answer."""
+        """Send the SETUP; a draft 16 server sends it in answer to the client's."""
         channel = self._channel
         if self.draft.streams:
             channel.control_stream = channel.open_uni()
@@ -104,45 +102,31 @@ class Session:
     def fetch(
         self, namespace: tuple[bytes, ...], track: bytes, start: Location, end: Location, parameters: Parameters
     ) -> int:
-        """Ask for published objects from ``start`` to ``end``, given as the draft does; returns the request's ID."""
+        """Request published objects and return the request ID; `end` is the draft's End Location (see `Fetch.end`)."""
         return self.requester.request(lambda number: Fetch(number, namespace, track, start, end, parameters))
 
     def subscribe(self, namespace: tuple[bytes, ...], track: bytes, parameters: Parameters) -> int:
-        """Ask for objects yet to be published; returns the request's ID."""
+        """Request future objects and return the request ID."""
         return self.requester.request(lambda number: Subscribe(number, namespace, track, parameters))
 
-    def track_status(self, namespace: tuple[bytes, ...], track: bytes, parameters: Parameters) -> int:
-        """Ask what there is of a track; returns the request's ID."""
-        return self.requester.request(lambda number: TrackStatus(number, namespace, track, parameters))
-
-    def publish_namespace(self, namespace: tuple[bytes, ...], parameters: Parameters | None = None) -> int:
-        """Tell of a namespace, until the request is cancelled; returns its ID."""
-        given = parameters or Parameters()
-        return self.requester.request(lambda number: PublishNamespaceMessage(number, namespace, given))
-
-    def subscribe_namespace(self, prefix: tuple[bytes, ...], parameters: Parameters | None = None) -> int:
-        """Ask to be told of namespaces; returns the request's ID."""
-        given = parameters or Parameters()
-        return self.requester.request(lambda number: SubscribeNamespace(number, prefix, 1, given))
-
     def goaway(self, timeout_ms: int = 0) -> None:
-        """Tell the peer that the session will end; requests that come after this are refused."""
+        """Announce the end of the session; later requests of the peer are refused."""
         if self._channel.control_stream is not None and not self.responder.draining and self.closed is None:
             self.responder.draining = True
             number = self.responder.ids.next if self.draft.streams else None
             self._channel.control(Goaway(b"", timeout_ms, number))
 
     def close(self, code: int = SessionCode.NO_ERROR, reason: str = "") -> None:
-        """End the session."""
+        """Close the session."""
         if self.closed is None:
             self.closed = Closed(code, reason)
             self._channel.commands.append(Close(code, reason))
             self._channel.events.append(self.closed)
 
-    # ------------------------------------------------------------------ what the connection tells
+    # ------------------------------------------------------------------ called by the connection
 
     def receive(self, stream: int, data: bytes, *, fin: bool = False) -> None:
-        """Bytes came on a stream."""
+        """Take in bytes from a stream."""
         if self.closed is not None:
             return
         try:
@@ -154,7 +138,7 @@ class Session:
             self.close(fault.code, str(fault))
 
     def receive_reset(self, stream: int, code: int) -> None:
-        """The peer has reset its side of a stream."""
+        """Handle a reset of the peer's side of a stream."""
         if self.closed is not None:
             return
         if stream == self._control_in:
@@ -171,24 +155,24 @@ class Session:
             self.responder.stream_gone(stream, code)
 
     def receive_stop(self, stream: int, code: int) -> None:
-        """The peer wants no more on a stream of ours."""
+        """Handle STOP_SENDING for this end's side of a stream."""
         if self.closed is not None:
             return
         if stream == self._channel.control_stream:
-            self.close(SessionCode.PROTOCOL_VIOLATION, "the peer does not want the control stream")
+            self.close(SessionCode.PROTOCOL_VIOLATION, "the control stream was stopped")
         elif self._opened(stream) and not stream & 2:
-            return  # it needs no more of our request, as after its answer
+            return  # harmless: the peer has read enough of the request
         elif self._opened(stream) or self.responder.owns(stream):
             self.responder.stream_gone(stream, code)
         elif (parser := self._messages.get(stream)) is not None and not parser.count:
-            self._messages[stream] = None  # no answer is wanted to what has not come whole
+            self._messages[stream] = None  # the request is incomplete and needs no answer
             self._refuse_stream(stream)
         elif (early := self._early.get(stream)) is not None:
             self._early[stream] = (None, early[1])
             self._refuse_stream(stream)
 
     def receive_datagram(self, data: bytes) -> None:
-        """A datagram came."""
+        """Take in a datagram."""
         if self.closed is not None or not self._ready:
             return
         try:
@@ -200,21 +184,21 @@ class Session:
             self.requester.datagram(found[0], found[1], found[2])
 
     def _refuse_stream(self, stream: int) -> None:
-        """End our side of a stream of the peer's on which nothing was asked."""
+        """Reset this end's side of a peer's stream without a request."""
         if not stream & 2:
             self._channel.commands.append(Reset(stream, ResetCode.CANCELLED))
 
     def _opened(self, stream: int) -> bool:
-        """Whether a stream is one that this end opens."""
+        """Return whether this end opens the stream."""
         return stream % 2 == (not self.client)
 
     def take_events(self) -> list[Event]:
-        """Events since the last call."""
+        """Return the events since the last call."""
         out, self._channel.events = self._channel.events, []
         return out
 
     def take_commands(self) -> list[Command]:
-        """Commands since the last call, to be carried out in order; none after `Close`."""
+        """Return the commands since the last call, to be carried out in order; `Close` is the last one ever."""
         out, self._channel.commands = self._channel.commands, []
         if self.closed is None:
             return out
@@ -233,7 +217,7 @@ class Session:
         verdict, held = self._incoming.receive(stream, data, fin=fin, ready=self._ready)
         if verdict is Verdict.CONTROL:
             if self._control_in is not None:
-                raise SessionFault("a second control stream")
+                raise SessionFault("second control stream")
             self._control_in = stream
             self._receive_control(held, fin=fin)
         elif verdict is Verdict.EARLY:
@@ -257,53 +241,53 @@ class Session:
             return
         parser = self._messages.setdefault(stream, MessageParser(self.draft))
         if parser is not None:
-            self._hear(stream, parser, data)
+            self._receive_requests(stream, parser, data)
             if fin and parser.buffered:
-                raise SessionFault("a request's stream ends within a message")
+                raise SessionFault("a request's stream ends inside a message")
             if fin and not parser.count:
                 self._refuse_stream(stream)
         if fin:
             self._messages.pop(stream)
             self.responder.stream_ended(stream)
 
-    def _hear(self, stream: int, parser: MessageParser, data: bytes) -> None:
-        """A request of the peer's, or more about it."""
+    def _receive_requests(self, stream: int, parser: MessageParser, data: bytes) -> None:
+        """Parse requests of the peer, and messages that follow them."""
         for kind, payload in parser.feed(data):
             message = decode(kind, payload, self.draft, control=False)
-            self.responder.heard(stream, message, first=parser.count == 1)
+            self.responder.receive(stream, message, first=parser.count == 1)
         if parser.count and not self.responder.owns(stream):
-            self._messages[stream] = None  # whatever else comes is for nobody
+            self._messages[stream] = None  # the request is over; ignore the rest
         elif parser.buffered:
             self._check_partial()
 
     def _receive_answers(self, stream: int, data: bytes, *, fin: bool) -> None:
-        """Answers to a request of ours."""
+        """Parse the answers to a request of this end."""
         request = self.requester.owns(stream)
         if request is None or request.parser is None:
-            return  # it is over
+            return  # the request is over
         for kind, payload in request.parser.feed(data):
             message = decode(kind, payload, self.draft, control=False)
             if self.requester.owns(stream) is request:
                 self.requester.answer(request, message)
         if fin:
             if request.parser.buffered:
-                raise SessionFault("the answers to a request end within a message")
+                raise SessionFault("the answers to a request end inside a message")
             self.requester.stream_gone(stream, None)
 
     def _check_partial(self) -> None:
         if sum(parser.buffered for parser in self._messages.values() if parser is not None) > _MAX_PARTIAL_BYTES:
-            what = f"more than {_MAX_PARTIAL_BYTES} bytes of unfinished messages"
+            what = f"more than {_MAX_PARTIAL_BYTES} bytes of incomplete messages"
             raise SessionFault(what, SessionCode.INTERNAL_ERROR)
 
     def _receive_control(self, data: bytes, *, fin: bool) -> None:
         for kind, payload in self._control_parser.feed(data):
             message = decode(kind, payload, self.draft)
             if isinstance(message, Setup):
-                self._setup_came(message, kind)
+                self._receive_setup(message, kind)
             elif not self._ready:
-                raise SessionFault("a message before SETUP")
+                raise SessionFault(f"{type(message).__name__} before SETUP")
             else:
-                self._control_came(message)
+                self._receive_control_message(message)
             if self.closed is not None:
                 return
         if fin:
@@ -322,19 +306,19 @@ class Session:
 
     def _check_setup(self, options: SetupOptions, kind: int) -> None:
         if self._ready:
-            raise SessionFault("a second SETUP")
+            raise SessionFault("second SETUP")
         if not self.draft.streams and kind != (SERVER_SETUP_16 if self.client else CLIENT_SETUP_16):
-            raise SessionFault("a SETUP of the wrong end")
+            raise SessionFault("SETUP of the wrong end")
         if options.path is not None:
             if self.client:
-                raise SessionFault("a server's SETUP has a path", SessionCode.INVALID_PATH)
+                raise SessionFault("SETUP from a server carries a PATH", SessionCode.INVALID_PATH)
             check_path(options.path)
         if options.authority is not None:
             if self.client:
-                raise SessionFault("a server's SETUP has an authority", SessionCode.INVALID_AUTHORITY)
+                raise SessionFault("SETUP from a server carries an AUTHORITY", SessionCode.INVALID_AUTHORITY)
             check_authority(options.authority)
 
-    def _setup_came(self, message: Setup, kind: int) -> None:
+    def _receive_setup(self, message: Setup, kind: int) -> None:
         options = message.options
         self._check_setup(options, kind)
         tokens = self._tokens.resolve(options.tokens, setup=True)
@@ -350,13 +334,13 @@ class Session:
             elif not fin:
                 self._messages[stream] = None
 
-    def _control_came(self, message: Message) -> None:
-        """A message on the control stream: a GOAWAY, or anything in draft 16."""
+    def _receive_control_message(self, message: Message) -> None:
+        """Handle a message on the control stream: only GOAWAY in draft 18, almost any in draft 16."""
         if isinstance(message, Goaway):
-            self._goaway_came(message)
+            self._receive_goaway(message)
         elif self.draft.streams:
-            raise SessionFault(f"a {type(message).__name__} on the control stream")
-        elif isinstance(message, REQUESTS):
+            raise SessionFault(f"{type(message).__name__} on the control stream")
+        elif isinstance(message, Request):
             self.responder.begin(message, None)
         elif isinstance(message, MaxRequestId):
             self.requester.raise_limit(message.request_id)
@@ -368,15 +352,12 @@ class Session:
             number = -1 if message.request_id is None else message.request_id
             if (request := self.requester.by_id(number)) is not None:
                 self.requester.answer(request, message)
-        elif not isinstance(message, RequestsBlocked):  # which only informs
-            raise SessionFault(f"a {type(message).__name__} on the control stream")
+        elif not isinstance(message, RequestsBlocked):  # purely informative
+            raise SessionFault(f"{type(message).__name__} on the control stream")
 
-    def _goaway_came(self, message: Goaway) -> None:
-        if self.requester.peer_draining:
-            raise SessionFault("a second GOAWAY")
-        if message.uri and not self.client:
-            raise SessionFault("a client's GOAWAY names a server")
+    def _receive_goaway(self, message: Goaway) -> None:
+        self._channel.check_goaway(message, repeated=self.requester.peer_draining)
         if message.request_id is not None and message.request_id % 2 == self.client:
-            raise SessionFault("a GOAWAY with a request ID of its sender's", SessionCode.INVALID_REQUEST_ID)
+            raise SessionFault("GOAWAY with a request ID of its sender", SessionCode.INVALID_REQUEST_ID)
         self.requester.peer_draining = True
         self._channel.events.append(GoingAway(message.uri, message.timeout_ms))

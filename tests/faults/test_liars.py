@@ -94,7 +94,7 @@ LIES = {
     "no answer": (lambda _: None, "it has stalled"),
     "garbage as objects": (lambda answer: answer.write(b"\x3f" + b"\xff" * 500), "broke the protocol"),
     "garbage as messages": (bad_control, "broke the protocol"),
-    "two streams": (two_streams, "a second stream"),
+    "two streams": (two_streams, "second stream of objects"),
     "a stream for nobody's request": (of_nobody, "never made"),
 }
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvabr.moqt.events import Close, Event, Requested, Reset, Stop, Write
-from kvabr.moqt.messages import Fetch
+from kvabr.moqt.messages import Fetch, Request, SubscribeNamespace
 from kvabr.moqt.objects import FetchWriter, RangeEnd
 from kvabr.moqt.parameters import SetupOptions
 from kvabr.moqt.session import Session
@@ -58,6 +58,8 @@ class Pair:
         self.stops: deque[tuple[bool, int, int]] = deque()
         """STOP_SENDING to whom, about which stream, and why."""
         self.closes: dict[bool, Close] = {}
+        self.foreign: dict[int, int] = {}
+        """Requests of the client that its session does not know, with their streams."""
         self.dice = None if seed is None else random.Random(seed)
         self.client.start()
         self.server.start()
@@ -89,6 +91,27 @@ class Pair:
             lane.sent.clear()  # what has not arrived may never
         lane.sent.append(code)
         lane.over = True
+
+    def request(self, make: Callable[[int], Request]) -> int:
+        """Make a request that sessions only answer; the client's session ignores what comes back."""
+        channel = self.client._channel
+        number = channel.take_id()
+        message = make(number)
+        namespaces = isinstance(message, SubscribeNamespace)
+        if self.draft.streams or namespaces:
+            self.foreign[number] = channel.open_bidi()
+            channel.write(self.foreign[number], message, fin=not namespaces)
+        else:
+            channel.control(message)
+        return number
+
+    def cancel(self, number: int) -> None:
+        """Cancel any request of the client's."""
+        stream = self.foreign.pop(number, None)
+        if stream is None:
+            self.client.requester.cancel(number)
+        else:
+            self.client._channel.commands += [Reset(stream, 1), Stop(stream, 1)]
 
     def collect(self) -> None:
         """Let the owners hear what there is, and carry out what the sessions want."""

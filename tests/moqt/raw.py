@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from kvabr.moqt.codes import SessionCode
-from kvabr.moqt.events import Close
+from kvabr.moqt.encoding import MessageParser, decode
+from kvabr.moqt.events import Close, Write
+from kvabr.moqt.messages import Message
 from kvabr.moqt.parameters import Parameters, SetupOptions
 from kvabr.moqt.session import Session
 from kvabr.moqt.wire import Draft, Location
@@ -58,6 +60,12 @@ class Raw:
     def told(self, *kinds: type) -> list:
         self.collect()
         return [event for event in self.events if isinstance(event, kinds)]
+
+    def said(self) -> list[Message]:
+        """The messages that the session has sent."""
+        self.collect()
+        data = b"".join(command.data for command in self.commands if isinstance(command, Write))
+        return [decode(kind, body, self.draft, control=False) for kind, body in MessageParser(self.draft).feed(data)]
 
     @property
     def code(self) -> int | None:

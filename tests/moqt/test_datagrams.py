@@ -10,10 +10,10 @@ from kvabr.moqt.objects import (
     ObjectHeader,
     Status,
     read_datagram,
-    write_datagram,
 )
 from kvabr.moqt.wire import DRAFT_16, DRAFT_18, DRAFTS
 from tests.moqt.tables import table
+from tests.moqt.writers import write_datagram
 
 
 @pytest.mark.parametrize("draft", DRAFTS)

@@ -275,7 +275,7 @@ def test_a_namespace_without_fields(kind, parts):
     message = one(frame(kind, *parts), DRAFT_18)
     assert message.namespace == ()
     assert encode(message, DRAFT_18) == frame(kind, *parts)
-    with pytest.raises(ValueError, match="a field at least"):
+    with pytest.raises(ValueError, match="at least one field"):
         encode(message, DRAFT_16)
 
 
@@ -386,14 +386,14 @@ def test_what_cannot_be_written():
         encode(long, DRAFT_18)
     with pytest.raises(ValueError, match="URI"):
         encode(m.Goaway(b"x" * 8193, 0, 0), DRAFT_18)
-    with pytest.raises(ValueError, match="says where to"):
+    with pytest.raises(ValueError, match="needs a redirect"):
         encode(m.RequestError(None, 0x34, 0, ""), DRAFT_18)
     with pytest.raises(ValueError, match="no SubscribeTracks"):
         encode(m.SubscribeTracks(0, ()), DRAFT_16)
     with pytest.raises(ValueError, match="no Unsubscribe"):
         encode(m.Unsubscribe(0), DRAFT_18)
     tokens = (Token(b"x" * 0xFFF0), Token(b"y" * 100))
-    with pytest.raises(ValueError, match="65535 are allowed"):
+    with pytest.raises(ValueError, match="limit is 65535"):
         encode(m.PublishNamespace(0, SPACE, Parameters(tokens=tokens)), DRAFT_18)
 
 

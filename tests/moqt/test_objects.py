@@ -15,11 +15,11 @@ from kvabr.moqt.objects import (
     SubgroupHeader,
     is_subgroup,
     read_stream_header,
-    write_subgroup_header,
 )
 from kvabr.moqt.properties import MalformedTrack
 from kvabr.moqt.wire import DRAFT_16, DRAFT_18, DRAFTS, Location
 from tests.moqt.tables import table
+from tests.moqt.writers import write_subgroup_header
 
 PLAIN = SubgroupHeader(1, 5, 0, 0, properties=False, end_of_group=False)
 

@@ -7,19 +7,18 @@ from hypothesis import strategies as st
 from kvabr.moqt.codes import SessionFault
 from kvabr.moqt.objects import (
     DEFAULT_PRIORITY,
-    FetchWriter,
     ObjectHeader,
     ObjectParser,
     RangeEnd,
     Status,
     SubgroupHeader,
-    write_subgroup_object,
 )
 from kvabr.moqt.wire import DRAFT_16, DRAFT_18, DRAFTS, Location
 from tests.moqt import strategies
 from tests.moqt.counting import CountingBuffer
 from tests.moqt.tables import table
 from tests.moqt.test_objects import join
+from tests.moqt.writers import RangeWriter, write_subgroup_object
 
 objects = st.tuples(
     st.integers(0, 3),
@@ -49,7 +48,7 @@ def test_fetches_come_back(draft, descending):
     @settings(max_examples=60)
     @given(st.lists(objects | ends, max_size=8), st.data())
     def check(steps, data):
-        writer, whole, expected = FetchWriter(draft, descending=descending), b"", []
+        writer, whole, expected = RangeWriter(draft, descending=descending), b"", []
         group, number, last, first = 1 << 30, -1, DEFAULT_PRIORITY, True
         for step in steps:
             if step[0]:
@@ -72,14 +71,6 @@ def test_fetches_come_back(draft, descending):
         assert cut_and_feed(ObjectParser(draft, descending=descending), whole, data) == expected
 
     check()
-
-
-def test_a_range_cannot_end_in_the_group_before_it():
-    """Draft 18 has no way to write that."""
-    writer = FetchWriter(DRAFT_18)
-    writer.header(5, 0, 0)
-    with pytest.raises(ValueError, match="later group"):
-        writer.range_end(Location(5, 9), unknown=True)
 
 
 @pytest.mark.parametrize("draft", DRAFTS)
@@ -115,7 +106,7 @@ def counting_parser() -> ObjectParser:
 
 def test_a_long_stream_byte_by_byte():
     """Nothing is held but an object's header, and it is not copied for every byte."""
-    writer = FetchWriter(DRAFT_18)
+    writer = RangeWriter(DRAFT_18)
     whole = b"".join(writer.header(group, 0, 8) + b"x" * 8 for group in range(2000))
     parser = counting_parser()
     count, most = 0, 0
@@ -129,7 +120,7 @@ def test_a_long_stream_byte_by_byte():
 
 def test_many_objects_at_once():
     """What comes whole is not copied at all."""
-    writer = FetchWriter(DRAFT_18)
+    writer = RangeWriter(DRAFT_18)
     whole = b"".join(writer.header(group, 0, 1) + b"x" for group in range(10_000))
     parser = counting_parser()
     assert len(parser.feed(whole)) == 20_000
@@ -138,7 +129,7 @@ def test_many_objects_at_once():
 
 def test_long_properties_byte_by_byte():
     value = b"v" * 0xFF00
-    writer = FetchWriter(DRAFT_18)
+    writer = RangeWriter(DRAFT_18)
     whole = writer.header(0, 0, 1, ((0x81, value),)) + b"x"
     parser = counting_parser()
     items = [item for at in range(len(whole)) for item in parser.feed(whole[at : at + 1])]

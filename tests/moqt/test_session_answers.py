@@ -5,7 +5,6 @@ import pytest
 from kvabr.moqt.codes import RequestCode, SessionCode
 from kvabr.moqt.events import Answered, Ended, Refused, Stop
 from kvabr.moqt.parameters import Parameters
-from kvabr.moqt.requester import MAX_NAMESPACES
 from kvabr.moqt.wire import DRAFT_16, DRAFT_18, DRAFTS, Draft, Location
 from tests.moqt.raw import START, VIOLATION, Raw, frame
 from tests.moqt.tables import table
@@ -22,10 +21,8 @@ ANSWERS = {"07": "00", "04": "07 00", "18": "00 00 00 00", "0b": "02 00 00"}
 ASK = {
     "16": lambda session: session.fetch((b"a",), b"t", START, START, Parameters()),
     "03": lambda session: session.subscribe((b"a",), b"t", Parameters()),
-    "0d": lambda session: session.track_status((b"a",), b"t", Parameters()),
-    "06": lambda session: session.publish_namespace((b"a",)),
 }
-FITS = {("16", "18"), ("03", "04"), ("0d", "07"), ("06", "07"), ("03", "0b")}
+FITS = {("16", "18"), ("03", "04"), ("03", "0b")}
 
 
 @both
@@ -39,7 +36,7 @@ def test_answers_that_are_none(draft, asked, answer):
 
 
 @both
-@table(("asked", "answer"), [("16", "18"), ("03", "04"), ("06", "07")])
+@table(("asked", "answer"), [("16", "18"), ("03", "04")])
 def test_a_second_answer(draft, asked, answer):
     """Draft 18, sections 5.1, 5.2 and 6.2: exactly one."""
     raw = Raw(draft, client=True)
@@ -63,19 +60,6 @@ def test_publish_ok_for_what_is_no_publish():
     raw.fetch()
     raw.receive(0, frame("1e", "00 00"))
     assert raw.code == VIOLATION
-
-
-def test_publish_namespace_cancel():
-    """Draft 16, section 9.24: revokes it, and PUBLISH_NAMESPACE_DONE is not sent."""
-    raw = Raw(DRAFT_16, client=True)
-    number = raw.session.publish_namespace((b"a",))
-    raw.receive(0, frame("07", "00 00") + frame("0c", "00 05 0165"))
-    (refused,) = raw.told(Refused)
-    assert (refused.request_id, refused.message.code, refused.message.reason) == (number, 5, "e")
-    raw.commands.clear()
-    raw.session.requester.cancel(number)
-    assert raw.session.take_commands() == []
-    assert raw.code is None
 
 
 @both
@@ -103,96 +87,27 @@ def test_the_end_of_a_fetch(draft, start, end, fine):
     assert raw.code == (None if fine else VIOLATION)
 
 
-@table("asked", ["06", "50", "update", "update of an open fetch"])
-def test_properties_of_request_ok(asked):
-    """Draft 18, section 10.5: only in TRACK_STATUS_OK."""
+@table("answered_first", [True, False])
+def test_properties_of_request_ok(answered_first):
+    """Draft 18, section 10.5: only in TRACK_STATUS_OK, not in answer to a REQUEST_UPDATE."""
     raw = Raw(DRAFT_18, client=True)
-    if asked.startswith("update"):
-        number = raw.fetch()
-        if asked == "update":
-            raw.receive(0, frame("18", "00 00 00 00"))
-        raw.session.requester.update(number, Parameters(priority=1))
-    elif asked == "50":
-        raw.session.subscribe_namespace(())
-    else:
-        ASK[asked](raw.session)
+    number = raw.fetch()
+    if answered_first:
+        raw.receive(0, frame("18", "00 00 00 00"))
+    raw.session.requester.update(number, Parameters(priority=1))
     raw.receive(0, frame("07", "00 30 01"))
     assert raw.code == VIOLATION
 
 
-@table(
-    ("asked", "parameter", "fine"),
-    [("0d", "09 0500", True), ("0d", "08 05", True), ("0d", "20 05", False), ("0d", "10 01", False),
-     ("06", "08 05", False), ("06", "09 0500", False), ("update", "08 05", True), ("update", "09 0500", True),
-     ("update", "10 01", False)],
-)  # fmt: skip
-def test_parameters_of_request_ok(asked, parameter, fine):
-    """Draft 18, sections 10.2.10 and 10.2.11."""
+@table(("parameter", "fine"), [("08 05", True), ("09 0500", True), ("20 05", False), ("10 01", False)])
+def test_parameters_of_request_ok(parameter, fine):
+    """Draft 18, sections 10.2.10 and 10.2.11, in answer to a REQUEST_UPDATE."""
     raw = Raw(DRAFT_18, client=True)
-    if asked == "update":
-        number = raw.session.subscribe((b"a",), b"t", Parameters())
-        raw.receive(0, frame("04", "07 00"))
-        raw.session.requester.update(number, Parameters(forward=1))
-    else:
-        ASK[asked](raw.session)
+    number = raw.session.subscribe((b"a",), b"t", Parameters())
+    raw.receive(0, frame("04", "07 00"))
+    raw.session.requester.update(number, Parameters(forward=1))
     raw.receive(0, frame("07", "01", parameter))
     assert raw.code == (None if fine else VIOLATION)
-
-
-def test_parameters_of_request_ok_in_draft_16():
-    """Out of place, they are ignored."""
-    raw = Raw(DRAFT_16, client=True)
-    raw.session.publish_namespace((b"a",))
-    raw.receive(0, frame("07", "00 01 10 01"))
-    assert raw.told(Answered)
-    assert raw.code is None
-
-
-@both
-def test_namespaces_before_their_answer(draft):
-    """Draft 18, section 10.18: REQUEST_OK or REQUEST_ERROR is the first message."""
-    for kind in ("08", "0e"):
-        raw = Raw(draft, client=True)
-        raw.session.subscribe_namespace(())
-        raw.receive(0 if draft.streams else 4, frame(kind, "00"))
-        assert raw.code == VIOLATION
-
-
-@both
-def test_namespace_done_without_its_namespace(draft):
-    """Draft 18, section 10.18."""
-    raw = Raw(draft, client=True)
-    raw.session.subscribe_namespace(())
-    messages = answered("07", draft, "00") + frame("08", "01 0161") + frame("0e", "01 0162")
-    raw.receive(0 if draft.streams else 4, messages)
-    assert raw.code == VIOLATION
-
-
-@both
-def test_namespaces_that_are_too_long_together(draft):
-    """Draft 18, section 2.4.1: prefix and suffix make one namespace."""
-    for suffix in ("1f" + "0161" * 31, "01 9f60" + "61" * 8032):
-        raw = Raw(draft, client=True)
-        raw.session.subscribe_namespace((b"a", b"b"))
-        raw.receive(0 if draft.streams else 4, answered("07", draft, "00") + frame("08", suffix))
-        assert raw.code == VIOLATION
-
-
-def test_too_many_namespaces():
-    """A peer that never stops is stopped."""
-    raw = Raw(DRAFT_18, client=True)
-    raw.session.subscribe_namespace(())
-    raw.receive(0, frame("07", "00"))
-    for index in range(MAX_NAMESPACES + 1):
-        raw.receive(0, frame("08", "01 04", index.to_bytes(4, "big").hex()))
-    assert raw.code == SessionCode.INTERNAL_ERROR
-
-
-def test_an_answer_on_another_requests_stream():
-    raw = Raw(DRAFT_16, client=True)
-    raw.session.subscribe_namespace(())
-    raw.receive(4, frame("07", "02 00"))
-    assert raw.code == VIOLATION
 
 
 @both
@@ -205,21 +120,17 @@ def test_an_answer_that_ends_within_a_message(draft):
 
 
 def test_redirects():
-    """Draft 18, section 10.6.1: servers are not sent elsewhere; namespaces have no track."""
+    """Draft 18, section 10.6.1: a client cannot send its server to a URI."""
     raw = Raw(DRAFT_18, client=True)
     raw.fetch()
     raw.receive(0, frame("05", "34 01 00", "03 6d3a2f", "01 0161", "01 74"))
     (refused,) = raw.told(Refused)
     assert (refused.message.redirect.uri, refused.message.redirect.track) == (b"m:/", b"t")
-    for to, code in (("01 6d 00 00", VIOLATION), ("00 00 00", None), ("00 00 0174", VIOLATION)):
+    for to, code in (("01 6d 00 00", VIOLATION), ("00 00 00", None), ("00 00 0174", None)):
         raw = Raw(DRAFT_18, client=False)
-        raw.session.publish_namespace((b"a",))
+        raw.fetch()
         raw.receive(1, frame("05", "34 01 00", to))
         assert raw.code == code
-    raw = Raw(DRAFT_18, client=True)
-    raw.session.subscribe_namespace((b"a",))
-    raw.receive(0, frame("05", "34 01 00", "00 00 0174"))
-    assert raw.code == VIOLATION
 
 
 @table("property_", ["c0409d 01 05", "c04000 05", "c07fff 00", "0b 04 c04000 05"])
@@ -335,7 +246,7 @@ def test_goaway_on_a_requests_stream():
         ):
             raw = Raw(DRAFT_18, client=client)
             ours = 0 if client else 1
-            ASK["06"](raw.session)
+            raw.fetch()
             raw.receive(ours, b"".join(messages))
             assert raw.code == code
             raw = Raw(DRAFT_18, client=client)
@@ -347,13 +258,8 @@ def test_goaway_on_a_requests_stream():
     assert raw.told(Answered)
 
 
-@table("ours", [True, False])
-def test_goaway_on_a_requests_stream_of_draft_16(ours):
+def test_goaway_on_a_requests_stream_of_draft_16():
     """There it is for the control stream alone."""
     raw = Raw(DRAFT_16, client=True)
-    if ours:
-        raw.session.subscribe_namespace(())
-        raw.receive(4, frame("10", "00"))
-    else:
-        raw.receive(1, frame("11", "01 00 01 00") + frame("10", "00"))
+    raw.receive(1, frame("11", "01 00 01 00") + frame("10", "00"))
     assert raw.code == VIOLATION

@@ -9,11 +9,12 @@ from hypothesis import strategies as st
 from kvabr.moqt.codes import RequestCode, ResetCode
 from kvabr.moqt.events import Answered, Cancelled, Ended, Event, Received, Refused, Requested, Updated
 from kvabr.moqt.messages import Fetch, Subscribe, SubscribeNamespace, TrackStatus
-from kvabr.moqt.objects import FetchWriter, SubgroupHeader, write_subgroup_header, write_subgroup_object
+from kvabr.moqt.objects import FetchWriter, SubgroupHeader
 from kvabr.moqt.parameters import Parameters
 from kvabr.moqt.wire import DRAFT_16, DRAFT_18, DRAFTS, Location
 from tests.moqt.pair import NAMESPACE, TRACK, Origin, Pair, locations, payload
 from tests.moqt.tables import table
+from tests.moqt.writers import write_subgroup_header, write_subgroup_object
 
 both = pytest.mark.parametrize("draft", DRAFTS)
 GROUPS = {group: [bytes([group, index]) * 20 for index in range(3)] for group in range(8)}
@@ -30,7 +31,7 @@ def test_streams_in_any_order(draft, seed, groups):
     """SETUPs too; every FETCH gets its objects, in order, and the session is as if nothing had been."""
     pair = Pair(draft, seed=seed, start=False)
     Origin(pair, GROUPS)
-    namespaces = pair.client.subscribe_namespace((b"x",))
+    namespaces = pair.request(lambda number: SubscribeNamespace(number, (b"x",)))
     asked = [(ask(pair, group, priority=group), group) for group in groups]
     for number, _ in asked:
         pair.client.requester.update(number, Parameters(priority=1))
@@ -47,7 +48,7 @@ def test_streams_in_any_order(draft, seed, groups):
         [namespaces, *(number for number, _ in asked)]
     )
     assert len(pair.told(False, Updated)) <= (len(asked) if draft.streams else 0)  # a FETCH may be over before
-    pair.client.requester.cancel(namespaces)
+    pair.cancel(namespaces)
     pair.run()
     pair.healthy()
     pair.tidy()
@@ -114,8 +115,9 @@ def anything(pair: Pair, dice: random.Random) -> int:
     client, more = pair.client, Parameters()
     return dice.choice([
         lambda: ask(pair, 0), lambda: ask(pair, 0), lambda: ask(pair, 0),
-        lambda: client.subscribe(NAMESPACE, TRACK, more), lambda: client.track_status(NAMESPACE, TRACK, more),
-        lambda: client.subscribe_namespace((b"x",)),
+        lambda: client.subscribe(NAMESPACE, TRACK, more),
+        lambda: pair.request(lambda number: TrackStatus(number, NAMESPACE, TRACK)),
+        lambda: pair.request(lambda number: SubscribeNamespace(number, (b"x",))),
     ])()  # fmt: skip
 
 
@@ -130,7 +132,7 @@ def storm(draft, seed: int, rounds: int) -> Pair:
         if chance < 0.4 and len(alive) < 30:
             alive.append(anything(pair, dice))
         elif chance < 0.6 and alive:
-            pair.client.requester.cancel(alive.pop(dice.randrange(len(alive))))
+            pair.cancel(alive.pop(dice.randrange(len(alive))))
         elif chance < 0.7 and alive:
             pair.client.requester.update(dice.choice(alive), Parameters())
         elif chance < 0.9:
@@ -138,7 +140,7 @@ def storm(draft, seed: int, rounds: int) -> Pair:
         pair.run(dice.randrange(4))
     pair.run()
     for number in alive:
-        pair.client.requester.cancel(number)
+        pair.cancel(number)
     pair.run()
     return pair
 

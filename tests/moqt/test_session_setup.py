@@ -210,7 +210,7 @@ def test_objects_for_a_request_that_was_never_made(draft):
 @both
 def test_objects_for_what_is_no_fetch(draft):
     raw = Raw(draft, client=True)
-    raw.session.track_status((b"a",), b"t", Parameters())
+    raw.session.subscribe((b"a",), b"t", Parameters())
     raw.receive(7, "05 00")
     assert raw.code == VIOLATION
 
