@@ -131,7 +131,7 @@ def parse_limits(texts: Sequence[str]) -> ServerLimits:
 
 
 def _new_token() -> int:
-    from kvabr.store.grants import new_token
+    from kvabr.server.grants import new_token
 
     token, entry = new_token()
     print(f"a new token; give it to the client (KVABR_TOKEN). It is shown only here:\n{token}\n")
@@ -147,11 +147,11 @@ async def _serve(
 
     from kvabr.cli.server_log import captured, logger
     from kvabr.server import certificates
+    from kvabr.server.grants import Grants
     from kvabr.server.metrics import Metrics
     from kvabr.server.published_assets import PublishedAssets
     from kvabr.server.server import Server
     from kvabr.server.service import Watcher, run_until_signal
-    from kvabr.store.grants import Grants
     from kvabr.telemetry.prometheus import ScrapeServer
 
     log = logger(json=args.log_json or None, verbose=args.verbose)

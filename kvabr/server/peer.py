@@ -17,11 +17,11 @@ from kvabr.moqt.session import Session
 from kvabr.moqt.wire import Draft, Location
 from kvabr.quic.endpoint import Endpoint
 from kvabr.quic.library import QuicLibrary
+from kvabr.server.grants import Grant, token_in_path
 from kvabr.server.limits import RateLimiter, ServerLimits
 from kvabr.server.metrics import Metrics
 from kvabr.server.publication import ArrivingGroup, Publication, Source
 from kvabr.server.send_queue import GroupRange, Piece, Sending, SendQueue, last_object
-from kvabr.store.grants import Grant, token_in_path
 from kvabr.types.errors import AssetError, FormatError, NotFoundError, RequestError, TransportError, UnauthorizedError
 from kvabr.types.naming import ROOT, TrackNamespace
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvabr.codec.container import ObjectSpan, object_spans, slices
+from kvabr.server.grants import Grant
 from kvabr.store.asset import Asset
-from kvabr.store.grants import Grant
 from kvabr.types.errors import AssetError, TransportError
 from kvabr.types.naming import TrackNamespace
 

@@ -8,10 +8,10 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from kvabr.server.grants import EVERYTHING, Grant, Grants
 from kvabr.server.publication import BytesPublication, LevelPublication, Publication
 from kvabr.store.asset import Asset
 from kvabr.store.asset_index import AssetIndex, AssetView
-from kvabr.store.grants import EVERYTHING, Grant, Grants
 from kvabr.store.locations import Location, open_store
 from kvabr.store.lru import ByteLru
 from kvabr.types.errors import AssetError, FormatError

@@ -20,11 +20,11 @@ from kvabr.client.shared_downloads import GroupRequest, SharedDownloads
 from kvabr.codec.container import ObjectSpan, object_spans
 from kvabr.moqt.codes import RequestCode
 from kvabr.quic.interface import Connection
+from kvabr.server.grants import EVERYTHING, Grant, Grants
 from kvabr.server.metrics import Metrics
 from kvabr.server.publication import ArrivingGroup, Publication, PublishedGroup
 from kvabr.server.relay_catalogs import LEAST_BYTES, AssetFacts, Catalogs, is_small, is_unauthorized
 from kvabr.server.relay_groups import RelayGroups
-from kvabr.store.grants import EVERYTHING, Grant, Grants
 from kvabr.store.group_folder import FolderGroupStore
 from kvabr.store.group_store import MemoryGroupStore, TieredGroupStore
 from kvabr.types.errors import AssetError, NotFoundError, RequestError, TransportError, UnauthorizedError

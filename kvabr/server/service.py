@@ -9,11 +9,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
+from kvabr.server.grants import Grants
 from kvabr.server.metrics import Metrics
 from kvabr.server.published_assets import PublishedAssets
 from kvabr.server.server import Server
 from kvabr.store.files import FileVersion
-from kvabr.store.grants import Grants
 from kvabr.types.errors import KvabrError
 
 if TYPE_CHECKING:

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from kvabr.codec.fit import fit
-from kvabr.server.memory import MemoryConnection, MemoryLink
+from kvabr.server.grants import EVERYTHING
 from kvabr.server.published_assets import PublishedAssets
-from kvabr.store.grants import EVERYTHING
+from tests.memory_transport import MemoryConnection, MemoryLink
 from tests.toymodel import SPEC, ToyModel, prompt, toy_asset
 
 torch.set_num_threads(1)

@@ -9,11 +9,11 @@ import structlog
 
 from kvabr.client.blocking import LoopThread
 from kvabr.server.certificates import ServerTls, check, make
+from kvabr.server.grants import Grant, Grants
 from kvabr.server.limits import ServerLimits
 from kvabr.server.metrics import Metrics
 from kvabr.server.published_assets import PublishedAssets
 from kvabr.server.server import Server
-from kvabr.store.grants import Grant, Grants
 
 LOG = structlog.wrap_logger(structlog.ReturnLogger(), processors=[])
 

@@ -8,12 +8,12 @@ import pytest
 
 from kvabr.client.async_client import AsyncClient
 from kvabr.client.options import Limits
-from kvabr.server.memory import Fault
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import BusyError, PlayError, UsageError
 from tests.client.playing import play
 from tests.client.test_play import close
 from tests.client.virtual import virtual
+from tests.memory_transport import Fault
 from tests.toymodel import SPEC, ToyModel, prompt
 
 TOKENS, LONG = prompt(70).tokens, prompt(160).tokens

@@ -11,7 +11,6 @@ import pytest
 from kvabr.client.resources import decoders
 from kvabr.client.result import NothingCached
 from kvabr.quic.reconnect import RedialledConnection
-from kvabr.server.memory import Fault, MemoryConnection
 from kvabr.server.publication import BytesPublication
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import ConnectionLostError, FormatError, ModelError, PlayError, TransportError
@@ -20,6 +19,7 @@ from tests import kvdata
 from tests.client.playing import play, play_asset
 from tests.client.test_play import close
 from tests.client.virtual import Hang, virtual
+from tests.memory_transport import Fault, MemoryConnection
 from tests.toymodel import SPEC, ToyModel, prompt
 
 TOKENS = prompt(70).tokens

@@ -11,13 +11,13 @@ import pytest
 from kvabr.client import profiles
 from kvabr.client.lookup import fetch_catalog, find_prefix, playable
 from kvabr.client.profiles import ProfileCache
-from kvabr.server.memory import Fault, MemoryConnection
+from kvabr.server.grants import EVERYTHING
 from kvabr.server.published_assets import PublishedAssets
-from kvabr.store.grants import EVERYTHING
 from kvabr.types.errors import ForeignError, FormatError, NotFoundError
 from kvabr.types.naming import TrackNamespace
 from tests import assets
 from tests.client.virtual import virtual
+from tests.memory_transport import Fault, MemoryConnection
 
 SPEC = assets.spec()
 

@@ -13,14 +13,14 @@ from kvabr.client.options import PlayOptions
 from kvabr.client.result import NothingCached
 from kvabr.client.upgrades import StepGate
 from kvabr.publish.encoder import publish
-from kvabr.server.memory import MemoryConnection, MemoryLink
+from kvabr.server.grants import EVERYTHING, Grant, Grants
 from kvabr.server.published_assets import PublishedAssets
 from kvabr.store.asset_folder_writer import FolderAssetWriter
-from kvabr.store.grants import EVERYTHING, Grant, Grants
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import NotFoundError, PlayError, UsageError
 from tests.client.test_play import close
 from tests.client.virtual import virtual
+from tests.memory_transport import MemoryConnection, MemoryLink
 from tests.toymodel import SPEC, ToyModel, prompt, toy_asset
 
 TOKENS = prompt(70).tokens

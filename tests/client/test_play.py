@@ -10,12 +10,12 @@ import torch
 from kvabr.client import profiles
 from kvabr.client.profiles import ProfileCache
 from kvabr.client.result import NothingCached
-from kvabr.server.memory import Fault
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import NotFoundError, PolicyError, UsageError
 from kvabr.types.naming import TrackNamespace
 from tests.client.playing import play, play_asset
 from tests.client.virtual import virtual
+from tests.memory_transport import Fault
 from tests.toymodel import SPEC, ToyModel, prompt
 
 TOKENS = prompt(70).tokens

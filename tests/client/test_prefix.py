@@ -9,11 +9,11 @@ import torch
 
 from kvabr.client.async_client import AsyncClient
 from kvabr.client.options import PlayOptions
-from kvabr.server.memory import Fault
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import UsageError
 from tests.client.conftest import libraries, long, origin, root, short  # noqa: F401
 from tests.client.virtual import virtual
+from tests.memory_transport import Fault
 from tests.toymodel import SPEC, ToyModel, prompt
 
 TOKENS = prompt(70).tokens

@@ -10,10 +10,10 @@ import pytest
 from kvabr.abr.estimators import BUILTIN
 from kvabr.client.peer_history import PeerHistory
 from kvabr.client.shared_bandwidth import estimating, link_of
-from kvabr.server.memory import MemoryConnection, MemoryLink
 from kvabr.types.errors import PolicyError
 from tests.client.playing import play
 from tests.client.virtual import virtual
+from tests.memory_transport import MemoryConnection, MemoryLink
 from tests.toymodel import SPEC, prompt
 
 TOKENS = prompt(70).tokens

@@ -14,12 +14,12 @@ import torch
 from kvabr.abr.policy import Decision, Policy
 from kvabr.client.upgrades import StepGate
 from kvabr.codec.fit import fit
-from kvabr.server.memory import Fault, MemoryConnection, MemoryLink
+from kvabr.server.grants import EVERYTHING
 from kvabr.server.published_assets import PublishedAssets
-from kvabr.store.grants import EVERYTHING
 from kvabr.types.errors import UsageError
 from tests.client.playing import play
 from tests.client.virtual import Hang, virtual
+from tests.memory_transport import Fault, MemoryConnection, MemoryLink
 from tests.toymodel import SPEC, ToyModel, prompt, toy_asset
 
 TOKENS = prompt(70).tokens

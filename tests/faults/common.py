@@ -17,13 +17,13 @@ from kvabr.quic.connect import connect as dial
 from kvabr.replay.live.lane import Conditions
 from kvabr.replay.live.shaper import Shaper
 from kvabr.server.certificates import ServerTls
+from kvabr.server.grants import Grants
 from kvabr.server.limits import ServerLimits
 from kvabr.server.metrics import Metrics
 from kvabr.server.publication import Publication
 from kvabr.server.published_assets import PublishedAssets
 from kvabr.server.server import Server
 from kvabr.store.asset_folder_writer import FolderAssetWriter
-from kvabr.store.grants import Grants
 from kvabr.types.cost import PrefillCost
 from kvabr.types.events import PlayEvent
 from kvabr.types.naming import CATALOG_TRACK, PREFIX_TRACK, chain

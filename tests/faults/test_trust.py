@@ -16,7 +16,7 @@ from cryptography.x509.oid import NameOID
 from kvabr.client.result import NothingCached
 from kvabr.quic.connect import connect
 from kvabr.server.certificates import ServerTls, facts_of
-from kvabr.store.grants import Grant, Grants
+from kvabr.server.grants import Grant, Grants
 from kvabr.types.errors import NotFoundError, PlayError, TransportError
 from tests.client.playing import play, play_asset
 from tests.faults.common import LIBRARIES, LIMIT_S, SPEC, TOKENS, right, serving

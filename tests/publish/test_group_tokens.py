@@ -11,12 +11,12 @@ from kvabr.client.resources import measure_prefill
 from kvabr.engines.chunk_store import key_digests
 from kvabr.publish.encoder import publish
 from kvabr.replay.verify import FetchStep, verify_play
-from kvabr.server.memory import MemoryConnection
+from kvabr.server.grants import EVERYTHING
 from kvabr.server.published_assets import PublishedAssets
-from kvabr.store.grants import EVERYTHING
 from kvabr.store.locations import open_asset, open_store
 from kvabr.types.errors import FormatError
 from tests.client.playing import play
+from tests.memory_transport import MemoryConnection
 from tests.toymodel import SPEC, ToyModel, prompt
 
 TOKENS = 300

@@ -22,14 +22,13 @@ from kvabr.quic.options import DialOptions
 from kvabr.quic.reconnect import RedialledConnection
 from kvabr.server import relay_groups
 from kvabr.server.certificates import check, development
+from kvabr.server.grants import EVERYTHING, Grant, Grants
 from kvabr.server.limits import ServerLimits
-from kvabr.server.memory import Fault, MemoryConnection, MemoryLink
 from kvabr.server.metrics import Metrics
 from kvabr.server.published_assets import PublishedAssets
 from kvabr.server.relay import Relay
 from kvabr.server.relay_catalogs import Catalogs, check_small
 from kvabr.server.server import Server
-from kvabr.store.grants import EVERYTHING, Grant, Grants
 from kvabr.types.errors import (
     ConnectionLostError,
     FormatError,
@@ -49,6 +48,7 @@ from kvabr.types.naming import (
     prefix_track,
 )
 from tests.assets import make_asset
+from tests.memory_transport import Fault, MemoryConnection, MemoryLink
 
 LOG = structlog.get_logger()
 BIG = 1 << 24

@@ -19,12 +19,12 @@ from kvabr.cli.options import is_loopback, moqt_url, parse_address
 from kvabr.cli.serve import parse_limits
 from kvabr.cli.server_log import captured, logger
 from kvabr.server.certificates import ServerTls, make
+from kvabr.server.grants import Grants
 from kvabr.server.limits import ServerLimits
 from kvabr.server.metrics import Metrics
 from kvabr.server.published_assets import PublishedAssets
 from kvabr.server.server import Server
 from kvabr.server.service import INTERRUPTED, Watcher, run_until_signal
-from kvabr.store.grants import Grants
 from kvabr.types.errors import TransportError, UsageError
 from tests.assets import make_asset
 

@@ -12,15 +12,15 @@ from kvabr.cli.main import main
 from kvabr.publish.encoder import publish
 from kvabr.publish.publisher import Publisher
 from kvabr.replay.verify import FetchStep, load_profile, verify_play
-from kvabr.server.memory import MemoryConnection
+from kvabr.server.grants import EVERYTHING
 from kvabr.server.published_assets import PublishedAssets
-from kvabr.store.grants import EVERYTHING
 from kvabr.store.locations import open_asset, open_catalog, open_store
 from kvabr.types.catalog import Catalog
 from kvabr.types.errors import AssetError, FormatError, UsageError
 from tests import objectstore
 from tests.client.playing import play
 from tests.client.served import Served
+from tests.memory_transport import MemoryConnection
 from tests.toymodel import SPEC, ToyModel, prompt, toy_asset
 
 TRACKS = ("FP16", "Int8", "AC-5x")

@@ -8,11 +8,11 @@ import pytest
 
 from kvabr.engines.transformers import cache_publisher, publish_cache
 from kvabr.engines.transformers.model_loader import load_model
-from kvabr.server.memory import MemoryConnection, MemoryLink
+from kvabr.server.grants import EVERYTHING
 from kvabr.server.published_assets import PublishedAssets
-from kvabr.store.grants import EVERYTHING
 from tests import tinymodels
 from tests.engines.transformers.text import IDS, PREFIX, cold
+from tests.memory_transport import MemoryConnection, MemoryLink
 
 
 @pytest.fixture(scope="session")

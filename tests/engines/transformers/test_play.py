@@ -15,7 +15,6 @@ from kvabr.client.options import PlayOptions
 from kvabr.client.result import NothingCached
 from kvabr.engines.transformers import ADAPTER, TransformersEngine, play_cache, play_cache_async
 from kvabr.engines.transformers.model_loader import engine_of, load_model
-from kvabr.server.memory import Fault
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import ModelError, PlayError, UsageError
 from kvabr.types.kv import RopeSpec
@@ -23,6 +22,7 @@ from tests import tinymodels
 from tests.client.served import Served
 from tests.client.virtual import virtual
 from tests.engines.transformers.text import IDS, PREFIX, cold, furthest
+from tests.memory_transport import Fault
 
 pytestmark = pytest.mark.model
 

@@ -10,9 +10,9 @@ import torch
 from kvabr.client.async_client import AsyncClient
 from kvabr.client.options import PlayOptions
 from kvabr.engines.transformers import play_cache_async
-from kvabr.server.memory import Fault, MemoryConnection, MemoryLink
+from kvabr.server.grants import EVERYTHING
 from kvabr.server.published_assets import PublishedAssets
-from kvabr.store.grants import EVERYTHING
+from tests.memory_transport import Fault, MemoryConnection, MemoryLink
 
 pytestmark = pytest.mark.model
 

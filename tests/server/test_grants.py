@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvabr.store import grants as grants_module
-from kvabr.store.grants import Grant, Grants, new_token
+from kvabr.server import grants as grants_module
+from kvabr.server.grants import Grant, Grants, new_token
 from kvabr.types.errors import AssetError, FormatError
 
 

@@ -9,11 +9,11 @@ import pytest
 from kvabr.codec.container import slices
 from kvabr.moqt.codes import RequestCode
 from kvabr.quic.interface import read_all
-from kvabr.server.memory import Fault, MemoryConnection, MemoryLink
 from kvabr.server.publication import BytesPublication, Publication
 from kvabr.types.errors import AssetError, ConnectionLostError, NotFoundError, RequestError
 from kvabr.types.naming import TrackNamespace
 from tests.client.virtual import virtual
+from tests.memory_transport import Fault, MemoryConnection, MemoryLink
 
 SPACE = TrackNamespace("test/model", "ab" * 32)
 DATA = bytes(range(256)) * 400

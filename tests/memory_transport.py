@@ -1,6 +1,6 @@
 """A transport without a network: publications of this process, sent over a simulated link, with faults on demand.
 
-For tests and demos, and for players that live in their publisher's process. The link is a queue that carries one chunk
+For tests and benchmarks. The link is a queue that carries one chunk
 after the other at the given rate, the most urgent download first and equals in turn, as a publisher that honours
 priorities would. Time is the event loop's; there are no threads and no tasks.
 """
