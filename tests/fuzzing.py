@@ -272,7 +272,7 @@ def _session(draft: Draft, *, client: bool) -> Take:
         stream = base + 4 * dice.randrange(6) if asks else base + 4 * dice.randrange(5)
         if isinstance(message, m.RequestUpdate):
             stream = dice.choice(list(session.responder._by_stream) or [1 if client else 0])
-        if not draft.streams and not isinstance(message, m.SubscribeNamespace | m.Namespace | m.NamespaceDone):
+        if not draft.streams and not isinstance(message, m.SubscribeNamespace | m.Namespace):
             stream = 0
         if isinstance(message, m.Goaway):
             stream = theirs_control

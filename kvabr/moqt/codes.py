@@ -1,4 +1,4 @@
-"""Code points of moq-transport: message types, error codes, parameters, properties; and the faults that carry them."""
+"""Code points of moq-transport (error codes, parameters, setup options, properties) and the exception for faults."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import IntEnum
 
 
 class SessionCode(IntEnum):
-    """Why a session is closed (draft 18, section 15.10.1)."""
+    """Reasons to close a session (draft 18, section 15.10.1)."""
 
     NO_ERROR = 0x0
     INTERNAL_ERROR = 0x1
@@ -33,7 +33,7 @@ class SessionCode(IntEnum):
 
 
 class RequestCode(IntEnum):
-    """Why a request is refused (draft 18, section 15.10.2)."""
+    """Reasons to refuse a request (draft 18, section 15.10.2)."""
 
     INTERNAL_ERROR = 0x0
     UNAUTHORIZED = 0x1
@@ -56,7 +56,7 @@ class RequestCode(IntEnum):
 
 
 class ResetCode(IntEnum):
-    """Why a stream is reset, or its sender told to stop (draft 18, section 15.10.4)."""
+    """Reasons to reset or stop a stream (draft 18, section 15.10.4)."""
 
     INTERNAL_ERROR = 0x0
     CANCELLED = 0x1
@@ -117,11 +117,11 @@ class Property(IntEnum):
 
 
 MANDATORY_TRACK_PROPERTIES = range(0x4000, 0x8000)
-"""Track properties that a receiver must understand, or not touch the track (draft 18, section 2.5.1)."""
+"""Properties that a receiver must understand to use the track (draft 18, section 2.5.1)."""
 
 
-class SessionFault(Exception):  # noqa: N818  # not an error of ours: the peer's, and the session ends with it
-    """The peer broke the protocol; the session must be closed with ``code``."""
+class SessionFault(Exception):  # noqa: N818  # the peer's fault, not an error here
+    """The peer broke the protocol; the session must be closed with `code`."""
 
     def __init__(self, message: str, code: SessionCode = SessionCode.PROTOCOL_VIOLATION) -> None:
         """Say what the peer did."""
@@ -130,7 +130,7 @@ class SessionFault(Exception):  # noqa: N818  # not an error of ours: the peer's
 
 
 def name_of(code: int, kind: type[IntEnum]) -> str:
-    """A code for people: its name, or its number where it has none."""
+    """Return the name of a code, or its number if it has none."""
     try:
         return kind(code).name
     except ValueError:

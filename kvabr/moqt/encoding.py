@@ -20,14 +20,10 @@ from kvabr.moqt.messages import (
     MaxRequestId,
     Message,
     Namespace,
-    NamespaceDone,
     Publish,
-    PublishBlocked,
     PublishDone,
     PublishNamespace,
-    PublishNamespaceCancel,
     PublishNamespaceDone,
-    PublishOk,
     Redirect,
     RequestError,
     RequestOk,
@@ -71,19 +67,18 @@ _TYPES: dict[int, dict[int, type[Message]]] = {
     18: {
         0x2F00: Setup, 0x10: Goaway, 0x3: Subscribe, 0x4: SubscribeOk, 0x1D: Publish, 0x1E: RequestOk,
         0xB: PublishDone, 0x16: Fetch, 0x18: FetchOk, 0xD: TrackStatus, 0x6: PublishNamespace,
-        0x50: SubscribeNamespace, 0x51: SubscribeTracks, 0x8: Namespace, 0xE: NamespaceDone, 0xF: PublishBlocked,
-        0x2: RequestUpdate, 0x7: RequestOk, 0x5: RequestError,
+        0x50: SubscribeNamespace, 0x51: SubscribeTracks, 0x8: Namespace, 0x2: RequestUpdate, 0x7: RequestOk,
+        0x5: RequestError,
     },
     16: {
         0x20: Setup, 0x21: Setup, 0x10: Goaway, 0x15: MaxRequestId, 0x1A: RequestsBlocked, 0x7: RequestOk,
         0x5: RequestError, 0x3: Subscribe, 0x4: SubscribeOk, 0x2: RequestUpdate, 0xA: Unsubscribe, 0x1D: Publish,
-        0x1E: PublishOk, 0xB: PublishDone, 0x16: Fetch, 0x18: FetchOk, 0x17: FetchCancel, 0xD: TrackStatus,
-        0x6: PublishNamespace, 0x8: Namespace, 0x9: PublishNamespaceDone, 0xE: NamespaceDone,
-        0xC: PublishNamespaceCancel, 0x11: SubscribeNamespace,
+        0xB: PublishDone, 0x16: Fetch, 0x18: FetchOk, 0x17: FetchCancel, 0xD: TrackStatus, 0x6: PublishNamespace,
+        0x8: Namespace, 0x9: PublishNamespaceDone, 0x11: SubscribeNamespace,
     },
 }  # fmt: skip
-"""Messages by draft and type. Draft 18 gives REQUEST_OK a second type, 0x1E, as the answer to PUBLISH: it is read, but
-never sent."""
+"""Messages by draft and type, without the answers to requests that this end never makes: they are as invalid as unknown
+types. Draft 18 gives REQUEST_OK a second type, 0x1E, as the answer to PUBLISH; it is read, but never sent."""
 _TYPE_OF = {draft: {cls: kind for kind, cls in types.items()} for draft, types in _TYPES.items()}
 
 CLIENT_SETUP_16, SERVER_SETUP_16 = 0x20, 0x21

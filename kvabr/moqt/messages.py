@@ -1,4 +1,7 @@
-"""Control messages as dataclasses (draft 18, sections 10.3 to 10.20); `kvabr.moqt.encoding` has their wire format."""
+"""Control messages as dataclasses (draft 18, sections 10.3 to 10.20); `kvabr.moqt.encoding` has their wire format.
+
+Messages are listed that this end sends, or that a peer may rightly send it.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +12,19 @@ from kvabr.moqt.codes import Param
 from kvabr.moqt.parameters import Parameters, SetupOptions
 from kvabr.moqt.wire import KeyValue, Location
 
-_NO_PARAMS: frozenset[Param] = frozenset()
+_TOKEN = frozenset({Param.AUTHORIZATION_TOKEN})
+_OF_SUBSCRIPTIONS = frozenset({
+    Param.OBJECT_DELIVERY_TIMEOUT, Param.SUBGROUP_DELIVERY_TIMEOUT, Param.SUBSCRIBER_PRIORITY,
+    Param.SUBSCRIPTION_FILTER, Param.FORWARD, Param.NEW_GROUP_REQUEST,
+})  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
     """One control message."""
 
-    allowed: ClassVar[frozenset[Param]] = _NO_PARAMS
-    """Parameters that it may have."""
+    allowed: ClassVar[frozenset[Param]] = frozenset()
+    """Parameters that the message may carry (draft 18, section 10.2)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,18 +36,18 @@ class Setup(Message):
 
 @dataclass(frozen=True, slots=True)
 class Goaway(Message):
-    """GOAWAY: the sender will end the session soon."""
+    """GOAWAY: the sender will close the session soon."""
 
     uri: bytes = b""
     timeout_ms: int = 0
     """Draft 18."""
     request_id: int | None = None
-    """Draft 18, on the control stream: the first request of the peer that was not processed."""
+    """Draft 18, on the control stream: the first request of the receiver that was not processed."""
 
 
 @dataclass(frozen=True, slots=True)
 class MaxRequestId(Message):
-    """MAX_REQUEST_ID (16): request IDs below this may be used."""
+    """MAX_REQUEST_ID (16): the receiver may use request IDs below this."""
 
     request_id: int
 
@@ -60,16 +67,13 @@ class RequestOk(Message):
     parameters: Parameters = field(default_factory=Parameters)
     properties: tuple[KeyValue, ...] = ()
     """Draft 18, in answer to TRACK_STATUS."""
-    allowed: ClassVar[frozenset[Param]] = frozenset({
-        Param.OBJECT_DELIVERY_TIMEOUT, Param.SUBGROUP_DELIVERY_TIMEOUT, Param.SUBSCRIBER_PRIORITY, Param.GROUP_ORDER,
-        Param.SUBSCRIPTION_FILTER, Param.EXPIRES, Param.LARGEST_OBJECT, Param.FORWARD, Param.NEW_GROUP_REQUEST,
-    })  # fmt: skip
-    """In answer to anything; the session knows what it answers."""
+    allowed = _OF_SUBSCRIPTIONS | {Param.GROUP_ORDER, Param.EXPIRES, Param.LARGEST_OBJECT}
+    """In any answer; the session checks further, because it knows the request."""
 
 
 @dataclass(frozen=True, slots=True)
 class Redirect:
-    """Where a request may succeed (18)."""
+    """Another place to make a request (18)."""
 
     uri: bytes
     namespace: tuple[bytes, ...]
@@ -83,7 +87,7 @@ class RequestError(Message):
     request_id: int | None
     code: int
     retry_interval: int
-    """Milliseconds plus one before asking again may help; 0: it will not."""
+    """Milliseconds plus one after which a retry may succeed; 0 if it cannot."""
     reason: str
     redirect: Redirect | None = None
 
@@ -96,22 +100,18 @@ class Subscribe(Message):
     namespace: tuple[bytes, ...]
     track: bytes
     parameters: Parameters = field(default_factory=Parameters)
-    allowed: ClassVar[frozenset[Param]] = frozenset({
-        Param.OBJECT_DELIVERY_TIMEOUT, Param.SUBGROUP_DELIVERY_TIMEOUT, Param.AUTHORIZATION_TOKEN,
-        Param.RENDEZVOUS_TIMEOUT, Param.SUBSCRIBER_PRIORITY, Param.GROUP_ORDER, Param.SUBSCRIPTION_FILTER,
-        Param.FORWARD, Param.NEW_GROUP_REQUEST,
-    })  # fmt: skip
+    allowed = _OF_SUBSCRIPTIONS | _TOKEN | {Param.RENDEZVOUS_TIMEOUT, Param.GROUP_ORDER}
 
 
 @dataclass(frozen=True, slots=True)
 class TrackStatus(Message):
-    """TRACK_STATUS: a SUBSCRIBE that delivers nothing, and says nothing about delivery."""
+    """TRACK_STATUS: asks for the state of a track without subscribing to it."""
 
     request_id: int
     namespace: tuple[bytes, ...]
     track: bytes
     parameters: Parameters = field(default_factory=Parameters)
-    allowed: ClassVar[frozenset[Param]] = frozenset({Param.AUTHORIZATION_TOKEN})
+    allowed = _TOKEN
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +122,7 @@ class SubscribeOk(Message):
     track_alias: int
     parameters: Parameters = field(default_factory=Parameters)
     properties: tuple[KeyValue, ...] = ()
-    allowed: ClassVar[frozenset[Param]] = frozenset({Param.EXPIRES, Param.LARGEST_OBJECT})
+    allowed = frozenset({Param.EXPIRES, Param.LARGEST_OBJECT})
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,13 +131,9 @@ class RequestUpdate(Message):
 
     request_id: int
     existing: int | None = None
-    """Draft 16: the request to change; in 18 the stream says."""
+    """Draft 16: the request to change; draft 18 identifies it by the stream."""
     parameters: Parameters = field(default_factory=Parameters)
-    allowed: ClassVar[frozenset[Param]] = frozenset({
-        Param.OBJECT_DELIVERY_TIMEOUT, Param.SUBGROUP_DELIVERY_TIMEOUT, Param.AUTHORIZATION_TOKEN,
-        Param.SUBSCRIBER_PRIORITY, Param.SUBSCRIPTION_FILTER, Param.FORWARD, Param.NEW_GROUP_REQUEST,
-        Param.TRACK_NAMESPACE_PREFIX,
-    })  # fmt: skip
+    allowed = _OF_SUBSCRIPTIONS | _TOKEN | {Param.TRACK_NAMESPACE_PREFIX}
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,21 +153,7 @@ class Publish(Message):
     track_alias: int
     parameters: Parameters = field(default_factory=Parameters)
     properties: tuple[KeyValue, ...] = ()
-    allowed: ClassVar[frozenset[Param]] = frozenset({
-        Param.AUTHORIZATION_TOKEN, Param.EXPIRES, Param.LARGEST_OBJECT, Param.FORWARD,
-    })  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class PublishOk(Message):
-    """PUBLISH_OK (16; in 18 it is a REQUEST_OK)."""
-
-    request_id: int
-    parameters: Parameters = field(default_factory=Parameters)
-    allowed: ClassVar[frozenset[Param]] = frozenset({
-        Param.OBJECT_DELIVERY_TIMEOUT, Param.SUBSCRIBER_PRIORITY, Param.GROUP_ORDER, Param.SUBSCRIPTION_FILTER,
-        Param.EXPIRES, Param.FORWARD, Param.NEW_GROUP_REQUEST,
-    })  # fmt: skip
+    allowed = _TOKEN | {Param.EXPIRES, Param.LARGEST_OBJECT, Param.FORWARD}
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,30 +168,28 @@ class PublishDone(Message):
 
 @dataclass(frozen=True, slots=True)
 class Fetch(Message):
-    """FETCH, standalone: a range of published objects."""
+    """Standalone FETCH: a range of published objects."""
 
     request_id: int
     namespace: tuple[bytes, ...]
     track: bytes
     start: Location
     end: Location
-    """The last location plus one; object 0 means all of its group."""
+    """End Location: the last location plus one; object 0 stands for the whole group."""
     parameters: Parameters = field(default_factory=Parameters)
-    allowed: ClassVar[frozenset[Param]] = frozenset({
-        Param.AUTHORIZATION_TOKEN, Param.FILL_TIMEOUT, Param.SUBSCRIBER_PRIORITY, Param.GROUP_ORDER,
-    })  # fmt: skip
+    allowed = _TOKEN | {Param.FILL_TIMEOUT, Param.SUBSCRIBER_PRIORITY, Param.GROUP_ORDER}
 
 
 @dataclass(frozen=True, slots=True)
 class JoiningFetch(Message):
-    """FETCH, joining: what comes before a subscription."""
+    """Joining FETCH: the objects before those of a subscription."""
 
     request_id: int
     joining_request_id: int
     joining_start: int
     relative: bool
     parameters: Parameters = field(default_factory=Parameters)
-    allowed: ClassVar[frozenset[Param]] = Fetch.allowed
+    allowed = Fetch.allowed
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +217,7 @@ class PublishNamespace(Message):
     request_id: int
     namespace: tuple[bytes, ...]
     parameters: Parameters = field(default_factory=Parameters)
-    allowed: ClassVar[frozenset[Param]] = frozenset({Param.AUTHORIZATION_TOKEN})
+    allowed = _TOKEN
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,24 +228,8 @@ class PublishNamespaceDone(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class PublishNamespaceCancel(Message):
-    """PUBLISH_NAMESPACE_CANCEL (16)."""
-
-    request_id: int
-    code: int
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
 class Namespace(Message):
-    """NAMESPACE: one that matches a SUBSCRIBE_NAMESPACE."""
-
-    suffix: tuple[bytes, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class NamespaceDone(Message):
-    """NAMESPACE_DONE."""
+    """NAMESPACE: a namespace that matches a SUBSCRIBE_NAMESPACE."""
 
     suffix: tuple[bytes, ...]
 
@@ -277,10 +241,10 @@ class SubscribeNamespace(Message):
     request_id: int
     prefix: tuple[bytes, ...]
     subscribe_options: int = 1
-    """Draft 16: 0 PUBLISH, 1 NAMESPACE, 2 both are wanted."""
+    """Draft 16: 0 requests PUBLISH, 1 NAMESPACE, 2 both."""
     parameters: Parameters = field(default_factory=Parameters)
-    allowed: ClassVar[frozenset[Param]] = frozenset({Param.AUTHORIZATION_TOKEN, Param.FORWARD})
-    """FORWARD: draft 16, where it may bring PUBLISH messages."""
+    allowed = _TOKEN | {Param.FORWARD}
+    """FORWARD only in draft 16, where the answers may include PUBLISH."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,18 +254,10 @@ class SubscribeTracks(Message):
     request_id: int
     prefix: tuple[bytes, ...]
     parameters: Parameters = field(default_factory=Parameters)
-    allowed: ClassVar[frozenset[Param]] = frozenset({Param.AUTHORIZATION_TOKEN, Param.FORWARD})
-
-
-@dataclass(frozen=True, slots=True)
-class PublishBlocked(Message):
-    """PUBLISH_BLOCKED (18)."""
-
-    suffix: tuple[bytes, ...]
-    track: bytes
+    allowed = _TOKEN | {Param.FORWARD}
 
 
 Request = (
     Subscribe | TrackStatus | Publish | Fetch | JoiningFetch | PublishNamespace | SubscribeNamespace | SubscribeTracks
 )
-"""Messages that open a request."""
+"""The messages that open a request."""

@@ -1,6 +1,6 @@
 """Message parameters, setup options, authorization tokens and subscription filters.
 
-Draft 18 gives every message parameter an encoding of its own (section 10.2), draft 16 writes them as key-value pairs.
+Draft 18 gives each message parameter its own encoding (section 10.2); draft 16 encodes them as key-value pairs.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class Token:
     alias_type: int = USE_VALUE
     alias: int | None = None
     token_type: int = 0
-    """0: agreed upon outside the protocol."""
+    """0 stands for a type agreed on out of band."""
 
     def encode(self, varint: Varint) -> bytes:
-        """The Token structure."""
+        """Encode the Token structure."""
         out = varint.encode(self.alias_type)
         if self.alias_type != USE_VALUE:
             out += varint.encode(self.alias or 0)
@@ -49,47 +49,47 @@ class Token:
 
     @classmethod
     def decode(cls, data: bytes, varint: Varint) -> Token:
-        """Read `encode` back.
+        """Parse the Token structure.
 
         Raises:
-            SessionFault: it is no Token structure.
+            SessionFault: The bytes are not a valid Token.
         """
         reader = Reader(data, varint)
         try:
             kind = reader.varint()
             if kind > USE_VALUE:
-                raise malformed(f"a token of alias type {kind}")
+                raise malformed(f"unknown alias type {kind}")
             alias = None if kind == USE_VALUE else reader.varint()
             token_type, value = 0, b""
             if kind in (REGISTER, USE_VALUE):
                 token_type, value = reader.varint(), reader.rest()
             reader.end()
         except SessionFault as fault:
-            raise malformed(f"an authorization token cannot be read: {fault}") from fault
+            raise malformed(f"malformed authorization token: {fault}") from fault
         return cls(value, kind, alias, token_type)
 
 
 _OVERHEAD = 16
-"""Bytes that an entry counts beside its value."""
+"""Bytes that an entry counts in addition to its value."""
 
 
 class TokenCache:
-    """Aliases of one peer."""
+    """The token aliases of one peer."""
 
     def __init__(self, limit: int = 0) -> None:
-        """An empty cache.
+        """Create an empty cache.
 
         Args:
-            limit: bytes that it may hold, as announced by MAX_AUTH_TOKEN_CACHE_SIZE; 0: no aliases.
+            limit: Capacity in bytes, as announced in MAX_AUTH_TOKEN_CACHE_SIZE; 0 allows no aliases.
         """
         self._limit, self._size = limit, 0
         self._values: dict[int, bytes] = {}
 
     def resolve(self, tokens: tuple[Token, ...], *, setup: bool = False) -> tuple[bytes, ...]:
-        """The values that the tokens of one message stand for.
+        """Return the values of the tokens of one message, and apply its registrations and deletions.
 
         Raises:
-            SessionFault: an unknown or repeated alias, too many tokens, or what a SETUP cannot have.
+            SessionFault: An alias is unknown or repeated, the cache overflows, or a SETUP refers to an alias.
         """
         return tuple(value for token in tokens if (value := self._one(token, setup=setup)) is not None)
 
@@ -100,19 +100,19 @@ class TokenCache:
         if token.alias_type == REGISTER:
             if alias in self._values:
                 code = SessionCode.DUPLICATE_AUTH_TOKEN_ALIAS
-                raise SessionFault(f"the token alias {alias} is registered already", code)
+                raise SessionFault(f"token alias {alias} is already registered", code)
             size = _OVERHEAD + len(token.value)
             if self._size + size <= self._limit:
                 self._values[alias] = token.value
                 self._size += size
             elif not setup:
                 code = SessionCode.AUTH_TOKEN_CACHE_OVERFLOW
-                raise SessionFault(f"registered tokens exceed {self._limit} bytes", code)
+                raise SessionFault(f"registered tokens exceed the limit of {self._limit} bytes", code)
             return token.value
         if setup:
-            raise SessionFault("a SETUP refers to a token alias")
+            raise SessionFault("SETUP refers to a token alias")
         if alias not in self._values:
-            raise SessionFault(f"an unknown token alias {alias}", SessionCode.UNKNOWN_AUTH_TOKEN_ALIAS)
+            raise SessionFault(f"unknown token alias {alias}", SessionCode.UNKNOWN_AUTH_TOKEN_ALIAS)
         if token.alias_type == DELETE:
             self._size -= _OVERHEAD + len(self._values.pop(alias))
             return None
@@ -125,15 +125,15 @@ NEXT_GROUP, LARGEST_OBJECT, ABSOLUTE_START, ABSOLUTE_RANGE = 1, 2, 3, 4
 
 @dataclass(frozen=True, slots=True)
 class Filter:
-    """Which objects a subscription wants."""
+    """The objects that a subscription requests."""
 
     kind: int
     start: Location | None = None
     end_group: int | None = None
-    """The last group wanted."""
+    """The last requested group."""
 
     def encode(self, draft: Draft) -> bytes:
-        """The Subscription Filter structure."""
+        """Encode the Subscription Filter structure."""
         varint = draft.varint
         out = varint.encode(self.kind)
         if self.kind in (ABSOLUTE_START, ABSOLUTE_RANGE):
@@ -146,28 +146,28 @@ class Filter:
 
     @classmethod
     def decode(cls, data: bytes, draft: Draft) -> Filter:
-        """Read `encode` back.
+        """Parse the Subscription Filter structure.
 
         Raises:
-            SessionFault: it is no filter.
+            SessionFault: The bytes are not a valid filter.
         """
         reader = Reader(data, draft.varint)
         kind = reader.varint()
         if kind not in (NEXT_GROUP, LARGEST_OBJECT, ABSOLUTE_START, ABSOLUTE_RANGE):
-            raise SessionFault(f"a subscription filter of type {kind}")
+            raise SessionFault(f"unknown subscription filter type {kind}")
         start = reader.location() if kind in (ABSOLUTE_START, ABSOLUTE_RANGE) else None
         end: int | None = None
         if kind == ABSOLUTE_RANGE and start is not None:
             end = reader.varint() + (start.group if draft.number >= 18 else 0)
             if not start.group <= end < 1 << 64:
-                raise SessionFault(f"a subscription filter from group {start.group} to {end}")
+                raise SessionFault(f"subscription filter from group {start.group} to {end}")
         reader.end()
         return cls(kind, start, end)
 
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """The parameters of one message; None where it has none."""
+    """The parameters of one message; None for absent ones."""
 
     object_delivery_timeout: int | None = None
     """Milliseconds; draft 16: DELIVERY_TIMEOUT."""
@@ -204,13 +204,13 @@ _KINDS: dict[Param, tuple[str, _Encoding, int]] = {
     Param.NEW_GROUP_REQUEST: ("new_group", "varint", 16),
     Param.TRACK_NAMESPACE_PREFIX: ("namespace_prefix", "namespace", 18),
 }
-"""Field, encoding in draft 18, and the first draft that has it."""
+"""By parameter: the field in `Parameters`, the encoding in draft 18, and the first draft that has it."""
 _RANGES = {Param.FORWARD: (0, 1), Param.GROUP_ORDER: (1, 2), Param.SUBSCRIBER_PRIORITY: (0, 255)}
 
 
 def _in_range(param: Param, value: Any, draft: Draft) -> bool:
     if param == Param.OBJECT_DELIVERY_TIMEOUT and draft.number < 17:
-        return bool(value > 0)  # draft 16 writes "none" by leaving it out
+        return bool(value > 0)  # draft 16 expresses "none" by leaving it out
     limits = _RANGES.get(param)
     return limits is None or bool(limits[0] <= value <= limits[1])
 
@@ -225,15 +225,15 @@ def _is_set(parameters: Parameters, name: str) -> bool:
 
 
 def known_parameters(draft: Draft) -> frozenset[Param]:
-    """The message parameters that a draft defines."""
+    """Return the message parameters that a draft defines."""
     return frozenset(param for param, (_, _, since) in _KINDS.items() if draft.number >= since)
 
 
 def write_parameters(parameters: Parameters, draft: Draft) -> bytes:
-    """Count and parameters, ascending by type.
+    """Encode the count and the parameters in ascending order of type.
 
     Raises:
-        ValueError: a parameter that the draft does not have, or a value that it cannot carry.
+        ValueError: The draft does not have a parameter, or a value is out of range.
     """
     varint = draft.varint
     pairs: list[tuple[Param, bytes | int]] = []
@@ -276,15 +276,15 @@ def _write_value(value: Any, kind: _Encoding, draft: Draft) -> bytes | int:
 
 
 def read_parameters(reader: Reader, draft: Draft, allowed: frozenset[Param]) -> Parameters:
-    """Read `write_parameters` back.
+    """Parse the parameters of a message.
 
     Args:
-        reader: where they stand.
-        draft: the draft.
-        allowed: those that the message may have. Others are a fault; draft 16 ignores them.
+        reader: The reader, at the count of parameters.
+        draft: The draft.
+        allowed: Parameters that the message may carry. Others are a fault in draft 18 and ignored in draft 16.
 
     Raises:
-        SessionFault: an unknown, repeated or misplaced parameter, or a value out of range.
+        SessionFault: A parameter is unknown, repeated or misplaced, or a value is out of range.
     """
     found: dict[str, Any] = {}
     count, before = reader.varint(), 0
@@ -302,14 +302,14 @@ def read_parameters(reader: Reader, draft: Draft, allowed: frozenset[Param]) -> 
         value = _read_value(reader, kind, draft) if pairs is None else _convert(pairs[index][1], kind, draft)
         if param not in allowed:
             if draft.number >= 18:
-                raise SessionFault(f"a parameter {param.name} in a message that cannot have it")
+                raise SessionFault(f"parameter {param.name} in a message that cannot have it")
             continue
         if not _in_range(param, value, draft):
-            raise SessionFault(f"a parameter {param.name} of {value}")
+            raise SessionFault(f"parameter {param.name} has the invalid value {value}")
         if kind == "token":
             found[name] = (*found.get(name, ()), value)
         elif name in found:
-            raise SessionFault(f"a message with two parameters {param.name}")
+            raise SessionFault(f"repeated parameter {param.name}")
         else:
             found[name] = value
     return Parameters(**found)
@@ -324,11 +324,11 @@ def _read_value(reader: Reader, kind: _Encoding, draft: Draft) -> Any:
         return reader.location()
     if kind == "namespace":
         return reader.namespace()
-    return _convert(reader.text(0xFFFF, "a parameter"), kind, draft)
+    return _convert(reader.text(0xFFFF, "parameter"), kind, draft)
 
 
 def _convert(value: int | bytes, kind: _Encoding, draft: Draft) -> Any:
-    """What a length-prefixed parameter, or a key-value pair of draft 16, holds."""
+    """Return the value of a length-prefixed parameter, or of a key-value pair in draft 16."""
     if isinstance(value, int):
         return value
     if kind == "token":
@@ -340,18 +340,18 @@ def _convert(value: int | bytes, kind: _Encoding, draft: Draft) -> Any:
         location = reader.location()
         reader.end()
     except SessionFault as fault:
-        raise malformed(f"a location cannot be read: {fault}") from fault
+        raise malformed(f"malformed location: {fault}") from fault
     return location
 
 
 @dataclass(frozen=True, slots=True)
 class SetupOptions:
-    """What the ends tell each other first (draft 18, section 10.3.1)."""
+    """The options of a SETUP (draft 18, section 10.3.1)."""
 
     path: bytes | None = None
-    """From clients only."""
+    """Clients only."""
     authority: bytes | None = None
-    """From clients only."""
+    """Clients only."""
     tokens: tuple[Token, ...] = ()
     max_auth_token_cache_size: int = 0
     implementation: bytes | None = None
@@ -370,7 +370,7 @@ _SETUP = {
 
 
 def setup_pairs(options: SetupOptions, draft: Draft) -> list[KeyValue]:
-    """The options as key-value pairs; those that are at their defaults are left out."""
+    """Return the options as key-value pairs, leaving out defaults."""
     defaults = SetupOptions()
     pairs: list[KeyValue] = []
     for kind, name in _SETUP.items():
@@ -383,10 +383,10 @@ def setup_pairs(options: SetupOptions, draft: Draft) -> list[KeyValue]:
 
 
 def setup_options(pairs: tuple[KeyValue, ...], draft: Draft) -> SetupOptions:
-    """Read `setup_pairs` back; options that this draft does not know are ignored.
+    """Return the options from key-value pairs, ignoring unknown ones.
 
     Raises:
-        SessionFault: an option twice that may come once, or a token that is none.
+        SessionFault: An option is repeated, or a token is malformed.
     """
     found: dict[str, Any] = {}
     for kind, value in pairs:
@@ -394,10 +394,10 @@ def setup_options(pairs: tuple[KeyValue, ...], draft: Draft) -> SetupOptions:
         if name is None or (kind == SetupOption.MAX_REQUEST_ID and draft.number >= 17):
             continue
         if name == "tokens":
-            assert isinstance(value, bytes)  # noqa: S101  # its type is odd
+            assert isinstance(value, bytes)  # noqa: S101  # odd types have bytes
             found[name] = (*found.get(name, ()), Token.decode(value, draft.varint))
         elif name in found:
-            raise SessionFault(f"a SETUP with two options {SetupOption(kind).name}")
+            raise SessionFault(f"repeated setup option {SetupOption(kind).name}")
         else:
             found[name] = value
     return SetupOptions(**found)
@@ -409,23 +409,15 @@ _AUTHORITY = re.compile(rb"(?:(?:" + _PLAIN + rb"|:)*@)?(?:\[[0-9A-Za-z:.%_~-]+\
 
 
 def check_path(path: bytes) -> None:
-    """PATH: ``path-abempty``, and perhaps a query.
-
-    Raises:
-        SessionFault: it is none.
-    """
+    """Raise SessionFault unless a PATH is a `path-abempty` with an optional query (RFC 3986)."""
     if not _PATH.fullmatch(path):
-        raise SessionFault("the PATH is no path of a URI", SessionCode.MALFORMED_PATH)
+        raise SessionFault("PATH is not a valid URI path", SessionCode.MALFORMED_PATH)
 
 
 def check_authority(authority: bytes) -> None:
-    """AUTHORITY: a host that is not empty, and perhaps a port.
-
-    Raises:
-        SessionFault: it is none.
-    """
+    """Raise SessionFault unless an AUTHORITY is a non-empty host with an optional port (RFC 3986)."""
     if not _AUTHORITY.fullmatch(authority):
-        raise SessionFault("the AUTHORITY is no authority of a URI", SessionCode.MALFORMED_AUTHORITY)
+        raise SessionFault("AUTHORITY is not a valid URI authority", SessionCode.MALFORMED_AUTHORITY)
 
 
 assert {field.name for field in fields(Parameters)} == {name for name, _, _ in _KINDS.values()}  # noqa: S101

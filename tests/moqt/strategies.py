@@ -133,7 +133,6 @@ def message(draft: Draft) -> st.SearchStrategy[m.Message]:
         st.builds(m.FetchOk, answered, st.booleans(), locations(draft), st.just(Parameters()), props),
         st.builds(m.PublishNamespace, number, spaces, given(m.PublishNamespace)),
         st.builds(m.Namespace, namespaces),
-        st.builds(m.NamespaceDone, namespaces),
         st.builds(
             m.SubscribeNamespace, number, namespaces, st.just(1) if draft.streams else number,
             given(m.SubscribeNamespace),
@@ -146,14 +145,11 @@ def message(draft: Draft) -> st.SearchStrategy[m.Message]:
             st.builds(m.Goaway, st.binary(max_size=40), number, number),
             st.builds(m.RequestError, answered, st.just(0x34), number, reasons, to),
             st.builds(m.SubscribeTracks, number, namespaces, given(m.SubscribeTracks)),
-            st.builds(m.PublishBlocked, namespaces, tracks),
         )
     return st.one_of(
         *common,
         st.builds(m.Goaway, st.binary(max_size=40)),
         st.builds(m.RequestError, answered, st.just(0x34), number, reasons),
-        st.builds(m.PublishOk, number, given(m.PublishOk)),
-        st.builds(m.PublishNamespaceCancel, number, number, reasons),
         *(
             st.builds(cls, number)
             for cls in (m.MaxRequestId, m.RequestsBlocked, m.Unsubscribe, m.FetchCancel, m.PublishNamespaceDone)

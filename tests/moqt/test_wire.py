@@ -138,7 +138,7 @@ def test_narrow_integers_come_back(value):
 
 @table(("varint", "value"), [(WIDE, -1), (WIDE, 1 << 64), (NARROW, 1 << 62), (NARROW, -1)])
 def test_what_cannot_be_written(varint, value):
-    with pytest.raises(ValueError, match="no integer"):
+    with pytest.raises(ValueError, match="outside 0 to"):
         varint.encode(value)
 
 
@@ -197,16 +197,6 @@ def test_limits_of_namespaces(varint):
     for fields in ((b"f",) * 33, (b"",), (b"a" * 4000, b"b" * 97)):
         with pytest.raises(ValueError, match="namespace"):
             write_namespace(varint, fields)
-
-
-@pytest.mark.parametrize("varint", KINDS)
-def test_limit_of_full_names(varint):
-    """Draft 18, section 2.4.1: namespace and track name together have 4,096 bytes at most."""
-    fits = write_namespace(varint, (b"a" * 4000,)) + write_text(varint, b"t" * 96)
-    assert reader(fits, varint).full_name() == ((b"a" * 4000,), b"t" * 96)
-    with pytest.raises(SessionFault) as caught:
-        reader(write_namespace(varint, (b"a" * 4000,)) + write_text(varint, b"t" * 97), varint).full_name()
-    assert caught.value.code == SessionCode.PROTOCOL_VIOLATION
 
 
 # ------------------------------------------------------------------ reasons
