@@ -246,7 +246,7 @@ def write_parameters(parameters: Parameters, draft: Draft) -> bytes:
         if not _in_range(param, value, draft):
             raise ValueError(f"{param.name} cannot be {value}")
         every = value if kind == "token" else (value,)
-        pairs += [(param, _write_value(one, kind, draft)) for one in every]
+        pairs += [(param, _write_value(one, draft)) for one in every]
     if draft.number < 18:
         return varint.encode(len(pairs)) + write_pairs(varint, pairs)
     out, before = bytearray(varint.encode(len(pairs))), 0
@@ -261,17 +261,16 @@ def write_parameters(parameters: Parameters, draft: Draft) -> bytes:
     return bytes(out)
 
 
-def _write_value(value: Any, kind: _Encoding, draft: Draft) -> bytes | int:
-    if kind == "location":
-        return write_location(draft.varint, value)
-    if kind == "filter":
-        out: bytes = value.encode(draft)
-        return out
-    if kind == "token":
-        token: bytes = value.encode(draft.varint)
-        return token
-    if kind == "namespace":
-        return write_namespace(draft.varint, value)
+def _write_value(value: Any, draft: Draft) -> bytes | int:
+    match value:
+        case Location():  # before tuple: a location is one, too
+            return write_location(draft.varint, value)
+        case Filter():
+            return value.encode(draft)
+        case Token():
+            return value.encode(draft.varint)
+        case tuple():
+            return write_namespace(draft.varint, value)
     return int(value)
 
 

@@ -1,8 +1,8 @@
-"""A buffer that counts: parsers must not copy what they hold again and again."""
+"""A buffer that counts copied bytes, to show that parsers work in linear time."""
 
 
 class CountingBuffer(bytearray):
-    """Counts the bytes that are put in, cut out, or moved because others before them were deleted."""
+    """Count the bytes that are added, sliced out, or moved by a deletion before them."""
 
     touched = 0
 

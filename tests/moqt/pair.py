@@ -1,4 +1,4 @@
-"""Two sessions joined in memory by streams that keep QUIC's promises: order within a stream, none between streams."""
+"""Two sessions connected in memory by streams with QUIC's guarantees: order within a stream, none between streams."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ TRACK = b"FP16"
 
 @dataclass
 class Lane:
-    """One direction of one stream: what is under way, and whether the sender is done with it."""
+    """One direction of one stream."""
 
     sent: deque[bytes | int | None] = field(default_factory=deque)
-    """Bytes; None: the end; a number: a reset."""
+    """In flight: bytes, None for the end, or the code of a reset."""
     over: bool = False
     stopped: bool = False
-    """STOP_SENDING is under way to the sender, or was."""
+    """STOP_SENDING has been sent."""
 
 
 class Pair:
@@ -34,7 +34,7 @@ class Pair:
 
     Args:
         draft: the draft.
-        seed: None: what was sent first comes first. Otherwise streams overtake each other at random, in pieces.
+        seed: None delivers in the order of sending. Otherwise streams overtake each other at random, in pieces.
         start: whether to exchange SETUPs now.
     """
 
@@ -54,29 +54,29 @@ class Pair:
         self.events: dict[bool, list[Event]] = {True: [], False: []}
         self.owners: dict[bool, Callable[[Event], None]] = {}
         self.lanes: dict[tuple[bool, int], Lane] = {}
-        """By who sends, and the stream."""
+        """By sender (True: the client) and stream."""
         self.stops: deque[tuple[bool, int, int]] = deque()
-        """STOP_SENDING to whom, about which stream, and why."""
+        """STOP_SENDINGs in flight: receiver, stream, code."""
         self.closes: dict[bool, Close] = {}
         self.foreign: dict[int, int] = {}
-        """Requests of the client that its session does not know, with their streams."""
+        """Requests made by `request` with their streams."""
         self.dice = None if seed is None else random.Random(seed)
         self.client.start()
         self.server.start()
         if start:
             self.run()
 
-    # ------------------------------------------------------------------ what an owner of a session does
+    # ------------------------------------------------------------------ called by the owner of a session
 
     def write(self, sender: bool, stream: int, data: bytes, *, fin: bool = False) -> None:
-        """Behind all that the session has wanted sent before."""
+        """Write after everything that the session has sent so far."""
         self._carry_out(sender)
         self._write(sender, stream, data, fin=fin)
 
     def _write(self, sender: bool, stream: int, data: bytes, *, fin: bool) -> None:
         lane = self.lanes.setdefault((sender, stream), Lane())
         if lane.over:
-            return  # a QUIC library raises here, and the owner lets it be
+            return  # a QUIC library raises here, and the owner ignores it
         if data:
             lane.sent.append(data)
         if fin:
@@ -88,12 +88,12 @@ class Pair:
         if lane.over:
             return
         if self.dice is not None and self.dice.random() < 0.5:
-            lane.sent.clear()  # what has not arrived may never
+            lane.sent.clear()  # a reset may overtake data in flight
         lane.sent.append(code)
         lane.over = True
 
     def request(self, make: Callable[[int], Request]) -> int:
-        """Make a request that sessions only answer; the client's session ignores what comes back."""
+        """Make a client's request of a kind that sessions only answer; the client ignores the answers."""
         channel = self.client._channel
         number = channel.take_id()
         message = make(number)
@@ -106,7 +106,7 @@ class Pair:
         return number
 
     def cancel(self, number: int) -> None:
-        """Cancel any request of the client's."""
+        """Cancel any request of the client."""
         stream = self.foreign.pop(number, None)
         if stream is None:
             self.client.requester.cancel(number)
@@ -114,7 +114,7 @@ class Pair:
             self.client._channel.commands += [Reset(stream, 1), Stop(stream, 1)]
 
     def collect(self) -> None:
-        """Let the owners hear what there is, and carry out what the sessions want."""
+        """Pass events to the owners and carry out commands."""
         again = True
         while again:
             again = False
@@ -144,7 +144,7 @@ class Pair:
     # ------------------------------------------------------------------ the network
 
     def run(self, steps: int | None = None) -> None:
-        """Deliver everything, or a few things."""
+        """Deliver everything in flight, or make a number of deliveries."""
         self.collect()
         while steps is None or steps > 0:
             if not self._step():
@@ -158,7 +158,7 @@ class Pair:
             to, stream, code = self.stops.popleft()
             self.ends[to].receive_stop(stream, code)
             self.collect()
-            self.reset(to, stream, code)  # which QUIC does by itself
+            self.reset(to, stream, code)  # QUIC does this by itself
             return True
         if not ready:
             return False
@@ -183,7 +183,7 @@ class Pair:
                 lane.sent.popleft()
             receiver.receive(stream, first, fin=fin)
 
-    # ------------------------------------------------------------------ what tests look at
+    # ------------------------------------------------------------------ assertions
 
     def told(self, client: bool, *kinds: type) -> list[Event]:
         return [event for event in self.events[client] if isinstance(event, kinds)]
@@ -192,7 +192,7 @@ class Pair:
         assert self.closes == {}, self.closes
 
     def tidy(self) -> None:
-        """Nothing is kept of what is over."""
+        """Assert that no state is left."""
         for session in self.ends.values():
             assert session._messages == {}
             assert session._early == {}
@@ -207,7 +207,7 @@ class Pair:
 
 
 class Origin:
-    """Answers FETCHes of one track: group to payloads, numbered from 0."""
+    """Answer FETCHes of one track; `groups` maps group IDs to the payloads of objects 0, 1, 2 ..."""
 
     def __init__(self, pair: Pair, groups: dict[int, Sequence[bytes]], *, client: bool = False) -> None:
         self.pair, self.groups, self.side = pair, groups, client
@@ -236,11 +236,11 @@ class Origin:
 
 
 def payload(events: Sequence[object]) -> bytes:
-    """What `Received` events brought, end to end."""
+    """Return the concatenated payload of `Received` events."""
     return b"".join(item for event in events for item in event.items if isinstance(item, memoryview))  # type: ignore[attr-defined]
 
 
 def locations(events: Sequence[object]) -> list[tuple[int, int]]:
-    """Where the objects were that `Received` events brought."""
+    """Return the locations of the objects in `Received` events."""
     found = [item for event in events for item in event.items if not isinstance(item, memoryview)]  # type: ignore[attr-defined]
     return [tuple(item.location) if isinstance(item, RangeEnd) else (item.group, item.object) for item in found]

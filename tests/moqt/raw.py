@@ -1,4 +1,4 @@
-"""A session whose peer is the test itself."""
+"""A session with the test itself as its peer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def frame(kind: str, *parts: str) -> bytes:
 
 
 class Raw:
-    """A session whose peer is the test: it sends bytes, and looks at what comes of them."""
+    """Feed bytes to a session and collect its events and commands."""
 
     def __init__(self, draft: Draft, *, client: bool, ready: bool = True, options: SetupOptions | None = None) -> None:
         self.draft, self.client = draft, client
@@ -45,7 +45,7 @@ class Raw:
         self.session.receive(stream, bytes.fromhex(data) if isinstance(data, str) else data, fin=fin)
 
     def ask(self, stream: int, *messages: bytes, fin: bool = False) -> None:
-        """Requests: each on a stream of its own in draft 18, all on one in draft 16."""
+        """Send messages of a request: on its own stream in draft 18, on the control stream in draft 16."""
         self.receive(stream if self.draft.streams else 0, b"".join(messages), fin=fin)
 
     def fetch(self) -> int:
@@ -62,14 +62,14 @@ class Raw:
         return [event for event in self.events if isinstance(event, kinds)]
 
     def said(self) -> list[Message]:
-        """The messages that the session has sent."""
+        """Return the messages that the session has sent."""
         self.collect()
         data = b"".join(command.data for command in self.commands if isinstance(command, Write))
         return [decode(kind, body, self.draft, control=False) for kind, body in MessageParser(self.draft).feed(data)]
 
     @property
     def code(self) -> int | None:
-        """Why the session was closed, None if it was not."""
+        """The code with which the session was closed, None if it is open."""
         self.collect()
         closes = [command for command in self.commands if isinstance(command, Close)]
         assert len(closes) <= 1

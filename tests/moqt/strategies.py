@@ -1,4 +1,4 @@
-"""Everything that a message can say, for property tests."""
+"""Hypothesis strategies for every message and its fields."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def filters(draft: Draft) -> st.SearchStrategy[Filter]:
 
 
 def properties(draft: Draft) -> st.SearchStrategy[tuple[tuple[int, int | bytes], ...]]:
-    """Of tracks: none that means anything here."""
+    """Properties of tracks without a defined meaning."""
     pair = st.integers(0x40, 0x3FFF).flatmap(
         lambda kind: st.tuples(st.just(kind), st.binary(max_size=20) if kind % 2 else integers(draft))
     )
@@ -106,7 +106,7 @@ def ranges(draft: Draft) -> st.SearchStrategy[tuple[Location, Location]]:
 
 
 def message(draft: Draft) -> st.SearchStrategy[m.Message]:
-    """Any message of a draft, with any content; request IDs of answers as they come back."""
+    """Any message of a draft; answers have the request ID that decoding yields."""
     number = integers(draft)
     answered = st.none() if draft.streams else number
     spaces = namespaces if draft.number >= 17 else full

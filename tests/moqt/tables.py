@@ -1,4 +1,4 @@
-"""Tests that are tables: every row is checked in one case, and a failure names its row."""
+"""Table-driven tests: one test case checks every row, and a failure names its row."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 
 
 def table(names: str | tuple[str, ...], rows: Iterable[object]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Call a test once for each row, in one case; takes the arguments of `pytest.mark.parametrize`."""
+    """Call a test once per row, within one test case; takes the arguments of `pytest.mark.parametrize`."""
     columns = (names,) if isinstance(names, str) else names
     filled = [(row,) if isinstance(names, str) else tuple(row) for row in rows]
     assert filled, "a table without rows proves nothing"
