@@ -31,7 +31,7 @@ def sample_messages(draft: Draft) -> list[m.Message]:
         m.Setup(SetupOptions(b"/p", b"h:1", (Token(b"t"),), 100, b"me", 0 if new else 300)),
         m.Goaway(b"", 9 if new else 0, 1 if new else None),
         m.RequestOk(answered, Parameters(expires=5, largest=start), properties if new else ()),
-        m.RequestError(answered, 0x10, 5, "none"),
+        m.RequestErrorMessage(answered, 0x10, 5, "none"),
         m.Subscribe(0, space, b"t", rich),
         m.TrackStatus(0, space, b"t", SOME),
         m.SubscribeOk(answered, 7, Parameters(expires=1, largest=start), properties),
@@ -47,7 +47,7 @@ def sample_messages(draft: Draft) -> list[m.Message]:
     ]
     if new:
         to = m.Redirect(b"moqt://h/", space, b"t")
-        redirected = m.RequestError(None, 0x34, 1, "there", to)
+        redirected = m.RequestErrorMessage(None, 0x34, 1, "there", to)
         return [*out, redirected, m.SubscribeTracks(0, space)]
     return [
         *out, m.MaxRequestId(600), m.RequestsBlocked(5), m.Unsubscribe(0),

@@ -27,7 +27,7 @@ from kvabr.moqt.objects import (
 )
 from kvabr.moqt.parameters import Filter, Parameters, SetupOptions, Token, setup_options, setup_pairs
 from kvabr.moqt.properties import MalformedTrack
-from kvabr.moqt.session import Session
+from kvabr.moqt.session import MoqtSession
 from kvabr.moqt.wire import DRAFT_16, DRAFT_18, Draft, Location, Reader, read_pairs, write_pairs
 from kvabr.types.catalog import Catalog
 from kvabr.types.errors import FormatError
@@ -241,7 +241,7 @@ def _container_corpus() -> list[bytes]:
 # ------------------------------------------------------------------ a whole session
 
 
-def held(session: Session) -> int:
+def held(session: MoqtSession) -> int:
     """Bytes of a peer's that a session keeps for later."""
     early = sum(len(kept or b"") for kept, _ in session._early.values())
     asked = sum(parser.buffered for parser in session._messages.values() if parser is not None)
@@ -259,7 +259,7 @@ def _session(draft: Draft, *, client: bool) -> Take:
     setup = m.Setup(SetupOptions(max_request_id=0 if draft.streams else 300))
     samples = [message for message in sample_messages(draft) if not isinstance(message, m.Setup)]
 
-    def say(session: Session, dice: random.Random, fresh: int) -> tuple[int, bytes]:
+    def say(session: MoqtSession, dice: random.Random, fresh: int) -> tuple[int, bytes]:
         """Something that a peer might rightly say: a stream, and the bytes."""
         message = dice.choice(samples)
         request = isinstance(message, m.Request | m.RequestUpdate)
@@ -279,7 +279,7 @@ def _session(draft: Draft, *, client: bool) -> Take:
         return stream, encode(message, draft, client=not client)
 
     def take(data: bytes, dice: random.Random) -> None:
-        session = Session(draft, client=client, options=SetupOptions(max_auth_token_cache_size=100))
+        session = MoqtSession(draft, client=client, options=SetupOptions(max_auth_token_cache_size=100))
         session.start()
         if dice.random() < 0.9:
             session.receive(theirs_control, encode(setup, draft, client=not client))
@@ -316,14 +316,14 @@ def _session(draft: Draft, *, client: bool) -> Take:
     return take
 
 
-def _make_requests(session: Session) -> None:
+def _make_requests(session: MoqtSession) -> None:
     at = Location(3, 0)
     session.fetch(SPACE, TRACK, at, at, Parameters(priority=1))
     session.subscribe(SPACE, TRACK, Parameters())
     session.requester.update(0, Parameters(priority=2))
 
 
-def _own(session: Session, dice: random.Random) -> None:
+def _own(session: MoqtSession, dice: random.Random) -> None:
     """What an owner does with what it is told."""
     for event in session.take_events():
         if not isinstance(event, Requested):

@@ -105,7 +105,6 @@ def test_no_files_import_each_other_in_a_circle():
         pytest.fail(" -> ".join(reversed(error.args[1])))
 
 
-@pytest.mark.skip(reason="twins are on their way out")
 def test_class_names_are_unique():
     places: dict[str, list[str]] = defaultdict(list)
     for name in modules():

@@ -25,7 +25,7 @@ from kvabr.moqt.messages import (
     PublishNamespace,
     PublishNamespaceDone,
     Redirect,
-    RequestError,
+    RequestErrorMessage,
     RequestOk,
     RequestsBlocked,
     RequestUpdate,
@@ -68,11 +68,11 @@ _TYPES: dict[int, dict[int, type[Message]]] = {
         0x2F00: Setup, 0x10: Goaway, 0x3: Subscribe, 0x4: SubscribeOk, 0x1D: Publish, 0x1E: RequestOk,
         0xB: PublishDone, 0x16: Fetch, 0x18: FetchOk, 0xD: TrackStatus, 0x6: PublishNamespace,
         0x50: SubscribeNamespace, 0x51: SubscribeTracks, 0x8: Namespace, 0x2: RequestUpdate, 0x7: RequestOk,
-        0x5: RequestError,
+        0x5: RequestErrorMessage,
     },
     16: {
         0x20: Setup, 0x21: Setup, 0x10: Goaway, 0x15: MaxRequestId, 0x1A: RequestsBlocked, 0x7: RequestOk,
-        0x5: RequestError, 0x3: Subscribe, 0x4: SubscribeOk, 0x2: RequestUpdate, 0xA: Unsubscribe, 0x1D: Publish,
+        0x5: RequestErrorMessage, 0x3: Subscribe, 0x4: SubscribeOk, 0x2: RequestUpdate, 0xA: Unsubscribe, 0x1D: Publish,
         0xB: PublishDone, 0x16: Fetch, 0x18: FetchOk, 0x17: FetchCancel, 0xD: TrackStatus, 0x6: PublishNamespace,
         0x8: Namespace, 0x9: PublishNamespaceDone, 0x11: SubscribeNamespace,
     },
@@ -82,7 +82,7 @@ types. Draft 18 gives REQUEST_OK a second type, 0x1E, as the answer to PUBLISH; 
 _TYPE_OF = {draft: {cls: kind for kind, cls in types.items()} for draft, types in _TYPES.items()}
 
 CLIENT_SETUP_16, SERVER_SETUP_16 = 0x20, 0x21
-_ANSWERS = (RequestOk, RequestError, SubscribeOk, PublishDone, FetchOk)
+_ANSWERS = (RequestOk, RequestErrorMessage, SubscribeOk, PublishDone, FetchOk)
 """Messages without a request ID in draft 18, where their stream identifies the request."""
 _FETCH_TYPES: dict[int, tuple[type[Message], dict[str, bool]]] = {
     1: (Fetch, {}),
@@ -144,7 +144,7 @@ def decode(kind: int, payload: bytes, draft: Draft, *, control: bool = True) -> 
         values = {"request_id": request_id, **fixed}
         layout = _layout(cls, draft)[1:]
     values |= {name: codec.read(reader, draft, cls) for name, codec in layout}
-    if cls is RequestError and _redirects(values["code"], draft):
+    if cls is RequestErrorMessage and _redirects(values["code"], draft):
         to = reader.text(MAX_URI_BYTES, "URI"), reader.namespace(), reader.text(MAX_NAME_BYTES, "track name")
         values["redirect"] = Redirect(*to)
     message = cls(**values)
@@ -179,7 +179,7 @@ def _payload(message: Message, draft: Draft) -> bytes:
         parts.insert(1, varint.encode(1))
     elif isinstance(message, JoiningFetch):
         parts.insert(1, varint.encode(2 if message.relative else 3))
-    elif isinstance(message, RequestError) and _redirects(message.code, draft):
+    elif isinstance(message, RequestErrorMessage) and _redirects(message.code, draft):
         to = message.redirect
         if to is None:
             raise ValueError("a REQUEST_ERROR with code REDIRECT needs a redirect")

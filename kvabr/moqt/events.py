@@ -8,7 +8,7 @@ from kvabr.moqt.messages import (
     FetchOk,
     PublishDone,
     Request,
-    RequestError,
+    RequestErrorMessage,
     SubscribeOk,
 )
 from kvabr.moqt.objects import Item, ObjectHeader
@@ -26,7 +26,7 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Requested:
-    """The peer makes a request; answer it by its ID through `Session.responder`."""
+    """The peer makes a request; answer it by its ID through `MoqtSession.responder`."""
 
     request_id: int
     message: Request
@@ -62,7 +62,7 @@ class Refused:
     """The peer refuses or aborts a request of this end."""
 
     request_id: int
-    message: RequestError
+    message: RequestErrorMessage
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,7 +81,7 @@ class Redirect:
 
 
 @dataclass(frozen=True, slots=True)
-class RequestError(Message):
+class RequestErrorMessage(Message):
     """REQUEST_ERROR."""
 
     request_id: int | None

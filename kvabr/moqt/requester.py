@@ -16,7 +16,7 @@ from kvabr.moqt.messages import (
     Goaway,
     Message,
     PublishDone,
-    RequestError,
+    RequestErrorMessage,
     RequestOk,
     RequestUpdate,
     Subscribe,
@@ -127,11 +127,11 @@ class Requester:
             SessionFault: The message does not answer the request.
         """
         channel = self._channel
-        if isinstance(message, RequestError) and message.redirect is not None:
+        if isinstance(message, RequestErrorMessage) and message.redirect is not None:
             channel.check_uri(message.redirect.uri, message)
-        if isinstance(message, RequestOk | RequestError) and request.updates and request.answered:
+        if isinstance(message, RequestOk | RequestErrorMessage) and request.updates and request.answered:
             self._updated(request, message)
-        elif isinstance(message, RequestError):
+        elif isinstance(message, RequestErrorMessage):
             channel.events.append(Refused(request.number, message))
             self._drop(request)
         elif isinstance(message, Goaway) and channel.draft.streams:
@@ -164,10 +164,10 @@ class Requester:
         else:
             raise self._unexpected(request, message)
 
-    def _updated(self, request: RequestState, message: RequestOk | RequestError) -> None:
+    def _updated(self, request: RequestState, message: RequestOk | RequestErrorMessage) -> None:
         """Handle the answer to a REQUEST_UPDATE; draft 16 ignores parameters that are out of place."""
         request.updates -= 1
-        if not self._channel.draft.streams or isinstance(message, RequestError):
+        if not self._channel.draft.streams or isinstance(message, RequestErrorMessage):
             return
         if message.properties:
             raise SessionFault("REQUEST_OK for a REQUEST_UPDATE carries properties")
@@ -278,7 +278,7 @@ class Requester:
             self._channel.events.append(Answered(request.number, message))
 
     def _refused(self, request: RequestState, code: int, reason: str) -> None:
-        self._channel.events.append(Refused(request.number, RequestError(request.number, code, 0, reason)))
+        self._channel.events.append(Refused(request.number, RequestErrorMessage(request.number, code, 0, reason)))
 
     def _finish_fetch(self, request: RequestState) -> None:
         """Drop a FETCH once its answer and all its objects have arrived, in either order."""

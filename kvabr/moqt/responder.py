@@ -17,7 +17,7 @@ from kvabr.moqt.messages import (
     PublishDone,
     PublishNamespace,
     Request,
-    RequestError,
+    RequestErrorMessage,
     RequestOk,
     RequestUpdate,
     Subscribe,
@@ -135,7 +135,7 @@ class Responder:
         if parameters.namespace_prefix is not None:
             # Refusing the new prefix must end the request (draft 18, section 10.9.1).
             reason = "a prefix cannot be changed; make a new request"
-            self._answer(request, RequestError(message.request_id, RequestCode.NOT_SUPPORTED, 0, reason))
+            self._answer(request, RequestErrorMessage(message.request_id, RequestCode.NOT_SUPPORTED, 0, reason))
             self._report_cancelled(request, ResetCode.CANCELLED)
             self._finish(request)
             return
@@ -155,7 +155,7 @@ class Responder:
         elif self.ids.used(existing):
             # The request was completed just now; the peer could not know, so do not close the session.
             self._tokens.resolve(message.parameters.tokens)
-            refusal = RequestError(message.request_id, RequestCode.INVALID_RANGE, 0, "that request is over")
+            refusal = RequestErrorMessage(message.request_id, RequestCode.INVALID_RANGE, 0, "that request is over")
             self._channel.control(refusal)
         else:
             raise SessionFault(f"REQUEST_UPDATE for request {existing}, which was never made")
@@ -250,7 +250,7 @@ class Responder:
         request = self._requests.get(request_id)
         if request is not None:
             retry = 0 if retry_ms is None else retry_ms + 1
-            self._answer(request, RequestError(request_id, code, retry, reason))
+            self._answer(request, RequestErrorMessage(request_id, code, retry, reason))
             self._finish(request)
 
     # ------------------------------------------------------------------ internals

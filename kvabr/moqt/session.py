@@ -33,7 +33,7 @@ from kvabr.moqt.messages import (
     PublishDone,
     PublishNamespaceDone,
     Request,
-    RequestError,
+    RequestErrorMessage,
     RequestOk,
     RequestsBlocked,
     RequestUpdate,
@@ -53,11 +53,11 @@ _MAX_EARLY_BYTES = 1 << 17
 _MAX_PARTIAL_BYTES = 1 << 20
 """Bytes of incomplete messages on all request streams of the peer together."""
 
-_ANSWERS = (RequestOk, RequestError, SubscribeOk, FetchOk, PublishDone)
+_ANSWERS = (RequestOk, RequestErrorMessage, SubscribeOk, FetchOk, PublishDone)
 """Draft 16: messages about a request of this end."""
 
 
-class Session:
+class MoqtSession:
     """One session; the module docstring explains how to drive it."""
 
     def __init__(self, draft: Draft, *, client: bool, options: SetupOptions | None = None) -> None:

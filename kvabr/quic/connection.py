@@ -12,7 +12,7 @@ from kvabr.moqt.codes import RequestCode, SessionCode, name_of
 from kvabr.moqt.events import Closed, Ended, Event, GoingAway, Ready, Received, Refused, Requested
 from kvabr.moqt.messages import PublishNamespace, SubscribeNamespace
 from kvabr.moqt.parameters import Parameters, SetupOptions, Token
-from kvabr.moqt.session import Session
+from kvabr.moqt.session import MoqtSession
 from kvabr.moqt.wire import Draft, Location
 from kvabr.quic.bottleneck import LimitWatch
 from kvabr.quic.download import DownloadOwner, QuicDownload
@@ -149,7 +149,7 @@ class QuicConnection(Endpoint, DownloadOwner):
 
     # ------------------------------------------------------------------ Endpoint
 
-    def make_session(self, draft: Draft) -> Session | None:
+    def make_session(self, draft: Draft) -> MoqtSession | None:
         """See `Endpoint.make_session`. A pinned certificate is checked before anything is sent."""
         options = self._options
         self.shaken = True
@@ -167,7 +167,7 @@ class QuicConnection(Endpoint, DownloadOwner):
             tokens=(Token(options.token.encode()),) if options.token is not None else (),
             implementation=b"kvabr",
         )
-        return Session(draft, client=True, options=setup)
+        return MoqtSession(draft, client=True, options=setup)
 
     def happened(self, event: Event) -> None:
         """See `Endpoint.happened`."""

@@ -7,7 +7,7 @@ import time
 from abc import abstractmethod
 
 from kvabr.moqt.codes import RequestCode, ResetCode, name_of
-from kvabr.moqt.messages import RequestError as Refusal
+from kvabr.moqt.messages import RequestErrorMessage as Refusal
 from kvabr.moqt.objects import Item, RangeEnd
 from kvabr.quic.bottleneck import LimitWatch
 from kvabr.quic.interface import Connection, Download, DownloadStats

@@ -10,7 +10,7 @@ from typing import Any
 
 from kvabr.moqt.codes import SessionCode, name_of
 from kvabr.moqt.events import Close, Event, Reset, Stop, Write
-from kvabr.moqt.session import Session
+from kvabr.moqt.session import MoqtSession
 from kvabr.moqt.wire import Draft, by_alpn
 from kvabr.quic.library import QuicLibrary
 
@@ -37,7 +37,7 @@ class Endpoint(ABC):
         self.lib = library
         self.driver: Any = None
         """The library's protocol object, once it exists."""
-        self.session: Session | None = None
+        self.session: MoqtSession | None = None
         """Once the handshake is done."""
         self._kinds = library.events
         self._held: dict[int, list[Write | Reset | Stop]] = {}
@@ -57,7 +57,7 @@ class Endpoint(ABC):
     # ------------------------------------------------------------------ for subclasses
 
     @abstractmethod
-    def make_session(self, draft: Draft) -> Session | None:
+    def make_session(self, draft: Draft) -> MoqtSession | None:
         """Return a session for a finished handshake, not started; None if the connection was closed instead."""
 
     @abstractmethod
@@ -159,7 +159,7 @@ class Endpoint(ABC):
             # The stream ended before the command: the peer reset it, or the connection is closing.
             return
 
-    def _hold(self, command: Write | Reset | Stop, session: Session) -> None:
+    def _hold(self, command: Write | Reset | Stop, session: MoqtSession) -> None:
         """Hold a command back until the peer allows its stream."""
         stream = command.stream
         waiting = self._held.setdefault(stream, [])

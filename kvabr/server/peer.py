@@ -13,7 +13,7 @@ from kvabr.moqt.codes import RequestCode, ResetCode, SessionCode, name_of
 from kvabr.moqt.events import Cancelled, Closed, Event, Ready, Requested, Updated
 from kvabr.moqt.messages import Fetch, JoiningFetch, Subscribe, SubscribeNamespace, TrackStatus
 from kvabr.moqt.parameters import Parameters, SetupOptions
-from kvabr.moqt.session import Session
+from kvabr.moqt.session import MoqtSession
 from kvabr.moqt.wire import Draft, Location
 from kvabr.quic.endpoint import Endpoint
 from kvabr.quic.library import QuicLibrary
@@ -104,7 +104,7 @@ class Peer(Endpoint):
 
     # ------------------------------------------------------------------ Endpoint
 
-    def make_session(self, draft: Draft) -> Session | None:
+    def make_session(self, draft: Draft) -> MoqtSession | None:
         """See `Endpoint.make_session`."""
         if self._server.draining:
             self.shut(SessionCode.NO_ERROR, "the server is going away")
@@ -114,7 +114,7 @@ class Peer(Endpoint):
             self.log.warning("connection refused", why="too many connections")
             self.shut(SessionCode.INTERNAL_ERROR, "too many connections; try another server, or later")
             return None
-        return Session(draft, client=False, options=SetupOptions(implementation=b"kvabr"))
+        return MoqtSession(draft, client=False, options=SetupOptions(implementation=b"kvabr"))
 
     def happened(self, event: Event) -> None:
         """See `Endpoint.happened`."""

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import asynccontextmanager
 
 from kvabr.moqt.objects import FetchWriter
-from kvabr.moqt.session import Session
+from kvabr.moqt.session import MoqtSession
 from kvabr.moqt.wire import DRAFTS, Location
 from kvabr.quic.endpoint import Endpoint, protocol_class
 from kvabr.quic.library import library, load_certificates
@@ -106,7 +106,7 @@ class RudeEnd(Endpoint):
             self.shaken.set_result(None)
         if self._greet is not None:
             return self._greet(self, draft)
-        return Session(draft, client=self._client)
+        return MoqtSession(draft, client=self._client)
 
     def happened(self, event):
         self.events.append(event)

@@ -16,7 +16,7 @@ import pytest
 from kvabr.moqt.codes import RequestCode, SessionCode
 from kvabr.moqt.events import Ready, Refused
 from kvabr.moqt.parameters import Parameters, SetupOptions
-from kvabr.moqt.session import Session
+from kvabr.moqt.session import MoqtSession
 from kvabr.moqt.wire import DRAFTS, Location
 from kvabr.quic.interface import read_all
 from kvabr.server import limits
@@ -263,7 +263,7 @@ async def test_a_request_before_setup_waits_for_it(root, tls, fingerprint, catal
 
 
 def hold(end, draft, held):
-    session = Session(draft, client=True, options=SetupOptions())
+    session = MoqtSession(draft, client=True, options=SetupOptions())
     session.start()
     held.extend(session.take_commands())
     session.start = lambda: None

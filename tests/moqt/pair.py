@@ -11,7 +11,7 @@ from kvabr.moqt.events import Close, Event, Requested, Reset, Stop, Write
 from kvabr.moqt.messages import Fetch, Request, SubscribeNamespace
 from kvabr.moqt.objects import FetchWriter, RangeEnd
 from kvabr.moqt.parameters import SetupOptions
-from kvabr.moqt.session import Session
+from kvabr.moqt.session import MoqtSession
 from kvabr.moqt.wire import Draft, Location
 
 NAMESPACE = (b"root", b"model", b"prompt")
@@ -48,8 +48,8 @@ class Pair:
         start: bool = True,
     ) -> None:
         self.draft = draft
-        self.client = Session(draft, client=True, options=client)
-        self.server = Session(draft, client=False, options=server)
+        self.client = MoqtSession(draft, client=True, options=client)
+        self.server = MoqtSession(draft, client=False, options=server)
         self.ends = {True: self.client, False: self.server}
         self.events: dict[bool, list[Event]] = {True: [], False: []}
         self.owners: dict[bool, Callable[[Event], None]] = {}

@@ -7,7 +7,7 @@ from kvabr.moqt.encoding import MessageParser, decode
 from kvabr.moqt.events import Close, Write
 from kvabr.moqt.messages import Message
 from kvabr.moqt.parameters import Parameters, SetupOptions
-from kvabr.moqt.session import Session
+from kvabr.moqt.session import MoqtSession
 from kvabr.moqt.wire import Draft, Location
 
 NAME = "01 0161 0174"
@@ -26,7 +26,7 @@ class Raw:
 
     def __init__(self, draft: Draft, *, client: bool, ready: bool = True, options: SetupOptions | None = None) -> None:
         self.draft, self.client = draft, client
-        self.session = Session(draft, client=client, options=options)
+        self.session = MoqtSession(draft, client=client, options=options)
         self.session.start()
         if ready:
             self.setup()

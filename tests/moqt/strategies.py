@@ -121,7 +121,9 @@ def message(draft: Draft) -> st.SearchStrategy[m.Message]:
     common = [
         st.builds(m.Setup, setups(draft)),
         st.builds(m.RequestOk, answered, given(m.RequestOk), props if draft.streams else st.just(())),
-        st.builds(m.RequestError, answered, number.filter(lambda code: code != RequestCode.REDIRECT), number, reasons),
+        st.builds(
+            m.RequestErrorMessage, answered, number.filter(lambda code: code != RequestCode.REDIRECT), number, reasons
+        ),
         st.builds(m.Subscribe, number, spaces, tracks, given(m.Subscribe)),
         st.builds(m.TrackStatus, number, spaces, tracks, given(m.TrackStatus)),
         st.builds(m.SubscribeOk, answered, number, given(m.SubscribeOk), props),
@@ -143,13 +145,13 @@ def message(draft: Draft) -> st.SearchStrategy[m.Message]:
         return st.one_of(
             *common,
             st.builds(m.Goaway, st.binary(max_size=40), number, number),
-            st.builds(m.RequestError, answered, st.just(0x34), number, reasons, to),
+            st.builds(m.RequestErrorMessage, answered, st.just(0x34), number, reasons, to),
             st.builds(m.SubscribeTracks, number, namespaces, given(m.SubscribeTracks)),
         )
     return st.one_of(
         *common,
         st.builds(m.Goaway, st.binary(max_size=40)),
-        st.builds(m.RequestError, answered, st.just(0x34), number, reasons),
+        st.builds(m.RequestErrorMessage, answered, st.just(0x34), number, reasons),
         *(
             st.builds(cls, number)
             for cls in (m.MaxRequestId, m.RequestsBlocked, m.Unsubscribe, m.FetchCancel, m.PublishNamespaceDone)

@@ -48,12 +48,12 @@ MESSAGES_18 = [
     ("07", ["02", "0805", "01 0902"], m.RequestOk(None, Parameters(expires=5, largest=Location(9, 2)))),
     ("07", ["00", "0464", "07 0161"], m.RequestOk(None, Parameters(), ((4, 100), (11, b"a")))),
     # REQUEST_ERROR, section 10.6.2: code, retry interval, reason
-    ("05", ["10", "00", "046e6f6e65"], m.RequestError(None, 0x10, 0, "none")),
-    ("05", ["09", "83e9", "00"], m.RequestError(None, 0x9, 1001, "")),
+    ("05", ["10", "00", "046e6f6e65"], m.RequestErrorMessage(None, 0x10, 0, "none")),
+    ("05", ["09", "83e9", "00"], m.RequestErrorMessage(None, 0x9, 1001, "")),
     # ... and Redirect, section 10.6.1: URI, namespace, track name
     ("05", ["34", "01", "00", "03 6d3a2f", NAME, TRACK],
-     m.RequestError(None, 0x34, 1, "", m.Redirect(b"m:/", SPACE, b"t"))),
-    ("05", ["34", "00", "00", "00", "00", "00"], m.RequestError(None, 0x34, 0, "", m.Redirect(b"", (), b""))),
+     m.RequestErrorMessage(None, 0x34, 1, "", m.Redirect(b"m:/", SPACE, b"t"))),
+    ("05", ["34", "00", "00", "00", "00", "00"], m.RequestErrorMessage(None, 0x34, 0, "", m.Redirect(b"", (), b""))),
     # SUBSCRIBE, section 10.7: request ID, namespace, track name, parameters
     ("03", ["00", NAME, TRACK, "09", "0264", "01 03 03006b", "010a", "0214", "0a01", "1007", "01 0101", "0102",
             "1005"],
@@ -105,8 +105,8 @@ MESSAGES_16 = [
     # REQUEST_OK, section 9.7: request ID, parameters, no properties
     ("07", ["06", "02", "0805", "01 02 0902"], m.RequestOk(6, Parameters(expires=5, largest=Location(9, 2)))),
     # REQUEST_ERROR, section 9.8
-    ("05", ["06", "10", "43e9", "046e6f6e65"], m.RequestError(6, 0x10, 1001, "none")),
-    ("05", ["06", "34", "00", "00"], m.RequestError(6, 0x34, 0, "")),
+    ("05", ["06", "10", "43e9", "046e6f6e65"], m.RequestErrorMessage(6, 0x10, 1001, "none")),
+    ("05", ["06", "34", "00", "00"], m.RequestErrorMessage(6, 0x34, 0, "")),
     # SUBSCRIBE, section 9.9
     ("03", ["00", NAME, TRACK, "07", "024064", "01 03 03006b", "0d01", "1007", "01 0101", "0102", "1005"],
      m.Subscribe(0, SPACE, b"t", Parameters(
@@ -386,7 +386,7 @@ def test_what_cannot_be_written():
     with pytest.raises(ValueError, match="URI"):
         encode(m.Goaway(b"x" * 8193, 0, 0), DRAFT_18)
     with pytest.raises(ValueError, match="needs a redirect"):
-        encode(m.RequestError(None, 0x34, 0, ""), DRAFT_18)
+        encode(m.RequestErrorMessage(None, 0x34, 0, ""), DRAFT_18)
     with pytest.raises(ValueError, match="no SubscribeTracks"):
         encode(m.SubscribeTracks(0, ()), DRAFT_16)
     with pytest.raises(ValueError, match="no Unsubscribe"):
@@ -397,9 +397,9 @@ def test_what_cannot_be_written():
 
 
 def test_reasons_are_cut_between_letters():
-    message = one(encode(m.RequestError(None, 1, 0, "ä" * 600), DRAFT_18), DRAFT_18)
+    message = one(encode(m.RequestErrorMessage(None, 1, 0, "ä" * 600), DRAFT_18), DRAFT_18)
     assert message.reason == "ä" * 512
-    message = one(encode(m.RequestError(None, 1, 0, "x" + "ä" * 600), DRAFT_18), DRAFT_18)
+    message = one(encode(m.RequestErrorMessage(None, 1, 0, "x" + "ä" * 600), DRAFT_18), DRAFT_18)
     assert message.reason == "x" + "ä" * 511
 
 

@@ -17,7 +17,7 @@ from kvabr.moqt.messages import (
     JoiningFetch,
     Namespace,
     PublishNamespace,
-    RequestError,
+    RequestErrorMessage,
     RequestOk,
     SubscribeNamespace,
     SubscribeTracks,
@@ -219,7 +219,7 @@ def test_a_prefix_that_changes():
     raw.receive(0, frame("02", "02 01 34 01 0162"))
     assert raw.told(Cancelled) == [Cancelled(0, ResetCode.CANCELLED)]
     refusal = raw.said()[-1]
-    assert isinstance(refusal, RequestError)
+    assert isinstance(refusal, RequestErrorMessage)
     assert refusal.code == RequestCode.NOT_SUPPORTED
     assert len(raw.session.responder) == 0
     assert raw.code is None
@@ -232,7 +232,7 @@ def test_subscribe_tracks_and_joining_fetches_are_heard():
     assert [type(event.message) for event in raw.told(Requested)] == [SubscribeTracks, JoiningFetch]
     for number, code in ((0, RequestCode.NOT_SUPPORTED), (2, RequestCode.INVALID_JOINING_REQUEST_ID)):
         raw.session.responder.refuse(number, code, "")
-        assert raw.said()[-1] == RequestError(None, code, 0, "")
+        assert raw.said()[-1] == RequestErrorMessage(None, code, 0, "")
     assert len(raw.session.responder) == 0
     assert raw.code is None
 
