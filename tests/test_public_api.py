@@ -52,7 +52,20 @@ NAMES = {
     "__version__",
     "save",
 }
-CLIENT = {"begin", "close", "connect", "find", "measure_prefill", "metrics", "options", "peer", "play", "play_asset"}
+CLIENT = {
+    "begin",
+    "close",
+    "connect",
+    "find",
+    "find_asset",
+    "measure_prefill",
+    "metrics",
+    "models",
+    "options",
+    "peer",
+    "play",
+    "play_asset",
+}
 HEAVY = {"torch", "numpy", "aioquic", "qh3", "asyncio", "prometheus_client", "kvabr.client", "kvabr.quic"}
 
 

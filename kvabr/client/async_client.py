@@ -21,7 +21,7 @@ from typing import Self, TypeVar
 
 from kvabr.client.lookup import Found, check_tokens, fetch_catalog, fetch_models, find_prefix
 from kvabr.client.metrics import ClientMetrics
-from kvabr.client.options import Limits, PlayOptions, check_deadline
+from kvabr.client.options import Limits, PlayOptions, check_deadline, check_prompt
 from kvabr.client.peer_history import history_at
 from kvabr.client.peers import ClientPeer
 from kvabr.client.play import Clock, Play, lookup_time
@@ -90,7 +90,7 @@ class AsyncClient:
             metrics: counts what happens; `kvabr.telemetry.prometheus.ScrapeServer` serves it.
 
         Raises:
-            UsageError: an argument is wrong, or the folder for groups belongs to another process.
+            UsageError: an argument is wrong, or the folder for groups belongs to another client.
             AssetError: the folder for groups cannot be used.
         """
         self.engine, self.options = engine, options or PlayOptions()
@@ -102,7 +102,7 @@ class AsyncClient:
         memory = MemoryGroupStore(bounds.memory_bytes, executor=decoders())
         disk = None
         if bounds.disk is not None:
-            disk = FolderGroupStore(bounds.disk, bounds.disk_bytes, executor=decoders())
+            disk = FolderGroupStore(Path(bounds.disk), bounds.disk_bytes, executor=decoders())
         self.store = TieredGroupStore(memory, disk, on_change=lambda: self.metrics.show_store(self.store))
         self.metrics.show_store(self.store)
         folder = None if cache is None else Path(cache)
@@ -222,8 +222,7 @@ class AsyncClient:
         check_deadline(deadline)
         wanted = self._wanted(model, engine or self.engine)
         computing, cost = self._engine(engine, options)
-        if not len(tokens):
-            raise UsageError("play: a prompt has at least one token")
+        check_prompt(tokens)
 
         async def work(connection: PlayConnection, clock: Clock, options: PlayOptions) -> Played | NothingCached:
             play = self._play(connection, clock, options, computing, cost, tokens)
@@ -358,10 +357,12 @@ class AsyncClient:
             peer: as for `play`.
 
         Raises:
+            UsageError: an argument is wrong, or it is not clear which model is meant.
             TransportError: the origin cannot be asked, or not in time.
             ForeignError: it has a cache of another model or shape.
             FormatError: what it has is no catalog.
         """
+        check_prompt(tokens)
         wanted = self._wanted(model, self.engine)
         async with _answered_within(within_s):
             connection = await self.connect(peer)

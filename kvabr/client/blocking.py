@@ -297,6 +297,20 @@ class Client:
             self._client.find(tokens, model=model, salt=salt, within_s=within_s, any_dtype=any_dtype, peer=peer)
         )
 
+    def find_asset(
+        self,
+        asset: TrackNamespace | str,
+        *,
+        within_s: float = 5.0,
+        peer: ClientPeer | Connection | str | None = None,
+    ) -> Found:
+        """See `AsyncClient.find_asset`."""
+        return self._call(self._client.find_asset(asset, within_s=within_s, peer=peer))
+
+    def models(self, *, within_s: float = 5.0, peer: ClientPeer | Connection | str | None = None) -> Sequence[KVSpec]:
+        """See `AsyncClient.models`."""
+        return self._call(self._client.models(within_s=within_s, peer=peer))
+
     def begin(self, work: Callable[[AsyncClient], Coroutine[Any, Any, T]]) -> Handle[T]:
         """Begin anything that an `AsyncClient` does, on its event loop, and return at once.
 

@@ -19,43 +19,43 @@ class ClientMetrics(MetricSet):
         """Create the metrics, in ``registry`` or in a registry of their own."""
         super().__init__(registry)
         self.plays_total = self.counter(
-            "kvabr_node_plays_total", "Plays that are over: met, late, nothing, failed, refused or aborted.", "result"
+            "kvabr_client_plays_total", "Plays that are over: met, late, nothing, failed, refused or aborted.", "result"
         )
-        self.plays_in_flight = self.gauge("kvabr_node_plays_in_flight", "Plays under way.")
-        self.plays_waiting = self.gauge("kvabr_node_plays_waiting", "Plays that wait for their turn.")
+        self.plays_in_flight = self.gauge("kvabr_client_plays_in_flight", "Plays under way.")
+        self.plays_waiting = self.gauge("kvabr_client_plays_waiting", "Plays that wait for their turn.")
         self.wait_seconds = self.histogram(
-            "kvabr_node_wait_seconds", "Time that plays waited for their turn.", _SECONDS
+            "kvabr_client_wait_seconds", "Time that plays waited for their turn.", _SECONDS
         )
         self.refused_total = self.counter(
-            "kvabr_node_refused_total", "Plays that got no turn: full, late, or closed.", "reason"
+            "kvabr_client_refused_total", "Plays that got no turn: full, late, or closed.", "reason"
         )
         self.groups_total = self.counter(
-            "kvabr_node_groups_total",
+            "kvabr_client_groups_total",
             "Groups asked for, by where they came from: memory, disk, joined (another play's download) or network.",
             "source",
         )
         self.bytes_total = self.counter(
-            "kvabr_node_bytes_total", "Bytes of groups given to plays, by where they came from.", "source"
+            "kvabr_client_bytes_total", "Bytes of groups given to plays, by where they came from.", "source"
         )
         self.downloads_total = self.counter(
-            "kvabr_node_downloads_total", "Downloads that are over: done, cancelled, failed, or damaged.", "result"
+            "kvabr_client_downloads_total", "Downloads that are over: done, cancelled, failed, or damaged.", "result"
         )
-        self.downloaded_bytes_total = self.counter("kvabr_node_downloaded_bytes_total", "Bytes that came from peers.")
+        self.downloaded_bytes_total = self.counter("kvabr_client_downloaded_bytes_total", "Bytes that came from peers.")
         self.priority_changes_total = self.counter(
-            "kvabr_node_priority_changes_total", "Downloads under way whose priority was changed."
+            "kvabr_client_priority_changes_total", "Downloads under way whose priority was changed."
         )
-        self.store_bytes = self.gauge("kvabr_node_store_bytes", "Bytes of groups that are kept, by tier.", "tier")
-        self.store_groups = self.gauge("kvabr_node_store_groups", "Groups that are kept, by tier.", "tier")
+        self.store_bytes = self.gauge("kvabr_client_store_bytes", "Bytes of groups that are kept, by tier.", "tier")
+        self.store_groups = self.gauge("kvabr_client_store_groups", "Groups that are kept, by tier.", "tier")
         self.store_evicted_total = self.counter(
-            "kvabr_node_store_evicted_total", "Groups that had to make room for others, by tier.", "tier"
+            "kvabr_client_store_evicted_total", "Groups that had to make room for others, by tier.", "tier"
         )
         self.store_damaged_total = self.counter(
-            "kvabr_node_store_damaged_total", "Groups kept that were no longer what they had been, by tier.", "tier"
+            "kvabr_client_store_damaged_total", "Groups kept that were no longer what they had been, by tier.", "tier"
         )
         self._seen: WeakKeyDictionary[LocalGroupStore, tuple[int, int]] = WeakKeyDictionary()
         """Evicted and damaged groups of each tier that are counted already."""
-        self.peers = self.gauge("kvabr_node_peers", "Peers that the node has a connection to.")
-        self.dials_failed_total = self.counter("kvabr_node_dials_failed_total", "Peers that could not be reached.")
+        self.peers = self.gauge("kvabr_client_peers", "Peers that the client has a connection to.")
+        self.dials_failed_total = self.counter("kvabr_client_dials_failed_total", "Peers that could not be reached.")
 
     def show_store(self, store: TieredGroupStore) -> None:
         """Copy a store's counters, by tier."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvabr.abr.plugins import load_estimator, load_policy
@@ -86,8 +86,8 @@ class Limits:
 
     memory_bytes: int = 1 << 30
     """Encoded groups kept in memory, bytes; 0: none."""
-    disk: Path | None = None
-    """Folder for encoded groups, which belongs to one process at a time; None: memory only."""
+    disk: str | os.PathLike[str] | None = None
+    """Folder for encoded groups, which belongs to one client at a time; None: memory only."""
     disk_bytes: int = 16 << 30
     """Encoded groups kept in that folder, bytes."""
     plays: int = 32
@@ -113,6 +113,12 @@ def check_deadline(deadline_s: float) -> None:
     """Raise `UsageError` unless a deadline is a positive, finite number of seconds."""
     if not 0 < deadline_s < math.inf:
         raise UsageError(f"the deadline is {deadline_s:g} s; it must be a positive number of seconds")
+
+
+def check_prompt(tokens: Sequence[int]) -> None:
+    """Raise `UsageError` if a prompt is empty."""
+    if not len(tokens):
+        raise UsageError("a prompt has at least one token; this one is empty")
 
 
 def guard_s(deadline_s: float) -> float:

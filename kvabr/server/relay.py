@@ -69,7 +69,7 @@ class Relay:
             token: token that players must show; None: everyone may enter.
 
         Raises:
-            UsageError: another process uses the folder.
+            UsageError: another relay or client uses the folder.
             AssetError: the folder cannot be used.
         """
         self._log, self._metrics = log, metrics

@@ -1,7 +1,7 @@
 """Groups in a folder, one file each, named by their SHA-256. They outlive the process.
 
-A folder belongs to one process at a time, because only a process that knows all files can keep them within a bound; a
-lock file sees to that. Files appear whole or not at all. Whatever lies in the folder is untrusted: reads are bounded,
+A folder belongs to one store at a time, because only a store that knows all files can keep them within a bound; a lock
+file sees to that. Files appear whole or not at all. Whatever lies in the folder is untrusted: reads are bounded,
 follow no links, and are checked.
 """
 
@@ -43,7 +43,7 @@ class FolderGroupStore:
             executor: threads that compute digests; None: the event loop's.
 
         Raises:
-            UsageError: another process uses the folder.
+            UsageError: another client uses the folder, in this process or another.
             AssetError: the folder cannot be used.
         """
         self._folder, self._executor = folder, executor
@@ -63,7 +63,7 @@ class FolderGroupStore:
         except OSError as error:
             os.close(self._handle)
             if isinstance(error, BlockingIOError):
-                raise UsageError(f"{folder}: another process keeps its groups there; give each a folder") from error
+                raise UsageError(f"{folder}: another client keeps its groups there; give each a folder") from error
             raise self._unusable(error) from error
         # One thread: disks prefer it, and decoding does not wait for it.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvabr-disk")

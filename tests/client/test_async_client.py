@@ -34,11 +34,11 @@ async def test_plays_of_one_prompt_make_one_download(origin, long):
         assert link.downloads == 0
     assert all(played.met and close(played.kv, LONG) for played in done)
     sources = ("network", "joined", "memory")
-    network, joined, memory = (client.metrics.value("kvabr_node_groups_total", source=source) for source in sources)
+    network, joined, memory = (client.metrics.value("kvabr_client_groups_total", source=source) for source in sources)
     # What is asked for while it is being checked comes from neither: it is counted as joined.
     assert network == len([key for key in asked if not key[0].startswith("prefix")])
     assert joined + memory >= 5 * long.groups
-    assert client.metrics.value("kvabr_node_plays_total", result="met") == 6
+    assert client.metrics.value("kvabr_client_plays_total", result="met") == 6
 
 
 @virtual
@@ -54,7 +54,7 @@ async def test_what_came_before_comes_from_memory(origin, short):
     assert again.record.bytes_held_up["kept"] == sum(
         short.track(name).bytes[group] for group, name in enumerate(again.coverage)
     )
-    assert client.metrics.value("kvabr_node_bytes_total", source="memory") > 0
+    assert client.metrics.value("kvabr_client_bytes_total", source="memory") > 0
 
 
 @virtual
@@ -63,8 +63,8 @@ async def test_a_longer_prompt_takes_what_it_shares(origin, long):
     async with origin(folder="long", rate=long.fp16_bytes) as link, AsyncClient() as client:
         await play(client, LONG[:96], peer=link, deadline=2.0, spec=SPEC, policy="fixed:Int4")
         await play(client, LONG, peer=link, deadline=2.0, spec=SPEC, policy="fixed:Int4")
-        assert client.metrics.value("kvabr_node_groups_total", source="network") == long.groups
-        assert client.metrics.value("kvabr_node_groups_total", source="memory") == 6
+        assert client.metrics.value("kvabr_client_groups_total", source="network") == long.groups
+        assert client.metrics.value("kvabr_client_groups_total", source="memory") == 6
 
 
 @virtual
@@ -130,8 +130,8 @@ async def test_an_aborted_request_leaves_nothing_behind(origin, short):
             await gone
         await asyncio.sleep(0)
         assert link.downloads == 0
-        assert client.metrics.value("kvabr_node_plays_total", result="aborted") == 1
-        assert client.metrics.value("kvabr_node_plays_in_flight") == 0
+        assert client.metrics.value("kvabr_client_plays_total", result="aborted") == 1
+        assert client.metrics.value("kvabr_client_plays_in_flight") == 0
 
 
 @virtual
@@ -155,7 +155,7 @@ async def test_a_damaged_group_is_not_kept(origin, short):
     async with origin(faults=faults) as link, AsyncClient() as client:
         plays = [play(client, TOKENS, peer=link, deadline=2.0, spec=SPEC, policy="fixed:Int8") for _ in range(3)]
         done = await asyncio.gather(*plays)
-        assert client.metrics.value("kvabr_node_downloads_total", result="damaged") == 1
+        assert client.metrics.value("kvabr_client_downloads_total", result="damaged") == 1
         assert link._asked[short.namespace, "Int8", 1] == 2
     assert all(played.met and close(played.kv) for played in done)
 
@@ -167,18 +167,25 @@ async def test_memory_stays_within_its_bound(origin, short, long):
         for tokens, policy in ((TOKENS, "fixed:FP16"), (LONG, "fixed:Int4"), (LONG, "fixed:FP16")):
             assert (await play(client, tokens, peer=link, deadline=2.0, spec=SPEC, policy=policy)).met
             assert 0 < client.store.total_bytes <= bound
-        assert client.metrics.value("kvabr_node_store_evicted_total", tier="memory") > 0
+        assert client.metrics.value("kvabr_client_store_evicted_total", tier="memory") > 0
 
 
 @virtual
 async def test_a_folder_serves_the_next_process(origin, tmp_path):
-    limits = Limits(memory_bytes=0, disk=tmp_path)
+    limits = Limits(memory_bytes=0, disk=str(tmp_path))
     for _ in range(2):
         async with origin() as link, AsyncClient(limits=limits) as client:
             played = await play(client, TOKENS, peer=link, deadline=2.0, spec=SPEC, policy="fixed:Int8")
             assert close(played.kv)
-    assert client.metrics.value("kvabr_node_groups_total", source="disk") == 5
-    assert client.metrics.value("kvabr_node_groups_total", source="network") == 0
+    assert client.metrics.value("kvabr_client_groups_total", source="disk") == 5
+    assert client.metrics.value("kvabr_client_groups_total", source="network") == 0
+
+
+@virtual
+async def test_a_folder_belongs_to_one_client(tmp_path):
+    async with AsyncClient(limits=Limits(disk=tmp_path)):
+        with pytest.raises(UsageError, match="another client keeps its groups there"):
+            AsyncClient(limits=Limits(disk=tmp_path))
 
 
 @virtual
@@ -193,7 +200,7 @@ async def test_too_many_plays_wait_or_are_refused(origin, short):
         one, two = await first, await waits
     assert one.ttft_s < two.ttft_s
     assert two.lookup_s > one.ttft_s  # what it waited counts
-    assert client.metrics.value("kvabr_node_plays_total", result="refused") == 1
+    assert client.metrics.value("kvabr_client_plays_total", result="refused") == 1
 
 
 @virtual
@@ -206,7 +213,7 @@ async def test_a_peer_that_cannot_be_reached_leaves_it_to_the_engine(tmp_path):
             await play(client, TOKENS, peer=peer, deadline=2.0, spec=SPEC)
         with pytest.raises(PlayError, match=r"no connection|Expired|refused|reach"):
             await play(client, TOKENS, peer="moqt://127.0.0.1:1/", deadline=0.5, spec=SPEC)
-        assert client.metrics.value("kvabr_node_dials_failed_total") >= 2
+        assert client.metrics.value("kvabr_client_dials_failed_total") >= 2
 
 
 @virtual
@@ -249,7 +256,7 @@ async def test_upgrades_after_the_deadline_keep_their_connection(origin, short):
         played.upgrades.into(between_steps)
         await played.upgrades.wait()
         assert played.upgrades.loss < before
-        assert client.metrics.value("kvabr_node_plays_in_flight") == 0
+        assert client.metrics.value("kvabr_client_plays_in_flight") == 0
 
 
 async def test_arguments_that_make_no_sense():

@@ -35,11 +35,19 @@ def test_threads_share_one_connection_and_every_download(served, long):
         for tokens, task in zip((LONG, TOKENS) * 4, tasks, strict=True):
             assert close(task.result().kv, tokens)
         metrics = client.metrics
-        assert metrics.value("kvabr_node_peers") == 1
-        assert metrics.value("kvabr_node_groups_total", source="network") <= long.groups + 5
-        assert 'kvabr_node_plays_total{result="met"} 8' in metrics.expose()
-    assert metrics.value("kvabr_node_peers") == 0
-    assert metrics.value("kvabr_node_plays_in_flight") == 0
+        assert metrics.value("kvabr_client_peers") == 1
+        assert metrics.value("kvabr_client_groups_total", source="network") <= long.groups + 5
+        assert 'kvabr_client_plays_total{result="met"} 8' in metrics.expose()
+    assert metrics.value("kvabr_client_peers") == 0
+    assert metrics.value("kvabr_client_plays_in_flight") == 0
+
+
+def test_what_an_origin_has(served, long):
+    with client_of(served) as client:
+        assert list(client.models()) == [SPEC]
+        found = client.find_asset(f"{long.namespace.model}/{long.namespace.prompt}")
+        assert found.catalog == long
+        assert close(client.play_asset(found, deadline=20.0).kv, LONG)
 
 
 def test_a_handle_can_be_asked_waited_for_and_cancelled(served):

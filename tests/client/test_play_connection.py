@@ -88,7 +88,7 @@ async def test_a_catalog_that_lies_about_sizes_gets_nothing_of_what_is_kept(orig
         play.identify(*where, track.digests[::-1])
         await read_all(play.fetch(*where, 1, limit=track.bytes[1]))
         await read_all(play.fetch(*where, 1, limit=track.bytes[1]))  # behind the check of the first
-        assert shared.metrics.value("kvabr_node_downloads_total", result="damaged") >= 1
+        assert shared.metrics.value("kvabr_client_downloads_total", result="damaged") >= 1
         assert list(play.cached_groups(*where)) == [4]
         await shared.close()
 

@@ -37,7 +37,7 @@ async def test_who_is_due_first_plays_first():
     waited = await asyncio.gather(*tasks)
     assert plays.begun == ["a", "sooner", "soon", "late"]
     assert waited == pytest.approx([0, 3, 2, 1])
-    assert plays.metrics.value("kvabr_node_plays_in_flight") == plays.metrics.value("kvabr_node_plays_waiting") == 0
+    assert plays.metrics.value("kvabr_client_plays_in_flight") == plays.metrics.value("kvabr_client_plays_waiting") == 0
 
 
 @virtual
@@ -49,7 +49,7 @@ async def test_who_would_wait_too_long_is_told_in_time():
     with pytest.raises(BusyError, match="compute this prompt instead"):
         await plays.one("b", 2.0, 1)
     assert asyncio.get_running_loop().time() - start == pytest.approx(0.5)
-    assert plays.metrics.value("kvabr_node_refused_total", reason="late") == 1
+    assert plays.metrics.value("kvabr_client_refused_total", reason="late") == 1
     await busy
 
 
@@ -60,7 +60,7 @@ async def test_a_full_queue_refuses_at_once():
     await asyncio.sleep(0)
     with pytest.raises(BusyError, match="2 plays are under way and 1 wait"):
         await plays.one("d", 100, 1)
-    assert plays.metrics.value("kvabr_node_refused_total", reason="full") == 1
+    assert plays.metrics.value("kvabr_client_refused_total", reason="full") == 1
     await asyncio.gather(*tasks)
     assert plays.begun == ["a", "b", "c"]
 
@@ -73,14 +73,14 @@ async def test_who_leaves_the_queue_takes_nobodys_turn():
     gone.cancel()
     await asyncio.gather(first, last)
     assert plays.begun == ["a", "c"]
-    assert plays.metrics.value("kvabr_node_plays_in_flight") == 0
+    assert plays.metrics.value("kvabr_client_plays_in_flight") == 0
     # Cancelled in the moment in which its turn came: the turn goes on to the next.
     first, gone, last = (plays.start(name, 100, 1) for name in "xyz")
     await asyncio.sleep(0)
     first.add_done_callback(lambda _: gone.cancel())
     await asyncio.gather(first, last)
     assert plays.begun[-1] == "z"
-    assert plays.metrics.value("kvabr_node_plays_in_flight") == 0
+    assert plays.metrics.value("kvabr_client_plays_in_flight") == 0
 
 
 @virtual
@@ -106,7 +106,7 @@ async def test_closing_tells_who_waits():
         await waiting
     with pytest.raises(BusyError, match="closing"):
         await plays.one("c", 10, 1)
-    assert plays.metrics.value("kvabr_node_refused_total", reason="closed") == 2
+    assert plays.metrics.value("kvabr_client_refused_total", reason="closed") == 2
     await busy
 
 

@@ -188,7 +188,7 @@ async def test_a_folder_keeps_to_its_bound_and_to_its_own_files(tmp_path):
 
 async def test_a_folder_belongs_to_one(tmp_path):
     store = FolderGroupStore(tmp_path, 100)
-    with pytest.raises(UsageError, match="another process"):
+    with pytest.raises(UsageError, match="another client"):
         FolderGroupStore(tmp_path, 100)
     await store.close()
     await store.close()

@@ -304,7 +304,7 @@ def over_udp(bench: Bench, origin: LiveOrigin, mbps: float, args: argparse.Names
         )  # fmt: skip
         with bench.engine("naive", extra) as engine:
             row = {"mbps": mbps, "storage": "kvabr", **bench.retrieve(engine)}
-            row["bytes"] = int(metrics_of(engine).value("kvabr_node_downloaded_bytes_total"))
+            row["bytes"] = int(metrics_of(engine).value("kvabr_client_downloaded_bytes_total"))
     print(row, flush=True)
     return row
 

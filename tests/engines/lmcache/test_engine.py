@@ -120,8 +120,8 @@ def test_what_is_put_is_got_to_the_byte(origin, engine, dtype):
     # What was fetched before is at hand.
     retrieve(other, tokens, dtype)
     metrics = connector(other).metrics
-    assert metrics.value("kvabr_node_groups_total", source="network") == 5
-    assert metrics.value("kvabr_node_groups_total", source="memory") >= 5
+    assert metrics.value("kvabr_client_groups_total", source="network") == 5
+    assert metrics.value("kvabr_client_groups_total", source="memory") >= 5
 
 
 def connector(engine):
