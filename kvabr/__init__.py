@@ -43,6 +43,7 @@ if TYPE_CHECKING:
         TraceError,
         TransportError,
         UnauthorizedError,
+        UnknownPolicyError,
         UsageError,
     )
     from kvabr.types.kv import KVSpec
@@ -85,6 +86,7 @@ __all__ = [
     "TrackNamespace",
     "TransportError",
     "UnauthorizedError",
+    "UnknownPolicyError",
     "Upgrades",
     "UsageError",
     "View",
@@ -127,6 +129,7 @@ _MODULES = {
     "TrackNamespace": "kvabr.types.naming",
     "TransportError": "kvabr.types.errors",
     "UnauthorizedError": "kvabr.types.errors",
+    "UnknownPolicyError": "kvabr.types.errors",
     "Upgrades": "kvabr.client.upgrades",
     "UsageError": "kvabr.types.errors",
     "View": "kvabr.abr.view",

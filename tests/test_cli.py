@@ -104,11 +104,11 @@ def test_it_needs_no_model_and_no_asset(capsys):
 @pytest.mark.parametrize(
     ("argv", "status", "words"),
     [
-        (["--policy", "nosuch"], 1, "unknown policy 'nosuch'"),
+        (["--policy", "nosuch"], 2, "unknown policy 'nosuch'"),
         (["--policy", "fixed:MP3"], 1, "no track 'MP3'"),
         (["--policy", "fixed"], 1, "fixed:TRACK"),
         (["--policy", "absent.py:Mine"], 1, "no such file"),
-        (["--estimator", "nosuch"], 1, "unknown estimator"),
+        (["--estimator", "nosuch"], 2, "unknown estimator"),
         (["--deadline", "0"], 2, "deadline"),
         (["--deadline", "-1"], 2, "deadline"),
         (["--scale-to-mean", "0"], 2, "scale-to-mean"),

@@ -46,6 +46,7 @@ NAMES = {
     "TrackNamespace",
     "TransportError",
     "UnauthorizedError",
+    "UnknownPolicyError",
     "Upgrades",
     "UsageError",
     "View",

@@ -20,7 +20,7 @@ from kvabr.abr.estimator import Estimator
 from kvabr.abr.estimators import BUILTIN as ESTIMATORS
 from kvabr.abr.policies import BUILTIN as POLICIES
 from kvabr.abr.policy import Policy, declared, parse
-from kvabr.types.errors import PolicyError, did_you_mean
+from kvabr.types.errors import PolicyError, UnknownPolicyError, did_you_mean
 
 T = TypeVar("T")
 
@@ -91,7 +91,7 @@ def _find(text: str, base: type[T], named: Mapping[str, type[T]], kind: str, com
         name, _, argument = argument.partition(":")
         return _class_in(Path(head), name, base, kind), argument
     if head not in named:
-        raise PolicyError(
+        raise UnknownPolicyError(
             f"unknown {kind} {text!r}{did_you_mean(head, named)}; there are {', '.join(sorted(named))}, "
             f"or give FILE.py:CLASS (`kvabr {command}` lists them)"
         )

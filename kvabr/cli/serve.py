@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvabr.cli.options import is_loopback, is_wildcard, moqt_url, parse_address
 from kvabr.server.limits import ServerLimits
-from kvabr.types.errors import UsageError
+from kvabr.types.errors import AssetError, FormatError, UsageError
 
 if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger
@@ -157,7 +157,10 @@ async def _serve(
     log = logger(json=args.log_json or None, verbose=args.verbose)
     metrics = Metrics()
     # Check everything before binding the address.
-    grants = None if args.tokens is None else Grants.from_file(args.tokens)
+    try:
+        grants = None if args.tokens is None else Grants.from_file(args.tokens)
+    except (AssetError, FormatError) as error:
+        raise UsageError(f"--tokens {error}") from error
     if grants is not None and not len(grants):
         log.warning("no grants", tokens=str(args.tokens), hint="nobody can connect; see kvabr serve --new-token")
     with ExitStack() as stack:

@@ -71,6 +71,12 @@ class ResetCode(IntEnum):
     MALFORMED_TRACK = 0x12
 
 
+class PublishDoneCode(IntEnum):
+    """Reasons to end a subscription, in PUBLISH_DONE (draft 18, section 15.10.3)."""
+
+    TRACK_ENDED = 0x2
+
+
 class Param(IntEnum):
     """Message parameters (draft 18, section 15.7)."""
 

@@ -198,7 +198,9 @@ class QuicConnection(Endpoint, DownloadOwner):
         """See `Endpoint.ended`."""
         if not self.shaken and code in _BAD_CERTIFICATE:
             der = self.lib.peer_certificate(self.quic)
-            reason = f"{why_refused(der, self._options.host)} ({reason})"
+            why = why_refused(der, self._options.host)
+            # Each library words the same cause differently; `Connecting` names a cause once.
+            reason = why if der is not None else f"{why} ({reason})"
         elif code == SessionCode.UNAUTHORIZED:
             if "token" not in reason:
                 reason = f"{reason}; the token is missing or wrong"

@@ -12,6 +12,7 @@ from kvabr.moqt.objects import Item, RangeEnd
 from kvabr.quic.bottleneck import LimitWatch
 from kvabr.quic.interface import Connection, Download, DownloadStats
 from kvabr.types.errors import ConnectionLostError, NotFoundError, RequestError, TransportError
+from kvabr.types.naming import CATALOG_TRACK, TrackNamespace
 
 Name = tuple[tuple[bytes, ...], bytes, int]
 """Namespace fields, track and group."""
@@ -169,7 +170,7 @@ class QuicDownload(Download):
         code = message.code
         said = f": {message.reason}" if message.reason else ""
         if code in _NOT_THERE:
-            error: RequestError = NotFoundError(f"{self.what}: not found{said}", code=code)
+            error: RequestError = NotFoundError(self._missing or f"{self.what}: not found{said}", code=code)
         else:
             retry_s = (message.retry_interval - 1) / 1000 if message.retry_interval else None
             name = name_of(code, RequestCode)
@@ -188,6 +189,15 @@ class QuicDownload(Download):
             self._wake()
 
     # ------------------------------------------------------------------ internals
+
+    @property
+    def _missing(self) -> str | None:
+        """What is missing in the user's words, if the request was for a catalog; None for other tracks."""
+        fields, track, _ = self.name
+        if track != CATALOG_TRACK.encode():
+            return None
+        namespace = TrackNamespace.from_fields(fields)
+        return f"no such asset {namespace.model}/{namespace.prompt[:16]}, or none that you may read"
 
     def _push(self, part: memoryview) -> None:
         if self.over:

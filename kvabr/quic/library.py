@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import hashlib
 import hmac
+import logging
 import os
 import socket
 import time
@@ -40,6 +41,8 @@ RETRY_LIFETIME_S = 30.0
 """Lifetime of a Retry token; clients return theirs at once."""
 _INSTALL = {"qh3": "pip install 'kvabr[fast]'", "aioquic": "pip install aioquic"}
 _MAC_BYTES = 16
+_PEER_CLOSED = "Native peer close"
+"""How qh3's message about a peer that closed the connection begins; it warns of every one."""
 _LATER = ("capacity exhausted", "reserved stream is missing")
 """Parts of qh3's messages when a packet does not fit, and when it wanted to send on a stream that is gone."""
 
@@ -220,6 +223,15 @@ def _packets_there_is_room_for(quic: Any, now: float) -> list[tuple[bytes, Any]]
     return made
 
 
+def _quiet_goodbye(record: logging.LogRecord) -> bool:
+    """Make a debug message of qh3's warning that the peer has closed the connection without an error."""
+    event = record.args[0] if isinstance(record.args, tuple) and record.args else None
+    if str(record.msg).startswith(_PEER_CLOSED) and isinstance(event, tuple) and event[2:3] == (0,):
+        record.levelno, record.levelname = logging.DEBUG, "DEBUG"
+        return logging.getLogger(record.name).isEnabledFor(logging.DEBUG)
+    return True
+
+
 def library(name: LibraryName) -> QuicLibrary:
     """Import a library.
 
@@ -229,6 +241,8 @@ def library(name: LibraryName) -> QuicLibrary:
     try:
         import_module(name)
         asyncio_part: Any = import_module(f"{name}.asyncio.protocol")
+        if name == "qh3":
+            logging.getLogger("quic").addFilter(_quiet_goodbye)  # once, however often this runs
         return QuicLibrary(
             name,
             import_module(f"{name}.quic.events"),

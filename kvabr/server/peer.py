@@ -9,7 +9,7 @@ from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Protocol
 
-from kvabr.moqt.codes import RequestCode, ResetCode, SessionCode, name_of
+from kvabr.moqt.codes import PublishDoneCode, RequestCode, ResetCode, SessionCode, name_of
 from kvabr.moqt.events import Cancelled, Closed, Event, Ready, Requested, Updated
 from kvabr.moqt.messages import Fetch, JoiningFetch, Subscribe, SubscribeNamespace, TrackStatus
 from kvabr.moqt.parameters import Parameters, SetupOptions
@@ -416,7 +416,7 @@ class Peer(Endpoint):
         self._aliases += 1
         responder.accept_subscribe(number, self._aliases, None if self._dense else largest)
         if not self._dense:
-            responder.publish_done(number, 0x2, 0, "everything is published; fetch it")
+            responder.publish_done(number, PublishDoneCode.TRACK_ENDED, 0, "everything is published; fetch it")
 
     def _subscribe_namespace(self, number: int, message: SubscribeNamespace) -> None:
         """Answer with the root of kvabr's names only; the namespaces below it are told to nobody."""

@@ -37,6 +37,10 @@ class PolicyError(KvabrError):
     """A policy or estimator cannot be loaded, raised an error, or asked for something that does not exist."""
 
 
+class UnknownPolicyError(PolicyError, UsageError):
+    """There is no policy or estimator of that name (exit status 2)."""
+
+
 class HoleError(KvabrError):
     """A cache was requested although some of its groups are neither fetched nor recomputed."""
 

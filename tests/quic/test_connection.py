@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import logging
 import socket
 from dataclasses import replace
 
 import pytest
 import structlog
 
+from kvabr.moqt.codes import SessionCode
 from kvabr.moqt.objects import ObjectHeader, RangeEnd
 from kvabr.moqt.wire import DRAFTS, by_alpn
 from kvabr.quic import connect as quic
@@ -97,7 +99,29 @@ async def test_what_is_not_there(asset, tls, ours, theirs, alpn):
         for namespace, track, group in ((space, "Int8", 0), (other, "FP16", 0), (space, "FP16", 99)):
             with pytest.raises(NotFoundError, match=f"{track}, group {group}: not found"):
                 await read_all(connection.fetch(namespace, track, group, limit=1 << 20))
+        with pytest.raises(NotFoundError, match=rf"^no such asset {other.model}/0{{16}}, or none that you may read$"):
+            await read_all(connection.fetch(other, CATALOG_TRACK, limit=1 << 20))
         assert await read_all(connection.fetch(space, CATALOG_TRACK, limit=1 << 20))
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+async def test_a_client_that_leaves_normally_is_no_warning(asset, tls, library, caplog):
+    async with joined(asset, tls, library, library) as (server, connection):
+        await connection.close()
+        async with asyncio.timeout(300):
+            while server.metrics.value("kvabr_connections"):  # noqa: ASYNC110  # nothing tells of it
+                await asyncio.sleep(0.005)
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
+async def test_a_peer_that_closes_with_an_error_is_a_warning(asset, tls, caplog):
+    async with joined(asset, tls, "qh3", "qh3") as (server, connection):
+        connection.shut(SessionCode.INTERNAL_ERROR, "on purpose")
+        async with asyncio.timeout(300):
+            while server.metrics.value("kvabr_connections"):  # noqa: ASYNC110  # nothing tells of it
+                await asyncio.sleep(0.005)
+    said = [record for record in caplog.records if "on purpose" in record.getMessage()]
+    assert [record.levelname for record in said if record.name == "quic"] == ["WARNING"]
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
