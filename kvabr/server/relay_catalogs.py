@@ -203,7 +203,9 @@ class Catalogs:
         self._assets: ByteLru[TrackNamespace, _Asset] = ByteLru(facts_limit, lambda asset: asset.memory)
         self._asking: dict[_Name, asyncio.Task[_Entry]] = {}
         self._coming = 0
-        self._away = False
+        self._away = upstream.trouble is not None
+        self._revoked = False
+        """Whether the origin's last word was that it refuses our token."""
 
     @property
     def bytes(self) -> int:
@@ -267,8 +269,9 @@ class Catalogs:
 
     def revoke(self) -> None:
         """Forget everything: it was fetched with a token that the origin no longer accepts."""
-        if self._entries or self._assets:
-            self._log.warning("token refused by the origin", hint="everything fetched with it is dropped")
+        if not self._revoked:
+            self._log.warning("the origin refuses the relay's token; everything fetched under it was dropped")
+        self._revoked = True
         self._entries.clear()
         self._assets.clear()
         self._on_revoked()
@@ -317,7 +320,7 @@ class Catalogs:
         if error is None or isinstance(error, NotFoundError):
             if self._away:
                 self._log.info("origin is back")
-            self._away = False
+            self._away = self._revoked = False
         if isinstance(error, NotFoundError):
             self._entries.pop(name, None)
             if name[1] == CATALOG_TRACK:

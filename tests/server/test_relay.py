@@ -13,6 +13,7 @@ from asyncio.subprocess import PIPE
 
 import pytest
 import structlog
+import structlog.testing
 
 from kvabr.cli.relay import parse_size
 from kvabr.moqt.codes import RequestCode
@@ -56,6 +57,7 @@ LONG_S = 120.0
 """Where a test waits for what must happen, on any machine."""
 ELSEWHERE = TrackNamespace("other/model", "0" * 64)
 LIBRARIES = ("aioquic", "qh3")
+REFUSED = "the origin refuses the relay's token"
 
 
 @pytest.fixture
@@ -536,12 +538,25 @@ async def test_a_revoked_token_drops_everything_and_is_passed_on(asset, tls, sta
             except RequestError as error:
                 errors.append(error)
 
-        async with asyncio.timeout(LONG_S):
-            while not errors:
-                await refused()
-        assert errors[0].code == RequestCode.UNAUTHORIZED
+        with structlog.testing.capture_logs() as said:
+            async with asyncio.timeout(LONG_S):
+                while len(errors) < 3:
+                    await refused()
+        assert {error.code for error in errors} == {RequestCode.UNAUTHORIZED}
+        assert sum(REFUSED in one["event"] for one in said if one["log_level"] == "warning") == 1
         await until(lambda: len(relay.source.store) == 0)
         assert relay.source.catalogs.bytes == 0
+
+
+async def test_a_relay_that_has_nothing_yet_says_that_its_token_is_refused(asset, tls):
+    refuse = Fault(refuse=int(RequestCode.UNAUTHORIZED))
+    with structlog.testing.capture_logs() as said:
+        upstream = in_memory(asset, faults=lambda _: refuse)
+        async with upstream, relaying(upstream, tls) as relay, await dialled(relay) as connection:
+            for _ in range(3):
+                with pytest.raises(RequestError):
+                    await get(connection, asset.catalog.namespace, CATALOG_TRACK)
+    assert sum(REFUSED in one["event"] for one in said if one["log_level"] == "warning") == 1
 
 
 async def test_a_request_refused_for_its_token_drops_everything(asset, tls):
