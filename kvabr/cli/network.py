@@ -54,15 +54,20 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     network.add_argument("--timeout", type=float, default=5.0, metavar="S", help="seconds to connect in (default: 5)")
 
 
-def connecting(url: str, args: argparse.Namespace) -> Connecting:
+def connecting(url: str, args: argparse.Namespace, *, needed: bool = True) -> Connecting:
     """Return `kvabr.quic.connect.connect` with the options.
+
+    Args:
+        url: of the origin or relay.
+        args: the options.
+        needed: see `kvabr.quic.connect.connect`.
 
     Raises:
         UsageError: an option is wrong.
     """
     from kvabr.quic.connect import connect
 
-    return connect(url, **_options(args))
+    return connect(url, **_options(args), needed=needed)
 
 
 def new_client(

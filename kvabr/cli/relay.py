@@ -26,7 +26,8 @@ A group is fetched from the origin once, however many players wait for it, and p
 memory and in the folder of --disk, if its SHA-256 is the one in the asset's catalog; a wrong group is broken off at its
 end. Catalogs and lookups are asked for again after two seconds. What the origin removes or replaces is dropped, and
 everything is dropped if the origin refuses the relay's token. While the origin cannot be reached, the relay serves what
-it has.
+it has, and keeps trying; it also starts without its origin. Which groups the folder of --disk holds only the origin's
+catalogs tell, so a relay that has just started serves nothing before it has reached the origin once.
 
 --memory bounds the groups; catalogs and lookups take up to an eighth of it in addition (at least 64 MiB).
 
@@ -160,8 +161,14 @@ async def _relay(
         tls = stack.enter_context(certificates.development(*names)) if args.dev else ServerTls(args.cert, args.key)
         facts = certificates.check(tls)
         async with AsyncExitStack() as running:
-            upstream = await running.enter_async_context(network.connecting(args.upstream, _upstream(args)))
-            log.info("upstream", url=args.upstream, quic=upstream.backend, protocol=upstream.protocol)
+            upstream = await running.enter_async_context(
+                network.connecting(args.upstream, _upstream(args), needed=False)
+            )
+            if upstream.trouble is None:
+                log.info("upstream", url=args.upstream, quic=upstream.backend, protocol=upstream.protocol)
+            else:
+                hint = "the relay starts all the same, and keeps trying: each request dials the origin again"
+                log.warning("the origin cannot be reached", why=upstream.trouble, hint=hint)
             disk_bytes = int(args.disk_gib * (1 << 30))
             relay = await running.enter_async_context(
                 Relay(upstream, log, metrics, memory_bytes=memory, disk=args.disk, disk_bytes=disk_bytes, token=token)

@@ -18,7 +18,7 @@ from kvabr.quic.endpoint import protocol_class
 from kvabr.quic.interface import Connection
 from kvabr.quic.library import LibraryName, Quic, QuicLibrary, installed_libraries, library
 from kvabr.quic.options import DRAFTS, DialOptions, Names, fingerprint_of, trust
-from kvabr.quic.reconnect import RedialledConnection
+from kvabr.quic.reconnect import RedialledConnection, UnreachedConnection
 from kvabr.types.errors import FormatError, TransportError, UnauthorizedError, UsageError
 from kvabr.types.naming import TrackNamespace
 
@@ -102,6 +102,7 @@ def connect(
     drafts: tuple[str, ...] = DRAFTS,
     timeout_s: float = 5.0,
     names: Names = "draft",
+    needed: bool = True,
 ) -> Connecting:
     """Return a context manager that connects to an origin or a relay, for ``async with``.
 
@@ -117,6 +118,8 @@ def connect(
         drafts: protocols to offer, preferred first.
         timeout_s: seconds that connecting may take.
         names: how namespaces are written; ``split`` is for peers that cannot carry a slash inside a field.
+        needed: fail if the peer does not answer at all. Otherwise return a connection that is in `Connection.trouble`,
+            and dials again with each request.
 
     Raises:
         UsageError: the URL or an option is wrong. From ``async with``:
@@ -139,22 +142,27 @@ def connect(
         timeout_s=timeout_s,
         names=names,
     )
-    return Connecting(options, quic)
+    return Connecting(options, quic, needed=needed)
 
 
 class Connecting:
     """The async context manager that `connect` returns; entering it gives a `Connection`."""
 
-    def __init__(self, options: DialOptions, quic: Quic) -> None:
-        self._options, self._quic = options, quic
+    def __init__(self, options: DialOptions, quic: Quic, *, needed: bool = True) -> None:
+        self._options, self._quic, self._needed = options, quic, needed
         self._connection: RedialledConnection | None = None
         self._works: LibraryName | None = None
         """The library that reached the peer."""
 
     async def __aenter__(self) -> Connection:
-        self._connection = RedialledConnection(
-            await self._dial(), self._dial, peer=f"{self._options.host}:{self._options.port}"
-        )
+        first: Connection
+        try:
+            first = await self._dial()
+        except NoAnswerError as error:
+            if self._needed:
+                raise
+            first = UnreachedConnection(str(error))
+        self._connection = RedialledConnection(first, self._dial, peer=f"{self._options.host}:{self._options.port}")
         return self._connection
 
     async def __aexit__(

@@ -101,6 +101,50 @@ class _RedialledDownload(Download):
         self._owner.release(self)
 
 
+class UnreachedConnection(Connection):
+    """Stands for the first connection to a peer that has not been reached yet."""
+
+    backend = protocol = ""
+
+    def __init__(self, trouble: str) -> None:
+        self._trouble = trouble
+
+    def fetch(
+        self,
+        namespace: TrackNamespace,
+        track: str,
+        group: int = 0,
+        *,
+        priority: int = 128,
+        limit: int,
+        exact: bool = False,
+    ) -> Download:
+        """Raise; there is nothing to fetch on.
+
+        Raises:
+            ConnectionLostError: always.
+        """
+        del namespace, track, group, priority, limit, exact
+        raise ConnectionLostError(self._trouble)
+
+    def stats(self) -> ConnectionStats:
+        """See `Connection.stats`."""
+        return ConnectionStats()
+
+    @property
+    def closed(self) -> bool:
+        """See `Connection.closed`."""
+        return True
+
+    @property
+    def trouble(self) -> str | None:
+        """See `Connection.trouble`."""
+        return self._trouble
+
+    async def close(self) -> None:
+        """See `Connection.close`."""
+
+
 class RedialledConnection(Connection):
     """Fetches on the latest of a series of connections to one peer; a `Connection`."""
 
@@ -108,7 +152,7 @@ class RedialledConnection(Connection):
         """Take over a connection.
 
         Args:
-            first: an open connection.
+            first: an open connection, or `UnreachedConnection`, which the first request replaces.
             dial: makes another to the same peer; never called concurrently.
             patience_s: seconds of failing dials after which waiting downloads fail; the next request starts again.
             peer: host and port.
@@ -129,7 +173,7 @@ class RedialledConnection(Connection):
         self._asking: asyncio.Task[None] | None = None
         self._doubted: Connection | None = None
         """The connection whose peer did not answer the last probe."""
-        self._trouble: str | None = None
+        self._trouble: str | None = first.trouble
         self.dials = 0
         """How often it has reconnected."""
 

@@ -8,6 +8,7 @@ import functools
 import hashlib
 import json
 import shlex
+import socket
 import sys
 from asyncio.subprocess import PIPE
 
@@ -20,7 +21,7 @@ from kvabr.moqt.codes import RequestCode
 from kvabr.quic.connect import asset_of, connect, dial
 from kvabr.quic.interface import read_all
 from kvabr.quic.options import DialOptions
-from kvabr.quic.reconnect import RedialledConnection
+from kvabr.quic.reconnect import RedialledConnection, UnreachedConnection
 from kvabr.server import relay_groups
 from kvabr.server.certificates import check, development
 from kvabr.server.grants import EVERYTHING, Grant, Grants
@@ -839,8 +840,67 @@ async def test_the_command(asset, tls, tmp_path):
             process.terminate()
             _, log = await asyncio.wait_for(process.communicate(), LONG_S)
             assert process.returncode == 0, log
+            assert b"cannot be reached" not in log
             assert len(list((tmp_path / "cache").glob("*.group"))) == 1
         finally:
             if process.returncode is None:
                 process.kill()
                 await process.wait()
+
+
+async def test_the_command_starts_without_its_origin_and_works_once_it_is_there(asset, tls):
+    namespace = asset.catalog.namespace
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as silent:
+        silent.bind(("127.0.0.1", 0))
+        port = silent.getsockname()[1]
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "kvabr", "relay", "--upstream", f"moqt://127.0.0.1:{port}/",
+            "--upstream-fingerprint", check(tls).fingerprint, "--bind", "127.0.0.1:0", "--dev", "--log-json",
+            stdout=PIPE, stderr=PIPE,
+        )  # fmt: skip
+        try:
+            lines = [(await asyncio.wait_for(process.stdout.readline(), LONG_S)).decode() for _ in range(2)]
+            silent.close()
+            async with connect(lines[0].strip(), fingerprint=lines[1].split()[-1]) as connection:
+                asking = asyncio.create_task(get(connection, namespace, CATALOG_TRACK))
+                async with origin(asset.path, tls, port=port):
+                    assert await asking
+                    await play(connection, asset)
+            process.terminate()
+            _, log = await asyncio.wait_for(process.communicate(), LONG_S)
+            assert process.returncode == 0, log
+            events = [json.loads(line) for line in log.splitlines()]
+            assert [one["event"] for one in events if "cannot be reached" in one["event"]] == [
+                "the origin cannot be reached"
+            ]
+            assert [one["event"] for one in events if one["event"] == "origin is back"] == ["origin is back"]
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+
+
+@pytest.mark.parametrize("wrong", ["certificate", "token"])
+async def test_the_command_ends_if_its_origin_refuses_it(asset, tls, wrong):
+    async with origin(asset.path, tls, grants=Grants([grant("the right token")])) as server:
+        trust = [] if wrong == "certificate" else ["--upstream-fingerprint", server.fingerprint]
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "kvabr", "relay", "--upstream", f"moqt://localhost:{server.address[1]}/",
+            *trust, "--upstream-token", "a wrong token", "--bind", "127.0.0.1:0", "--dev", stdout=PIPE, stderr=PIPE,
+        )  # fmt: skip
+        out, log = await asyncio.wait_for(process.communicate(), LONG_S)
+    assert process.returncode == 1
+    assert not out
+    assert f"{wrong} is" in log.decode()
+
+
+async def test_requests_fail_for_now_while_the_origin_was_never_reached(asset, tls):
+    upstream = RedialledConnection(UnreachedConnection("no answer"), unreachable, patience_s=0.0)
+    async with upstream, relaying(upstream, tls) as relay, await dialled(relay) as connection:
+        with pytest.raises(RequestError) as error:
+            await get(connection, asset.catalog.namespace, CATALOG_TRACK)
+    assert error.value.retry_after_s is not None
+
+
+async def unreachable():
+    raise TransportError("no answer")
