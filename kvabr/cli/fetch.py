@@ -40,6 +40,9 @@ examples:
 Name the cache (`kvabr inspect` shows its name), or give the prompt: --text with --model, or --tokens. For a prompt,
 the longest prefix that the origin has is played. With --recompute the engine computes what would be late, and more
 where its time is worth it (--gpu-price). The deadline starts once the connection is up.
+
+The exit status is 0 if a cache was played, 1 if nothing of the prompt is cached, and for every other failure as for
+all commands.
 """
 
 _HOW = (
@@ -145,6 +148,9 @@ def run(args: argparse.Namespace) -> int:
         from kvabr.store.files import write_text
 
         write_text(args.json, json.dumps(result, indent=1) + "\n")
+    if not result["tokens"]:
+        unwritten = "" if args.out is None else f"; {args.out} was not written"
+        raise PlayError(f"nothing of this prompt is cached there ({result['lookup_s']:.2f} s){unwritten}")
     return 0
 
 
@@ -199,6 +205,7 @@ async def _fetch(
     options = PlayOptions(
         policy=args.policy,
         estimator=args.estimator,
+        recompute=args.recompute is not None,
         gpu_price=args.gpu_price,
         salt=read_salt(args.salt_file),
         after=args.after,
@@ -208,8 +215,7 @@ async def _fetch(
     client = network.new_client(
         args.url.partition("#")[0],
         args,
-        model=None if loaded is None else loaded.engine.spec,
-        engine=loaded.engine if loaded is not None and args.recompute is not None else None,
+        engine=None if loaded is None else loaded.engine,  # without --recompute it only says whose cache it is
         options=options,
         cache=args.cache or user_cache_path("kvabr", appauthor=False),
     )
@@ -227,9 +233,6 @@ async def _fetch(
                 played = await client.play(tokens, deadline=args.deadline, options=options)
         result = _result(args, origin, played, connect_s)
         if isinstance(played, NothingCached):
-            if args.out is not None:
-                raise PlayError(f"the origin has nothing of this prompt, so {args.out} was not written")
-            _print([f"nothing of this prompt is cached there ({played.lookup_s:.2f} s)"])
             return result
         if args.out is not None:
             save(played, args.out)

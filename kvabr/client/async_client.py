@@ -15,11 +15,12 @@ import os
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar
 
-from kvabr.client.lookup import Found, check_tokens, fetch_catalog, fetch_models, find_prefix
+from kvabr.client.lookup import Found, check_tokens, fetch_catalog, fetch_models
 from kvabr.client.metrics import ClientMetrics
 from kvabr.client.options import Limits, PlayOptions, check_deadline, check_prompt
 from kvabr.client.peer_history import history_at
@@ -207,7 +208,8 @@ class AsyncClient:
             deadline: seconds from this call in which the cache is wanted. Connecting, waiting for a turn, and the
                 engine's own time for what no cache covers come out of it.
             options: how to play; None: the client's.
-            model: whose cache; None: the engine's, else the client's, else the only model that the origin has.
+            model: whose cache; None: the client's, else the engine's, else the only model that the origin has. A spec
+                means its own group size; a name or an engine, any group size that the origin has.
             engine: computes what would be late; None: the client's.
             peer: another origin or relay: from `peer`, a URL, or an open connection; None: the client's.
 
@@ -220,7 +222,7 @@ class AsyncClient:
         """
         options = options or self.options
         check_deadline(deadline)
-        wanted = self._wanted(model, engine or self.engine)
+        wanted, any_size = self._wanted(model, engine or self.engine)
         computing, cost = self._engine(engine, options)
         check_prompt(tokens)
 
@@ -229,8 +231,8 @@ class AsyncClient:
             spec, prepared = None, None
             try:
                 async with asyncio.timeout(lookup_time(clock, cost, len(tokens))):
-                    spec = await self._peer(peer).spec_of(connection, wanted)
-                    found = await find_prefix(connection, tokens, spec, salt=options.salt)
+                    ask = partial(self._peer(peer).find, any_group_tokens=any_size, salt=options.salt)
+                    found, spec = await ask(connection, tokens, wanted)
                 if found is not None:
                     prepared = await play.prepare(found)
             except (TransportError, FormatError, TimeoutError) as error:
@@ -242,7 +244,6 @@ class AsyncClient:
                 return await play.whole(prepared)
             if computing is not None:
                 return await play.compute()
-            assert spec is not None  # noqa: S101  # or there was an error
             return NothingCached(spec, clock.now())
 
         return await self._runner.run(self._peer(peer), deadline, options, work)
@@ -363,12 +364,12 @@ class AsyncClient:
             FormatError: what it has is no catalog.
         """
         check_prompt(tokens)
-        wanted = self._wanted(model, self.engine)
+        wanted, any_size = self._wanted(model, self.engine)
+        chosen = self.options.salt if salt is None else salt
         async with _answered_within(within_s):
             connection = await self.connect(peer)
-            spec = await self._peer(peer).spec_of(connection, wanted)
-            chosen = self.options.salt if salt is None else salt
-            return await find_prefix(connection, tokens, spec, salt=chosen, any_dtype=any_dtype)
+            ask = partial(self._peer(peer).find, any_group_tokens=any_size, salt=chosen, any_dtype=any_dtype)
+            return (await ask(connection, tokens, wanted))[0]
 
     async def find_asset(
         self,
@@ -471,17 +472,17 @@ class AsyncClient:
             tokens=tokens,
         )
 
-    def _wanted(self, model: KVSpec | str | None, engine: Engine | None) -> KVSpec | str | None:
-        """Return the model of a play: its spec, its name at the origin, or None for the only one that there is."""
+    def _wanted(self, model: KVSpec | str | None, engine: Engine | None) -> tuple[KVSpec | str | None, bool]:
+        """Return the model of a play, as `ClientPeer.find` takes it, and whether any group size will do."""
         model = model or self._model
         if engine is None:
-            return model
+            return model, False
         if isinstance(model, KVSpec):
             _check_engine(engine, model)
-            return model
+            return model, False
         if model not in (None, engine.spec.model):
             raise UsageError(f"the engine computes caches of {engine.spec.model}, not of {model}")
-        return engine.spec
+        return engine.spec, True
 
 
 @asynccontextmanager

@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 
-from kvabr.client.lookup import fetch_models
+from kvabr.client.lookup import Found, fetch_models, find_prefix
 from kvabr.client.metrics import ClientMetrics
 from kvabr.client.shared_downloads import SharedDownloads
 from kvabr.quic.connect import Connecting
 from kvabr.quic.interface import Connection, ConnectionStats, Download, DownloadStats
 from kvabr.store.group_store import TieredGroupStore
-from kvabr.types.errors import ConnectionLostError, NotFoundError, TransportError, UsageError
+from kvabr.types.errors import ConnectionLostError, ForeignError, FormatError, NotFoundError, TransportError, UsageError
 from kvabr.types.kv import KVSpec
 from kvabr.types.naming import TrackNamespace
+
+_MODELS_S = 5.0
+"""Seconds for which a peer's list of models is believed. A prompt that is not found under it asks again sooner."""
+_MAX_SHAPES = 4
+"""Group sizes and shapes of one model in which a prompt is looked up."""
+_PATIENCE, _MIN_PATIENCE_S = 4.0, 0.25
+"""Time to look for other group sizes than an engine's: a multiple of what the first lookup took, with a floor."""
+_Lookup = Callable[[Sequence[KVSpec]], Awaitable[Found | None]]
 
 
 class _FailedDownload(Download):
@@ -86,8 +97,10 @@ class ClientPeer:
             metrics: the client's.
         """
         self.name = name
-        self._models: list[KVSpec] | None = None
-        """Models of which we may read an asset, once the peer was asked."""
+        self._models: Sequence[KVSpec] = ()
+        """Models of which we may read an asset, as of `_asked_s`."""
+        self._asked_s: float | None = None
+        """When the peer told its models, on the event loop's clock; None: it was not asked."""
         self._store, self._metrics = store, metrics
         self._connecting = source if isinstance(source, Connecting) else None
         self._downloads = SharedDownloads(source, store, metrics) if isinstance(source, Connection) else None
@@ -124,38 +137,54 @@ class ClientPeer:
             why = str(error)
         return SharedDownloads(UnreachedConnection(why), self._store, self._metrics)
 
-    async def spec_of(self, connection: Connection, model: KVSpec | str | None) -> KVSpec:
-        """Return the spec of a model.
+    async def find(
+        self,
+        connection: Connection,
+        tokens: Sequence[int],
+        model: KVSpec | str | None,
+        *,
+        any_group_tokens: bool = False,
+        salt: bytes = b"",
+        any_dtype: bool = False,
+    ) -> tuple[Found | None, KVSpec | None]:
+        """Return the longest cached prefix of a prompt, and the spec of its model; None for what is not there.
 
         Args:
             connection: asks the peer.
-            model: its spec, its name at the peer, or None for the only one that the peer has.
+            tokens: ids of the prompt.
+            model: its spec, its name at the peer, or None for the only one that the peer has. Under a name, the prompt
+                is looked up in each group size and shape that the peer has, at most four.
+            any_group_tokens: if nothing is found under a spec, look the prompt up in other group sizes too.
+            salt: the tenant's secret.
+            any_dtype: accept a cache whose element type is not the spec's.
 
         Raises:
-            UsageError: the peer has no such model, or several.
+            UsageError: the peer has several models, and none is named, or one in too many shapes.
             TransportError: it cannot be asked.
             FormatError: it answers with something else.
         """
+        lookup = partial(_longest, connection, tokens, salt=salt, any_dtype=any_dtype)
         if isinstance(model, KVSpec):
-            return model
-        if self._models is None:
-            try:
-                self._models = await fetch_models(connection)
-            except NotFoundError as error:
-                raise UsageError(
-                    "the origin does not tell which models it has: give a spec, model=KVSpec(...), or an engine"
-                ) from error
-        specs = [spec for spec in self._models if model in (None, spec.model)]
-        if len(specs) == 1:
-            return specs[0]
-        known, self._models = self._models, None  # another may be published until the next play
-        names = ", ".join(sorted({spec.model for spec in known})) or "none"
-        if model is None and known:
-            raise UsageError(f"the origin has caches of several models: say which, model=...; there are {names}")
-        if specs:
-            shapes = len(specs)
-            raise UsageError(f"the origin has caches of {model} in {shapes} shapes: give a spec, model=KVSpec(...)")
-        raise UsageError(f"the origin has no caches of {model or 'any model'} that we may read; there are {names}")
+            clock = asyncio.get_running_loop().time
+            begun_s = clock()
+            found = await lookup([model])
+            if found is None and any_group_tokens:
+                # Only a second chance, for which an engine waits: it may fail, and must not take long.
+                patience_s = max(_MIN_PATIENCE_S, _PATIENCE * (clock() - begun_s))
+                with contextlib.suppress(TransportError, FormatError, UsageError, TimeoutError):
+                    found = await asyncio.wait_for(self._other_sizes(connection, model, lookup), patience_s)
+            return found, model
+        recent, tried = self._recent(), None
+        if recent is not None:
+            with contextlib.suppress(ForeignError, UsageError):  # what was published since may change the answer
+                specs = _shapes(recent, model)
+                found = await lookup(specs)
+                if found is not None:
+                    return found, found.catalog.spec
+                tried = specs
+        specs = _shapes(await self._ask(connection), model)
+        found = None if specs == tried else await lookup(specs)
+        return found, specs[0] if specs else None
 
     async def close(self) -> None:
         """End all downloads, and the connection if this dialled it."""
@@ -169,6 +198,29 @@ class ClientPeer:
                 self._downloads = None
         await self._stack.aclose()
 
+    async def _other_sizes(self, connection: Connection, model: KVSpec, lookup: _Lookup) -> Found | None:
+        recent = self._recent()
+        told = await self._ask(connection) if recent is None else recent
+        others = [spec for spec in told if spec != model and spec.same_cache(model)]
+        return await lookup(others[:_MAX_SHAPES])
+
+    def _recent(self) -> Sequence[KVSpec] | None:
+        """Return the models that the peer told of lately; None if it must be asked."""
+        asked = self._asked_s
+        return None if asked is None or asyncio.get_running_loop().time() > asked + _MODELS_S else self._models
+
+    async def _ask(self, connection: Connection) -> Sequence[KVSpec]:
+        try:
+            self._models = await fetch_models(connection)
+        except NotFoundError as error:
+            self._models = ()
+            raise UsageError(
+                "the origin does not tell which models it has: give a spec, model=KVSpec(...), or an engine"
+            ) from error
+        finally:
+            self._asked_s = asyncio.get_running_loop().time()
+        return self._models
+
     async def _dial(self) -> SharedDownloads:
         assert self._connecting is not None  # noqa: S101  # or there were downloads from the start
         connection = await self._stack.enter_async_context(self._connecting)
@@ -180,3 +232,35 @@ class ClientPeer:
         self._dialling = None
         if not task.cancelled() and task.exception() is not None:
             self._metrics.dials_failed_total.inc()
+
+
+def _shapes(told: Sequence[KVSpec], model: str | None) -> list[KVSpec]:
+    """Return the specs of a model, or of the only one if it is not named; empty if the peer has none.
+
+    Raises:
+        UsageError: the peer has several models, or this one in too many shapes.
+    """
+    specs = [spec for spec in told if model in (None, spec.model)]
+    names = sorted({spec.model for spec in specs})
+    if len(names) > 1:
+        raise UsageError(f"the origin has caches of several models: say which, model=...; there are {', '.join(names)}")
+    if len(specs) > _MAX_SHAPES:
+        raise UsageError(
+            f"the origin has caches of {names[0]} in {len(specs)} shapes: give the spec of one, model=KVSpec(...)"
+        )
+    return specs
+
+
+async def _longest(
+    connection: Connection, tokens: Sequence[int], specs: Sequence[KVSpec], *, salt: bytes, any_dtype: bool
+) -> Found | None:
+    """Return the longest cached prefix under any of some specs; raise an error only if nothing is found."""
+    answers = await asyncio.gather(
+        *(find_prefix(connection, tokens, spec, salt=salt, any_dtype=any_dtype) for spec in specs),
+        return_exceptions=True,
+    )
+    found = [answer for answer in answers if isinstance(answer, Found)]
+    for answer in answers:
+        if isinstance(answer, BaseException) and not found:
+            raise answer
+    return max(found, key=lambda each: each.catalog.tokens, default=None)

@@ -57,8 +57,8 @@ class Played:
 class NothingCached:
     """The origin has nothing of the prompt, and there is no engine to compute it."""
 
-    spec: KVSpec
-    """Model that was asked for."""
+    spec: KVSpec | None
+    """Model that was asked for; None if neither the caller nor the origin has a spec of it."""
     lookup_s: float
     """Seconds from the call until the origin had answered."""
 

@@ -104,8 +104,8 @@ def test_a_prompt_by_its_tokens_alone(served, short, tmp_path, capsys):
     assert "70 of 70 tokens in place" in capsys.readouterr().out
     assert json.loads(result.read_text())["asset"] == name(short)
     tokens.write_text("[1, 2, 3]")
-    assert kvabr("fetch", served.url, *network(served), "--tokens", tokens, "--deadline", 60, "--json", result) == 0
-    assert "nothing of this prompt is cached" in capsys.readouterr().out
+    assert kvabr("fetch", served.url, *network(served), "--tokens", tokens, "--deadline", 60, "--json", result) == 1
+    assert "nothing of this prompt is cached" in capsys.readouterr().err
     assert json.loads(result.read_text())["tokens"] == 0
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
+import shutil
 from dataclasses import replace
 from functools import partial
 
@@ -52,7 +54,7 @@ async def test_the_only_model_of_an_origin_is_meant(origin):
         assert close(played.kv)
         asked = link.requests
         assert isinstance(await client.play(range(50), deadline=2.0), NothingCached)
-        assert link.requests == asked + 1  # the origin was asked for its models once
+        assert link.requests == asked + 2  # a miss also asks for the models again
         assert (await client.find(TOKENS)).catalog == played.catalog
 
 
@@ -72,8 +74,10 @@ async def test_several_models_must_be_told_apart(published):
             await client.play(TOKENS, deadline=2.0)
         for model in ("test/model", SPEC):
             assert close((await client.play(TOKENS, deadline=2.0, model=model)).kv)
-        with pytest.raises(UsageError, match=r"no caches of third/model .*there are other/model, test/model"):
-            await client.play(TOKENS, deadline=2.0, model="third/model")
+        missed = await client.play(TOKENS, deadline=2.0, model="third/model")
+        assert isinstance(missed, NothingCached)
+        assert missed.spec is None
+        assert await client.find(TOKENS, model="third/model") is None
         async with AsyncClient(link, model="test/model") as named:
             assert close((await named.play(TOKENS, deadline=2.0)).kv)
 
@@ -82,6 +86,87 @@ async def test_several_models_must_be_told_apart(published):
 async def test_a_grant_is_told_of_its_own_models_only(published):
     async with connection(published, "two") as link, AsyncClient(link) as client:
         assert await client.models() == [OTHER]
+
+
+def write(folder, group_tokens, tokens=70):
+    made = prompt(tokens)
+    with FolderAssetWriter(folder) as writer:
+        writer.prompt(made)
+        writer.commit(publish(ToyModel(), made, ("Int8",), None, writer, group_tokens=group_tokens))
+
+
+@virtual
+async def test_an_origin_without_assets_has_nothing(tmp_path):
+    async with connection(tmp_path) as link, AsyncClient(link) as client:
+        missed = await client.play(TOKENS, deadline=2.0)
+        assert isinstance(missed, NothingCached)
+        assert missed.spec is None
+        assert await client.find(TOKENS) is None
+        assert isinstance(await client.play(TOKENS, deadline=2.0, model="test/model"), NothingCached)
+
+
+@virtual
+async def test_an_asset_that_is_replaced_by_one_of_another_group_size(tmp_path):
+    write(tmp_path / "asset", 16)
+    library = PublishedAssets(tmp_path)
+    find = partial(library.find, EVERYTHING)
+    async with MemoryConnection(find, MemoryLink(1e8, 0.02)) as link, AsyncClient(link) as client:
+        assert (await client.play(TOKENS, deadline=2.0)).spec.group_tokens == 16
+        shutil.rmtree(tmp_path / "asset")
+        library.refresh()
+        assert isinstance(await client.play(TOKENS, deadline=2.0), NothingCached)
+        write(tmp_path / "asset", 32)
+        library.refresh()
+        played = await client.play(TOKENS, deadline=2.0)
+        assert played.spec.group_tokens == 32
+        assert close(played.kv)
+        # Nothing is missed, but the list is old: a longer prefix in another group size counts.
+        write(tmp_path / "longer", 16, tokens=90)
+        library.refresh()
+        longer = prompt(90).tokens
+        await asyncio.sleep(6.0)
+        assert (await client.play(longer, deadline=2.0)).tokens == 90
+
+
+@virtual
+async def test_an_asset_that_is_replaced_by_one_of_another_shape(origin, tmp_path):
+    """Its prompt has the same name, so the origin has an answer, but not to the question."""
+    async with origin() as link, AsyncClient(link) as client:
+        assert close((await client.play(TOKENS, deadline=2.0)).kv)
+        small = replace(SPEC, layers=1)
+        with FolderAssetWriter(tmp_path / "asset") as writer:
+            writer.prompt(made := prompt(70))
+            writer.commit(publish(ToyModel(small), made, ("Int8",), None, writer))
+        link.find = partial(PublishedAssets(tmp_path).find, EVERYTHING)
+        assert (await client.play(TOKENS, deadline=2.0)).spec == small
+
+
+@virtual
+async def test_one_model_in_several_group_sizes(tmp_path):
+    write(tmp_path / "short", 16, tokens=40)
+    write(tmp_path / "long", 32)
+    begin, other = prompt(40).tokens, replace(SPEC, group_tokens=8)
+    async with connection(tmp_path) as link, AsyncClient(link) as client:
+        for model in (None, "test/model"):
+            played = await client.play(TOKENS, deadline=2.0, model=model)
+            assert (played.tokens, played.spec.group_tokens) == (70, 32)
+            played = await client.play(begin, deadline=2.0, model=model)
+            assert (played.tokens, played.spec.group_tokens) == (40, 16)
+        assert isinstance(await client.play(TOKENS, deadline=2.0, model=other), NothingCached)
+        # An engine says whose cache it is, not how it is cut.
+        options = PlayOptions(recompute=False)
+        async with AsyncClient(link, engine=ToyModel(other), options=options) as fixed:
+            assert (await fixed.play(TOKENS, deadline=2.0)).tokens == 70
+            assert (await fixed.find(TOKENS)).catalog.tokens == 70
+
+
+@virtual
+async def test_one_model_in_too_many_group_sizes(tmp_path):
+    for group_tokens in (8, 16, 24, 32, 40):
+        write(tmp_path / str(group_tokens), group_tokens)
+    async with connection(tmp_path) as link, AsyncClient(link) as client:
+        with pytest.raises(UsageError, match="test/model in 5 shapes: give the spec of one"):
+            await client.play(TOKENS, deadline=2.0)
 
 
 @virtual
