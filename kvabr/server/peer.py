@@ -283,6 +283,8 @@ class Peer(Endpoint):
             self._looking[number] = asyncio.get_running_loop().create_task(
                 self._look(number, message, source.find_soon(grant, namespace, track))
             )
+        except TransportError as error:
+            self._refuse_for(number, error)
         else:
             self._answer(number, message, found)
 
@@ -438,7 +440,7 @@ class Peer(Endpoint):
         self.session.responder.refuse(number, code, reason, retry_ms=retry_ms)
 
     def _refuse_for(self, number: int, error: TransportError) -> None:
-        """Pass on why a relay's origin did not answer."""
+        """Pass on why a source cannot answer: the grant was withdrawn, or a relay's origin is away or refuses."""
         retry_ms: int | None = None
         if isinstance(error, UnauthorizedError):
             code, reason = RequestCode.UNAUTHORIZED, "the origin refuses the relay's token"

@@ -244,11 +244,12 @@ class Source(Protocol):
 
         Raises:
             BlockingIOError: the answer needs files or the network; use `find_soon`.
+            RequestError: the grant was withdrawn.
         """
 
     async def find_soon(self, grant: Grant, namespace: TrackNamespace, track: str) -> Publication | None:
         """Do the same, waiting where `find` cannot.
 
         Raises:
-            TransportError: the source is a relay, and its origin does not answer or refuses.
+            TransportError: the grant was withdrawn; or a relay's origin does not answer or refuses.
         """

@@ -8,13 +8,14 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from kvabr.moqt.codes import RequestCode
 from kvabr.server.grants import EVERYTHING, Grant, Grants
 from kvabr.server.publication import BytesPublication, LevelPublication, Publication
 from kvabr.store.asset import Asset
 from kvabr.store.asset_index import AssetIndex, AssetView
 from kvabr.store.locations import Location, open_store
 from kvabr.store.lru import ByteLru
-from kvabr.types.errors import AssetError, FormatError
+from kvabr.types.errors import AssetError, FormatError, RequestError
 from kvabr.types.naming import (
     CATALOG_TRACK,
     MODELS_NAMESPACE,
@@ -104,7 +105,10 @@ class PublishedAssets:
 
         Raises:
             BlockingIOError: it cannot be told at once. Ask again in a thread, see `find_soon`.
+            RequestError: the grant was withdrawn; whoever holds its token could not connect any more.
         """
+        if grant.token_sha256 not in self._views:
+            raise RequestError("the token is no longer accepted", code=RequestCode.UNAUTHORIZED)
         if namespace == MODELS_NAMESPACE:
             return self._models(grant) if track == MODELS_TRACK else None
         asset = self._view(grant).find(namespace, track)
@@ -144,7 +148,7 @@ class PublishedAssets:
         return self._view(grant).namespaces()
 
     def _view(self, grant: Grant) -> AssetView:
-        return self._views.get(grant.token_sha256, _NOTHING)
+        return self._views.get(grant.token_sha256, _NOTHING)  # withdrawn a moment ago
 
     def _changed(self) -> None:
         """Make publications and views anew; grants that may read the same share one view."""

@@ -20,7 +20,7 @@ from kvabr.server.published_assets import PublishedAssets
 from kvabr.store.asset import CATALOG
 from kvabr.store.asset_folder_writer import frame_path
 from kvabr.types.catalog import Catalog
-from kvabr.types.errors import AssetError
+from kvabr.types.errors import AssetError, RequestError
 from kvabr.types.naming import CATALOG_TRACK, PROFILE_TRACK, TrackNamespace, prefix_gap, prefix_track
 from tests.assets import digests, make_asset
 from tests.toymodel import toy_asset
@@ -325,7 +325,8 @@ def test_each_grant_sees_its_own_and_nothing_else(root, two_tenants):
     assert lookup(library, range(32), grant=b)[0] is None
     # The salted one only by who has the salt, whatever the grant.
     assert lookup(library, range(32), grant=a, salt=b"team-a")[0].tokens == 32
-    assert library.find(Grant("forged"), next(iter(every["a"])), CATALOG_TRACK) is None
+    with pytest.raises(RequestError, match="no longer accepted"):
+        library.find(Grant("forged"), next(iter(every["a"])), CATALOG_TRACK)
 
 
 def test_forbidden_and_missing_take_the_same_steps(root, two_tenants, monkeypatch):
@@ -363,7 +364,8 @@ def test_grants_that_change_are_felt_at_once(root, two_tenants):
     library.regrant(Grants([Grant("a", ("team-b/*",), ("*",), token("a")), b]))
     assert library.find(a, space, "FP16") is None
     library.regrant(Grants([Grant("a", ("*",), ("*",), token("new"))]))
-    assert library.find(a, space, "FP16") is None
+    with pytest.raises(RequestError, match="no longer accepted"):
+        library.find(a, space, "FP16")
     assert library.find(library.admit(b"new"), space, "FP16")
     assert library.admit(b"a") is None
 

@@ -560,6 +560,23 @@ async def test_a_relay_that_has_nothing_yet_says_that_its_token_is_refused(asset
     assert sum(REFUSED in one["event"] for one in said if one["log_level"] == "warning") == 1
 
 
+async def test_a_token_that_is_withdrawn_while_the_relay_is_connected(asset, tls, stale):
+    grants = Grants([grant("the relay's own token")])
+    with structlog.testing.capture_logs() as said:
+        async with (
+            chain_of(asset.path, tls, grants=grants, token="the relay's own token") as (server, relay),  # noqa: S106
+            await dialled(relay) as connection,
+        ):
+            await play(connection, asset)
+            server.source.regrant(Grants([grant("another token")]))
+            for _ in range(2):
+                with pytest.raises(RequestError) as error:
+                    await get(connection, asset.catalog.namespace, CATALOG_TRACK)
+                assert error.value.code == RequestCode.UNAUTHORIZED
+            await until(lambda: len(relay.source.store) == 0)
+    assert sum(REFUSED in one["event"] for one in said if one["log_level"] == "warning") == 1
+
+
 async def test_a_request_refused_for_its_token_drops_everything(asset, tls):
     refused = Fault(refuse=int(RequestCode.UNAUTHORIZED))
     upstream = in_memory(asset, faults=lambda ask: refused if ask.track == "Int4" else None)
