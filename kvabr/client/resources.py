@@ -23,13 +23,15 @@ import torch
 
 from kvabr.types.cost import PrefillCost
 from kvabr.types.engine import Engine, time_prefills
+from kvabr.types.errors import ModelError
 
 T = TypeVar("T")
 
 _MAX_DECODERS = 4
 """Threads that decode; no more than there are cores."""
 _MIN_TOKENS, _MAX_TOKENS = 128, 1024
-"""Tokens that a prefill is timed on: enough to tell the three constants of its cost apart."""
+"""Tokens that a prefill is timed on: as many as the model takes of the larger number, to tell the three constants of
+its cost apart."""
 _ANY_TOKENS = range(64)
 """Token ids that every model has."""
 _MIN_HUGE_BYTES = 4 << 20
@@ -109,7 +111,7 @@ def measure_prefill(engine: Engine, tokens: Sequence[int] = ()) -> PrefillCost:
 
     Args:
         engine: the engine.
-        tokens: ids of any text; which, and how many, does not matter. None: a few small ids.
+        tokens: ids of any text, repeated to 1024; which, and how many, does not matter. Empty: a few small ids.
 
     Raises:
         ModelError: the tokens do not fit the model.
@@ -118,8 +120,22 @@ def measure_prefill(engine: Engine, tokens: Sequence[int] = ()) -> PrefillCost:
     with kept.lock:
         if kept.cost is None:
             some = list(tokens) or list(_ANY_TOKENS)
-            kept.cost = time_prefills(engine, (some * -(-_MIN_TOKENS // len(some)))[:_MAX_TOKENS])
+            some = (some * -(-_MAX_TOKENS // len(some)))[:_MAX_TOKENS]
+            kept.cost = _timed(engine, some)
         return kept.cost
+
+
+def _timed(engine: Engine, tokens: list[int]) -> PrefillCost:
+    """Time prefills of all sizes, whatever the engine's group size; of fewer tokens if the model takes no more."""
+    size = len(tokens)
+    step = size // 4
+    shapes = [(0, 8), (0, step), (0, 3 * step), (size - step, step), (size - 8, 8)]
+    try:
+        return time_prefills(engine, tokens, shapes=shapes)
+    except ModelError:
+        if size // 2 < _MIN_TOKENS:
+            raise
+    return _timed(engine, tokens[: size // 2])
 
 
 @dataclass(slots=True)

@@ -1,13 +1,18 @@
-"""Memory for a cache: a tensor like any other, whatever pages it lies on."""
+"""Memory for a cache, and the cost of an engine's prefill."""
 
 from __future__ import annotations
 
 import gc
+from collections.abc import Sequence
 
 import pytest
 import torch
 
-from kvabr.client.resources import allocate
+from kvabr.client.resources import allocate, measure_prefill
+from kvabr.types import engine as engines
+from kvabr.types.cost import PrefillCost
+from kvabr.types.errors import ModelError
+from tests.toymodel import SPEC
 
 
 @pytest.mark.parametrize("tokens", [1, 127, 4096])
@@ -31,3 +36,46 @@ def test_a_view_keeps_its_memory() -> None:
 def test_too_much_is_refused() -> None:
     with pytest.raises(RuntimeError, match="bytes cannot be allocated"):
         allocate((1 << 50,), torch.float16)
+
+
+class Clocked:
+    """An engine whose prefill takes what a formula says, on a clock of its own."""
+
+    mode = "hole"
+    spec = SPEC
+    cost = PrefillCost(0.02, 3e-4, 2e-8)
+
+    def __init__(self, window: int) -> None:
+        self.now, self.window = 0.0, window
+        self.seen: set[tuple[int, int]] = set()
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def prefill(self, tokens: Sequence[int], before: torch.Tensor | None = None) -> torch.Tensor:
+        cached = 0 if before is None else before.shape[3]
+        if cached + len(tokens) > self.window:
+            raise ModelError("too long")
+        self.seen.add((cached, len(tokens)))
+        self.now += self.cost.seconds(cached, len(tokens)) + 1e-12
+        return torch.zeros(self.spec.shape(len(tokens)))
+
+    def score(self, kv: torch.Tensor | None, tokens: Sequence[int]) -> torch.Tensor:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("tokens", [(), range(50), range(5000)])
+@pytest.mark.parametrize(("window", "longest"), [(1 << 20, 1024), (700, 512)])
+def test_a_prefill_is_timed_on_short_and_long_prompts(monkeypatch, window, longest, tokens) -> None:
+    engine = Clocked(window)
+    monkeypatch.setattr(engines, "time", engine)
+    cost = measure_prefill(engine, tokens)
+    assert max(cached + new for cached, new in engine.seen) == longest
+    assert {8, longest * 3 // 4} <= {new for _, new in engine.seen}
+    for before, new in ((0, 100), (0, 8000), (7000, 1000)):
+        assert cost.seconds(before, new) == pytest.approx(engine.cost.seconds(before, new), rel=1e-3)
+
+
+def test_a_model_that_takes_hardly_any_tokens_cannot_be_timed() -> None:
+    with pytest.raises(ModelError, match="too long"):
+        measure_prefill(Clocked(100))
