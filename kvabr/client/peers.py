@@ -46,7 +46,7 @@ class _FailedDownload(Download):
         pass
 
 
-class UnreachedConnection(Connection):
+class _UnreachedPeer(Connection):
     """Stands for a peer that cannot be reached: a play on it does what it does when it loses its peer."""
 
     backend = protocol = "none"
@@ -135,7 +135,7 @@ class ClientPeer:
             why = f"{self.name}: no connection within {seconds:.3g} s"
         except TransportError as error:
             why = str(error)
-        return SharedDownloads(UnreachedConnection(why), self._store, self._metrics)
+        return SharedDownloads(_UnreachedPeer(why), self._store, self._metrics)
 
     async def find(
         self,
