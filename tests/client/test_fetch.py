@@ -116,7 +116,7 @@ def test_a_prompt_by_its_tokens_alone(served, short, tmp_path, capsys):
         (("--asset", "model"), 2, "does not name an asset"),
         (("--asset", "NAME", "--deadline", "0"), 2, "deadline"),
         (("--asset", "NAME", "--policy", "hope"), 2, "unknown policy"),
-        (("--asset", "m/" + "0" * 64), 1, "catalog"),
+        (("--asset", "m/" + "0" * 64), 1, "no such asset m/" + "0" * 16),
         (("--asset", "NAME", "--out", "/nowhere/c.safetensors"), 2, "cannot be written"),
         (("--asset", "NAME", "--recompute", "smollm2"), 2, "needs the prompt"),
         (("--text", "TOKENS"), 2, "needs --model"),
