@@ -1,11 +1,17 @@
-"""What peers may take of a server. Beyond that they are refused or slowed down, never served from more memory."""
+"""What peers may take of a server, and how they are refused: beyond a limit nobody is served from more memory."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass, fields
 
-from kvabr.types.errors import UsageError
+from kvabr.moqt.codes import RequestCode
+from kvabr.types.errors import NotFoundError, RequestError, TransportError, UnauthorizedError, UsageError
+
+MISSING = "no such track, or none that you may read"
+BUSY_MS = 1000
+"""Milliseconds after which a peer that was refused for load may ask again."""
+_CODES = frozenset(map(int, RequestCode))
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,3 +61,17 @@ class RateLimiter:
     def overdrawn(self) -> bool:
         """Whether the debt has reached a second's worth of requests: the peer ignores refusals."""
         return self._left <= 1 - self.rate
+
+
+def refusal(error: TransportError) -> tuple[RequestCode, str, int | None]:
+    """Return what tells a peer why a source cannot answer: code, reason, milliseconds until it may retry."""
+    if isinstance(error, UnauthorizedError):
+        return RequestCode.UNAUTHORIZED, "the origin refuses the relay's token", None
+    if isinstance(error, NotFoundError):
+        return RequestCode.DOES_NOT_EXIST, MISSING, None
+    if isinstance(error, RequestError) and error.code in _CODES:
+        code, retry_ms = RequestCode(error.code), None
+        if error.retry_after_s is not None or code == RequestCode.EXCESSIVE_LOAD:
+            retry_ms = BUSY_MS if error.retry_after_s is None else int(1000 * error.retry_after_s)
+        return code, str(error), retry_ms
+    return RequestCode.INTERNAL_ERROR, f"the origin does not answer: {error}", BUSY_MS

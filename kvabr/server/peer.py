@@ -18,11 +18,11 @@ from kvabr.moqt.wire import Draft, Location
 from kvabr.quic.endpoint import Endpoint
 from kvabr.quic.library import QuicLibrary
 from kvabr.server.grants import Grant, token_in_path
-from kvabr.server.limits import RateLimiter, ServerLimits
+from kvabr.server.limits import BUSY_MS, MISSING, RateLimiter, ServerLimits, refusal
 from kvabr.server.metrics import Metrics
 from kvabr.server.publication import ArrivingGroup, Publication, Source
 from kvabr.server.send_queue import GroupRange, Piece, Sending, SendQueue, last_object
-from kvabr.types.errors import AssetError, FormatError, NotFoundError, RequestError, TransportError, UnauthorizedError
+from kvabr.types.errors import AssetError, FormatError, TransportError
 from kvabr.types.naming import ROOT, TrackNamespace
 
 if TYPE_CHECKING:
@@ -32,11 +32,6 @@ _MOQ_RS = b"moq-lite"
 """How moq-rs names itself. Version 0.5 takes a gap between object IDs for a loss, so its objects are numbered 0, 1, 2.
 It has other habits as well; see `Responder.lenient` and `Peer._subscribe`."""
 _ROOT_PARTS = tuple(part.encode() for part in ROOT.split("/") if part)
-_CODES = frozenset(map(int, RequestCode))
-_MISSING = "no such track, or none that you may read"
-_BUSY_MS = 1000
-"""Milliseconds after which a peer that was refused for load may ask again."""
-
 _OfTrack = Fetch | Subscribe | TrackStatus
 """Requests that name a track."""
 
@@ -231,7 +226,7 @@ class Peer(Endpoint):
         message, number = event.message, event.request_id
         self._server.metrics.requests_total.labels(type(message).__name__).inc()
         if (why := self._overload()) is not None:
-            self._refuse(number, RequestCode.EXCESSIVE_LOAD, why, retry_ms=_BUSY_MS)
+            self._refuse(number, RequestCode.EXCESSIVE_LOAD, why, retry_ms=BUSY_MS)
             return
         grant = self._grant
         if event.tokens and grant is not None:
@@ -317,7 +312,7 @@ class Peer(Endpoint):
 
     def _answer(self, number: int, message: _OfTrack, found: Publication | None) -> None:
         if found is None:
-            self._refuse(number, RequestCode.DOES_NOT_EXIST, _MISSING)
+            self._refuse(number, RequestCode.DOES_NOT_EXIST, MISSING)
         elif isinstance(message, Fetch):
             self._fetch(number, message, found)
         else:
@@ -441,17 +436,7 @@ class Peer(Endpoint):
 
     def _refuse_for(self, number: int, error: TransportError) -> None:
         """Pass on why a source cannot answer: the grant was withdrawn, or a relay's origin is away or refuses."""
-        retry_ms: int | None = None
-        if isinstance(error, UnauthorizedError):
-            code, reason = RequestCode.UNAUTHORIZED, "the origin refuses the relay's token"
-        elif isinstance(error, NotFoundError):
-            code, reason = RequestCode.DOES_NOT_EXIST, _MISSING
-        elif isinstance(error, RequestError) and error.code in _CODES:
-            code, reason = RequestCode(error.code), str(error)
-            if error.retry_after_s is not None or code == RequestCode.EXCESSIVE_LOAD:
-                retry_ms = _BUSY_MS if error.retry_after_s is None else int(1000 * error.retry_after_s)
-        else:
-            code, reason, retry_ms = RequestCode.INTERNAL_ERROR, f"the origin does not answer: {error}", _BUSY_MS
+        code, reason, retry_ms = refusal(error)
         self.log.debug("request refused", why=str(error))
         self._refuse(number, code, reason[:500], retry_ms=retry_ms)
 
