@@ -52,8 +52,10 @@ class Hang:
     """
 
     active = 0
+    _left = threading.Condition()
 
     def __init__(self):
+        self._waiting = 0
         self._released = threading.Event()
 
     def __enter__(self):
@@ -63,14 +65,23 @@ class Hang:
         self.release()
 
     def wait(self):
-        Hang.active += 1
+        self._count(1)
         try:
             self._released.wait()
         finally:
-            Hang.active -= 1
+            self._count(-1)
 
     def release(self):
+        """Let the threads go on, and return when they do: the next test's clock must not think that one still hangs."""
         self._released.set()
+        with Hang._left:
+            assert Hang._left.wait_for(lambda: not self._waiting, _LIMIT_S), "a thread still hangs"
+
+    def _count(self, change):
+        with Hang._left:
+            Hang.active += change
+            self._waiting += change
+            Hang._left.notify_all()
 
 
 class _Selector(selectors.DefaultSelector):

@@ -106,7 +106,7 @@ async def test_a_lie_told_once_is_refused_and_the_group_asked_for_again(root, tl
         async with lying(root, tls, fingerprint, lie) as served:
             async with served.connect(drafts=(draft,)) as connection:
                 # A transfer that stands still is given up after an eighth of the deadline.
-                deadline = 32.0 if "it has stalled" in LIES[name][1] else LIMIT_S
+                deadline = 64.0 if "it has stalled" in LIES[name][1] else LIMIT_S
                 played = await play(connection, TOKENS, deadline=deadline, policy="fixed:Int4", spec=SPEC, log=log)
             assert served.server.told == 1, name
             await served.empty()
@@ -126,8 +126,8 @@ async def test_a_lie_told_always(root, tls, fingerprint):
         starting = lying(root, tls, fingerprint, lie, once=False)
         async with starting as served, served.connect() as connection, served.connect() as other:
             error, played = await asyncio.gather(
-                play(connection, TOKENS, deadline=4.0, patience=1.0, spec=SPEC),
-                play(other, TOKENS, deadline=16.0, engine=engine(), prefill_cost=SLOW),
+                play(connection, TOKENS, deadline=16.0, patience=1.0, spec=SPEC),
+                play(other, TOKENS, deadline=64.0, engine=engine(), prefill_cost=SLOW),
                 return_exceptions=True,
             )
         assert isinstance(error, PlayError), error
