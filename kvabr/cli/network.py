@@ -12,8 +12,8 @@ from kvabr.types.errors import UsageError
 if TYPE_CHECKING:
     from kvabr.client.async_client import AsyncClient
     from kvabr.client.options import PlayOptions
+    from kvabr.quic.backend import Quic
     from kvabr.quic.connect import Connecting
-    from kvabr.quic.library import Quic
     from kvabr.types.engine import Engine
     from kvabr.types.kv import KVSpec
 

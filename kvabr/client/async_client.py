@@ -31,9 +31,9 @@ from kvabr.client.profiles import ProfileCache
 from kvabr.client.resources import decoders, in_thread, known_cost, measure_prefill
 from kvabr.client.result import NothingCached, Played, PlayedPrefix
 from kvabr.client.runner import PlayRunner
+from kvabr.quic.backend import Quic
 from kvabr.quic.connect import connect, parse_namespace
 from kvabr.quic.interface import Connection
-from kvabr.quic.library import Quic
 from kvabr.store.group_folder import FolderGroupStore
 from kvabr.store.group_store import MemoryGroupStore, TieredGroupStore
 from kvabr.types.cost import PrefillCost

@@ -25,8 +25,8 @@ from kvabr.client.metrics import ClientMetrics
 from kvabr.client.options import Limits, PlayOptions
 from kvabr.client.peers import ClientPeer
 from kvabr.client.result import NothingCached, Played
+from kvabr.quic.backend import Quic
 from kvabr.quic.interface import Connection, ConnectionStats
-from kvabr.quic.library import Quic
 from kvabr.types.cost import PrefillCost
 from kvabr.types.engine import Engine
 from kvabr.types.errors import ConnectionLostError, PlayError, UsageError

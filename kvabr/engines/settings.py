@@ -22,8 +22,8 @@ from kvabr.client.async_client import AsyncClient
 from kvabr.client.blocking import Client
 from kvabr.client.metrics import ClientMetrics
 from kvabr.client.options import Limits
+from kvabr.quic.backend import Quic
 from kvabr.quic.connect import parse_url
-from kvabr.quic.library import Quic
 from kvabr.types.errors import KvabrError, UsageError
 from kvabr.types.kv import MAX_GROUP_TOKENS, KVSpec
 

@@ -13,10 +13,10 @@ from typing import Any, TypeVar, get_args
 from urllib.parse import unquote, urlsplit
 
 from kvabr.moqt.wire import DRAFTS as KNOWN_DRAFTS
+from kvabr.quic.backend import LibraryName, Quic, QuicLibrary, installed_libraries, library
 from kvabr.quic.connection import QuicConnection
 from kvabr.quic.endpoint import protocol_class
 from kvabr.quic.interface import Connection
-from kvabr.quic.library import LibraryName, Quic, QuicLibrary, installed_libraries, library
 from kvabr.quic.options import DRAFTS, DialOptions, Names, fingerprint_of, trust
 from kvabr.quic.reconnect import RedialledConnection, UnreachedConnection
 from kvabr.types.errors import FormatError, TransportError, UnauthorizedError, UsageError

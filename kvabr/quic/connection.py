@@ -14,11 +14,11 @@ from kvabr.moqt.messages import PublishNamespace, SubscribeNamespace
 from kvabr.moqt.parameters import Parameters, SetupOptions, Token
 from kvabr.moqt.session import MoqtSession
 from kvabr.moqt.wire import Draft, Location
+from kvabr.quic.backend import QuicLibrary
 from kvabr.quic.bottleneck import LimitWatch
 from kvabr.quic.download import DownloadOwner, QuicDownload
 from kvabr.quic.endpoint import Endpoint
 from kvabr.quic.interface import ConnectionStats, Download
-from kvabr.quic.library import QuicLibrary
 from kvabr.quic.options import DialOptions, check_pinned, why_refused
 from kvabr.types.errors import ConnectionLostError, RequestError, TransportError, UnauthorizedError
 from kvabr.types.naming import MAX_FULL_TRACK_NAME, TrackNamespace

@@ -12,7 +12,7 @@ from kvabr.moqt.codes import SessionCode, name_of
 from kvabr.moqt.events import Close, Event, Reset, Stop, Write
 from kvabr.moqt.session import MoqtSession
 from kvabr.moqt.wire import Draft, by_alpn
-from kvabr.quic.library import QuicLibrary
+from kvabr.quic.backend import QuicLibrary
 
 _CRYPTO_ERROR = 0x100
 """First of the QUIC error codes that are TLS alerts (RFC 9001, section 4.8)."""

@@ -15,8 +15,8 @@ from kvabr.moqt.messages import Fetch, JoiningFetch, Subscribe, SubscribeNamespa
 from kvabr.moqt.parameters import Parameters, SetupOptions
 from kvabr.moqt.session import MoqtSession
 from kvabr.moqt.wire import Draft, Location
+from kvabr.quic.backend import QuicLibrary
 from kvabr.quic.endpoint import Endpoint
-from kvabr.quic.library import QuicLibrary
 from kvabr.server.grants import Grant, token_in_path
 from kvabr.server.limits import BUSY_MS, MISSING, RateLimiter, ServerLimits, refusal
 from kvabr.server.metrics import Metrics

@@ -10,8 +10,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from kvabr.moqt.wire import DRAFTS, Draft
+from kvabr.quic.backend import NoTokens, Quic, RetryTokens, installed_libraries, library, load_certificates
 from kvabr.quic.endpoint import protocol_class
-from kvabr.quic.library import NoTokens, Quic, RetryTokens, installed_libraries, library, load_certificates
 from kvabr.server.certificates import ServerTls
 from kvabr.server.limits import ServerLimits
 from kvabr.server.metrics import Metrics

@@ -10,8 +10,8 @@ from contextlib import asynccontextmanager
 from kvabr.moqt.objects import FetchWriter
 from kvabr.moqt.session import MoqtSession
 from kvabr.moqt.wire import DRAFTS, Location
+from kvabr.quic.backend import library, load_certificates
 from kvabr.quic.endpoint import Endpoint, protocol_class
-from kvabr.quic.library import library, load_certificates
 from kvabr.server.limits import ServerLimits
 from kvabr.server.metrics import Metrics
 from kvabr.server.peer import Peer

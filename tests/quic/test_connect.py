@@ -12,8 +12,8 @@ import threading
 import pytest
 
 from kvabr.client.blocking import Client
+from kvabr.quic.backend import LIBRARIES, installed_libraries
 from kvabr.quic.connect import asset_of, connect, parse_namespace, parse_url
-from kvabr.quic.library import LIBRARIES, installed_libraries
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import PlayError, TransportError, UsageError
 from kvabr.types.naming import TrackNamespace

@@ -11,7 +11,7 @@ import logging
 import sys
 from multiprocessing.connection import Connection
 
-from kvabr.quic.library import Quic
+from kvabr.quic.backend import Quic
 from kvabr.replay.live.child import Child, Usage
 from kvabr.types.errors import KvabrError
 
