@@ -105,7 +105,7 @@ class PublishedAssets:
 
         Raises:
             BlockingIOError: it cannot be told at once. Ask again in a thread, see `find_soon`.
-            RequestError: the grant was withdrawn; whoever holds its token could not connect any more.
+            RequestError: the grant was withdrawn, so its token no longer connects.
         """
         if grant.token_sha256 not in self._views:
             raise RequestError("the token is no longer accepted", code=RequestCode.UNAUTHORIZED)

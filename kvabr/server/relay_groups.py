@@ -241,7 +241,7 @@ class RelayGroups:
                 self._on_failed(transfer.request, error)
             transfer.fail(error)
         finally:
-            # Whoever asks from now on finds it in the store, or starts anew.
+            # Later requests find it in the store, or start anew.
             self._forget(transfer)
             if not transfer.complete or not transfer.readers:
                 self._release(transfer)

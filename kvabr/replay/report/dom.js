@@ -39,7 +39,7 @@ function fixed(value, digits) {
   return known(value) ? value.toFixed(digits) : DASH;
 }
 
-/** So many significant digits, without an exponent. */
+/** A number with this many significant digits, without an exponent. */
 function digits(value, count = 3) {
   if (!known(value)) return DASH;
   if (value === 0) return "0";
