@@ -157,7 +157,7 @@ class Play:
         catalog, options, clock, cost = prepared.catalog, self._options, self._clock, self._cost
         assembler = Assembler(catalog, prepared.profile, out=self._room(catalog))
         rest_s = self._rest_s(catalog.tokens, len(self._tokens) - catalog.tokens)
-        wanted_s = max(_MIN_SHARE * clock.deadline_s, clock.left() - guard_s(clock.deadline_s) - rest_s)
+        wanted_s = self._wanted_s(rest_s, _MIN_SHARE)
         lookup_s = clock.now()
         # An engine that has begun, however slow, ends sooner than another one that begins after an error.
         engine_s = 0.0 if cost is None else _ENGINE_PATIENCE * cost.seconds(0, catalog.tokens)
@@ -172,7 +172,7 @@ class Play:
             raise (PlayError if driver.engine_error is None else ModelError)(message) from driver.engine_error
         kv = assembler.take(upgrades=options.after is not None)
         ttft_s = clock.now()
-        record.met = ttft_s <= clock.deadline_s - rest_s
+        record.met = ttft_s + rest_s <= clock.deadline_s
         coverage = tuple(track or "" for track in assembler.coverage)
         loss = played_loss(catalog, record.steps)
         options.note(CacheDelivered(ttft_s - lookup_s, record.met, loss))
@@ -206,7 +206,7 @@ class Play:
         catalog, clock, options = prepared.catalog, self._clock, self._options
         assembler = Assembler(catalog, prepared.profile, out=self._room(catalog))
         rest_s = self._rest_s(catalog.first_token + catalog.tokens, behind)
-        wanted_s = max(_MIN_PREFIX_SHARE * clock.deadline_s, clock.left() - guard_s(clock.deadline_s) - rest_s)
+        wanted_s = self._wanted_s(rest_s, _MIN_PREFIX_SHARE)
         patience_s = options.patience * clock.deadline_s - clock.now()
         try:
             session, _ = await self._run(PrefixGoal(), prepared, assembler, wanted_s, patience_s, clock.now())
@@ -355,8 +355,17 @@ class Play:
         return Upgrades(session, driver, hook, assembler, at_end=shared.close)
 
     def _rest_s(self, before: int, tokens: int) -> float:
-        """Return the time of the deadline that the engine needs for what no cache covers, seconds."""
-        return 0.0 if self._cost is None else min(self._clock.deadline_s / 2, self._cost.seconds(before, tokens))
+        """Return the seconds that the engine needs for what no cache covers: ``tokens`` behind ``before`` others."""
+        return 0.0 if self._cost is None else self._cost.seconds(before, tokens)
+
+    def _wanted_s(self, rest_s: float, least: float) -> float:
+        """Return the seconds that a play has, at least the share ``least`` of the deadline.
+
+        At most half of the deadline is set aside for what no cache covers: a worse cache would not make up for more.
+        """
+        deadline_s = self._clock.deadline_s
+        left_s = self._clock.left() - guard_s(deadline_s) - min(deadline_s / 2, rest_s)
+        return max(least * deadline_s, left_s)
 
     def _room(self, catalog: Catalog) -> torch.Tensor:
         """Return the tensor that the cache goes into."""

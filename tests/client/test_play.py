@@ -189,6 +189,20 @@ async def test_time_for_what_no_cache_covers_is_set_aside(origin):
 
 
 @virtual
+async def test_a_play_is_late_if_what_no_cache_covers_takes_longer_than_is_left(origin):
+    tokens = (*TOKENS[:64], *range(90))
+    lines = []
+    async with origin(rate=1e5) as link:
+        cost = PrefillCost(0.0, 0.9 / 90)
+        played = await play(link, tokens, deadline=1.0, engine=ToyModel(), prefill_cost=cost, log=lines.append)
+    assert played.tokens == 64
+    assert played.ttft_s <= 0.5  # no more than half of the deadline is set aside
+    assert not played.met
+    assert not lines[-1].met
+    assert not played.record.met
+
+
+@virtual
 async def test_arguments_that_make_no_sense(origin):
     async with origin() as link:
         for options, error in (
