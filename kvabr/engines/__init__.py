@@ -1,5 +1,28 @@
 """Adapters of serving engines: transformers, vLLM, LMCache and SGLang.
 
 Each is imported when its engine loads it. Nothing else in kvabr imports an engine, except commands and measurements
-that load a transformers model. `kvabr.engines.contract` says what an adapter does, `kvabr.engines.adapters` lists them.
+that load a transformers model. Engines differ in how they name a cache and in what they can compute by themselves, so
+an adapter uses one of three plays of `kvabr.AsyncClient` (`kvabr.Client` for code with threads):
+
+================  ===============================  ====================================================================
+play              engine                           the adapter
+================  ===============================  ====================================================================
+``play``          knows tokens, fills holes        implements `kvabr.types.engine.Engine` and gets a complete cache
+``play_prefix``   knows tokens, computes suffixes  gets the groups before the first miss, and puts them in place
+``play_asset``    knows keys instead of tokens     uses `kvabr.engines.chunk_store`, which names assets by key
+================  ===============================  ====================================================================
+
+========================  ================  ===============  ===============  ===============
+part                      transformers      vLLM             LMCache          SGLang
+========================  ================  ===============  ===============  ===============
+play                      ``play``          ``play_prefix``  ``play_asset``   ``play_asset``
+client                    both              ``Client``       ``AsyncClient``  ``AsyncClient``
+its cache is              a `DynamicCache`  `PagedBlocks`    `KVView`         `KVView`
+cost of a prefill         timed once        as it serves     unknown          unknown
+upgrades of a used cache  `Steps`           no               no               no
+========================  ================  ===============  ===============  ===============
+
+All publish by `kvabr.publish.publisher.Publisher`. An adapter is a package with an `Adapter` in its attribute
+``ADAPTER``, and the class or function that the engine loads. One line in `kvabr.engines.adapters.BUILTIN`, or an entry
+point of another distribution, lists it. Its settings derive from `kvabr.engines.settings.EngineSettings`.
 """

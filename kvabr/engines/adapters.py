@@ -2,7 +2,7 @@
 
 An adapter is a package with an `Adapter` in its attribute ``ADAPTER``; `BUILTIN` lists those of kvabr. Another
 distribution adds one by an entry point of the group ``kvabr.engines`` that refers to an `Adapter`. What an adapter has
-to do is in `kvabr.engines.contract`.
+to do is in `kvabr.engines`.
 """
 
 from __future__ import annotations

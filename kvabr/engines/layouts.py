@@ -6,7 +6,7 @@ tokens. Only the engine knows which tokens a block holds, so here a block is a n
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -57,7 +57,7 @@ def keys_and_values(cache: torch.Tensor, layout: BlockLayout) -> tuple[torch.Ten
 
 @dataclass(frozen=True, slots=True)
 class PagedBlocks:
-    """Some blocks of a paged cache as a `kvabr.engines.contract.KVPlace`."""
+    """Some blocks of a paged cache: plays write them, publications read them."""
 
     layers: Sequence[torch.Tensor]
     """One tensor per layer, [block, head, token, 2 x dim]."""
@@ -72,26 +72,36 @@ class PagedBlocks:
             kv: [layer, K/V, head, token, dim], all tokens of the blocks, any float dtype, any device.
 
         Raises:
-            FormatError: the shapes do not fit each other.
+            FormatError: it has another shape.
         """
-        numbers = indices(self.blocks, self.layers[0])
-        for cache, part in zip(self.layers, kv, strict=True):
-            write_blocks(cache, numbers, part, self.layout)
+        numbers = self._numbers()
+        for own, part in self._pairs(kv):
+            own.index_copy_(0, numbers, cast(part.to(own.device), own.dtype).transpose(0, 1))
 
     def read(self, out: torch.Tensor) -> None:
-        """Copy the KV of the blocks into ``out``, [layer, K/V, head, token, dim], any float dtype, any device.
+        """Copy the KV of the blocks into ``out``, of the shape that `write` takes.
 
         Raises:
-            FormatError: the shapes do not fit each other.
+            FormatError: it has another shape.
         """
-        numbers = indices(self.blocks, self.layers[0])
-        for cache, part in zip(self.layers, out, strict=True):
-            read_blocks(cache, numbers, part, self.layout)
+        numbers = self._numbers()
+        for own, part in self._pairs(out):
+            part.copy_(cast(own.index_select(0, numbers), part.dtype).transpose(0, 1))
+
+    def _numbers(self) -> torch.Tensor:
+        return torch.tensor(list(self.blocks), dtype=torch.int64, device=self.layers[0].device)
+
+    def _pairs(self, kv: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield the whole cache's keys, then values, of each layer, each with its part of ``kv``, [head, block, ...]."""
+        count, (_, heads, size, both) = len(self.blocks), self.layers[0].shape
+        _check(kv, (len(self.layers), 2, heads, count * size, both // 2), f"{count} blocks")
+        for cache, halves in zip(self.layers, kv.unflatten(3, (count, size)), strict=True):
+            yield from zip(keys_and_values(cache, self.layout), halves, strict=True)
 
 
 @dataclass(frozen=True, slots=True)
 class KVView:
-    """A view of an engine's own memory as a `kvabr.engines.contract.KVPlace`: a chunk of LMCache, a page of SGLang."""
+    """A view of an engine's own memory, used as `PagedBlocks` are: a chunk of LMCache, a page of SGLang."""
 
     view: torch.Tensor
     """[layer, K/V, head, token, dim], any strides."""
@@ -102,64 +112,22 @@ class KVView:
         Raises:
             FormatError: it has another shape.
         """
-        self._check(kv)
+        _check(kv, self.view.shape, "the engine's memory")
         self.view.copy_(cast(kv, self.view.dtype))
 
     def read(self, out: torch.Tensor) -> None:
-        """Copy the view into ``out``, of the same shape.
+        """Copy the view into ``out``.
 
         Raises:
             FormatError: it has another shape.
         """
-        self._check(out)
+        _check(out, self.view.shape, "the engine's memory")
         out.copy_(cast(self.view, out.dtype))
 
-    def _check(self, other: torch.Tensor) -> None:
-        if other.shape != self.view.shape:
-            raise FormatError(f"{tuple(other.shape)} is not the shape of the engine's memory, {tuple(self.view.shape)}")
 
-
-def write_blocks(cache: torch.Tensor, blocks: torch.Tensor, kv: torch.Tensor, layout: BlockLayout) -> None:
-    """Copy whole blocks of one layer into a paged cache.
-
-    Args:
-        cache: [block, head, token, 2 x dim], written.
-        blocks: numbers of the blocks, [n] int64, on the cache's device.
-        kv: [K/V, head, n x tokens of a block, dim], any float dtype, any device.
-        layout: of the cache.
-
-    Raises:
-        FormatError: the shapes do not fit each other.
-    """
-    keys, values = keys_and_values(cache, layout)
-    _, heads, size, dim = keys.shape
-    count = len(blocks)
-    if tuple(kv.shape) != (2, heads, count * size, dim):
-        raise FormatError(f"{tuple(kv.shape)} is not the cache of {count} blocks, {(2, heads, count * size, dim)}")
-    for target, part in zip((keys, values), kv, strict=True):
-        cut = part.view(heads, count, size, dim) if part.is_contiguous() else part.reshape(heads, count, size, dim)
-        target.index_copy_(0, blocks, cast(cut.to(cache.device), cache.dtype).transpose(0, 1))
-
-
-def read_blocks(cache: torch.Tensor, blocks: torch.Tensor, out: torch.Tensor, layout: BlockLayout) -> None:
-    """Copy whole blocks of one layer out of a paged cache.
-
-    Args:
-        cache: [block, head, token, 2 x dim].
-        blocks: numbers of the blocks, [n] int64, on the cache's device.
-        out: [K/V, head, n x tokens of a block, dim], any float dtype, any device; written.
-        layout: of the cache.
-
-    Raises:
-        FormatError: the shapes do not fit each other.
-    """
-    keys, values = keys_and_values(cache, layout)
-    _, heads, size, dim = keys.shape
-    count = len(blocks)
-    if tuple(out.shape) != (2, heads, count * size, dim):
-        raise FormatError(f"{tuple(out.shape)} does not take {count} blocks, {(2, heads, count * size, dim)} does")
-    for source, part in zip((keys, values), out, strict=True):
-        part.unflatten(1, (count, size)).copy_(cast(source.index_select(0, blocks), part.dtype).transpose(0, 1))
+def _check(kv: torch.Tensor, wanted: Sequence[int], place: str) -> None:
+    if tuple(kv.shape) != tuple(wanted):
+        raise FormatError(f"{tuple(kv.shape)} is not the shape of {place}, {tuple(wanted)}")
 
 
 def cast(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -209,8 +177,3 @@ def check_block_size(block: int, group: int) -> None:
             f"blocks of {block} tokens and groups of {group} do not fit each other: one must be a multiple of the "
             f"other; start the engine with another block size, such as {fitting or group}"
         )
-
-
-def indices(blocks: Sequence[int], cache: torch.Tensor) -> torch.Tensor:
-    """Return block numbers for `write_blocks` and `read_blocks`: [n] int64 on the cache's device."""
-    return torch.tensor(list(blocks), dtype=torch.int64, device=cache.device)

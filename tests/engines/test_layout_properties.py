@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvabr.engines.layouts import BlockLayout, head_shard, indices, read_blocks, write_blocks
+from kvabr.engines.layouts import BlockLayout, PagedBlocks, head_shard
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 STEP = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 0.0}
@@ -52,12 +52,11 @@ def test_over_ranks_and_blocks_and_back(world):
         heads = head_shard(world["heads"], rank, world["ranks"])
         layers = paged(world, len(heads))
         mine = slice(heads.start, heads.stop)
-        blocks = indices(world["numbers"], layers[0])
-        for cache, part, out in zip(layers, kv[:, :, mine], back[:, :, mine], strict=True):
-            write_blocks(cache, blocks, part, world["layout"])
-            read_blocks(cache, blocks, out, world["layout"])
-            others = [block for block in range(5) if block not in world["numbers"]]
-            assert bool(cache[others].isnan().all())
+        blocks = PagedBlocks(layers, world["numbers"], world["layout"])
+        blocks.write(kv[:, :, mine])
+        blocks.read(back[:, :, mine])
+        others = [block for block in range(5) if block not in world["numbers"]]
+        assert all(bool(cache[others].isnan().all()) for cache in layers)
     if STEP[world["engines"]] <= STEP[world["own"]] and world["own"] is not torch.bfloat16:
         assert torch.equal(back, kv)  # the engine's element type holds all of the cache's numbers
     else:
@@ -98,12 +97,12 @@ def test_shards_cover_all_heads_alike(heads, ranks):
 def test_what_is_beyond_fp16_becomes_its_largest_number(layout, own):
     cache = torch.zeros(1, 1, 2, 4, dtype=torch.float16)
     kv = torch.tensor([1e6, -1e6, 1.0, 0.0], dtype=own).view(1, 1, 2, 2).repeat(2, 1, 1, 1)
-    write_blocks(cache, indices([0], cache), kv, layout)
+    PagedBlocks([cache], [0], layout).write(kv[None])
     out = torch.empty_like(kv)
-    read_blocks(cache, indices([0], cache), out, layout)
+    PagedBlocks([cache], [0], layout).read(out[None])
     wanted = torch.tensor([65504.0, -65504.0, 1.0, 0.0]).half().to(own).view(1, 1, 2, 2)
     assert torch.equal(out, wanted.expand(2, 1, 2, 2))
     wide = torch.full((1, 1, 2, 4), 1e6, dtype=own)
     short = torch.empty(2, 1, 2, 2, dtype=torch.float16)
-    read_blocks(wide, indices([0], wide), short, layout)
+    PagedBlocks([wide], [0], layout).read(short[None])
     assert bool((short == 65504.0).all())

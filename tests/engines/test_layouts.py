@@ -7,13 +7,11 @@ import torch
 
 from kvabr.engines.layouts import (
     BlockLayout,
+    PagedBlocks,
     check_block_size,
     head_shard,
-    indices,
     keys_and_values,
-    read_blocks,
     whole_blocks,
-    write_blocks,
 )
 from kvabr.types.errors import FormatError, UsageError
 
@@ -38,9 +36,9 @@ def numbers(count):
 def test_what_is_written_is_read_back_and_nothing_else_changes(layout, dtype, blocks):
     cache = paged(dtype)
     kv = numbers(len(blocks)) % 250  # exact in every type
-    write_blocks(cache, indices(blocks, cache), kv, layout)
+    PagedBlocks([cache], blocks, layout).write(kv[None])
     out = torch.empty_like(kv)
-    read_blocks(cache, indices(blocks, cache), out, layout)
+    PagedBlocks([cache], blocks, layout).read(out[None])
     assert torch.equal(out, kv)
     untouched = [block for block in range(BLOCKS) if block not in blocks]
     assert bool(cache[untouched].isnan().all())
@@ -51,7 +49,7 @@ def test_a_part_of_a_longer_cache_and_some_of_its_heads():
     whole = torch.rand(2, HEADS + 2, 5 * SIZE, DIM)
     cache = paged()
     part = whole[:, 1 : 1 + HEADS, SIZE : 3 * SIZE]
-    write_blocks(cache, indices([5, 1], cache), part, BlockLayout.TRANSPOSED)
+    PagedBlocks([cache], [5, 1], BlockLayout.TRANSPOSED).write(part[None])
     keys, values = keys_and_values(cache, BlockLayout.TRANSPOSED)
     assert torch.equal(keys[1], part[0, :, SIZE:])
     assert torch.equal(values[5], part[1, :, :SIZE])
@@ -60,7 +58,7 @@ def test_a_part_of_a_longer_cache_and_some_of_its_heads():
 def test_the_plain_layout_takes_any_strides():
     cache = paged(tokens_outside_heads=True)
     kv = numbers(2)
-    write_blocks(cache, indices([4, 0], cache), kv, BlockLayout.PLAIN)
+    PagedBlocks([cache], [4, 0], BlockLayout.PLAIN).write(kv[None])
     assert torch.equal(cache[4][..., :DIM], kv[0, :, :SIZE])
     assert torch.equal(cache[0][..., DIM:], kv[1, :, SIZE:])
     with pytest.raises(FormatError, match="must be contiguous"):
@@ -71,7 +69,7 @@ def test_the_transposed_layout_is_that_of_the_processor_kernels():
     """A head of a block: keys as [dim, token], then values as [token, dim]."""
     cache = paged()
     kv = numbers(1)
-    write_blocks(cache, indices([2], cache), kv, BlockLayout.TRANSPOSED)
+    PagedBlocks([cache], [2], BlockLayout.TRANSPOSED).write(kv[None])
     row = cache[2, 1].flatten()
     assert torch.equal(row[: SIZE * DIM], kv[0, 1].T.flatten())
     assert torch.equal(row[SIZE * DIM :], kv[1, 1].flatten())
@@ -80,13 +78,13 @@ def test_the_transposed_layout_is_that_of_the_processor_kernels():
 def test_shapes_that_do_not_fit():
     cache = paged()
     with pytest.raises(FormatError, match="2 blocks"):
-        write_blocks(cache, indices([0, 1], cache), numbers(1), BlockLayout.PLAIN)
+        PagedBlocks([cache], [0, 1], BlockLayout.PLAIN).write(numbers(1)[None])
     with pytest.raises(FormatError, match="1 blocks"):
-        read_blocks(cache, indices([0], cache), numbers(2), BlockLayout.PLAIN)
+        PagedBlocks([cache], [0], BlockLayout.PLAIN).read(numbers(2)[None])
     with pytest.raises(FormatError, match="paged cache"):
         keys_and_values(cache[..., 1:], BlockLayout.PLAIN)
     with pytest.raises(IndexError):
-        write_blocks(cache, indices([BLOCKS], cache), numbers(1), BlockLayout.PLAIN)
+        PagedBlocks([cache], [BLOCKS], BlockLayout.PLAIN).write(numbers(1)[None])
 
 
 @pytest.mark.parametrize(

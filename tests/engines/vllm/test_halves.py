@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvabr.data import default_catalog
-from kvabr.engines.layouts import BlockLayout, indices, read_blocks
+from kvabr.engines.layouts import BlockLayout, PagedBlocks
 from kvabr.engines.vllm.config import ServedModel, VllmSettings
 from kvabr.engines.vllm.plays import Step, leave_client, take_client
 from kvabr.engines.vllm.scheduler import SchedulerHalf
@@ -90,8 +90,7 @@ class Bench:
     def blocks(self, numbers):
         heads = self.caches[0].shape[1]
         out = torch.empty(SPEC.layers, 2, heads, len(numbers) * BLOCK, SPEC.head_dim)
-        for cache, part in zip(self.caches, out, strict=True):
-            read_blocks(cache, indices(numbers, cache), part, BlockLayout.TRANSPOSED)
+        PagedBlocks(self.caches, numbers, BlockLayout.TRANSPOSED).read(out)
         return out
 
     def close(self):
@@ -304,10 +303,7 @@ def test_what_was_computed_is_published_and_played(served, assets):
     kv = ToyModel().prefill(tokens)
     numbers = list(range(3, 12))
     try:
-        for cache, part in zip(bench.caches, kv, strict=True):
-            from kvabr.engines.layouts import write_blocks
-
-            write_blocks(cache, indices(numbers[:8], cache), part[:, :, :64], BlockLayout.TRANSPOSED)
+        PagedBlocks(bench.caches, numbers[:8], BlockLayout.TRANSPOSED).write(kv[:, :, :, :64])
         asked = request("p", tokens)
         assert bench.scheduler.finished(asked, numbers)
         sent, _, _ = bench.steps()

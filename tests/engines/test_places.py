@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvabr.engines.contract import KVPlace
 from kvabr.engines.layouts import BlockLayout, KVView, PagedBlocks
 from kvabr.engines.lmcache.chunks import as_kv
 from kvabr.engines.lmcache.chunks import spec_of as chunk_spec
@@ -43,7 +42,7 @@ PLACES = {
 
 
 @pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
-def test_what_is_written_is_read(place: KVPlace):
+def test_what_is_written_is_read(place):
     kv = torch.randint(-120, 120, (LAYERS, 2, HEADS, TOKENS, DIM)).float()
     place.write(kv)
     for dtype in (torch.float32, torch.float16):
@@ -53,13 +52,13 @@ def test_what_is_written_is_read(place: KVPlace):
 
 
 @pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
-def test_another_shape_is_refused(place: KVPlace):
+def test_another_shape_is_refused(place):
     for shape in (
         (LAYERS, 2, HEADS, TOKENS - 4, DIM),
         (LAYERS, 2, HEADS + 1, TOKENS, DIM),
         (LAYERS, 2, 1, TOKENS, DIM),
     ):
-        with pytest.raises(FormatError, match=r"not the|does not take"):
+        with pytest.raises(FormatError, match="is not the shape of"):
             place.write(torch.zeros(shape))
-        with pytest.raises(FormatError, match=r"not the|does not take"):
+        with pytest.raises(FormatError, match="is not the shape of"):
             place.read(torch.zeros(shape))
