@@ -11,7 +11,8 @@ import asyncio
 import hashlib
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from typing import Annotated, Self
 
 import torch
@@ -21,7 +22,7 @@ from kvabr.client.async_client import AsyncClient
 from kvabr.client.lookup import Found
 from kvabr.client.options import PlayOptions
 from kvabr.data import default_catalog
-from kvabr.engines.settings import EngineSettings, Seconds
+from kvabr.engines.settings import EngineSettings, Seconds, TroubleLog, open_client
 from kvabr.publish.publisher import Publisher, PublishOutcome, Slot
 from kvabr.store.lru import ByteLru
 from kvabr.types.errors import BusyError, FormatError, KvabrError, NotFoundError, UsageError
@@ -46,11 +47,7 @@ class KeyedSettings(EngineSettings):
 
     @classmethod
     def read(cls, given: Mapping[str, object], where: str) -> Self:
-        """Return the settings that a user gave; see `EngineSettings.read`.
-
-        Raises:
-            UsageError: as there, or neither ``url`` nor ``publish`` is given.
-        """
+        """As `EngineSettings.read`; neither ``url`` nor ``publish`` is a `UsageError` too."""
         settings = super().read(given, where)
         if settings.url is None and settings.publish is None:
             raise UsageError(f"{where}: set url to fetch caches, publish to publish them, or both")
@@ -60,13 +57,8 @@ class KeyedSettings(EngineSettings):
 def spec_of(model: str, engine: str, layers: int, heads: int, dim: int, dtype: torch.dtype) -> KVSpec:
     """Return the spec of an engine's caches.
 
-    Args:
-        model: the engine's name of the model, possibly a path.
-        engine: name of the engine, in place of a tokenizer's, which keys do not tell.
-        layers: number of layers.
-        heads: KV heads of one rank.
-        dim: numbers per head.
-        dtype: element type of the cache.
+    ``model`` is the engine's name of the model, possibly a path; ``engine`` stands in for the tokenizer, which keys do
+    not tell; ``heads`` are those of one rank.
 
     Raises:
         FormatError: the engine quantises its cache.
@@ -99,81 +91,81 @@ def _digest(spec: KVSpec, key: str, index: int | None) -> str:
     return hashlib.sha256(f"kvabr.{spec.tokenizer}/1\0{place}\0{key}".encode()).hexdigest()
 
 
-class TroubleLog:
-    """Logs a warning for the first trouble of each kind, and debug messages for the others."""
-
-    def __init__(self) -> None:
-        self._told: set[str] = set()
-
-    def tell(self, what: str, why: object) -> None:
-        """Log that something went wrong; the engine computes what it does not get."""
-        level = logging.DEBUG if what in self._told else logging.WARNING
-        self._told.add(what)
-        LOG.log(level, "%s: %s", what, str(why) or repr(why))
-
-
-class KeyedCaches:
-    """Looks up and plays caches by key; for the event loop of a client."""
+class ChunkStore:
+    """Looks up, plays and publishes caches by key. Its coroutines are for one event loop."""
 
     def __init__(
-        self, client: AsyncClient, spec: KVSpec, settings: KeyedSettings, trouble: TroubleLog, *, max_tokens: int,
-        min_tokens: int = 1,
-    ) -> None:  # fmt: skip
-        """Prepare; nothing is dialled.
+        self, spec: KVSpec, settings: KeyedSettings, source: str, *, max_tokens: int, min_tokens: int = 1
+    ) -> None:
+        """Open the store that the settings name for publishing, if any; nothing is dialled.
 
         Args:
-            client: plays caches.
-            spec: spec of the caches.
+            spec: spec of the caches; the settings may change its group size.
             settings: the user's.
-            trouble: logs errors.
+            source: what the caches are, in words, for the catalogs.
             max_tokens: maximum length of a cache; a longer one is not the engine's.
             min_tokens: minimum length of a cache; an engine that copies a fixed number of tokens must not get fewer.
+
+        Raises:
+            UsageError: the store cannot be opened, a track is unknown, or a setting of the connection is wrong.
         """
-        self._client, self._spec, self._settings, self._trouble = client, spec, settings, trouble
+        self.spec, self._settings = settings.grouped(spec), settings
         self._min_tokens, self._max_tokens = min_tokens, max_tokens
+        self.trouble = TroubleLog(LOG)
         self._found: ByteLru[str, Found] = ByteLru(_MAX_FOUND_BYTES, _memory_of)
+        self.publisher: Publisher | None = None
+        if settings.publish is not None:
+            exact = "BF16" if spec.dtype == "bfloat16" else "FP16"
+            self.publisher = Publisher(
+                settings.publish,
+                self.spec,
+                prior=default_catalog(),
+                tracks=settings.tracks or (exact, "Int8", "Int4"),
+                queue=settings.queue,
+                max_bytes=settings.publish_bytes,
+                source=source,
+            )
+        self.client = open_client(AsyncClient, settings)
 
     async def leading(self, keys: Sequence[str]) -> int:
         """Return how many caches, from the first on, can be fetched; takes one round trip."""
-        found = await asyncio.gather(*(self.find(key) for key in keys))
+        found = await asyncio.gather(*map(self.find, keys))
         return next((place for place, one in enumerate(found) if one is None), len(found))
 
     async def find(self, key: str) -> Found | None:
         """Return the catalog of a cache; None if it is missing or describes another kind of cache."""
-        if self._settings.url is None:
+        settings, spec = self._settings, self.spec
+        if settings.url is None:
             return None
         if (known := self._found.get(key)) is not None:
             return known
-        within_s = self._settings.lookup_s
         try:
-            found = await self._client.find_asset(namespace(self._spec, key), within_s=within_s)
+            found = await self.client.find_asset(namespace(spec, key), within_s=settings.lookup_s)
         except NotFoundError:
             return None
         except KvabrError as error:
-            self._trouble.tell("the origin cannot be asked", error)
+            self.trouble.tell("the origin cannot be asked", error)
             return None
-        if found.catalog.spec.digest() != self._spec.digest():
-            self._trouble.tell(
-                "the origin's caches are of another kind", f"{found.catalog.spec}; this engine's {self._spec}"
-            )
-            return None
-        if not self._min_tokens <= found.catalog.tokens <= self._max_tokens:
-            what = f"{found.catalog.tokens} tokens, where one has {self._min_tokens} to {self._max_tokens}"
-            self._trouble.tell("the origin's caches are of another kind", what)
-            return None
-        self._found.add(key, found)
-        return found
+        catalog = found.catalog
+        if catalog.spec.digest() != spec.digest():
+            why = f"{catalog.spec}; this engine's {spec}"
+        elif not self._min_tokens <= catalog.tokens <= self._max_tokens:
+            why = f"{catalog.tokens} tokens, where one has {self._min_tokens} to {self._max_tokens}"
+        else:
+            self._found.add(key, found)
+            return found
+        self.trouble.tell("the origin's caches are of another kind", why)
+        return None
 
-    async def play(self, key: str, deadline_s: float) -> torch.Tensor | None:
+    async def play(self, key: str) -> torch.Tensor | None:
         """Return a cache, [layer, K/V, head, token, dim]; None if it is missing or does not come in time."""
-        loop = asyncio.get_running_loop()
-        due_s = loop.time() + deadline_s
+        loop, settings = asyncio.get_running_loop(), self._settings
+        due_s = loop.time() + settings.deadline_s
         found = await self.find(key)
         if found is None:
             return None
-        settings = self._settings
         try:
-            played = await self._client.play_asset(
+            played = await self.client.play_asset(
                 found,
                 deadline=max(due_s - loop.time(), 1e-3),
                 options=PlayOptions(policy=settings.policy, patience=settings.patience),
@@ -181,7 +173,7 @@ class KeyedCaches:
         except KvabrError as error:
             if not isinstance(error, BusyError):
                 self._found.pop(key, None)  # it may be gone or replaced
-            self._trouble.tell("a cache did not come", error)
+            self.trouble.tell("a cache did not come", error)
             return None
         return played.kv
 
@@ -191,62 +183,43 @@ class KeyedCaches:
             return False
         try:
             async with asyncio.timeout(self._settings.lookup_s):
-                connection = await self._client.connect()
+                connection = await self.client.connect()
                 return await connection.answers(self._settings.lookup_s)
         except (KvabrError, TimeoutError):
             return False
 
-
-class KeyedPublisher:
-    """Publishes caches by key, in a thread of its own."""
-
-    def __init__(self, spec: KVSpec, settings: KeyedSettings, trouble: TroubleLog, source: str) -> None:
-        """Open the store that the settings name; if they name none, nothing is published.
-
-        Raises:
-            UsageError: the store cannot be opened, or a track is unknown.
-        """
-        self._spec, self._trouble = spec, trouble
-        self.publisher: Publisher | None = None
-        if settings.publish is not None:
-            exact = "BF16" if spec.dtype == "bfloat16" else "FP16"
-            self.publisher = Publisher(
-                settings.publish,
-                spec,
-                prior=default_catalog(),
-                tracks=settings.tracks or (exact, "Int8", "Int4"),
-                queue=settings.queue,
-                max_bytes=settings.publish_bytes,
-                source=source,
-            )
-
-    def put(self, key: str, kv: torch.Tensor, done: Callable[[bool], None]) -> None:
-        """Publish a cache.
+    def put(self, key: str, kv: torch.Tensor) -> Future[bool]:
+        """Publish a cache in the background; from any thread.
 
         Args:
             key: key of the cache.
-            kv: [layer, K/V, head, token, dim]; must not change before ``done`` is called.
-            done: called with whether the cache is published, now or before; on the publishing thread, or at once.
+            kv: [layer, K/V, head, token, dim]; must not change before the future is done.
+
+        Returns:
+            Whether the cache is published, now or before.
         """
-        tokens = kv.shape[3]
+        done: Future[bool] = Future()
         if self.publisher is None:
-            done(False)
-            return
-        slot = self.publisher.reserve_named(key_digests(self._spec, key, tokens), tokens)
+            done.set_result(False)
+            return done
+        tokens = kv.shape[3]
+        slot = self.publisher.reserve_named(key_digests(self.spec, key, tokens), tokens)
         if isinstance(slot, Slot):
 
             def over(outcome: PublishOutcome) -> None:
                 if outcome.verdict == "failed":
-                    self._trouble.tell("a cache was not published", outcome.why)
-                done(outcome.verdict == "published")
+                    self.trouble.tell("a cache was not published", outcome.why)
+                done.set_result(outcome.verdict == "published")
 
             slot.fill(kv, over)
-        else:
-            if slot == "full":
-                self._trouble.tell("caches were not published", "they came faster than they can be encoded")
-            done(slot == "known")
+            return done
+        if slot == "full":
+            self.trouble.tell("caches were not published", "they came faster than they can be encoded")
+        done.set_result(slot == "known")
+        return done
 
-    def close(self) -> None:
-        """Publish what waits, then end."""
+    async def close(self) -> None:
+        """End all plays, and publish what waits."""
+        await self.client.close()
         if self.publisher is not None:
-            self.publisher.close()
+            await asyncio.to_thread(self.publisher.close)

@@ -92,10 +92,11 @@ class PagedBlocks:
         return torch.tensor(list(self.blocks), dtype=torch.int64, device=self.layers[0].device)
 
     def _pairs(self, kv: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield the whole cache's keys, then values, of each layer, each with its part of ``kv``, [head, block, ...]."""
+        """Yield the keys, then the values, of each layer's whole cache, with its part of ``kv``, [head, block, ...]."""
         count, (_, heads, size, both) = len(self.blocks), self.layers[0].shape
         _check(kv, (len(self.layers), 2, heads, count * size, both // 2), f"{count} blocks")
-        for cache, halves in zip(self.layers, kv.unflatten(3, (count, size)), strict=True):
+        parts = kv.unflatten(3, (count, size))  # type: ignore[no-untyped-call]
+        for cache, halves in zip(self.layers, parts, strict=True):
             yield from zip(keys_and_values(cache, self.layout), halves, strict=True)
 
 

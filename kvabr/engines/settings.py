@@ -20,7 +20,6 @@ from kvabr.abr.plugins import load_estimator, load_policy
 from kvabr.abr.policies import DEFAULT
 from kvabr.client.async_client import AsyncClient
 from kvabr.client.blocking import Client
-from kvabr.client.metrics import ClientMetrics
 from kvabr.client.options import Limits
 from kvabr.quic.backend import Quic
 from kvabr.quic.connect import parse_url
@@ -166,13 +165,22 @@ class EngineSettings(BaseModel):
         return f"{key}: {why}" if key in cls.secret else f"{key} is {error['input']!r}: {why}"
 
 
-def open_client(kind: type[C], settings: EngineSettings, metrics: ClientMetrics | None = None) -> C:
-    """Return a client of an adapter's settings.
+class TroubleLog:
+    """Logs a warning for the first trouble of each kind, and debug messages for the others."""
 
-    Args:
-        kind: `AsyncClient` or `Client`.
-        settings: the user's.
-        metrics: count what the client does; None: its own.
+    def __init__(self, log: logging.Logger) -> None:
+        self._log = log
+        self._told: set[str] = set()
+
+    def tell(self, what: str, why: object) -> None:
+        """Log that something went wrong; the engine computes what it does not get."""
+        level = logging.DEBUG if what in self._told else logging.WARNING
+        self._told.add(what)
+        self._log.log(level, "kvabr: %s: %s", what, str(why) or repr(why))
+
+
+def open_client(kind: type[C], settings: EngineSettings) -> C:
+    """Return an `AsyncClient` or a `Client` of an adapter's settings.
 
     Raises:
         UsageError: a setting of the connection is wrong.
@@ -188,7 +196,6 @@ def open_client(kind: type[C], settings: EngineSettings, metrics: ClientMetrics 
             quic=settings.quic,
             limits=limits,
             cache=settings.cache,
-            metrics=metrics,
         )
 
     memory = Limits(memory_bytes=settings.store_mib << 20, plays=settings.plays, waiting=_MAX_WAITING)

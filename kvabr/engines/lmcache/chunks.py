@@ -17,11 +17,7 @@ _OWN_KEYS = ("module_path", "class_name")
 
 
 def read_settings(extra_config: Mapping[str, Any] | None, plugin: str = "kvabr") -> KeyedSettings:
-    """Return the settings of a plug-in.
-
-    Args:
-        extra_config: LMCache's, of all plug-ins.
-        plugin: the name under which the user lists the plug-in.
+    """Return the settings of a plug-in, which the user lists under the name ``plugin``.
 
     Raises:
         UsageError: a key is unknown or has a wrong value, or there is neither ``url`` nor ``publish``.
@@ -34,12 +30,7 @@ def read_settings(extra_config: Mapping[str, Any] | None, plugin: str = "kvabr")
 
 
 def spec_of(model: str, shape: Sequence[int], dtype: torch.dtype) -> KVSpec:
-    """Return the spec of an engine's chunks.
-
-    Args:
-        model: the model's name.
-        shape: LMCache's shape of a chunk, (layers, 2, tokens, heads, dim); the heads of one rank.
-        dtype: element type of the cache.
+    """Return the spec of an engine's chunks of LMCache's shape (layers, 2, tokens, heads of one rank, dim).
 
     Raises:
         FormatError: the cache is not one of keys and values in 16 or 32 bits (MLA, FP8).
@@ -51,11 +42,9 @@ def spec_of(model: str, shape: Sequence[int], dtype: torch.dtype) -> KVSpec:
 
 
 def as_kv(chunk: torch.Tensor, spec: KVSpec) -> torch.Tensor:
-    """Return a view of a chunk in kvabr's layout, [layer, K/V, head, token, dim].
+    """Return a view in kvabr's layout, [layer, K/V, head, token, dim], of a chunk in LMCache's KV_2LTD.
 
-    Args:
-        chunk: [K/V, layer, token, head x dim], LMCache's KV_2LTD.
-        spec: spec of the cache.
+    That is [K/V, layer, token, head x dim].
 
     Raises:
         FormatError: the chunk has another shape.

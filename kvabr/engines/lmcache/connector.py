@@ -20,13 +20,10 @@ from lmcache.v1.storage_backend.connector import ConnectorAdapter, ConnectorCont
 from lmcache.v1.storage_backend.connector.base_connector import RemoteConnector
 from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
 
-from kvabr.client.async_client import AsyncClient
-from kvabr.client.metrics import ClientMetrics
-from kvabr.engines.chunk_store import KeyedCaches, KeyedPublisher, KeyedSettings, TroubleLog
+from kvabr.engines.chunk_store import ChunkStore, KeyedSettings
 from kvabr.engines.layouts import KVView
 from kvabr.engines.lmcache import ADAPTER
 from kvabr.engines.lmcache.chunks import as_kv, read_settings, spec_of
-from kvabr.engines.settings import open_client
 from kvabr.types.errors import KvabrError
 
 _WAIT_S = 30.0
@@ -79,12 +76,8 @@ class ChunkConnector(RemoteConnector):  # type: ignore[misc]
     ) -> None:
         """Prepare; nothing is dialled before the first lookup.
 
-        Args:
-            settings: the user's.
-            loop: LMCache's event loop, which runs in a thread of its own.
-            memory: allocates chunks.
-            config: LMCache's configuration.
-            metadata: shape and type of the engine's cache.
+        LMCache gives its event loop, which runs in a thread of its own, the memory that chunks are allocated in, its
+        configuration, and the shape and type of the engine's cache.
 
         Raises:
             FormatError: kvabr has no tracks for the cache.
@@ -94,29 +87,21 @@ class ChunkConnector(RemoteConnector):  # type: ignore[misc]
         if len(self.meta_shapes) != 1 or config.use_layerwise:
             raise IrrecoverableException("kvabr: one kind of layer, and chunks of all layers (use_layerwise: false)")
         self._settings, self._loop, self._memory = settings, loop, memory
-        spec = spec_of(settings.model or metadata.model_name, metadata.kv_shape, metadata.kv_dtype)
-        self._spec = settings.grouped(spec)
-        self.metrics = ClientMetrics()
-        self._trouble = TroubleLog()
-        self._publisher = KeyedPublisher(self._spec, settings, self._trouble, "a chunk of LMCache")
-        self._put: dict[str, None] = {}
-        self._client = open_client(AsyncClient, settings, self.metrics)
         chunk_tokens = self.meta_shapes[0][2]
-        self._caches = KeyedCaches(
-            self._client,
-            self._spec,
+        self._store = ChunkStore(
+            spec_of(settings.model or metadata.model_name, metadata.kv_shape, metadata.kv_dtype),
             settings,
-            self._trouble,
+            "a chunk of LMCache",
             max_tokens=chunk_tokens,
             # A key does not tell the length of its chunk, but LMCache copies as many tokens as a full chunk has.
             min_tokens=1 if config.save_unfull_chunk else chunk_tokens,
         )
-
-    # ------------------------------------------------------------ is it there?
+        self.metrics = self._store.client.metrics
+        self._put: dict[str, None] = {}
 
     async def exists(self, key: CacheEngineKey) -> bool:
         """Return whether a chunk can be fetched."""
-        return await self._caches.find(self._name(key)) is not None
+        return await self._store.find(self._name(key)) is not None
 
     def exists_sync(self, key: CacheEngineKey) -> bool:
         """As `exists`, for threads other than the event loop's."""
@@ -132,7 +117,7 @@ class ChunkConnector(RemoteConnector):  # type: ignore[misc]
 
     def _ask(self, keys: Sequence[CacheEngineKey]) -> int:
         async def leading() -> int:
-            return await self._caches.leading([self._name(key) for key in keys])
+            return await self._store.leading([self._name(key) for key in keys])
 
         asked = asyncio.run_coroutine_threadsafe(leading(), self._loop)
         try:
@@ -141,11 +126,20 @@ class ChunkConnector(RemoteConnector):  # type: ignore[misc]
             asked.cancel()
             return 0
 
-    # -------------------------------------------------------------------- get
-
     async def get(self, key: CacheEngineKey) -> MemoryObj | None:
         """Play one chunk; None if it is missing or does not come in time."""
-        return await self._get(key, self._settings.deadline_s)
+        kv = await self._store.play(self._name(key))
+        if kv is None:
+            return None
+        shape = list(self.meta_shapes[0])
+        shape[2] = kv.shape[3]
+        chunk: MemoryObj | None = self._memory.allocate(torch.Size(shape), self.meta_dtypes[0], self.meta_fmt)
+        if chunk is None or chunk.tensor is None:
+            self._store.trouble.tell("LMCache has no memory for a chunk", "see max_local_cpu_size")
+            return None
+        # A play does not decode into LMCache's memory itself: if it ends early, a thread may still write.
+        KVView(as_kv(chunk.tensor, self._store.spec)).write(kv)
+        return chunk
 
     def support_batched_get(self) -> bool:
         """Return True: the chunks of a request share the link and one deadline."""
@@ -154,7 +148,7 @@ class ChunkConnector(RemoteConnector):  # type: ignore[misc]
     async def batched_get(self, keys: list[CacheEngineKey]) -> list[MemoryObj | None]:
         """Play many chunks; None for each that is missing or does not come in time."""
         loop = asyncio.get_running_loop()
-        getting = [loop.create_task(self._get(key, self._settings.deadline_s)) for key in keys]
+        getting = [loop.create_task(self.get(key)) for key in keys]
         try:
             return list(await asyncio.gather(*getting))
         except BaseException:
@@ -180,38 +174,17 @@ class ChunkConnector(RemoteConnector):  # type: ignore[misc]
                     chunks.append(chunk)
         return chunks
 
-    async def _get(self, key: CacheEngineKey, deadline_s: float) -> MemoryObj | None:
-        kv = await self._caches.play(self._name(key), deadline_s)
-        if kv is None:
-            return None
-        shape = list(self.meta_shapes[0])
-        shape[2] = kv.shape[3]
-        chunk: MemoryObj | None = self._memory.allocate(torch.Size(shape), self.meta_dtypes[0], self.meta_fmt)
-        if chunk is None or chunk.tensor is None:
-            self._trouble.tell("LMCache has no memory for a chunk", "see max_local_cpu_size")
-            return None
-        # A play does not decode into LMCache's memory itself: if it ends early, a thread may still write.
-        KVView(as_kv(chunk.tensor, self._spec)).write(kv)
-        return chunk
-
-    # -------------------------------------------------------------------- put
-
     async def put(self, key: CacheEngineKey, memory_obj: MemoryObj) -> None:
         """Publish a chunk and wait for that, unless it exists already or the queue is full."""
         chunk = memory_obj.tensor
-        if chunk is None or self._publisher.publisher is None:
+        if chunk is None:
             return
-        over: asyncio.Future[bool] = self._loop.create_future()
-
-        def done(published: bool) -> None:
-            memory_obj.ref_count_down()
-            self._loop.call_soon_threadsafe(_settle, over, published)
-
-        kv = as_kv(chunk, self._spec)
+        kv = as_kv(chunk, self._store.spec)
         # The chunk must keep its memory until it is encoded, even if LMCache cancels this call.
         memory_obj.ref_count_up()
-        self._publisher.put(self._name(key), kv, done)
-        if await over:
+        over = self._store.put(self._name(key), kv)
+        over.add_done_callback(lambda _: memory_obj.ref_count_down())
+        if await asyncio.shield(asyncio.wrap_future(over)):
             self._put[key.to_string()] = None
             while len(self._put) > _MAX_LISTED:
                 del self._put[next(iter(self._put))]
@@ -220,15 +193,13 @@ class ChunkConnector(RemoteConnector):  # type: ignore[misc]
         """Return the keys of the last 65,536 chunks that this process has published."""
         return [*self._put]
 
-    # ------------------------------------------------------------------ others
-
     def support_ping(self) -> bool:
         """Return whether `ping` has an origin to ask."""
         return self._settings.url is not None
 
     async def ping(self) -> int:
         """Return 0 if the origin answers, 1 if not."""
-        return 0 if await self._caches.answers() else 1
+        return 0 if await self._store.answers() else 1
 
     def remove_sync(self, key: CacheEngineKey) -> bool:
         """Remove nothing: ``publish_mib`` limits what is published."""
@@ -237,17 +208,9 @@ class ChunkConnector(RemoteConnector):  # type: ignore[misc]
 
     async def close(self) -> None:
         """End all plays, and publish what waits."""
-        await self._client.close()
-        await self._loop.run_in_executor(None, self._publisher.close)
-
-    # --------------------------------------------------------------- internals
+        await self._store.close()
 
     def _name(self, key: CacheEngineKey) -> str:
         """Return a chunk's key as text, with the model's name from the settings."""
         rest = key.to_string().removeprefix(key.model_name)
         return f"{self._settings.model or key.model_name}{rest}"
-
-
-def _settle(over: asyncio.Future[bool], published: bool) -> None:
-    if not over.done():
-        over.set_result(published)

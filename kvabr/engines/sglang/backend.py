@@ -7,24 +7,18 @@ concurrently, with one deadline, over one connection. For HiCache, a page that d
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import Coroutine, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, HiCacheStorageConfig, HiCacheStorageExtraInfo
 
-from kvabr.client.async_client import AsyncClient
 from kvabr.client.blocking import LoopThread
-from kvabr.client.metrics import ClientMetrics
-from kvabr.engines.chunk_store import KeyedCaches, KeyedPublisher, TroubleLog, spec_of
+from kvabr.engines.chunk_store import ChunkStore, spec_of
 from kvabr.engines.layouts import KVView
-from kvabr.engines.settings import open_client
 from kvabr.engines.sglang import ADAPTER
 from kvabr.engines.sglang.pages import page_view, read_settings
 from kvabr.types.errors import FormatError, UsageError
-
-T = TypeVar("T")
 
 
 class KvabrStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not there when types are checked
@@ -42,11 +36,7 @@ class KvabrStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not there
         if storage_config.is_mla_model:
             raise FormatError("kvabr has tracks for keys and values, not for MLA")
         self._config, self._settings = storage_config, read_settings(storage_config.extra_config)
-        self._trouble = TroubleLog()
-        self.metrics = ClientMetrics()
-        self._loop: LoopThread | None = None
-        self._caches: KeyedCaches | None = None
-        self._publisher: KeyedPublisher | None = None
+        self._started: tuple[ChunkStore, LoopThread] | None = None
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         """Set the host pool with its layout, and start.
@@ -60,20 +50,10 @@ class KvabrStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not there
             raise FormatError("keys and values of different widths; kvabr has tracks for equal ones")
         page_view(pool.kv_buffer, pool.layout, 0, pool.page_size)
         spec = spec_of(name, "sglang", pool.layer_num, pool.head_num, pool.head_dim, pool.dtype)
-        self._spec = self._settings.grouped(spec)
-        self._publisher = KeyedPublisher(self._spec, self._settings, self._trouble, "a page of SGLang's HiCache")
-        self._client = open_client(AsyncClient, self._settings, self.metrics)
-        self._caches = KeyedCaches(
-            self._client,
-            self._spec,
-            self._settings,
-            self._trouble,
-            max_tokens=pool.page_size,
-            min_tokens=pool.page_size,
-        )
-        self._loop = LoopThread()
-
-    # -------------------------------------------------------------- is it there?
+        size = pool.page_size
+        store = ChunkStore(spec, self._settings, "a page of SGLang's HiCache", max_tokens=size, min_tokens=size)
+        self.metrics = store.client.metrics
+        self._started = store, LoopThread()
 
     def exists(self, key: str) -> bool:
         """Return whether a page can be fetched."""
@@ -82,10 +62,8 @@ class KvabrStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not there
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
         """Return how many pages, from the first on, can be fetched."""
         del extra_info
-        caches = self._ready()
-        return self._wait(caches.leading([self._name(key) for key in keys]))
-
-    # ------------------------------------------------------------------- reading
+        store, loop = self._ready()
+        return loop.call(store.leading([self._name(key) for key in keys]))
 
     def batch_get_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
@@ -98,12 +76,7 @@ class KvabrStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not there
             extra_info: ignored.
         """
         del extra_info
-        places = self._places(keys, host_indices)
-        got = self._play(keys)
-        for kv, place in zip(got, places, strict=True):
-            if kv is not None:
-                KVView(place).write(kv)
-        return [kv is not None for kv in got]
+        return self._play(keys, self._places(keys, host_indices))
 
     def get(
         self, key: str, target_location: torch.Tensor | None = None, target_sizes: Any = None
@@ -117,17 +90,9 @@ class KvabrStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not there
     ) -> list[torch.Tensor | None]:
         """As `get`, for many pages."""
         del target_sizes
-        out: list[torch.Tensor | None] = []
-        for index, kv in enumerate(self._play(keys)):
-            if kv is None:
-                out.append(None)
-                continue
-            flat = target_locations[index] if target_locations else self.mem_pool_host.get_dummy_flat_data_page()
-            KVView(self._flat_view(flat)).write(kv)
-            out.append(flat)
-        return out
-
-    # ------------------------------------------------------------------- writing
+        flats = target_locations or [self.mem_pool_host.get_dummy_flat_data_page() for _ in keys]
+        came = self._play(keys, [self._flat_view(flat) for flat in flats])
+        return [flat if one else None for flat, one in zip(flats, came, strict=True)]
 
     def batch_set_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
@@ -148,30 +113,27 @@ class KvabrStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not there
         del target_locations, target_sizes
         return all(self._publish(keys, [self._flat_view(value) for value in values]))
 
-    # -------------------------------------------------------------------- others
-
     def clear(self) -> None:
         """Remove nothing: ``publish_mib`` limits what is published."""
 
     def close(self) -> None:
         """End all plays, and publish what waits."""
-        if self._loop is not None:
-            self._loop.call(self._client.close())
-            self._loop.close()
-        if self._publisher is not None:
-            self._publisher.close()
+        if self._started is not None:
+            store, loop = self._started
+            loop.call(store.close())
+            loop.close()
 
-    # ----------------------------------------------------------------- internals
-
-    def _ready(self) -> KeyedCaches:
-        if self._caches is None:
+    def _ready(self) -> tuple[ChunkStore, LoopThread]:
+        if self._started is None:
             raise UsageError("kvabr: SGLang has registered no host pool yet")
-        return self._caches
+        return self._started
 
     def _name(self, key: str) -> str:
         """Return the full key of a page: SGLang's hash covers its tokens and all before, but neither model nor rank."""
         config = self._config
-        return f"{self._spec.model}@{config.tp_size}@{config.tp_rank}@{config.pp_size}@{config.pp_rank}@{key}"
+        return (
+            f"{self._ready()[0].spec.model}@{config.tp_size}@{config.tp_rank}@{config.pp_size}@{config.pp_rank}@{key}"
+        )
 
     def _places(self, keys: Sequence[str], host_indices: torch.Tensor) -> list[torch.Tensor]:
         pool = self.mem_pool_host
@@ -186,40 +148,27 @@ class KvabrStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not there
         shape[2 if pool.layout == "layer_first" else 1] = pool.page_size if by_token else 1
         return page_view(flat.view(shape), pool.layout, 0, pool.page_size)
 
-    def _play(self, keys: Sequence[str]) -> list[torch.Tensor | None]:
-        caches, deadline_s = self._ready(), self._settings.deadline_s
-        names = [self._name(key) for key in keys]
+    def _play(self, keys: Sequence[str], places: Sequence[torch.Tensor]) -> list[bool]:
+        """Play pages into their places; return for each whether it came."""
+        store, loop = self._ready()
 
         async def play() -> list[torch.Tensor | None]:
-            return list(await asyncio.gather(*(caches.play(name, deadline_s) for name in names)))
+            return await asyncio.gather(*(store.play(self._name(key)) for key in keys))
 
-        size = self.mem_pool_host.page_size
-        # An incomplete page counts as missing: copying it would raise in SGLang's thread.
-        return [kv if kv is not None and kv.shape[3] == size else None for kv in self._wait(play())]
+        got = loop.call(play())
+        for kv, place in zip(got, places, strict=True):
+            if kv is not None:
+                KVView(place).write(kv)
+        return [kv is not None for kv in got]
 
     def _publish(self, keys: Sequence[str], pages: Sequence[torch.Tensor]) -> list[bool]:
-        self._ready()
-        publisher, at_once = self._publisher, self._settings.queue
-        if publisher is None:
-            return [False] * len(keys)
-        results = [False] * len(keys)
+        """Publish pages; return for each whether it is published once they need not keep their memory any more."""
+        (store, _), at_once = self._ready(), self._settings.queue
+        results: list[bool] = []
         for first in range(0, len(keys), at_once):  # SGLang writes more pages at once than may wait
-            over = threading.Semaphore(0)
-            some = range(first, min(first + at_once, len(keys)))
-            for index in some:
-
-                def done(published: bool, index: int = index, over: threading.Semaphore = over) -> None:
-                    results[index] = published
-                    over.release()
-
-                publisher.put(self._name(keys[index]), pages[index], done)
-            # The pages must keep their memory until they are encoded.
-            for _ in some:
-                over.acquire()
+            last = first + at_once
+            over = [
+                store.put(self._name(key), page) for key, page in zip(keys[first:last], pages[first:last], strict=True)
+            ]
+            results += [one.result() for one in over]
         return results
-
-    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
-        if self._loop is None:
-            work.close()
-            raise UsageError("kvabr: SGLang has registered no host pool yet")
-        return self._loop.call(work)

@@ -134,9 +134,9 @@ def test_the_memory_of_a_chunk_is_kept_until_it_is_encoded(tmp_path, engine):
     conn = connector(engine(publish=str(tmp_path / "assets")))
     key = CacheEngineKey("test/model", 1, 0, 77, torch.float16)
     chunk = conn._memory.allocate(conn.meta_shapes[0], conn.meta_dtypes[0], conn.meta_fmt)
-    as_kv(chunk.tensor, conn._spec).zero_()
+    as_kv(chunk.tensor, conn._store.spec).zero_()
     go_on = threading.Event()
-    thread = conn._publisher.publisher._thread
+    thread = conn._store.publisher._thread
     thread.submit(go_on.wait, 20.0)
     putting = asyncio.run_coroutine_threadsafe(conn.put(key, chunk), conn._loop)
     asyncio.run_coroutine_threadsafe(asyncio.sleep(0), conn._loop).result(300.0)
@@ -154,7 +154,7 @@ def test_a_folder_that_another_rank_has_is_done_without(origin, engine, tmp_path
     one, other = engine(**options), engine(**options)
     tokens = torch.arange(256) + 700_000
     assert one.lookup(tokens) == other.lookup(tokens) == 0
-    stores = [connector(each)._client.store for each in (one, other)]
+    stores = [connector(each)._store.client.store for each in (one, other)]
     assert [store.disk is not None for store in stores] == [True, False]
 
 
@@ -164,8 +164,8 @@ def test_a_chunk_that_is_longer_than_a_chunk_is_none(origin, engine):
     before = len(origin.holdings.assets)
     key = CacheEngineKey("test/model", 1, 0, 4711, torch.float16)
     kv = torch.zeros(LAYERS, 2, HEADS, CHUNK + 128, DIM, dtype=torch.float16)
-    conn._publisher.put(conn._name(key), kv, lambda _: None)
-    conn._publisher.publisher._thread.submit(lambda: None).result(300.0)
+    conn._store.put(conn._name(key), kv)
+    conn._store.publisher._thread.submit(lambda: None).result(300.0)
     origin.look(before + 1)
     assert not conn.exists_sync(key)
 

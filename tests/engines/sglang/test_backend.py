@@ -102,10 +102,9 @@ def test_what_is_no_whole_page_is_none(origin, backend, tokens):
     before, pool, keys = len(origin.holdings.assets), Pool("layer_first"), [f"{tokens} tokens"]
     reach = {"url": origin.url, "fingerprint": origin.fingerprint, "quic": "aioquic", "deadline_s": 20.0}
     storage = backend(pool, publish=str(origin.root), policy="fixed:FP16", **reach)
-    publisher = storage._publisher
+    store, _ = storage._started
     kv = torch.ones(LAYERS, 2, HEADS, tokens, DIM, dtype=torch.float16)
-    publisher.put(storage._name(keys[0]), kv, lambda _: None)
-    publisher.publisher._thread.submit(lambda: None).result(20.0)
+    assert store.put(storage._name(keys[0]), kv).result(300.0)
     origin.look(before + 1)
     assert storage.batch_get_v1(keys, indices(3)) == [False]
     assert storage.get(keys[0], pool.get_dummy_flat_data_page()) is None
