@@ -43,6 +43,10 @@ class KvabrConnector(KVConnectorBase_V1):  # type: ignore[misc]
     """Loads and publishes KV caches through kvabr; see `kvabr.engines.vllm`."""
 
     _cache_hit_source = CacheHitSource.P2P
+    _scheduler: SchedulerHalf
+    """Only in the scheduler."""
+    _worker: WorkerHalf
+    """Only in a worker."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         """Start the half in the scheduler, or that in a worker.
@@ -69,8 +73,7 @@ class KvabrConnector(KVConnectorBase_V1):  # type: ignore[misc]
         # Before the client is taken: an error here must not leave one behind.
         publisher = _publisher(settings, model) if produces and role == KVConnectorRole.WORKER else None
         self._client = take_client(settings) if consumes else None
-        self._scheduler: SchedulerHalf | None = None
-        self._worker: WorkerHalf | None = None
+        self._settings = settings
         if role == KVConnectorRole.SCHEDULER:
             self._scheduler = SchedulerHalf(settings, model, self._client, produces=produces)
         else:
@@ -81,18 +84,15 @@ class KvabrConnector(KVConnectorBase_V1):  # type: ignore[misc]
         """False: a cache that is not published is only a miss later."""
         return False
 
-    # ------------------------------------------------------------ worker's side
-
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Hand the engine's cache to the worker's half."""
-        assert self._worker is not None  # noqa: S101  # vLLM keeps the sides apart
         layers = layers_of(kv_caches)
         self._worker.register(layers, layout_of(self._vllm_config, layers))
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Begin a step and its plays here, since vLLM calls `start_load_kv` only after the forward pass."""
         super().bind_connector_metadata(connector_metadata)
-        if self._worker is not None and isinstance(connector_metadata, KvabrMetadata):
+        if isinstance(connector_metadata, KvabrMetadata):
             self._worker.begin(connector_metadata.step)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
@@ -106,67 +106,53 @@ class KvabrConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def wait_for_save(self) -> None:
         """End the computation of a step."""
-        if self._worker is not None:
-            self._worker.computed()
+        self._worker.computed()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Return the requests whose publications, and those whose loads, have ended."""
-        if self._worker is None:
-            return None, None
         sent, received = self._worker.collect(finished_req_ids)
         return sent or None, received or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Return the blocks that were not loaded."""
-        return set() if self._worker is None else self._worker.failed_blocks()
-
-    # --------------------------------------------------------- scheduler's side
+        return self._worker.failed_blocks()
 
     def on_new_request(self, request: Any) -> None:
         """Begin the lookup of a request."""
-        assert self._scheduler is not None  # noqa: S101  # as in `register_kv_caches`
         self._scheduler.arrived(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return how many tokens can be loaded; None: the lookup is not over."""
-        assert self._scheduler is not None  # noqa: S101  # as in `register_kv_caches`
         return self._scheduler.matched(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Begin a load into allocated blocks."""
-        assert self._scheduler is not None  # noqa: S101  # as in `register_kv_caches`
-        if num_external_tokens > 0:
-            self._scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+        self._scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         """Return the requests to the workers."""
-        assert self._scheduler is not None  # noqa: S101  # as in `register_kv_caches`
         return KvabrMetadata(self._scheduler.step(scheduler_output.total_num_scheduled_tokens))
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Note the loads that have ended."""
-        assert self._scheduler is not None  # noqa: S101  # as in `register_kv_caches`
         self._scheduler.received(set(connector_output.finished_recving or ()))
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Publish what a request has computed."""
-        assert self._scheduler is not None  # noqa: S101  # as in `register_kv_caches`
         return self._scheduler.finished(request, block_ids), None
-
-    # ------------------------------------------------------------------ either
 
     def shutdown(self) -> None:
         """End all plays, and publish what waits."""
-        if self._worker is not None:
+        if self._role == KVConnectorRole.WORKER:
             self._worker.close()
         if self._client is not None:
-            client, self._client = self._client, None
-            leave_client(client)
+            self._client = None
+            leave_client(self._settings)
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """Return the counters since the last call."""
-        half = self._worker or self._scheduler
-        data = half.counts.take() if half is not None else {}
+        half = self._worker if self._role == KVConnectorRole.WORKER else self._scheduler
+        data = half.counts.take()
         return KvabrStats(data=data) if data else None
 
     @classmethod

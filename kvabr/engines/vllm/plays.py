@@ -1,6 +1,6 @@
-"""What the two halves of the connector share: requests from the scheduler to the worker, lookups and plays, a client.
+"""What the two halves of the connector share: requests from the scheduler to the worker, lookups, and a client.
 
-Where both halves live in one process, they share a client: one connection, one store of groups. Needs no vLLM.
+Needs no vLLM.
 """
 
 from __future__ import annotations
@@ -14,17 +14,10 @@ from dataclasses import dataclass, field
 from kvabr.client.async_client import AsyncClient
 from kvabr.client.blocking import Client
 from kvabr.client.lookup import Found
-from kvabr.client.options import PlayOptions
-from kvabr.client.result import PlayedPrefix
 from kvabr.engines.settings import open_client
 from kvabr.engines.vllm.config import VllmSettings
-from kvabr.types.cost import PrefillCost
-from kvabr.types.errors import KvabrError, PlayError
+from kvabr.types.errors import KvabrError
 from kvabr.types.kv import KVSpec
-
-_HUNG_S, _HUNG_DEADLINES = 5.0, 2.0
-"""Seconds plus deadlines after which a play that does not end is cancelled: no request may wait forever."""
-_MIN_LEFT_S = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,22 +54,14 @@ class PublishRequest:
     salt: bytes
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Step:
     """One step of the engine."""
 
-    loads: tuple[LoadRequest, ...] = ()
-    publications: tuple[PublishRequest, ...] = ()
-    scheduled: int = 0
-    """Tokens that the step computes."""
-
-
-@dataclass(slots=True)
-class PendingStep:
-    """A step in the making."""
-
     loads: list[LoadRequest] = field(default_factory=list)
     publications: list[PublishRequest] = field(default_factory=list)
+    scheduled: int = 0
+    """Tokens that the step computes."""
 
 
 async def find_cache(
@@ -99,46 +84,12 @@ async def find_cache(
     return None
 
 
-async def play_load(
-    client: AsyncClient, load: LoadRequest, models: Sequence[KVSpec], cost: PrefillCost, options: PlayOptions
-) -> PlayedPrefix:
-    """Play what a request loads.
-
-    Args:
-        client: plays it.
-        load: the request.
-        models: caches that this rank can use, its own shard last. If another rank's shard was found, the rank looks up
-            its own.
-        cost: of the engine's prefill.
-        options: how to play.
-
-    Raises:
-        PlayError: this rank's heads are not published, or the play failed.
-        TimeoutError: it did not end.
-        KvabrError: see `AsyncClient.find` and `AsyncClient.play_prefix`.
-    """
-    loop = asyncio.get_running_loop()
-    due_s = loop.time() + load.deadline_s
-    found, skip = load.found, load.first // load.found.catalog.spec.group_tokens
-    async with asyncio.timeout(_HUNG_S + _HUNG_DEADLINES * load.deadline_s):
-        if found.catalog.spec.model not in {spec.model for spec in models}:
-            mine = models[-1]
-            own = await find_cache(client, load.tokens, [mine], load.salt, load.deadline_s / 2)
-            if own is None or own.catalog.groups <= skip:
-                raise PlayError(f"another rank's heads are published, those of {mine.model} are not")
-            found = own
-        left_s = max(_MIN_LEFT_S, due_s - loop.time())
-        return await client.play_prefix(
-            found, deadline=left_s, cost=cost, skip=skip, behind=load.behind, options=options
-        )
-
-
 _clients: dict[VllmSettings, tuple[Client, int]] = {}
 _lock = threading.Lock()
 
 
 def take_client(settings: VllmSettings) -> Client:
-    """Return the client for these settings, the same one for all halves of a process; `leave_client` when done.
+    """Return the client for these settings, the same for both halves if they live in one process.
 
     A new client dials at once, so that the first request finds a connection.
 
@@ -154,15 +105,13 @@ def take_client(settings: VllmSettings) -> Client:
         return client
 
 
-def leave_client(client: Client) -> None:
-    """Give up a client; the last half to do so closes it."""
+def leave_client(settings: VllmSettings) -> None:
+    """Give up the client of `take_client`; the last half to do so closes it."""
     with _lock:
-        for settings, (shared, users) in list(_clients.items()):
-            if shared is client:
-                if users > 1:
-                    _clients[settings] = (client, users - 1)
-                    return
-                del _clients[settings]
+        client, users = _clients.pop(settings)
+        if users > 1:
+            _clients[settings] = (client, users - 1)
+            return
     client.close()
 
 

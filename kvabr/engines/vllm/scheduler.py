@@ -17,10 +17,11 @@ from typing import Any
 from kvabr.client.blocking import Client, Handle
 from kvabr.client.lookup import Found
 from kvabr.engines.layouts import whole_blocks
+from kvabr.engines.settings import TroubleLog
 from kvabr.engines.vllm.config import WHERE, ServedModel, VllmSettings
-from kvabr.engines.vllm.plays import LoadRequest, PendingStep, PublishRequest, Step, find_cache
+from kvabr.engines.vllm.plays import LoadRequest, PublishRequest, Step, find_cache
 from kvabr.engines.vllm.stats import ConnectorCounts
-from kvabr.types.errors import FormatError, TransportError, UsageError
+from kvabr.types.errors import FormatError, TransportError
 
 _log = logging.getLogger("vllm.kvabr")
 
@@ -37,29 +38,22 @@ _MAX_DEADLINE_S = 60.0
 class _Lookup:
     """A request of vLLM and its lookup."""
 
-    tokens: list[int]
-    salt: bytes
     deadline_s: float
     began_s: float
-    handle: Handle[Found | None] | None
+    tokens: tuple[int, ...] = ()
+    salt: bytes = b""
+    handle: Handle[Found | None] | None = None
+    """None if there is no lookup, or if its answer was taken."""
     found: Found | None = None
-    settled: bool = False
-    """`found` is final."""
-    begun: bool = False
-    """Its load has begun: from now on there is no hit."""
+    last: int = 0
+    """Token after the last that can be loaded; 0: none, or the load has begun, after which there is no hit."""
 
 
 class SchedulerHalf:
     """Implements the scheduler's part of the connector; requests are vLLM's own objects."""
 
     def __init__(self, settings: VllmSettings, model: ServedModel, client: Client | None, *, produces: bool) -> None:
-        """Start.
-
-        Args:
-            settings: the user's.
-            model: the engine's.
-            client: looks up prompts; None: nothing is fetched.
-            produces: whether computed caches are published.
+        """Start; without a client nothing is looked up.
 
         Raises:
             UsageError: the file with the salt cannot be used.
@@ -69,13 +63,11 @@ class SchedulerHalf:
         # A rank whose heads are published separately need not fetch those of the others.
         self._specs = (model.spec,) if model.shard is model.spec else (model.shard, model.spec)
         self._lookups: dict[str, _Lookup] = {}
-        self._pending = PendingStep()
+        self._pending = Step()
         self._loading: set[str] = set()
         self.counts = ConnectorCounts()
         self._pause_s, self._again_s = 0.0, 0.0
-        self._said: set[str] = set()
-
-    # ------------------------------------------------------------------ hits
+        self._trouble = TroubleLog(_log)
 
     def arrived(self, request: Any) -> None:
         """Begin the lookup of a new request, while it waits to be scheduled."""
@@ -84,52 +76,47 @@ class SchedulerHalf:
 
     def matched(self, request: Any, computed: int) -> tuple[int | None, bool]:
         """Return how many tokens behind the first ``computed`` can be loaded; None: the lookup is not over."""
-        if self._client is None:
-            return 0, False
+        self.arrived(request)
         lookup = self._lookups.get(request.request_id)
         if lookup is None:
-            lookup = self._lookups[request.request_id] = self._ask(request)
-        if lookup.begun:
             return 0, False
-        if not lookup.settled and not self._settle(lookup):
+        if lookup.handle is not None and not self._settle(lookup, lookup.handle):
             return None, False
-        if lookup.found is None:
+        if lookup.last <= computed or computed % self._model.block:
             return 0, False
-        last = self._last(lookup)
-        if last - computed <= 0 or computed % self._model.block:
-            return 0, False
-        return last - computed, True
+        return lookup.last - computed, True
 
     def allocated(self, request: Any, blocks: Sequence[int], external: int) -> None:
         """Begin a load: vLLM has allocated blocks for the matched tokens."""
         lookup = self._lookups.get(request.request_id)
-        if lookup is None or lookup.found is None or external <= 0 or lookup.begun:
+        if lookup is None or lookup.found is None or external <= 0:
             return
-        size, last = self._model.block, self._last(lookup)
+        size, last = self._model.block, lookup.last
         first = last - external
-        lookup.begun = True
+        catalog = lookup.found.catalog
+        catalog = catalog.prefix(catalog.spec.groups(last))
         self._loading.add(request.request_id)
         left_s = lookup.deadline_s - (time.monotonic() - lookup.began_s)
-        found = _cut(lookup.found, last)
         self._pending.loads.append(
             LoadRequest(
                 request=request.request_id,
-                found=found,
+                found=Found(catalog, lookup.found.sha256),
                 first=first,
                 last=last,
                 blocks=tuple(blocks[first // size : last // size]),
                 behind=len(lookup.tokens) - last,
                 deadline_s=max(left_s, _MIN_PLAY_SHARE * lookup.deadline_s),
-                tokens=() if self._model.shard is self._model.spec else tuple(lookup.tokens[: found.catalog.tokens]),
+                tokens=() if self._model.shard is self._model.spec else lookup.tokens[: catalog.tokens],
                 salt=lookup.salt,
             )
         )
-        lookup.found, lookup.tokens = None, []
+        lookup.found, lookup.last, lookup.tokens = None, 0, ()
 
     def step(self, scheduled: int) -> Step:
         """Return the requests to the workers with the next step, which computes ``scheduled`` tokens."""
-        pending, self._pending = self._pending, PendingStep()
-        return Step(tuple(pending.loads), tuple(pending.publications), scheduled)
+        step, self._pending = self._pending, Step()
+        step.scheduled = scheduled
+        return step
 
     def received(self, requests: set[str]) -> None:
         """Note loads that have ended."""
@@ -159,57 +146,52 @@ class SchedulerHalf:
         )
         return True
 
-    # -------------------------------------------------------------- internals
-
     def _ask(self, request: Any) -> _Lookup:
-        now = time.monotonic()
-        lookup = _Lookup([], b"", self._settings.deadline_s, now, None, settled=True)
+        lookup = _Lookup(self._deadline_of(request), time.monotonic())
         if _params(request).get("play", True) is False:
             return lookup
         if (why := self._unfit(request)) is not None:
             self.counts.add("lookups_unfit")
-            self._say_once(f"requests with {why} are not played: their caches depend on more than tokens")
+            self._trouble.tell(f"requests with {why} are not played", "their caches depend on more than tokens")
             return lookup
         if len(request.prompt_token_ids) <= self._model.spec.group_tokens:
             self.counts.add("lookups_short")
             return lookup
-        if now < self._again_s:
+        if lookup.began_s < self._again_s:
             self.counts.add("lookups_paused")
             return lookup
         assert self._client is not None  # noqa: S101  # a producer has no lookups
-        lookup.tokens, lookup.salt = list(request.prompt_token_ids), self._salt_of(request)
-        lookup.deadline_s = self._deadline_of(request)
+        lookup.tokens, lookup.salt = tuple(request.prompt_token_ids), self._salt_of(request)
         within_s = self._settings.lookup_share * lookup.deadline_s
-        tokens, salt = lookup.tokens, lookup.salt
-        lookup.handle = self._client.begin(lambda client: find_cache(client, tokens, self._specs, salt, within_s))
-        lookup.settled = False
+        lookup.handle = self._client.begin(
+            lambda client: find_cache(client, lookup.tokens, self._specs, lookup.salt, within_s)
+        )
         return lookup
 
-    def _settle(self, lookup: _Lookup) -> bool:
+    def _settle(self, lookup: _Lookup, handle: Handle[Found | None]) -> bool:
         """Take the answer of a lookup if it is over; return whether it is."""
-        handle = lookup.handle
-        if handle is None or not handle.done():
-            # The lookup ends by itself; this is in case the event loop hangs.
-            if handle is not None and time.monotonic() - lookup.began_s < lookup.deadline_s:
-                return False
-            lookup.settled = True
-            self.counts.add("lookups_failed")
-            return True
-        lookup.settled, lookup.handle = True, None
+        # A lookup ends by itself; the deadline is in case the event loop hangs.
+        if not handle.done() and time.monotonic() - lookup.began_s < lookup.deadline_s:
+            return False
+        lookup.handle = None
         try:
-            lookup.found = handle.result()
+            found = handle.result(0.0)
         except (TransportError, TimeoutError) as error:
             self.counts.add("lookups_failed")
             self._pause(lookup, str(error) or "in time")
         except FormatError as error:
             self.counts.add("lookups_refused")
-            self._say_once(f"what the origin has is not played: {error}")
+            self._trouble.tell("what the origin has is not played", error)
         except Exception:  # noqa: BLE001  # the request must go on
             self.counts.add("lookups_failed")
             _log.exception("kvabr: a lookup failed; the request is computed")
         else:
             self._pause_s = self._again_s = 0.0
-            self.counts.add("lookups_hit" if lookup.found is not None else "lookups_miss")
+            self.counts.add("lookups_miss" if found is None else "lookups_hit")
+            if found is not None:
+                lookup.found = found
+                # vLLM must compute at least one token.
+                lookup.last = whole_blocks(min(found.catalog.tokens, len(lookup.tokens) - 1), self._model.block)
         return True
 
     def _pause(self, lookup: _Lookup, why: str) -> None:
@@ -221,12 +203,6 @@ class SchedulerHalf:
         _log.warning(
             "kvabr: no answer from the origin (%s); requests are computed, next lookup in %.1f s", why, self._pause_s
         )
-
-    def _last(self, lookup: _Lookup) -> int:
-        """Return the token after the last that can be loaded; vLLM must compute at least one."""
-        if lookup.found is None:
-            return 0
-        return whole_blocks(min(lookup.found.catalog.tokens, len(lookup.tokens) - 1), self._model.block)
 
     def _salt_of(self, request: Any) -> bytes:
         """Return the salt of a request; its own salt separates its cache from all others, as in vLLM's prefix cache."""
@@ -241,7 +217,7 @@ class SchedulerHalf:
             return self._settings.deadline_s
         most_s = max(_MAX_DEADLINE_S, self._settings.deadline_s)
         if isinstance(given, bool) or not isinstance(given, int | float) or not 0 < given <= most_s:
-            self._say_once(f"kv_transfer_params: deadline_s is not a number up to {most_s:g}; {WHERE} applies")
+            self._trouble.tell(f"kv_transfer_params: deadline_s is not a number up to {most_s:g}", f"{WHERE} applies")
             return self._settings.deadline_s
         return float(given)
 
@@ -256,22 +232,8 @@ class SchedulerHalf:
             return "embeddings instead of tokens"
         return None
 
-    def _say_once(self, what: str) -> None:
-        if what not in self._said and len(self._said) < 100:
-            self._said.add(what)
-            _log.warning("kvabr: %s", what)
-
 
 def _params(request: Any) -> dict[str, Any]:
     """Return a request's own parameters: ``deadline_s``, ``play`` (false: compute everything), ``publish``."""
     given = getattr(request, "kv_transfer_params", None)
     return given if isinstance(given, dict) else {}
-
-
-def _cut(found: Found, tokens: int) -> Found:
-    """Return what was found, cut to the wanted tokens."""
-    catalog = found.catalog
-    groups = catalog.spec.groups(tokens)
-    if not 0 < groups <= catalog.groups:
-        raise UsageError(f"{tokens} tokens of a cache that has {catalog.tokens}")
-    return Found(catalog.prefix(groups), found.sha256)

@@ -7,27 +7,29 @@ not, until it is told that the load or the publication has ended.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from kvabr.client.async_client import AsyncClient
 from kvabr.client.blocking import Client, Handle
 from kvabr.client.options import PlayOptions
 from kvabr.client.result import PlayedPrefix
 from kvabr.engines.layouts import BlockLayout, PagedBlocks, whole_blocks
 from kvabr.engines.vllm.config import ServedModel, VllmSettings
-from kvabr.engines.vllm.plays import LoadRequest, PublishRequest, Step, play_load
+from kvabr.engines.vllm.plays import LoadRequest, PublishRequest, Step, find_cache
 from kvabr.engines.vllm.stats import ConnectorCounts
 from kvabr.publish.publisher import Publisher, PublishOutcome, Slot
 from kvabr.types.cost import PrefillCost
-from kvabr.types.errors import FormatError, KvabrError, PlayError, UsageError
+from kvabr.types.errors import KvabrError, PlayError, UsageError
 from kvabr.types.naming import chain
 
 _log = logging.getLogger("vllm.kvabr")
@@ -38,6 +40,8 @@ _MIN_TIMED_TOKENS = 64
 """Tokens that a step must compute for its time to count as that of a prefill."""
 _DEFAULT_RATE = 1000.0
 """Prefill rate before anything was measured, tokens per second."""
+_HUNG_S, _HUNG_DEADLINES = 5.0, 2.0
+"""Seconds plus deadlines after which a play that does not end is cancelled: no request may wait forever."""
 _EXACT = ("FP16", "BF16")
 """Tracks that are exact, so that what the engine computes behind them is exact too."""
 
@@ -48,14 +52,7 @@ class WorkerHalf:
     def __init__(
         self, settings: VllmSettings, model: ServedModel, client: Client | None, publisher: Publisher | None
     ) -> None:
-        """Start; nothing is played or published before `register`.
-
-        Args:
-            settings: the user's.
-            model: the engine's.
-            client: plays; None: nothing is fetched.
-            publisher: publishes computed caches; None: nothing is published.
-        """
+        """Start; nothing is played or published before `register`, and nothing without a client or a publisher."""
         self._settings, self._model, self._client, self._publisher = settings, model, client, publisher
         self.counts = ConnectorCounts()
         self._layers: list[torch.Tensor] = []
@@ -78,11 +75,7 @@ class WorkerHalf:
         self._most_lossy = 4096
 
     def register(self, layers: Mapping[int, torch.Tensor], layout: BlockLayout) -> None:
-        """Set the engine's cache.
-
-        Args:
-            layers: tensor of each layer, [block, head, token, 2 x dim].
-            layout: of all layers.
+        """Set the engine's cache: by layer, [block, head, token, 2 x dim].
 
         Raises:
             UsageError: it does not match the configuration.
@@ -102,8 +95,6 @@ class WorkerHalf:
         self._most_lossy = max(self._most_lossy, 4 * self._layers[0].shape[0] * model.block // spec.group_tokens)
         if self._layers[0].device.type == "cuda":
             self._stream = torch.cuda.Stream(self._layers[0].device)  # type: ignore[no-untyped-call]
-
-    # ------------------------------------------------------------ the engine's
 
     def begin(self, step: Step) -> None:
         """Begin a step."""
@@ -158,34 +149,46 @@ class WorkerHalf:
             self._publisher.close()
         self._layers = []
 
-    # ----------------------------------------------------------------- loading
-
     def _play(self, load: LoadRequest, playing: int) -> None:
+        """Begin one of ``playing`` plays, which share the engine."""
         assert self._client is not None  # noqa: S101  # loads come from a scheduler with a client
         self.counts.add("plays")
         began_s = time.monotonic()
-        try:
-            options = PlayOptions(
-                policy=self._settings.policy,
-                estimator=self._settings.estimator,
-                salt=load.salt,
-                dtype=self._model.dtype,
-                patience=1.0,
-            )
-            cost, models = self._cost(load, playing), (self._model.spec, self._model.shard)
-            play = self._client.begin(lambda client: play_load(client, load, models, cost, options))
-        except Exception as error:  # noqa: BLE001  # as in `_place`; here it would stop the engine
-            _log.warning(
-                "kvabr: a play could not begin (%s); the request is computed", error, exc_info=not _expected(error)
-            )
-            self.counts.add("plays_failed")
-            self._over(load, load.first)
-            return
-        self._plays[load.request] = play
+        play = self._plays[load.request] = self._client.begin(lambda client: self._prefix(client, load, playing))
         play.when_done(lambda ended: self._ended(load, ended, began_s))
 
+    async def _prefix(self, client: AsyncClient, load: LoadRequest, playing: int) -> PlayedPrefix:
+        """Play what a request loads; if another rank's shard was found, look up this rank's own first.
+
+        Raises:
+            PlayError: this rank's heads are not published, or the play failed.
+            TimeoutError: it did not end.
+            KvabrError: see `AsyncClient.find` and `AsyncClient.play_prefix`.
+        """
+        settings, own, due_s = self._settings, self._model.shard, time.monotonic() + load.deadline_s
+        found, skip = load.found, load.first // load.found.catalog.spec.group_tokens
+        async with asyncio.timeout(_HUNG_S + _HUNG_DEADLINES * load.deadline_s):
+            if found.catalog.spec.model not in {self._model.spec.model, own.model}:
+                shard = await find_cache(client, load.tokens, [own], load.salt, load.deadline_s / 2)
+                if shard is None or shard.catalog.groups <= skip:
+                    raise PlayError(f"another rank's heads are published, those of {own.model} are not")
+                found = shard
+            return await client.play_prefix(
+                found,
+                deadline=max(1e-3, due_s - time.monotonic()),
+                cost=self._cost(load, playing),
+                skip=skip,
+                behind=load.behind,
+                options=PlayOptions(
+                    policy=settings.policy,
+                    estimator=settings.estimator,
+                    salt=load.salt,
+                    dtype=self._model.dtype,
+                    patience=1.0,
+                ),
+            )
+
     def _cost(self, load: LoadRequest, playing: int) -> PrefillCost:
-        """Return the cost of a prefill for one of ``playing`` plays, which share the engine."""
         rate = self._settings.prefill_rate or self._rate
         prefill = load.found.catalog.prefill
         if not rate and prefill is not None:
@@ -196,30 +199,26 @@ class WorkerHalf:
     def _ended(self, load: LoadRequest, play: Handle[PlayedPrefix], began_s: float) -> None:
         """Hand a play that has ended to the copying thread; called on the event loop's thread."""
         self.counts.play(time.monotonic() - began_s)
-        try:
+        with contextlib.suppress(RuntimeError):  # closed: nothing asks for it any more
             self._copier.submit(self._place, load, play)
-        except RuntimeError:  # closed
-            self._over(load, load.first)
 
     def _place(self, load: LoadRequest, play: Handle[PlayedPrefix]) -> None:
         """Copy the KV of a play into the engine's blocks; called on the copying thread."""
         good = load.first
         try:
             prefix = play.result(0.0)
-            end = min(load.last, prefix.first + prefix.tokens)
-            good = max(load.first, whole_blocks(end, self._model.block))
-            self.counts.add("bytes_fetched", prefix.bytes_fetched)
-            self.counts.add("bytes_wasted", prefix.bytes_wasted)
-            self.counts.add("loss", prefix.loss)
-            if good > load.first:
-                self._write(load, prefix, good)
+            for name in ("bytes_fetched", "bytes_wasted", "loss"):
+                self.counts.add(name, getattr(prefix, name))
+            end = whole_blocks(min(load.last, prefix.first + prefix.tokens), self._model.block)
+            if end > good:
+                self._write(load, prefix, end)
+                good = end
         except PlayError as error:
-            good = load.first
             _log.info("kvabr: %s: %s", load.request, error)
         except Exception as error:  # noqa: BLE001  # the request must go on
-            good = load.first
             self.counts.add("plays_failed")
-            _log.warning("kvabr: a play failed (%s); the request is computed", error, exc_info=not _expected(error))
+            unexpected = not isinstance(error, KvabrError)
+            _log.warning("kvabr: a play failed (%s); the request is computed", error, exc_info=unexpected)
         self.counts.add("tokens_loaded", good - load.first)
         if good < load.last:
             self.counts.add("plays_cut")
@@ -259,8 +258,6 @@ class WorkerHalf:
             self._received.add(load.request)
             self._news.notify_all()
 
-    # -------------------------------------------------------------- publishing
-
     def _publish(self, publication: PublishRequest) -> None:
         """Begin to publish, or give the blocks back at once."""
         assert self._publisher is not None  # noqa: S101  # as in `_play`
@@ -276,12 +273,8 @@ class WorkerHalf:
                 why = "lossy"
                 slot.leave()
             else:
-                try:
-                    self._copier.submit(self._take, publication, slot)
-                except RuntimeError:  # closed
-                    slot.leave()
-                else:
-                    return
+                self._copier.submit(self._take, publication, slot)
+                return
         self.counts.add(f"publish_dropped_{why}")
         self._gone(publication)
 
@@ -317,7 +310,7 @@ class WorkerHalf:
             self.counts.add("publish_dropped_failed")
             _log.warning("kvabr: a cache could not be published: %s", outcome.why)
 
-    @contextmanager
+    @contextlib.contextmanager
     def _apart(self) -> Iterator[None]:
         """Run copies on a stream of their own, and wait for them at the end."""
         if self._stream is None:
@@ -328,7 +321,3 @@ class WorkerHalf:
         with torch.cuda.stream(self._stream):
             yield
         self._stream.synchronize()
-
-
-def _expected(error: Exception) -> bool:
-    return isinstance(error, KvabrError | FormatError)

@@ -95,7 +95,7 @@ class Bench:
 
     def close(self):
         self.worker.close()
-        leave_client(self.client)
+        leave_client(self.options)
 
 
 @pytest.fixture(scope="module")
