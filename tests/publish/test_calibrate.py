@@ -61,7 +61,7 @@ def test_a_cache_with_numbers_that_are_none_still_calibrates(tmp_path, monkeypat
 
 def test_a_model_that_says_nothing_finite_is_named(tmp_path):
     loaded = load_model(str(tinymodels.save(tmp_path)))
-    loaded.engine._model.lm_head.weight.data[0] = float("nan")
+    loaded.engine.model.lm_head.weight.data[0] = float("nan")
     with pytest.raises(ModelError, match="weights are damaged"):
         calibrate(loaded, {"a": "what it says " * 40}, contexts=1, tokens=100)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 
@@ -13,36 +12,28 @@ from kvabr.types.kv import DTYPES, KVSpec
 
 _FLOATS = tuple(getattr(torch, name) for name in DTYPES)
 
-_LOSSES: WeakKeyDictionary[Any, float] = WeakKeyDictionary()
-"""Expected loss of played caches, while they live."""
-
 
 def dynamic_cache(kv: torch.Tensor, dtype: torch.dtype, device: torch.device) -> Any:
-    """Return a `DynamicCache` with a copy of ``kv``.
-
-    Args:
-        kv: [layer, K/V, head, token, dim]; no tokens make an empty cache.
-        dtype: the model's.
-        device: the model's.
-    """
+    """Return a `DynamicCache` with a copy of ``kv``, [layer, K/V, head, token, dim], in a model's dtype and device."""
     cache = require("transformers").DynamicCache()
     if kv.shape[3]:
-        # Not in inference mode: a caller may go on without it.
-        with torch.no_grad():
-            for layer, (keys, values) in enumerate(kv):
-                cache.update(
-                    keys[None].to(device=device, dtype=dtype), values[None].to(device=device, dtype=dtype), layer
-                )
+        for layer, part in enumerate(kv):
+            keys, values = part.to(device=device, dtype=dtype)
+            cache.update(keys[None], values[None], layer)
     return cache
 
 
-def cache_kv(cache: Any, spec: KVSpec, tokens: int) -> torch.Tensor:
-    """Copy the KV of the first tokens out of a transformers cache.
+def read_cache(cache: Any, spec: KVSpec, first: int, last: int) -> torch.Tensor:
+    """Copy the KV of tokens ``first`` to ``last`` - 1 out of a cache that is one of ``spec``, on the CPU."""
+    out = torch.empty(spec.shape(last - first), dtype=cache.layers[0].keys.dtype)
+    for (keys, values), layer in zip(out, cache.layers, strict=True):
+        keys.copy_(layer.keys[0, :, first:last])
+        values.copy_(layer.values[0, :, first:last])
+    return out
 
-    Args:
-        cache: the ``past_key_values`` of a model's output, for a batch of one.
-        spec: of the model's cache.
-        tokens: number of tokens.
+
+def cache_kv(cache: Any, spec: KVSpec, tokens: int) -> torch.Tensor:
+    """Copy the KV of the first tokens out of the ``past_key_values`` of a model's output, for a batch of one.
 
     Returns:
         [layer, K/V, head, token, dim] in the cache's dtype, on the CPU.
@@ -66,11 +57,7 @@ def cache_kv(cache: Any, spec: KVSpec, tokens: int) -> torch.Tensor:
                 "unquantised; let generate() make a DynamicCache"
             )
         _check_layer(index, layer, spec, tokens)
-    out = torch.empty(spec.shape(tokens), dtype=layers[0].keys.dtype)
-    for index, layer in enumerate(layers):
-        out[index, 0] = layer.keys[0, :, :tokens]
-        out[index, 1] = layer.values[0, :, :tokens]
-    return out
+    return read_cache(cache, spec, 0, tokens)
 
 
 def _check_layer(index: int, layer: Any, spec: KVSpec, tokens: int) -> None:
@@ -89,16 +76,3 @@ def _check_layer(index: int, layer: Any, spec: KVSpec, tokens: int) -> None:
         raise ModelError(f"the cache is {keys.dtype}; kvabr takes {', '.join(DTYPES)}")
     if held < tokens:
         raise UsageError(f"the cache holds {held} tokens, fewer than the {tokens} given")
-
-
-def remember_loss(cache: Any, loss: float) -> None:
-    """Record the expected loss of a cache; see `loss_of`."""
-    _LOSSES[cache] = loss
-
-
-def loss_of(cache: Any) -> float:
-    """Return the expected loss of a cache, nats per generated token; 0.0 unless it was played on lossy tracks."""
-    try:
-        return _LOSSES.get(cache, 0.0)
-    except TypeError:  # not hashable, so not recorded
-        return 0.0

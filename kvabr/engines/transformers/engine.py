@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from kvabr.engines.adapters import require
+from kvabr.engines.transformers.cache import dynamic_cache, read_cache
 from kvabr.types.engine import EngineMode
 from kvabr.types.errors import ModelError
 from kvabr.types.kv import KVSpec
@@ -28,41 +29,21 @@ class TransformersEngine:
     """A transformers causal language model as an engine (see `kvabr.types.engine.Engine`)."""
 
     def __init__(self, model: Any, spec: KVSpec, *, context: int) -> None:
-        self._model = model
-        self._spec = spec
-        self._context = context
-        self._cache_class = require("transformers").DynamicCache
-
-    @property
-    def spec(self) -> KVSpec:
-        """Spec of the cache that the model computes."""
-        return self._spec
-
-    @property
-    def mode(self) -> EngineMode:
-        """``hole``: transformers takes a cache as it is, so any run of tokens can be filled in."""
-        return "hole"
-
-    @property
-    def context(self) -> int:
-        """Maximum number of tokens, prompt and continuation together."""
-        return self._context
-
-    @property
-    def model(self) -> Any:
-        """The model, for its ``generate()``."""
-        return self._model
+        """Wrap a model that sees at most ``context`` tokens, prompt and continuation together."""
+        self.model, self.spec, self.context = model, spec, context
+        self.mode: EngineMode = "hole"
+        """transformers takes a cache as it is, so any run of tokens can be filled in."""
 
     @property
     def device(self) -> torch.device:
         """Device on which the model computes."""
-        device: torch.device = self._model.device
+        device: torch.device = self.model.device
         return device
 
     @property
     def dtype(self) -> torch.dtype:
         """Element type in which the model computes and returns caches."""
-        dtype: torch.dtype = self._model.dtype
+        dtype: torch.dtype = self.model.dtype
         return dtype
 
     @torch.inference_mode()
@@ -70,14 +51,10 @@ class TransformersEngine:
         """Compute the KV of ``tokens`` behind the cache ``before``; see `kvabr.types.engine.Engine.prefill`."""
         ids, cache, start = self._begin(tokens, before)
         # The body without the language model's head: a prefill needs no logits.
-        body = self._model.base_model
+        body = self.model.base_model
         for first in range(0, len(tokens), CHUNK):
             body(input_ids=ids[:, first : first + CHUNK], past_key_values=cache, use_cache=True)
-        out = torch.empty(self._spec.shape(len(tokens)), dtype=self.dtype)
-        for layer, state in enumerate(cache.layers):
-            out[layer, 0] = state.keys[0, :, start:]
-            out[layer, 1] = state.values[0, :, start:]
-        return out
+        return read_cache(cache, self.spec, start, start + len(tokens))
 
     @torch.inference_mode()
     def score(self, kv: torch.Tensor | None, tokens: Sequence[int]) -> torch.Tensor:
@@ -97,10 +74,10 @@ class TransformersEngine:
             ModelError: the tokens do not fit the model, or ``kv`` is not a cache of this model.
         """
         ids, cache, _ = self._begin(tokens, kv)
-        out = torch.empty(len(tokens), int(self._model.config.vocab_size), dtype=torch.float64)
+        out = torch.empty(len(tokens), int(self.model.config.vocab_size), dtype=torch.float64)
         for first in range(0, len(tokens), SCORE_CHUNK):
             part = ids[:, first : first + SCORE_CHUNK]
-            logits = self._model(input_ids=part, past_key_values=cache, use_cache=True).logits[0]
+            logits = self.model(input_ids=part, past_key_values=cache, use_cache=True).logits[0]
             out[first : first + SCORE_CHUNK] = torch.log_softmax(logits.double(), dim=-1)
         return out
 
@@ -122,34 +99,32 @@ class TransformersEngine:
         Raises:
             ModelError: as for `score`; or the model's output is not finite.
         """
-        self._model.requires_grad_(False)
+        self.model.requires_grad_(False)
         dice = torch.Generator().manual_seed(seed)
         with torch.enable_grad():
             leaf = kv.detach().to(self.dtype, copy=True).requires_grad_()
             ids, cache, _ = self._begin(tokens, leaf)
-            logits = self._model(input_ids=ids, past_key_values=cache, use_cache=True).logits[0].float()
+            logits = self.model(input_ids=ids, past_key_values=cache, use_cache=True).logits[0].float()
             likely = torch.log_softmax(logits, dim=-1)
             if not bool(torch.isfinite(likely.detach()).all()):
-                raise ModelError(f"{self._spec.model}: its output is NaN or infinite; its weights are damaged")
+                raise ModelError(f"{self.spec.model}: its output is NaN or infinite; its weights are damaged")
             said = torch.multinomial(likely.detach().exp(), 1, generator=dice)
             likely.gather(1, said).sum().backward()  # type: ignore[no-untyped-call]
         if leaf.grad is None:
-            raise ModelError(f"{self._spec.model}: its output does not depend on its cache")
+            raise ModelError(f"{self.spec.model}: its output does not depend on its cache")
         return leaf.grad.float()
 
     def _begin(self, tokens: Sequence[int], before: torch.Tensor | None) -> tuple[torch.Tensor, Any, int]:
         """Return the ids as a batch of one, a transformers cache with a copy of ``before``, and its length."""
         start = 0 if before is None else int(before.shape[-2])
         self.check(tokens, start)
-        cache = self._cache_class()
-        if before is not None and start:
-            if tuple(before.shape) != self._spec.shape(start):
-                raise ModelError(
-                    f"not a cache of {self._spec.model}: shape {tuple(before.shape)}, not {self._spec.shape(start)}"
-                )
-            for layer in range(self._spec.layers):
-                keys, values = before[layer].to(device=self.device, dtype=self.dtype)
-                cache.update(keys[None], values[None], layer)
+        if before is None:
+            before = torch.empty(self.spec.shape(0))
+        if tuple(before.shape) != self.spec.shape(start):
+            raise ModelError(
+                f"not a cache of {self.spec.model}: shape {tuple(before.shape)}, not {self.spec.shape(start)}"
+            )
+        cache = dynamic_cache(before, self.dtype, self.device)
         return torch.tensor([list(tokens)], dtype=torch.long, device=self.device), cache, start
 
     def check(self, tokens: Sequence[int], start: int = 0) -> None:
@@ -160,13 +135,13 @@ class TransformersEngine:
         """
         if not tokens:
             raise ModelError("a prefill needs at least one token")
-        if start + len(tokens) > self._context:
+        if start + len(tokens) > self.context:
             raise ModelError(
-                f"{start} + {len(tokens)} tokens do not fit {self._spec.model}, which sees {self._context} at most"
+                f"{start} + {len(tokens)} tokens do not fit {self.spec.model}, which sees {self.context} at most"
             )
-        vocabulary = int(self._model.config.vocab_size)
+        vocabulary = int(self.model.config.vocab_size)
         if not all(0 <= token < vocabulary for token in tokens):
-            raise ModelError(f"a token id is outside the vocabulary of {self._spec.model} (0 to {vocabulary - 1})")
+            raise ModelError(f"a token id is outside the vocabulary of {self.spec.model} (0 to {vocabulary - 1})")
 
 
 @contextmanager

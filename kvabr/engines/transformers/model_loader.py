@@ -59,8 +59,7 @@ def load_model(model: str, *, whole_windows: bool = False) -> LoadedModel:
 def _load_directory(path: Path, *, whole_windows: bool) -> LoadedModel:
     if not (path / "config.json").is_file():
         raise ModelError(f"{path}: no such model; give {SMOLLM2!r} or a directory with a transformers model")
-    if not (path / "tokenizer.json").is_file():
-        raise ModelError(f"{path}: has no tokenizer.json; save the tokenizer there with save_pretrained()")
+    _check_folder(path)
     transformers = require("transformers")
     tokenizers = require("tokenizers")
     try:
@@ -87,10 +86,7 @@ def engine_of(model: Any, path: Path | str, *, whole_windows: bool = False) -> T
         ModelError: its cache is not plain full attention, or the directory has no model.
     """
     path = Path(path)
-    if missing := [name for name in ("config.json", "tokenizer.json") if not (path / name).is_file()]:
-        raise ModelError(
-            f"{path}: has no {' and no '.join(missing)}; give the directory that the model was loaded from"
-        )
+    _check_folder(path)
     model.eval()
     context = getattr(model.config, "max_position_embeddings", None)
     if not isinstance(context, int) or context <= 0:
@@ -103,6 +99,14 @@ def engine_of(model: Any, path: Path | str, *, whole_windows: bool = False) -> T
         whole_windows=whole_windows,
     )
     return TransformersEngine(model, spec, context=context)
+
+
+def _check_folder(path: Path) -> None:
+    if missing := [name for name in ("config.json", "tokenizer.json") if not (path / name).is_file()]:
+        raise ModelError(
+            f"{path}: has no {' and no '.join(missing)}; give the directory that the model was loaded from, with its "
+            "tokenizer as save_pretrained() writes it"
+        )
 
 
 def _own_dtype(path: Path) -> str:

@@ -18,7 +18,7 @@ from kvabr.client.result import NothingCached, Played
 from kvabr.client.upgrades import Upgrades
 from kvabr.engines.adapters import require
 from kvabr.engines.transformers import ADAPTER
-from kvabr.engines.transformers.cache import dynamic_cache, remember_loss
+from kvabr.engines.transformers.cache import dynamic_cache
 from kvabr.engines.transformers.engine import TransformersEngine
 from kvabr.types.catalog import RECOMPUTED
 from kvabr.types.errors import UsageError
@@ -139,7 +139,7 @@ def _ready(
     cache = dynamic_cache(played.kv[:, :, :, :covered], engine.dtype, engine.device)
     ready = ReadyCache(cache, covered, played, problem)
     if not ready.exact:
-        remember_loss(cache, max(played.loss, 1e-30))
+        cache.kvabr_loss = max(played.loss, 1e-30)  # `publish_cache` refuses it
     return ready
 
 

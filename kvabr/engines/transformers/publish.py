@@ -8,14 +8,14 @@ from pathlib import Path
 
 import torch
 
-from kvabr.codec.profile import Profile
+from kvabr.codec.profile import MAX_PROFILE_BYTES, Profile
 from kvabr.data import default_catalog, default_profile_bytes
-from kvabr.engines.transformers.cache import cache_kv, loss_of
+from kvabr.engines.transformers.cache import cache_kv
 from kvabr.engines.transformers.engine import TransformersEngine
 from kvabr.engines.transformers.play import prompt_ids
 from kvabr.publish.publisher import Publisher, PublishOutcome, Slot
 from kvabr.types.catalog import Catalog
-from kvabr.types.errors import ForeignError, UsageError
+from kvabr.types.errors import AssetError, ForeignError, FormatError, UsageError
 from kvabr.types.kv import KVSpec
 
 
@@ -46,14 +46,12 @@ def cache_publisher(
         UsageError: a track needs a profile or is missing in the prior, or the folder cannot be made.
         ForeignError: the profile is of another model.
     """
-    if profile is None:
-        profile = _shipped(engine.spec)
     return Publisher(
         root,
         engine.spec,
         prior=prior or default_catalog(),
         tracks=tracks,
-        profile=profile,
+        profile=profile or find_profile(engine.spec),
         queue=queue,
         max_bytes=most_bytes,
         source="a prefill of transformers",
@@ -92,7 +90,7 @@ def publish_cache(
             f"{len(ids)} tokens are fewer than a group has ({spec.group_tokens}): computing them again is cheaper "
             "than fetching them"
         )
-    if loss := loss_of(cache):
+    if loss := getattr(cache, "kvabr_loss", 0.0):
         raise UsageError(
             f"this cache was itself played with an expected loss of {loss:.2g} nats a token: published, it would pass "
             "as exact; publish what the model computed from the prompt alone"
@@ -111,11 +109,27 @@ def publish_cache(
     return done
 
 
-def _shipped(spec: KVSpec) -> Profile | None:
-    """Return the profile that kvabr ships if it is of this model."""
-    profile = Profile.from_bytes(default_profile_bytes())
+def find_profile(spec: KVSpec, path: Path | None = None) -> Profile | None:
+    """Return the codec profile in a file; without one, the profile that kvabr ships if it is of this model.
+
+    Raises:
+        AssetError: the file cannot be read.
+        FormatError: it is not a profile.
+        ForeignError: it is of another model.
+    """
+    if path is None:
+        profile = Profile.from_bytes(default_profile_bytes())
+        try:
+            profile.check(spec)
+        except ForeignError:
+            return None
+        return profile
     try:
+        with path.open("rb") as file:
+            profile = Profile.from_bytes(file.read(MAX_PROFILE_BYTES + 1))
         profile.check(spec)
-    except ForeignError:
-        return None
+    except OSError as error:
+        raise AssetError(f"{path}: cannot be read ({error.strerror}); `kvabr calibrate` makes a profile") from error
+    except FormatError as error:
+        raise type(error)(f"{path}: {error}") from error
     return profile

@@ -19,8 +19,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.metrics.utils import create_metric_per_engine
 
-from kvabr.codec.profile import MAX_PROFILE_BYTES, Profile
-from kvabr.data import default_catalog, default_profile_bytes
+from kvabr.data import default_catalog
+from kvabr.engines.transformers.publish import find_profile
 from kvabr.engines.vllm import ADAPTER, stats
 from kvabr.engines.vllm.config import ServedModel, VllmSettings, read_settings, served_model
 from kvabr.engines.vllm.layers import layers_of, layout_of
@@ -29,7 +29,7 @@ from kvabr.engines.vllm.scheduler import SchedulerHalf
 from kvabr.engines.vllm.worker import WorkerHalf
 from kvabr.publish.publisher import Publisher
 from kvabr.types.catalog import Catalog
-from kvabr.types.errors import AssetError, FormatError, UsageError
+from kvabr.types.errors import UsageError
 
 
 class KvabrMetadata(KVConnectorMetadata):  # type: ignore[misc]
@@ -247,26 +247,8 @@ def _publisher(settings: VllmSettings, model: ServedModel) -> Publisher:
         spec,
         prior=prior,
         tracks=settings.tracks,
-        profile=_profile(settings, model) if spec is model.spec else None,
+        profile=find_profile(spec, settings.profile) if spec is model.spec else None,
         queue=settings.queue,
         max_bytes=settings.publish_bytes,
         source=f"computed by vLLM {vllm.__version__}",
     )
-
-
-def _profile(settings: VllmSettings, model: ServedModel) -> Profile | None:
-    """Return the codec profile that the user names, or the one that kvabr ships if it fits the model."""
-    if settings.profile is None:
-        shipped = Profile.from_bytes(default_profile_bytes())
-        try:
-            shipped.check(model.spec)
-        except FormatError:
-            return None
-        return shipped
-    try:
-        with settings.profile.open("rb") as file:
-            profile = Profile.from_bytes(file.read(MAX_PROFILE_BYTES + 1))
-    except OSError as error:
-        raise AssetError(f"{settings.profile}: cannot be read ({error.strerror})") from error
-    profile.check(model.spec)
-    return profile

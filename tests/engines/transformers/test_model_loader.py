@@ -184,7 +184,7 @@ YARN = {"factor": 16.0, "rope_theta": 5e5, "original_max_position_embeddings": 4
 def test_scaled_embeddings_of_a_real_models_size(tmp_path, changes, factor):
     loaded = load_model(str(tinymodels.save(tmp_path / "model", head_dim=128, **changes)))
     rope = loaded.engine.spec.rope
-    module = loaded.engine._model.model.rotary_emb
+    module = loaded.engine.model.model.rotary_emb
     assert torch.allclose(torch.tensor(rope.frequencies), module.inv_freq, rtol=1e-5, atol=0)
     assert rope.factor == pytest.approx(factor, rel=1e-8)
     assert module.attention_scaling == pytest.approx(factor, rel=1e-8)
@@ -217,7 +217,7 @@ def test_a_model_that_computes_in_16_bits_has_the_same_spec(tmp_path, kind, chan
 
 def test_what_a_model_does_not_do_is_not_believed(tiny):
     """A configuration that says one thing, while the model's module does another."""
-    model = copy.deepcopy(tiny.engine._model)
+    model = copy.deepcopy(tiny.engine.model)
     turned = {"name": "m", "tokenizer": "t", "dtype": "float16"}
     model.config.rope_parameters = scaled("linear", factor=4.0)["rope_parameters"]
     assert spec_of(model, **turned).rope is None
@@ -244,7 +244,7 @@ def test_what_a_model_does_not_do_is_not_believed(tiny):
     ],
 )
 def test_scalings_that_make_no_sense_are_none(tiny, parameters):
-    model = copy.deepcopy(tiny.engine._model)
+    model = copy.deepcopy(tiny.engine.model)
     model.config.rope_parameters = {"rope_theta": 10000.0} | parameters
     assert spec_of(model, name="m", tokenizer="t", dtype="float16").rope is None
 
