@@ -7,7 +7,7 @@ import json
 import time
 from pathlib import Path
 
-from kvabr.cli.options import add_salt_option, find_profile
+from kvabr.cli.options import add_salt_option
 from kvabr.types.errors import UsageError
 from kvabr.types.kv import MAX_GROUP_TOKENS
 
@@ -78,6 +78,7 @@ def run(args: argparse.Namespace) -> int:
 
     from kvabr.cli.display import StageBar, mix_rows, mix_table, track_rows, track_table
     from kvabr.engines.transformers.model_loader import load_model
+    from kvabr.engines.transformers.publish import find_profile
     from kvabr.publish.encoder import cut_prompt, ordered_tracks, publish
     from kvabr.store.files import read_salt, read_text, write_text
     from kvabr.store.locations import open_store
@@ -96,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
     with console.status("loading the model"):
         loaded = load_model(args.model)
     prompt = cut_prompt(loaded, text, args.tokens, args.continuation)
-    profile = find_profile(loaded, args.profile)
+    profile = find_profile(loaded.engine.spec, args.profile)
     unusual: list[str] = []
     with writer, StageBar(STAGES, console) as bar:
         catalog = publish(

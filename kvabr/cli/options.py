@@ -1,4 +1,4 @@
-"""Options and option values that several commands share: addresses, the salt, the profile, files to write."""
+"""Options and option values that several commands share: addresses, the salt, files to write."""
 
 from __future__ import annotations
 
@@ -8,13 +8,8 @@ import os
 import re
 import socket
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from kvabr.types.errors import AssetError, FormatError, UsageError
-
-if TYPE_CHECKING:
-    from kvabr.codec.profile import Profile
-    from kvabr.engines.transformers.model_loader import LoadedModel
+from kvabr.types.errors import UsageError
 
 _ADDRESS = re.compile(r"(?:\[(?P<six>[0-9A-Fa-f:.%\w]+)\]|(?P<host>[^:\[\]\s/]*)):(?P<port>\d{1,5})")
 
@@ -71,28 +66,3 @@ def check_writable(*paths: Path | None) -> None:
     for path in paths:
         if path is not None and (not path.parent.is_dir() or not os.access(path.parent, os.W_OK) or path.is_dir()):
             raise UsageError(f"{path}: cannot be written there")
-
-
-def find_profile(loaded: LoadedModel, path: Path | None) -> Profile | None:
-    """Return the codec profile at ``path``, the one shipped for SmolLM2, or None.
-
-    Raises:
-        AssetError: The file cannot be read.
-        FormatError: It is not a profile.
-        ForeignError: It belongs to another model.
-    """
-    from kvabr.codec.profile import MAX_PROFILE_BYTES, Profile
-    from kvabr.data import default_profile_bytes
-    from kvabr.engines.transformers import smollm2
-
-    if path is None:
-        return Profile.from_bytes(default_profile_bytes()) if loaded.engine.spec.model == smollm2.NAME else None
-    try:
-        with path.open("rb") as file:
-            profile = Profile.from_bytes(file.read(MAX_PROFILE_BYTES + 1))
-        profile.check(loaded.engine.spec)
-    except OSError as error:
-        raise AssetError(f"{path}: cannot be read ({error.strerror}); `kvabr calibrate` makes a profile") from error
-    except FormatError as error:
-        raise type(error)(f"{path}: {error}") from error
-    return profile

@@ -111,14 +111,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _subject(model: str, args: argparse.Namespace) -> Subject:
-    from kvabr.cli.options import find_profile
     from kvabr.engines.transformers.model_loader import load_model
+    from kvabr.engines.transformers.publish import find_profile
     from kvabr.lab.bench import codec_speed
 
     if model == "llama-8b":
         return codec_speed.llama(args.work)
     loaded = load_model(model)
-    return codec_speed.real(loaded, find_profile(loaded, args.profile))
+    return codec_speed.real(loaded, find_profile(loaded.engine.spec, args.profile))
 
 
 def _coder_table(rows: Sequence[dict[str, Any]]) -> Table:

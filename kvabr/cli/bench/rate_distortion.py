@@ -164,13 +164,13 @@ def _check(args: argparse.Namespace) -> None:
 
 def _profiles(loaded: LoadedModel, paths: list[Path] | None) -> dict[str, Profile]:
     """Return profiles by label: an empty one for a single profile, otherwise the file's name."""
-    from kvabr.cli.options import find_profile
+    from kvabr.engines.transformers.publish import find_profile
 
     found: dict[str, Any] = {}
     if paths is None or len(paths) == 1:
-        found[""] = find_profile(loaded, None if paths is None else paths[0])
+        found[""] = find_profile(loaded.engine.spec, None if paths is None else paths[0])
     else:
-        found = {f"@{path.name.removesuffix('.safetensors')}": find_profile(loaded, path) for path in paths}
+        found = {f"@{path.name.removesuffix('.safetensors')}": find_profile(loaded.engine.spec, path) for path in paths}
     if paths is not None and len(found) < len(paths):
         raise UsageError("two profiles have the same file name, which labels the results: rename one")
     return {label: profile for label, profile in found.items() if profile is not None}

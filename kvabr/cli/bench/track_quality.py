@@ -57,8 +57,8 @@ def run(args: argparse.Namespace) -> int:
 
     from kvabr.cli.display import StageBar, mix_rows, mix_table, track_rows, track_table
     from kvabr.cli.encode import STAGES
-    from kvabr.cli.options import find_profile
     from kvabr.engines.transformers.model_loader import load_model
+    from kvabr.engines.transformers.publish import find_profile
     from kvabr.publish.encoder import MemoryFrames, cut_prompt, ordered_tracks, publish
     from kvabr.publish.texts import measuring_texts
     from kvabr.store.files import read_text, write_text
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     console = Console(stderr=True)
     with console.status("loading the model"):
         loaded = load_model(args.model)
-    profile = find_profile(loaded, args.profile)
+    profile = find_profile(loaded.engine.spec, args.profile)
     prompts = {name: cut_prompt(loaded, text, args.tokens, args.continuation) for name, text in texts.items()}
     out = Console()
     catalogs: dict[str, Catalog] = {}
