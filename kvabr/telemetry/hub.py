@@ -6,11 +6,11 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import Context, copy_context
 from dataclasses import dataclass
-from queue import SimpleQueue
 from typing import Self
 
 from kvabr.telemetry.listener import Heard, Listener
@@ -78,8 +78,7 @@ class Telemetry:
         Args:
             log: called with every event as well, immediately.
         """
-        tap = _Tap(self._queues, uuid.uuid4().hex)
-        tap.tell(PlayCalled(0.0), time.time())
+        tap = _Tap(self._queues, time.time())
 
         def hear(event: PlayEvent) -> None:
             tap.tell(event, time.time())
@@ -104,8 +103,7 @@ class Telemetry:
             The identifier that the play was given.
         """
         begun = time.time() if began_s is None else began_s
-        tap = _Tap(self._queues, uuid.uuid4().hex)
-        tap.tell(PlayCalled(0.0), begun)
+        tap = _Tap(self._queues, begun)
         last_s = 0.0
         for count, event in enumerate(events, 1):
             if count % self._chunk == 0:
@@ -118,9 +116,7 @@ class Telemetry:
     def flush(self, timeout_s: float = _CLOSE_S) -> bool:
         """Wait until every listener has taken all events so far; return whether all have."""
         until = time.monotonic() + timeout_s
-        marks = [queue.mark() for queue in self._queues]
-        heard = [mark(max(0.0, until - time.monotonic())) for mark in marks]
-        return all(heard)
+        return all(queue.wait(max(0.0, until - time.monotonic())) for queue in self._queues)
 
     def close(self, timeout_s: float = _CLOSE_S) -> None:
         """Let the listeners take queued events, then end their threads; a thread that hangs is abandoned."""
@@ -132,85 +128,68 @@ class Telemetry:
 
 
 class _ListenerQueue:
-    """One listener, its queue and its thread."""
+    """One listener, its queue and its thread, which starts with the first event."""
 
     def __init__(self, listener: Listener, limit: int) -> None:
         self.listener, self._limit = listener, limit
         self.counts = ListenerCounts()
-        self._queue: SimpleQueue[tuple[Context, Heard] | threading.Event | None] = SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self._lock = threading.Lock()
-        self._closed = False
-        self._told = False
+        self._changed = threading.Condition()
+        self._queue: deque[tuple[Context, Heard]] = deque()
+        self._thread = threading.Thread(target=self._run, name=f"kvabr-telemetry-{listener.name}", daemon=True)
+        self._queued = self._taken = 0
+        self._closed = self._told = False
 
     def put(self, context: Context, heard: Heard) -> None:
         """Queue an event, or drop it if the queue is full; never wait."""
         room = self._limit + (_ENDS_RESERVE if isinstance(heard.event, PlayEnded) else 0)
-        with self._lock:  # briefly: the thread must not end between the check and the put
-            if self._closed or self._queue.qsize() >= room:
+        with self._changed:
+            if self._closed or len(self._queue) >= room:
                 self.counts.dropped += 1
                 return
-            self._begin()
-            self._queue.put((context, heard))
+            self._queue.append((context, heard))
+            self._queued += 1
+            self._wake()
 
-    def mark(self) -> Callable[[float], bool]:
-        """Return a function that waits, up to a timeout, for the events queued so far; it returns whether they came."""
-        with self._lock:
-            thread = self._thread
-            if thread is None:
-                return lambda _: True
-            if not self._closed:
-                mark = threading.Event()
-                self._queue.put(mark)
-                return mark.wait
-
-        def gone(timeout_s: float) -> bool:
-            thread.join(timeout_s)
-            return not thread.is_alive()
-
-        return gone
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until the listener has taken the events queued so far; return whether it has."""
+        with self._changed:
+            queued = self._queued
+            return self._changed.wait_for(lambda: self._taken >= queued, timeout_s)
 
     def end(self) -> None:
-        """Take no more events; the thread ends behind those that are queued."""
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-            began = self._thread is not None
-        if began:
-            self._queue.put(None)
-        else:
-            self._close()
+        """Take no more events; the thread closes the listener once it has taken those that are queued, and ends."""
+        with self._changed:
+            if not self._closed:
+                self._closed = True
+                self._wake()
 
     def join(self, timeout_s: float) -> None:
-        """Wait for the thread to end."""
-        if self._thread is None:
-            return
+        """Wait for the thread to end, after `end`."""
         self._thread.join(timeout_s)
         if self._thread.is_alive():
-            self._tell(f"is stuck: {self._queue.qsize()} events are lost")
+            self._tell(f"is stuck: {len(self._queue)} events are lost")
 
-    def _begin(self) -> None:
-        if self._thread is None:
-            name = f"kvabr-telemetry-{self.listener.name}"
-            self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+    def _wake(self) -> None:
+        if self._thread.ident is None:
             self._thread.start()
+        self._changed.notify_all()
 
     def _run(self) -> None:
-        while (item := self._queue.get()) is not None:
-            if isinstance(item, threading.Event):
-                item.set()
-                continue
-            context, heard = item
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._queue or self._closed)
+                if not self._queue:
+                    break
+                context, heard = self._queue.popleft()
             self.counts.heard += 1
             try:
                 context.run(self.listener.hear, heard)
             except BaseException as error:  # noqa: BLE001  # the listener must hear the next event
                 self.counts.errors += 1
                 self._tell(f"raised {error!r}")
-        self._close()
-
-    def _close(self) -> None:
+            with self._changed:
+                self._taken += 1
+                self._changed.notify_all()
         try:
             self.listener.close()
         except BaseException as error:  # noqa: BLE001  # as above
@@ -227,12 +206,13 @@ class _ListenerQueue:
 class _Tap:
     """Passes the events of one play to all listeners."""
 
-    def __init__(self, queues: list[_ListenerQueue], sid: str) -> None:
-        self.sid = sid
+    def __init__(self, queues: list[_ListenerQueue], wall_s: float) -> None:
+        self.sid = uuid.uuid4().hex
         # Each listener runs in a copy of the caller's context, in which a span finds its parent.
         self._queues = [(queue, copy_context()) for queue in queues]
         self._last_s = 0.0
         self._over = False
+        self.tell(PlayCalled(0.0), wall_s)
 
     def tell(self, event: PlayEvent, wall_s: float) -> None:
         if self._over:
@@ -243,7 +223,6 @@ class _Tap:
             queue.put(context, heard)
 
     def end(self, wall_s: float, error: BaseException | None = None) -> None:
-        name = None if error is None else type(error).__name__
-        reason = None if error is None else str(error)
+        name, reason = (None, None) if error is None else (type(error).__name__, str(error))
         self.tell(PlayEnded(self._last_s, name, reason), wall_s)
         self._over = True

@@ -32,21 +32,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from kvabr.telemetry.listener import Heard, Listener, PlayStates
+from kvabr.types import events
 from kvabr.types.errors import AssetError
-from kvabr.types.events import (
-    CacheDelivered,
-    DecisionMade,
-    FirstByteReceived,
-    PlayEnded,
-    PlayEvent,
-    PlayStarted,
-    ProgressMade,
-    RequestCancelled,
-    RequestDone,
-    RequestFailed,
-    RequestSent,
-    SampleLimited,
-)
 
 Record = dict[str, Any]
 
@@ -77,7 +64,7 @@ class JsonLines(Listener):
         """Write the records of an event; whenever a play ends the file is flushed."""
         play = self._plays.of(heard)
         self._file.writelines(json.dumps(record) + "\n" for record in play.records(heard.wall_s, heard.event))
-        if isinstance(heard.event, PlayEnded):
+        if isinstance(heard.event, events.PlayEnded):
             self._file.flush()
 
     def close(self) -> None:
@@ -94,40 +81,40 @@ class Cmcd:
         self._deadline_s = 0.0
         self._segment_s = 0.0
         self._top = 0
-        self._decision: DecisionMade | None = None
+        self._decision: events.DecisionMade | None = None
         self._requests: dict[int, tuple[float, float | None]] = {}
         """Time sent and time of the first byte, by request under way."""
         self._pending: Record | None = None
         """The record of the last request, held back until the next event shows whether another request follows it."""
         self._starved = False
 
-    def records(self, wall_s: float, event: PlayEvent) -> Iterator[Record]:
+    def records(self, wall_s: float, event: events.PlayEvent) -> Iterator[Record]:
         """Yield the records that an event makes: at most one, and before it the one held back.
 
         Args:
             wall_s: when it happened, seconds since 1970.
             event: from the play's log.
         """
-        if self._pending is not None and not isinstance(event, RequestSent):
+        if self._pending is not None and not isinstance(event, events.RequestSent):
             # A decision at the same time may lead to the next request.
-            decided = isinstance(event, DecisionMade) and event.kind not in _RECORDED
+            decided = isinstance(event, events.DecisionMade) and event.kind not in _RECORDED
             if not (decided and event.t == self._pending["t"]):
                 yield self._sent()
         match event:
-            case RequestSent():
+            case events.RequestSent():
                 yield from self._request(wall_s, event)
-            case DecisionMade():
+            case events.DecisionMade():
                 if event.kind in _RECORDED:
                     yield self._record(wall_s, event, self._buffer(event), *_NUMBERS, "kind", "group", "reason")
                 self._decision = event
-            case FirstByteReceived():
+            case events.FirstByteReceived():
                 sent_s, first_s = self._requests.get(event.request, (event.t, None))
                 self._requests[event.request] = (sent_s, event.t if first_s is None else first_s)
-            case ProgressMade():
+            case events.ProgressMade():
                 yield self._record(wall_s, event, self._buffer(event), "received", *_NUMBERS)
-            case RequestDone():
+            case events.RequestDone():
                 yield self._record(wall_s, event, self._times(event), "request", "group", "track", "bytes")
-            case SampleLimited():
+            case events.SampleLimited():
                 pass
             case _:
                 yield self._other(wall_s, event)
@@ -137,7 +124,7 @@ class Cmcd:
         assert pending is not None  # noqa: S101  # its callers have checked
         return pending
 
-    def _request(self, wall_s: float, event: RequestSent) -> Iterator[Record]:
+    def _request(self, wall_s: float, event: events.RequestSent) -> Iterator[Record]:
         decision = self._decision
         if decision is not None and decision.request != event.request:
             decision = None
@@ -167,7 +154,7 @@ class Cmcd:
             record |= {key: getattr(decision, key) for key in (*_NUMBERS, "kind", "reason")}
         self._pending = record
 
-    def _times(self, event: RequestDone) -> Record:
+    def _times(self, event: events.RequestDone) -> Record:
         sent_s, first_s = self._requests.pop(event.request, (None, None))
         cmcd: Record = {}
         if sent_s is not None:
@@ -176,7 +163,7 @@ class Cmcd:
                 cmcd["ttfb"] = round(1e3 * (first_s - sent_s))
         return cmcd
 
-    def _buffer(self, event: DecisionMade | ProgressMade | None, t: float | None = None) -> Record:
+    def _buffer(self, event: events.DecisionMade | events.ProgressMade | None, t: float | None = None) -> Record:
         """Return what an event says of time and rate, at time ``t`` or its own."""
         cmcd: Record = {}
         now = event.t if t is None and event is not None else t
@@ -188,24 +175,24 @@ class Cmcd:
             cmcd["mtp"] = _hundreds(8.0 * event.rate / 1e3)
         return cmcd
 
-    def _other(self, wall_s: float, event: PlayEvent) -> Record:
+    def _other(self, wall_s: float, event: events.PlayEvent) -> Record:
         cmcd = Record()
         match event:
-            case PlayStarted():
+            case events.PlayStarted():
                 self._begin(event)
-            case RequestCancelled() | RequestFailed():
+            case events.RequestCancelled() | events.RequestFailed():
                 self._requests.pop(event.request, None)
-            case CacheDelivered(met=False):
+            case events.CacheDelivered(met=False):
                 cmcd["bs"] = True
         return self._record(wall_s, event, cmcd)
 
-    def _begin(self, event: PlayStarted) -> None:
+    def _begin(self, event: events.PlayStarted) -> None:
         self._deadline_s = event.deadline_s
         self._segment_s = event.deadline_s / max(1, event.groups)
         self._top = max(event.track_bytes, default=event.fp16_bytes)
         self._who["cid"] = event.asset.rpartition("/")[2]
 
-    def _record(self, wall_s: float, event: PlayEvent, cmcd: Record, *keys: str) -> Record:
+    def _record(self, wall_s: float, event: events.PlayEvent, cmcd: Record, *keys: str) -> Record:
         """Return a record with the named fields of an event; with all of them if none is named."""
         line = event.to_json()
         record: Record = {"ts": round(1e3 * wall_s), "t": event.t, "event": event.name, "cmcd": self._who | cmcd}

@@ -10,28 +10,8 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from kvabr.telemetry.listener import Heard, Listener, PlayStates
+from kvabr.types import events
 from kvabr.types.errors import UsageError
-from kvabr.types.events import (
-    CacheDelivered,
-    DecisionMade,
-    FirstByteReceived,
-    GroupDecoded,
-    LookupFailed,
-    PlayCalled,
-    PlayEnded,
-    PlayEvent,
-    PlayStarted,
-    ProgressMade,
-    RecomputeEvent,
-    RecomputeFailed,
-    RecomputeStarted,
-    RequestCancelled,
-    RequestDone,
-    RequestFailed,
-    RequestSent,
-    SampleLimited,
-    TransferEvent,
-)
 
 _MOST_SPANS = 2000
 """Child spans of one play; more are counted in ``kvabr.spans_left_out``."""
@@ -83,68 +63,68 @@ class _Spans:
         self._open: dict[Key, Any] = {}
         self._made = 0
         self._left_out = 0
-        self._decision: DecisionMade | None = None
+        self._decision: events.DecisionMade | None = None
 
-    def hear(self, now: int, event: PlayEvent) -> None:
+    def hear(self, now: int, event: events.PlayEvent) -> None:
         """Take one event; ``now`` is nanoseconds since 1970."""
         if self._root is None:
             self._root = self._tracer.start_span("kvabr.play", start_time=now, attributes={"kvabr.sid": self._sid})
             self._below = self._trace.set_span_in_context(self._root)
         match event:
-            case DecisionMade():
+            case events.DecisionMade():
                 self._decision = event
-            case FirstByteReceived():
+            case events.FirstByteReceived():
                 if (fetch := ("fetch", event.request)) in self._open:
                     self._open[fetch].add_event("first byte", timestamp=now)
-            case TransferEvent():
+            case events.TransferEvent():
                 self._transfer(now, event)
-            case RecomputeEvent():
+            case events.RecomputeEvent():
                 self._engine(now, event)
-            case ProgressMade() | SampleLimited():
+            case events.ProgressMade() | events.SampleLimited():
                 pass  # too many, and too fine for a trace
             case _:
                 self._course(now, event)
 
-    def _course(self, now: int, event: PlayEvent) -> None:
+    def _course(self, now: int, event: events.PlayEvent) -> None:
         """Take an event of the whole play, or one without a span of its own."""
         match event:
-            case PlayCalled():
+            case events.PlayCalled():
                 self._begin(_LOOKUP, now)
-            case PlayStarted():
+            case events.PlayStarted():
                 self._end(_LOOKUP, now)
                 self._root.set_attributes(_named(event, _STARTED))
-            case CacheDelivered():
+            case events.CacheDelivered():
                 self._root.set_attributes(_named(event, ("met", "loss")))
-            case PlayEnded():
+            case events.PlayEnded():
                 self._over(now, event)
             case _:
                 fields = tuple(key for key in event.to_json() if key not in {"t", "event"})
                 self._root.add_event(f"kvabr.{event.name}", _named(event, fields), timestamp=now)
-                if isinstance(event, LookupFailed):
+                if isinstance(event, events.LookupFailed):
                     self._end(_LOOKUP, now, error=event.reason)
 
-    def _engine(self, now: int, event: RecomputeEvent) -> None:
-        if isinstance(event, RecomputeStarted):
+    def _engine(self, now: int, event: events.RecomputeEvent) -> None:
+        if isinstance(event, events.RecomputeStarted):
             self._end(_LOOKUP, now)  # if nothing is cached, no other event ends the lookup
             self._begin(("recompute", 0), now, _named(event, ("first", "last")))
         else:
-            self._end(("recompute", 0), now, error=event.reason if isinstance(event, RecomputeFailed) else None)
+            self._end(("recompute", 0), now, error=event.reason if isinstance(event, events.RecomputeFailed) else None)
 
-    def _transfer(self, now: int, event: TransferEvent) -> None:
+    def _transfer(self, now: int, event: events.TransferEvent) -> None:
         fetch, decode = ("fetch", event.request), ("decode", event.request)
         match event:
-            case RequestSent():
+            case events.RequestSent():
                 decision = self._decision
                 decided = {} if decision is None or decision.request != event.request else _named(decision, _DECIDED)
                 self._begin(fetch, now, _named(event, _REQUESTED) | decided)
-            case RequestDone():
+            case events.RequestDone():
                 self._end(fetch, now)
                 self._begin(decode, now, _named(event, _REQUESTED))
-            case GroupDecoded():
+            case events.GroupDecoded():
                 self._end(decode, now)
-            case RequestCancelled() | RequestFailed():
+            case events.RequestCancelled() | events.RequestFailed():
                 # A cancelled request is no error; a failed one is, on its way or in the decoder.
-                failed = isinstance(event, RequestFailed)
+                failed = isinstance(event, events.RequestFailed)
                 outcome = {"kvabr.outcome": "failed" if failed else "cancelled"}
                 attributes = outcome | _named(event, ("received", "reason"))
                 key = decode if decode in self._open else fetch
@@ -170,7 +150,7 @@ class _Spans:
                 span.set_status(self._trace.StatusCode.ERROR, error)
             span.end(end_time=now)
 
-    def _over(self, now: int, event: PlayEnded) -> None:
+    def _over(self, now: int, event: events.PlayEnded) -> None:
         for key in list(self._open):
             self._end(key, now, {"kvabr.outcome": "unfinished"})
         if self._left_out:
@@ -180,6 +160,6 @@ class _Spans:
         self._root.end(end_time=now)
 
 
-def _named(event: PlayEvent, fields: tuple[str, ...]) -> dict[str, Any]:
+def _named(event: events.PlayEvent, fields: tuple[str, ...]) -> dict[str, Any]:
     """Return the attributes that an event gives a span; fields that are None are left out."""
     return {f"kvabr.{key}": value for key in fields if (value := getattr(event, key)) is not None}

@@ -19,25 +19,8 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from kvabr.telemetry.listener import Heard, Listener, PlayStates
+from kvabr.types import events
 from kvabr.types.errors import TransportError
-from kvabr.types.events import (
-    CacheDelivered,
-    DecisionMade,
-    FirstByteReceived,
-    GroupDecoded,
-    PlayEnded,
-    PlayGaveUp,
-    PlayStarted,
-    ProgressMade,
-    RecomputeDone,
-    RecomputeEvent,
-    RecomputeStarted,
-    RequestCancelled,
-    RequestDone,
-    RequestFailed,
-    RequestSent,
-    TransferEvent,
-)
 
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIEnvironment
@@ -181,55 +164,57 @@ class PlayerMetrics(Listener, MetricSet):
         play, event = self._plays.of(heard), heard.event
         self.plays_in_progress.set(len(self._plays))
         match event:
-            case PlayStarted():
+            case events.PlayStarted():
                 play.deadline_s = event.deadline_s
-            case DecisionMade() | ProgressMade():
+            case events.DecisionMade() | events.ProgressMade():
                 self._estimates(play, event)
-            case FirstByteReceived():
+            case events.FirstByteReceived():
                 if event.request in play.sent_s:
                     self.first_byte_seconds.observe(event.t - play.sent_s.pop(event.request))
-            case TransferEvent():
+            case events.TransferEvent():
                 self._transfer(play, event)
-            case RecomputeEvent():
+            case events.RecomputeEvent():
                 self._engine(play, event)
-            case CacheDelivered():
+            case events.CacheDelivered():
                 self._delivered(play, event)
-            case PlayGaveUp():
+            case events.PlayGaveUp():
                 play.result = "gave_up"
-            case PlayEnded():
+            case events.PlayEnded():
                 self.plays_total.labels(play.result or ("nothing" if event.error is None else "failed")).inc()
 
-    def _estimates(self, play: _PlayState, event: DecisionMade | ProgressMade) -> None:
+    def _estimates(self, play: _PlayState, event: events.DecisionMade | events.ProgressMade) -> None:
         if event.rate:
             self.rate.set(event.rate)
             self.lower_bound.set(event.lower)
-        if isinstance(event, DecisionMade) and event.request is not None:
+        if isinstance(event, events.DecisionMade) and event.request is not None:
             play.kinds[event.request] = event.kind
 
-    def _transfer(self, play: _PlayState, event: TransferEvent) -> None:
+    def _transfer(self, play: _PlayState, event: events.TransferEvent) -> None:
         match event:
-            case RequestSent():
+            case events.RequestSent():
                 play.sent_s[event.request] = event.t
-            case RequestDone():
+            case events.RequestDone():
                 self.requests_total.labels("done").inc()
                 self.bytes_total.labels(self._track(event.track)).inc(event.bytes)
-            case GroupDecoded():
+            case events.GroupDecoded():
                 self.groups_total.labels(_SOURCES[play.kinds.pop(event.request, "fetch")]).inc()
-            case RequestCancelled() | RequestFailed():
-                self.requests_total.labels("cancelled" if isinstance(event, RequestCancelled) else "failed").inc()
+            case events.RequestCancelled() | events.RequestFailed():
+                self.requests_total.labels(
+                    "cancelled" if isinstance(event, events.RequestCancelled) else "failed"
+                ).inc()
                 self.lost_bytes_total.inc(event.received)
                 play.sent_s.pop(event.request, None)
                 play.kinds.pop(event.request, None)
 
-    def _engine(self, play: _PlayState, event: RecomputeEvent) -> None:
-        if isinstance(event, RecomputeStarted):
+    def _engine(self, play: _PlayState, event: events.RecomputeEvent) -> None:
+        if isinstance(event, events.RecomputeStarted):
             play.computing_s = event.t
             return
         self.recompute_seconds_total.inc(max(0.0, event.t - play.computing_s))
-        if isinstance(event, RecomputeDone):
+        if isinstance(event, events.RecomputeDone):
             self.groups_total.labels("recomputed").inc(event.last - event.first)
 
-    def _delivered(self, play: _PlayState, event: CacheDelivered) -> None:
+    def _delivered(self, play: _PlayState, event: events.CacheDelivered) -> None:
         play.result = "met" if event.met else "late"
         self.ttft_seconds.observe(event.t)
         self.loss.observe(event.loss)

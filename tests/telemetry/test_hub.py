@@ -62,7 +62,7 @@ def test_what_comes_faster_than_it_is_heard_is_dropped_and_counted_but_not_the_e
             assert slow.begun.wait(300.0)
             for number in range(100):
                 log(progress(0.01 * number))
-                assert telemetry._queues[1].mark()(10.0)
+                assert telemetry._queues[1].wait(10.0)
         slow.go.set()
         assert telemetry.flush()
         counts = telemetry.counts
