@@ -118,7 +118,7 @@ def connect(
         drafts: protocols to offer, preferred first.
         timeout_s: seconds that connecting may take.
         names: how namespaces are written; ``split`` is for peers that cannot carry a slash inside a field.
-        needed: fail if the peer does not answer at all. Otherwise return a connection that is in `Connection.trouble`,
+        needed: fail if the peer does not answer at all, or its name is unknown. Otherwise return a connection that is in `Connection.trouble`,
             and dials again with each request.
 
     Raises:
@@ -208,9 +208,9 @@ async def dial(options: DialOptions, library_name: LibraryName = "aioquic") -> Q
             loop.getaddrinfo(options.host, options.port, type=socket.SOCK_DGRAM), options.timeout_s
         )
     except TimeoutError as error:
-        raise TransportError(f"{where}: the name server did not answer within {options.timeout_s:.3g} s") from error
+        raise NoAnswerError(f"{where}: the name server did not answer within {options.timeout_s:.3g} s") from error
     except OSError as error:
-        raise TransportError(f"{where}: no such host ({error})") from error
+        raise NoAnswerError(f"{where}: no such host ({error})") from error
     known = {draft.alpn for draft in KNOWN_DRAFTS}
     alpn = [draft for draft in options.drafts if draft in known]
     if not alpn:
@@ -236,7 +236,7 @@ async def dial(options: DialOptions, library_name: LibraryName = "aioquic") -> Q
 
 
 class NoAnswerError(TransportError):
-    """Nothing came from an address, so nobody may be there."""
+    """Nothing came from an address, or the host's name has none at the moment, so nobody may be there."""
 
 
 async def first_of(candidates: Sequence[A], attempt: Callable[[A], Coroutine[Any, Any, C]], head_start_s: float) -> C:

@@ -328,22 +328,20 @@ class Peer(Endpoint):
         descending = message.parameters.group_order == 2
         first = last if descending else start.group
         try:
-            objects = publication.objects(last)
-            arriving = publication.follow(first, priority, partial(self.safely, self._more, number))
-            if arriving is None:
-                publication.open(last)  # so that a group that cannot be read is refused, not broken off
+            final = last_object(publication.objects(last), dense=self._dense)
+            if start.group == last and start.object > final:
+                self._refuse(number, RequestCode.INVALID_RANGE, f"the last object of group {last} is {final}")
+                return
+            opened = publication.open(first, priority, partial(self.safely, self._more, number))
         except (AssetError, IndexError) as error:
             self.log.warning("group cannot be read", error=str(error))
             self._refuse(number, RequestCode.INTERNAL_ERROR, "the publisher cannot read that group")
             return
+        arriving = opened if opened.available < opened.size else None
+        if arriving is None:
+            opened.close()  # until its turn comes: what waits holds no files
         whole = last < end.group or end.object == 0
-        final = last_object(objects, dense=self._dense)
         stop = final + 1 if whole else min(end.object, final + 1)
-        if start.group == last and start.object > final:
-            if arriving is not None:
-                arriving.close()
-            self._refuse(number, RequestCode.INVALID_RANGE, f"the last object of group {last} is {final}")
-            return
         ranges = [
             GroupRange(
                 group,

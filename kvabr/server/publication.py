@@ -9,14 +9,14 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from kvabr.codec.container import ObjectSpan, object_spans, slices
 from kvabr.server.grants import Grant
 from kvabr.store.asset import Asset
 from kvabr.types.errors import AssetError, TransportError
+from kvabr.types.kv import KVSpec
 from kvabr.types.naming import TrackNamespace
 
 PROPERTY_GROUP_BYTES = 0x38
@@ -25,24 +25,13 @@ PROPERTY_GROUP_DIGEST = 0x39
 """Object property of a group's first object: SHA-256 of the whole group."""
 
 
-@dataclass(frozen=True, slots=True)
-class PublishedGroup:
-    """One group, ready to send."""
-
-    data: memoryview
-    """All of its objects end to end."""
-    objects: tuple[ObjectSpan, ...]
-    """Ascending IDs; they cover ``data`` without gaps."""
-    digest: bytes
-    """SHA-256 of ``data``, for receivers that have no catalog."""
-
-
 class ArrivingGroup(ABC):
-    """A group of which more bytes are still to come, as a relay forwards it. Its reader must `close` it."""
+    """One group, of which more bytes may still be to come. Its reader must `close` it."""
 
     objects: tuple[ObjectSpan, ...]
+    """Ascending IDs; they cover the group without gaps."""
     digest: bytes
-    """SHA-256 of the whole group."""
+    """SHA-256 of the whole group, for receivers that have no catalog."""
     size: int
     """Bytes of the whole group."""
 
@@ -59,70 +48,38 @@ class ArrivingGroup(ABC):
     def read(self, begin: int, end: int) -> memoryview:
         """Return available bytes."""
 
-    @abstractmethod
-    def prioritise(self, priority: int) -> None:
+    def prioritise(self, priority: int) -> None:  # noqa: B027  # only a relay's origin knows priorities
         """Change the priority: 0 (most urgent) to 255."""
 
-    @abstractmethod
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027  # as above
         """Stop reading; without readers the group is no longer fetched. May be called twice."""
 
 
-class Publication(ABC):
-    """One track."""
+class PublishedGroup(ArrivingGroup):
+    """A group that is there."""
+
+    def __init__(self, data: memoryview, objects: tuple[ObjectSpan, ...], digest: bytes) -> None:
+        self.data, self.objects, self.digest, self.size = data, objects, digest, len(data)
 
     @property
-    @abstractmethod
-    def groups(self) -> int:
-        """Number of groups. They are numbered from 0, and all of them exist."""
+    def available(self) -> int:
+        """All of it."""
+        return self.size
 
-    @abstractmethod
-    def size(self, group: int) -> int:
-        """Return the bytes of a group.
-
-        Raises:
-            IndexError: there is no such group.
-        """
-
-    @abstractmethod
-    def objects(self, group: int) -> tuple[ObjectSpan, ...]:
-        """Return how a group is cut into objects, without opening it.
-
-        Raises:
-            IndexError: there is no such group.
-        """
-
-    @abstractmethod
-    def open(self, group: int) -> PublishedGroup:
-        """Return a group with its data.
-
-        Raises:
-            IndexError: there is no such group.
-            AssetError: it cannot be read, has another size than the catalog says, or was replaced.
-        """
-
-    def follow(self, group: int, priority: int, on_more: Callable[[], None]) -> ArrivingGroup | None:
-        """Return a group that has to be fetched first; None if `open` has all of it.
-
-        Args:
-            group: index of the group.
-            priority: 0 (most urgent) to 255.
-            on_more: called when more bytes are available, or no more will be.
-        """
-        del group, priority, on_more
-        return None
+    def read(self, begin: int, end: int) -> memoryview:
+        """See `ArrivingGroup.read`."""
+        return self.data[begin:end]
 
 
 class LoadingGroup(ArrivingGroup):
     """A group that a thread reads from a store that is not local; all of it arrives at once."""
 
-    def __init__(self, publication: LevelPublication, group: int, on_more: Callable[[], None]) -> None:
-        """Start to read; see `Publication.follow`."""
-        self.objects, self.size = publication.objects(group), publication.size(group)
-        self.digest = publication.digest(group)
+    def __init__(self, level: LevelPublication, group: int, on_more: Callable[[], None]) -> None:
+        """Start to read; see `Publication.open`."""
+        self.objects, self.size, self.digest = level.objects(group), level.size(group), level.digest(group)
         self._data: memoryview | None = None
         self._error: AssetError | None = None
-        self._task = asyncio.get_running_loop().create_task(self._load(publication, group, on_more))
+        self._task = asyncio.get_running_loop().create_task(self._load(level, group, on_more))
 
     @property
     def available(self) -> int:
@@ -136,23 +93,64 @@ class LoadingGroup(ArrivingGroup):
         assert self._data is not None  # noqa: S101  # nothing else is available
         return self._data[begin:end]
 
-    def prioritise(self, priority: int) -> None:
-        """See `ArrivingGroup.prioritise`; stores know no priorities."""
-
     def close(self) -> None:
         """See `ArrivingGroup.close`; a thread that reads already finishes."""
         self._task.cancel()
 
-    async def _load(self, publication: LevelPublication, group: int, on_more: Callable[[], None]) -> None:
+    async def _load(self, level: LevelPublication, group: int, on_more: Callable[[], None]) -> None:
         try:
-            self._data = (await asyncio.to_thread(publication.open, group)).data
+            self._data = await asyncio.to_thread(level.frame, group)
         except AssetError as error:
             self._error = error
         on_more()
 
 
-class LevelPublication(Publication):
-    """One compression level of one version of an asset."""
+class Publication(ABC):
+    """One track. Its groups are numbered from 0, and all of them exist; methods raise `IndexError` for others."""
+
+    groups: int
+    """Number of groups."""
+
+    @abstractmethod
+    def objects(self, group: int) -> tuple[ObjectSpan, ...]:
+        """Return how a group is cut into objects, without opening it."""
+
+    @abstractmethod
+    def open(self, group: int, priority: int = 128, on_more: Callable[[], None] = lambda: None) -> ArrivingGroup:
+        """Return a group; start to fetch it if it is not there.
+
+        Args:
+            group: index of the group.
+            priority: 0 (most urgent) to 255.
+            on_more: called when more bytes are available, or no more will be; never before this returns.
+
+        Raises:
+            AssetError: it cannot be read, has another size than the catalog says, or was replaced.
+        """
+
+
+class CatalogLevel(Publication):
+    """One compression level of an asset, cut as its catalog says."""
+
+    def __init__(self, spec: KVSpec, tokens: int, name: str, sizes: Sequence[int]) -> None:
+        """Serve groups of ``sizes`` bytes, of a cache of ``tokens`` tokens."""
+        self.groups, self.name = len(sizes), name
+        self._spec, self._tokens, self._sizes = spec, tokens, sizes
+
+    def size(self, group: int) -> int:
+        """Return the bytes of a group."""
+        if not 0 <= group < self.groups:
+            raise IndexError(f"group {group} is outside an asset of {self.groups} groups")
+        return self._sizes[group]
+
+    def objects(self, group: int) -> tuple[ObjectSpan, ...]:
+        """See `Publication.objects`."""
+        size, (first, last) = self.size(group), self._spec.group_range(group, self._tokens)
+        return object_spans(self._spec, self.name, first, last - first, size)
+
+
+class LevelPublication(CatalogLevel):
+    """One compression level of one version of an asset in a store."""
 
     def __init__(self, asset: Asset, track: str) -> None:
         """Serve ``track`` of ``asset``.
@@ -161,67 +159,44 @@ class LevelPublication(Publication):
             FormatError: the asset has no such track.
         """
         self._asset, self._track = asset, asset.catalog.track(track)
+        super().__init__(asset.catalog.spec, asset.catalog.tokens, track, self._track.bytes)
 
-    @property
-    def groups(self) -> int:
-        """As many as the asset has."""
-        return self._asset.catalog.groups
-
-    def size(self, group: int) -> int:
-        """Return what the catalog says."""
-        return self._track.bytes[self._checked(group)]
-
-    def objects(self, group: int) -> tuple[ObjectSpan, ...]:
-        """See `Publication.objects`."""
-        size, catalog = self.size(group), self._asset.catalog
-        first, last = catalog.spec.group_range(group, catalog.tokens)
-        return object_spans(catalog.spec, self._track.name, first, last - first, size)
-
-    def open(self, group: int) -> PublishedGroup:
-        """Return a frame; see `Publication.open`."""
+    def open(self, group: int, priority: int = 128, on_more: Callable[[], None] = lambda: None) -> ArrivingGroup:
+        """See `Publication.open`; only stores that are not local need threads."""
+        del priority
         objects = self.objects(group)
-        data = self._asset.frame_view(group, self._track.name)
+        if not self._asset.local:
+            return LoadingGroup(self, group, on_more)
+        return PublishedGroup(self.frame(group), objects, self.digest(group))
+
+    def frame(self, group: int) -> memoryview:
+        """Return the bytes of a group that exists; raises as `open`."""
+        data = self._asset.frame_view(group, self.name)
         # In this order: assets are exchanged whole, so a frame read before an unchanged catalog belongs to it.
         if not self._asset.is_current():
             raise AssetError(f"{self._asset.location}: was replaced or removed; ask for its catalog again")
-        return PublishedGroup(data, objects, self.digest(group))
+        return data
 
     def digest(self, group: int) -> bytes:
         """Return the SHA-256 of a group."""
-        return bytes.fromhex(self._track.digests[self._checked(group)])
-
-    def follow(self, group: int, priority: int, on_more: Callable[[], None]) -> ArrivingGroup | None:
-        """See `Publication.follow`; only stores that are not local need threads."""
-        del priority
-        return None if self._asset.local else LoadingGroup(self, group, on_more)
-
-    def _checked(self, group: int) -> int:
-        if not 0 <= group < self.groups:
-            raise IndexError(f"group {group} is outside an asset of {self.groups} groups")
-        return group
+        return bytes.fromhex(self._track.digests[group])
 
 
 class BytesPublication(Publication):
     """One group of bytes in memory: a catalog, a profile."""
 
+    groups = 1
+
     def __init__(self, data: bytes) -> None:
         self._group = PublishedGroup(memoryview(data), slices(0, len(data)), hashlib.sha256(data).digest())
-
-    @property
-    def groups(self) -> int:
-        """One."""
-        return 1
-
-    def size(self, group: int) -> int:
-        """Return the number of bytes."""
-        return len(self.open(group).data)
 
     def objects(self, group: int) -> tuple[ObjectSpan, ...]:
         """See `Publication.objects`."""
         return self.open(group).objects
 
-    def open(self, group: int) -> PublishedGroup:
+    def open(self, group: int, priority: int = 128, on_more: Callable[[], None] = lambda: None) -> PublishedGroup:
         """Return the bytes, in slices."""
+        del priority, on_more
         if group != 0:
             raise IndexError(f"group {group} of a track that has only group 0")
         return self._group

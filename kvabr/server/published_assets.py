@@ -174,7 +174,7 @@ class _CachedBytes:
     """Catalogs and profiles that were read lately, by their SHA-256."""
 
     def __init__(self, max_bytes: int) -> None:
-        self._cached: ByteLru[str, BytesPublication] = ByteLru(max_bytes, lambda publication: publication.size(0))
+        self._cached: ByteLru[str, BytesPublication] = ByteLru(max_bytes, lambda publication: publication.open(0).size)
         self._lock = threading.Lock()
 
     def get(self, sha256: str, read: Callable[[], bytes], at_once: bool) -> BytesPublication:

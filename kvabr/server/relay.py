@@ -16,19 +16,18 @@ from typing import TYPE_CHECKING, Self
 
 from kvabr.client.metrics import ClientMetrics
 from kvabr.client.resources import decoders
-from kvabr.client.shared_downloads import GroupRequest, SharedDownloads
-from kvabr.codec.container import ObjectSpan, object_spans
+from kvabr.client.shared_downloads import GroupRequest
 from kvabr.moqt.codes import RequestCode
 from kvabr.quic.interface import Connection
 from kvabr.server.grants import EVERYTHING, Grant, Grants
 from kvabr.server.metrics import Metrics
-from kvabr.server.publication import ArrivingGroup, Publication, PublishedGroup
-from kvabr.server.relay_catalogs import LEAST_BYTES, AssetFacts, Catalogs, is_small, is_unauthorized
+from kvabr.server.publication import ArrivingGroup, CatalogLevel, Publication
+from kvabr.server.relay_catalogs import LEAST_BYTES, Answer, AssetFacts, Catalogs, is_small, is_unauthorized
 from kvabr.server.relay_groups import RelayGroups
 from kvabr.store.group_folder import FolderGroupStore
 from kvabr.store.group_store import MemoryGroupStore, TieredGroupStore
-from kvabr.types.errors import AssetError, NotFoundError, RequestError, TransportError, UnauthorizedError
-from kvabr.types.naming import TrackNamespace
+from kvabr.types.errors import NotFoundError, RequestError, TransportError, UnauthorizedError
+from kvabr.types.naming import CATALOG_TRACK, TrackNamespace
 
 if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger
@@ -82,8 +81,7 @@ class Relay:
         self.store = TieredGroupStore(memory, folder, on_change=self._show)
         """Groups that are kept."""
         self._client_metrics = ClientMetrics(metrics.registry)
-        self._downloads = SharedDownloads(upstream, self.store, self._client_metrics)
-        self.groups = RelayGroups(self._downloads, self.store, transit_bytes, self._failed)
+        self.groups = RelayGroups(upstream, self.store, self._client_metrics, transit_bytes, self._failed)
         """Groups on their way."""
         self.catalogs = Catalogs(
             upstream,
@@ -107,7 +105,6 @@ class Relay:
         """End all transfers, write what waits for the disk, and forget what is in memory."""
         self.catalogs.close()
         await self.groups.close()
-        await self._downloads.close()
         if self._tasks:
             await asyncio.wait(self._tasks)
         await self.store.close()
@@ -121,30 +118,28 @@ class Relay:
     def find(self, grant: Grant, namespace: TrackNamespace, track: str, *, at_once: bool = False) -> Publication | None:
         """See `Source.find`; a relay can only answer at once what it was told a moment ago."""
         del grant, at_once
-        if is_small(track):
-            found: Publication | None = self.catalogs.fresh(namespace, track)
-            if found is None:
-                raise BlockingIOError(f"{track}: must be asked for")
-            return found
-        facts = self.catalogs.fresh_facts(namespace)
-        if facts is None:
-            raise BlockingIOError("the catalog must be asked for")
-        return self._track(facts, track)
+        answer = self.catalogs.fresh(namespace, track if is_small(track) else CATALOG_TRACK)
+        if answer is None:
+            raise BlockingIOError(f"{track}: must be asked for")
+        return self._track(answer, track)
 
     async def find_soon(self, grant: Grant, namespace: TrackNamespace, track: str) -> Publication | None:
         """See `Source.find_soon`."""
         del grant
         try:
-            if is_small(track):
-                return await self.catalogs.get(namespace, track)
-            return self._track(await self.catalogs.facts(namespace), track)
+            answer = await self.catalogs.get(namespace, track if is_small(track) else CATALOG_TRACK)
         except NotFoundError:
             return None
+        return self._track(answer, track)
 
     # ------------------------------------------------------------------ internals
 
-    def _track(self, facts: AssetFacts, track: str) -> Publication | None:
-        return RelayedTrack(self.groups, facts, track) if track in facts.sizes else None
+    def _track(self, answer: Answer, track: str) -> Publication | None:
+        """Return a track, from the answer that tells of it."""
+        if is_small(track):
+            return answer.publication
+        facts = answer.facts
+        return RelayedTrack(self.groups, facts, track) if facts is not None and track in facts.sizes else None
 
     def _failed(self, request: GroupRequest, error: TransportError) -> None:
         """A group was refused or wrong: find out what the origin says of the asset now."""
@@ -175,41 +170,15 @@ class Relay:
         self._client_metrics.show_store(self.store)
 
 
-class RelayedTrack(Publication):
+class RelayedTrack(CatalogLevel):
     """One level of an asset, as its catalog describes it."""
 
     def __init__(self, relayed: RelayGroups, facts: AssetFacts, track: str) -> None:
-        self._relayed, self._facts, self._name = relayed, facts, track
+        super().__init__(facts.spec, facts.tokens, track, facts.sizes[track])
+        self._relayed, self._facts = relayed, facts
 
-    @property
-    def groups(self) -> int:
-        """As many as the catalog says."""
-        return self._facts.groups
-
-    def size(self, group: int) -> int:
-        """See `Publication.size`."""
-        if not 0 <= group < self.groups:
-            raise IndexError(f"group {group} is outside an asset of {self.groups} groups")
-        return self._facts.sizes[self._name][group]
-
-    def objects(self, group: int) -> tuple[ObjectSpan, ...]:
-        """See `Publication.objects`; the same as at the origin."""
-        size, spec = self.size(group), self._facts.spec
-        first, last = spec.group_range(group, self._facts.tokens)
-        return object_spans(spec, self._name, first, last - first, size)
-
-    def open(self, group: int) -> PublishedGroup:
-        """See `Publication.open`; only of groups that are in memory, as `follow` tells."""
-        objects, digest = self.objects(group), self._facts.digest(self._name, group)
-        data = self._relayed.held(digest.hex())
-        if data is None:
-            raise AssetError(f"group {group} of {self._name}: no longer in memory")
-        return PublishedGroup(data, objects, digest)
-
-    def follow(self, group: int, priority: int, on_more: Callable[[], None]) -> ArrivingGroup | None:
-        """See `Publication.follow`."""
-        size, digest = self.size(group), self._facts.digest(self._name, group).hex()
-        if self._relayed.held(digest) is not None:
-            return None
-        request = GroupRequest(self._facts.namespace, self._name, group, size, exact=True, digest=digest)
-        return self._relayed.follow(request, self.objects(group), priority, on_more)
+    def open(self, group: int, priority: int = 128, on_more: Callable[[], None] = lambda: None) -> ArrivingGroup:
+        """See `Publication.open`."""
+        request = GroupRequest(self._facts.namespace, self.name, group, self.size(group))
+        digest = self._facts.digest(self.name, group)
+        return self._relayed.open(request, digest, self.objects(group), priority, on_more)

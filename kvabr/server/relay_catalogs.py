@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 
 LEAST_BYTES = 64 << 20
 """Smallest bound on the memory of small tracks."""
-_FACTS_SHARE = 1 / 4
-"""Share of that bound for what catalogs say of groups; the rest is for the small tracks themselves."""
 _OVERHEAD_BYTES = 4096
 """Memory of an entry besides its data, about: names, objects, dictionaries."""
 _URGENT = 0
@@ -69,11 +67,6 @@ class AssetFacts:
     """By track, bytes of each group."""
     digests: dict[str, bytes]
     """By track, SHA-256 of each group, end to end."""
-
-    @property
-    def memory(self) -> int:
-        """Bytes that this takes, about."""
-        return _OVERHEAD_BYTES + sum(64 + 8 * self.groups + len(digests) for digests in self.digests.values())
 
     def digest(self, track: str, group: int) -> bytes:
         """Return the SHA-256 of a group."""
@@ -139,35 +132,24 @@ def _checkers() -> ThreadPoolExecutor:
 
 
 @dataclass(slots=True)
-class _Answer:
-    """When something was last known to be true."""
+class Answer:
+    """A small track, and when the origin last gave it as an answer."""
 
+    publication: BytesPublication
+    facts: AssetFacts | None
+    """What it says, if it is a catalog."""
     asked_s: float
     took_s: float
     """Seconds that fetching it took."""
     doubted: bool = False
     """Whether something that came later contradicts it."""
 
-
-@dataclass(slots=True)
-class _Entry:
-    publication: BytesPublication
-    facts: AssetFacts | None
-    answer: _Answer
-
     @property
     def memory(self) -> int:
-        return _OVERHEAD_BYTES + self.publication.size(0)
-
-
-@dataclass(slots=True)
-class _Asset:
-    facts: AssetFacts
-    answer: _Answer
-
-    @property
-    def memory(self) -> int:
-        return self.facts.memory
+        """Bytes that this takes, about."""
+        facts = self.facts
+        digests = () if facts is None else facts.digests.values()
+        return _OVERHEAD_BYTES + self.publication.open(0).size + sum(64 + len(one) * 5 // 4 for one in digests)
 
 
 class Catalogs:
@@ -198,10 +180,8 @@ class Catalogs:
         """
         self._upstream, self._log, self._limit = upstream, log, limit
         self._on_dropped, self._on_revoked = on_dropped, on_revoked
-        facts_limit = int(_FACTS_SHARE * limit)
-        self._entries: ByteLru[_Name, _Entry] = ByteLru(limit - facts_limit, lambda entry: entry.memory)
-        self._assets: ByteLru[TrackNamespace, _Asset] = ByteLru(facts_limit, lambda asset: asset.memory)
-        self._asking: dict[_Name, asyncio.Task[_Entry]] = {}
+        self._answers: ByteLru[_Name, Answer] = ByteLru(limit, lambda answer: answer.memory)
+        self._asking: dict[_Name, asyncio.Task[Answer]] = {}
         self._coming = 0
         self._away = upstream.trouble is not None
         self._revoked = False
@@ -210,27 +190,24 @@ class Catalogs:
     @property
     def bytes(self) -> int:
         """Memory that is used, about."""
-        return int(self._entries.currsize + self._assets.currsize)
+        return int(self._answers.currsize)
 
     def __len__(self) -> int:
         """Return how many names take memory: those that are kept, and those that are being asked for."""
-        return len(self._entries) + len(self._assets) + len(self._asking)
+        return len(self._answers) + len(self._asking)
 
     # ------------------------------------------------------------------ what players want
 
-    def fresh(self, namespace: TrackNamespace, track: str) -> BytesPublication | None:
+    def fresh(self, namespace: TrackNamespace, track: str) -> Answer | None:
         """Return a small track that need not be asked for; None if it must be."""
-        entry = self._entries.get((namespace, track))
-        if entry is not None and (track == PROFILE_TRACK or self._is_fresh(entry.answer)):
-            return entry.publication
-        return None
+        answer = self._answers.get((namespace, track))
+        if answer is None or track == PROFILE_TRACK:
+            return answer
+        age_s = asyncio.get_running_loop().time() - answer.asked_s
+        fresh_s = max(self.FRESH_S, min(_MAX_FRESH_S, _FRESH_PER_FETCH * answer.took_s))
+        return None if answer.doubted or age_s >= fresh_s else answer
 
-    def fresh_facts(self, namespace: TrackNamespace) -> AssetFacts | None:
-        """Return what an asset has, if that need not be asked for."""
-        asset = self._assets.get(namespace)
-        return asset.facts if asset is not None and self._is_fresh(asset.answer) else None
-
-    async def get(self, namespace: TrackNamespace, track: str) -> BytesPublication:
+    async def get(self, namespace: TrackNamespace, track: str) -> Answer:
         """Return a small track as the origin has it now; its last answer while the origin is away.
 
         Raises:
@@ -239,59 +216,8 @@ class Catalogs:
         """
         if (found := self.fresh(namespace, track)) is not None:
             return found
-        kept = self._entries.get((namespace, track))
-        renewed = await self._renewed((namespace, track), None if kept is None else kept.answer)
-        if renewed is not None:
-            return renewed.publication
-        assert kept is not None  # noqa: S101  # only then is there a last answer
-        return kept.publication
-
-    async def facts(self, namespace: TrackNamespace) -> AssetFacts:
-        """Return what an asset has, as `get`."""
-        if (found := self.fresh_facts(namespace)) is not None:
-            return found
-        kept = self._assets.get(namespace)
-        renewed = await self._renewed((namespace, CATALOG_TRACK), None if kept is None else kept.answer)
-        if renewed is not None and renewed.facts is not None:
-            return renewed.facts
-        assert kept is not None  # noqa: S101  # as above
-        return kept.facts
-
-    def doubt(self, namespace: TrackNamespace) -> None:
-        """Note that an asset's groups do not agree with what is known of it, so that it is asked for again.
-
-        It is not dropped: if the origin goes away now, it is still the best there is.
-        """
-        if (asset := self._assets.peek(namespace)) is not None:
-            asset.answer.doubted = True
-        for _, entry in self._naming(namespace):
-            entry.answer.doubted = True
-
-    def revoke(self) -> None:
-        """Forget everything: it was fetched with a token that the origin no longer accepts."""
-        if not self._revoked:
-            self._log.warning("the origin refuses the relay's token; everything fetched under it was dropped")
-        self._revoked = True
-        self._entries.clear()
-        self._assets.clear()
-        self._on_revoked()
-
-    def close(self) -> None:
-        """Stop asking, and forget everything."""
-        for task in list(self._asking.values()):
-            task.cancel()
-        self._asking.clear()
-        self._entries.clear()
-        self._assets.clear()
-
-    # ------------------------------------------------------------------ internals
-
-    def _is_fresh(self, answer: _Answer) -> bool:
-        age_s = asyncio.get_running_loop().time() - answer.asked_s
-        return not answer.doubted and age_s < max(self.FRESH_S, min(_MAX_FRESH_S, _FRESH_PER_FETCH * answer.took_s))
-
-    async def _renewed(self, name: _Name, last: _Answer | None) -> _Entry | None:
-        """Ask again; return None if the origin is away and its last answer stands."""
+        name = namespace, track
+        last = self._answers.get(name)
         task = self._asking.get(name) or self._ask(name)
         if last is not None:
             # A doubted answer is not worth repeating while the origin may still answer.
@@ -300,10 +226,35 @@ class Catalogs:
             await asyncio.wait({task}, timeout=patience_s)
             if not task.done() or _is_away(task.exception()):
                 self._missed(name, last)
-                return None
+                return last
         return await asyncio.shield(task)
 
-    def _ask(self, name: _Name) -> asyncio.Task[_Entry]:
+    def doubt(self, namespace: TrackNamespace) -> None:
+        """Note that an asset's groups do not agree with what is known of it, so that it is asked for again.
+
+        It is not dropped: if the origin goes away now, it is still the best there is.
+        """
+        for _, answer in self._naming(namespace):
+            answer.doubted = True
+
+    def revoke(self) -> None:
+        """Forget everything: it was fetched with a token that the origin no longer accepts."""
+        if not self._revoked:
+            self._log.warning("the origin refuses the relay's token; everything fetched under it was dropped")
+        self._revoked = True
+        self._answers.clear()
+        self._on_revoked()
+
+    def close(self) -> None:
+        """Stop asking, and forget everything."""
+        for task in list(self._asking.values()):
+            task.cancel()
+        self._asking.clear()
+        self._answers.clear()
+
+    # ------------------------------------------------------------------ internals
+
+    def _ask(self, name: _Name) -> asyncio.Task[Answer]:
         if len(self._asking) >= _MAX_ASKING:
             why = f"{name[1][:80]}: too many lookups at a time"
             raise RequestError(why, code=RequestCode.EXCESSIVE_LOAD, retry_after_s=_BUSY_S)
@@ -311,7 +262,7 @@ class Catalogs:
         task.add_done_callback(lambda done: self._asked(name, done))
         return task
 
-    def _asked(self, name: _Name, task: asyncio.Task[_Entry]) -> None:
+    def _asked(self, name: _Name, task: asyncio.Task[Answer]) -> None:
         if self._asking.get(name) is task:
             del self._asking[name]
         if task.cancelled():
@@ -322,13 +273,13 @@ class Catalogs:
                 self._log.info("origin is back")
             self._away = self._revoked = False
         if isinstance(error, NotFoundError):
-            self._entries.pop(name, None)
             if name[1] == CATALOG_TRACK:
                 self._drop_asset(name[0], "asset removed")
+            self._answers.pop(name, None)
         elif is_unauthorized(error):
             self.revoke()
 
-    async def _fetch(self, name: _Name) -> _Entry:
+    async def _fetch(self, name: _Name) -> Answer:
         namespace, track = name
         loop = asyncio.get_running_loop()
         start_s, counted = loop.time(), 0
@@ -341,47 +292,49 @@ class Catalogs:
                     why = f"{track[:80]}: the relay has no room for it now; give it more --memory"
                     raise RequestError(why, code=RequestCode.EXCESSIVE_LOAD, retry_after_s=_BUSY_S)
             data = bytes(download.data)
-            publication, facts = await loop.run_in_executor(_checkers(), _checked, namespace, track, data)
+            publication, facts = await loop.run_in_executor(
+                _checkers(), lambda: (BytesPublication(data), check_small(namespace, track, data))
+            )
         except FormatError as error:
             self._log.warning("origin refused", track=track[:80], model=namespace.model, why=str(error))
             raise RequestError(f"{track[:80]}: {error}", code=RequestCode.MALFORMED_TRACK) from error
         finally:
             download.cancel()
             self._coming -= counted
-        entry = _Entry(publication, facts, _Answer(loop.time(), loop.time() - start_s))
-        self._keep(name, entry)
-        return entry
-
-    def _keep(self, name: _Name, entry: _Entry) -> None:
-        facts = entry.facts
+        answer = Answer(publication, facts, loop.time(), loop.time() - start_s)
         if facts is not None:
-            known = self._assets.peek(facts.namespace)
-            if known is not None and known.facts.sha256 != facts.sha256:
-                self._drop_asset(facts.namespace, "asset replaced")
-            elif known is not None:
-                entry.facts = facts = known.facts  # so that equal facts take memory once
-            self._assets.pop(facts.namespace, None)
-            self._assets.add(facts.namespace, _Asset(facts, entry.answer))
-        self._entries.pop(name, None)
-        self._entries.add(name, entry)
+            # The answer to a lookup is a catalog.
+            catalog = facts.namespace, CATALOG_TRACK
+            known = self._answers.peek(catalog)
+            if known is not None and known.facts is not None:
+                if known.facts.sha256 == facts.sha256:  # so that equal answers take memory once
+                    answer.publication, answer.facts = known.publication, known.facts
+                else:
+                    self._drop_asset(facts.namespace, "asset replaced")
+            self._keep(catalog, answer)
+        self._keep(name, answer)
+        return answer
+
+    def _keep(self, name: _Name, answer: Answer) -> None:
+        self._answers.pop(name, None)
+        self._answers.add(name, answer)
 
     def _drop_asset(self, namespace: TrackNamespace, event: str) -> None:
-        """Forget an asset, and every answer that names it."""
-        asset = self._assets.pop(namespace, None)
-        for name, _ in self._naming(namespace):
-            del self._entries[name]
-        if asset is not None:
+        """Forget every answer that names an asset."""
+        facts = None
+        for name, answer in self._naming(namespace):
+            del self._answers[name]
+            facts = answer.facts
+        if facts is not None:
             self._log.info(event, model=namespace.model, prompt=namespace.prompt[:16])
-            self._on_dropped(asset.facts)
+            self._on_dropped(facts)
 
-    def _naming(self, namespace: TrackNamespace) -> list[tuple[_Name, _Entry]]:
+    def _naming(self, namespace: TrackNamespace) -> list[tuple[_Name, Answer]]:
         """Return the answers that name an asset."""
-        found = [(name, entry) for name in self._entries if (entry := self._entries.peek(name)) is not None]
-        return [
-            (name, entry) for name, entry in found if entry.facts is not None and entry.facts.namespace == namespace
-        ]
+        found = [(name, answer) for name in self._answers if (answer := self._answers.peek(name)) is not None]
+        return [(name, one) for name, one in found if one.facts is not None and one.facts.namespace == namespace]
 
-    def _missed(self, name: _Name, last: _Answer) -> None:
+    def _missed(self, name: _Name, last: Answer) -> None:
         if not self._away:
             age_s = round(asyncio.get_running_loop().time() - last.asked_s, 1)
             why = self._upstream.trouble or "it does not answer"
@@ -402,8 +355,3 @@ def _is_away(error: BaseException | None) -> bool:
     if isinstance(error, RequestError):
         return error.code in _AWAY
     return isinstance(error, TransportError) and not isinstance(error, UnauthorizedError)
-
-
-def _checked(namespace: TrackNamespace, track: str, data: bytes) -> tuple[BytesPublication, AssetFacts | None]:
-    facts = check_small(namespace, track, data)
-    return BytesPublication(data), facts

@@ -11,11 +11,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from itertools import count
 
-from kvabr.client.shared_downloads import GroupRequest, SharedDownload, SharedDownloads
+from kvabr.client.metrics import ClientMetrics
+from kvabr.client.resources import decoders
+from kvabr.client.shared_downloads import GroupRequest
 from kvabr.codec.container import ObjectSpan
 from kvabr.moqt.codes import RequestCode
-from kvabr.server.publication import ArrivingGroup
+from kvabr.quic.interface import Connection, Download
+from kvabr.server.publication import ArrivingGroup, PublishedGroup
 from kvabr.store.group_store import TieredGroupStore
 from kvabr.types.errors import ConnectionLostError, RequestError, TransportError, UnauthorizedError
 
@@ -27,64 +32,42 @@ IDLE_READ_S = 10.0
 """Seconds after which a complete group that nobody reads any more gives up its memory, if others wait for room."""
 _PAUSE_S = 0.1
 _BUSY_S = 1.0
-_LEAST_URGENT = 255
 
 
+@dataclass(eq=False, slots=True)
 class GroupTransfer:
-    """One group on its way, and everyone who reads it. A `DownloadReader` of the download that brings it."""
+    """One group on its way, and everyone who reads it."""
 
-    def __init__(self, request: GroupRequest, number: int) -> None:
-        assert request.digest is not None  # noqa: S101  # a relay knows every group's digest
-        self.request, self.digest, self.size, self.number = request, request.digest, request.limit, number
-        self.data = memoryview(b"")
-        """What has arrived."""
-        self.available = 0
-        """Bytes of it that may be read."""
-        self.error: TransportError | None = None
-        self.readers: list[TransferReader] = []
-        self.download: SharedDownload | None = None
-        self.progress = asyncio.Event()
-        self.task: asyncio.Task[None] | None = None
-        self.read_s = 0.0
-        """When somebody last read from it."""
+    request: GroupRequest
+    digest: str
+    number: int
+    data: memoryview = field(default_factory=lambda: memoryview(b""))
+    """What may be read, from the beginning."""
+    error: TransportError | None = None
+    readers: list[TransferReader] = field(default_factory=list)
+    priority: int = 255
+    """That of the most urgent reader."""
+    download: Download | None = None
+    task: asyncio.Task[None] | None = None
+    read_s: float = 0.0
+    """When somebody last read from it."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of the whole group."""
+        return self.request.limit
 
     @property
     def complete(self) -> bool:
         """Whether all of it may be read."""
-        return self.available == self.size
+        return len(self.data) == self.size
 
-    @property
-    def wire_priority(self) -> int:
-        """Priority of its most urgent reader."""
-        return min((reader.priority for reader in self.readers), default=_LEAST_URGENT)
-
-    def wake(self) -> None:
-        """Take what the download has brought; see `kvabr.client.shared_downloads.DownloadReader`."""
-        download = self.download
-        if download is not None and download.error is None and not download.complete:
-            # A download that began again is behind what was available already, and must not take that back.
-            data = download.data
-            if len(data) > self.available:
-                self.data = data
-                if len(data) < self.size:
-                    self.available = len(data)
-                    self.tell()
-        self.progress.set()
-
-    def finish(self, data: memoryview) -> None:
-        """Make all of it available; it has been checked."""
-        self.data, self.available = data, self.size
-        self.read_s = asyncio.get_running_loop().time()
-        self.tell()
-
-    def fail(self, error: TransportError) -> None:
-        """Tell the readers that no more will come."""
-        if self.error is None and not self.complete:
+    def tell(self, data: memoryview | None = None, error: TransportError | None = None) -> None:
+        """Let the readers have more data, or tell them that no more will come."""
+        if data is not None:
+            self.data = data
+        if error is not None:
             self.error = error
-            self.tell()
-
-    def tell(self) -> None:
-        """Notify every reader."""
         for reader in list(self.readers):
             reader.on_more()
 
@@ -109,7 +92,7 @@ class TransferReader(ArrivingGroup):
         """See `ArrivingGroup.available`."""
         if self._transfer.error is not None:
             raise self._transfer.error
-        return self._transfer.available
+        return len(self._transfer.data)
 
     def read(self, begin: int, end: int) -> memoryview:
         """See `ArrivingGroup.read`."""
@@ -131,27 +114,30 @@ class RelayGroups:
 
     def __init__(
         self,
-        downloads: SharedDownloads,
+        upstream: Connection,
         store: TieredGroupStore,
+        metrics: ClientMetrics,
         limit: int,
         on_failed: Callable[[GroupRequest, TransportError], None] = lambda _request, _error: None,
     ) -> None:
         """Start empty.
 
         Args:
-            downloads: downloads from the origin; they put what they bring, checked, into ``store``.
+            upstream: the connection to the origin.
             store: what is kept.
+            metrics: counts downloads.
             limit: bound on groups that are on their way or being read, bytes; one larger group may be alone.
             on_failed: called when the origin refuses a group, or sends a wrong one.
         """
-        self._downloads, self._store, self._limit, self._on_failed = downloads, store, limit, on_failed
+        self._upstream, self._store, self._metrics, self._limit = upstream, store, metrics, limit
+        self._on_failed = on_failed
         self._transfers: dict[str, GroupTransfer] = {}
         """By digest, those that can be joined."""
         self._admitted: set[GroupTransfer] = set()
         """Those that count towards the bound: on their way, or complete and still read."""
         self._waiting: dict[GroupTransfer, asyncio.Future[None]] = {}
         self._looking: asyncio.TimerHandle | None = None
-        self._numbers = 0
+        self._numbers = count()
         self.bytes = 0
         """Bytes of groups that are on their way or being read."""
 
@@ -159,26 +145,25 @@ class RelayGroups:
         """Return how many groups are on their way, being read, or waiting for room."""
         return len(self._admitted) + len(self._waiting)
 
-    def held(self, digest: str) -> memoryview | None:
-        """Return a group that is in memory, checked when it came; None if it is not."""
-        return self._store.memory.held(digest)
+    def open(
+        self,
+        request: GroupRequest,
+        digest: bytes,
+        objects: tuple[ObjectSpan, ...],
+        priority: int,
+        on_more: Callable[[], None],
+    ) -> ArrivingGroup:
+        """Return a group that is in memory, or join its transfer, or start that.
 
-    def follow(
-        self, request: GroupRequest, objects: tuple[ObjectSpan, ...], priority: int, on_more: Callable[[], None]
-    ) -> TransferReader:
-        """Join the transfer of a group, or start it.
-
-        Args:
-            request: the group, with its digest and its exact size.
-            objects: how it is cut into objects.
-            priority: 0 (most urgent) to 255.
-            on_more: called when more of it can be read, or no more will come; never before this returns.
+        ``request`` has the group's exact size, ``digest`` is its SHA-256; otherwise as `Publication.open`.
         """
-        assert request.digest is not None  # noqa: S101  # as in `GroupTransfer`
-        transfer = self._transfers.get(request.digest)
+        name = digest.hex()
+        held = self._store.memory.held(name)
+        if held is not None:
+            return PublishedGroup(held, objects, digest)
+        transfer = self._transfers.get(name)
         if transfer is None:
-            self._numbers += 1
-            transfer = self._transfers[request.digest] = GroupTransfer(request, self._numbers)
+            transfer = self._transfers[name] = GroupTransfer(request, name, next(self._numbers))
             transfer.task = asyncio.get_running_loop().create_task(self._bring(transfer))
         reader = TransferReader(self, transfer, objects, priority, on_more)
         transfer.readers.append(reader)
@@ -201,21 +186,18 @@ class RelayGroups:
 
     def reprioritise(self, transfer: GroupTransfer) -> None:
         """Let a transfer be as urgent as its most urgent reader."""
-        if transfer.download is not None:
-            self._downloads.reprioritise(transfer.download)
+        before, transfer.priority = transfer.priority, min(reader.priority for reader in transfer.readers)
+        if transfer.download is not None and transfer.priority != before:
+            transfer.download.prioritise(transfer.priority)
+            self._metrics.priority_changes_total.inc()
 
     async def drop(self, digests: Iterable[str] | None, error: TransportError) -> None:
-        """Break off transfers and delete kept groups.
-
-        Args:
-            digests: which groups, SHA-256 in hex; None: all.
-            error: what their readers are told.
-        """
+        """Break off transfers with an error, and delete kept groups: those of some digests (hex), or all."""
         chosen = None if digests is None else set(digests)
         for digest, transfer in list(self._transfers.items()):
             if chosen is None or digest in chosen:
-                transfer.fail(error)
                 self._forget(transfer)
+                transfer.tell(error=error)
         kept = [group.digest async for group in self._store.list()] if chosen is None else list(chosen)
         for digest in kept:
             await self._store.delete(digest)
@@ -235,82 +217,100 @@ class RelayGroups:
     async def _bring(self, transfer: GroupTransfer) -> None:
         try:
             await self._admit(transfer)
-            transfer.finish(await self._from_disk(transfer) or await self._from_origin(transfer))
+            data = await self._store.get(transfer.digest) if transfer.digest in self._store else None
+            data = data or await self._from_origin(transfer)
+            transfer.read_s = asyncio.get_running_loop().time()
+            transfer.tell(data)
         except TransportError as error:
             if not isinstance(error, ConnectionLostError) or isinstance(error, UnauthorizedError):
                 self._on_failed(transfer.request, error)
-            transfer.fail(error)
+            transfer.tell(error=transfer.error or error)
         finally:
             # Later requests find it in the store, or start anew.
             self._forget(transfer)
             if not transfer.complete or not transfer.readers:
                 self._release(transfer)
 
-    async def _from_disk(self, transfer: GroupTransfer) -> memoryview | None:
-        if transfer.digest not in self._store:
-            return None
-        return await self._store.get(transfer.digest)
-
     async def _from_origin(self, transfer: GroupTransfer) -> memoryview:
         """Download a group, again if the connection is lost: groups do not change."""
-        loop, downloads = asyncio.get_running_loop(), self._downloads
-        connection, end_s = downloads.connection, loop.time() + PATIENCE_S
+        loop = asyncio.get_running_loop()
+        end_s = loop.time() + PATIENCE_S
         while True:
-            before = transfer.available
-            download = transfer.download = downloads.join(transfer.request, transfer)[0]
+            before = len(transfer.data)
             try:
-                await self._complete(transfer, download)
-                good = download.checked is not None and await asyncio.shield(download.checked)
+                return await self._download(transfer)
             except UnauthorizedError:
                 raise
             except (ConnectionLostError, TimeoutError) as error:
-                if transfer.available > before:
+                if len(transfer.data) > before:
                     end_s = loop.time() + PATIENCE_S
-                if connection.closed or loop.time() > end_s:
+                if self._upstream.closed or loop.time() > end_s:
                     why = f"{transfer.request.track[:80]}, group {transfer.request.group}: the origin is away"
                     raise RequestError(why, code=RequestCode.TIMEOUT, retry_after_s=_BUSY_S) from error
                 await asyncio.sleep(_PAUSE_S)
-                continue
-            finally:
-                transfer.download = None
-                downloads.leave(download, transfer)
-            if not good or len(download.data) != transfer.size:
-                why = "the origin sent a group whose SHA-256 is not the one in its catalog"
-                raise RequestError(why, code=RequestCode.MALFORMED_TRACK)
-            return download.data
 
-    async def _complete(self, transfer: GroupTransfer, download: SharedDownload) -> None:
-        """Wait until a download is over.
+    async def _download(self, transfer: GroupTransfer) -> memoryview:
+        """Download a group once, check it, and keep it.
 
         Raises:
-            TransportError: it failed.
+            TransportError: it failed, or is a wrong one.
             TimeoutError: the origin has fallen silent.
         """
-        connection = self._downloads.connection
-        while not download.complete and download.error is None:
-            transfer.progress.clear()
-            before = connection.stats().bytes_received
-            try:
-                await asyncio.wait_for(transfer.progress.wait(), SILENCE_S)
-            except TimeoutError:
-                if connection.stats().bytes_received == before:
-                    raise
-        if download.error is not None:
-            raise download.error
+        request, size, result, received = transfer.request, transfer.size, "failed", 0
+        download = transfer.download = self._upstream.fetch(
+            request.namespace, request.track, request.group, priority=transfer.priority, limit=size, exact=True
+        )
+        try:
+            while received < size and (part := await self._read(download)):
+                received += len(part)
+                self._metrics.downloaded_bytes_total.inc(len(part))
+                # A download that began again is behind what was available already, and must not take that back.
+                if len(transfer.data) < received < size:
+                    transfer.tell(download.data[:received])
+            result, data = "damaged", download.data
+            loop = asyncio.get_running_loop()
+            if len(data) != size or not await loop.run_in_executor(decoders(), download.has_digest, transfer.digest):
+                why = "the origin sent a group whose SHA-256 is not the one in its catalog"
+                raise RequestError(why, code=RequestCode.MALFORMED_TRACK)
+            await self._store.put(transfer.digest, data)
+            result = "done"
+        except asyncio.CancelledError:
+            result = "cancelled"
+            raise
+        finally:
+            transfer.download = None
+            download.cancel()
+            self._metrics.downloads_total.labels(result).inc()
+        return data
+
+    async def _read(self, download: Download) -> memoryview:
+        """Read from a download; raise `TimeoutError` once nothing more comes on the whole connection."""
+        reading = asyncio.ensure_future(download.read())
+        try:
+            while True:
+                before = self._upstream.stats().bytes_received
+                await asyncio.wait({reading}, timeout=SILENCE_S)
+                if reading.done():
+                    return reading.result()
+                if self._upstream.stats().bytes_received == before:
+                    raise TimeoutError
+        finally:
+            reading.cancel()
 
     # ------------------------------------------------------------------ room
 
     async def _admit(self, transfer: GroupTransfer) -> None:
         """Wait for room; the most urgent transfer that waits goes first."""
-        if self._waiting or not self._fits(transfer):
-            waiter = self._waiting[transfer] = asyncio.get_running_loop().create_future()
-            self._look()
-            try:
-                await waiter
-            finally:
-                self._waiting.pop(transfer, None)
-        else:
+        if not self._waiting and self._fits(transfer):
             self._take(transfer)
+            return
+        waiter = self._waiting[transfer] = asyncio.get_running_loop().create_future()
+        if self._looking is None:
+            self._look()
+        try:
+            await waiter
+        finally:
+            self._waiting.pop(transfer, None)
 
     def _fits(self, transfer: GroupTransfer) -> bool:
         return not self._admitted or self.bytes + transfer.size <= self._limit
@@ -324,7 +324,7 @@ class RelayGroups:
             self._admitted.remove(transfer)
             self.bytes -= transfer.size
         while self._waiting:
-            first = min(self._waiting, key=lambda one: (one.wire_priority, one.number))
+            first = min(self._waiting, key=lambda one: (one.priority, one.number))
             if not self._fits(first):
                 return
             self._take(first)
@@ -333,19 +333,12 @@ class RelayGroups:
     def _look(self) -> None:
         """While groups wait for room, take it from complete groups whose readers do not read them."""
         loop = asyncio.get_running_loop()
-        if self._looking is not None:
-            return
         idle_s = loop.time() - IDLE_READ_S
+        slow = RequestError("read too slowly", code=RequestCode.EXCESSIVE_LOAD, retry_after_s=_BUSY_S)
         for transfer in [one for one in self._admitted if one.complete and one.read_s < idle_s]:
-            transfer.error = RequestError("read too slowly", code=RequestCode.EXCESSIVE_LOAD, retry_after_s=_BUSY_S)
             self._release(transfer)
-            transfer.tell()
-        if self._waiting:
-            self._looking = loop.call_later(1.0, self._look_again)
-
-    def _look_again(self) -> None:
-        self._looking = None
-        self._look()
+            transfer.tell(error=slow)
+        self._looking = loop.call_later(1.0, self._look) if self._waiting else None
 
     def _forget(self, transfer: GroupTransfer) -> None:
         if self._transfers.get(transfer.digest) is transfer:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 
 from kvabr.codec.container import ObjectSpan
 from kvabr.moqt.objects import FetchWriter
@@ -20,7 +19,6 @@ from kvabr.server.publication import (
     PROPERTY_GROUP_DIGEST,
     ArrivingGroup,
     Publication,
-    PublishedGroup,
 )
 
 MOST_AHEAD_BYTES, LEAST_AHEAD_BYTES = 256 << 10, 16 << 10
@@ -81,7 +79,7 @@ class Sending:
         self.finished = False
         """Whether the last piece was the end."""
         self._publication, self._ranges, self._dense = publication, ranges, dense
-        self._arriving, self._on_more = first, on_more
+        self._group, self._on_more = first, on_more
         self._writer = FetchWriter(draft, descending=descending)
         self._pieces = self._cut()
         self._next: Piece | None = b""
@@ -114,14 +112,14 @@ class Sending:
     def prioritise(self, priority: int) -> None:
         """Change the priority, also of what is being fetched."""
         self.priority = priority
-        if self._arriving is not None:
-            self._arriving.prioritise(priority)
+        if self._group is not None:
+            self._group.prioritise(priority)
 
     def close(self) -> None:
         """Stop fetching what has not arrived. May be called twice."""
-        if self._arriving is not None:
-            self._arriving.close()
-            self._arriving = None
+        if self._group is not None:
+            self._group.close()
+            self._group = None
 
     def _advance(self) -> None:
         if self._next is not None and not len(self._next):
@@ -129,20 +127,14 @@ class Sending:
 
     def _cut(self) -> Iterator[Piece]:
         for part in self._ranges:
-            if self._arriving is None:
-                self._arriving = self._publication.follow(part.group, self.priority, self._on_more)
-            if self._arriving is None:
-                opened = self._publication.open(part.group)
-                yield from self._write(part, opened, len(opened.data), partial(_slice, opened.data))
-            else:
-                yield from self._write(part, self._arriving, self._arriving.size, self._arrived)
-                self.close()
+            if self._group is None:
+                self._group = self._publication.open(part.group, self.priority, self._on_more)
+            yield from self._write(part, self._group)
+            self.close()
 
-    def _write(
-        self, part: GroupRange, group: PublishedGroup | ArrivingGroup, size: int, read: Callable[[int, int], Piece]
-    ) -> Iterator[Piece]:
-        """Yield the objects of a group; ``read`` returns what it has of a range, at least from its beginning."""
-        properties: tuple[KeyValue, ...] = ((PROPERTY_GROUP_BYTES, size), (PROPERTY_GROUP_DIGEST, group.digest))
+    def _write(self, part: GroupRange, group: ArrivingGroup) -> Iterator[Piece]:
+        """Yield objects of a group; a piece is empty while nothing has arrived."""
+        properties: tuple[KeyValue, ...] = ((PROPERTY_GROUP_BYTES, group.size), (PROPERTY_GROUP_DIGEST, group.digest))
         for index, span in enumerate(group.objects):
             number = index if self._dense else span.object_id
             if number < part.first_object or (part.end_object is not None and number >= part.end_object):
@@ -150,19 +142,10 @@ class Sending:
             yield self._writer.header(part.group, number, span.end - span.begin, properties if index == 0 else ())
             at = span.begin
             while at < span.end:
-                piece = read(at, min(span.end, at + _PIECE))
+                end = min(span.end, at + _PIECE, group.available)
+                piece: Piece = group.read(at, end) if end > at else b""
                 at += len(piece)
                 yield piece
-
-    def _arrived(self, begin: int, end: int) -> Piece:
-        arriving = self._arriving
-        assert arriving is not None  # noqa: S101  # closed answers are not written
-        end = min(end, arriving.available)
-        return arriving.read(begin, end) if end > begin else b""
-
-
-def _slice(data: memoryview, begin: int, end: int) -> Piece:
-    return data[begin:end]
 
 
 def last_object(objects: tuple[ObjectSpan, ...], *, dense: bool) -> int:

@@ -116,7 +116,7 @@ def test_bytes_at_hand_are_one_group_in_slices():
     one = BytesPublication(data)
     found = one.open(0)
     assert one.groups == 1
-    assert one.size(0) == len(data)
+    assert found.size == len(data)
     assert found.digest == hashlib.sha256(data).digest()
     assert [span.object_id for span in found.objects] == [0, 1, 2]
     assert b"".join(found.data[span.begin : span.end] for span in found.objects) == data

@@ -266,7 +266,7 @@ async def test_names_that_exist_stay_within_the_bound(tmp_path):
         for number in range(1500):
             other = hashlib.sha256(b"%d" % number).hexdigest()
             lookup = TrackNamespace(spec.model, first), prefix_track([first, other])
-            assert (await catalogs.get(*lookup)).open(0).data == catalog
+            assert (await catalogs.get(*lookup)).publication.open(0).data == catalog
             assert 0 < catalogs.bytes <= limit
         assert 20 < len(catalogs) < 400
         catalogs.close()
@@ -368,11 +368,10 @@ async def test_a_reader_that_does_not_read_makes_room_for_others(asset, tls, mon
     size = len(asset.frame(0, "FP16"))
     async with in_memory(asset) as upstream, relaying(upstream, tls, memory_bytes=6 * size) as server:
         relay = server.source
-        facts = await relay.catalogs.facts(asset.catalog.namespace)
-        track = relay._track(facts, "FP16")
-        deaf = track.follow(0, 128, lambda: None)
+        track = await relay.find_soon(EVERYTHING, asset.catalog.namespace, "FP16")
+        deaf = track.open(0)
         await until(lambda: deaf.available == deaf.size)
-        other = track.follow(1, 128, lambda: None)
+        other = track.open(1)
         await until(lambda: other.available == other.size)
         with pytest.raises(RequestError, match="too slowly"):
             _ = deaf.available
@@ -688,13 +687,13 @@ async def test_a_doubted_catalog_is_asked_for_again_and_kept_while_the_origin_is
     upstream = in_memory(asset, faults=lambda ask: away if ask.attempt == 1 else None)
     async with upstream:
         catalogs, namespace = Catalogs(upstream, LOG), asset.catalog.namespace
-        facts = await catalogs.facts(namespace)
+        facts = (await catalogs.get(namespace, CATALOG_TRACK)).facts
         catalogs.doubt(namespace)
-        assert await catalogs.facts(namespace) is facts
+        assert (await catalogs.get(namespace, CATALOG_TRACK)).facts is facts
         assert upstream.requests == 2
-        assert await catalogs.facts(namespace) is facts  # still in doubt, so asked for again
+        assert (await catalogs.get(namespace, CATALOG_TRACK)).facts is facts  # still in doubt, so asked for again
         assert upstream.requests == 3
-        assert await catalogs.facts(namespace) is facts
+        assert (await catalogs.get(namespace, CATALOG_TRACK)).facts is facts
         assert upstream.requests == 3
         catalogs.close()
 
@@ -707,11 +706,11 @@ async def test_a_lookup_that_finds_nothing_any_more_takes_nothing_with_it(asset,
     async with upstream:
         catalogs, namespace = Catalogs(upstream, LOG), asset.catalog.namespace
         lookup = TrackNamespace(spec.model, digests[0]), prefix_track(digests)
-        facts = await catalogs.facts(namespace)
+        facts = (await catalogs.get(namespace, CATALOG_TRACK)).facts
         await catalogs.get(*lookup)
         with pytest.raises(NotFoundError):
             await catalogs.get(*lookup)
-        assert await catalogs.facts(namespace) is facts
+        assert (await catalogs.get(namespace, CATALOG_TRACK)).facts is facts
         catalogs.close()
 
 
