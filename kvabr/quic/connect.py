@@ -118,8 +118,8 @@ def connect(
         drafts: protocols to offer, preferred first.
         timeout_s: seconds that connecting may take.
         names: how namespaces are written; ``split`` is for peers that cannot carry a slash inside a field.
-        needed: fail if the peer does not answer at all, or its name is unknown. Otherwise return a connection that is in `Connection.trouble`,
-            and dials again with each request.
+        needed: fail if the peer does not answer at all, or its name is unknown. Otherwise return a connection that is
+            in `Connection.trouble`, and dials again with each request.
 
     Raises:
         UsageError: the URL or an option is wrong. From ``async with``:

@@ -36,11 +36,13 @@ def test_no_text():
         cut_contexts({"a": []}, 3, 100)
 
 
+@pytest.mark.slow
 def test_a_model_of_short_sight_is_calibrated_with_all_that_it_sees(tmp_path):
     loaded = load_model(str(tinymodels.save(tmp_path, max_position_embeddings=96)))
     assert calibrate(loaded, {"a": "what it says " * 40}, contexts=2).spec == loaded.engine.spec
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_cache_with_numbers_that_are_none_still_calibrates(tmp_path, monkeypatch, value):
     loaded = load_model(str(tinymodels.save(tmp_path)))

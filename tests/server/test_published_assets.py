@@ -254,6 +254,7 @@ def test_the_longest_prefix_is_found_and_of_several_the_newest(root):
     assert lookup(library, base[:2]) == (None, 1)
 
 
+@pytest.mark.slow
 def test_any_prefix_of_thousands_of_groups_takes_two_round_trips(root):
     prompt = list(range(4 * 4096))
     dice = random.Random(4)

@@ -88,7 +88,7 @@ async def test_an_asset_is_served_played_and_verified(location):
     catalog = encode(location, "a")
     assets = PublishedAssets(location)
     async with MemoryConnection(partial(assets.find, EVERYTHING)) as link:
-        played = await play(link, prompt(70).tokens, deadline=120.0, spec=SPEC, policy="fixed:Int8")
+        played = await play(link, prompt(70).tokens, deadline=99.0, spec=SPEC, policy="fixed:Int8")
     assert played.coverage == ("Int8",) * 5
     verified = verify_play(open_asset(f"{location}/a"), ToyModel(), [FetchStep(group, "Int8") for group in range(5)])
     assert verified.kl == pytest.approx(catalog.track("Int8").measured.kl, rel=1e-4)
@@ -97,6 +97,7 @@ async def test_an_asset_is_served_played_and_verified(location):
     assert [asset.name for asset in assets.assets] == ["a", "b"]
 
 
+@pytest.mark.process
 def test_a_server_reads_a_remote_store_in_threads(tmp_path):
     location = f"mem://bucket{next(NUMBERS)}"
     encode(location, "a")
@@ -105,13 +106,13 @@ def test_a_server_reads_a_remote_store_in_threads(tmp_path):
     try:
         bucket.threads.clear()
         with Client(origin.url, fingerprint=origin.fingerprint) as client:
-            played = client.play(prompt(70).tokens, deadline=60.0, model=SPEC, options=PlayOptions(policy="fixed:Int8"))
+            played = client.play(prompt(70).tokens, deadline=99.0, model=SPEC, options=PlayOptions(policy="fixed:Int8"))
         assert played.coverage == ("Int8",) * 5
         assert bucket.threads
         assert all(name.startswith("asyncio") for name in bucket.threads)
         del bucket.objects["a/FP16/2"]  # a group that cannot be read is refused; the others come
         with Client(origin.url, fingerprint=origin.fingerprint) as client:
-            played = client.play(prompt(70).tokens, deadline=60.0, model=SPEC, options=PlayOptions(policy="fixed:FP16"))
+            played = client.play(prompt(70).tokens, deadline=99.0, model=SPEC, options=PlayOptions(policy="fixed:FP16"))
         assert [track == "FP16" for track in played.coverage] == [True, True, False, True, True]
     finally:
         origin.close()

@@ -1,0 +1,38 @@
+"""Assets, certificates and clocks of the tests of relays."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvabr.server.certificates import development
+from kvabr.server.relay_catalogs import Catalogs
+from tests.assets import make_asset
+
+
+@pytest.fixture
+def asset(tmp_path):
+    return make_asset(tmp_path / "asset", list(range(32)), frame_bytes=300_000)
+
+
+@pytest.fixture
+def small(tmp_path):
+    return make_asset(tmp_path / "small", list(range(32)), frame_bytes=20_000)
+
+
+@pytest.fixture(scope="module")
+def tls():
+    with development() as made:
+        yield made
+
+
+@pytest.fixture
+def stale(monkeypatch):
+    """Nothing is fresh: the origin is asked every time."""
+    monkeypatch.setattr(Catalogs, "FRESH_S", 0.0)
+    monkeypatch.setattr("kvabr.server.relay_catalogs._FRESH_PER_FETCH", 0.0)
+
+
+@pytest.fixture
+def fresh(monkeypatch):
+    """What was told stays fresh, however slow the machine."""
+    monkeypatch.setattr(Catalogs, "FRESH_S", 1e9)

@@ -1,0 +1,113 @@
+"""Relays and their origins, for the tests of relays: real sockets, or origins in memory that misbehave."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import hashlib
+
+import structlog
+import structlog.testing
+
+from kvabr.quic.connect import connect, dial
+from kvabr.quic.interface import read_all
+from kvabr.quic.options import DialOptions
+from kvabr.server.certificates import check
+from kvabr.server.grants import EVERYTHING, Grant
+from kvabr.server.limits import ServerLimits
+from kvabr.server.metrics import Metrics
+from kvabr.server.published_assets import PublishedAssets
+from kvabr.server.relay import Relay
+from kvabr.server.server import Server
+from kvabr.types.errors import TransportError
+from kvabr.types.naming import CATALOG_TRACK, TrackNamespace
+from tests.memory_transport import MemoryConnection
+
+LOG = structlog.get_logger()
+BIG = 1 << 24
+LONG_S = 600.0
+"""Where a test waits for what must happen, on any machine."""
+ELSEWHERE = TrackNamespace("other/model", "0" * 64)
+LIBRARIES = ("aioquic", "qh3")
+REFUSED = "the origin refuses the relay's token"
+
+
+@contextlib.asynccontextmanager
+async def relaying(upstream, tls, *, quic="aioquic", limits=None, **more):
+    """A relay in front of a connection, and its server."""
+    metrics = Metrics()
+    async with Relay(upstream, LOG, metrics, **more) as relay:
+        server = Server(relay, "127.0.0.1", 0, tls, limits or ServerLimits(), LOG, metrics, quic=quic)
+        async with server:
+            server.fingerprint = check(tls).fingerprint
+            yield server
+
+
+@contextlib.asynccontextmanager
+async def origin(root, tls, *, quic="aioquic", grants=None, port=0):
+    """An origin on QUIC."""
+    published = PublishedAssets(root, grants)
+    async with Server(published, "127.0.0.1", port, tls, ServerLimits(), LOG, Metrics(), quic=quic) as server:
+        server.fingerprint = check(tls).fingerprint
+        yield server
+
+
+@contextlib.asynccontextmanager
+async def chain_of(root, tls, *, quic="aioquic", token=None, grants=None, **more):
+    """An origin, and a relay in front of it."""
+    async with origin(root, tls, quic=quic, grants=grants) as server:
+        url = f"moqt://localhost:{server.address[1]}/"
+        async with (
+            connect(url, fingerprint=server.fingerprint, quic=quic, token=token) as upstream,
+            relaying(upstream, tls, quic=quic, **more) as relay,
+        ):
+            yield server, relay
+
+
+def options(server, **more):
+    return DialOptions("localhost", **{"port": server.address[1], "fingerprint": server.fingerprint} | more)
+
+
+async def dialled(server, library="aioquic", **more):
+    return await dial(options(server, **more), library)
+
+
+def in_memory(asset, **more):
+    """A connection to an asset in this process."""
+    return MemoryConnection(functools.partial(PublishedAssets(asset.path).find, EVERYTHING), **more)
+
+
+def sent(server):
+    """How many groups of each track the origin has sent."""
+    samples = [sample for metric in server.metrics.registry.collect() for sample in metric.samples]
+    return {one.labels["track"]: one.value for one in samples if one.name == "kvabr_groups_sent_total"}
+
+
+async def get(connection, namespace, track, group=0):
+    async with asyncio.timeout(LONG_S):
+        return await read_all(connection.fetch(namespace, track, group, limit=BIG))
+
+
+async def play(connection, asset, track="FP16"):
+    """Fetch a catalog and all groups of a track, and check them."""
+    namespace = asset.catalog.namespace
+    assert await get(connection, namespace, CATALOG_TRACK) == (asset.path / "catalog.json").read_bytes()
+    groups = range(asset.catalog.groups)
+    got = await asyncio.gather(*(get(connection, namespace, track, group) for group in groups))
+    assert got == [asset.frame(group, track) for group in groups]
+
+
+async def until(condition):
+    """Wait for something that must happen."""
+    async with asyncio.timeout(LONG_S):
+        while not condition():  # noqa: ASYNC110  # nothing tells of it
+            await asyncio.sleep(0.005)
+
+
+def grant(token):
+    return Grant(token, token_sha256=hashlib.sha256(token.encode()).hexdigest())
+
+
+async def unreachable():
+    raise TransportError("no answer")

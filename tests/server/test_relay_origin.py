@@ -1,0 +1,306 @@
+"""Origins of a relay that go away, take back what they had, or lie."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+
+import pytest
+import structlog
+import structlog.testing
+
+from kvabr.moqt.codes import RequestCode
+from kvabr.quic.connect import connect
+from kvabr.quic.interface import read_all
+from kvabr.quic.reconnect import RedialledConnection, UnreachedConnection
+from kvabr.server import relay_groups
+from kvabr.server.grants import EVERYTHING, Grants
+from kvabr.server.metrics import Metrics
+from kvabr.server.relay import Relay
+from kvabr.types.errors import NotFoundError, RequestError, TransportError
+from kvabr.types.naming import CATALOG_TRACK, TrackNamespace, chain, prefix_track
+from tests.assets import make_asset
+from tests.memory_transport import Fault
+from tests.server.relays import (
+    BIG,
+    LOG,
+    LONG_S,
+    REFUSED,
+    chain_of,
+    dialled,
+    get,
+    grant,
+    in_memory,
+    origin,
+    play,
+    relaying,
+    sent,
+    unreachable,
+    until,
+)
+
+
+async def test_a_group_goes_on_when_the_origin_comes_back(asset, tls):
+    first = in_memory(asset, faults=lambda ask: Fault(stall_after=100_000) if ask.track == "FP16" else None)
+    later = []
+
+    async def again():
+        later.append(in_memory(asset))
+        return later[-1]
+
+    redialled = RedialledConnection(first, again)
+    async with redialled as upstream, relaying(upstream, tls) as relay, await dialled(relay) as connection:
+        download = connection.fetch(asset.catalog.namespace, "FP16", 1, limit=BIG)
+        async with asyncio.timeout(LONG_S):
+            while len(download.data) < 100_000:
+                await download.read()
+        first.lose("killed")
+        async with asyncio.timeout(LONG_S):
+            assert await read_all(download) == asset.frame(1, "FP16")
+        assert len(later) == 1
+
+
+async def test_an_origin_that_stays_away_is_told(asset, tls, monkeypatch):
+    monkeypatch.setattr(relay_groups, "PATIENCE_S", 0.1)
+    first = in_memory(asset)
+
+    async def again():
+        raise TransportError("nobody there")
+
+    redialled = RedialledConnection(first, again, patience_s=0.1)
+    async with redialled as upstream, relaying(upstream, tls) as relay, await dialled(relay) as connection:
+        namespace = asset.catalog.namespace
+        assert await get(connection, namespace, "FP16", 0)
+        first.lose("killed")
+        with pytest.raises(RequestError) as away:
+            await get(connection, namespace, "FP16", 1)
+        assert away.value.code == RequestCode.TIMEOUT
+        assert away.value.retry_after_s
+        assert await get(connection, namespace, "FP16", 0) == asset.frame(0, "FP16")
+
+
+@pytest.mark.process
+async def test_it_survives_the_origin(asset, tls):
+    async with contextlib.AsyncExitStack() as stack:
+        server = await stack.enter_async_context(origin(asset.path, tls))
+        port = server.address[1]
+        connecting = connect(f"moqt://localhost:{port}/", fingerprint=server.fingerprint, quic="aioquic")
+        upstream = await stack.enter_async_context(connecting)
+        relay = await stack.enter_async_context(relaying(upstream, tls))
+        connection = await stack.enter_async_context(await dialled(relay))
+        namespace = asset.catalog.namespace
+        assert await get(connection, namespace, "FP16", 0) == asset.frame(0, "FP16")
+        await server.close()
+        assert await get(connection, namespace, "FP16", 0) == asset.frame(0, "FP16")
+        waiting = asyncio.create_task(get(connection, namespace, "FP16", 1))
+        await until(lambda: len(relay.source.groups) == 1)
+        second = await stack.enter_async_context(origin(asset.path, tls, port=port))
+        assert await waiting == asset.frame(1, "FP16")
+        assert sent(second)["FP16"] == 1
+
+
+@pytest.mark.process
+async def test_what_is_kept_is_served_while_the_origin_is_away(asset, tls, stale):
+    """Also to players that come only then, by name and by prompt; and the log says so, once."""
+    spec = asset.catalog.spec
+    digests = chain(list(range(48)), model=spec.model, tokenizer=spec.tokenizer, group_tokens=spec.group_tokens)
+    lookup = TrackNamespace(spec.model, digests[0]), prefix_track(digests)
+    catalog = (asset.path / "catalog.json").read_bytes()
+    with structlog.testing.capture_logs() as logs:
+        async with chain_of(asset.path, tls) as (server, relay):
+            async with await dialled(relay) as connection:
+                assert await get(connection, *lookup) == catalog
+                await play(connection, asset)
+            await server.close()
+            async with await dialled(relay) as connection:
+                await play(connection, asset)
+                assert await get(connection, *lookup) == catalog
+    away = [line for line in logs if line["event"] == "origin away"]
+    assert len(away) == 1
+    assert away[0]["log_level"] == "warning"
+
+
+async def test_a_refusal_is_passed_on(asset, tls):
+    fault = Fault(refuse=int(RequestCode.EXCESSIVE_LOAD))
+    upstream = in_memory(asset, faults=lambda ask: fault if ask.track == "FP16" else None)
+    async with upstream, relaying(upstream, tls) as relay, await dialled(relay) as connection:
+        with pytest.raises(RequestError) as refused:
+            await get(connection, asset.catalog.namespace, "FP16")
+        assert refused.value.code == RequestCode.EXCESSIVE_LOAD
+        assert refused.value.retry_after_s
+        assert await get(connection, asset.catalog.namespace, "Int4") == asset.frame(0, "Int4")
+
+
+async def test_a_transfer_that_breaks_off_breaks_off_here(asset, tls):
+    upstream = in_memory(asset, faults=lambda ask: Fault(reset_after=150_000) if ask.track == "FP16" else None)
+    async with upstream, relaying(upstream, tls) as relay, await dialled(relay) as connection:
+        with pytest.raises(RequestError):
+            await get(connection, asset.catalog.namespace, "FP16")
+        assert relay.source.store.total_bytes == 0
+
+
+async def test_a_removed_asset_is_gone_here_too(asset, tls, stale):
+    gone = Fault(refuse=int(RequestCode.DOES_NOT_EXIST))
+    removed = []
+    upstream = in_memory(asset, faults=lambda _: gone if removed else None)
+    async with upstream, relaying(upstream, tls) as relay, await dialled(relay) as connection:
+        await play(connection, asset)
+        assert len(relay.source.store) == asset.catalog.groups
+        removed.append(True)
+        for track in ("FP16", CATALOG_TRACK):
+            with pytest.raises(NotFoundError):
+                await get(connection, asset.catalog.namespace, track)
+        await until(lambda: len(relay.source.store) == 0)
+        assert relay.source.catalogs.bytes == 0
+
+
+async def test_a_replaced_asset_drops_the_old_groups(asset, tmp_path, tls, stale):
+    namespace = asset.catalog.namespace
+    async with chain_of(tmp_path, tls) as (_, relay), await dialled(relay) as connection:
+        await play(connection, asset)
+        old = set(asset.catalog.track("FP16").digests)
+        assert all(digest in relay.source.store for digest in old)
+        asset.path.rename(tmp_path / ".old")
+        new = make_asset(tmp_path / "asset", list(range(32)), frame_bytes=200, seed=2)
+        assert new.catalog.namespace == namespace
+        await play(connection, new)
+        await until(lambda: not any(digest in relay.source.store for digest in old))
+
+
+async def test_a_revoked_token_drops_everything_and_is_passed_on(asset, tls, stale):
+    async with contextlib.AsyncExitStack() as stack:
+        grants = Grants([grant("the relay's own token")])
+        server = await stack.enter_async_context(origin(asset.path, tls, grants=grants))
+        port = server.address[1]
+        url = f"moqt://localhost:{port}/"
+        connecting = connect(url, fingerprint=server.fingerprint, quic="aioquic", token="the relay's own token")  # noqa: S106
+        upstream = await stack.enter_async_context(connecting)
+        relay = await stack.enter_async_context(relaying(upstream, tls))
+        connection = await stack.enter_async_context(await dialled(relay))
+        await play(connection, asset)
+        await server.close()
+        await play(connection, asset)  # the origin is merely away
+        await stack.enter_async_context(origin(asset.path, tls, grants=Grants([grant("another token")]), port=port))
+        errors = []
+
+        async def refused():
+            # Until the relay has found out that the origin is back, it serves what it has.
+            try:
+                await get(connection, asset.catalog.namespace, "FP16")
+            except RequestError as error:
+                errors.append(error)
+
+        with structlog.testing.capture_logs() as said:
+            async with asyncio.timeout(LONG_S):
+                while len(errors) < 3:
+                    await refused()
+        assert {error.code for error in errors} == {RequestCode.UNAUTHORIZED}
+        assert sum(REFUSED in one["event"] for one in said if one["log_level"] == "warning") == 1
+        await until(lambda: len(relay.source.store) == 0)
+        assert relay.source.catalogs.bytes == 0
+
+
+async def test_a_relay_that_has_nothing_yet_says_that_its_token_is_refused(asset, tls):
+    refuse = Fault(refuse=int(RequestCode.UNAUTHORIZED))
+    with structlog.testing.capture_logs() as said:
+        upstream = in_memory(asset, faults=lambda _: refuse)
+        async with upstream, relaying(upstream, tls) as relay, await dialled(relay) as connection:
+            for _ in range(3):
+                with pytest.raises(RequestError):
+                    await get(connection, asset.catalog.namespace, CATALOG_TRACK)
+    assert sum(REFUSED in one["event"] for one in said if one["log_level"] == "warning") == 1
+
+
+async def test_a_token_that_is_withdrawn_while_the_relay_is_connected(asset, tls, stale):
+    grants = Grants([grant("the relay's own token")])
+    with structlog.testing.capture_logs() as said:
+        async with (
+            chain_of(asset.path, tls, grants=grants, token="the relay's own token") as (server, relay),  # noqa: S106
+            await dialled(relay) as connection,
+        ):
+            await play(connection, asset)
+            server.source.regrant(Grants([grant("another token")]))
+            for _ in range(2):
+                with pytest.raises(RequestError) as error:
+                    await get(connection, asset.catalog.namespace, CATALOG_TRACK)
+                assert error.value.code == RequestCode.UNAUTHORIZED
+            await until(lambda: len(relay.source.store) == 0)
+    assert sum(REFUSED in one["event"] for one in said if one["log_level"] == "warning") == 1
+
+
+async def test_a_request_refused_for_its_token_drops_everything(asset, tls):
+    refused = Fault(refuse=int(RequestCode.UNAUTHORIZED))
+    upstream = in_memory(asset, faults=lambda ask: refused if ask.track == "Int4" else None)
+    async with upstream, relaying(upstream, tls) as relay, await dialled(relay) as connection:
+        await play(connection, asset)
+        with pytest.raises(RequestError) as error:
+            await get(connection, asset.catalog.namespace, "Int4")
+        assert error.value.code == RequestCode.UNAUTHORIZED
+        await until(lambda: len(relay.source.store) == 0)
+        assert relay.source.catalogs.bytes == 0
+
+
+WRONG = {
+    "one bit": Fault(corrupt_at=1000),
+    "short": Fault(truncate_to=299_000),
+    "another group": Fault(replace=b"x" * 300_001),
+    "more": Fault(endless=True),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+async def test_a_wrong_group_is_broken_off_and_not_kept(wrong, asset, tls, fresh):
+    upstream = in_memory(asset, faults=lambda ask: WRONG[wrong] if ask.track == "FP16" and ask.attempt == 0 else None)
+    async with upstream, relaying(upstream, tls) as relay:
+        namespace = asset.catalog.namespace
+        async with await dialled(relay) as connection:
+            with pytest.raises(RequestError):
+                await get(connection, namespace, "FP16", 3)
+            assert relay.source.store.total_bytes == 0
+            assert await get(connection, namespace, "FP16", 3) == asset.frame(3, "FP16")
+        before = upstream.requests
+        async with await dialled(relay) as other:
+            assert await get(other, namespace, "FP16", 3) == asset.frame(3, "FP16")
+        assert upstream.requests == before
+
+
+async def test_requests_fail_for_now_while_the_origin_was_never_reached(asset, tls):
+    upstream = RedialledConnection(UnreachedConnection("no answer"), unreachable, patience_s=0.0)
+    async with upstream, relaying(upstream, tls) as relay, await dialled(relay) as connection:
+        with pytest.raises(RequestError) as error:
+            await get(connection, asset.catalog.namespace, CATALOG_TRACK)
+    assert error.value.retry_after_s is not None
+
+
+async def test_an_origin_whose_name_has_no_address_yet_is_away(asset, tls, monkeypatch):
+    """As when a relay starts before its name server: it says so, keeps trying, and serves once there is an address."""
+    loop = asyncio.get_running_loop()
+    asked, found = [], loop.getaddrinfo
+
+    async def nowhere(host, *_, **__):
+        asked.append(host)
+        raise socket.gaierror(socket.EAI_AGAIN, "no name server")
+
+    async with origin(asset.path, tls) as server:
+        monkeypatch.setattr(loop, "getaddrinfo", nowhere)
+        url = f"moqt://localhost:{server.address[1]}/"
+        async with connect(url, fingerprint=server.fingerprint, quic="aioquic", needed=False) as upstream:
+            assert "no such host" in upstream.trouble
+            async with Relay(upstream, LOG, Metrics()) as relay:
+                asking = asyncio.create_task(relay.find_soon(EVERYTHING, asset.catalog.namespace, CATALOG_TRACK))
+                await until(lambda: len(asked) > 3)
+                monkeypatch.setattr(loop, "getaddrinfo", found)
+                async with asyncio.timeout(LONG_S):
+                    assert (await asking).open(0).data == (asset.path / "catalog.json").read_bytes()
+                assert upstream.trouble is None
+
+
+async def test_a_name_without_an_address_is_an_error_where_the_origin_is_needed(monkeypatch):
+    async def nowhere(*_, **__):
+        raise socket.gaierror(socket.EAI_NONAME, "unknown")
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", nowhere)
+    with pytest.raises(TransportError, match="no such host"):
+        async with connect("moqt://origin.example/", quic="aioquic"):
+            pass
