@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from kvabr.moqt.codes import RequestCode
 from kvabr.quic.download import ReceiveBuffer
 from kvabr.quic.interface import Connection, ConnectionStats, Download, DownloadStats
-from kvabr.server.publication import Publication
+from kvabr.server.publication import LevelPublication, Publication
 from kvabr.types.errors import AssetError, ConnectionLostError, NotFoundError, RequestError
 from kvabr.types.events import Limit
 from kvabr.types.naming import TrackNamespace
@@ -181,7 +181,9 @@ class _MemoryDownload(Download):
         publication = self._link.find(ask.namespace, ask.track)
         try:
             if publication is not None:
-                return publication.open(ask.group).data
+                publication.objects(ask.group)  # which checks the number
+                level = isinstance(publication, LevelPublication)
+                return publication.frame(ask.group) if level else publication.open(ask.group).data
         except IndexError:
             pass
         except AssetError as error:

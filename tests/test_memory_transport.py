@@ -28,7 +28,7 @@ class Broken(Publication):
     def objects(self, group):
         return slices(0, 1)
 
-    def open(self, group):
+    def open(self, group, priority=128, on_more=None):
         raise AssetError("the disk is gone")
 
 

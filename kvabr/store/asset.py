@@ -20,7 +20,6 @@ import struct
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from functools import cached_property
-from types import TracebackType
 from typing import Protocol, Self
 
 from kvabr.types.catalog import Catalog
@@ -49,11 +48,7 @@ class Prompt:
     """Ties a salted prompt to its asset, see `sealed`."""
 
     def sealed(self, name: str) -> Prompt:
-        """Return this prompt tied to a digest that cannot be computed from the token ids without the salt.
-
-        Args:
-            name: the last chained digest, which names the asset.
-        """
+        """Return this prompt tied to ``name``, the last chained digest, which needs the salt that is not kept."""
         return replace(self, seal=self._seal(name))
 
     def is_sealed_for(self, name: str) -> bool:
@@ -111,10 +106,7 @@ class Asset(ABC):
             location: path or URL of the asset, which `kvabr.store.locations.open_asset` opens.
             name: in its store, with slashes; "." for a store that is a single asset.
             version: found before the catalog was read.
-            catalog_data: the catalog's bytes.
-
-        Raises:
-            FormatError: the catalog is damaged, or of a newer version.
+            catalog_data: the catalog's bytes; `FormatError` if it is damaged, or of a newer version.
         """
         self.location, self.name, self.version = location, name, version
         try:
@@ -144,11 +136,7 @@ class Asset(ABC):
 
     @abstractmethod
     def frame_view(self, group: int, track: str) -> memoryview:
-        """Return a frame without copying it where the store can, checked for its size but not for its digest.
-
-        Args:
-            group: must exist.
-            track: must be in the catalog.
+        """Return a frame of the catalog, uncopied where the store can, checked for its size but not for its digest.
 
         Raises:
             AssetError: the frame cannot be read, or has not the catalog's size.
@@ -156,19 +144,11 @@ class Asset(ABC):
 
     @abstractmethod
     def _read_part(self, part: str, max_bytes: int) -> bytes:
-        """Return at most ``max_bytes`` + 1 bytes of the catalog, the profile or the prompt.
-
-        Raises:
-            AssetError: it cannot be read.
-        """
+        """Return at most ``max_bytes`` + 1 bytes of the catalog, the profile or the prompt; raise `AssetError`."""
 
     @abstractmethod
     def _read_frame(self, group: int, track: str, max_bytes: int) -> bytes:
-        """Return at most ``max_bytes`` + 1 bytes of a frame.
-
-        Raises:
-            AssetError: it cannot be read.
-        """
+        """Return at most ``max_bytes`` + 1 bytes of a frame; raise `AssetError`."""
 
     @abstractmethod
     def _frame_name(self, group: int, track: str) -> str:
@@ -176,11 +156,7 @@ class Asset(ABC):
 
     @cached_property
     def prefix_keys(self) -> tuple[bytes, ...]:
-        """The part of each group's digest that the name of a lookup carries.
-
-        Raises:
-            FormatError: a digest of the catalog is none.
-        """
+        """The part of each group's digest that the name of a lookup carries; `FormatError` if one is no digest."""
         return tuple(map(prefix_key, self.catalog.chunks))
 
     def catalog_bytes(self) -> bytes:
@@ -189,7 +165,10 @@ class Asset(ABC):
         Raises:
             AssetError: the catalog is gone, or is no longer the one of this version.
         """
-        return self._unchanged(CATALOG, self.catalog_size, self.catalog_sha256)
+        data = self._read_part(CATALOG, self.catalog_size)
+        if hashlib.sha256(data).hexdigest() != self.catalog_sha256:
+            raise AssetError(f"{self.location}/{CATALOG}: no longer the file that was checked")
+        return data
 
     def profile_bytes(self) -> bytes | None:
         """Return the codec profile's bytes, checked against the catalog; None if no track needs a profile.
@@ -255,12 +234,6 @@ class Asset(ABC):
             raise FormatError(f"{where}: not the prompt that the catalog's digests name; {_AGAIN}")
         return prompt
 
-    def _unchanged(self, part: str, size: int, sha256: str) -> bytes:
-        data = self._read_part(part, size)
-        if len(data) != size or hashlib.sha256(data).hexdigest() != sha256:
-            raise AssetError(f"{self.location}/{part}: no longer the file that was checked")
-        return data
-
     def _is_ours(self, prompt: Prompt) -> bool:
         spec, tokens = self.catalog.spec, prompt.tokens
         if len(tokens) != self.catalog.tokens:
@@ -295,32 +268,22 @@ class AssetWriter(Protocol):
 
     def __enter__(self) -> Self: ...
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    def __exit__(self, *_: object) -> None: ...
 
     def frame(self, group: int, track: str, frame: bytes) -> None:
         """Write the frame of one group on one track."""
-        ...
 
     def read_frame(self, group: int, track: str) -> bytes:
         """Read back what `frame` wrote, for measuring before the asset is committed."""
-        ...
 
     def profile(self, data: bytes) -> None:
         """Write the codec profile."""
-        ...
 
     def prompt(self, prompt: Prompt) -> None:
         """Write the token ids."""
-        ...
 
     def commit(self, catalog: Catalog) -> None:
-        """Write the catalog, and publish the asset under its name in one step.
-
-        If this raises, an asset that was there before is untouched.
-        """
-        ...
+        """Write the catalog, and publish the asset in one step; if this raises, an older one is untouched."""
 
 
 class AssetQuota(Protocol):
@@ -328,15 +291,9 @@ class AssetQuota(Protocol):
 
     def touch(self, name: str) -> None:
         """Note that an asset was computed or looked for again, so that it stays longer. Never raises."""
-        ...
 
     def make_room(self, name: str) -> int:
-        """Count an asset that was just published, and remove others if they no longer fit. Never removes ``name``.
-
-        Returns:
-            How many assets were removed.
-        """
-        ...
+        """Count a newly published asset, remove others if they no longer fit, and return how many were removed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,19 +312,12 @@ class AssetStore(Protocol):
     @property
     def location(self) -> str:
         """Path or URL."""
-        ...
 
     def list(self) -> AssetListing:
         """Find all assets without reading them."""
-        ...
 
     def version(self, name: str) -> AssetVersion | None:
-        """Return the version of an asset; None if there is none.
-
-        Raises:
-            AssetError: it cannot be told, for instance because the store cannot be reached.
-        """
-        ...
+        """Return the version of an asset, None if there is none; `AssetError` if the store cannot be reached."""
 
     def open(self, name: str = ".") -> Asset:
         """Open an asset. Only its catalog is read.
@@ -376,28 +326,17 @@ class AssetStore(Protocol):
             AssetError: there is no such asset.
             FormatError: its catalog is damaged, or of a newer version.
         """
-        ...
 
     def writer(self, name: str = ".", *, force: bool = False) -> AssetWriter:
-        """Return a writer for an asset; nothing is created yet.
-
-        Args:
-            name: of the asset.
-            force: replace the asset that is there.
+        """Return a writer for an asset, which replaces what is there only by ``force``; nothing is created yet.
 
         Raises:
             AssetError: something is there that is not an asset.
             UsageError: an asset is there, and ``force`` is not given.
         """
-        ...
 
     def quota(self, max_bytes: int) -> AssetQuota:
-        """Return a quota for what engines publish into this store.
-
-        Raises:
-            UsageError: this kind of store cannot limit it.
-        """
-        ...
+        """Return a quota for what engines publish here; `UsageError` if this kind of store cannot limit it."""
 
 
 def _sized(data: bytes, size: int, where: str) -> bytes:

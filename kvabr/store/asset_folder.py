@@ -10,16 +10,16 @@ Folders may be shared with others, so files that are served are never links, pip
 from __future__ import annotations
 
 import hashlib
-import io
 import mmap
 import os
 import stat
 from functools import lru_cache
+from io import BufferedReader
 from pathlib import Path
 
 from kvabr.store.asset import CATALOG, PROFILE, Asset, AssetListing, AssetVersion
 from kvabr.store.asset_folder_writer import GROUPS, FolderAssetWriter, frame_path
-from kvabr.store.files import FileVersion
+from kvabr.store.files import FileVersion, open_regular
 from kvabr.store.quota import FolderQuota
 from kvabr.types.catalog import MAX_CATALOG_BYTES
 from kvabr.types.errors import AssetError, FormatError
@@ -127,15 +127,13 @@ class FolderAssetStore:
     def version(self, name: str) -> AssetVersion | None:
         """See `AssetStore.version`."""
         path = self.root / name
-        found = asset_version(path)
-        if found is None:
-            try:
-                (path / CATALOG).stat()
-            except (FileNotFoundError, NotADirectoryError):
-                return None
-            except OSError as error:
-                raise AssetError(f"{path}: cannot be looked at ({error.strerror})") from error
-        return found
+        try:
+            (path / CATALOG).stat()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            raise AssetError(f"{path}: cannot be looked at ({error.strerror})") from error
+        return asset_version(path)
 
     def open(self, name: str = ".", *, follow_links: bool = False) -> FolderAsset:
         """See `AssetStore.open`; refuses links unless they may be followed."""
@@ -153,10 +151,7 @@ class FolderAssetStore:
 def asset_version(path: Path) -> AssetVersion | None:
     """Return the version of the asset in a folder: that of its catalog's file."""
     found = FileVersion.of(path / CATALOG)
-    if found is None:
-        return None
-    tag = f"{found.device:x}-{found.inode:x}-{found.size:x}-{found.modified_ns:x}-{found.changed_ns:x}"
-    return AssetVersion(tag, found.modified_ns)
+    return None if found is None else AssetVersion("-".join(f"{part:x}" for part in found), found.modified_ns)
 
 
 def _check_size(path: Path, size: int) -> None:
@@ -180,30 +175,19 @@ def _mapped(path: Path) -> memoryview:
     """Map a file that lies where it seems to: neither it nor its folder is a link."""
     folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
-        handle = os.open(path.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
+        with open_regular(path.name, dir_fd=folder) as file:
+            return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
     finally:
         os.close(folder)
-    try:
-        if not stat.S_ISREG(os.fstat(handle).st_mode):
-            raise ValueError("not an ordinary file")
-        return memoryview(mmap.mmap(handle, 0, access=mmap.ACCESS_READ))
-    finally:
-        os.close(handle)
 
 
-def _open(path: Path, *, follow_links: bool) -> io.BufferedReader:
-    """Open an ordinary file; never a pipe, which would block."""
-    links = 0 if follow_links else os.O_NOFOLLOW
+def _open(path: Path, *, follow_links: bool) -> BufferedReader:
     try:
-        handle = os.open(path, os.O_RDONLY | links | os.O_NONBLOCK | os.O_CLOEXEC)
+        return open_regular(path, follow_links=follow_links)
     except FileNotFoundError as error:
         raise AssetError(f"{path}: missing from the asset; {_AGAIN}, or copy the whole folder") from error
     except OSError as error:
         raise AssetError(f"{path}: cannot be read ({error.strerror})") from error
-    if not stat.S_ISREG(os.fstat(handle).st_mode):
-        os.close(handle)
-        raise AssetError(f"{path}: is no ordinary file")
-    return os.fdopen(handle, "rb")
 
 
 def _read(path: Path, max_bytes: int, *, follow_links: bool) -> bytes:

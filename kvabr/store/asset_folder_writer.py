@@ -11,7 +11,6 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from kvabr.store.asset import CATALOG, PROFILE, PROMPT, Prompt
@@ -27,11 +26,7 @@ _RENAME_EXCHANGE = 2
 
 
 def frame_path(root: Path, group: int, track: str) -> Path:
-    """Return where the frame of a group on a track lies.
-
-    Raises:
-        FormatError: the name of the track might lead out of ``root``.
-    """
+    """Return where the frame of a group on a track lies; `FormatError` if that might be outside ``root``."""
     return root / GROUPS / check_track_name(track) / f"{group:05d}.kvg"
 
 
@@ -55,9 +50,7 @@ class FolderAssetWriter:
             raise AssetError(f"{self._path}: cannot be made ({error.strerror})") from error
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._partial is not None:
             shutil.rmtree(self._partial, ignore_errors=True)
             self._partial = None

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from io import BufferedWriter
+from io import BufferedReader, BufferedWriter
 from pathlib import Path
+from typing import NamedTuple
 
 from kvabr.types.errors import AssetError, KvabrError, UsageError
 
@@ -19,8 +21,7 @@ PARTIAL = ".partial"
 """Suffix of files and folders that are being written."""
 
 
-@dataclass(frozen=True, slots=True)
-class FileVersion:
+class FileVersion(NamedTuple):
     """Tells whether a file is still the same, without reading it."""
 
     device: int
@@ -39,20 +40,26 @@ class FileVersion:
         return cls(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
 
 
-def read_text(
-    path: Path,
-    limit: int = 1 << 28,
-    *,
-    unreadable: type[KvabrError] = AssetError,
-    unfit: type[KvabrError] = UsageError,
-) -> str:
-    """Read a UTF-8 text file, without its byte order mark.
+def open_regular(path: Path | str, *, follow_links: bool = False, dir_fd: int | None = None) -> BufferedReader:
+    """Open an ordinary file for reading; never a pipe, which would block. Raises `OSError` for everything else."""
+    links = 0 if follow_links else os.O_NOFOLLOW
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | links, dir_fd=dir_fd)
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise OSError(errno.EINVAL, "no ordinary file")
+    return os.fdopen(handle, "rb")
+
+
+def read_bytes(
+    path: Path, limit: int, *, unreadable: type[KvabrError] = AssetError, unfit: type[KvabrError] = UsageError
+) -> bytes:
+    """Read a file of at most ``limit`` bytes.
 
     Args:
         path: the file.
         limit: maximum size, bytes.
         unreadable: raised if the file cannot be read.
-        unfit: raised if it is larger than ``limit``, or not UTF-8.
+        unfit: raised if it is larger than ``limit``.
     """
     try:
         with path.open("rb") as file:
@@ -61,8 +68,19 @@ def read_text(
         raise unreadable(f"{path}: cannot be read ({error.strerror})") from error
     if len(data) > limit:
         raise unfit(f"{path}: larger than the {limit} bytes allowed; cut it in pieces")
+    return data
+
+
+def read_text(
+    path: Path,
+    limit: int = 1 << 28,
+    *,
+    unreadable: type[KvabrError] = AssetError,
+    unfit: type[KvabrError] = UsageError,
+) -> str:
+    """Read a UTF-8 text file, without its byte order mark; otherwise as `read_bytes`."""
     try:
-        return data.decode("utf-8-sig")
+        return read_bytes(path, limit, unreadable=unreadable, unfit=unfit).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise unfit(f"{path}: not a text file in UTF-8 (byte {error.start}); convert or unpack it first") from error
 
@@ -77,12 +95,8 @@ def read_salt(path: Path | None) -> bytes:
     """
     if path is None:
         return b""
-    try:
-        with path.open("rb") as file:
-            salt = file.read(MAX_SALT_BYTES + 1)
-    except OSError as error:
-        raise UsageError(f"salt file {path}: cannot be read ({error.strerror})") from error
-    if not MIN_SALT_BYTES <= len(salt) <= MAX_SALT_BYTES:
+    salt = read_bytes(path, MAX_SALT_BYTES, unreadable=UsageError)
+    if len(salt) < MIN_SALT_BYTES:
         raise UsageError(
             f"salt file {path}: must hold {MIN_SALT_BYTES} to {MAX_SALT_BYTES} random bytes; make one with: "
             f"head -c 32 /dev/urandom > {path}"

@@ -12,14 +12,13 @@ import contextlib
 import fcntl
 import os
 import re
-import stat
 import threading
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
-from kvabr.store.files import PARTIAL, replacing
+from kvabr.store.files import PARTIAL, open_regular, replacing
 from kvabr.store.group_store import StoredGroup, has_digest
 from kvabr.store.lru import ByteLru
 from kvabr.types.errors import AssetError, UsageError
@@ -35,12 +34,7 @@ class FolderGroupStore:
     """Groups in a folder; a `LocalGroupStore`. Reads and writes run in one thread of its own."""
 
     def __init__(self, folder: Path, max_bytes: int, *, executor: Executor | None = None) -> None:
-        """Lock the folder and index the groups that are in it.
-
-        Args:
-            folder: created if it does not exist; other files in it are left alone.
-            max_bytes: bound on all groups together.
-            executor: threads that compute digests; None: the event loop's.
+        """Lock the folder, create it if necessary, and index the groups in it; otherwise as `MemoryGroupStore`.
 
         Raises:
             UsageError: another client uses the folder, in this process or another.
@@ -105,10 +99,6 @@ class FolderGroupStore:
         """See `GroupStore.put`. Returns False also if the disk refuses."""
         return await self._in_thread(lambda: self._write(digest, data))
 
-    async def contains(self, digest: str) -> bool:
-        """See `GroupStore.contains`."""
-        return digest in self._sizes
-
     async def list(self) -> AsyncIterator[StoredGroup]:
         """See `GroupStore.list`."""
         with self._lock:
@@ -152,28 +142,19 @@ class FolderGroupStore:
         if size is None:
             return None
         try:
-            handle = os.open(self._path(digest), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-            with open(handle, "rb", buffering=0) as file:  # noqa: PTH123  # by its handle
-                status = os.fstat(handle)
-                if not stat.S_ISREG(status.st_mode):
-                    raise OSError("not an ordinary file")  # noqa: TRY301  # treated like all others
-                data = bytearray(last - first) if status.st_size == size else None
-                if data is not None:
-                    file.seek(first)
-                    done = 0
-                    while done < len(data) and (some := file.readinto(memoryview(data)[done:])):
-                        done += some
-                    data = data if done == len(data) else None
+            with open_regular(self._path(digest)) as file:
+                file.seek(first)
+                data = file.read(last - first) if os.fstat(file.fileno()).st_size == size else b""
                 with contextlib.suppress(OSError):
-                    os.utime(handle)  # the next process orders by it
+                    os.utime(file.fileno())  # the next process orders by it
         except OSError:
             self._delete(digest)
             return None
-        if data is None:
+        if len(data) != last - first:
             self.damaged += 1
             self._delete(digest)
             return None
-        return memoryview(data).toreadonly()
+        return memoryview(data)
 
     def _write(self, digest: str, data: memoryview) -> bool:
         with self._lock:

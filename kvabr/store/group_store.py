@@ -42,41 +42,21 @@ class GroupStore(Protocol):
     ) -> memoryview | None:
         """Return bytes ``start`` to ``end`` (exclusive; None: to the end) of a group, or None if it is not here.
 
-        A whole group is checked against its digest; a damaged one is deleted and reported as absent. A part cannot be
-        checked: check the group once all of it is here.
-
-        Args:
-            digest: of the whole group.
-            start: first byte.
-            end: byte after the last.
-            verify: False skips the check, for callers that check by themselves and `delete` what is damaged.
+        A whole group is checked against its digest; a damaged one is deleted and reported as absent. ``verify=False``
+        skips that, for callers that check by themselves, as all must check what they put together from parts.
         """
-        ...
 
     async def put(self, digest: str, data: memoryview) -> bool:
-        """Store a group unless it is here already. Returns whether it was added.
-
-        Args:
-            digest: of ``data``, which the caller has checked.
-            data: the whole group; it must not change any more.
-        """
-        ...
-
-    async def contains(self, digest: str) -> bool:
-        """Return whether a group is here. This does not count as a use."""
-        ...
+        """Store a group, which the caller has checked and which must not change; return whether it was not here yet."""
 
     def list(self) -> AsyncIterator[StoredGroup]:
         """Yield every group, in no particular order."""
-        ...
 
     async def delete(self, digest: str) -> bool:
         """Delete a group. Returns whether it was here."""
-        ...
 
     async def close(self) -> None:
         """Finish writing; release memory, files and connections."""
-        ...
 
 
 class LocalGroupStore(GroupStore, Protocol):
@@ -89,17 +69,14 @@ class LocalGroupStore(GroupStore, Protocol):
     @property
     def total_bytes(self) -> int:
         """Bytes of all groups."""
-        ...
 
     @property
     def evicted(self) -> int:
         """Groups that made room for others so far."""
-        ...
 
     @property
     def damaged(self) -> int:
         """Groups so far that no longer had their digest when they were read."""
-        ...
 
 
 def has_digest(digest: str, data: bytes | bytearray | memoryview) -> bool:
@@ -111,12 +88,7 @@ class MemoryGroupStore:
     """Groups in memory; a `LocalGroupStore`."""
 
     def __init__(self, max_bytes: int, *, executor: Executor | None = None) -> None:
-        """Create an empty store.
-
-        Args:
-            max_bytes: bound on all groups together; 0 keeps none.
-            executor: threads that compute digests; None: the event loop's.
-        """
+        """Create an empty store of at most ``max_bytes``; digests are computed in ``executor``, or the loop's own."""
         self._groups: ByteLru[str, memoryview] = ByteLru(max_bytes, len)
         self._executor = executor
         self.damaged = 0
@@ -163,10 +135,6 @@ class MemoryGroupStore:
         """See `GroupStore.put`. Keeps ``data`` itself, not a copy; does not suspend."""
         return self._groups.add(digest, data.toreadonly())
 
-    async def contains(self, digest: str) -> bool:
-        """See `GroupStore.contains`."""
-        return digest in self._groups
-
     async def list(self) -> AsyncIterator[StoredGroup]:
         """See `GroupStore.list`."""
         for digest in list(self._groups):
@@ -196,39 +164,35 @@ class TieredGroupStore:
         *,
         on_change: Callable[[], object] = lambda: None,
     ) -> None:
-        """Combine two stores, which are closed with this one.
-
-        Args:
-            memory: the fast tier.
-            disk: the slow tier; None: there is only memory.
-            on_change: called when the counters of a tier may have changed.
-        """
+        """Combine two stores, which are closed with this one; ``on_change`` hears when counters may have changed."""
         self.memory, self.disk = memory, disk
+        self._tiers: list[LocalGroupStore] = [memory] if disk is None else [memory, disk]
         self._on_change = on_change
         self._unwritten_bytes = 0
         self._writes: dict[str, asyncio.Task[None]] = {}
         """By digest, groups on their way to the disk."""
 
     def __contains__(self, digest: str) -> bool:
-        return digest in self.memory or (self.disk is not None and digest in self.disk)
+        return any(digest in tier for tier in self._tiers)
 
     def __len__(self) -> int:
-        return len(self.memory) + (0 if self.disk is None else len(self.disk))
+        """Return the number of groups; one in both tiers counts twice, here and in all counters."""
+        return sum(map(len, self._tiers))
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of both tiers; a group in both counts twice."""
-        return self.memory.total_bytes + (0 if self.disk is None else self.disk.total_bytes)
+        """See `LocalGroupStore.total_bytes`."""
+        return sum(tier.total_bytes for tier in self._tiers)
 
     @property
     def evicted(self) -> int:
-        """Groups that made room in either tier so far."""
-        return self.memory.evicted + (0 if self.disk is None else self.disk.evicted)
+        """See `LocalGroupStore.evicted`."""
+        return sum(tier.evicted for tier in self._tiers)
 
     @property
     def damaged(self) -> int:
         """See `LocalGroupStore.damaged`."""
-        return self.memory.damaged + (0 if self.disk is None else self.disk.damaged)
+        return sum(tier.damaged for tier in self._tiers)
 
     async def find(self, digest: str, *, verify: bool = True) -> tuple[memoryview, Tier] | None:
         """Return a whole group and the tier that had it; otherwise as `GroupStore.get`."""
@@ -248,10 +212,10 @@ class TieredGroupStore:
         if start == 0 and end is None:
             found = await self.find(digest, verify=verify)
             return None if found is None else found[0]
-        data = await self.memory.get(digest, start, end, verify=verify)
-        if data is None and self.disk is not None:
-            data = await self.disk.get(digest, start, end, verify=verify)
-        return data
+        for tier in self._tiers:
+            if (data := await tier.get(digest, start, end, verify=verify)) is not None:
+                return data
+        return None
 
     async def put(self, digest: str, data: memoryview) -> bool:
         """See `GroupStore.put`. The group is in memory at once; the disk follows without being waited for."""
@@ -269,36 +233,27 @@ class TieredGroupStore:
         self._on_change()
         return added
 
-    async def contains(self, digest: str) -> bool:
-        """See `GroupStore.contains`."""
-        return digest in self
-
     async def list(self) -> AsyncIterator[StoredGroup]:
         """See `GroupStore.list`; a group in both tiers comes once."""
-        async for group in self.memory.list():
-            yield group
-        if self.disk is not None:
-            async for group in self.disk.list():
-                if group.digest not in self.memory:
+        for tier in self._tiers:
+            async for group in tier.list():
+                if tier is self.memory or group.digest not in self.memory:
                     yield group
 
     async def delete(self, digest: str) -> bool:
         """See `GroupStore.delete`; deletes from both tiers."""
-        found = await self.memory.delete(digest)
-        if self.disk is not None:
-            if digest in self._writes:
-                await asyncio.wait({self._writes[digest]})
-            found = await self.disk.delete(digest) or found
+        if digest in self._writes:
+            await asyncio.wait({self._writes[digest]})
+        found = [await tier.delete(digest) for tier in self._tiers]
         self._on_change()
-        return found
+        return any(found)
 
     async def close(self) -> None:
         """Wait for what is being written, then close both tiers."""
         if self._writes:
             await asyncio.wait(set(self._writes.values()))
-        await self.memory.close()
-        if self.disk is not None:
-            await self.disk.close()
+        for tier in self._tiers:
+            await tier.close()
         self._on_change()
 
     async def _write(self, disk: LocalGroupStore, digest: str, data: memoryview) -> None:

@@ -27,7 +27,7 @@ class Track(Publication):
         third = self._size // 3
         return tuple(ObjectSpan(100 * i, i * third, (i + 1) * third) for i in range(3))
 
-    def open(self, group):
+    def open(self, group, priority=128, on_more=None):
         if group == self._broken:
             raise AssetError("gone")
         self.opened.append(group)

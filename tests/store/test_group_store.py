@@ -39,7 +39,7 @@ async def test_every_store_keeps_the_contract(store):
     assert await store.get(digest) is None
     assert await store.put(digest, data)
     assert not await store.put(digest, data)
-    assert await store.contains(digest)
+    assert digest in store
     assert digest in store
     assert await store.get(digest) == data
     assert await store.get(digest, 10, 30) == data[10:30]
@@ -95,7 +95,7 @@ async def test_a_listing_is_no_use():
     await store.put(*first)
     await store.put(*second)
     assert len([each async for each in store.list()]) == 2
-    assert await store.contains(first[0])
+    assert first[0] in store
     await store.put(*third)
     assert first[0] not in store
 
