@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -54,15 +55,12 @@ class FrameStore(Protocol):
 
     def frame(self, group: int, track: str, frame: bytes) -> None:
         """Keep a frame."""
-        ...
 
     def read_frame(self, group: int, track: str) -> bytes:
         """Return a frame that was kept."""
-        ...
 
     def profile(self, data: bytes) -> None:
         """Keep the codec profile, if a track needs one."""
-        ...
 
 
 @dataclass(slots=True)
@@ -126,11 +124,12 @@ class FrameEncoder:
             chunks: chained prompt digest of every group.
             tokens: tokens in the cache.
             tracks: names of the tracks, see `ordered_tracks`.
-            profile: side information, for the tracks that need it.
+            profile: side information; it is kept only if a track needs it.
             store: keeps the frames.
         """
         self.spec, self.chunks, self.tokens, self.tracks = spec, tuple(chunks), tokens, tuple(tracks)
-        self._profile, self._store = profile, store
+        self._profile = profile if needs_profile(tracks) else None
+        self._store = store
         self.bytes: dict[str, list[int]] = {track: [] for track in tracks}
         """Size of every frame, by track and group."""
         self.digests: dict[str, list[str]] = {track: [] for track in tracks}
@@ -142,6 +141,8 @@ class FrameEncoder:
 
     def encode(self, cache: torch.Tensor, progress: Callable[[int, int], None] = lambda _done, _all: None) -> None:
         """Encode every group of ``cache``, [layer, K/V, head, token, dim], on every track, groups in order."""
+        if self._profile is not None:
+            self._store.profile(self._profile.to_bytes())
         total = len(self.chunks) * len(self.tracks)
         for group, chunk in enumerate(self.chunks):
             context = replace(self._context(group), memo={})
@@ -186,6 +187,41 @@ class FrameEncoder:
         finally:
             torch.set_num_threads(threads)
         return statistics.median(times)
+
+    def catalog(
+        self,
+        loss: Mapping[str, Sequence[float]],
+        decode_s: Mapping[str, float],
+        *,
+        loss_method: str,
+        source: str,
+        measured: Mapping[str, Quality] | None = None,
+        prefill: PrefillCost | None = None,
+    ) -> Catalog:
+        """Return the catalog of what was encoded, with these losses and decode times by track."""
+        return Catalog(
+            namespace=TrackNamespace(self.spec.model, self.chunks[-1]),
+            spec=self.spec,
+            tokens=self.tokens,
+            chunks=self.chunks,
+            tracks=tuple(
+                Track(
+                    name=track,
+                    bytes=tuple(self.bytes[track]),
+                    loss=tuple(map(six, loss[track])),
+                    digests=tuple(self.digests[track]),
+                    refines=codec(track).refines,
+                    decode_s=six(decode_s[track]),
+                    measured=None if measured is None else measured[track],
+                )
+                for track in self.tracks
+            ),
+            profile=None if self._profile is None else self._profile.digest,
+            profile_bytes=0 if self._profile is None else len(self._profile.to_bytes()),
+            prefill=prefill,
+            loss_method=loss_method,
+            source=source,
+        )
 
     def _read(self, group: int, track: str) -> tuple[bytes, list[memoryview]]:
         """Return a frame, and the payloads of the frames that it refines."""
@@ -242,12 +278,7 @@ def compute_cache(
 
 
 def own_profile(spec: KVSpec, exact: torch.Tensor) -> Profile:
-    """Return a profile for one cache alone, where the model has none: no transform and few tables, so it is small.
-
-    Args:
-        spec: the cache's spec.
-        exact: the cache, [layer, K/V, head, token, dim].
-    """
+    """Return a profile for one cache, [layer, K/V, head, token, dim], alone: no transform and few tables, so small."""
     tokens = int(exact.shape[3])
     plain = FitConfig(transform=False, classes=_OWN_CLASSES, sinks=min(FitConfig.sinks, tokens - 1))
     return fit(spec, lambda: [exact], plain)
@@ -294,23 +325,19 @@ def publish(
         FormatError: a group cannot have that many tokens.
     """
     spec = engine.spec if group_tokens is None else replace(engine.spec, group_tokens=group_tokens)
-    needing = [track for track in tracks if codec(track).needs_profile]
-    if not needing:
-        profile = None
-    if profile is not None:
+    needing = needs_profile(tracks)
+    if needing and profile is not None:
         profile.check(spec)
-    exact = compute_cache(engine, prompt.tokens, lambda done, total: progress("prefill", done, total))
-    if needing:
-        if profile is None:
-            profile = own_profile(spec, exact)
-            tell(
-                f"no profile of {spec.model}: the AC tracks have tables of this asset alone and take two to three "
-                "times the bytes; `kvabr calibrate` makes a profile"
-            )
-        store.profile(profile.to_bytes())
+    exact = compute_cache(engine, prompt.tokens, partial(progress, "prefill"))
+    if needing and profile is None:
+        profile = own_profile(spec, exact)
+        tell(
+            f"no profile of {spec.model}: the AC tracks have tables of this asset alone and take two to three "
+            "times the bytes; `kvabr calibrate` makes a profile"
+        )
     chunks = chain(prompt.tokens, model=spec.model, tokenizer=spec.tokenizer, group_tokens=spec.group_tokens, salt=salt)
     frames = FrameEncoder(spec, chunks, len(prompt.tokens), tracks, profile, store)
-    frames.encode(exact, lambda done, total: progress("encode", done, total))
+    frames.encode(exact, partial(progress, "encode"))
     if frames.replaced:
         tell(f"{frames.replaced:,} numbers of the cache were NaN, infinite or beyond FP16; they were replaced")
         # Behind numbers that are not finite a model's probabilities are not, and nothing could be compared with them.
@@ -325,51 +352,26 @@ def publish(
     prefill: PrefillCost | None = None
     if time_engine and len(prompt.tokens) >= 128:
         prefill = time_prefills(engine, prompt.tokens)
-        prefill = PrefillCost(*(_six(value) for value in prefill.to_json().values()))
+        prefill = PrefillCost(*(six(value) for value in prefill.to_json().values()))
     progress("time", len(tracks) + 1, len(tracks) + 1)
     reference = Reference(engine, exact, prompt.continuation)
     measured = measure_quality(
-        reference,
-        exact,
-        spec,
-        tracks,
-        frames.decode,
-        max_passes=max_passes,
-        progress=lambda done, total: progress("measure", done, total),
+        reference, exact, spec, tracks, frames.decode, max_passes=max_passes, progress=partial(progress, "measure")
     )
     del exact
-    catalog = Catalog(
-        namespace=TrackNamespace(spec.model, chunks[-1]),
-        spec=spec,
-        tokens=len(prompt.tokens),
-        chunks=tuple(chunks),
-        tracks=tuple(
-            Track(
-                name=track,
-                bytes=tuple(frames.bytes[track]),
-                loss=tuple(map(_six, measured.loss[track])),
-                digests=tuple(frames.digests[track]),
-                refines=codec(track).refines,
-                decode_s=_six(decode_s[track]),
-                measured=_round(measured.quality[track]),
-            )
-            for track in tracks
-        ),
-        profile=None if profile is None else profile.digest,
-        profile_bytes=0 if profile is None else len(profile.to_bytes()),
-        prefill=prefill,
-        loss_method=measured.method,
-        source=source,
+    qualities = {track: Quality(six(one.kl), six(one.dnll), six(one.top1)) for track, one in measured.quality.items()}
+    catalog = frames.catalog(
+        measured.loss, decode_s, loss_method=measured.method, source=source, measured=qualities, prefill=prefill
     )
     mixes = measure_mixes(
-        catalog,
-        sample_mixes(catalog),
-        reference,
-        prompt.tokens,
-        frames.decode,
-        progress=lambda done, total: progress("mix", done, total),
+        catalog, sample_mixes(catalog), reference, prompt.tokens, frames.decode, progress=partial(progress, "mix")
     )
-    return replace(catalog, mixes=tuple(Mix(mix.tracks, _six(mix.predicted), _six(mix.measured)) for mix in mixes))
+    return replace(catalog, mixes=tuple(Mix(mix.tracks, six(mix.predicted), six(mix.measured)) for mix in mixes))
+
+
+def needs_profile(tracks: Sequence[str]) -> bool:
+    """Return whether any of these tracks needs a codec profile."""
+    return any(codec(track).needs_profile for track in tracks)
 
 
 def _below(track: str) -> list[str]:
@@ -382,9 +384,6 @@ def _below(track: str) -> list[str]:
     return below
 
 
-def _round(quality: Quality) -> Quality:
-    return Quality(_six(quality.kl), _six(quality.dnll), _six(quality.top1))
-
-
-def _six(value: float) -> float:
+def six(value: float) -> float:
+    """Return a float rounded to six significant digits."""
     return float(f"{value:.6g}")

@@ -24,7 +24,6 @@ class ScoringEngine(Engine, Protocol):
         Returns:
             [len(tokens), vocabulary] float64.
         """
-        ...
 
 
 class CalibrationEngine(ScoringEngine, Protocol):
@@ -33,7 +32,6 @@ class CalibrationEngine(ScoringEngine, Protocol):
     @property
     def context(self) -> int:
         """Tokens that the model can see."""
-        ...
 
     def gradient(self, kv: torch.Tensor, tokens: Sequence[int], seed: int = 0) -> torch.Tensor:
         """Return how the log-probability of sampled next tokens changes with a cache.
@@ -48,7 +46,6 @@ class CalibrationEngine(ScoringEngine, Protocol):
         Returns:
             Of the shape of ``kv``, float32: the gradient of the summed log-probability of the sampled tokens.
         """
-        ...
 
 
 class TextModel(Protocol):
@@ -57,8 +54,6 @@ class TextModel(Protocol):
     @property
     def engine(self) -> CalibrationEngine:
         """The model."""
-        ...
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of ``text``, without any added around it."""
-        ...

@@ -19,13 +19,13 @@ import torch
 
 from kvabr.codec.base import codec
 from kvabr.codec.profile import Profile
-from kvabr.publish.encoder import FrameEncoder, ordered_tracks
+from kvabr.publish.encoder import FrameEncoder, ordered_tracks, six
 from kvabr.store.locations import Location, open_store
 from kvabr.store.quota import NOT_MEASURED
-from kvabr.types.catalog import Catalog, Track
+from kvabr.types.catalog import Catalog
 from kvabr.types.errors import KvabrError, UsageError
 from kvabr.types.kv import KVSpec
-from kvabr.types.naming import LAYERS, TrackNamespace, chain
+from kvabr.types.naming import LAYERS, chain
 
 PLAIN_TRACKS = ("FP16", "Int8", "Int4")
 """Default tracks; the AC layers are added if there is a profile."""
@@ -94,9 +94,7 @@ class Publisher:
         self._spec, self._prior, self._source = spec, prior, source
         self._store = open_store(location, create=True)
         self._quota = None if max_bytes is None else self._store.quota(max_bytes)
-        needed = any(codec(track).needs_profile for track in self._tracks)
-        self._profile = profile if needed else None
-        self._profile_bytes = b"" if self._profile is None else self._profile.to_bytes()
+        self._profile = profile
         self._free = threading.BoundedSemaphore(queue)
         self._known: set[str] = set()
         """Assets that are being published."""
@@ -105,26 +103,16 @@ class Publisher:
         self._closed = False
 
     def reserve(self, tokens: Sequence[int], salt: bytes = b"") -> Slot | PublishVerdict:
-        """Return a slot for a cache, or why there is none. Quick: the cache need not exist yet.
+        """Return a slot for a cache of these tokens, or why there is none. Quick: the cache need not exist yet.
 
-        Args:
-            tokens: ids of the cache's tokens.
-            salt: a tenant's secret, see `kvabr.types.naming.chain`.
-
-        Raises:
-            UsageError: ``tokens`` are not token ids.
+        ``salt`` is a tenant's secret, see `kvabr.types.naming.chain`. Raises `UsageError` unless these are token ids.
         """
         spec = self._spec
         chunks = chain(tokens, model=spec.model, tokenizer=spec.tokenizer, group_tokens=spec.group_tokens, salt=salt)
         return self.reserve_named(chunks, len(tokens))
 
     def reserve_named(self, chunks: Sequence[str], tokens: int) -> Slot | PublishVerdict:
-        """As `reserve`, for digests that are not those of token ids.
-
-        Args:
-            chunks: a digest for each group, 64 hex digits; the last one names the asset.
-            tokens: number of tokens in the cache.
-        """
+        """As `reserve`, for other digests of groups, 64 hex digits each; the last one names the asset."""
         name = chunks[-1]
         with self._lock:
             # Published assets are looked up each time: one that was removed since may be published again.
@@ -177,46 +165,29 @@ class Publisher:
         with self._store.writer(chunks[-1]) as writer:
             frames = FrameEncoder(self._spec, chunks, slot.tokens, self._tracks, self._profile, writer)
             frames.encode(kv)
-            if self._profile is not None:
-                writer.profile(self._profile_bytes)
-            writer.commit(self._catalog(frames, slot))
+            writer.commit(self._catalog(frames))
         if self._quota is not None:
             self._quota.make_room(chunks[-1])
         return sum(sum(sizes) for sizes in frames.bytes.values())
 
-    def _catalog(self, frames: FrameEncoder, slot: Slot) -> Catalog:
-        spec, prior, groups = self._spec, self._prior, len(slot.chunks)
+    def _catalog(self, frames: FrameEncoder) -> Catalog:
+        spec, prior = self._spec, self._prior
         larger = (spec.elements_per_token * spec.group_tokens) / (
             prior.spec.elements_per_token * prior.spec.group_tokens
         )
         losses: dict[str, tuple[float, ...]] = {}
         for track in self._tracks:
-            losses[track] = stretched(prior.track(track).loss, groups)
+            losses[track] = stretched(prior.track(track).loss, len(frames.chunks))
             if (base := codec(track).refines) is not None:
                 # Stretched by itself a layer may seem to make a group worse, and would then never be used.
                 pairs = zip(losses[track], losses[base], strict=True)
                 losses[track] = tuple(min(loss, _MAX_LAYER_LOSS * below) for loss, below in pairs)
-        return Catalog(
-            namespace=TrackNamespace(spec.model, slot.chunks[-1]),
-            spec=spec,
-            tokens=slot.tokens,
-            chunks=slot.chunks,
-            tracks=tuple(
-                Track(
-                    name=track,
-                    bytes=tuple(frames.bytes[track]),
-                    loss=losses[track],
-                    digests=tuple(frames.digests[track]),
-                    refines=codec(track).refines,
-                    decode_s=float(f"{prior.track(track).decode_s * larger:.6g}"),
-                )
-                for track in self._tracks
-            ),
-            profile=None if self._profile is None else self._profile.digest,
-            profile_bytes=len(self._profile_bytes),
-            prefill=prior.prefill if prior.spec.model == spec.model else None,
+        return frames.catalog(
+            losses,
+            {track: prior.track(track).decode_s * larger for track in self._tracks},
             loss_method=f"{NOT_MEASURED}: those of {prior.tokens} tokens under {prior.spec.model}, stretched",
             source=self._source,
+            prefill=prior.prefill if prior.spec.model == spec.model else None,
         )
 
 
@@ -227,11 +198,9 @@ class Slot:
         self._publisher, self.chunks, self.tokens = publisher, chunks, tokens
 
     def fill(self, kv: torch.Tensor, done: Callable[[PublishOutcome], object]) -> None:
-        """Publish a cache.
+        """Publish a cache, [layer, K/V, head, token, dim] of any float dtype, which must not change any more.
 
-        Args:
-            kv: [layer, K/V, head, token, dim], any float dtype; must not change any more.
-            done: called with the outcome, on the publishing thread.
+        ``done`` is called with the outcome, on the publishing thread.
         """
         self._publisher._begin(self, kv, done)  # noqa: SLF001  # its own
 
@@ -254,7 +223,7 @@ def stretched(losses: Sequence[float], groups: int) -> tuple[float, ...]:
         high = min(low + 1, count - 1)
         shape.append(losses[low] + (losses[high] - losses[low]) * (place - low))
     scale = total / sum(shape) if sum(shape) > 0 else 0.0
-    return tuple(float(f"{scale * each:.6g}") for each in shape)
+    return tuple(six(scale * each) for each in shape)
 
 
 def with_heads(spec: KVSpec, heads: range) -> KVSpec:

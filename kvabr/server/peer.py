@@ -7,7 +7,7 @@ import time
 from collections.abc import Awaitable, Callable
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from kvabr.moqt.codes import PublishDoneCode, RequestCode, ResetCode, SessionCode, name_of
 from kvabr.moqt.events import Cancelled, Closed, Event, Ready, Requested, Updated
@@ -36,29 +36,28 @@ _OfTrack = Fetch | Subscribe | TrackStatus
 """Requests that name a track."""
 
 
-class Host(Protocol):
-    """What a connection needs of its server."""
+class Host:
+    """What the connections of a server share."""
 
-    limits: ServerLimits
-    log: FilteringBoundLogger
-    metrics: Metrics
-    draining: bool
-    requests: int
-    """Requests in flight on all connections; connections count theirs."""
-
-    @property
-    def source(self) -> Source:
-        """What to serve."""
+    def __init__(self, source: Source, limits: ServerLimits, log: FilteringBoundLogger, metrics: Metrics) -> None:
+        self.source, self.limits, self.log, self.metrics = source, limits, log, metrics
+        self.peers: set[Peer] = set()
+        """Connections, from their first packet on."""
+        self.requests = 0
+        """Requests in flight on all connections; connections count theirs."""
+        self.draining = False
+        self.idle = asyncio.Event()
+        """Set whenever a connection has nothing in flight any more."""
 
     @property
     def crowded(self) -> bool:
         """Whether there are more connections than allowed."""
-
-    def settled(self) -> None:
-        """Note that a connection has nothing in flight any more."""
+        return len(self.peers) > self.limits.connections
 
     def left(self, peer: Peer) -> None:
         """Note that a connection is over."""
+        self.peers.discard(peer)
+        self.idle.set()
 
 
 class Peer(Endpoint):
@@ -301,8 +300,7 @@ class Peer(Endpoint):
             return
         self.safely(answer)
         self.settle_and_send()
-        if not self.busy:
-            self._server.settled()
+        self._note_idle()
 
     def _stop_looking(self, number: int) -> None:
         if (looking := self._looking.pop(number, None)) is not None:
@@ -464,14 +462,16 @@ class Peer(Endpoint):
             metrics.group_bytes.observe(job.sent)
         else:
             metrics.cancelled_total.inc()
+        self._note_idle()
+
+    def _note_idle(self) -> None:
         if not self.busy:
-            self._server.settled()
+            self._server.idle.set()
 
     def _forget_delivered(self) -> None:
         quic, library = self.quic, self.lib
         self._underway = {stream for stream in self._underway if not library.delivered(quic, stream)}
-        if not self.busy:
-            self._server.settled()
+        self._note_idle()
 
 
 def _raise(error: Exception) -> None:

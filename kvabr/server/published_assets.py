@@ -43,13 +43,9 @@ class PublishedAssets:
         """Look for the assets of a store.
 
         Args:
-            location: as for `open_store`: an asset, or a folder with assets in it.
+            location: as for `open_store`, which may raise: an asset, or a folder with assets in it.
             grants: who may read what; None: everyone may read everything.
             log: takes the events; None: structlog's own logger.
-
-        Raises:
-            AssetError: there is no such folder.
-            UsageError: there is no such kind of store.
         """
         self._grants = grants
         self._lock = threading.Lock()
@@ -57,7 +53,9 @@ class PublishedAssets:
         self._views: dict[str, AssetView] = {}
         """By the digest of a grant's token."""
         self._levels: dict[Asset, dict[str, LevelPublication]] = {}
-        self._cached = _CachedBytes(MAX_CACHED_BYTES)
+        self._cached: ByteLru[str, BytesPublication] = ByteLru(MAX_CACHED_BYTES, lambda kept: kept.open(0).size)
+        """Catalogs and profiles that were read lately, by their SHA-256."""
+        self._cache_lock = threading.Lock()
         self._index = AssetIndex(open_store(location, must_exist=True), log, self._changed)
         self._changed()
         self.refresh()
@@ -72,11 +70,6 @@ class PublishedAssets:
         """Number of assets that are left out."""
         return self._index.damaged
 
-    @property
-    def open_to_all(self) -> bool:
-        """Whether everyone may read everything."""
-        return self._grants is None
-
     def admit(self, token: bytes | None) -> Grant | None:
         """Return the grant of a token; None: refuse the connection. Takes the same time for all tokens."""
         grants = self._grants
@@ -89,24 +82,12 @@ class PublishedAssets:
             self._changed()
 
     def refresh(self) -> bool:
-        """Look for assets that are new, were replaced, or are gone. Returns whether anything changed."""
+        """Look for assets that are new, were replaced, or are gone; return whether anything changed."""
         with self._lock:
             return self._index.refresh()
 
     def find(self, grant: Grant, namespace: TrackNamespace, track: str, *, at_once: bool = False) -> Publication | None:
-        """Return what a grant may read under a name; None if there is nothing, or it may not be read.
-
-        Args:
-            grant: from `admit`.
-            namespace: of the track.
-            track: a level, `kvabr.types.naming.CATALOG_TRACK`, `kvabr.types.naming.PROFILE_TRACK`, or the name of a
-                lookup from `kvabr.types.naming.prefix_track`.
-            at_once: neither read files nor wait for a thread that does, because this is an event loop.
-
-        Raises:
-            BlockingIOError: it cannot be told at once. Ask again in a thread, see `find_soon`.
-            RequestError: the grant was withdrawn, so its token no longer connects.
-        """
+        """See `Source.find`. What is forbidden is answered in the same steps as what is missing."""
         if grant.token_sha256 not in self._views:
             raise RequestError("the token is no longer accepted", code=RequestCode.UNAUTHORIZED)
         if namespace == MODELS_NAMESPACE:
@@ -123,9 +104,9 @@ class PublishedAssets:
             return None
         try:
             if track == PROFILE_TRACK:
-                return self._cached.get(asset.catalog.profile or "", lambda: asset.profile_bytes() or b"", at_once)
+                return self._read(asset.catalog.profile or "", lambda: asset.profile_bytes() or b"", at_once)
             if track == CATALOG_TRACK or track.startswith(PREFIX_TRACK):
-                return self._cached.get(asset.catalog_sha256, asset.catalog_bytes, at_once)
+                return self._read(asset.catalog_sha256, asset.catalog_bytes, at_once)
         except (AssetError, FormatError) as error:
             self._index.log.warning("asset unreadable", asset=asset.name, error=str(error))
             return None
@@ -137,15 +118,24 @@ class PublishedAssets:
         return BytesPublication(json.dumps({"models": [spec.to_json() for spec in specs]}).encode())
 
     async def find_soon(self, grant: Grant, namespace: TrackNamespace, track: str) -> Publication | None:
-        """As `find`, for an event loop: what takes long is done in a thread."""
+        """See `Source.find_soon`: what takes long is done in a thread."""
         try:
             return self.find(grant, namespace, track, at_once=True)
         except BlockingIOError:
             return await asyncio.to_thread(self.find, grant, namespace, track)
 
-    def namespaces(self, grant: Grant) -> list[TrackNamespace]:
-        """Return every namespace under which a grant may read something: of assets, of profiles, and of lookups."""
-        return self._view(grant).namespaces()
+    def _read(self, sha256: str, read: Callable[[], bytes], at_once: bool) -> BytesPublication:
+        """Return a file, which ``read`` reads unless it is cached; raise `BlockingIOError` if that must not be."""
+        with self._cache_lock:
+            cached = self._cached.get(sha256)
+        if cached is not None:
+            return cached
+        if at_once:
+            raise BlockingIOError(f"{sha256}: must be read")
+        made = BytesPublication(read())
+        with self._cache_lock:
+            self._cached.add(sha256, made)
+        return made
 
     def _view(self, grant: Grant) -> AssetView:
         return self._views.get(grant.token_sha256, _NOTHING)  # withdrawn a moment ago
@@ -168,28 +158,3 @@ class PublishedAssets:
                 shared[key] = AssetView.of(seen)
             views[grant.token_sha256] = shared[key]
         self._views = views
-
-
-class _CachedBytes:
-    """Catalogs and profiles that were read lately, by their SHA-256."""
-
-    def __init__(self, max_bytes: int) -> None:
-        self._cached: ByteLru[str, BytesPublication] = ByteLru(max_bytes, lambda publication: publication.open(0).size)
-        self._lock = threading.Lock()
-
-    def get(self, sha256: str, read: Callable[[], bytes], at_once: bool) -> BytesPublication:
-        """Return a file, which ``read`` reads unless it is cached.
-
-        Raises:
-            BlockingIOError: it must be read, but is wanted at once.
-        """
-        with self._lock:
-            cached = self._cached.get(sha256)
-        if cached is not None:
-            return cached
-        if at_once:
-            raise BlockingIOError(f"{sha256}: must be read")
-        made = BytesPublication(read())
-        with self._lock:
-            self._cached.add(sha256, made)
-        return made

@@ -6,7 +6,6 @@ import asyncio
 import errno
 import socket
 import time
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from kvabr.moqt.wire import DRAFTS, Draft
@@ -15,7 +14,7 @@ from kvabr.quic.endpoint import protocol_class
 from kvabr.server.certificates import ServerTls
 from kvabr.server.limits import ServerLimits
 from kvabr.server.metrics import Metrics
-from kvabr.server.peer import Peer
+from kvabr.server.peer import Host, Peer
 from kvabr.server.publication import Source
 from kvabr.types.errors import TransportError
 
@@ -29,7 +28,7 @@ _GOODBYE_S = 0.2
 """Seconds for the last packets to leave."""
 
 
-class Server:
+class Server(Host):
     """Serves a source; use it as an async context manager, or `start` and `close` it."""
 
     def __init__(
@@ -55,14 +54,11 @@ class Server:
             limits: what peers may take.
             log: receives events.
             metrics: receives counts.
-            quic: QUIC library; ``auto`` takes the fastest that is installed.
+            quic: QUIC library; ``auto`` takes the fastest that is installed. `TransportError` if this one is not.
             drafts: drafts to speak, preferred first.
-
-        Raises:
-            TransportError: the QUIC library is not installed.
         """
-        self.source, self.host, self.port = source, host, port
-        self.tls, self.limits, self.log, self.metrics = tls, limits, log, metrics
+        super().__init__(source, limits, log, metrics)
+        self.host, self.port, self.tls = host, port, tls
         self.backend = installed_libraries(quic)[0]
         """``aioquic`` or ``qh3``."""
         self._lib = library(self.backend)
@@ -70,12 +66,6 @@ class Server:
         self._transport: asyncio.DatagramTransport | None = None
         self._server: Any = None
         self._retry_tokens, self._no_tokens = RetryTokens(), NoTokens()
-        self.peers: set[Peer] = set()
-        """Connections, from their first packet on."""
-        self.requests = 0
-        """Requests in flight on all connections."""
-        self.draining = False
-        self._idle = asyncio.Event()
 
     async def start(self) -> None:
         """Bind the address and serve.
@@ -117,9 +107,9 @@ class Server:
         for peer in list(self.peers):
             peer.say_goaway(grace_s)
         while any(peer.busy for peer in self.peers) and (left := until - time.monotonic()) > 0:
-            self._idle.clear()
+            self.idle.clear()
             try:
-                await asyncio.wait_for(self._idle.wait(), left)
+                await asyncio.wait_for(self.idle.wait(), left)
             except TimeoutError:
                 break
         await self.close()
@@ -140,27 +130,15 @@ class Server:
         await self.start()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     # ------------------------------------------------------------------ for connections
 
-    @property
-    def crowded(self) -> bool:
-        """Whether there are more connections than allowed."""
-        return len(self.peers) > self.limits.connections
-
-    def settled(self) -> None:
-        """Note that a connection has nothing in flight any more."""
-        self._idle.set()
-
     def left(self, peer: Peer) -> None:
-        """Note that a connection is over."""
-        self.peers.discard(peer)
+        """See `Host.left`."""
+        super().left(peer)
         self._guard()
-        self.settled()
 
     def make_peer(self) -> Peer:
         """Return the endpoint of a new connection."""

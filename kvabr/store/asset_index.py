@@ -62,20 +62,10 @@ class AssetView:
         return view
 
     def find(self, namespace: TrackNamespace, track: str) -> Asset | None:
-        """Return the asset that answers a track's name; None if none does.
-
-        Args:
-            namespace: of the track.
-            track: a level, `CATALOG_TRACK`, `PROFILE_TRACK`, or the name of a lookup from `prefix_track`.
-        """
+        """Return the asset that answers a track's name: a level, catalog, profile or lookup; None if none does."""
         if track.startswith(PREFIX_TRACK):
             return self._longest(namespace, track)
         return (self.profiles if track == PROFILE_TRACK else self.assets).get(namespace)
-
-    def namespaces(self) -> list[TrackNamespace]:
-        """Return the namespaces of all assets, profiles and lookups."""
-        names = {*self.assets, *self.profiles, *self.prefixes}
-        return sorted(names, key=lambda space: (space.model, space.prompt))
 
     def _longest(self, namespace: TrackNamespace, track: str) -> Asset | None:
         """Return the asset that shares the most groups with a lookup."""
@@ -90,14 +80,6 @@ class AssetView:
         return max(found, key=lambda entry: entry[0])[1] if found else None
 
 
-@dataclass(frozen=True, slots=True)
-class _Damaged:
-    """An asset that is left out, and what was logged about it."""
-
-    version: AssetVersion
-    why: str
-
-
 class AssetIndex:
     """All good assets of a store. `refresh` and `renew` must not run at the same time."""
 
@@ -107,18 +89,13 @@ class AssetIndex:
         log: FilteringBoundLogger | None = None,
         on_change: Callable[[], object] = lambda: None,
     ) -> None:
-        """Create an empty index; call `refresh` to fill it.
-
-        Args:
-            store: where the assets are.
-            log: takes the events; None: structlog's own logger.
-            on_change: called when `assets` has changed, before the change is logged.
-        """
+        """Create an empty index of a store for `refresh` to fill; ``on_change`` hears of a change before the log."""
         self.store = store
         self.log: FilteringBoundLogger = structlog.get_logger() if log is None else log
         self._on_change = on_change
         self._assets: dict[str, Asset] = {}
-        self._damaged: dict[str, _Damaged] = {}
+        self._damaged: dict[str, tuple[AssetVersion, str]] = {}
+        """By name, the assets that are left out, and what was logged about each."""
         self._complete = True
 
     @property
@@ -138,8 +115,8 @@ class AssetIndex:
         return len(self._damaged)
 
     def refresh(self) -> bool:
-        """Look for assets that are new, were replaced, or are gone. Returns whether anything changed."""
-        before, assets, damaged = self._assets, dict[str, Asset](), dict[str, _Damaged]()
+        """Look for assets that are new, were replaced, or are gone; return whether anything changed."""
+        before, assets, damaged = self._assets, dict[str, Asset](), dict[str, tuple[AssetVersion, str]]()
         listing = self.store.list()
         for name, version in listing.versions.items():
             known = before.get(name)
@@ -169,7 +146,7 @@ class AssetIndex:
         self._damaged = damaged
         self._replace(assets)
 
-    def _open(self, name: str, version: AssetVersion, damaged: dict[str, _Damaged]) -> Asset | None:
+    def _open(self, name: str, version: AssetVersion, damaged: dict[str, tuple[AssetVersion, str]]) -> Asset | None:
         """Open and check an asset that is new or has changed; a damaged one is noted, and logged once."""
         try:
             asset = self.store.open(name)
@@ -178,7 +155,7 @@ class AssetIndex:
             asset.check_parts()
         except (OSError, ValueError, AssetError, FormatError) as error:
             # Checked again at each refresh: a slow copy brings the catalog first and the frames later.
-            damaged[name] = _Damaged(version, str(error))
+            damaged[name] = version, str(error)
             if self._damaged.get(name) != damaged[name]:
                 self.log.warning("asset left out", asset=name, error=str(error))
             return None
@@ -202,11 +179,7 @@ class AssetIndex:
 
 
 def check_names(catalog: Catalog) -> None:
-    """Raise if a catalog names what cannot be served.
-
-    Raises:
-        FormatError: the message says what.
-    """
+    """Raise `FormatError` if a catalog names what cannot be served."""
     space = catalog.namespace
     for track in catalog.tracks:
         if track.name in {CATALOG_TRACK, PROFILE_TRACK} or track.name.startswith(PREFIX_TRACK):

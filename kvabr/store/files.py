@@ -95,8 +95,8 @@ def read_salt(path: Path | None) -> bytes:
     """
     if path is None:
         return b""
-    salt = read_bytes(path, MAX_SALT_BYTES, unreadable=UsageError)
-    if len(salt) < MIN_SALT_BYTES:
+    salt = read_bytes(path, 1 << 20, unreadable=UsageError)
+    if not MIN_SALT_BYTES <= len(salt) <= MAX_SALT_BYTES:
         raise UsageError(
             f"salt file {path}: must hold {MIN_SALT_BYTES} to {MAX_SALT_BYTES} random bytes; make one with: "
             f"head -c 32 /dev/urandom > {path}"

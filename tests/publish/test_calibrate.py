@@ -61,6 +61,7 @@ def test_a_cache_with_numbers_that_are_none_still_calibrates(tmp_path, monkeypat
     assert float((made.transform.norm / good.transform.norm).log().abs().max()) < 0.3
 
 
+@pytest.mark.slow
 def test_a_model_that_says_nothing_finite_is_named(tmp_path):
     loaded = load_model(str(tinymodels.save(tmp_path)))
     loaded.engine.model.lm_head.weight.data[0] = float("nan")
