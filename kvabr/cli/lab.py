@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -169,6 +168,6 @@ def kept_on_interrupt(folder: Path) -> Iterator[None]:
     """Tell the user on Ctrl-C that finished plays are kept."""
     try:
         yield
-    except KeyboardInterrupt:
-        print(f"finished plays are kept in {folder}; the same command continues from there", file=sys.stderr)
-        raise
+    except KeyboardInterrupt as error:
+        note = f"finished plays are kept in {folder}, and the same command continues from there"
+        raise KeyboardInterrupt(note) from error

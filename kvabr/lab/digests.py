@@ -29,7 +29,7 @@ _DECIDES = ("abr", "player", "replay", "lab", "types")
 """Packages of kvabr that can change the outcome of a simulated play."""
 _DOES_NOT = (
     *("abr/policies", "abr/estimators", "replay/live", "replay/report", "replay/readers", "lab/report", "lab/bench"),
-    *("replay/run.py", "replay/summary.py", "replay/verify.py", "replay/synth.py"),
+    *("replay/run.py", "replay/summary.py", "replay/verify.py", "replay/synth.py", "replay/workers.py"),
 )
 _LAB = ("lab/causes.py", "lab/cell.py")
 """Files of the laboratory that can; the others only read results."""

@@ -5,13 +5,10 @@ Lines are stored as they come, so that an interrupted run continues where it sto
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +17,7 @@ from kvabr.lab.cell import CellPlayer
 from kvabr.lab.matrix import Cell, LabMatrix
 from kvabr.lab.results_folder import Line, PlayStore
 from kvabr.replay.cpu_limit import watched
-from kvabr.types.errors import PlayError, UsageError
+from kvabr.replay.workers import in_processes
 
 _CHUNK = 48
 """Approximate plays per batch: enough to outweigh its overhead, few enough to keep all processes busy."""
@@ -85,8 +82,6 @@ def run(
         PolicyError: A policy raised, returned nonsense or did not return; earlier plays are kept.
         PlayError: A worker process died; earlier plays are kept.
     """
-    if jobs is not None and jobs < 1:
-        raise UsageError(f"{jobs} processes; at least one is needed")
     cells = tuple(matrix.cells())
     keys = Keys(matrix)
     known, todo = _survey(matrix, cells, keys, store)
@@ -94,16 +89,19 @@ def run(
     if planned is not None:
         planned(fresh, matrix.plays)
     last = time.monotonic()
+    processes = (os.cpu_count() or 1) if jobs is None else jobs
     try:
-        for task, found in _outcomes(matrix, cells, todo, jobs or os.cpu_count() or 1):
-            for policy, fresh_lines in found.items():
-                known[task.cell, task.trace, policy].update(fresh_lines)
-                store.put(keys.key(cells[task.cell], task.trace, policy), fresh_lines)
-            if time.monotonic() - last > _COMMIT_S:
-                store.commit()
-                last = time.monotonic()
-            if progress is not None:
-                progress(sum(map(len, found.values())))
+        with closing(in_processes(_Player(matrix, cells).play, todo, processes)) as outcomes:
+            for index, found in outcomes:
+                task = todo[index]
+                for policy, fresh_lines in found.items():
+                    known[task.cell, task.trace, policy].update(fresh_lines)
+                    store.put(keys.key(cells[task.cell], task.trace, policy), fresh_lines)
+                if time.monotonic() - last > _COMMIT_S:
+                    store.commit()
+                    last = time.monotonic()
+                if progress is not None:
+                    progress(sum(map(len, found.values())))
     finally:
         store.commit()
     counts = matrix.counts()
@@ -145,47 +143,6 @@ def _survey(matrix: LabMatrix, cells: Sequence[Cell], keys: Keys, store: PlaySto
 _Found = dict[str, dict[int, Line]]
 
 
-def _outcomes(
-    matrix: LabMatrix, cells: Sequence[Cell], todo: Sequence[PlayBatch], jobs: int
-) -> Iterator[tuple[PlayBatch, _Found]]:
-    if jobs == 1 or len(todo) < 2:
-        player = _Player(matrix, cells)
-        for task in todo:
-            yield task, player.play(task)
-        return
-    # Forked children share the traces for free; where there is no fork, each child is sent them once.
-    method = "fork" if "fork" in multiprocessing.get_all_start_methods() else None
-    others = set(multiprocessing.active_children())
-    pool = ProcessPoolExecutor(
-        min(jobs, len(todo)), multiprocessing.get_context(method), initializer=_begin, initargs=(matrix, tuple(cells))
-    )
-    over = False
-    try:
-        queue = iter(todo)
-        flying: dict[Future[_Found], PlayBatch] = {}
-        while True:
-            # Keep the queue short, so that an interrupt has little to wait for.
-            while len(flying) < 2 * jobs and (item := next(queue, None)) is not None:
-                flying[pool.submit(_play_in_child, item)] = item
-            if not flying:
-                over = True
-                return
-            for future in wait(flying, return_when=FIRST_COMPLETED).done:
-                done = flying.pop(future)
-                yield done, future.result()
-    except BrokenProcessPool as error:
-        raise PlayError(
-            "a worker process died: it ran out of memory, or a policy ended it. Finished plays are kept; --jobs 1 "
-            "plays the rest in one process and shows where it fails"
-        ) from error
-    finally:
-        if not over:
-            # Do not wait for running batches: their plays are lost anyway, and a policy may never return.
-            for process in set(multiprocessing.active_children()) - others:
-                process.terminate()
-        pool.shutdown(wait=True, cancel_futures=True)
-
-
 class _Player:
     """Play batches; keep the last cell's player, because batches come cell by cell."""
 
@@ -208,17 +165,3 @@ class _Player:
                     line: dict[str, Any] = self._bench.play(trace, link, policy)[0]
                 found.setdefault(policy, {})[start] = line
         return found
-
-
-_child: _Player | None = None
-
-
-def _begin(matrix: LabMatrix, cells: Sequence[Cell]) -> None:
-    global _child  # noqa: PLW0603  # set once per process by the pool's initialiser
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and keeps what is done
-    _child = _Player(matrix, cells)
-
-
-def _play_in_child(task: PlayBatch) -> _Found:
-    assert _child is not None  # noqa: S101
-    return _child.play(task)

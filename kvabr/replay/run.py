@@ -5,13 +5,12 @@ The same traces, options and seed give the same report, byte for byte, on any nu
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import random
-import signal
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from kvabr.abr.plugins import load_estimator, load_policy
@@ -19,6 +18,7 @@ from kvabr.replay.cpu_limit import watched
 from kvabr.replay.experiment import Experiment, ReplayOptions
 from kvabr.replay.summary import by_family, summarise
 from kvabr.replay.trace import Trace
+from kvabr.replay.workers import in_processes
 from kvabr.types.catalog import Catalog
 from kvabr.types.errors import UsageError
 
@@ -86,20 +86,24 @@ def replay(matrix: Matrix, *, jobs: int | None = None, on_progress: Callable[[in
 
     Raises:
         PolicyError: a policy raised, made an invalid decision or exceeded its CPU time; the whole replay fails.
+        PlayError: a worker process died.
     """
-    if jobs is not None and jobs < 1:
-        raise UsageError(f"{jobs} processes; at least one is needed")
     todo = list(tasks(matrix))
+    play = partial(_play, matrix, Experiment(matrix.catalog, matrix.options))
+    played: dict[int, _Outcomes] = {}
+    with closing(in_processes(play, todo, (os.cpu_count() or 1) if jobs is None else jobs)) as outcomes:
+        for index, found in outcomes:
+            played[index] = found
+            if on_progress is not None:
+                on_progress(len(found))
     runs: list[dict[str, Any]] = []
     report = Report({})
-    for outcomes in _outcomes(matrix, todo, jobs or os.cpu_count() or 1):
-        for run, steps, log, link in outcomes:
+    for index in range(len(todo)):
+        for run, steps, log, link in played[index]:
             if log is not None:
                 report.timelines.append({"run": len(runs), "log": log, "link": link})
             runs.append(run)
             report.steps.append(steps)
-        if on_progress is not None:
-            on_progress(len(outcomes))
     report.result = finish(matrix, runs)
     return report
 
@@ -155,45 +159,6 @@ def tasks(matrix: Matrix) -> Iterator[Task]:
 
 
 _Outcomes = list[tuple[dict[str, Any], list[Any], list[Any] | None, list[Any] | None]]
-
-
-def _outcomes(matrix: Matrix, todo: Sequence[Task], jobs: int) -> Iterator[_Outcomes]:
-    if jobs == 1 or len(todo) == 1:
-        experiment = Experiment(matrix.catalog, matrix.options)
-        for task in todo:
-            yield _play(matrix, experiment, task)
-        return
-    # A forked child shares the traces; elsewhere they are sent once.
-    method = "fork" if "fork" in multiprocessing.get_all_start_methods() else None
-    others = set(multiprocessing.active_children())
-    pool = ProcessPoolExecutor(
-        min(jobs, len(todo)), multiprocessing.get_context(method), initializer=_begin, initargs=(matrix,)
-    )
-    over = False
-    try:
-        chunk = max(1, min(16, len(todo) // (4 * jobs)))
-        yield from pool.map(_play_in_child, todo, chunksize=chunk)
-        over = True
-    finally:
-        if not over:
-            # Do not wait for running plays: their results are lost anyway, and a policy may never return.
-            for process in set(multiprocessing.active_children()) - others:
-                process.terminate()
-        pool.shutdown(wait=True, cancel_futures=True)
-
-
-_child: tuple[Matrix, Experiment] | None = None
-
-
-def _begin(matrix: Matrix) -> None:
-    global _child  # noqa: PLW0603  # what a pool's initialiser is for
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business: it cancels what is queued
-    _child = (matrix, Experiment(matrix.catalog, matrix.options))
-
-
-def _play_in_child(task: Task) -> _Outcomes:
-    assert _child is not None  # noqa: S101
-    return _play(*_child, task)
 
 
 def _play(matrix: Matrix, experiment: Experiment, task: Task) -> _Outcomes:

@@ -3,7 +3,7 @@ import io
 import pytest
 from rich.console import Console
 
-from kvabr.replay.report import family_table, summary_table
+from kvabr.replay.report import family_table, summary_table, verification_table
 from kvabr.replay.report.queries import DARK, LIGHT, ramp
 from tests.replay.report_samples import POLICIES, result_of, run, sample
 
@@ -89,3 +89,17 @@ def test_colours_darken_from_cheap_to_exact(anchors, count):
     assert lights == sorted(lights, reverse=True)
     assert colours[0] == anchors[0]
     assert ramp(0, anchors) == []
+
+
+def test_verified_plays_are_readable_in_80_columns():
+    measured = {"predicted": 0.01234, "kl": 0.01301, "dnll": -0.0021, "top1": 0.987}
+    names = [("anytime", "mahimahi/att-lte-driving-2016"), ("./policies/mine.py:Mine:caution=0.5", "lte")]
+    runs = [
+        {"policy": policy, "trace": trace, "start_s": 123.4, "tokens_recomputed": 8192, "measured": measured}
+        for policy, trace in names
+    ]
+    text = printed(verification_table({"runs": [*runs, runs[0] | {"measured": None}]}), 80)
+    assert "…" not in text
+    assert len(text.splitlines()) <= 3 + 2 * 4
+    for number in ("123.4", "8192", "0.01234", "0.01301", "1.05", "-0.0021", "0.987"):
+        assert text.count(number) == 2

@@ -7,16 +7,16 @@ siblings' pipes open, and they would not notice the parent's death.
 from __future__ import annotations
 
 import multiprocessing
-import signal
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from kvabr.replay.workers import without_interrupts
 from kvabr.types.errors import TransportError
 
 _PATIENCE_S = 60.0
@@ -47,7 +47,8 @@ class Child:
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=main, args=(theirs, *arguments), name=f"kvabr {name}", daemon=True)
         try:
-            with _without_interrupts():
+            resource_tracker.ensure_running()  # otherwise it would be started below, and unblock the signal
+            with without_interrupts():
                 self._process.start()
             theirs.close()
             self.greeting = self._greeting()
@@ -116,17 +117,6 @@ class Child:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-@contextmanager
-def _without_interrupts() -> Iterator[None]:
-    """Block SIGINT in this thread, so that processes started meanwhile ignore Ctrl-C: the parent handles it."""
-    resource_tracker.ensure_running()  # otherwise it would be started in the body and unblock the signal
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @dataclass(frozen=True, slots=True)

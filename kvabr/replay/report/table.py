@@ -82,7 +82,7 @@ def summary_table(result: Result) -> RenderableType:
     Args:
         result: what `kvabr replay --json` writes.
     """
-    table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="bold", collapse_padding=True)
+    table = _table()
     table.add_column("policy", no_wrap=True, overflow="ellipsis", min_width=10)
     for title in _TITLES:
         table.add_column(title, justify="right", no_wrap=True)
@@ -135,7 +135,7 @@ class _FamilyTable:
             yield self._block(names[first : first + fit])
 
     def _block(self, names: list[str]) -> Table:
-        table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="bold", collapse_padding=True)
+        table = _table()
         table.add_column("mean\nregret", no_wrap=True, overflow="ellipsis")
         columns: list[list[Text]] = []
         for name in names:
@@ -227,7 +227,7 @@ def live_table(result: Result) -> RenderableType:
         result: what `kvabr replay --live --json` writes.
     """
     compared: dict[str, Any] = result["live_comparison"]
-    table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="bold", collapse_padding=True)
+    table = _table()
     table.add_column("simulated\nagainst live", no_wrap=True, overflow="ellipsis", min_width=12)
     for title in _LIVE_TITLES:
         table.add_column(title, justify="right", no_wrap=True)
@@ -275,11 +275,21 @@ def _share(value: Any, *, sign: bool = False) -> str:
     return f"{100 * share:+.1f} %" if sign else f"{100 * share:.1f} %"
 
 
-def verification_table(result: dict[str, Any]) -> Table:
-    """Return one row per verified run: recomputed tokens, predicted loss, measured KL, their ratio, ΔNLL, top-1."""
-    table = Table(title="verified with the real model", title_justify="left")
-    for column in ("policy", "trace", "start s", "recomputed", "predicted", "measured KL", "ratio", "ΔNLL", "top-1"):
-        table.add_column(column, justify="left" if column in {"policy", "trace"} else "right")
+_VERIFIED_TITLES = (
+    "start\ns", "recom-\nputed", "pre-\ndicted", "measured\nKL", "\nratio", "\nΔNLL", "\ntop-1",
+)  # fmt: skip
+
+
+def verification_table(result: Result) -> Table:
+    """Return one row per verified run: recomputed tokens, predicted loss, measured KL, their ratio, ΔNLL, top-1.
+
+    The table fits 80 columns; long names are continued on the next line.
+    """
+    table = _table("verified with the real model")
+    for name in ("policy", "trace"):
+        table.add_column(f"\n{name}", overflow="fold")
+    for title in _VERIFIED_TITLES:
+        table.add_column(title, justify="right", no_wrap=True)
     for run in result["runs"]:
         measured = run.get("measured")
         if measured is None:
@@ -292,8 +302,20 @@ def verification_table(result: dict[str, Any]) -> Table:
             str(run["tokens_recomputed"]),
             f"{predicted:.5f}",
             f"{kl:.5f}",
-            f"{kl / predicted:.2f}" if predicted > 0 else "-",
+            f"{kl / predicted:.2f}" if predicted > 0 else DASH,
             f"{measured['dnll']:+.4f}",
             f"{measured['top1']:.3f}",
         )
     return table
+
+
+def _table(title: str | None = None) -> Table:
+    return Table(
+        title=title,
+        title_justify="left",
+        box=None,
+        padding=(0, 1),
+        pad_edge=False,
+        header_style="bold",
+        collapse_padding=True,
+    )
