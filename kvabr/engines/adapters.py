@@ -10,11 +10,11 @@ from __future__ import annotations
 import importlib
 import logging
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
 from types import ModuleType
-from typing import Protocol, cast
 
 from kvabr.types.engine import EngineMode
 from kvabr.types.errors import ModelError, UsageError
@@ -22,7 +22,7 @@ from kvabr.types.errors import ModelError, UsageError
 _log = logging.getLogger("kvabr.engines")
 
 BUILTIN = ("kvabr.engines.transformers", "kvabr.engines.vllm", "kvabr.engines.lmcache", "kvabr.engines.sglang")
-"""Packages with an ``ADAPTER`` each. Importing one imports no engine."""
+"""Packages with an ``ADAPTER`` each. Importing one imports neither its engine nor torch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +43,12 @@ class Adapter:
     """Layout of the engine's cache, in words."""
     rate: str
     """How the cost of a prefill is known, in words."""
-    upgrades: bool
-    """Whether a cache in use can be upgraded."""
-    publishes: bool
-    """Whether it can publish what the engine computes."""
     plays: str
     """How it waits for a play, in words."""
+    upgrades: bool = False
+    """Whether a cache in use can be upgraded."""
+    publishes: bool = True
+    """Whether it can publish what the engine computes."""
     also: tuple[str, ...] = ()
     """Other distributions that hold the engine."""
 
@@ -56,10 +56,8 @@ class Adapter:
     def installed(self) -> str | None:
         """The installed version, None if there is none."""
         for package in (self.package, *self.also):
-            try:
+            with suppress(metadata.PackageNotFoundError):
                 return metadata.version(package)
-            except metadata.PackageNotFoundError:
-                continue
         return None
 
     @property
@@ -72,22 +70,9 @@ class Adapter:
         return release(self.tested[0]) <= release(version) < release(self.tested[1])
 
     def check(self, version: str | None = None) -> bool:
-        """Warn, once per process and version, if the installed version was not tested.
-
-        Args:
-            version: the engine's own statement; None looks up the installed distribution.
-
-        Returns:
-            Whether it was tested; False if none is installed.
-        """
+        """Return whether a version, by default the installed one, was tested; warn once per process if it was not."""
         version = version or self.installed
         return version is not None and _checked(self, version)
-
-
-class AdapterPackage(Protocol):
-    """The package of an adapter. Importing it imports neither the engine nor torch."""
-
-    ADAPTER: Adapter
 
 
 def adapters() -> dict[str, Adapter]:
@@ -96,7 +81,8 @@ def adapters() -> dict[str, Adapter]:
     Raises:
         UsageError: an entry point is not an adapter, or cannot be loaded.
     """
-    found = {adapter.name: adapter for adapter in map(_declared, BUILTIN)}
+    declared: list[Adapter] = [importlib.import_module(package).ADAPTER for package in BUILTIN]
+    found = {adapter.name: adapter for adapter in declared}
     for entry in metadata.entry_points(group="kvabr.engines"):
         try:
             loaded = entry.load()
@@ -106,11 +92,6 @@ def adapters() -> dict[str, Adapter]:
             raise UsageError(f"the entry point {entry.name!r} of kvabr.engines is not an Adapter, but {loaded!r}")
         found.setdefault(loaded.name, loaded)
     return found
-
-
-def _declared(package: str) -> Adapter:
-    module = cast(AdapterPackage, importlib.import_module(package))
-    return module.ADAPTER
 
 
 def release(version: str) -> tuple[int, ...]:

@@ -28,11 +28,9 @@ class BlockLayout(Enum):
 
 
 def keys_and_values(cache: torch.Tensor, layout: BlockLayout) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return views of the keys and the values of one layer's paged cache, both [block, head, token, dim].
+    """Return the keys and values of a layer's paged cache, [block, head, token, 2 x dim].
 
-    Args:
-        cache: [block, head, token, 2 x dim].
-        layout: of the cache.
+    Both are views, [block, head, token, dim].
 
     Raises:
         FormatError: the cache has another shape, or is transposed and not contiguous.
@@ -140,14 +138,9 @@ def cast(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def head_shard(heads: int, rank: int, ranks: int) -> range:
-    """Return the KV heads that one rank of a tensor-parallel engine holds.
+    """Return the KV heads, of ``heads`` in the model, that one rank of a tensor-parallel engine holds.
 
     With more ranks than heads each head is held by several ranks, as in vLLM, SGLang and Megatron.
-
-    Args:
-        heads: KV heads of the model.
-        rank: number of the rank.
-        ranks: number of ranks.
 
     Raises:
         UsageError: heads and ranks do not divide each other, or there is no such rank.

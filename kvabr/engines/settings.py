@@ -139,11 +139,7 @@ class EngineSettings(BaseModel):
 
     @classmethod
     def read(cls, given: Mapping[str, object], where: str) -> Self:
-        """Return the settings that a user gave.
-
-        Args:
-            given: keys and values, as the engine's configuration has them.
-            where: how the user calls that table; messages begin with it.
+        """Return the settings of a table in the engine's configuration, which the user calls ``where``.
 
         Raises:
             UsageError: a key is unknown (the message has the nearest one) or has a wrong value.
@@ -199,10 +195,9 @@ def open_client(kind: type[C], settings: EngineSettings) -> C:
         )
 
     memory = Limits(memory_bytes=settings.store_mib << 20, plays=settings.plays, waiting=_MAX_WAITING)
-    if settings.disk is None:
-        return make(memory)
-    try:
-        return make(replace(memory, disk=settings.disk, disk_bytes=settings.disk_mib << 20))
-    except KvabrError as error:  # each rank is a process, and only one of them can have the folder
-        LOG.warning("fetched groups are kept in memory only: %s", error)
-        return make(memory)
+    if settings.disk is not None:
+        try:
+            return make(replace(memory, disk=settings.disk, disk_bytes=settings.disk_mib << 20))
+        except KvabrError as error:  # each rank is a process, and only one of them can have the folder
+            LOG.warning("fetched groups are kept in memory only: %s", error)
+    return make(memory)

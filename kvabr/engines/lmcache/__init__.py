@@ -27,7 +27,5 @@ ADAPTER = Adapter(
     mode="suffix",
     layout="chunks [K/V, layer, token, head x dim]",
     rate="not known",
-    upgrades=False,
-    publishes=True,
     plays="async",
 )

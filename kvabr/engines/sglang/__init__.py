@@ -22,7 +22,5 @@ ADAPTER = Adapter(
     mode="suffix",
     layout="pages of its memory pool",
     rate="not known",
-    upgrades=False,
-    publishes=True,
     plays="blocking",
 )

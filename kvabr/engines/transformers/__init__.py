@@ -47,7 +47,6 @@ ADAPTER = Adapter(
     layout="a layer each of keys and values [1, head, token, dim]",
     rate="timed once",
     upgrades=True,
-    publishes=True,
     plays="blocking or async",
 )
 

@@ -36,18 +36,12 @@ ADAPTER = Adapter(
     mode="suffix",
     layout="paged blocks; keys transposed on CPUs",
     rate="measured while it serves",
-    upgrades=False,
-    publishes=True,
     plays="async",
 )
 
 
 def __getattr__(name: str) -> Any:
-    """Import vLLM when its connector is asked for.
-
-    Raises:
-        ModelError: vLLM is not installed.
-    """
+    """Import vLLM when its connector is asked for; without vLLM that is a `ModelError`."""
     if name != "KvabrConnector":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:

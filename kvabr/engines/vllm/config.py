@@ -19,13 +19,10 @@ from kvabr.engines.transformers import model_loader
 from kvabr.engines.transformers.spec import spec_of
 from kvabr.publish.publisher import with_heads
 from kvabr.store.files import read_salt
-from kvabr.types.errors import KvabrError, ModelError, UsageError
+from kvabr.types.errors import KvabrError, UsageError
 from kvabr.types.kv import KVSpec, RopeSpec
 
-_PROBE_VOCABULARY = 128
 _PLAIN_CACHES = ("auto", "float16", "bfloat16", "half", "float", "float32")
-
-
 WHERE = "kv_connector_extra_config"
 """How vLLM calls the table of settings."""
 
@@ -69,21 +66,12 @@ class VllmSettings(EngineSettings):
 
     @property
     def salt(self) -> bytes:
-        """Return the tenant's secret.
-
-        Raises:
-            UsageError: the file cannot be read, or is no secret.
-        """
+        """The tenant's secret; a file that cannot be used is a `UsageError`."""
         return read_salt(self.salt_file)
 
 
 def read_settings(given: Mapping[str, Any], *, consumes: bool, produces: bool) -> VllmSettings:
-    """Return the settings that a user gave.
-
-    Args:
-        given: ``kv_connector_extra_config``.
-        consumes: whether this engine fetches.
-        produces: whether it publishes.
+    """Return the settings in ``kv_connector_extra_config`` of an engine that fetches, publishes, or both.
 
     Raises:
         UsageError: a key is unknown or has a wrong value, or one that the engine's role needs is missing.
@@ -118,11 +106,7 @@ class ServedModel:
 
 
 def served_model(config: Any, settings: VllmSettings) -> ServedModel:
-    """Return the model of vLLM's configuration.
-
-    Args:
-        config: a ``vllm.config.VllmConfig``.
-        settings: the user's.
+    """Return the model of a ``vllm.config.VllmConfig``.
 
     Raises:
         UsageError: this engine cannot exchange caches; the message says what to change.
@@ -177,8 +161,7 @@ def _names(model: Any, settings: VllmSettings) -> tuple[str, str]:
 def _dtype(value: Any) -> torch.dtype:
     if isinstance(value, torch.dtype):
         return value
-    names = {"half": "float16", "float": "float32"}
-    found = getattr(torch, names.get(str(value), str(value)), None)
+    found = getattr(torch, str(value), None)  # torch knows "half" and "float" too
     if not isinstance(found, torch.dtype):
         raise UsageError(f"kvabr does not support a KV cache of {value}")
     return found
@@ -191,25 +174,14 @@ def rope_of_config(config: Any) -> RopeSpec | None:
     then rejected as foreign.
     """
     tiny = copy.deepcopy(config)
-    small = {
-        "num_hidden_layers": 1,
-        "vocab_size": _PROBE_VOCABULARY,
-        "intermediate_size": 32,
-        "pad_token_id": None,
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "tie_word_embeddings": True,
-    }
+    small = {"num_hidden_layers": 1, "vocab_size": 128, "intermediate_size": 32, "tie_word_embeddings": True}
     try:
-        for name, value in small.items():
+        for name, value in {**small, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None}.items():
             setattr(tiny, name, value)
         if getattr(tiny, "layer_types", None):
             tiny.layer_types = list(tiny.layer_types)[:1]
-        state = torch.random.get_rng_state()
-        try:
+        with torch.random.fork_rng(devices=[]):
             model = require("transformers").AutoModelForCausalLM.from_config(tiny, dtype=torch.float32)
-        finally:
-            torch.random.set_rng_state(state)
         return spec_of(model.eval(), name="probe", tokenizer="", dtype="float16").rope
-    except (KvabrError, ModelError, ValueError, TypeError, AttributeError, RuntimeError, KeyError, IndexError):
+    except (KvabrError, ValueError, TypeError, AttributeError, RuntimeError, KeyError, IndexError):
         return None

@@ -115,11 +115,7 @@ class WorkerHalf:
         self._began_s = None
 
     def collect(self, finished: Iterable[str]) -> tuple[set[str], set[str]]:
-        """Return the requests whose publications, and those whose loads, have ended since the last call.
-
-        Args:
-            finished: requests that have ended; their plays are cancelled.
-        """
+        """Return the requests whose publications, and whose loads, have ended; cancel plays of ``finished`` ones."""
         for request in finished:
             play = self._plays.get(request)
             if play is not None and not play.done():
@@ -158,13 +154,7 @@ class WorkerHalf:
         play.when_done(lambda ended: self._ended(load, ended, began_s))
 
     async def _prefix(self, client: AsyncClient, load: LoadRequest, playing: int) -> PlayedPrefix:
-        """Play what a request loads; if another rank's shard was found, look up this rank's own first.
-
-        Raises:
-            PlayError: this rank's heads are not published, or the play failed.
-            TimeoutError: it did not end.
-            KvabrError: see `AsyncClient.find` and `AsyncClient.play_prefix`.
-        """
+        """Play what a request loads; if another rank's shard was found, look up this rank's own first."""
         settings, own, due_s = self._settings, self._model.shard, time.monotonic() + load.deadline_s
         found, skip = load.found, load.first // load.found.catalog.spec.group_tokens
         async with asyncio.timeout(_HUNG_S + _HUNG_DEADLINES * load.deadline_s):
@@ -282,10 +272,7 @@ class WorkerHalf:
         """Copy a cache out of the engine's blocks and give them back; called on the copying thread."""
         began_s = time.thread_time()
         try:
-            model = self._model
-            kv = torch.empty(
-                (model.spec.layers, 2, len(model.heads), slot.tokens, model.spec.head_dim), dtype=model.dtype
-            )
+            kv = torch.empty(self._model.shard.shape(slot.tokens), dtype=self._model.dtype)
             with self._apart():
                 PagedBlocks(self._layers, publication.blocks, self._layout).read(kv)
         except Exception as error:  # noqa: BLE001  # as in `_place`
