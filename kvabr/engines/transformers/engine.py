@@ -58,12 +58,7 @@ class TransformersEngine:
 
     @torch.inference_mode()
     def score(self, kv: torch.Tensor | None, tokens: Sequence[int]) -> torch.Tensor:
-        """Return log-probabilities of the next token after each token of a continuation.
-
-        Args:
-            kv: cache of everything before the continuation, [layer, K/V, head, token, dim]; not written. None: there is
-                nothing before it.
-            tokens: ids of the continuation.
+        """Return log-probabilities of the next token after each of ``tokens``, which follow the cache ``kv``.
 
         Returns:
             [len(tokens), vocabulary] float64; row i is the distribution of the token that follows ``tokens[i]``. The
@@ -87,14 +82,9 @@ class TransformersEngine:
         The expected square of this gradient over the model's own next tokens is the Fisher information: how fast the KL
         divergence grows with an error. The next tokens are therefore sampled, not taken from the text.
 
-        Args:
-            kv: the cache, [layer, K/V, head, token, dim]; not written.
-            tokens: ids of the tokens that followed.
-            seed: seed of the sampling.
-
         Returns:
-            The gradient of the summed log-probability of one sampled token after each of ``tokens``; the shape of
-            ``kv``, float32.
+            The gradient of the summed log-probability of one sampled token after each of ``tokens``, which followed;
+            the shape of ``kv``, float32.
 
         Raises:
             ModelError: as for `score`; or the model's output is not finite.

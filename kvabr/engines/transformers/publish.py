@@ -70,7 +70,7 @@ def publish_cache(
 
     Args:
         publisher: from `cache_publisher`.
-        engine: the model that computed the cache.
+        engine: the model.
         cache: the ``past_key_values`` of its output, for one prompt.
         tokens: ids of the prompt, or of the part that others will share. The cache may hold more.
         salt: a tenant's secret, see `kvabr.types.naming.chain`.

@@ -1,21 +1,39 @@
-"""The spec of a transformers model's cache, checked on a real cache of a few tokens."""
+"""The spec of a transformers model's cache, checked on a real cache of a few tokens.
+
+Of rotary embeddings, plain ones are supported and those with a constant scaling: linear (position interpolation; Chen
+et al., 2023), Llama 3 (the Llama 3.1 models) and YaRN (Peng et al., 2023). LongRoPE rotates the keys of long prompts
+differently from those of short ones, which the spec of a cache cannot express. "Dynamic" scaling is plain for all
+prompts that fit the model's context, and engines take no longer ones.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from inspect import signature
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from kvabr.engines.adapters import require
-from kvabr.engines.transformers.rotary import rope_of
-from kvabr.types.errors import ModelError
-from kvabr.types.kv import KVSpec
+from kvabr.types.errors import FormatError, ModelError
+from kvabr.types.kv import KVSpec, RopeSpec
 
 _PROBED = 8
 """Tokens of the probe."""
 _FAR = 500
 """Position of its last token: far enough for slow rotations to show, near enough for exact float32 angles."""
+_DIGITS = 9
+"""Significant digits of a frequency. The digest of a spec must be the same on every machine, but powers and logarithms
+differ in the last of 16 digits, and a model's own float32 frequencies in the 7th."""
+_TOLERANCE = 1e-3
+_COARSE = {torch.float16: 4e-3, torch.bfloat16: 3e-2}
+"""Maximum error of a rotated key, relative to the largest; models that compute in 16 bits round sines and keys."""
+_SAME = 1e-5
+"""Maximum relative difference between float32 and float64 frequencies."""
+Scaled = tuple[list[float], float]
+"""Frequencies, and the factor for cosines and sines."""
 
 
 def spec_of(model: Any, *, name: str, tokenizer: str, dtype: str, whole_windows: bool = False) -> KVSpec:
@@ -80,3 +98,128 @@ def _probe_keys(model: Any, name: str, positions: torch.Tensor) -> list[torch.Te
         if layer.keys.shape != layers[0].keys.shape or layer.keys.shape[2] != tokens:
             raise ModelError(f"{name}: layer {index} of the cache has another shape than layer 0")
     return [layer.keys for layer in layers]
+
+
+def rope_of(model: Any, keys: torch.Tensor, positions: torch.Tensor) -> RopeSpec | None:
+    """Return the rotary embedding of a model if it explains the keys of a repeated token, else None: not rotated.
+
+    The input of the first layer is the embedding of the token alone, so for one token id repeated its keys, [head,
+    token, dim], differ by their rotation to their ``positions`` only; the first is 0.
+    """
+    config = model.config
+    parameters = dict(getattr(config, "rope_parameters", None) or {})
+    theta = parameters.get("rope_theta", getattr(config, "rope_theta", None))
+    kind = parameters.get("rope_type", "default")
+    if theta is None or kind == "longrope":
+        return None
+    dim = int(keys.shape[-1])
+    share = parameters.get("partial_rotary_factor", getattr(config, "partial_rotary_factor", None)) or 1.0
+    rotary = int(dim * float(share))
+    if rotary < 2 or rotary % 2:
+        return None
+    plain = RopeSpec(float(theta), rotary)
+    try:
+        rope = _scaled(plain, parameters) if kind in _SCALINGS else plain
+        rope.check(dim)
+    except (FormatError, KeyError, TypeError, ValueError, ArithmeticError):
+        return None  # the configuration is invalid
+    if rope is not plain and not _is_the_models(rope, getattr(model.base_model, "rotary_emb", None)):
+        return None
+    layouts: tuple[Literal["half", "interleaved"], ...] = ("half", "interleaved")
+    found = (replace(rope, layout=layout) for layout in layouts)
+    return next((one for one in found if _explains(one, keys, positions)), None)
+
+
+def _scaled(plain: RopeSpec, parameters: Mapping[str, Any]) -> RopeSpec:
+    """Return a plain embedding scaled as the configuration says; itself if the scaling changes nothing."""
+    frequencies, factor = _SCALINGS[parameters["rope_type"]](plain, parameters)
+    rounded = tuple(map(_rounded, frequencies))
+    if _rounded(factor) == 1 and rounded == tuple(map(_rounded, _powers(plain))):
+        return plain
+    return RopeSpec(plain.theta, plain.rotary_dim, plain.layout, rounded, _rounded(factor))
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.{_DIGITS}g}")
+
+
+def _powers(rope: RopeSpec) -> list[float]:
+    """Return the frequencies of a plain embedding."""
+    return [rope.theta ** (-2 * pair / rope.rotary_dim) for pair in range(rope.rotary_dim // 2)]
+
+
+def _linear(plain: RopeSpec, parameters: Mapping[str, Any]) -> Scaled:
+    return [each / float(parameters["factor"]) for each in _powers(plain)], 1.0
+
+
+def _llama3(plain: RopeSpec, parameters: Mapping[str, Any]) -> Scaled:
+    """Keep pairs that turn often within the original context, slow down those that turn rarely."""
+    context, factor = float(parameters["original_max_position_embeddings"]), float(parameters["factor"])
+    low, high = float(parameters["low_freq_factor"]), float(parameters["high_freq_factor"])
+    out = []
+    for each in _powers(plain):
+        turns = context * each / (2 * math.pi)
+        kept = min(1.0, max(0.0, (turns - low) / (high - low)))
+        out.append(each * (kept + (1 - kept) / factor))
+    return out, 1.0
+
+
+def _yarn(plain: RopeSpec, parameters: Mapping[str, Any]) -> Scaled:
+    """As Llama 3, but with a ramp over pairs instead of turns, and a factor that lengthens keys."""
+    context, factor = float(parameters["original_max_position_embeddings"]), float(parameters["factor"])
+    rotary = plain.rotary_dim
+
+    def pair(turns: float) -> float:
+        """Return the (fractional) pair that makes ``turns`` turns within the original context."""
+        return rotary * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(plain.theta))
+
+    first = pair(float(parameters.get("beta_fast") or 32))
+    last = pair(float(parameters.get("beta_slow") or 1))
+    if parameters.get("truncate", True):
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, rotary - 1)
+    if first == last:
+        last += 0.001
+    out = []
+    for index, each in enumerate(_powers(plain)):
+        slowed = min(1.0, max(0.0, (index - first) / (last - first)))
+        out.append(each * (1 - slowed + slowed / factor))
+
+    def longer(scale: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
+
+    given, one, other = (parameters.get(name) for name in ("attention_factor", "mscale", "mscale_all_dim"))
+    if given is not None:
+        return out, float(given)
+    return out, longer(float(one)) / longer(float(other)) if one and other else longer(1.0)
+
+
+_SCALINGS: dict[str, Callable[[RopeSpec, Mapping[str, Any]], Scaled]] = {
+    "linear": _linear,
+    "llama3": _llama3,
+    "yarn": _yarn,
+}
+
+
+def _is_the_models(rope: RopeSpec, module: Any) -> bool:
+    """Return whether the model's module has these frequencies and this factor, which keys do not show in full."""
+    own = getattr(module, "inv_freq", None)
+    if not isinstance(own, torch.Tensor) or rope.frequencies is None or own.shape != (len(rope.frequencies),):
+        return False
+    ours = torch.tensor(rope.frequencies, dtype=torch.float64)
+    near = torch.allclose(own.detach().double().cpu(), ours, rtol=_SAME, atol=0.0)
+    return near and math.isclose(float(getattr(module, "attention_scaling", 1.0)), rope.factor, rel_tol=_SAME)
+
+
+def _explains(rope: RopeSpec, keys: torch.Tensor, positions: torch.Tensor) -> bool:
+    """Return whether the embedding rotates the first key into all others."""
+    rotary, wave = rope.rotary_dim, keys.double().cpu()
+    frequencies = torch.tensor(_powers(rope) if rope.frequencies is None else rope.frequencies, dtype=torch.float64)
+    angle = positions.double()[:, None] * frequencies
+    turn = torch.polar(torch.ones_like(angle), angle)
+    if rope.layout == "half":
+        pairs = torch.complex(wave[..., : rotary // 2], wave[..., rotary // 2 : rotary])
+    else:
+        pairs = torch.complex(wave[..., 0:rotary:2], wave[..., 1:rotary:2])
+    error = (pairs - pairs[:, :1] * turn).abs().max().item()
+    return math.isfinite(error) and error <= _COARSE.get(keys.dtype, _TOLERANCE) * pairs.abs().max().item()

@@ -15,7 +15,7 @@ origin. The worker's half (`worker`) plays caches into the engine's blocks, and 
 Groups that do not come in time are reported as failed blocks, and vLLM computes them. It discards everything behind the
 first failed block, so the player protects the first groups.
 
-Only `connector` and `layers` import vLLM.
+Only `connector` imports vLLM.
 """
 
 from __future__ import annotations

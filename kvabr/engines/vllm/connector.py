@@ -1,4 +1,4 @@
-"""`KvabrConnector`, which vLLM calls, and which delegates to the two halves. Only this module and `layers` import vLLM.
+"""`KvabrConnector`, which vLLM calls, and which delegates to the two halves. Only this module imports vLLM.
 
 It implements vLLM's ``KVConnectorBase_V1`` (vllm/distributed/kv_transfer/kv_connector/v1/base.py), in the versions that
 `kvabr.engines.vllm.ADAPTER` names; vLLM calls that interface experimental.
@@ -6,30 +6,30 @@ It implements vLLM's ``KVConnectorBase_V1`` (vllm/distributed/kv_transfer/kv_con
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import vllm
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
-    KVConnectorMetadata,
-    KVConnectorRole,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.metrics.utils import create_metric_per_engine
 
 from kvabr.data import default_catalog
+from kvabr.engines.layouts import BlockLayout, keys_and_values
 from kvabr.engines.transformers.publish import find_profile
 from kvabr.engines.vllm import ADAPTER, stats
 from kvabr.engines.vllm.config import ServedModel, VllmSettings, read_settings, served_model
-from kvabr.engines.vllm.layers import layers_of, layout_of
 from kvabr.engines.vllm.plays import Step, leave_client, take_client
 from kvabr.engines.vllm.scheduler import SchedulerHalf
 from kvabr.engines.vllm.worker import WorkerHalf
 from kvabr.publish.publisher import Publisher
 from kvabr.types.catalog import Catalog
-from kvabr.types.errors import UsageError
+from kvabr.types.errors import FormatError, UsageError
+
+_LAYER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
 
 
 class KvabrMetadata(KVConnectorMetadata):  # type: ignore[misc]
@@ -234,11 +234,7 @@ class KvabrPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
 
 
 def _publisher(settings: VllmSettings, model: ServedModel) -> Publisher:
-    """Return the publisher of this engine's caches.
-
-    Raises:
-        UsageError, AssetError, FormatError: a file that the settings name cannot be used.
-    """
+    """Return the publisher of this engine's caches; raise if a file that the settings name cannot be used."""
     assert settings.publish is not None  # noqa: S101  # a producer's settings have it
     spec = model.shard
     prior = default_catalog() if settings.prior is None else Catalog.read(settings.prior)
@@ -251,4 +247,57 @@ def _publisher(settings: VllmSettings, model: ServedModel) -> Publisher:
         queue=settings.queue,
         max_bytes=settings.publish_bytes,
         source=f"computed by vLLM {vllm.__version__}",
+    )
+
+
+def layers_of(caches: Mapping[str, torch.Tensor]) -> dict[int, torch.Tensor]:
+    """Return cache tensors by layer, by their names, for instance ``model.layers.7.self_attn.attn``.
+
+    Raises:
+        UsageError: a name has no layer number, or two have the same.
+    """
+    out: dict[int, torch.Tensor] = {}
+    for name, cache in caches.items():
+        numbers = _LAYER.findall(name)
+        if len(numbers) != 1 or int(numbers[0]) in out:
+            raise UsageError(f"the name of vLLM's cache {name!r} does not tell its layer: this model is not supported")
+        out[int(numbers[0])] = cache
+    return out
+
+
+def layout_of(config: Any, layers: Mapping[int, torch.Tensor]) -> BlockLayout:
+    """Return the layout of the blocks; on a CPU by letting the attention kernel store a few known numbers.
+
+    Raises:
+        UsageError: the kernel uses another layout.
+    """
+    cache = layers[min(layers)]
+    if cache.device.type != "cpu":
+        return BlockLayout.PLAIN
+    from vllm import _custom_ops as ops  # noqa: PLC0415  # for CPUs only
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa  # noqa: PLC0415
+
+    _, heads, size, both = cache.shape
+    dim = both // 2
+    isa = _get_attn_isa(config.model_config.dtype, size, dim, config.cache_config.cache_dtype)
+    scratch = torch.zeros((2, heads, size, both), dtype=cache.dtype)
+    # Small integers: exact in every float type, and no two equal along a dimension.
+    count = size * heads * dim
+    key = (torch.arange(count) % 241).to(cache.dtype).view(size, heads, dim)
+    value = (torch.arange(count) % 251 + 1).to(cache.dtype).view(size, heads, dim)
+    halves = scratch.view(2, heads, 2 * size, dim).chunk(2, dim=2)
+    slots = torch.arange(size, 2 * size, dtype=torch.int64)
+    ops.cpu_attn_reshape_and_cache(
+        key, value, halves[0], halves[1], slots, isa, k_scale=1.0, v_scale=1.0, kv_cache_dtype="auto"
+    )
+    for layout in BlockLayout:
+        try:
+            keys, values = keys_and_values(scratch, layout)
+        except FormatError:
+            continue
+        if torch.equal(keys[1], key.transpose(0, 1)) and torch.equal(values[1], value.transpose(0, 1)):
+            return layout
+    raise UsageError(
+        f"vLLM's attention kernel {isa!r} uses a cache layout that kvabr does not know; start vLLM with another "
+        "--dtype (float32 uses the plain kernels), or report it to kvabr"
     )

@@ -133,7 +133,7 @@ class SchedulerHalf:
             return False
         tokens = min(int(request.num_computed_tokens), int(request.num_prompt_tokens))
         tokens = whole_blocks(tokens, max(self._model.block, self._model.spec.group_tokens))
-        if not tokens or self._unfit(request) is not None:
+        if not tokens or _unfit(request) is not None:
             self.counts.add("publish_skipped_short" if not tokens else "publish_skipped_unfit")
             return False
         self._pending.publications.append(
@@ -150,7 +150,7 @@ class SchedulerHalf:
         lookup = _Lookup(self._deadline_of(request), time.monotonic())
         if _params(request).get("play", True) is False:
             return lookup
-        if (why := self._unfit(request)) is not None:
+        if (why := _unfit(request)) is not None:
             self.counts.add("lookups_unfit")
             self._trouble.tell(f"requests with {why} are not played", "their caches depend on more than tokens")
             return lookup
@@ -221,19 +221,19 @@ class SchedulerHalf:
             return self._settings.deadline_s
         return float(given)
 
-    @staticmethod
-    def _unfit(request: Any) -> str | None:
-        """Return what a request's cache depends on besides its tokens; None: nothing."""
-        if getattr(request, "lora_request", None) is not None:
-            return "a LoRA adapter"
-        if getattr(request, "mm_features", None):
-            return "images or sound"
-        if request.prompt_token_ids is None or getattr(request, "prompt_embeds", None) is not None:
-            return "embeddings instead of tokens"
-        return None
-
 
 def _params(request: Any) -> dict[str, Any]:
     """Return a request's own parameters: ``deadline_s``, ``play`` (false: compute everything), ``publish``."""
     given = getattr(request, "kv_transfer_params", None)
     return given if isinstance(given, dict) else {}
+
+
+def _unfit(request: Any) -> str | None:
+    """Return what a request's cache depends on besides its tokens; None: nothing."""
+    if getattr(request, "lora_request", None) is not None:
+        return "a LoRA adapter"
+    if getattr(request, "mm_features", None):
+        return "images or sound"
+    if request.prompt_token_ids is None or getattr(request, "prompt_embeds", None) is not None:
+        return "embeddings instead of tokens"
+    return None

@@ -71,10 +71,7 @@ class ConnectorCounts:
 
 def added(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
     """Return the sum of two sets of counters."""
-    out = dict(one)
-    for name, value in other.items():
-        out[name] = out[name] + value if name in out else value
-    return out
+    return {**one, **{name: one[name] + value if name in one else value for name, value in other.items()}}
 
 
 def summary(data: Mapping[str, Any]) -> dict[str, int | float]:
