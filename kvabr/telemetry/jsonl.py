@@ -49,11 +49,7 @@ class JsonLines(Listener):
     name: ClassVar[str] = "jsonl"
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        """Open a file for appending.
-
-        Raises:
-            AssetError: it cannot be written.
-        """
+        """Open a file for appending; raise `AssetError` if it cannot be written."""
         try:
             self._file = Path(path).open("a", encoding="utf-8", errors="backslashreplace")  # noqa: SIM115  # see `close`
         except OSError as error:
@@ -89,12 +85,7 @@ class Cmcd:
         self._starved = False
 
     def records(self, wall_s: float, event: events.PlayEvent) -> Iterator[Record]:
-        """Yield the records that an event makes: at most one, and before it the one held back.
-
-        Args:
-            wall_s: when it happened, seconds since 1970.
-            event: from the play's log.
-        """
+        """Yield the records of an event at ``wall_s``, seconds since 1970: at most one, after the one held back."""
         if self._pending is not None and not isinstance(event, events.RequestSent):
             # A decision at the same time may lead to the next request.
             decided = isinstance(event, events.DecisionMade) and event.kind not in _RECORDED
@@ -156,12 +147,10 @@ class Cmcd:
 
     def _times(self, event: events.RequestDone) -> Record:
         sent_s, first_s = self._requests.pop(event.request, (None, None))
-        cmcd: Record = {}
-        if sent_s is not None:
-            cmcd["ttlb"] = round(1e3 * (event.t - sent_s))
-            if first_s is not None:
-                cmcd["ttfb"] = round(1e3 * (first_s - sent_s))
-        return cmcd
+        if sent_s is None:
+            return {}
+        ttlb = {"ttlb": round(1e3 * (event.t - sent_s))}
+        return ttlb if first_s is None else ttlb | {"ttfb": round(1e3 * (first_s - sent_s))}
 
     def _buffer(self, event: events.DecisionMade | events.ProgressMade | None, t: float | None = None) -> Record:
         """Return what an event says of time and rate, at time ``t`` or its own."""
@@ -179,18 +168,15 @@ class Cmcd:
         cmcd = Record()
         match event:
             case events.PlayStarted():
-                self._begin(event)
+                self._deadline_s = event.deadline_s
+                self._segment_s = event.deadline_s / max(1, event.groups)
+                self._top = max(event.track_bytes, default=event.fp16_bytes)
+                self._who["cid"] = event.asset.rpartition("/")[2]
             case events.RequestCancelled() | events.RequestFailed():
                 self._requests.pop(event.request, None)
             case events.CacheDelivered(met=False):
                 cmcd["bs"] = True
         return self._record(wall_s, event, cmcd)
-
-    def _begin(self, event: events.PlayStarted) -> None:
-        self._deadline_s = event.deadline_s
-        self._segment_s = event.deadline_s / max(1, event.groups)
-        self._top = max(event.track_bytes, default=event.fp16_bytes)
-        self._who["cid"] = event.asset.rpartition("/")[2]
 
     def _record(self, wall_s: float, event: events.PlayEvent, cmcd: Record, *keys: str) -> Record:
         """Return a record with the named fields of an event; with all of them if none is named."""

@@ -45,10 +45,10 @@ class Listener(ABC):
 
 
 class PlayStates(Generic[S]):
-    """A state for each of at most 1,024 plays: the end of a play may be dropped, so the oldest are forgotten."""
+    """A state for each of the last 1,024 plays that were heard of: the end of a play may be dropped."""
 
     def __init__(self, make: Callable[[str], S]) -> None:
-        """Take a function that makes a state from the identifier of a play."""
+        """Make states by ``make``, from the identifier of a play."""
         self._make = make
         self._states: dict[str, S] = {}
 
@@ -57,11 +57,11 @@ class PlayStates(Generic[S]):
 
     def of(self, heard: Heard) -> S:
         """Return the state of an event's play; after `PlayEnded` it is forgotten."""
-        if isinstance(heard.event, PlayEnded):
-            found = self._states.pop(heard.play, None)
-            return self._make(heard.play) if found is None else found
-        if heard.play not in self._states:
-            if len(self._states) >= MAX_PLAYS:
+        found = self._states.pop(heard.play, None)
+        if found is None:
+            found = self._make(heard.play)
+        if not isinstance(heard.event, PlayEnded):
+            self._states[heard.play] = found
+            if len(self._states) > MAX_PLAYS:
                 del self._states[next(iter(self._states))]
-            self._states[heard.play] = self._make(heard.play)
-        return self._states[heard.play]
+        return found

@@ -30,14 +30,7 @@ class OpenTelemetry(Listener):
     name: ClassVar[str] = "opentelemetry"
 
     def __init__(self, tracer_provider: Any = None) -> None:
-        """Create the tracer.
-
-        Args:
-            tracer_provider: an `opentelemetry.trace.TracerProvider`; None: the application's global one.
-
-        Raises:
-            UsageError: the package opentelemetry-api is not installed.
-        """
+        """Take a tracer of an `opentelemetry.trace.TracerProvider`; None: the application's global one."""
         try:
             from opentelemetry import trace  # noqa: PLC0415  # an extra
         except ImportError as error:

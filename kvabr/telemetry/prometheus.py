@@ -26,27 +26,20 @@ if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIEnvironment
 
 MAX_LABEL_VALUES = 256
-_OTHER = "other"
 _TIMEOUT_S = 5.0
 _MAX_CONNECTIONS = 32
-_POLL_S = 0.1
 _SECONDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0)
 _LOSSES = (1e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0)
 _SHARES = (-1.0, -0.5, -0.2, -0.1, -0.05, 0.0, 0.05, 0.1, 0.2, 0.5, 1.0)
 
 _SOURCES = {"fetch": "fetched", "upgrade": "upgraded"}
-_TEXT = "text/plain; charset=utf-8"
 
 
 class MetricSet:
     """Metrics in one registry; subclasses create them as attributes."""
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
-        """Create an empty set.
-
-        Args:
-            registry: where the metrics are registered; None makes a registry for this set alone.
-        """
+        """Create an empty set, in ``registry`` or in a registry of its own."""
         self.registry = CollectorRegistry() if registry is None else registry
 
     def counter(self, name: str, text: str, *labels: str) -> Counter:
@@ -68,12 +61,7 @@ class MetricSet:
         return generate_latest(self.registry).decode()
 
     def value(self, sample: str, **labels: str) -> float:
-        """Return a sample's value, 0 if it has never been counted.
-
-        Args:
-            sample: its full name, for instance ``kvabr_play_seconds_count``.
-            labels: all its labels.
-        """
+        """Return the value of a sample, such as ``kvabr_play_seconds_count``, with all its labels; 0 if not counted."""
         return self.registry.get_sample_value(sample, labels) or 0.0
 
 
@@ -100,7 +88,7 @@ class BoundedLabel:
         """Return the value, or ``other`` if it is new and there are too many already."""
         with self._lock:
             if value not in self._known and len(self._known) >= self._limit:
-                return _OTHER
+                return "other"
             self._known.add(value)
         return value
 
@@ -229,13 +217,9 @@ class ScrapeServer:
     """
 
     def __init__(self, metrics: MetricSet, host: str, port: int, healthy: Callable[[], bool] = lambda: True) -> None:
-        """Prepare; nothing is bound before the server is entered.
+        """Prepare; nothing is bound before the server is entered. Port 0 takes a free one.
 
-        Args:
-            metrics: what to show.
-            host: name or address to bind.
-            port: TCP port; 0 takes a free one.
-            healthy: whether ``/healthz`` answers 200 or 503.
+        ``/healthz`` answers 200 if ``healthy`` returns True, else 503.
         """
         self._metrics, self._host, self._port, self._healthy = metrics, host, port, healthy
         self._server: _Server | None = None
@@ -257,7 +241,7 @@ class ScrapeServer:
                 f"cannot serve metrics on {self._host}:{self._port} ({reason}); give another --metrics HOST:PORT"
             ) from error
         self._server.set_app(self._answer)
-        threading.Thread(target=self._server.serve_forever, args=(_POLL_S,), name="kvabr-metrics", daemon=True).start()
+        threading.Thread(target=self._server.serve_forever, args=(0.1,), name="kvabr-metrics", daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -266,23 +250,20 @@ class ScrapeServer:
             self._server.server_close()
 
     def _answer(self, environ: WSGIEnvironment, start: StartResponse) -> list[bytes]:
-        status, text, kind = self._page(environ["REQUEST_METHOD"], environ["PATH_INFO"])
+        method, path, kind = environ["REQUEST_METHOD"], environ["PATH_INFO"], "text/plain; charset=utf-8"
+        if method not in {"GET", "HEAD"}:
+            status, text = HTTPStatus.METHOD_NOT_ALLOWED, "GET or HEAD\n"
+        elif path == "/metrics":
+            status, text, kind = HTTPStatus.OK, self._metrics.expose(), CONTENT_TYPE_PLAIN_0_0_4
+        elif path != "/healthz":
+            status, text = HTTPStatus.NOT_FOUND, "there are /metrics and /healthz\n"
+        elif self._healthy():
+            status, text = HTTPStatus.OK, "ok\n"
+        else:
+            status, text = HTTPStatus.SERVICE_UNAVAILABLE, "draining\n"
         body = text.encode()
         start(f"{status.value} {status.phrase}", [("Content-Type", kind), ("Content-Length", str(len(body)))])
-        return [] if environ["REQUEST_METHOD"] == "HEAD" else [body]
-
-    def _page(self, method: str, path: str) -> tuple[HTTPStatus, str, str]:
-        if method not in {"GET", "HEAD"}:
-            return HTTPStatus.METHOD_NOT_ALLOWED, "GET or HEAD\n", _TEXT
-        match path:
-            case "/metrics":
-                return HTTPStatus.OK, self._metrics.expose(), CONTENT_TYPE_PLAIN_0_0_4
-            case "/healthz" if self._healthy():
-                return HTTPStatus.OK, "ok\n", _TEXT
-            case "/healthz":
-                return HTTPStatus.SERVICE_UNAVAILABLE, "draining\n", _TEXT
-            case _:
-                return HTTPStatus.NOT_FOUND, "there are /metrics and /healthz\n", _TEXT
+        return [] if method == "HEAD" else [body]
 
 
 class _Server(ThreadingMixIn, WSGIServer):

@@ -30,11 +30,7 @@ def read_settings(extra_config: Mapping[str, Any] | None, plugin: str = "kvabr")
 
 
 def spec_of(model: str, shape: Sequence[int], dtype: torch.dtype) -> KVSpec:
-    """Return the spec of an engine's chunks of LMCache's shape (layers, 2, tokens, heads of one rank, dim).
-
-    Raises:
-        FormatError: the cache is not one of keys and values in 16 or 32 bits (MLA, FP8).
-    """
+    """Return the spec of chunks of LMCache's shape (layers, 2, tokens, heads of one rank, dim); not of MLA or FP8."""
     layers, both, _, heads, dim = shape
     if both != 2:
         raise FormatError(f"a cache of shape {tuple(shape)}: kvabr has tracks for keys and values, not for MLA")
@@ -44,10 +40,7 @@ def spec_of(model: str, shape: Sequence[int], dtype: torch.dtype) -> KVSpec:
 def as_kv(chunk: torch.Tensor, spec: KVSpec) -> torch.Tensor:
     """Return a view in kvabr's layout, [layer, K/V, head, token, dim], of a chunk in LMCache's KV_2LTD.
 
-    That is [K/V, layer, token, head x dim].
-
-    Raises:
-        FormatError: the chunk has another shape.
+    That is [K/V, layer, token, head x dim]; another shape is a `FormatError`.
     """
     both, layers, tokens, width = chunk.shape if chunk.dim() == 4 else (0, 0, 0, 0)
     if (both, layers, width) != (2, spec.layers, spec.kv_heads * spec.head_dim):

@@ -8,7 +8,7 @@ it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import itertools
 
 import torch
 from lmcache.utils import CacheEngineKey
@@ -105,7 +105,7 @@ class ChunkConnector(RemoteConnector):  # type: ignore[misc]
 
     def exists_sync(self, key: CacheEngineKey) -> bool:
         """As `exists`, for threads other than the event loop's."""
-        return self._ask([key]) == 1
+        return self.batched_contains([key]) == 1
 
     def support_batched_contains(self) -> bool:
         """Return True: one round trip looks up many chunks."""
@@ -113,13 +113,8 @@ class ChunkConnector(RemoteConnector):  # type: ignore[misc]
 
     def batched_contains(self, keys: list[CacheEngineKey]) -> int:
         """Return how many chunks, from the first on, can be fetched; for threads other than the event loop's."""
-        return self._ask(keys)
-
-    def _ask(self, keys: Sequence[CacheEngineKey]) -> int:
-        async def leading() -> int:
-            return await self._store.leading([self._name(key) for key in keys])
-
-        asked = asyncio.run_coroutine_threadsafe(leading(), self._loop)
+        leading = self._store.leading([self._name(key) for key in keys])
+        asked = asyncio.run_coroutine_threadsafe(leading, self._loop)
         try:
             return asked.result(self._settings.lookup_s + _WAIT_S)
         except TimeoutError:
@@ -163,16 +158,12 @@ class ChunkConnector(RemoteConnector):  # type: ignore[misc]
     async def batched_get_non_blocking(self, lookup_id: str, keys: list[CacheEngineKey]) -> list[MemoryObj]:
         """Play many chunks; return those before the first that is missing."""
         del lookup_id
-        chunks: list[MemoryObj] = []
-        missed = False
-        for chunk in await self.batched_get(keys):
-            missed |= chunk is None
+        chunks = await self.batched_get(keys)
+        came = list(itertools.takewhile(lambda chunk: chunk is not None, chunks))
+        for chunk in chunks[len(came) :]:
             if chunk is not None:
-                if missed:
-                    chunk.ref_count_down()
-                else:
-                    chunks.append(chunk)
-        return chunks
+                chunk.ref_count_down()
+        return came
 
     async def put(self, key: CacheEngineKey, memory_obj: MemoryObj) -> None:
         """Publish a chunk and wait for that, unless it exists already or the queue is full."""

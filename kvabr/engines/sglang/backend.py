@@ -25,12 +25,7 @@ class KvabrStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not there
     """Plays and publishes pages of HiCache."""
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: dict[str, Any] | None = None) -> None:
-        """Read the configuration; `register_mem_pool_host` tells the layout of the pages.
-
-        Raises:
-            UsageError: the configuration is wrong.
-            FormatError: kvabr has no tracks for the cache (MLA).
-        """
+        """Read the configuration, and raise if it is wrong; `register_mem_pool_host` tells the layout of the pages."""
         del kwargs
         ADAPTER.check()
         if storage_config.is_mla_model:
@@ -39,11 +34,7 @@ class KvabrStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not there
         self._started: tuple[ChunkStore, LoopThread] | None = None
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
-        """Set the host pool with its layout, and start.
-
-        Raises:
-            FormatError: kvabr does not support the pool, or the engine quantises its cache.
-        """
+        """Set the host pool and start; raise `FormatError` if kvabr does not support it, or the engine quantises it."""
         super().register_mem_pool_host(mem_pool_host)
         pool, name = mem_pool_host, self._settings.model or self._config.model_name or "model"
         if getattr(pool, "v_head_dim", pool.head_dim) != pool.head_dim:
@@ -68,13 +59,7 @@ class KvabrStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not there
     def batch_get_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
-        """Play pages into the host pool; return for each whether it came.
-
-        Args:
-            keys: keys of the pages.
-            host_indices: indices of all their tokens in the pool.
-            extra_info: ignored.
-        """
+        """Play pages into the host pool, at the indices of all their tokens; return for each whether it came."""
         del extra_info
         return self._play(keys, self._places(keys, host_indices))
 

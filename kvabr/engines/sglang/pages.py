@@ -27,13 +27,7 @@ def read_settings(extra_config: Mapping[str, Any] | None) -> KeyedSettings:
 
 
 def page_view(pool: torch.Tensor, layout: str, first: int, page_size: int) -> torch.Tensor:
-    """Return a view of a page in kvabr's layout, [layer, K/V, head, token, dim].
-
-    Args:
-        pool: the host pool's ``kv_buffer``.
-        layout: one of `LAYOUTS`.
-        first: index of the page's first token in the pool.
-        page_size: tokens per page.
+    """Return a view in kvabr's layout, [layer, K/V, head, token, dim], of the page at token ``first`` of a host pool.
 
     Raises:
         FormatError: the layout is unknown, or no page begins at ``first``.

@@ -118,11 +118,7 @@ class TransformersEngine:
         return torch.tensor([list(tokens)], dtype=torch.long, device=self.device), cache, start
 
     def check(self, tokens: Sequence[int], start: int = 0) -> None:
-        """Raise unless the tokens fit the model behind ``start`` others.
-
-        Raises:
-            ModelError: there are none or too many, or ids are outside the vocabulary.
-        """
+        """Raise `ModelError` unless there are tokens, in the vocabulary, that fit the model behind ``start`` others."""
         if not tokens:
             raise ModelError("a prefill needs at least one token")
         if start + len(tokens) > self.context:

@@ -6,7 +6,6 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -80,8 +79,7 @@ def play_cache(
         PlayError: the cache can neither be fetched nor computed; the message says why.
         PolicyError: from the policy or the estimator.
     """
-    ids, problems = prompt_ids(engine, tokens), list[str]()
-    how = _options(engine, options or client.options, problems)
+    ids, how, problems = _prepare(engine, tokens, options or client.options)
     return _ready(engine, ids, client.play(ids, deadline=deadline, options=how, engine=engine), problems)
 
 
@@ -94,8 +92,7 @@ async def play_cache_async(
     options: PlayOptions | None = None,
 ) -> ReadyCache:
     """As `play_cache`, for asyncio. Cancelling it cancels its downloads."""
-    ids, problems = prompt_ids(engine, tokens), list[str]()
-    how = _options(engine, options or client.options, problems)
+    ids, how, problems = _prepare(engine, tokens, options or client.options)
     return _ready(engine, ids, await client.play(ids, deadline=deadline, options=how, engine=engine), problems)
 
 
@@ -115,23 +112,27 @@ def prompt_ids(engine: TransformersEngine, tokens: Sequence[int] | torch.Tensor)
     return ids
 
 
-def _options(engine: TransformersEngine, options: PlayOptions, problems: list[str]) -> PlayOptions:
+def _prepare(
+    engine: TransformersEngine, tokens: Sequence[int] | torch.Tensor, options: PlayOptions
+) -> tuple[list[int], PlayOptions, list[str]]:
+    """Return the prompt's ids, the options of its play, and a list that why the lookup failed will be added to."""
     ADAPTER.check(require("transformers").__version__)
+    problems: list[str] = []
 
     def log(event: PlayEvent) -> None:
         if isinstance(event, LookupFailed):
             problems.append(event.reason)
         options.note(event)
 
-    return replace(options, dtype=options.dtype or engine.dtype, log=log)
+    return prompt_ids(engine, tokens), replace(options, dtype=options.dtype or engine.dtype, log=log), problems
 
 
 def _ready(
     engine: TransformersEngine, ids: Sequence[int], played: Played | NothingCached, problems: Sequence[str]
 ) -> ReadyCache:
     if isinstance(played, NothingCached):
-        nothing = torch.zeros(engine.spec.shape(0), dtype=engine.dtype)
-        return ReadyCache(dynamic_cache(nothing, engine.dtype, engine.device), 0, played, None)
+        empty = torch.empty(engine.spec.shape(0))
+        return ReadyCache(dynamic_cache(empty, engine.dtype, engine.device), 0, played, None)
     problem = problems[0] if problems else None
     if problem is not None:
         _log.warning("nothing was played: %s; the model computed the prompt itself", problem)
@@ -180,9 +181,7 @@ class Steps:
         ]
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         with self._lock:
             for hook in self._hooks:
                 hook.remove()

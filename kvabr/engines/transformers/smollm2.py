@@ -41,11 +41,7 @@ _OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "outp
 
 
 def find_gguf() -> Path:
-    """Return the model's file in the installed package, without importing the package.
-
-    Raises:
-        ModelError: the package is not installed or has no such file.
-    """
+    """Return the model's file in the installed package, without importing it; `ModelError` if there is none."""
     try:
         files = metadata.files(PACKAGE) or []
     except metadata.PackageNotFoundError as error:
@@ -58,10 +54,7 @@ def find_gguf() -> Path:
 
 
 def load() -> tuple[TransformersEngine, Any]:
-    """Load the model and its tokenizer, float32 on the CPU; takes about five seconds.
-
-    Returns:
-        The engine, and a `tokenizers.Tokenizer`.
+    """Return the engine, float32 on the CPU, and a `tokenizers.Tokenizer`; takes about five seconds.
 
     Raises:
         ModelError: a package is not installed, or the file is another model.

@@ -71,11 +71,7 @@ class VllmSettings(EngineSettings):
 
 
 def read_settings(given: Mapping[str, Any], *, consumes: bool, produces: bool) -> VllmSettings:
-    """Return the settings in ``kv_connector_extra_config`` of an engine that fetches, publishes, or both.
-
-    Raises:
-        UsageError: a key is unknown or has a wrong value, or one that the engine's role needs is missing.
-    """
+    """Return the settings of an engine that fetches, publishes, or both; `UsageError` if a key is wrong or missing."""
     settings = VllmSettings.read(given, WHERE)
     if consumes and settings.url is None:
         raise UsageError(f'{WHERE}: a consumer needs "url", the origin, as in moqt://origin.example:4443/')
@@ -106,11 +102,7 @@ class ServedModel:
 
 
 def served_model(config: Any, settings: VllmSettings) -> ServedModel:
-    """Return the model of a ``vllm.config.VllmConfig``.
-
-    Raises:
-        UsageError: this engine cannot exchange caches; the message says what to change.
-    """
+    """Return the model of a ``vllm.config.VllmConfig``; a `UsageError` says what to change to exchange caches."""
     model, cache, parallel = config.model_config, config.cache_config, config.parallel_config
     if cache.cache_dtype not in _PLAIN_CACHES:
         raise UsageError(

@@ -49,11 +49,7 @@ class KvabrConnector(KVConnectorBase_V1):  # type: ignore[misc]
     """Only in a worker."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
-        """Start the half in the scheduler, or that in a worker.
-
-        Raises:
-            UsageError: the engine or the connector is configured in a way that cannot work.
-        """
+        """Start the half in the scheduler, or that in a worker; `UsageError` if the configuration cannot work."""
         super().__init__(vllm_config, role, kv_cache_config)
         ADAPTER.check(vllm.__version__)
         transfer = self._kv_transfer_config
@@ -251,11 +247,7 @@ def _publisher(settings: VllmSettings, model: ServedModel) -> Publisher:
 
 
 def layers_of(caches: Mapping[str, torch.Tensor]) -> dict[int, torch.Tensor]:
-    """Return cache tensors by layer, by their names, for instance ``model.layers.7.self_attn.attn``.
-
-    Raises:
-        UsageError: a name has no layer number, or two have the same.
-    """
+    """Return cache tensors by layer; their names must tell it, as ``model.layers.7.self_attn.attn`` does."""
     out: dict[int, torch.Tensor] = {}
     for name, cache in caches.items():
         numbers = _LAYER.findall(name)
@@ -266,11 +258,7 @@ def layers_of(caches: Mapping[str, torch.Tensor]) -> dict[int, torch.Tensor]:
 
 
 def layout_of(config: Any, layers: Mapping[int, torch.Tensor]) -> BlockLayout:
-    """Return the layout of the blocks; on a CPU by letting the attention kernel store a few known numbers.
-
-    Raises:
-        UsageError: the kernel uses another layout.
-    """
+    """Return the layout of the blocks; on a CPU by letting the attention kernel store a few known numbers."""
     cache = layers[min(layers)]
     if cache.device.type != "cpu":
         return BlockLayout.PLAIN

@@ -67,14 +67,9 @@ class Step:
 async def find_cache(
     client: AsyncClient, tokens: Sequence[int], specs: Sequence[KVSpec], salt: bytes, within_s: float
 ) -> Found | None:
-    """Return the longest cached prefix of a prompt for the first spec that has one, of any element type.
+    """Return the longest cached prefix of a prompt for the first spec that has one; raise as `AsyncClient.find`.
 
     The publisher's element type does not matter: groups are decoded to the engine's.
-
-    Raises:
-        TransportError, TimeoutError: the origin does not answer in time.
-        ForeignError: it has a cache of another model or shape.
-        FormatError: its answer is not a catalog.
     """
     async with asyncio.timeout(within_s):
         for spec in specs:
@@ -92,9 +87,6 @@ def take_client(settings: VllmSettings) -> Client:
     """Return the client for these settings, the same for both halves if they live in one process.
 
     A new client dials at once, so that the first request finds a connection.
-
-    Raises:
-        UsageError: an option of the connection is wrong.
     """
     with _lock:
         client, users = _clients.get(settings, (None, 0))

@@ -53,11 +53,7 @@ class SchedulerHalf:
     """Implements the scheduler's part of the connector; requests are vLLM's own objects."""
 
     def __init__(self, settings: VllmSettings, model: ServedModel, client: Client | None, *, produces: bool) -> None:
-        """Start; without a client nothing is looked up.
-
-        Raises:
-            UsageError: the file with the salt cannot be used.
-        """
+        """Start; without a client nothing is looked up."""
         self._settings, self._model, self._client, self._produces = settings, model, client, produces
         self._salt = settings.salt
         # A rank whose heads are published separately need not fetch those of the others.

@@ -75,11 +75,7 @@ class WorkerHalf:
         self._most_lossy = 4096
 
     def register(self, layers: Mapping[int, torch.Tensor], layout: BlockLayout) -> None:
-        """Set the engine's cache: by layer, [block, head, token, 2 x dim].
-
-        Raises:
-            UsageError: it does not match the configuration.
-        """
+        """Set the engine's cache, by layer [block, head, token, 2 x dim]; `UsageError` if the model's is another."""
         spec, model = self._model.spec, self._model
         if sorted(layers) != list(range(spec.layers)):
             raise UsageError(f"vLLM has caches of {len(layers)} layers, its model {spec.layers}: not full attention?")
