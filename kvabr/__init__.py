@@ -20,10 +20,12 @@ if TYPE_CHECKING:
     from kvabr.abr.view import View
     from kvabr.client.async_client import AsyncClient
     from kvabr.client.blocking import Client, Handle
+    from kvabr.client.engine_hook import StepGate
     from kvabr.client.lookup import Found
     from kvabr.client.options import Limits, PlayOptions
-    from kvabr.client.result import NothingCached, Played, PlayedPrefix, Snapshot, save
-    from kvabr.client.upgrades import StepGate, Upgrades
+    from kvabr.client.result import NothingCached, Played, PlayedPrefix, save
+    from kvabr.client.snapshot import Snapshot
+    from kvabr.client.upgrades import Upgrades
     from kvabr.types.catalog import Catalog
     from kvabr.types.cost import PrefillCost
     from kvabr.types.engine import Engine
@@ -95,54 +97,37 @@ __all__ = [
 ]
 
 _MODULES = {
-    "AssetError": "kvabr.types.errors",
-    "AsyncClient": "kvabr.client.async_client",
-    "BusyError": "kvabr.types.errors",
-    "Catalog": "kvabr.types.catalog",
-    "Client": "kvabr.client.blocking",
-    "ConnectionLostError": "kvabr.types.errors",
-    "Decision": "kvabr.abr.policy",
-    "Engine": "kvabr.types.engine",
-    "Estimator": "kvabr.abr.estimator",
-    "ForeignError": "kvabr.types.errors",
-    "FormatError": "kvabr.types.errors",
-    "Found": "kvabr.client.lookup",
-    "Handle": "kvabr.client.blocking",
-    "HoleError": "kvabr.types.errors",
-    "KVSpec": "kvabr.types.kv",
-    "KvabrError": "kvabr.types.errors",
-    "Limits": "kvabr.client.options",
-    "ModelError": "kvabr.types.errors",
-    "NotFoundError": "kvabr.types.errors",
-    "NothingCached": "kvabr.client.result",
-    "PlayError": "kvabr.types.errors",
-    "PlayOptions": "kvabr.client.options",
-    "Played": "kvabr.client.result",
-    "PlayedPrefix": "kvabr.client.result",
-    "Policy": "kvabr.abr.policy",
-    "PolicyError": "kvabr.types.errors",
-    "PrefillCost": "kvabr.types.cost",
-    "RequestError": "kvabr.types.errors",
-    "Snapshot": "kvabr.client.result",
-    "StepGate": "kvabr.client.upgrades",
-    "TraceError": "kvabr.types.errors",
-    "TrackNamespace": "kvabr.types.naming",
-    "TransportError": "kvabr.types.errors",
-    "UnauthorizedError": "kvabr.types.errors",
-    "UnknownPolicyError": "kvabr.types.errors",
-    "Upgrades": "kvabr.client.upgrades",
-    "UsageError": "kvabr.types.errors",
-    "View": "kvabr.abr.view",
-    "save": "kvabr.client.result",
+    "kvabr.abr.estimator": "Estimator",
+    "kvabr.abr.policy": "Decision Policy",
+    "kvabr.abr.view": "View",
+    "kvabr.client.async_client": "AsyncClient",
+    "kvabr.client.blocking": "Client Handle",
+    "kvabr.client.engine_hook": "StepGate",
+    "kvabr.client.lookup": "Found",
+    "kvabr.client.options": "Limits PlayOptions",
+    "kvabr.client.result": "NothingCached Played PlayedPrefix save",
+    "kvabr.client.snapshot": "Snapshot",
+    "kvabr.client.upgrades": "Upgrades",
+    "kvabr.types.catalog": "Catalog",
+    "kvabr.types.cost": "PrefillCost",
+    "kvabr.types.engine": "Engine",
+    "kvabr.types.errors": (
+        "AssetError BusyError ConnectionLostError ForeignError FormatError HoleError KvabrError ModelError "
+        "NotFoundError PlayError PolicyError RequestError TraceError TransportError UnauthorizedError "
+        "UnknownPolicyError UsageError"
+    ),
+    "kvabr.types.kv": "KVSpec",
+    "kvabr.types.naming": "TrackNamespace",
 }
+"""The public names of each module, which is imported when one of them is first used: many need torch."""
 
 
 def __getattr__(name: str) -> object:
-    """Import a public name when it is first used: many need torch."""
-    if name not in _MODULES:
-        raise AttributeError(f"module 'kvabr' has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(_MODULES[name]), name)
-    return value
+    for module, names in _MODULES.items():
+        if name in names.split():
+            value = globals()[name] = getattr(import_module(module), name)
+            return value
+    raise AttributeError(f"module 'kvabr' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -244,8 +244,8 @@ async def _fetch(
 
 async def _go_on(args: argparse.Namespace, played: Played, upgrades: Upgrades, console: Console) -> dict[str, Any]:
     """Wait for the upgrades, and write the improved cache."""
+    from kvabr.client.engine_hook import StepGate
     from kvabr.client.result import save
-    from kvabr.client.upgrades import StepGate
 
     start = time.monotonic()
     upgrades.into(StepGate())  # nothing reads the cache here while the upgrades last

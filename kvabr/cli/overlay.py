@@ -13,7 +13,7 @@ from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.live import Live
 from rich.text import Text
 
-from kvabr.client.result import Snapshot
+from kvabr.client.snapshot import Snapshot
 from kvabr.types.catalog import RECOMPUTED
 
 _COLOURS = ("red", "dark_orange", "yellow", "green", "cyan", "blue", "magenta", "white")

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -45,8 +45,6 @@ from kvabr.types.naming import TrackNamespace
 
 R = TypeVar("R", bound=Played | NothingCached | PlayedPrefix)
 
-_DIAL_SHARE = 0.5
-"""Share of the deadline that a play waits for a connection; then it does what it does when it loses its peer."""
 _FIND_S = 5.0
 
 
@@ -95,11 +93,11 @@ class AsyncClient:
             AssetError: the folder for groups cannot be used.
         """
         self.engine, self.options = engine, options or PlayOptions()
-        self.limits, self.metrics = limits or Limits(), metrics or ClientMetrics()
+        self.metrics = metrics or ClientMetrics()
         self._model = model
         if engine is not None and isinstance(model, KVSpec):
             _check_engine(engine, model)
-        bounds = self.limits
+        bounds = limits or Limits()
         memory = MemoryGroupStore(bounds.memory_bytes, executor=decoders())
         disk = None
         if bounds.disk is not None:
@@ -114,13 +112,7 @@ class AsyncClient:
         self._origin: ClientPeer | None = None
         if isinstance(origin, str):
             self._origin = self.peer(
-                origin,
-                token=token,
-                ca=ca,
-                fingerprint=fingerprint,
-                insecure=insecure,
-                quic=quic,
-                timeout_s=timeout_s,
+                origin, token=token, ca=ca, fingerprint=fingerprint, insecure=insecure, quic=quic, timeout_s=timeout_s
             )
         elif origin is not None:
             self._origin = self._peer(origin)
@@ -148,22 +140,13 @@ class AsyncClient:
         key = (url, token, ca, fingerprint, insecure, quic, timeout_s)
         if key not in self._peers:
             connecting = connect(
-                url,
-                token=token,
-                ca=ca,
-                fingerprint=fingerprint,
-                insecure=insecure,
-                quic=quic,
-                timeout_s=timeout_s,
+                url, token=token, ca=ca, fingerprint=fingerprint, insecure=insecure, quic=quic, timeout_s=timeout_s
             )
             self._peers[key] = ClientPeer(url, connecting, self.store, self.metrics)
         return self._peers[key]
 
     async def connect(self, peer: ClientPeer | Connection | str | None = None) -> Connection:
         """Connect now, so that the first play need not, and return the connection that all plays to the peer share.
-
-        Args:
-            peer: as for `play`.
 
         Raises:
             TransportError: the peer cannot be reached, speaks another protocol, or refuses us.
@@ -186,8 +169,7 @@ class AsyncClient:
         engine = engine or self.engine
         if engine is None:
             raise UsageError("measure_prefill: there is no engine; give one here or to the client")
-        chosen = engine
-        return await in_thread(lambda: measure_prefill(chosen, tokens))
+        return await in_thread(partial(measure_prefill, engine, tokens))
 
     # ------------------------------------------------------------------ plays
 
@@ -209,7 +191,7 @@ class AsyncClient:
                 engine's own time for what no cache covers come out of it.
             options: how to play; None: the client's.
             model: whose cache; None: the client's, else the engine's, else the only model that the origin has. A spec
-                means its own group size; a name or an engine, any group size that the origin has.
+                means its own group size; a name or an engine, the group size with the longest prefix.
             engine: computes what would be late; None: the client's.
             peer: another origin or relay: from `peer`, a URL, or an open connection; None: the client's.
 
@@ -221,23 +203,22 @@ class AsyncClient:
             PolicyError: from the policy or the estimator.
         """
         options = options or self.options
-        check_deadline(deadline)
         wanted, any_size = self._wanted(model, engine or self.engine)
         computing, cost = self._engine(engine, options)
         check_prompt(tokens)
 
-        async def work(connection: PlayConnection, clock: Clock, options: PlayOptions) -> Played | NothingCached:
-            play = self._play(connection, clock, options, computing, cost, tokens)
+        async def work(play: Play) -> Played | NothingCached:
+            clock = play.clock
             spec, prepared = None, None
             try:
                 async with asyncio.timeout(lookup_time(clock, cost, len(tokens))):
                     ask = partial(self._peer(peer).find, any_group_tokens=any_size, salt=options.salt)
-                    found, spec = await ask(connection, tokens, wanted)
+                    found, spec = await ask(play.connection, tokens, wanted)
                 if found is not None:
                     prepared = await play.prepare(found)
             except (TransportError, FormatError, TimeoutError) as error:
                 reason = str(error) or play.with_trouble(f"no answer within {clock.now():.2f} s")
-                options.note(LookupFailed(0.0, reason))
+                play.options.note(LookupFailed(0.0, reason))
                 if computing is None:
                     raise PlayError(f"what the origin has of this prompt cannot be played: {reason}") from error
             if prepared is not None:
@@ -246,7 +227,7 @@ class AsyncClient:
                 return await play.compute()
             return NothingCached(spec, clock.now())
 
-        return await self._runner.run(self._peer(peer), deadline, options, work)
+        return await self._run(work, deadline, options, peer, computing, cost, tokens)
 
     async def play_asset(
         self,
@@ -264,8 +245,8 @@ class AsyncClient:
             asset: its namespace, or ``MODEL/DIGEST``, or what `find_asset` returned.
             deadline: as for `play`.
             tokens: ids of the asset's tokens; an engine needs them. If the asset has a salt, so does checking them.
-            options: as for `play`.
             engine: as for `play`; the client's engine is used only if there are tokens.
+            options: as for `play`.
             peer: as for `play`.
 
         Raises:
@@ -279,17 +260,15 @@ class AsyncClient:
         if engine is not None and not len(tokens):
             raise UsageError("play_asset: to recompute, an engine needs the prompt: tokens=...")
         computing, cost = self._engine(engine, options) if len(tokens) else (None, None)
-        check_deadline(deadline)
         name = parse_namespace(asset) if isinstance(asset, str) else asset
 
-        async def work(connection: PlayConnection, clock: Clock, options: PlayOptions) -> Played:
-            play = self._play(connection, clock, options, computing, cost, tokens)
+        async def work(play: Play) -> Played:
             if isinstance(name, Found):
                 found = name
             else:
                 try:
-                    async with asyncio.timeout(clock.left()):
-                        found = await fetch_catalog(connection, name)
+                    async with asyncio.timeout(play.clock.left()):
+                        found = await fetch_catalog(play.connection, name)
                 except TimeoutError as error:
                     late = f"the catalog did not come within the deadline of {deadline:g} s"
                     raise PlayError(play.with_trouble(late)) from error
@@ -299,7 +278,7 @@ class AsyncClient:
                 check_tokens(found.catalog, tokens, options.salt)
             return await play.whole(await play.prepare(found))
 
-        return await self._runner.run(self._peer(peer), deadline, options, work)
+        return await self._run(work, deadline, options, peer, computing, cost, tokens)
 
     async def play_prefix(
         self,
@@ -328,14 +307,11 @@ class AsyncClient:
             FormatError: none of the asset's tracks can be decoded here.
             BusyError, PlayError, PolicyError: as `play`.
         """
-        options = replace(options or self.options, out=None)
-        check_deadline(deadline)
 
-        async def work(connection: PlayConnection, clock: Clock, options: PlayOptions) -> PlayedPrefix:
-            play = self._play(connection, clock, options, None, cost, ())
+        async def work(play: Play) -> PlayedPrefix:
             return await play.prefix(await play.prepare(found, skip), behind)
 
-        return await self._runner.run(self._peer(peer), deadline, options, work)
+        return await self._run(work, deadline, replace(options or self.options, out=None), peer, cost=cost)
 
     async def find(
         self,
@@ -452,25 +428,22 @@ class AsyncClient:
             )
         return engine, cost
 
-    def _play(
+    async def _run(
         self,
-        connection: PlayConnection,
-        clock: Clock,
+        work: Callable[[Play], Awaitable[R]],
+        deadline: float,
         options: PlayOptions,
-        engine: Engine | None,
-        cost: PrefillCost | None,
-        tokens: Sequence[int],
-    ) -> Play:
-        return Play(
-            connection,
-            options,
-            clock,
-            profiles=self._profiles,
-            history=self._history,
-            engine=engine,
-            cost=cost,
-            tokens=tokens,
-        )
+        peer: ClientPeer | Connection | str | None,
+        engine: Engine | None = None,
+        cost: PrefillCost | None = None,
+        tokens: Sequence[int] = (),
+    ) -> R:
+        check_deadline(deadline)
+
+        def begin(connection: PlayConnection, clock: Clock, options: PlayOptions) -> Awaitable[R]:
+            return work(Play(connection, options, clock, self._profiles, self._history, engine, cost, tokens))
+
+        return await self._runner.run(self._peer(peer), deadline, options, begin)
 
     def _wanted(self, model: KVSpec | str | None, engine: Engine | None) -> tuple[KVSpec | str | None, bool]:
         """Return the model of a play, as `ClientPeer.find` takes it, and whether any group size will do."""

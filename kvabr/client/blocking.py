@@ -11,28 +11,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError, Future
-from pathlib import Path
+from functools import update_wrapper
 from types import TracebackType
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar
 
 from kvabr.client.async_client import AsyncClient
-from kvabr.client.lookup import Found
 from kvabr.client.metrics import ClientMetrics
-from kvabr.client.options import Limits, PlayOptions
+from kvabr.client.options import PlayOptions
 from kvabr.client.peers import ClientPeer
 from kvabr.client.result import NothingCached, Played
-from kvabr.quic.backend import Quic
 from kvabr.quic.interface import Connection, ConnectionStats
-from kvabr.types.cost import PrefillCost
-from kvabr.types.engine import Engine
 from kvabr.types.errors import ConnectionLostError, PlayError, UsageError
-from kvabr.types.kv import KVSpec
-from kvabr.types.naming import TrackNamespace
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 _CLEAR_S = 5.0
@@ -49,34 +43,36 @@ class LoopThread:
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine on the loop, and return its result; what interrupts the wait also cancels it."""
-        if not self._thread.is_alive():
-            work.close()
-            raise UsageError("the client is closed")
-        done: Future[T] = Future()
-        tasks: list[asyncio.Task[T]] = []
+        over = threading.Event()
 
-        def begin() -> None:
-            task = self._loop.create_task(work)
-            tasks.append(task)
-            task.add_done_callback(lambda ended: _pass_on(ended, done))
+        async def run() -> T:
+            try:
+                return await work
+            finally:
+                over.set()
 
+        self._check(work)
+        future = asyncio.run_coroutine_threadsafe(run(), self._loop)
         try:
-            self._loop.call_soon_threadsafe(begin)
-            return done.result()
+            return future.result()
+        except CancelledError:
+            raise ConnectionLostError("this side closed the connection") from None
         except BaseException:
-            if not done.done():
+            if not future.done():
                 # Interrupted: nothing of the call must be left when the caller goes on.
-                self._loop.call_soon_threadsafe(lambda: [task.cancel() for task in tasks])
-                with contextlib.suppress(Exception):
-                    done.result(_CLEAR_S)
+                future.cancel()
+                over.wait(_CLEAR_S)
             raise
 
     def begin(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Run a coroutine on the loop without waiting for it; cancelling the future cancels it."""
+        self._check(work)
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def _check(self, work: Coroutine[Any, Any, T]) -> None:
         if not self._thread.is_alive():
             work.close()
             raise UsageError("the client is closed")
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def close(self) -> None:
         """Cancel what still runs, and end the thread."""
@@ -98,15 +94,6 @@ class LoopThread:
         self._thread.join(_CLEAR_S)
         if not self._thread.is_alive():
             self._loop.close()
-
-
-def _pass_on(ended: asyncio.Task[T], done: Future[T]) -> None:
-    if ended.cancelled():
-        done.set_exception(ConnectionLostError("this side closed the connection"))
-    elif (error := ended.exception()) is not None:
-        done.set_exception(error)
-    else:
-        done.set_result(ended.result())
 
 
 class Handle(Generic[T]):
@@ -140,48 +127,40 @@ class Handle(Generic[T]):
         self._future.add_done_callback(lambda _: call(self))
 
 
+def _like(
+    method: Callable[Concatenate[AsyncClient, P], object],
+) -> Callable[[Callable[..., T]], Callable[Concatenate[Client, P], T]]:
+    """Give a method of `Client` the parameters of one of `AsyncClient`."""
+    return lambda function: update_wrapper(function, method, assigned=())
+
+
+def _blocking(
+    method: Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[Client, P], T]:
+    """Return a method of `AsyncClient` as one of `Client`, which blocks until it is done."""
+
+    def call(self: Client, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return self._call(method(self._client, *args, **kwargs))
+
+    update_wrapper(call, method)
+    return call
+
+
 class Client:
-    """`AsyncClient` for code without asyncio; a context manager."""
+    """`AsyncClient` for code without asyncio; a context manager. Its calls take the same arguments, and block."""
 
-    def __init__(
-        self,
-        origin: str | None = None,
-        *,
-        token: str | None = None,
-        ca: Path | None = None,
-        fingerprint: str | None = None,
-        insecure: bool = False,
-        quic: Quic = "auto",
-        timeout_s: float = 5.0,
-        model: KVSpec | str | None = None,
-        engine: Engine | None = None,
-        options: PlayOptions | None = None,
-        limits: Limits | None = None,
-        cache: str | os.PathLike[str] | None = None,
-        metrics: ClientMetrics | None = None,
-    ) -> None:
-        """Start the event loop; the arguments are those of `AsyncClient`.
-
-        Raises:
-            UsageError, AssetError: as `AsyncClient`.
-        """
-        self._client = AsyncClient(
-            origin,
-            token=token,
-            ca=ca,
-            fingerprint=fingerprint,
-            insecure=insecure,
-            quic=quic,
-            timeout_s=timeout_s,
-            model=model,
-            engine=engine,
-            options=options,
-            limits=limits,
-            cache=cache,
-            metrics=metrics,
-        )
+    @_like(AsyncClient.__init__)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._client = AsyncClient(*args, **kwargs)
         self._loop = LoopThread()
         self._closed = False
+
+    measure_prefill = _blocking(AsyncClient.measure_prefill)
+    play = _blocking(AsyncClient.play)
+    play_asset = _blocking(AsyncClient.play_asset)
+    find = _blocking(AsyncClient.find)
+    find_asset = _blocking(AsyncClient.find_asset)
+    models = _blocking(AsyncClient.models)
 
     @property
     def options(self) -> PlayOptions:
@@ -193,32 +172,12 @@ class Client:
         """Counts what happens."""
         return self._client.metrics
 
-    def peer(
-        self,
-        url: str,
-        *,
-        token: str | None = None,
-        ca: Path | None = None,
-        fingerprint: str | None = None,
-        insecure: bool = False,
-        quic: Quic = "auto",
-        timeout_s: float = 5.0,
-    ) -> ClientPeer:
+    @_like(AsyncClient.peer)
+    def peer(self, *args: Any, **kwargs: Any) -> ClientPeer:
         """See `AsyncClient.peer`."""
+        return self._client.peer(*args, **kwargs)
 
-        async def make() -> ClientPeer:
-            return self._client.peer(
-                url,
-                token=token,
-                ca=ca,
-                fingerprint=fingerprint,
-                insecure=insecure,
-                quic=quic,
-                timeout_s=timeout_s,
-            )
-
-        return self._call(make())
-
+    @_like(AsyncClient.connect)
     def connect(self, peer: ClientPeer | Connection | str | None = None) -> None:
         """See `AsyncClient.connect`."""
         self._call(self._client.connect(peer))
@@ -231,85 +190,10 @@ class Client:
 
         return self._call(ask())
 
-    def measure_prefill(self, engine: Engine | None = None, tokens: Sequence[int] = ()) -> PrefillCost:
-        """See `AsyncClient.measure_prefill`."""
-        return self._call(self._client.measure_prefill(engine, tokens))
-
-    def play(
-        self,
-        tokens: Sequence[int],
-        *,
-        deadline: float,
-        options: PlayOptions | None = None,
-        model: KVSpec | str | None = None,
-        engine: Engine | None = None,
-        peer: ClientPeer | Connection | str | None = None,
-    ) -> Played | NothingCached:
-        """See `AsyncClient.play`."""
-        return self._call(
-            self._client.play(tokens, deadline=deadline, options=options, model=model, engine=engine, peer=peer)
-        )
-
-    def submit(
-        self,
-        tokens: Sequence[int],
-        *,
-        deadline: float,
-        options: PlayOptions | None = None,
-        model: KVSpec | str | None = None,
-        engine: Engine | None = None,
-        peer: ClientPeer | Connection | str | None = None,
-    ) -> Handle[Played | NothingCached]:
+    @_like(AsyncClient.play)
+    def submit(self, *args: Any, **kwargs: Any) -> Handle[Played | NothingCached]:
         """Begin a play, and return at once; see `AsyncClient.play`."""
-        return self.begin(
-            lambda client: client.play(
-                tokens, deadline=deadline, options=options, model=model, engine=engine, peer=peer
-            )
-        )
-
-    def play_asset(
-        self,
-        asset: TrackNamespace | Found | str,
-        *,
-        deadline: float,
-        tokens: Sequence[int] = (),
-        options: PlayOptions | None = None,
-        engine: Engine | None = None,
-        peer: ClientPeer | Connection | str | None = None,
-    ) -> Played:
-        """See `AsyncClient.play_asset`."""
-        return self._call(
-            self._client.play_asset(asset, deadline=deadline, tokens=tokens, options=options, engine=engine, peer=peer)
-        )
-
-    def find(
-        self,
-        tokens: Sequence[int],
-        *,
-        model: KVSpec | str | None = None,
-        salt: bytes | None = None,
-        within_s: float = 5.0,
-        any_dtype: bool = False,
-        peer: ClientPeer | Connection | str | None = None,
-    ) -> Found | None:
-        """See `AsyncClient.find`."""
-        return self._call(
-            self._client.find(tokens, model=model, salt=salt, within_s=within_s, any_dtype=any_dtype, peer=peer)
-        )
-
-    def find_asset(
-        self,
-        asset: TrackNamespace | str,
-        *,
-        within_s: float = 5.0,
-        peer: ClientPeer | Connection | str | None = None,
-    ) -> Found:
-        """See `AsyncClient.find_asset`."""
-        return self._call(self._client.find_asset(asset, within_s=within_s, peer=peer))
-
-    def models(self, *, within_s: float = 5.0, peer: ClientPeer | Connection | str | None = None) -> Sequence[KVSpec]:
-        """See `AsyncClient.models`."""
-        return self._call(self._client.models(within_s=within_s, peer=peer))
+        return self.begin(lambda client: client.play(*args, **kwargs))
 
     def begin(self, work: Callable[[AsyncClient], Coroutine[Any, Any, T]]) -> Handle[T]:
         """Begin anything that an `AsyncClient` does, on its event loop, and return at once.

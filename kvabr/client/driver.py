@@ -12,16 +12,14 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from kvabr.client.options import Watch
+from kvabr.client.engine_hook import EngineHook
 from kvabr.client.resources import decoders, on_engine
-from kvabr.client.result import Snapshot
-from kvabr.client.upgrades import EngineHook
+from kvabr.client.snapshot import Snapshot, Watch
 from kvabr.moqt.codes import RequestCode
 from kvabr.player.assembler import Assembler
 from kvabr.player.session import Session
 from kvabr.player.session_types import Cancel, Decode, Deliver, FetchGroup, GiveUp, PlayerConfig, PlayRecord, Recompute
 from kvabr.quic.interface import Connection, Download
-from kvabr.types.catalog import Catalog
 from kvabr.types.engine import Engine
 from kvabr.types.errors import ConnectionLostError, KvabrError, PolicyError, RequestError, TransportError
 
@@ -41,7 +39,6 @@ class Driver:
         self,
         session: Session,
         connection: Connection,
-        catalog: Catalog,
         assembler: Assembler,
         *,
         engine: Engine | None = None,
@@ -54,15 +51,15 @@ class Driver:
         Args:
             session: fresh; only the driver may call it.
             connection: where the groups are fetched; it outlives the play.
-            catalog: the session's.
             assembler: takes the groups; take the cache from it once `run` has returned.
             engine: computes what the session leaves to it; needed for a whole cache if the session has a cost model.
             tokens: ids of the catalog's tokens, for the engine.
             hook: for upgrades of a cache in use: writes what was decoded when the engine allows it.
             watch: called with a snapshot at every tick, on the event loop's thread.
         """
-        self._session, self._connection, self._catalog = session, connection, catalog
-        self._assembler, self._engine, self._tokens = assembler, engine, tokens
+        self.session, self.assembler = session, assembler
+        self._connection, self._catalog = connection, session.view.catalog
+        self._engine, self._tokens = engine, tokens
         self._hook, self._watch = hook, watch
         self._reads: dict[int, tuple[asyncio.Task[None], Download]] = {}
         self._frames: dict[int, Download] = {}
@@ -88,13 +85,13 @@ class Driver:
         self._over: asyncio.Future[None] = self._loop.create_future()
         self._start_s = self._loop.time()
         try:
-            self._tell(self._session.start)
+            self._tell(self.session.start)
             await self._over
         finally:
             self._ended = True
             await self._clear()
         self._show()
-        return self._session.record
+        return self.session.record
 
     def now(self) -> float:
         """Seconds since the play began."""
@@ -122,7 +119,7 @@ class Driver:
             return
         try:
             event(*arguments, now=self.now())
-            for action in self._session.actions():
+            for action in self.session.actions():
                 self._obey(action)
         except Exception as error:  # noqa: BLE001  # a policy's, or our own: the play is to end with it, not to hang
             if not self._over.done():
@@ -144,7 +141,7 @@ class Driver:
                 self._over.set_result(None)
 
     def _schedule(self) -> None:
-        when = self._session.next_timer()
+        when = self.session.next_timer()
         if when == self._timer_s or self._over.done():
             return
         if self._timer is not None:
@@ -155,16 +152,16 @@ class Driver:
     def _tick(self) -> None:
         self._timer = self._timer_s = None
         if self._hook is not None and self._connection.closed:
-            self._tell(partial(self._session.stop, reason="the connection is closed"))
+            self._tell(partial(self.session.stop, reason="the connection is closed"))
             return
         if self._connection.waits_its_turn:
-            self._session.waited(self.now())
-        self._tell(self._session.timer)
+            self.session.waited(self.now())
+        self._tell(self.session.timer)
         self._show()
 
     def _show(self) -> None:
         if self._watch is not None:
-            self._watch(Snapshot.of(self._session, self._assembler, self._connection.stats(), self.now()))
+            self._watch(Snapshot.of(self.session, self.assembler, self._connection.stats(), self.now()))
 
     # ------------------------------------------------------------- downloads
 
@@ -196,11 +193,11 @@ class Driver:
             if download.stats.first_byte_s is None:
                 await self._pause(error)
             self._reads.pop(action.request, None)
-            self._tell(self._session.failed, action.request, said(error))
+            self._tell(self.session.failed, action.request, said(error))
         else:
             self._reads.pop(action.request, None)
             self._frames[action.request] = download
-            self._tell(partial(self._session.done, limit=download.stats.limit), action.request)
+            self._tell(partial(self.session.done, limit=download.stats.limit), action.request)
         finally:
             download.cancel()
 
@@ -221,15 +218,15 @@ class Driver:
             first = not received
             received += len(part)
             if first:
-                self._session.first_byte(action.request, self.now(), download.stats.limit)
+                self.session.first_byte(action.request, self.now(), download.stats.limit)
             if received < size:
-                self._session.progress(action.request, received, self.now(), download.stats.limit)
+                self.session.progress(action.request, received, self.now(), download.stats.limit)
 
     async def _pause(self, error: Exception) -> None:
         """Give a peer that is too busy the time it asks for; to ask again at once would only use up the attempts."""
         if not isinstance(error, RequestError):
             return
-        deadline_s, wanted = self._session.view.deadline_s, error.retry_after_s
+        deadline_s, wanted = self.session.view.deadline_s, error.retry_after_s
         if wanted is None and error.code == RequestCode.EXCESSIVE_LOAD:
             wanted = _PAUSE_SHARE * deadline_s
         if wanted is not None:
@@ -248,16 +245,16 @@ class Driver:
         try:
             write = await self._loop.run_in_executor(decoders(), self._decoded, action, download)
         except Exception as error:  # noqa: BLE001  # whatever it is, this group cannot be used
-            self._tell(self._session.refused, action.request, said(error))
+            self._tell(self.session.refused, action.request, said(error))
             return
         if self._hook is not None and write is not None:
             try:
                 await self._hook.write(*self._catalog.spec.group_range(action.group, self._catalog.tokens), write)
             except Exception as error:  # noqa: BLE001  # an engine's, whatever it is: it wants no more upgrades
                 self.engine_error = error
-                self._tell(partial(self._session.stop, reason=said(error)))
+                self._tell(partial(self.session.stop, reason=said(error)))
                 return
-        self._tell(self._session.decoded, action.request)
+        self._tell(self.session.decoded, action.request)
 
     def _decoded(self, action: Decode, download: Download) -> Callable[[], object] | None:
         """Place a group, or return what writes it if the cache is in use; in a thread."""
@@ -265,8 +262,8 @@ class Driver:
             return None
         group, track, frame = action.group, action.track, download.data
         if self._hook is not None:
-            return self._assembler.prepare(group, track, frame, has_digest=download.has_digest)
-        self._assembler.put(group, track, frame, has_digest=download.has_digest)
+            return self.assembler.prepare(group, track, frame, has_digest=download.has_digest)
+        self.assembler.put(group, track, frame, has_digest=download.has_digest)
         return None
 
     # ---------------------------------------------------------------- engine
@@ -277,11 +274,11 @@ class Driver:
             raise KvabrError("this play has a cost of recompute but no engine")
         spec, tokens = self._catalog.spec, self._catalog.tokens
         begin, end = spec.group_range(action.first, tokens)[0], spec.group_range(action.last - 1, tokens)[1]
-        before = self._assembler.before(action.first) if action.first else None
+        before = self.assembler.before(action.first) if action.first else None
 
         def work() -> None:
             kv = engine.prefill(self._tokens[begin:end], before)
-            self._assembler.put_computed(action.first, action.last, kv)
+            self.assembler.put_computed(action.first, action.last, kv)
 
         self._computing = self._loop.create_task(on_engine(engine, work))
         self._computing.add_done_callback(partial(self._computed, action))
@@ -291,10 +288,10 @@ class Driver:
             return
         error = task.exception()
         if error is None:
-            self._tell(self._session.computed, action.first, action.last)
+            self._tell(self.session.computed, action.first, action.last)
         else:
             self.engine_error = error
-            self._tell(self._session.compute_failed, said(error))
+            self._tell(self.session.compute_failed, said(error))
 
 
 def said(error: BaseException) -> str:

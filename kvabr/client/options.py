@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+import torch
 
 from kvabr.abr.plugins import load_estimator, load_policy
 from kvabr.abr.policies import DEFAULT
+from kvabr.client.snapshot import Watch
 from kvabr.player.session_types import GPU_PRICE, PlayerConfig
+from kvabr.telemetry.hub import Telemetry
 from kvabr.types.cost import PrefillCost
 from kvabr.types.engine import EngineMode
 from kvabr.types.errors import UsageError
 from kvabr.types.events import Log, PlayEvent
-
-if TYPE_CHECKING:
-    import torch
-
-    from kvabr.client.result import Snapshot
-    from kvabr.telemetry.hub import Telemetry
-
-Watch = Callable[["Snapshot"], None]
 
 _GUARD_SHARE, _MAX_GUARD_S = 0.02, 0.05
 

@@ -12,11 +12,11 @@ from kvabr.client.lookup import Found, fetch_models, find_prefix
 from kvabr.client.metrics import ClientMetrics
 from kvabr.client.shared_downloads import SharedDownloads
 from kvabr.quic.connect import Connecting
-from kvabr.quic.interface import Connection, ConnectionStats, Download, DownloadStats
+from kvabr.quic.interface import Connection
+from kvabr.quic.reconnect import UnreachedConnection
 from kvabr.store.group_store import TieredGroupStore
-from kvabr.types.errors import ConnectionLostError, ForeignError, FormatError, NotFoundError, TransportError, UsageError
+from kvabr.types.errors import ForeignError, FormatError, NotFoundError, TransportError, UsageError
 from kvabr.types.kv import KVSpec
-from kvabr.types.naming import TrackNamespace
 
 _MODELS_S = 5.0
 """Seconds for which a peer's list of models is believed. A prompt that is not found under it asks again sooner."""
@@ -25,61 +25,6 @@ _MAX_SHAPES = 4
 _PATIENCE, _MIN_PATIENCE_S = 4.0, 0.25
 """Time to look for other group sizes than an engine's: a multiple of what the first lookup took, with a floor."""
 _Lookup = Callable[[Sequence[KVSpec]], Awaitable[Found | None]]
-
-
-class _FailedDownload(Download):
-    def __init__(self, why: str) -> None:
-        self.stats = DownloadStats(requested_s=asyncio.get_running_loop().time())
-        self._why = why
-
-    @property
-    def data(self) -> memoryview:
-        return memoryview(b"")
-
-    async def read(self) -> memoryview:
-        raise ConnectionLostError(self._why)
-
-    def prioritise(self, priority: int) -> None:
-        del priority
-
-    def cancel(self) -> None:
-        pass
-
-
-class _UnreachedPeer(Connection):
-    """Stands for a peer that cannot be reached: a play on it does what it does when it loses its peer."""
-
-    backend = protocol = "none"
-
-    def __init__(self, why: str) -> None:
-        """Let every download fail with this message."""
-        self._why = why
-
-    def fetch(
-        self,
-        namespace: TrackNamespace,
-        track: str,
-        group: int = 0,
-        *,
-        priority: int = 128,
-        limit: int,
-        exact: bool = False,
-    ) -> Download:
-        """See `Connection.fetch`."""
-        del namespace, track, group, priority, limit, exact
-        return _FailedDownload(self._why)
-
-    def stats(self) -> ConnectionStats:
-        """See `Connection.stats`."""
-        return ConnectionStats()
-
-    @property
-    def closed(self) -> bool:
-        """See `Connection.closed`."""
-        return True
-
-    async def close(self) -> None:
-        """See `Connection.close`."""
 
 
 class ClientPeer:
@@ -135,7 +80,7 @@ class ClientPeer:
             why = f"{self.name}: no connection within {seconds:.3g} s"
         except TransportError as error:
             why = str(error)
-        return SharedDownloads(_UnreachedPeer(why), self._store, self._metrics)
+        return SharedDownloads(UnreachedConnection(why), self._store, self._metrics)
 
     async def find(
         self,
@@ -154,7 +99,7 @@ class ClientPeer:
             tokens: ids of the prompt.
             model: its spec, its name at the peer, or None for the only one that the peer has. Under a name, the prompt
                 is looked up in each group size and shape that the peer has, at most four.
-            any_group_tokens: if nothing is found under a spec, look the prompt up in other group sizes too.
+            any_group_tokens: whether a spec means any group size: that with the longest prefix.
             salt: the tenant's secret.
             any_dtype: accept a cache whose element type is not the spec's.
 
@@ -165,14 +110,9 @@ class ClientPeer:
         """
         lookup = partial(_longest, connection, tokens, salt=salt, any_dtype=any_dtype)
         if isinstance(model, KVSpec):
-            clock = asyncio.get_running_loop().time
-            begun_s = clock()
-            found = await lookup([model])
-            if found is None and any_group_tokens:
-                # Only a second chance, for which an engine waits: it may fail, and must not take long.
-                patience_s = max(_MIN_PATIENCE_S, _PATIENCE * (clock() - begun_s))
-                with contextlib.suppress(TransportError, FormatError, UsageError, TimeoutError):
-                    found = await asyncio.wait_for(self._other_sizes(connection, model, lookup), patience_s)
+            found = await (
+                self._in_any_size(connection, tokens, model, lookup) if any_group_tokens else lookup([model])
+            )
             return found, model
         recent, tried = self._recent(), None
         if recent is not None:
@@ -198,11 +138,31 @@ class ClientPeer:
                 self._downloads = None
         await self._stack.aclose()
 
-    async def _other_sizes(self, connection: Connection, model: KVSpec, lookup: _Lookup) -> Found | None:
-        recent = self._recent()
-        told = await self._ask(connection) if recent is None else recent
-        others = [spec for spec in told if spec != model and spec.same_cache(model)]
-        return await lookup(others[:_MAX_SHAPES])
+    async def _in_any_size(
+        self, connection: Connection, tokens: Sequence[int], model: KVSpec, lookup: _Lookup
+    ) -> Found | None:
+        """Return the longest prefix in any group size; looking in other sizes may fail, and must not take long."""
+        clock = asyncio.get_running_loop().time
+        begun_s = clock()
+        others = asyncio.create_task(self._in_other_sizes(connection, model, lookup))
+        try:
+            found = await lookup([model])
+            if found is None or found.catalog.tokens < len(tokens):
+                with contextlib.suppress(TimeoutError):
+                    other = await asyncio.wait_for(others, max(_MIN_PATIENCE_S, _PATIENCE * (clock() - begun_s)))
+                    if other is not None and (found is None or other.catalog.tokens > found.catalog.tokens):
+                        return other
+        finally:
+            others.cancel()
+        return found
+
+    async def _in_other_sizes(self, connection: Connection, model: KVSpec, lookup: _Lookup) -> Found | None:
+        with contextlib.suppress(TransportError, FormatError, UsageError):
+            recent = self._recent()
+            told = await self._ask(connection) if recent is None else recent
+            others = [spec for spec in told if spec != model and spec.same_cache(model)]
+            return await lookup(others[:_MAX_SHAPES])
+        return None
 
     def _recent(self) -> Sequence[KVSpec] | None:
         """Return the models that the peer told of lately; None if it must be asked."""

@@ -19,6 +19,7 @@ from kvabr.abr.estimator import Prior
 from kvabr.abr.ladder import Ladder
 from kvabr.abr.plugins import load_policy
 from kvabr.client.driver import LIVE, Driver
+from kvabr.client.engine_hook import EngineHook
 from kvabr.client.lookup import Found, playable
 from kvabr.client.options import PlayOptions, guard_s
 from kvabr.client.peer_history import PeerHistory
@@ -27,11 +28,10 @@ from kvabr.client.profiles import ProfileCache
 from kvabr.client.resources import allocate, decoders, on_engine
 from kvabr.client.result import Played, PlayedPrefix
 from kvabr.client.shared_bandwidth import estimating, link_of
-from kvabr.client.upgrades import EngineHook, Upgrades
+from kvabr.client.upgrades import Upgrades
 from kvabr.codec.profile import Profile
 from kvabr.player.assembler import Assembler
 from kvabr.player.builder import new_estimator, new_session, opening
-from kvabr.player.session import Session
 from kvabr.player.session_types import Goal, GroupRecord, PlayRecord, PrefixGoal, UpgradeGoal, WholeGoal
 from kvabr.types.catalog import RECOMPUTED, Catalog, played_loss
 from kvabr.types.cost import PrefillCost
@@ -91,36 +91,22 @@ class Prepared:
         return self.ladder.catalog
 
 
+@dataclass(slots=True)
 class Play:
     """One play on one connection."""
 
-    def __init__(
-        self,
-        connection: PlayConnection,
-        options: PlayOptions,
-        clock: Clock,
-        *,
-        profiles: ProfileCache,
-        history: PeerHistory,
-        engine: Engine | None = None,
-        cost: PrefillCost | None = None,
-        tokens: Sequence[int] = (),
-    ) -> None:
-        """Prepare; nothing happens yet.
-
-        Args:
-            connection: the play's own.
-            options: how to play.
-            clock: started when the play was called for.
-            profiles: the client's.
-            history: what the client knows of its peers.
-            engine: computes what would be late; None: nothing does.
-            cost: of the engine's prefill; a prefix play needs it.
-            tokens: ids of the prompt, for the engine.
-        """
-        self._connection, self._options, self._clock = connection, options, clock
-        self._profiles, self._history = profiles, history
-        self._engine, self._cost, self._tokens = engine, cost, tokens
+    connection: PlayConnection
+    options: PlayOptions
+    clock: Clock
+    profiles: ProfileCache
+    history: PeerHistory
+    """What the client knows of its peers."""
+    engine: Engine | None
+    """Computes what would be late."""
+    cost: PrefillCost | None
+    """Of the engine's prefill; a prefix play needs it."""
+    tokens: Sequence[int]
+    """Ids of the prompt, for the engine."""
 
     async def prepare(self, found: Found, skip: int = 0) -> Prepared:
         """Fetch the codec profile if that pays and time allows, and leave out what cannot be decoded without it.
@@ -137,14 +123,14 @@ class Play:
         needed = catalog.profile is not None
         if needed:
             try:
-                if self._profiles.has(catalog) or _pays(catalog):
-                    async with asyncio.timeout(max(0.0, _PROFILE_SHARE * self._clock.left())):
-                        profile = await self._profiles.fetch(self._connection, catalog)
+                if self.profiles.has(catalog) or _pays(catalog):
+                    async with asyncio.timeout(max(0.0, _PROFILE_SHARE * self.clock.left())):
+                        profile = await self.profiles.fetch(self.connection, catalog)
             except (TransportError, FormatError, TimeoutError) as error:
-                self._options.note(ProfileFailed(self._clock.now(), str(error) or "it did not come in time"))
+                self.options.note(ProfileFailed(self.clock.now(), str(error) or "it did not come in time"))
         catalog = playable(catalog, profile=profile is not None or not needed)
         for track in catalog.tracks:
-            self._connection.identify(catalog.namespace, track.name, track.digests)
+            self.connection.identify(catalog.namespace, track.name, track.digests)
         ladder = await asyncio.get_running_loop().run_in_executor(decoders(), Ladder, catalog.suffix(skip))
         return Prepared(ladder, profile, found.sha256)
 
@@ -154,16 +140,16 @@ class Play:
         Raises:
             PlayError, ModelError, PolicyError, UsageError: see `AsyncClient.play`.
         """
-        catalog, options, clock, cost = prepared.catalog, self._options, self._clock, self._cost
+        catalog, options, clock, cost = prepared.catalog, self.options, self.clock, self.cost
         assembler = Assembler(catalog, prepared.profile, out=self._room(catalog))
-        rest_s = self._rest_s(catalog.tokens, len(self._tokens) - catalog.tokens)
+        rest_s = self._rest_s(catalog.tokens, len(self.tokens) - catalog.tokens)
         wanted_s = self._wanted_s(rest_s, _MIN_SHARE)
         lookup_s = clock.now()
         # An engine that has begun, however slow, ends sooner than another one that begins after an error.
         engine_s = 0.0 if cost is None else _ENGINE_PATIENCE * cost.seconds(0, catalog.tokens)
         patience_s = options.patience * clock.deadline_s + engine_s - lookup_s
-        session, driver = await self._run(WholeGoal(), prepared, assembler, wanted_s, patience_s, lookup_s)
-        record = session.record
+        driver = await self._run(WholeGoal(), prepared, assembler, wanted_s, patience_s)
+        record = driver.session.record
         if record.gave_up is not None:
             options.note(PlayGaveUp(clock.now() - lookup_s, record.gave_up))
             if isinstance(driver.engine_error, KvabrError):
@@ -188,7 +174,7 @@ class Play:
             spec=catalog.spec,
             catalog=catalog,
             catalog_sha256=prepared.sha256,
-            upgrades=None if options.after is None else self._upgrade(prepared.ladder, assembler, session, coverage),
+            upgrades=None if options.after is None else self._upgrade(prepared.ladder, driver, options.after),
         )
 
     async def prefix(self, prepared: Prepared, behind: int) -> PlayedPrefix:
@@ -203,16 +189,16 @@ class Play:
             PolicyError: from the policy or the estimator.
             UsageError: arguments that make no sense.
         """
-        catalog, clock, options = prepared.catalog, self._clock, self._options
+        catalog, clock, options = prepared.catalog, self.clock, self.options
         assembler = Assembler(catalog, prepared.profile, out=self._room(catalog))
         rest_s = self._rest_s(catalog.first_token + catalog.tokens, behind)
         wanted_s = self._wanted_s(rest_s, _MIN_PREFIX_SHARE)
         patience_s = options.patience * clock.deadline_s - clock.now()
         try:
-            session, _ = await self._run(PrefixGoal(), prepared, assembler, wanted_s, patience_s, clock.now())
+            driver = await self._run(PrefixGoal(), prepared, assembler, wanted_s, patience_s)
         finally:
             kv, coverage = assembler.take_prefix()
-        record = session.record
+        record = driver.session.record
         cut = None
         if len(coverage) < catalog.groups:
             cut = record.cut or record.gave_up or "the play ended"
@@ -235,12 +221,12 @@ class Play:
         Raises:
             ModelError: it failed, or did not end.
         """
-        engine, tokens, options, clock = self._engine, self._tokens, self._options, self._clock
-        if engine is None or self._cost is None:
+        engine, tokens, options, clock = self.engine, self.tokens, self.options, self.clock
+        if engine is None or self.cost is None:
             raise UsageError("there is no engine to recompute with")
         spec, lookup_s = engine.spec, clock.now()
         groups = spec.groups(len(tokens))
-        patience_s = options.patience * clock.deadline_s + _ENGINE_PATIENCE * self._cost.seconds(0, len(tokens))
+        patience_s = options.patience * clock.deadline_s + _ENGINE_PATIENCE * self.cost.seconds(0, len(tokens))
         options.note(RecomputeStarted(0.0, 0, groups))
         try:
             async with asyncio.timeout(patience_s):
@@ -271,8 +257,8 @@ class Play:
 
     def with_trouble(self, message: str) -> str:
         """Return an error message with what the connection knows of the cause."""
-        trouble = self._connection.trouble
-        return message if trouble is None else f"{message}; {trouble}"
+        trouble = self.connection.shared.trouble
+        return message if trouble is None or trouble in message else f"{message}; {trouble}"
 
     # -------------------------------------------------------------- internals
 
@@ -283,33 +269,32 @@ class Play:
         assembler: Assembler,
         wanted_s: float,
         patience_s: float,
-        lookup_s: float,
-    ) -> tuple[Session, Driver]:
+    ) -> Driver:
         """Build the session of a goal, and drive it to its end."""
-        options, ladder, connection = self._options, prepared.ladder, self._connection
-        mode = options.mode or ("hole" if self._engine is None else self._engine.mode)
+        options, ladder, connection = self.options, prepared.ladder, self.connection
+        mode = options.mode or ("hole" if self.engine is None else self.engine.mode)
         if isinstance(goal, WholeGoal):
             options.note(
                 opening(
                     ladder,
-                    trace=connection.backend,
+                    trace=connection.shared.backend,
                     policy=options.policy,
                     estimator=options.estimator or load_policy(options.policy)().estimator,
                     deadline_s=wanted_s,
                     mode=mode,
                     rtt_s=connection.stats().rtt_s,
-                    lookup_s=lookup_s,
+                    lookup_s=self.clock.now(),
                 )
             )
         own = new_estimator(options.policy, options.estimator)
-        with estimating(connection.shared, own, self._history) as estimator:
+        with estimating(connection.shared, own, self.history) as estimator:
             session = new_session(
                 ladder,
                 wanted_s,
                 options.policy,
                 estimator,
                 goal=goal,
-                cost=self._cost,
+                cost=self.cost,
                 mode=mode,
                 config=replace(LIVE, gpu_price=options.gpu_price),
                 patience_s=patience_s,
@@ -319,67 +304,63 @@ class Play:
             driver = Driver(
                 session,
                 connection,
-                ladder.catalog,
                 assembler,
-                engine=self._engine,
-                tokens=self._tokens,
+                engine=self.engine,
+                tokens=self.tokens,
                 watch=options.watch,
             )
             await driver.run()
-        if self._history.path is not None:
+        if self.history.path is not None:
             # Not in the decoders' threads: they must not wait for a disk.
-            asyncio.get_running_loop().run_in_executor(None, self._history.save)
-        return session, driver
+            asyncio.get_running_loop().run_in_executor(None, self.history.save)
+        return driver
 
-    def _upgrade(self, ladder: Ladder, assembler: Assembler, play: Session, coverage: tuple[str, ...]) -> Upgrades:
+    def _upgrade(self, ladder: Ladder, played: Driver, after_s: float) -> Upgrades:
         """Begin the upgrades of a cache that was handed over."""
-        options, connection = self._options, self._connection
-        assert options.after is not None  # noqa: S101  # else they are not wanted
-        rate = play.view.rate or play.record.bytes_fetched / max(play.view.now, 1e-3)
+        options, connection, view = self.options, self.connection, played.session.view
+        rate = view.rate or played.session.record.bytes_fetched / max(view.now, 1e-3)
         own = new_estimator(options.policy, options.estimator)
-        own.prime(Prior(rate, play.view.ttfb_s))
+        own.prime(Prior(rate, view.ttfb_s))
         shared = ExitStack()
-        estimator = shared.enter_context(link_of(connection.shared).joined(own))
         session = new_session(
             ladder,
-            self._clock.deadline_s,
+            self.clock.deadline_s,
             options.policy,
-            estimator,
-            goal=UpgradeGoal(coverage, options.after, rate),
+            shared.enter_context(link_of(connection.shared).joined(own)),
+            goal=UpgradeGoal(tuple(track or "" for track in played.assembler.coverage), after_s, rate),
             config=LIVE,
             cached_groups=connection.cached_groups,
-            log=None if options.log is None else partial(_late, options.log, play.view.now),
+            log=None if options.log is None else partial(_late, options.log, view.now),
         )
         hook = EngineHook()
-        driver = Driver(session, connection, ladder.catalog, assembler, hook=hook)
-        return Upgrades(session, driver, hook, assembler, at_end=shared.close)
+        return Upgrades(Driver(session, connection, played.assembler, hook=hook), hook, shared.close)
 
     def _rest_s(self, before: int, tokens: int) -> float:
         """Return the seconds that the engine needs for what no cache covers: ``tokens`` behind ``before`` others."""
-        return 0.0 if self._cost is None else self._cost.seconds(before, tokens)
+        return 0.0 if self.cost is None else self.cost.seconds(before, tokens)
 
     def _wanted_s(self, rest_s: float, least: float) -> float:
         """Return the seconds that a play has, at least the share ``least`` of the deadline.
 
         At most half of the deadline is set aside for what no cache covers: a worse cache would not make up for more.
         """
-        deadline_s = self._clock.deadline_s
-        left_s = self._clock.left() - guard_s(deadline_s) - min(deadline_s / 2, rest_s)
+        deadline_s = self.clock.deadline_s
+        left_s = self.clock.left() - guard_s(deadline_s) - min(deadline_s / 2, rest_s)
         return max(least * deadline_s, left_s)
 
     def _room(self, catalog: Catalog) -> torch.Tensor:
         """Return the tensor that the cache goes into."""
-        out = self._options.out
+        out = self.options.out
         if out is not None:
             return out[:, :, :, : catalog.tokens] if out.dim() == 5 else out
         try:
-            return allocate(catalog.spec.shape(catalog.tokens), self._options.dtype or catalog.spec.torch_dtype)
+            return allocate(catalog.spec.shape(catalog.tokens), self.options.dtype or catalog.spec.torch_dtype)
         except RuntimeError as error:
             raise PlayError(f"no memory for a cache of {catalog.fp16_bytes:,} bytes: {error}") from error
 
     def _placed(self, kv: torch.Tensor, spec: KVSpec) -> torch.Tensor:
         """Check what an engine computed, and return it in the tensor or element type that the caller wants."""
-        options, tokens = self._options, len(self._tokens)
+        options, tokens = self.options, len(self.tokens)
         if tuple(kv.shape) != spec.shape(tokens) or not bool(torch.isfinite(kv).all()):
             raise ModelError(f"the engine returned {tuple(kv.shape)}, or NaN, where {spec.shape(tokens)} was due")
         if options.out is None:

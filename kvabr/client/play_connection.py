@@ -185,6 +185,7 @@ class PlayConnection(Connection):
                 priority among its own requests.
         """
         self._shared, self._place = shared, place
+        self.backend, self.protocol = shared.connection.backend, shared.connection.protocol
         self.timer: asyncio.TimerHandle | None = None
         """Fires at the deadline."""
         self._digests: dict[tuple[TrackNamespace, str], Sequence[str]] = {}
@@ -198,21 +199,6 @@ class PlayConnection(Connection):
     def shared(self) -> Connection:
         """The connection that all plays to this peer share."""
         return self._shared.connection
-
-    @property
-    def backend(self) -> str:  # type: ignore[override]
-        """See `Connection.backend`."""
-        return self.shared.backend
-
-    @property
-    def protocol(self) -> str:  # type: ignore[override]
-        """See `Connection.protocol`."""
-        return self.shared.protocol
-
-    @property
-    def peer(self) -> str | None:
-        """See `Connection.peer`."""
-        return self.shared.peer
 
     def fetch(
         self,
@@ -256,11 +242,6 @@ class PlayConnection(Connection):
     def closed(self) -> bool:
         """Whether the play is over, or the shared connection has ended."""
         return self.left or self.shared.closed
-
-    @property
-    def trouble(self) -> str | None:
-        """See `Connection.trouble`."""
-        return self.shared.trouble
 
     def place(self, priority: int) -> int:
         """Return the priority among all plays' requests of one with this priority among the play's own."""

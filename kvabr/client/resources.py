@@ -14,7 +14,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache
 from typing import TypeVar
@@ -49,40 +49,19 @@ async def in_thread(work: Callable[[], T]) -> T:
 
     Cancelling this does not wait for the thread, which does not keep the process alive either.
     """
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[T] = loop.create_future()
+    done: Future[T] = Future()
+    done.set_running_or_notify_cancel()  # from here on cancelling does nothing to it
 
     def run() -> None:
         try:
-            result = work()
-        except BaseException as error:  # noqa: BLE001  # must not be lost with the thread
-            _settle(loop, done, error=error)
-        else:
-            _settle(loop, done, result)
-
-    threading.Thread(target=run, name="kvabr-engine", daemon=True).start()
-    return await done
-
-
-def _settle(
-    loop: asyncio.AbstractEventLoop,
-    done: asyncio.Future[T],
-    result: T | None = None,
-    *,
-    error: BaseException | None = None,
-) -> None:
-    def settle() -> None:
-        if done.done():
-            return
-        if error is None:
-            done.set_result(result)  # type: ignore[arg-type]
-        elif isinstance(error, Exception) and not isinstance(error, StopIteration):
+            done.set_result(work())
+        except Exception as error:  # noqa: BLE001  # must not be lost with the thread
             done.set_exception(error)
-        else:
+        except BaseException as error:  # noqa: BLE001
             done.set_exception(RuntimeError(f"the engine's thread ended: {error!r}"))
 
-    with contextlib.suppress(RuntimeError):  # the loop is closed, so nobody waits any more
-        loop.call_soon_threadsafe(settle)
+    threading.Thread(target=run, name="kvabr-engine", daemon=True).start()
+    return await asyncio.wrap_future(done)
 
 
 async def on_engine(engine: Engine, work: Callable[[], T]) -> T:
@@ -150,10 +129,7 @@ _ENGINES_LOCK = threading.Lock()
 
 def _of(engine: Engine) -> _OfEngine:
     with _ENGINES_LOCK:
-        kept = _ENGINES.get(engine)
-        if kept is None:
-            kept = _ENGINES[engine] = _OfEngine()
-        return kept
+        return _ENGINES.setdefault(engine, _OfEngine())
 
 
 def allocate(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

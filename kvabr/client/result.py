@@ -1,25 +1,19 @@
-"""What a play returns, what it shows of itself while it runs, and a played cache as a file."""
+"""What a play returns, and a played cache as a file."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import torch
+
+from kvabr.client.upgrades import Upgrades
+from kvabr.player.session_types import PlayRecord
 from kvabr.store.files import replacing
-from kvabr.types.catalog import RECOMPUTED, Catalog
+from kvabr.types.catalog import Catalog
 from kvabr.types.errors import AssetError
 from kvabr.types.kv import KVSpec
-
-if TYPE_CHECKING:
-    import torch
-
-    from kvabr.client.upgrades import Upgrades
-    from kvabr.player.assembler import Assembler
-    from kvabr.player.session import Session
-    from kvabr.player.session_types import PlayRecord
-    from kvabr.quic.interface import ConnectionStats
 
 FORMAT = "kvabr.cache/1"
 
@@ -85,74 +79,6 @@ class PlayedPrefix:
     """Seconds from the call to the end of the play."""
     cut: str | None
     """Why it is not all that was asked for; None if it is."""
-
-
-@dataclass(frozen=True, slots=True)
-class TransferProgress:
-    """A group on its way."""
-
-    track: str
-    share: float
-    """Share of its bytes that have come, 0 to 1."""
-
-
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """One moment of a play, for progress displays."""
-
-    now: float
-    """Seconds since the play began, which is when the catalog was known."""
-    deadline_s: float
-    """The deadline on the same clock, seconds."""
-    offers: tuple[str, ...]
-    """The asset's tracks, smallest first."""
-    tracks: tuple[str | None, ...]
-    """Per group, the track in place, ``recomputed``, or None."""
-    transfers: dict[int, TransferProgress]
-    """Groups on their way, by number."""
-    rate: float
-    """Expected rate, bytes per second; 0.0 while it is unknown."""
-    lower_bound: float
-    """Rate that the link should exceed most of the time, bytes per second."""
-    slack_s: float | None
-    """Time left minus the time that the rest needs at the lower bound, seconds; None while it is unknown."""
-    bytes_fetched: int
-    bytes_wasted: int
-    requests: int
-    """Requests under way."""
-    decode_backlog_s: float
-    """Decoding that waits, seconds."""
-    computing: bool
-    """Whether any group is left to the engine and not yet in place."""
-    network: ConnectionStats
-
-    @classmethod
-    def of(cls, session: Session, assembler: Assembler, network: ConnectionStats, now: float) -> Snapshot:
-        """Take a snapshot of a session."""
-        view, record = session.view, session.record
-        slack = view.slack_s()
-        tracks = assembler.coverage
-        return cls(
-            now=now,
-            deadline_s=view.deadline_s,
-            offers=tuple(track.name for track in sorted(view.catalog.tracks, key=lambda track: track.total_bytes)),
-            tracks=tracks,
-            transfers={
-                transfer.group: TransferProgress(transfer.track, transfer.received / transfer.bytes)
-                for transfer in view.in_flight.values()
-            },
-            rate=view.rate,
-            lower_bound=view.lower_bound,
-            slack_s=None if slack == float("-inf") else slack,
-            bytes_fetched=record.bytes_fetched,
-            bytes_wasted=record.bytes_wasted,
-            requests=len(view.in_flight),
-            decode_backlog_s=view.decode_backlog_s,
-            computing=any(
-                wanted == RECOMPUTED and there is None for wanted, there in zip(view.track_of, tracks, strict=True)
-            ),
-            network=network,
-        )
 
 
 def save(played: Played, path: Path) -> None:

@@ -17,7 +17,6 @@ import heapq
 from bisect import insort
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from kvabr.client.metrics import ClientMetrics
@@ -28,17 +27,6 @@ K = TypeVar("K")
 LEVELS = 16
 _NEEDED = 128
 """Priorities below this are for what a play needs."""
-
-
-@dataclass(order=True)
-class _Waiting:
-    due_s: float
-    number: int
-    turn: asyncio.Future[None] = field(compare=False)
-
-    def came(self) -> bool:
-        """Return whether the turn was given, rather than refused or cancelled."""
-        return self.turn.done() and not self.turn.cancelled() and self.turn.exception() is None
 
 
 class Admission:
@@ -56,7 +44,8 @@ class Admission:
         self._max_plays, self._max_waiting, self._share = plays, waiting, wait_share
         self._metrics = metrics
         self._playing = self._number = 0
-        self._queue: list[_Waiting] = []
+        self._queue: list[tuple[float, int, asyncio.Future[bool]]] = []
+        """A heap of (deadline, arrival number, whether the play is let in)."""
         self._closed = False
 
     @asynccontextmanager
@@ -76,45 +65,40 @@ class Admission:
     def close(self) -> None:
         """Admit no more plays, and refuse those that wait."""
         self._closed = True
-        for waiting in self._queue:
-            if not waiting.turn.done():
-                waiting.turn.set_exception(BusyError("the client is closing; compute this prompt instead"))
+        for *_, turn in self._queue:
+            if not turn.done():
+                turn.set_result(False)
 
     async def _wait(self, deadline_s: float) -> float:
         loop = asyncio.get_running_loop()
         if self._closed:
-            raise self._refusal("closed", "the client is closing; compute this prompt instead")
+            raise self._refusal("closed", "the client is closing")
         if self._playing < self._max_plays and not self._queue:
             self._count(1)
             return 0.0
-        self._queue = [waiting for waiting in self._queue if not waiting.turn.done()]
+        self._queue = [waiting for waiting in self._queue if not waiting[2].done()]
         heapq.heapify(self._queue)  # what is left of a heap need not be one
         if len(self._queue) >= self._max_waiting:
             raise self._refusal("full", f"{self._playing} plays are under way and {len(self._queue)} wait")
-        start_s = loop.time()
+        start_s, turn = loop.time(), loop.create_future()
         self._number += 1
-        waiting = _Waiting(start_s + deadline_s, self._number, loop.create_future())
-        heapq.heappush(self._queue, waiting)
+        heapq.heappush(self._queue, (start_s + deadline_s, self._number, turn))
         self._metrics.plays_waiting.inc()
         try:
-            async with asyncio.timeout(self._share * deadline_s):
-                await waiting.turn
-        except TimeoutError:
-            if waiting.came():  # at this very moment
-                self._leave()
-            spent_s = loop.time() - start_s
-            raise self._refusal("late", f"no turn came within {spent_s:.3g} of its {deadline_s:g} s") from None
+            await asyncio.wait([turn], timeout=self._share * deadline_s)
+            waited_s = loop.time() - start_s
+            if not turn.done():
+                raise self._refusal("late", f"no turn came within {waited_s:.3g} of its {deadline_s:g} s")
+            if not turn.result():
+                raise self._refusal("closed", "the client is closing")
         except asyncio.CancelledError:
-            if waiting.came():
+            if turn.done() and turn.result():  # at this very moment
                 self._leave()
-            raise
-        except BusyError:
-            self._metrics.refused_total.labels("closed").inc()
             raise
         finally:
-            waiting.turn.cancel()
+            turn.cancel()
             self._metrics.plays_waiting.dec()
-        return loop.time() - start_s
+        return waited_s
 
     def _refusal(self, why: str, what: str) -> BusyError:
         self._metrics.refused_total.labels(why).inc()
@@ -127,10 +111,10 @@ class Admission:
     def _leave(self) -> None:
         self._count(-1)
         while self._queue and self._playing < self._max_plays:
-            waiting = heapq.heappop(self._queue)
-            if not waiting.turn.done():
+            *_, turn = heapq.heappop(self._queue)
+            if not turn.done():
                 self._count(1)
-                waiting.turn.set_result(None)
+                turn.set_result(True)
 
 
 def wire_priority(level: int, priority: int) -> int:

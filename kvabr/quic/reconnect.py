@@ -101,8 +101,25 @@ class _RedialledDownload(Download):
         self._owner.release(self)
 
 
+class _FailedDownload(Download):
+    data = memoryview(b"")
+
+    def __init__(self, why: str) -> None:
+        self.stats = DownloadStats(requested_s=asyncio.get_running_loop().time())
+        self._why = why
+
+    async def read(self) -> memoryview:
+        raise ConnectionLostError(self._why)
+
+    def prioritise(self, priority: int) -> None:
+        pass
+
+    def cancel(self) -> None:
+        pass
+
+
 class UnreachedConnection(Connection):
-    """Stands for the first connection to a peer that has not been reached yet."""
+    """Stands for a connection to a peer that could not be reached; all downloads fail."""
 
     backend = protocol = ""
 
@@ -119,13 +136,9 @@ class UnreachedConnection(Connection):
         limit: int,
         exact: bool = False,
     ) -> Download:
-        """Raise; there is nothing to fetch on.
-
-        Raises:
-            ConnectionLostError: always.
-        """
+        """Return a download that fails."""
         del namespace, track, group, priority, limit, exact
-        raise ConnectionLostError(self._trouble)
+        return _FailedDownload(self._trouble)
 
     def stats(self) -> ConnectionStats:
         """See `Connection.stats`."""

@@ -17,7 +17,7 @@ from safetensors import safe_open
 from kvabr.abr import Decision, Policy
 from kvabr.cli.main import main
 from kvabr.cli.overlay import Overlay
-from kvabr.client.result import Snapshot, TransferProgress
+from kvabr.client.snapshot import Snapshot, TransferProgress
 from kvabr.quic.interface import ConnectionStats
 from kvabr.types.catalog import RECOMPUTED
 from tests.client.served import Served

@@ -11,9 +11,9 @@ from functools import partial
 import pytest
 
 from kvabr.client.async_client import AsyncClient
+from kvabr.client.engine_hook import StepGate
 from kvabr.client.options import PlayOptions
 from kvabr.client.result import NothingCached
-from kvabr.client.upgrades import StepGate
 from kvabr.publish.encoder import publish
 from kvabr.server.grants import EVERYTHING, Grant, Grants
 from kvabr.server.published_assets import PublishedAssets
@@ -158,6 +158,10 @@ async def test_one_model_in_several_group_sizes(tmp_path):
         async with AsyncClient(link, engine=ToyModel(other), options=options) as fixed:
             assert (await fixed.play(TOKENS, deadline=2.0)).tokens == 70
             assert (await fixed.find(TOKENS)).catalog.tokens == 70
+        # A short prefix in the engine's own size does not hide a longer one in another.
+        async with AsyncClient(link, engine=ToyModel(), options=options) as own:
+            assert (await own.play(TOKENS, deadline=2.0)).tokens == 70
+            assert (await own.play(begin, deadline=2.0)).spec.group_tokens == 16
 
 
 @virtual

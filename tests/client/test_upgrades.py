@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kvabr.abr.policy import Decision, Policy
-from kvabr.client.upgrades import StepGate
+from kvabr.client.engine_hook import StepGate
 from kvabr.codec.fit import fit
 from kvabr.server.grants import EVERYTHING
 from kvabr.server.published_assets import PublishedAssets
@@ -257,7 +257,7 @@ async def test_a_hook_that_comes_too_late_is_not_said_to_have_lied(layered):
     link, played = await begun(layered)
 
     def hook(first, last, write):
-        played.upgrades._assembler.seal()  # what `cancel` does before the loop hears of it
+        played.upgrades._driver.assembler.seal()  # what `cancel` does before the loop hears of it
         write()
         return True
 

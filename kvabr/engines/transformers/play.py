@@ -188,7 +188,7 @@ class Steps:
             self._hooks = []
 
     def __call__(self, first: int, last: int, write: Callable[[], None]) -> bool:
-        """Write between two steps; see `kvabr.client.upgrades.Rewrite`."""
+        """Write between two steps; see `kvabr.client.engine_hook.Rewrite`."""
         with self._lock, torch.no_grad():
             if not self._hooks:
                 return False

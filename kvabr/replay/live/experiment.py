@@ -154,7 +154,7 @@ class LiveExperiment:
         catalog, options = self._experiment.catalog, self._experiment.options
         engine = None if options.cost is None else StandInEngine(catalog.spec, options.cost, options.mode)
         tokens = () if engine is None else (0,) * catalog.tokens
-        return Driver(session, connection, catalog, Assembler(catalog, self._profile), engine=engine, tokens=tokens)
+        return Driver(session, connection, Assembler(catalog, self._profile), engine=engine, tokens=tokens)
 
     async def _warm_up(self, connection: Connection, trace: Trace, start_s: float, conditions: Conditions) -> None:
         """Open the congestion window as an earlier play over the same trace and asset would have."""
