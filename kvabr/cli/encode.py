@@ -55,10 +55,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--continuation", type=int, default=128, metavar="M", help="tokens to measure losses on (default: 128)"
     )
-    parser.add_argument(
-        "--group-tokens", type=int, metavar="N",
-        help="tokens per group; players must be given a spec with the same number (default: 128)",
-    )  # fmt: skip
+    parser.add_argument("--group-tokens", type=int, metavar="N", help="tokens per group (default: 128)")
     parser.add_argument("--tracks", nargs="+", metavar="TRACK", help="tracks to encode (default: all but FP4)")
     parser.add_argument(
         "--profile",

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from kvabr.client.engine_hook import EngineHook
-from kvabr.client.resources import decoders, on_engine
+from kvabr.client.resources import cancel_all, decoders, on_engine
 from kvabr.client.snapshot import Snapshot, Watch
 from kvabr.moqt.codes import RequestCode
 from kvabr.player.assembler import Assembler
@@ -52,10 +52,10 @@ class Driver:
             session: fresh; only the driver may call it.
             connection: where the groups are fetched; it outlives the play.
             assembler: takes the groups; take the cache from it once `run` has returned.
-            engine: computes what the session leaves to it; needed for a whole cache if the session has a cost model.
+            engine: computes what the session leaves to it; needed if the session has a cost model.
             tokens: ids of the catalog's tokens, for the engine.
-            hook: for upgrades of a cache in use: writes what was decoded when the engine allows it.
-            watch: called with a snapshot at every tick, on the event loop's thread.
+            hook: for upgrades: writes what was decoded when the engine allows it.
+            watch: called with a snapshot at every tick.
         """
         self.session, self.assembler = session, assembler
         self._connection, self._catalog = connection, session.view.catalog
@@ -106,10 +106,7 @@ class Driver:
             download.cancel()
         if self._computing is not None:
             tasks.append(self._computing)
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
+        await cancel_all(tasks)
 
     # ---------------------------------------------------- events and actions
 
@@ -202,11 +199,7 @@ class Driver:
             download.cancel()
 
     async def _receive(self, action: FetchGroup, download: Download) -> None:
-        """Read a group, and return as soon as its last byte is here.
-
-        Raises:
-            TransportError: it failed, or has another length than the catalog says.
-        """
+        """Read a group, and return as soon as its last byte is here."""
         size = action.bytes
         received = 0
         while received < size:

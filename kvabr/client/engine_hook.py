@@ -79,25 +79,21 @@ class EngineHook:
             Exception: whatever the hook raises.
         """
         await self._there.wait()
-        pause_s = _PAUSE_S
-        while not await self._written(first, last, write):
-            await asyncio.sleep(pause_s)
-            pause_s = min(_MAX_PAUSE_S, 2 * pause_s)
-
-    async def _written(self, first: int, last: int, write: Callable[[], object]) -> bool:
-        rewrite = self._rewrite
-        assert rewrite is not None  # noqa: S101  # it was waited for
-        written = False
+        pause_s, written = _PAUSE_S, False
 
         def once() -> None:
             nonlocal written
             write()
             written = True
 
-        async with self._turn:
-            if not await in_thread(partial(rewrite, first, last, once)):
-                return False
+        while not await self._called(first, last, once):
+            await asyncio.sleep(pause_s)
+            pause_s = min(_MAX_PAUSE_S, 2 * pause_s)
         # Not whether the group is any better: it is not if that was cancelled, or if it had as good a track already.
         if not written:
             raise UsageError(f"the engine's hook returned True for tokens {first} to {last - 1} and did not write")
-        return True
+
+    async def _called(self, first: int, last: int, write: Callable[[], None]) -> bool:
+        assert self._rewrite is not None  # noqa: S101  # it was waited for
+        async with self._turn:
+            return await in_thread(partial(self._rewrite, first, last, write))

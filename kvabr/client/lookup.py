@@ -12,6 +12,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import takewhile
 
 from kvabr.client.resources import decoders
 from kvabr.codec.base import codec
@@ -49,22 +50,14 @@ class Found:
 
 
 async def fetch_small(origin: Connection, namespace: TrackNamespace, track: str, limit: int) -> bytes:
-    """Fetch a track of one small group; once more if the connection is lost and can be made again.
-
-    A connection may have been dead for a while without anyone knowing: the first request finds out.
-
-    Args:
-        origin: where to ask.
-        namespace: of the track.
-        track: its name.
-        limit: maximum size, bytes.
+    """Fetch a track of one group of at most ``limit`` bytes.
 
     Raises:
         TransportError: it cannot be fetched.
     """
     try:
         return await read_all(origin.fetch(namespace, track, priority=_URGENT, limit=limit))
-    except ConnectionLostError:
+    except ConnectionLostError:  # it may have been dead for a while, and the first request finds out
         if origin.closed:
             raise
         return await read_all(origin.fetch(namespace, track, priority=_URGENT, limit=limit))
@@ -94,8 +87,7 @@ async def fetch_catalog(origin: Connection, namespace: TrackNamespace) -> Found:
         ForeignError: it is of something else.
         FormatError: it is no catalog, or promises what cannot be.
     """
-    data = await fetch_small(origin, namespace, CATALOG_TRACK, MAX_CATALOG_BYTES)
-    found = await _read(data)
+    found = await _read(origin, namespace, CATALOG_TRACK)
     if found.catalog.namespace != namespace or found.catalog.chunks[-1] != namespace.prompt:
         raise ForeignError(f"asked for the catalog of {_name(namespace)}, got that of {_name(found.catalog.namespace)}")
     if found.catalog.spec.model != namespace.model:
@@ -108,14 +100,8 @@ async def find_prefix(
 ) -> Found | None:
     """Return the asset that shares the longest prefix with a prompt, cut to the shared groups; None if there is none.
 
-    A prompt of up to 321 groups takes one round trip, a longer one two.
-
-    Args:
-        origin: where to ask.
-        tokens: ids of the prompt.
-        spec: of the model's cache.
-        salt: the tenant's secret, see `kvabr.types.naming.chain`.
-        any_dtype: accept a cache whose element type is not the spec's.
+    A prompt of up to 321 groups takes one round trip, a longer one two. With ``any_dtype`` the cache's element type
+    need not be the spec's.
 
     Raises:
         TransportError: the origin cannot be asked.
@@ -129,30 +115,18 @@ async def find_prefix(
     shared = shared_groups(best.catalog, tokens, digests, salt)
     gap = prefix_gap(shared, len(digests)) if shared else range(0)
     if gap:
-        other: Found | None = None
         with contextlib.suppress(TransportError, FormatError):  # then what is known already has to do
             track = prefix_track(digests, gap.start, gap.stop)
             other = await _ask(origin, digests, spec, track, any_dtype=any_dtype)
-        more = 0 if other is None else shared_groups(other.catalog, tokens, digests, salt)
-        if other is not None and more > shared:
-            best, shared = other, more
+            if other is not None and (more := shared_groups(other.catalog, tokens, digests, salt)) > shared:
+                best, shared = other, more
     return replace(best, catalog=best.catalog.prefix(shared)) if shared else None
 
 
 def shared_groups(catalog: Catalog, tokens: Sequence[int], digests: Sequence[str], salt: bytes = b"") -> int:
-    """Return how many leading groups of an asset are those of a prompt, whatever the origin claims.
-
-    Args:
-        catalog: the asset.
-        tokens: ids of the prompt.
-        digests: of the prompt's groups.
-        salt: the tenant's secret.
-    """
-    shared = 0
-    for ours, theirs in zip(digests, catalog.chunks, strict=False):
-        if ours != theirs:
-            break
-        shared += 1
+    """Return how many leading groups of an asset are those of a prompt, whose digests are given."""
+    pairs = zip(digests, catalog.chunks, strict=False)
+    shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
     spec = catalog.spec
     if shared == catalog.groups - 1 and catalog.tokens < len(tokens):
         # The asset's last group is short, and the prompt goes on: its digest is none of the prompt's own.
@@ -171,41 +145,33 @@ def check_tokens(catalog: Catalog, tokens: Sequence[int], salt: bytes) -> None:
 
 
 def playable(catalog: Catalog, *, profile: bool) -> Catalog:
-    """Return the catalog with only the tracks that can be decoded here.
-
-    Args:
-        catalog: the asset.
-        profile: whether its codec profile is available.
+    """Return the catalog with only the tracks that can be decoded here, with its codec profile or without.
 
     Raises:
         FormatError: there is no such track.
     """
-    tracks: list[Track] = []
-    names: set[str] = set()
+    tracks: dict[str, Track] = {}
     for track in catalog.tracks:
         try:
             known = codec(track.name)
         except FormatError:
             continue
-        if (profile or not known.needs_profile) and (track.refines is None or track.refines in names):
-            tracks.append(track)
-            names.add(track.name)
+        if (profile or not known.needs_profile) and (track.refines is None or track.refines in tracks):
+            tracks[track.name] = track
     if not tracks:
         have = ", ".join(catalog.by_name)
         why = "" if profile else " without its codec profile"
         raise FormatError(f"none of the asset's tracks ({have}) can be decoded here{why}; is a codec plug-in missing?")
-    return catalog if len(tracks) == len(catalog.tracks) else replace(catalog, tracks=tuple(tracks))
+    return catalog if len(tracks) == len(catalog.tracks) else replace(catalog, tracks=tuple(tracks.values()))
 
 
 async def _ask(
     origin: Connection, digests: Sequence[str], spec: KVSpec, track: str, *, any_dtype: bool
 ) -> Found | None:
-    namespace = TrackNamespace(spec.model, digests[0])
     try:
-        data = await fetch_small(origin, namespace, track, MAX_CATALOG_BYTES)
+        found = await _read(origin, TrackNamespace(spec.model, digests[0]), track)
     except NotFoundError:
         return None
-    found = await _read(data)
     wanted = replace(spec, dtype=found.catalog.spec.dtype) if any_dtype else spec
     if found.catalog.spec.digest() != wanted.digest():
         raise ForeignError(
@@ -215,22 +181,19 @@ async def _ask(
     return found
 
 
-async def _read(data: bytes) -> Found:
-    """Parse and check in a thread: the catalog of a long prompt has megabytes."""
+async def _read(origin: Connection, namespace: TrackNamespace, track: str) -> Found:
+    data = await fetch_small(origin, namespace, track, MAX_CATALOG_BYTES)
+    # In a thread: the catalog of a long prompt has megabytes.
     return await asyncio.get_running_loop().run_in_executor(decoders(), _parse, data)
 
 
 def _parse(data: bytes) -> Found:
     catalog = Catalog.loads(data)
-    _check_sizes(catalog)
-    return Found(catalog, hashlib.sha256(data).hexdigest())
-
-
-def _check_sizes(catalog: Catalog) -> None:
     most = _MAX_TIMES_FP16 * catalog.spec.fp16_bytes(catalog.spec.group_tokens) + _SLACK_BYTES
     for track in catalog.tracks:
         if max(track.bytes) > most:
             raise FormatError(f"catalog: a group of {track.name} with {max(track.bytes)} bytes, no cache needs {most}")
+    return Found(catalog, hashlib.sha256(data).hexdigest())
 
 
 def _name(namespace: TrackNamespace) -> str:
@@ -242,5 +205,4 @@ def _title(spec: KVSpec) -> str:
 
 
 def _differences(one: KVSpec, other: KVSpec) -> str:
-    names = [field.name for field in fields(one) if getattr(one, field.name) != getattr(other, field.name)]
-    return " and ".join(names)
+    return " and ".join(field.name for field in fields(one) if getattr(one, field.name) != getattr(other, field.name))

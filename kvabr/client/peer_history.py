@@ -8,17 +8,17 @@ causes one warning and is replaced by the next write: a warm start is never wort
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import math
-import os
 import platform
 import threading
 import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -70,10 +70,10 @@ class PeerRecord:
             and self.plays >= 1
         )
 
-    def heard(self, rate: float, ttfb_s: float, at: float) -> PeerRecord:
+    def heard(self, last: PeerRecord) -> PeerRecord:
         """Return the record with one more play."""
-        rate = math.exp((1 - _NEWEST) * math.log(self.rate) + _NEWEST * math.log(rate))
-        return PeerRecord(rate, (1 - _NEWEST) * self.ttfb_s + _NEWEST * ttfb_s, at, self.plays + 1)
+        rate = math.exp((1 - _NEWEST) * math.log(self.rate) + _NEWEST * math.log(last.rate))
+        return PeerRecord(rate, (1 - _NEWEST) * self.ttfb_s + _NEWEST * last.ttfb_s, last.at, self.plays + 1)
 
     def prior(self, now: float) -> Prior | None:
         """Return what a play that begins now may assume; None if the record is too old."""
@@ -107,14 +107,14 @@ class PeerHistory:
     def heard(self, peer: str, rate: float, ttfb_s: float, now: float | None = None) -> None:
         """Record the end of a play; implausible values are ignored. Nothing is written before `save`."""
         at = time.time() if now is None else now
-        fresh = PeerRecord(rate, ttfb_s, at)
-        if not fresh.sound() or not 0 < len(peer) <= _MOST_NAME:
+        record = PeerRecord(rate, ttfb_s, at)
+        if not record.sound() or not 0 < len(peer) <= _MOST_NAME:
             return
         with self._lock:
             before = self._known.get(peer)
-            still = before is not None and before.prior(at) is not None
-            self._known[peer] = before.heard(rate, ttfb_s, at) if before is not None and still else fresh
-            self._known = _newest(self._known)
+            if before is not None and before.prior(at) is not None:
+                record = before.heard(record)
+            self._known = _newest(self._known | {peer: record})
 
     def save(self) -> None:
         """Write the file, merged with what other processes have written. Failure causes one warning."""
@@ -125,10 +125,12 @@ class PeerHistory:
             with _alone(self.path):
                 merged = self._read()
                 with self._lock:
-                    for peer, known in self._known.items():
-                        if peer not in merged or merged[peer].at <= known.at:
-                            merged[peer] = known
-                    self._known = dict(_newest(merged))
+                    merged |= {
+                        peer: known
+                        for peer, known in self._known.items()
+                        if peer not in merged or merged[peer].at <= known.at
+                    }
+                    self._known = _newest(merged)
                     text = _dumps(self._known, self._host)
                 # Not under the lock: a play that begins meanwhile must not wait for a disk.
                 write_text(self.path, text)
@@ -161,19 +163,13 @@ def this_host() -> str:
     return hashlib.sha256("\0".join(("kvabr.host", *parts)).encode()).hexdigest()[:16]
 
 
-def history_at(path: str | os.PathLike[str] | None) -> PeerHistory:
-    """Return the one `PeerHistory` of this process for a file."""
-    return _history_at(None if path is None else Path(path))
-
-
 @cache
-def _history_at(path: Path | None) -> PeerHistory:
+def history_at(path: Path | None) -> PeerHistory:
+    """Return the one `PeerHistory` of this process for a file."""
     return PeerHistory(path)
 
 
 def _newest(known: dict[str, PeerRecord]) -> dict[str, PeerRecord]:
-    if len(known) <= MAX_PEERS:
-        return known
     newest = sorted(known, key=lambda peer: known[peer].at)[-MAX_PEERS:]
     return {peer: known[peer] for peer in newest}
 
@@ -183,52 +179,36 @@ def _digest(peers: Any) -> str:
 
 
 def _dumps(known: dict[str, PeerRecord], host: str) -> str:
-    peers = {
-        peer: {"rate": each.rate, "ttfb_s": each.ttfb_s, "at": each.at, "plays": each.plays}
-        for peer, each in sorted(known.items())
-    }
-    whole = {"schema": SCHEMA, "host": host, "sha256": _digest(peers), "peers": peers}
-    return json.dumps(whole, indent=1) + "\n"
+    peers = {peer: asdict(known[peer]) for peer in sorted(known)}
+    return json.dumps({"schema": SCHEMA, "host": host, "sha256": _digest(peers), "peers": peers}, indent=1) + "\n"
 
 
 def _loads(text: str, host: str) -> dict[str, PeerRecord]:
     try:
         whole = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise FormatError(f"not JSON ({error})") from error
-    if not isinstance(whole, dict) or whole.get("schema") != SCHEMA:
-        raise FormatError(f"not a file of {SCHEMA}")
-    if whole.get("host") != host:
-        raise FormatError("of another host")
-    peers = whole.get("peers")
-    try:
-        intact = isinstance(peers, dict) and len(peers) <= MAX_PEERS and whole.get("sha256") == _digest(peers)
-    except RecursionError:
-        intact = False
-    if not intact or not isinstance(peers, dict):
-        raise FormatError("damaged")
-    known: dict[str, PeerRecord] = {}
-    for peer, each in peers.items():
-        if not isinstance(each, dict) or set(each) != {"rate", "ttfb_s", "at", "plays"} or len(peer) > _MOST_NAME:
-            raise FormatError(f"{peer[:40]!r} is not a record of a peer")
-        known[peer] = PeerRecord(**each)
-        if not known[peer].sound():
+        if whole["schema"] != SCHEMA:
+            raise FormatError(f"not a file of {SCHEMA}")
+        if whole["host"] != host:
+            raise FormatError("of another host")
+        peers = whole["peers"]
+        if whole["sha256"] != _digest(peers) or len(peers) > MAX_PEERS:
+            raise FormatError("damaged")
+        known = {peer: PeerRecord(**each) for peer, each in peers.items()}
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+        raise FormatError(f"not a file of {SCHEMA} ({error!r})") from error
+    for peer, each in known.items():
+        if not each.sound() or len(peer) > _MOST_NAME:
             raise FormatError(f"its record of {peer[:40]!r} is implausible")
     return known
 
 
 @contextmanager
 def _alone(path: Path) -> Iterator[None]:
-    """Exclude other writers, where the system has file locks; elsewhere the last one to write wins.
+    """Exclude other writers.
 
     Raises:
         OSError: another process does not release the lock.
     """
-    try:
-        import fcntl  # noqa: PLC0415 - not on every system
-    except ImportError:
-        yield
-        return
     with path.with_name(f".{path.name}.lock").open("a") as file:
         until = time.monotonic() + _LONGEST_WAIT_S
         while True:
@@ -239,7 +219,7 @@ def _alone(path: Path) -> Iterator[None]:
                     raise TimeoutError(f"another process does not let go of {file.name}") from error
                 time.sleep(_WAIT_S)
                 continue
-            except OSError:  # a file system without locks
+            except OSError:  # a file system without locks: the last one to write wins
                 pass
             break
         yield

@@ -33,14 +33,7 @@ class ClientPeer:
     def __init__(
         self, name: str, source: Connecting | Connection, store: TieredGroupStore, metrics: ClientMetrics
     ) -> None:
-        """Dial nothing yet.
-
-        Args:
-            name: for messages.
-            source: dials the peer, or an open connection, which stays open when this is closed.
-            store: the client's.
-            metrics: the client's.
-        """
+        """Dial nothing yet. ``source`` dials, or is an open connection, which stays open when this is closed."""
         self.name = name
         self._models: Sequence[KVSpec] = ()
         """Models of which we may read an asset, as of `_asked_s`."""
@@ -51,11 +44,6 @@ class ClientPeer:
         self._downloads = SharedDownloads(source, store, metrics) if isinstance(source, Connection) else None
         self._stack = AsyncExitStack()
         self._dialling: asyncio.Task[SharedDownloads] | None = None
-
-    @property
-    def connection(self) -> Connection | None:
-        """The shared connection; None before the first play."""
-        return None if self._downloads is None else self._downloads.connection
 
     async def downloads(self) -> SharedDownloads:
         """Return the downloads of the connection, which is dialled if there is none; callers share one dial.
@@ -94,19 +82,9 @@ class ClientPeer:
     ) -> tuple[Found | None, KVSpec | None]:
         """Return the longest cached prefix of a prompt, and the spec of its model; None for what is not there.
 
-        Args:
-            connection: asks the peer.
-            tokens: ids of the prompt.
-            model: its spec, its name at the peer, or None for the only one that the peer has. Under a name, the prompt
-                is looked up in each group size and shape that the peer has, at most four.
-            any_group_tokens: whether a spec means any group size: that with the longest prefix.
-            salt: the tenant's secret.
-            any_dtype: accept a cache whose element type is not the spec's.
-
-        Raises:
-            UsageError: the peer has several models, and none is named, or one in too many shapes.
-            TransportError: it cannot be asked.
-            FormatError: it answers with something else.
+        The model is a spec, a name at the peer, or None for the only one that the peer has. Under a name, the prompt is
+        looked up in each group size and shape that the peer has, at most four; under a spec with ``any_group_tokens``,
+        also in the other sizes. Errors as `AsyncClient.find`.
         """
         lookup = partial(_longest, connection, tokens, salt=salt, any_dtype=any_dtype)
         if isinstance(model, KVSpec):

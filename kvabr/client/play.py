@@ -32,7 +32,7 @@ from kvabr.client.upgrades import Upgrades
 from kvabr.codec.profile import Profile
 from kvabr.player.assembler import Assembler
 from kvabr.player.builder import new_estimator, new_session, opening
-from kvabr.player.session_types import Goal, GroupRecord, PlayRecord, PrefixGoal, UpgradeGoal, WholeGoal
+from kvabr.player.session_types import GroupRecord, PlayRecord, PrefixGoal, UpgradeGoal, WholeGoal
 from kvabr.types.catalog import RECOMPUTED, Catalog, played_loss
 from kvabr.types.cost import PrefillCost
 from kvabr.types.engine import Engine
@@ -111,9 +111,7 @@ class Play:
     async def prepare(self, found: Found, skip: int = 0) -> Prepared:
         """Fetch the codec profile if that pays and time allows, and leave out what cannot be decoded without it.
 
-        Args:
-            found: from a lookup.
-            skip: leading groups that the engine has already.
+        The engine has the first ``skip`` groups already.
 
         Raises:
             FormatError: none of the asset's tracks can be decoded here.
@@ -135,21 +133,11 @@ class Play:
         return Prepared(ladder, profile, found.sha256)
 
     async def whole(self, prepared: Prepared) -> Played:
-        """Play the whole cache.
-
-        Raises:
-            PlayError, ModelError, PolicyError, UsageError: see `AsyncClient.play`.
-        """
-        catalog, options, clock, cost = prepared.catalog, self.options, self.clock, self.cost
-        assembler = Assembler(catalog, prepared.profile, out=self._room(catalog))
-        rest_s = self._rest_s(catalog.tokens, len(self.tokens) - catalog.tokens)
-        wanted_s = self._wanted_s(rest_s, _MIN_SHARE)
-        lookup_s = clock.now()
-        # An engine that has begun, however slow, ends sooner than another one that begins after an error.
-        engine_s = 0.0 if cost is None else _ENGINE_PATIENCE * cost.seconds(0, catalog.tokens)
-        patience_s = options.patience * clock.deadline_s + engine_s - lookup_s
-        driver = await self._run(WholeGoal(), prepared, assembler, wanted_s, patience_s)
-        record = driver.session.record
+        """Play the whole cache; errors as `AsyncClient.play`."""
+        catalog, options, clock = prepared.catalog, self.options, self.clock
+        lookup_s, rest_s = clock.now(), self._engine_s(catalog.tokens, len(self.tokens) - catalog.tokens)
+        driver = await self._run(WholeGoal(), prepared, rest_s)
+        record, assembler = driver.session.record, driver.assembler
         if record.gave_up is not None:
             options.note(PlayGaveUp(clock.now() - lookup_s, record.gave_up))
             if isinstance(driver.engine_error, KvabrError):
@@ -178,26 +166,14 @@ class Play:
         )
 
     async def prefix(self, prepared: Prepared, behind: int) -> PlayedPrefix:
-        """Play a prefix, and hand over what is in place when the time is up.
+        """Play a prefix, and hand over what is in place when the time is up; errors as `AsyncClient.play_prefix`.
 
-        Args:
-            prepared: from `prepare`.
-            behind: tokens of the prompt that no cache covers; computing them comes out of the deadline.
-
-        Raises:
-            PlayError: there is no memory for the cache.
-            PolicyError: from the policy or the estimator.
-            UsageError: arguments that make no sense.
+        Computing the ``behind`` tokens of the prompt that no cache covers comes out of the deadline.
         """
-        catalog, clock, options = prepared.catalog, self.clock, self.options
-        assembler = Assembler(catalog, prepared.profile, out=self._room(catalog))
-        rest_s = self._rest_s(catalog.first_token + catalog.tokens, behind)
-        wanted_s = self._wanted_s(rest_s, _MIN_PREFIX_SHARE)
-        patience_s = options.patience * clock.deadline_s - clock.now()
-        try:
-            driver = await self._run(PrefixGoal(), prepared, assembler, wanted_s, patience_s)
-        finally:
-            kv, coverage = assembler.take_prefix()
+        catalog = prepared.catalog
+        rest_s = self._engine_s(catalog.first_token + catalog.tokens, behind)
+        driver = await self._run(PrefixGoal(), prepared, rest_s)
+        kv, coverage = driver.assembler.take_prefix()
         record = driver.session.record
         cut = None
         if len(coverage) < catalog.groups:
@@ -211,7 +187,7 @@ class Play:
             loss=sum(catalog.track(track).loss[group] for group, track in enumerate(coverage)),
             bytes_fetched=record.bytes_fetched,
             bytes_wasted=record.bytes_wasted,
-            seconds=clock.now(),
+            seconds=self.clock.now(),
             cut=cut,
         )
 
@@ -222,11 +198,11 @@ class Play:
             ModelError: it failed, or did not end.
         """
         engine, tokens, options, clock = self.engine, self.tokens, self.options, self.clock
-        if engine is None or self.cost is None:
+        if engine is None:
             raise UsageError("there is no engine to recompute with")
         spec, lookup_s = engine.spec, clock.now()
         groups = spec.groups(len(tokens))
-        patience_s = options.patience * clock.deadline_s + _ENGINE_PATIENCE * self.cost.seconds(0, len(tokens))
+        patience_s = options.patience * clock.deadline_s + _ENGINE_PATIENCE * self._engine_s(0, len(tokens))
         options.note(RecomputeStarted(0.0, 0, groups))
         try:
             async with asyncio.timeout(patience_s):
@@ -262,16 +238,19 @@ class Play:
 
     # -------------------------------------------------------------- internals
 
-    async def _run(
-        self,
-        goal: Goal,
-        prepared: Prepared,
-        assembler: Assembler,
-        wanted_s: float,
-        patience_s: float,
-    ) -> Driver:
-        """Build the session of a goal, and drive it to its end."""
+    async def _run(self, goal: WholeGoal | PrefixGoal, prepared: Prepared, rest_s: float) -> Driver:
+        """Drive a session to its end; the engine needs ``rest_s`` for what no cache covers."""
         options, ladder, connection = self.options, prepared.ladder, self.connection
+        assembler = Assembler(ladder.catalog, prepared.profile, out=self._room(ladder.catalog))
+        deadline_s, least = self.clock.deadline_s, _MIN_PREFIX_SHARE
+        patience_s = options.patience * deadline_s - self.clock.now()
+        if isinstance(goal, WholeGoal):
+            # An engine that has begun, however slow, ends sooner than another one that begins after an error.
+            patience_s += _ENGINE_PATIENCE * self._engine_s(0, ladder.catalog.tokens)
+            least = _MIN_SHARE
+        # At most half of the deadline is set aside for the rest: a worse cache would not make up for more.
+        left_s = self.clock.left() - guard_s(deadline_s) - min(deadline_s / 2, rest_s)
+        wanted_s = max(least * deadline_s, left_s)
         mode = options.mode or ("hole" if self.engine is None else self.engine.mode)
         if isinstance(goal, WholeGoal):
             options.note(
@@ -301,14 +280,7 @@ class Play:
                 cached_groups=connection.cached_groups,
                 log=options.log,
             )
-            driver = Driver(
-                session,
-                connection,
-                assembler,
-                engine=self.engine,
-                tokens=self.tokens,
-                watch=options.watch,
-            )
+            driver = Driver(session, connection, assembler, engine=self.engine, tokens=self.tokens, watch=options.watch)
             await driver.run()
         if self.history.path is not None:
             # Not in the decoders' threads: they must not wait for a disk.
@@ -335,18 +307,9 @@ class Play:
         hook = EngineHook()
         return Upgrades(Driver(session, connection, played.assembler, hook=hook), hook, shared.close)
 
-    def _rest_s(self, before: int, tokens: int) -> float:
-        """Return the seconds that the engine needs for what no cache covers: ``tokens`` behind ``before`` others."""
+    def _engine_s(self, before: int, tokens: int) -> float:
+        """Return the seconds that the engine needs for ``tokens`` behind ``before`` others; 0.0 without an engine."""
         return 0.0 if self.cost is None else self.cost.seconds(before, tokens)
-
-    def _wanted_s(self, rest_s: float, least: float) -> float:
-        """Return the seconds that a play has, at least the share ``least`` of the deadline.
-
-        At most half of the deadline is set aside for what no cache covers: a worse cache would not make up for more.
-        """
-        deadline_s = self.clock.deadline_s
-        left_s = self.clock.left() - guard_s(deadline_s) - min(deadline_s / 2, rest_s)
-        return max(least * deadline_s, left_s)
 
     def _room(self, catalog: Catalog) -> torch.Tensor:
         """Return the tensor that the cache goes into."""

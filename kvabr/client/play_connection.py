@@ -32,7 +32,7 @@ class PlayDownload(Download):
         """Bytes of the shared download that had come before this joined: they say nothing about the link."""
         self._read = 0
         self._held: set[Limit] = set()
-        self._waiter: asyncio.Future[None] | None = None
+        self._woken = asyncio.Event()
         self._cancelled, self._over = owner.left, False
         if self._cancelled:
             return
@@ -79,11 +79,8 @@ class PlayDownload(Download):
             elif download.complete:
                 break
             else:
-                self._waiter = asyncio.get_running_loop().create_future()
-                try:
-                    await self._waiter
-                finally:
-                    self._waiter = None
+                self._woken.clear()
+                await self._woken.wait()
         self._end()
         return memoryview(b"")
 
@@ -116,8 +113,7 @@ class PlayDownload(Download):
                 self._held.add(self._download.limit)
             if self.stats.first_byte_s is None and self.stats.received:
                 self.stats.first_byte_s = asyncio.get_running_loop().time()
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        self._woken.set()
 
     # -------------------------------------------------------------- internals
 
@@ -134,11 +130,9 @@ class PlayDownload(Download):
         if under_way is not None and under_way.checked is not None and await asyncio.shield(under_way.checked):
             self._keep(under_way.data, "joined")
             return
-        kept: tuple[memoryview, str] | None = None
-        if digest is not None:
-            # What is in memory was checked when it was put there; what is on disk is checked by the store.
-            data = await store.memory.get(digest, verify=False)
-            kept = (data, "memory") if data is not None else await store.find(digest)
+        # What is in memory was checked when it was put there; what is on disk is checked by the store.
+        data = None if digest is None else await store.memory.get(digest, verify=False)
+        kept = (data, "memory") if data is not None else None if digest is None else await store.find(digest)
         if self._cancelled:
             return
         if kept is not None and len(kept[0]) == self._request.limit:
@@ -179,10 +173,8 @@ class PlayConnection(Connection):
     def __init__(self, shared: SharedDownloads, place: Callable[[PlayConnection, int], int]) -> None:
         """Begin without requests.
 
-        Args:
-            shared: downloads of the peer.
-            place: returns the priority of a request among those of all plays, from the play's connection and the
-                priority among its own requests.
+        ``place`` returns the priority of a request among those of all plays, from the play's connection and the
+        priority among its own requests.
         """
         self._shared, self._place = shared, place
         self.backend, self.protocol = shared.connection.backend, shared.connection.protocol

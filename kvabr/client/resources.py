@@ -13,11 +13,11 @@ import mmap
 import os
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -42,6 +42,14 @@ _MIN_HUGE_BYTES = 4 << 20
 def decoders() -> ThreadPoolExecutor:
     """Return the threads that decode for every play of this process."""
     return ThreadPoolExecutor(min(_MAX_DECODERS, os.cpu_count() or 1), thread_name_prefix="kvabr-decode")
+
+
+async def cancel_all(tasks: Collection[asyncio.Task[Any]]) -> None:
+    """Cancel tasks, and wait until they are over."""
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        await asyncio.wait(tasks)
 
 
 async def in_thread(work: Callable[[], T]) -> T:

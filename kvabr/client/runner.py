@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -14,6 +14,7 @@ from kvabr.client.options import Limits, PlayOptions
 from kvabr.client.peers import ClientPeer
 from kvabr.client.play import Clock
 from kvabr.client.play_connection import PlayConnection
+from kvabr.client.resources import cancel_all
 from kvabr.client.result import NothingCached, Played, PlayedPrefix
 from kvabr.client.scheduling import Admission, EdfScheduler, wire_priority
 from kvabr.client.upgrades import Upgrades
@@ -42,10 +43,7 @@ class PlayRunner:
         """End all plays and upgrades; plays that wait for their turn are refused."""
         self._closing = True
         self._admission.close()
-        if tasks := self._plays | self._upgrades:
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks)
+        await cancel_all(self._plays | self._upgrades)
 
     async def run(
         self,
@@ -56,12 +54,7 @@ class PlayRunner:
     ) -> R:
         """Run a play in a task of its own, so that closing the client ends it and not its caller.
 
-        Args:
-            peer: where it fetches.
-            deadline_s: seconds from now.
-            options: how to play.
-            work: the play, given its connection, a clock that runs since this call, and options that report to
-                telemetry.
+        ``work`` is given its connection, a clock that runs since this call, and options that report to telemetry.
 
         Raises:
             BusyError: there are too many plays.
@@ -70,9 +63,11 @@ class PlayRunner:
         clock = Clock(deadline_s)
         result = "failed"
         try:
-            with _reported(options) as reported:
+            with ExitStack() as reporting:
+                if options.telemetry is not None:
+                    options = replace(options, log=reporting.enter_context(options.telemetry.play(options.log)))
                 async with self._connected(peer, clock) as connection:
-                    task = asyncio.ensure_future(work(connection, clock, reported))
+                    task = asyncio.ensure_future(work(connection, clock, options))
                     self._plays.add(task)
                     task.add_done_callback(self._plays.discard)
                     played = await task
@@ -157,13 +152,3 @@ class PlayRunner:
         # The first and the last of several plays had, or now has, the link for itself.
         for connection in changed if len(self._schedule) > 2 else list(self._schedule):
             connection.reprioritise()
-
-
-@contextmanager
-def _reported(options: PlayOptions) -> Iterator[PlayOptions]:
-    """Yield the options of a play that reports to telemetry, from here to its end."""
-    if options.telemetry is None:
-        yield options
-    else:
-        with options.telemetry.play(options.log) as log:
-            yield replace(options, log=log)

@@ -33,14 +33,7 @@ class Admission:
     """Bounds the plays of one event loop."""
 
     def __init__(self, plays: int, waiting: int, wait_share: float, metrics: ClientMetrics) -> None:
-        """Begin with no plays.
-
-        Args:
-            plays: maximum number under way.
-            waiting: maximum number that wait.
-            wait_share: share of its deadline that a play waits at most.
-            metrics: counts what happens.
-        """
+        """Begin with no plays; see `kvabr.client.options.Limits` for the bounds."""
         self._max_plays, self._max_waiting, self._share = plays, waiting, wait_share
         self._metrics = metrics
         self._playing = self._number = 0
@@ -118,16 +111,13 @@ class Admission:
 
 
 def wire_priority(level: int, priority: int) -> int:
-    """Return the priority of a request among those of all plays, 0 to 255.
+    """Return the priority of a request among those of all plays, from that among its play's own, both 0 to 255.
 
-    Args:
-        level: of the play, 0 for the one whose deadline comes first.
-        priority: among the play's own requests, 0 to 255.
+    The play whose deadline comes first has level 0.
     """
     span = _NEEDED // LEVELS
-    if priority < _NEEDED:
-        return level * span + priority * span // _NEEDED
-    return _NEEDED + level * span + (priority - _NEEDED) * span // _NEEDED
+    half, within = divmod(priority, _NEEDED)
+    return half * _NEEDED + level * span + within * span // _NEEDED
 
 
 class EdfScheduler(Generic[K]):

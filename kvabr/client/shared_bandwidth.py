@@ -35,12 +35,7 @@ class SharedLink:
 
     @contextmanager
     def joined(self, estimator: Estimator, known: Prior | None = None) -> Iterator[LinkShare]:
-        """Yield a play's estimator of its share of the link.
-
-        Args:
-            estimator: fresh; estimates the whole link.
-            known: what is known of the peer from earlier plays.
-        """
+        """Yield a play's estimator of its share of the link, given a fresh one of the whole link and what is known."""
         share = _named(estimator)(self, estimator)
         if known is not None:
             share.prime(known)
@@ -175,18 +170,12 @@ def link_of(connection: Connection) -> SharedLink:
 
 
 @contextmanager
-def estimating(connection: Connection, estimator: Estimator, history: PeerHistory | None) -> Iterator[Estimator]:
-    """Yield a play's estimator, primed by what is known of the peer; what it finds out is recorded at the end.
-
-    Args:
-        connection: where the play fetches; plays that share a link share this connection or its peer.
-        estimator: fresh.
-        history: what is known from earlier plays; None: nothing.
-    """
+def estimating(connection: Connection, estimator: Estimator, history: PeerHistory) -> Iterator[Estimator]:
+    """Yield a play's estimator, primed by what is known of the peer; what it finds out is recorded at the end."""
     peer = connection.peer
-    known = None if history is None or peer is None else history.of(peer)
+    known = None if peer is None else history.of(peer)
     with link_of(connection).joined(estimator, known) as share:
         yield share
     # A play that received nothing has learned nothing: it must not make old knowledge look fresh.
-    if history is not None and peer is not None and share.heard:
+    if peer is not None and share.heard:
         history.heard(peer, share.link_rate(), share.ttfb())

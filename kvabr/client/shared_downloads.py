@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvabr.client.metrics import ClientMetrics
-from kvabr.client.resources import decoders
+from kvabr.client.resources import cancel_all, decoders
 from kvabr.quic.interface import Connection, Download
 from kvabr.store.group_store import TieredGroupStore
 from kvabr.types.errors import ConnectionLostError
@@ -68,6 +68,11 @@ class SharedDownload:
         self._hashing = threading.Lock()
         self._hashed: bool | None = None
 
+    def wake(self) -> None:
+        """Tell all readers that something has come, or that nothing more will."""
+        for reader in self.readers:
+            reader.wake()
+
     @property
     def data(self) -> memoryview:
         """Everything that has come and that readers were told of; see `Download.data`."""
@@ -85,13 +90,7 @@ class SharedDownloads:
     """All downloads of one connection, for one event loop."""
 
     def __init__(self, connection: Connection, store: TieredGroupStore, metrics: ClientMetrics) -> None:
-        """Begin without any.
-
-        Args:
-            connection: where groups are fetched.
-            store: keeps what was checked.
-            metrics: counts what happens.
-        """
+        """Begin without any; ``store`` keeps what was checked."""
         self.connection, self.store, self.metrics = connection, store, metrics
         self._downloads: dict[GroupRequest, SharedDownload] = {}
         self._heard_s: dict[int, float] = {}
@@ -157,12 +156,9 @@ class SharedDownloads:
         for download in list(self._downloads.values()):
             if not download.complete:
                 download.error = ConnectionLostError("the client was closed")
-                self._wake(download)
+                download.wake()
             self._end(download)
-        for task in self._tasks:
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks)
+        await cancel_all(self._tasks)
 
     # -------------------------------------------------------------- internals
 
@@ -176,14 +172,14 @@ class SharedDownloads:
                 self.metrics.downloaded_bytes_total.inc(len(part))
                 if request.exact and download.received >= request.limit:
                     break  # the end of the stream need not be waited for
-                self._wake(download)
+                download.wake()
         except asyncio.CancelledError:
             self.metrics.downloads_total.labels("cancelled").inc()
             raise
         except Exception as error:  # noqa: BLE001  # whatever the transport raised is for the readers
             download.error = error
             self._forget(download)
-            self._wake(download)
+            download.wake()
             self.metrics.downloads_total.labels("failed").inc()
             return
         finally:
@@ -191,11 +187,11 @@ class SharedDownloads:
         download.complete = True
         if request.digest is None:
             self._forget(download)
-            self._wake(download)
+            download.wake()
             self.metrics.downloads_total.labels("done").inc()
         else:
             download.checked = loop.create_future()
-            self._wake(download)
+            download.wake()
             await self._check(download, request.digest, download.checked)
 
     async def _check(self, download: SharedDownload, digest: str, checked: asyncio.Future[bool]) -> None:
@@ -209,11 +205,6 @@ class SharedDownloads:
             self._forget(download)
             checked.set_result(good)
         self.metrics.downloads_total.labels("done" if good else "damaged").inc()
-
-    @staticmethod
-    def _wake(download: SharedDownload) -> None:
-        for reader in download.readers:
-            reader.wake()
 
     def _forget(self, download: SharedDownload) -> None:
         if self.find(download.request) is download:

@@ -25,21 +25,14 @@ class Upgrades:
     """Upgrades of one play after its cache was handed over. May be used from any thread."""
 
     def __init__(self, driver: Driver, hook: EngineHook, at_end: Callable[[], None]) -> None:
-        """Begin; must be called on the event loop.
-
-        Args:
-            driver: of a session whose goal is `UpgradeGoal`, with ``hook``; its assembler has handed over the cache.
-            hook: where the engine's hook goes.
-            at_end: called once nothing more comes.
-        """
+        """Begin, on the event loop. The driver's goal is `UpgradeGoal`; its assembler has handed over the cache."""
         self._driver, self._hook, self._at_end = driver, hook, at_end
         self._loop = asyncio.get_running_loop()
         self._ended = threading.Event()
         self._task = self._loop.create_task(driver.run())
-        self._task.add_done_callback(self._done)
+        self._task.add_done_callback(lambda _: self._done())
 
-    def _done(self, task: asyncio.Task[PlayRecord]) -> None:
-        del task
+    def _done(self) -> None:
         self._driver.assembler.seal()
         self._at_end()
         self._ended.set()

@@ -20,6 +20,7 @@ from kvabr.cli.overlay import Overlay
 from kvabr.client.snapshot import Snapshot, TransferProgress
 from kvabr.quic.interface import ConnectionStats
 from kvabr.types.catalog import RECOMPUTED
+from tests import tinymodels
 from tests.client.served import Served
 from tests.client.test_play import close
 from tests.toymodel import SPEC, prompt
@@ -194,6 +195,29 @@ def test_ctrl_c_leaves_no_file(served, short, tmp_path):
     # The log of an interrupted play is there, and nothing else.
     assert len(log.read_text().splitlines()) > 10
     assert sorted(path.name for path in tmp_path.iterdir() if path.suffix) == ["l.jsonl", "restless.py"]
+
+
+def test_a_text_and_a_model_find_a_cache_of_another_group_size(tmp_path, capsys):
+    pytest.importorskip("transformers", reason="transformers is not installed: pip install 'kvabr[model]'")
+    text, result = tmp_path / "text", tmp_path / "result.json"
+    text.write_text("the quick brown fox jumps over the lazy dog " * 8)
+    model = tinymodels.save(tmp_path / "tiny-llama")
+    asset = tmp_path / "origin" / "asset"
+    prompt_of = ("--text", text, "--model", model)
+    assert kvabr(
+        "encode", *prompt_of, "--tokens", 200, "--continuation", 16, "--group-tokens", 64,
+        "--tracks", "FP16", "Int8", "--out", asset,
+    ) == 0  # fmt: skip
+    origin = Served(tmp_path / "origin", tmp_path)
+    try:
+        how = (origin.url, *network(origin), "--deadline", 60, "--json", result)
+        for more in ((), ("--recompute", model, "--gpu-price", "inf")):
+            assert kvabr("fetch", *how, *prompt_of, *more) == 0
+            assert "200 of 352 tokens in place" in capsys.readouterr().out
+            line = json.loads(result.read_text())
+            assert [group["source"] for group in line["groups"]] == ["fetched"] * 4
+    finally:
+        origin.close()
 
 
 # -------------------------------------------------------------------- overlay

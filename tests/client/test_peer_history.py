@@ -143,8 +143,8 @@ def test_a_process_that_was_stopped_as_it_wrote_holds_up_no_other_for_ever(tmp_p
     assert PeerHistory(path).of("a:443", NOW).rate == 1e6
 
 
-def test_a_path_may_be_given_as_text(tmp_path):
-    assert history_at(str(tmp_path / "p.json")) is history_at(tmp_path / "p.json")
+def test_a_process_has_one_of_each_file(tmp_path):
+    assert history_at(tmp_path / "p.json") is history_at(tmp_path / "p.json")
 
 
 def test_no_more_peers_than_it_may_hold(tmp_path):

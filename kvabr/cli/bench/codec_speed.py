@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     from kvabr.codec.native.coder import available_paths
     from kvabr.lab.bench import codec_speed
     from kvabr.lab.bench.codec_speed import paths
-    from kvabr.lab.bench.peers import find_peers
+    from kvabr.lab.bench.other_codecs import find_peers
     from kvabr.lab.bench.schemes import tracks_to_measure
     from kvabr.store.files import write_text
 

@@ -21,8 +21,8 @@ from kvabr.engines.adapters import Adapter
 if TYPE_CHECKING:
     from kvabr.engines.transformers.engine import TransformersEngine
     from kvabr.engines.transformers.model_loader import engine_of
-    from kvabr.engines.transformers.play import ReadyCache, Steps, play_cache, play_cache_async
     from kvabr.engines.transformers.publish import cache_publisher, publish_cache
+    from kvabr.engines.transformers.ready_cache import ReadyCache, Steps, play_cache, play_cache_async
     from kvabr.engines.transformers.spec import spec_of
 
 __all__ = [
@@ -51,13 +51,13 @@ ADAPTER = Adapter(
 )
 
 _HOMES = {
-    "ReadyCache": "play",
-    "Steps": "play",
+    "ReadyCache": "ready_cache",
+    "Steps": "ready_cache",
     "TransformersEngine": "engine",
     "cache_publisher": "publish",
     "engine_of": "model_loader",
-    "play_cache": "play",
-    "play_cache_async": "play",
+    "play_cache": "ready_cache",
+    "play_cache_async": "ready_cache",
     "publish_cache": "publish",
     "spec_of": "spec",
 }

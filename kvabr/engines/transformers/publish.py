@@ -12,7 +12,7 @@ from kvabr.codec.profile import MAX_PROFILE_BYTES, Profile
 from kvabr.data import default_catalog, default_profile_bytes
 from kvabr.engines.transformers.cache import cache_kv
 from kvabr.engines.transformers.engine import TransformersEngine
-from kvabr.engines.transformers.play import prompt_ids
+from kvabr.engines.transformers.ready_cache import prompt_ids
 from kvabr.publish.publisher import Publisher, PublishOutcome, Slot
 from kvabr.types.catalog import Catalog
 from kvabr.types.errors import AssetError, ForeignError, FormatError, UsageError

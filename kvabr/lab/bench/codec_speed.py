@@ -28,7 +28,7 @@ from kvabr.codec.quantiser import quantise
 from kvabr.engines.transformers.model_loader import LoadedModel
 from kvabr.lab.bench import coder_speed as raw
 from kvabr.lab.bench import synthetic
-from kvabr.lab.bench.peers import CacheGenQuantiser, PeerProcess
+from kvabr.lab.bench.other_codecs import CacheGenQuantiser, PeerProcess
 from kvabr.lab.bench.schemes import track_chain
 from kvabr.publish.encoder import cut_prompt
 from kvabr.publish.texts import measuring_texts

@@ -12,7 +12,7 @@ from kvabr.codec.base import codec, names
 from kvabr.codec.profile import Profile
 from kvabr.lab.bench.contexts import Context, plant
 from kvabr.lab.bench.measure import EXACT, Findings, QualityBench
-from kvabr.lab.bench.peers import CacheGenQuantiser, LMCacheCodec, Zstd, find_peers
+from kvabr.lab.bench.other_codecs import CacheGenQuantiser, LMCacheCodec, Zstd, find_peers
 from kvabr.lab.bench.schemes import Kivi, OwnTrack, Scheme, TrackScheme, tracks_to_measure
 from kvabr.lab.bench.summary import RateCurve, at_group_size, curve, exact_recall, match, scheme_rows
 
@@ -39,7 +39,7 @@ class BenchPlan:
     peers: Path | None = None
     """Folder of the peers; None for none."""
     cachegen: Sequence[str] = (TARGET,)
-    """CacheGen's levels to measure, see `kvabr.lab.bench.peers.LEVELS`."""
+    """CacheGen's levels to measure, see `kvabr.lab.bench.other_codecs.LEVELS`."""
     group_tokens: Sequence[int] = ()
     """Group sizes in tokens; quality is measured with the first, sizes with all. Empty: the model's own."""
     retrieval: int = 0

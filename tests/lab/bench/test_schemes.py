@@ -5,7 +5,7 @@ import torch
 
 from kvabr.codec.base import payload_layout
 from kvabr.codec.container import header_bytes
-from kvabr.lab.bench.peers import LEVELS, CacheGenQuantiser
+from kvabr.lab.bench.other_codecs import LEVELS, CacheGenQuantiser
 from kvabr.lab.bench.schemes import Kivi, TrackScheme, tracks_to_measure
 from kvabr.types.errors import ForeignError, FormatError, UsageError
 from tests import kvdata

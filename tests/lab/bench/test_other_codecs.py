@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kvabr.lab.bench.measure import CacheStore
-from kvabr.lab.bench.peers import LMCacheCodec, PeerError, PeerProcess, Zstd, find_peers
+from kvabr.lab.bench.other_codecs import LMCacheCodec, PeerError, PeerProcess, Zstd, find_peers
 from kvabr.lab.bench.schemes import TrackScheme
 from kvabr.types.errors import AssetError
 from tests import kvdata

@@ -1,0 +1,163 @@
+"""A peer that is lost, silent or leaving in the middle of a play: the connection is dialled again."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from kvabr.quic.reconnect import RedialledConnection
+from kvabr.types.cost import PrefillCost
+from kvabr.types.errors import ConnectionLostError, PlayError, TransportError
+from kvabr.types.naming import TrackNamespace
+from tests.client.playing import play
+from tests.client.test_play import close
+from tests.client.virtual import virtual
+from tests.memory_transport import MemoryConnection
+from tests.toymodel import SPEC, ToyModel, prompt
+
+TOKENS = prompt(70).tokens
+COST = PrefillCost(0.001, 0.002)
+
+
+class Peer:
+    """A peer that can be dialled again and again; every connection it makes is kept."""
+
+    def __init__(self, origin, *, fails=0, **options):
+        self._origin, self._fails, self._options = origin, fails, options
+        self.made = []
+        self.refused = 0
+
+    async def dial(self):
+        await asyncio.sleep(0.02)
+        if self._fails:
+            self._fails -= 1
+            self.refused += 1
+            raise TransportError("nobody answers")
+        self.made.append(self._origin(**self._options))
+        return self.made[-1]
+
+    async def connection(self):
+        return RedialledConnection(await self.dial(), self.dial)
+
+    def down(self):
+        """From now on nobody answers."""
+        self._fails = 10**9
+        self.made[-1].lose("the origin was killed")
+
+
+@virtual
+async def test_a_lost_connection_is_dialled_again_and_the_play_goes_on_from_what_it_has(origin, short):
+    rate = short.track("Int4").total_bytes / 1.0
+    peer = Peer(origin, rate=rate)
+    async with await peer.connection() as link:
+        loop = asyncio.get_running_loop()
+        loop.call_later(0.9, lambda: peer.made[0].lose("the origin was killed"))
+        lines = []
+        played = await play(link, TOKENS, deadline=2.5, spec=SPEC, log=lines.append, policy="fixed:Int4")
+        assert link.dials == 1
+        assert link.stats().bytes_received > 0
+    assert played.met
+    assert close(played.kv)
+    assert any("connection lost: the origin was killed" in getattr(line, "reason", "") for line in lines)
+    # What was in place when the connection went was not fetched again.
+    counts = [sum(line.name == "request" and line.group == group for line in lines) for group in range(5)]
+    assert counts[0] == 1
+    assert sum(counts) < 10
+    assert all(made.closed and not made.downloads for made in peer.made)
+
+
+@virtual
+async def test_dialling_goes_on_until_somebody_answers(origin):
+    peer = Peer(origin, rate=2e4)
+    async with await peer.connection() as link:
+        peer._fails = 3
+        peer.made[0].lose("cut")
+        played = await play(link, TOKENS, deadline=3.0, spec=SPEC)
+    assert played.met
+    assert peer.refused == 3
+
+
+@virtual
+async def test_an_origin_that_never_comes_back_ends_the_play_by_the_deadline(origin):
+    peer = Peer(origin, rate=1e4)
+    async with await peer.connection() as link:
+        loop = asyncio.get_running_loop()
+        loop.call_later(0.9, peer.down)
+        start = loop.time()
+        with pytest.raises(PlayError, match=r"not in place.*connection lost: the origin was killed"):
+            await play(link, TOKENS, deadline=2.0, spec=SPEC)
+        assert loop.time() - start <= 2.01
+        assert peer.refused > 2
+
+
+@virtual
+async def test_an_origin_that_never_comes_back_does_not_matter_to_an_engine(origin):
+    peer = Peer(origin, rate=1e4)
+    async with await peer.connection() as link:
+        asyncio.get_running_loop().call_later(0.9, peer.down)
+        played = await play(link, TOKENS, deadline=2.0, engine=ToyModel(), prefill_cost=COST)
+        assert "recomputed" in played.coverage
+        assert played.met
+        assert close(played.kv)
+
+
+@virtual
+async def test_a_lookup_that_fails_is_recomputed_or_said(origin):
+    peer = Peer(origin)
+    async with await peer.connection() as link:
+        peer.down()
+        played = await play(link, TOKENS, deadline=2.0, engine=ToyModel(), prefill_cost=COST)
+        assert set(played.coverage) == {"recomputed"}
+        assert played.met
+        with pytest.raises(PlayError, match="cannot be played"):
+            await play(link, TOKENS, deadline=2.0, spec=SPEC)
+    with pytest.raises(PlayError, match="this side closed the connection"):
+        await play(link, TOKENS, deadline=2.0, spec=SPEC)
+
+
+@virtual
+async def test_goaway_sends_new_requests_elsewhere_and_lets_old_ones_finish(origin):
+    peer = Peer(origin, rate=5e4)
+    async with await peer.connection() as link:
+        asyncio.get_running_loop().call_later(0.15, peer.made[0].go_away)
+        lines = []
+        played = await play(link, TOKENS, deadline=2.0, spec=SPEC, log=lines.append)
+        assert played.met
+        assert len(peer.made) == 2
+        assert peer.made[0].closed  # once nothing was under way on it any more
+        assert [line.reason for line in lines if line.name == "failed"] == []
+        assert peer.made[0].bytes_received + peer.made[1].bytes_received == link.stats().bytes_received
+
+
+@virtual
+async def test_a_peer_that_always_says_goodbye_is_not_hammered(origin):
+    peer = Peer(origin)
+    async with await peer.connection() as link:
+        original = peer.dial
+
+        async def dial():
+            made = await original()
+            made.go_away()
+            return made
+
+        link._dial = dial
+        peer.made[0].go_away()
+        with pytest.raises(PlayError):
+            await play(link, TOKENS, deadline=2.0, spec=SPEC)
+    assert 3 < len(peer.made) < 12
+    assert all(made.closed for made in peer.made)
+
+
+@virtual
+async def test_dialling_that_fails_for_long_tells_who_waits():
+    async def dial():
+        raise TransportError("nobody answers")
+
+    lost = MemoryConnection(lambda *_: None)
+    lost.lose("cut")
+    async with RedialledConnection(lost, dial, patience_s=1.0) as link:
+        download = link.fetch(TrackNamespace("m", "0" * 64), "t", limit=1)
+        with pytest.raises(ConnectionLostError, match="dialling again failed: nobody answers"):
+            await download.read()
+        download.cancel()
