@@ -30,15 +30,16 @@ import torch
 from numpy.typing import NDArray
 
 from kvabr.codec import gpu
+from kvabr.codec.analysis import Coefficients
 from kvabr.codec.base import Codec, GroupContext
 from kvabr.codec.native import coder
-from kvabr.codec.native.model import Quantiser
+from kvabr.codec.native.coder_model import DecodeJob
 from kvabr.codec.payload import PayloadReader, finite, raw
 from kvabr.codec.profile import Profile
 from kvabr.codec.quantiser import RATIO, SINGLE, quantise
 from kvabr.codec.quantiser import below as track_below
-from kvabr.codec.transform import Coefficients
 from kvabr.types.errors import FormatError
+from kvabr.types.kv import FP16_MAX
 from kvabr.types.naming import LAYERS
 
 _MEMO = "ac"
@@ -66,10 +67,8 @@ class Ac(Codec):
         aside = below_aside | new
         index: NDArray[np.int16] | None = None
         if lower is None and (self.refines is None or not new.any()):
-            base = None if self.refines is None else _quantiser(profile, self.refines)
-            coded = coder.encode_rows(
-                depth.coder, work.coefficients.rows.numpy(), _quantiser(profile, self.name), base, ~aside
-            )
+            base = None if self.refines is None else profile.depth(self.refines)
+            coded = coder.encode_rows(depth.coder, work.coefficients.rows.numpy(), depth, base, ~aside)
         else:
             # Tokens that overflow only at this depth have indices below.
             if lower is None:
@@ -89,16 +88,9 @@ class Ac(Codec):
         profile = _profile(context, self.name)
         tracks = _chain(self.name)
         parts = _split_chain(profile, context, tracks, (*below, payload))
-        models = [profile.depth(track).coder for track in tracks]
-        decode = gpu.decode if out.device.type == "cuda" else coder.decode
-        decode(
-            models,
-            [part.coded for part in parts],
-            profile.synthesis,
-            profile.depth(self.name).step,
-            context.first_token,
-            out,
-        )
+        models, coded = [profile.depth(track).coder for track in tracks], [part.coded for part in parts]
+        job = DecodeJob(models, coded, profile.transform, profile.depth(self.name).step, context.first_token, out)
+        (gpu.decode_many if out.device.type == "cuda" else coder.decode_many)([job])
         for part in parts:
             part.place(out)
 
@@ -191,15 +183,10 @@ def _work(group: torch.Tensor, context: GroupContext, profile: Profile) -> _Work
     known = None if context.memo is None else context.memo.get(_MEMO)
     if isinstance(known, _Work) and known.group is group and known.profile is profile:
         return known
-    work = _Work(group, profile, profile.transform.analyse(group, context.first_token))
+    work = _Work(group, profile, profile.analysis.analyse(group, context.first_token))
     if context.memo is not None:
         context.memo[_MEMO] = work
     return work
-
-
-def _quantiser(profile: Profile, track: str) -> Quantiser:
-    depth = profile.depth(track)
-    return Quantiser(depth.step, depth.dead)
 
 
 def _chain(track: str) -> list[str]:
@@ -237,8 +224,6 @@ def _sinks(profile: Profile, context: GroupContext) -> int:
 
 
 _COUNT = struct.Struct("<I")
-_TOP = 65504.0
-"""FP16's largest number."""
 _FAR = 1 << 31
 """Flag in the offset of a token that is stored as FP16."""
 
@@ -279,7 +264,7 @@ def join_payload(
     parts = [_COUNT.pack(len(listed)), listed.tobytes()]
     if len(tokens):
         chosen = group[:, :, :, torch.from_numpy(tokens).to(group.device)].permute(3, 0, 1, 2, 4)
-        aside = chosen.float().clamp(-_TOP, _TOP).cpu()
+        aside = chosen.float().clamp(-FP16_MAX, FP16_MAX).cpu()
         near = aside[torch.from_numpy(~far)]
         scale = (near.abs().amax(dim=(3, 4)) / 127).clamp(min=2.0**-24).half()
         codes = (near / scale.float()[..., None, None]).round_().clamp_(-127, 127).to(torch.int8)
@@ -315,6 +300,6 @@ def split_payload(payload: memoryview | bytes, context: GroupContext, sinks: int
     codes = reader.tensor(torch.int8, (*near, *each)).float()
     whole = finite(reader.tensor(torch.float16, (count, spec.layers, 2, *each)), what).float()
     values = torch.empty((len(tokens), spec.layers, 2, *each))
-    values[~far] = (codes * scale[..., None, None]).clamp(-_TOP, _TOP)
+    values[~far] = (codes * scale[..., None, None]).clamp(-FP16_MAX, FP16_MAX)
     values[far] = whole
     return Parts(tokens, listed, values, reader.rest())

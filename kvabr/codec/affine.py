@@ -21,6 +21,7 @@ import torch
 
 from kvabr.codec.builtin import head_blocks
 from kvabr.codec.payload import Separable, finite, place
+from kvabr.types.kv import FP16_MAX
 
 
 class Affine(Separable):
@@ -65,9 +66,9 @@ class Affine(Separable):
 
     def _range(self, low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
         """Return offset and scale for numbers between two bounds, [offset/scale, ...] float16."""
-        low = low.clamp(-65504, 65504).half()
+        low = low.clamp(-FP16_MAX, FP16_MAX).half()
         span = high - low.float()
-        return torch.stack((low, (span / (2**self.bits - 1)).clamp(2.0**-24, 65504).half()))
+        return torch.stack((low, (span / (2**self.bits - 1)).clamp(2.0**-24, FP16_MAX).half()))
 
     def _quantise(self, values: torch.Tensor, low: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         return ((values - low) / scale).round_().clamp_(0, 2**self.bits - 1).to(torch.uint8)

@@ -14,14 +14,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvabr.codec.native.model import TILE
-from kvabr.codec.profile import MAX_SINKS, Depth, Profile
+from kvabr.codec.analysis import Analysis
+from kvabr.codec.native.coder_model import TILE
+from kvabr.codec.profile import MAX_SINKS, MAX_STEP, Depth, Profile
 from kvabr.codec.quantiser import SymbolCounts, coder_model, nested, quantise
 from kvabr.codec.rope import rotate
 from kvabr.codec.structure import Structure, layered, plain
-from kvabr.codec.transform import LARGEST, RUN, Detector, Transform, rounded
+from kvabr.codec.transform import LARGEST, NO_MATRIX, RUN, Transform, rounded
 from kvabr.types.errors import FormatError, UsageError
-from kvabr.types.kv import KVSpec
+from kvabr.types.kv import FP16_MAX, KVSpec
 
 Caches = Callable[[], Iterable[torch.Tensor]]
 """Yields the same caches on every call: [layer, K/V, head, token, dim], any float dtype, each from position 0."""
@@ -38,14 +39,11 @@ _RIDGE = 1e-6
 STEPS = {"AC-L0": 3.3, "AC-L1": 1.1, "AC-L2": 1.1 / 3, "AC-L3": 1.1 / 9, "AC-5x": 0.185}
 """Step of every depth. The layers nest: each step is a third of the one below."""
 
-_TOP = 65504.0
-"""FP16's largest number."""
 _ABSURD = 100.0
 """Ratio to the median beyond which a token's keys, or values, of a layer are treated as errors: one such number would
 make the quantiser so coarse that nothing else of its layer is left."""
 _BEYOND = 1e6
 """Clamp for indices: no table has symbols for larger ones, and integers must not overflow."""
-_LONGEST_STEP = 1024.0
 
 
 @dataclass(frozen=True)
@@ -85,9 +83,9 @@ class FitConfig:
         # Calibration takes minutes, so check first what a profile cannot have.
         if not 0 <= self.sinks <= MAX_SINKS:
             raise UsageError(f"a profile stores 0 to {MAX_SINKS} sinks separately, not {self.sinks}")
-        if not all(0 < step <= _LONGEST_STEP for step in self.steps.values()):
+        if not all(0 < step <= MAX_STEP for step in self.steps.values()):
             steps = ", ".join(f"{step:g}" for step in self.steps.values())
-            raise UsageError(f"steps are {steps}: each must be above 0 and at most {_LONGEST_STEP:g}")
+            raise UsageError(f"steps are {steps}: each must be above 0 and at most {MAX_STEP:g}")
 
     def scaled(self, factor: float) -> FitConfig:
         """Return a copy with all steps multiplied by a factor."""
@@ -120,12 +118,13 @@ def fit(
     config = config or FitConfig()
     structure = layered(spec, config.stack_layers, config.kept, config.block_heads) if config.transform else plain(spec)
     source = _Source(spec, caches, config.sinks, progress)
-    transform = _means(structure, source)
-    transform = replace(transform, detector=_outliers(transform, source, config.outliers))
+    # Until stacks are fitted, all components are rows.
+    bare = replace(structure, stacks=tuple(replace(stack, kept=0) for stack in structure.stacks))
+    transform = _outliers(_means(bare, source), source, config.outliers)
     transform = _channels(transform, source, config, gradients)
-    if any(stack.kept for stack in structure.stacks):
-        transform = _stacks(transform, source)
-    return Profile(spec, config.sinks, transform, _depths(transform, source, config))
+    if bare != structure:
+        transform = _stacks(transform, structure, source)
+    return Profile(spec, config.sinks, transform, _depths(Analysis(transform), source, config))
 
 
 @dataclass(frozen=True)
@@ -169,7 +168,7 @@ def _sensible(bare: torch.Tensor) -> torch.Tensor:
     """Zero absurd tokens in their layer, in place; an encoder stores such tokens separately."""
     peak = bare.abs().amax(dim=(2, 4))  # [layer, K/V, token]
     usual = peak.nanmedian(dim=2, keepdim=True).values
-    absurd = ~(peak <= _TOP) | ((peak > _ABSURD * usual) & (usual > 0))
+    absurd = ~(peak <= FP16_MAX) | ((peak > _ABSURD * usual) & (usual > 0))
     if bool(absurd.any()):
         bare.masked_fill_(absurd[:, :, None, :, None], 0)
     return bare
@@ -183,25 +182,26 @@ def _means(structure: Structure, source: _Source) -> Transform:
     for bare in source("means"):
         total += bare.sum(dim=3, dtype=torch.float64)
         count += bare.shape[3]
-    none = torch.zeros((0, 0), dtype=torch.int8), torch.zeros(0, dtype=torch.uint8)
-    ones = torch.ones((spec.layers, 2))
-    quiet = Detector(torch.ones(spec.layers), float("inf"))
-    return Transform(structure, (total / count).half(), ones, None, (none,) * len(structure.stacks), quiet)
+    ones, quiet = np.ones((spec.layers, 2), np.float32), np.ones(spec.layers, np.float32)
+    none = (NO_MATRIX,) * len(structure.stacks)
+    return Transform(structure, (total / count).half().numpy(), ones, None, none, quiet, float("inf"))
 
 
-def _outliers(transform: Transform, source: _Source, share: float) -> Detector:
+def _outliers(transform: Transform, source: _Source, share: float) -> Transform:
     """Measure the usual distance of keys from their mean, and the threshold that the given share of tokens exceeds."""
-    power = [transform.key_power(transform.centred(bare)) for bare in source("outliers")]
+    analysis = Analysis(transform)
+    power = [analysis.key_power(analysis.centred(bare)) for bare in source("outliers")]
     every = torch.cat(power, dim=1)  # [layer, token]: few numbers
     spread = every.double().mean(dim=1).clamp(min=_LEAST).sqrt().float()
     loudness = (every.sqrt() / spread[:, None]).amax(dim=0).numpy()
-    return Detector(spread, float(np.quantile(loudness, 1 - share, method="higher")) if share else float("inf"))
+    threshold = float(np.quantile(loudness, 1 - share, method="higher")) if share else float("inf")
+    return replace(transform, spread=spread.numpy(), threshold=threshold)
 
 
 def _channels(transform: Transform, source: _Source, config: FitConfig, gradients: Caches | None) -> Transform:
     """Refine the means, and fit the transforms of blocks and the norms."""
-    structure, spec = transform.structure, transform.structure.spec
-    blocks, width = structure.blocks, structure.width
+    analysis, structure = Analysis(transform), transform.structure
+    spec, blocks, width = structure.spec, structure.blocks, structure.width
     total = torch.zeros((blocks, width), dtype=torch.float64)
     # Without a transform only the power of each channel counts.
     shape = (blocks, width, width) if config.transform else (blocks, width)
@@ -209,8 +209,8 @@ def _channels(transform: Transform, source: _Source, config: FitConfig, gradient
     count = 0
     slopes = iter(gradients()) if gradients is not None and config.transform else None
     for bare in source("channels"):
-        channels = transform.centred(bare)
-        usual = ~transform.outlying(channels)
+        channels = analysis.centred(bare)
+        usual = ~analysis.outlying(analysis.key_power(channels))
         if slopes is not None:
             slope = source.slope(next(slopes)).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
             same = slope.transpose(3, 4).reshape(blocks, width, -1)[:, :, usual[: slope.shape[3]]]
@@ -225,16 +225,16 @@ def _channels(transform: Transform, source: _Source, config: FitConfig, gradient
     if not count:
         raise FormatError("calibration: every token is an outlier")
     off = total / count
-    mean = (transform.mean.double() + off.reshape(transform.mean.shape)).half()
+    mean = (torch.from_numpy(transform.mean.astype(np.float64)) + off.reshape(transform.mean.shape)).half().numpy()
     if not config.transform:
         power = (scatter / count - off.square()).clamp(min=0).view(spec.layers, 2, -1).mean(dim=2)
-        return replace(transform, mean=mean, norm=power.sqrt().clamp(min=_LEAST).float())
+        return replace(transform, mean=mean, norm=power.sqrt().clamp(min=_LEAST).float().numpy())
     common = scatter / count - off[:, :, None] * off[:, None, :]
     shapes = _shapes(_steady(common), minded if slopes is not None else None, config)
     top = shapes.abs().amax(dim=(1, 2)).view(spec.layers, 2, -1).amax(dim=2)
     norm = (top / LARGEST).clamp(min=_LEAST).float()
     whole = norm.repeat_interleave(structure.per_layer, dim=1).reshape(blocks, 1, 1)
-    return replace(transform, mean=mean, norm=norm, block=rounded(shapes / whole))
+    return replace(transform, mean=mean, norm=norm.numpy(), block=rounded(shapes / whole))
 
 
 def _shapes(common: torch.Tensor, minded: torch.Tensor | None, config: FitConfig) -> torch.Tensor:
@@ -265,22 +265,20 @@ def _shapes(common: torch.Tensor, minded: torch.Tensor | None, config: FitConfig
     return out
 
 
-def _stacks(transform: Transform, source: _Source) -> Transform:
+def _stacks(transform: Transform, structure: Structure, source: _Source) -> Transform:
     """Fit the transforms of stacks."""
-    structure = transform.structure
+    analysis = Analysis(transform)
     sizes = [structure.width_of(stack) for stack in structure.stacks]
     scatters = [torch.zeros((size, size), dtype=torch.float64) for size in sizes]
     for bare in source("stacks"):
-        channels = transform.centred(bare)
-        channels = transform.normed(channels[:, :, ~transform.outlying(channels)])
+        channels = analysis.centred(bare)
+        channels = analysis.normed(channels[:, :, ~analysis.outlying(analysis.key_power(channels))])
         for stack, scatter in zip(structure.stacks, scatters, strict=True):
             if stack.kept:
-                across = transform.components(channels, stack)[:, : stack.kept].reshape(len(scatter), -1)
+                across = analysis.components(channels, stack)[:, : stack.kept].reshape(len(scatter), -1)
                 scatter.add_(across @ across.T)
-    made = []
-    for scatter, none in zip(scatters, transform.stack, strict=True):
-        made.append(rounded(_turn(scatter), run=RUN) if len(scatter) else none)
-    return replace(transform, stack=tuple(made))
+    made = tuple(rounded(_turn(scatter), run=RUN) if len(scatter) else NO_MATRIX for scatter in scatters)
+    return replace(transform, structure=structure, stack=made)
 
 
 def _turn(scatter: torch.Tensor) -> torch.Tensor:
@@ -289,12 +287,12 @@ def _turn(scatter: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def _depths(transform: Transform, source: _Source, config: FitConfig) -> dict[str, Depth]:
+def _depths(analysis: Analysis, source: _Source, config: FitConfig) -> dict[str, Depth]:
     """Fit the tables of every depth."""
-    rows, chain = transform.structure.rows, nested(config.steps)
+    rows, chain = analysis.structure.rows, nested(config.steps)
     counts = {track: SymbolCounts.nothing(rows, refines=below is not None) for track, below in chain.items()}
     for bare in source("tables"):
-        coefficients = transform.coefficients(transform.centred(bare))
+        coefficients = analysis.coefficients(analysis.centred(bare))
         # Tokens that are stored separately count as zeros, as in the encoder.
         every = coefficients.rows * ~coefficients.outlying
         for start in range(0, every.shape[1], TILE):
@@ -303,8 +301,8 @@ def _depths(transform: Transform, source: _Source, config: FitConfig) -> dict[st
     return {
         track: Depth(
             config.steps[track],
-            coder_model(counts[track], config.classes, small=not config.transform),
             config.dead.get(track, 0.0),
+            coder_model(counts[track], config.classes, small=not config.transform),
         )
         for track in chain
     }

@@ -20,6 +20,7 @@ import torch
 
 from kvabr.codec.payload import Separable, finite, place
 from kvabr.types.errors import FormatError
+from kvabr.types.kv import FP16_MAX
 
 
 class Cast(Separable):
@@ -67,7 +68,7 @@ class Fp8(Separable):
 
     def head(self, group: torch.Tensor) -> torch.Tensor:
         """Scale every channel so that its largest element is E4M3's largest number."""
-        return (group.abs().amax(dim=3).float() / _TOP).clamp(2.0**-24, 65504).half()
+        return (group.abs().amax(dim=3).float() / _TOP).clamp(2.0**-24, FP16_MAX).half()
 
     def encode_units(self, run: torch.Tensor, head: torch.Tensor, unit_tokens: int) -> torch.Tensor:  # noqa: ARG002
         """Scale and cast."""

@@ -9,9 +9,7 @@ import torch
 from kvabr.codec.base import GroupContext, codec
 from kvabr.codec.container import FrameHeader, HasDigest, pack, unpack
 from kvabr.types.errors import FormatError
-
-_TOP = 65504.0
-"""FP16's largest number."""
+from kvabr.types.kv import FP16_MAX
 
 
 def clean(kv: torch.Tensor) -> tuple[torch.Tensor, int]:
@@ -24,10 +22,10 @@ def clean(kv: torch.Tensor) -> tuple[torch.Tensor, int]:
         The tensor itself if nothing is replaced, and the number of replaced elements.
     """
     # The largest magnitude is finite only if all elements are, and is found ten times faster than isfinite.
-    if not kv.numel() or bool(kv.abs().amax() <= _TOP):
+    if not kv.numel() or bool(kv.abs().amax() <= FP16_MAX):
         return kv, 0
-    bad = ~(kv.abs() <= _TOP)
-    return torch.nan_to_num(kv, nan=0.0, posinf=_TOP, neginf=-_TOP).clamp(-_TOP, _TOP), int(bad.sum())
+    bad = ~(kv.abs() <= FP16_MAX)
+    return torch.nan_to_num(kv, nan=0.0, posinf=FP16_MAX, neginf=-FP16_MAX).clamp(-FP16_MAX, FP16_MAX), int(bad.sum())
 
 
 def encode_group(

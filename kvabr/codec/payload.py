@@ -15,6 +15,7 @@ import torch
 from kvabr.codec.base import Codec, GroupContext
 from kvabr.codec.builtin import PayloadLayout
 from kvabr.types.errors import FormatError
+from kvabr.types.kv import FP16_MAX
 
 _EXPONENT = {torch.float16: 0x7C00, torch.bfloat16: 0x7F80}
 """Exponent bits; all of them are set only in NaN and infinity."""
@@ -86,9 +87,8 @@ def place(out: torch.Tensor, values: torch.Tensor) -> None:
     if out.dtype != values.dtype:
         values = values.float()  # torch casts between 16-bit floats three times slower than by way of float32
     if out.dtype == torch.float16 and values.dtype != torch.float16:
-        top = torch.finfo(torch.float16).max
         # Clamp in float32: bfloat16 would round the bound up to infinity in FP16.
-        values = values.clamp_(-top, top)
+        values = values.clamp_(-FP16_MAX, FP16_MAX)
     out.copy_(values)
 
 

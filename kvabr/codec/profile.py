@@ -21,37 +21,37 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError
-from safetensors.torch import load as load_safetensors
-from safetensors.torch import save as save_safetensors
+from safetensors.numpy import load, save
 
-from kvabr.codec.native.model import MOST_RADIUS, CoderModel, StackModel, SynthesisModel
+from kvabr.codec.analysis import Analysis
+from kvabr.codec.native.coder_model import MOST_RADIUS, CoderModel, Quantiser
 from kvabr.codec.quantiser import nested
 from kvabr.codec.structure import Structure
-from kvabr.codec.transform import Detector, Transform
+from kvabr.codec.transform import NO_MATRIX, Matrices, Transform
 from kvabr.types.errors import ForeignError, FormatError
-from kvabr.types.kv import KVSpec
+from kvabr.types.kv import FP16_MAX, KVSpec
 
 MAX_PROFILE_BYTES = 1 << 29
 MAX_SINKS = 64
+FORMAT = "kvabr.profile/2"
+_OLD = "kvabr.profile/1"
+MAX_STEP = 1024.0
+_NOT_A_FILE = SafetensorError, LookupError, ValueError, TypeError, AttributeError, RuntimeError, OverflowError
+_Arrays = dict[str, NDArray[Any]]
 
 
-@dataclass(frozen=True, eq=False)
-class Depth:
-    """The part of a profile that belongs to one track."""
+@dataclass(frozen=True)
+class Depth(Quantiser):
+    """The part of a profile that belongs to one track: its quantiser, in units of the norm, and its tables."""
 
-    step: float
-    """Step of the quantiser, in units of the norm."""
     coder: CoderModel
-    dead: float = 0.0
-    """Dead zone of the encoder's quantiser, see `kvabr.codec.quantiser.quantise`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,7 +74,7 @@ class Profile:
                 raise FormatError(f"profile: the tables of {track} are not for this cache")
             if not 0 <= depth.dead < 0.5:
                 raise FormatError(f"profile: a dead zone of {depth.dead!r}")
-            self.synthesis.scale(depth.step)
+            self.transform.scale(depth.step)
 
     def check(self, spec: KVSpec) -> None:
         """Raise unless the profile fits a cache of this spec. The group size does not matter.
@@ -82,7 +82,7 @@ class Profile:
         Raises:
             ForeignError: the profile was calibrated for another model.
         """
-        if spec is not self.spec and replace(spec, group_tokens=self.spec.group_tokens) != self.spec:
+        if spec is not self.spec and not spec.same_cache(self.spec):
             raise ForeignError(
                 f"this profile was calibrated for {_title(self.spec)}, the cache is of {_title(spec)}; "
                 "use that model's profile, or make one with `kvabr calibrate`"
@@ -100,42 +100,47 @@ class Profile:
             raise FormatError(f"the profile has no {track}, only {', '.join(self.depths)}") from None
 
     @cached_property
-    def synthesis(self) -> SynthesisModel:
-        """Model of the decoder's way from coefficients to a cache."""
-        transform, spec = self.transform, self.spec
-        structure = transform.structure
-        stacks = []
-        for index, stack in enumerate(structure.stacks):
-            mantissa, gain = (part.numpy() for part in transform.stack[index])
-            stacks.append(StackModel(stack.kind, tuple(range(stack.first, stack.last)), stack.kept, mantissa, gain))
-        shape = (spec.layers, 2, structure.per_layer, structure.width)
-        block = transform.block
-        return SynthesisModel(
-            spec.layers,
-            spec.kv_heads,
-            spec.head_dim,
-            spec.rope,
-            structure.block_heads,
-            None if block is None else block[0].numpy().reshape(*shape, structure.width),
-            None if block is None else block[1].numpy().reshape(shape),
-            tuple(stacks),
-            transform.mean.float().numpy(),
-            transform.norm.numpy(),
-        )
-
-    @cached_property
-    def data(self) -> bytes:
-        """The profile as a file."""
-        return dump(self)
-
-    def to_bytes(self) -> bytes:
-        """Return the profile as a safetensors file."""
-        return self.data
+    def analysis(self) -> Analysis:
+        """The encoder's use of the transform."""
+        return Analysis(self.transform)
 
     @cached_property
     def digest(self) -> str:
         """SHA-256 of the file, hex: the profile's name."""
-        return hashlib.sha256(self.data).hexdigest()
+        return hashlib.sha256(self.to_bytes()).hexdigest()
+
+    @cached_property
+    def _file(self) -> bytes:
+        transform = self.transform
+        arrays: _Arrays = {"mean": transform.mean, "norm": transform.norm, "spread": transform.spread}
+        matrices = {f"stack.{index}": each for index, each in enumerate(transform.stack) if each.gain.size}
+        if transform.block is not None:
+            matrices["block"] = transform.block
+        for name, (mantissa, gain) in matrices.items():
+            arrays |= {name: mantissa, f"{name}.gain": gain}
+        for track, depth in self.depths.items():
+            coder = depth.coder
+            parts = {"class": coder.row_class, "radius": coder.radius, "delta": coder.delta}
+            # Files have no uint16; the numbers are at most 4,096.
+            parts |= {
+                "freqs": coder.freqs.astype(np.int16),
+                "flags": _flags_by_class(coder).astype(np.int16, order="C"),
+            }
+            arrays |= {f"{track}.{name}": part for name, part in parts.items()}
+        # One string only: safetensors writes several in random order, and the digest is the profile's name.
+        facts = {
+            "format": FORMAT,
+            "spec": self.spec.to_json(),
+            "sinks": self.sinks,
+            "outlier": min(transform.threshold, FP16_MAX),
+            "structure": transform.structure.to_json(),
+            "depths": {track: {"step": depth.step, "dead": depth.dead} for track, depth in self.depths.items()},
+        }
+        return bytes(save(arrays, metadata={"kvabr": json.dumps(facts, sort_keys=True)}))
+
+    def to_bytes(self) -> bytes:
+        """Return the profile as a file, see `kvabr.codec.profile`; equal profiles give equal bytes."""
+        return self._file
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Profile:
@@ -144,8 +149,37 @@ class Profile:
         Raises:
             FormatError: not a profile, of another version, or with invalid arrays.
         """
-        profile = load(data)
-        profile.__dict__["data"] = bytes(data)
+        if len(data) > MAX_PROFILE_BYTES:
+            raise FormatError(f"profile: {len(data)} bytes, more than the {MAX_PROFILE_BYTES} allowed")
+        try:
+            facts = _facts(data)
+            arrays = load(data)
+            spec = KVSpec.from_json(facts["spec"])
+            structure = Structure.from_json(spec, facts["structure"])
+            transform = Transform(
+                structure,
+                arrays.pop("mean"),
+                arrays.pop("norm"),
+                _matrices(arrays, "block") if "block" in arrays else None,
+                tuple(
+                    _matrices(arrays, f"stack.{index}") if stack.kept else NO_MATRIX
+                    for index, stack in enumerate(structure.stacks)
+                ),
+                arrays.pop("spread"),
+                _number(facts["outlier"], FP16_MAX),
+            )
+            depths = {
+                str(track): Depth(_number(listed["step"], MAX_STEP), float(listed["dead"]), _coder(arrays, track))
+                for track, listed in facts["depths"].items()
+            }
+            profile = cls(spec, facts["sinks"], transform, depths)
+        except FormatError:
+            raise
+        except _NOT_A_FILE as error:
+            raise FormatError(f"profile: not a profile file ({error!r})") from error
+        if arrays:
+            raise FormatError(f"profile: unknown arrays {', '.join(sorted(arrays)[:4])}")
+        profile.__dict__["_file"] = bytes(data)
         return profile
 
 
@@ -157,118 +191,26 @@ def _title(spec: KVSpec) -> str:
     return f"{spec.model} ({spec.layers} layers, {spec.kv_heads} KV heads of {spec.head_dim}, {spec.dtype}, {turned})"
 
 
-FORMAT = "kvabr.profile/2"
-_OLD = "kvabr.profile/1"
-_TOP_NORM = 65504.0
-"""FP16's largest number: with coarser units all elements of a cache would look alike."""
-_TOP_STEP = 1024.0
-_ARRAYS = ("class", "radius", "delta", "freqs", "flags")
+def _matrices(arrays: _Arrays, name: str) -> Matrices:
+    return Matrices(arrays.pop(name), arrays.pop(f"{name}.gain"))
 
 
-def dump(profile: Profile) -> bytes:
-    """Return the profile as a file; equal profiles give equal bytes."""
-    transform = profile.transform
-    arrays = {"mean": transform.mean, "norm": transform.norm, "spread": transform.detector.spread}
-    if transform.block is not None:
-        arrays |= {"block": transform.block[0], "block.gain": transform.block[1]}
-    for index, (mantissa, gain) in enumerate(transform.stack):
-        if not len(mantissa):
-            continue
-        arrays |= {f"stack.{index}": mantissa, f"stack.{index}.gain": gain}
-    for track, depth in profile.depths.items():
-        coder = depth.coder
-        parts: tuple[NDArray[Any], ...] = (
-            coder.row_class, coder.radius, coder.delta, coder.freqs, _flags_by_class(coder)
-        )  # fmt: skip
-        for name, part in zip(_ARRAYS, parts, strict=True):
-            # Older versions of safetensors have no uint16 in torch; the numbers are at most 4,096.
-            arrays[f"{track}.{name}"] = torch.from_numpy(part.astype("int16") if part.itemsize == 2 else part.copy())
-    # One string only: safetensors writes several in random order, and the digest is the profile's name.
-    facts = {
-        "format": FORMAT,
-        "spec": profile.spec.to_json(),
-        "sinks": profile.sinks,
-        "outlier": min(transform.detector.threshold, _TOP_NORM),
-        "structure": transform.structure.to_json(),
-        "depths": {track: {"step": depth.step, "dead": depth.dead} for track, depth in profile.depths.items()},
-    }
-    contiguous = {name: array.contiguous() for name, array in arrays.items()}
-    return bytes(save_safetensors(contiguous, metadata={"kvabr": json.dumps(facts, sort_keys=True)}))
-
-
-def load(data: bytes) -> Profile:
-    """Parse the output of `dump` from an untrusted source.
-
-    Raises:
-        FormatError: not a profile, of another version, or with invalid arrays.
-    """
-    if len(data) > MAX_PROFILE_BYTES:
-        raise FormatError(f"profile: {len(data)} bytes, more than the {MAX_PROFILE_BYTES} allowed")
-    try:
-        facts = _facts(data)
-        arrays = load_safetensors(data)
-        spec = KVSpec.from_json(facts["spec"])
-        structure = Structure.from_json(spec, facts["structure"])
-        transform = _transform(structure, arrays, _number(facts["outlier"], _TOP_NORM))
-        depths = {
-            str(track): Depth(_number(listed["step"], _TOP_STEP), _coder(arrays, track), float(listed["dead"]))
-            for track, listed in facts["depths"].items()
-        }
-        profile = Profile(spec, facts["sinks"], transform, depths)
-    except FormatError:
-        raise
-    # torch raises RuntimeError (of which RecursionError is a subclass) for an array without elements whose other axes
-    # are impossibly long.
-    except (SafetensorError, KeyError, ValueError, TypeError, AttributeError, RuntimeError, OverflowError) as error:
-        raise FormatError(f"profile: not a profile file ({error!r})") from error
-    if arrays:
-        raise FormatError(f"profile: unknown arrays {', '.join(sorted(arrays)[:4])}")
-    return profile
-
-
-def _transform(structure: Structure, arrays: dict[str, torch.Tensor], outlier: float) -> Transform:
-    """Remove the arrays of the transform from ``arrays`` and check them."""
-    spec, width, blocks = structure.spec, structure.width, structure.blocks
-    mean = _take(arrays, "mean", torch.float16, (spec.layers, 2, spec.kv_heads, spec.head_dim))
-    norm = _take(arrays, "norm", torch.float32, (spec.layers, 2))
-    if not bool(torch.isfinite(mean).all()) or not bool(((norm > 0) & (norm <= _TOP_NORM)).all()):
-        raise FormatError(f"profile: a mean is not finite, or a norm not in (0, {_TOP_NORM}]")
-    spread = _take(arrays, "spread", torch.float32, (spec.layers,))
-    if not bool(((spread > 0) & torch.isfinite(spread)).all()):
-        raise FormatError("profile: a spread is not positive")
-    block = None
-    if "block" in arrays:
-        mantissa = _take(arrays, "block", torch.int8, (blocks, width, width))
-        block = mantissa, _take(arrays, "block.gain", torch.uint8, (blocks, width))
-    stacks = []
-    for index, stack in enumerate(structure.stacks):
-        size = structure.width_of(stack)
-        if not size:
-            stacks.append((torch.zeros((0, 0), dtype=torch.int8), torch.zeros(0, dtype=torch.uint8)))
-            continue
-        mantissa = _take(arrays, f"stack.{index}", torch.int8, (size, size))
-        stacks.append((mantissa, _take(arrays, f"stack.{index}.gain", torch.uint8, (size,))))
-    return Transform(structure, mean, norm, block, tuple(stacks), Detector(spread, outlier))
-
-
-def _coder(arrays: dict[str, torch.Tensor], track: str) -> CoderModel:
+def _coder(arrays: _Arrays, track: str) -> CoderModel:
     """Remove the tables of one depth from ``arrays``; `CoderModel` checks their content."""
-    rows = _take(arrays, f"{track}.class", torch.uint8, None)
-    radius = _take(arrays, f"{track}.radius", torch.uint8, None)
-    delta = _take(arrays, f"{track}.delta", torch.uint8, None)
-    freqs = _take(arrays, f"{track}.freqs", torch.int16, None)
-    flags = _take(arrays, f"{track}.flags", torch.int16, None)
-    if freqs.dim() != 3 or freqs.shape[2] > 2 * MOST_RADIUS + 2:
-        raise FormatError(f"profile: tables of shape {tuple(freqs.shape)}")
-    chances, of_row = _unsigned(flags), rows.numpy()
+    names = ("class", "radius", "delta", "freqs", "flags")
+    of_row, radius, delta, freqs, flags = (arrays.pop(f"{track}.{name}") for name in names)
+    if freqs.ndim != 3 or freqs.shape[2] > 2 * MOST_RADIUS + 2:
+        raise FormatError(f"profile: tables of shape {freqs.shape}")
+    if freqs.dtype != np.int16 or flags.dtype != np.int16 or min(freqs.min(initial=0), flags.min(initial=0)) < 0:
+        raise FormatError("profile: a frequency is negative, or not of 16 bits")
     # Check the number of flag contexts before expanding by row: a small file must not demand more memory than a large
     # one could.
     contexts = 1 if freqs.shape[1] == 1 else 2
-    if rows.dim() == 1 and chances.shape == (contexts, len(radius)) and len(radius) != len(rows) > 0:
-        if int(rows.max()) >= len(radius):
+    if of_row.ndim == 1 and flags.shape == (contexts, len(radius)) and len(radius) != len(of_row) > 0:
+        if of_row.dtype != np.uint8 or int(of_row.max()) >= len(radius):
             raise FormatError("profile: a coefficient is of a class that does not exist")
-        chances = chances[:, of_row]
-    return CoderModel(of_row, radius.numpy(), _unsigned(freqs), chances, delta.numpy())
+        flags = flags[:, of_row]
+    return CoderModel(of_row, radius, freqs.astype(np.uint16), flags.astype(np.uint16), delta)
 
 
 def _flags_by_class(coder: CoderModel) -> NDArray[np.uint16]:
@@ -278,21 +220,6 @@ def _flags_by_class(coder: CoderModel) -> NDArray[np.uint16]:
     by_class = coder.flag_freq[:, first]
     same = coder.rows != coder.classes and np.array_equal(by_class[:, coder.row_class], coder.flag_freq)
     return by_class if same else coder.flag_freq
-
-
-def _unsigned(array: torch.Tensor) -> NDArray[np.uint16]:
-    if array.numel() and int(array.min()) < 0:
-        raise FormatError("profile: a frequency is negative")
-    return array.numpy().astype("uint16")
-
-
-def _take(
-    arrays: dict[str, torch.Tensor], name: str, dtype: torch.dtype, shape: tuple[int, ...] | None
-) -> torch.Tensor:
-    array = arrays.pop(name)
-    if array.dtype != dtype or (shape is not None and tuple(array.shape) != shape):
-        raise FormatError(f"profile: {name} is {array.dtype} {tuple(array.shape)}, must be {dtype} {shape or ''}")
-    return array
 
 
 def _number(value: Any, top: float) -> float:

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvabr.codec.native.model import MOST_RADIUS, TOTAL, CoderModel, frequencies
+from kvabr.codec.native.coder_model import MOST_RADIUS, TOTAL, CoderModel, frequencies
 from kvabr.types.errors import FormatError
 from kvabr.types.naming import LAYERS
 

@@ -15,20 +15,20 @@ from numpy.typing import NDArray
 
 from kvabr.types.kv import RopeSpec
 
+Tables = tuple[NDArray[np.float32], NDArray[np.float32]]
+
+
+def rope_shape(rope: RopeSpec | None) -> tuple[int, int]:
+    """Return how many dimensions rotate, 0 without an embedding, and whether their pairs are interleaved, 0 or 1."""
+    return (0, 0) if rope is None else (rope.rotary_dim, int(rope.layout == "interleaved"))
+
 
 @lru_cache(maxsize=256)
-def rope_tables(rope: RopeSpec, first_token: int, tokens: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Return cosines and sines of the rotation, times the embedding's factor.
-
-    Args:
-        rope: the embedding.
-        first_token: position of the first token.
-        tokens: number of tokens.
-
-    Returns:
-        Two arrays [token, pair] float32, read-only.
-    """
-    half = rope.rotary_dim // 2
+def rope_tables(rope: RopeSpec | None, first_token: int, tokens: int) -> Tables:
+    """Return cosines and sines of the rotation, times the embedding's factor: two arrays [token, pair], read-only."""
+    half = rope_shape(rope)[0] // 2
+    if rope is None:
+        return np.empty((tokens, 0), np.float32), np.empty((tokens, 0), np.float32)
     if rope.frequencies is None:
         frequencies = rope.theta ** (-np.arange(half, dtype=np.float64) / half)
     else:
@@ -40,10 +40,10 @@ def rope_tables(rope: RopeSpec, first_token: int, tokens: int) -> tuple[NDArray[
     return cos, sin
 
 
-def backwards(rope: RopeSpec, first_token: int, tokens: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+def backwards(rope: RopeSpec | None, first_token: int, tokens: int) -> Tables:
     """Return tables that undo `rope_tables`: first * cos + second * sin, and second * cos - first * sin."""
     # The factor lengthens a pair in both directions; divide it out twice.
-    length = np.float32(1 / rope.factor**2)
+    length = np.float32(1 / (rope.factor**2 if rope else 1))
     cos, sin = rope_tables(rope, first_token, tokens)
     return cos * length, sin * length
 
@@ -62,19 +62,15 @@ def rotate(keys: torch.Tensor, rope: RopeSpec | None, first_token: int, *, undo:
     """
     if rope is None:
         return keys
-    half = rope.rotary_dim // 2
+    rotary, interleaved = rope_shape(rope)
+    half = rotary // 2
+    pairs = (slice(0, rotary, 2), slice(1, rotary, 2)) if interleaved else (slice(half), slice(half, rotary))
     tables = (backwards if undo else rope_tables)(rope, first_token, keys.shape[-2])
     cos, sin = (torch.from_numpy(table if table.flags.writeable else table.copy()) for table in tables)
     if undo:
         sin = -sin
     out = keys.clone()
-    turned = out[..., : rope.rotary_dim]
-    if rope.layout == "half":
-        first, second = keys[..., :half], keys[..., half : 2 * half]
-        turned[..., :half] = first * cos - second * sin
-        turned[..., half:] = second * cos + first * sin
-    else:
-        first, second = keys[..., 0 : 2 * half : 2], keys[..., 1 : 2 * half : 2]
-        turned[..., 0::2] = first * cos - second * sin
-        turned[..., 1::2] = second * cos + first * sin
+    first, second = (keys[..., pair] for pair in pairs)
+    out[..., pairs[0]] = first * cos - second * sin
+    out[..., pairs[1]] = second * cos + first * sin
     return out

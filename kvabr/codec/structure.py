@@ -12,18 +12,52 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from kvabr.types.errors import FormatError
 from kvabr.types.kv import KVSpec
 
+MAX_ROWS = 1 << 22
+"""Maximum coefficients per token; the largest known caches have a tenth of it."""
 MAX_WIDTH = 1 << 13
 """Maximum channels of a block; its matrix has the square of that."""
 MAX_STACK = 1 << 14
 """Maximum coefficients of a stack."""
 _USUAL_WIDTH = 512
 """Default maximum of a block's channels: wider ones take too long to transform for what they save."""
+
+
+def need(good: bool, otherwise: str) -> None:
+    """Raise a `FormatError` unless a part of a profile is good."""
+    if not good:
+        raise FormatError(f"profile: {otherwise}; the file is corrupt")
+
+
+def checked(name: str, array: object, dtype: type[np.generic], *shape: int) -> NDArray[Any]:
+    """Return a private, contiguous, read-only copy of an array of a profile, so that it stays as checked.
+
+    Args:
+        name: what it is, for errors.
+        array: untrusted.
+        dtype: the type that it must have.
+        shape: the shape that it must have; -1 for any length.
+    """
+    found = (array.dtype, array.shape) if isinstance(array, np.ndarray) else (type(array), ())
+    good = found[0] == dtype and len(found[1]) == len(shape)
+    good = good and all(wanted in (-1, size) for wanted, size in zip(shape, found[1], strict=True))
+    need(good, f"{name} is {found[0]} {found[1]}, must be {np.dtype(dtype).name} {shape}")
+    copy = np.array(array, order="C")
+    copy.flags.writeable = False
+    return copy
+
+
+def keep(owner: object, name: str, dtype: type[np.generic], *shape: int) -> None:
+    """Replace an attribute by what `checked` returns for it."""
+    object.__setattr__(owner, name, checked(name, getattr(owner, name), dtype, *shape))
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +72,19 @@ class Stack:
     kept: int
     """Components of each block that the stack transforms, an even number; 0 for no transform."""
 
+    @property
+    def layers(self) -> range:
+        """Layers of the stack."""
+        return range(self.first, self.last)
+
 
 @dataclass(frozen=True)
 class Structure:
-    """Blocks and stacks of one model's cache. Every layer's keys and values are in exactly one stack."""
+    """Blocks and stacks of one model's cache. Every layer's keys and values are in exactly one stack.
+
+    Raises:
+        FormatError: they are not, or a size is out of bounds.
+    """
 
     spec: KVSpec
     block_heads: int
@@ -49,28 +92,23 @@ class Structure:
     stacks: tuple[Stack, ...]
 
     def __post_init__(self) -> None:
-        spec = self.spec
-        if not isinstance(self.block_heads, int) or self.block_heads < 1 or spec.kv_heads % self.block_heads:
-            raise FormatError(
-                f"profile: blocks of {self.block_heads!r} heads do not divide the {spec.kv_heads} of a layer"
-            )
-        if self.width > MAX_WIDTH:
-            raise FormatError(f"profile: blocks of {self.width} channels, at most {MAX_WIDTH} are allowed")
+        spec, heads = self.spec, self.block_heads
+        whole = type(heads) is int and heads > 0 and spec.kv_heads % heads == 0
+        need(whole, f"blocks of {heads!r} heads do not divide the {spec.kv_heads} of a layer")
+        need(self.width <= MAX_WIDTH, f"blocks of {self.width} channels, at most {MAX_WIDTH} are allowed")
+        need(self.rows <= MAX_ROWS, f"{self.rows} coefficients per token, at most {MAX_ROWS} are allowed")
         seen: set[tuple[int, int]] = set()
         for stack in self.stacks:
-            whole = isinstance(stack.first, int) and isinstance(stack.last, int)
-            if stack.kind not in (0, 1) or not whole or not 0 <= stack.first < stack.last <= spec.layers:
-                raise FormatError(f"profile: a stack of layers {stack.first!r} to {stack.last!r} of {spec.layers}")
-            if not isinstance(stack.kept, int) or not 0 <= stack.kept <= self.width or stack.kept % 2:
-                raise FormatError(f"profile: {stack.kept!r} components kept of {self.width}, must be an even number")
-            parts = {(layer, stack.kind) for layer in range(stack.first, stack.last)}
-            if seen & parts:
-                raise FormatError("profile: a layer's keys or values are in two stacks")
+            whole = type(stack.first) is int and type(stack.last) is int and stack.kind in (0, 1)
+            good = whole and 0 <= stack.first < stack.last <= spec.layers
+            need(good, f"a stack of layers {stack.first!r} to {stack.last!r} of {spec.layers}, kind {stack.kind!r}")
+            good = type(stack.kept) is int and 0 <= stack.kept <= self.width and stack.kept % 2 == 0
+            need(good, f"{stack.kept!r} components kept of {self.width}, must be an even number")
+            need(self.width_of(stack) <= MAX_STACK, f"a stack has more than {MAX_STACK} coefficients")
+            parts = {(layer, stack.kind) for layer in stack.layers}
+            need(not seen & parts, "a layer's keys or values are in two stacks")
             seen |= parts
-        if len(seen) != 2 * spec.layers:
-            raise FormatError("profile: a layer's keys or values are in no stack")
-        if max(map(self.width_of, self.stacks)) > MAX_STACK:
-            raise FormatError(f"profile: a stack has more than {MAX_STACK} coefficients")
+        need(len(seen) == 2 * spec.layers, "a layer's keys or values are in no stack")
 
     @cached_property
     def width(self) -> int:
@@ -87,30 +125,35 @@ class Structure:
         """Number of blocks: [layer, K/V, block of heads], row-major."""
         return self.spec.layers * 2 * self.per_layer
 
-    @cached_property
+    @property
     def rows(self) -> int:
         """Coefficients per token; as many as elements."""
-        return self.blocks * self.width
+        return self.spec.elements_per_token
 
     def blocks_of(self, stack: Stack) -> list[int]:
         """Return the blocks of a stack, in order."""
         return [
-            (layer * 2 + stack.kind) * self.per_layer + part
-            for layer in range(stack.first, stack.last)
-            for part in range(self.per_layer)
+            (layer * 2 + stack.kind) * self.per_layer + part for layer in stack.layers for part in range(self.per_layer)
         ]
 
     def width_of(self, stack: Stack) -> int:
         """Return the number of coefficients that a stack's transform produces."""
-        return len(self.blocks_of(stack)) * stack.kept
+        return len(stack.layers) * self.per_layer * stack.kept
 
     @cached_property
     def first_rows(self) -> tuple[int, ...]:
         """First row of every stack, and the total number of rows."""
-        first = [0]
-        for stack in self.stacks:
-            first.append(first[-1] + len(self.blocks_of(stack)) * self.width)
-        return tuple(first)
+        sizes = (len(stack.layers) * self.per_layer * self.width for stack in self.stacks)
+        return tuple(accumulate(sizes, initial=0))
+
+    def stack_rows(self, number: int) -> slice:
+        """Return the rows that go through a stack's transform."""
+        first = self.first_rows[number]
+        return slice(first, first + self.width_of(self.stacks[number]))
+
+    def trailing_rows(self, number: int) -> slice:
+        """Return a stack's other rows: [layer of the stack, block, component - kept], flattened."""
+        return slice(self.stack_rows(number).stop, self.first_rows[number + 1])
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values; `from_json` reads them back."""
@@ -126,8 +169,7 @@ class Structure:
         """
         try:
             listed = value["stacks"]
-            if not isinstance(listed, list) or len(listed) > 2 * spec.layers:
-                raise FormatError(f"profile: not 1 to {2 * spec.layers} stacks")
+            need(isinstance(listed, list) and len(listed) <= 2 * spec.layers, f"not 1 to {2 * spec.layers} stacks")
             stacks = [Stack(("k", "v").index(kind), first, last, kept) for kind, first, last, kept in listed]
             return cls(spec, value["block_heads"], tuple(stacks))
         except (TypeError, KeyError, ValueError) as error:
@@ -152,9 +194,8 @@ def layered(spec: KVSpec, layers: int, kept: tuple[int, int], block_heads: int |
         if spec.kv_heads % heads == 0 and (heads == 1 or heads * spec.head_dim <= _USUAL_WIDTH)
     )
     count = -(-spec.layers // max(1, layers))
-    cuts = [spec.layers * index // count for index in range(count + 1)]
     stacks = []
-    for first, last in pairwise(cuts):
+    for first, last in pairwise(spec.layers * index // count for index in range(count + 1)):
         blocks = (last - first) * (spec.kv_heads // heads)
         for kind in (0, 1):
             most = min(kept[kind], heads * spec.head_dim, MAX_STACK // blocks) if blocks > 1 else 0

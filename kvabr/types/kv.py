@@ -22,6 +22,9 @@ GROUP_TOKENS = 128
 
 MAX_GROUP_TOKENS = 65536
 
+FP16_MAX = 65504.0
+"""FP16's largest number."""
+
 DTYPES = ("float16", "bfloat16", "float32")
 """Element types that a cache may have."""
 

@@ -16,7 +16,7 @@ from kvabr.codec.native import coder
 from kvabr.codec.native.reference import ideal_bits
 from kvabr.codec.profile import Profile
 from kvabr.codec.quantiser import below, nested, quantise
-from kvabr.codec.transform import ONE, expanded, rounded
+from kvabr.codec.transform import ONE, rounded
 from kvabr.types.errors import ForeignError, FormatError, UsageError
 from kvabr.types.kv import KVSpec, RopeSpec
 from kvabr.types.naming import LAYERS
@@ -56,7 +56,7 @@ def decode(payloads, side, tokens, track="AC-L3", first=FIRST, dtype=torch.float
 
 def off_by(kv, out, side, first=FIRST):
     """Return the error of the coefficients, [row, token]."""
-    wanted, got = side.transform.analyse(kv, first).rows, side.transform.analyse(out, first).rows
+    wanted, got = side.analysis.analyse(kv, first).rows, side.analysis.analyse(out, first).rows
     return (wanted - got).abs()
 
 
@@ -78,7 +78,7 @@ def test_a_chain_decodes_to_just_what_its_finest_quantiser_gives():
     for track, payload in zip(LAYERS, payloads, strict=True):
         depth = SIDE.depth(track)
         index = coder.decode_indices(depth.coder, split_payload(payload, context, 0, track).coded, 300, index)
-    rows = SIDE.transform.analyse(kv, FIRST).rows
+    rows = SIDE.analysis.analyse(kv, FIRST).rows
     assert np.array_equal(index, quantise(rows, SIDE.depth("AC-L3").step).numpy())
 
 
@@ -105,7 +105,7 @@ def test_layers_cost_what_one_quantiser_would_and_the_coder_adds_nothing():
     kv = related(SHAPE, 1024, 53, FIRST)
     layers, single = encode(kv, side), encode(kv, side, "AC-5x")
     assert sum(map(len, layers)) < 1.02 * len(single[0])
-    rows = side.transform.analyse(kv, FIRST).rows
+    rows = side.analysis.analyse(kv, FIRST).rows
     index = quantise(rows, finest).numpy().astype(np.int16)
     assert 8 * len(single[0]) < 1.005 * ideal_bits(side.depth("AC-5x").coder, index) + 8 * 300  # states, counts
 
@@ -203,7 +203,7 @@ def test_coefficients_of_a_stack_are_uncorrelated_and_the_first_ones_are_the_lar
     side = fit(SHAPE, caches, SMALL)
     stack, first = side.transform.structure.stacks[1], side.transform.structure.first_rows[1]
     rows = slice(first, first + 3 * stack.kept)
-    every = torch.cat([side.transform.analyse(cache, 0).rows[rows, 1:] for cache in caches()], 1)
+    every = torch.cat([side.analysis.analyse(cache, 0).rows[rows, 1:] for cache in caches()], 1)
     power = every.square().mean(dim=1).sqrt()
     strong = power > 0.2
     assert int(strong.sum()) > 8
@@ -439,18 +439,19 @@ def test_four_neighbouring_columns_of_a_stack_have_one_gain():
     """A decoder multiplies four bytes at a time; only the quieter columns lose precision."""
     dice = torch.Generator().manual_seed(3)
     matrix = torch.randn((2, 30, 30), generator=dice).mul(0.2).clamp(-1.9, 1.9)
-    mantissa, gain = rounded(matrix, run=4)
+    made = rounded(matrix, run=4)
+    mantissa, gain = map(torch.from_numpy, made)
     assert mantissa.shape == matrix.shape
     assert gain.shape == (2, 30)  # the last run is shorter
     for first in range(0, 30, 4):
         assert bool((gain[:, first : first + 4] == gain[:, first : first + 1]).all())
-    off = (expanded(mantissa, gain).double() / ONE - matrix).abs()
+    off = (torch.from_numpy(made.expanded).double() / ONE - matrix).abs()
     assert bool((off <= (0.5 * gain / ONE + 1e-9).unsqueeze(-2)).all())
     # A column alone never has a coarser gain than in a run.
-    assert bool((rounded(matrix)[1] <= gain).all())
+    assert bool((torch.from_numpy(rounded(matrix).gain) <= gain).all())
     for stack, (_, made) in zip(SIDE.transform.structure.stacks, SIDE.transform.stack, strict=True):
         assert stack.kept % 4 == 0
-        assert bool((made.view(-1, 4) == made.view(-1, 4)[:, :1]).all())
+        assert bool((made.reshape(-1, 4) == made.reshape(-1, 4)[:, :1]).all())
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ def allowed(kv, track):
 
 def check_ac_error(out, kv, track, side, first):
     """Where AC quantises, no coefficient is off by more than a step; separately stored tokens have 8 bits."""
-    wanted, got = side.transform.analyse(kv, first), side.transform.analyse(out, first)
+    wanted, got = side.analysis.analyse(kv, first), side.analysis.analyse(out, first)
     aside = wanted.outlying.clone()
     aside[: max(0, side.sinks - first)] = True
     error = (out - kv).abs()[:, :, :, aside]

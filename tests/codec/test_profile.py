@@ -55,7 +55,7 @@ def test_a_profile_of_another_scaling_is_refused():
     """Otherwise it would decode without error, to keys rotated by wrong angles."""
     one = rescaled(SHAPE, tuple(0.5**pair for pair in range(16)), 1.25)
     made = Profile.from_bytes(profile(one).to_bytes())
-    assert (made.spec, made.synthesis.rope) == (one, one.rope)
+    assert (made.spec, made.transform.structure.spec.rope) == (one, one.rope)
     made.check(one)
     kv, chunk = cache(one, 10), "00" * 32
     frame = encode_group(kv, "AC-5x", GroupContext(one, 0, 10, made), chunk, 0)
@@ -212,7 +212,7 @@ def test_a_matrix_without_an_inverse_can_be_decoded_with_but_not_encoded(name):
     """A decoder only multiplies and need not check; an encoder raises before it writes anything."""
     singular = Profile.from_bytes(file_of(**{name: filled(name.replace("__", "."), 1)}))
     with pytest.raises(FormatError, match="no inverse"):
-        singular.transform.analyse(cache(SHAPE, 8), 0)
+        singular.analysis.analyse(cache(SHAPE, 8), 0)
 
 
 @given(st.binary(max_size=200))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvabr.codec.native.model import TOTAL
+from kvabr.codec.native.coder_model import TOTAL
 from kvabr.codec.quantiser import SymbolCounts, coder_model
 
 TOKENS = 128

@@ -13,13 +13,8 @@ from collections.abc import Sequence
 from functools import cache
 from importlib.util import find_spec
 
-import torch
-
 from kvabr.codec.native import coder
-from kvabr.codec.native.coder import DecodeJob
-from kvabr.codec.native.model import CoderModel, SynthesisModel
-
-__all__ = ["available", "decode", "decode_many"]
+from kvabr.codec.native.coder_model import DecodeJob
 
 
 @cache
@@ -33,22 +28,6 @@ def available() -> bool:
         stacklevel=3,
     )
     return False
-
-
-def decode(
-    models: Sequence[CoderModel],
-    payloads: Sequence[bytes | memoryview],
-    synthesis: SynthesisModel,
-    step: float,
-    first_token: int,
-    out: torch.Tensor,
-) -> None:
-    """Decode on the device of ``out``, a CUDA device; see `kvabr.codec.native.coder.decode`.
-
-    Raises:
-        FormatError: as there.
-    """
-    decode_many([DecodeJob(models, payloads, synthesis, step, first_token, out)])
 
 
 def decode_many(jobs: Sequence[DecodeJob]) -> None:

@@ -10,23 +10,25 @@ from collections.abc import Hashable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import islice
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from kvabr.codec.gpu import kernels
-from kvabr.codec.gpu.tables import CoderTables, SynthesisTables, coder_tables, synthesis_tables
-from kvabr.codec.native.coder import DecodeJob
-from kvabr.codec.native.model import LANES, TILE, CoderModel, SynthesisModel, check_chain
-from kvabr.codec.native.reference import HEAD, head
-from kvabr.codec.rope import rope_tables
+from kvabr.codec.native.coder_model import DTYPES, LANES, TILE, CoderModel, DecodeJob, derived
+from kvabr.codec.native.reference import HEAD, head, lookup
+from kvabr.codec.rope import rope_shape, rope_tables
+from kvabr.codec.transform import NO_MATRIX, Transform
 from kvabr.types.errors import FormatError
 
 SCRATCH_BYTES = 4 << 30
 """Maximum scratch memory for groups that are decoded at once, further limited to a quarter of the free device memory.
 One group is always allowed."""
-_KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _ALIGN = 16
+_ESCAPED = 255
+"""Escape mark in the low byte of a table's entry; other symbols are their value plus 128."""
 _ROWS, _OUTPUTS, _PAIRS, _TOKENS, _COMPONENTS = 16, 64, 32, 64, 64
 """Tile sizes of the kernels. Tokens must divide `TILE`, and a tensor core takes at least 16 by 32 by 16."""
 _WARPS = 8
@@ -45,7 +47,6 @@ def decode_many(jobs: Sequence[DecodeJob]) -> None:
     verdicts = []
     batches: dict[Hashable, list[DecodeJob]] = {}
     for job in jobs:
-        _check(job)
         batches.setdefault(_alike(job), []).append(job)
     for batch in batches.values():
         left = iter(batch)
@@ -56,18 +57,10 @@ def decode_many(jobs: Sequence[DecodeJob]) -> None:
             raise FormatError("entropy coded part: it does not end where it should; corrupt, or of another profile")
 
 
-def _check(job: DecodeJob) -> None:
-    check_chain(job.models, job.payloads, job.synthesis)
-    s, out = job.synthesis, job.out
-    wanted = (s.layers, 2, s.kv_heads, out.shape[3] if out.ndim == 5 else 0, s.head_dim)
-    if tuple(out.shape) != wanted or not out.shape[3] or not out.is_floating_point():
-        raise FormatError(f"{tuple(out.shape)} {out.dtype} cannot take a cache of {wanted}")
-
-
 def _alike(job: DecodeJob) -> Hashable:
     """Return the key by which groups share a launch."""
     models = tuple(id(model) for model in job.models)
-    return models, id(job.synthesis), job.step, job.out.device, job.out.dtype, job.out.stride(), _stride(job)
+    return models, id(job.transform), job.step, job.out.device, job.out.dtype, job.out.stride(), _stride(job)
 
 
 def _stride(job: DecodeJob) -> int:
@@ -78,9 +71,9 @@ def _stride(job: DecodeJob) -> int:
 def _at_once(batch: Sequence[DecodeJob]) -> int:
     """Return the number of groups that fit the scratch memory."""
     job = batch[0]
-    stride, rows = _stride(job), job.synthesis.rows
+    stride, structure = _stride(job), job.transform.structure
     # int16 indices and stack outputs, lists of rows, flags, rotary tables.
-    each = rows * (4 * stride + 4 + stride // TILE) + 8 * stride * job.synthesis.head_dim
+    each = structure.rows * (4 * stride + 4 + stride // TILE) + 8 * stride * structure.spec.head_dim
     room = SCRATCH_BYTES
     if job.out.device.type == "cuda":
         room = min(room, torch.cuda.mem_get_info(job.out.device)[0] // 4)
@@ -93,25 +86,23 @@ def _decode(jobs: Sequence[DecodeJob]) -> torch.Tensor:
     Returns:
         [depth, group] int32 on the device: 0 where a payload is valid.
     """
-    models, synthesis, out = jobs[0].models, jobs[0].synthesis, jobs[0].out
-    target = out.detach()
-    dtype = target.dtype if target.dtype in _KINDS else torch.float32
-    device = target.device
+    models, transform, out = jobs[0].models, jobs[0].transform, jobs[0].out
+    rows, device = transform.structure.rows, out.device
+    dtype = out.dtype if out.dtype in DTYPES else torch.float32
     # In Triton's interpreter, tensors are on the CPU.
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         outs = [job.out.detach() for job in jobs]
-        if dtype != target.dtype:
+        if dtype != out.dtype:
             outs = [torch.empty(each.shape, dtype=dtype, device=device) for each in outs]
         batch = _Batch.load(jobs, outs, device)
         verdict = torch.zeros((len(models), len(jobs)), dtype=torch.int32, device=device)
-        tables = [coder_tables(model, device) for model in models]
-        index = batch.zeros(synthesis.rows)
-        listed = torch.empty((len(jobs), synthesis.rows), dtype=torch.int32, device=device)
-        live = torch.empty((len(jobs), batch.stride // TILE, synthesis.rows), dtype=torch.int8, device=device)
+        index = torch.zeros((len(jobs), rows, batch.stride), dtype=torch.int16, device=device)
+        listed = torch.empty((len(jobs), rows), dtype=torch.int32, device=device)
+        live = torch.empty((len(jobs), batch.stride // TILE, rows), dtype=torch.int8, device=device)
         for depth, model in enumerate(models):
-            _read(batch, model, tables[depth], depth, index, live, listed, verdict[depth])
-        _synthesise(batch, synthesis, jobs[0].step, tables[-1].delta, index, outs)
-        if dtype != target.dtype:
+            _read(batch, model, depth, index, live, listed, verdict[depth])
+        _synthesise(batch, transform, jobs[0].step, _coder_tables(models[-1], device).delta, index, outs)
+        if dtype != out.dtype:
             for job, made in zip(jobs, outs, strict=True):
                 job.out.detach().copy_(made)
     return verdict
@@ -142,7 +133,7 @@ class _Batch:
         Raises:
             FormatError: a head is invalid.
         """
-        rows, stride = jobs[0].synthesis.rows, _stride(jobs[0])
+        rows, stride = jobs[0].transform.structure.rows, _stride(jobs[0])
         parts = np.zeros((len(jobs[0].models), len(jobs), 5), dtype=np.int64)
         size = 0
         for group, job in enumerate(jobs):
@@ -157,7 +148,11 @@ class _Batch:
                 begin = int(parts[depth, group, 0]) * 2 - HEAD.size
                 piece = np.frombuffer(payload, dtype=np.uint8)
                 data[begin : begin + len(piece)] = piece
-        cos, sin = _turns(jobs, stride)
+        rope = jobs[0].transform.structure.spec.rope
+        turns = torch.zeros((2, len(jobs), stride, rope_shape(rope)[0] // 2))
+        for group, job in enumerate(jobs):
+            tokens = job.out.shape[3]
+            turns[:, group, :tokens] = torch.from_numpy(np.array(rope_tables(rope, job.first_token, tokens)))
         return cls(
             len(jobs),
             stride,
@@ -165,31 +160,13 @@ class _Batch:
             torch.from_numpy(parts).to(device),
             torch.tensor([job.out.shape[3] for job in jobs], dtype=torch.int32, device=device),
             torch.tensor([out.data_ptr() for out in outs], dtype=torch.int64, device=device),
-            cos.to(device),
-            sin.to(device),
+            *turns.to(device),
         )
-
-    def zeros(self, rows: int) -> torch.Tensor:
-        """Return int16 zeros [group, row, token]."""
-        return torch.zeros((self.groups, rows, self.stride), dtype=torch.int16, device=self.data.device)
-
-
-def _turns(jobs: Sequence[DecodeJob], stride: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the cosines and sines of each group's rotation."""
-    rope = jobs[0].synthesis.rope
-    both = torch.zeros((2, len(jobs), stride, 0 if rope is None else rope.rotary_dim // 2))
-    if rope is not None:
-        for group, job in enumerate(jobs):
-            tokens = job.out.shape[3]
-            for into, table in zip(both, rope_tables(rope, job.first_token, tokens), strict=True):
-                into[group, :tokens] = torch.from_numpy(np.array(table))
-    return both[0], both[1]
 
 
 def _read(
     batch: _Batch,
     model: CoderModel,
-    tables: CoderTables,
     depth: int,
     index: torch.Tensor,
     live: torch.Tensor,
@@ -197,7 +174,7 @@ def _read(
     verdict: torch.Tensor,
 ) -> None:
     """Entropy decode one depth on top of those below."""
-    rows = model.rows
+    rows, tables = model.rows, _coder_tables(model, index.device)
     if depth:
         grid = (-(-rows // _ROWS), batch.stride // TILE, batch.groups)
         kernels.triple[grid](index, live, rows, batch.stride, ROWS=_ROWS, num_warps=4, enable_fp_fusion=False)
@@ -223,15 +200,16 @@ def _read(
 
 def _synthesise(
     batch: _Batch,
-    model: SynthesisModel,
+    transform: Transform,
     step: float,
     delta: torch.Tensor,
     index: torch.Tensor,
     outs: Sequence[torch.Tensor],
 ) -> None:
     """Turn indices into elements."""
-    device = index.device
-    tables: SynthesisTables = synthesis_tables(model, device)
+    device, structure, spec = index.device, transform.structure, transform.structure.spec
+    rotary, interleaved = rope_shape(spec.rope)
+    tables = _transform_tables(transform, device)
     made = torch.empty((batch.groups, tables.outputs, batch.stride), dtype=torch.int16, device=device)
     for stack in tables.stacks:
         size = len(stack.gain)
@@ -245,7 +223,7 @@ def _synthesise(
             stack.first_row,
             stack.first_output,
             size,
-            model.rows,
+            structure.rows,
             tables.outputs,
             batch.stride,
             OUTPUTS=_OUTPUTS,
@@ -254,8 +232,8 @@ def _synthesise(
             num_warps=_WARPS,
             enable_fp_fusion=False,
         )
-    pair_tiles = -(-model.head_dim // (2 * _PAIRS))
-    jobs = model.layers * 2 * model.kv_heads * pair_tiles * (batch.stride // _TOKENS)
+    pair_tiles = -(-spec.head_dim // (2 * _PAIRS))
+    jobs = spec.layers * 2 * spec.kv_heads * pair_tiles * (batch.stride // _TOKENS)
     kernels.finish[(jobs, batch.groups)](
         index,
         delta,
@@ -263,26 +241,115 @@ def _synthesise(
         tables.places,
         tables.mantissa,
         tables.gain,
-        torch.from_numpy(model.scale(step)).to(device),
+        torch.from_numpy(transform.scale(step)).to(device),
         tables.mean,
         batch.cos,
         batch.sin,
         batch.outs,
         batch.tokens,
         *outs[0].stride(),
-        model.rows,
+        structure.rows,
         tables.outputs,
         batch.stride,
-        model.kv_heads,
-        model.head_dim,
-        model.block_heads,
-        0 if model.rope is None else model.rope.rotary_dim // 2,
-        KIND=_KINDS[outs[0].dtype],
-        BLOCKS=model.block_mantissa is not None,
-        INTERLEAVED=model.rope is not None and model.rope.layout == "interleaved",
+        spec.kv_heads,
+        spec.head_dim,
+        structure.block_heads,
+        rotary // 2,
+        KIND=DTYPES[outs[0].dtype],
+        BLOCKS=transform.block is not None,
+        INTERLEAVED=bool(interleaved),
         PAIRS=_PAIRS,
         TOKENS=_TOKENS,
         COMPONENTS=_COMPONENTS,
         num_warps=_WARPS,
         enable_fp_fusion=False,  # each product and sum is rounded by itself
     )
+
+
+class _CoderTables(NamedTuple):
+    """The tables of one depth, on the device."""
+
+    coding_order: torch.Tensor
+    """int32 [row]: row | class << 22, in coding order."""
+    chances: torch.Tensor
+    """int32 [1 or 2, row]: probability of a set flag out of 4,096, in coding order."""
+    entries: torch.Tensor
+    """int32 [class, context, slot]: symbol, frequency << 8, the slot's position in the symbol << 20."""
+    delta: torch.Tensor
+    """int8 [row]: the class's delta."""
+
+
+def _coder_tables(model: CoderModel, device: torch.device) -> _CoderTables:
+    def make() -> _CoderTables:
+        order = model.order.astype(np.int64)
+        packed = order | model.row_class[order].astype(np.int64) << 22
+        entries = []
+        for reach, (symbol, freq, place) in zip(model.radius.astype(np.int64), lookup(model), strict=True):
+            value = np.where(symbol == 2 * reach + 1, _ESCAPED, symbol - reach + 128)
+            entries.append((value | freq << 8 | place << 20).astype(np.uint32).view(np.int32))
+        return _CoderTables(
+            _there(packed.astype(np.int32), device),
+            _there(model.flag_freq[:, order].astype(np.int32), device),
+            _there(np.stack(entries), device),
+            _there(model.delta[model.row_class].astype(np.int8), device),
+        )
+
+    return derived(model, device, make)
+
+
+class _StackTables(NamedTuple):
+    """The matrix of one stack, on the device."""
+
+    mantissa: torch.Tensor
+    """int8 [output, component]."""
+    gain: torch.Tensor
+    """uint8 [component]."""
+    first_row: int
+    """First row of its coefficients."""
+    first_output: int
+    """Position among the outputs of all stacks."""
+
+
+class _TransformTables(NamedTuple):
+    """The arrays of a transform, on the device."""
+
+    stacks: list[_StackTables]
+    """The stacks that have a transform."""
+    outputs: int
+    """Number of outputs of all stacks."""
+    places: torch.Tensor
+    """int32 [layer, K/V, 3]: first row of the first block's untransformed components, its first stack output, and the
+    number of components in the stack."""
+    mantissa: torch.Tensor
+    """int8 [block, channel, component]; empty without block transforms."""
+    gain: torch.Tensor
+    """uint8 [block, component]."""
+    mean: torch.Tensor
+    """float32 [layer, K/V, head, dim]."""
+
+
+def _transform_tables(transform: Transform, device: torch.device) -> _TransformTables:
+    def make() -> _TransformTables:
+        structure = transform.structure
+        places = np.zeros((structure.spec.layers, 2, 3), dtype=np.int32)
+        stacks, outputs = [], 0
+        for number, (stack, matrix) in enumerate(zip(structure.stacks, transform.stack, strict=True)):
+            trailing = structure.trailing_rows(number).start
+            for index, layer in enumerate(stack.layers):
+                before = index * structure.per_layer
+                row = trailing + before * (structure.width - stack.kept)
+                places[layer, stack.kind] = row, outputs + before * stack.kept, stack.kept
+            if stack.kept:
+                mantissa, gain = (_there(part, device) for part in matrix)
+                stacks.append(_StackTables(mantissa, gain, structure.first_rows[number], outputs))
+            outputs += structure.width_of(stack)
+        mantissa, gain = (_there(part, device) for part in transform.block or NO_MATRIX)
+        mean = _there(transform.mean.astype(np.float32), device)
+        return _TransformTables(stacks, outputs, _there(places, device), mantissa, gain, mean)
+
+    return derived(transform, device, make)
+
+
+def _there(array: NDArray[np.generic], device: torch.device) -> torch.Tensor:
+    # Copy: torch rejects read-only arrays.
+    return torch.from_numpy(np.array(array, order="C")).to(device)

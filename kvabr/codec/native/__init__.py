@@ -1,8 +1,8 @@
 """The coder of the AC tracks: indices to bytes and back, and indices to a cache, in integer arithmetic.
 
 `reference` defines the format in NumPy. The extension module implements it a thousand times faster, with the best path
-that the processor supports, and produces the same bits. `coder` chooses between them. `analysis` is the encoder's
-transform, where results need not be exact to the bit. Nothing here knows tracks, containers or profile files.
+that the processor supports, and produces the same bits. `coder` chooses between them. Nothing here knows tracks,
+containers or profile files.
 """
 
 import sys

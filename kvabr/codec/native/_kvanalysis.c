@@ -162,7 +162,7 @@ static PyMethodDef methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
-static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_kvanalysis", "See kvabr.codec.native.analysis.", 0, methods,
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_kvanalysis", "See kvabr.codec.analysis.", 0, methods,
                                     NULL, NULL, NULL, NULL};
 
 PyMODINIT_FUNC PyInit__kvanalysis(void) { return PyModule_Create(&module); }

@@ -7,30 +7,31 @@ produce the same bits.
 from __future__ import annotations
 
 import os
-import threading
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import contextmanager
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from kvabr.codec.native import reference
-from kvabr.codec.native.model import (
+from kvabr.codec.native.coder_model import (
+    DTYPES,
     CoderModel,
+    DecodeJob,
     Index,
     Quantiser,
-    SynthesisModel,
     check_below,
-    check_chain,
+    check_cache,
     check_indices,
     check_rows,
+    derived,
 )
-from kvabr.codec.rope import rope_tables
+from kvabr.codec.rope import rope_shape, rope_tables
+from kvabr.codec.transform import Transform
 from kvabr.types.errors import FormatError, UsageError
 
 _kvcoder: Any
@@ -41,24 +42,7 @@ except ImportError:
 
 MOST_DEPTHS = 16
 VARIABLE = "KVABR_CODER"
-_DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-_NONE = np.empty(0, dtype=np.float32)
-
-_lock = threading.Lock()
-_handles: WeakKeyDictionary[object, dict[str, Any]] = WeakKeyDictionary()
 _warned = False
-
-
-@dataclass(frozen=True, eq=False)
-class DecodeJob:
-    """Arguments of one call of `decode`."""
-
-    models: Sequence[CoderModel]
-    payloads: Sequence[bytes | memoryview]
-    synthesis: SynthesisModel
-    step: float
-    first_token: int
-    out: torch.Tensor
 
 
 def available_paths() -> tuple[str, ...]:
@@ -94,10 +78,8 @@ def encode_indices(model: CoderModel, index: NDArray[Any], below: NDArray[Any] |
     if path == "reference":
         return reference.encode_indices(model, index, below)
     index, base = check_indices(model, index, below)
-    try:
+    with _errors("indices"):
         payload: bytes = _kvcoder.encode(path, _depth(model), index, base, index.shape[1])
-    except ValueError as error:
-        raise FormatError(f"indices: {error}") from error
     return payload
 
 
@@ -115,10 +97,8 @@ def encode_rows(
     rows, mask = check_rows(model, rows, lower, keep)
     base = lower or own
     quantisers = (own.step, own.dead), (base.step, base.dead)
-    try:
+    with _errors("coefficients"):
         payload: bytes = _kvcoder.encode_rows(path, _depth(model), rows, *quantisers, mask, rows.shape[1])
-    except ValueError as error:
-        raise FormatError(f"coefficients: {error}") from error
     return payload
 
 
@@ -131,56 +111,42 @@ def decode_indices(
         return reference.decode_indices(model, data, tokens, below)
     base = check_below(model, tokens, below)
     index = np.zeros((model.rows, tokens), dtype=np.int16) if base is None else base.copy()
-    _guarded(lambda: _kvcoder.decode_indices(path, _depth(model), data, index, tokens))
+    with _errors("entropy coded part"):
+        _kvcoder.decode_indices(path, _depth(model), data, index, tokens)
     return index
 
 
-def synthesise(
-    synthesis: SynthesisModel, z: NDArray[np.int16], step: float, first_token: int, out: torch.Tensor
-) -> None:
+def synthesise(transform: Transform, z: NDArray[np.int16], step: float, first_token: int, out: torch.Tensor) -> None:
     """Turn coefficients into a cache; see `reference.synthesise`."""
     path = active_path()
-    _check_out(synthesis, out)
-    if z.shape != (synthesis.rows, out.shape[3]) or z.dtype != np.int16:
-        raise FormatError(f"coefficients: {z.dtype} of {z.shape}, must be int16 of {(synthesis.rows, out.shape[3])}")
+    check_cache(transform, out)
+    wanted = (transform.structure.rows, out.shape[3])
+    if z.shape != wanted or z.dtype != np.int16:
+        raise FormatError(f"coefficients: {z.dtype} of {z.shape}, must be int16 of {wanted}")
     if path == "reference":
-        reference.synthesise(synthesis, z, step, first_token, out)
+        reference.synthesise(transform, z, step, first_token, out)
         return
-
-    def work(target: torch.Tensor) -> None:
-        aim = _target(synthesis, step, first_token, target)
-        _kvcoder.synthesise(path, _transform(synthesis, path), np.ascontiguousarray(z), aim)
-
-    _into(out, work)
+    with _target(transform, step, first_token, out) as target:
+        _kvcoder.synthesise(path, _transform(transform, path), np.ascontiguousarray(z), target)
 
 
-def decode(
-    models: Sequence[CoderModel],
-    payloads: Sequence[bytes | memoryview],
-    synthesis: SynthesisModel,
-    step: float,
-    first_token: int,
-    out: torch.Tensor,
-) -> None:
-    """Decode a base and the enhancements above it into a cache, in one call; see `reference.decode`.
+def decode(job: DecodeJob) -> None:
+    """Decode a base and the enhancements above it into a cache, in one call.
 
     Releases the GIL. Needs memory for little more than the smaller of one group and 128 tokens, in 16-bit numbers.
+
+    Raises:
+        FormatError: a payload does not fit its depth.
     """
     path = active_path()
-    _check_out(synthesis, out)
-    check_chain(models, payloads, synthesis)
     if path == "reference":
-        reference.decode(models, payloads, synthesis, step, first_token, out)
+        reference.decode(job)
         return
-    if len(models) > MOST_DEPTHS:
-        raise FormatError(f"{len(models)} depths, at most {MOST_DEPTHS}")
-
-    def work(target: torch.Tensor) -> None:
-        aim = _target(synthesis, step, first_token, target)
-        depths = tuple(_depth(model) for model in models)
-        _guarded(lambda: _kvcoder.decode(path, _transform(synthesis, path), depths, tuple(payloads), aim))
-
-    _into(out, work)
+    if len(job.models) > MOST_DEPTHS:
+        raise FormatError(f"{len(job.models)} depths, at most {MOST_DEPTHS}")
+    depths, transform = tuple(map(_depth, job.models)), _transform(job.transform, path)
+    with _target(job.transform, job.step, job.first_token, job.out) as target, _errors("entropy coded part"):
+        _kvcoder.decode(path, transform, depths, tuple(job.payloads), target)
 
 
 def decode_many(jobs: Iterable[DecodeJob], threads: int | None = None) -> None:
@@ -197,82 +163,54 @@ def decode_many(jobs: Iterable[DecodeJob], threads: int | None = None) -> None:
     threads = min(len(jobs), threads or os.cpu_count() or 1)
     if threads <= 1:
         for job in jobs:
-            _run(job)
+            decode(job)
         return
     with ThreadPoolExecutor(threads, thread_name_prefix="kvabr-decode") as pool:
-        for _ in pool.map(_run, jobs):
-            pass
+        list(pool.map(decode, jobs))
 
 
-def _run(job: DecodeJob) -> None:
-    decode(job.models, job.payloads, job.synthesis, job.step, job.first_token, job.out)
-
-
-def _guarded(work: Callable[[], None]) -> None:
+@contextmanager
+def _errors(what: str) -> Iterator[None]:
+    """Turn the extension module's errors into ours."""
     try:
-        work()
+        yield
     except ValueError as error:
-        raise FormatError(f"entropy coded part: {error}") from error
+        raise FormatError(f"{what}: {error}") from error
 
 
-# ------------------------------------------------------------------ what the module is handed
-
-
-def _check_out(synthesis: SynthesisModel, out: torch.Tensor) -> None:
-    wanted = (synthesis.layers, 2, synthesis.kv_heads, out.shape[3] if out.ndim == 5 else 0, synthesis.head_dim)
-    if tuple(out.shape) != wanted or not out.shape[3] or not out.is_floating_point():
-        raise FormatError(f"{tuple(out.shape)} {out.dtype} cannot take a cache of {wanted}")
-
-
-def _into(out: torch.Tensor, work: Callable[[torch.Tensor], None]) -> None:
-    """Write to the tensor's own memory if possible, or else to a temporary tensor on the CPU."""
-    if out.device.type == "cpu" and out.dtype in _DTYPES and out.layout == torch.strided:
-        work(out.detach())
-        return
-    dtype = out.dtype if out.dtype in _DTYPES else torch.float32
-    there = torch.empty(out.shape, dtype=dtype)
-    work(there)
-    out.copy_(there)
-
-
-def _target(synthesis: SynthesisModel, step: float, first_token: int, out: torch.Tensor) -> tuple[Any, ...]:
+@contextmanager
+def _target(transform: Transform, step: float, first_token: int, out: torch.Tensor) -> Iterator[tuple[Any, ...]]:
+    """Describe the memory to write: the tensor's own if possible, or else that of a copy on the CPU."""
+    own = out.device.type == "cpu" and out.dtype in DTYPES and out.layout == torch.strided
+    there = out.detach()
+    if not own:
+        there = torch.empty(out.shape, dtype=out.dtype if out.dtype in DTYPES else torch.float32)
     tokens = out.shape[3]
-    cos, sin = (_NONE, _NONE) if synthesis.rope is None else rope_tables(synthesis.rope, first_token, tokens)
-    return (out.data_ptr(), _DTYPES[out.dtype], out.stride(), tokens, synthesis.scale(step), cos, sin)
+    turns = rope_tables(transform.structure.spec.rope, first_token, tokens)
+    yield (there.data_ptr(), DTYPES[there.dtype], there.stride(), tokens, transform.scale(step), *turns)
+    if not own:
+        out.copy_(there)
 
 
 def _depth(model: CoderModel) -> Any:
+    parts = (model.row_class, model.radius, model.freqs, model.flag_freq, model.delta, model.order)
+    return derived(model, "depth", lambda: _kvcoder.depth(*parts, model.contexts))
+
+
+def _transform(transform: Transform, path: str) -> Any:
     def make() -> Any:
-        parts = (model.row_class, model.radius, model.freqs, model.flag_freq, model.delta, model.order)
-        return _kvcoder.depth(*parts, model.contexts)
-
-    return _handle(model, "depth", make)
-
-
-def _transform(synthesis: SynthesisModel, path: str) -> Any:
-    def make() -> Any:
-        s, rope = synthesis, synthesis.rope
-        stacks = tuple(
-            (each.kv, each.kept, np.array(each.layers, dtype=np.uint32), each.mantissa, each.gain) for each in s.stacks
-        )
+        structure, block = transform.structure, transform.block
+        spec = structure.spec
         return _kvcoder.transform(
             path,
-            (s.layers, s.kv_heads, s.head_dim, s.block_heads),
-            0 if rope is None else rope.rotary_dim,
-            0 if rope is None else int(rope.layout == "interleaved"),
-            b"" if s.block_mantissa is None else s.block_mantissa,
-            b"" if s.block_gain is None else s.block_gain,
-            s.mean,
-            stacks,
+            (spec.layers, spec.kv_heads, spec.head_dim, structure.block_heads),
+            *rope_shape(spec.rope),
+            *((b"", b"") if block is None else block),
+            transform.mean.astype(np.float32),
+            tuple(
+                (stack.kind, stack.kept, np.array(stack.layers, dtype=np.uint32), *matrix)
+                for stack, matrix in zip(structure.stacks, transform.stack, strict=True)
+            ),
         )
 
-    return _handle(synthesis, path, make)  # each path packs matrices its own way
-
-
-def _handle(owner: object, name: str, make: Callable[[], Any]) -> Any:
-    """Return the extension module's handle of a model, created once."""
-    with _lock:
-        handles = _handles.setdefault(owner, {})
-        if name not in handles:
-            handles[name] = make()
-        return handles[name]
+    return derived(transform, path, make)  # each path packs matrices its own way

@@ -69,7 +69,7 @@ typedef struct {
     int32_t gain;
 } StackTransform;
 
-/* A SynthesisModel. A packed matrix is [outputs / 32][components / 2][32][2], or [...][2][32] for the portable path. */
+/* A transform. A packed matrix is [outputs / 32][components / 2][32][2], or [...][2][32] for the portable path. */
 typedef struct {
     uint32_t layers, kv_heads, head_dim, block_heads, blocks, width, padded_width, rows, most_size;
     uint32_t rotary, interleaved; /* leading dimensions of a key that rotate; which form pairs */

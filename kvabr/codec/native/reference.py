@@ -12,32 +12,30 @@ Escaped indices follow at the end. States start (for the decoder: end) at 2^16.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvabr.codec.native.model import (
+from kvabr.codec.native.coder_model import (
     LANES,
-    ONE,
     PROBABILITY_BITS,
     TILE,
     TOTAL,
     CoderModel,
+    DecodeJob,
     Index,
     Quantiser,
-    StackModel,
-    SynthesisModel,
     check_below,
-    check_chain,
     check_indices,
     check_rows,
     dequantise,
 )
-from kvabr.codec.rope import rope_tables
+from kvabr.codec.rope import rotate
+from kvabr.codec.transform import ONE, Transform
 from kvabr.types.errors import FormatError
+from kvabr.types.kv import FP16_MAX
 
 HEAD = struct.Struct("<II")
 LOW = 1 << 16
@@ -138,7 +136,7 @@ def decode_indices(
     base = check_below(model, tokens, below)
     reader = _Reader(data, model.rows * tokens)
     out = np.zeros((model.rows, tokens), dtype=np.int16)
-    lookup = _lookup(model)
+    tables = lookup(model)
     for first in range(0, tokens, TILE):
         tile = slice(first, min(tokens, first + TILE))
         chance = _flag_chance(model, base, tile)
@@ -146,7 +144,7 @@ def decode_indices(
             [reader.flags(chance[model.order[at : at + LANES]]) for at in range(0, model.rows, LANES)]
         )
         for row in model.order[live]:
-            table, radius = lookup[model.row_class[row]], int(model.radius[model.row_class[row]])
+            table, radius = tables[model.row_class[row]], int(model.radius[model.row_class[row]])
             for at in range(tile.start, tile.stop, LANES):
                 step = slice(at, min(tile.stop, at + LANES))
                 which = _context(base[row, step]) if base is not None else np.zeros(step.stop - at, np.int64)
@@ -161,63 +159,50 @@ def decode_indices(
     return out
 
 
-def synthesise(
-    synthesis: SynthesisModel, z: NDArray[np.int16], step: float, first_token: int, out: torch.Tensor
-) -> None:
+def synthesise(transform: Transform, z: NDArray[np.int16], step: float, first_token: int, out: torch.Tensor) -> None:
     """Turn coefficients into a cache.
 
     Args:
-        synthesis: transforms, norms, means.
+        transform: the matrices, norms and means.
         z: [row, token] int16: output of `dequantise`.
         step: the quantiser's step at the depth of ``z``.
         first_token: position of the first token, for the rotary embedding.
         out: [layer, K/V, head, token, dim], any float dtype, any strides; written completely.
     """
-    tokens = z.shape[1]
-    scale, nb, width = synthesis.scale(step), synthesis.blocks, synthesis.width
-    for number, stack in enumerate(synthesis.stacks):
+    structure, spec = transform.structure, transform.structure.spec
+    tokens, scale = z.shape[1], transform.scale(step)
+    blocks, width = structure.per_layer, structure.width
+    for number, (stack, matrix) in enumerate(zip(structure.stacks, transform.stack, strict=True)):
         count, kept = len(stack.layers), stack.kept
-        parts = np.empty((count, nb, width, tokens), dtype=np.int16)
-        parts[:, :, :kept] = _unstacked(stack, z[synthesis.stack_rows(number)]).reshape(count, nb, kept, tokens)
-        parts[:, :, kept:] = z[synthesis.trailing_rows(number)].reshape(count, nb, width - kept, tokens)
-        for layer, blocks in zip(stack.layers, parts, strict=True):
-            sums = _unblocked(synthesis, layer, stack.kv, blocks)  # [block, channel, token]
-            values = sums.transpose(2, 0, 1).reshape(tokens, synthesis.kv_heads, -1).astype(np.float32)
-            values = values * scale[layer, stack.kv] + synthesis.mean[layer, stack.kv]
-            if stack.kv == 0 and synthesis.rope is not None:
-                values = _turned(values, synthesis, first_token)
-            if out.dtype == torch.float16:
-                values = values.clip(-65504, 65504)
-            out[layer, stack.kv] = torch.from_numpy(values.transpose(1, 0, 2).copy())
+        parts = np.empty((count, blocks, width, tokens), dtype=np.int16)
+        sums = _wrapped(_product(matrix.expanded, z[structure.stack_rows(number)]) + ONE // 2) >> 14
+        parts[:, :, :kept] = np.clip(sums, -32768, 32767).reshape(count, blocks, kept, tokens)
+        parts[:, :, kept:] = z[structure.trailing_rows(number)].reshape(count, blocks, width - kept, tokens)
+        inverse = None if transform.block is None else transform.block.expanded[structure.blocks_of(stack)]
+        sums = parts.reshape(-1, width, tokens)
+        sums = sums.astype(np.int32) * np.int32(ONE) if inverse is None else _wrapped(_product(inverse, sums))
+        elements = sums.reshape(count, spec.kv_heads, spec.head_dim, tokens).transpose(0, 1, 3, 2).astype(np.float32)
+        which = slice(stack.first, stack.last), stack.kind
+        elements = elements * scale[which][:, None, None, None] + transform.mean[which].astype(np.float32)[:, :, None]
+        values = torch.from_numpy(elements)
+        if stack.kind == 0:
+            values = rotate(values, spec.rope, first_token)
+        if out.dtype == torch.float16:
+            values = values.clamp(-FP16_MAX, FP16_MAX)
+        out[which] = values
 
 
-def decode(
-    models: Sequence[CoderModel],
-    payloads: Sequence[bytes | memoryview],
-    synthesis: SynthesisModel,
-    step: float,
-    first_token: int,
-    out: torch.Tensor,
-) -> None:
-    """Decode a base and the enhancements above it into a cache, in one call.
-
-    Args:
-        models: one per depth, base first.
-        payloads: one per depth; untrusted.
-        synthesis: transforms, norms, means.
-        step: step of the last depth.
-        first_token: position of the first token.
-        out: [layer, K/V, head, token, dim], any float dtype, any strides; written completely, or partly on error.
+def decode(job: DecodeJob) -> None:
+    """Decode a base and the enhancements above it into a cache.
 
     Raises:
         FormatError: a payload does not fit its depth.
     """
-    check_chain(models, payloads, synthesis)
     index: Index | None = None
-    for model, payload in zip(models, payloads, strict=True):
-        index = decode_indices(model, payload, out.shape[3], index)
-    assert index is not None  # noqa: S101  # a checked chain has at least one depth
-    synthesise(synthesis, dequantise(models[-1], index), step, first_token, out)
+    for model, payload in zip(job.models, job.payloads, strict=True):
+        index = decode_indices(model, payload, job.out.shape[3], index)
+    assert index is not None  # noqa: S101  # a job has at least one depth
+    synthesise(job.transform, dequantise(job.models[-1], index), job.step, job.first_token, job.out)
 
 
 def head(data: bytes | memoryview, symbols: int) -> tuple[int, int]:
@@ -329,7 +314,7 @@ def _push(steps: list[_Step]) -> tuple[NDArray[np.uint32], NDArray[np.uint16]]:
     return states.astype("<u4"), np.concatenate([np.zeros(0, "<u2"), *reversed(pieces)])
 
 
-def _lookup(model: CoderModel) -> list[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]]:
+def lookup(model: CoderModel) -> list[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]]:
     """Return symbol, frequency, and position in the symbol, for each class [context, slot]."""
     out = []
     for freqs, starts in zip(model.freqs.astype(np.int64), _starts(model), strict=True):
@@ -401,21 +386,6 @@ class _Reader:
 # ------------------------------------------------------------------ synthesis
 
 
-def _unstacked(stack: StackModel, z: NDArray[np.int16]) -> NDArray[np.int16]:
-    """Apply the inverse stack transform: [coefficient, token] to [output, token]."""
-    sums = _wrapped(_product(stack.matrix, z) + ONE // 2) >> 14
-    bounded: NDArray[np.int16] = np.clip(sums, -32768, 32767).astype(np.int16)
-    return bounded
-
-
-def _unblocked(synthesis: SynthesisModel, layer: int, kv: int, y: NDArray[np.int16]) -> NDArray[np.int32]:
-    """Apply the inverse block transforms of one layer: [block, component, token] to [block, channel, token]."""
-    if synthesis.block_mantissa is None or synthesis.block_gain is None:
-        return y.astype(np.int32) * np.int32(ONE)
-    gain = synthesis.block_gain[layer, kv].astype(np.int16)[:, None]
-    return _wrapped(_product(synthesis.block_mantissa[layer, kv].astype(np.int16) * gain, y))
-
-
 def _product(matrix: NDArray[np.int16], vectors: NDArray[np.int16]) -> NDArray[np.int64]:
     """Multiply in integers: float64 holds every partial sum exactly (at most 2^14 terms below 2^30)."""
     product: NDArray[np.float64] = matrix.astype(np.float64) @ vectors.astype(np.float64)
@@ -426,19 +396,3 @@ def _wrapped(sums: NDArray[np.int64]) -> NDArray[np.int32]:
     """Return the low 32 bits, as an int32 sum would."""
     low: NDArray[np.int32] = sums.astype(np.uint64).astype(np.uint32).view(np.int32)
     return low
-
-
-def _turned(values: NDArray[np.float32], synthesis: SynthesisModel, first_token: int) -> NDArray[np.float32]:
-    """Rotate keys [token, head, dim] by their positions."""
-    rope = synthesis.rope
-    assert rope is not None  # noqa: S101  # the caller checks
-    cos, sin = (table[:, None] for table in rope_tables(rope, first_token, len(values)))
-    half = rope.rotary_dim // 2
-    pair = (slice(0, half), slice(half, 2 * half))
-    if rope.layout == "interleaved":
-        pair = (slice(0, 2 * half, 2), slice(1, 2 * half, 2))
-    first, second = values[..., pair[0]], values[..., pair[1]]
-    out = values.copy()
-    out[..., pair[0]] = first * cos - second * sin
-    out[..., pair[1]] = second * cos + first * sin
-    return out

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from kvabr.codec.ac import split_payload
 from kvabr.codec.base import GroupContext, codec
 from kvabr.codec.native import coder
-from kvabr.codec.native.model import Index, Quantiser, dequantise
+from kvabr.codec.native.coder_model import Index, Quantiser, dequantise
 from kvabr.codec.native.reference import ideal_bits
 from kvabr.codec.profile import Profile
 from kvabr.codec.quantiser import quantise
@@ -116,7 +116,7 @@ def _stages(job: Job, profile: Profile, million: float, seconds: float) -> dict[
     names = track_chain(job.track)
     depths = [profile.depth(name) for name in names]
     transform, step = profile.transform, depths[-1].step
-    coefficients = transform.analyse(job.group, 0).rows
+    coefficients = profile.analysis.analyse(job.group, 0).rows
     rows, keep = coefficients.numpy(), np.ones(job.group.shape[3], dtype=np.bool_)
     quantisers = [Quantiser(each.step, each.dead) for each in depths]
     triples = list(zip(depths, quantisers, [None, *quantisers[:-1]], strict=True))
@@ -136,10 +136,10 @@ def _stages(job: Job, profile: Profile, million: float, seconds: float) -> dict[
             lower = coder.decode_indices(each.coder, data, tokens, lower)
 
     stages: dict[str, Callable[[], object]] = {
-        "analysis": lambda: transform.analyse(job.group, 0),
+        "analysis": lambda: profile.analysis.analyse(job.group, 0),
         "entropy encode": encode,
         "entropy decode": decode,
-        "synthesis": lambda: coder.synthesise(profile.synthesis, z, step, 0, out),
+        "synthesis": lambda: coder.synthesise(transform, z, step, 0, out),
     }
     return {name: million / processor_time(work, seconds) for name, work in stages.items()}
 

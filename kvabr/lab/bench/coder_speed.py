@@ -17,8 +17,10 @@ import torch
 from numpy.typing import NDArray
 
 from kvabr.codec.native import coder, reference
-from kvabr.codec.native.model import TILE, CoderModel, Index, StackModel, SynthesisModel, dequantise, frequencies
-from kvabr.types.kv import RopeSpec
+from kvabr.codec.native.coder_model import TILE, CoderModel, DecodeJob, Index, dequantise, frequencies
+from kvabr.codec.structure import Stack, Structure
+from kvabr.codec.transform import Matrices, Transform
+from kvabr.types.kv import KVSpec, RopeSpec
 
 CLASSES = 32
 
@@ -45,7 +47,7 @@ class SyntheticGroup:
     """A synthetic group and its models."""
 
     shape: CacheShape
-    synthesis: SynthesisModel
+    transform: Transform
     depths: tuple[CoderModel, ...]
     indices: tuple[Index, ...]
     payloads: tuple[bytes, ...]
@@ -87,9 +89,9 @@ def synthetic(
         dense: give all components the same spread, so no row is dead: the coder's raw speed.
     """
     dice = np.random.default_rng(seed)
-    synthesis = _synthesis(shape, dice)
-    spread = np.ones(synthesis.rows) if dense else _spread(synthesis)
-    draw = dice.laplace(size=(synthesis.rows, tokens)) * spread[:, None]
+    transform = _transform(shape, dice)
+    spread = np.ones(transform.structure.rows) if dense else _spread(transform.structure)
+    draw = dice.laplace(size=(len(spread), tokens)) * spread[:, None]
     step = _step_for(draw, bits)
     finest = step / 3 ** (depths - 1)
     indices = [np.round(draw / finest).clip(-2047, 2047).astype(np.int16)]
@@ -105,7 +107,7 @@ def synthetic(
         payloads.append(coder.encode_indices(model, index, below))
         ideal.append(reference.ideal_bits(model, index, below))
         below = index
-    return SyntheticGroup(shape, synthesis, tuple(models), tuple(indices), tuple(payloads), tuple(ideal))
+    return SyntheticGroup(shape, transform, tuple(models), tuple(indices), tuple(payloads), tuple(ideal))
 
 
 def measure(sample: SyntheticGroup, *, seconds: float = 0.5, dtype: torch.dtype = torch.bfloat16) -> Speed:
@@ -118,6 +120,7 @@ def measure(sample: SyntheticGroup, *, seconds: float = 0.5, dtype: torch.dtype 
     tokens, s = index.shape[1], sample.shape
     out = torch.empty(s.layers, 2, s.kv_heads, tokens, s.head_dim, dtype=dtype)
     z = dequantise(model, index)
+    job = DecodeJob(sample.depths, sample.payloads, sample.transform, 0.1, 0, out)
     million = sample.symbols / 1e6
     coded = index if below is None else index.astype(np.int32) - 3 * below
     live = float((coded != 0).any(axis=1).mean())
@@ -128,9 +131,8 @@ def measure(sample: SyntheticGroup, *, seconds: float = 0.5, dtype: torch.dtype 
         live_share=live,
         decode_indices=million / took,
         decode_live=million * live / took,
-        synthesise=million / _best(lambda: coder.synthesise(sample.synthesis, z, 0.1, 0, out), seconds),
-        decode=million
-        / _best(lambda: coder.decode(sample.depths, sample.payloads, sample.synthesis, 0.1, 0, out), seconds),
+        synthesise=million / _best(lambda: coder.synthesise(sample.transform, z, 0.1, 0, out), seconds),
+        decode=million / _best(lambda: coder.decode(job), seconds),
         encode_indices=million / _best(lambda: coder.encode_indices(model, index, below), seconds),
     )
 
@@ -145,41 +147,32 @@ def _best(work: Callable[[], object], seconds: float) -> float:
             return best
 
 
-def _synthesis(shape: CacheShape, dice: np.random.Generator) -> SynthesisModel:
-    width, blocks = shape.block_heads * shape.head_dim, shape.kv_heads // shape.block_heads
-    size = shape.stack_layers * blocks * shape.kept
+def _transform(shape: CacheShape, dice: np.random.Generator) -> Transform:
+    rope = RopeSpec(10000.0, shape.head_dim)
+    spec = KVSpec(shape.name, "synthetic", shape.layers, shape.kv_heads, shape.head_dim, "bfloat16", rope)
+    firsts = range(0, shape.layers, shape.stack_layers)
+    stacks = (Stack(kv, first, first + shape.stack_layers, shape.kept) for kv in (0, 1) for first in firsts)
+    structure = Structure(spec, shape.block_heads, tuple(stacks))
 
     def mantissas(*of: int) -> NDArray[np.int8]:
         return dice.integers(-127, 128, of).astype(np.int8)
 
-    gain = np.full(size, 7, np.uint8)
-    stacks = tuple(
-        StackModel(kv, tuple(range(first, first + shape.stack_layers)), shape.kept, mantissas(size, size), gain)
-        for kv in (0, 1)
-        for first in range(0, shape.layers, shape.stack_layers)
-    )
-    return SynthesisModel(
-        shape.layers,
-        shape.kv_heads,
-        shape.head_dim,
-        RopeSpec(10000.0, shape.head_dim),
-        shape.block_heads,
-        mantissas(shape.layers, 2, blocks, width, width),
-        np.full((shape.layers, 2, blocks, width), 16, np.uint8),
-        stacks,
-        np.zeros((shape.layers, 2, shape.kv_heads, shape.head_dim), np.float32),
-        np.ones((shape.layers, 2), np.float32),
-    )
+    sizes = map(structure.width_of, structure.stacks)
+    matrices = tuple(Matrices(mantissas(size, size), np.full(size, 7, np.uint8)) for size in sizes)
+    blocks, width = structure.blocks, structure.width
+    block = Matrices(mantissas(blocks, width, width), np.full((blocks, width), 16, np.uint8))
+    mean = np.zeros((shape.layers, 2, shape.kv_heads, shape.head_dim), np.float16)
+    norm, spread = np.ones((shape.layers, 2), np.float32), np.ones(shape.layers, np.float32)
+    return Transform(structure, mean, norm, block, matrices, spread, math.inf)
 
 
-def _spread(synthesis: SynthesisModel) -> NDArray[np.float64]:
+def _spread(structure: Structure) -> NDArray[np.float64]:
     """Return the spread of each row: it falls like a power, as eigenvalues of real caches do."""
-    spread = np.empty(synthesis.rows)
-    for number, stack in enumerate(synthesis.stacks):
-        spread[synthesis.stack_rows(number)] = (1 + np.arange(stack.size)) ** -0.5 * 8
-        trailing = synthesis.width - stack.kept
-        falling = (stack.kept + np.arange(trailing) + 1.0) ** -0.5
-        spread[synthesis.trailing_rows(number)] = np.tile(falling, len(stack.layers) * synthesis.blocks)
+    spread = np.empty(structure.rows)
+    for number, stack in enumerate(structure.stacks):
+        spread[structure.stack_rows(number)] = (1 + np.arange(structure.width_of(stack))) ** -0.5 * 8
+        falling = (stack.kept + np.arange(structure.width - stack.kept) + 1.0) ** -0.5
+        spread[structure.trailing_rows(number)] = np.tile(falling, len(stack.layers) * structure.per_layer)
     return spread
 
 

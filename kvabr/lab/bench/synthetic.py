@@ -11,11 +11,11 @@ import torch
 
 from kvabr.codec.fit import FitConfig
 from kvabr.codec.native import coder
-from kvabr.codec.native.model import TILE
+from kvabr.codec.native.coder_model import TILE
 from kvabr.codec.profile import Depth, Profile
 from kvabr.codec.quantiser import SymbolCounts, coder_model, nested
 from kvabr.codec.structure import Structure, layered
-from kvabr.codec.transform import FRACTION, MAX_INDEX, RUN, Detector, Transform, rounded
+from kvabr.codec.transform import FARTHEST, FINE, NO_MATRIX, RUN, Transform, rounded
 from kvabr.types.kv import KVSpec, RopeSpec
 
 LLAMA = KVSpec("Llama-3.1-8B", "synthetic", 32, 8, 128, "bfloat16", RopeSpec(500000.0, 128))
@@ -43,15 +43,14 @@ def profile(spec: KVSpec, seed: int = 0, config: FitConfig | None = None) -> Pro
     structure = layered(spec, config.stack_layers, config.kept, config.block_heads)
     dice = torch.Generator().manual_seed(seed)
     block = rounded(torch.stack([_rotation(structure.width, dice) for _ in range(structure.blocks)]))
-    nothing = torch.zeros((0, 0), dtype=torch.int8), torch.zeros(0, dtype=torch.uint8)
     stacks = tuple(
-        rounded(_rotation(structure.width_of(stack), dice), run=RUN) if stack.kept else nothing
+        rounded(_rotation(structure.width_of(stack), dice), run=RUN) if stack.kept else NO_MATRIX
         for stack in structure.stacks
     )
     shape = (spec.layers, 2, spec.kv_heads, spec.head_dim)
-    mean = torch.randn(shape, generator=dice).half()
-    detector = Detector(torch.ones(spec.layers), _NEVER)
-    transform = Transform(structure, mean, torch.ones(spec.layers, 2), block, stacks, detector)
+    mean = torch.randn(shape, generator=dice).half().numpy()
+    norm, spread = np.ones((spec.layers, 2), np.float32), np.ones(spec.layers, np.float32)
+    transform = Transform(structure, mean, norm, block, stacks, spread, _NEVER)
     chain, depths = nested(config.steps), {}
     drawn = coefficients(structure, _COUNTED_TILES * TILE, seed + 1).numpy()
     below: dict[str, np.ndarray] = {}
@@ -62,19 +61,18 @@ def profile(spec: KVSpec, seed: int = 0, config: FitConfig | None = None) -> Pro
         for first in range(0, exact.shape[1], TILE):
             part = slice(first, first + TILE)
             counts.add(below[track][:, part], None if lower is None else below[lower][:, part])
-        depths[track] = Depth(config.steps[track], coder_model(counts, config.classes))
+        depths[track] = Depth(config.steps[track], 0.0, coder_model(counts, config.classes))
     return Profile(spec, config.sinks, transform, depths)
 
 
 def coefficients(structure: Structure, tokens: int, seed: int = 0) -> torch.Tensor:
     """Draw the coefficients of some tokens: [row, token] float32, Laplacian, in units of the norm."""
     spread = np.empty(structure.rows)
-    for stack, first in zip(structure.stacks, structure.first_rows, strict=False):
+    for number, stack in enumerate(structure.stacks):
         size, blocks = structure.width_of(stack), len(structure.blocks_of(stack))
-        spread[first : first + size] = _LEADING * (1 + np.arange(size)) ** -(_FALL / 2) / 2
-        rest = structure.width - stack.kept
-        falling = _TRAILING * np.linspace(1.0, 0.3, rest)
-        spread[first + size : first + size + blocks * rest] = np.tile(falling, blocks)
+        spread[structure.stack_rows(number)] = _LEADING * (1 + np.arange(size)) ** -(_FALL / 2) / 2
+        falling = _TRAILING * np.linspace(1.0, 0.3, structure.width - stack.kept)
+        spread[structure.trailing_rows(number)] = np.tile(falling, blocks)
     dice = np.random.default_rng(seed)
     drawn = dice.laplace(size=(structure.rows, tokens)) * (spread / np.sqrt(2.0))[:, None]
     return torch.from_numpy(drawn.astype(np.float32))
@@ -87,7 +85,7 @@ def cache(made: Profile, tokens: int, seed: int = 2) -> torch.Tensor:
     # The finest step that the decoder's integers allow.
     step = 1 / 64
     drawn = coefficients(made.transform.structure, tokens, seed) / step
-    coder.synthesise(made.synthesis, (drawn.clamp(-MAX_INDEX, MAX_INDEX) * FRACTION).short().numpy(), step, 0, out)
+    coder.synthesise(made.transform, (drawn.clamp(-FARTHEST, FARTHEST) * FINE).short().numpy(), step, 0, out)
     return out
 
 

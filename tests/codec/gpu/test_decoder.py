@@ -7,15 +7,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvabr.codec.native import reference
-from kvabr.codec.native.coder import DecodeJob
-from kvabr.codec.native.model import StackModel, SynthesisModel
+from kvabr.codec.native.coder_model import DecodeJob
+from kvabr.codec.structure import Stack, Structure
+from kvabr.codec.transform import Matrices, Transform
 from kvabr.types.errors import FormatError
+from kvabr.types.kv import KVSpec
 from tests.codec.gpu.conftest import DEVICE
 from tests.codec.native import models
 
 pytest.importorskip("triton", reason="Triton is not installed (kvabr[gpu])")
 
-from kvabr.codec.gpu import decode, decoder, kernels  # not without Triton
+from kvabr.codec.gpu import decode_many, decoder, kernels  # not without Triton
 
 STEP = 0.07
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -30,9 +32,8 @@ def payloads(case):
 
 
 def expected(case, coded, first, dtype):
-    s = case.synthesis
-    out = torch.empty(s.layers, 2, s.kv_heads, case.indices[0].shape[1], s.head_dim, dtype=dtype)
-    reference.decode(case.models, coded, s, STEP, first, out)
+    out = torch.empty(case.shape(), dtype=dtype)
+    reference.decode(case.job(coded, STEP, first, out))
     return out
 
 
@@ -42,7 +43,7 @@ def same(out, wanted):
 
 def cut(case, tokens):
     """The case with fewer tokens."""
-    return models.Case(case.synthesis, case.models, tuple(np.array(index[:, :tokens]) for index in case.indices))
+    return models.Case(case.transform, case.models, tuple(np.array(index[:, :tokens]) for index in case.indices))
 
 
 @settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
@@ -54,7 +55,7 @@ def test_every_shape_has_the_bits_of_the_reference(seed, dtype, order, first):
     # Memory in any order, and gaps between elements.
     room = torch.full([2 * wanted.shape[axis] for axis in order], -7.0, dtype=dtype, device=DEVICE)
     out = room[tuple(slice(0, None, 2) for _ in order)].permute([order.index(axis) for axis in range(5)])
-    decode(case.models, coded, case.synthesis, STEP, first, out)
+    decode_many([case.job(coded, STEP, first, out)])
     assert same(out, wanted)
     out.fill_(-7.0)
     assert bool((room == -7.0).all())
@@ -64,29 +65,28 @@ def narrow(seed):
     """Return a case with one layer of few channels, so that many tokens are fast enough."""
     dice = np.random.default_rng(seed)
     mantissa, gain = dice.integers(-128, 128, (2, 2)).astype(np.int8), dice.integers(0, 256, 2).astype(np.uint8)
-    stacks = tuple(StackModel(kv, (0,), 2, mantissa, gain) for kv in (0, 1))
-    mean, norm = dice.normal(size=(1, 2, 1, 3)).astype(np.float32), np.ones((1, 2), np.float32)
-    return SynthesisModel(1, 1, 3, None, 1, None, None, stacks, mean, norm)
+    structure = Structure(KVSpec("m", "t", 1, 1, 3, "float32"), 1, (Stack(0, 0, 1, 2), Stack(1, 0, 1, 2)))
+    mean, norm = dice.normal(size=(1, 2, 1, 3)).astype(np.float16), np.ones((1, 2), np.float32)
+    return Transform(structure, mean, norm, None, (Matrices(mantissa, gain),) * 2, np.ones(1, np.float32), np.inf)
 
 
 def long(seed, tokens, depths=2):
     dice = np.random.default_rng(seed)
-    synthesis = narrow(seed)
-    indices = [models.base_indices(dice, synthesis.rows, tokens)]
+    transform = narrow(seed)
+    indices = [models.base_indices(dice, transform.structure.rows, tokens)]
     for _ in range(depths - 1):
         indices.append(models.finer_indices(dice, indices[-1]))
-    tables = tuple(models.coder_model(dice, synthesis.rows, refines=depth > 0) for depth in range(depths))
-    return models.Case(synthesis, tables, tuple(indices))
+    tables = tuple(models.coder_model(dice, transform.structure.rows, refines=depth > 0) for depth in range(depths))
+    return models.Case(transform, tables, tuple(indices))
 
 
 def test_groups_of_unequal_length_are_decoded_side_by_side_into_one_cache():
     case = long(3, 130)
     pieces = [cut(case, tokens) for tokens in (130, 65, 4)]
     coded = [payloads(piece) for piece in pieces]
-    s = case.synthesis
-    cache = torch.full((s.layers, 2, s.kv_heads, 199, s.head_dim), -7.0, dtype=torch.bfloat16, device=DEVICE)
+    cache = torch.full(case.shape(199), -7.0, dtype=torch.bfloat16, device=DEVICE)
     outs = cache.split((130, 65, 4), dim=3)
-    decoder.decode_many([DecodeJob(case.models, some, s, STEP, 0, out) for some, out in zip(coded, outs, strict=True)])
+    decoder.decode_many([case.job(some, STEP, 0, out) for some, out in zip(coded, outs, strict=True)])
     for piece, some, out in zip(pieces, coded, outs, strict=True):
         assert same(out, expected(piece, some, 0, torch.bfloat16))
 
@@ -96,7 +96,7 @@ def test_what_does_not_fit_the_scratch_is_done_in_turns(monkeypatch):
     case = long(4, 3, depths=1)
     coded = payloads(case)
     outs = [torch.empty(1, 2, 1, 3, 3, device=DEVICE) for _ in range(2)]
-    decoder.decode_many([DecodeJob(case.models, coded, case.synthesis, STEP, 0, out) for out in outs])
+    decoder.decode_many([case.job(coded, STEP, 0, out) for out in outs])
     for out in outs:
         assert same(out, expected(case, coded, 0, torch.float32))
 
@@ -151,12 +151,11 @@ def guarded(monkeypatch):
     monkeypatch.setattr(InterpreterBuilder, "create_masked_store", checked_store)
 
     def run(case, coded):
-        s = case.synthesis
-        out = torch.empty(s.layers, 2, s.kv_heads, case.indices[0].shape[1], s.head_dim)
+        out = torch.empty(case.shape())
         for each in watches:
             each.out = out.numel() * 4
         before = touched[0]
-        decoder.decode_many([DecodeJob(case.models, coded, s, STEP, 0, out)])
+        decoder.decode_many([case.job(coded, STEP, 0, out)])
         assert touched[0] > before
         return out
 
@@ -191,7 +190,7 @@ def test_a_payload_of_another_length_is_refused_before_it_is_sent(change):
     (coded,) = payloads(case)
     out = torch.empty(1, 2, 1, 5, 3, device=DEVICE)
     with pytest.raises(FormatError, match="truncated"):
-        decode(case.models, [change(coded)], case.synthesis, STEP, 0, out)
+        decode_many([case.job([change(coded)], STEP, 0, out)])
 
 
 def test_an_escape_that_no_encoder_writes_is_refused():
@@ -200,9 +199,9 @@ def test_an_escape_that_no_encoder_writes_is_refused():
     assert int.from_bytes(coded[4:8], "little") > 0
     bad = coded[:-2] + (-32768).to_bytes(2, "little", signed=True)
     out = torch.empty(1, 2, 1, 70, 3, device=DEVICE)
-    for run in (reference.decode, decode):
+    for run in (reference.decode, lambda job: decode_many([job])):
         with pytest.raises(FormatError):
-            run(case.models, [bad], case.synthesis, STEP, 0, out)
+            run(case.job([bad], STEP, 0, out))
 
 
 def test_a_chain_with_a_missing_layer_or_another_cache_is_refused():
@@ -210,6 +209,6 @@ def test_a_chain_with_a_missing_layer_or_another_cache_is_refused():
     coded = payloads(case)
     out = torch.empty(1, 2, 1, 5, 3, device=DEVICE)
     with pytest.raises(FormatError, match="refine"):
-        decode(case.models[1:], coded[1:], case.synthesis, STEP, 0, out)
-    with pytest.raises(FormatError, match="cannot take"):
-        decode(case.models, coded, case.synthesis, STEP, 0, out[..., :2])
+        DecodeJob(case.models[1:], coded[1:], case.transform, STEP, 0, out)
+    with pytest.raises(FormatError, match="cannot hold"):
+        case.job(coded, STEP, 0, out[..., :2])

@@ -1,13 +1,18 @@
-"""Random coders and syntheses of every shape that is allowed, and groups for them."""
+"""Random coders and transforms of every shape that is allowed, and groups for them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
+import torch
 
-from kvabr.codec.native.model import CoderModel, Index, StackModel, SynthesisModel, frequencies
-from kvabr.types.kv import RopeSpec
+from kvabr.codec.native.coder_model import CoderModel, DecodeJob, Index, frequencies
+from kvabr.codec.structure import Stack, Structure
+from kvabr.codec.transform import Matrices, Transform
+from kvabr.types.kv import KVSpec, RopeSpec
 
 TOKENS = (1, 2, 5, 7, 8, 9, 16, 31, 63, 64, 65, 100, 127, 128, 129, 191, 256, 300)
 _RADII = (0, 1, 1, 1, 2, 3, 5, 8, 15, 16, 40, 126)
@@ -31,7 +36,7 @@ def coder_model(dice: np.random.Generator, rows: int, *, refines: bool) -> Coder
     )
 
 
-def synthesis_model(dice: np.random.Generator, *, small: bool = False) -> SynthesisModel:
+def random_transform(dice: np.random.Generator, *, small: bool = False) -> Transform:
     """Grouped or not, odd head dims, partial rotation of both kinds, scaled or not, or none; transforms or not."""
     layers, block_heads, blocks = (int(dice.integers(1, n)) for n in ((3, 3, 2) if small else (5, 4, 4)))
     dim = int(dice.choice((1, 2, 3, 7, 16) if small else (1, 2, 3, 7, 16, 33, 40, 64)))
@@ -43,27 +48,23 @@ def synthesis_model(dice: np.random.Generator, *, small: bool = False) -> Synthe
         if dice.random() < 0.5:
             frequencies = tuple((10.0 ** dice.uniform(-8, 0.5, rotary // 2)).tolist())
             rope = replace(rope, frequencies=frequencies, factor=float(dice.choice((0.5, 1.0, 1.1386294361, 3.0))))
-    stacks = []
+    stacks, matrices = [], []
     for kv in (0, 1):
-        left = dice.permutation(layers).tolist()
-        while left:
-            count = int(dice.integers(1, len(left) + 1))
-            some, left = tuple(sorted(left[:count])), left[count:]
-            kept = 2 * int(dice.integers(0, width // 2 + 1))
-            size = count * blocks * kept
-            stacks.append(StackModel(kv, some, kept, _mantissas(dice, size, size), _stack_gains(dice, size)))
-    blocked = dice.random() < 0.75
-    return SynthesisModel(
-        layers,
-        heads,
-        dim,
-        rope,
-        block_heads,
-        _mantissas(dice, layers, 2, blocks, width, width) if blocked else None,
-        _gains(dice, layers, 2, blocks, width) if blocked else None,
-        tuple(stacks),
-        dice.normal(size=(layers, 2, heads, dim)).astype(np.float32),
+        cuts = np.flatnonzero(np.r_[True, dice.random(layers - 1) < 0.5, True]).tolist()
+        for first, last in dice.permutation(list(pairwise(cuts))).tolist():
+            stacks.append(Stack(kv, first, last, 2 * int(dice.integers(0, width // 2 + 1))))
+            size = (last - first) * blocks * stacks[-1].kept
+            matrices.append(Matrices(_mantissas(dice, size, size), _stack_gains(dice, size)))
+    every = layers * 2 * blocks
+    block = Matrices(_mantissas(dice, every, width, width), _gains(dice, every, width))
+    return Transform(
+        Structure(KVSpec("m", "t", layers, heads, dim, "float32", rope), block_heads, tuple(stacks)),
+        dice.normal(size=(layers, 2, heads, dim)).astype(np.float16),
         (dice.random((layers, 2)) + 0.1).astype(np.float32),
+        block if dice.random() < 0.75 else None,
+        tuple(matrices),
+        np.ones(layers, np.float32),
+        np.inf,
     )
 
 
@@ -103,25 +104,38 @@ def finer_indices(dice: np.random.Generator, below: Index) -> Index:
 
 @dataclass(frozen=True)
 class Case:
-    """A chain of depths, and a synthesis for it."""
+    """A chain of depths, and a transform for it."""
 
-    synthesis: SynthesisModel
+    transform: Transform
     models: tuple[CoderModel, ...]
     indices: tuple[Index, ...]
+
+    @property
+    def rows(self) -> int:
+        """Coefficients per token."""
+        return self.transform.structure.rows
+
+    def shape(self, tokens: int | None = None) -> tuple[int, ...]:
+        """Shape of a cache of so many tokens; by default as many as there are indices."""
+        return self.transform.structure.spec.shape(tokens or self.indices[0].shape[1])
+
+    def job(self, payloads: Sequence[bytes], step: float, first: int, out: torch.Tensor) -> DecodeJob:
+        """Decode these payloads into a tensor."""
+        return DecodeJob(self.models, payloads, self.transform, step, first, out)
 
 
 def case(seed: int, *, small: bool = False, depths: int | None = None) -> Case:
     """Return the case of this number."""
     dice = np.random.default_rng(seed)
-    synthesis = synthesis_model(dice, small=small)
+    transform = random_transform(dice, small=small)
     tokens = int(dice.choice(TOKENS[:10] if small else TOKENS))
     count = depths or int(dice.choice((1, 1, 2, 3)))
-    indices = [base_indices(dice, synthesis.rows, tokens)]
+    indices = [base_indices(dice, transform.structure.rows, tokens)]
     for _ in range(count - 1):
         indices.append(finer_indices(dice, indices[-1]))
     # Indices that a higher depth has reduced must again be reachable from below.
     for depth in range(count - 1, 0, -1):
         far = np.abs(indices[depth].astype(np.int32) - 3 * indices[depth - 1].astype(np.int32)) > 2000
         indices[depth - 1][far] = np.round(indices[depth][far] / 3).astype(np.int16)
-    models = tuple(coder_model(dice, synthesis.rows, refines=depth > 0) for depth in range(count))
-    return Case(synthesis, models, tuple(indices))
+    models = tuple(coder_model(dice, transform.structure.rows, refines=depth > 0) for depth in range(count))
+    return Case(transform, models, tuple(indices))

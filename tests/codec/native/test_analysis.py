@@ -6,17 +6,18 @@ import numpy as np
 import pytest
 import torch
 
-from kvabr.codec.native import analysis, coder
+from kvabr.codec import analysis
+from kvabr.codec.analysis import Analysis, Coefficients
+from kvabr.codec.native import coder
 from kvabr.codec.structure import Stack, Structure, layered, plain
-from kvabr.codec.transform import RUN, Coefficients, Detector, Transform, rounded
+from kvabr.codec.transform import NO_MATRIX, RUN, Transform, rounded
 from kvabr.types.errors import FormatError
 from kvabr.types.kv import KVSpec, RopeSpec
 
 pytestmark = pytest.mark.skipif(
-    "avx512" not in coder.available_paths() or not analysis.available(), reason="this processor has no AVX-512"
+    "avx512" not in coder.available_paths() or not analysis.native_available(), reason="this processor has no AVX-512"
 )
 
-NOTHING = torch.zeros((0, 0), dtype=torch.int8), torch.zeros(0, dtype=torch.uint8)
 GROUPED = KVSpec("grouped", "t", 5, 2, 16, "float32", RopeSpec(10000.0, 16))
 PARTIAL = KVSpec("partial", "t", 3, 3, 20, "float32", RopeSpec(10000.0, 12, "interleaved", factor=1.25))
 UNTURNED = KVSpec("unturned", "t", 2, 1, 40, "float32")
@@ -28,7 +29,7 @@ STRUCTURES = {
 }
 
 
-def transform(structure: Structure, seed: int) -> Transform:
+def transform(structure: Structure, seed: int) -> Analysis:
     """Random rotations, means and norms."""
     dice = torch.Generator().manual_seed(seed)
 
@@ -37,20 +38,22 @@ def transform(structure: Structure, seed: int) -> Transform:
 
     spec = structure.spec
     kept = any(stack.kept for stack in structure.stacks)
-    return Transform(
+    made = Transform(
         structure,
-        torch.randn((spec.layers, 2, spec.kv_heads, spec.head_dim), generator=dice).half(),
-        torch.rand((spec.layers, 2), generator=dice) + 0.5,
+        torch.randn((spec.layers, 2, spec.kv_heads, spec.head_dim), generator=dice).half().numpy(),
+        (torch.rand((spec.layers, 2), generator=dice) + 0.5).numpy(),
         rounded(torch.stack([rotation(structure.width) for _ in range(structure.blocks)])) if kept else None,
         tuple(
-            rounded(rotation(structure.width_of(stack)), run=RUN) if stack.kept else NOTHING
+            rounded(rotation(structure.width_of(stack)), run=RUN) if stack.kept else NO_MATRIX
             for stack in structure.stacks
         ),
-        Detector(torch.rand(spec.layers, generator=dice) + 4, 1.5),
+        (torch.rand(spec.layers, generator=dice) + 4).numpy(),
+        1.5,
     )
+    return Analysis(made)
 
 
-def by_torch(it: Transform, group: torch.Tensor, first: int, patch: pytest.MonkeyPatch) -> Coefficients:
+def by_torch(it: Analysis, group: torch.Tensor, first: int, patch: pytest.MonkeyPatch) -> Coefficients:
     with patch.context() as path:
         path.setenv(coder.VARIABLE, "portable")
         return it.analyse(group, first)
@@ -92,13 +95,13 @@ def test_many_threads_make_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_group_of_another_shape_is_refused() -> None:
     it = transform(STRUCTURES["grouped"], 3)
-    with pytest.raises(FormatError, match="cannot be transformed"):
+    with pytest.raises(FormatError, match="cannot hold"):
         it.analyse(torch.zeros(UNTURNED.shape(4)), 0)
 
 
 def test_arrays_of_other_sizes_are_refused() -> None:
     with pytest.raises(ValueError, match="do not belong together"):
-        analysis.StackAnalysis(
-            GROUPED, 0, range(2), 2, 8, np.zeros((2, 2, 16), np.float32), np.ones(2, np.float32),
+        analysis._kvanalysis.analysis(
+            (0, 0, 2), (2, 16, 2), 8, 16, 0, np.zeros((2, 2, 16), np.float32), np.ones(2, np.float32),
             np.zeros((2, 32, 31), np.float32), np.eye(16, dtype=np.float32),
         )  # fmt: skip

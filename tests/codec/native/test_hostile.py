@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvabr.codec.native import coder
-from kvabr.codec.native.model import LANES
+from kvabr.codec.native.coder_model import LANES, DecodeJob
 from kvabr.codec.native.reference import HEAD
 from kvabr.types.errors import FormatError
 from tests.codec.native.conftest import NATIVE
@@ -103,19 +103,17 @@ def test_noise_that_is_far_larger_than_a_group_is_refused(path: str) -> None:
     """Random words decode to random indices, and decoding ends with the group, not with the words."""
     it = case(31, depths=1)
     dice = np.random.default_rng(0)
-    tokens = it.indices[0].shape[1]
     words = dice.bytes(2 * 500_000)
     payload = HEAD.pack(500_000, 0) + dice.bytes(4 * LANES) + words
-    out = torch.empty(it.synthesis.layers, 2, it.synthesis.kv_heads, tokens, it.synthesis.head_dim)
     with pytest.raises(FormatError):
-        coder.decode(it.models, [payload], it.synthesis, 1.0, 0, out)
+        coder.decode(it.job([payload], 1.0, 0, torch.empty(it.shape())))
 
 
 def test_chains_and_tensors_that_do_not_fit_are_refused(path: str) -> None:
     it, other = case(7, small=True, depths=2), case(8, small=True, depths=1)
     payloads = coded(it)
-    s, tokens = it.synthesis, it.indices[0].shape[1]
-    out = torch.empty(s.layers, 2, s.kv_heads, tokens, s.head_dim)
+    tokens = it.indices[0].shape[1]
+    out = torch.empty(it.shape())
     bad = [
         (it.models[1:], payloads[1:], out),
         (it.models, payloads[:1], out),
@@ -126,10 +124,10 @@ def test_chains_and_tensors_that_do_not_fit_are_refused(path: str) -> None:
         (it.models, payloads, out.int()),
         (it.models, payloads, out[:, :, :, :0]),
     ]
-    assert other.synthesis.rows != s.rows
+    assert other.rows != it.rows
     for models, data, tensor in bad:
         with pytest.raises(FormatError):
-            coder.decode(models, data, s, 1.0, 0, tensor)
+            coder.decode(DecodeJob(models, data, it.transform, 1.0, 0, tensor))
     with pytest.raises(FormatError, match="needs"):
         coder.decode_indices(it.models[1], payloads[1], tokens)
     with pytest.raises(FormatError, match="takes no"):

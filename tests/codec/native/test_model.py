@@ -9,15 +9,16 @@ from dataclasses import fields, replace
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvabr.codec import native
 from kvabr.codec.native import coder
-from kvabr.codec.native.model import TOTAL, CoderModel, StackModel, SynthesisModel, frequencies
+from kvabr.codec.native.coder_model import TOTAL, CoderModel, frequencies
+from kvabr.codec.structure import Structure
+from kvabr.codec.transform import Matrices, Transform
 from kvabr.types.errors import FormatError, UsageError
-from tests.codec.native.models import case, coder_model, synthesis_model
+from tests.codec.native.models import case, coder_model, random_transform
 
 
 def parts(model: CoderModel) -> dict[str, np.ndarray]:
@@ -72,67 +73,71 @@ def test_a_symbol_with_all_the_probability_is_refused() -> None:
         CoderModel(**good)
 
 
-def _with_stack(s: SynthesisModel, **changes) -> SynthesisModel:
+def _with_stack(s: Structure, **changes) -> Structure:
     return replace(s, stacks=(replace(s.stacks[0], **changes), *s.stacks[1:]))
+
+
+GOOD = next(
+    made
+    for made in (random_transform(np.random.default_rng(seed)) for seed in range(100))
+    if made.block is not None and made.stack[0].gain.size and made.structure.spec.kv_heads > 1
+)
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        lambda s: replace(s, layers=s.layers + 1),
-        lambda s: replace(s, layers=10**9),
-        lambda s: replace(s, head_dim=4096, kv_heads=4096, layers=4096),
-        lambda s: replace(s, head_dim=0),
-        lambda s: replace(s, block_heads=s.kv_heads + 1),
-        lambda s: replace(s, block_gain=None),
-        lambda s: replace(s, block_gain=s.block_gain[:, :1]),
-        lambda s: replace(s, block_mantissa=s.block_mantissa.astype(np.int16)),
-        lambda s: replace(s, mean=s.mean * np.float32(np.inf)),
-        lambda s: replace(s, mean=s.mean[:, :1]),
-        lambda s: replace(s, norm=-s.norm),
-        lambda s: replace(s, norm=s.norm * np.float32(np.nan)),
-        lambda s: replace(s, norm=s.norm * np.float32(1e30)),
+        lambda s: replace(s, spec=replace(s.spec, layers=s.spec.layers + 1)),
+        lambda s: replace(s, spec=replace(s.spec, head_dim=4096, kv_heads=1024, layers=1024, rope=None)),
+        lambda s: replace(s, block_heads=0),
+        lambda s: replace(s, block_heads=s.spec.kv_heads + 1),
         lambda s: replace(s, stacks=s.stacks[1:]),
         lambda s: replace(s, stacks=(*s.stacks, s.stacks[0])),
         lambda s: replace(s, stacks=()),
-        lambda s: _with_stack(s, layers=(s.layers,)),
-        lambda s: _with_stack(s, layers=(-1,)),
-        lambda s: _with_stack(s, layers=()),
-        lambda s: _with_stack(s, kv=2),
+        lambda s: _with_stack(s, first=s.spec.layers),
+        lambda s: _with_stack(s, first=-1),
+        lambda s: _with_stack(s, last=s.stacks[0].first),
+        lambda s: _with_stack(s, kind=2),
         lambda s: _with_stack(s, kept=3),
         lambda s: _with_stack(s, kept=-2),
         lambda s: _with_stack(s, kept=2 * s.width),
-        lambda s: _with_stack(s, mantissa=s.stacks[0].mantissa[1:]),
-        lambda s: _with_stack(s, gain=s.stacks[0].gain[1:]),
-        lambda s: _with_stack(s, gain=s.stacks[0].gain.astype(np.int64)),
     ],
 )
-def test_syntheses_that_are_none_are_refused(change) -> None:
-    seeds = (synthesis_model(np.random.default_rng(seed)) for seed in range(100))
-    good = next(s for s in seeds if s.block_gain is not None and s.stacks[0].size and s.kv_heads > 1)
+def test_structures_that_are_none_are_refused(change) -> None:
     with pytest.raises(FormatError):
-        change(good)
+        change(GOOD.structure)
+
+
+def _with_matrix(t: Transform, mantissa, gain) -> Transform:
+    return replace(t, stack=(Matrices(mantissa, gain), *t.stack[1:]))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda t: replace(t, block=Matrices(t.block.mantissa, t.block.gain[:, :1])),
+        lambda t: replace(t, block=Matrices(t.block.mantissa.astype(np.int16), t.block.gain)),
+        lambda t: replace(t, mean=t.mean * np.float16(np.inf)),
+        lambda t: replace(t, mean=t.mean[:, :1]),
+        lambda t: replace(t, norm=-t.norm),
+        lambda t: replace(t, norm=t.norm * np.float32(np.nan)),
+        lambda t: replace(t, norm=t.norm * np.float32(1e30)),
+        lambda t: replace(t, spread=-t.spread),
+        lambda t: replace(t, stack=t.stack[1:]),
+        lambda t: _with_matrix(t, t.stack[0].mantissa[1:], t.stack[0].gain),
+        lambda t: _with_matrix(t, t.stack[0].mantissa, t.stack[0].gain[1:]),
+        lambda t: _with_matrix(t, t.stack[0].mantissa, t.stack[0].gain.astype(np.int64)),
+    ],
+)
+def test_transforms_that_are_none_are_refused(change) -> None:
+    with pytest.raises(FormatError):
+        change(GOOD)
 
 
 @pytest.mark.parametrize("step", [0.0, -1.0, float("nan"), float("inf"), 1e30])
 def test_steps_that_are_none_are_refused(step: float) -> None:
     with pytest.raises(FormatError):
-        synthesis_model(np.random.default_rng(0)).scale(step)
-
-
-def test_a_stack_may_leave_layers_out() -> None:
-    """A layer in the middle without a transform is a stack of its own that keeps nothing."""
-    dice = np.random.default_rng(0)
-    empty = StackModel(0, (1,), 0, np.empty((0, 0), np.int8), np.empty(0, np.uint8))
-    whole = [StackModel(kv, (0, 2), 2, np.eye(4, dtype=np.int8), np.ones(4, np.uint8)) for kv in (0, 1)]
-    stacks = (whole[0], empty, whole[1], replace(empty, kv=1))
-    mean, norm = np.zeros((3, 2, 1, 4), np.float32), np.ones((3, 2), np.float32)
-    s = SynthesisModel(3, 1, 4, None, 1, None, None, stacks, mean, norm)
-    assert s.trailing_rows(0) == slice(4, 8)
-    z = dice.integers(-9, 9, (s.rows, 5)).astype(np.int16)
-    out = torch.empty(3, 2, 1, 5, 4)
-    coder.synthesise(s, z, 16.0, 0, out)
-    assert torch.equal(out[1, 0, 0].T, torch.from_numpy(z[8:12].astype(np.float32)))
+        GOOD.scale(step)
 
 
 @settings(max_examples=60, deadline=None)

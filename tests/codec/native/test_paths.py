@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvabr.codec.native import coder, reference
-from kvabr.codec.native.model import Quantiser, dequantise
+from kvabr.codec.native.coder_model import Quantiser, dequantise
 from kvabr.codec.quantiser import quantise
 from kvabr.types.errors import FormatError
 from tests.codec.native.conftest import NATIVE
@@ -59,21 +59,21 @@ def spread_out(shape: tuple[int, ...], dtype: torch.dtype, kind: int) -> torch.T
 def test_native_paths_match_the_reference(seed: int, kind: int, dtype: torch.dtype) -> None:
     it = case(seed)
     tokens = it.indices[0].shape[1]
-    shape = (it.synthesis.layers, 2, it.synthesis.kv_heads, tokens, it.synthesis.head_dim)
+    shape = it.shape()
     below = (None, *it.indices[:-1])
     with taking("reference"):
         payloads = [coder.encode_indices(*each) for each in zip(it.models, it.indices, below, strict=True)]
         wanted = spread_out(shape, dtype, 0)
-        coder.synthesise(it.synthesis, dequantise(it.models[-1], it.indices[-1]), STEP, FIRST, wanted)
+        coder.synthesise(it.transform, dequantise(it.models[-1], it.indices[-1]), STEP, FIRST, wanted)
     for path in NATIVE:
         with taking(path):
             for model, index, under, payload in zip(it.models, it.indices, below, payloads, strict=True):
                 assert coder.encode_indices(model, index, under) == payload
                 assert np.array_equal(coder.decode_indices(model, payload, tokens, under), index)
             alone, chain = spread_out(shape, dtype, kind), spread_out(shape, dtype, kind)
-            coder.synthesise(it.synthesis, dequantise(it.models[-1], it.indices[-1]), STEP, FIRST, alone)
+            coder.synthesise(it.transform, dequantise(it.models[-1], it.indices[-1]), STEP, FIRST, alone)
             assert torch.equal(alone, wanted)
-            coder.decode(it.models, payloads, it.synthesis, STEP, FIRST, chain)
+            coder.decode(it.job(payloads, STEP, FIRST, chain))
             assert torch.equal(chain, wanted)
 
 
@@ -88,7 +88,7 @@ def test_coefficients_become_the_indices_that_the_quantiser_says(
     seed: int, tokens: int, finer: float, dead: float
 ) -> None:
     dice = np.random.default_rng(seed)
-    own, lower = Quantiser(finer, dead), Quantiser(3 * finer)
+    own, lower = Quantiser(finer, dead), Quantiser(3 * finer, 0.0)
     rows = (dice.laplace(0, 1, (60, 1)) * dice.laplace(0, 3, (60, tokens))).astype(np.float32)
     # Also ties, which round to even, and values that saturate 16 bits.
     rows[dice.random(rows.shape) < 0.2] = np.float32(finer) * np.float32(dice.integers(-40, 40) + 0.5)
@@ -120,11 +120,10 @@ def test_the_reference_reads_what_it_writes(seed: int, kind: int) -> None:
     payloads = [reference.encode_indices(*each) for each in zip(it.models, it.indices, below, strict=True)]
     for model, index, under, payload in zip(it.models, it.indices, below, payloads, strict=True):
         assert np.array_equal(reference.decode_indices(model, payload, index.shape[1], under), index)
-    s = it.synthesis
-    out = spread_out((s.layers, 2, s.kv_heads, it.indices[0].shape[1], s.head_dim), torch.bfloat16, kind)
+    out = spread_out(it.shape(), torch.bfloat16, kind)
     again = torch.empty_like(out)
-    reference.decode(it.models, payloads, s, STEP, FIRST, out)
-    reference.synthesise(s, dequantise(it.models[-1], it.indices[-1]), STEP, FIRST, again)
+    reference.decode(it.job(payloads, STEP, FIRST, out))
+    reference.synthesise(it.transform, dequantise(it.models[-1], it.indices[-1]), STEP, FIRST, again)
     assert torch.equal(out, again)
 
 
@@ -145,13 +144,13 @@ def test_sums_wrap_and_saturate_alike(use) -> None:
     """Far beyond what an encoder sends: int32 sums that overflow, int16 outputs that saturate, FP16 that is clamped."""
     it = case(5, depths=1)
     tokens = 19
-    z = np.random.default_rng(0).choice([-32752, 32752, 32000], (it.synthesis.rows, tokens)).astype(np.int16)
+    z = np.random.default_rng(0).choice([-32752, 32752, 32000], (it.rows, tokens)).astype(np.int16)
     for dtype in DTYPES:
         outs = []
         for path in coder.available_paths():
             use(path)
-            out = torch.empty(it.synthesis.layers, 2, it.synthesis.kv_heads, tokens, it.synthesis.head_dim, dtype=dtype)
-            coder.synthesise(it.synthesis, z, 1000.0, 0, out)
+            out = torch.empty(it.shape(tokens), dtype=dtype)
+            coder.synthesise(it.transform, z, 1000.0, 0, out)
             outs.append(out)
         assert all(torch.equal(out, outs[0]) for out in outs)
         assert bool(torch.isfinite(outs[0]).all())
@@ -163,31 +162,29 @@ def test_bytes_and_words_are_multiplied_alike(use, most: int) -> None:
     for seed in range(12):
         it = case(1000 + seed, depths=1)
         dice = np.random.default_rng(seed)
-        bounds = dice.choice((most, most, 1, 0), (it.synthesis.rows, 1))
-        z = dice.integers(-bounds, bounds + 1, (it.synthesis.rows, 21)).astype(np.int16)
+        bounds = dice.choice((most, most, 1, 0), (it.rows, 1))
+        z = dice.integers(-bounds, bounds + 1, (it.rows, 21)).astype(np.int16)
         outs = []
         for path in coder.available_paths():
             use(path)
-            s = it.synthesis
-            outs.append(torch.empty(s.layers, 2, s.kv_heads, 21, s.head_dim))
-            coder.synthesise(s, z, 0.5, 0, outs[-1])
+            outs.append(torch.empty(it.shape(21)))
+            coder.synthesise(it.transform, z, 0.5, 0, outs[-1])
         assert all(torch.equal(out, outs[0]) for out in outs)
 
 
 def test_small_numbers_round_alike(use) -> None:
     """A step so small that FP16 has only its subnormal numbers left."""
     it = case(11, depths=1)
-    it.synthesis.mean.flags.writeable = True
-    it.synthesis.mean[:] = 0
-    z = np.random.default_rng(1).integers(-300, 300, (it.synthesis.rows, 33)).astype(np.int16)
+    it.transform.mean.flags.writeable = True
+    it.transform.mean[:] = 0
+    z = np.random.default_rng(1).integers(-300, 300, (it.rows, 33)).astype(np.int16)
     for step in (1e-6, 1e-9, 1e-30, 1e-36):
         for dtype in DTYPES:
             outs = []
             for path in coder.available_paths():
                 use(path)
-                s = it.synthesis
-                outs.append(torch.empty(s.layers, 2, s.kv_heads, 33, s.head_dim, dtype=dtype))
-                coder.synthesise(s, z, step, 0, outs[-1])
+                outs.append(torch.empty(it.shape(33), dtype=dtype))
+                coder.synthesise(it.transform, z, step, 0, outs[-1])
             assert all(torch.equal(out, outs[0]) for out in outs)
 
 
@@ -195,13 +192,11 @@ def test_other_dtypes_and_many_threads(path: str) -> None:
     cases = [case(seed, small=True, depths=2) for seed in range(4 if path == "reference" else 24)]
     jobs, wanted = [], []
     for it in cases:
-        s, tokens = it.synthesis, it.indices[0].shape[1]
         below = (None, it.indices[0])
         payloads = [coder.encode_indices(*each) for each in zip(it.models, it.indices, below, strict=True)]
-        shape = (s.layers, 2, s.kv_heads, tokens, s.head_dim)
-        jobs.append(coder.DecodeJob(it.models, payloads, s, STEP, FIRST, torch.empty(shape, dtype=torch.float64)))
-        wanted.append(torch.empty(shape))
-        coder.decode(it.models, payloads, s, STEP, FIRST, wanted[-1])
+        jobs.append(it.job(payloads, STEP, FIRST, torch.empty(it.shape(), dtype=torch.float64)))
+        wanted.append(torch.empty(it.shape()))
+        coder.decode(it.job(payloads, STEP, FIRST, wanted[-1]))
     coder.decode_many(jobs, threads=4)
     for job, each in zip(jobs, wanted, strict=True):
         assert torch.equal(job.out.float(), each)
@@ -210,11 +205,6 @@ def test_other_dtypes_and_many_threads(path: str) -> None:
 def test_one_bad_group_among_many_is_told(path: str) -> None:
     it = case(3, small=True, depths=1)
     payload = coder.encode_indices(it.models[0], it.indices[0])
-    s = it.synthesis
-    jobs = [
-        coder.DecodeJob(it.models, [each], s, STEP, 0, torch.empty(s.layers, 2, s.kv_heads, tokens, s.head_dim))
-        for each in (payload, payload[:-1], payload)
-        for tokens in [it.indices[0].shape[1]]
-    ]
+    jobs = [it.job([each], STEP, 0, torch.empty(it.shape())) for each in (payload, payload[:-1], payload)]
     with pytest.raises(FormatError):
         coder.decode_many(jobs, threads=2)

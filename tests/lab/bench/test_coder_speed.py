@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from kvabr.codec.native import coder
+from kvabr.codec.native.coder_model import DecodeJob
 from kvabr.lab.bench import coder_speed
 
 pytestmark = pytest.mark.slow
@@ -16,6 +17,6 @@ def test_synthetic_groups_are_measured():
     speed = coder_speed.measure(sample, seconds=0.001)
     assert min(speed.decode, speed.synthesise, speed.decode_indices, speed.encode_indices) > 0
     out = torch.empty(2, 2, 2, 64, 16)
-    coder.decode(sample.depths, sample.payloads, sample.synthesis, 1.0, 0, out)
+    coder.decode(DecodeJob(sample.depths, sample.payloads, sample.transform, 1.0, 0, out))
     one = coder_speed.synthetic(tiny, 2.0, tokens=128)
     assert 1.5 < one.ideal_bits[0] / one.symbols < 2.5

@@ -1,0 +1,271 @@
+"""What a coder needs before the first byte: the probability tables of one depth, and what to decode where.
+
+Tables come from a profile and are untrusted. The constructor checks everything that decoding relies on, so decoders
+need not.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvabr.codec.structure import MAX_ROWS, keep, need
+from kvabr.codec.transform import FARTHEST, FINE, Transform
+from kvabr.types.errors import FormatError
+
+PROBABILITY_BITS = 12
+TOTAL = 1 << PROBABILITY_BITS
+"""Sum of the frequencies of a table."""
+LANES = 64
+"""Number of interleaved rANS states."""
+TILE = 128
+"""Tokens that share row flags."""
+MOST_RADIUS = 126
+MOST_DELTA = 7
+DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+"""Element types of a cache that native code reads and writes."""
+
+Index = NDArray[np.int16]
+_T = TypeVar("_T")
+_derived: WeakKeyDictionary[object, dict[Hashable, Any]] = WeakKeyDictionary()
+_lock = threading.Lock()
+
+
+def derived(owner: object, key: Hashable, make: Callable[[], _T]) -> _T:
+    """Return what ``make`` returns, called once for each owner and key."""
+    with _lock:
+        made = _derived.setdefault(owner, {})
+        if key not in made:
+            made[key] = make()
+        out: _T = made[key]
+        return out
+
+
+@dataclass(frozen=True, eq=False)
+class CoderModel:
+    """The probability tables of one depth.
+
+    A row is one coefficient over the tokens of a group. Rows of a class share a table. A depth that refines another has
+    three tables per class, for indices below of magnitude 0, 1, and 2 or more.
+
+    Raises:
+        FormatError: the arrays are inconsistent.
+    """
+
+    row_class: NDArray[np.uint8]
+    """[row]: class of each row."""
+    radius: NDArray[np.uint8]
+    """[class]: symbol s stands for index s - radius; symbol 2 radius + 1 is the escape."""
+    freqs: NDArray[np.uint16]
+    """[class, context, symbol]: frequency out of 4,096. 0 is never used (such an index is escaped); the escape has at
+    least 1."""
+    flag_freq: NDArray[np.uint16]
+    """[flag context, row]: probability, out of 4,096, that a row has a nonzero index in a tile. With three contexts
+    there are two flag contexts, by whether the row below has one."""
+    delta: NDArray[np.uint8]
+    """[class]: offset of decoded indices from the middle of their interval towards zero, in units of step/16."""
+    order: NDArray[np.uint32] = field(init=False)
+    """[row]: the rows in coding order, class by class."""
+
+    def __post_init__(self) -> None:
+        keep(self, "row_class", np.uint8, -1)
+        keep(self, "radius", np.uint8, -1)
+        rows, classes = len(self.row_class), len(self.radius)
+        need(0 < rows <= MAX_ROWS, f"{rows} coefficients per token, must be 1 to {MAX_ROWS}")
+        need(0 < classes <= 256, f"{classes} classes, must be 1 to 256")
+        need(int(self.row_class.max()) < classes, "a coefficient is of a class that does not exist")
+        widest = int(self.radius.max())
+        need(widest <= MOST_RADIUS, f"a radius of {widest}, must be at most {MOST_RADIUS}")
+        keep(self, "freqs", np.uint16, classes, -1, 2 * widest + 2)
+        contexts = self.contexts
+        need(contexts in (1, 3), f"{contexts} contexts, must be 1 or 3")
+        need(bool((self.freqs.sum(axis=2, dtype=np.int64) == TOTAL).all()), f"a table does not sum to {TOTAL}")
+        need(int(self.freqs.max()) < TOTAL, f"a symbol has all the probability; {TOTAL - 1} is the most")
+        escape = 2 * self.radius.astype(np.int64) + 1
+        at = np.broadcast_to(escape[:, None, None], (classes, contexts, 1))
+        need(bool((np.take_along_axis(self.freqs, at, axis=2) > 0).all()), "an escape has no probability")
+        beyond = np.arange(2 * widest + 2) > escape[:, None]
+        need(not (self.freqs.any(axis=1) & beyond).any(), "a symbol beyond the escape is used")
+        keep(self, "flag_freq", np.uint16, 1 if contexts == 1 else 2, rows)
+        lowest, highest = int(self.flag_freq.min()), int(self.flag_freq.max())
+        need(lowest >= 1 and highest < TOTAL, f"a flag's probability must be 1 to {TOTAL - 1} of {TOTAL}")
+        keep(self, "delta", np.uint8, classes)
+        need(int(self.delta.max()) <= MOST_DELTA, f"a delta of {int(self.delta.max())}, must be at most {MOST_DELTA}")
+        order = np.argsort(self.row_class, kind="stable").astype(np.uint32)
+        order.flags.writeable = False
+        object.__setattr__(self, "order", order)
+
+    @property
+    def rows(self) -> int:
+        """Coefficients per token."""
+        return len(self.row_class)
+
+    @property
+    def classes(self) -> int:
+        """Number of tables, or of triples of tables."""
+        return len(self.radius)
+
+    @property
+    def contexts(self) -> int:
+        """1, or 3 if it refines another depth."""
+        return int(self.freqs.shape[1])
+
+    @property
+    def refines(self) -> bool:
+        """Whether it is coded conditionally on the depth below."""
+        return self.contexts == 3
+
+
+def dequantise(model: CoderModel, index: Index) -> NDArray[np.int16]:
+    """Return indices [row, token] as coefficients in units of step/16."""
+    bounded = np.clip(index, -FARTHEST, FARTHEST).astype(np.int16)
+    shift = model.delta[model.row_class].astype(np.int16)[:, None]
+    return (FINE * bounded - np.sign(bounded) * shift).astype(np.int16)
+
+
+def frequencies(counts: NDArray[Any]) -> NDArray[np.uint16]:
+    """Turn histograms into tables.
+
+    Args:
+        counts: [..., symbol], not negative; the last symbol is the escape. At most 2,048 symbols.
+
+    Returns:
+        [..., symbol] uint16 that sums to 4,096. Symbols that were seen have at least 1, others 0, the escape at least
+        1, and none has everything.
+    """
+    flat = np.asarray(counts, dtype=np.float64).reshape(-1, np.shape(counts)[-1])
+    out = np.empty(flat.shape, dtype=np.uint16)
+    for row, seen in zip(out, flat, strict=True):
+        row[:] = _table(seen)
+    return out.reshape(np.shape(counts))
+
+
+def _table(seen: NDArray[np.float64]) -> NDArray[np.int64]:
+    used = seen > 0
+    used[-1] = True
+    if used.sum() == 1:
+        used[(len(seen) - 1) // 2] = True  # nothing seen: most likely zeros
+    share = np.where(used, np.maximum(seen, 1e-9), 0)
+    exact = share / share.sum() * TOTAL
+    table = np.where(used, np.clip(np.floor(exact), 1, TOTAL - 1), 0).astype(np.int64)
+    # Move units one by one to where they save most bits, or from where they cost fewest.
+    while (short := TOTAL - int(table.sum())) != 0:
+        change = 1 if short > 0 else -1
+        able = used & (table + change >= 1) & (table + change < TOTAL)
+        saved = share * np.log2(np.maximum(table + change, 1) / np.maximum(table, 1))
+        table[int(np.where(able, saved, -np.inf).argmax())] += change
+    return table
+
+
+def check_indices(model: CoderModel, index: NDArray[Any], below: NDArray[Any] | None) -> tuple[Index, Index | None]:
+    """Return indices as coders need them: int16, contiguous, [row, token].
+
+    Raises:
+        FormatError: another shape, beyond int16, or indices below are given or missing contrary to the model.
+    """
+    _below_or_not(model, below)
+    if index.ndim != 2 or index.shape[0] != model.rows or index.shape[1] < 1:
+        raise FormatError(f"indices of shape {index.shape}, must be [{model.rows}, tokens]")
+    if below is not None and below.shape != index.shape:
+        raise FormatError(f"indices below of shape {below.shape} for {index.shape}")
+    return _int16(index), None if below is None else _int16(below)
+
+
+@dataclass(frozen=True)
+class Quantiser:
+    """A quantiser, see `kvabr.codec.quantiser.quantise`."""
+
+    step: float
+    dead: float
+    """Dead zone."""
+
+
+def check_rows(
+    model: CoderModel, rows: NDArray[np.float32], lower: Quantiser | None, keep: NDArray[np.bool_]
+) -> tuple[NDArray[np.float32], NDArray[np.int16]]:
+    """Return coefficients as coders need them, and a mask: -1 for tokens to code, 0 for others.
+
+    Raises:
+        FormatError: another shape, or a quantiser below is given or missing contrary to the model.
+    """
+    _below_or_not(model, lower)
+    if rows.ndim != 2 or rows.shape[0] != model.rows or rows.shape[1] < 1 or keep.shape != rows.shape[1:]:
+        raise FormatError(f"coefficients of shape {rows.shape}, must be [{model.rows}, tokens]")
+    return np.ascontiguousarray(rows, dtype=np.float32), -keep.astype(np.int16)
+
+
+def check_below(model: CoderModel, tokens: int, below: NDArray[Any] | None) -> Index | None:
+    """Return the indices below as a decoder needs them.
+
+    Raises:
+        FormatError: as `check_indices`.
+    """
+    _below_or_not(model, below)
+    if tokens < 1:
+        raise FormatError(f"a group of {tokens} tokens")
+    if below is not None and below.shape != (model.rows, tokens):
+        raise FormatError(f"indices below of shape {below.shape}, must be {(model.rows, tokens)}")
+    return None if below is None else _int16(below)
+
+
+@dataclass(frozen=True, eq=False)
+class DecodeJob:
+    """A base and the enhancements above it, to be decoded into a cache in one call.
+
+    Raises:
+        FormatError: the depths do not form a chain, or do not fit the transform, or ``out`` has another shape.
+    """
+
+    models: Sequence[CoderModel]
+    """One per depth, base first."""
+    payloads: Sequence[bytes | memoryview]
+    """One per depth; untrusted."""
+    transform: Transform
+    step: float
+    """Step of the last depth."""
+    first_token: int
+    """Position of the first token."""
+    out: torch.Tensor
+    """[layer, K/V, head, token, dim], any float dtype, any strides; written completely, or partly on error."""
+
+    def __post_init__(self) -> None:
+        models, rows = self.models, self.transform.structure.rows
+        if not models or len(models) != len(self.payloads):
+            raise FormatError(f"{len(self.payloads)} payloads for {len(models)} depths")
+        if [model.refines for model in models] != [False] + [True] * (len(models) - 1):
+            raise FormatError("the first depth must stand alone, and all others refine the one below")
+        for model in models:
+            if model.rows != rows:
+                raise FormatError(f"tables for {model.rows} coefficients, but the transform takes {rows}")
+        check_cache(self.transform, self.out)
+
+
+def check_cache(transform: Transform, cache: torch.Tensor) -> None:
+    """Raise unless a tensor can hold a cache of the transform's spec.
+
+    Raises:
+        FormatError: it is empty, of another shape, or not of floats.
+    """
+    wanted = transform.structure.spec.shape(cache.shape[3] if cache.ndim == 5 else 0)
+    if tuple(cache.shape) != wanted or not cache.shape[3] or not cache.is_floating_point():
+        raise FormatError(f"{tuple(cache.shape)} {cache.dtype} cannot hold a cache of {wanted}")
+
+
+def _below_or_not(model: CoderModel, below: object | None) -> None:
+    if model.refines != (below is not None):
+        raise FormatError("this depth " + ("needs" if model.refines else "takes no") + " indices below")
+
+
+def _int16(index: NDArray[Any]) -> Index:
+    if index.dtype != np.int16:
+        if index.size and (int(index.min()) < -32767 or int(index.max()) > 32767):
+            raise FormatError("an index is beyond 16 bits; keep such tokens exact")
+        index = index.astype(np.int16)
+    return np.ascontiguousarray(index)
