@@ -183,10 +183,9 @@ def _sorted(symbols: Counted, classes: int) -> NDArray[np.intp]:
 
 
 def _summed(of_row: NDArray[np.intp], symbols: Counted) -> Counted:
-    """Return the sums by class, [class, context, symbol]."""
-    member = np.zeros((int(of_row.max()) + 1, len(of_row)))
-    member[of_row, np.arange(len(of_row))] = 1
-    out: Counted = (member @ symbols.reshape(len(of_row), -1)).reshape(-1, *symbols.shape[1:])
+    """Return the sums by class, [class, context, symbol]; no class is empty."""
+    rows = np.argsort(of_row, kind="stable")
+    out: Counted = np.add.reduceat(symbols[rows], np.flatnonzero(np.diff(of_row[rows], prepend=-1)), axis=0)
     return out
 
 
