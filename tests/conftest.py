@@ -3,35 +3,41 @@
 from __future__ import annotations
 
 import fcntl
-import os
 import signal
+from typing import TYPE_CHECKING
 
-import hypothesis
 import pytest
-import torch
 
-from kvabr.cli.main import main
-from kvabr.engines.transformers.model_loader import LoadedModel, load_model
-from kvabr.publish.texts import measuring_texts
-from kvabr.store.asset import Asset
-from kvabr.store.asset_folder import FolderAsset
-
-# Tests run in parallel, and threads that wait for each other spin.
-torch.set_num_threads(1)
+if TYPE_CHECKING:
+    from kvabr.engines.transformers.model_loader import LoadedModel
+    from kvabr.store.asset import Asset
 
 # Shells start background jobs with Ctrl-C ignored, and some tests press it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Every run tries the same examples, however slow the machine; `HYPOTHESIS_PROFILE=search` looks for new ones.
-_PATIENT = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
-hypothesis.settings.register_profile("same", derandomize=True, **_PATIENT)
-hypothesis.settings.register_profile("search", **_PATIENT)
-hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
-
 ASSET_TOKENS = 300
 """Three groups, the last one short."""
 _MODEL_FIXTURES = {"loaded", "encoded"}
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Prepare the processes that run tests: all but the one that only hands them out."""
+    if getattr(config.option, "numprocesses", None):
+        return
+    import hypothesis
+    import torch
+
+    # Tests run in parallel, and threads that wait for each other spin.
+    torch.set_num_threads(1)
+    from tests.examples import PROFILE, of_profile
+
+    # However slow the machine, the examples are the same, unless new ones are wanted.
+    patient = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
+    hypothesis.settings.register_profile("same", derandomize=True, **patient)
+    hypothesis.settings.register_profile("fast", derandomize=True, max_examples=of_profile(100), **patient)
+    hypothesis.settings.register_profile("search", **patient)
+    hypothesis.settings.load_profile(PROFILE)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -44,12 +50,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def loaded() -> LoadedModel:
     """SmolLM2 from its package; fails, and says how to install it, where that is missing."""
+    from kvabr.engines.transformers.model_loader import load_model
+
     return load_model("smollm2")
 
 
 @pytest.fixture(scope="session")
 def encoded(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Asset:
     """An asset encoded by the command itself, once for all test processes."""
+    from kvabr.cli.main import main
+    from kvabr.publish.texts import measuring_texts
+    from kvabr.store.asset_folder import FolderAsset
+
     base = tmp_path_factory.getbasetemp()
     folder = (base if worker_id == "master" else base.parent) / "encoded"
     folder.mkdir(exist_ok=True)

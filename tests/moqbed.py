@@ -34,7 +34,9 @@ async def origin(root, *, grants=None, limits=None, port=0, tls=None):
 
 def options(server, **more):
     """How to reach it."""
-    return DialOptions("localhost", **{"port": server.address[1], "fingerprint": server.fingerprint} | more)
+    return DialOptions(
+        "localhost", **{"timeout_s": 300.0, "port": server.address[1], "fingerprint": server.fingerprint} | more
+    )
 
 
 async def dialled(server, **more):

@@ -42,33 +42,33 @@ def tree(name: str) -> ast.Module:
     return ast.parse(modules()[name].read_text(encoding="utf-8"))
 
 
-def _type_checking_only(module: ast.Module) -> set[ast.AST]:
-    """Return the nodes below ``if TYPE_CHECKING:``: they never run."""
-    found: set[ast.AST] = set()
-    for node in ast.walk(module):
-        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
-            for statement in node.body:
-                found.update(ast.walk(statement))
-    return found
-
-
-def imports(name: str, *, typing: bool) -> Iterator[str]:
-    """Yield the modules of kvabr that a module imports, also inside functions."""
-    skipped = set() if typing else _type_checking_only(tree(name))
-    for node in ast.walk(tree(name)):
-        if node in skipped:
-            continue
+@cache
+def _imports(name: str) -> tuple[tuple[str, bool], ...]:
+    """Return the modules of kvabr that a module imports, also inside functions, and whether for type checking only."""
+    found: list[tuple[str, bool]] = []
+    left: list[tuple[ast.AST, bool]] = [(tree(name), False)]
+    for node, typing in left:
         if isinstance(node, ast.Import):
             wanted = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert not node.level, f"{name}: relative import"
             wanted = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.expr):
+            continue
         else:
+            never = isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+            left += ((child, typing or never) for child in ast.iter_child_nodes(node))
             continue
         for dotted in wanted:
             target = dotted if dotted in modules() else dotted.rpartition(".")[0]
             if target in modules() and target != name:
-                yield target
+                found.append((target, typing))
+    return tuple(found)
+
+
+def imports(name: str, *, typing: bool) -> Iterator[str]:
+    """Yield the modules of kvabr that a module imports, with or without those for type checking."""
+    return (target for target, only_typing in _imports(name) if typing or not only_typing)
 
 
 def room(name: str) -> str:

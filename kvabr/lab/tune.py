@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from scipy.stats import qmc
 
 from kvabr.abr.plugins import policy_class
 from kvabr.abr.policy import Parameter, declared, parse, spell
@@ -228,6 +227,8 @@ def tune(
 
 def _spread(policy: str, parameters: dict[str, Parameter], search: Search) -> list[str]:
     """Return points spread evenly over the ranges."""
+    from scipy.stats import qmc  # noqa: PLC0415 - takes a second to import, and only this needs it
+
     sobol = qmc.Sobol(len(parameters), scramble=True, rng=np.random.default_rng(search.seed))
     rows = sobol.random(1 << max(0, search.points - 1).bit_length())[: search.points]
     return [_name(policy, parameters, row) for row in rows]

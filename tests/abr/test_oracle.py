@@ -4,7 +4,7 @@ import random
 from itertools import product
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvabr.abr.ladder import Choice, knapsack
@@ -15,6 +15,7 @@ from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import PolicyError
 from tests.abr.plain import steady
 from tests.catalogs import catalog
+from tests.examples import examples
 from tests.lab import small
 from tests.replay.worlds import world, worlds
 
@@ -27,7 +28,7 @@ def loses(groups, picks):
     return sum(choices[index].loss for choices, index in zip(groups, picks, strict=True))
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.integers(0, 10**6), st.integers(1, 4), st.floats(0.0, 1.2))
 @example(43150, 1, 5e-324)
 def test_the_knapsack_finds_what_trying_everything_finds(seed, count, share):

@@ -15,6 +15,9 @@ from kvabr.server.metrics import Metrics
 from kvabr.server.published_assets import PublishedAssets
 from kvabr.server.server import Server
 
+LIMIT_S = 300.0
+"""Real seconds that something may take on the slowest machine; also a deadline that no machine misses."""
+
 LOG = structlog.wrap_logger(structlog.ReturnLogger(), processors=[])
 
 

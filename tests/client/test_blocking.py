@@ -10,7 +10,7 @@ import pytest
 from kvabr.client.blocking import Client
 from kvabr.client.options import Limits, PlayOptions
 from kvabr.types.errors import PlayError, UsageError
-from tests.client.served import Served
+from tests.client.served import LIMIT_S, Served
 from tests.client.test_play import close
 from tests.toymodel import SPEC, prompt
 
@@ -26,12 +26,12 @@ def served(root, tmp_path_factory):
 
 
 def client_of(served, **options):
-    return Client(served.url, fingerprint=served.fingerprint, quic="aioquic", model=SPEC, **options)
+    return Client(served.url, fingerprint=served.fingerprint, quic="aioquic", timeout_s=LIMIT_S, model=SPEC, **options)
 
 
 def test_threads_share_one_connection_and_every_download(served, long):
     with client_of(served, options=INT4) as client, ThreadPoolExecutor(8) as threads:
-        tasks = [threads.submit(client.play, tokens, deadline=20.0) for tokens in (LONG, TOKENS) * 4]
+        tasks = [threads.submit(client.play, tokens, deadline=LIMIT_S) for tokens in (LONG, TOKENS) * 4]
         for tokens, task in zip((LONG, TOKENS) * 4, tasks, strict=True):
             assert close(task.result().kv, tokens)
         metrics = client.metrics
@@ -47,25 +47,25 @@ def test_what_an_origin_has(served, long):
         assert list(client.models()) == [SPEC]
         found = client.find_asset(f"{long.namespace.model}/{long.namespace.prompt}")
         assert found.catalog == long
-        assert close(client.play_asset(found, deadline=20.0).kv, LONG)
+        assert close(client.play_asset(found, deadline=LIMIT_S).kv, LONG)
 
 
 def test_a_handle_can_be_asked_waited_for_and_cancelled(served):
     with client_of(served, limits=Limits(plays=1, wait_share=1.0)) as client:
         told = threading.Event()
-        handle = client.submit(TOKENS, deadline=20.0)
-        waiting = client.submit(TOKENS, deadline=20.0)
+        handle = client.submit(TOKENS, deadline=LIMIT_S)
+        waiting = client.submit(TOKENS, deadline=LIMIT_S)
         handle.when_done(lambda _: told.set())
         waiting.cancel()
-        assert close(handle.result(20.0).kv)
+        assert close(handle.result(LIMIT_S).kv)
         assert handle.done()
-        assert told.wait(20.0)
+        assert told.wait(LIMIT_S)
         with pytest.raises(PlayError, match="cancelled"):
-            waiting.result(20.0)
-        assert close(client.submit(TOKENS, deadline=20.0).result(20.0).kv)
+            waiting.result(LIMIT_S)
+        assert close(client.submit(TOKENS, deadline=LIMIT_S).result(LIMIT_S).kv)
         name = handle.result().catalog.namespace
-        assert close(client.play_asset(name, deadline=20.0).kv)
-        assert close(client.begin(lambda inner: inner.play_asset(name, deadline=20.0)).result(20.0).kv)
+        assert close(client.play_asset(name, deadline=LIMIT_S).kv)
+        assert close(client.begin(lambda inner: inner.play_asset(name, deadline=LIMIT_S)).result(LIMIT_S).kv)
 
 
 def test_a_closed_one_says_so():

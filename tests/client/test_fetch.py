@@ -52,13 +52,13 @@ def name(short):
 
 
 def network(served):
-    return ("--ca", served.pem, "--quic", "aioquic")
+    return ("--ca", served.pem, "--quic", "aioquic", "--timeout", 300)
 
 
 def test_fetch_writes_the_cache_and_says_how_it_went(served, short, tmp_path, capsys):
     out, result, log = tmp_path / "c.safetensors", tmp_path / "r.json", tmp_path / "l.jsonl"
     status = kvabr(
-        "fetch", f"{served.url}#kvcache:{name(short)}", *network(served), "--deadline", 5, "--policy", "fixed:Int8",
+        "fetch", f"{served.url}#kvcache:{name(short)}", *network(served), "--deadline", 300, "--policy", "fixed:Int8",
         "--out", out, "--json", result, "--log", log,
     )  # fmt: skip
     assert status == 0
@@ -101,11 +101,11 @@ def test_a_prompt_by_its_tokens_alone(served, short, tmp_path, capsys):
     """Whose tokens they are, the origin tells."""
     tokens, result = tmp_path / "tokens.json", tmp_path / "result.json"
     tokens.write_text(json.dumps(list(prompt(70).tokens)))
-    assert kvabr("fetch", served.url, *network(served), "--tokens", tokens, "--deadline", 60, "--json", result) == 0
+    assert kvabr("fetch", served.url, *network(served), "--tokens", tokens, "--deadline", 300, "--json", result) == 0
     assert "70 of 70 tokens in place" in capsys.readouterr().out
     assert json.loads(result.read_text())["asset"] == name(short)
     tokens.write_text("[1, 2, 3]")
-    assert kvabr("fetch", served.url, *network(served), "--tokens", tokens, "--deadline", 60, "--json", result) == 1
+    assert kvabr("fetch", served.url, *network(served), "--tokens", tokens, "--deadline", 300, "--json", result) == 1
     assert "nothing of this prompt is cached" in capsys.readouterr().err
     assert json.loads(result.read_text())["tokens"] == 0
 
@@ -151,7 +151,9 @@ def test_an_asset_named_twice_and_a_bad_url(served, short, capsys):
 def test_a_prompt_that_goes_with_the_asset_is_taken(served, short, tmp_path, capsys):
     tokens = tmp_path / "prompt.json"
     tokens.write_text(prompt(70).dumps())
-    assert kvabr("fetch", served.url, *network(served), "--asset", name(short), "--tokens", tokens) == 0
+    assert (
+        kvabr("fetch", served.url, *network(served), "--asset", name(short), "--tokens", tokens, "--deadline", 300) == 0
+    )
     assert "70 of 70 tokens" in capsys.readouterr().out
 
 
@@ -175,7 +177,7 @@ class Restless(Policy):
 def test_ctrl_c_leaves_no_file(served, short, tmp_path):
     policy, out, log = tmp_path / "restless.py", tmp_path / "c.safetensors", tmp_path / "l.jsonl"
     policy.write_text(RESTLESS)
-    words = ["fetch", f"{served.url}#kvcache:{name(short)}", "--ca", served.pem, "--quic", "aioquic"]
+    words = ["fetch", f"{served.url}#kvcache:{name(short)}", *network(served)]
     words += ["--deadline", 3600, "--policy", f"{policy}:Restless", "--out", out, "--log", log]
     process = subprocess.Popen(  # noqa: S603
         [sys.executable, "-m", "kvabr", *map(str, words)],
@@ -338,7 +340,7 @@ class Lazy(Policy):
 def test_after_the_deadline_upgrades_go_on_and_the_cache_is_written_again(served, short, tmp_path, capsys):
     out, result = tmp_path / "c.safetensors", tmp_path / "r.json"
     status = kvabr(
-        "fetch", f"{served.url}#kvcache:{name(short)}", *network(served), "--deadline", 5,
+        "fetch", f"{served.url}#kvcache:{name(short)}", *network(served), "--deadline", 300,
         "--policy", f"{__file__}:Lazy", "--after", "done", "--out", out, "--json", result,
     )  # fmt: skip
     assert status == 0

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import kvabr
-from tests.client.served import Served
+from tests.client.served import LIMIT_S, Served
 from tests.client.test_play import close
 from tests.toymodel import ToyModel, prompt
 
@@ -39,7 +39,7 @@ def test_the_simplest_program_plays(served):
 
 def test_the_other_programs_play(served, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with kvabr.Client(served.url, fingerprint=served.fingerprint, token=TOKEN) as client:
+    with kvabr.Client(served.url, fingerprint=served.fingerprint, token=TOKEN, timeout_s=LIMIT_S) as client:
         for code in (*snippets("StepGate"), *snippets("OpenTelemetry")):
             names = {"kvabr": kvabr, "client": client, "tokens": TOKENS}
             exec(code, names)  # noqa: S102

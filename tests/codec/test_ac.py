@@ -1,12 +1,13 @@
 """The AC tracks: decoded values, size and rejected payloads of chains of layers, for all kinds of caches."""
 
 import dataclasses
+import functools
 import itertools
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvabr.codec.ac import split_payload
@@ -20,6 +21,7 @@ from kvabr.codec.transform import ONE, rounded
 from kvabr.types.errors import ForeignError, FormatError, UsageError
 from kvabr.types.kv import KVSpec, RopeSpec
 from kvabr.types.naming import LAYERS
+from tests.examples import examples
 from tests.kvdata import cache, related, spec
 
 pytestmark = pytest.mark.slow
@@ -30,8 +32,17 @@ FIRST = 1000
 
 SHAPE = spec(6, 2, 32, group_tokens=4096)
 SMALL = FitConfig(stack_layers=3, kept=(48, 64), classes=40, outliers=0.0)
-SIDE = fit(SHAPE, lambda: [related(SHAPE, 600, seed) for seed in range(4)], SMALL)
 TRACKS = (*LAYERS, "AC-5x")
+
+
+@functools.cache
+def fitted():
+    return fit(SHAPE, lambda: [related(SHAPE, 600, seed) for seed in range(4)], SMALL)
+
+
+@functools.cache
+def payloads_of(track):
+    return encode(related(SHAPE, 70, 68), fitted(), track, 0)
 
 
 def chain_of(track):
@@ -72,34 +83,34 @@ def near(out, kv):
 
 def test_a_chain_decodes_to_just_what_its_finest_quantiser_gives():
     kv = related(SHAPE, 300, 50, FIRST)
-    payloads = encode(kv, SIDE)
-    context = GroupContext(SHAPE, FIRST, 300, SIDE)
+    payloads = encode(kv, fitted())
+    context = GroupContext(SHAPE, FIRST, 300, fitted())
     index = None
     for track, payload in zip(LAYERS, payloads, strict=True):
-        depth = SIDE.depth(track)
+        depth = fitted().depth(track)
         index = coder.decode_indices(depth.coder, split_payload(payload, context, 0, track).coded, 300, index)
-    rows = SIDE.analysis.analyse(kv, FIRST).rows
-    assert np.array_equal(index, quantise(rows, SIDE.depth("AC-L3").step).numpy())
+    rows = fitted().analysis.analyse(kv, FIRST).rows
+    assert np.array_equal(index, quantise(rows, fitted().depth("AC-L3").step).numpy())
 
 
 @pytest.mark.parametrize("track", TRACKS)
 def test_every_depth_decodes_alone_and_no_coefficient_is_off_by_more_than_a_step(track):
     kv = related(SHAPE, 200, 51, FIRST)
-    out = decode(encode(kv, SIDE, track), SIDE, 200, track)
-    step = SIDE.depth(track).step
-    assert float(off_by(kv, out, SIDE).max()) <= 1.05 * step
-    assert float(off_by(kv, out, SIDE).square().mean()) <= step**2 / 7
+    out = decode(encode(kv, fitted(), track), fitted(), 200, track)
+    step = fitted().depth(track).step
+    assert float(off_by(kv, out, fitted()).max()) <= 1.05 * step
+    assert float(off_by(kv, out, fitted()).square().mean()) <= step**2 / 7
 
 
 def test_each_layer_is_nearer_than_the_one_below():
     kv = related(SHAPE, 200, 52, FIRST)
-    errors = [float((decode(encode(kv, SIDE, track), SIDE, 200, track) - kv).norm()) for track in LAYERS]
+    errors = [float((decode(encode(kv, fitted(), track), fitted(), 200, track) - kv).norm()) for track in LAYERS]
     assert all(finer < 0.7 * coarser for coarser, finer in itertools.pairwise(errors[1:]))
     assert errors[1] < errors[0]
 
 
 def test_layers_cost_what_one_quantiser_would_and_the_coder_adds_nothing():
-    finest = SIDE.depth("AC-L3").step
+    finest = fitted().depth("AC-L3").step
     both = dataclasses.replace(SMALL, steps=dict(SMALL.steps) | {"AC-5x": finest})
     side = fit(SHAPE, lambda: [related(SHAPE, 600, seed) for seed in range(4)], both)
     kv = related(SHAPE, 1024, 53, FIRST)
@@ -117,23 +128,23 @@ def test_a_transform_across_layers_pays():
     )
     kv = related(SHAPE, 512, 54, FIRST)
     for track in ("AC-L1", "AC-5x"):
-        sizes = [sum(map(len, encode(kv, side, track))) for side in (SIDE, without)]
+        sizes = [sum(map(len, encode(kv, side, track))) for side in (fitted(), without)]
         assert sizes[0] < 0.6 * sizes[1]
-    assert len(without.to_bytes()) < len(SIDE.to_bytes()) / 2
+    assert len(without.to_bytes()) < len(fitted().to_bytes()) / 2
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 63, 64, 65, 127, 129, 1000, 4096])
 def test_groups_of_any_size(tokens):
     kv = related(SHAPE, tokens, 55, FIRST)
     for track, first in (("AC-L3", 0), ("AC-5x", 7)):
-        out = decode(encode(kv, SIDE, track, first), SIDE, tokens, track, first)
-        sinks = max(0, SIDE.sinks - first)
+        out = decode(encode(kv, fitted(), track, first), fitted(), tokens, track, first)
+        sinks = max(0, fitted().sinks - first)
         assert near(out[:, :, :, :sinks], kv[:, :, :, :sinks])
-        assert (off_by(kv, out, SIDE, first)[:, sinks:] <= 1.05 * SIDE.depth(track).step).all()
+        assert (off_by(kv, out, fitted(), first)[:, sinks:] <= 1.05 * fitted().depth(track).step).all()
 
 
 def test_only_the_first_tokens_of_a_prompt_are_sinks():
-    side = dataclasses.replace(SIDE, sinks=5)
+    side = dataclasses.replace(fitted(), sinks=5)
     kv = related(SHAPE, 8, 56, FIRST)
     for first, sinks in ((0, 5), (3, 2), (5, 0)):
         context = GroupContext(SHAPE, first, 8, side)
@@ -161,9 +172,9 @@ def test_tokens_out_of_range_are_kept_exact_and_counted_and_hurt_no_other(value)
     kv = related(SHAPE, 100, 57, FIRST)
     wild = kv.clone()
     wild[2, 1, 0, 30, 7] = wild[4, 0, 1, 99, 3] = value
-    payloads = encode(wild, SIDE)
-    out, tame = decode(payloads, SIDE, 100), decode(encode(kv, SIDE), SIDE, 100)
-    context = GroupContext(SHAPE, FIRST, 100, SIDE)
+    payloads = encode(wild, fitted())
+    out, tame = decode(payloads, fitted(), 100), decode(encode(kv, fitted()), fitted(), 100)
+    context = GroupContext(SHAPE, FIRST, 100, fitted())
     counted = [tokens_aside(payload, context, track) for track, payload in zip(LAYERS, payloads, strict=True)]
     assert sum(counted) == 2
     others = [token for token in range(100) if token not in {30, 99}]
@@ -173,25 +184,25 @@ def test_tokens_out_of_range_are_kept_exact_and_counted_and_hurt_no_other(value)
 
 def test_a_finer_layer_lists_what_a_coarser_one_still_could_hold():
     kv = related(SHAPE, 50, 58, FIRST)
-    kv[0, 1, 0, 20] += 900 * SIDE.transform.norm[0, 1]
-    payloads = encode(kv, SIDE)
-    context = GroupContext(SHAPE, FIRST, 50, SIDE)
+    kv[0, 1, 0, 20] += 900 * fitted().transform.norm[0, 1]
+    payloads = encode(kv, fitted())
+    context = GroupContext(SHAPE, FIRST, 50, fitted())
     counted = [tokens_aside(payload, context, track) for track, payload in zip(LAYERS, payloads, strict=True)]
     assert counted[0] == 0
     assert sum(counted) == 1
     for depth, track in enumerate(LAYERS):
-        out = decode(payloads[: depth + 1], SIDE, 50, track)
-        assert float(off_by(kv, out, SIDE)[:, 20].max()) <= 1.05 * SIDE.depth(track).step + 1
+        out = decode(payloads[: depth + 1], fitted(), 50, track)
+        assert float(off_by(kv, out, fitted())[:, 20].max()) <= 1.05 * fitted().depth(track).step + 1
 
 
 @pytest.mark.parametrize("track", TRACKS)
 def test_a_cache_far_from_the_calibration_is_coded_as_well_only_longer(track):
     """The transform is complete: it represents what the calibration never saw."""
     noise = torch.randn(SHAPE.shape(150), generator=torch.Generator().manual_seed(1)) * 4 + 2
-    payloads = encode(noise, SIDE, track)
-    out = decode(payloads, SIDE, 150, track)
-    assert float(off_by(noise, out, SIDE).max()) <= 1.05 * SIDE.depth(track).step
-    assert tokens_aside(payloads[0], GroupContext(SHAPE, FIRST, 150, SIDE), chain_of(track)[0]) == 0
+    payloads = encode(noise, fitted(), track)
+    out = decode(payloads, fitted(), 150, track)
+    assert float(off_by(noise, out, fitted()).max()) <= 1.05 * fitted().depth(track).step
+    assert tokens_aside(payloads[0], GroupContext(SHAPE, FIRST, 150, fitted()), chain_of(track)[0]) == 0
 
 
 def test_coefficients_of_a_stack_are_uncorrelated_and_the_first_ones_are_the_largest():
@@ -258,20 +269,20 @@ def test_attention_of_every_kind(shape, transform):
 
 def test_what_was_worked_out_for_one_track_serves_the_next_and_changes_nothing():
     kv = related(SHAPE, 100, 61, FIRST)
-    assert encode(kv, SIDE) == encode(kv, SIDE, memo={})
+    assert encode(kv, fitted()) == encode(kv, fitted(), memo={})
     memo = {}
-    first = encode(kv, SIDE, memo=memo)
+    first = encode(kv, fitted(), memo=memo)
     other = related(SHAPE, 100, 62, FIRST)
-    assert encode(other, SIDE, memo=memo) == encode(other, SIDE) != first
+    assert encode(other, fitted(), memo=memo) == encode(other, fitted()) != first
     # A base by another encoder: its indices are decoded, regardless of the memo.
-    coarse = dataclasses.replace(SIDE.depth("AC-L0"), dead=0.3)
-    lazy = dataclasses.replace(SIDE, depths=dict(SIDE.depths) | {"AC-L0": coarse})
+    coarse = dataclasses.replace(fitted().depth("AC-L0"), dead=0.3)
+    lazy = dataclasses.replace(fitted(), depths=dict(fitted().depths) | {"AC-L0": coarse})
     base = encode(kv, lazy, "AC-L0")[0]
     assert base != first[0]
-    context = GroupContext(SHAPE, FIRST, 100, SIDE, memo)
+    context = GroupContext(SHAPE, FIRST, 100, fitted(), memo)
     payload = codec("AC-L1").encode(kv, context, [base])
-    out = decode([base, payload], SIDE, 100, "AC-L1")
-    assert torch.equal(out, decode(first[:2], SIDE, 100, "AC-L1"))
+    out = decode([base, payload], fitted(), 100, "AC-L1")
+    assert torch.equal(out, decode(first[:2], fitted(), 100, "AC-L1"))
 
 
 def test_a_dead_zone_shortens_the_base_and_its_enhancements_make_up_for_it():
@@ -279,16 +290,16 @@ def test_a_dead_zone_shortens_the_base_and_its_enhancements_make_up_for_it():
     side = fit(SHAPE, lambda: [related(SHAPE, 600, seed) for seed in range(4)], lazy)
     kv = related(SHAPE, 400, 63, FIRST)
     assert Profile.from_bytes(side.to_bytes()).depth("AC-L0").dead == 0.2
-    lazy, plain = encode(kv, side), encode(kv, SIDE)
+    lazy, plain = encode(kv, side), encode(kv, fitted())
     assert len(lazy[0]) < 0.97 * len(plain[0])
     assert sum(map(len, lazy)) < 1.02 * sum(map(len, plain))
     assert float(off_by(kv, decode(lazy, side, 400), side).max()) <= 1.05 * side.depth("AC-L3").step
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(st.data(), st.sampled_from(TRACKS))
 def test_truncated_and_changed_payloads_are_refused(data, track):
-    payloads = list(PAYLOADS[track])
+    payloads = list(payloads_of(track))
     which = data.draw(st.integers(0, len(payloads) - 1))
     bad = bytearray(payloads[which])
     if data.draw(st.booleans()):
@@ -299,33 +310,33 @@ def test_truncated_and_changed_payloads_are_refused(data, track):
     payloads[which] = bytes(bad)
     # A flipped bit of an exact token or of an escaped index is undetectable here.
     try:
-        out = decode(payloads, SIDE, 70, track, first=0)
+        out = decode(payloads, fitted(), 70, track, first=0)
     except FormatError:
         return
     assert bool(torch.isfinite(out).all())
-    assert len(bad) == len(PAYLOADS[track][which])
+    assert len(bad) == len(payloads_of(track)[which])
 
 
 @given(st.binary(max_size=600), st.sampled_from(TRACKS))
 def test_garbage_is_refused(garbage, track):
     with pytest.raises(FormatError):
-        decode([*PAYLOADS[track][:-1], garbage], SIDE, 70, track, first=0)
+        decode([*payloads_of(track)[:-1], garbage], fitted(), 70, track, first=0)
 
 
 def test_lists_of_tokens_aside_that_no_encoder_writes():
     kv = related(SHAPE, 70, 64, FIRST)
     kv[0, 1, 0, [10, 20], 0] = 60000.0
-    payload = encode(kv, SIDE, "AC-5x")[0]
+    payload = encode(kv, fitted(), "AC-5x")[0]
     far = 1 << 31
     for changed in ([far + 20, far + 10], [far + 10, far + 10], [far + 10, far + 70]):
         bad = payload[:4] + np.array(changed, "<u4").tobytes() + payload[12:]
         with pytest.raises(FormatError, match="not in ascending order"):
-            decode([bad], SIDE, 70, "AC-5x")
+            decode([bad], fitted(), 70, "AC-5x")
     with pytest.raises(FormatError, match="4294967295 listed tokens"):
-        decode([b"\xff" * 4 + payload[4:]], SIDE, 70, "AC-5x")
+        decode([b"\xff" * 4 + payload[4:]], fitted(), 70, "AC-5x")
     nan = payload[:12] + b"\xff\xff" + payload[14:]
     with pytest.raises(FormatError, match="not finite"):
-        decode([nan], SIDE, 70, "AC-5x")
+        decode([nan], fitted(), 70, "AC-5x")
 
 
 def test_a_wrong_profile_is_refused():
@@ -333,7 +344,7 @@ def test_a_wrong_profile_is_refused():
     other = fit(SHAPE, lambda: [related(SHAPE, 500, seed) for seed in (70, 71)], SMALL)
     foreign = fit(spec(6, 2, 32, rope=None), lambda: [related(SHAPE, 300, 1)], SMALL)
     for track in TRACKS:
-        payloads = encode(kv, SIDE, track)
+        payloads = encode(kv, fitted(), track)
         with pytest.raises(FormatError, match="of another profile"):
             decode(payloads, other, 64, track)
         context = GroupContext(SHAPE, FIRST, 64, foreign)
@@ -346,22 +357,22 @@ def test_a_wrong_profile_is_refused():
 
 def test_a_layer_missing_in_the_middle_is_named():
     kv = related(SHAPE, 64, 66, FIRST)
-    payloads = encode(kv, SIDE)
+    payloads = encode(kv, fitted())
     for chosen in (payloads[2:], [payloads[0], payloads[2]], []):
         with pytest.raises(FormatError, match="AC-L2 needs the payloads of AC-L0 and AC-L1"):
             codec("AC-L2").decode(
                 memoryview(payloads[2]),
-                GroupContext(SHAPE, FIRST, 64, SIDE),
+                GroupContext(SHAPE, FIRST, 64, fitted()),
                 torch.empty(SHAPE.shape(64)),
                 [memoryview(payload) for payload in chosen[:-1]],
             )
     with pytest.raises(FormatError, match="AC-L1 needs"):
-        codec("AC-L2").encode(kv, GroupContext(SHAPE, FIRST, 64, SIDE), [payloads[1]])
+        codec("AC-L2").encode(kv, GroupContext(SHAPE, FIRST, 64, fitted()), [payloads[1]])
     # Swapped layers are rejected.
     with pytest.raises(FormatError):
-        decode([payloads[1], payloads[0], payloads[2]], SIDE, 64, "AC-L2")
+        decode([payloads[1], payloads[0], payloads[2]], fitted(), 64, "AC-L2")
     with pytest.raises(FormatError):
-        decode([payloads[0], payloads[2]], SIDE, 64, "AC-L1")
+        decode([payloads[0], payloads[2]], fitted(), 64, "AC-L1")
 
 
 def test_a_profile_may_have_fewer_layers():
@@ -376,7 +387,7 @@ def test_a_profile_may_have_fewer_layers():
             nested(bad)
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(
     st.sampled_from(TRACKS),
     st.integers(1, 200),
@@ -386,7 +397,7 @@ def test_a_profile_may_have_fewer_layers():
 )
 def test_whatever_comes_is_coded_to_within_a_step(track, tokens, first, loud, dtype):
     kv = (related(SHAPE, tokens, first, first) * loud).clamp(-60000, 60000)
-    side = SIDE
+    side = fitted()
     payloads = encode(kv, side, track, first)
     out = decode(payloads, side, tokens, track, first)
     sinks = min(tokens, max(0, side.sinks - first))
@@ -449,7 +460,7 @@ def test_four_neighbouring_columns_of_a_stack_have_one_gain():
     assert bool((off <= (0.5 * gain / ONE + 1e-9).unsqueeze(-2)).all())
     # A column alone never has a coarser gain than in a run.
     assert bool((torch.from_numpy(rounded(matrix).gain) <= gain).all())
-    for stack, (_, made) in zip(SIDE.transform.structure.stacks, SIDE.transform.stack, strict=True):
+    for stack, (_, made) in zip(fitted().transform.structure.stacks, fitted().transform.stack, strict=True):
         assert stack.kept % 4 == 0
         assert bool((made.reshape(-1, 4) == made.reshape(-1, 4)[:, :1]).all())
 
@@ -475,6 +486,3 @@ def test_progress_is_told_of_every_cache():
     seen = []
     fit(SHAPE, lambda: [related(SHAPE, 30, seed) for seed in range(2)], SMALL, lambda *at: seen.append(at))
     assert seen == [(stage, done) for stage in PASSES for done in (1, 2)]
-
-
-PAYLOADS = {track: encode(related(SHAPE, 70, 68), SIDE, track, 0) for track in TRACKS}

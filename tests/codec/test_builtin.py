@@ -5,12 +5,13 @@ import sys
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from kvabr.codec.base import GroupContext, codec, payload_layout
 from kvabr.types.errors import FormatError
 from kvabr.types.naming import LEVELS
+from tests.examples import examples
 from tests.kvdata import cache, spec
 
 SEPARABLE = [track for track in LEVELS if track != "AC-5x"]
@@ -52,7 +53,7 @@ def test_the_layout_is_that_of_the_payload(track, sizes, tokens):
     assert layout.unit_tokens == 1 or track in {"FP4", "Int8", "Int4"}
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.sampled_from(SEPARABLE), st.sampled_from(SHAPES), st.integers(2, 150), st.data())
 def test_a_run_decodes_from_the_head_and_its_own_units(track, sizes, tokens, data):
     context, payload, layout = encoded(track, sizes, tokens)
@@ -66,7 +67,7 @@ def test_a_run_decodes_from_the_head_and_its_own_units(track, sizes, tokens, dat
     assert torch.equal(out[:, :, :, first_token:last_token], whole[:, :, :, first_token:last_token])
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.sampled_from(SEPARABLE), st.sampled_from(SHAPES), st.integers(2, 150), st.data())
 def test_bytes_of_a_run_change_its_own_tokens_only(track, sizes, tokens, data):
     context, payload, layout = encoded(track, sizes, tokens)

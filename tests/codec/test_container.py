@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvabr.codec.base import GroupContext, codec, payload_layout
@@ -12,6 +12,7 @@ from kvabr.codec.container import SLICE_BYTES, VERSION, ObjectSpan, header_bytes
 from kvabr.codec.group import decode_group, encode_group
 from kvabr.types.errors import ForeignError, FormatError
 from kvabr.types.naming import LEVELS
+from tests.examples import examples
 from tests.kvdata import cache, profile, spec
 
 FIELDS = {"track": "Int4", "spec_digest": b"s" * 16, "chunk": "cd" * 32, "group": 3, "first_token": 384, "tokens": 128}
@@ -96,7 +97,7 @@ def test_a_good_frame_of_something_else_is_foreign(change, words):
         unpack(frame, header)
 
 
-@settings(max_examples=80, deadline=None)
+@examples(80)
 @given(st.sampled_from(LEVELS), st.binary(max_size=3000), st.sampled_from(DTYPES))
 def test_no_payload_crashes_a_decoder(track, payload, dtype):
     out = torch.zeros(SHAPE.shape(20), dtype=dtype)
@@ -107,7 +108,7 @@ def test_no_payload_crashes_a_decoder(track, payload, dtype):
     assert bool(torch.isfinite(out).all())
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(st.sampled_from(LEVELS), st.data())
 def test_mutilated_payloads_decode_to_finite_numbers_or_are_refused(track, data):
     _, view = unpack(FRAMES[track])

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load, save
 
@@ -16,6 +16,7 @@ from kvabr.codec.profile import Profile
 from kvabr.codec.rope import rope_tables, rotate
 from kvabr.types.errors import ForeignError, FormatError
 from kvabr.types.kv import RopeSpec
+from tests.examples import examples
 from tests.kvdata import cache, profile, spec
 
 SHAPE = spec(4, 2, 32)
@@ -221,7 +222,7 @@ def test_garbage_is_refused(data):
         Profile.from_bytes(data)
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(st.data())
 def test_mutilated_files_are_read_or_refused(data):
     raw = bytearray(DATA)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvabr.engines.layouts import BlockLayout, PagedBlocks, head_shard
+from tests.examples import examples
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 STEP = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 0.0}
@@ -43,7 +44,7 @@ def paged(world, heads):
     return [torch.full(shape, float("nan"), dtype=world["engines"]) for _ in range(world["layers"])]
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(worlds)
 def test_over_ranks_and_blocks_and_back(world):
     kv = made(world)
@@ -64,7 +65,7 @@ def test_over_ranks_and_blocks_and_back(world):
         assert torch.allclose(back.float(), kv.float(), rtol=2 * step, atol=2.0**-24)
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(worlds, st.sampled_from([1, 2, 3, 6, 12]))
 def test_engines_of_different_sizes_read_one_cache(world, other):
     """What a token's heads hold does not depend on how many ranks they are spread over."""

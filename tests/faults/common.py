@@ -114,7 +114,7 @@ class Origin:
         assert server.metrics.value("kvabr_requests_in_flight") == 0
 
 
-def connect(address, fingerprint, quic="aioquic", *, timeout_s=60.0, **options):
+def connect(address, fingerprint, quic="aioquic", *, timeout_s=LIMIT_S, **options):
     host, port = address
     return dial(f"moqt://{host}:{port}/", fingerprint=fingerprint, quic=quic, timeout_s=timeout_s, **options)
 
@@ -211,6 +211,7 @@ async def running(command: str, *words) -> AsyncIterator[Process]:
 def serve_process(root, tls, *, port=0, quic="aioquic"):
     """`kvabr serve`."""
     words = ("--cert", tls.certfile, "--key", tls.keyfile, "--bind", f"127.0.0.1:{port}", "--quic", quic)
+    words += ("--drain", LIMIT_S)
     return running("serve", root, *words, "--log-json")
 
 

@@ -144,7 +144,7 @@ async def test_thousands_of_requests_that_are_cancelled(root, tls, fingerprint, 
 
 @pytest.mark.parametrize("library", LIBRARIES)
 async def test_a_client_that_does_not_read(root, tls, fingerprint, catalog, library):
-    starting = serving(root, tls, fingerprint, library=library, idle_s=2.0)
+    starting = serving(root, tls, fingerprint, library=library, idle_s=5.0)
     async with starting as served, rude_client(served.address) as end:
         for number in range(60):
             ask(end, catalog, group=number % 6)
@@ -390,7 +390,7 @@ async def test_more_connections_than_can_be_told_so(root, tls, fingerprint, libr
 
 
 async def test_files_are_read_beside_the_event_loop(root, tls, fingerprint, catalog, monkeypatch):
-    """A catalog that is not at hand takes long to read here; others are served meanwhile, and it comes in the end."""
+    """Reading a catalog from disk takes long here; others are served meanwhile, and it comes in the end."""
     go_on = threading.Event()
     right_way = Asset.catalog_bytes
 

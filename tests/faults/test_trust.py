@@ -85,7 +85,7 @@ def authority(tmp_path_factory):
 
 
 def connecting(served, quic, host="localhost", **trust):
-    return connect(f"moqt://{host}:{served.address[1]}/", quic=quic, timeout_s=60.0, **trust)
+    return connect(f"moqt://{host}:{served.address[1]}/", quic=quic, timeout_s=LIMIT_S, **trust)
 
 
 async def said(served, quic, **trust):

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from scipy.optimize import Bounds, LinearConstraint, linprog, milp
 
 from kvabr.abr.ladder import stack
 from kvabr.lab.causes import LossCurves
@@ -81,19 +80,23 @@ def program(whole):
 @pytest.mark.parametrize("layered", [False, True])
 @pytest.mark.parametrize("share", [0.07, 0.12, 0.2, 0.33, 0.6])
 def test_network_bound_is_the_linear_program_and_one_step_below_the_integer_one(share, layered):
+    from scipy import optimize
+
     whole = catalog(12, short=40, decode=0.0, layered=layered)
     losses, sizes, one = program(whole)
     nbytes = share * whole.fp16_bytes
     bound = Clairvoyant(whole, None, "hole").bound(Capacity(Trace("flat", "t", (0.0,), (nbytes,), 1.0)), 1.0)
-    relaxed = linprog(losses, A_ub=sizes[None], b_ub=[nbytes], A_eq=one, b_eq=np.ones(whole.groups), bounds=(0, 1))
+    relaxed = optimize.linprog(
+        losses, A_ub=sizes[None], b_ub=[nbytes], A_eq=one, b_eq=np.ones(whole.groups), bounds=(0, 1)
+    )
     assert bound.feasible == (relaxed.status == 0)
     if not bound.feasible:
         return
     assert bound.loss == pytest.approx(relaxed.fun, rel=1e-6, abs=1e-12)
     assert LossCurves(whole).of(range(whole.groups)).at(nbytes) == pytest.approx(relaxed.fun, rel=1e-6, abs=1e-12)
     ones = np.ones(whole.groups)
-    budget = LinearConstraint(np.vstack([sizes[None], one]), np.r_[0.0, ones], np.r_[nbytes, ones])
-    exact = milp(losses, integrality=np.ones_like(losses), bounds=Bounds(0, 1), constraints=budget)
+    budget = optimize.LinearConstraint(np.vstack([sizes[None], one]), np.r_[0.0, ones], np.r_[nbytes, ones])
+    exact = optimize.milp(losses, integrality=np.ones_like(losses), bounds=optimize.Bounds(0, 1), constraints=budget)
     assert exact.status == 0
     assert bound.loss <= exact.fun + 1e-9
     largest = max(track.loss[group] for track in whole.tracks for group in range(whole.groups))

@@ -50,6 +50,7 @@ def test_pairing_sees_what_means_alone_would_not():
     assert found.versus("one", "two").apart
 
 
+@pytest.mark.slow
 def test_equal_policies_are_seldom_told_apart_however_many_are_compared():
     wrong = 0
     for seed in range(60):
@@ -74,6 +75,7 @@ def test_better_on_every_trace_is_told_apart_though_rare_misses_make_the_mean_un
     assert not compare({"good": good, "rare": rare}, names).versus("good", "rare").apart
 
 
+@pytest.mark.slow
 def test_misses_that_befall_either_by_chance_tell_nothing():
     wrong = 0
     for seed in range(40):

@@ -1,7 +1,7 @@
 """Control messages: bytes by the drafts' text, and what closes the session."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvabr.moqt import messages as m
@@ -9,6 +9,7 @@ from kvabr.moqt.codes import SessionCode, SessionFault
 from kvabr.moqt.encoding import MessageParser, decode, encode
 from kvabr.moqt.parameters import Filter, Parameters, SetupOptions, Token
 from kvabr.moqt.wire import DRAFT_16, DRAFT_18, DRAFTS, Location
+from tests.examples import examples
 from tests.moqt import strategies
 from tests.moqt.counting import CountingBuffer
 from tests.moqt.tables import table
@@ -201,7 +202,7 @@ def test_every_type_has_a_vector():
 
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_come_back(draft):
-    @settings(max_examples=400)
+    @examples(400)
     @given(strategies.message(draft), st.booleans())
     def check(message, client):
         data = encode(message, draft, client=client)

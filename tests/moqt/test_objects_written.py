@@ -1,7 +1,7 @@
 """Objects and datagrams that are written come back, however they are cut, in linear time and little memory."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvabr.moqt.codes import SessionFault
@@ -14,6 +14,7 @@ from kvabr.moqt.objects import (
     SubgroupHeader,
 )
 from kvabr.moqt.wire import DRAFT_16, DRAFT_18, DRAFTS, Location
+from tests.examples import examples
 from tests.moqt import strategies
 from tests.moqt.counting import CountingBuffer
 from tests.moqt.tables import table
@@ -45,7 +46,7 @@ def cut_and_feed(parser: ObjectParser, whole: bytes, data) -> list[object]:
 @table("descending", [False, True])
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_fetches_come_back(draft, descending):
-    @settings(max_examples=60)
+    @examples(60)
     @given(st.lists(objects | ends, max_size=8), st.data())
     def check(steps, data):
         writer, whole, expected = RangeWriter(draft, descending=descending), b"", []
@@ -75,7 +76,7 @@ def test_fetches_come_back(draft, descending):
 
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_subgroups_come_back(draft):
-    @settings(max_examples=60)
+    @examples(60)
     @given(st.lists(objects), st.booleans(), st.none() | st.integers(0, 99), st.sampled_from(Status), st.data())
     def check(steps, has_properties, subgroup, status, data):
         header = SubgroupHeader(1, 5, subgroup, 9, has_properties, end_of_group=False)

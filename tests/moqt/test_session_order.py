@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvabr.moqt.codes import RequestCode, ResetCode
@@ -12,6 +12,7 @@ from kvabr.moqt.messages import Fetch, Subscribe, SubscribeNamespace, TrackStatu
 from kvabr.moqt.objects import FetchWriter, SubgroupHeader
 from kvabr.moqt.parameters import Parameters
 from kvabr.moqt.wire import DRAFT_16, DRAFT_18, DRAFTS, Location
+from tests.examples import examples
 from tests.moqt.pair import NAMESPACE, TRACK, Origin, Pair, locations, payload
 from tests.moqt.tables import table
 from tests.moqt.writers import write_subgroup_header, write_subgroup_object
@@ -25,7 +26,7 @@ def ask(pair: Pair, group: int, **more) -> int:
 
 
 @both
-@settings(max_examples=60)
+@examples(60)
 @given(seed=st.integers(0, 1 << 32), groups=st.lists(st.integers(0, 7), min_size=1, max_size=8))
 def test_streams_in_any_order(draft, seed, groups):
     """SETUPs too; every FETCH gets its objects, in order, and the session is as if nothing had been."""
@@ -146,7 +147,7 @@ def storm(draft, seed: int, rounds: int) -> Pair:
 
 
 @both
-@settings(max_examples=60)
+@examples(60)
 @given(seed=st.integers(0, 1 << 32))
 def test_anything_at_any_moment(draft, seed):
     pair = storm(draft, seed, 80)
@@ -154,6 +155,7 @@ def test_anything_at_any_moment(draft, seed):
     pair.tidy()
 
 
+@pytest.mark.slow
 @both
 def test_thousands_of_requests_leave_nothing(draft):
     pair = storm(draft, 5, 6000)

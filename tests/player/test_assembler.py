@@ -7,7 +7,7 @@ import threading
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvabr.codec import base as registry
@@ -18,6 +18,7 @@ from kvabr.player.assembler import Assembler, Placement
 from kvabr.types.catalog import Catalog, Track
 from kvabr.types.errors import ForeignError, FormatError, HoleError, UsageError
 from kvabr.types.naming import LEVELS, TrackNamespace, chain
+from tests.examples import examples
 from tests.kvdata import cache, profile, spec
 
 SHAPE = spec(2, 2, 32)
@@ -87,7 +88,7 @@ def fresh(**options):
     return Assembler(CATALOG, SIDE, dtype=torch.float32, **options)
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(st.permutations(range(4)), st.lists(st.sampled_from(LEVELS), min_size=4, max_size=4))
 def test_any_order_any_track_gives_one_contiguous_cache(order, tracks):
     play = fresh()

@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvabr.abr import Decision, Ladder, Policy
@@ -24,6 +24,7 @@ from kvabr.player import (
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import PolicyError, UsageError
 from tests.catalogs import catalog
+from tests.examples import examples
 
 
 def session(groups=4, policy="fixed:Int4", deadline=1.0, **options):
@@ -291,7 +292,7 @@ def test_hole_engine_fills_groups_one_by_one_while_the_network_goes_on():
     assert play.record.tokens_recomputed == 6 * 128
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(
     st.sampled_from(
         [

@@ -18,7 +18,7 @@ from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import PlayError, TransportError, UsageError
 from kvabr.types.naming import TrackNamespace
 from tests.client.playing import play
-from tests.client.served import Served
+from tests.client.served import LIMIT_S, Served
 from tests.client.test_play import close
 from tests.toymodel import SPEC, ToyModel, prompt
 
@@ -105,20 +105,20 @@ async def test_a_play_over_quic(served, quic):
     if importlib.util.find_spec(quic) is None:
         pytest.skip(f"{quic} is an extra")
     before = asyncio.all_tasks()
-    async with connect(served.url, fingerprint=served.fingerprint, quic=quic) as origin:
+    async with connect(served.url, fingerprint=served.fingerprint, quic=quic, timeout_s=LIMIT_S) as origin:
         assert origin.backend == quic
-        played = await play(origin, TOKENS, deadline=5.0, spec=SPEC)
+        played = await play(origin, TOKENS, deadline=LIMIT_S, spec=SPEC)
         assert played.met
         assert close(played.kv)
-        many = [play(origin, TOKENS, deadline=5.0, spec=SPEC, policy="fixed:FP16") for _ in range(5)]
+        many = [play(origin, TOKENS, deadline=LIMIT_S, spec=SPEC, policy="fixed:FP16") for _ in range(5)]
         assert all(close(each.kv, error=1e-5) for each in await asyncio.gather(*many))
     assert asyncio.all_tasks() == before
 
 
 async def test_auto_takes_the_fastest_that_is_installed(served, monkeypatch):
-    async with connect(served.url, ca=served.pem) as origin:
-        assert (await play(origin, TOKENS, deadline=5.0, spec=SPEC)).tokens == 70
-    async with connect(served.url, fingerprint=served.fingerprint) as origin:
+    async with connect(served.url, ca=served.pem, timeout_s=LIMIT_S) as origin:
+        assert (await play(origin, TOKENS, deadline=LIMIT_S, spec=SPEC)).tokens == 70
+    async with connect(served.url, fingerprint=served.fingerprint, timeout_s=LIMIT_S) as origin:
         assert origin.backend == next(name for name in LIBRARIES if importlib.util.find_spec(name))
     monkeypatch.setitem(sys.modules, "qh3", None)
     assert installed_libraries("auto") == ("aioquic",)
@@ -133,13 +133,13 @@ async def test_an_unreachable_origin_is_reported_once_with_its_cause():
 
 async def test_a_certificate_that_nobody_vouches_for_is_refused_unless_named(served):
     with pytest.raises(TransportError, match=r"not signed by a trusted authority") as caught:
-        async with connect(served.url):
+        async with connect(served.url, timeout_s=LIMIT_S):
             pass
     assert str(caught.value).count("certificate is not signed") == 1
     with pytest.raises(TransportError):
-        async with connect(served.url, fingerprint=DIGEST, quic="aioquic"):
+        async with connect(served.url, fingerprint=DIGEST, quic="aioquic", timeout_s=LIMIT_S):
             pass
-    async with connect(served.url, insecure=True, quic="aioquic") as origin:
+    async with connect(served.url, insecure=True, quic="aioquic", timeout_s=LIMIT_S) as origin:
         assert not origin.closed
 
 
@@ -154,11 +154,11 @@ async def test_a_token_is_needed_where_there_are_some(root, tmp_path):
     try:
         for token in (None, "wrong"):
             with pytest.raises((TransportError, PlayError)) as caught:
-                async with connect(served.url, ca=served.pem, token=token, quic="aioquic") as origin:
-                    await play(origin, TOKENS, deadline=2.0, spec=SPEC)
+                async with connect(served.url, ca=served.pem, token=token, quic="aioquic", timeout_s=LIMIT_S) as origin:
+                    await play(origin, TOKENS, deadline=LIMIT_S, spec=SPEC)
             assert "sesame" not in str(caught.value)
-        async with connect(served.url, ca=served.pem, token=SECRET, quic="aioquic") as origin:
-            assert (await play(origin, TOKENS, deadline=5.0, spec=SPEC)).tokens == 70
+        async with connect(served.url, ca=served.pem, token=SECRET, quic="aioquic", timeout_s=LIMIT_S) as origin:
+            assert (await play(origin, TOKENS, deadline=LIMIT_S, spec=SPEC)).tokens == 70
     finally:
         served.close()
 
@@ -166,8 +166,8 @@ async def test_a_token_is_needed_where_there_are_some(root, tmp_path):
 async def test_an_origin_that_is_killed_and_comes_back(root, tmp_path):
     served = Served(root / "short", tmp_path)
     try:
-        async with connect(served.url, ca=served.pem, quic="aioquic") as origin:
-            assert (await play(origin, TOKENS, deadline=5.0, spec=SPEC)).met
+        async with connect(served.url, ca=served.pem, quic="aioquic", timeout_s=LIMIT_S) as origin:
+            assert (await play(origin, TOKENS, deadline=LIMIT_S, spec=SPEC)).met
             await asyncio.to_thread(served.kill)
             played = await play(
                 origin, TOKENS, deadline=1.0, engine=ToyModel(), prefill_cost=PrefillCost(0.001, 0.0001)
@@ -176,7 +176,7 @@ async def test_an_origin_that_is_killed_and_comes_back(root, tmp_path):
             with pytest.raises(PlayError):
                 await play(origin, TOKENS, deadline=0.5, spec=SPEC)
             await asyncio.to_thread(served.start)
-            played = await play(origin, TOKENS, deadline=8.0, spec=SPEC)
+            played = await play(origin, TOKENS, deadline=LIMIT_S, spec=SPEC)
             assert "recomputed" not in played.coverage
             assert close(played.kv)
     finally:
@@ -188,16 +188,18 @@ async def test_an_origin_that_is_killed_and_comes_back(root, tmp_path):
 
 def test_the_blocking_twin(served):
     before = threads()
-    with Client(served.url, ca=served.pem, quic="aioquic", model=SPEC) as client:
-        played = client.play(TOKENS, deadline=5.0)
+    with Client(served.url, timeout_s=LIMIT_S, ca=served.pem, quic="aioquic", model=SPEC) as client:
+        played = client.play(TOKENS, deadline=LIMIT_S)
         assert close(played.kv)
-        assert client.play_asset(played.catalog.namespace, deadline=5.0).tokens == 70
+        assert client.play_asset(played.catalog.namespace, deadline=LIMIT_S).tokens == 70
         assert client.find(TOKENS).catalog == played.catalog
         assert client.stats().bytes_received > 0
         with pytest.raises(UsageError, match="at least one token"):
-            client.play([], deadline=5.0)
+            client.play([], deadline=LIMIT_S)
         results = []
-        workers = [threading.Thread(target=lambda: results.append(client.play(TOKENS, deadline=5.0))) for _ in range(4)]
+        workers = [
+            threading.Thread(target=lambda: results.append(client.play(TOKENS, deadline=LIMIT_S))) for _ in range(4)
+        ]
         for worker in workers:
             worker.start()
         for worker in workers:
@@ -205,7 +207,7 @@ def test_the_blocking_twin(served):
         assert [result.tokens for result in results] == [70] * 4
     assert threads() == before
     with pytest.raises(UsageError, match="closed"):
-        client.play(TOKENS, deadline=5.0)
+        client.play(TOKENS, deadline=LIMIT_S)
     assert threads() == before
 
 
@@ -219,7 +221,7 @@ def test_the_blocking_twin_says_what_is_wrong_and_leaves_nothing():
 
 
 def test_ctrl_c_cancels_what_the_main_thread_waits_for(served):
-    with Client(served.url, ca=served.pem, quic="aioquic", model=SPEC) as client:
+    with Client(served.url, timeout_s=LIMIT_S, ca=served.pem, quic="aioquic", model=SPEC) as client:
         ended = []
 
         async def forever():
@@ -235,4 +237,4 @@ def test_ctrl_c_cancels_what_the_main_thread_waits_for(served):
         with pytest.raises(KeyboardInterrupt):
             client._loop.call(interrupting())
         assert ended == [True]
-        assert client.play(TOKENS, deadline=5.0).tokens == 70
+        assert client.play(TOKENS, deadline=LIMIT_S).tokens == 70

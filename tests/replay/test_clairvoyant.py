@@ -3,7 +3,7 @@
 from itertools import combinations, product
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvabr.replay.clairvoyant import Clairvoyant
@@ -11,6 +11,7 @@ from kvabr.replay.link import Capacity
 from kvabr.replay.trace import Trace
 from kvabr.types.cost import PrefillCost
 from tests.catalogs import catalog
+from tests.examples import examples
 
 CATALOG = catalog(3, decode=0.0)
 
@@ -44,7 +45,7 @@ def test_bound_is_below_and_near_the_best_whole_group_cache(share):
     assert best - bound.loss <= steps + 1e-12
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(st.floats(0.02, 3.0), st.integers(0, 3))
 def test_hole_bound_is_below_every_choice_of_computed_groups(share, computable):
     nbytes = share * CATALOG.fp16_bytes / 3

@@ -66,6 +66,7 @@ def test_numbers_that_json_lacks_do_not_reach_the_page():
     assert not re.search(r"[:\[,](NaN|-?Infinity)", text)
 
 
+@pytest.mark.slow
 def test_sixteen_long_plays_over_millisecond_links_stay_small():
     result, timelines = sample()
     link = [[i / 1000, 1e6 + i % 977] for i in range(20_000)]

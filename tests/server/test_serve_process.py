@@ -52,7 +52,7 @@ class Served:
         raise AssertionError((name, self.events))
 
     def options(self, **changes):
-        return DialOptions("127.0.0.1", self.port, fingerprint=self.fingerprint, **changes)
+        return DialOptions("127.0.0.1", self.port, fingerprint=self.fingerprint, timeout_s=300.0, **changes)
 
 
 @asynccontextmanager

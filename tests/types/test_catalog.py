@@ -4,13 +4,14 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvabr.types.catalog import Catalog
 from kvabr.types.errors import AssetError, FormatError, UsageError
 from kvabr.types.kv import KVSpec, RopeSpec
 from tests.catalogs import SPEC, catalog
+from tests.examples import examples
 
 
 def test_round_trip():
@@ -69,7 +70,7 @@ def test_garbage_is_refused(data):
         Catalog.loads(data)
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(st.data())
 def test_mutilated_json_is_read_or_refused_but_never_crashes(data):
     text = catalog(2).dumps()

@@ -9,7 +9,7 @@ from dataclasses import fields, replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvabr.codec import native
@@ -19,6 +19,7 @@ from kvabr.codec.structure import Structure
 from kvabr.codec.transform import Matrices, Transform
 from kvabr.types.errors import FormatError, UsageError
 from tests.codec.native.models import case, coder_model, random_transform
+from tests.examples import examples
 
 
 def parts(model: CoderModel) -> dict[str, np.ndarray]:
@@ -140,7 +141,7 @@ def test_steps_that_are_none_are_refused(step: float) -> None:
         GOOD.scale(step)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.lists(st.one_of(st.just(0), st.floats(0, 1e9), st.floats(0, 1e-3)), min_size=2, max_size=254))
 def test_histograms_become_tables(counts: list[float]) -> None:
     table = frequencies(np.array(counts)).astype(int)

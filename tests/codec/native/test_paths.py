@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvabr.codec.native import coder, reference
@@ -17,6 +17,7 @@ from kvabr.codec.quantiser import quantise
 from kvabr.types.errors import FormatError
 from tests.codec.native.conftest import NATIVE
 from tests.codec.native.models import base_indices, case, coder_model
+from tests.examples import examples
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 STEP, FIRST = 0.37, 4093
@@ -54,7 +55,7 @@ def spread_out(shape: tuple[int, ...], dtype: torch.dtype, kind: int) -> torch.T
 
 
 @pytest.mark.skipif(not NATIVE, reason="the extension is not built")
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(seed=st.integers(0, 1 << 32), kind=st.integers(0, 4), dtype=st.sampled_from(DTYPES))
 def test_native_paths_match_the_reference(seed: int, kind: int, dtype: torch.dtype) -> None:
     it = case(seed)
@@ -77,7 +78,7 @@ def test_native_paths_match_the_reference(seed: int, kind: int, dtype: torch.dty
             assert torch.equal(chain, wanted)
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(
     seed=st.integers(0, 1 << 32),
     tokens=st.sampled_from((1, 15, 64, 100, 129, 300)),
@@ -112,7 +113,7 @@ def test_coefficients_become_the_indices_that_the_quantiser_says(
             assert coder.encode_rows(base, beyond, own, None, keep) == coder.encode_indices(base, cut)
 
 
-@settings(max_examples=10, deadline=None)
+@examples(10)
 @given(seed=st.integers(0, 1 << 32), kind=st.integers(0, 4))
 def test_the_reference_reads_what_it_writes(seed: int, kind: int) -> None:
     it = case(seed, small=True)

@@ -19,7 +19,7 @@ from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import ModelError, PlayError, UsageError
 from kvabr.types.kv import RopeSpec
 from tests import tinymodels
-from tests.client.served import Served
+from tests.client.served import LIMIT_S, Served
 from tests.client.virtual import virtual
 from tests.engines.transformers.text import IDS, PREFIX, cold, furthest
 from tests.memory_transport import Fault
@@ -98,9 +98,9 @@ def test_blocking_over_quic(root, engine, folder, tmp_path):
     try:
         model = engine_of(engine.model, folder)
         assert model.spec == engine.spec
-        with Client(served.url, fingerprint=served.fingerprint) as client:
+        with Client(served.url, fingerprint=served.fingerprint, timeout_s=LIMIT_S) as client:
             ready = play_cache(
-                client, model, IDS, deadline=20.0, options=PlayOptions(policy="fixed:FP16", prefill_cost=SLOW)
+                client, model, IDS, deadline=LIMIT_S, options=PlayOptions(policy="fixed:FP16", prefill_cost=SLOW)
             )
     finally:
         served.close()

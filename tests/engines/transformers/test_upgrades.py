@@ -14,7 +14,7 @@ from kvabr.client.options import PlayOptions
 from kvabr.engines.transformers import Steps, play_cache
 from kvabr.engines.transformers.cache import cache_kv
 from kvabr.types.errors import PlayError
-from tests.client.served import Served
+from tests.client.served import LIMIT_S, Served
 from tests.engines.transformers.text import IDS, cold
 
 pytestmark = pytest.mark.model
@@ -23,14 +23,14 @@ pytestmark = pytest.mark.model
 @pytest.fixture
 def link(root, tmp_path):
     served = Served(root, tmp_path)
-    with Client(served.url, fingerprint=served.fingerprint) as client:
+    with Client(served.url, fingerprint=served.fingerprint, timeout_s=LIMIT_S) as client:
         yield client
     served.close()
 
 
 @pytest.fixture
 def coarse(link, engine):
-    return play_cache(link, engine, IDS, deadline=300.0, options=PlayOptions(policy="fixed:Int4", recompute=False))
+    return play_cache(link, engine, IDS, deadline=LIMIT_S, options=PlayOptions(policy="fixed:Int4", recompute=False))
 
 
 def test_what_is_written_reaches_the_growing_cache(engine, coarse):
@@ -63,7 +63,7 @@ def test_nothing_is_written_within_a_step_or_outside(engine, coarse):
     hook = engine.model.model.layers[0].register_forward_hook(during)
     with steps:
         cold(engine.model, IDS, coarse.cache, 3)
-        begun[0].join(300)
+        begun[0].join(LIMIT_S)
     hook.remove()
     assert within == [[]]
     assert written == [True]
@@ -81,12 +81,12 @@ def test_a_step_that_fails_does_not_lock_the_cache(engine, coarse):
 def test_late_upgrades_of_a_play_reach_the_cache(link, engine):
     """A policy that begins with the coarsest is handed over at once, and bettered while the text is generated."""
     options = PlayOptions(policy=f"{__file__}:Coarse", recompute=False, after=math.inf)
-    ready = play_cache(link, engine, IDS, deadline=300.0, options=options)
+    ready = play_cache(link, engine, IDS, deadline=LIMIT_S, options=options)
     assert set(ready.played.coverage) == {"Int4"}
     assert ready.upgrades is not None
     with Steps(engine, ready) as steps:
         ready.upgrades.into(steps)
-        assert ready.upgrades.join(300.0)
+        assert ready.upgrades.join(LIMIT_S)
         assert set(ready.upgrades.coverage) == {"FP16"}
         held = cache_kv(ready.cache, engine.spec, 400)
         assert steps.rewritten == 4
@@ -114,7 +114,7 @@ class Coarse(Policy):
 
 def test_an_origin_that_has_gone_and_no_engine(root, engine, tmp_path):
     served = Served(root, tmp_path)
-    with Client(served.url, fingerprint=served.fingerprint, engine=engine) as client:
+    with Client(served.url, fingerprint=served.fingerprint, engine=engine, timeout_s=LIMIT_S) as client:
         client.connect()
         served.close()
         with pytest.raises(PlayError):

@@ -17,14 +17,13 @@ from kvabr.engines.vllm.scheduler import SchedulerHalf
 from kvabr.engines.vllm.worker import WorkerHalf
 from kvabr.publish.publisher import Publisher, with_heads
 from kvabr.types.naming import chain
-from tests.client.served import Served
+from tests.client.served import LIMIT_S, Served
 from tests.toymodel import SPEC, ToyModel, prompt, toy_asset
 
 pytestmark = pytest.mark.process
 
 BLOCK = 8
 TOKENS = list(prompt(70).tokens)
-PATIENCE_S = 300.0
 
 
 def request(name="r", tokens=TOKENS, **more):
@@ -49,7 +48,10 @@ class Bench:
 
     def __init__(self, served, publish=None, *, heads=None, **options):
         self.options = VllmSettings(
-            url=served.url, fingerprint=served.fingerprint, quic="aioquic", **({"policy": "fixed:FP16"} | options)
+            url=served.url,
+            fingerprint=served.fingerprint,
+            quic="aioquic",
+            **({"policy": "fixed:FP16", "deadline_s": LIMIT_S} | options),
         )
         heads = heads or range(SPEC.kv_heads)
         self.model = ServedModel(SPEC, torch.float32, BLOCK, heads, 4096)
@@ -62,14 +64,14 @@ class Bench:
         self.worker.register(dict(enumerate(self.caches)), BlockLayout.TRANSPOSED)
 
     def matched(self, asked, computed=0):
-        end_s = time.monotonic() + PATIENCE_S
+        end_s = time.monotonic() + LIMIT_S
         while (answer := self.scheduler.matched(asked, computed))[0] is None:
             assert time.monotonic() < end_s
         return answer
 
     def steps(self):
         """Steps until something has ended: (published or given up, loaded, failed blocks)."""
-        end_s = time.monotonic() + PATIENCE_S
+        end_s = time.monotonic() + LIMIT_S
         gone = set()
         while True:
             self.worker.begin(self.scheduler.step(0))
@@ -197,16 +199,23 @@ def test_blocks_behind_a_lost_group_are_reported(tmp_path, group):
     data[200] ^= 1
     frame.write_bytes(data)
     served = Served(tmp_path / "assets", tmp_path)
-    bench = Bench(served, deadline_s=8.0)
     try:
-        _, (_, received, failed) = bench.load(request())
-        assert received == {"r"}
-        assert failed == set(range(2 * group, 8))
-        if group:
-            assert near(bench.blocks(list(range(2 * group))), exact(0, 16 * group))
-        assert bench.worker.counts.take()["plays_cut"] == 1
+        for deadline_s in (4.0, 16.0, 64.0, 256.0):  # a loaded machine may not have all groups before it by the first
+            bench = Bench(served, deadline_s=deadline_s)
+            try:
+                _, (_, received, failed) = bench.load(request())
+                assert received == {"r"}
+                assert failed >= set(range(2 * group, 8))
+                assert bench.worker.counts.take()["plays_cut"] == 1
+                if len(failed) > 8 - 2 * group:
+                    continue
+                if group:
+                    assert near(bench.blocks(list(range(2 * group))), exact(0, 16 * group))
+                return
+            finally:
+                bench.close()
+        raise AssertionError(f"only the first of blocks {failed} is lost")
     finally:
-        bench.close()
         served.close()
 
 
@@ -277,7 +286,7 @@ def test_an_origin_that_is_gone_costs_one_request_its_lookup(tmp_path):
 
 
 def test_an_aborted_request_ends_its_play(served):
-    bench = Bench(served, deadline_s=60.0)
+    bench = Bench(served)
     try:
         asked = request()
         count, _ = bench.matched(asked)
@@ -285,7 +294,7 @@ def test_an_aborted_request_ends_its_play(served):
         bench.worker.begin(bench.scheduler.step(0))
         assert not bench.scheduler.finished(asked, [])
         received = set()
-        end_s = time.monotonic() + PATIENCE_S
+        end_s = time.monotonic() + LIMIT_S
         gone = {"r"}
         while not received:
             _, received = bench.worker.collect(gone)
@@ -309,7 +318,7 @@ def test_what_was_computed_is_published_and_played(served, assets):
         sent, _, _ = bench.steps()
         assert sent == {"p"}
         name = chain(tokens[:64], model=SPEC.model, tokenizer=SPEC.tokenizer, group_tokens=16)[-1]
-        bench.worker._publisher._thread.submit(lambda: None).result(PATIENCE_S)
+        bench.worker._publisher._thread.submit(lambda: None).result(LIMIT_S)
         assert (assets / name / "catalog.json").exists()
         assert bench.worker.counts.take()["published"] == 1
         assert bench.scheduler.finished(asked, numbers)
@@ -362,7 +371,7 @@ def test_what_cannot_begin_is_computed(bench):
 def test_a_lookup_begins_when_a_request_comes(bench):
     asked = request()
     bench.scheduler.arrived(asked)
-    assert bench.scheduler._lookups["r"].handle.result(PATIENCE_S) is not None
+    assert bench.scheduler._lookups["r"].handle.result(LIMIT_S) is not None
     assert bench.scheduler.matched(asked, 0) == (64, True)
 
 
