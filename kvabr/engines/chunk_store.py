@@ -26,7 +26,7 @@ from kvabr.engines.settings import EngineSettings, Seconds, TroubleLog, open_cli
 from kvabr.publish.publisher import Publisher, PublishOutcome, Slot
 from kvabr.store.lru import ByteLru
 from kvabr.types.errors import BusyError, FormatError, KvabrError, NotFoundError, UsageError
-from kvabr.types.kv import KVSpec
+from kvabr.types.kv import DTYPES, KVSpec
 from kvabr.types.naming import TrackNamespace
 
 LOG = logging.getLogger("kvabr.engines.chunk_store")
@@ -34,7 +34,6 @@ LOG = logging.getLogger("kvabr.engines.chunk_store")
 _MAX_FOUND_BYTES = 64 << 20
 """Memory for catalogs that were looked up: engines look up a cache before they fetch it."""
 _UNSAFE = re.compile(r"[^A-Za-z0-9._/-]")
-_DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
 
 
 class KeyedSettings(EngineSettings):
@@ -55,18 +54,15 @@ class KeyedSettings(EngineSettings):
 
 
 def spec_of(model: str, engine: str, layers: int, heads: int, dim: int, dtype: torch.dtype) -> KVSpec:
-    """Return the spec of an engine's caches.
+    """Return the spec of an engine's caches; `FormatError` if the engine quantises them.
 
     ``model`` is the engine's name of the model, possibly a path; ``engine`` stands in for the tokenizer, which keys do
     not tell; ``heads`` are those of one rank.
-
-    Raises:
-        FormatError: the engine quantises its cache.
     """
-    if dtype not in _DTYPES:
+    if (kind := str(dtype).removeprefix("torch.")) not in DTYPES:
         raise FormatError(f"a cache of {dtype}: the engine quantises it itself; kvabr's tracks need 16 or 32 bits")
     name = _UNSAFE.sub("-", model).strip("/") or "model"
-    return KVSpec(name[-256:], engine, layers, heads, dim, _DTYPES[dtype])
+    return KVSpec(name[-256:], engine, layers, heads, dim, kind)
 
 
 def _memory_of(found: Found) -> int:

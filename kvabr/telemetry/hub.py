@@ -43,9 +43,6 @@ class Telemetry:
         """Start without threads; each listener gets its thread with its first event.
 
         At most ``limit`` events wait for each; more are dropped and counted.
-
-        Raises:
-            UsageError: no listener, or a limit below 1.
         """
         if not listeners or limit < 1:
             raise UsageError("telemetry: give at least one listener, and a limit of at least 1 event")

@@ -90,7 +90,8 @@ class Cmcd:
             # A decision at the same time may lead to the next request.
             decided = isinstance(event, events.DecisionMade) and event.kind not in _RECORDED
             if not (decided and event.t == self._pending["t"]):
-                yield self._sent()
+                yield self._pending
+                self._pending = None
         match event:
             case events.RequestSent():
                 yield from self._request(wall_s, event)
@@ -109,11 +110,6 @@ class Cmcd:
                 pass
             case _:
                 yield self._other(wall_s, event)
-
-    def _sent(self) -> Record:
-        pending, self._pending = self._pending, None
-        assert pending is not None  # noqa: S101  # its callers have checked
-        return pending
 
     def _request(self, wall_s: float, event: events.RequestSent) -> Iterator[Record]:
         decision = self._decision
@@ -137,7 +133,7 @@ class Cmcd:
         if self._pending is not None:
             if self._pending["t"] == event.t:
                 self._pending["cmcd"]["nor"] = f"{event.track}/{event.group}"
-            yield self._sent()
+            yield self._pending
         if len(self._requests) < _MOST_REQUESTS:
             self._requests[event.request] = (event.t, None)
         record = self._record(wall_s, event, cmcd, "request", "group", "track", "bytes")

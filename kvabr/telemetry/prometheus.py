@@ -9,6 +9,7 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from socketserver import ThreadingMixIn
 from typing import TYPE_CHECKING, ClassVar, Self
@@ -93,16 +94,17 @@ class BoundedLabel:
         return value
 
 
+@dataclass(slots=True)
 class _PlayState:
     """State of one play."""
 
-    def __init__(self, _sid: str) -> None:
-        self.deadline_s: float | None = None
-        self.kinds: dict[int, str] = {}
-        """``fetch`` or ``upgrade``, by request under way."""
-        self.sent_s: dict[int, float] = {}
-        self.computing_s = 0.0
-        self.result: str | None = None
+    sid: str
+    deadline_s: float | None = None
+    kinds: dict[int, str] = field(default_factory=dict)
+    """``fetch`` or ``upgrade``, by request under way."""
+    sent_s: dict[int, float] = field(default_factory=dict)
+    computing_s: float = 0.0
+    result: str | None = None
 
 
 class PlayerMetrics(Listener, MetricSet):

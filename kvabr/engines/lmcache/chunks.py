@@ -17,11 +17,7 @@ _OWN_KEYS = ("module_path", "class_name")
 
 
 def read_settings(extra_config: Mapping[str, Any] | None, plugin: str = "kvabr") -> KeyedSettings:
-    """Return the settings of a plug-in, which the user lists under the name ``plugin``.
-
-    Raises:
-        UsageError: a key is unknown or has a wrong value, or there is neither ``url`` nor ``publish``.
-    """
+    """Return the settings of a plug-in, which the user lists under the name ``plugin``; see `KeyedSettings.read`."""
     prefix = f"remote_storage_plugin.{plugin}."
     given = {key.removeprefix(prefix): value for key, value in (extra_config or {}).items() if key.startswith(prefix)}
     for key in _OWN_KEYS:

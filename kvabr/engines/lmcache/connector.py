@@ -46,9 +46,8 @@ class KvabrAdapter(ConnectorAdapter):  # type: ignore[misc]  # LMCache is not th
     def create_connector(self, context: ConnectorContext) -> ChunkConnector:
         """Make the connector of a configuration.
 
-        Raises:
-            IrrecoverableException: the configuration is wrong, or kvabr does not support the cache. LMCache logs that
-                as an error and continues without the plug-in.
+        If that is wrong, or kvabr does not support the cache, raise `IrrecoverableException`: LMCache logs an error and
+        continues without the plug-in.
         """
         config, metadata = context.config, context.metadata
         if config is None or metadata is None:
@@ -78,10 +77,6 @@ class ChunkConnector(RemoteConnector):  # type: ignore[misc]
 
         LMCache gives its event loop, which runs in a thread of its own, the memory that chunks are allocated in, its
         configuration, and the shape and type of the engine's cache.
-
-        Raises:
-            FormatError: kvabr has no tracks for the cache.
-            UsageError: a setting is wrong.
         """
         super().__init__(config, metadata)
         if len(self.meta_shapes) != 1 or config.use_layerwise:

@@ -15,11 +15,7 @@ LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
 
 
 def read_settings(extra_config: Mapping[str, Any] | None) -> KeyedSettings:
-    """Return the settings under ``kvabr`` in the backend's extra configuration.
-
-    Raises:
-        UsageError: a key is unknown or has a wrong value, or there is neither ``url`` nor ``publish``.
-    """
+    """Return the settings under ``kvabr`` in the backend's extra configuration; see `KeyedSettings.read`."""
     given = (extra_config or {}).get("kvabr")
     if not isinstance(given, Mapping):
         raise UsageError('hicache-storage-backend-extra-config: a table "kvabr" is missing, with "url" or "publish"')

@@ -53,10 +53,7 @@ def load_model(model: str, *, whole_windows: bool = False) -> LoadedModel:
     """
     if model in (SMOLLM2, smollm2.NAME):
         return LoadedModel(*smollm2.load())
-    return _load_directory(Path(model), whole_windows=whole_windows)
-
-
-def _load_directory(path: Path, *, whole_windows: bool) -> LoadedModel:
+    path = Path(model)
     if not (path / "config.json").is_file():
         raise ModelError(f"{path}: no such model; give {SMOLLM2!r} or a directory with a transformers model")
     _check_folder(path)
@@ -65,13 +62,13 @@ def _load_directory(path: Path, *, whole_windows: bool) -> LoadedModel:
     try:
         # Only weights in safetensors, and no code: a model's directory must not execute anything.
         with quiet_loading():
-            model = transformers.AutoModelForCausalLM.from_pretrained(
+            loaded = transformers.AutoModelForCausalLM.from_pretrained(
                 path, local_files_only=True, use_safetensors=True, trust_remote_code=False, dtype=torch.float32
             )
         tokenizer = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
     except Exception as error:  # transformers and tokenizers raise anything, even bare Exception
         raise ModelError(f"{path}: transformers cannot load this model ({error})") from error
-    return LoadedModel(engine_of(model, path, whole_windows=whole_windows), tokenizer)
+    return LoadedModel(engine_of(loaded, path, whole_windows=whole_windows), tokenizer)
 
 
 def engine_of(model: Any, path: Path | str, *, whole_windows: bool = False) -> TransformersEngine:

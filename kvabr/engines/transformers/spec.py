@@ -37,11 +37,11 @@ Scaled = tuple[list[float], float]
 
 
 def spec_of(model: Any, *, name: str, tokenizer: str, dtype: str, whole_windows: bool = False) -> KVSpec:
-    """Return the spec of a transformers model's cache, checked on a real cache of a few tokens.
+    """Return the spec of a loaded causal language model's cache, checked on a real cache of a few tokens.
 
     Args:
-        model: a loaded causal language model.
-        name: the model's name, as in the track namespace.
+        model: the model.
+        name: its name, as in the track namespace.
         tokenizer: digest of the tokenizer.
         dtype: element type of the published cache, a key of `kvabr.types.kv.DTYPES`.
         whole_windows: accept a model with sliding windows: for measurements, whose cache keeps every token in every

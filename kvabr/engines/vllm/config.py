@@ -117,7 +117,7 @@ def served_model(config: Any, settings: VllmSettings) -> ServedModel:
     if getattr(model, "use_mla", False):
         raise UsageError("multi-head latent attention (MLA) keeps a compressed cache, not keys and values")
     block = int(cache.block_size)
-    dtype = _dtype(model.dtype if cache.cache_dtype == "auto" else cache.cache_dtype)
+    dtype = model.dtype if cache.cache_dtype == "auto" else getattr(torch, cache.cache_dtype)
     heads = int(model.get_total_num_kv_heads())
     ranks = int(parallel.tensor_parallel_size)
     rank = int(getattr(parallel, "rank", 0)) % ranks
@@ -148,15 +148,6 @@ def _names(model: Any, settings: VllmSettings) -> tuple[str, str]:
             '"model" (with its revision: caches of two revisions must not mix) and "tokenizer"'
         )
     return settings.model or model_loader.folder_name(path), settings.tokenizer or model_loader.folder_tokenizer(path)
-
-
-def _dtype(value: Any) -> torch.dtype:
-    if isinstance(value, torch.dtype):
-        return value
-    found = getattr(torch, str(value), None)  # torch knows "half" and "float" too
-    if not isinstance(found, torch.dtype):
-        raise UsageError(f"kvabr does not support a KV cache of {value}")
-    return found
 
 
 def rope_of_config(config: Any) -> RopeSpec | None:

@@ -29,6 +29,7 @@ from kvabr.publish.publisher import Publisher
 from kvabr.types.catalog import Catalog
 from kvabr.types.errors import FormatError, UsageError
 
+_PerEngine = dict[int, list[object]]
 _LAYER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
 
 
@@ -158,11 +159,7 @@ class KvabrConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     @classmethod
     def build_prom_metrics(
-        cls,
-        vllm_config: Any,
-        metric_types: dict[Any, Any],
-        labelnames: list[str],
-        per_engine_labelvalues: dict[int, list[object]],
+        cls, vllm_config: Any, metric_types: dict[Any, Any], labelnames: list[str], per_engine_labelvalues: _PerEngine
     ) -> KVConnectorPromMetrics | None:
         """Return the Prometheus metrics of the counters."""
         return KvabrPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
@@ -195,11 +192,7 @@ class KvabrPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
     """``vllm:kvabr_*``: a counter for every key of `stats.HELP`, and a histogram of the seconds of plays."""
 
     def __init__(
-        self,
-        vllm_config: Any,
-        metric_types: dict[Any, Any],
-        labelnames: list[str],
-        per_engine_labelvalues: dict[int, list[object]],
+        self, vllm_config: Any, metric_types: dict[Any, Any], labelnames: list[str], per_engine_labelvalues: _PerEngine
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._counters = {

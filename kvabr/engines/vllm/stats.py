@@ -76,12 +76,8 @@ def added(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
 
 def summary(data: Mapping[str, Any]) -> dict[str, int | float]:
     """Return one number per key, for a log line."""
-    out: dict[str, int | float] = {}
-    for name, value in data.items():
-        if name == SECONDS:
-            ordered = sorted(value)
-            out["play_seconds_p50"] = round(ordered[len(ordered) // 2], 4) if ordered else 0.0
-            out["play_seconds_max"] = round(ordered[-1], 4) if ordered else 0.0
-        else:
-            out[name] = round(value, 6) if isinstance(value, float) else value
+    out: dict[str, int | float] = {name: round(value, 6) for name, value in data.items() if name != SECONDS}
+    if ordered := sorted(data.get(SECONDS, ())):
+        out["play_seconds_p50"] = round(ordered[len(ordered) // 2], 4)
+        out["play_seconds_max"] = round(ordered[-1], 4)
     return out
