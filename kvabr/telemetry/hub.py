@@ -90,13 +90,11 @@ class Telemetry:
         """
         begun = time.time() if began_s is None else began_s
         tap = _Tap(self._queues, begun)
-        last_s = 0.0
         for count, event in enumerate(events, 1):
             if count % self._chunk == 0:
                 self.flush()
-            last_s = event.t
-            tap.tell(event, begun + last_s)
-        tap.end(begun + last_s)
+            tap.tell(event, begun + event.t)
+        tap.end(begun + tap.last_s)
         return tap.sid
 
     def flush(self, timeout_s: float = _CLOSE_S) -> bool:
@@ -196,7 +194,7 @@ class _Tap:
         self.sid = uuid.uuid4().hex
         # Each listener runs in a copy of the caller's context, in which a span finds its parent.
         self._queues = [(queue, copy_context()) for queue in queues]
-        self._last_s = 0.0
+        self.last_s = 0.0
         self._over = False
         self.tell(PlayCalled(0.0), wall_s)
 
@@ -204,11 +202,11 @@ class _Tap:
         if self._over:
             return  # upgrades may continue after the play, but it has ended for the listeners
         heard = Heard(self.sid, wall_s, event)
-        self._last_s = event.t
+        self.last_s = event.t
         for queue, context in self._queues:
             queue.put(context, heard)
 
     def end(self, wall_s: float, error: BaseException | None = None) -> None:
         name, reason = (None, None) if error is None else (type(error).__name__, str(error))
-        self.tell(PlayEnded(self._last_s, name, reason), wall_s)
+        self.tell(PlayEnded(self.last_s, name, reason), wall_s)
         self._over = True

@@ -1,8 +1,4 @@
-"""Metrics for Prometheus: sets of metrics, those of plays, and the HTTP server that shows a set.
-
-`MetricSet` is the base of `PlayerMetrics` here and of the metrics of clients and servers; its attributes are metrics of
-`prometheus_client`. `ScrapeServer` answers ``GET /metrics`` and ``GET /healthz``.
-"""
+"""Metrics for Prometheus: sets of metrics, those of plays, and the HTTP server that shows a set."""
 
 from __future__ import annotations
 
@@ -27,6 +23,7 @@ if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIEnvironment
 
 MAX_LABEL_VALUES = 256
+"""Besides ``other``."""
 _TIMEOUT_S = 5.0
 _MAX_CONNECTIONS = 32
 _SECONDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0)
@@ -37,7 +34,7 @@ _SOURCES = {"fetch": "fetched", "upgrade": "upgraded"}
 
 
 class MetricSet:
-    """Metrics in one registry; subclasses create them as attributes."""
+    """Metrics of `prometheus_client` in one registry; subclasses create them as attributes."""
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
         """Create an empty set, in ``registry`` or in a registry of its own."""
@@ -79,16 +76,14 @@ class _Undescribed(Collector):
 class BoundedLabel:
     """Limits how many values a label takes: peers choose names of tracks, and every value costs memory."""
 
-    def __init__(self, limit: int = MAX_LABEL_VALUES) -> None:
-        """Allow ``limit`` values besides ``other``."""
-        self._limit = limit
+    def __init__(self) -> None:
         self._known: set[str] = set()
         self._lock = threading.Lock()
 
     def __call__(self, value: str) -> str:
         """Return the value, or ``other`` if it is new and there are too many already."""
         with self._lock:
-            if value not in self._known and len(self._known) >= self._limit:
+            if value not in self._known and len(self._known) >= MAX_LABEL_VALUES:
                 return "other"
             self._known.add(value)
         return value

@@ -92,8 +92,6 @@ class ServedModel:
     """Tokens in one of its blocks."""
     heads: range
     """KV heads that this rank holds."""
-    context: int
-    """Maximum number of tokens."""
 
     @property
     def shard(self) -> KVSpec:
@@ -123,7 +121,7 @@ def served_model(config: Any, settings: VllmSettings) -> ServedModel:
     rank = int(getattr(parallel, "rank", 0)) % ranks
     name, tokenizer = _names(model, settings)
     config_dtype = str(getattr(model.hf_config, "dtype", "")).removeprefix("torch.")
-    spec = KVSpec(
+    whole = KVSpec(
         model=name,
         tokenizer=tokenizer,
         layers=int(model.get_total_num_hidden_layers()),
@@ -132,9 +130,9 @@ def served_model(config: Any, settings: VllmSettings) -> ServedModel:
         dtype=settings.asset_dtype or model_loader.asset_dtype(config_dtype),
         rope=rope_of_config(model.hf_text_config),
     )
-    spec = settings.grouped(spec)
+    spec = settings.grouped(whole)
     check_block_size(block, spec.group_tokens)
-    return ServedModel(spec, dtype, block, head_shard(heads, rank, ranks), int(model.max_model_len))
+    return ServedModel(spec, dtype, block, head_shard(heads, rank, ranks))
 
 
 def _names(model: Any, settings: VllmSettings) -> tuple[str, str]:

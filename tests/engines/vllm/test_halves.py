@@ -54,7 +54,7 @@ class Bench:
             **({"policy": "fixed:FP16", "deadline_s": LIMIT_S} | options),
         )
         heads = heads or range(SPEC.kv_heads)
-        self.model = ServedModel(SPEC, torch.float32, BLOCK, heads, 4096)
+        self.model = ServedModel(SPEC, torch.float32, BLOCK, heads)
         self.client = take_client(self.options)
         self.client.connect()
         made = None if publish is None else Publisher(publish, self.model.shard, prior=default_catalog())
