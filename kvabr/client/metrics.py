@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from prometheus_client import CollectorRegistry
@@ -52,14 +53,14 @@ class ClientMetrics(MetricSet):
         self.store_damaged_total = self.counter(
             "kvabr_client_store_damaged_total", "Groups kept that were no longer what they had been, by tier.", "tier"
         )
-        self._seen: WeakKeyDictionary[LocalGroupStore, tuple[int, int]] = WeakKeyDictionary()
+        self._seen: WeakKeyDictionary[LocalGroupStore[Any], tuple[int, int]] = WeakKeyDictionary()
         """Evicted and damaged groups of each tier that are counted already."""
         self.peers = self.gauge("kvabr_client_peers", "Peers that the client has a connection to.")
         self.dials_failed_total = self.counter("kvabr_client_dials_failed_total", "Peers that could not be reached.")
 
     def show_store(self, store: TieredGroupStore) -> None:
         """Copy a store's counters, by tier."""
-        tiers: list[tuple[Tier, LocalGroupStore | None]] = [("memory", store.memory), ("disk", store.disk)]
+        tiers: list[tuple[Tier, LocalGroupStore[Any] | None]] = [("memory", store.memory), ("disk", store.disk)]
         for name, tier in tiers:
             if tier is not None:
                 self.store_bytes.labels(name).set(tier.total_bytes)

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Protocol
 
 import torch
 
@@ -18,7 +17,7 @@ from kvabr.codec.group import clean, decode_group, encode_group, payload_of
 from kvabr.codec.profile import Profile
 from kvabr.publish.model import ScoringEngine, TextModel
 from kvabr.publish.quality import MAX_PASSES, Reference, measure_mixes, measure_quality, sample_mixes
-from kvabr.store.asset import Prompt
+from kvabr.store.asset import FrameStore, Prompt
 from kvabr.types.catalog import Catalog, Mix, Quality, Track
 from kvabr.types.cost import PrefillCost
 from kvabr.types.engine import Engine, time_prefills
@@ -48,19 +47,6 @@ _FP16_MAX = 65504.0
 
 _CHARACTERS_PER_TOKEN = 16
 """More than any text has on average: how much of a long text is tokenised at first."""
-
-
-class FrameStore(Protocol):
-    """Keeps frames while they are made and measured. `kvabr.store.asset.AssetWriter` is one."""
-
-    def frame(self, group: int, track: str, frame: bytes) -> None:
-        """Keep a frame."""
-
-    def read_frame(self, group: int, track: str) -> bytes:
-        """Return a frame that was kept."""
-
-    def profile(self, data: bytes) -> None:
-        """Keep the codec profile, if a track needs one."""
 
 
 @dataclass(slots=True)
@@ -236,8 +222,7 @@ class FrameEncoder:
 def cut_prompt(model: TextModel, text: str, tokens: int, continuation: int) -> Prompt:
     """Return the first tokens of a text as a prompt, and the ones after it as its continuation.
 
-    Raises:
-        UsageError: the text is too short, or the model cannot see that many tokens.
+    Raises `UsageError` if the text is too short, or the model cannot see that many tokens.
     """
     if tokens < 1 or continuation < 2:
         raise UsageError("a prompt takes at least 1 token, and a continuation at least 2 to measure the loss on")

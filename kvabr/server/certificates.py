@@ -22,6 +22,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from kvabr.store.files import read_bytes
 from kvabr.types.errors import TransportError
 
 DEV_DAYS = 13
@@ -45,7 +46,7 @@ class ServerTls:
 
 @dataclass(frozen=True, slots=True)
 class CertificateFacts:
-    """The facts of a certificate."""
+    """What a certificate says."""
 
     fingerprint: str
     """SHA-256 of its DER form, hex."""
@@ -60,14 +61,7 @@ class CertificateError(TransportError):
 
 
 def check(tls: ServerTls, now: datetime | None = None) -> CertificateFacts:
-    """Check that a certificate and its key can be served.
-
-    Args:
-        tls: the two files.
-        now: time of the check; None: the current time.
-
-    Returns:
-        The facts of the certificate.
+    """Check that a certificate and its key can be served at a time (None: now), and return its facts.
 
     Raises:
         CertificateError: a file is missing or unreadable, is not PEM, the two do not belong together, or the
@@ -119,14 +113,8 @@ def facts_of(certificate: x509.Certificate) -> CertificateFacts:
 def make(hosts: tuple[str, ...] = (), now: datetime | None = None) -> tuple[bytes, bytes]:
     """Make a certificate for development and its key (ECDSA on P-256), both PEM.
 
-    It vouches for nothing: a client accepts it by its fingerprint, or not at all.
-
-    Args:
-        hosts: names and addresses that it is for, besides ``localhost``, ``127.0.0.1`` and ``::1``.
-        now: when it starts to be valid, give or take a clock that is off by an hour; None: now.
-
-    Returns:
-        Certificate and key.
+    It vouches for nothing: a client accepts it by its fingerprint, or not at all. It is for ``hosts``, ``localhost``,
+    ``127.0.0.1`` and ``::1``, and is valid from an hour before ``now``, for clocks that are off.
     """
     now = datetime.now(UTC) if now is None else now
     key = ec.generate_private_key(ec.SECP256R1())
@@ -215,13 +203,6 @@ def _load_key(path: Path) -> PrivateKeyTypes:
 
 
 def _read(path: Path, what: str) -> bytes:
-    try:
-        with path.open("rb") as file:
-            data = file.read(_MAX_PEM_BYTES + 1)
-    except FileNotFoundError as error:
-        raise CertificateError(f"{path}: there is no such {what}; {_DEV_HINT}") from error
-    except OSError as error:
-        raise CertificateError(f"{path}: cannot read the {what} ({error.strerror})") from error
-    if len(data) > _MAX_PEM_BYTES:
-        raise CertificateError(f"{path}: far too large for a {what}")
-    return data
+    if not path.exists():
+        raise CertificateError(f"{path}: there is no such {what}; {_DEV_HINT}")
+    return read_bytes(path, _MAX_PEM_BYTES, unreadable=CertificateError, unfit=CertificateError)

@@ -22,7 +22,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
-from kvabr.types.errors import AssetError, FormatError
+from kvabr.store.files import read_bytes
+from kvabr.types.errors import FormatError
 
 SCHEMA = "kvabr.grants/1"
 
@@ -62,24 +63,19 @@ class Grants:
     """All tokens of an origin."""
 
     def __init__(self, grants: Iterable[Grant]) -> None:
-        """Take them over.
-
-        Raises:
-            FormatError: a name or a token is there twice, or a token is missing.
-        """
+        """Take them over; `FormatError` if a name or a token is there twice, or a token is missing."""
         self._grants = tuple(grants)
-        names: set[str] = set()
-        tokens: set[str] = set()
+        taken: set[str] = set()
         for grant in self._grants:
-            if grant.name in names or grant.token_sha256 in tokens:
+            mine = {f"name {grant.name}", grant.token_sha256}
+            if not taken.isdisjoint(mine):
                 raise FormatError(f"grants: {grant.name!r}: a name or a token that another grant has already")
             if not _HEX.fullmatch(grant.token_sha256) or grant.token_sha256 == _EMPTY:
                 raise FormatError(
                     f"grants: {grant.name!r}: token_sha256 must be the 64 hex digits of a token's SHA-256; "
                     "make a token with: kvabr serve --new-token"
                 )
-            names.add(grant.name)
-            tokens.add(grant.token_sha256)
+            taken |= mine
         self._digests = tuple(bytes.fromhex(grant.token_sha256) for grant in self._grants)
 
     def __iter__(self) -> Iterator[Grant]:
@@ -94,39 +90,20 @@ class Grants:
         Every entry is compared, each in constant time, so the time taken says nothing of the tokens there are.
         """
         digest = hashlib.sha256(token or b"").digest()
-        found: Grant | None = None
-        for grant, known in zip(self._grants, self._digests, strict=True):
-            if hmac.compare_digest(digest, known):
-                found = grant
-        return found
+        same = [hmac.compare_digest(digest, known) for known in self._digests]
+        return self._grants[same.index(True)] if any(same) else None
 
     @classmethod
     def from_file(cls, path: Path) -> Grants:
-        """Read a file of tokens.
-
-        Raises:
-            AssetError: the file cannot be read.
-            FormatError: it is not such a file; the message says what is wrong with it.
-        """
+        """Read a file of tokens; `AssetError` if it cannot be read, `FormatError` says what is wrong with it."""
         try:
-            with path.open("rb") as file:
-                data = file.read(_MAX_FILE_BYTES + 1)
-        except OSError as error:
-            raise AssetError(f"{path}: cannot read the tokens ({error.strerror})") from error
-        try:
-            return cls.loads(data)
+            return cls.loads(read_bytes(path, _MAX_FILE_BYTES, unfit=FormatError))
         except FormatError as error:
             raise FormatError(f"{path}: {error}") from error
 
     @classmethod
     def loads(cls, text: str | bytes) -> Grants:
-        """Read the JSON of the file.
-
-        Raises:
-            FormatError: it is not such JSON.
-        """
-        if len(text) > _MAX_FILE_BYTES:
-            raise FormatError(f"grants: more than {_MAX_FILE_BYTES} bytes")
+        """Read the JSON of the file; raise `FormatError` if it is not such JSON."""
         try:
             value = json.loads(text)
         except (ValueError, RecursionError) as error:
@@ -146,21 +123,13 @@ def new_token(name: str = "name-me") -> tuple[str, dict[str, object]]:
     return token, {"name": name, "token_sha256": digest, "assets": ["*"], "models": ["*"]}
 
 
-def token_in_query(query: str | None) -> bytes | None:
-    """The token in a URL's query, ``token=...``, for peers that have no other place for it; None without one."""
-    try:
-        found = parse_qs(query or "", max_num_fields=64).get("token")
-        return found[0].encode() if found else None
-    except ValueError:  # too many fields, or no Unicode
-        return None
-
-
 def token_in_path(path: bytes | None) -> bytes | None:
-    """The token in the query of a URL's path and query, as MoQT's SETUP may have them; None without one."""
+    """Return the token in a URL's path and query, ``?token=...``, for peers without another place; None without one."""
     try:
-        return None if path is None else token_in_query(urlsplit(path.decode()).query)
-    except ValueError:  # no Unicode, or no URL
+        found = parse_qs(urlsplit((path or b"").decode()).query, max_num_fields=64).get("token")
+    except ValueError:  # too many fields, no Unicode, or no URL
         return None
+    return found[0].encode() if found else None
 
 
 def _grant(entry: object, index: int) -> Grant:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -13,6 +14,7 @@ from kvabr.moqt.codes import PublishDoneCode, RequestCode, ResetCode, SessionCod
 from kvabr.moqt.events import Cancelled, Closed, Event, Ready, Requested, Updated
 from kvabr.moqt.messages import Fetch, JoiningFetch, Subscribe, SubscribeNamespace, TrackStatus
 from kvabr.moqt.parameters import Parameters, SetupOptions
+from kvabr.moqt.responder import Responder
 from kvabr.moqt.session import MoqtSession
 from kvabr.moqt.wire import Draft, Location
 from kvabr.quic.backend import QuicLibrary
@@ -95,6 +97,11 @@ class Peer(Endpoint):
     def busy(self) -> bool:
         """Whether a request is being answered, or its answer is not acknowledged yet."""
         return len(self._queue) > 0 or bool(self._underway or self._looking or self._expected)
+
+    @property
+    def _responder(self) -> Responder:
+        assert self.session is not None  # noqa: S101  # its requests are answered
+        return self.session.responder
 
     # ------------------------------------------------------------------ Endpoint
 
@@ -203,7 +210,7 @@ class Peer(Endpoint):
         options = event.options
         self._dense = (options.implementation or b"").startswith(_MOQ_RS)
         assert self.session is not None  # noqa: S101  # the event came from it
-        self.session.responder.lenient = self._dense
+        self._responder.lenient = self._dense
         token = event.tokens[0] if event.tokens else token_in_path(options.path)
         self._grant = self._server.source.admit(token)
         if self._grant is None:
@@ -291,10 +298,6 @@ class Peer(Endpoint):
             answer = partial(self._refuse_for, number, error)
         except Exception as error:  # noqa: BLE001  # a bug; see `safely`
             answer = partial(_raise, error)
-        self._late(number, answer)
-
-    def _late(self, number: int, answer: Callable[[], None]) -> None:
-        """Give an answer from a task, which ends with it."""
         self._looking.pop(number, None)
         if self._over:
             return
@@ -340,14 +343,10 @@ class Peer(Endpoint):
             opened.close()  # until its turn comes: what waits holds no files
         whole = last < end.group or end.object == 0
         stop = final + 1 if whole else min(end.object, final + 1)
-        ranges = [
-            GroupRange(
-                group,
-                start.object if group == start.group else 0,
-                end.object if group == end.group and end.object else None,
-            )
-            for group in range(start.group, last + 1)
-        ]
+        ranges = [GroupRange(group, 0, None) for group in range(start.group, last + 1)]
+        ranges[0] = replace(ranges[0], first_object=start.object)
+        if end.group == last and end.object:
+            ranges[-1] = replace(ranges[-1], end_object=end.object)
         if descending:
             ranges.reverse()
         ended = last == publication.groups - 1 and stop == final + 1
@@ -392,8 +391,6 @@ class Peer(Endpoint):
 
     def _subscribe(self, number: int, message: Subscribe | TrackStatus, publication: Publication) -> None:
         """Answer a subscription. Everything is published already, so it brings nothing, and its track has ended."""
-        assert self.session is not None  # noqa: S101  # the request came from it
-        responder = self.session.responder
         try:
             group = publication.groups - 1
             largest = Location(group, last_object(publication.objects(group), dense=self._dense))
@@ -402,14 +399,14 @@ class Peer(Endpoint):
             self._refuse(number, RequestCode.INTERNAL_ERROR, "the publisher cannot read that track")
             return
         if isinstance(message, TrackStatus):
-            responder.accept(number, Parameters(largest=largest))
+            self._responder.accept(number, Parameters(largest=largest))
             return
         # moq-rs subscribes before it fetches: it would take an end of the track for a track that is no more, and a
         # largest object for an invitation to fetch that too. So its subscriptions stay open, and silent.
         self._aliases += 1
-        responder.accept_subscribe(number, self._aliases, None if self._dense else largest)
+        self._responder.accept_subscribe(number, self._aliases, None if self._dense else largest)
         if not self._dense:
-            responder.publish_done(number, PublishDoneCode.TRACK_ENDED, 0, "everything is published; fetch it")
+            self._responder.publish_done(number, PublishDoneCode.TRACK_ENDED, 0, "everything is published; fetch it")
 
     def _subscribe_namespace(self, number: int, message: SubscribeNamespace) -> None:
         """Answer with the root of kvabr's names only; the namespaces below it are told to nobody."""
@@ -417,18 +414,15 @@ class Peer(Endpoint):
         if any(_overlap(prefix, other) for other in self._namespaces.values()):
             self._refuse(number, RequestCode.PREFIX_OVERLAP, "you have subscribed to that prefix already")
             return
-        assert self.session is not None  # noqa: S101  # the request came from it
-        responder = self.session.responder
-        responder.accept(number)
+        self._responder.accept(number)
         self._namespaces[number] = prefix
         for name in ((ROOT.encode(),), _ROOT_PARTS):
             if _overlap(prefix, name):
-                responder.tell_namespace(number, name[len(prefix) :])
+                self._responder.tell_namespace(number, name[len(prefix) :])
 
     def _refuse(self, number: int, code: RequestCode, reason: str, *, retry_ms: int | None = None) -> None:
-        assert self.session is not None  # noqa: S101  # the request came from it
         self._server.metrics.refusals_total.labels(code.name).inc()
-        self.session.responder.refuse(number, code, reason, retry_ms=retry_ms)
+        self._responder.refuse(number, code, reason, retry_ms=retry_ms)
 
     def _refuse_for(self, number: int, error: TransportError) -> None:
         """Pass on why a source cannot answer: the grant was withdrawn, or a relay's origin is away or refuses."""

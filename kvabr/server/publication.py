@@ -40,8 +40,7 @@ class ArrivingGroup(ABC):
     def available(self) -> int:
         """Bytes that can be read now, from the beginning.
 
-        Raises:
-            TransportError: the group cannot be had, or is not what its catalog says.
+        Raises `TransportError` if the group cannot be had, or is not what its catalog says.
         """
 
     @abstractmethod
@@ -153,11 +152,7 @@ class LevelPublication(CatalogLevel):
     """One compression level of one version of an asset in a store."""
 
     def __init__(self, asset: Asset, track: str) -> None:
-        """Serve ``track`` of ``asset``.
-
-        Raises:
-            FormatError: the asset has no such track.
-        """
+        """Serve ``track`` of ``asset``; `FormatError` if the asset has no such track."""
         self._asset, self._track = asset, asset.catalog.track(track)
         super().__init__(asset.catalog.spec, asset.catalog.tokens, track, self._track.bytes)
 
@@ -225,6 +220,5 @@ class Source(Protocol):
     async def find_soon(self, grant: Grant, namespace: TrackNamespace, track: str) -> Publication | None:
         """Do the same, waiting where `find` cannot.
 
-        Raises:
-            TransportError: the grant was withdrawn; or a relay's origin does not answer or refuses.
+        Raises `TransportError` if the grant was withdrawn; or a relay's origin does not answer or refuses.
         """

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from kvabr.client.metrics import ClientMetrics
@@ -63,13 +62,9 @@ class Relay:
             metrics: receives counts; the downloads' metrics are registered with it.
             memory_bytes: bound on groups in memory. Catalogs and lookups take up to an eighth of it in addition, at
                 least `LEAST_BYTES`.
-            disk: folder for groups that memory has no room for; None: there is none.
+            disk: folder for groups that memory has no room for, as for `FolderGroupStore`; None: there is none.
             disk_bytes: bound on that folder.
             token: token that players must show; None: everyone may enter.
-
-        Raises:
-            UsageError: another relay or client uses the folder.
-            AssetError: the folder cannot be used.
         """
         self._log, self._metrics = log, metrics
         self._grants = None
@@ -88,7 +83,7 @@ class Relay:
             log,
             limit=max(LEAST_BYTES, int(_CATALOGS_SHARE * memory_bytes)),
             on_dropped=self._dropped,
-            on_revoked=self._revoked,
+            on_revoked=lambda: self._drop(None, UnauthorizedError("the origin refuses the relay's token")),
         )
         """Catalogs, lookups and profiles."""
         self._tasks: set[asyncio.Task[None]] = set()
@@ -96,12 +91,7 @@ class Relay:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.close()
-
-    async def close(self) -> None:
+    async def __aexit__(self, *_: object) -> None:
         """End all transfers, write what waits for the disk, and forget what is in memory."""
         self.catalogs.close()
         await self.groups.close()
@@ -152,16 +142,11 @@ class Relay:
             self.catalogs.doubt(request.namespace)
 
     def _dropped(self, facts: AssetFacts) -> None:
-        """The origin has removed or replaced an asset."""
         why = "the asset was removed or replaced; ask for its catalog again"
-        self._spawn(self.groups.drop(facts.all_digests(), NotFoundError(why, code=RequestCode.DOES_NOT_EXIST)))
+        self._drop(facts.all_digests(), NotFoundError(why, code=RequestCode.DOES_NOT_EXIST))
 
-    def _revoked(self) -> None:
-        """The origin no longer accepts our token."""
-        self._spawn(self.groups.drop(None, UnauthorizedError("the origin refuses the relay's token")))
-
-    def _spawn(self, work: Coroutine[None, None, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
+    def _drop(self, digests: Iterable[str] | None, error: TransportError) -> None:
+        task = asyncio.get_running_loop().create_task(self.groups.drop(digests, error))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 

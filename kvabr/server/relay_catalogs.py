@@ -78,18 +78,9 @@ class AssetFacts:
 
 
 def check_small(namespace: TrackNamespace, track: str, data: bytes) -> AssetFacts | None:
-    """Check the only group of a small track against its name. Takes long for the catalog of a long prompt.
+    """Check the only group of a small track against its name; return what it says if it is a catalog.
 
-    Args:
-        namespace: of the track.
-        track: a catalog, a lookup, a profile, or the list of models.
-        data: what the origin sent.
-
-    Returns:
-        What a catalog, or the answer to a lookup, says; None for other tracks.
-
-    Raises:
-        FormatError: it does not belong to its name.
+    A long prompt's catalog takes long. Raises `FormatError` for what does not belong to its name.
     """
     digest = hashlib.sha256(data).hexdigest()
     if track == PROFILE_TRACK:
@@ -97,7 +88,11 @@ def check_small(namespace: TrackNamespace, track: str, data: bytes) -> AssetFact
             raise FormatError("a profile whose SHA-256 is not the one in its name")
         return None
     if track == MODELS_TRACK:
-        _check_models(data)
+        try:
+            for value in json.loads(data)["models"]:
+                KVSpec.from_json(value)
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise FormatError(f"not a list of models ({error})") from error
         return None
     catalog = Catalog.loads(data)
     if track == CATALOG_TRACK:
@@ -114,16 +109,6 @@ def check_small(namespace: TrackNamespace, track: str, data: bytes) -> AssetFact
         raise FormatError("a catalog with a digest that is not a SHA-256")
     sizes = {one.name: array("Q", one.bytes) for one in catalog.tracks}
     return AssetFacts(catalog.namespace, digest, catalog.spec, catalog.tokens, catalog.groups, sizes, digests)
-
-
-def _check_models(data: bytes) -> None:
-    """Raise `FormatError` unless this is a list of models."""
-    try:
-        models = json.loads(data)["models"]
-        for value in models:
-            KVSpec.from_json(value)
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise FormatError(f"not a list of models ({error})") from error
 
 
 @cache
@@ -175,8 +160,8 @@ class Catalogs:
             upstream: the connection to the origin.
             log: receives events.
             limit: bound on what is kept, bytes; as much may be on its way.
-            on_dropped: called when the origin has removed or replaced an asset, with what was known of it.
-            on_revoked: called when the origin refuses the relay's token; everything is forgotten by then.
+            on_dropped: hears what was known of an asset that the origin has removed or replaced.
+            on_revoked: hears that the origin refuses the relay's token; everything is forgotten by then.
         """
         self._upstream, self._log, self._limit = upstream, log, limit
         self._on_dropped, self._on_revoked = on_dropped, on_revoked
@@ -195,8 +180,6 @@ class Catalogs:
     def __len__(self) -> int:
         """Return how many names take memory: those that are kept, and those that are being asked for."""
         return len(self._answers) + len(self._asking)
-
-    # ------------------------------------------------------------------ what players want
 
     def fresh(self, namespace: TrackNamespace, track: str) -> Answer | None:
         """Return a small track that need not be asked for; None if it must be."""
@@ -230,10 +213,7 @@ class Catalogs:
         return await asyncio.shield(task)
 
     def doubt(self, namespace: TrackNamespace) -> None:
-        """Note that an asset's groups do not agree with what is known of it, so that it is asked for again.
-
-        It is not dropped: if the origin goes away now, it is still the best there is.
-        """
+        """Ask again for an asset whose groups are not what was said of it; until then it is the best there is."""
         for _, answer in self._naming(namespace):
             answer.doubted = True
 
@@ -311,13 +291,9 @@ class Catalogs:
                     answer.publication, answer.facts = known.publication, known.facts
                 else:
                     self._drop_asset(facts.namespace, "asset replaced")
-            self._keep(catalog, answer)
-        self._keep(name, answer)
+            self._answers.replace(catalog, answer)
+        self._answers.replace(name, answer)
         return answer
-
-    def _keep(self, name: _Name, answer: Answer) -> None:
-        self._answers.pop(name, None)
-        self._answers.add(name, answer)
 
     def _drop_asset(self, namespace: TrackNamespace, event: str) -> None:
         """Forget every answer that names an asset."""
@@ -351,7 +327,7 @@ def is_unauthorized(error: BaseException | None) -> bool:
 
 
 def _is_away(error: BaseException | None) -> bool:
-    """Return whether an error says only that the origin cannot answer now."""
+    """Return whether an error says no more than that the origin cannot answer now."""
     if isinstance(error, RequestError):
         return error.code in _AWAY
     return isinstance(error, TransportError) and not isinstance(error, UnauthorizedError)

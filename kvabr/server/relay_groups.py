@@ -72,41 +72,39 @@ class GroupTransfer:
             reader.on_more()
 
 
+@dataclass(eq=False)
 class TransferReader(ArrivingGroup):
     """One player's view of a group on its way."""
 
-    def __init__(
-        self,
-        groups: RelayGroups,
-        transfer: GroupTransfer,
-        objects: tuple[ObjectSpan, ...],
-        priority: int,
-        on_more: Callable[[], None],
-    ) -> None:
-        self.objects, self.digest, self.size = objects, bytes.fromhex(transfer.digest), transfer.size
-        self.priority, self.on_more = priority, on_more
-        self._groups, self._transfer = groups, transfer
+    groups: RelayGroups
+    transfer: GroupTransfer
+    objects: tuple[ObjectSpan, ...]
+    priority: int
+    on_more: Callable[[], None]
+
+    def __post_init__(self) -> None:
+        self.digest, self.size = bytes.fromhex(self.transfer.digest), self.transfer.size
 
     @property
     def available(self) -> int:
         """See `ArrivingGroup.available`."""
-        if self._transfer.error is not None:
-            raise self._transfer.error
-        return len(self._transfer.data)
+        if self.transfer.error is not None:
+            raise self.transfer.error
+        return len(self.transfer.data)
 
     def read(self, begin: int, end: int) -> memoryview:
         """See `ArrivingGroup.read`."""
-        self._transfer.read_s = asyncio.get_running_loop().time()
-        return self._transfer.data[begin:end]
+        self.transfer.read_s = asyncio.get_running_loop().time()
+        return self.transfer.data[begin:end]
 
     def prioritise(self, priority: int) -> None:
         """See `ArrivingGroup.prioritise`."""
         self.priority = priority
-        self._groups.reprioritise(self._transfer)
+        self.groups.reprioritise(self.transfer)
 
     def close(self) -> None:
-        """See `ArrivingGroup.close`."""
-        self._groups.leave(self._transfer, self)
+        """See `ArrivingGroup.close`; the last reader to leave ends the transfer."""
+        self.groups.leave(self.transfer, self)
 
 
 class RelayGroups:
@@ -127,7 +125,7 @@ class RelayGroups:
             store: what is kept.
             metrics: counts downloads.
             limit: bound on groups that are on their way or being read, bytes; one larger group may be alone.
-            on_failed: called when the origin refuses a group, or sends a wrong one.
+            on_failed: hears of groups that the origin refuses, or sends wrong.
         """
         self._upstream, self._store, self._metrics, self._limit = upstream, store, metrics, limit
         self._on_failed = on_failed
@@ -179,6 +177,7 @@ class RelayGroups:
             self.reprioritise(transfer)
             return
         self._forget(transfer)
+        self._waiting.pop(transfer, None)  # at once: room that others give up in this very turn is not for it
         if transfer.task is not None and not transfer.task.done():
             transfer.task.cancel()
         else:
@@ -211,8 +210,6 @@ class RelayGroups:
             await asyncio.wait(tasks)
         if self._looking is not None:
             self._looking.cancel()
-
-    # ------------------------------------------------------------------ one transfer
 
     async def _bring(self, transfer: GroupTransfer) -> None:
         try:
@@ -297,12 +294,9 @@ class RelayGroups:
         finally:
             reading.cancel()
 
-    # ------------------------------------------------------------------ room
-
     async def _admit(self, transfer: GroupTransfer) -> None:
         """Wait for room; the most urgent transfer that waits goes first."""
-        if not self._waiting and self._fits(transfer):
-            self._take(transfer)
+        if not self._waiting and self._take(transfer):
             return
         waiter = self._waiting[transfer] = asyncio.get_running_loop().create_future()
         if self._looking is None:
@@ -312,12 +306,13 @@ class RelayGroups:
         finally:
             self._waiting.pop(transfer, None)
 
-    def _fits(self, transfer: GroupTransfer) -> bool:
-        return not self._admitted or self.bytes + transfer.size <= self._limit
-
-    def _take(self, transfer: GroupTransfer) -> None:
-        self._admitted.add(transfer)
-        self.bytes += transfer.size
+    def _take(self, transfer: GroupTransfer) -> bool:
+        """Give a transfer room if there is any; one that is larger than the bound may be alone."""
+        fits = not self._admitted or self.bytes + transfer.size <= self._limit
+        if fits:
+            self._admitted.add(transfer)
+            self.bytes += transfer.size
+        return fits
 
     def _release(self, transfer: GroupTransfer) -> None:
         if transfer in self._admitted:
@@ -325,9 +320,8 @@ class RelayGroups:
             self.bytes -= transfer.size
         while self._waiting:
             first = min(self._waiting, key=lambda one: (one.priority, one.number))
-            if not self._fits(first):
+            if not self._take(first):
                 return
-            self._take(first)
             self._waiting.pop(first).set_result(None)
 
     def _look(self) -> None:

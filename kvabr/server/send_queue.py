@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvabr.codec.container import ObjectSpan
 from kvabr.moqt.objects import FetchWriter
@@ -39,48 +39,37 @@ class GroupRange:
     """The object after the last one; None for all."""
 
 
+@dataclass(eq=False)
 class Sending:
-    """The answer to one FETCH, written as fast as its turn comes."""
+    """The answer to one FETCH, written as fast as its turn comes. A group is opened when its turn comes."""
 
-    def __init__(
-        self,
-        request_id: int,
-        stream: int,
-        publication: Publication,
-        ranges: list[GroupRange],
-        draft: Draft,
-        *,
-        track: str,
-        priority: int,
-        dense: bool,
-        descending: bool,
-        first: ArrivingGroup | None = None,
-        on_more: Callable[[], None] = lambda: None,
-    ) -> None:
-        """Prepare; a group is opened when its turn comes.
+    request_id: int
+    stream: int
+    publication: Publication
+    ranges: list[GroupRange]
+    """Which objects, in order."""
+    draft: Draft
+    track: str = field(kw_only=True)
+    """For metrics."""
+    priority: int = field(kw_only=True)
+    """0 (most urgent) to 255."""
+    dense: bool = field(kw_only=True)
+    """Number objects 0, 1, 2 in each group, for receivers that take a gap between IDs for a loss."""
+    descending: bool = field(kw_only=True)
+    """Whether the groups come in descending order."""
+    first: ArrivingGroup | None = None
+    """The first group, if it is being fetched already; closed with this answer."""
+    on_more: Callable[[], None] = lambda: None
+    """Called when `ready` may have become true."""
+    sent: int = 0
+    """Bytes that QUIC has been given."""
+    finished: bool = False
+    """Whether the last piece was the end."""
 
-        Args:
-            request_id: the FETCH.
-            stream: where to write.
-            publication: the track.
-            ranges: which objects, in order.
-            draft: encoding of the objects.
-            track: its name, for metrics.
-            priority: 0 (most urgent) to 255.
-            dense: number objects 0, 1, 2 in each group, for receivers that take a gap between IDs for a loss.
-            descending: whether the groups come in descending order.
-            first: the first group, if it is being fetched already; closed with this answer.
-            on_more: called when `ready` may have become true.
-        """
-        self.request_id, self.stream, self.track, self.priority = request_id, stream, track, priority
+    def __post_init__(self) -> None:
         self.requested_s = time.monotonic()
-        self.sent = 0
-        """Bytes that QUIC has been given."""
-        self.finished = False
-        """Whether the last piece was the end."""
-        self._publication, self._ranges, self._dense = publication, ranges, dense
-        self._group, self._on_more = first, on_more
-        self._writer = FetchWriter(draft, descending=descending)
+        self._group = self.first
+        self._writer = FetchWriter(self.draft, descending=self.descending)
         self._pieces = self._cut()
         self._next: Piece | None = b""
         """The next piece; empty: it has not arrived; None: there are no more."""
@@ -97,11 +86,7 @@ class Sending:
         return self._next is None or len(self._next) > 0
 
     def piece(self) -> Piece:
-        """Return the next bytes of the stream, at most about `_PIECE`; none if they have not arrived.
-
-        Raises:
-            AssetError, TransportError: as `ready`.
-        """
+        """Return the next bytes of the stream, at most about `_PIECE`, if any have arrived; raises as `ready`."""
         self._advance()
         piece = self._next or b""
         if piece:
@@ -126,9 +111,9 @@ class Sending:
             self._next = next(self._pieces, None)
 
     def _cut(self) -> Iterator[Piece]:
-        for part in self._ranges:
+        for part in self.ranges:
             if self._group is None:
-                self._group = self._publication.open(part.group, self.priority, self._on_more)
+                self._group = self.publication.open(part.group, self.priority, self.on_more)
             yield from self._write(part, self._group)
             self.close()
 
@@ -136,7 +121,7 @@ class Sending:
         """Yield objects of a group; a piece is empty while nothing has arrived."""
         properties: tuple[KeyValue, ...] = ((PROPERTY_GROUP_BYTES, group.size), (PROPERTY_GROUP_DIGEST, group.digest))
         for index, span in enumerate(group.objects):
-            number = index if self._dense else span.object_id
+            number = index if self.dense else span.object_id
             if number < part.first_object or (part.end_object is not None and number >= part.end_object):
                 continue
             yield self._writer.header(part.group, number, span.end - span.begin, properties if index == 0 else ())

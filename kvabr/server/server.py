@@ -68,11 +68,7 @@ class Server(Host):
         self._retry_tokens, self._no_tokens = RetryTokens(), NoTokens()
 
     async def start(self) -> None:
-        """Bind the address and serve.
-
-        Raises:
-            TransportError: the address is in use, or not one of this machine.
-        """
+        """Bind the address and serve; `TransportError` if the address is in use, or not one of this machine."""
         alpn = [draft.alpn for draft in self._drafts]
         configuration = self._lib.configure(client=False, alpn=alpn, idle_timeout=self.limits.idle_s)
         load_certificates(configuration, self.tls.certfile, self.tls.keyfile)

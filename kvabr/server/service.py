@@ -38,15 +38,7 @@ class Watcher:
         *,
         every_s: float = WATCH_S,
     ) -> None:
-        """Prepare; nothing is checked before the watcher is entered.
-
-        Args:
-            library: the assets to keep up to date.
-            tokens: the file that the grants were read from.
-            log: receives what goes wrong.
-            metrics: receives the number of assets.
-            every_s: seconds between checks.
-        """
+        """Prepare to check the assets of ``library``, and the file that its grants were read from."""
         self._library, self._tokens, self._log, self._metrics = library, tokens, log, metrics
         self._every_s = every_s
         self._stamp = None if tokens is None else FileVersion.of(tokens)
@@ -58,10 +50,9 @@ class Watcher:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._task
+        assert self._task is not None  # noqa: S101  # entered
+        self._task.cancel()
+        await asyncio.wait({self._task})
 
     def look(self) -> None:
         """Check once."""
@@ -111,7 +102,7 @@ async def run_until_signal(
     """Start a server, serve until SIGTERM or SIGINT, then drain it; a second signal ends it at once.
 
     Args:
-        server: not started yet.
+        server: not started yet; `TransportError` if its address cannot be bound.
         grace_s: seconds that draining may take.
         log: receives events.
         metrics: its ``draining`` is set.
@@ -119,9 +110,6 @@ async def run_until_signal(
 
     Returns:
         Exit status: 0, or 130 after a second signal.
-
-    Raises:
-        TransportError: the address cannot be bound.
     """
     with _signals() as signals:
         await server.start()

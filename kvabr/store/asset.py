@@ -70,8 +70,7 @@ class Prompt:
     def loads(cls, text: str | bytes) -> Prompt:
         """Parse what `dumps` returned.
 
-        Raises:
-            FormatError: not such JSON, another version, or ids that are not token ids.
+        Raises `FormatError` if it is not such JSON, another version, or ids that are not token ids.
         """
         try:
             value = json.loads(text)
@@ -138,8 +137,7 @@ class Asset(ABC):
     def frame_view(self, group: int, track: str) -> memoryview:
         """Return a frame of the catalog, uncopied where the store can, checked for its size but not for its digest.
 
-        Raises:
-            AssetError: the frame cannot be read, or has not the catalog's size.
+        Raises `AssetError` if the frame cannot be read, or has not the catalog's size.
         """
 
     @abstractmethod
@@ -160,11 +158,7 @@ class Asset(ABC):
         return tuple(map(prefix_key, self.catalog.chunks))
 
     def catalog_bytes(self) -> bytes:
-        """Return the catalog's bytes.
-
-        Raises:
-            AssetError: the catalog is gone, or is no longer the one of this version.
-        """
+        """Return the catalog's bytes; `AssetError` if the catalog is gone, or is no longer the one of this version."""
         data = self._read_part(CATALOG, self.catalog_size)
         if hashlib.sha256(data).hexdigest() != self.catalog_sha256:
             raise AssetError(f"{self.location}/{CATALOG}: no longer the file that was checked")
@@ -260,7 +254,20 @@ class Asset(ABC):
                 )
 
 
-class AssetWriter(Protocol):
+class FrameStore(Protocol):
+    """Keeps frames while they are made and measured."""
+
+    def frame(self, group: int, track: str, frame: bytes) -> None:
+        """Write the frame of one group on one track."""
+
+    def read_frame(self, group: int, track: str) -> bytes:
+        """Read back what `frame` wrote."""
+
+    def profile(self, data: bytes) -> None:
+        """Write the codec profile, if a track needs one."""
+
+
+class AssetWriter(FrameStore, Protocol):
     """Writes one asset; a context manager. Leaving it without `commit` leaves nothing behind.
 
     All methods raise `AssetError` if the store refuses, for instance because the disk is full.
@@ -269,15 +276,6 @@ class AssetWriter(Protocol):
     def __enter__(self) -> Self: ...
 
     def __exit__(self, *_: object) -> None: ...
-
-    def frame(self, group: int, track: str, frame: bytes) -> None:
-        """Write the frame of one group on one track."""
-
-    def read_frame(self, group: int, track: str) -> bytes:
-        """Read back what `frame` wrote, for measuring before the asset is committed."""
-
-    def profile(self, data: bytes) -> None:
-        """Write the codec profile."""
 
     def prompt(self, prompt: Prompt) -> None:
         """Write the token ids."""

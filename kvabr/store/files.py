@@ -67,7 +67,7 @@ def read_bytes(
     except OSError as error:
         raise unreadable(f"{path}: cannot be read ({error.strerror})") from error
     if len(data) > limit:
-        raise unfit(f"{path}: larger than the {limit} bytes allowed; cut it in pieces")
+        raise unfit(f"{path}: larger than the {limit} bytes allowed; is it the right file?")
     return data
 
 

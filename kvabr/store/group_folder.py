@@ -13,13 +13,13 @@ import fcntl
 import os
 import re
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
 from kvabr.store.files import PARTIAL, open_regular, replacing
-from kvabr.store.group_store import StoredGroup, has_digest
+from kvabr.store.group_store import LocalGroupStore
 from kvabr.store.lru import ByteLru
 from kvabr.types.errors import AssetError, UsageError
 
@@ -30,8 +30,8 @@ _LOCK = "kvabr.lock"
 _LOCK_FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
-class FolderGroupStore:
-    """Groups in a folder; a `LocalGroupStore`. Reads and writes run in one thread of its own."""
+class FolderGroupStore(LocalGroupStore[int]):
+    """Groups in a folder, by their sizes in memory. Reads and writes run in one thread of its own."""
 
     def __init__(self, folder: Path, max_bytes: int, *, executor: Executor | None = None) -> None:
         """Lock the folder, create it if necessary, and index the groups in it; otherwise as `MemoryGroupStore`.
@@ -40,12 +40,10 @@ class FolderGroupStore:
             UsageError: another client uses the folder, in this process or another.
             AssetError: the folder cannot be used.
         """
-        self._folder, self._executor = folder, executor
+        super().__init__(ByteLru(max_bytes, lambda size: size, lambda digest, _: self._unlink(digest)), executor)
+        self._folder = folder
         self._lock = threading.Lock()
-        self._sizes: ByteLru[str, int] = ByteLru(max_bytes, lambda size: size, lambda digest, _: self._unlink(digest))
-        """Guarded by the lock, as are the files' names."""
-        self.damaged = 0
-        """See `LocalGroupStore.damaged`."""
+        """Guards the sizes and the files' names."""
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._handle = os.open(folder / _LOCK, _LOCK_FLAGS, 0o600)
@@ -62,51 +60,22 @@ class FolderGroupStore:
         # One thread: disks prefer it, and decoding does not wait for it.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvabr-disk")
 
-    def __contains__(self, digest: str) -> bool:
-        return digest in self._sizes
-
-    def __len__(self) -> int:
-        return len(self._sizes)
-
-    @property
-    def total_bytes(self) -> int:
-        """See `LocalGroupStore.total_bytes`."""
-        return int(self._sizes.currsize)
-
-    @property
-    def evicted(self) -> int:
-        """See `LocalGroupStore.evicted`."""
-        return self._sizes.evicted
-
     async def get(
         self, digest: str, start: int = 0, end: int | None = None, *, verify: bool = True
     ) -> memoryview | None:
         """See `GroupStore.get`."""
-        size = self._sizes.peek(digest)
+        size = self._kept.peek(digest)
         if size is None:
             return None
         first, last, _ = slice(start, end).indices(size)
         data = await self._in_thread(lambda: self._read(digest, first, last))
         if data is None or not verify or (first, last) != (0, size):
             return data
-        if await asyncio.get_running_loop().run_in_executor(self._executor, has_digest, digest, data):
-            return data
-        self.damaged += 1
-        await self.delete(digest)
-        return None
+        return await self._checked(digest, data)
 
     async def put(self, digest: str, data: memoryview) -> bool:
         """See `GroupStore.put`. Returns False also if the disk refuses."""
         return await self._in_thread(lambda: self._write(digest, data))
-
-    async def list(self) -> AsyncIterator[StoredGroup]:
-        """See `GroupStore.list`."""
-        with self._lock:
-            digests = list(self._sizes)
-        for digest in digests:
-            size = self._sizes.peek(digest)
-            if size is not None:
-                yield StoredGroup(digest, size)
 
     async def delete(self, digest: str) -> bool:
         """See `GroupStore.delete`."""
@@ -132,13 +101,13 @@ class FolderGroupStore:
                     status = entry.stat(follow_symlinks=False)
                     found.append((status.st_mtime_ns, name[1], status.st_size))
         for _, digest, size in sorted(found):
-            if not self._sizes.add(digest, size):
+            if not self._kept.add(digest, size):
                 self._unlink(digest)
 
     def _read(self, digest: str, first: int, last: int) -> memoryview | None:
         """Read from ``first`` to ``last``; None if the file is gone or has another size than it had."""
         with self._lock:
-            size = self._sizes.get(digest)
+            size = self._kept.get(digest)
         if size is None:
             return None
         try:
@@ -159,7 +128,7 @@ class FolderGroupStore:
     def _write(self, digest: str, data: memoryview) -> bool:
         with self._lock:
             # Counted before it is there, so that writers cannot exceed the bound together.
-            if not data or not self._sizes.add(digest, len(data)):
+            if not data or not self._kept.add(digest, len(data)):
                 return False
         try:
             # Not synced: a file that a crash damages is found out when it is read.
@@ -169,14 +138,14 @@ class FolderGroupStore:
             self._delete(digest)
             return False
         with self._lock:
-            if digest not in self._sizes:  # evicted before it was there
+            if digest not in self._kept:  # evicted before it was there
                 self._unlink(digest)
                 return False
         return True
 
     def _delete(self, digest: str) -> bool:
         with self._lock:
-            found = self._sizes.pop(digest, None) is not None
+            found = self._kept.pop(digest, None) is not None
             self._unlink(digest)
         return found
 

@@ -14,10 +14,11 @@ import hashlib
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from kvabr.store.lru import ByteLru
 
+V = TypeVar("V")
 Tier = Literal["memory", "disk"]
 
 _MAX_UNWRITTEN_BYTES = 64 << 20
@@ -59,100 +60,88 @@ class GroupStore(Protocol):
         """Finish writing; release memory, files and connections."""
 
 
-class LocalGroupStore(GroupStore, Protocol):
-    """A store that knows what it holds without I/O: ``digest in store`` and counters need no await."""
-
-    def __contains__(self, digest: str) -> bool: ...
-
-    def __len__(self) -> int: ...
-
-    @property
-    def total_bytes(self) -> int:
-        """Bytes of all groups."""
-
-    @property
-    def evicted(self) -> int:
-        """Groups that made room for others so far."""
-
-    @property
-    def damaged(self) -> int:
-        """Groups so far that no longer had their digest when they were read."""
-
-
 def has_digest(digest: str, data: bytes | bytearray | memoryview) -> bool:
     """Return whether the SHA-256 of ``data`` is ``digest``."""
     return hashlib.sha256(data).hexdigest() == digest
 
 
-class MemoryGroupStore:
-    """Groups in memory; a `LocalGroupStore`."""
+class LocalGroupStore(GroupStore, Generic[V]):
+    """A bounded store that knows what it holds without I/O: ``digest in store`` and counters need no await."""
 
-    def __init__(self, max_bytes: int, *, executor: Executor | None = None) -> None:
-        """Create an empty store of at most ``max_bytes``; digests are computed in ``executor``, or the loop's own."""
-        self._groups: ByteLru[str, memoryview] = ByteLru(max_bytes, len)
-        self._executor = executor
+    def __init__(self, kept: ByteLru[str, V], executor: Executor | None) -> None:
+        """Keep ``kept``, by digest; compute digests in ``executor``, or in the event loop's threads."""
+        self._kept, self._executor = kept, executor
         self.damaged = 0
-        """See `LocalGroupStore.damaged`."""
+        """Groups so far that no longer had their digest when they were read."""
 
     def __contains__(self, digest: str) -> bool:
-        return digest in self._groups
+        return digest in self._kept
 
     def __len__(self) -> int:
-        return len(self._groups)
+        return len(self._kept)
 
     @property
     def total_bytes(self) -> int:
-        """See `LocalGroupStore.total_bytes`."""
-        return int(self._groups.currsize)
+        """Bytes of all groups."""
+        return int(self._kept.currsize)
 
     @property
     def evicted(self) -> int:
-        """See `LocalGroupStore.evicted`."""
-        return self._groups.evicted
+        """Groups that made room for others so far."""
+        return self._kept.evicted
+
+    async def list(self) -> AsyncIterator[StoredGroup]:
+        """See `GroupStore.list`."""
+        for digest in list(self._kept):
+            kept = self._kept.peek(digest)
+            if kept is not None:
+                yield StoredGroup(digest, int(self._kept.getsizeof(kept)))
+
+    async def _checked(self, digest: str, data: memoryview) -> memoryview | None:
+        """Return a whole group, or None if it is damaged; then it is deleted."""
+        if await asyncio.get_running_loop().run_in_executor(self._executor, has_digest, digest, data):
+            return data
+        self.damaged += 1
+        await self.delete(digest)
+        return None
+
+
+class MemoryGroupStore(LocalGroupStore[memoryview]):
+    """Groups in memory."""
+
+    def __init__(self, max_bytes: int, *, executor: Executor | None = None) -> None:
+        """Create an empty store of at most ``max_bytes``."""
+        super().__init__(ByteLru(max_bytes, len), executor)
 
     async def get(
         self, digest: str, start: int = 0, end: int | None = None, *, verify: bool = True
     ) -> memoryview | None:
         """See `GroupStore.get`. Returns a view of what was stored, not a copy."""
-        data = self._groups.get(digest)
+        data = self._kept.get(digest)
         if data is None:
             return None
         part = data[start:end]
-        if verify and len(part) == len(data):
-            loop = asyncio.get_running_loop()
-            if not await loop.run_in_executor(self._executor, has_digest, digest, data):
-                self.damaged += 1
-                if self._groups.peek(digest) is data:
-                    del self._groups[digest]
-                return None
-        return part
+        return await self._checked(digest, data) if verify and len(part) == len(data) else part
 
     def held(self, digest: str) -> memoryview | None:
         """Return a whole group at once, unchecked; None if it is not here. It was checked when it was put."""
-        return self._groups.get(digest)
+        return self._kept.get(digest)
 
     async def put(self, digest: str, data: memoryview) -> bool:
         """See `GroupStore.put`. Keeps ``data`` itself, not a copy; does not suspend."""
-        return self._groups.add(digest, data.toreadonly())
-
-    async def list(self) -> AsyncIterator[StoredGroup]:
-        """See `GroupStore.list`."""
-        for digest in list(self._groups):
-            data = self._groups.peek(digest)
-            if data is not None:
-                yield StoredGroup(digest, len(data))
+        return self._kept.add(digest, data.toreadonly())
 
     async def delete(self, digest: str) -> bool:
         """See `GroupStore.delete`."""
-        return self._groups.pop(digest, None) is not None
+        return self._kept.pop(digest, None) is not None
 
     async def close(self) -> None:
         """Forget all groups."""
-        self._groups.clear()
+        self._kept.clear()
 
 
-class TieredGroupStore:
-    """Memory over a slower store, as a rule a folder. A `LocalGroupStore` whose groups are in either tier or in both.
+class TieredGroupStore(GroupStore):
+    """Memory over a slower store, as a rule a folder; a group may be in both.
 
     Groups are written to the disk in the background; those found there move up into memory.
     """
@@ -160,13 +149,13 @@ class TieredGroupStore:
     def __init__(
         self,
         memory: MemoryGroupStore,
-        disk: LocalGroupStore | None = None,
+        disk: LocalGroupStore[Any] | None = None,
         *,
         on_change: Callable[[], object] = lambda: None,
     ) -> None:
         """Combine two stores, which are closed with this one; ``on_change`` hears when counters may have changed."""
         self.memory, self.disk = memory, disk
-        self._tiers: list[LocalGroupStore] = [memory] if disk is None else [memory, disk]
+        self._tiers: list[LocalGroupStore[Any]] = [memory] if disk is None else [memory, disk]
         self._on_change = on_change
         self._unwritten_bytes = 0
         self._writes: dict[str, asyncio.Task[None]] = {}
@@ -183,11 +172,6 @@ class TieredGroupStore:
     def total_bytes(self) -> int:
         """See `LocalGroupStore.total_bytes`."""
         return sum(tier.total_bytes for tier in self._tiers)
-
-    @property
-    def evicted(self) -> int:
-        """See `LocalGroupStore.evicted`."""
-        return sum(tier.evicted for tier in self._tiers)
 
     @property
     def damaged(self) -> int:
@@ -256,7 +240,7 @@ class TieredGroupStore:
             await tier.close()
         self._on_change()
 
-    async def _write(self, disk: LocalGroupStore, digest: str, data: memoryview) -> None:
+    async def _write(self, disk: LocalGroupStore[Any], digest: str, data: memoryview) -> None:
         try:
             await disk.put(digest, data)
         finally:

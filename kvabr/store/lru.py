@@ -45,6 +45,11 @@ class ByteLru(LRUCache[K, V]):
         self[key] = value
         return True
 
+    def replace(self, key: K, value: V) -> None:
+        """Add an entry in place of the one that is there, if any."""
+        self.pop(key, None)
+        self.add(key, value)
+
     def peek(self, key: K) -> V | None:
         """Return a value without using it; None if the key is absent."""
         try:

@@ -76,7 +76,7 @@ def refused(tls, words, now=NOW):
 def test_files_that_are_not_there_or_not_pem(tls, tmp_path):
     refused(ServerTls(tmp_path / "no.pem", tls.keyfile), "no such certificate; .*--dev")
     refused(ServerTls(tls.certfile, tmp_path / "no.pem"), "no such key")
-    refused(ServerTls(tmp_path, tls.keyfile), "cannot read the certificate")
+    refused(ServerTls(tmp_path, tls.keyfile), "cannot be read")
     refused(ServerTls(tls.keyfile, tls.keyfile), "not a certificate in PEM form")
     refused(ServerTls(tls.certfile, tls.certfile), "not a private key in PEM form")
     der = tmp_path / "cert.der"
@@ -84,7 +84,7 @@ def test_files_that_are_not_there_or_not_pem(tls, tmp_path):
     refused(ServerTls(der, tls.keyfile), "not a certificate in PEM form")
     big = tmp_path / "big.pem"
     big.write_bytes(b"x" * ((1 << 20) + 1))
-    refused(ServerTls(big, tls.keyfile), "far too large")
+    refused(ServerTls(big, tls.keyfile), "larger than")
 
 
 def test_dates(tls):

@@ -9,10 +9,12 @@ import pytest
 from kvabr.quic.interface import read_all
 from kvabr.server import relay_groups
 from kvabr.server.grants import EVERYTHING
+from kvabr.server.metrics import Metrics
+from kvabr.server.relay import Relay
 from kvabr.types.errors import RequestError
 from tests.assets import make_asset
 from tests.memory_transport import Fault
-from tests.server.relays import BIG, dialled, get, in_memory, play, relaying, until
+from tests.server.relays import BIG, LOG, dialled, get, in_memory, play, relaying, until
 
 
 async def test_urgent_groups_get_the_room_first(asset, tls):
@@ -58,6 +60,22 @@ async def test_a_reader_that_does_not_read_makes_room_for_others(asset, tls, mon
         deaf.close()
         other.close()
         assert relay.groups.bytes == 0
+
+
+async def test_a_reader_that_waits_for_room_leaves_with_one_that_gives_it_up(asset):
+    """In the same turn of the event loop: the room is not given to who has left, but to who waits."""
+    size = len(asset.frame(0, "FP16"))
+    async with in_memory(asset) as upstream, Relay(upstream, LOG, Metrics(), memory_bytes=6 * size) as relay:
+        track = await relay.find_soon(EVERYTHING, asset.catalog.namespace, "FP16")
+        first = track.open(0)
+        await until(lambda: first.available == first.size)
+        left, stays = track.open(1), track.open(2)
+        await until(lambda: len(relay.groups) == 3)
+        left.close()
+        first.close()
+        await until(lambda: stays.available == stays.size)
+        stays.close()
+        assert relay.groups.bytes == len(relay.groups) == 0
 
 
 async def test_memory_has_a_bound(tmp_path, tls, fresh):
