@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvabr.store.asset import CATALOG, PROFILE, Asset
-from kvabr.store.asset_folder import FolderAsset
-from kvabr.store.asset_folder_writer import frame_path
+from kvabr.store.asset_folder import FolderAsset, frame_path
 from kvabr.types.catalog import Catalog, Track
 from kvabr.types.kv import KVSpec, RopeSpec
 from kvabr.types.naming import TrackNamespace, chain

@@ -8,8 +8,7 @@ import torch
 
 from kvabr.publish.encoder import publish
 from kvabr.store.asset import Asset, Prompt
-from kvabr.store.asset_folder import FolderAsset
-from kvabr.store.asset_folder_writer import FolderAssetWriter
+from kvabr.store.asset_folder import FolderAsset, FolderAssetWriter
 from kvabr.types.kv import KVSpec
 from tests import kvdata
 

@@ -147,8 +147,7 @@ async def _relay(
     from kvabr.server.limits import ServerLimits
     from kvabr.server.metrics import Metrics
     from kvabr.server.relay import Relay
-    from kvabr.server.server import Server
-    from kvabr.server.service import run_until_signal
+    from kvabr.server.server import Server, run_until_signal
     from kvabr.telemetry.prometheus import ScrapeServer
 
     asset = asset_of(args.upstream)

@@ -150,8 +150,7 @@ async def _serve(
     from kvabr.server.grants import Grants
     from kvabr.server.metrics import Metrics
     from kvabr.server.published_assets import PublishedAssets
-    from kvabr.server.server import Server
-    from kvabr.server.service import Watcher, run_until_signal
+    from kvabr.server.server import Server, Watcher, run_until_signal
     from kvabr.telemetry.prometheus import ScrapeServer
 
     log = logger(json=args.log_json or None, verbose=args.verbose)

@@ -34,8 +34,7 @@ from kvabr.client.runner import PlayRunner
 from kvabr.quic.backend import Quic
 from kvabr.quic.connect import connect, parse_namespace
 from kvabr.quic.interface import Connection
-from kvabr.store.group_folder import FolderGroupStore
-from kvabr.store.group_store import MemoryGroupStore, TieredGroupStore
+from kvabr.store.group_store import FolderGroupStore, MemoryGroupStore, TieredGroupStore
 from kvabr.types.cost import PrefillCost
 from kvabr.types.engine import Engine
 from kvabr.types.errors import FormatError, PlayError, TransportError, UsageError

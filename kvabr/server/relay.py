@@ -23,8 +23,7 @@ from kvabr.server.metrics import Metrics
 from kvabr.server.publication import ArrivingGroup, CatalogLevel, Publication
 from kvabr.server.relay_catalogs import LEAST_BYTES, Answer, AssetFacts, Catalogs, is_small, is_unauthorized
 from kvabr.server.relay_groups import RelayGroups
-from kvabr.store.group_folder import FolderGroupStore
-from kvabr.store.group_store import MemoryGroupStore, TieredGroupStore
+from kvabr.store.group_store import FolderGroupStore, MemoryGroupStore, TieredGroupStore
 from kvabr.types.errors import NotFoundError, RequestError, TransportError, UnauthorizedError
 from kvabr.types.naming import CATALOG_TRACK, TrackNamespace
 

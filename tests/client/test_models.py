@@ -17,7 +17,7 @@ from kvabr.client.result import NothingCached
 from kvabr.publish.encoder import publish
 from kvabr.server.grants import EVERYTHING, Grant, Grants
 from kvabr.server.published_assets import PublishedAssets
-from kvabr.store.asset_folder_writer import FolderAssetWriter
+from kvabr.store.asset_folder import FolderAssetWriter
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import NotFoundError, PlayError, UsageError
 from tests.client.test_play import close

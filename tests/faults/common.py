@@ -23,7 +23,7 @@ from kvabr.server.metrics import Metrics
 from kvabr.server.publication import Publication
 from kvabr.server.published_assets import PublishedAssets
 from kvabr.server.server import Server
-from kvabr.store.asset_folder_writer import FolderAssetWriter
+from kvabr.store.asset_folder import FolderAssetWriter
 from kvabr.types.cost import PrefillCost
 from kvabr.types.events import PlayEvent
 from kvabr.types.naming import CATALOG_TRACK, PREFIX_TRACK, chain

@@ -12,7 +12,7 @@ import pytest
 
 from kvabr.codec.container import pack, unpack
 from kvabr.moqt.codes import RequestCode, ResetCode
-from kvabr.store.asset_folder_writer import frame_path
+from kvabr.store.asset_folder import frame_path
 from kvabr.types.errors import PlayError, TransportError
 from tests.client.playing import play
 from tests.faults.common import (

@@ -9,8 +9,7 @@ import pytest
 
 from kvabr.cli.main import main
 from kvabr.publish.texts import measuring_texts
-from kvabr.store.asset_folder import FolderAsset
-from kvabr.store.asset_folder_writer import frame_path
+from kvabr.store.asset_folder import FolderAsset, frame_path
 from kvabr.types.catalog import Catalog
 from kvabr.types.naming import LAYERS, chain
 from tests import tinymodels

@@ -7,8 +7,7 @@ import shutil
 import pytest
 
 from kvabr.replay.verify import ComputeStep, FetchStep, Verifier, steps_of, verify_play
-from kvabr.store.asset_folder import FolderAsset
-from kvabr.store.asset_folder_writer import frame_path
+from kvabr.store.asset_folder import FolderAsset, frame_path
 from kvabr.types.catalog import predicted_loss
 from kvabr.types.errors import AssetError, FormatError, HoleError, ModelError
 from tests import kvdata

@@ -13,8 +13,7 @@ from kvabr.codec.container import SLICE_BYTES
 from kvabr.player.assembler import Assembler
 from kvabr.publish.encoder import FrameEncoder
 from kvabr.server.publication import BytesPublication, LevelPublication
-from kvabr.store.asset_folder import FolderAsset
-from kvabr.store.asset_folder_writer import FolderAssetWriter, frame_path
+from kvabr.store.asset_folder import FolderAsset, FolderAssetWriter, frame_path
 from kvabr.types.catalog import Catalog, Track
 from kvabr.types.errors import AssetError, FormatError
 from kvabr.types.naming import TrackNamespace, chain

@@ -18,7 +18,7 @@ from kvabr.server.grants import EVERYTHING, Grant, Grants
 from kvabr.server.publication import BytesPublication
 from kvabr.server.published_assets import PublishedAssets
 from kvabr.store.asset import CATALOG
-from kvabr.store.asset_folder_writer import frame_path
+from kvabr.store.asset_folder import frame_path
 from kvabr.types.catalog import Catalog
 from kvabr.types.errors import AssetError, RequestError
 from kvabr.types.naming import CATALOG_TRACK, PROFILE_TRACK, TrackNamespace, prefix_gap, prefix_track

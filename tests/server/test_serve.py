@@ -23,8 +23,7 @@ from kvabr.server.grants import Grants
 from kvabr.server.limits import ServerLimits
 from kvabr.server.metrics import Metrics
 from kvabr.server.published_assets import PublishedAssets
-from kvabr.server.server import Server
-from kvabr.server.service import INTERRUPTED, Watcher, run_until_signal
+from kvabr.server.server import INTERRUPTED, Server, Watcher, run_until_signal
 from kvabr.types.errors import TransportError, UsageError
 from tests.assets import make_asset
 

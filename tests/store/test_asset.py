@@ -10,8 +10,7 @@ import pytest
 from kvabr.codec.fit import fit
 from kvabr.replay.verify import load_profile
 from kvabr.store.asset import Prompt
-from kvabr.store.asset_folder import FolderAsset
-from kvabr.store.asset_folder_writer import frame_path
+from kvabr.store.asset_folder import FolderAsset, frame_path
 from kvabr.types.errors import AssetError, ForeignError, FormatError
 from tests import kvdata
 from tests.toymodel import SPEC, ToyModel, prompt, toy_asset

@@ -8,8 +8,7 @@ import random
 
 import pytest
 
-from kvabr.store.group_folder import FolderGroupStore
-from kvabr.store.group_store import MemoryGroupStore, StoredGroup, TieredGroupStore
+from kvabr.store.group_store import FolderGroupStore, MemoryGroupStore, StoredGroup, TieredGroupStore
 from kvabr.store.lru import ByteLru
 from kvabr.types.errors import AssetError, UsageError
 

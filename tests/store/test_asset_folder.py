@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvabr.store.asset_folder import FolderAsset
-from kvabr.store.asset_folder_writer import FolderAssetWriter
+from kvabr.store.asset_folder import FolderAsset, FolderAssetWriter
 from kvabr.types.errors import AssetError, UsageError
 from tests.toymodel import toy_asset
 
