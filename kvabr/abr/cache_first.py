@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection
 from kvabr.abr.ladder import stack
 from kvabr.abr.policy import Decision, Policy
 from kvabr.abr.view import View
-from kvabr.types.catalog import Catalog, Track
+from kvabr.types.catalog import Catalog
 from kvabr.types.naming import TrackNamespace
 
 CachedGroups = Callable[[TrackNamespace, str], Collection[int]]
@@ -35,12 +35,7 @@ class CacheFirst(Policy):
     """Takes the best stored version of every group, then follows another policy."""
 
     def __init__(self, inner: Policy, kept: dict[str, frozenset[int]]) -> None:
-        """Wrap a policy.
-
-        Args:
-            inner: the policy.
-            kept: the stored groups of each track.
-        """
+        """Wrap a policy; ``kept``: the stored groups of each track."""
         self._inner, self._kept = inner, kept
         self._wanted: dict[int, list[str]] = {}
         """Per group, the stored layers that have not been requested yet, base first."""
@@ -50,32 +45,29 @@ class CacheFirst(Policy):
 
     def start(self, view: View) -> None:
         """Find the best stored version of every group."""
+        stacks = [stack(view.catalog, track) for track in view.catalog.tracks]
         for group in range(view.groups):
-            stacks = [stack(view.catalog, track) for track in view.catalog.tracks]
-            whole = [layers for layers in stacks if all(group in self._kept[layer.name] for layer in layers)]
-            if whole:
-
-                def cost(layers: tuple[Track, ...], group: int = group) -> tuple[float, float]:
-                    return layers[-1].loss[group], sum(layer.decode_s for layer in layers)
-
-                self._wanted[group] = [layer.name for layer in min(whole, key=cost)]
+            costs = [
+                (layers[-1].loss[group], sum(layer.decode_s for layer in layers), number)
+                for number, layers in enumerate(stacks)
+                if all(group in self._kept[layer.name] for layer in layers)
+            ]
+            if costs:
+                self._wanted[group] = [layer.name for layer in stacks[min(costs)[2]]]
         self._inner.start(view)
 
     def decide(self, view: View) -> Decision:
         """Take stored groups while there are any, then do what the wrapped policy decides."""
         for group, layers in self._wanted.items():
-            track = layers[0]
-            below = view.catalog.by_name[track].refines
-            if group in view.missing_groups and below is None:
-                return self._take(Decision.fetch(group, track, "it is in the local store"), group)
-            if below is not None and group in view.settled and view.track_of[group] == below:
-                return self._take(Decision.upgrade(group, track, "it is in the local store"), group)
-        # A group whose base is being read settles in a moment, and then this is asked again.
+            below = view.catalog.by_name[layers[0]].refines
+            if below is None and group in view.missing_groups:
+                decide = Decision.fetch
+            elif below is not None and group in view.settled and view.track_of[group] == below:
+                decide = Decision.upgrade
+            else:
+                continue  # a group whose base is being read settles in a moment, and then this is asked again
+            self._wanted[group] = layers[1:]
+            if not layers[1:]:
+                del self._wanted[group]
+            return decide(group, layers[0], "it is in the local store")
         return self._inner.decide(view)
-
-    def _take(self, decision: Decision, group: int) -> Decision:
-        layers = self._wanted[group]
-        del layers[0]
-        if not layers:
-            del self._wanted[group]
-        return decision

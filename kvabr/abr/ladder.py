@@ -1,10 +1,7 @@
 """The ladder of a catalog: which tracks are worth playing, and what each step up costs and saves.
 
 It is computed once per catalog and shared by every play of it. `spend` and `knapsack` choose one option per group
-within a budget of bytes. `knapsack` solves the multiple-choice knapsack in two ways and returns the better result:
-greedily, by the step that saves most loss per byte among those that still fit; and by dynamic programming over the
-bytes, rounded up to a grid, with the rounding gap spent greedily. The second finds combinations that fill the last
-bytes. On small cases it is exact up to the grid.
+within a budget of bytes.
 """
 
 from __future__ import annotations
@@ -12,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -48,48 +45,21 @@ class LadderStep:
 Options = tuple[tuple[Option, ...], ...]
 
 
-class Frontier:
-    """The marginal value of bytes that are spent as well as possible, layers included."""
-
-    def __init__(self, steps: Sequence[LadderStep]) -> None:
-        self._bytes = list(accumulate(step.bytes for step in steps))
-        self._worth = [step.worth for step in steps]
-
-    def price(self, spare: float) -> float:
-        """Return the nats per token that one more byte saves.
-
-        Args:
-            spare: bytes beyond the cheapest cache.
-
-        Returns:
-            Infinity if ``spare`` is negative, i.e. not even the cheapest cache fits; 0.0 if nothing is left to save.
-        """
-        if spare < 0:
-            return float("inf")
-        index = bisect_left(self._bytes, spare)
-        return self._worth[index] if index < len(self._worth) else 0.0
-
-
 class Ladder:
     """The tracks of a catalog that are worth playing, cheapest first."""
 
     def __init__(self, catalog: Catalog) -> None:
         self.catalog = catalog
-        alone = sorted(
-            (track for track in catalog.tracks if track.refines is None),
-            key=lambda track: (track.total_bytes, sum(track.loss)),
-        )
         tracks: list[Track] = []
-        for track in alone:
+        for track in sorted(catalog.tracks, key=lambda track: (track.total_bytes, sum(track.loss))):
             # A track that costs more and loses no less is never worth requesting.
-            if not tracks or sum(track.loss) < sum(tracks[-1].loss):
+            if track.refines is None and (not tracks or sum(track.loss) < sum(tracks[-1].loss)):
                 tracks.append(track)
         self.tracks: tuple[Track, ...] = tuple(tracks)
         """Self-contained tracks on the Pareto front of bytes against loss, cheapest first."""
         self.names: tuple[str, ...] = tuple(track.name for track in tracks)
         self.cheapest: str = self.names[0]
-        self.best: str = self.names[-1]
-        self.options: Options = tuple(_hull(catalog, self.tracks, g) for g in range(catalog.groups))
+        self.options: Options = _hulls(catalog, self.tracks)
         """Lower convex hull of each group's self-contained options, cheapest first."""
         self.steps: tuple[LadderStep, ...] = rank(self.options)
         """All steps of all hulls, most loss saved per byte first: the best order to spend a budget in."""
@@ -107,27 +77,36 @@ class Ladder:
         """Lower convex hull of all options of each group, layers stacked on what they refine included."""
         self.layered_steps: tuple[LadderStep, ...] = rank(self.layered)
         """All steps of these hulls, most loss saved per byte first."""
-        self.frontier: Frontier = Frontier(self.layered_steps)
-        """The marginal value of bytes where layers are used."""
+        self._spent = list(accumulate(step.bytes for step in self.layered_steps))
 
-    def index(self, track: str) -> int:
-        """Return the position of ``track`` in `tracks`."""
-        return self.names.index(track)
+    def price(self, spare: float) -> float:
+        """Return the nats per token that one more byte saves if all are spent as well as possible, layers included.
+
+        Args:
+            spare: bytes beyond the cheapest cache.
+
+        Returns:
+            Infinity if ``spare`` is negative, i.e. not even the cheapest cache fits; 0.0 if nothing is left to save.
+        """
+        if spare < 0:
+            return float("inf")
+        index = bisect_left(self._spent, spare)
+        return self.layered_steps[index].worth if index < len(self._spent) else 0.0
 
 
 def rank(options: Options) -> tuple[LadderStep, ...]:
     """Return all steps along all groups' hulls, most loss saved per byte first."""
-    steps = [
+    steps = (
         LadderStep(group, b.track, b.bytes - a.bytes, a.loss - b.loss)
         for group, hull in enumerate(options)
         for a, b in pairwise(hull)
-    ]
+    )
     return tuple(sorted(steps, key=lambda step: -step.worth))
 
 
 def every_option(catalog: Catalog) -> Options:
     """Return the lower convex hull of each group's options, including layers stacked on what they refine."""
-    return tuple(_hull(catalog, catalog.tracks, group) for group in range(catalog.groups))
+    return _hulls(catalog, catalog.tracks)
 
 
 def spend(options: Options, steps: Iterable[LadderStep], groups: Collection[int], first: int, budget: float) -> str:
@@ -168,11 +147,16 @@ def stack(catalog: Catalog, track: Track) -> tuple[Track, ...]:
     return tuple(reversed(layers))
 
 
-def _hull(catalog: Catalog, tracks: Sequence[Track], group: int) -> tuple[Option, ...]:
-    points = sorted(
-        (sum(layer.bytes[group] for layer in stack(catalog, track)), track.loss[group], track.name) for track in tracks
+def _hulls(catalog: Catalog, tracks: Sequence[Track]) -> Options:
+    stacks = [(track, stack(catalog, track)) for track in tracks]
+    return tuple(
+        _hull((sum(layer.bytes[group] for layer in layers), track.loss[group], track.name) for track, layers in stacks)
+        for group in range(catalog.groups)
     )
-    hull: list[Option] = []
+
+
+def _hull(choices: Iterable[tuple[int, float, str]]) -> tuple[Option, ...]:
+    points, hull = sorted(choices), list[Option]()
     for nbytes, loss, name in points:
         if hull and loss >= hull[-1].loss:
             continue
@@ -204,6 +188,10 @@ class Choice(NamedTuple):
 def knapsack(groups: Sequence[Sequence[Choice]], budget: float, *, exact: bool = True) -> list[int] | None:
     """Return the index of the option to take for each group, or None if not even the smallest options fit.
 
+    The multiple-choice knapsack is solved in two ways, and the better result is taken: greedily, by the step that saves
+    most loss per byte among those that still fit; and by dynamic programming over the bytes, rounded up to a grid, with
+    the rounding gap spent greedily, which finds combinations that fill the last bytes.
+
     Args:
         groups: options of each group, in any order; at least one each.
         budget: bytes.
@@ -230,26 +218,25 @@ def _filled(groups: Sequence[Sequence[Choice]], picks: list[int], budget: float)
     left = budget - sum(choices[index].bytes for choices, index in zip(groups, picks, strict=True))
     heap: list[tuple[float, int, int]] = []
 
-    def offer(group: int) -> tuple[float, int, int] | None:
+    def offer(group: int) -> None:
         now = groups[group][picks[group]]
-        best: tuple[float, int, int] | None = None
-        for index, choice in enumerate(groups[group]):
-            more, saving = choice.bytes - now.bytes, now.loss - choice.loss
-            if saving > 0 and more <= left:
-                worth = (-saving / more if more > 0 else float("-inf"), group, index)
-                best = worth if best is None or worth < best else best
-        return best
+        steps = [
+            (-saving / more if more > 0 else float("-inf"), group, index)
+            for index, choice in enumerate(groups[group])
+            if (saving := now.loss - choice.loss) > 0 and (more := choice.bytes - now.bytes) <= left
+        ]
+        if steps:
+            heappush(heap, min(steps))
 
-    heap.extend(found for group in range(len(groups)) if (found := offer(group)) is not None)
-    heapify(heap)
+    for group in range(len(groups)):
+        offer(group)
     while heap:
         _, group, index = heappop(heap)
         more = groups[group][index].bytes - groups[group][picks[group]].bytes
         if more <= left:
             left -= more
             picks[group] = index
-        if (found := offer(group)) is not None:
-            heappush(heap, found)
+        offer(group)
     return picks
 
 

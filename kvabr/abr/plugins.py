@@ -116,23 +116,21 @@ def _class_in(path: Path, name: str, base: type[T], kind: str) -> type[T]:
     if not path.is_file():
         raise PolicyError(f"{path}: no such file (wanted for {kind} {path}:{name})")
     module = _import(path)
-    candidates = [
-        value
+    found = {
+        value.__name__: value
         for value in vars(module).values()
         if inspect.isclass(value) and issubclass(value, base) and value.__module__ == module.__name__
-    ]
-    if not name and len(candidates) == 1:
-        return candidates[0]
-    for value in candidates:
-        if value.__name__ == name:
-            if inspect.isabstract(value):
-                missing = ", ".join(sorted(getattr(value, "__abstractmethods__", ())))
-                raise PolicyError(f"{path}:{name} lacks {missing}")
-            return value
-    names = ", ".join(value.__name__ for value in candidates) or "none"
-    raise PolicyError(
-        f"{path}: no {kind} class {name!r} in it (found: {names}); it must derive from kvabr.abr.{base.__name__}"
-    )
+    }
+    if not name and len(found) == 1:
+        return next(iter(found.values()))
+    if name not in found:
+        names = ", ".join(found) or "none"
+        raise PolicyError(
+            f"{path}: no {kind} class {name!r} in it (found: {names}); it must derive from kvabr.abr.{base.__name__}"
+        )
+    if missing := ", ".join(sorted(getattr(found[name], "__abstractmethods__", ()))):
+        raise PolicyError(f"{path}:{name} lacks {missing}")
+    return found[name]
 
 
 def _import(path: Path) -> ModuleType:

@@ -109,6 +109,21 @@ class Policy(ABC):
         """
 
 
+class FrontToBack(Policy):
+    """Fetches every group once, in order: the only question is which track."""
+
+    def decide(self, view: View) -> Decision:
+        """Fetch the first missing group as `choose` says."""
+        group = view.first_missing()
+        if group is None:
+            return Decision.finish("every group is in place or under way")
+        return self.choose(view, group)
+
+    @abstractmethod
+    def choose(self, view: View, group: int) -> Decision:
+        """Return how to obtain the first missing group."""
+
+
 _MOST = 32
 """Maximum number of parameters of a policy; nobody can search more."""
 
@@ -124,19 +139,17 @@ class Parameter(NamedTuple):
 
     def at(self, share: float) -> float:
         """Return the value at ``share`` (0 to 1) of the way from `low` to `high`, to four significant digits."""
-        if self.log:
-            value = math.exp(math.log(self.low) + share * (math.log(self.high) - math.log(self.low)))
-        else:
-            value = self.low + share * (self.high - self.low)
-        return min(self.high, max(self.low, float(f"{value:.4g}")))
+        low, high = self._scaled(self.low), self._scaled(self.high)
+        value = low + share * (high - low)
+        return min(self.high, max(self.low, float(f"{math.exp(value) if self.log else value:.4g}")))
 
     def share(self, value: float) -> float:
         """Return where ``value`` lies between `low` and `high`, 0 to 1; the inverse of `at`."""
-        if self.log:
-            place = (math.log(value) - math.log(self.low)) / (math.log(self.high) - math.log(self.low))
-        else:
-            place = (value - self.low) / (self.high - self.low)
-        return min(1.0, max(0.0, place))
+        low, high = self._scaled(self.low), self._scaled(self.high)
+        return min(1.0, max(0.0, (self._scaled(value) - low) / (high - low)))
+
+    def _scaled(self, value: float) -> float:
+        return math.log(value) if self.log else value
 
 
 def declared(cls: type[Any]) -> dict[str, Parameter]:
@@ -182,12 +195,9 @@ def _checked(title: str, name: Any, value: Any) -> Parameter:
         raise PolicyError(f"policy {title}: parameter {name!r} is {value!r}; give (low, high, default[, log])")
     parameter = Parameter(*value)
     numbers = (parameter.low, parameter.default, parameter.high)
-    if not all(isinstance(n, int | float) and math.isfinite(n) for n in numbers) or not _ordered(*numbers):
+    finite = all(isinstance(n, int | float) and math.isfinite(n) for n in numbers)
+    if not finite or sorted(numbers) != [*numbers] or parameter.low == parameter.high:
         raise PolicyError(f"policy {title}: parameter {name} must have low <= default <= high and low < high")
     if parameter.log and parameter.low <= 0:
         raise PolicyError(f"policy {title}: parameter {name} is logarithmic, so its low must be above 0")
     return parameter
-
-
-def _ordered(low: float, default: float, high: float) -> bool:
-    return low <= default <= high and low < high

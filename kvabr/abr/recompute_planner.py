@@ -13,8 +13,7 @@ computed:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from kvabr.abr.view import View
@@ -22,8 +21,7 @@ from kvabr.types.cost import PrefillCost
 from kvabr.types.engine import EngineMode
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(NamedTuple):
     """Groups ``first`` to ``last`` - 1 are left to the engine."""
 
     first: int
@@ -39,6 +37,51 @@ class _Candidate(NamedTuple):
     last: int
 
 
+class _Rest:
+    """What is not in place yet, and when network and engine would bring it."""
+
+    def __init__(self, view: View, cost: PrefillCost, absent: Sequence[int], lane_free_s: float, rate: float) -> None:
+        sizes = view.ladder.tracks[0].bytes
+        self.flying = {transfer.group: transfer for transfer in view.in_flight.values() if not transfer.upgrade}
+        self.need = {group: self.flying[group].remaining if group in self.flying else sizes[group] for group in absent}
+        """Bytes that each absent group needs."""
+        self.total = sum(self.need.values())
+        self.wait_s = 0.0 if self.flying else view.ttfb_s
+        self.tail_s = max(view.decode_backlog_s, view.decode_s(view.ladder.cheapest))
+        self._view, self._cost, self._rate = view, cost, rate
+        self._start_s = max(view.now, lane_free_s)
+
+    def network_s(self, nbytes: float) -> float:
+        """Return when the network has delivered a number of bytes."""
+        now = self._view.now
+        if nbytes <= 0:
+            return now + self._view.decode_backlog_s
+        return now + self.wait_s + nbytes / self._rate + self.tail_s if self._rate > 0 else float("inf")
+
+    def runs(self, groups: Sequence[int]) -> Iterator[_Candidate]:
+        """Yield ever longer runs of consecutive groups from the first of ``groups``, the last of those absent."""
+        if not groups:
+            return
+        size, tokens = self._view.catalog.spec.group_tokens, self._view.catalog.tokens
+        first, left = groups[0], self.total
+        earlier = sum(nbytes for group, nbytes in self.need.items() if group < first)
+        begin = max(self._start_s, self.network_s(earlier))
+        for offset, group in enumerate(groups):
+            if group != first + offset:
+                break  # a group in between is in place; a longer run would compute it again
+            left -= self.need[group]
+            computed = begin + self._cost.seconds(first * size, min((group + 1) * size, tokens) - first * size)
+            yield _Candidate(max(computed, self.network_s(left)), first, group + 1)
+
+    def tails(self) -> Iterator[_Candidate]:
+        """Yield ever longer tails, each from an absent group to the end."""
+        size, tokens, left = self._view.catalog.spec.group_tokens, self._view.catalog.tokens, self.total
+        for group in reversed(self.need):
+            left -= self.need[group]
+            seconds = self._cost.seconds(group * size, tokens - group * size)
+            yield _Candidate(max(self._start_s, self.network_s(left)) + seconds, group, self._view.groups)
+
+
 def plan(
     view: View, cost: PrefillCost, mode: EngineMode, absent: Sequence[int], lane_free_s: float, *, dead: bool = False
 ) -> Plan | None:
@@ -52,52 +95,32 @@ def plan(
         lane_free_s: when the engine finishes its current work.
         dead: the network has been silent for so long that nothing more is expected.
     """
-    sizes = view.ladder.tracks[0].bytes
-    flying = {transfer.group: transfer for transfer in view.in_flight.values() if not transfer.upgrade}
-    need = {group: flying[group].remaining if group in flying else sizes[group] for group in absent}
-    wait = 0.0 if flying else view.ttfb_s
-    tail_s = max(view.decode_backlog_s, view.decode_s(view.ladder.cheapest))
-    total = sum(need.values())
-    rate = 0.0 if dead else view.lower_bound
-
-    def network_s(nbytes: float) -> float:
-        if nbytes <= 0:
-            return view.now + view.decode_backlog_s
-        return view.now + wait + nbytes / rate + tail_s if rate > 0 else float("inf")
-
-    eta = network_s(total)
-    if not absent or eta <= view.deadline_s:
+    rest = _Rest(view, cost, absent, lane_free_s, 0.0 if dead else view.lower_bound)
+    eta, deadline_s = rest.network_s(rest.total), view.deadline_s
+    if not absent or eta <= deadline_s:
         return None
-    start = max(view.now, lane_free_s)
     if mode == "hole" and (dead or view.rate <= 0):
         # No single run fills several holes: take the first one and plan again.
-        last = next((group + 1 for group in absent if group + 1 not in need), absent[0] + 1)
+        last = next((group + 1 for group in absent if group + 1 not in rest.need), absent[0] + 1)
         return Plan(absent[0], last, "the network brings nothing; what is left is recompute")
     if mode == "suffix":
-        best = _soonest(_tails(view, cost, absent, need, network_s, start), view.deadline_s)
+        best = _soonest(rest.tails(), deadline_s)
         other_s = view.decode_backlog_s
     else:
-        behind = next((i for i, group in enumerate(absent) if group not in flying), len(absent))
-        best = _soonest(_runs(view, cost, absent[behind:], need, network_s, start), view.deadline_s)
-        if best is None or (best.finish > view.deadline_s and behind):
-            stalled = _soonest(_runs(view, cost, absent, need, network_s, start), view.deadline_s)
+        behind = next((i for i, group in enumerate(absent) if group not in rest.flying), len(absent))
+        best = _soonest(rest.runs(absent[behind:]), deadline_s)
+        if best is None or (best.finish > deadline_s and behind):
+            stalled = _soonest(rest.runs(absent), deadline_s)
             if stalled is not None and (best is None or stalled.finish < best.finish):
                 best = stalled
-        other_s = wait + tail_s
-    if best is None or best.finish >= eta or (not dead and _gamble(view, best.finish, total, other_s)):
+        other_s = rest.wait_s + rest.tail_s
+    # A late plan yields to a network that would make it at its expected rate.
+    on_time = view.rate > 0 and view.now + other_s + rest.total / view.rate <= deadline_s
+    if best is None or best.finish >= eta or (not dead and best.finish > deadline_s and on_time):
         return None
-    return Plan(best.first, best.last, _words(view, eta, best.finish))
-
-
-def _gamble(view: View, finish: float, nbytes: int, other_s: float) -> bool:
-    """Return whether a late plan should yield to a network that would make it at its expected rate."""
-    on_time = view.rate > 0 and view.now + other_s + nbytes / view.rate <= view.deadline_s
-    return finish > view.deadline_s and on_time
-
-
-def _words(view: View, eta: float, finish: float) -> str:
-    late = "never arrives" if eta == float("inf") else f"arrives {eta - view.deadline_s:.2f} s late"
-    return f"at the lower bound the rest {late}; with recompute it is in place at {finish:.2f} s"
+    late = "never arrives" if eta == float("inf") else f"arrives {eta - deadline_s:.2f} s late"
+    reason = f"at the lower bound the rest {late}; with recompute it is in place at {best.finish:.2f} s"
+    return Plan(best.first, best.last, reason)
 
 
 def _soonest(candidates: Iterable[_Candidate], deadline_s: float) -> _Candidate | None:
@@ -109,52 +132,3 @@ def _soonest(candidates: Iterable[_Candidate], deadline_s: float) -> _Candidate 
         if found.finish <= deadline_s:
             break
     return best
-
-
-def _runs(
-    view: View,
-    cost: PrefillCost,
-    absent: Sequence[int],
-    need: dict[int, int],
-    network_s: Callable[[float], float],
-    start: float,
-) -> Iterator[_Candidate]:
-    """Yield ever longer runs of consecutive groups from the first of ``absent``.
-
-    Args:
-        view: the play.
-        cost: prefill cost of the engine.
-        absent: as for `plan`, starting where the runs start.
-        need: bytes that each absent group needs, including groups before the runs.
-        network_s: time at which the network has delivered a number of bytes.
-        start: when the engine is free.
-    """
-    if not absent:
-        return
-    spec, first = view.catalog.spec, absent[0]
-    begin = max(start, network_s(sum(size for group, size in need.items() if group < first)))
-    size, whole = spec.group_tokens, view.catalog.tokens
-    left = sum(need.values())
-    for offset, group in enumerate(absent):
-        if group != first + offset:
-            break  # a group in between is in place; a longer run would compute it again
-        left -= need[group]
-        computed = begin + cost.seconds(first * size, min((group + 1) * size, whole) - first * size)
-        yield _Candidate(max(computed, network_s(left)), first, group + 1)
-
-
-def _tails(
-    view: View,
-    cost: PrefillCost,
-    absent: Sequence[int],
-    need: dict[int, int],
-    network_s: Callable[[float], float],
-    start: float,
-) -> Iterator[_Candidate]:
-    """Yield ever longer tails, each from an absent group to the end; arguments as for `_runs`."""
-    spec, tokens = view.catalog.spec, view.catalog.tokens
-    left = sum(need.values())
-    for group in reversed(absent):
-        left -= need[group]
-        first = group * spec.group_tokens
-        yield _Candidate(max(start, network_s(left)) + cost.seconds(first, tokens - first), group, view.groups)

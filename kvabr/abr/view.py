@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, KeysView
-from dataclasses import dataclass
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
 
 from kvabr.abr.ladder import Ladder
 from kvabr.types.catalog import Catalog, Track
@@ -63,76 +64,52 @@ class Future:
         return self.carried(seconds)
 
 
+@dataclass(slots=True, eq=False)
 class View:
     """The play as a policy sees it. The player updates it; policies only read it."""
 
-    __slots__ = (
-        "catalog",
-        "cost",
-        "deadline_s",
-        "decode_backlog_s",
-        "engine_backlog_s",
-        "front_first",
-        "gpu_price",
-        "in_flight",
-        "ladder",
-        "lower_bound",
-        "missing_groups",
-        "now",
-        "oracle",
-        "outstanding_bytes",
-        "rate",
-        "settled",
-        "track_of",
-        "ttfb_s",
-    )
+    ladder: Ladder
+    """The tracks worth playing, and the steps between them."""
+    deadline_s: float
+    """The TTFT deadline, in seconds since the play began."""
+    cost: PrefillCost | None = None
+    """Prefill cost of the engine; None if nothing can be recomputed."""
+    front_first: bool = False
+    """Whether the earliest groups are needed first: the engine must recompute everything behind a miss."""
+    gpu_price: float = 0.0
+    """Price of a second of engine time, in nats per token."""
+    oracle: Callable[[float], float] | None = None
+    """In a simulator: bytes that the link will carry in the next given seconds. None in a real play."""
+    catalog: Catalog = field(init=False)
+    now: float = 0.0
+    """Seconds since the play began."""
+    rate: float = 0.0
+    """Expected rate, bytes per second; 0.0 until the first bytes arrive."""
+    lower_bound: float = 0.0
+    """Rate that the link should exceed most of the time, bytes per second; 0.0 until the first bytes arrive."""
+    ttfb_s: float = 0.0
+    """Seconds from a request to its first byte."""
+    outstanding_bytes: int = 0
+    """Bytes still to arrive for all requests in flight."""
+    decode_backlog_s: float = 0.0
+    """Seconds of decoding that are queued or running."""
+    engine_backlog_s: float = 0.0
+    """Seconds until the engine has finished everything it was given."""
+    in_flight: dict[int, Transfer] = field(default_factory=dict)
+    """Requests in flight, by request number."""
+    settled: Settled = field(default_factory=Settled)
+    """Groups in place with nothing in flight for them; these can be upgraded."""
+    unavailable: AbstractSet[tuple[int, str]] = frozenset()
+    """Groups and tracks on which they have failed too often, for example because every copy was damaged."""
+    track_of: list[str | None] = field(init=False)
+    """Track of each group that is in place or arriving; ``recomputed`` if the engine computes it; None if missing."""
+    missing_groups: dict[int, None] = field(init=False)
+    """The content of `missing`; the player updates it."""
 
-    def __init__(
-        self,
-        ladder: Ladder,
-        deadline_s: float,
-        *,
-        cost: PrefillCost | None = None,
-        front_first: bool = False,
-        gpu_price: float = 0.0,
-        oracle: Callable[[float], float] | None = None,
-    ) -> None:
-        self.ladder: Ladder = ladder
-        """The tracks worth playing, and the steps between them."""
-        self.catalog: Catalog = ladder.catalog
-        self.deadline_s: float = deadline_s
-        """The TTFT deadline, in seconds since the play began."""
-        self.now: float = 0.0
-        """Seconds since the play began."""
-        self.rate: float = 0.0
-        """Expected rate, bytes per second; 0.0 until the first bytes arrive."""
-        self.lower_bound: float = 0.0
-        """Rate that the link should exceed most of the time, bytes per second; 0.0 until the first bytes arrive."""
-        self.ttfb_s: float = 0.0
-        """Seconds from a request to its first byte."""
-        self.outstanding_bytes: int = 0
-        """Bytes still to arrive for all requests in flight."""
-        self.decode_backlog_s: float = 0.0
-        """Seconds of decoding that are queued or running."""
-        self.engine_backlog_s: float = 0.0
-        """Seconds until the engine has finished everything it was given."""
-        self.track_of: list[str | None] = [None] * ladder.catalog.groups
-        """Track of each group that is in place or arriving; ``recomputed`` if the engine computes it; None if missing.
-       """
-        self.settled: Settled = Settled()
-        """Groups in place with nothing in flight for them; these can be upgraded."""
-        self.in_flight: dict[int, Transfer] = {}
-        """Requests in flight, by request number."""
-        self.oracle: Callable[[float], float] | None = oracle
-        """In a simulator: bytes that the link will carry in the next given seconds. None in a real play."""
-        self.cost: PrefillCost | None = cost
-        """Prefill cost of the engine; None if nothing can be recomputed."""
-        self.front_first: bool = front_first
-        """Whether the earliest groups are needed first: the engine must recompute everything behind a miss."""
-        self.gpu_price: float = gpu_price
-        """Price of a second of engine time, in nats per token."""
-        self.missing_groups: dict[int, None] = dict.fromkeys(range(ladder.catalog.groups))
-        """The content of `missing`; the player updates it."""
+    def __post_init__(self) -> None:
+        self.catalog = self.ladder.catalog
+        self.track_of = [None] * self.groups
+        self.missing_groups = dict.fromkeys(range(self.groups))
 
     @property
     def missing(self) -> KeysView[int]:
@@ -220,33 +197,3 @@ class View:
         """Return the bytes of all missing groups on the cheapest track."""
         sizes = self.ladder.tracks[0].bytes
         return sum(sizes[group] for group in self.missing_groups)
-
-
-class Timeline:
-    """A play as a video player would see it, for policies that come from video.
-
-    A KV cache has no playback and no playback buffer: what counts is that everything is in place by the deadline. These
-    policies get a timeline instead, on which every group plays for an equal share of the deadline, like a segment. A
-    track then has a bit rate, and the buffer level is how far the play is ahead of the timeline. A play that never
-    falls behind meets the deadline. Rates are bytes per second, times are seconds.
-    """
-
-    def __init__(self, view: View) -> None:
-        self.names = view.ladder.names
-        """Names of the tracks worth playing, cheapest first."""
-        self.rates = tuple(track.total_bytes / view.deadline_s for track in view.ladder.tracks)
-        """Rate of each track, bytes per second."""
-        self.segment_s = view.deadline_s / view.groups
-        """Duration of a group on the timeline."""
-
-    def arrived(self, view: View) -> int:
-        """Return the number of groups that have arrived or are left to the engine."""
-        return view.groups - len(view.missing_groups) - len(view.in_flight)
-
-    def level_s(self, view: View) -> float:
-        """Return how far the play is ahead of the timeline, in seconds: the buffer level. Never below 0."""
-        return max(0.0, self.arrived(view) * self.segment_s - view.now)
-
-    def carried(self, rate: float) -> int:
-        """Return the index of the best track that a rate carries; 0 if it carries none."""
-        return max((index for index, needed in enumerate(self.rates) if needed <= rate), default=0)

@@ -10,14 +10,12 @@ from kvabr.abr.estimator import Estimator
 from kvabr.abr.ladder import Ladder
 from kvabr.abr.plugins import load_estimator, load_policy
 from kvabr.player.session import Session
-from kvabr.player.session_types import Goal, PlayerConfig, PrefixGoal, UpgradeGoal, WholeGoal
+from kvabr.player.session_types import WHOLE, Goal, PlayerConfig, PrefixGoal, UpgradeGoal
 from kvabr.player.upgrades import UpgradeSession
 from kvabr.types.cost import PrefillCost
 from kvabr.types.engine import EngineMode
 from kvabr.types.errors import UsageError
 from kvabr.types.events import Log, PlayStarted
-
-_WHOLE = WholeGoal()
 
 
 def new_estimator(policy: str, estimator: str | None = None) -> Estimator:
@@ -69,7 +67,7 @@ def new_session(
     policy: str,
     estimator: Estimator,
     *,
-    goal: Goal = _WHOLE,
+    goal: Goal = WHOLE,
     cost: PrefillCost | None = None,
     mode: EngineMode = "hole",
     config: PlayerConfig | None = None,
@@ -108,17 +106,14 @@ def new_session(
             raise UsageError(f"policy {policy} has the engine compute from the front, which this engine cannot do")
     if cached_groups is not None:
         player = cache_first(player, ladder.catalog, cached_groups)
-    if isinstance(goal, UpgradeGoal):
-        return UpgradeSession(ladder, deadline_s, player, estimator, goal=goal, config=config, log=log)
-    if cost is not None:
-        cost = cost.behind(ladder.catalog.first_token)
-    return Session(
+    upgrades = isinstance(goal, UpgradeGoal)
+    return (UpgradeSession if upgrades else Session)(
         ladder,
         deadline_s,
         player,
         estimator,
         goal=goal,
-        cost=cost,
+        cost=None if cost is None or upgrades else cost.behind(ladder.catalog.first_token),
         mode=mode,
         config=config,
         oracle=oracle,

@@ -1,21 +1,94 @@
-"""The state of a play: each group's progress, transfers in flight, wasted bytes. `Session` decides what to do next."""
+"""The state of a play: each group's progress, transfers in flight, wasted bytes, the log. `Session` decides."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import ParamSpec
 
 from kvabr.abr.estimator import Estimator
 from kvabr.abr.ladder import Ladder
+from kvabr.abr.policy import Decision, Policy
 from kvabr.abr.view import Transfer, View
+from kvabr.player.abandon import StallDetector
 from kvabr.player.compute_queue import ComputeQueue
-from kvabr.player.event_log import EventLog
+from kvabr.player.policy_guard import PolicyGuard
 from kvabr.player.retry_tracker import RetryTracker
-from kvabr.player.session_types import Action, Cancel, GroupRecord, PlayerConfig, PlayRecord
+from kvabr.player.session_types import (
+    WHOLE,
+    Action,
+    Cancel,
+    Goal,
+    GroupRecord,
+    PlayerConfig,
+    PlayRecord,
+    PrefixGoal,
+)
 from kvabr.player.throughput_sampler import ChunkedThroughputSampler, ThroughputSampler
 from kvabr.types.catalog import RECOMPUTED
 from kvabr.types.cost import PrefillCost
 from kvabr.types.engine import EngineMode
-from kvabr.types.events import Log, RequestCancelled, RequestFailed
+from kvabr.types.errors import UsageError
+from kvabr.types.events import (
+    DecisionMade,
+    Limit,
+    Log,
+    PlayEvent,
+    ProgressMade,
+    RequestCancelled,
+    RequestFailed,
+    SampleLimited,
+)
+
+P = ParamSpec("P")
+
+
+class EventLog:
+    """Passes events to the listener. Every method returns at once if there is none."""
+
+    __slots__ = ("_log", "_view")
+
+    def __init__(self, log: Log | None, view: View) -> None:
+        self._log, self._view = log, view
+
+    def emit(self, event: Callable[P, PlayEvent], *args: P.args, **kwargs: P.kwargs) -> None:
+        """Emit an event, given its class and fields."""
+        if self._log is not None:
+            self._log(event(*args, **kwargs))
+
+    def progress(self, now: float, received: int) -> None:
+        """Emit the bytes received in all and the current estimates, if requests are in flight."""
+        view = self._view
+        if self._log is not None and view.in_flight:
+            self._log(ProgressMade(now, received, view.rate, view.lower_bound, self._slack()))
+
+    def limited(self, by: Limit, rate: float, now: float, *, fed: bool) -> None:
+        """Emit a throughput sample that the network did not limit; ``rate`` in bytes per second."""
+        self.emit(SampleLimited, now, by, rate, fed)
+
+    def decision(self, decision: Decision, now: float, *, request: int | None = None, kind: str | None = None) -> None:
+        """Emit a decision with everything that it was based on."""
+        if self._log is None:
+            return
+        view, others = self._view, decision.alternatives
+        self._log(
+            DecisionMade(
+                now,
+                kind or decision.kind,
+                decision.group,
+                decision.track,
+                request,
+                decision.reason,
+                rate=view.rate,
+                lower=view.lower_bound,
+                ttfb_s=view.ttfb_s,
+                slack_s=self._slack(),
+                alternatives=None if others is None else dict(others),
+            )
+        )
+
+    def _slack(self) -> float | None:
+        slack = self._view.slack_s()
+        return None if slack == float("-inf") else slack
 
 
 class PlayState:
@@ -25,15 +98,28 @@ class PlayState:
         self,
         ladder: Ladder,
         deadline_s: float,
+        policy: Policy,
         estimator: Estimator,
         *,
-        cost: PrefillCost | None,
-        mode: EngineMode,
-        config: PlayerConfig,
-        oracle: Callable[[float], float] | None,
-        log: Log | None,
+        goal: Goal = WHOLE,
+        cost: PrefillCost | None = None,
+        mode: EngineMode = "hole",
+        config: PlayerConfig | None = None,
+        oracle: Callable[[float], float] | None = None,
+        log: Log | None = None,
     ) -> None:
-        """Begin with every group absent."""
+        """Begin with every group absent; for the arguments see `kvabr.player.builder.new_session`.
+
+        Raises:
+            UsageError: arguments that make no sense.
+        """
+        if not 0 < deadline_s < float("inf"):
+            raise UsageError(f"the deadline is {deadline_s} s; it must be a positive number of seconds")
+        self._prefix = isinstance(goal, PrefixGoal)
+        if self._prefix and (cost is None or mode != "suffix"):
+            raise UsageError("to play a prefix, say what a prefill costs the engine, in mode 'suffix'")
+        self._config = config = config or PlayerConfig()
+        self._retries = RetryTracker(ladder, config.attempts)
         self.view = View(
             ladder,
             deadline_s,
@@ -41,24 +127,37 @@ class PlayState:
             front_first=cost is not None and mode == "suffix",
             gpu_price=config.gpu_price,
             oracle=oracle,
+            unavailable=self._retries.unavailable,
         )
         self._catalog = ladder.catalog
-        self._config = config
-        self._tick_s = deadline_s / config.ticks
+        self._tick_s = self._next_tick_s = deadline_s / config.ticks
         self._events = EventLog(log, self.view)
+        self._guard = PolicyGuard(policy, self.view)
         meter = ChunkedThroughputSampler if config.chunked else ThroughputSampler
         self._sampler = meter(estimator, deadline_s, self._events.limited)
         self._compute = None if cost is None else ComputeQueue(cost, mode, self.view, self._tick_s)
+        share = config.stalled_after
+        self._stalls = None if share is None else StallDetector(share * deadline_s)
         groups = self._catalog.groups
         self.record = PlayRecord([GroupRecord(group) for group in range(groups)])
         self._absent: dict[int, None] = dict.fromkeys(range(groups))
         """Groups that have not arrived and are not being computed, ascending; includes those in flight."""
         self._in_place = 0
         self._decoding: dict[int, Transfer] = {}
-        self._retries = RetryTracker(ladder, config.attempts)
         self._actions: list[Action] = []
+        self._heard_s = 0.0
+        """When the last bytes came."""
+        self._requests = self._upgrades = 0
+        self._places: dict[int, int] = {}
+        """Request order of each group that was requested."""
+        self._content = False
+        """Whether the policy wanted nothing more when it was last asked."""
         self.over = False
         """True once the play has been delivered or given up."""
+        self._begin(goal)
+
+    def _begin(self, goal: Goal) -> None:
+        """Prepare for a goal that is not a fresh cache."""
 
     def _idle(self) -> bool:
         """Return whether no request is receiving bytes."""
@@ -95,12 +194,11 @@ class PlayState:
         self.record.bytes_wasted += transfer.received
         self._events.emit(event, now, transfer.request, group, transfer.track, transfer.received, reason)
         if event is RequestFailed:
-            self._retries.failed(group, transfer.track, reason)
+            self._retries.failed(group, transfer.track, reason, upgrade=transfer.upgrade)
         record = self.record.groups[group]
         if transfer.upgrade:
             view.track_of[group] = record.track
-            # A group whose upgrade failed too often keeps its track.
-            if record.track != RECOMPUTED and not self._retries.spent(group, transfer.track):
+            if record.track != RECOMPUTED:
                 view.settled.add(group)
         elif record.track is None:
             view.track_of[group] = None

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 from kvabr.abr.plugins import where
 from kvabr.abr.policy import Decision, Policy
 from kvabr.abr.view import View
 from kvabr.types.errors import PolicyError
 
+T = TypeVar("T")
 _KINDS = frozenset({"fetch", "upgrade", "recompute", "wait", "finish"})
 
 
@@ -26,12 +27,7 @@ class PolicyGuard:
         Raises:
             PolicyError: it refuses the play, or raises.
         """
-        try:
-            self.policy.start(self._view)
-        except (PolicyError, KeyboardInterrupt):
-            raise
-        except BaseException as error:  # a policy that calls sys.exit() must not end the replay in silence
-            raise self._raised(error) from error
+        self._call(self.policy.start)
 
     def ask(self) -> Decision:
         """Return the policy's next decision, checked.
@@ -39,19 +35,23 @@ class PolicyGuard:
         Raises:
             PolicyError: it raises, or its decision is invalid.
         """
-        try:
-            decision = self.policy.decide(self._view)
-        except (PolicyError, KeyboardInterrupt):
-            raise
-        except BaseException as error:  # a policy that calls sys.exit() must not end the replay in silence
-            raise self._raised(error) from error
+        decision = self._call(self.policy.decide)
         if (fault := self._fault(decision)) is not None:
             raise self.invalid(fault)
         return decision
 
-    def invalid(self, what: str) -> PolicyError:
+    def invalid(self, what: str, error: BaseException | None = None) -> PolicyError:
         """Return the error that says what the policy did wrong, and in which file."""
-        return PolicyError(f"policy {self._title()} {what} ({where(type(self.policy))})")
+        title = self.policy.name or type(self.policy).__name__
+        return PolicyError(f"policy {title} {what} ({where(type(self.policy), error)})")
+
+    def _call(self, ask: Callable[[View], T]) -> T:
+        try:
+            return ask(self._view)
+        except (PolicyError, KeyboardInterrupt):
+            raise
+        except BaseException as error:  # a policy that calls sys.exit() must not end the replay in silence
+            raise self.invalid(f"raised {error!r}", error) from error
 
     def _fault(self, decision: Any) -> str | None:
         view = self._view
@@ -90,12 +90,6 @@ class PolicyGuard:
         if refines is not None and refines != current:
             return f"asked for {track} of group {group}, which refines {refines}, while it has {current}"
         return None
-
-    def _raised(self, error: BaseException) -> PolicyError:
-        return PolicyError(f"policy {self._title()} raised {error!r} ({where(type(self.policy), error)})")
-
-    def _title(self) -> str:
-        return self.policy.name or type(self.policy).__name__
 
 
 def _is_table(value: Any) -> bool:

@@ -22,39 +22,18 @@ and a group in place may have one upgrade in flight. The rules:
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from kvabr.abr.estimator import Estimator
-from kvabr.abr.ladder import Ladder
-from kvabr.abr.policy import Decision, Policy
+from kvabr.abr.policy import Decision
 from kvabr.abr.view import Transfer
 from kvabr.player import abandon
-from kvabr.player.abandon import LEAST_SILENCE_S, StallDetector
+from kvabr.player.abandon import LEAST_SILENCE_S
 from kvabr.player.compute_queue import ComputeQueue
 from kvabr.player.play_state import PlayState
-from kvabr.player.policy_guard import PolicyGuard
-from kvabr.player.session_types import (
-    Action,
-    Decode,
-    Deliver,
-    FetchGroup,
-    GiveUp,
-    Goal,
-    GroupRecord,
-    PlayerConfig,
-    PrefixGoal,
-    Recompute,
-    WholeGoal,
-)
+from kvabr.player.session_types import Action, Decode, Deliver, FetchGroup, GiveUp, GroupRecord, Recompute
 from kvabr.types.catalog import RECOMPUTED
-from kvabr.types.cost import PrefillCost
-from kvabr.types.engine import EngineMode
-from kvabr.types.errors import UsageError
 from kvabr.types.events import (
     FirstByteReceived,
     GroupDecoded,
     Limit,
-    Log,
     RecomputeDone,
     RecomputeFailed,
     RecomputeStarted,
@@ -63,45 +42,9 @@ from kvabr.types.events import (
     RequestSent,
 )
 
-_WHOLE = WholeGoal()
-
 
 class Session(PlayState):
     """One play. Events go in through the methods below, actions come out of `actions`."""
-
-    def __init__(
-        self,
-        ladder: Ladder,
-        deadline_s: float,
-        policy: Policy,
-        estimator: Estimator,
-        *,
-        goal: Goal = _WHOLE,
-        cost: PrefillCost | None = None,
-        mode: EngineMode = "hole",
-        config: PlayerConfig | None = None,
-        oracle: Callable[[float], float] | None = None,
-        log: Log | None = None,
-    ) -> None:
-        if not 0 < deadline_s < float("inf"):
-            raise UsageError(f"the deadline is {deadline_s} s; it must be a positive number of seconds")
-        super().__init__(
-            ladder, deadline_s, estimator, cost=cost, mode=mode, config=config or PlayerConfig(), oracle=oracle, log=log
-        )
-        self._prefix = isinstance(goal, PrefixGoal)
-        if self._prefix and (cost is None or mode != "suffix"):
-            raise UsageError("to play a prefix, say what a prefill costs the engine, in mode 'suffix'")
-        self._next_tick_s = self._tick_s
-        self._guard = PolicyGuard(policy, self.view)
-        share = self._config.stalled_after
-        self._stalls = None if share is None else StallDetector(share * deadline_s)
-        self._heard_s = 0.0
-        """When the last bytes came."""
-        self._requests = self._upgrades = 0
-        self._places: dict[int, int] = {}
-        """Request order of each group that was requested."""
-        self._content = False
-        """Whether the policy wanted nothing more when it was last asked."""
 
     # ------------------------------------------------------------------ events
 
@@ -364,17 +307,21 @@ class Session(PlayState):
             self._events.decision(decision, now)
             self._leave_to_engine(group, now)
         elif group is not None and decision.track is not None:
-            upgrade = kind == "upgrade"
-            engine = self._compute is not None
-            track = self._retries.usable(group, decision.track, upgrade=upgrade, engine=engine)
-            if track is not None:
-                self._request(group, track, decision, now, upgrade=upgrade)
-            elif upgrade:
-                self._content = True
-            elif self._compute is None:
-                self._give_up(now, f"group {group} failed on every track, and there is no engine to compute it")
+            self._fetch(group, decision.track, decision, now)
+
+    def _fetch(self, group: int, track: str, decision: Decision, now: float) -> None:
+        """Request what the policy wants, or what is possible instead."""
+        if decision.kind == "upgrade":
+            if (group, track) in self.view.unavailable:
+                self.view.settled.discard(group)  # the policy wants what cannot be had: the group keeps its track
             else:
-                self._leave_to_engine(group, now)
+                self._request(group, track, decision, now, upgrade=True)
+        elif usable := self._retries.usable(group, track, engine=self._compute is not None):
+            self._request(group, usable, decision, now, upgrade=False)
+        elif self._compute is None:
+            self._give_up(now, f"group {group} failed on every track, and there is no engine to compute it")
+        else:
+            self._leave_to_engine(group, now)
 
     def _request(self, group: int, track: str, decision: Decision, now: float, *, upgrade: bool) -> None:
         view, request = self.view, self._requests

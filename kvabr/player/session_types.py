@@ -38,6 +38,7 @@ class UpgradeGoal:
 
 
 Goal = WholeGoal | PrefixGoal | UpgradeGoal
+WHOLE = WholeGoal()
 
 # -------------------------------------------------------------------- configuration
 

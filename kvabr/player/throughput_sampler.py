@@ -7,6 +7,8 @@ estimate, never lower it. Silence always counts, since nothing arrives that coul
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 from kvabr.abr.estimator import Estimator
@@ -20,7 +22,6 @@ _SILENCE_SHARE = 1 / 25
 """A link is silent if requests have waited for this share of the deadline and three times the time to first byte."""
 _PACKET = 1200
 """Least size of a chunk that says anything about a rate, bytes."""
-_NUMBER = (int, float)
 _RAMP = 1.25
 """A sample this many times faster than the one before still belongs to slow start."""
 
@@ -62,29 +63,28 @@ class ThroughputSampler:
         if self._known is not None:
             return self._known
         estimator = self._estimator
-        try:
+        with self._asking():
             rate, lower, ttfb = estimator.rate(), estimator.lower_bound(), estimator.ttfb()
-        except Exception as error:
-            raise self._fault(f"raised {error!r}", error) from error
-        for value in (rate, lower, ttfb):
-            if not isinstance(value, _NUMBER) or not 0.0 <= value < math.inf:
-                break
-        else:
-            self._known = rate, min(rate, lower), ttfb
-            return self._known
-        raise self._fault(f"estimates rate {rate!r}, lower bound {lower!r}, first byte {ttfb!r}; finite numbers from 0")
+        if not all(isinstance(value, int | float) and 0.0 <= value < math.inf for value in (rate, lower, ttfb)):
+            what = f"estimates rate {rate!r}, lower bound {lower!r}, first byte {ttfb!r}; finite numbers from 0"
+            raise self._fault(what)
+        self._known = rate, min(rate, lower), ttfb
+        return self._known
 
     def _begin(self) -> None:
-        self._known = None
-        try:
+        with self._asking():
             self._estimator.start(self._deadline_s)
-        except Exception as error:
-            raise self._fault(f"raised {error!r}", error) from error
 
     def _sample(self, nbytes: int, seconds: float, now: float) -> None:
+        with self._asking():
+            self._estimator.sample(nbytes, seconds, now)
+
+    @contextmanager
+    def _asking(self) -> Iterator[None]:
+        """Forget the estimates; say which estimator has raised."""
         self._known = None
         try:
-            self._estimator.sample(nbytes, seconds, now)
+            yield
         except Exception as error:
             raise self._fault(f"raised {error!r}", error) from error
 
@@ -94,11 +94,8 @@ class ThroughputSampler:
 
     def first_byte(self, waited_s: float, now: float) -> None:
         """Note that a request got its first byte after ``waited_s`` seconds."""
-        self._known = None
-        try:
+        with self._asking():
             self._estimator.first_byte(waited_s)
-        except Exception as error:
-            raise self._fault(f"raised {error!r}", error) from error
         if self._since is None:
             self._since = now
             self._bytes = 0
@@ -131,8 +128,7 @@ class ThroughputSampler:
     def _conclude(self, seconds: float, now: float) -> None:
         """Pass the sample to the estimator and start a new one."""
         if self._says_something(self._bytes / seconds, now):
-            if self._ramp_rate is not None:
-                self._forget_slow_start(self._bytes / seconds)
+            self._forget_slow_start(self._bytes / seconds)
             self._sample(self._bytes, seconds, now)
         self._bytes = 0
         self._held.clear()
@@ -148,11 +144,10 @@ class ThroughputSampler:
 
     def _forget_slow_start(self, rate: float) -> None:
         """Restart the estimator during slow start: while the window doubles, only the last sample measures the link."""
-        if self._ramp_rate is not None and rate > _RAMP * self._ramp_rate:
-            self._ramp_rate = rate
+        ramps = self._ramp_rate is not None and rate > _RAMP * self._ramp_rate
+        self._ramp_rate = rate if ramps else None
+        if ramps:
             self._begin()
-        else:
-            self._ramp_rate = None
 
     def waited(self, now: float) -> None:
         """Skip the time until now: other plays used the link."""

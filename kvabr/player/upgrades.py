@@ -14,71 +14,40 @@ from __future__ import annotations
 
 import math
 
-from kvabr.abr.estimator import Estimator
-from kvabr.abr.ladder import Ladder
-from kvabr.abr.policy import Policy
 from kvabr.player.session import Session
-from kvabr.player.session_types import PlayerConfig, UpgradeGoal
+from kvabr.player.session_types import Goal, UpgradeGoal
 from kvabr.types.catalog import RECOMPUTED
 from kvabr.types.errors import UsageError
-from kvabr.types.events import Log
 
 _MOST_WAITING = 4
 """Most groups that may wait to be decoded or to be let into the cache; then nothing more is requested."""
-
-
 _SILENT = 5.0
 """Deadline lengths without a byte of what was requested, after which the session ends."""
 
 
 class UpgradeSession(Session):
-    """Upgrades of a cache that is in use."""
+    """Upgrades of a cache that is in use; its deadline is how far ahead they are planned, that of the play before."""
 
-    def __init__(
-        self,
-        ladder: Ladder,
-        horizon_s: float,
-        policy: Policy,
-        estimator: Estimator,
-        *,
-        goal: UpgradeGoal,
-        config: PlayerConfig | None = None,
-        log: Log | None = None,
-    ) -> None:
-        """Begin with a complete cache.
-
-        Args:
-            ladder: the tracks.
-            horizon_s: how far ahead to plan upgrades, seconds: the deadline of the play before.
-            policy: a fresh policy, the same as in the play before.
-            estimator: a fresh estimator.
-            goal: what is in place, and for how long upgrades are wanted.
-            config: limits and timeouts.
-            log: takes every event.
-
-        Raises:
-            UsageError: a time is not positive, or there is not exactly one track per group.
-        """
-        tracks, until_s = goal.tracks, goal.until_s
-        if not until_s > 0:
-            raise UsageError(f"upgrades for {until_s} s; it must be a positive number of seconds")
-        if len(tracks) != ladder.catalog.groups:
-            raise UsageError(f"{len(tracks)} tracks for a cache of {ladder.catalog.groups} groups")
-        super().__init__(ladder, horizon_s, policy, estimator, goal=goal, config=config, log=log)
-        self._horizon_s, self._until_s, self._rate = horizon_s, until_s, goal.rate
+    def _begin(self, goal: Goal) -> None:
+        if not isinstance(goal, UpgradeGoal):
+            raise UsageError("the goal of upgrades is an UpgradeGoal")
+        tracks, view = goal.tracks, self.view
+        if not goal.until_s > 0:
+            raise UsageError(f"upgrades for {goal.until_s} s; it must be a positive number of seconds")
+        if len(tracks) != view.groups:
+            raise UsageError(f"{len(tracks)} tracks for a cache of {view.groups} groups")
+        self._horizon_s, self._until_s, self._rate = view.deadline_s, goal.until_s, goal.rate
         self._wanted_s = self._moved_s = 0.0
         """When the policy last wanted something, and when nothing but decoded groups was last waited for."""
-        self._least = [min(track.loss[group] for track in ladder.catalog.tracks) for group in range(len(tracks))]
-        view = self.view
+        self._least = [min(track.loss[group] for track in view.catalog.tracks) for group in range(view.groups)]
         self._absent.clear()
         view.missing_groups.clear()
-        self._in_place = len(tracks)
-        for group, track in enumerate(tracks):
-            record = self.record.groups[group]
+        self._in_place = view.groups
+        for record, track in zip(self.record.groups, tracks, strict=True):
             record.track, record.ready_s = track, 0.0
-            view.track_of[group] = track
+            view.track_of[record.group] = track
             if track != RECOMPUTED:
-                view.settled.add(group)
+                view.settled.add(record.group)
         self._end_of_view(0.0)
 
     def _refresh(self, now: float) -> None:

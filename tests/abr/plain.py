@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvabr.abr import Ladder, View
 from kvabr.abr.view import Transfer
-from kvabr.player import Session
+from kvabr.player.session import Session
 from kvabr.player.session_types import PlayRecord
 from kvabr.replay.link import Capacity
 from kvabr.replay.simulator import Simulator

@@ -6,7 +6,7 @@ import pytest
 
 from kvabr.abr import Ladder
 from kvabr.abr.ladder import every_option, rank
-from kvabr.player import PlayerConfig
+from kvabr.player.session_types import PlayerConfig
 from kvabr.replay.clairvoyant import Clairvoyant
 from kvabr.replay.experiment import Experiment, ReplayOptions
 from kvabr.replay.link import Capacity
@@ -18,15 +18,15 @@ from tests.replay.worlds import world, worlds
 
 def test_a_byte_is_worth_less_the_more_there_are():
     offer = catalog(12, layered=True)
-    frontier = Ladder(offer).frontier
-    assert frontier.price(-1.0) == math.inf
+    ladder = Ladder(offer)
+    assert ladder.price(-1.0) == math.inf
     steps = rank(every_option(offer))
-    assert frontier.price(0.0) == steps[0].worth
-    prices = [frontier.price(1e4 * count) for count in range(300)]
+    assert ladder.price(0.0) == steps[0].worth
+    prices = [ladder.price(1e4 * count) for count in range(300)]
     assert prices == sorted(prices, reverse=True)
     everything = sum(step.bytes for step in steps)
-    assert frontier.price(everything) == steps[-1].worth
-    assert frontier.price(everything + 1) == 0.0
+    assert ladder.price(everything) == steps[-1].worth
+    assert ladder.price(everything + 1) == 0.0
 
 
 @pytest.mark.parametrize("price", [-1.0, float("nan")])

@@ -5,7 +5,7 @@ import pytest
 from kvabr.abr import Ladder
 from kvabr.abr.estimators import DualEwma
 from kvabr.abr.plugins import load_policy
-from kvabr.player import Session
+from kvabr.player.session import Session
 from kvabr.replay.experiment import Experiment, ReplayOptions
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import PolicyError

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvabr.abr.plugins import load_policy, policies, policy_class
-from kvabr.abr.policies.bola_e import BolaScores
-from kvabr.abr.policies.l2a import project
+from kvabr.abr.policies.video import BolaScores, project
 from kvabr.abr.policy import declared
 from tests.abr.plain import bring, offer, steady, view
 from tests.catalogs import catalog

@@ -5,7 +5,7 @@ import pytest
 from kvabr.abr.policies import BUILTIN
 from kvabr.lab.causes import CAUSES
 from kvabr.lab.cell import CellPlayer
-from kvabr.player import PlayerConfig
+from kvabr.player.session_types import PlayerConfig
 from kvabr.replay.experiment import ReplayOptions
 from kvabr.types.cost import PrefillCost
 from tests.catalogs import catalog

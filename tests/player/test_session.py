@@ -1,6 +1,7 @@
 """The state machine by hand: what goes in and what must come out."""
 
 import random
+from collections import Counter
 
 import pytest
 from hypothesis import given
@@ -9,18 +10,9 @@ from hypothesis import strategies as st
 from kvabr.abr import Decision, Ladder, Policy
 from kvabr.abr.estimators import DualEwma
 from kvabr.abr.plugins import load_policy
-from kvabr.player import (
-    Cancel,
-    Decode,
-    Deliver,
-    FetchGroup,
-    GiveUp,
-    PlayerConfig,
-    PrefixGoal,
-    Recompute,
-    Session,
-    new_session,
-)
+from kvabr.player.builder import new_session
+from kvabr.player.session import Session
+from kvabr.player.session_types import Cancel, Decode, Deliver, FetchGroup, GiveUp, PlayerConfig, PrefixGoal, Recompute
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import PolicyError, UsageError
 from tests.catalogs import catalog
@@ -535,21 +527,44 @@ def test_a_broken_estimator_is_named_with_its_place(fault):
         play.start(0.0)
 
 
-def test_an_upgrade_that_always_fails_does_not_end_the_others():
-    play = session(3, "cheapfirst", config=PlayerConfig(min_requests=1, first_requests=1, attempts=2))
+def fetches_until_quiet(play, fails, share):
+    """Play over a link that carries ``share`` of FP16; damage the upgrades that ``fails`` picks; return all asked for."""
+    rate = share * play.view.catalog.track("FP16").total_bytes / play.view.deadline_s
     play.start(0.0)
-    todo, now, failed = of(play.actions(), FetchGroup), 0.0, 0
-    while todo:
-        now += 0.02
-        fetch = todo.pop(0)
-        if fetch.priority >= 128 and fetch.group == 0:
-            failed += 1
-            play.failed(fetch.request, "gone", now)
-            todo += of(play.actions(), FetchGroup)
+    asked, now = of(play.actions(), FetchGroup), 0.0
+    for fetch in asked:  # grows during the loop
+        now += fetch.bytes / rate
+        if fetch.priority >= 128 and fails(fetch):
+            play.done(fetch.request, now)
+            actions = play.actions()
+            for decode in of(actions, Decode):
+                play.refused(decode.request, "checksum", now)
+            asked += of([*actions, *play.actions()], FetchGroup)
         else:
-            todo += of(bring(play, fetch, now), FetchGroup)
-    assert failed == 2
+            asked += of(bring(play, fetch, now), FetchGroup)
+    return asked
+
+
+@pytest.mark.parametrize("policy", ["cheapfirst", "anytime", "robustmpc"])
+def test_upgrades_of_a_group_that_always_fail_are_bounded_and_do_not_end_the_others(policy):
+    play = Session(
+        Ladder(catalog(3, layered=True)), 5.0, load_policy(policy)(), DualEwma(), config=PlayerConfig(attempts=2)
+    )
+    asked = fetches_until_quiet(play, lambda fetch: fetch.group == 0, share=100)
+    tried = Counter(fetch.track for fetch in asked if fetch.group == 0 and fetch.priority >= 128)
+    assert list(tried.values()) == [2] * (1 if policy == "robustmpc" else 2)  # which knows only layers
     assert [group.source for group in play.record.groups] == ["fetched", "upgraded", "upgraded"]
+
+
+@pytest.mark.parametrize("policy", ["cheapfirst", "anytime:waste=0.01"])
+def test_damage_on_one_track_leaves_a_group_the_other_tracks(policy):
+    offer = catalog(3, layered=True)
+    play = Session(Ladder(offer), 5.0, load_policy(policy)(), DualEwma())
+    above = {track.name for track in offer.tracks if track.refines is not None}
+    asked = fetches_until_quiet(play, lambda fetch: fetch.track in above, share=100)
+    tried = Counter((fetch.group, fetch.track) for fetch in asked if fetch.track in above)
+    assert max(tried.values()) == 3
+    assert any(tried[group.group, "layer-1"] == 3 and group.source == "upgraded" for group in play.record.groups)
 
 
 # ------------------------------------------------------- what real networks add
@@ -726,7 +741,8 @@ def test_a_transfer_is_not_abandoned_for_a_track_that_cannot_be_had():
     play = session(1, "fixed:FP16", config=PlayerConfig(min_requests=1, first_requests=1, attempts=1))
     play.start(0.0)
     # Every cheaper track has failed once, and that is as often as one may.
-    play._retries._failures = {(0, name): 1 for name in play.view.ladder.names if name != "FP16"}
+    for name in play.view.ladder.names[:-1]:
+        play._retries.failed(0, name, "gone", upgrade=False)
     (fetch,) = of(play.actions(), FetchGroup)
     now = 0.0
     while now < 1.5:

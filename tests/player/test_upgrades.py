@@ -9,7 +9,7 @@ import pytest
 from kvabr.abr import Decision, Ladder, Policy
 from kvabr.abr.estimators import DualEwma
 from kvabr.abr.policies import BUILTIN
-from kvabr.player import Decode, Deliver, FetchGroup, UpgradeGoal
+from kvabr.player.session_types import Decode, Deliver, FetchGroup, UpgradeGoal
 from kvabr.player.upgrades import UpgradeSession
 from kvabr.types.catalog import RECOMPUTED
 from kvabr.types.errors import UsageError

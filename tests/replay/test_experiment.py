@@ -3,7 +3,7 @@
 import pytest
 
 from kvabr.abr.policies import BUILTIN
-from kvabr.player import PlayerConfig
+from kvabr.player.session_types import PlayerConfig
 from kvabr.replay.experiment import Experiment, ReplayOptions
 from kvabr.replay.link import FIRST_BYTE_S, LOOKUP_ROUND_TRIPS, PAYLOAD_SHARE
 from kvabr.types.cost import PrefillCost

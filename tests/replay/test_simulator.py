@@ -5,7 +5,8 @@ import pytest
 from kvabr.abr import Decision, Ladder, Policy
 from kvabr.abr.estimators import DualEwma
 from kvabr.abr.plugins import load_policy
-from kvabr.player import PlayerConfig, Session
+from kvabr.player.session import Session
+from kvabr.player.session_types import PlayerConfig
 from kvabr.replay.link import Capacity
 from kvabr.replay.simulator import Simulator
 from kvabr.types.cost import PrefillCost

@@ -1,9 +1,6 @@
-"""The estimators that come with kvabr, one per file."""
+"""The estimators that come with kvabr."""
 
-from kvabr.abr.estimators.ewma import DualEwma
-from kvabr.abr.estimators.harmonic import HarmonicMean
-from kvabr.abr.estimators.last import LastSample
-from kvabr.abr.estimators.percentile import SlidingPercentile
+from kvabr.abr.estimators.classic import DualEwma, HarmonicMean, LastSample, SlidingPercentile
 from kvabr.abr.estimators.tracking import Tracking
 
 BUILTIN = {cls.name: cls for cls in (DualEwma, HarmonicMean, SlidingPercentile, LastSample, Tracking)}

@@ -1,8 +1,8 @@
 """``tracking``: a mean that restarts when the link drops for good, and a bound learned from its own errors.
 
 The rate is that of `ewma` plus change detection: a cumulative sum (Page, 1954) of how far samples fall below the
-expectation. When it passes a threshold, the link has changed, and everything before the change is forgotten. Distances
-are measured in the samples' own deviations, so a link that always fluctuates raises no alarm.
+expectation, in the samples' own deviations, so that a link that always fluctuates raises no alarm. When it passes a
+threshold, the link has changed, and everything before the change is forgotten.
 
 The bound is the share of the estimate that the link carried at least, nine times out of ten: at the end of each stretch
 of time, what it delivered is divided by what was expected of it. Until a play has seen enough stretches, the quantiles
@@ -21,7 +21,8 @@ from collections import deque
 from itertools import islice
 from typing import ClassVar
 
-from kvabr.abr.estimator import Estimator, Prior
+from kvabr.abr.estimator import Prior
+from kvabr.abr.estimators.classic import DecayingMean, MergedSamples
 
 _SLOT_SHARE = 1 / 200
 """Samples are merged until they span this share of the deadline."""
@@ -50,26 +51,24 @@ _LEAST_LOG = -3.0
 """Logarithm assigned to a sample of 0 bytes."""
 
 
-class Tracking(Estimator):
+class Tracking(MergedSamples):
     """The smaller of a fast and a slow mean, restarted after drops; its bound holds nine times out of ten."""
 
     name: ClassVar[str] = "tracking"
 
     def __init__(self, fast_share: float = 1 / 16, slow_share: float = 1 / 4) -> None:
         """Set the half-lives of the means, as shares of the deadline."""
-        super().__init__()
         self._shares = (fast_share, slow_share)
         self._prior: Prior | None = None
         self.changes = 0
         """Number of drops detected."""
-        self.start(4.0)
+        super().__init__(_SLOT_SHARE)
 
-    def start(self, horizon_s: float) -> None:
-        """Scale everything to the play, and forget all samples."""
-        self._fast_life, self._slow_life = (share * horizon_s for share in self._shares)
-        self._slot_s, self._ahead_s = _SLOT_SHARE * horizon_s, _AHEAD_SHARE * horizon_s
-        self._fast = self._slow = self._fast_weight = self._slow_weight = 0.0
-        self._bytes = self._seconds = 0.0
+    def _forget(self) -> None:
+        horizon_s = self._horizon_s
+        fast_s, self._slow_s = (share * horizon_s for share in self._shares)
+        self._ahead_s = _AHEAD_SHARE * horizon_s
+        self._fast, self._slow = DecayingMean(fast_s), DecayingMean(self._slow_s)
         self._total_bytes = self._total_s = 0.0
         self._open: deque[tuple[float, float, float]] = deque()
         """Stretches that have not ended: seconds and bytes at their start, and the rate expected."""
@@ -78,15 +77,11 @@ class Tracking(Estimator):
         self._usual, self._square = 0.0, _STEADY**2
         """Mean and mean square of a sample's logarithm relative to the mean rate."""
         self._sum = self._since_bytes = self._since_s = 0.0
-        self._share: float | None = None
-        self._fresh = False
+        self._share_sure: float | None = None
+        self._fresh = self._prior is not None
         """No sample yet, but earlier plays' rate is known."""
         if self._prior is not None:
-            self._fresh = True
-            seconds = _PRIOR_SHARE * self._prior.weight * horizon_s
-            self._fast_weight = 1.0 - 0.5 ** (seconds / self._fast_life)
-            self._slow_weight = 1.0 - 0.5 ** (seconds / self._slow_life)
-            self._fast, self._slow = self._prior.rate * self._fast_weight, self._prior.rate * self._slow_weight
+            self._restart(self._prior.rate, _PRIOR_SHARE * self._prior.weight * horizon_s)
 
     def prime(self, prior: Prior) -> None:
         """Start from the rate of earlier plays."""
@@ -94,41 +89,30 @@ class Tracking(Estimator):
         if prior.rate > 0 < prior.weight:
             self._prior = prior
 
-    def sample(self, nbytes: float, seconds: float, now: float) -> None:
-        """Accumulate; close the slot once it is long enough."""
-        if not self.sound(nbytes, seconds, now):
-            return
-        self._bytes += nbytes
-        self._seconds += seconds
-        if self._seconds >= self._slot_s:
-            self._close(self._bytes / self._seconds, self._seconds)
-            self._bytes = self._seconds = 0.0
-
     def rate(self) -> float:
         """Return the smaller mean; before the first full slot, the rate so far."""
-        if not self._slow_weight:
-            return self._bytes / self._seconds if self._seconds else 0.0
-        return min(self._fast / self._fast_weight, self._slow / self._slow_weight)
+        return min(self._fast.value(), self._slow.value()) if self._slow.weight else self._so_far()
 
     def lower_bound(self) -> float:
         """Return the share of the estimate that nine stretches out of ten have carried."""
-        if self._share is None:
-            self._share = self._quantile()
-        return self._share * self.rate()
+        if self._share_sure is None:
+            self._share_sure = self._quantile()
+        return self._share_sure * self.rate()
 
-    def _close(self, rate: float, seconds: float) -> None:
+    def _restart(self, rate: float, seconds: float) -> None:
+        self._fast.restart(rate, seconds)
+        self._slow.restart(rate, seconds)
+
+    def _take(self, nbytes: float, seconds: float) -> None:
+        rate = nbytes / seconds
         if self._fresh:
             self._fresh = False
-            if rate < self._slow / self._slow_weight:
+            if rate < self._slow.value():
                 return
-        if self._slow_weight:
+        if self._slow.weight:
             self._watch(rate, seconds)
-        keep = 0.5 ** (seconds / self._fast_life)
-        self._fast = keep * self._fast + (1 - keep) * rate
-        self._fast_weight = keep * self._fast_weight + (1 - keep)
-        keep = 0.5 ** (seconds / self._slow_life)
-        self._slow = keep * self._slow + (1 - keep) * rate
-        self._slow_weight = keep * self._slow_weight + (1 - keep)
+        self._fast.add(rate, seconds)
+        self._slow.add(rate, seconds)
         self._total_bytes += rate * seconds
         self._total_s += seconds
         self._judge()
@@ -136,13 +120,13 @@ class Tracking(Estimator):
 
     def _watch(self, rate: float, seconds: float) -> None:
         """Detect whether the link has dropped, and if so forget the past."""
-        expected = self._slow / self._slow_weight
+        expected = self._slow.value()
         ratio = rate / expected if expected > 0 else 1.0
         off = max(_LEAST_LOG, math.log(ratio)) if ratio > 0 else _LEAST_LOG
-        slots = seconds / self._slot_s
+        slots = seconds / self._span_s
         deviation = max(_STEADY, math.sqrt(max(0.0, self._square - self._usual**2)))
         self._sum = max(0.0, self._sum + slots * ((self._usual - off) / deviation - _DRIFT))
-        keep = 0.5 ** (seconds / self._slow_life)
+        keep = 0.5 ** (seconds / self._slow_s)
         self._usual = keep * self._usual + (1 - keep) * off
         self._square = keep * self._square + (1 - keep) * off * off
         if not self._sum:
@@ -152,10 +136,7 @@ class Tracking(Estimator):
         self._since_s += seconds
         if self._sum >= _ALARM:
             self.changes += 1
-            level = self._since_bytes / self._since_s
-            self._fast_weight = 1.0 - 0.5 ** (self._since_s / self._fast_life)
-            self._slow_weight = 1.0 - 0.5 ** (self._since_s / self._slow_life)
-            self._fast, self._slow = level * self._fast_weight, level * self._slow_weight
+            self._restart(self._since_bytes / self._since_s, self._since_s)
             self._sum = self._since_bytes = self._since_s = 0.0
             self._open.clear()
 
@@ -170,7 +151,7 @@ class Tracking(Estimator):
                 self._ranked.remove(self._recent[0])
             self._recent.append(carried)
             insort(self._ranked, carried)
-        self._share = None
+        self._share_sure = None
 
     def _quantile(self) -> float:
         """Return the share of the estimate that the link carries nine times out of ten."""

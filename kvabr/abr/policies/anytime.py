@@ -117,7 +117,7 @@ class Anytime(Policy):
         self._slow = base.decode_s * view.groups > _SLOW * view.deadline_s
         self._order = list(groups)
         if not view.front_first:
-            offers = [self._best(group, base.name) for group in groups]
+            offers = [self._best(view, group, base.name) for group in groups]
             # Of equal gains the later group goes first: the engine computes from the front.
             self._order.sort(key=lambda group: (0.0 if (offer := offers[group]) is None else offer.rank, -group))
         self._asked = 0
@@ -134,7 +134,7 @@ class Anytime(Policy):
         if (planner := self._planner) is not None:
             reserved = len(planner.reserved)
             spend = self._to_spend(view, view.rate, reserved) if view.rate else _BLIND * self._base.total_bytes
-            self._byte_price = view.ladder.frontier.price(spend)
+            self._byte_price = view.ladder.price(spend)
             planner.plan(view)
             if (decision := planner.next(view)) is not None:
                 return decision
@@ -220,11 +220,12 @@ class Anytime(Policy):
         """Return a track that replaces the group instead, if the link should carry enough for it in the end."""
         if offer.replaces or self._gains[offer.group] < _SKIPPED * self._waste:
             return offer
-        price = view.ladder.frontier.price(self._to_spend(view, _RICH * min(view.lower_bound, self._mean)))
+        price = view.ladder.price(self._to_spend(view, _RICH * min(view.lower_bound, self._mean)))
         group, lost = offer.group, self._tracks[offer.below].loss[offer.group]
         least, best = self._layered(group, offer.track, price), offer.track
         for track in self._alone:
-            if (total := price * track.bytes[group] + track.loss[group]) < least:
+            total = price * track.bytes[group] + track.loss[group]
+            if total < least and (group, track.name) not in view.unavailable:
                 least, best = total, track
         if best is offer.track:
             return offer
@@ -280,11 +281,11 @@ class Anytime(Policy):
             if current in self._tracks:
                 if self._planner is not None:
                     self._planner.settled(group, current, self._tracks[current].loss[group])
-                if (offer := self._best(group, current)) is not None:
+                if (offer := self._best(view, group, current)) is not None:
                     heappush(self._offers, offer)
         self._heard = len(history)
 
-    def _best(self, group: int, current: str) -> _Offer | None:
+    def _best(self, view: View, group: int, current: str) -> _Offer | None:
         """Return a group's best upgrade per byte: the next layer (judged with those above it), else another track."""
         lost = self._tracks[current].loss[group]
         self._made += 1
@@ -292,6 +293,8 @@ class Anytime(Policy):
         best: Track | None = None
         reachable = [(layer, layer, 0) for layer in self._above.get(current, ())]
         for first, layer, below in reachable:  # grows during the loop
+            if (group, layer.name) in view.unavailable:
+                continue
             nbytes = below + layer.bytes[group]
             if (worth := (lost - layer.loss[group]) / nbytes) > -rank:
                 rank, best = -worth, first
@@ -299,7 +302,8 @@ class Anytime(Policy):
         if best is not None:
             return _Offer(rank, number, group, current, best, lost - best.loss[group], replaces=False)
         for track in self._alone:
-            if (worth := (lost - track.loss[group]) / track.bytes[group]) > -rank:
+            worth = (lost - track.loss[group]) / track.bytes[group]
+            if worth > -rank and (group, track.name) not in view.unavailable:
                 rank, best = -worth, track
         gain = 0.0 if best is None else lost - self._least[group]
         self._gain += gain - self._gains[group]

@@ -1,32 +1,27 @@
-"""``cachegen`` and ``cachegen-oracle``: the two rules of CacheGen (Liu et al., SIGCOMM 2024).
-
-The published rule assumes that the throughput of the last chunk persists. It chooses the least lossy level at which
-everything left fits the remaining time; if none fits, it sends the chunk as text to the engine. The first chunk is sent
-at a medium level. The released code differs: every chunk has an equal share of the deadline without carry-over, and its
-bandwidth is read from the trace in advance, which makes it an oracle.
-"""
+"""``cachegen`` and ``cachegen-oracle``: the two rules of CacheGen (Liu et al., SIGCOMM 2024)."""
 
 from __future__ import annotations
 
 from typing import ClassVar
 
-from kvabr.abr.policy import Decision, Policy
+from kvabr.abr.policy import Decision, FrontToBack
 from kvabr.abr.view import View
 from kvabr.types.errors import PolicyError
 
 
-class CacheGen(Policy):
-    """The rule of the paper."""
+class CacheGen(FrontToBack):
+    """The rule of the paper, which assumes that the throughput of the last chunk persists.
+
+    It chooses the least lossy level at which everything left fits the remaining time; if none fits, it sends the chunk
+    as text to the engine. The first chunk is sent at a medium level.
+    """
 
     name: ClassVar[str] = "cachegen"
     estimator: ClassVar[str] = "last"
     abandons: ClassVar[bool] = False
 
-    def decide(self, view: View) -> Decision:
+    def choose(self, view: View, group: int) -> Decision:
         """Choose the least lossy track at which everything left still fits."""
-        group = view.first_missing()
-        if group is None:
-            return Decision.finish("every group is in place or under way")
         tracks = view.ladder.tracks
         if view.rate <= 0:
             return Decision.fetch(group, tracks[len(tracks) // 2].name, "no throughput yet: a medium level first")
@@ -39,8 +34,11 @@ class CacheGen(Policy):
         return Decision.fetch(group, tracks[0].name, f"nothing fits {budget / 1e6:.2f} MB: the cheapest level")
 
 
-class CacheGenOracle(Policy):
-    """The rule of the released code: equal shares, true bandwidth, no carry-over."""
+class CacheGenOracle(FrontToBack):
+    """The rule of the released code: every chunk has an equal share of the deadline, without carry-over.
+
+    Its bandwidth is read from the trace in advance, which makes it an oracle.
+    """
 
     name: ClassVar[str] = "cachegen-oracle"
     abandons: ClassVar[bool] = False
@@ -49,14 +47,10 @@ class CacheGenOracle(Policy):
         """Raise unless the future is known."""
         if view.oracle is None:
             raise PolicyError("cachegen-oracle reads the true bandwidth from the trace: it runs only in a simulation")
+        self._share = view.oracle
 
-    def decide(self, view: View) -> Decision:
+    def choose(self, view: View, group: int) -> Decision:
         """Choose the least lossy track that fits this group's equal share of the deadline."""
-        group = view.first_missing()
-        if group is None:
-            return Decision.finish("every group is in place or under way")
-        if view.oracle is None:  # `start` has already rejected this play
-            return Decision.wait("no oracle")
-        share = view.oracle(view.deadline_s / view.groups)
-        track = view.best_track(group, share)
-        return Decision.fetch(group, track, f"the link will carry {share:.0f} bytes in this group's share of the time")
+        share = self._share(view.deadline_s / view.groups)
+        reason = f"the link will carry {share:.0f} bytes in this group's share of the time"
+        return Decision.fetch(group, view.best_track(group, share), reason)

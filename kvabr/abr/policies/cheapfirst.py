@@ -54,6 +54,8 @@ class CheapFirst(Policy):
         best_group = -1
         for group in view.settled:
             offers = self._offers(view, group)
+            if view.unavailable:
+                offers = [offer for offer in offers if (group, offer.track) not in view.unavailable]
             if not offers:
                 continue
             saving_left += offers[0].saving

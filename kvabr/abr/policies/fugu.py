@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from statistics import median
 from typing import ClassVar
 
-from kvabr.abr.policy import Decision, Parameter, Policy
+from kvabr.abr.policy import Decision, FrontToBack, Parameter
 from kvabr.abr.view import View
 
 _HORIZON = 5
@@ -27,7 +27,7 @@ _CELLS = 32
 """Number of time points at which the plan is valued, evenly spaced up to twice the available time."""
 
 
-class Fugu(Policy):
+class Fugu(FrontToBack):
     """Plan five groups ahead on a distribution of transfer times."""
 
     name: ClassVar[str] = "fugu"
@@ -56,12 +56,9 @@ class Fugu(Policy):
         self._heard_s = view.now
         """When the last transfer ended."""
 
-    def decide(self, view: View) -> Decision:
-        """Fetch the next missing group on the first track of the plan."""
+    def choose(self, view: View, group: int) -> Decision:
+        """Choose the first track of the plan."""
         self._watch(view)
-        group = view.first_missing()
-        if group is None:
-            return Decision.finish("every group is in place or under way")
         if self._costs:
             track, reason = self._plan(view)
         else:

@@ -1,8 +1,5 @@
 """``oracle``: execute the clairvoyant plan. It knows what the link will carry, so no policy can beat it.
 
-The clairvoyant bound gives the best possible cache; this policy plays it, with round trips, requests, and layers that
-can only be requested once the layer below is in place. What it loses against the bound no policy can regain.
-
 The plan is a multiple-choice knapsack over all options of the asset, stacked layers included, within the bytes that the
 link carries until the last of them can still be decoded. It is made at the start, and again whenever the rest no longer
 fits. If the round trip is unknown, the plan is remade once the first byte has shown it; until then at most half of it
@@ -64,11 +61,12 @@ class Oracle(Policy):
         """
         if view.oracle is None:
             raise PolicyError("oracle reads what the link will carry from the trace: it runs only in a simulation")
-        catalog = view.catalog
-        self._tracks = catalog.by_name
-        self._stacks = view.ladder.stacks
+        self._future = view.oracle
+        self._tracks, self._stacks = view.catalog.by_name, view.ladder.stacks
+        self._tail_s = _TAILS * max(track.decode_s for track in view.ladder.tracks)
         self._knows = isinstance(view.oracle, Future)
         self._total = view.oracle(view.deadline_s)
+        """Bytes that the link carries by the deadline."""
         self._idle, self._asked = 0.0, 0
         """Bytes that the link has missed for lack of requests, and bytes of all requests."""
         self._until_s = view.deadline_s
@@ -80,8 +78,7 @@ class Oracle(Policy):
         self._theirs: set[int] = set()
         self._front = 0
         """Groups before this one must be in place before the engine starts."""
-        if view.cost is not None:
-            self._leave(view, view.cost)
+        self._leave(view)
         self._planned_at = -1
         self._plan(view)
 
@@ -90,9 +87,9 @@ class Oracle(Policy):
         self._check(view)
         while self._engine and self._may_leave(view):
             group = self._engine.popleft()
-            if view.cost is not None and group in view.missing_groups:
+            if group in view.missing_groups:
                 return Decision.recompute(group, "planned: the engine computes this by the deadline")
-        missing = [group for group in view.missing_groups if group not in self._theirs or view.cost is None]
+        missing = [group for group in view.missing_groups if group not in self._theirs]
         if not self._knows and view.outstanding_bytes > _BLIND_SHARE * self._budget(view):
             return Decision.wait("the time to first byte is not known yet")
         if missing:
@@ -115,34 +112,25 @@ class Oracle(Policy):
         """Return whether to give the engine its groups now: a cut may still move once the round trip is known."""
         return not view.front_first or self._knows or not self._engine[0] or view.now > _LATE * self._until_s
 
-    def _leave(self, view: View, cost: PrefillCost) -> None:
+    def _leave(self, view: View) -> None:
         """Decide what the engine computes."""
-        self._engine.clear()
-        self._theirs.clear()
-        if view.front_first:
-            cut = self._cut(view, cost)
-            if cut < view.groups:
-                self._engine.append(cut)
-                self._theirs.update(range(cut, view.groups))
+        if view.cost is None:
             return
-        run = self._run(view, cost)
-        self._engine.extend(run)
-        self._theirs.update(run)
-        self._front = run.start
+        run = range(self._cut(view, view.cost), view.groups) if view.front_first else self._run(view, view.cost)
+        self._theirs = set(run)
+        if view.front_first:
+            run = run[:1]  # the engine computes all behind it
+        else:
+            self._front = run.start
+        self._engine = deque(run)
 
     def _run(self, view: View, cost: PrefillCost) -> range:
         """Return the run of groups for the engine: as many as it can compute once everything before is in place."""
-        catalog, tokens = view.catalog, view.catalog.spec.group_tokens
-        ready_s, tail_s = self._ready_s(view), _TAILS * max(track.decode_s for track in view.ladder.tracks)
+        catalog, ready_s = view.catalog, self._ready_s(view)
         best, best_run = float("inf"), range(0)
         for first in range(0, view.groups, max(1, view.groups // _STARTS)):
-            last, begin = first, first * tokens
-            begins_s, base = (ready_s[first] + tail_s, view.ladder.cheapest) if first else (view.now, None)
-            while last < view.groups:
-                computed_s = cost.seconds(begin, min((last + 1) * tokens, catalog.tokens) - begin)
-                if begins_s + computed_s > view.deadline_s:
-                    break
-                last += 1
+            begins_s, base = (ready_s[first] + self._tail_s, view.ladder.cheapest) if first else (view.now, None)
+            last = self._reach(view, cost, first, begins_s)
             others = [group for group in range(view.groups) if not first <= group < last]
             goal = self._best(view, others, self._budget(view), view.deadline_s, base, exact=False)
             if goal is not None:
@@ -150,34 +138,35 @@ class Oracle(Policy):
                 if loss < best:
                     best, best_run, self._layers_later = loss, range(first, last), base is not None
         # If nothing meets the deadline, the longest prefix is as good as any.
-        return best_run if best < float("inf") else range(self._prefix(view, cost))
+        return best_run if best < float("inf") else range(self._reach(view, cost, 0, 0.0))
 
-    def _prefix(self, view: View, cost: PrefillCost) -> int:
-        """Return the number of leading groups that can be computed by the deadline."""
-        catalog, count = view.catalog, 0
-        while count < view.groups:
-            if cost.seconds(0, min((count + 1) * catalog.spec.group_tokens, catalog.tokens)) > view.deadline_s:
+    def _reach(self, view: View, cost: PrefillCost, first: int, begins_s: float) -> int:
+        """Return the end of the groups from ``first`` that the engine can compute by the deadline."""
+        last, size, tokens = first, view.catalog.spec.group_tokens, view.catalog.tokens
+        while last < view.groups:
+            computed_s = cost.seconds(first * size, min((last + 1) * size, tokens) - first * size)
+            if begins_s + computed_s > view.deadline_s:
                 break
-            count += 1
-        return count
+            last += 1
+        return last
 
     def _cut(self, view: View, cost: PrefillCost) -> int:
         """Return the group from which the engine computes; also sets when it must start."""
         catalog, tokens = view.catalog, view.catalog.spec.group_tokens
         best, best_cut = float("inf"), view.groups
-        # The engine starts once everything before the cut is decoded.
-        tail_s = _TAILS * max(track.decode_s for track in view.ladder.tracks)
         ready_s = self._ready_s(view)
         for cut in range(view.groups, -1, -1):
             first = cut * tokens
-            until_s = view.deadline_s - cost.seconds(first, catalog.tokens - first) - (tail_s if cut else 0.0)
+            # The engine starts once everything before the cut is decoded.
+            until_s = view.deadline_s - cost.seconds(first, catalog.tokens - first) - (self._tail_s if cut else 0.0)
             if until_s < 0:
                 break
             if ready_s[cut] > until_s:
                 continue
             rest = [RECOMPUTED] * (view.groups - cut)
             for layers_later in (False, True):
-                goal = self._before(view, cut, until_s, layers_later=layers_later)
+                ends_s, base = (view.deadline_s, view.ladder.cheapest) if layers_later else (until_s, None)
+                goal = self._best(view, range(cut), self._carried(view, ends_s), ends_s, base, exact=False)
                 if goal is not None:
                     loss = predicted_loss(catalog, [*(goal[group] for group in range(cut)), *rest])
                     if loss < best:
@@ -201,63 +190,43 @@ class Oracle(Policy):
 
     def _arrives_s(self, view: View, nbytes: float) -> float:
         """Return when the link has carried everything in flight and ``nbytes`` more; infinite if it takes too long."""
-        if view.oracle is None:
-            return float("inf")
         nbytes += self._idle_after_asking(view) + self._asked - self._passed(view)
         low, high = 0.0, _PATIENCE * view.deadline_s - view.now
-        if view.oracle(high) < nbytes:
+        if self._future(high) < nbytes:
             return float("inf")
         for _ in range(_HALVINGS):
             middle = (low + high) / 2
-            low, high = (low, middle) if view.oracle(middle) >= nbytes else (middle, high)
+            low, high = (low, middle) if self._future(middle) >= nbytes else (middle, high)
         return view.now + high
-
-    def _before(self, view: View, cut: int, until_s: float, *, layers_later: bool) -> dict[int, str] | None:
-        """Return the final tracks of the groups before a cut; None if they would be too late for the engine."""
-        groups = range(cut)
-        if not layers_later:
-            return self._best(view, groups, self._carried(view, until_s), until_s, exact=False)
-        base, ends_s = view.ladder.cheapest, view.deadline_s
-        return self._best(view, groups, self._carried(view, ends_s), ends_s, base, exact=False)
 
     # --------------------------------------------------------------- the plan
 
     def _first_byte_s(self, view: View) -> float:
         """Return the seconds until a request's first byte, as far as known."""
-        if isinstance(view.oracle, Future):
-            return view.oracle.first_byte_s
+        if isinstance(self._future, Future):
+            return self._future.first_byte_s
         plausible = view.ttfb_s <= _LONGEST_SHARE * view.deadline_s
         return view.ttfb_s if plausible else _GUESS_SHARE * view.deadline_s
 
     def _carried(self, view: View, until_s: float, tail_s: float | None = None) -> float:
-        """Return the bytes of new requests that can be in place by a time.
-
-        Args:
-            view: the play.
-            until_s: when they must be in place.
-            tail_s: seconds to decode what arrives last; None for the minimum.
-        """
-        if view.oracle is None:  # `start` has already rejected this play
-            return 0.0
+        """Return the bytes of new requests that can be in place by a time; ``tail_s``: to decode what arrives last."""
         if tail_s is None:
             tail_s = min(track.decode_s for track in view.catalog.tracks)
         idle = self._idle_after_asking(view)
-        return self._passed(view) + view.oracle(max(0.0, until_s - view.now - tail_s)) - idle - self._asked
+        return self._passed(view) + self._future(max(0.0, until_s - view.now - tail_s)) - idle - self._asked
 
     def _passed(self, view: View) -> float:
         """Return the bytes that the link could have carried so far."""
-        return 0.0 if view.oracle is None else self._total - view.oracle(view.deadline_s - view.now)
+        return self._total - self._future(view.deadline_s - view.now)
 
     def _idle_after_asking(self, view: View) -> float:
         """Return the bytes that the link will have missed for lack of requests if one is sent now.
 
         Computed rather than observed: progress of transfers is reported only now and then.
         """
-        if view.oracle is None:
-            return 0.0
         came = self._passed(view) - self._idle
         waiting = max(0.0, self._asked - came)
-        unused = max(0.0, view.oracle(self._first_byte_s(view)) - waiting)
+        unused = max(0.0, self._future(self._first_byte_s(view)) - waiting)
         return self._idle + max(0.0, came - self._asked) + unused
 
     def _ask(self, view: View, decision: Decision) -> Decision:
@@ -276,7 +245,7 @@ class Oracle(Policy):
     def _plan(self, view: View) -> None:
         """Choose the final track of each group."""
         groups = [group for group in range(view.groups) if view.track_of[group] != RECOMPUTED]
-        wanted = [group for group in groups if group not in self._theirs or view.cost is None]
+        wanted = [group for group in groups if group not in self._theirs]
         ends_s, base = self._ends_s(view), view.ladder.cheapest if self._layers_later else None
         goal = self._best(view, wanted, self._budget(view), ends_s, base)
         if goal is not None and view.missing_groups:
@@ -295,8 +264,11 @@ class Oracle(Policy):
     def _check(self, view: View) -> None:
         """Plan again if the plan no longer fits, or if the round trip has become known."""
         learnt = not self._knows and view.ttfb_s > 0
-        if learnt and view.front_first and self._engine and view.cost is not None:
-            self._leave(view, view.cost)
+        if view.cost is None:  # the engine has failed
+            self._engine.clear()
+            self._theirs.clear()
+        if learnt and view.front_first and self._engine:
+            self._leave(view)
         self._knows = self._knows or learnt
         changed = self._planned_at != len(view.settled.history)
         if learnt or (changed and self._rest(view) > self._budget(view)):
@@ -304,12 +276,12 @@ class Oracle(Policy):
 
     def _rest(self, view: View) -> int:
         """Return the bytes of the plan that have not been requested."""
-        total = 0
-        for group, goal in self._goal.items():
-            if group in self._theirs or view.track_of[group] == goal:
-                continue
-            total += sum(self._tracks[layer].bytes[group] for layer in self._missing_layers(view, group, goal))
-        return total
+        return sum(
+            self._tracks[layer].bytes[group]
+            for group, goal in self._goal.items()
+            if group not in self._theirs and view.track_of[group] != goal
+            for layer in self._missing_layers(view, group, goal)
+        )
 
     def _missing_layers(self, view: View, group: int, goal: str) -> tuple[str, ...]:
         layers = self._stacks[goal]
@@ -318,17 +290,15 @@ class Oracle(Policy):
 
     def _upgrade(self, view: View) -> Decision | None:
         """Request the next layer of the group that lacks most."""
-        best: tuple[int, int] | None = None
-        for group in view.settled:
-            goal = self._goal[group]
-            if view.track_of[group] != goal:
-                found = (-len(self._missing_layers(view, group, goal)), group)
-                best = found if best is None or found < best else best
-        if best is None:
+        lacking = {
+            group: self._missing_layers(view, group, self._goal[group])
+            for group in view.settled
+            if view.track_of[group] != self._goal[group]
+        }
+        if not lacking:
             return None
-        group = best[1]
-        goal = self._goal[group]
-        return self._ask(view, Decision.upgrade(group, self._missing_layers(view, group, goal)[0], f"planned: {goal}"))
+        group = min(lacking, key=lambda one: (-len(lacking[one]), one))
+        return self._ask(view, Decision.upgrade(group, lacking[group][0], f"planned: {self._goal[group]}"))
 
     def _best(
         self,

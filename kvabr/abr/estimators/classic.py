@@ -1,0 +1,202 @@
+"""Estimators of video players and of CacheGen, and what they share with `tracking`."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections import deque
+from typing import ClassVar
+
+from kvabr.abr.estimator import Estimator
+
+
+class MergedSamples(Estimator):
+    """Merges samples until they span a share of the deadline."""
+
+    def __init__(self, share: float = 0.0) -> None:
+        """Set the least length of a merged sample, as a share of the deadline; 0: none are merged."""
+        super().__init__()
+        self._share = share
+        self.start(4.0)
+
+    def start(self, horizon_s: float) -> None:
+        """Forget all samples, and scale everything to the play."""
+        self._horizon_s, self._span_s = horizon_s, self._share * horizon_s
+        self._bytes = self._seconds = 0.0
+        self._forget()
+
+    def sample(self, nbytes: float, seconds: float, now: float) -> None:
+        """Accumulate; close the merged sample once it is long enough."""
+        if not self.sound(nbytes, seconds, now):
+            return
+        self._bytes += nbytes
+        self._seconds += seconds
+        if self._seconds >= self._span_s:
+            self._take(self._bytes, self._seconds)
+            self._bytes = self._seconds = 0.0
+
+    @abstractmethod
+    def _forget(self) -> None:
+        """Forget what merged samples have taught."""
+
+    @abstractmethod
+    def _take(self, nbytes: float, seconds: float) -> None:
+        """Learn from a merged sample."""
+
+    def _so_far(self) -> float:
+        """Return the rate of the sample that is not yet long enough."""
+        return self._bytes / self._seconds if self._seconds else 0.0
+
+
+class DecayingMean:
+    """Exponentially weighted mean, corrected for the bias of a young average towards zero."""
+
+    def __init__(self, half_life_s: float) -> None:
+        self._half_life_s = half_life_s
+        self._sum = self.weight = 0.0
+
+    def add(self, value: float, seconds: float) -> None:
+        """Add a value that held for some seconds."""
+        keep = 0.5 ** (seconds / self._half_life_s)
+        self._sum = keep * self._sum + (1 - keep) * value
+        self.weight = keep * self.weight + (1 - keep)
+
+    def restart(self, value: float, seconds: float) -> None:
+        """Forget everything but a value that held for some seconds."""
+        self.weight = 1.0 - 0.5 ** (seconds / self._half_life_s)
+        self._sum = value * self.weight
+
+    def value(self) -> float:
+        """Return the mean; 0.0 without any values."""
+        return self._sum / self.weight if self.weight else 0.0
+
+
+class DualEwma(MergedSamples):
+    """The smaller of a fast and a slow mean (Shaka, dash.js): drops count at once, rises if they last."""
+
+    name: ClassVar[str] = "ewma"
+
+    def __init__(self, fast_share: float = 1 / 16, slow_share: float = 1 / 4, caution: float = 1.0) -> None:
+        """Set the half-lives and the width of the bound.
+
+        Args:
+            fast_share: half-life of the fast mean, as a share of the deadline.
+            slow_share: half-life of the slow mean, as a share of the deadline.
+            caution: the lower bound lies this many (weighted) standard deviations of the samples below the estimate,
+                but is at least a quarter of it.
+        """
+        self._shares, self._caution = (fast_share, slow_share), caution
+        super().__init__()
+
+    def _forget(self) -> None:
+        fast_s, slow_s = (share * self._horizon_s for share in self._shares)
+        self._fast, self._slow, self._square = DecayingMean(fast_s), DecayingMean(slow_s), DecayingMean(slow_s)
+
+    def _take(self, nbytes: float, seconds: float) -> None:
+        rate = nbytes / seconds
+        self._fast.add(rate, seconds)
+        self._slow.add(rate, seconds)
+        self._square.add(rate * rate, seconds)
+
+    def rate(self) -> float:
+        """Return the smaller mean."""
+        return min(self._fast.value(), self._slow.value())
+
+    def lower_bound(self) -> float:
+        """Return the estimate less ``caution`` deviations, at least a quarter of the estimate."""
+        if not self._slow.weight:
+            return 0.0
+        deviation = math.sqrt(max(0.0, self._square.value() - self._slow.value() ** 2))
+        rate = self.rate()
+        return max(0.25 * rate, rate - self._caution * deviation)
+
+
+class HarmonicMean(MergedSamples):
+    """Harmonic mean of the last samples, and a bound by the largest recent error (Yin et al., 2015)."""
+
+    name: ClassVar[str] = "harmonic"
+
+    def __init__(self, window: int = 5, share: float = 1 / 20) -> None:
+        """Set the number of samples in the mean and in the error, and their length as a share of the deadline.
+
+        A harmonic mean of many tiny samples would be dominated by the smallest.
+        """
+        self._window = window
+        super().__init__(share)
+
+    def _forget(self) -> None:
+        self._costs: deque[float] = deque(maxlen=self._window)
+        self._errors: deque[float] = deque(maxlen=self._window)
+
+    def _take(self, nbytes: float, seconds: float) -> None:
+        measured = max(nbytes, 1.0) / seconds
+        if self._costs:
+            self._errors.append(abs(self.rate() - measured) / measured)
+        self._costs.append(1.0 / measured)
+
+    def rate(self) -> float:
+        """Return the harmonic mean; before the first full sample, the rate so far."""
+        return len(self._costs) / sum(self._costs) if self._costs else self._so_far()
+
+    def lower_bound(self) -> float:
+        """Return the mean over one plus the largest of the last errors."""
+        return self.rate() / (1.0 + max(self._errors, default=0.5))
+
+
+class LastSample(MergedSamples):
+    """The throughput of the last group, as in CacheGen's rule: of at least a fiftieth of the deadline."""
+
+    name: ClassVar[str] = "last"
+
+    def __init__(self, share: float = 1 / 50) -> None:
+        """Set the length of a sample, as a share of the deadline."""
+        super().__init__(share)
+
+    def _forget(self) -> None:
+        self._rate = 0.0
+
+    def _take(self, nbytes: float, seconds: float) -> None:
+        self._rate = nbytes / seconds
+
+    def rate(self) -> float:
+        """Return the rate of the last sample; before the first full one, the rate so far."""
+        return self._rate or self._so_far()
+
+    def lower_bound(self) -> float:
+        """Return `rate`: this estimator has no margin."""
+        return self.rate()
+
+
+class SlidingPercentile(MergedSamples):
+    """Percentiles of recent samples, weighted by the square root of their bytes (as in ExoPlayer)."""
+
+    name: ClassVar[str] = "percentile"
+
+    def __init__(self, middle: float = 0.5, low: float = 0.1, window: int = 32) -> None:
+        """Set the percentiles of the estimate and of the lower bound (both 0 to 1), and the number of samples."""
+        self._middle, self._low, self._window = middle, low, window
+        super().__init__()
+
+    def _forget(self) -> None:
+        self._samples: deque[tuple[float, float]] = deque(maxlen=self._window)
+
+    def _take(self, nbytes: float, seconds: float) -> None:
+        self._samples.append((nbytes / seconds, math.sqrt(nbytes) + 1.0))
+
+    def _at(self, share: float) -> float:
+        ranked = sorted(self._samples)
+        wanted = share * sum(weight for _, weight in ranked)
+        reached = 0.0
+        for rate, weight in ranked:
+            reached += weight
+            if reached >= wanted:
+                return rate
+        return ranked[-1][0] if ranked else 0.0
+
+    def rate(self) -> float:
+        """Return the middle percentile."""
+        return self._at(self._middle)
+
+    def lower_bound(self) -> float:
+        """Return the low percentile."""
+        return self._at(self._low)
