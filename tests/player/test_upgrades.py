@@ -14,7 +14,7 @@ from kvabr.player.upgrades import UpgradeSession
 from kvabr.types.catalog import RECOMPUTED
 from kvabr.types.errors import UsageError
 from tests.catalogs import catalog
-from tests.player.test_session import bring, of
+from tests.player.sessions import bring, of
 
 LAYERED = Ladder(catalog(6, layered=True))
 RATE = 1e7

@@ -1,0 +1,27 @@
+"""Sessions by hand, and what to do with their actions."""
+
+from kvabr.abr import Ladder
+from kvabr.abr.estimators import DualEwma
+from kvabr.abr.plugins import load_policy
+from kvabr.player.session import Session
+from kvabr.player.session_types import Decode
+from tests.catalogs import catalog
+
+
+def session(groups=4, policy="fixed:Int4", deadline=1.0, **options):
+    made = load_policy(policy)() if isinstance(policy, str) else policy
+    return Session(Ladder(catalog(groups)), deadline, made, DualEwma(), **options)
+
+
+def of(actions, kind):
+    return [action for action in actions if isinstance(action, kind)]
+
+
+def bring(play, fetch, now):
+    """One request: first byte, all bytes, decoded."""
+    play.first_byte(fetch.request, now - 0.001)
+    play.done(fetch.request, now)
+    actions = play.actions()
+    for decode in of(actions, Decode):
+        play.decoded(decode.request, now + 0.001)
+    return [*actions, *play.actions()]

@@ -1,0 +1,169 @@
+"""Sessions beside an engine: what is left to it, when it starts, and what happens when it fails."""
+
+import pytest
+
+from kvabr.abr import Decision, Ladder, Policy
+from kvabr.abr.estimators import DualEwma
+from kvabr.abr.plugins import load_policy
+from kvabr.player.session import Session
+from kvabr.player.session_types import Deliver, FetchGroup, PlayerConfig, Recompute
+from kvabr.types.cost import PrefillCost
+from kvabr.types.errors import PolicyError
+from tests.catalogs import catalog
+from tests.player.sessions import bring, of, session
+
+
+def test_without_any_source_an_engine_computes_the_group():
+    play = session(1, config=PlayerConfig(attempts=1), cost=PrefillCost(0.0, 1e-4))
+    play.start(0.0)
+    now, computing = 0.0, []
+    while not computing:
+        actions = play.actions()
+        computing = of(actions, Recompute)
+        for fetch in of(actions, FetchGroup):
+            now += 0.001
+            play.failed(fetch.request, "gone", now)
+    play.computed(0, 1, now + 0.1)
+    assert of(play.actions(), Deliver)
+    assert play.record.groups[0].source == "recomputed"
+
+
+def test_suffix_engine_computes_the_tail_at_the_last_moment():
+    cost = PrefillCost(0.0, 0.5 / (4 * 128))  # the whole prompt takes half a deadline
+    play = session(4, cost=cost, mode="suffix")
+    play.start(0.0)
+    fetches = of(play.actions(), FetchGroup)
+    bring(play, fetches[0], 0.05)
+    now, started = 0.05, []
+    while not started and now < 3:
+        now = play.next_timer()
+        play.timer(now)  # silence: nothing arrives any more
+        started = of(play.actions(), Recompute)
+    assert (started[0].first, started[0].last) == (1, 4)
+    assert 0.4 < now <= 0.65
+    play.computed(1, 4, now + 0.375)
+    assert of(play.actions(), Deliver)[0].met
+    assert [g.source for g in play.record.groups] == ["fetched"] + ["recomputed"] * 3
+
+
+def test_hole_engine_fills_groups_one_by_one_while_the_network_goes_on():
+    cost = PrefillCost(0.0, 0.1 / 128)
+    play = session(6, cost=cost)
+    play.start(0.0)
+    play.actions()
+    now, computed = 0.0, []
+    while not play.over and now < 3:  # the network is dead from the start
+        now = play.next_timer()
+        play.timer(now)
+        for action in of(play.actions(), Recompute):
+            assert action.last > action.first
+            computed += range(action.first, action.last)
+            now += 0.1
+            play.computed(action.first, action.last, now)
+            for more in of(play.actions(), Recompute):
+                computed += range(more.first, more.last)
+                now += 0.1
+                play.computed(more.first, more.last, now)
+    assert play.over
+    assert play.record.delivered_s is not None
+    assert [g.track for g in play.record.groups] == ["recomputed"] * 6
+    assert play.record.tokens_recomputed == 6 * 128
+
+
+def test_a_policy_that_leaves_the_same_group_to_the_engine_again_and_again_is_refused():
+    class Again(Policy):
+        def decide(self, view):
+            group = view.first_missing()
+            if group:
+                return Decision.fetch(group, "Int4", "the network brings the rest")
+            return Decision.recompute(0, "again")
+
+    play = session(3, Again(), cost=PrefillCost(0.0, 0.1 / 128))
+    with pytest.raises(PolicyError, match="wants group 0 recomputed, which is not possible here"):
+        play.start(0.0)
+
+
+def test_a_group_in_place_can_be_left_to_the_engine_once():
+    class Better(Policy):
+        def decide(self, view):
+            group = view.first_missing()
+            if group is not None:
+                return Decision.fetch(group, "Int4", "first")
+            if 1 in view.settled and view.cost is not None:
+                return Decision.recompute(1, "better it")
+            return Decision.wait("the engine has it")
+
+    for fails in (False, True):
+        play = session(2, Better(), cost=PrefillCost(0.0, 0.1 / 128))
+        play.start(0.0)
+        now = 0.0
+        for fetch in of(play.actions(), FetchGroup):
+            now += 0.05
+            actions = bring(play, fetch, now)
+        assert [(one.first, one.last) for one in of(actions, Recompute)] == [(1, 2)]
+        assert 1 not in play.view.settled
+        if fails:
+            play.compute_failed("gone", 0.3)
+        else:
+            play.computed(1, 2, 0.3)
+        assert of(play.actions(), Deliver)
+        assert play.record.groups[1].track == ("Int4" if fails else "recomputed")
+        assert play.record.groups[0].track == "Int4"
+
+
+def test_the_engine_never_starts_a_run_that_misses_anyway_while_slow_start_still_hides_the_link():
+    offer = catalog(64, decode=0.0)
+    whole_s = 9.0
+    cost = PrefillCost(0.02, whole_s / offer.tokens)
+    play = Session(Ladder(offer), 2.0, load_policy("cheapfirst")(), DualEwma(), cost=cost)
+    play.start(0.0)
+    now, longest = 0.0, 0
+    while now < 2.0 and not play.over:
+        now = play.next_timer()
+        play.timer(now)
+        for action in of(play.actions(), Recompute):
+            longest = max(longest, action.last - action.first)
+            play.computed(action.first, action.last, now)
+    assert longest == 1
+
+
+def test_an_engine_that_fails_is_not_asked_again_and_its_groups_are_missing_again():
+    play = session(4, cost=PrefillCost(0.0, 0.1 / 128))
+    play.start(0.0)
+    now, started = 0.0, of(play.actions(), Recompute)
+    while not started and now < 1:
+        now = play.next_timer()
+        play.timer(now)
+        started = of(play.actions(), Recompute)
+    play.compute_failed("out of memory", now + 0.05)
+    again = of(play.actions(), FetchGroup)
+    assert started[0].first in {fetch.group for fetch in again}
+    assert play.view.cost is None
+    play.computed(started[0].first, started[0].last, now + 0.06)  # too late: it was said to have failed
+    assert play.record.groups[started[0].first].track is None
+    while not play.over:
+        now = max(now + 0.05, play.next_timer())
+        play.timer(now)
+        assert not of(play.actions(), Recompute)
+    assert "the engine failed: out of memory" in play.record.gave_up
+
+
+def test_an_engine_that_fails_leaves_what_was_decoded_meanwhile_in_place():
+    log = []
+    play = session(2, cost=PrefillCost(0.0, 0.1 / 128), mode="suffix", log=log.append)
+    play.start(0.0)
+    first, second = of(play.actions(), FetchGroup)[:2]
+    bring(play, first, 0.02)
+    play.done(second.request, 0.03)
+    now, started = 0.03, []
+    play._compute.chosen.add(1)
+    while not started and now < 1:
+        now = play.next_timer()
+        play.timer(now)
+        started = of(play.actions(), Recompute)
+    play.decoded(second.request, now)
+    play.compute_failed("broken", now + 0.01)
+    assert any(line.name == "recompute_failed" and line.reason == "broken" for line in log)
+    assert play.record.groups[1].track == "Int4"
+    assert play.over
+    assert play.record.delivered_s is not None

@@ -1,0 +1,313 @@
+"""Sessions on networks that fail, damage, stall or fall silent."""
+
+from collections import Counter
+
+import pytest
+
+from kvabr.abr import Decision, Ladder, Policy
+from kvabr.abr.estimators import DualEwma
+from kvabr.abr.plugins import load_policy
+from kvabr.player.session import Session
+from kvabr.player.session_types import Cancel, Decode, FetchGroup, GiveUp, PlayerConfig
+from tests.catalogs import catalog
+from tests.player.sessions import bring, of, session
+
+
+def test_a_failed_request_is_asked_for_again_and_then_on_another_track():
+    play = session(1)
+    play.start(0.0)
+    tracks = []
+    for attempt in range(4):
+        (fetch,) = of(play.actions(), FetchGroup)
+        tracks.append(fetch.track)
+        play.failed(fetch.request, "reset", 0.01 * (attempt + 1))
+    assert tracks == ["Int4", "Int4", "Int4", "AC-5x"]
+
+
+def test_without_any_source_the_play_is_given_up_not_holed():
+    play = session(1, config=PlayerConfig(attempts=1))
+    play.start(0.0)
+    now = 0.0
+    gave_up = []
+    while not play.over:
+        actions = play.actions()
+        gave_up += of(actions, GiveUp)
+        for fetch in of(actions, FetchGroup):
+            now += 0.001
+            play.failed(fetch.request, "gone", now)
+    gave_up += of(play.actions(), GiveUp)
+    assert len(gave_up) == 1
+    assert "group 0" in gave_up[0].reason
+    assert play.record.delivered_s is None
+
+
+def test_refused_frames_count_as_failures():
+    play = session(1)
+    play.start(0.0)
+    (fetch,) = of(play.actions(), FetchGroup)
+    play.done(fetch.request, 0.01)
+    (decode,) = of(play.actions(), Decode)
+    play.refused(decode.request, "checksum", 0.02)
+    (again,) = of(play.actions(), FetchGroup)
+    assert again.group == 0
+    assert play.record.bytes_wasted == fetch.bytes
+
+
+def test_a_transfer_that_will_not_make_it_is_abandoned_for_a_cheaper_one():
+    class Greedy(Policy):
+        def decide(self, view):
+            group = view.first_missing()
+            if group is None:
+                return Decision.finish("done")
+            return Decision.fetch(group, "FP16" if view.rate == 0 else view.ladder.cheapest, "test")
+
+    play = session(2, Greedy(), config=PlayerConfig(min_requests=1, first_requests=1))
+    play.start(0.0)
+    (fetch,) = of(play.actions(), FetchGroup)
+    assert fetch.track == "FP16"
+    rate = fetch.bytes * 0.6  # FP16 alone takes 1.7 deadlines at this rate
+    play.first_byte(fetch.request, 0.02)
+    now, cancelled = 0.02, []
+    while not cancelled and now < 0.9:
+        now += 0.02
+        play.progress(fetch.request, int(rate * now), now)
+        play.timer(now)
+        actions = play.actions()
+        cancelled = of(actions, Cancel)
+    assert cancelled
+    assert now < 0.4
+    assert [f.track for f in of(actions, FetchGroup)] == ["AC-5x"]
+    assert play.record.abandoned == 1
+    assert play.record.bytes_wasted == play.record.bytes_fetched > 0
+
+
+class Restless(Policy):
+    """Replaces one track by another for ever."""
+
+    def decide(self, view):
+        group = view.first_missing()
+        if group is not None:
+            return Decision.fetch(group, "AC-5x", "first")
+        for group in view.settled:
+            other = "FP8" if view.track_of[group] == "Int8" else "Int8"
+            return Decision.upgrade(group, other, "never content")
+        return Decision.wait("all under way")
+
+
+def test_a_policy_that_never_stops_is_stopped_by_the_deadline():
+    play = session(2, Restless())
+    play.start(0.0)
+    todo, now, brought = of(play.actions(), FetchGroup), 0.0, 0
+    while todo and not play.over:
+        now += 0.016
+        if now >= 1.0:
+            play.timer(1.0)
+            break
+        todo += of(bring(play, todo.pop(0), now), FetchGroup)
+        brought += 1
+    assert play.over
+    assert play.record.met
+    assert brought > 50
+    assert all(group.track in {"AC-5x", "FP8", "Int8"} for group in play.record.groups)
+    assert play.record.bytes_wasted + sum(group.bytes for group in play.record.groups) == play.record.bytes_fetched
+
+
+def test_a_policy_that_always_asks_for_the_dearest_track_is_held_to_what_can_still_arrive():
+    class Stubborn(Policy):
+        def decide(self, view):
+            group = view.first_missing()
+            return Decision.finish("done") if group is None else Decision.fetch(group, "FP16", "always the best")
+
+    play = session(1, Stubborn(), config=PlayerConfig(min_requests=1, first_requests=1))
+    play.start(0.0)
+    tracks, now = [], 0.0
+    while not play.over and now < 2.0:
+        for fetch in of(play.actions(), FetchGroup):
+            tracks.append(fetch.track)
+            asked, flying = now, fetch
+        now = play.next_timer()
+        play.progress(flying.request, int((now - asked) * 0.5 * play.view.catalog.track("FP16").bytes[0]), now)
+        play.timer(now)
+        if len(tracks) == 2:
+            break
+    assert tracks == ["FP16", "AC-5x"]
+
+
+def fetches_until_quiet(play, fails, share):
+    """Play over a link that carries ``share`` of FP16, damage the upgrades that ``fails`` picks; return requests."""
+    rate = share * play.view.catalog.track("FP16").total_bytes / play.view.deadline_s
+    play.start(0.0)
+    asked, now = of(play.actions(), FetchGroup), 0.0
+    for fetch in asked:  # grows during the loop
+        now += fetch.bytes / rate
+        if fetch.priority >= 128 and fails(fetch):
+            play.done(fetch.request, now)
+            actions = play.actions()
+            for decode in of(actions, Decode):
+                play.refused(decode.request, "checksum", now)
+            asked += of([*actions, *play.actions()], FetchGroup)
+        else:
+            asked += of(bring(play, fetch, now), FetchGroup)
+    return asked
+
+
+@pytest.mark.parametrize("policy", ["cheapfirst", "anytime", "robustmpc"])
+def test_upgrades_of_a_group_that_always_fail_are_bounded_and_do_not_end_the_others(policy):
+    play = Session(
+        Ladder(catalog(3, layered=True)), 5.0, load_policy(policy)(), DualEwma(), config=PlayerConfig(attempts=2)
+    )
+    asked = fetches_until_quiet(play, lambda fetch: fetch.group == 0, share=100)
+    tried = Counter(fetch.track for fetch in asked if fetch.group == 0 and fetch.priority >= 128)
+    assert list(tried.values()) == [2] * (1 if policy == "robustmpc" else 2)  # which knows only layers
+    assert [group.source for group in play.record.groups] == ["fetched", "upgraded", "upgraded"]
+
+
+@pytest.mark.parametrize("policy", ["cheapfirst", "anytime:waste=0.01"])
+def test_damage_on_one_track_leaves_a_group_the_other_tracks(policy):
+    offer = catalog(3, layered=True)
+    play = Session(Ladder(offer), 5.0, load_policy(policy)(), DualEwma())
+    above = {track.name for track in offer.tracks if track.refines is not None}
+    asked = fetches_until_quiet(play, lambda fetch: fetch.track in above, share=100)
+    tried = Counter((fetch.group, fetch.track) for fetch in asked if fetch.track in above)
+    assert max(tried.values()) == 3
+    assert any(tried[group.group, "layer-1"] == 3 and group.source == "upgraded" for group in play.record.groups)
+
+
+def test_a_play_that_is_late_and_hears_nothing_is_given_up_with_the_last_fault():
+    play = session(2, config=PlayerConfig(silent_after=0.25))
+    play.start(0.0)
+    fetches = of(play.actions(), FetchGroup)
+    play.first_byte(fetches[1].request, 0.02)
+    play.failed(fetches[0].request, "reset, says the test", 0.1)
+    play.progress(fetches[1].request, 100, 0.5)
+    now = 0.5
+    while not play.over:
+        now = play.next_timer()
+        play.timer(now)
+    assert 1.0 <= now <= 1.05
+    assert play.record.gave_up.endswith("nothing has come for 0.50 s; last fault: reset, says the test")
+    patient = session(2)
+    patient.start(0.0)
+    while patient.view.now < 5:
+        patient.timer(patient.next_timer())
+    assert not patient.over
+
+
+def test_a_late_play_goes_on_while_something_comes():
+    play = session(2, config=PlayerConfig(silent_after=0.25))
+    play.start(0.0)
+    fetch = of(play.actions(), FetchGroup)[0]
+    now, received = 0.0, 0
+    while now < 3.0:
+        now = play.next_timer()
+        received += 5
+        play.progress(fetch.request, received, now)
+        play.timer(now)
+    assert not play.over
+
+
+def test_a_transfer_that_is_overtaken_and_stands_still_has_failed():
+    play = session(4, config=PlayerConfig(stalled_after=0.4))
+    play.start(0.0)
+    fetches = of(play.actions(), FetchGroup)
+    for fetch in fetches:
+        play.first_byte(fetch.request, 0.01)
+    now, received = 0.01, 0
+    while now < 0.35:
+        now = play.next_timer()
+        received += 50
+        for fetch in (fetches[0], fetches[2]):
+            play.progress(fetch.request, received, now)
+        play.timer(now)
+    actions = play.actions()
+    assert [action.request for action in of(actions, Cancel)] == [fetches[1].request]
+    assert fetches[1].group in play.view.missing
+    # Group 3 was silent as well, but nobody who came after it got anything.
+    assert fetches[3].request in play.view.in_flight
+    assert play._retries._failures == {(1, "Int4"): 1}
+
+
+def test_silence_of_all_proves_nothing_but_is_worth_asking_again():
+    play = session(2, config=PlayerConfig(stalled_after=0.4))
+    play.start(0.0)
+    fetches = of(play.actions(), FetchGroup)
+    play.progress(fetches[0].request, 100, 0.05)
+    cancelled, now = [], 0.05
+    while not cancelled and now < 1:
+        now = play.next_timer()
+        play.timer(now)
+        cancelled = of(play.actions(), Cancel)
+    assert 0.45 <= now <= 0.5
+    assert {cancel.request for cancel in cancelled} == {fetch.request for fetch in fetches}
+    assert not play._retries._failures
+
+
+def test_before_the_first_byte_of_all_nothing_counts_as_stalled():
+    play = session(2, config=PlayerConfig(stalled_after=0.1))
+    play.start(0.0)
+    play.actions()
+    while play.view.now < 1.5:
+        play.timer(play.next_timer())
+        assert not of(play.actions(), Cancel)
+
+
+def test_only_what_the_network_held_up_lowers_the_estimate():
+    def rates(limit):
+        log = []
+        play = session(8, "fixed:FP16", log=log.append)
+        play.start(0.0)
+        fetches, now = of(play.actions(), FetchGroup), 0.01
+        for fetch in fetches:
+            play.first_byte(fetch.request, now)
+        seen, received = [], 0
+        for step in range(30):
+            now += 0.02
+            received += 2000 if step < 10 else 200
+            play.progress(fetches[0].request, received, now, "network" if step < 10 else limit)
+            play.timer(now)
+            seen.append(play.view.rate)
+        return seen, play, log
+
+    for limit in ("cpu", "publisher"):
+        seen, play, log = rates(limit)
+        assert seen[-1] == pytest.approx(seen[9])
+        assert play.record.bytes_held_up == {limit: 20 * 200}
+        lines = [line for line in log if line.name == "limited"]
+        assert {(line.by, line.fed) for line in lines} == {(limit, False)}
+        assert len(lines) >= 15
+    seen, play, log = rates("network")
+    assert seen[-1] < seen[9] / 5
+    assert not play.record.bytes_held_up
+    assert not any(line.name == "limited" for line in log)
+
+
+def test_what_others_held_up_may_raise_the_estimate():
+    log = []
+    play = session(8, "fixed:FP16", log=log.append)
+    play.start(0.0)
+    fetches, now = of(play.actions(), FetchGroup), 0.01
+    for fetch in fetches:
+        play.first_byte(fetch.request, now)
+    received = 0
+    for step in range(30):
+        now += 0.02
+        received += 200 if step < 10 else 600
+        play.progress(fetches[0].request, received, now, "network" if step < 10 else "cpu")
+        play.timer(now)
+    assert play.view.rate > 20_000
+    assert any(line.name == "limited" and line.fed for line in log)
+
+
+def test_a_transfer_is_not_abandoned_for_a_track_that_cannot_be_had():
+    play = session(1, "fixed:FP16", config=PlayerConfig(min_requests=1, first_requests=1, attempts=1))
+    play.start(0.0)
+    # Every cheaper track has failed once, and that is as often as one may.
+    for name in play.view.ladder.names[:-1]:
+        play._retries.failed(0, name, "gone", upgrade=False)
+    (fetch,) = of(play.actions(), FetchGroup)
+    now = 0.0
+    while now < 1.5:
+        now = play.next_timer()
+        play.progress(fetch.request, int(2000 * now), now)
+        play.timer(now)
+        assert not of(play.actions(), Cancel)

@@ -1,0 +1,118 @@
+"""Sessions with a goal: prefixes, what is in the store, suffixes of a catalog."""
+
+import pytest
+
+from kvabr.abr import Ladder
+from kvabr.abr.estimators import DualEwma
+from kvabr.player.builder import new_session
+from kvabr.player.session_types import Cancel, Deliver, FetchGroup, GiveUp, PrefixGoal, Recompute
+from kvabr.types.cost import PrefillCost
+from kvabr.types.errors import UsageError
+from tests.catalogs import catalog
+from tests.player.sessions import bring, of, session
+
+SLOW = PrefillCost.from_rate(1.0)
+"""An engine that is of no help."""
+
+
+def prefix(cost=SLOW, policy="fixed:Int4"):
+    play = session(policy=policy, goal=PrefixGoal(), cost=cost, mode="suffix")
+    play.start(0.0)
+    return play, of(play.actions(), FetchGroup)
+
+
+def until_over(play):
+    actions = []
+    while (now := play.next_timer()) is not None:
+        play.timer(now)
+        actions += play.actions()
+    return actions
+
+
+def test_a_prefix_that_comes_whole_is_not_cut():
+    play, todo = prefix()
+    actions = []
+    for number, fetch in enumerate(todo):
+        actions += bring(play, fetch, 0.1 * (number + 1))
+    assert of(actions, Deliver) == [Deliver(pytest.approx(0.401), met=True, cut=None)]
+    assert play.record.cut is None
+
+
+def test_a_prefix_is_cut_at_the_deadline_and_starts_no_engine():
+    play, todo = prefix()
+    bring(play, todo[0], 0.1)
+    actions = until_over(play)
+    (end,) = of(actions, Deliver)
+    assert (end.now, end.met, end.cut) == (1.0, True, "the deadline has come")
+    assert not of(actions, Recompute)
+    assert sorted(cancel.request for cancel in of(actions, Cancel)) == [1, 2, 3]
+    assert play.record.cut == end.cut
+    assert play.record.tokens_recomputed == 0
+
+
+def test_a_prefix_is_cut_when_computing_is_sooner_than_fetching():
+    play, todo = prefix(PrefillCost.from_rate(16 * 40))
+    bring(play, todo[0], 0.1)
+    actions = until_over(play)
+    (end,) = of(actions, Deliver)
+    assert end.now < 1.0
+    assert "sooner computed than fetched" in end.cut
+    assert not of(actions, Recompute)
+
+
+def test_a_prefix_is_cut_when_no_track_of_a_group_can_be_had():
+    play, todo = prefix()
+    bring(play, todo[0], 0.01)
+    now, end = 0.02, []
+    waiting = [fetch for fetch in todo[1:] if fetch.group == 1]
+    others = [fetch for fetch in todo[1:] if fetch.group > 1]
+    for fetch in others:
+        bring(play, fetch, now)
+    while waiting:
+        now += 0.01
+        play.failed(waiting.pop().request, "corrupt", now)
+        actions = play.actions()
+        waiting, end = of(actions, FetchGroup), of(actions, Deliver)
+    assert end
+    assert end[0].now < 0.5
+    assert end[0].cut is not None
+    assert [record.ready_s is not None for record in play.record.groups] == [True, False, True, True]
+
+
+def test_a_prefix_needs_the_cost_of_what_it_protects():
+    with pytest.raises(UsageError, match="prefill costs"):
+        session(goal=PrefixGoal())
+
+
+def test_a_play_that_is_stopped_ends_as_its_goal_says():
+    cut, _ = prefix()
+    cut.stop(0.2, "the request is gone")
+    assert of(cut.actions(), Deliver) == [Deliver(0.2, met=True, cut="the request is gone")]
+    whole = session()
+    whole.start(0.0)
+    whole.stop(0.2, "the request is gone")
+    assert of(whole.actions(), GiveUp) == [GiveUp(0.2, "the request is gone")]
+    whole.stop(0.3, "again")
+    assert whole.actions() == []
+
+
+def test_a_suffix_of_a_catalog_counts_the_engine_time_from_the_first_token():
+    whole, cost = catalog(4), PrefillCost(0.0, 1e-3, 1e-6)
+    play = new_session(Ladder(whole.suffix(3)), 1.0, "fixed:Int4", DualEwma(), goal=PrefixGoal(), cost=cost)
+    first = 3 * whole.spec.group_tokens
+    assert play.view.recompute_s(0) == pytest.approx(cost.seconds(first, whole.group_tokens(3)))
+
+
+def test_what_is_at_hand_is_counted_from_the_first_group_of_a_suffix():
+    whole = catalog(4)
+    kept = {"FP16": [1, 3]}
+    rest = Ladder(whole.suffix(2))
+    play = new_session(rest, 1.0, "cheapfirst", DualEwma(), cached_groups=lambda _, track: kept.get(track, []))
+    play.start(0.0)
+    first = of(play.actions(), FetchGroup)[0]
+    assert (first.group, first.track) == (1, "FP16")
+
+
+def test_a_policy_that_computes_from_the_front_plays_no_prefix():
+    with pytest.raises(UsageError, match="from the front"):
+        new_session(Ladder(catalog(4)), 1.0, "cake", DualEwma(), goal=PrefixGoal(), cost=SLOW)
