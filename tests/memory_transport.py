@@ -292,7 +292,7 @@ class MemoryConnection(Connection):
             find: what is served.
             path: rate and round trip; by default none of either.
             faults: called for every request, says how the publisher misbehaves towards it.
-            lasts_s: lose the connection after so many seconds.
+            lasts_s: seconds after which the connection is lost.
         """
         self.loop = asyncio.get_running_loop()
         self.find, self.path = find, path or MemoryLink()

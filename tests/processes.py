@@ -35,11 +35,11 @@ def ignores(pid: int, number: int) -> bool:
 
 
 def workers_of(pid: int, least: int, *, deaf: bool = False) -> list[int]:
-    """Wait until a process has at least so many children, and return their ids.
+    """Wait until a process has enough children, and return their ids.
 
     Args:
         pid: the process.
-        least: how many.
+        least: the number that is enough.
         deaf: count only children that ignore Ctrl-C, as pools of workers do once they are ready.
     """
     end_s = time.monotonic() + LIMIT_S

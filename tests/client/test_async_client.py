@@ -59,7 +59,7 @@ async def test_what_came_before_comes_from_memory(origin, short):
 
 @virtual
 async def test_a_longer_prompt_takes_what_it_shares(origin, long):
-    """The asset of a prompt that begins alike: the groups of the prefix are the same, whoever asks."""
+    """The asset of a prompt that begins alike: every client finds the same groups for the prefix."""
     async with origin(folder="long", rate=long.fp16_bytes) as link, AsyncClient() as client:
         await play(client, LONG[:96], peer=link, deadline=2.0, spec=SPEC, policy="fixed:Int4")
         await play(client, LONG, peer=link, deadline=2.0, spec=SPEC, policy="fixed:Int4")

@@ -26,7 +26,7 @@ def connection(root, **options):
     return MemoryConnection(partial(PublishedAssets(root).find, EVERYTHING), **options)
 
 
-@pytest.mark.parametrize("groups", [3, 320, 321, 1000])
+@pytest.mark.parametrize("groups", [3, 320, 321, pytest.param(1000, marks=pytest.mark.slow)])
 def test_the_longest_prefix_is_found_in_two_round_trips_at_most(tmp_path, groups):
     dice = random.Random(groups)
     prompt = [dice.randrange(50_000) for _ in range(4 * groups + 3)]

@@ -91,7 +91,7 @@ async def test_who_leaves_the_queue_does_not_change_the_order_of_the_others():
     await asyncio.sleep(0.5)
     waiting[names.index(20)].cancel()
     await asyncio.sleep(0)
-    last = plays.start(35, 34.5, 1)  # whoever comes clears away those who left
+    last = plays.start(35, 34.5, 1)  # a newcomer clears away those who left
     await asyncio.gather(first, last, *waiting, return_exceptions=True)
     assert plays.begun == ["first", 10, 30, 35, 40, 50, 60, 70]
 
@@ -127,7 +127,7 @@ def test_levels_do_not_mix(one, other, p, q):
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 40)), max_size=80))
-def test_levels_follow_deadlines_whoever_comes_and_goes(steps):
+def test_levels_follow_deadlines_as_plays_come_and_go(steps):
     order, due = EdfScheduler(), {}
     for number, (leaves, when) in enumerate(steps):
         before = {play: order.level(play) for play in due}

@@ -52,6 +52,7 @@ def rescaled(shape, frequencies, factor=1.0):
     return dataclasses.replace(shape, rope=dataclasses.replace(shape.rope, frequencies=frequencies, factor=factor))
 
 
+@pytest.mark.slow
 def test_a_profile_of_another_scaling_is_refused():
     """Otherwise it would decode without error, to keys rotated by wrong angles."""
     one = rescaled(SHAPE, tuple(0.5**pair for pair in range(16)), 1.25)

@@ -31,7 +31,7 @@ class Origin:
         self.url = f"moqt://127.0.0.1:{self.server.address[1]}/"
 
     def look(self, assets):
-        """Wait until so many assets are published."""
+        """Wait until this number of assets is published."""
 
         async def refresh():
             self.holdings.refresh()

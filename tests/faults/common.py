@@ -151,7 +151,7 @@ async def serving(root, tls, fingerprint, *, library="aioquic", find: Find | Non
 
 
 def shape(link: Shaper, rates, *, step=1.0, **conditions) -> None:
-    """From now on the link carries so many bytes per second, each for ``step`` seconds, over and over."""
+    """From now on the link has these rates, in bytes per second, each for ``step`` seconds, over and over."""
     link.begin(trace(rates, step), 0.0, Conditions(**conditions))
 
 

@@ -170,7 +170,7 @@ def test_thousands_of_requests_leave_nothing(draft):
 @both
 @table("moment", range(14))
 def test_cancelled_at_every_moment(draft, moment):
-    """By the client, after so many deliveries; by the server likewise."""
+    """By the client, after ``moment`` deliveries; by the server likewise."""
     for by_client in (True, False):
         for seed in range(6):
             pair = Pair(draft, seed=seed)

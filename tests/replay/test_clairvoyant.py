@@ -21,7 +21,7 @@ def flat(rate):
 
 
 def brute(offer, nbytes, free=()):
-    """Least loss of any whole-group choice within so many bytes, the groups in ``free`` costing nothing."""
+    """Return the least loss of any choice of whole groups within a number of bytes; groups in ``free`` cost nothing."""
     best = float("inf")
     needed = [group for group in range(offer.groups) if group not in free]
     for choice in product(offer.tracks, repeat=len(needed)):

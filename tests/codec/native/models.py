@@ -116,7 +116,7 @@ class Case:
         return self.transform.structure.rows
 
     def shape(self, tokens: int | None = None) -> tuple[int, ...]:
-        """Shape of a cache of so many tokens; by default as many as there are indices."""
+        """Shape of a cache; by default with one token for each index."""
         return self.transform.structure.spec.shape(tokens or self.indices[0].shape[1])
 
     def job(self, payloads: Sequence[bytes], step: float, first: int, out: torch.Tensor) -> DecodeJob:

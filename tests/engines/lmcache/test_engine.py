@@ -117,7 +117,7 @@ def test_what_is_put_is_got_to_the_byte(origin, engine, dtype):
     mask, into = retrieve(other, longer, dtype)
     assert int(mask.sum()) == 512
     assert torch.equal(into[:, :, :512], kv[:, :, :512])
-    # What was fetched before is at hand.
+    # What was fetched before is in memory.
     retrieve(other, tokens, dtype)
     metrics = connector(other).metrics
     assert metrics.value("kvabr_client_groups_total", source="network") == 5

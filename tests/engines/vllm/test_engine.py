@@ -66,7 +66,7 @@ class World:
         self.engine.counted()
 
     def wait_for_assets(self, count):
-        """Until the origin has noticed so many."""
+        """Wait until the origin has noticed this number of assets."""
         end_s = time.monotonic() + 300
         while self.origin.log().count("asset added") < count:
             assert time.monotonic() < end_s
