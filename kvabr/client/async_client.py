@@ -18,19 +18,19 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Self
 
 from kvabr.client.lookup import Found, check_tokens, fetch_catalog, fetch_models
 from kvabr.client.metrics import ClientMetrics
 from kvabr.client.options import Limits, PlayOptions, check_deadline, check_prompt
 from kvabr.client.peer_history import history_at
-from kvabr.client.peers import ClientPeer
+from kvabr.client.peers import ClientPeer, PeerLike
 from kvabr.client.play import Clock, Play, lookup_time
 from kvabr.client.play_connection import PlayConnection
 from kvabr.client.profiles import ProfileCache
 from kvabr.client.resources import decoders, in_thread, known_cost, measure_prefill
 from kvabr.client.result import NothingCached, Played, PlayedPrefix
-from kvabr.client.runner import PlayRunner
+from kvabr.client.runner import PlayRunner, R
 from kvabr.quic.backend import Quic
 from kvabr.quic.connect import connect, parse_namespace
 from kvabr.quic.interface import Connection
@@ -41,8 +41,6 @@ from kvabr.types.errors import FormatError, PlayError, TransportError, UsageErro
 from kvabr.types.events import LookupFailed
 from kvabr.types.kv import KVSpec
 from kvabr.types.naming import TrackNamespace
-
-R = TypeVar("R", bound=Played | NothingCached | PlayedPrefix)
 
 _FIND_S = 5.0
 
@@ -144,7 +142,7 @@ class AsyncClient:
             self._peers[key] = ClientPeer(url, connecting, self.store, self.metrics)
         return self._peers[key]
 
-    async def connect(self, peer: ClientPeer | Connection | str | None = None) -> Connection:
+    async def connect(self, peer: PeerLike = None) -> Connection:
         """Connect now, so that the first play need not, and return the connection that all plays to the peer share.
 
         Raises:
@@ -180,7 +178,7 @@ class AsyncClient:
         options: PlayOptions | None = None,
         model: KVSpec | str | None = None,
         engine: Engine | None = None,
-        peer: ClientPeer | Connection | str | None = None,
+        peer: PeerLike = None,
     ) -> Played | NothingCached:
         """Get the KV cache of a prompt: the longest prefix that the origin has, as good as the deadline allows.
 
@@ -236,7 +234,7 @@ class AsyncClient:
         tokens: Sequence[int] = (),
         options: PlayOptions | None = None,
         engine: Engine | None = None,
-        peer: ClientPeer | Connection | str | None = None,
+        peer: PeerLike = None,
     ) -> Played:
         """Get the cache that is published under a name; `play` finds the name by the prompt.
 
@@ -288,7 +286,7 @@ class AsyncClient:
         skip: int = 0,
         behind: int = 0,
         options: PlayOptions | None = None,
-        peer: ClientPeer | Connection | str | None = None,
+        peer: PeerLike = None,
     ) -> PlayedPrefix:
         """Play for an engine that computes by itself what it is not given, up to the first miss.
 
@@ -320,7 +318,7 @@ class AsyncClient:
         salt: bytes | None = None,
         within_s: float = _FIND_S,
         any_dtype: bool = False,
-        peer: ClientPeer | Connection | str | None = None,
+        peer: PeerLike = None,
     ) -> Found | None:
         """Return the asset that shares the longest prefix with a prompt, cut to what is shared; None if there is none.
 
@@ -341,17 +339,12 @@ class AsyncClient:
         check_prompt(tokens)
         wanted, any_size = self._wanted(model, self.engine)
         chosen = self.options.salt if salt is None else salt
-        async with _answered_within(within_s):
-            connection = await self.connect(peer)
+        async with self._asked_within(within_s, peer) as connection:
             ask = partial(self._peer(peer).find, any_group_tokens=any_size, salt=chosen, any_dtype=any_dtype)
             return (await ask(connection, tokens, wanted))[0]
 
     async def find_asset(
-        self,
-        asset: TrackNamespace | str,
-        *,
-        within_s: float = _FIND_S,
-        peer: ClientPeer | Connection | str | None = None,
+        self, asset: TrackNamespace | str, *, within_s: float = _FIND_S, peer: PeerLike = None
     ) -> Found:
         """Return the catalog of an asset whose name is known.
 
@@ -361,12 +354,10 @@ class AsyncClient:
             FormatError: it is not what its name says.
         """
         name = parse_namespace(asset) if isinstance(asset, str) else asset
-        async with _answered_within(within_s):
-            return await fetch_catalog(await self.connect(peer), name)
+        async with self._asked_within(within_s, peer) as connection:
+            return await fetch_catalog(connection, name)
 
-    async def models(
-        self, *, within_s: float = _FIND_S, peer: ClientPeer | Connection | str | None = None
-    ) -> Sequence[KVSpec]:
+    async def models(self, *, within_s: float = _FIND_S, peer: PeerLike = None) -> Sequence[KVSpec]:
         """Return the specs of the models of which we may read an asset.
 
         Raises:
@@ -374,8 +365,8 @@ class AsyncClient:
             TransportError: it cannot be asked, or not in time.
             FormatError: it answers with something else.
         """
-        async with _answered_within(within_s):
-            return await fetch_models(await self.connect(peer))
+        async with self._asked_within(within_s, peer) as connection:
+            return await fetch_models(connection)
 
     async def close(self) -> None:
         """End all plays and connections; plays that wait for their turn are refused."""
@@ -396,7 +387,7 @@ class AsyncClient:
 
     # -------------------------------------------------------------- internals
 
-    def _peer(self, peer: ClientPeer | Connection | str | None) -> ClientPeer:
+    def _peer(self, peer: PeerLike) -> ClientPeer:
         if isinstance(peer, ClientPeer):
             return peer
         if isinstance(peer, str):
@@ -406,13 +397,19 @@ class AsyncClient:
                 raise UsageError("say from whom: give the client an origin, or the play a peer")
             return self._origin
         if peer not in self._peers:
-            self._peers = {
-                key: each
-                for key, each in self._peers.items()
-                if not (isinstance(key, Connection) and key.closed and each is not self._origin)
-            }
+            for key, each in list(self._peers.items()):
+                if isinstance(key, Connection) and key.closed and each is not self._origin:
+                    del self._peers[key]
             self._peers[peer] = ClientPeer(peer.peer or peer.backend, peer, self.store, self.metrics)
         return self._peers[peer]
+
+    @asynccontextmanager
+    async def _asked_within(self, seconds: float, peer: PeerLike) -> AsyncIterator[Connection]:
+        try:
+            async with asyncio.timeout(seconds):
+                yield await self.connect(peer)
+        except TimeoutError as error:
+            raise TransportError(f"no answer within {seconds:g} s") from error
 
     def _engine(self, engine: Engine | None, options: PlayOptions) -> tuple[Engine | None, PrefillCost | None]:
         """Return the engine of a play, and its cost."""
@@ -432,7 +429,7 @@ class AsyncClient:
         work: Callable[[Play], Awaitable[R]],
         deadline: float,
         options: PlayOptions,
-        peer: ClientPeer | Connection | str | None,
+        peer: PeerLike,
         engine: Engine | None = None,
         cost: PrefillCost | None = None,
         tokens: Sequence[int] = (),
@@ -455,15 +452,6 @@ class AsyncClient:
         if model not in (None, engine.spec.model):
             raise UsageError(f"the engine computes caches of {engine.spec.model}, not of {model}")
         return engine.spec, True
-
-
-@asynccontextmanager
-async def _answered_within(seconds: float) -> AsyncIterator[None]:
-    try:
-        async with asyncio.timeout(seconds):
-            yield
-    except TimeoutError as error:
-        raise TransportError(f"no answer within {seconds:g} s") from error
 
 
 def _check_engine(engine: Engine, spec: KVSpec) -> None:

@@ -21,9 +21,9 @@ from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar
 from kvabr.client.async_client import AsyncClient
 from kvabr.client.metrics import ClientMetrics
 from kvabr.client.options import PlayOptions
-from kvabr.client.peers import ClientPeer
+from kvabr.client.peers import ClientPeer, PeerLike
 from kvabr.client.result import NothingCached, Played
-from kvabr.quic.interface import Connection, ConnectionStats
+from kvabr.quic.interface import ConnectionStats
 from kvabr.types.errors import ConnectionLostError, PlayError, UsageError
 
 P = ParamSpec("P")
@@ -177,12 +177,11 @@ class Client:
         """See `AsyncClient.peer`."""
         return self._client.peer(*args, **kwargs)
 
-    @_like(AsyncClient.connect)
-    def connect(self, peer: ClientPeer | Connection | str | None = None) -> None:
+    def connect(self, peer: PeerLike = None) -> None:
         """See `AsyncClient.connect`."""
         self._call(self._client.connect(peer))
 
-    def stats(self, peer: ClientPeer | Connection | str | None = None) -> ConnectionStats:
+    def stats(self, peer: PeerLike = None) -> ConnectionStats:
         """Return what is known of the connection to a peer, which is made if there is none."""
 
         async def ask() -> ConnectionStats:

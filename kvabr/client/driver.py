@@ -8,7 +8,7 @@ for when a play ends, and what they still bring is discarded.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any
 
@@ -64,12 +64,9 @@ class Driver:
         self._reads: dict[int, tuple[asyncio.Task[None], Download]] = {}
         self._frames: dict[int, Download] = {}
         """Downloads that are complete and not decoded yet, by request."""
-        self._placing: set[asyncio.Task[None]] = set()
-        """Groups that are decoded, or wait for the engine's hook."""
+        self._tasks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._timer_s: float | None = None
-        self._ended = False
-        self._computing: asyncio.Task[None] | None = None
         self.engine_error: BaseException | None = None
         """What the engine or its hook raised, if it failed."""
 
@@ -88,8 +85,12 @@ class Driver:
             self._tell(self.session.start)
             await self._over
         finally:
-            self._ended = True
-            await self._clear()
+            # Leave nothing behind: no timer, no download, no task.
+            if self._timer is not None:
+                self._timer.cancel()
+            for _, download in self._reads.values():
+                download.cancel()
+            await cancel_all(self._tasks)
         self._show()
         return self.session.record
 
@@ -97,16 +98,11 @@ class Driver:
         """Seconds since the play began."""
         return self._loop.time() - self._start_s
 
-    async def _clear(self) -> None:
-        """Leave nothing behind: no timer, no download, no task."""
-        if self._timer is not None:
-            self._timer.cancel()
-        tasks = [*(task for task, _ in self._reads.values()), *self._placing]
-        for _, download in self._reads.values():
-            download.cancel()
-        if self._computing is not None:
-            tasks.append(self._computing)
-        await cancel_all(tasks)
+    def _begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
 
     # ---------------------------------------------------- events and actions
 
@@ -131,7 +127,7 @@ class Driver:
             case Cancel():
                 self._cancel(action.request)
             case Decode():
-                self._decode(action)
+                self._begin(self._place(action, self._frames.pop(action.request)))
             case Recompute():
                 self._compute(action)
             case Deliver() | GiveUp():
@@ -171,8 +167,7 @@ class Driver:
             limit=action.bytes,
             exact=True,
         )
-        task = self._loop.create_task(self._read(action, download))
-        self._reads[action.request] = (task, download)
+        self._reads[action.request] = (self._begin(self._read(action, download)), download)
 
     def _cancel(self, request: int) -> None:
         task, download = self._reads.pop(request, (None, None))
@@ -227,11 +222,6 @@ class Driver:
 
     # -------------------------------------------------------------- decoding
 
-    def _decode(self, action: Decode) -> None:
-        task = self._loop.create_task(self._place(action, self._frames.pop(action.request)))
-        self._placing.add(task)
-        task.add_done_callback(self._placing.discard)
-
     async def _place(self, action: Decode, download: Download) -> None:
         """Check and decode a group in a thread, and put it into its place."""
         write: Callable[[], object] | None = None
@@ -251,7 +241,7 @@ class Driver:
 
     def _decoded(self, action: Decode, download: Download) -> Callable[[], object] | None:
         """Place a group, or return what writes it if the cache is in use; in a thread."""
-        if self._ended:
+        if self._over.done():
             return None
         group, track, frame = action.group, action.track, download.data
         if self._hook is not None:
@@ -273,18 +263,16 @@ class Driver:
             kv = engine.prefill(self._tokens[begin:end], before)
             self.assembler.put_computed(action.first, action.last, kv)
 
-        self._computing = self._loop.create_task(on_engine(engine, work))
-        self._computing.add_done_callback(partial(self._computed, action))
+        async def compute() -> None:
+            try:
+                await on_engine(engine, work)
+            except Exception as error:  # noqa: BLE001  # engines raise whatever they like
+                self.engine_error = error
+                self._tell(self.session.compute_failed, said(error))
+            else:
+                self._tell(self.session.computed, action.first, action.last)
 
-    def _computed(self, action: Recompute, task: asyncio.Task[None]) -> None:
-        if task.cancelled():
-            return
-        error = task.exception()
-        if error is None:
-            self._tell(self.session.computed, action.first, action.last)
-        else:
-            self.engine_error = error
-            self._tell(self.session.compute_failed, said(error))
+        self._begin(compute())
 
 
 def said(error: BaseException) -> str:

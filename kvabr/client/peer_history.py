@@ -86,14 +86,9 @@ class PeerRecord:
 class PeerHistory:
     """The file, and what this process has learned since. May be used from several threads."""
 
-    def __init__(self, path: Path | None = None, *, host: str | None = None) -> None:
-        """Read the file if it exists; never raises.
-
-        Args:
-            path: the file; None: keep records in memory only.
-            host: identity of this host; None: `this_host`.
-        """
-        self.path, self._host = path, host or this_host()
+    def __init__(self, path: Path | None = None) -> None:
+        """Read the file if it exists; never raises. Without a path, records are kept in memory only."""
+        self.path = path
         self._lock = threading.Lock()
         self._told = False
         self._known: dict[str, PeerRecord] = self._read()
@@ -131,7 +126,7 @@ class PeerHistory:
                         if peer not in merged or merged[peer].at <= known.at
                     }
                     self._known = _newest(merged)
-                    text = _dumps(self._known, self._host)
+                    text = _dumps(self._known)
                 # Not under the lock: a play that begins meanwhile must not wait for a disk.
                 write_text(self.path, text)
         except (OSError, KvabrError) as error:
@@ -143,7 +138,7 @@ class PeerHistory:
         try:
             if not self.path.exists():
                 return {}
-            return _loads(read_text(self.path, MAX_BYTES, unreadable=FormatError, unfit=FormatError), self._host)
+            return _loads(read_text(self.path, MAX_BYTES, unreadable=FormatError, unfit=FormatError))
         except (FormatError, OSError) as error:
             self._tell(f"{self.path}: {error}; it is ignored, and will be written anew")
             return {}
@@ -178,17 +173,19 @@ def _digest(peers: Any) -> str:
     return hashlib.sha256(json.dumps(peers, sort_keys=True).encode()).hexdigest()
 
 
-def _dumps(known: dict[str, PeerRecord], host: str) -> str:
+def _dumps(known: dict[str, PeerRecord]) -> str:
     peers = {peer: asdict(known[peer]) for peer in sorted(known)}
-    return json.dumps({"schema": SCHEMA, "host": host, "sha256": _digest(peers), "peers": peers}, indent=1) + "\n"
+    return (
+        json.dumps({"schema": SCHEMA, "host": this_host(), "sha256": _digest(peers), "peers": peers}, indent=1) + "\n"
+    )
 
 
-def _loads(text: str, host: str) -> dict[str, PeerRecord]:
+def _loads(text: str) -> dict[str, PeerRecord]:
     try:
         whole = json.loads(text)
         if whole["schema"] != SCHEMA:
             raise FormatError(f"not a file of {SCHEMA}")
-        if whole["host"] != host:
+        if whole["host"] != this_host():
             raise FormatError("of another host")
         peers = whole["peers"]
         if whole["sha256"] != _digest(peers) or len(peers) > MAX_PEERS:

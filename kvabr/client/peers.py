@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
@@ -37,8 +38,8 @@ class ClientPeer:
         self.name = name
         self._models: Sequence[KVSpec] = ()
         """Models of which we may read an asset, as of `_asked_s`."""
-        self._asked_s: float | None = None
-        """When the peer told its models, on the event loop's clock; None: it was not asked."""
+        self._asked_s = -math.inf
+        """When the peer was asked for its models, on the event loop's clock."""
         self._store, self._metrics = store, metrics
         self._connecting = source if isinstance(source, Connecting) else None
         self._downloads = SharedDownloads(source, store, metrics) if isinstance(source, Connection) else None
@@ -144,8 +145,7 @@ class ClientPeer:
 
     def _recent(self) -> Sequence[KVSpec] | None:
         """Return the models that the peer told of lately; None if it must be asked."""
-        asked = self._asked_s
-        return None if asked is None or asyncio.get_running_loop().time() > asked + _MODELS_S else self._models
+        return None if asyncio.get_running_loop().time() > self._asked_s + _MODELS_S else self._models
 
     async def _ask(self, connection: Connection) -> Sequence[KVSpec]:
         try:
@@ -170,6 +170,10 @@ class ClientPeer:
         self._dialling = None
         if not task.cancelled() and task.exception() is not None:
             self._metrics.dials_failed_total.inc()
+
+
+PeerLike = ClientPeer | Connection | str | None
+"""What a play may name its peer by: from `AsyncClient.peer`, an open connection, a URL; None: the client's origin."""
 
 
 def _shapes(told: Sequence[KVSpec], model: str | None) -> list[KVSpec]:

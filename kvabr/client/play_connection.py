@@ -178,8 +178,6 @@ class PlayConnection(Connection):
         """
         self._shared, self._place = shared, place
         self.backend, self.protocol = shared.connection.backend, shared.connection.protocol
-        self.timer: asyncio.TimerHandle | None = None
-        """Fires at the deadline."""
         self._digests: dict[tuple[TrackNamespace, str], Sequence[str]] = {}
         self._downloads: set[PlayDownload] = set()
         self.left = False
@@ -251,7 +249,5 @@ class PlayConnection(Connection):
     async def close(self) -> None:
         """Cancel what is left of the play; the shared connection stays."""
         self.left = True
-        if self.timer is not None:
-            self.timer.cancel()
         for download in list(self._downloads):
             download.cancel()

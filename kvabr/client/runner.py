@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -103,10 +103,11 @@ class PlayRunner:
             # A loop that stood still may have used up the deadline: the play then gets what comes at once.
             due_s = loop.time() + max(_MIN_LEFT_S, clock.left())
             self._reprioritise(self._schedule.add(connection, due_s))
-            connection.timer = loop.call_at(due_s, self._reschedule, connection, due_s + clock.deadline_s)
+            late = loop.call_at(due_s, self._reschedule, connection, due_s + clock.deadline_s)
             try:
                 yield connection
             finally:
+                late.cancel()
                 if not connection.kept:
                     await self._give_up(connection)
 
@@ -115,23 +116,17 @@ class PlayRunner:
 
         async def until_over() -> None:
             try:
-                await upgrades.wait()
+                with suppress(Exception):  # the caller gets it from `Upgrades.wait`
+                    await upgrades.wait()
             finally:
                 upgrades.cancel()
                 await self._give_up(connection)
 
         connection.kept = True
-        if connection.timer is not None:
-            connection.timer.cancel()
         self._reschedule(connection, math.inf)
         task = asyncio.create_task(until_over())
         self._upgrades.add(task)
-        task.add_done_callback(self._upgraded)
-
-    def _upgraded(self, task: asyncio.Task[None]) -> None:
-        self._upgrades.discard(task)
-        if not task.cancelled():
-            task.exception()  # the caller gets it from `Upgrades.wait`
+        task.add_done_callback(self._upgrades.discard)
 
     async def _give_up(self, connection: PlayConnection) -> None:
         await connection.close()

@@ -151,22 +151,14 @@ def _now() -> float:
         return time.monotonic()
 
 
-_BY_PEER: weakref.WeakValueDictionary[str, SharedLink] = weakref.WeakValueDictionary()
-_BY_CONNECTION: weakref.WeakKeyDictionary[Connection, SharedLink] = weakref.WeakKeyDictionary()
+_LINKS: weakref.WeakValueDictionary[str | Connection, SharedLink] = weakref.WeakValueDictionary()
 _LOCK = threading.Lock()
 
 
 def link_of(connection: Connection) -> SharedLink:
-    """Return the link of a connection. Connections to one peer share it."""
+    """Return the link of a connection, as long as any play uses it. Connections to one peer share it."""
     with _LOCK:
-        link = _BY_CONNECTION.get(connection)
-        if link is None:
-            peer = connection.peer
-            link = (None if peer is None else _BY_PEER.get(peer)) or SharedLink()
-            if peer is not None:
-                _BY_PEER[peer] = link
-            _BY_CONNECTION[connection] = link
-        return link
+        return _LINKS.setdefault(connection.peer or connection, SharedLink())
 
 
 @contextmanager
