@@ -71,9 +71,7 @@ class Driver:
         """What the engine or its hook raised, if it failed."""
 
     async def run(self) -> PlayRecord:
-        """Play to the end, and return the record, which says how it ended.
-
-        Cancelling it cancels every download.
+        """Play to the end, and return the record, which says how it ended. Cancelling it cancels every download.
 
         Raises:
             PolicyError: from the session's policy or estimator.
@@ -159,13 +157,9 @@ class Driver:
     # ------------------------------------------------------------- downloads
 
     def _fetch(self, action: FetchGroup) -> None:
+        namespace, group = self._catalog.namespace, self._catalog.offset + action.group
         download = self._connection.fetch(
-            self._catalog.namespace,
-            action.track,
-            self._catalog.offset + action.group,
-            priority=action.priority,
-            limit=action.bytes,
-            exact=True,
+            namespace, action.track, group, priority=action.priority, limit=action.bytes, exact=True
         )
         self._reads[action.request] = (self._begin(self._read(action, download)), download)
 

@@ -50,11 +50,7 @@ class Found:
 
 
 async def fetch_small(origin: Connection, namespace: TrackNamespace, track: str, limit: int) -> bytes:
-    """Fetch a track of one group of at most ``limit`` bytes.
-
-    Raises:
-        TransportError: it cannot be fetched.
-    """
+    """Fetch a track of one group of at most ``limit`` bytes."""
     try:
         return await read_all(origin.fetch(namespace, track, priority=_URGENT, limit=limit))
     except ConnectionLostError:  # it may have been dead for a while, and the first request finds out
@@ -64,13 +60,7 @@ async def fetch_small(origin: Connection, namespace: TrackNamespace, track: str,
 
 
 async def fetch_models(origin: Connection) -> list[KVSpec]:
-    """Return the specs of all models of which we may read an asset.
-
-    Raises:
-        NotFoundError: the origin does not tell.
-        TransportError: it cannot be asked.
-        FormatError: it answers with something else.
-    """
+    """Return the specs of all models of which we may read an asset; errors as `AsyncClient.models`."""
     data = await fetch_small(origin, MODELS_NAMESPACE, MODELS_TRACK, _MAX_MODELS_BYTES)
     try:
         return [KVSpec.from_json(spec) for spec in json.loads(data)["models"]]

@@ -201,11 +201,7 @@ def _loads(text: str) -> dict[str, PeerRecord]:
 
 @contextmanager
 def _alone(path: Path) -> Iterator[None]:
-    """Exclude other writers.
-
-    Raises:
-        OSError: another process does not release the lock.
-    """
+    """Exclude other writers; raise `OSError` if one does not release the lock."""
     with path.with_name(f".{path.name}.lock").open("a") as file:
         until = time.monotonic() + _LONGEST_WAIT_S
         while True:

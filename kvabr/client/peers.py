@@ -177,11 +177,7 @@ PeerLike = ClientPeer | Connection | str | None
 
 
 def _shapes(told: Sequence[KVSpec], model: str | None) -> list[KVSpec]:
-    """Return the specs of a model, or of the only one if it is not named; empty if the peer has none.
-
-    Raises:
-        UsageError: the peer has several models, or this one in too many shapes.
-    """
+    """Return the specs of a model, or of the only one if it is not named; raise `UsageError` if that is not clear."""
     specs = [spec for spec in told if model in (None, spec.model)]
     names = sorted({spec.model for spec in specs})
     if len(names) > 1:

@@ -192,11 +192,7 @@ class Play:
         )
 
     async def compute(self) -> Played:
-        """Let the engine compute the whole prompt.
-
-        Raises:
-            ModelError: it failed, or did not end.
-        """
+        """Let the engine compute the whole prompt; raise `ModelError` if it fails or does not end."""
         engine, tokens, options, clock = self.engine, self.tokens, self.options, self.clock
         if engine is None:
             raise UsageError("there is no engine to recompute with")

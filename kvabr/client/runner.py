@@ -54,7 +54,7 @@ class PlayRunner:
     ) -> R:
         """Run a play in a task of its own, so that closing the client ends it and not its caller.
 
-        ``work`` is given its connection, a clock that runs since this call, and options that report to telemetry.
+        ``work`` takes the play's connection, a clock that runs since this call, and options that report to telemetry.
 
         Raises:
             BusyError: there are too many plays.

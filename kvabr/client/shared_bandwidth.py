@@ -80,11 +80,7 @@ class LinkShare(Estimator):
         self._inner.start(horizon_s)
 
     def prime(self, prior: Prior) -> None:
-        """See `Estimator.prime`; the prior is of the link.
-
-        Raises:
-            PolicyError: the estimator raises.
-        """
+        """See `Estimator.prime`; the prior is of the link. Raise `PolicyError` if the estimator raises."""
         try:
             self._inner.prime(prior)
         except Exception as error:

@@ -16,6 +16,7 @@ from kvabr.client.options import PlayOptions
 from kvabr.client.result import NothingCached
 from kvabr.publish.encoder import publish
 from kvabr.server.grants import EVERYTHING, Grant, Grants
+from kvabr.server.publication import BytesPublication
 from kvabr.server.published_assets import PublishedAssets
 from kvabr.store.asset_folder import FolderAssetWriter
 from kvabr.types.cost import PrefillCost
@@ -197,13 +198,10 @@ async def test_an_origin_that_does_not_tell(origin):
 
 @virtual
 async def test_a_list_of_models_that_is_none(origin):
-    class Lie:
-        def open(self, _):
-            return type("Group", (), {"data": memoryview(b'{"models": [{"model": 3}]}')})
-
+    lie = BytesPublication(b'{"models": [{"model": 3}]}')
     async with origin() as link, AsyncClient(link) as client:
         find = link.find
-        link.find = lambda namespace, track: Lie() if track == "kvabr.models" else find(namespace, track)
+        link.find = lambda namespace, track: lie if track == "kvabr.models" else find(namespace, track)
         with pytest.raises(PlayError, match="list of models cannot be read"):
             await client.play(TOKENS, deadline=2.0)
 
