@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -58,7 +59,7 @@ def test_a_cache_with_numbers_that_are_none_still_calibrates(tmp_path, monkeypat
     monkeypatch.setattr(type(loaded.engine), "prefill", spoilt)
     made = calibrate(loaded, {"a": "what it says " * 40}, contexts=2, tokens=200)
     assert Profile.from_bytes(made.to_bytes()).digest == made.digest
-    assert float((made.transform.norm / good.transform.norm).log().abs().max()) < 0.3
+    assert float(np.abs(np.log(made.transform.norm / good.transform.norm)).max()) < 0.3
 
 
 @pytest.mark.slow
