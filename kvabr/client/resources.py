@@ -63,10 +63,9 @@ async def in_thread(work: Callable[[], T]) -> T:
     def run() -> None:
         try:
             done.set_result(work())
-        except Exception as error:  # noqa: BLE001  # must not be lost with the thread
-            done.set_exception(error)
-        except BaseException as error:  # noqa: BLE001
-            done.set_exception(RuntimeError(f"the engine's thread ended: {error!r}"))
+        except BaseException as error:  # noqa: BLE001  # must not be lost with the thread
+            fit = isinstance(error, Exception) and not isinstance(error, StopIteration)  # for a future
+            done.set_exception(error if fit else RuntimeError(f"the engine's thread ended: {error!r}"))
 
     threading.Thread(target=run, name="kvabr-engine", daemon=True).start()
     return await asyncio.wrap_future(done)

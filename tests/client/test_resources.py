@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from kvabr.client.resources import allocate, measure_prefill
+from kvabr.client.resources import allocate, in_thread, measure_prefill
 from kvabr.types import engine as engines
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import ModelError
@@ -79,3 +79,14 @@ def test_a_prefill_is_timed_on_short_and_long_prompts(monkeypatch, window, longe
 def test_a_model_that_takes_hardly_any_tokens_cannot_be_timed() -> None:
     with pytest.raises(ModelError, match="too long"):
         measure_prefill(Clocked(100))
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"), [(KeyError(1), KeyError), (StopIteration(), RuntimeError), (SystemExit(3), RuntimeError)]
+)
+async def test_whatever_a_thread_raises_arrives(error: BaseException, raised: type[Exception]) -> None:
+    def work() -> None:
+        raise error
+
+    with pytest.raises(raised):
+        await in_thread(work)
