@@ -6,12 +6,9 @@ from functools import cache
 
 from kvabr.moqt import messages as m
 from kvabr.moqt.encoding import encode
-from kvabr.moqt.objects import (
-    SubgroupHeader,
-)
-from kvabr.moqt.parameters import Filter, Parameters, SetupOptions, Token
+from kvabr.moqt.parameters import Parameters, SetupOptions, Token
 from kvabr.moqt.wire import Draft, Location
-from tests.moqt.writers import RangeWriter, write_subgroup_header, write_subgroup_object
+from tests.moqt.writers import RangeWriter, write_filter
 
 SPACE, TRACK = (b"root", b"model"), b"FP16"
 SOME = Parameters(tokens=(Token(b"secret"), Token(b"x", 1, 5, 2), Token(b"", 2, 5)))
@@ -23,7 +20,7 @@ def sample_messages(draft: Draft) -> list[m.Message]:
     answered = None if new else 0
     space, start, end = (b"a", b"bc"), Location(3, 0), Location(5, 7)
     rich = Parameters(
-        object_delivery_timeout=100, tokens=SOME.tokens, forward=1, priority=9, filter=Filter(4, start, 9),
+        object_delivery_timeout=100, tokens=SOME.tokens, forward=1, priority=9, filter=write_filter(draft, 4, start, 9),
         group_order=2, new_group=5, rendezvous_timeout=7 if new else None, subgroup_delivery_timeout=8 if new else None,
     )  # fmt: skip
     properties = ((4, 9), (11, b"\x3c\x01"), (34, 1), (0x4001, b"x"))
@@ -73,20 +70,11 @@ def fetch_streams(draft: Draft) -> tuple[bytes, ...]:
     return tuple(out)
 
 
-SUBGROUPS = (
-    SubgroupHeader(7, 5, 0, 9, properties=True, end_of_group=False),
-    SubgroupHeader(7, 5, None, None, properties=False, end_of_group=True),
-    SubgroupHeader(700, 5, 6, 9, properties=False, end_of_group=False),
-)
-
-
 @cache
-def subgroup_streams(draft: Draft) -> tuple[bytes, ...]:
-    """Objects of subgroups, behind their stream's header."""
-    out = []
-    for header in SUBGROUPS:
-        properties = ((4, 9), (0x81, b"value")) if header.properties else ()
-        data = write_subgroup_header(header, draft) + write_subgroup_object(draft, header, 3, None, 5, properties)
-        data += b"hello" + write_subgroup_object(draft, header, 9, 3, 0)
-        out.append(data)
-    return tuple(out)
+def data_streams(draft: Draft) -> tuple[bytes, ...]:
+    """Unidirectional streams with their headers: of request 0, and of subgroups, which nobody has asked for."""
+    fetched = [b"\x05\x00" + each for each in fetch_streams(draft)]
+    return (
+        *fetched,
+        *(bytes.fromhex(each) for each in ("11 07 05 09 03 00 05 68656c6c6f", "3a 07 05", "14 02 00 00 00")),
+    )

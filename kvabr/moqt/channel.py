@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from kvabr.moqt.codes import SessionCode, SessionFault
-from kvabr.moqt.encoding import MessageParser, encode
+from kvabr.moqt.encoding import encode
 from kvabr.moqt.events import Command, Event, Requested, Updated, Write
 from kvabr.moqt.messages import Goaway, Message, Request
 from kvabr.moqt.wire import Draft
@@ -21,21 +21,15 @@ class RequestState:
     number: int
     """Request ID."""
     message: Request
-    stream: int | None
+    stream: int | None = None
     """Bidirectional stream of the request; None where requests share the control stream."""
-    parser: MessageParser | None = None
-    """Parser of the answers on that stream, for a request of this end."""
     answered: bool = False
-    streams: set[int] = field(default_factory=set)
-    """Unidirectional streams that carry its objects."""
-    data_ended: bool = False
-    """FETCH: the stream of objects has ended."""
+    data_stream: int | None = None
+    """Unidirectional stream that carries the objects of a FETCH."""
     updates: int = 0
     """Unanswered REQUEST_UPDATEs."""
     going_away: bool = False
     """A GOAWAY has arrived on the request's stream."""
-    alias: int | None = None
-    """SUBSCRIBE: track alias."""
 
 
 class Channel:
@@ -50,8 +44,6 @@ class Channel:
         self._next_bidi, self._next_uni = (0, 2) if client else (1, 3)
         self.next_id = 0 if client else 1
         """Next request ID of this end."""
-        self.aliases: dict[int, RequestState] = {}
-        """Subscriptions of this end by track alias."""
 
     def open_bidi(self) -> int:
         """Return the ID of a new bidirectional stream."""

@@ -1,42 +1,17 @@
 """The wire format of control messages in drafts 18 and 16 (draft 18, section 10).
 
 A message is a type, a 16-bit length, and fields. The fields on the wire are those of the dataclass, in the same order;
-`_CODECS` says how each one is encoded, and `_layout` which ones a draft leaves out.
+`_CODECS` says how each one is encoded, and `_field_names` which ones a draft leaves out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any
 
+from kvabr.moqt import messages as m
 from kvabr.moqt.codes import Param, RequestCode, SessionFault
-from kvabr.moqt.messages import (
-    Fetch,
-    FetchCancel,
-    FetchOk,
-    Goaway,
-    JoiningFetch,
-    MaxRequestId,
-    Message,
-    Namespace,
-    Publish,
-    PublishDone,
-    PublishNamespace,
-    PublishNamespaceDone,
-    Redirect,
-    RequestErrorMessage,
-    RequestOk,
-    RequestsBlocked,
-    RequestUpdate,
-    Setup,
-    Subscribe,
-    SubscribeNamespace,
-    SubscribeOk,
-    SubscribeTracks,
-    TrackStatus,
-    Unsubscribe,
-)
 from kvabr.moqt.parameters import (
     SetupOptions,
     present,
@@ -63,18 +38,18 @@ from kvabr.moqt.wire import (
 
 MAX_MESSAGE_BYTES = 0xFFFF
 
-_TYPES: dict[int, dict[int, type[Message]]] = {
+_TYPES: dict[int, dict[int, type[m.Message]]] = {
     18: {
-        0x2F00: Setup, 0x10: Goaway, 0x3: Subscribe, 0x4: SubscribeOk, 0x1D: Publish, 0x1E: RequestOk,
-        0xB: PublishDone, 0x16: Fetch, 0x18: FetchOk, 0xD: TrackStatus, 0x6: PublishNamespace,
-        0x50: SubscribeNamespace, 0x51: SubscribeTracks, 0x8: Namespace, 0x2: RequestUpdate, 0x7: RequestOk,
-        0x5: RequestErrorMessage,
+        0x2F00: m.Setup, 0x10: m.Goaway, 0x3: m.Subscribe, 0x4: m.SubscribeOk, 0x1D: m.Publish, 0x1E: m.RequestOk,
+        0xB: m.PublishDone, 0x16: m.Fetch, 0x18: m.FetchOk, 0xD: m.TrackStatus, 0x6: m.PublishNamespace,
+        0x50: m.SubscribeNamespace, 0x51: m.SubscribeTracks, 0x8: m.Namespace, 0x2: m.RequestUpdate, 0x7: m.RequestOk,
+        0x5: m.RequestErrorMessage,
     },
     16: {
-        0x20: Setup, 0x21: Setup, 0x10: Goaway, 0x15: MaxRequestId, 0x1A: RequestsBlocked, 0x7: RequestOk,
-        0x5: RequestErrorMessage, 0x3: Subscribe, 0x4: SubscribeOk, 0x2: RequestUpdate, 0xA: Unsubscribe, 0x1D: Publish,
-        0xB: PublishDone, 0x16: Fetch, 0x18: FetchOk, 0x17: FetchCancel, 0xD: TrackStatus, 0x6: PublishNamespace,
-        0x8: Namespace, 0x9: PublishNamespaceDone, 0x11: SubscribeNamespace,
+        0x20: m.Setup, 0x21: m.Setup, 0x10: m.Goaway, 0x15: m.MaxRequestId, 0x1A: m.RequestsBlocked, 0x7: m.RequestOk,
+        0x5: m.RequestErrorMessage, 0x3: m.Subscribe, 0x4: m.SubscribeOk, 0x2: m.RequestUpdate, 0xA: m.Unsubscribe,
+        0x1D: m.Publish, 0xB: m.PublishDone, 0x16: m.Fetch, 0x18: m.FetchOk, 0x17: m.FetchCancel, 0xD: m.TrackStatus,
+        0x6: m.PublishNamespace, 0x8: m.Namespace, 0x9: m.PublishNamespaceDone, 0x11: m.SubscribeNamespace,
     },
 }  # fmt: skip
 """Messages by draft and type, without the answers to requests that this end never makes: they are as invalid as unknown
@@ -82,43 +57,29 @@ types. Draft 18 gives REQUEST_OK a second type, 0x1E, as the answer to PUBLISH; 
 _TYPE_OF = {draft: {cls: kind for kind, cls in types.items()} for draft, types in _TYPES.items()}
 
 CLIENT_SETUP_16, SERVER_SETUP_16 = 0x20, 0x21
-_ANSWERS = (RequestOk, RequestErrorMessage, SubscribeOk, PublishDone, FetchOk)
+ANSWERS = (m.RequestOk, m.RequestErrorMessage, m.SubscribeOk, m.PublishDone, m.FetchOk)
 """Messages without a request ID in draft 18, where their stream identifies the request."""
-_FETCH_TYPES: dict[int, tuple[type[Message], dict[str, bool]]] = {
-    1: (Fetch, {}),
-    2: (JoiningFetch, {"relative": True}),
-    3: (JoiningFetch, {"relative": False}),
-}
-"""Message and fixed fields by Fetch Type (draft 18, section 10.12)."""
 
 
-def type_of(message: Message, draft: Draft, *, client: bool = True) -> int:
-    """Return the type of a message.
-
-    Raises:
-        ValueError: The draft has no such message.
-    """
-    cls = Fetch if isinstance(message, JoiningFetch) else type(message)
-    kind = _TYPE_OF[draft.number].get(cls)
-    if kind is None:
-        raise ValueError(f"draft {draft.number} has no {cls.__name__}")
-    return CLIENT_SETUP_16 if kind == SERVER_SETUP_16 and client and not draft.streams else kind
-
-
-def encode(message: Message, draft: Draft, *, client: bool = True) -> bytes:
+def encode(message: m.Message, draft: Draft, *, client: bool = True) -> bytes:
     """Encode a message with its type and length.
 
     Raises:
         ValueError: The draft has no such message, the message cannot carry its parameters, or a limit is exceeded.
     """
-    kind = type_of(message, draft, client=client)
+    cls = m.Fetch if isinstance(message, m.JoiningFetch) else type(message)
+    kind = _TYPE_OF[draft.number].get(cls)
+    if kind is None:
+        raise ValueError(f"draft {draft.number} has no {cls.__name__}")
+    if kind == SERVER_SETUP_16 and client and not draft.streams:
+        kind = CLIENT_SETUP_16
     payload = _payload(message, draft)
     if len(payload) > MAX_MESSAGE_BYTES:
         raise ValueError(f"message of {len(payload)} bytes; the limit is {MAX_MESSAGE_BYTES}")
     return draft.varint.encode(kind) + len(payload).to_bytes(2, "big") + payload
 
 
-def decode(kind: int, payload: bytes, draft: Draft, *, control: bool = True) -> Message:
+def decode(kind: int, payload: bytes, draft: Draft, *, control: bool = True) -> m.Message:
     """Decode the payload of a message.
 
     Args:
@@ -134,31 +95,35 @@ def decode(kind: int, payload: bytes, draft: Draft, *, control: bool = True) -> 
     if cls is None:
         raise SessionFault(f"unknown message type 0x{kind:x}")
     reader = Reader(payload, draft.varint)
-    layout = _layout(cls, draft, control=control)
-    values: dict[str, Any] = {"request_id": None} if cls in (*_ANSWERS, Goaway) else {}
-    if cls is Fetch:
-        request_id, fetch_type = reader.varint(), reader.varint()
-        if fetch_type not in _FETCH_TYPES:
+    values: dict[str, Any] = {"request_id": None} if cls in (*ANSWERS, m.Goaway) else {}
+    names = _field_names(cls, draft, control=control)
+    if cls is m.Fetch:
+        values["request_id"], fetch_type = reader.varint(), reader.varint()
+        if fetch_type not in (1, 2, 3):
             raise SessionFault(f"unknown FETCH type {fetch_type}")
-        cls, fixed = _FETCH_TYPES[fetch_type]
-        values = {"request_id": request_id, **fixed}
-        layout = _layout(cls, draft)[1:]
-    values |= {name: codec.read(reader, draft, cls) for name, codec in layout}
-    if cls is RequestErrorMessage and _redirects(values["code"], draft):
+        if fetch_type > 1:
+            cls, values["relative"] = m.JoiningFetch, fetch_type == 2
+        names = _field_names(cls, draft)[1:]
+    for name in names:
+        if name == "parameters":
+            values[name] = read_parameters(reader, draft, allowed_parameters(cls, draft))
+        else:
+            values[name] = _CODECS[name][0](reader, draft)
+    if cls is m.RequestErrorMessage and _redirects(values["code"], draft):
         to = reader.text(MAX_URI_BYTES, "URI"), reader.namespace(), reader.text(MAX_NAME_BYTES, "track name")
-        values["redirect"] = Redirect(*to)
+        values["redirect"] = m.Redirect(*to)
     message = cls(**values)
     if (size := _name_bytes(message)) > MAX_NAME_BYTES:
         raise SessionFault(f"full track name of {size} bytes; the limit is {MAX_NAME_BYTES}")
-    if isinstance(message, Fetch) and ends_before(message.end, message.start):
+    if isinstance(message, m.Fetch) and ends_before(message.end, message.start):
         raise SessionFault(f"FETCH ends at {tuple(message.end)}, before its start {tuple(message.start)}")
     reader.end()
     return message
 
 
-def allowed_parameters(cls: type[Message], draft: Draft) -> frozenset[Param]:
+def allowed_parameters(cls: type[m.Message], draft: Draft) -> frozenset[Param]:
     """Return the parameters that a message may carry."""
-    return cls.allowed - {Param.FORWARD} if cls is SubscribeNamespace and draft.streams else cls.allowed
+    return cls.allowed - {Param.FORWARD} if cls is m.SubscribeNamespace and draft.streams else cls.allowed
 
 
 def ends_before(end: Location, start: Location) -> bool:
@@ -169,17 +134,15 @@ def ends_before(end: Location, start: Location) -> bool:
     return end.group < start.group or (end.group == start.group and 0 < end.object < start.object)
 
 
-def _payload(message: Message, draft: Draft) -> bytes:
+def _payload(message: m.Message, draft: Draft) -> bytes:
     _check_sendable(message, draft)
-    control = not isinstance(message, Goaway) or message.request_id is not None
-    layout = _layout(type(message), draft, control=control)
-    parts = [codec.write(getattr(message, name), draft) for name, codec in layout]
+    control = not isinstance(message, m.Goaway) or message.request_id is not None
+    names = _field_names(type(message), draft, control=control)
+    parts = [_CODECS[name][1](getattr(message, name), draft) for name in names]
     varint = draft.varint
-    if isinstance(message, Fetch):
-        parts.insert(1, varint.encode(1))
-    elif isinstance(message, JoiningFetch):
-        parts.insert(1, varint.encode(2 if message.relative else 3))
-    elif isinstance(message, RequestErrorMessage) and _redirects(message.code, draft):
+    if isinstance(message, m.Fetch | m.JoiningFetch):
+        parts.insert(1, varint.encode(1 if isinstance(message, m.Fetch) else 2 if message.relative else 3))
+    elif isinstance(message, m.RequestErrorMessage) and _redirects(message.code, draft):
         to = message.redirect
         if to is None:
             raise ValueError("a REQUEST_ERROR with code REDIRECT needs a redirect")
@@ -187,7 +150,7 @@ def _payload(message: Message, draft: Draft) -> bytes:
     return b"".join(parts)
 
 
-def _check_sendable(message: Message, draft: Draft) -> None:
+def _check_sendable(message: m.Message, draft: Draft) -> None:
     """Raise ValueError for a message that would make the peer close the session."""
     if extra := present(getattr(message, "parameters", None)) - allowed_parameters(type(message), draft):
         raise ValueError(f"a {type(message).__name__} cannot have {', '.join(sorted(param.name for param in extra))}")
@@ -195,7 +158,7 @@ def _check_sendable(message: Message, draft: Draft) -> None:
         raise ValueError(f"a namespace needs at least one field in draft {draft.number}")
     if _name_bytes(message) > MAX_NAME_BYTES:
         raise ValueError(f"a full track name is limited to {MAX_NAME_BYTES} bytes")
-    if isinstance(message, Goaway) and len(message.uri) > MAX_URI_BYTES:
+    if isinstance(message, m.Goaway) and len(message.uri) > MAX_URI_BYTES:
         raise ValueError(f"a URI is limited to {MAX_URI_BYTES} bytes")
 
 
@@ -203,7 +166,7 @@ def _redirects(code: int, draft: Draft) -> bool:
     return draft.streams and code == RequestCode.REDIRECT
 
 
-def _name_bytes(message: Message) -> int:
+def _name_bytes(message: m.Message) -> int:
     """Return the size of a full track name: namespace and track together (draft 18, section 2.4.1)."""
     named = getattr(message, "redirect", None) or message
     return sum(map(len, getattr(named, "namespace", ()))) + len(getattr(named, "track", b""))
@@ -214,15 +177,7 @@ def _least_fields(draft: Draft) -> int:
     return 0 if draft.streams else 1
 
 
-@dataclass(frozen=True, slots=True)
-class _Codec:
-    """How a field is encoded."""
-
-    read: Callable[[Reader, Draft, type[Message]], Any]
-    write: Callable[[Any, Draft], bytes]
-
-
-def _read_flag(reader: Reader, _draft: Draft, _cls: type[Message]) -> bool:
+def _read_flag(reader: Reader, _draft: Draft) -> bool:
     if (value := reader.u8()) > 1:
         raise SessionFault(f"flag of {value}; it must be 0 or 1")
     return bool(value)
@@ -233,7 +188,7 @@ def _write_reason(value: str, draft: Draft) -> bytes:
     return write_text(draft.varint, value.encode()[:MAX_REASON_BYTES].decode(errors="ignore").encode())
 
 
-def _read_options(reader: Reader, draft: Draft, _cls: type[Message]) -> SetupOptions:
+def _read_options(reader: Reader, draft: Draft) -> SetupOptions:
     return setup_options(read_pairs(reader, None if draft.streams else reader.varint()), draft)
 
 
@@ -242,28 +197,25 @@ def _write_options(value: SetupOptions, draft: Draft) -> bytes:
     return (b"" if draft.streams else draft.varint.encode(len(pairs))) + write_pairs(draft.varint, pairs)
 
 
-def _read_properties(reader: Reader, draft: Draft, _cls: type[Message]) -> tuple[KeyValue, ...]:
+def _read_properties(reader: Reader, draft: Draft) -> tuple[KeyValue, ...]:
     properties = read_pairs(reader)
     check_track(properties, draft)
     return properties
+
+
+def _write_text(value: bytes, draft: Draft) -> bytes:
+    return write_text(draft.varint, value)
 
 
 def _write_namespace(value: tuple[bytes, ...], draft: Draft) -> bytes:
     return write_namespace(draft.varint, value)
 
 
-def _text(limit: int, what: str) -> _Codec:
-    return _Codec(
-        lambda reader, _draft, _cls: reader.text(limit, what), lambda text, draft: write_text(draft.varint, text)
-    )
-
-
-_INTEGER = _Codec(lambda reader, _draft, _cls: reader.varint(), lambda value, draft: draft.varint.encode(value))
-_PART = _Codec(lambda reader, _draft, _cls: reader.namespace(), _write_namespace)
-_LOCATION = _Codec(
-    lambda reader, _draft, _cls: reader.location(), lambda value, draft: write_location(draft.varint, value)
-)
-_CODECS = {
+_Codec = tuple[Callable[[Reader, Draft], Any], Callable[[Any, Draft], bytes]]
+_INTEGER: _Codec = (lambda reader, _: reader.varint(), lambda value, draft: draft.varint.encode(value))
+_PART: _Codec = (lambda reader, _: reader.namespace(), _write_namespace)
+_LOCATION: _Codec = (lambda reader, _: reader.location(), lambda value, draft: write_location(draft.varint, value))
+_CODECS: dict[str, _Codec] = {
     **dict.fromkeys(
         (
             "request_id", "existing", "joining_request_id", "joining_start", "track_alias", "code", "retry_interval",
@@ -271,35 +223,32 @@ _CODECS = {
         ),
         _INTEGER,
     ),
-    "namespace": _Codec(lambda reader, draft, _cls: reader.namespace(least=_least_fields(draft)), _write_namespace),
+    "namespace": (lambda reader, draft: reader.namespace(least=_least_fields(draft)), _write_namespace),
     "prefix": _PART,
     "suffix": _PART,
-    "track": _text(MAX_NAME_BYTES, "track name"),
-    "uri": _text(MAX_URI_BYTES, "URI"),
-    "reason": _Codec(lambda reader, _draft, _cls: reader.reason(), _write_reason),
+    "track": (lambda reader, _: reader.text(MAX_NAME_BYTES, "track name"), _write_text),
+    "uri": (lambda reader, _: reader.text(MAX_URI_BYTES, "URI"), _write_text),
+    "reason": (lambda reader, _: reader.reason(), _write_reason),
     "start": _LOCATION,
     "end": _LOCATION,
-    "end_of_track": _Codec(_read_flag, lambda value, _draft: bytes([value])),
-    "options": _Codec(_read_options, _write_options),
-    "parameters": _Codec(
-        lambda reader, draft, cls: read_parameters(reader, draft, allowed_parameters(cls, draft)), write_parameters
-    ),
-    "properties": _Codec(_read_properties, lambda value, draft: write_pairs(draft.varint, value)),
+    "end_of_track": (_read_flag, lambda value, _: bytes([value])),
+    "options": (_read_options, _write_options),
+    "parameters": (lambda reader, draft: read_parameters(reader, draft, frozenset(Param)), write_parameters),
+    "properties": (_read_properties, lambda value, draft: write_pairs(draft.varint, value)),
 }  # fmt: skip
-"""Codecs by the name of a message's field."""
+"""How to read and write the fields of messages, by name; `decode` knows which parameters a message may carry."""
 
 
-def _layout(cls: type[Message], draft: Draft, *, control: bool = True) -> tuple[tuple[str, _Codec], ...]:
-    """Return the fields of a message that a draft has, in wire order, with their codecs."""
+def _field_names(cls: type[m.Message], draft: Draft, *, control: bool = True) -> list[str]:
+    """Return the fields of a message that a draft has, in wire order."""
     absent = {
-        "request_id": (draft.streams and cls in _ANSWERS) or (cls is Goaway and not (draft.streams and control)),
+        "request_id": (draft.streams and cls in ANSWERS) or (cls is m.Goaway and not (draft.streams and control)),
         "existing": draft.streams,
         "subscribe_options": draft.streams,
         "timeout_ms": not draft.streams,
-        "properties": cls is RequestOk and not draft.streams,
+        "properties": cls is m.RequestOk and not draft.streams,
     }
-    names = [each.name for each in fields(cls) if each.name in _CODECS and not absent.get(each.name)]
-    return tuple((name, _CODECS[name]) for name in names)
+    return [each.name for each in fields(cls) if each.name in _CODECS and not absent.get(each.name)]
 
 
 class MessageParser:

@@ -4,14 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvabr.moqt.messages import (
-    FetchOk,
-    PublishDone,
-    Request,
-    RequestErrorMessage,
-    SubscribeOk,
-)
-from kvabr.moqt.objects import Item, ObjectHeader
+from kvabr.moqt.messages import FetchOk, Request, RequestErrorMessage
+from kvabr.moqt.objects import Item
 from kvabr.moqt.parameters import Parameters, SetupOptions
 
 
@@ -51,15 +45,15 @@ class Cancelled:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """The peer accepts a request of this end."""
+    """The peer accepts a FETCH."""
 
     request_id: int
-    message: FetchOk | SubscribeOk
+    message: FetchOk
 
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """The peer refuses or aborts a request of this end."""
+    """The peer refuses or aborts a FETCH."""
 
     request_id: int
     message: RequestErrorMessage
@@ -67,12 +61,10 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """Objects, or parts of them, arrived for a request of this end."""
+    """Objects, or parts of them, arrived for a FETCH; payload belongs to the last header before it."""
 
     request_id: int
     items: list[Item]
-    stream: int = 0
-    """The stream that carried them. A subscription has several; payload belongs to the last header on its stream."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,23 +74,6 @@ class Ended:
     request_id: int
     reset: int | None = None
     """Code of the reset; None if all objects have arrived."""
-
-
-@dataclass(frozen=True, slots=True)
-class DatagramReceived:
-    """An object of a subscription arrived as a datagram."""
-
-    request_id: int
-    header: ObjectHeader
-    payload: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class SubscriptionDone:
-    """The peer ends a subscription of this end."""
-
-    request_id: int
-    message: PublishDone
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,20 +92,7 @@ class Closed:
     reason: str
 
 
-Event = (
-    Ready
-    | Requested
-    | Updated
-    | Cancelled
-    | Answered
-    | Refused
-    | Received
-    | Ended
-    | DatagramReceived
-    | SubscriptionDone
-    | GoingAway
-    | Closed
-)
+Event = Ready | Requested | Updated | Cancelled | Answered | Refused | Received | Ended | GoingAway | Closed
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,23 @@ class Message:
 
 
 @dataclass(frozen=True, slots=True)
+class _Numbered(Message):
+    request_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class _OfTrack(_Numbered):
+    namespace: tuple[bytes, ...]
+    track: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer(Message):
+    request_id: int | None
+    """None in draft 18, where its stream identifies the request."""
+
+
+@dataclass(frozen=True, slots=True)
 class Setup(Message):
     """SETUP (18); CLIENT_SETUP and SERVER_SETUP (16)."""
 
@@ -45,18 +62,12 @@ class Goaway(Message):
     """Draft 18, on the control stream: the first request of the receiver that was not processed."""
 
 
-@dataclass(frozen=True, slots=True)
-class MaxRequestId(Message):
+class MaxRequestId(_Numbered):
     """MAX_REQUEST_ID (16): the receiver may use request IDs below this."""
 
-    request_id: int
 
-
-@dataclass(frozen=True, slots=True)
-class RequestsBlocked(Message):
+class RequestsBlocked(_Numbered):
     """REQUESTS_BLOCKED (16)."""
-
-    request_id: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +92,9 @@ class Redirect:
 
 
 @dataclass(frozen=True, slots=True)
-class RequestErrorMessage(Message):
+class RequestErrorMessage(_Answer):
     """REQUEST_ERROR."""
 
-    request_id: int | None
     code: int
     retry_interval: int
     """Milliseconds plus one after which a retry may succeed; 0 if it cannot."""
@@ -93,32 +103,25 @@ class RequestErrorMessage(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class Subscribe(Message):
+class Subscribe(_OfTrack):
     """SUBSCRIBE."""
 
-    request_id: int
-    namespace: tuple[bytes, ...]
-    track: bytes
     parameters: Parameters = field(default_factory=Parameters)
     allowed = _OF_SUBSCRIPTIONS | _TOKEN | {Param.RENDEZVOUS_TIMEOUT, Param.GROUP_ORDER}
 
 
 @dataclass(frozen=True, slots=True)
-class TrackStatus(Message):
+class TrackStatus(_OfTrack):
     """TRACK_STATUS: asks for the state of a track without subscribing to it."""
 
-    request_id: int
-    namespace: tuple[bytes, ...]
-    track: bytes
     parameters: Parameters = field(default_factory=Parameters)
     allowed = _TOKEN
 
 
 @dataclass(frozen=True, slots=True)
-class SubscribeOk(Message):
+class SubscribeOk(_Answer):
     """SUBSCRIBE_OK."""
 
-    request_id: int | None
     track_alias: int
     parameters: Parameters = field(default_factory=Parameters)
     properties: tuple[KeyValue, ...] = ()
@@ -126,30 +129,23 @@ class SubscribeOk(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class RequestUpdate(Message):
+class RequestUpdate(_Numbered):
     """REQUEST_UPDATE."""
 
-    request_id: int
     existing: int | None = None
     """Draft 16: the request to change; draft 18 identifies it by the stream."""
     parameters: Parameters = field(default_factory=Parameters)
     allowed = _OF_SUBSCRIPTIONS | _TOKEN | {Param.TRACK_NAMESPACE_PREFIX}
 
 
-@dataclass(frozen=True, slots=True)
-class Unsubscribe(Message):
+class Unsubscribe(_Numbered):
     """UNSUBSCRIBE (16)."""
 
-    request_id: int
-
 
 @dataclass(frozen=True, slots=True)
-class Publish(Message):
+class Publish(_OfTrack):
     """PUBLISH."""
 
-    request_id: int
-    namespace: tuple[bytes, ...]
-    track: bytes
     track_alias: int
     parameters: Parameters = field(default_factory=Parameters)
     properties: tuple[KeyValue, ...] = ()
@@ -157,22 +153,18 @@ class Publish(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class PublishDone(Message):
+class PublishDone(_Answer):
     """PUBLISH_DONE."""
 
-    request_id: int | None
     code: int
     streams: int
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class Fetch(Message):
+class Fetch(_OfTrack):
     """Standalone FETCH: a range of published objects."""
 
-    request_id: int
-    namespace: tuple[bytes, ...]
-    track: bytes
     start: Location
     end: Location
     """End Location: the last location plus one; object 0 stands for the whole group."""
@@ -181,10 +173,9 @@ class Fetch(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class JoiningFetch(Message):
+class JoiningFetch(_Numbered):
     """Joining FETCH: the objects before those of a subscription."""
 
-    request_id: int
     joining_request_id: int
     joining_start: int
     relative: bool
@@ -193,38 +184,30 @@ class JoiningFetch(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class FetchOk(Message):
+class FetchOk(_Answer):
     """FETCH_OK."""
 
-    request_id: int | None
     end_of_track: bool
     end: Location
     parameters: Parameters = field(default_factory=Parameters)
     properties: tuple[KeyValue, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class FetchCancel(Message):
+class FetchCancel(_Numbered):
     """FETCH_CANCEL (16)."""
 
-    request_id: int
-
 
 @dataclass(frozen=True, slots=True)
-class PublishNamespace(Message):
+class PublishNamespace(_Numbered):
     """PUBLISH_NAMESPACE."""
 
-    request_id: int
     namespace: tuple[bytes, ...]
     parameters: Parameters = field(default_factory=Parameters)
     allowed = _TOKEN
 
 
-@dataclass(frozen=True, slots=True)
-class PublishNamespaceDone(Message):
+class PublishNamespaceDone(_Numbered):
     """PUBLISH_NAMESPACE_DONE (16)."""
-
-    request_id: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,10 +218,9 @@ class Namespace(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class SubscribeNamespace(Message):
+class SubscribeNamespace(_Numbered):
     """SUBSCRIBE_NAMESPACE."""
 
-    request_id: int
     prefix: tuple[bytes, ...]
     subscribe_options: int = 1
     """Draft 16: 0 requests PUBLISH, 1 NAMESPACE, 2 both."""
@@ -248,10 +230,9 @@ class SubscribeNamespace(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class SubscribeTracks(Message):
+class SubscribeTracks(_Numbered):
     """SUBSCRIBE_TRACKS (18)."""
 
-    request_id: int
     prefix: tuple[bytes, ...]
     parameters: Parameters = field(default_factory=Parameters)
     allowed = _TOKEN | {Param.FORWARD}

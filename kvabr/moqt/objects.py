@@ -1,32 +1,34 @@
-"""Objects on data streams and in datagrams (draft 18, section 11).
+"""The objects of a FETCH on its data stream (draft 18, section 11.4).
 
-The parser passes payload through without a copy and holds at most one object header, whose size is bounded.
+The parser passes payload through without a copy and holds at most one object header, whose size is bounded. This end
+makes no subscriptions, so the streams of subgroups are recognised only to be refused.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import IntEnum
 
 from kvabr.moqt.codes import SessionFault
 from kvabr.moqt.properties import MalformedTrack, check_object
-from kvabr.moqt.wire import MAX_INTEGER, Draft, KeyValue, Location, Reader, read_pairs, write_pairs, write_text
+from kvabr.moqt.wire import (
+    MAX_INTEGER,
+    Draft,
+    Incomplete,
+    KeyValue,
+    Location,
+    Reader,
+    read_pairs,
+    write_pairs,
+    write_text,
+)
 
 FETCH_HEADER = 0x05
+SETUP_STREAM = 0x2F00
 PADDING_STREAM = 0x132B3E28
-PADDING_DATAGRAM = 0x132B3E29
 MAX_PROPERTIES_BYTES = 0xFFFF
 """Properties of one object; a limit of this implementation, as the draft sets none."""
 _MAX_HEADER = MAX_PROPERTIES_BYTES + 64
 DEFAULT_PRIORITY = 128
-
-
-class Status(IntEnum):
-    """Object status (draft 18, section 11.2.1.1)."""
-
-    NORMAL = 0x0
-    END_OF_GROUP = 0x3
-    END_OF_TRACK = 0x4
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +42,6 @@ class ObjectHeader:
     priority: int
     size: int
     properties: tuple[KeyValue, ...] = ()
-    status: Status = Status.NORMAL
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,77 +53,20 @@ class RangeEnd:
     """Whether the publisher does not know if they exist; otherwise they do not exist."""
 
 
-@dataclass(frozen=True, slots=True)
-class SubgroupHeader:
-    """The header of a subgroup stream, shared by its objects."""
-
-    track_alias: int
-    group: int
-    subgroup: int | None
-    """None if it is the ID of the first object on the stream."""
-    priority: int | None
-    """None for the priority of the track."""
-    properties: bool
-    end_of_group: bool
-    first_object: bool = False
-    """Draft 18: the stream starts with the first object of the subgroup."""
-
-
 Item = ObjectHeader | RangeEnd | memoryview
 """One element of a stream; a view is a piece of payload of the preceding object."""
 
 
-class _Short(Exception):  # noqa: N818  # not an error: the rest is still on its way
-    """A header is incomplete."""
-
-
-class _Header:
-    """Read a header from bytes that may be incomplete."""
-
-    def __init__(self, data: bytearray | memoryview, at: int, draft: Draft) -> None:
-        self.data, self.at, self.draft = data, at, draft
-
-    def varint(self) -> int:
-        found = self.draft.varint.peek(self.data, self.at)
-        if found is None:
-            raise _Short
-        self.at = found[1]
-        return found[0]
-
-    def u8(self) -> int:
-        if self.at >= len(self.data):
-            raise _Short
-        self.at += 1
-        return self.data[self.at - 1]
-
-    def properties(self) -> tuple[KeyValue, ...]:
-        size = self.varint()
-        if size > MAX_PROPERTIES_BYTES:
-            raise SessionFault(f"object with {size} bytes of properties; the limit is {MAX_PROPERTIES_BYTES}")
-        if self.at + size > len(self.data):
-            raise _Short
-        piece = bytes(self.data[self.at : self.at + size])
-        self.at += size
-        return read_pairs(Reader(piece, self.draft.varint))
-
-
 class ObjectParser:
-    """Parse the objects of one stream, after its header."""
+    """Parse the objects of one FETCH, after the header of its stream."""
 
-    def __init__(self, draft: Draft, subgroup: SubgroupHeader | None = None, *, descending: bool = False) -> None:
-        """Start after the header of a stream.
-
-        Args:
-            draft: The draft.
-            subgroup: The header of a subgroup stream; None for a FETCH stream.
-            descending: Whether the FETCH requested its groups in descending order.
-        """
-        self._draft, self._subgroup, self._descending = draft, subgroup, descending
+    def __init__(self, draft: Draft, *, descending: bool = False) -> None:
+        """Start without objects; `descending` says that the FETCH requested its groups in descending order."""
+        self._draft, self._descending = draft, descending
         self._buffer = bytearray()
         self._left = 0
-        self._group = self._object = 0
-        self._any = False
-        """Whether an object or the end of a range precedes."""
+        self._last: Location | None = None
+        """Location of the preceding object or end of a range."""
         self._before: Location | None = None
         """Location of the preceding object."""
         self._prior_subgroup: int | None = None
@@ -150,10 +94,10 @@ class ObjectParser:
             kept = len(buffer)
             if kept:
                 buffer += view[at : at + _MAX_HEADER]
-            header = _Header(buffer if kept else view, 0 if kept else at, self._draft)
+            header = Reader(buffer if kept else view, self._draft.varint, at=0 if kept else at, partial=True)
             try:
-                item = self._read_subgroup_object(header) if self._subgroup else self._read_fetch_object(header)
-            except _Short:
+                item = self._read_object(header)
+            except Incomplete:
                 if not kept:
                     buffer += view[at:]
                 if len(buffer) > _MAX_HEADER:
@@ -171,34 +115,32 @@ class ObjectParser:
         if self._left or self._buffer:
             raise SessionFault("data stream ends inside an object")
 
-    def _read_fetch_object(self, header: _Header) -> Item:
+    def _read_object(self, header: Reader) -> Item:
         flags = header.varint()
         if flags in (0x8C, 0x10C):
-            location = self._location(header, header.varint(), header.varint())
-            self._group, self._object, self._any = location.group, location.object, True
-            return RangeEnd(location, unknown=flags == 0x10C)
+            self._last = self._location(header.varint(), header.varint())
+            return RangeEnd(self._last, unknown=flags == 0x10C)
         if flags >= 0x80:
             raise SessionFault(f"object with invalid serialization flags 0x{flags:x}")
-        datagram = bool(flags & 0x40)
-        if not self._any and not (flags & 0x04 and flags & 0x08):
+        if self._last is None and not (flags & 0x04 and flags & 0x08):
             raise SessionFault("first object of a FETCH refers to a preceding one")
         group = header.varint() if flags & 0x08 else None
-        subgroup = self._fetch_subgroup(header, flags & 0x03) if not datagram else None
+        subgroup = None if flags & 0x40 else self._subgroup(header, flags & 0x03)
         number = header.varint() if flags & 0x04 else None
-        if not flags & 0x10 and self._prior_priority is None:
-            raise SessionFault("first object of a FETCH without a priority")
         priority = header.u8() if flags & 0x10 else self._prior_priority
-        properties = header.properties() if flags & 0x20 else ()
+        if priority is None:
+            raise SessionFault("first object of a FETCH without a priority")
+        properties = self._properties(header) if flags & 0x20 else ()
         size = header.varint()
-        location = self._location(header, group, number)
+        location = self._location(group, number)
         self._check_order(location)
         check_object(properties, location.group, location.object, self._draft)
         # Update state only when the header is complete; an incomplete one is parsed again from its start.
-        self._group, self._object, self._any = location.group, location.object, True
-        self._before, self._prior_priority = location, priority
-        if not datagram:
+        self._last = self._before = location
+        self._prior_priority = priority
+        if subgroup is not None:
             self._prior_subgroup = subgroup
-        return ObjectHeader(location.group, subgroup, location.object, priority or 0, size, properties)
+        return ObjectHeader(location.group, subgroup, location.object, priority, size, properties)
 
     def _check_order(self, location: Location) -> None:
         """Raise unless groups are in the requested order and objects ascend in a group (draft 16, section 2.4.2)."""
@@ -212,7 +154,7 @@ class ObjectParser:
         if wrong:
             raise MalformedTrack(f"object {tuple(location)} follows {tuple(before)}")
 
-    def _fetch_subgroup(self, header: _Header, mode: int) -> int:
+    def _subgroup(self, header: Reader, mode: int) -> int:
         if mode == 0:
             return 0
         if mode == 3:
@@ -223,45 +165,24 @@ class ObjectParser:
             raise SessionFault("subgroup ID exceeds 64 bits")
         return self._prior_subgroup + mode - 1
 
-    def _location(self, header: _Header, group: int | None, number: int | None) -> Location:
+    def _properties(self, header: Reader) -> tuple[KeyValue, ...]:
+        return read_pairs(Reader(header.text(MAX_PROPERTIES_BYTES, "object properties"), self._draft.varint))
+
+    def _location(self, group: int | None, number: int | None) -> Location:
         """Return the location of an object from its header's fields: IDs in draft 16, differences in draft 18."""
-        if header.draft.number < 17:
-            found = Location(self._group if group is None else group, self._object + 1 if number is None else number)
-        elif not self._any:
+        last = self._last
+        if last is None:
             found = Location(group or 0, number or 0)
+        elif self._draft.number < 17:
+            found = Location(last.group if group is None else group, last.object + 1 if number is None else number)
         elif group is None:
-            found = Location(self._group, self._object + (1 if number is None else number))
+            found = Location(last.group, last.object + (1 if number is None else number))
         else:
             step = -(group + 1) if self._descending else group + 1
-            found = Location(self._group + step, self._object + 1 if number is None else number)
+            found = Location(last.group + step, last.object + 1 if number is None else number)
         if not (0 <= found.group <= MAX_INTEGER and found.object <= MAX_INTEGER):
             raise SessionFault("object location exceeds 64 bits")
         return found
-
-    def _read_subgroup_object(self, header: _Header) -> ObjectHeader:
-        common = self._subgroup
-        assert common is not None  # noqa: S101  # checked by the caller
-        delta = header.varint()
-        number = delta if not self._any else self._object + delta + 1
-        if number > MAX_INTEGER:
-            raise SessionFault("object ID exceeds 64 bits")
-        properties = header.properties() if common.properties else ()
-        size = header.varint()
-        status = _status(header.varint(), properties) if size == 0 else Status.NORMAL
-        check_object(properties, common.group, number, self._draft)
-        if not self._any:
-            self._prior_subgroup = number if common.subgroup is None else common.subgroup
-        self._object, self._any = number, True
-        priority = DEFAULT_PRIORITY if common.priority is None else common.priority
-        return ObjectHeader(common.group, self._prior_subgroup, number, priority, size, properties, status)
-
-
-def _status(value: int, properties: tuple[KeyValue, ...]) -> Status:
-    if value not in (0, 3, 4):
-        raise SessionFault(f"invalid object status {value}")
-    if value and properties:
-        raise SessionFault("object with a status other than NORMAL has properties")
-    return Status(value)
 
 
 def is_subgroup(kind: int, draft: Draft) -> bool:
@@ -270,61 +191,18 @@ def is_subgroup(kind: int, draft: Draft) -> bool:
     return kind & ~bits == 0x10 and kind & 0x06 != 0x06
 
 
-def read_stream_header(data: bytearray, draft: Draft) -> tuple[int, SubgroupHeader | int | None, int] | None:
+def read_stream_header(data: bytes, draft: Draft) -> tuple[int, int | None, int] | None:
     """Parse the header of a unidirectional stream.
 
     Returns:
-        The stream type; the subgroup header, the request ID of a FETCH, or None for other types; and the header's
-        length. None while the header is incomplete.
+        The stream type, the request ID if it is FETCH_HEADER, and the header's length; None while it is incomplete.
     """
-    header = _Header(data, 0, draft)
+    header = Reader(data, draft.varint, partial=True)
     try:
         kind = header.varint()
-        if kind == FETCH_HEADER:
-            return kind, header.varint(), header.at
-        if not is_subgroup(kind, draft):
-            return kind, None, header.at
-        alias, group = header.varint(), header.varint()
-        mode = kind >> 1 & 0x03
-        subgroup = 0 if mode == 0 else None if mode == 1 else header.varint()
-        priority = None if kind & 0x20 else header.u8()
-    except _Short:
+        return kind, header.varint() if kind == FETCH_HEADER else None, header.at
+    except Incomplete:
         return None
-    found = SubgroupHeader(alias, group, subgroup, priority, bool(kind & 1), bool(kind & 8), bool(kind & 0x40))
-    return kind, found, header.at
-
-
-def read_datagram(data: bytes, draft: Draft) -> tuple[int, ObjectHeader, bytes, bool] | None:
-    """Parse an object in a datagram.
-
-    Returns:
-        Track alias, header, payload, and whether the object ends its group; None for padding (draft 18).
-
-    Raises:
-        SessionFault: The datagram is invalid or has an unknown type.
-    """
-    reader = Reader(data, draft.varint)
-    kind = reader.varint()
-    if kind == PADDING_DATAGRAM and draft.number >= 17:
-        return None
-    if kind & ~0x2F or kind & 0x22 == 0x22:
-        raise SessionFault(f"unknown datagram type 0x{kind:x}")
-    alias, group = reader.varint(), reader.varint()
-    number = 0 if kind & 0x04 else reader.varint()
-    priority = DEFAULT_PRIORITY if kind & 0x08 else reader.u8()
-    properties: tuple[KeyValue, ...] = ()
-    if kind & 0x01:
-        piece = reader.text(MAX_PROPERTIES_BYTES, "properties")
-        if not piece:
-            raise SessionFault("datagram announces properties but has none")
-        properties = read_pairs(Reader(piece, draft.varint))
-    status = Status.NORMAL
-    if kind & 0x20:
-        status = _status(reader.varint(), properties)
-        reader.end()
-    payload = reader.rest()
-    header = ObjectHeader(group, None, number, priority, len(payload), properties, status)
-    return alias, header, payload, bool(kind & 0x02)
 
 
 class FetchWriter:

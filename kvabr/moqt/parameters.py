@@ -11,16 +11,15 @@ from typing import Any, Literal
 
 from kvabr.moqt.codes import Param, SessionCode, SessionFault, SetupOption
 from kvabr.moqt.wire import (
+    MAX_VALUE_BYTES,
     Draft,
     KeyValue,
     Location,
     Reader,
     Varint,
     malformed,
-    read_pairs,
     write_location,
     write_namespace,
-    write_pairs,
     write_text,
 )
 
@@ -69,100 +68,42 @@ class Token:
         return cls(value, kind, alias, token_type)
 
 
-_OVERHEAD = 16
-"""Bytes that an entry counts in addition to its value."""
+def token_values(tokens: tuple[Token, ...], *, setup: bool = False) -> tuple[bytes, ...]:
+    """Return the values of the tokens of one message.
 
+    This end announces no cache for token aliases, so a peer can refer to none, and register one only in its SETUP,
+    where the registration is ignored.
 
-class TokenCache:
-    """The token aliases of one peer."""
-
-    def __init__(self, limit: int = 0) -> None:
-        """Create an empty cache.
-
-        Args:
-            limit: Capacity in bytes, as announced in MAX_AUTH_TOKEN_CACHE_SIZE; 0 allows no aliases.
-        """
-        self._limit, self._size = limit, 0
-        self._values: dict[int, bytes] = {}
-
-    def resolve(self, tokens: tuple[Token, ...], *, setup: bool = False) -> tuple[bytes, ...]:
-        """Return the values of the tokens of one message, and apply its registrations and deletions.
-
-        Raises:
-            SessionFault: An alias is unknown or repeated, the cache overflows, or a SETUP refers to an alias.
-        """
-        return tuple(value for token in tokens if (value := self._one(token, setup=setup)) is not None)
-
-    def _one(self, token: Token, *, setup: bool) -> bytes | None:
-        if token.alias_type == USE_VALUE or token.alias is None:
-            return token.value
-        alias = token.alias
-        if token.alias_type == REGISTER:
-            if alias in self._values:
-                code = SessionCode.DUPLICATE_AUTH_TOKEN_ALIAS
-                raise SessionFault(f"token alias {alias} is already registered", code)
-            size = _OVERHEAD + len(token.value)
-            if self._size + size <= self._limit:
-                self._values[alias] = token.value
-                self._size += size
-            elif not setup:
-                code = SessionCode.AUTH_TOKEN_CACHE_OVERFLOW
-                raise SessionFault(f"registered tokens exceed the limit of {self._limit} bytes", code)
-            return token.value
-        if setup:
-            raise SessionFault("SETUP refers to a token alias")
-        if alias not in self._values:
-            raise SessionFault(f"unknown token alias {alias}", SessionCode.UNKNOWN_AUTH_TOKEN_ALIAS)
-        if token.alias_type == DELETE:
-            self._size -= _OVERHEAD + len(self._values.pop(alias))
-            return None
-        return self._values[alias]
+    Raises:
+        SessionFault: A token registers an alias or refers to one.
+    """
+    for token in tokens:
+        if token.alias_type == REGISTER and not setup:
+            raise SessionFault("there is no cache for token aliases", SessionCode.AUTH_TOKEN_CACHE_OVERFLOW)
+        if token.alias_type in (DELETE, USE_ALIAS):
+            if setup:
+                raise SessionFault("SETUP refers to a token alias")
+            raise SessionFault(f"unknown token alias {token.alias}", SessionCode.UNKNOWN_AUTH_TOKEN_ALIAS)
+    return tuple(token.value for token in tokens)
 
 
 NEXT_GROUP, LARGEST_OBJECT, ABSOLUTE_START, ABSOLUTE_RANGE = 1, 2, 3, 4
 """Filter types (draft 18, section 5.1.2)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Filter:
-    """The objects that a subscription requests."""
-
-    kind: int
-    start: Location | None = None
-    end_group: int | None = None
-    """The last requested group."""
-
-    def encode(self, draft: Draft) -> bytes:
-        """Encode the Subscription Filter structure."""
-        varint = draft.varint
-        out = varint.encode(self.kind)
-        if self.kind in (ABSOLUTE_START, ABSOLUTE_RANGE):
-            start = self.start or Location(0, 0)
-            out += write_location(varint, start)
-            if self.kind == ABSOLUTE_RANGE:
-                end = start.group if self.end_group is None else self.end_group
-                out += varint.encode(end - start.group if draft.number >= 18 else end)
-        return out
-
-    @classmethod
-    def decode(cls, data: bytes, draft: Draft) -> Filter:
-        """Parse the Subscription Filter structure.
-
-        Raises:
-            SessionFault: The bytes are not a valid filter.
-        """
-        reader = Reader(data, draft.varint)
-        kind = reader.varint()
-        if kind not in (NEXT_GROUP, LARGEST_OBJECT, ABSOLUTE_START, ABSOLUTE_RANGE):
-            raise SessionFault(f"unknown subscription filter type {kind}")
-        start = reader.location() if kind in (ABSOLUTE_START, ABSOLUTE_RANGE) else None
-        end: int | None = None
-        if kind == ABSOLUTE_RANGE and start is not None:
+def _check_filter(data: bytes, draft: Draft) -> None:
+    """Raise SessionFault unless the bytes are a Subscription Filter structure; nothing depends on its content."""
+    reader = Reader(data, draft.varint)
+    kind = reader.varint()
+    if kind not in (NEXT_GROUP, LARGEST_OBJECT, ABSOLUTE_START, ABSOLUTE_RANGE):
+        raise SessionFault(f"unknown subscription filter type {kind}")
+    if kind in (ABSOLUTE_START, ABSOLUTE_RANGE):
+        start = reader.location()
+        if kind == ABSOLUTE_RANGE:
             end = reader.varint() + (start.group if draft.number >= 18 else 0)
             if not start.group <= end < 1 << 64:
                 raise SessionFault(f"subscription filter from group {start.group} to {end}")
-        reader.end()
-        return cls(kind, start, end)
+    reader.end()
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +121,8 @@ class Parameters:
     forward: int | None = None
     priority: int | None = None
     """0 (most urgent) to 255."""
-    filter: Filter | None = None
+    filter: bytes | None = None
+    """A Subscription Filter structure."""
     group_order: int | None = None
     """1 ascending, 2 descending."""
     new_group: int | None = None
@@ -217,11 +159,11 @@ def _in_range(param: Param, value: Any, draft: Draft) -> bool:
 
 def present(parameters: Parameters | None) -> frozenset[Param]:
     """Return the parameters that are set."""
-    return frozenset(param for param, (name, _, _) in _KINDS.items() if parameters and _is_set(parameters, name))
-
-
-def _is_set(parameters: Parameters, name: str) -> bool:
-    return bool(getattr(parameters, name) != getattr(_NONE, name))
+    return frozenset(
+        param
+        for param, (name, _, _) in _KINDS.items()
+        if parameters and getattr(parameters, name) != getattr(_NONE, name)
+    )
 
 
 def known_parameters(draft: Draft) -> frozenset[Param]:
@@ -236,42 +178,36 @@ def write_parameters(parameters: Parameters, draft: Draft) -> bytes:
         ValueError: The draft does not have a parameter, or a value is out of range.
     """
     varint = draft.varint
-    pairs: list[tuple[Param, bytes | int]] = []
-    for param, (name, kind, since) in _KINDS.items():
+    out, count, before = b"", 0, 0
+    for param in sorted(present(parameters)):
+        name, kind, since = _KINDS[param]
         value: Any = getattr(parameters, name)
-        if not _is_set(parameters, name):
-            continue
         if draft.number < since:
             raise ValueError(f"draft {draft.number} has no parameter {param.name}")
         if not _in_range(param, value, draft):
             raise ValueError(f"{param.name} cannot be {value}")
-        every = value if kind == "token" else (value,)
-        pairs += [(param, _write_value(one, draft)) for one in every]
-    if draft.number < 18:
-        return varint.encode(len(pairs)) + write_pairs(varint, pairs)
-    out, before = bytearray(varint.encode(len(pairs))), 0
-    for param, value in pairs:
-        out += varint.encode(param - before)
-        before = param
-        kind = _KINDS[param][1]
-        if isinstance(value, int):
-            out += bytes([value]) if kind == "u8" else varint.encode(value)
-        else:
-            out += write_text(varint, value) if kind in ("filter", "token") else value
-    return bytes(out)
+        for one in value if kind == "token" else (value,):
+            out += varint.encode(param - before) + _write_value(one, kind, draft)
+            before = param
+            count += 1
+    return varint.encode(count) + out
 
 
-def _write_value(value: Any, draft: Draft) -> bytes | int:
-    match value:
-        case Location():  # before tuple: a location is one, too
-            return write_location(draft.varint, value)
-        case Filter():
-            return value.encode(draft)
-        case Token():
-            return value.encode(draft.varint)
-        case tuple():
-            return write_namespace(draft.varint, value)
-    return int(value)
+def _write_value(value: Any, kind: _Encoding, draft: Draft) -> bytes:
+    varint = draft.varint
+    match kind:
+        case "token":
+            return write_text(varint, value.encode(varint))
+        case "filter":
+            return write_text(varint, value)
+        case "location":
+            location = write_location(varint, value)
+            return location if draft.number >= 18 else write_text(varint, location)
+        case "namespace":
+            return write_namespace(varint, value)
+        case "u8" if draft.number >= 18:
+            return bytes([value])
+    return varint.encode(value)
 
 
 def read_parameters(reader: Reader, draft: Draft, allowed: frozenset[Param]) -> Parameters:
@@ -286,19 +222,14 @@ def read_parameters(reader: Reader, draft: Draft, allowed: frozenset[Param]) -> 
         SessionFault: A parameter is unknown, repeated or misplaced, or a value is out of range.
     """
     found: dict[str, Any] = {}
-    count, before = reader.varint(), 0
-    pairs = read_pairs(reader, count) if draft.number < 18 else None
-    for index in range(count):
-        if pairs is None:
-            before += reader.varint()
-            number = before
-        else:
-            number = pairs[index][0]
-        if number not in known_parameters(draft):
+    known, number = known_parameters(draft), 0
+    for _ in range(reader.varint()):
+        number += reader.varint()
+        if number not in known:
             raise SessionFault(f"unknown message parameter 0x{number:x}")
         param = Param(number)
-        name, kind, _ = _KINDS[param]
-        value = _read_value(reader, kind, draft) if pairs is None else _convert(pairs[index][1], kind, draft)
+        name, kind, _since = _KINDS[param]
+        value = _read_value(reader, kind, draft)
         if param not in allowed:
             if draft.number >= 18:
                 raise SessionFault(f"parameter {param.name} in a message that cannot have it")
@@ -315,32 +246,28 @@ def read_parameters(reader: Reader, draft: Draft, allowed: frozenset[Param]) -> 
 
 
 def _read_value(reader: Reader, kind: _Encoding, draft: Draft) -> Any:
-    if kind == "varint":
-        return reader.varint()
-    if kind == "u8":
-        return reader.u8()
-    if kind == "location":
-        return reader.location()
-    if kind == "namespace":
-        return reader.namespace()
-    return _convert(reader.text(0xFFFF, "parameter"), kind, draft)
-
-
-def _convert(value: int | bytes, kind: _Encoding, draft: Draft) -> Any:
-    """Return the value of a length-prefixed parameter, or of a key-value pair in draft 16."""
-    if isinstance(value, int):
-        return value
-    if kind == "token":
-        return Token.decode(value, draft.varint)
-    if kind == "filter":
-        return Filter.decode(value, draft)
-    reader = Reader(value, draft.varint)
-    try:
-        location = reader.location()
-        reader.end()
-    except SessionFault as fault:
-        raise malformed(f"malformed location: {fault}") from fault
-    return location
+    match kind:
+        case "token":
+            return Token.decode(reader.text(MAX_VALUE_BYTES, "parameter"), draft.varint)
+        case "filter":
+            value = reader.text(MAX_VALUE_BYTES, "parameter")
+            _check_filter(value, draft)
+            return value
+        case "location" if draft.number < 18:
+            inner = Reader(reader.text(MAX_VALUE_BYTES, "parameter"), draft.varint)
+            try:
+                location = inner.location()
+                inner.end()
+            except SessionFault as fault:
+                raise malformed(f"malformed location: {fault}") from fault
+            return location
+        case "location":
+            return reader.location()
+        case "namespace":
+            return reader.namespace()
+        case "u8" if draft.number >= 18:
+            return reader.u8()
+    return reader.varint()
 
 
 @dataclass(frozen=True, slots=True)
@@ -353,6 +280,7 @@ class SetupOptions:
     """Clients only."""
     tokens: tuple[Token, ...] = ()
     max_auth_token_cache_size: int = 0
+    """For token aliases; this end has no cache for them, and sends none."""
     implementation: bytes | None = None
     max_request_id: int = 0
     """Draft 16 only."""
@@ -366,17 +294,15 @@ _SETUP = {
     SetupOption.AUTHORITY: "authority",
     SetupOption.MOQT_IMPLEMENTATION: "implementation",
 }
+"""The field by option; others are ignored."""
 
 
 def setup_pairs(options: SetupOptions, draft: Draft) -> list[KeyValue]:
     """Return the options as key-value pairs, leaving out defaults."""
-    defaults = SetupOptions()
-    pairs: list[KeyValue] = []
+    pairs: list[KeyValue] = [(SetupOption.AUTHORIZATION_TOKEN, token.encode(draft.varint)) for token in options.tokens]
     for kind, name in _SETUP.items():
         value: Any = getattr(options, name)
-        if kind == SetupOption.AUTHORIZATION_TOKEN:
-            pairs += [(kind, token.encode(draft.varint)) for token in value]
-        elif value != getattr(defaults, name) and (kind != SetupOption.MAX_REQUEST_ID or draft.number < 17):
+        if name != "tokens" and value not in (None, 0) and (kind != SetupOption.MAX_REQUEST_ID or draft.number < 17):
             pairs.append((kind, value))
     return pairs
 

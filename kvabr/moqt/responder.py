@@ -2,44 +2,24 @@
 
 from __future__ import annotations
 
+from kvabr.moqt import messages as m
 from kvabr.moqt.channel import Channel, PeerIds, RequestState
-from kvabr.moqt.codes import Param, RequestCode, ResetCode, SessionCode, SessionFault
+from kvabr.moqt.codes import Param, RequestCode, ResetCode, SessionFault
 from kvabr.moqt.events import Cancelled, Requested, Reset, Stop, Updated, Write
-from kvabr.moqt.messages import (
-    Fetch,
-    FetchOk,
-    Goaway,
-    JoiningFetch,
-    MaxRequestId,
-    Message,
-    Namespace,
-    Publish,
-    PublishDone,
-    PublishNamespace,
-    Request,
-    RequestErrorMessage,
-    RequestOk,
-    RequestUpdate,
-    Subscribe,
-    SubscribeNamespace,
-    SubscribeOk,
-    SubscribeTracks,
-    TrackStatus,
-)
 from kvabr.moqt.objects import FETCH_HEADER
-from kvabr.moqt.parameters import Parameters, TokenCache, present
+from kvabr.moqt.parameters import Parameters, present, token_values
 from kvabr.moqt.properties import unusable
 from kvabr.moqt.wire import Location
 
 REQUEST_WINDOW = 256
 """Draft 16: open requests that a peer may have."""
-_OF_SUBSCRIPTIONS = RequestUpdate.allowed - {Param.TRACK_NAMESPACE_PREFIX}
+_OF_SUBSCRIPTIONS = m.RequestUpdate.allowed - {Param.TRACK_NAMESPACE_PREFIX}
 _OF_FETCHES = frozenset({Param.AUTHORIZATION_TOKEN, Param.SUBSCRIBER_PRIORITY})
 _OF_PREFIXES = frozenset({Param.AUTHORIZATION_TOKEN, Param.TRACK_NAMESPACE_PREFIX})
-_CHANGEABLE: dict[type[Message], frozenset[Param]] = {
-    Subscribe: _OF_SUBSCRIPTIONS, Publish: _OF_SUBSCRIPTIONS, Fetch: _OF_FETCHES, JoiningFetch: _OF_FETCHES,
-    PublishNamespace: frozenset({Param.AUTHORIZATION_TOKEN}), SubscribeNamespace: _OF_PREFIXES,
-    SubscribeTracks: _OF_PREFIXES,
+_CHANGEABLE: dict[type[m.Message], frozenset[Param]] = {
+    m.Subscribe: _OF_SUBSCRIPTIONS, m.Publish: _OF_SUBSCRIPTIONS, m.Fetch: _OF_FETCHES, m.JoiningFetch: _OF_FETCHES,
+    m.PublishNamespace: frozenset({Param.AUTHORIZATION_TOKEN}), m.SubscribeNamespace: _OF_PREFIXES,
+    m.SubscribeTracks: _OF_PREFIXES,
 }  # fmt: skip
 """Parameters of a REQUEST_UPDATE by the request that it changes (draft 18, section 10.2); TRACK_STATUS has none."""
 _RESERVED = (b".", b".session")
@@ -49,8 +29,8 @@ _RESERVED = (b".", b".session")
 class Responder:
     """The open requests of the peer."""
 
-    def __init__(self, channel: Channel, tokens: TokenCache, granted: int) -> None:
-        self._channel, self._tokens = channel, tokens
+    def __init__(self, channel: Channel, granted: int) -> None:
+        self._channel = channel
         self.ids = PeerIds(channel, granted)
         self._requests: dict[int, RequestState] = {}
         self._by_stream: dict[int, RequestState] = {}
@@ -65,7 +45,7 @@ class Responder:
 
     # ------------------------------------------------------------------ messages from the peer
 
-    def receive(self, stream: int, message: Message, *, first: bool) -> None:
+    def receive(self, stream: int, message: m.Message, *, first: bool) -> None:
         """Handle a message on a bidirectional stream of the peer.
 
         Raises:
@@ -77,50 +57,48 @@ class Responder:
         elif first:
             self.begin(message, stream)
 
-    def begin(self, message: Message, stream: int | None) -> None:
+    def begin(self, message: m.Message, stream: int | None) -> None:
         """Handle a request, on its own stream or, in draft 16, on the control stream (`stream` is None).
 
         Raises:
             SessionFault: The message is not a request, is on the wrong stream, or has a wrong ID.
         """
-        if not isinstance(message, Request):
+        if not isinstance(message, m.Request):
             raise SessionFault(f"{type(message).__name__} does not open a request")
-        if not self._channel.draft.streams and (stream is not None) != isinstance(message, SubscribeNamespace):
+        if not self._channel.draft.streams and (stream is not None) != isinstance(message, m.SubscribeNamespace):
             raise SessionFault(f"{type(message).__name__} on the wrong stream")
         self.ids.take(message.request_id, in_order=stream is None)
-        if isinstance(message, Publish):
-            self._check_alias(message)
         request = RequestState(message.request_id, message, stream)
         self._requests[request.number] = request
         if stream is not None:
             self._by_stream[stream] = request
-        tokens = self._tokens.resolve(message.parameters.tokens)
+        tokens = token_values(message.parameters.tokens)
         if self.draining:
             self.refuse(request.number, RequestCode.GOING_AWAY, "this server is going away; reconnect")
         elif self._channel.draft.number >= 17 and _first_field(message) in _RESERVED:
             self.refuse(request.number, RequestCode.DOES_NOT_EXIST, "the namespace is reserved")
-        elif isinstance(message, Publish) and (why := unusable(message.properties, self._channel.draft)) is not None:
+        elif isinstance(message, m.Publish) and (why := unusable(message.properties, self._channel.draft)) is not None:
             self.refuse(request.number, *why)
         else:
             self._channel.events.append(Requested(request.number, message, tokens))
 
-    def _more(self, request: RequestState, message: Message) -> None:
+    def _more(self, request: RequestState, message: m.Message) -> None:
         """Handle a message that follows a request on its stream.
 
         Raises:
             SessionFault: The message is not allowed there.
         """
         streams = self._channel.draft.streams
-        if isinstance(message, RequestUpdate) and streams:
+        if isinstance(message, m.RequestUpdate) and streams:
             self.ids.take(message.request_id)
             self._update(request, message)
-        elif isinstance(message, Goaway) and streams:
+        elif isinstance(message, m.Goaway) and streams:
             self._channel.check_goaway(message, repeated=request.going_away)
             request.going_away = True
         else:
             raise SessionFault(f"{type(message).__name__} cannot follow a request on its stream")
 
-    def _update(self, request: RequestState, message: RequestUpdate) -> None:
+    def _update(self, request: RequestState, message: m.RequestUpdate) -> None:
         """Apply a REQUEST_UPDATE.
 
         Raises:
@@ -131,21 +109,21 @@ class Responder:
         allowed = _CHANGEABLE.get(kind)
         if allowed is None or not present(parameters) <= allowed:
             raise SessionFault(f"REQUEST_UPDATE with parameters that a {kind.__name__} cannot have")
-        self._tokens.resolve(parameters.tokens)
+        token_values(parameters.tokens)  # they need not be valid, but well-formed
         if parameters.namespace_prefix is not None:
             # Refusing the new prefix must end the request (draft 18, section 10.9.1).
             reason = "a prefix cannot be changed; make a new request"
-            self._answer(request, RequestErrorMessage(message.request_id, RequestCode.NOT_SUPPORTED, 0, reason))
+            self._answer(request, m.RequestErrorMessage(message.request_id, RequestCode.NOT_SUPPORTED, 0, reason))
             self._report_cancelled(request, ResetCode.CANCELLED)
             self._finish(request)
             return
         if self._channel.draft.streams and not request.answered:
             request.updates += 1  # the request itself must be answered first
         else:
-            self._answer(request, RequestOk(message.request_id))
+            self._answer(request, m.RequestOk(message.request_id))
         self._channel.events.append(Updated(request.number, parameters))
 
-    def update_16(self, message: RequestUpdate) -> None:
+    def update_16(self, message: m.RequestUpdate) -> None:
         """Draft 16: handle a REQUEST_UPDATE on the control stream."""
         self.ids.take(message.request_id, in_order=True)
         existing = -1 if message.existing is None else message.existing
@@ -154,8 +132,8 @@ class Responder:
             self._update(request, message)
         elif self.ids.used(existing):
             # The request was completed just now; the peer could not know, so do not close the session.
-            self._tokens.resolve(message.parameters.tokens)
-            refusal = RequestErrorMessage(message.request_id, RequestCode.INVALID_RANGE, 0, "that request is over")
+            token_values(message.parameters.tokens)
+            refusal = m.RequestErrorMessage(message.request_id, RequestCode.INVALID_RANGE, 0, "that request is over")
             self._channel.control(refusal)
         else:
             raise SessionFault(f"REQUEST_UPDATE for request {existing}, which was never made")
@@ -172,7 +150,7 @@ class Responder:
     def stream_gone(self, stream: int, code: int) -> None:
         """Handle a reset or STOP_SENDING on a stream of a request."""
         request = self._by_stream.get(stream)
-        if request is not None and self.lenient and request.streams:
+        if request is not None and self.lenient and request.data_stream is not None:
             return
         request = request or self._by_data.get(stream)
         if request is not None:
@@ -184,7 +162,7 @@ class Responder:
         It cancels SUBSCRIBE_NAMESPACE and SUBSCRIBE_TRACKS (draft 18, section 6.1) and means nothing to other requests.
         """
         request = self._by_stream.get(stream)
-        if request is not None and isinstance(request.message, SubscribeNamespace | SubscribeTracks):
+        if request is not None and isinstance(request.message, m.SubscribeNamespace | m.SubscribeTracks):
             self._report_cancelled(request, ResetCode.CANCELLED)
             self._finish(request)
 
@@ -201,9 +179,9 @@ class Responder:
             KeyError: The request is over; a `Cancelled` event has been reported.
         """
         channel, request = self._channel, self._requests[request_id]
-        self._agree(request, FetchOk(request_id, end_of_track, end))
+        self._agree(request, m.FetchOk(request_id, end_of_track, end))
         stream = channel.open_uni()
-        request.streams.add(stream)
+        request.data_stream = stream
         self._by_data[stream] = request
         varint = channel.draft.varint
         channel.commands.append(Write(stream, varint.encode(FETCH_HEADER) + varint.encode(request_id)))
@@ -219,78 +197,70 @@ class Responder:
         """Abort a request and reset its streams."""
         request = self._requests.get(request_id)
         if request is not None:
-            self._channel.commands += [Reset(stream, code) for stream in request.streams]
             self._finish(request, reset=code)
 
     def accept_subscribe(self, request_id: int, alias: int, largest: Location | None) -> None:
         """Accept a SUBSCRIBE."""
-        self._agree(self._requests[request_id], SubscribeOk(request_id, alias, Parameters(largest=largest)))
+        self._agree(self._requests[request_id], m.SubscribeOk(request_id, alias, Parameters(largest=largest)))
 
     def publish_done(self, request_id: int, code: int, streams: int, reason: str) -> None:
         """End a subscription."""
         request = self._requests[request_id]
-        self._answer(request, PublishDone(request_id, code, streams, reason))
+        self._answer(request, m.PublishDone(request_id, code, streams, reason))
         self._finish(request)
 
     def accept(self, request_id: int, parameters: Parameters | None = None) -> None:
         """Accept any other request; this completes a TRACK_STATUS."""
         request = self._requests[request_id]
-        self._agree(request, RequestOk(request_id, parameters or Parameters()))
-        if isinstance(request.message, TrackStatus):
+        self._agree(request, m.RequestOk(request_id, parameters or Parameters()))
+        if isinstance(request.message, m.TrackStatus):
             self._finish(request)
 
     def tell_namespace(self, request_id: int, suffix: tuple[bytes, ...]) -> None:
         """Announce a namespace that matches a SUBSCRIBE_NAMESPACE."""
         request = self._requests.get(request_id)
         if request is not None:
-            self._answer(request, Namespace(suffix))
+            self._answer(request, m.Namespace(suffix))
 
     def refuse(self, request_id: int, code: int, reason: str, *, retry_ms: int | None = None) -> None:
         """Refuse a request; `retry_ms` is the delay after which a retry may succeed, None if it cannot."""
         request = self._requests.get(request_id)
         if request is not None:
             retry = 0 if retry_ms is None else retry_ms + 1
-            self._answer(request, RequestErrorMessage(request_id, code, retry, reason))
+            self._answer(request, m.RequestErrorMessage(request_id, code, retry, reason))
             self._finish(request)
 
     # ------------------------------------------------------------------ internals
 
-    def _check_alias(self, message: Publish) -> None:
-        other = self._channel.aliases.get(message.track_alias)
-        if other is None or not isinstance(other.message, Subscribe):
-            return
-        if (other.message.namespace, other.message.track) != (message.namespace, message.track):
-            code = SessionCode.DUPLICATE_TRACK_ALIAS
-            raise SessionFault(f"track alias {message.track_alias} is already in use", code)
-
-    def _agree(self, request: RequestState, message: Message) -> None:
+    def _agree(self, request: RequestState, message: m.Message) -> None:
         self._answer(request, message)
         request.answered = True
         for _ in range(request.updates):
-            self._answer(request, RequestOk())
+            self._answer(request, m.RequestOk())
         request.updates = 0
 
     def _report_cancelled(self, request: RequestState, code: int) -> None:
         if not self._channel.retract(request.number):
             self._channel.events.append(Cancelled(request.number, code))
 
-    def _answer(self, request: RequestState, message: Message) -> None:
+    def _answer(self, request: RequestState, message: m.Message) -> None:
         if request.stream is None:
             self._channel.control(message)
         else:
             self._channel.write(request.stream, message)
 
     def _cancelled(self, request: RequestState, code: int) -> None:
-        self._channel.commands += [Reset(stream, ResetCode.CANCELLED) for stream in request.streams]
         self._report_cancelled(request, code)
         self._finish(request, reset=ResetCode.CANCELLED)
 
     def _finish(self, request: RequestState, *, reset: int | None = None) -> None:
         if self._requests.pop(request.number, None) is None:
             return
-        for data_stream in request.streams:
-            self._by_data.pop(data_stream, None)
-        stream = request.stream
+        stream, data_stream = request.stream, request.data_stream
+        if data_stream is not None:
+            del self._by_data[data_stream]
+            if reset is not None:
+                self._channel.commands.append(Reset(data_stream, reset))
         if stream is not None:
             self._by_stream.pop(stream, None)
             if reset is None:
@@ -306,10 +276,10 @@ class Responder:
         if not self._channel.draft.streams:
             granted = self.ids.widen(REQUEST_WINDOW, len(self._requests))
             if granted is not None:
-                self._channel.control(MaxRequestId(granted))
+                self._channel.control(m.MaxRequestId(granted))
 
 
-def _first_field(message: Request) -> bytes | None:
+def _first_field(message: m.Request) -> bytes | None:
     """Return the first field of a request's namespace or prefix."""
     prefix: tuple[bytes, ...] = getattr(message, "prefix", ())
     namespace: tuple[bytes, ...] = getattr(message, "namespace", prefix)

@@ -18,43 +18,22 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from kvabr.moqt import messages as m
 from kvabr.moqt.channel import Channel
 from kvabr.moqt.codes import ResetCode, SessionCode, SessionFault
-from kvabr.moqt.encoding import CLIENT_SETUP_16, SERVER_SETUP_16, MessageParser, decode
+from kvabr.moqt.encoding import ANSWERS, CLIENT_SETUP_16, SERVER_SETUP_16, MessageParser, decode
 from kvabr.moqt.events import Close, Closed, Command, Event, GoingAway, Ready, Reset
-from kvabr.moqt.incoming import IncomingStreams, Verdict
-from kvabr.moqt.messages import (
-    Fetch,
-    FetchCancel,
-    FetchOk,
-    Goaway,
-    MaxRequestId,
-    Message,
-    PublishDone,
-    PublishNamespaceDone,
-    Request,
-    RequestErrorMessage,
-    RequestOk,
-    RequestsBlocked,
-    RequestUpdate,
-    Setup,
-    Subscribe,
-    SubscribeOk,
-    Unsubscribe,
-)
-from kvabr.moqt.objects import read_datagram
-from kvabr.moqt.parameters import Parameters, SetupOptions, TokenCache, check_authority, check_path
+from kvabr.moqt.objects import FETCH_HEADER, PADDING_STREAM, SETUP_STREAM, is_subgroup, read_stream_header
+from kvabr.moqt.parameters import Parameters, SetupOptions, check_authority, check_path, token_values
 from kvabr.moqt.requester import Requester
 from kvabr.moqt.responder import REQUEST_WINDOW, Responder
 from kvabr.moqt.wire import Draft, Location
 
+_MAX_STREAM_HEADER = 64
 _MAX_EARLY_BYTES = 1 << 17
 """Bytes held before the peer's SETUP."""
 _MAX_PARTIAL_BYTES = 1 << 20
 """Bytes of incomplete messages on all request streams of the peer together."""
-
-_ANSWERS = (RequestOk, RequestErrorMessage, SubscribeOk, FetchOk, PublishDone)
-"""Draft 16: messages about a request of this end."""
 
 
 class MoqtSession:
@@ -71,16 +50,16 @@ class MoqtSession:
         self.draft, self.client = draft, client
         self._options = replace(options or SetupOptions(), max_request_id=0 if draft.streams else 2 * REQUEST_WINDOW)
         self._channel = Channel(draft, client=client)
-        self._tokens = TokenCache(self._options.max_auth_token_cache_size)
         self.requester = Requester(self._channel)
         """Requests of this end."""
-        self.responder = Responder(self._channel, self._tokens, self._options.max_request_id)
+        self.responder = Responder(self._channel, self._options.max_request_id)
         """Requests of the peer."""
         self._control_in: int | None = None
         self._messages: dict[int, MessageParser | None] = {}
         """Parsers of the peer's bidirectional streams that have not ended; None if the request is over."""
         self._control_parser = MessageParser(draft)
-        self._incoming = IncomingStreams(self._channel, self.requester)
+        self._headers: dict[int, bytes] = {}
+        """Incomplete headers of the peer's unidirectional streams."""
         self._early: dict[int, tuple[bytearray | None, bool]] = {}
         """By stream: bytes that arrived before the peer's SETUP (None if unwanted), and whether the stream ended."""
         self._early_bytes = 0
@@ -94,27 +73,25 @@ class MoqtSession:
         channel = self._channel
         if self.draft.streams:
             channel.control_stream = channel.open_uni()
-            channel.control(Setup(self._options))
+            channel.control(m.Setup(self._options))
         elif self.client:
             channel.control_stream = self._control_in = channel.open_bidi()
-            channel.control(Setup(self._options))
+            channel.control(m.Setup(self._options))
 
     def fetch(
         self, namespace: tuple[bytes, ...], track: bytes, start: Location, end: Location, parameters: Parameters
     ) -> int:
         """Request published objects and return the request ID; `end` is the draft's End Location (see `Fetch.end`)."""
-        return self.requester.request(lambda number: Fetch(number, namespace, track, start, end, parameters))
-
-    def subscribe(self, namespace: tuple[bytes, ...], track: bytes, parameters: Parameters) -> int:
-        """Request future objects and return the request ID."""
-        return self.requester.request(lambda number: Subscribe(number, namespace, track, parameters))
+        number = self._channel.take_id()
+        self.requester.request(m.Fetch(number, namespace, track, start, end, parameters))
+        return number
 
     def goaway(self, timeout_ms: int = 0) -> None:
         """Announce the end of the session; later requests of the peer are refused."""
         if self._channel.control_stream is not None and not self.responder.draining and self.closed is None:
             self.responder.draining = True
             number = self.responder.ids.next if self.draft.streams else None
-            self._channel.control(Goaway(b"", timeout_ms, number))
+            self._channel.control(m.Goaway(b"", timeout_ms, number))
 
     def close(self, code: int = SessionCode.NO_ERROR, reason: str = "") -> None:
         """Close the session."""
@@ -146,7 +123,8 @@ class MoqtSession:
         elif self._early.pop(stream, None) is not None:
             self._refuse_stream(stream)
         elif stream & 2:
-            self._incoming.reset(stream, code)
+            self._headers.pop(stream, None)
+            self.requester.data_reset(stream, code)
         else:
             parser = self._messages.pop(stream, None)
             if parser is not None and not parser.count:
@@ -170,18 +148,6 @@ class MoqtSession:
         elif (early := self._early.get(stream)) is not None:
             self._early[stream] = (None, early[1])
             self._refuse_stream(stream)
-
-    def receive_datagram(self, data: bytes) -> None:
-        """Take in a datagram."""
-        if self.closed is not None or not self._ready:
-            return
-        try:
-            found = read_datagram(data, self.draft)
-        except SessionFault as fault:
-            self.close(fault.code, str(fault))
-            return
-        if found is not None:
-            self.requester.datagram(found[0], found[1], found[2])
 
     def _refuse_stream(self, stream: int) -> None:
         """Reset this end's side of a peer's stream without a request."""
@@ -208,20 +174,38 @@ class MoqtSession:
     # ------------------------------------------------------------------ unidirectional streams
 
     def _receive_uni(self, stream: int, data: bytes, *, fin: bool) -> None:
-        if stream == self._control_in:
+        if self.requester.receives(stream):
+            self.requester.receive_objects(stream, data, fin=fin)
+        elif stream == self._control_in:
             self._receive_control(data, fin=fin)
-            return
-        if stream in self._early:
+        elif stream in self._early:
             self._keep_early(stream, data, fin=fin)
+        else:
+            self._begin_uni(stream, self._headers.pop(stream, b"") + data, fin=fin)
+
+    def _begin_uni(self, stream: int, data: bytes, *, fin: bool) -> None:
+        """Parse the header of a stream, and pass on what follows it."""
+        header = read_stream_header(data, self.draft)
+        if header is None:
+            if fin or len(data) > _MAX_STREAM_HEADER:
+                raise SessionFault("stream without a valid header")
+            self._headers[stream] = data
             return
-        verdict, held = self._incoming.receive(stream, data, fin=fin, ready=self._ready)
-        if verdict is Verdict.CONTROL:
+        kind, number, size = header
+        if kind == SETUP_STREAM and self.draft.streams:
             if self._control_in is not None:
                 raise SessionFault("second control stream")
             self._control_in = stream
-            self._receive_control(held, fin=fin)
-        elif verdict is Verdict.EARLY:
-            self._keep_early(stream, held, fin=fin)
+            self._receive_control(data, fin=fin)
+        elif kind == PADDING_STREAM and self.draft.streams:
+            if not fin:
+                self.requester.ignore(stream)
+        elif kind != FETCH_HEADER and not is_subgroup(kind, self.draft):
+            raise SessionFault(f"unknown stream type 0x{kind:x}")
+        elif self._ready:
+            self.requester.begin_objects(stream, number, memoryview(data)[size:], fin=fin)
+        else:
+            self._keep_early(stream, data, fin=fin)
 
     # ------------------------------------------------------------------ bidirectional streams
 
@@ -237,7 +221,7 @@ class MoqtSession:
 
     def _receive_request(self, stream: int, data: bytes, *, fin: bool) -> None:
         if self._opened(stream):
-            self._receive_answers(stream, data, fin=fin)
+            self.requester.receive_answers(stream, data, fin=fin)
             return
         parser = self._messages.setdefault(stream, MessageParser(self.draft))
         if parser is not None:
@@ -260,20 +244,6 @@ class MoqtSession:
         elif parser.buffered:
             self._check_partial()
 
-    def _receive_answers(self, stream: int, data: bytes, *, fin: bool) -> None:
-        """Parse the answers to a request of this end."""
-        request = self.requester.owns(stream)
-        if request is None or request.parser is None:
-            return  # the request is over
-        for kind, payload in request.parser.feed(data):
-            message = decode(kind, payload, self.draft, control=False)
-            if self.requester.owns(stream) is request:
-                self.requester.answer(request, message)
-        if fin:
-            if request.parser.buffered:
-                raise SessionFault("the answers to a request end inside a message")
-            self.requester.stream_gone(stream, None)
-
     def _check_partial(self) -> None:
         if sum(parser.buffered for parser in self._messages.values() if parser is not None) > _MAX_PARTIAL_BYTES:
             what = f"more than {_MAX_PARTIAL_BYTES} bytes of incomplete messages"
@@ -282,7 +252,7 @@ class MoqtSession:
     def _receive_control(self, data: bytes, *, fin: bool) -> None:
         for kind, payload in self._control_parser.feed(data):
             message = decode(kind, payload, self.draft)
-            if isinstance(message, Setup):
+            if isinstance(message, m.Setup):
                 self._receive_setup(message, kind)
             elif not self._ready:
                 raise SessionFault(f"{type(message).__name__} before SETUP")
@@ -318,13 +288,13 @@ class MoqtSession:
                 raise SessionFault("SETUP from a server carries an AUTHORITY", SessionCode.INVALID_AUTHORITY)
             check_authority(options.authority)
 
-    def _receive_setup(self, message: Setup, kind: int) -> None:
+    def _receive_setup(self, message: m.Setup, kind: int) -> None:
         options = message.options
         self._check_setup(options, kind)
-        tokens = self._tokens.resolve(options.tokens, setup=True)
+        tokens = token_values(options.tokens, setup=True)
         self._ready = True
         if not self.draft.streams and not self.client:
-            self._channel.control(Setup(self._options))
+            self._channel.control(m.Setup(self._options))
         self._channel.events.append(Ready(options, tokens))
         self.requester.grant(options.max_request_id)
         early, self._early = self._early, {}
@@ -334,28 +304,28 @@ class MoqtSession:
             elif not fin:
                 self._messages[stream] = None
 
-    def _receive_control_message(self, message: Message) -> None:
+    def _receive_control_message(self, message: m.Message) -> None:
         """Handle a message on the control stream: only GOAWAY in draft 18, almost any in draft 16."""
-        if isinstance(message, Goaway):
+        if isinstance(message, m.Goaway):
             self._receive_goaway(message)
         elif self.draft.streams:
             raise SessionFault(f"{type(message).__name__} on the control stream")
-        elif isinstance(message, Request):
+        elif isinstance(message, m.Request):
             self.responder.begin(message, None)
-        elif isinstance(message, MaxRequestId):
+        elif isinstance(message, m.MaxRequestId):
             self.requester.raise_limit(message.request_id)
-        elif isinstance(message, RequestUpdate):
+        elif isinstance(message, m.RequestUpdate):
             self.responder.update_16(message)
-        elif isinstance(message, FetchCancel | Unsubscribe | PublishNamespaceDone):
+        elif isinstance(message, m.FetchCancel | m.Unsubscribe | m.PublishNamespaceDone):
             self.responder.cancelled_16(message.request_id)
-        elif isinstance(message, _ANSWERS):
+        elif isinstance(message, ANSWERS):
             number = -1 if message.request_id is None else message.request_id
             if (request := self.requester.by_id(number)) is not None:
                 self.requester.answer(request, message)
-        elif not isinstance(message, RequestsBlocked):  # purely informative
+        elif not isinstance(message, m.RequestsBlocked):  # purely informative
             raise SessionFault(f"{type(message).__name__} on the control stream")
 
-    def _receive_goaway(self, message: Goaway) -> None:
+    def _receive_goaway(self, message: m.Goaway) -> None:
         self._channel.check_goaway(message, repeated=self.requester.peer_draining)
         if message.request_id is not None and message.request_id % 2 == self.client:
             raise SessionFault("GOAWAY with a request ID of its sender", SessionCode.INVALID_REQUEST_ID)

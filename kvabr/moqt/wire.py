@@ -1,7 +1,6 @@
 """The primitives of the wire format: integers, byte strings, namespaces, locations, key-value pairs.
 
-A `Reader` parses complete bytes (a control message, a property block): running out of them is a fault. `Varint.peek`
-reads from bytes that may be incomplete.
+A `Reader` parses bytes that are complete, so that running out of them is a fault, or the beginning of more.
 """
 
 from __future__ import annotations
@@ -106,23 +105,30 @@ def by_alpn(alpn: str) -> Draft | None:
     return next((draft for draft in DRAFTS if draft.alpn == alpn), None)
 
 
-class Reader:
-    """Parse values from complete bytes; every method raises SessionFault if the bytes do not fit."""
+class Incomplete(Exception):  # noqa: N818  # not an error: the rest is still on its way
+    """A `Reader` of partial bytes has run out of them."""
 
-    def __init__(self, data: bytes | memoryview, varint: Varint) -> None:
-        self._data, self.varint_kind, self._at = memoryview(data), varint, 0
+
+class Reader:
+    """Parse values from bytes; every method raises SessionFault if the bytes do not fit."""
+
+    def __init__(
+        self, data: bytes | bytearray | memoryview, varint: Varint, *, at: int = 0, partial: bool = False
+    ) -> None:
+        """Begin at offset `at`; `partial` says that more bytes may follow, so running out raises Incomplete."""
+        self._data, self.varint_kind, self.at, self._partial = data, varint, at, partial
 
     @property
     def left(self) -> int:
         """Bytes that have not been read."""
-        return len(self._data) - self._at
+        return len(self._data) - self.at
 
     def varint(self) -> int:
         """Read an integer."""
-        found = self.varint_kind.peek(self._data, self._at)
+        found = self.varint_kind.peek(self._data, self.at)
         if found is None:
-            raise SessionFault("message ends inside an integer")
-        self._at = found[1]
+            raise self._short("message ends inside an integer")
+        self.at = found[1]
         return found[0]
 
     def u8(self) -> int:
@@ -132,10 +138,12 @@ class Reader:
     def take(self, size: int) -> bytes:
         """Read `size` bytes into a copy."""
         if size > self.left:
-            raise SessionFault(f"message has {self.left} bytes left but announces {size}")
-        piece = bytes(self._data[self._at : self._at + size])
-        self._at += size
-        return piece
+            raise self._short(f"message has {self.left} bytes left but announces {size}")
+        self.at += size
+        return bytes(self._data[self.at - size : self.at])
+
+    def _short(self, what: str) -> Exception:
+        return Incomplete() if self._partial else SessionFault(what)
 
     def rest(self) -> bytes:
         """Read all bytes that are left."""

@@ -145,7 +145,7 @@ class QuicDownload(Download):
                 count += len(item)
             elif isinstance(item, RangeEnd):
                 self._wrong("the peer does not have all of it", RequestCode.INTERNAL_ERROR)
-            elif item.group != self.name[2] or item.status:
+            elif item.group != self.name[2]:
                 self._wrong(f"objects of group {item.group} came", RequestCode.MALFORMED_TRACK)
             elif item.size > self.limit:
                 self._too_long()

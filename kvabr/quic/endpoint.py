@@ -97,8 +97,6 @@ class Endpoint(ABC):
                 session.receive_reset(event.stream_id, event.error_code)
             elif kind is kinds.StopSendingReceived:
                 session.receive_stop(event.stream_id, event.error_code)
-            elif kind is kinds.DatagramFrameReceived:
-                session.receive_datagram(event.data)
 
     def _handshake_done(self, alpn: str | None) -> None:
         draft = by_alpn(alpn or "")

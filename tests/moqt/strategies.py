@@ -16,13 +16,13 @@ from kvabr.moqt.parameters import (
     REGISTER,
     USE_ALIAS,
     USE_VALUE,
-    Filter,
     Parameters,
     SetupOptions,
     Token,
     known_parameters,
 )
 from kvabr.moqt.wire import Draft, Location
+from tests.moqt.writers import write_filter
 
 fields = st.binary(min_size=1, max_size=12)
 namespaces = st.lists(fields, max_size=5).map(tuple)
@@ -48,13 +48,13 @@ def tokens(draft: Draft) -> st.SearchStrategy[Token]:
     )
 
 
-def filters(draft: Draft) -> st.SearchStrategy[Filter]:
+def filters(draft: Draft) -> st.SearchStrategy[bytes]:
     ranges = st.tuples(locations(draft), integers(draft)).map(
-        lambda both: Filter(ABSOLUTE_RANGE, both[0], min(draft.varint.largest, both[0].group + both[1]))
+        lambda both: write_filter(draft, ABSOLUTE_RANGE, both[0], min(draft.varint.largest, both[0].group + both[1]))
     )
     return st.one_of(
-        st.sampled_from([Filter(NEXT_GROUP), Filter(LARGEST_OBJECT)]),
-        st.builds(Filter, st.just(ABSOLUTE_START), locations(draft)),
+        st.sampled_from([NEXT_GROUP, LARGEST_OBJECT]).map(lambda kind: write_filter(draft, kind)),
+        locations(draft).map(lambda start: write_filter(draft, ABSOLUTE_START, start)),
         ranges,
     )
 

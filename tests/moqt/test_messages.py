@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from kvabr.moqt import messages as m
 from kvabr.moqt.codes import SessionCode, SessionFault
 from kvabr.moqt.encoding import MessageParser, decode, encode
-from kvabr.moqt.parameters import Filter, Parameters, SetupOptions, Token
+from kvabr.moqt.parameters import Parameters, SetupOptions, Token
 from kvabr.moqt.wire import DRAFT_16, DRAFT_18, DRAFTS, Location
 from tests.examples import examples
 from tests.moqt import strategies
@@ -60,7 +60,7 @@ MESSAGES_18 = [
             "1005"],
      m.Subscribe(0, SPACE, b"t", Parameters(
          object_delivery_timeout=100, tokens=(TOKEN,), rendezvous_timeout=10, subgroup_delivery_timeout=20, forward=1,
-         priority=7, filter=Filter(1), group_order=2, new_group=5))),
+         priority=7, filter=b"\x01", group_order=2, new_group=5))),
     ("03", ["80fe", "00", "00", "00"], m.Subscribe(254, (), b"")),
     # SUBSCRIBE_OK, section 10.8: alias, parameters, properties
     ("04", ["07", "02", "0805", "01 0902", "0e20"],
@@ -111,7 +111,7 @@ MESSAGES_16 = [
     # SUBSCRIBE, section 9.9
     ("03", ["00", NAME, TRACK, "07", "024064", "01 03 03006b", "0d01", "1007", "01 0101", "0102", "1005"],
      m.Subscribe(0, SPACE, b"t", Parameters(
-         object_delivery_timeout=100, tokens=(TOKEN,), forward=1, priority=7, filter=Filter(1), group_order=2,
+         object_delivery_timeout=100, tokens=(TOKEN,), forward=1, priority=7, filter=b"\x01", group_order=2,
          new_group=5))),
     # SUBSCRIBE_OK, section 9.10
     ("04", ["06", "07", "01", "09 02 0902", "0e20"],

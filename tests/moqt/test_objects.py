@@ -1,31 +1,23 @@
-"""Data streams and datagrams: bytes by the drafts' text, and what closes the session."""
+"""Data streams: bytes by the drafts' text, and what closes the session."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from kvabr.moqt.codes import SessionCode, SessionFault
 from kvabr.moqt.objects import (
-    DEFAULT_PRIORITY,
     Item,
     ObjectHeader,
     ObjectParser,
     RangeEnd,
-    Status,
-    SubgroupHeader,
     is_subgroup,
     read_stream_header,
 )
 from kvabr.moqt.properties import MalformedTrack
 from kvabr.moqt.wire import DRAFT_16, DRAFT_18, DRAFTS, Location
 from tests.moqt.tables import table
-from tests.moqt.writers import write_subgroup_header
-
-PLAIN = SubgroupHeader(1, 5, 0, 0, properties=False, end_of_group=False)
 
 
-def parse(data: str, draft=DRAFT_18, subgroup: SubgroupHeader | None = None, *, descending: bool = False) -> list[Item]:
-    parser = ObjectParser(draft, subgroup, descending=descending)
+def parse(data: str, draft=DRAFT_18, *, descending: bool = False) -> list[Item]:
+    parser = ObjectParser(draft, descending=descending)
     items = parser.feed(bytes.fromhex(data))
     parser.finish()
     return items
@@ -64,56 +56,14 @@ def test_types_of_streams_of_draft_16():
     assert {kind for kind in range(0x2000) if is_subgroup(kind, DRAFT_16)} == valid
 
 
-@table(
-    ("data", "header"),
-    [  # section 11.4.2: type, alias, group, perhaps subgroup and priority
-        ("10 07 05 09", SubgroupHeader(7, 5, 0, 9, properties=False, end_of_group=False)),
-        ("11 07 05 09", SubgroupHeader(7, 5, 0, 9, properties=True, end_of_group=False)),
-        ("12 07 05 09", SubgroupHeader(7, 5, None, 9, properties=False, end_of_group=False)),
-        ("14 07 05 06 09", SubgroupHeader(7, 5, 6, 9, properties=False, end_of_group=False)),
-        ("18 07 05 09", SubgroupHeader(7, 5, 0, 9, properties=False, end_of_group=True)),
-        ("30 07 05", SubgroupHeader(7, 5, 0, None, properties=False, end_of_group=False)),
-        ("3d 07 05 06", SubgroupHeader(7, 5, 6, None, properties=True, end_of_group=True)),
-        ("50 07 05 09", SubgroupHeader(7, 5, 0, 9, properties=False, end_of_group=False, first_object=True)),
-        ("7d 8080 8081 8082", SubgroupHeader(128, 129, 130, None, True, True, True)),
-        ("14 02 00 00 00", SubgroupHeader(2, 0, 0, 0, properties=False, end_of_group=False)),  # section 11.6
-    ],
-)  # fmt: skip
-def test_headers_of_subgroups(data, header):
-    raw = bytearray.fromhex(data)
-    assert read_stream_header(raw + b"rest", DRAFT_18) == (raw[0], header, len(raw))
-    if header.subgroup or raw[0] & 6 != 4:
-        assert write_subgroup_header(header, DRAFT_18) == bytes(raw)
-    assert all(read_stream_header(raw[:cut], DRAFT_18) is None for cut in range(len(raw)))
-
-
-def test_headers_of_other_streams():
-    assert read_stream_header(bytearray.fromhex("05 80c8 00"), DRAFT_18) == (0x05, 200, 3)
-    assert read_stream_header(bytearray.fromhex("05 40c8 00"), DRAFT_16) == (0x05, 200, 3)
-    assert read_stream_header(bytearray.fromhex("05 80"), DRAFT_18) is None
-    assert read_stream_header(bytearray.fromhex("af00 0000"), DRAFT_18) == (0x2F00, None, 2)
-    assert read_stream_header(bytearray.fromhex("f0132b3e28 00"), DRAFT_18) == (0x132B3E28, None, 5)
-    assert read_stream_header(bytearray(), DRAFT_18) is None
-
-
-@pytest.mark.parametrize("draft", DRAFTS)
-def test_headers_of_subgroups_come_back(draft):
-    number = st.integers(0, draft.varint.largest)
-    first = st.booleans() if draft.number >= 17 else st.just(value=False)
-
-    @given(
-        st.builds(
-            SubgroupHeader, number, number, st.none() | number, st.none() | st.integers(0, 255),
-            st.booleans(), st.booleans(), first,
-        )
-    )  # fmt: skip
-    def check(header):
-        data = write_subgroup_header(header, draft)
-        found = read_stream_header(bytearray(data + b"x"), draft)
-        assert found is not None
-        assert found[1:] == (header, len(data))
-
-    check()
+def test_headers_of_streams():
+    assert read_stream_header(bytes.fromhex("14 07 05"), DRAFT_18) == (0x14, None, 1)
+    assert read_stream_header(bytes.fromhex("05 80c8 00"), DRAFT_18) == (0x05, 200, 3)
+    assert read_stream_header(bytes.fromhex("05 40c8 00"), DRAFT_16) == (0x05, 200, 3)
+    assert read_stream_header(bytes.fromhex("05 80"), DRAFT_18) is None
+    assert read_stream_header(bytes.fromhex("af00 0000"), DRAFT_18) == (0x2F00, None, 2)
+    assert read_stream_header(bytes.fromhex("f0132b3e28 00"), DRAFT_18) == (0x132B3E28, None, 5)
+    assert read_stream_header(b"", DRAFT_18) is None
 
 
 # ------------------------------------------------------------------ objects of a FETCH
@@ -297,62 +247,3 @@ def test_properties_that_a_track_may_have():
     unknown = parse("3c 05 03 80 07 bffe 01 c04002 05 00")
     assert unknown == [ObjectHeader(5, 0, 3, 128, 0, ((0x3FFE, 1), (0x8000, 5)))]
     assert parse("3c 05 03 80 05 80004000 01 00", DRAFT_16)  # draft 16 has no mandatory ones
-
-
-# ------------------------------------------------------------------ objects of a subgroup
-
-
-def test_the_drafts_examples():
-    """Section 11.6."""
-    stream = bytearray.fromhex("14 02 00 00 00 00 04 61626364 00 04 65666768")
-    kind, header, size = read_stream_header(stream, DRAFT_18)
-    assert kind == 0x14
-    assert join(parse(stream[size:].hex(), DRAFT_18, header)) == [
-        ObjectHeader(0, 0, 0, 0, 4), b"abcd", ObjectHeader(0, 0, 1, 0, 4), b"efgh",
-    ]  # fmt: skip
-    # The second, with the lengths that its text really has: 6 + 1 + 1 + 14 bytes of properties.
-    stream = bytearray.fromhex("35 02 00 00") + bytes.fromhex("00 16 04 f08257dcd3") + b"\x49\x0etraceID:123456"
-    stream += bytes.fromhex("04 61626364 00 00 04 65666768")
-    kind, header, size = read_stream_header(stream, DRAFT_18)
-    properties = ((4, 2186796243), (77, b"traceID:123456"))
-    assert join(parse(stream[size:].hex(), DRAFT_18, header)) == [
-        ObjectHeader(0, 0, 0, DEFAULT_PRIORITY, 4, properties), b"abcd",
-        ObjectHeader(0, 0, 1, DEFAULT_PRIORITY, 4), b"efgh",
-    ]  # fmt: skip
-
-
-@pytest.mark.parametrize("draft", DRAFTS)
-def test_objects_of_subgroups(draft):
-    """Section 11.4.2: differences less one, but for the first."""
-    items = parse("03 01 61 00 00 00 04 00 03", draft, PLAIN)
-    assert items == [
-        ObjectHeader(5, 0, 3, 0, 1), b"a", ObjectHeader(5, 0, 4, 0, 0),
-        ObjectHeader(5, 0, 9, 0, 0, (), Status.END_OF_GROUP),
-    ]  # fmt: skip
-    by_first = SubgroupHeader(1, 5, None, None, properties=False, end_of_group=False)
-    assert parse("03 01 61 00 00 04", draft, by_first) == [
-        ObjectHeader(5, 3, 3, DEFAULT_PRIORITY, 1), b"a",
-        ObjectHeader(5, 3, 4, DEFAULT_PRIORITY, 0, (), Status.END_OF_TRACK),
-    ]  # fmt: skip
-
-
-@pytest.mark.parametrize("draft", DRAFTS)
-@table("status", [1, 2, 5, 6, 63])
-def test_statuses_that_are_none(draft, status):
-    """Section 11.2.1.1."""
-    assert fault(f"00 00 {status:02x}", draft, PLAIN) == SessionCode.PROTOCOL_VIOLATION
-
-
-@pytest.mark.parametrize("draft", DRAFTS)
-def test_statuses_have_no_properties(draft):
-    """Section 11.2.1.2."""
-    header = SubgroupHeader(1, 5, 0, 0, properties=True, end_of_group=False)
-    assert parse("00 02 0405 00 00 00 00 00 03", draft, header) == [
-        ObjectHeader(5, 0, 0, 0, 0, ((4, 5),)), ObjectHeader(5, 0, 1, 0, 0, (), Status.END_OF_GROUP),
-    ]  # fmt: skip
-    assert fault("00 02 0405 00 03", draft, header) == SessionCode.PROTOCOL_VIOLATION
-
-
-def test_an_object_beyond_64_bits():
-    """Section 11.4.2."""
-    assert fault("ffffffffffffffffff 00 00 00 00 00", DRAFT_18, PLAIN) == SessionCode.PROTOCOL_VIOLATION

@@ -1,4 +1,4 @@
-"""Objects and datagrams that are written come back, however they are cut, in linear time and little memory."""
+"""Objects that are written come back, however they are cut, in linear time and little memory."""
 
 import pytest
 from hypothesis import given
@@ -10,8 +10,6 @@ from kvabr.moqt.objects import (
     ObjectHeader,
     ObjectParser,
     RangeEnd,
-    Status,
-    SubgroupHeader,
 )
 from kvabr.moqt.wire import DRAFT_16, DRAFT_18, DRAFTS, Location
 from tests.examples import examples
@@ -19,7 +17,7 @@ from tests.moqt import strategies
 from tests.moqt.counting import CountingBuffer
 from tests.moqt.tables import table
 from tests.moqt.test_objects import join
-from tests.moqt.writers import RangeWriter, write_subgroup_object
+from tests.moqt.writers import RangeWriter
 
 objects = st.tuples(
     st.integers(0, 3),
@@ -70,28 +68,6 @@ def test_fetches_come_back(draft, descending):
         assert join(parser.feed(whole)) == expected
         parser.finish()
         assert cut_and_feed(ObjectParser(draft, descending=descending), whole, data) == expected
-
-    check()
-
-
-@pytest.mark.parametrize("draft", DRAFTS)
-def test_subgroups_come_back(draft):
-    @examples(60)
-    @given(st.lists(objects), st.booleans(), st.none() | st.integers(0, 99), st.sampled_from(Status), st.data())
-    def check(steps, has_properties, subgroup, status, data):
-        header = SubgroupHeader(1, 5, subgroup, 9, has_properties, end_of_group=False)
-        whole, expected, before, first = b"", [], None, None
-        for _, step, payload, extra, _ in steps:
-            number = step if before is None else before + 1 + step
-            first = number if first is None else first
-            mine = Status.NORMAL if payload else status
-            extra = extra if has_properties and mine == Status.NORMAL else ()  # noqa: PLW2901  # what can be sent of it
-            whole += write_subgroup_object(draft, header, number, before, len(payload), extra, mine) + payload
-            before = number
-            where = first if subgroup is None else subgroup
-            expected.append(ObjectHeader(5, where, number, 9, len(payload), extra, mine))
-            expected += [payload] if payload else []
-        assert cut_and_feed(ObjectParser(draft, header), whole, data) == expected
 
     check()
 

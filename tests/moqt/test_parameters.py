@@ -5,7 +5,6 @@ from hypothesis import given
 
 from kvabr.moqt.codes import Param, SessionCode, SessionFault
 from kvabr.moqt.parameters import (
-    Filter,
     Parameters,
     SetupOptions,
     Token,
@@ -52,11 +51,11 @@ def fault(data: str | bytes, draft=DRAFT_18, allowed=EVERY) -> SessionCode:
         ("01 10 00", Parameters(forward=0)),
         ("01 20 c8", Parameters(priority=200)),
         ("01 20 ff", Parameters(priority=255)),
-        ("01 21 01 01", Parameters(filter=Filter(1))),
-        ("01 21 01 02", Parameters(filter=Filter(2))),
-        ("01 21 03 03 0805", Parameters(filter=Filter(3, Location(8, 5)))),
-        ("01 21 04 04 0805 02", Parameters(filter=Filter(4, Location(8, 5), 10))),
-        ("01 21 04 04 0805 00", Parameters(filter=Filter(4, Location(8, 5), 8))),
+        ("01 21 01 01", Parameters(filter=bytes.fromhex("01"))),
+        ("01 21 01 02", Parameters(filter=bytes.fromhex("02"))),
+        ("01 21 03 03 0805", Parameters(filter=bytes.fromhex("03 0805"))),
+        ("01 21 04 04 0805 02", Parameters(filter=bytes.fromhex("04 0805 02"))),
+        ("01 21 04 04 0805 00", Parameters(filter=bytes.fromhex("04 0805 00"))),
         ("01 22 01", Parameters(group_order=1)),
         ("01 22 02", Parameters(group_order=2)),
         ("01 32 8080", Parameters(new_group=128)),
@@ -66,7 +65,7 @@ def fault(data: str | bytes, draft=DRAFT_18, allowed=EVERY) -> SessionCode:
             "0d 0205 01 020300 0104 0206 0208 01 0901 010a 0601 1020 01 0101 0102 1032 02 00",
             Parameters(
                 object_delivery_timeout=5, tokens=(Token(b""),), rendezvous_timeout=4, subgroup_delivery_timeout=6,
-                expires=8, largest=Location(9, 1), fill_timeout=10, forward=1, priority=0x20, filter=Filter(1),
+                expires=8, largest=Location(9, 1), fill_timeout=10, forward=1, priority=0x20, filter=b"\x01",
                 group_order=2, new_group=0x32, namespace_prefix=(),
             ),
         ),
@@ -92,9 +91,9 @@ def test_draft_18(data, parameters):
         ("01 09 03 05 40c8", Parameters(largest=Location(5, 200))),
         ("01 10 01", Parameters(forward=1)),
         ("01 20 40c8", Parameters(priority=200)),
-        ("01 21 01 01", Parameters(filter=Filter(1))),
-        ("01 21 03 03 0805", Parameters(filter=Filter(3, Location(8, 5)))),
-        ("01 21 04 04 0805 0a", Parameters(filter=Filter(4, Location(8, 5), 10))),
+        ("01 21 01 01", Parameters(filter=bytes.fromhex("01"))),
+        ("01 21 03 03 0805", Parameters(filter=bytes.fromhex("03 0805"))),
+        ("01 21 04 04 0805 0a", Parameters(filter=bytes.fromhex("04 0805 0a"))),
         ("01 22 02", Parameters(group_order=2)),
         ("01 32 4080", Parameters(new_group=128)),
         (

@@ -328,7 +328,6 @@ def test_close(draft):
     pair.client.receive(3, b"\xff")
     pair.client.receive_reset(3, 0)
     pair.client.receive_stop(2, 0)
-    pair.client.receive_datagram(b"\xff")
     ask(pair)
     assert pair.client.take_commands() == []
     (closed,) = pair.client.take_events()

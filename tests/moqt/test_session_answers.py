@@ -20,9 +20,8 @@ def answered(kind: str, draft: Draft, body: str, number: str = "00") -> bytes:
 ANSWERS = {"07": "00", "04": "07 00", "18": "00 00 00 00", "0b": "02 00 00"}
 ASK = {
     "16": lambda session: session.fetch((b"a",), b"t", START, START, Parameters()),
-    "03": lambda session: session.subscribe((b"a",), b"t", Parameters()),
 }
-FITS = {("16", "18"), ("03", "04"), ("03", "0b")}
+FITS = {("16", "18")}
 
 
 @both
@@ -36,7 +35,7 @@ def test_answers_that_are_none(draft, asked, answer):
 
 
 @both
-@table(("asked", "answer"), [("16", "18"), ("03", "04")])
+@table(("asked", "answer"), [("16", "18")])
 def test_a_second_answer(draft, asked, answer):
     """Draft 18, sections 5.1, 5.2 and 6.2: exactly one."""
     raw = Raw(draft, client=True)
@@ -60,17 +59,6 @@ def test_publish_ok_for_what_is_no_publish():
     raw.fetch()
     raw.receive(0, frame("1e", "00 00"))
     assert raw.code == VIOLATION
-
-
-@both
-def test_track_aliases(draft):
-    """Draft 18, section 11.1."""
-    raw = Raw(draft, client=True)
-    raw.session.subscribe((b"a",), b"t", Parameters())
-    raw.session.subscribe((b"a",), b"u", Parameters())
-    raw.ask(0, answered("04", draft, "07 00"))
-    raw.ask(4, answered("04", draft, "07 00", "02"))
-    assert raw.code == SessionCode.DUPLICATE_TRACK_ALIAS
 
 
 @both
@@ -103,9 +91,9 @@ def test_properties_of_request_ok(answered_first):
 def test_parameters_of_request_ok(parameter, fine):
     """Draft 18, sections 10.2.10 and 10.2.11, in answer to a REQUEST_UPDATE."""
     raw = Raw(DRAFT_18, client=True)
-    number = raw.session.subscribe((b"a",), b"t", Parameters())
-    raw.receive(0, frame("04", "07 00"))
-    raw.session.requester.update(number, Parameters(forward=1))
+    number = raw.fetch()
+    raw.receive(0, frame("18", "00 00 00 00"))
+    raw.session.requester.update(number, Parameters(priority=1))
     raw.receive(0, frame("07", "01", parameter))
     assert raw.code == (None if fine else VIOLATION)
 
@@ -134,20 +122,17 @@ def test_redirects():
 
 
 @table("property_", ["c0409d 01 05", "c04000 05", "c07fff 00", "0b 04 c04000 05"])
-@table("asked", ["16", "03"])
-def test_mandatory_track_properties(asked, property_):
+def test_mandatory_track_properties(property_):
     """Draft 18, section 2.5.1: the request is cancelled, the session goes on."""
     raw = Raw(DRAFT_18, client=True)
-    number = ASK[asked](raw.session)
-    head = "00 00 00 00" if asked == "16" else "07 00"
-    raw.receive(0, frame("18" if asked == "16" else "04", head, property_))
+    number = raw.fetch()
+    raw.receive(0, frame("18", "00 00 00 00", property_))
     (refused,) = raw.told(Refused)
     assert (refused.request_id, refused.message.code) == (number, RequestCode.UNSUPPORTED_EXTENSION)
     assert raw.told(Answered) == []
     assert Stop(0, 1) in raw.commands
     assert raw.code is None
     assert raw.session.requester._requests == {}
-    assert raw.session._channel.aliases == {}
 
 
 def test_properties_beyond_the_mandatory_are_ignored():
@@ -170,18 +155,8 @@ def test_a_malformed_track(draft):
     assert Stop(7, 1) in raw.commands
     raw.receive(7, b"\xff" * 100, fin=True)
     assert raw.code is None
-    assert len(raw.session._incoming) == 0
+    assert raw.session.requester._by_data == {}
     assert raw.session.requester._requests == {}
-
-
-def test_a_malformed_datagram():
-    raw = Raw(DRAFT_18, client=True)
-    raw.session.subscribe((b"a",), b"t", Parameters())
-    raw.receive(0, frame("04", "07 00"))
-    raw.session.receive_datagram(bytes.fromhex("01 07 05 03 80 02 3e04 61"))
-    (refused,) = raw.told(Refused)
-    assert refused.message.code == RequestCode.MALFORMED_TRACK
-    assert raw.code is None
 
 
 @both

@@ -9,13 +9,12 @@ from hypothesis import strategies as st
 from kvabr.moqt.codes import RequestCode, ResetCode
 from kvabr.moqt.events import Answered, Cancelled, Ended, Event, Received, Refused, Requested, Updated
 from kvabr.moqt.messages import Fetch, Subscribe, SubscribeNamespace, TrackStatus
-from kvabr.moqt.objects import FetchWriter, SubgroupHeader
+from kvabr.moqt.objects import FetchWriter
 from kvabr.moqt.parameters import Parameters
 from kvabr.moqt.wire import DRAFT_16, DRAFT_18, DRAFTS, Location
 from tests.examples import examples
 from tests.moqt.pair import NAMESPACE, TRACK, Origin, Pair, locations, payload
 from tests.moqt.tables import table
-from tests.moqt.writers import write_subgroup_header, write_subgroup_object
 
 both = pytest.mark.parametrize("draft", DRAFTS)
 GROUPS = {group: [bytes([group, index]) * 20 for index in range(3)] for group in range(8)}
@@ -79,13 +78,8 @@ class Whims:
         elif isinstance(message, Subscribe):
             self.aliases += 1
             responder.accept_subscribe(number, self.aliases, None)
-            header = SubgroupHeader(self.aliases, 0, 0, 0, properties=False, end_of_group=False)
-            stream = self.pair.server._channel.open_uni()
-            data = write_subgroup_header(header, self.pair.draft)
-            data += write_subgroup_object(self.pair.draft, header, 0, None, 3) + b"abc"
-            self.pair.write(False, stream, data, fin=True)
             if self.dice.random() < 0.7:
-                responder.publish_done(number, 0x2, 1, "")
+                responder.publish_done(number, 0x2, 0, "")
         elif isinstance(message, SubscribeNamespace):
             responder.accept(number)
             responder.tell_namespace(number, (b"a",))
@@ -113,10 +107,9 @@ class Whims:
 
 
 def anything(pair: Pair, dice: random.Random) -> int:
-    client, more = pair.client, Parameters()
     return dice.choice([
         lambda: ask(pair, 0), lambda: ask(pair, 0), lambda: ask(pair, 0),
-        lambda: client.subscribe(NAMESPACE, TRACK, more),
+        lambda: pair.request(lambda number: Subscribe(number, NAMESPACE, TRACK)),
         lambda: pair.request(lambda number: TrackStatus(number, NAMESPACE, TRACK)),
         lambda: pair.request(lambda number: SubscribeNamespace(number, (b"x",))),
     ])()  # fmt: skip

@@ -216,16 +216,6 @@ def test_cancelling_what_never_was(kind):
     assert raw.code == VIOLATION
 
 
-def test_publish_with_an_alias_that_is_taken():
-    """Draft 18, section 11.1: by a different track."""
-    for track, code in (("74", None), ("75", SessionCode.DUPLICATE_TRACK_ALIAS)):
-        raw = Raw(DRAFT_18, client=True)
-        raw.session.subscribe((b"a",), b"t", Parameters())
-        raw.receive(0, frame("04", "07 00"))
-        raw.receive(1, frame("1d", "01 01 0161 01", track, "07 00"))
-        assert raw.code == code
-
-
 def test_publish_with_a_mandatory_property():
     """Draft 18, section 2.5.1: UNSUPPORTED_EXTENSION, and the owner never hears of it."""
     raw = Raw(DRAFT_18, client=True)
