@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from kvabr.moqt.codes import RequestCode
 from kvabr.quic.download import ReceiveBuffer
-from kvabr.quic.interface import Connection, ConnectionStats, Download, DownloadStats
+from kvabr.quic.interface import Connection, ConnectionStats, Download, DownloadStats, GroupRequest
 from kvabr.server.publication import LevelPublication, Publication
 from kvabr.types.errors import AssetError, ConnectionLostError, NotFoundError, RequestError
 from kvabr.types.events import Limit
@@ -306,22 +306,13 @@ class MemoryConnection(Connection):
         self._going_away = False
         self._lasts = None if lasts_s is None else self.loop.call_later(lasts_s, self.lose, "the connection timed out")
 
-    def fetch(
-        self,
-        namespace: TrackNamespace,
-        track: str,
-        group: int = 0,
-        *,
-        priority: int = 128,
-        limit: int,
-        exact: bool = False,
-    ) -> Download:
-        """See `Connection.fetch`."""
-        key = (namespace, track, group)
-        ask = Ask(self._requests, namespace, track, group, self._asked.get(key, 0))
+    def request(self, request: GroupRequest, priority: int) -> Download:
+        """See `Connection.request`."""
+        key = (request.namespace, request.track, request.group)
+        ask = Ask(self._requests, *key, self._asked.get(key, 0))
         self._requests += 1
         self._asked[key] = ask.attempt + 1
-        download = _MemoryDownload(self, ask, priority, limit, exact=exact)
+        download = _MemoryDownload(self, ask, priority, request.limit, exact=request.exact)
         if self._lost is not None:
             download.fail(self._lost)
         else:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 
-from kvabr.client.shared_downloads import GroupRequest, SharedDownload, SharedDownloads
-from kvabr.quic.interface import Connection, ConnectionStats, Download, DownloadStats
+from kvabr.client.shared_downloads import SharedDownload, SharedDownloads
+from kvabr.quic.interface import Connection, ConnectionStats, Download, DownloadStats, GroupRequest
 from kvabr.types.errors import RequestError
 from kvabr.types.events import Limit
 from kvabr.types.naming import TrackNamespace
@@ -190,20 +191,11 @@ class PlayConnection(Connection):
         """The connection that all plays to this peer share."""
         return self._shared.connection
 
-    def fetch(
-        self,
-        namespace: TrackNamespace,
-        track: str,
-        group: int = 0,
-        *,
-        priority: int = 128,
-        limit: int,
-        exact: bool = False,
-    ) -> Download:
-        """See `Connection.fetch`."""
-        digests = self._digests.get((namespace, track), ())
-        digest = digests[group] if 0 <= group < len(digests) else None
-        request = GroupRequest(namespace, track, group, limit, exact or digest is not None, digest)
+    def request(self, request: GroupRequest, priority: int) -> Download:
+        """See `Connection.request`."""
+        digests = self._digests.get((request.namespace, request.track), ())
+        if 0 <= request.group < len(digests):
+            request = replace(request, exact=True, digest=digests[request.group])
         download = PlayDownload(self, self._shared, request, priority)
         if not self.left:
             self._downloads.add(download)
@@ -220,7 +212,7 @@ class PlayConnection(Connection):
         return [group for group, digest in enumerate(digests) if digest in store]
 
     @property
-    def waits_its_turn(self) -> bool:
+    def waits_its_turn(self) -> bool:  # type: ignore[override]
         """See `Connection.waits_its_turn`."""
         return bool(self._downloads) and all(download.waits_its_turn for download in self._downloads)
 
@@ -229,7 +221,7 @@ class PlayConnection(Connection):
         return self.shared.stats()
 
     @property
-    def closed(self) -> bool:
+    def closed(self) -> bool:  # type: ignore[override]
         """Whether the play is over, or the shared connection has ended."""
         return self.left or self.shared.closed
 

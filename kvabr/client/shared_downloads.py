@@ -8,35 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from dataclasses import dataclass
 from typing import Protocol
 
 from kvabr.client.metrics import ClientMetrics
 from kvabr.client.resources import cancel_all, decoders
-from kvabr.quic.interface import Connection, Download
+from kvabr.quic.interface import Connection, Download, GroupRequest
 from kvabr.store.group_store import TieredGroupStore
 from kvabr.types.errors import ConnectionLostError
 from kvabr.types.events import Limit
-from kvabr.types.naming import TrackNamespace
 
 _LEAST_URGENT = 255
 _TURN_S = 0.25
 """Seconds without a byte of anything more urgent after which a download that stands still no longer waits for it."""
-
-
-@dataclass(frozen=True, slots=True)
-class GroupRequest:
-    """One group of one track. Plays whose requests are equal share a download."""
-
-    namespace: TrackNamespace
-    track: str
-    group: int
-    limit: int
-    """Maximum size, bytes."""
-    exact: bool = False
-    """Whether ``limit`` is the size."""
-    digest: str | None = None
-    """SHA-256 of the group, hex, if a catalog told it."""
 
 
 class DownloadReader(Protocol):
@@ -107,14 +90,7 @@ class SharedDownloads:
         joined = download is not None
         if download is None:
             priority = reader.wire_priority
-            inner = self.connection.fetch(
-                request.namespace,
-                request.track,
-                request.group,
-                priority=priority,
-                limit=request.limit,
-                exact=request.exact,
-            )
+            inner = self.connection.request(request, priority)
             download = self._downloads[request] = SharedDownload(request, inner, priority)
             task = download.task = asyncio.get_running_loop().create_task(self._receive(download))
             self._tasks.add(task)

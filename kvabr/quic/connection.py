@@ -16,12 +16,12 @@ from kvabr.moqt.session import MoqtSession
 from kvabr.moqt.wire import Draft, Location
 from kvabr.quic.backend import QuicLibrary
 from kvabr.quic.bottleneck import LimitWatch
-from kvabr.quic.download import DownloadOwner, QuicDownload
+from kvabr.quic.download import QuicDownload
 from kvabr.quic.endpoint import Endpoint
-from kvabr.quic.interface import ConnectionStats, Download
+from kvabr.quic.interface import Connection, ConnectionStats, Download, GroupRequest
 from kvabr.quic.options import DialOptions, check_pinned, why_refused
 from kvabr.types.errors import ConnectionLostError, RequestError, TransportError, UnauthorizedError
-from kvabr.types.naming import MAX_FULL_TRACK_NAME, TrackNamespace
+from kvabr.types.naming import MAX_FULL_TRACK_NAME
 
 MAX_IN_FLIGHT = 64
 """Maximum requests in flight; more wait, the most urgent first. Both libraries allow about 100 streams."""
@@ -31,7 +31,7 @@ _BAD_CERTIFICATE = range(0x100 + 42, 0x100 + 49)
 """QUIC error codes of the TLS alerts about certificates (RFC 8446, section 6.2)."""
 
 
-class QuicConnection(Endpoint, DownloadOwner):
+class QuicConnection(Endpoint, Connection):
     """A connection to one publisher or relay."""
 
     def __init__(self, library: QuicLibrary, options: DialOptions) -> None:
@@ -46,7 +46,6 @@ class QuicConnection(Endpoint, DownloadOwner):
         self._received = 0
         self._lost: str | None = None
         self._lost_kind = ConnectionLostError
-        self._going_away = False
         self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done when the peer's SETUP has arrived, or connecting has failed."""
         self.shaken = False
@@ -57,26 +56,17 @@ class QuicConnection(Endpoint, DownloadOwner):
 
     # ------------------------------------------------------------------ Connection
 
-    def fetch(
-        self,
-        namespace: TrackNamespace,
-        track: str,
-        group: int = 0,
-        *,
-        priority: int = 128,
-        limit: int,
-        exact: bool = False,
-    ) -> Download:
-        """See `Connection.fetch`."""
-        split = self._options.names == "split"
-        fields = namespace.split_fields() if split else namespace.fields()
-        download = QuicDownload(self, (fields, track.encode(), group), priority, limit, exact=exact)
-        if (size := namespace.full_name_bytes(track)) > MAX_FULL_TRACK_NAME:
+    def request(self, request: GroupRequest, priority: int) -> Download:
+        """See `Connection.request`."""
+        namespace = request.namespace
+        fields = namespace.split_fields() if self._options.names == "split" else namespace.fields()
+        download = QuicDownload(self, request, fields, priority)
+        if (size := namespace.full_name_bytes(request.track)) > MAX_FULL_TRACK_NAME:
             why = f"the full track name has {size} bytes, {MAX_FULL_TRACK_NAME} are allowed"
             download.fail(RequestError(why))
         elif self._lost is not None:
             self._lose(download, self._lost)
-        elif self._going_away:
+        elif self.going_away:
             download.lose("the peer is going away; connect anew")
         elif len(self._downloads) < MAX_IN_FLIGHT:
             self._ask(download)
@@ -89,16 +79,6 @@ class QuicConnection(Endpoint, DownloadOwner):
         """See `Connection.stats`."""
         rtt = self.round_trip()
         return ConnectionStats(rtt, self._received, self.lib.lost(self.quic))
-
-    @property
-    def closed(self) -> bool:
-        """See `Connection.closed`."""
-        return self._lost is not None
-
-    @property
-    def going_away(self) -> bool:
-        """See `Connection.going_away`."""
-        return self._going_away
 
     async def answers(self, within_s: float) -> bool:
         """See `Connection.answers`."""
@@ -226,9 +206,9 @@ class QuicConnection(Endpoint, DownloadOwner):
     def _ask(self, download: QuicDownload) -> None:
         session = self.session
         assert session is not None  # noqa: S101  # connections are returned once SETUP has arrived
-        fields, track, group = download.name
-        where = Location(group, 0)
-        number = session.fetch(fields, track, where, where, Parameters(priority=download.priority))
+        where = Location(download.request.group, 0)
+        track = download.request.track.encode()
+        number = session.fetch(download.fields, track, where, where, Parameters(priority=download.priority))
         download.request_id = number
         self._downloads[number] = download
         self.watch.asked(len(self._downloads))
@@ -242,7 +222,7 @@ class QuicConnection(Endpoint, DownloadOwner):
             self.settle_and_send()
 
     def _peer_goes_away(self) -> None:
-        self._going_away = True
+        self.going_away = True
         for _, _, download in self._waiting:
             download.lose("the peer is going away; connect anew")
         self._waiting.clear()
@@ -271,12 +251,12 @@ class QuicConnection(Endpoint, DownloadOwner):
                 self.driver.transmit()
 
     def _lose(self, download: QuicDownload, reason: str) -> None:
-        download.fail(self._lost_kind(f"{download.what}: {reason}"))
+        download.fail(self._lost_kind(f"{download.request}: {reason}"))
 
     def _fail(self, reason: str) -> None:
         if self._lost is not None:
             return
-        self._lost = reason
+        self._lost, self.closed = reason, True
         self.watch.close()
         if not self.ready.done():
             self.ready.set_exception(self._lost_kind(reason))

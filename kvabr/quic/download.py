@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import time
-from abc import abstractmethod
+from typing import TYPE_CHECKING
 
 from kvabr.moqt.codes import RequestCode, ResetCode, name_of
 from kvabr.moqt.messages import RequestErrorMessage as Refusal
 from kvabr.moqt.objects import Item, RangeEnd
-from kvabr.quic.bottleneck import LimitWatch
-from kvabr.quic.interface import Connection, Download, DownloadStats
+from kvabr.quic.interface import Download, DownloadStats, GroupRequest
 from kvabr.types.errors import ConnectionLostError, NotFoundError, RequestError, TransportError
-from kvabr.types.naming import CATALOG_TRACK, TrackNamespace
+from kvabr.types.naming import CATALOG_TRACK
 
-Name = tuple[tuple[bytes, ...], bytes, int]
-"""Namespace fields, track and group."""
+if TYPE_CHECKING:
+    from kvabr.quic.connection import QuicConnection
+
 _NOT_THERE = (RequestCode.DOES_NOT_EXIST, RequestCode.INVALID_RANGE)
 _MIN_ROOM = 16 << 10
 """Bytes that a buffer of unknown size begins with."""
@@ -60,44 +60,19 @@ class ReceiveBuffer:
         self._memory, self._size = memoryview(b""), 0
 
 
-class DownloadOwner(Connection):
-    """A connection, as its downloads see it."""
-
-    watch: LimitWatch
-    """Tells what limits the downloads."""
-
-    @abstractmethod
-    def prioritise(self, download: QuicDownload, priority: int) -> None:
-        """Change the priority of a download."""
-
-    @abstractmethod
-    def drop(self, download: QuicDownload) -> None:
-        """Cancel the request of a download that wants no more."""
-
-
 class QuicDownload(Download):
     """One FETCH."""
 
-    def __init__(self, owner: DownloadOwner, name: Name, priority: int, limit: int, *, exact: bool = False) -> None:
-        """Begin without bytes.
-
-        Args:
-            owner: the connection.
-            name: what is fetched.
-            priority: 0 (most urgent) to 255.
-            limit: maximum size, bytes.
-            exact: the group has ``limit`` bytes.
-        """
+    def __init__(self, owner: QuicConnection, request: GroupRequest, fields: tuple[bytes, ...], priority: int) -> None:
+        """Begin without bytes; `fields` are those of the namespace as the peer is asked for it."""
         self.stats = DownloadStats(time.monotonic())
-        self.name, self.priority, self.limit = name, priority, limit
-        self.what = f"{name[1].decode()[:80]}, group {name[2]}"
-        """The group, for messages."""
+        self.request, self.fields, self.priority = request, fields, priority
         self.request_id: int | None = None
         """Set once it has been asked for."""
         self.over = False
         """Whether nothing more will come."""
         self._owner = owner
-        self._buffer = ReceiveBuffer(limit, exact=exact)
+        self._buffer = ReceiveBuffer(request.limit, exact=request.exact)
         self._read = 0
         self._error: TransportError | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -132,7 +107,7 @@ class QuicDownload(Download):
 
     def cancel(self) -> None:
         """See `Download.cancel`."""
-        self._give_up(RequestError(f"{self.what}: cancelled", code=ResetCode.CANCELLED))
+        self._give_up(RequestError(f"{self.request}: cancelled", code=ResetCode.CANCELLED))
 
     # ---------------------------------------------------------- from the connection
 
@@ -145,9 +120,9 @@ class QuicDownload(Download):
                 count += len(item)
             elif isinstance(item, RangeEnd):
                 self._wrong("the peer does not have all of it", RequestCode.INTERNAL_ERROR)
-            elif item.group != self.name[2]:
+            elif item.group != self.request.group:
                 self._wrong(f"objects of group {item.group} came", RequestCode.MALFORMED_TRACK)
-            elif item.size > self.limit:
+            elif item.size > self.request.limit:
                 self._too_long()
         if count:
             self._wake()
@@ -157,9 +132,9 @@ class QuicDownload(Download):
         """End with the stream, or with the code that reset it."""
         if reset is not None:
             reason = name_of(reset, ResetCode)
-            self.fail(RequestError(f"{self.what}: broken off by the peer ({reason})", code=reset))
+            self.fail(RequestError(f"{self.request}: broken off by the peer ({reason})", code=reset))
         elif not self.stats.received:
-            self.fail(NotFoundError(f"{self.what}: nothing there", code=RequestCode.DOES_NOT_EXIST))
+            self.fail(NotFoundError(f"{self.request}: nothing there", code=RequestCode.DOES_NOT_EXIST))
         elif not self.over:
             self.over = True
             self.stats.done_s = time.monotonic()
@@ -170,16 +145,20 @@ class QuicDownload(Download):
         code = message.code
         said = f": {message.reason}" if message.reason else ""
         if code in _NOT_THERE:
-            error: RequestError = NotFoundError(self._missing or f"{self.what}: not found{said}", code=code)
+            missing = f"{self.request}: not found{said}"
+            if self.request.track == CATALOG_TRACK:
+                namespace = self.request.namespace
+                missing = f"no such asset {namespace.model}/{namespace.prompt[:16]}, or none that you may read"
+            error: RequestError = NotFoundError(missing, code=code)
         else:
             retry_s = (message.retry_interval - 1) / 1000 if message.retry_interval else None
             name = name_of(code, RequestCode)
-            error = RequestError(f"{self.what}: refused, {name}{said}", code=code, retry_after_s=retry_s)
+            error = RequestError(f"{self.request}: refused, {name}{said}", code=code, retry_after_s=retry_s)
         self.fail(error)
 
     def lose(self, reason: str) -> None:
         """Fail because the connection is gone."""
-        self.fail(ConnectionLostError(f"{self.what}: {reason}"))
+        self.fail(ConnectionLostError(f"{self.request}: {reason}"))
 
     def fail(self, error: TransportError) -> None:
         """End with an error; what has come can still be read."""
@@ -190,20 +169,11 @@ class QuicDownload(Download):
 
     # ------------------------------------------------------------------ internals
 
-    @property
-    def _missing(self) -> str | None:
-        """What is missing in the user's words, if the request was for a catalog; None for other tracks."""
-        fields, track, _ = self.name
-        if track != CATALOG_TRACK.encode():
-            return None
-        namespace = TrackNamespace.from_fields(fields)
-        return f"no such asset {namespace.model}/{namespace.prompt[:16]}, or none that you may read"
-
     def _push(self, part: memoryview) -> None:
         if self.over:
             return
         self.stats.received += len(part)
-        if self.stats.received > self.limit:
+        if self.stats.received > self.request.limit:
             self._too_long()
             return
         if self.stats.first_byte_s is None and part:
@@ -214,10 +184,10 @@ class QuicDownload(Download):
         """Fail; nothing of a group that is too long is of any use."""
         self._buffer.clear()
         self._read = 0
-        self._wrong(f"longer than the {self.limit} bytes expected", RequestCode.MALFORMED_TRACK)
+        self._wrong(f"longer than the {self.request.limit} bytes expected", RequestCode.MALFORMED_TRACK)
 
     def _wrong(self, why: str, code: int) -> None:
-        self._give_up(RequestError(f"{self.what}: {why}", code=code))
+        self._give_up(RequestError(f"{self.request}: {why}", code=code))
 
     def _give_up(self, error: TransportError) -> None:
         if not self.over:

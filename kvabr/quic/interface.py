@@ -23,6 +23,24 @@ from kvabr.types.events import Limit
 from kvabr.types.naming import TrackNamespace
 
 
+@dataclass(frozen=True, slots=True)
+class GroupRequest:
+    """One group of one track. Plays whose requests are equal share a download."""
+
+    namespace: TrackNamespace
+    track: str
+    group: int
+    limit: int
+    """Maximum size, bytes."""
+    exact: bool = False
+    """Whether ``limit`` is the size, so that the buffer is allocated once."""
+    digest: str | None = None
+    """SHA-256 of the group, hex, if a catalog told it."""
+
+    def __str__(self) -> str:
+        return f"{self.track[:80]}, group {self.group}"
+
+
 @dataclass(slots=True)
 class DownloadStats:
     """Progress of one download; times as of `time.monotonic`."""
@@ -89,14 +107,23 @@ class Download(ABC):
 
 
 class Connection(ABC):
-    """A connection to one publisher or relay; an async context manager."""
+    """A connection to one origin or relay; an async context manager."""
 
     backend: str
     """``memory``, ``aioquic`` or ``qh3``."""
     protocol: str
     """Negotiated protocol: ``moqt-18``, ``moqt-16``, or another name of the transport."""
+    peer: str | None = None
+    """Host and port of the peer, the same for every connection to it; None if unknown."""
+    closed: bool = False
+    """Whether the connection has ended, from either side."""
+    going_away: bool = False
+    """Whether the peer wants new requests to go elsewhere (GOAWAY); requests under way may still finish."""
+    trouble: str | None = None
+    """What keeps the peer out of reach at the moment, in words; None if nothing is known to."""
+    waits_its_turn: bool = False
+    """Whether nothing comes because more urgent requests of others on the same path are served first."""
 
-    @abstractmethod
     def fetch(
         self,
         namespace: TrackNamespace,
@@ -117,11 +144,11 @@ class Connection(ABC):
             limit: maximum size, bytes.
             exact: the group has ``limit`` bytes, so its buffer is allocated once.
         """
+        return self.request(GroupRequest(namespace, track, group, limit, exact), priority)
 
-    @property
-    def peer(self) -> str | None:
-        """Host and port of the peer, the same for every connection to it; None if unknown."""
-        return None
+    @abstractmethod
+    def request(self, request: GroupRequest, priority: int) -> Download:
+        """Request one group of one track, at a priority from 0 (most urgent) to 255."""
 
     def identify(  # noqa: B027  # most need not
         self, namespace: TrackNamespace, track: str, digests: Sequence[str]
@@ -136,29 +163,9 @@ class Connection(ABC):
         del namespace, track
         return ()
 
-    @property
-    def waits_its_turn(self) -> bool:
-        """Whether nothing comes because more urgent requests of others on the same path are served first."""
-        return False
-
     @abstractmethod
     def stats(self) -> ConnectionStats:
         """Return the state of the connection."""
-
-    @property
-    @abstractmethod
-    def closed(self) -> bool:
-        """Whether the connection has ended, from either side."""
-
-    @property
-    def going_away(self) -> bool:
-        """Whether the peer wants new requests to go elsewhere (GOAWAY); requests under way may still finish."""
-        return False
-
-    @property
-    def trouble(self) -> str | None:
-        """What keeps the peer out of reach at the moment, in words; None if nothing is known to."""
-        return None
 
     async def answers(self, within_s: float) -> bool:
         """Probe the peer, and return whether it answered within ``within_s`` seconds.

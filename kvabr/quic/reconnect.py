@@ -17,9 +17,8 @@ import contextlib
 import random
 from collections.abc import Awaitable, Callable
 
-from kvabr.quic.interface import Connection, ConnectionStats, Download, DownloadStats
+from kvabr.quic.interface import Connection, ConnectionStats, Download, DownloadStats, GroupRequest
 from kvabr.types.errors import ConnectionLostError, TransportError, UnauthorizedError
-from kvabr.types.naming import TrackNamespace
 
 Dial = Callable[[], Awaitable[Connection]]
 
@@ -40,17 +39,8 @@ retries, so a fresh dial reaches a peer that comes back sooner."""
 class _RedialledDownload(Download):
     """A download on the current connection, or on the next one."""
 
-    def __init__(
-        self,
-        owner: RedialledConnection,
-        name: tuple[TrackNamespace, str, int],
-        priority: int,
-        limit: int,
-        *,
-        exact: bool,
-    ) -> None:
-        self.name, self.priority, self.limit, self.exact = name, priority, limit, exact
-        self._owner = owner
+    def __init__(self, owner: RedialledConnection, request: GroupRequest, priority: int) -> None:
+        self.request, self.priority, self._owner = request, priority, owner
         self._stats = DownloadStats(requested_s=asyncio.get_running_loop().time())
         self.inner: Download | None = None
         self.forgotten = False
@@ -81,8 +71,9 @@ class _RedialledDownload(Download):
         except BaseException as error:
             self._owner.release(self)
             if self.forgotten and isinstance(error, ConnectionLostError):
-                what = f"{self.name[1][:80]}, group {self.name[2]}"
-                raise ConnectionLostError(f"{what}: the peer fell silent; it answers a new connection") from error
+                raise ConnectionLostError(
+                    f"{self.request}: the peer fell silent; it answers a new connection"
+                ) from error
             raise
         if not part:
             self._owner.release(self)
@@ -101,6 +92,28 @@ class _RedialledDownload(Download):
         self._owner.release(self)
 
 
+class UnreachedConnection(Connection):
+    """Stands for the connection to a peer that has not been reached: every download on it fails."""
+
+    backend = protocol = "none"
+    closed = True
+
+    def __init__(self, trouble: str) -> None:
+        self.trouble = trouble
+
+    def request(self, request: GroupRequest, priority: int) -> Download:
+        """See `Connection.request`."""
+        del request, priority
+        return _FailedDownload(self.trouble or "")
+
+    def stats(self) -> ConnectionStats:
+        """See `Connection.stats`."""
+        return ConnectionStats()
+
+    async def close(self) -> None:
+        """See `Connection.close`."""
+
+
 class _FailedDownload(Download):
     data = memoryview(b"")
 
@@ -112,50 +125,10 @@ class _FailedDownload(Download):
         raise ConnectionLostError(self._why)
 
     def prioritise(self, priority: int) -> None:
-        pass
+        del priority
 
     def cancel(self) -> None:
         pass
-
-
-class UnreachedConnection(Connection):
-    """Stands for a connection to a peer that could not be reached; all downloads fail."""
-
-    backend = protocol = ""
-
-    def __init__(self, trouble: str) -> None:
-        self._trouble = trouble
-
-    def fetch(
-        self,
-        namespace: TrackNamespace,
-        track: str,
-        group: int = 0,
-        *,
-        priority: int = 128,
-        limit: int,
-        exact: bool = False,
-    ) -> Download:
-        """Return a download that fails."""
-        del namespace, track, group, priority, limit, exact
-        return _FailedDownload(self._trouble)
-
-    def stats(self) -> ConnectionStats:
-        """See `Connection.stats`."""
-        return ConnectionStats()
-
-    @property
-    def closed(self) -> bool:
-        """See `Connection.closed`."""
-        return True
-
-    @property
-    def trouble(self) -> str | None:
-        """See `Connection.trouble`."""
-        return self._trouble
-
-    async def close(self) -> None:
-        """See `Connection.close`."""
 
 
 class RedialledConnection(Connection):
@@ -170,14 +143,13 @@ class RedialledConnection(Connection):
             patience_s: seconds of failing dials after which waiting downloads fail; the next request starts again.
             peer: host and port.
         """
-        self._peer = peer
+        self.peer = peer
         self._current, self._dial, self._patience_s = first, dial, patience_s
         self._leaving: list[Connection] = []
         self._using: dict[_RedialledDownload, Connection] = {}
         self._dialling: asyncio.Task[None] | None = None
         self._waiting: dict[_RedialledDownload, asyncio.Future[None]] = {}
         self._closing: set[asyncio.Task[None]] = set()
-        self._closed = False
         self._earlier_bytes = 0
         self._pause_s = 0.0
         self._adopted_s = float("-inf")
@@ -186,7 +158,7 @@ class RedialledConnection(Connection):
         self._asking: asyncio.Task[None] | None = None
         self._doubted: Connection | None = None
         """The connection whose peer did not answer the last probe."""
-        self._trouble: str | None = first.trouble
+        self.trouble = first.trouble
         self.dials = 0
         """How often it has reconnected."""
 
@@ -200,26 +172,12 @@ class RedialledConnection(Connection):
         """See `Connection`; that of the current one."""
         return self._current.protocol
 
-    @property
-    def peer(self) -> str | None:
-        """See `Connection.peer`."""
-        return self._peer
-
-    def fetch(
-        self,
-        namespace: TrackNamespace,
-        track: str,
-        group: int = 0,
-        *,
-        priority: int = 128,
-        limit: int,
-        exact: bool = False,
-    ) -> Download:
-        """Request a group on the current connection, or on the next one; see `Connection.fetch`."""
-        download = _RedialledDownload(self, (namespace, track, group), priority, limit, exact=exact)
+    def request(self, request: GroupRequest, priority: int) -> Download:
+        """Request a group on the current connection, or on the next one; see `Connection.request`."""
+        download = _RedialledDownload(self, request, priority)
         if self._usable():
             self._start(download)
-        elif not self._closed:
+        elif not self.closed:
             self._redial()
         return download
 
@@ -230,21 +188,11 @@ class RedialledConnection(Connection):
         total = self._earlier_bytes + leaving + stats.bytes_received
         return ConnectionStats(stats.rtt_s, total, stats.lost_packets, stats.rate)
 
-    @property
-    def closed(self) -> bool:
-        """Whether `close` was called; a lost connection is replaced."""
-        return self._closed
-
-    @property
-    def trouble(self) -> str | None:
-        """See `Connection.trouble`."""
-        return self._trouble
-
     async def close(self) -> None:
         """Close all connections; downloads that wait for one fail."""
-        if self._closed:
+        if self.closed:
             return
-        self._closed = True
+        self.closed = True
         if self._look is not None:
             self._look.cancel()
         if tasks := [task for task in (self._dialling, self._asking) if task is not None]:
@@ -260,15 +208,11 @@ class RedialledConnection(Connection):
     # -------------------------------------------------------------- internals
 
     def _usable(self) -> bool:
-        return not (self._closed or self._current.closed or self._current.going_away)
+        return not (self.closed or self._current.closed or self._current.going_away)
 
     def _start(self, download: _RedialledDownload) -> None:
-        namespace, track, group = download.name
-        current = self._current
-        download.inner = current.fetch(
-            namespace, track, group, priority=download.priority, limit=download.limit, exact=download.exact
-        )
-        self._using[download] = current
+        download.inner = self._current.request(download.request, download.priority)
+        self._using[download] = self._current
         if self._look is None and self._asking is None:
             self._look_later()
 
@@ -279,7 +223,7 @@ class RedialledConnection(Connection):
             ConnectionLostError: there is none to be had.
         """
         while not self._usable():
-            if self._closed:
+            if self.closed:
                 raise ConnectionLostError("this side closed the connection")
             waiter = self._waiting[download] = asyncio.get_running_loop().create_future()
             self._redial()
@@ -310,7 +254,7 @@ class RedialledConnection(Connection):
     def _look_whether_any_come(self, connection: Connection, before: int) -> None:
         self._look = None
         if connection is not self._current or connection.stats().bytes_received != before:
-            self._doubted = self._trouble = None
+            self._doubted = self.trouble = None
             self._look_s = _LOOK_S
         elif self._usable() and connection in self._using.values():
             self._asking = asyncio.get_running_loop().create_task(self._ask(connection))
@@ -322,11 +266,11 @@ class RedialledConnection(Connection):
     async def _ask(self, connection: Connection) -> None:
         """Probe the peer, and dial if it does not answer."""
         if await self._lives(connection):
-            self._doubted = self._trouble = None
+            self._doubted = self.trouble = None
             self._look_s = min(_LONGEST_LOOK_S, 2 * self._look_s)
         elif connection is self._current and self._usable():
             self._doubted = connection
-            self._trouble = self._trouble or "the peer has fallen silent"
+            self.trouble = self.trouble or "the peer has fallen silent"
             self._redial()
 
     def _asked(self, task: asyncio.Task[None]) -> None:
@@ -367,7 +311,7 @@ class RedialledConnection(Connection):
             except UnauthorizedError:
                 raise  # trying again would not help
             except TransportError as error:
-                self._trouble = f"dialling again fails: {error}"
+                self.trouble = f"dialling again fails: {error}"
                 if loop.time() - start_s + self._pause_s > self._patience_s:
                     raise
                 if not self._waiting:
@@ -396,7 +340,7 @@ class RedialledConnection(Connection):
                     with contextlib.suppress(TransportError):
                         await made.close()
             if alive:
-                self._doubted = self._trouble = None
+                self._doubted = self.trouble = None
                 return
         self._adopt(made)
 
@@ -410,7 +354,7 @@ class RedialledConnection(Connection):
                 download.forgotten |= used is old
         if old.closed or old is self._doubted or old not in self._using.values():
             self._retire(old)
-        self._doubted = self._trouble = None
+        self._doubted = self.trouble = None
         self._tell(None)
 
     def _retire(self, connection: Connection) -> None:

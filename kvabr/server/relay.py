@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Self
 
 from kvabr.client.metrics import ClientMetrics
 from kvabr.client.resources import decoders
-from kvabr.client.shared_downloads import GroupRequest
 from kvabr.moqt.codes import RequestCode
-from kvabr.quic.interface import Connection
+from kvabr.quic.interface import Connection, GroupRequest
 from kvabr.server.grants import EVERYTHING, Grant, Grants
 from kvabr.server.metrics import Metrics
 from kvabr.server.publication import ArrivingGroup, CatalogLevel, Publication

@@ -16,10 +16,9 @@ from itertools import count
 
 from kvabr.client.metrics import ClientMetrics
 from kvabr.client.resources import decoders
-from kvabr.client.shared_downloads import GroupRequest
 from kvabr.codec.container import ObjectSpan
 from kvabr.moqt.codes import RequestCode
-from kvabr.quic.interface import Connection, Download
+from kvabr.quic.interface import Connection, Download, GroupRequest
 from kvabr.server.publication import ArrivingGroup, PublishedGroup
 from kvabr.store.group_store import TieredGroupStore
 from kvabr.types.errors import ConnectionLostError, RequestError, TransportError, UnauthorizedError

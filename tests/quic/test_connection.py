@@ -18,7 +18,7 @@ from kvabr.moqt.wire import DRAFTS, by_alpn
 from kvabr.quic import connect as quic
 from kvabr.quic import connection as quicconnection
 from kvabr.quic import download as quicdownload
-from kvabr.quic.interface import read_all
+from kvabr.quic.interface import GroupRequest, read_all
 from kvabr.quic.options import DialOptions
 from kvabr.server import server as quicserver
 from kvabr.server.certificates import check, development
@@ -26,7 +26,7 @@ from kvabr.server.limits import ServerLimits
 from kvabr.server.metrics import Metrics
 from kvabr.server.published_assets import PublishedAssets
 from kvabr.types.errors import ConnectionLostError, NotFoundError, RequestError, TransportError
-from kvabr.types.naming import CATALOG_TRACK
+from kvabr.types.naming import CATALOG_TRACK, TrackNamespace
 from tests.assets import make_asset
 from tests.client.virtual import virtual
 
@@ -294,7 +294,8 @@ def test_a_gap_or_a_foreign_group_ends_a_download():
         (ObjectHeader(3, 0, 0, 128, 101), "longer than the 100 bytes"),
     ):
         connection = Nowhere()
-        download = quicdownload.QuicDownload(connection, ((b"a",), b"FP16", 3), 0, 100)
+        request = GroupRequest(TrackNamespace("m", "0" * 64), "FP16", 3, 100)
+        download = quicdownload.QuicDownload(connection, request, (b"a",), 0)
         download.take([item])
         assert connection.dropped == 1
         with pytest.raises(RequestError, match=words):
