@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from itertools import count
 
 from kvabr.moqt.codes import SessionCode, SessionFault
 from kvabr.moqt.encoding import encode
@@ -41,19 +44,12 @@ class Channel:
         self.commands: list[Command] = []
         self.control_stream: int | None = None
         """Stream for outgoing control messages."""
-        self._next_bidi, self._next_uni = (0, 2) if client else (1, 3)
+        self.open_bidi: Callable[[], int] = partial(next, count(0 if client else 1, 4))
+        """Returns the ID of a new bidirectional stream."""
+        self.open_uni: Callable[[], int] = partial(next, count(2 if client else 3, 4))
+        """Returns the ID of a new unidirectional stream."""
         self.next_id = 0 if client else 1
         """Next request ID of this end."""
-
-    def open_bidi(self) -> int:
-        """Return the ID of a new bidirectional stream."""
-        self._next_bidi += 4
-        return self._next_bidi - 4
-
-    def open_uni(self) -> int:
-        """Return the ID of a new unidirectional stream."""
-        self._next_uni += 4
-        return self._next_uni - 4
 
     def take_id(self) -> int:
         """Return a new request ID."""
@@ -68,11 +64,8 @@ class Channel:
         """Remove a request of the peer from the pending events; return False if the owner has already seen it."""
         if not any(isinstance(event, Requested) and event.request_id == request_id for event in self.events):
             return False
-        self.events = [
-            event
-            for event in self.events
-            if not (isinstance(event, Requested | Updated) and event.request_id == request_id)
-        ]
+        over = (Requested, Updated)
+        self.events = [event for event in self.events if not isinstance(event, over) or event.request_id != request_id]
         return True
 
     def write(self, stream: int, message: Message, *, fin: bool = False) -> None:
@@ -104,12 +97,7 @@ class PeerIds:
     """
 
     def __init__(self, channel: Channel, granted: int) -> None:
-        """Start with no ID used.
-
-        Args:
-            channel: The session's channel.
-            granted: Draft 16: IDs must be below this.
-        """
+        """Start with no ID used; in draft 16, they must be below `granted`."""
         self._parity = int(channel.client)
         self._limited = not channel.draft.streams
         self.granted = granted
@@ -120,14 +108,9 @@ class PeerIds:
         self._in_order = -1
 
     def take(self, number: int, *, in_order: bool = False) -> None:
-        """Record that the peer uses an ID.
+        """Record that the peer uses an ID, or raise SessionFault.
 
-        Args:
-            number: The ID.
-            in_order: Whether it came on the shared control stream (draft 16), where IDs must increase.
-
-        Raises:
-            SessionFault: The ID has the wrong parity, was used before, or exceeds the limit.
+        On the shared control stream of draft 16 they must come `in_order`.
         """
         code = SessionCode.INVALID_REQUEST_ID
         if number % 2 != self._parity:
@@ -157,12 +140,7 @@ class PeerIds:
         return behind >= _ID_WINDOW or bool(self._used >> behind & 1)
 
     def widen(self, window: int, active: int) -> int | None:
-        """Draft 16: return a new limit that allows `window` open requests, or None while it is too early to send one.
-
-        Args:
-            window: Requests that the peer may have open.
-            active: Requests that are open now.
-        """
+        """Draft 16: return a limit for `window` open requests, of which some are active; None if it is too early."""
         wanted = self.next + 2 * max(0, window - active)
         if wanted - self.granted < window:
             return None

@@ -109,7 +109,7 @@ def decode(kind: int, payload: bytes, draft: Draft, *, control: bool = True) -> 
             values[name] = read_parameters(reader, draft, allowed_parameters(cls, draft))
         else:
             values[name] = _CODECS[name][0](reader, draft)
-    if cls is m.RequestErrorMessage and _redirects(values["code"], draft):
+    if cls is m.RequestErrorMessage and draft.streams and values["code"] == RequestCode.REDIRECT:
         to = reader.text(MAX_URI_BYTES, "URI"), reader.namespace(), reader.text(MAX_NAME_BYTES, "track name")
         values["redirect"] = m.Redirect(*to)
     message = cls(**values)
@@ -142,7 +142,7 @@ def _payload(message: m.Message, draft: Draft) -> bytes:
     varint = draft.varint
     if isinstance(message, m.Fetch | m.JoiningFetch):
         parts.insert(1, varint.encode(1 if isinstance(message, m.Fetch) else 2 if message.relative else 3))
-    elif isinstance(message, m.RequestErrorMessage) and _redirects(message.code, draft):
+    elif isinstance(message, m.RequestErrorMessage) and draft.streams and message.code == RequestCode.REDIRECT:
         to = message.redirect
         if to is None:
             raise ValueError("a REQUEST_ERROR with code REDIRECT needs a redirect")
@@ -154,7 +154,7 @@ def _check_sendable(message: m.Message, draft: Draft) -> None:
     """Raise ValueError for a message that would make the peer close the session."""
     if extra := present(getattr(message, "parameters", None)) - allowed_parameters(type(message), draft):
         raise ValueError(f"a {type(message).__name__} cannot have {', '.join(sorted(param.name for param in extra))}")
-    if getattr(message, "namespace", None) == () and _least_fields(draft):
+    if getattr(message, "namespace", None) == () and not draft.streams:
         raise ValueError(f"a namespace needs at least one field in draft {draft.number}")
     if _name_bytes(message) > MAX_NAME_BYTES:
         raise ValueError(f"a full track name is limited to {MAX_NAME_BYTES} bytes")
@@ -162,19 +162,10 @@ def _check_sendable(message: m.Message, draft: Draft) -> None:
         raise ValueError(f"a URI is limited to {MAX_URI_BYTES} bytes")
 
 
-def _redirects(code: int, draft: Draft) -> bool:
-    return draft.streams and code == RequestCode.REDIRECT
-
-
 def _name_bytes(message: m.Message) -> int:
     """Return the size of a full track name: namespace and track together (draft 18, section 2.4.1)."""
     named = getattr(message, "redirect", None) or message
     return sum(map(len, getattr(named, "namespace", ()))) + len(getattr(named, "track", b""))
-
-
-def _least_fields(draft: Draft) -> int:
-    """Return the minimum number of fields in a namespace."""
-    return 0 if draft.streams else 1
 
 
 def _read_flag(reader: Reader, _draft: Draft) -> bool:
@@ -223,7 +214,7 @@ _CODECS: dict[str, _Codec] = {
         ),
         _INTEGER,
     ),
-    "namespace": (lambda reader, draft: reader.namespace(least=_least_fields(draft)), _write_namespace),
+    "namespace": (lambda reader, draft: reader.namespace(least=0 if draft.streams else 1), _write_namespace),
     "prefix": _PART,
     "suffix": _PART,
     "track": (lambda reader, _: reader.text(MAX_NAME_BYTES, "track name"), _write_text),

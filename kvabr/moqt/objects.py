@@ -20,7 +20,7 @@ from kvabr.moqt.wire import (
     read_pairs,
     write_pairs,
     write_text,
-)
+)  # fmt: skip
 
 FETCH_HEADER = 0x05
 SETUP_STREAM = 0x2F00
@@ -215,14 +215,9 @@ class FetchWriter:
     def header(
         self, group: int, number: int, size: int, properties: tuple[KeyValue, ...] = (), *, priority: int | None = None
     ) -> bytes:
-        """Encode the header of an object; `size` bytes of payload must follow.
+        """Encode the header of an object, whose ID must increase in a group; `size` bytes of payload must follow.
 
-        Args:
-            group: Group ID.
-            number: Object ID; must increase within a group.
-            size: Payload size in bytes.
-            properties: Object properties.
-            priority: Publisher priority; by default that of the preceding object, 128 for the first.
+        The priority is by default that of the preceding object, and 128 for the first.
         """
         varint, last = self._draft.varint, self._last
         wide = self._draft.number >= 17

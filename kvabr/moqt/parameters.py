@@ -48,11 +48,7 @@ class Token:
 
     @classmethod
     def decode(cls, data: bytes, varint: Varint) -> Token:
-        """Parse the Token structure.
-
-        Raises:
-            SessionFault: The bytes are not a valid Token.
-        """
+        """Parse the Token structure, or raise SessionFault."""
         reader = Reader(data, varint)
         try:
             kind = reader.varint()
@@ -69,13 +65,10 @@ class Token:
 
 
 def token_values(tokens: tuple[Token, ...], *, setup: bool = False) -> tuple[bytes, ...]:
-    """Return the values of the tokens of one message.
+    """Return the values of the tokens of one message, or raise SessionFault.
 
     This end announces no cache for token aliases, so a peer can refer to none, and register one only in its SETUP,
     where the registration is ignored.
-
-    Raises:
-        SessionFault: A token registers an alias or refers to one.
     """
     for token in tokens:
         if token.alias_type == REGISTER and not setup:
@@ -172,11 +165,7 @@ def known_parameters(draft: Draft) -> frozenset[Param]:
 
 
 def write_parameters(parameters: Parameters, draft: Draft) -> bytes:
-    """Encode the count and the parameters in ascending order of type.
-
-    Raises:
-        ValueError: The draft does not have a parameter, or a value is out of range.
-    """
+    """Encode the count and the parameters in ascending order of type; ValueError if the draft cannot have one."""
     varint = draft.varint
     out, count, before = b"", 0, 0
     for param in sorted(present(parameters)):
@@ -211,15 +200,9 @@ def _write_value(value: Any, kind: _Encoding, draft: Draft) -> bytes:
 
 
 def read_parameters(reader: Reader, draft: Draft, allowed: frozenset[Param]) -> Parameters:
-    """Parse the parameters of a message.
+    """Parse the parameters of a message, or raise SessionFault.
 
-    Args:
-        reader: The reader, at the count of parameters.
-        draft: The draft.
-        allowed: Parameters that the message may carry. Others are a fault in draft 18 and ignored in draft 16.
-
-    Raises:
-        SessionFault: A parameter is unknown, repeated or misplaced, or a value is out of range.
+    Those that the message is not `allowed` to carry are a fault in draft 18, and ignored in draft 16.
     """
     found: dict[str, Any] = {}
     known, number = known_parameters(draft), 0
@@ -308,11 +291,7 @@ def setup_pairs(options: SetupOptions, draft: Draft) -> list[KeyValue]:
 
 
 def setup_options(pairs: tuple[KeyValue, ...], draft: Draft) -> SetupOptions:
-    """Return the options from key-value pairs, ignoring unknown ones.
-
-    Raises:
-        SessionFault: An option is repeated, or a token is malformed.
-    """
+    """Return the options from key-value pairs, ignoring unknown ones, or raise SessionFault."""
     found: dict[str, Any] = {}
     for kind, value in pairs:
         name = _SETUP.get(kind)  # type: ignore[call-overload]  # an IntEnum equals its number
@@ -333,16 +312,19 @@ _PATH = re.compile(rb"(?:/(?:" + _PLAIN + rb"|[:@])*)*(?:\?(?:" + _PLAIN + rb"|[
 _AUTHORITY = re.compile(rb"(?:(?:" + _PLAIN + rb"|:)*@)?(?:\[[0-9A-Za-z:.%_~-]+\]|(?:" + _PLAIN + rb")+)(?::[0-9]*)?")
 
 
-def check_path(path: bytes) -> None:
-    """Raise SessionFault unless a PATH is a `path-abempty` with an optional query (RFC 3986)."""
-    if not _PATH.fullmatch(path):
-        raise SessionFault("PATH is not a valid URI path", SessionCode.MALFORMED_PATH)
+def check_target(options: SetupOptions, *, client: bool) -> None:
+    """Raise SessionFault for a wrong PATH or AUTHORITY in a SETUP; only a `client` may send them.
 
-
-def check_authority(authority: bytes) -> None:
-    """Raise SessionFault unless an AUTHORITY is a non-empty host with an optional port (RFC 3986)."""
-    if not _AUTHORITY.fullmatch(authority):
-        raise SessionFault("AUTHORITY is not a valid URI authority", SessionCode.MALFORMED_AUTHORITY)
+    They are a `path-abempty` with an optional query, and a non-empty host with an optional port (RFC 3986).
+    """
+    for name, value, pattern, foreign, wrong in (
+        ("PATH", options.path, _PATH, SessionCode.INVALID_PATH, SessionCode.MALFORMED_PATH),
+        ("AUTHORITY", options.authority, _AUTHORITY, SessionCode.INVALID_AUTHORITY, SessionCode.MALFORMED_AUTHORITY),
+    ):
+        if value is not None and not client:
+            raise SessionFault(f"SETUP from a server carries {name}", foreign)
+        if value is not None and not pattern.fullmatch(value):
+            raise SessionFault(f"{name} does not fit into a URI", wrong)
 
 
 assert {field.name for field in fields(Parameters)} == {name for name, _, _ in _KINDS.values()}  # noqa: S101

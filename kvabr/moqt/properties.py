@@ -14,11 +14,7 @@ class MalformedTrack(Exception):  # noqa: N818  # the track's fault; the session
 
 
 def unfold(properties: tuple[KeyValue, ...], draft: Draft) -> tuple[KeyValue, ...]:
-    """Return the properties together with those inside IMMUTABLE_PROPERTIES.
-
-    Raises:
-        MalformedTrack: The immutable properties cannot be parsed, or contain IMMUTABLE_PROPERTIES themselves.
-    """
+    """Return the properties together with those inside IMMUTABLE_PROPERTIES, or raise MalformedTrack."""
     out = list(properties)
     for kind, value in properties:
         if kind == Property.IMMUTABLE_PROPERTIES and isinstance(value, bytes):
@@ -33,11 +29,7 @@ def unfold(properties: tuple[KeyValue, ...], draft: Draft) -> tuple[KeyValue, ..
 
 
 def check_track(properties: tuple[KeyValue, ...], draft: Draft) -> None:
-    """Check the property values of a track for which the draft requires closing the session.
-
-    Raises:
-        SessionFault: A value is out of range.
-    """
+    """Raise SessionFault for a property of a track for whose value the draft requires closing the session."""
     try:
         every = unfold(properties, draft)
     except MalformedTrack:
@@ -69,11 +61,7 @@ def unusable(properties: tuple[KeyValue, ...], draft: Draft) -> tuple[RequestCod
 
 
 def check_object(properties: tuple[KeyValue, ...], group: int, number: int, draft: Draft) -> None:
-    """Check the properties of an object.
-
-    Raises:
-        MalformedTrack: The properties are invalid.
-    """
+    """Raise MalformedTrack if the properties of an object are invalid."""
     if not properties:
         return
     if sum(kind == Property.IMMUTABLE_PROPERTIES for kind, _ in properties) > 1:

@@ -30,7 +30,7 @@ class _FetchState(RequestState):
 
 
 class Requester:
-    """The open requests of this end."""
+    """The open requests of this end; methods that take in what the peer sends raise SessionFault if it is wrong."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
@@ -62,11 +62,7 @@ class Requester:
             self._send(self._waiting.popleft())
 
     def raise_limit(self, limit: int) -> None:
-        """Draft 16: handle a MAX_REQUEST_ID.
-
-        Raises:
-            SessionFault: The limit does not increase.
-        """
+        """Draft 16: handle a MAX_REQUEST_ID."""
         if limit <= self._limit:
             raise SessionFault(f"MAX_REQUEST_ID of {limit} does not increase the limit of {self._limit}")
         self.grant(limit)
@@ -101,21 +97,13 @@ class Requester:
     # ------------------------------------------------------------------ answers from the peer
 
     def by_id(self, number: int) -> _FetchState | None:
-        """Return a request, or None if it is over.
-
-        Raises:
-            SessionFault: No such request was ever made.
-        """
+        """Return a request, or None if it is over."""
         if not self._channel.made(number):
             raise SessionFault(f"answer to request {number}, which was never made")
         return self._requests.get(number)
 
     def receive_answers(self, stream: int, data: bytes, *, fin: bool) -> None:
-        """Take in bytes of a request's own stream; those for a request that is over are ignored.
-
-        Raises:
-            SessionFault: They are not messages that answer it.
-        """
+        """Take in bytes of a request's own stream; those for a request that is over are ignored."""
         request = self._by_stream.get(stream)
         if request is None:
             return
@@ -129,11 +117,7 @@ class Requester:
             self.stream_gone(stream, None)
 
     def answer(self, request: _FetchState, message: m.Message) -> None:
-        """Handle an answer to a request.
-
-        Raises:
-            SessionFault: The message does not answer the request.
-        """
+        """Handle an answer to a request."""
         channel = self._channel
         if isinstance(message, m.RequestErrorMessage) and message.redirect is not None:
             channel.check_uri(message.redirect.uri, message)
@@ -194,11 +178,7 @@ class Requester:
         self._by_data[stream] = None
 
     def begin_objects(self, stream: int, number: int | None, data: memoryview, *, fin: bool) -> None:
-        """Take in the first objects on a stream, of FETCH `number`, or of a subscription (None).
-
-        Raises:
-            SessionFault: There never was such a request, or it cannot have this stream.
-        """
+        """Take in the first objects on a stream, of FETCH `number`, or of a subscription (None)."""
         request = None if number is None else self.by_id(number)
         if request is None:
             if not fin:  # the request was cancelled; the draft allows dropping the stream
@@ -216,11 +196,7 @@ class Requester:
         return stream in self._by_data
 
     def receive_objects(self, stream: int, data: bytes | memoryview, *, fin: bool) -> None:
-        """Take in more objects of a stream.
-
-        Raises:
-            SessionFault: They violate the protocol.
-        """
+        """Take in more objects of a stream."""
         request = self._by_data.pop(stream) if fin else self._by_data[stream]
         if request is None:
             return

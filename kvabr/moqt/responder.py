@@ -27,7 +27,7 @@ _RESERVED = (b".", b".session")
 
 
 class Responder:
-    """The open requests of the peer."""
+    """The open requests of the peer; methods that take in what it sends raise SessionFault if that is wrong."""
 
     def __init__(self, channel: Channel, granted: int) -> None:
         self._channel = channel
@@ -46,23 +46,22 @@ class Responder:
     # ------------------------------------------------------------------ messages from the peer
 
     def receive(self, stream: int, message: m.Message, *, first: bool) -> None:
-        """Handle a message on a bidirectional stream of the peer.
-
-        Raises:
-            SessionFault: The message does not belong there.
-        """
-        request = self._by_stream.get(stream)
-        if request is not None:
-            self._more(request, message)
-        elif first:
-            self.begin(message, stream)
+        """Handle a message on a bidirectional stream of the peer."""
+        request, streams = self._by_stream.get(stream), self._channel.draft.streams
+        if request is None:
+            if first:
+                self.begin(message, stream)
+        elif isinstance(message, m.RequestUpdate) and streams:
+            self.ids.take(message.request_id)
+            self._update(request, message)
+        elif isinstance(message, m.Goaway) and streams:
+            self._channel.check_goaway(message, repeated=request.going_away)
+            request.going_away = True
+        else:
+            raise SessionFault(f"{type(message).__name__} cannot follow a request on its stream")
 
     def begin(self, message: m.Message, stream: int | None) -> None:
-        """Handle a request, on its own stream or, in draft 16, on the control stream (`stream` is None).
-
-        Raises:
-            SessionFault: The message is not a request, is on the wrong stream, or has a wrong ID.
-        """
+        """Handle a request, on its own stream or, in draft 16, on the control stream (`stream` is None)."""
         if not isinstance(message, m.Request):
             raise SessionFault(f"{type(message).__name__} does not open a request")
         if not self._channel.draft.streams and (stream is not None) != isinstance(message, m.SubscribeNamespace):
@@ -82,28 +81,8 @@ class Responder:
         else:
             self._channel.events.append(Requested(request.number, message, tokens))
 
-    def _more(self, request: RequestState, message: m.Message) -> None:
-        """Handle a message that follows a request on its stream.
-
-        Raises:
-            SessionFault: The message is not allowed there.
-        """
-        streams = self._channel.draft.streams
-        if isinstance(message, m.RequestUpdate) and streams:
-            self.ids.take(message.request_id)
-            self._update(request, message)
-        elif isinstance(message, m.Goaway) and streams:
-            self._channel.check_goaway(message, repeated=request.going_away)
-            request.going_away = True
-        else:
-            raise SessionFault(f"{type(message).__name__} cannot follow a request on its stream")
-
     def _update(self, request: RequestState, message: m.RequestUpdate) -> None:
-        """Apply a REQUEST_UPDATE.
-
-        Raises:
-            SessionFault: The request cannot be changed in this way.
-        """
+        """Apply a REQUEST_UPDATE."""
         parameters = message.parameters
         kind = type(request.message)
         allowed = _CHANGEABLE.get(kind)

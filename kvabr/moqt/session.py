@@ -24,7 +24,7 @@ from kvabr.moqt.codes import ResetCode, SessionCode, SessionFault
 from kvabr.moqt.encoding import ANSWERS, CLIENT_SETUP_16, SERVER_SETUP_16, MessageParser, decode
 from kvabr.moqt.events import Close, Closed, Command, Event, GoingAway, Ready, Reset
 from kvabr.moqt.objects import FETCH_HEADER, PADDING_STREAM, SETUP_STREAM, is_subgroup, read_stream_header
-from kvabr.moqt.parameters import Parameters, SetupOptions, check_authority, check_path, token_values
+from kvabr.moqt.parameters import Parameters, SetupOptions, check_target, token_values
 from kvabr.moqt.requester import Requester
 from kvabr.moqt.responder import REQUEST_WINDOW, Responder
 from kvabr.moqt.wire import Draft, Location
@@ -40,13 +40,7 @@ class MoqtSession:
     """One session; the module docstring explains how to drive it."""
 
     def __init__(self, draft: Draft, *, client: bool, options: SetupOptions | None = None) -> None:
-        """Prepare a session; `start` sends the SETUP.
-
-        Args:
-            draft: The draft negotiated by ALPN.
-            client: Whether this end is the client.
-            options: Options for the SETUP of this end.
-        """
+        """Prepare a session with the options for its SETUP, which `start` sends."""
         self.draft, self.client = draft, client
         self._options = replace(options or SetupOptions(), max_request_id=0 if draft.streams else 2 * REQUEST_WINDOW)
         self._channel = Channel(draft, client=client)
@@ -216,13 +210,12 @@ class MoqtSession:
             self._receive_control(data, fin=fin)
         elif not self._ready:
             self._keep_early(stream, data, fin=fin)
+        elif self._opened(stream):
+            self.requester.receive_answers(stream, data, fin=fin)
         else:
             self._receive_request(stream, data, fin=fin)
 
     def _receive_request(self, stream: int, data: bytes, *, fin: bool) -> None:
-        if self._opened(stream):
-            self.requester.receive_answers(stream, data, fin=fin)
-            return
         parser = self._messages.setdefault(stream, MessageParser(self.draft))
         if parser is not None:
             self._receive_requests(stream, parser, data)
@@ -242,12 +235,10 @@ class MoqtSession:
         if parser.count and not self.responder.owns(stream):
             self._messages[stream] = None  # the request is over; ignore the rest
         elif parser.buffered:
-            self._check_partial()
-
-    def _check_partial(self) -> None:
-        if sum(parser.buffered for parser in self._messages.values() if parser is not None) > _MAX_PARTIAL_BYTES:
-            what = f"more than {_MAX_PARTIAL_BYTES} bytes of incomplete messages"
-            raise SessionFault(what, SessionCode.INTERNAL_ERROR)
+            held = sum(parser.buffered for parser in self._messages.values() if parser is not None)
+            if held > _MAX_PARTIAL_BYTES:
+                what = f"more than {_MAX_PARTIAL_BYTES} bytes of incomplete messages"
+                raise SessionFault(what, SessionCode.INTERNAL_ERROR)
 
     def _receive_control(self, data: bytes, *, fin: bool) -> None:
         for kind, payload in self._control_parser.feed(data):
@@ -274,23 +265,13 @@ class MoqtSession:
 
     # ------------------------------------------------------------------ control messages
 
-    def _check_setup(self, options: SetupOptions, kind: int) -> None:
+    def _receive_setup(self, message: m.Setup, kind: int) -> None:
         if self._ready:
             raise SessionFault("second SETUP")
         if not self.draft.streams and kind != (SERVER_SETUP_16 if self.client else CLIENT_SETUP_16):
             raise SessionFault("SETUP of the wrong end")
-        if options.path is not None:
-            if self.client:
-                raise SessionFault("SETUP from a server carries a PATH", SessionCode.INVALID_PATH)
-            check_path(options.path)
-        if options.authority is not None:
-            if self.client:
-                raise SessionFault("SETUP from a server carries an AUTHORITY", SessionCode.INVALID_AUTHORITY)
-            check_authority(options.authority)
-
-    def _receive_setup(self, message: m.Setup, kind: int) -> None:
         options = message.options
-        self._check_setup(options, kind)
+        check_target(options, client=not self.client)
         tokens = token_values(options.tokens, setup=True)
         self._ready = True
         if not self.draft.streams and not self.client:

@@ -53,12 +53,6 @@ class Varint:
                 return (value | lead << (8 * (size - 1))).to_bytes(size, "big")
         return b"\xff" + value.to_bytes(8, "big")
 
-    def size(self, first: int) -> int:
-        """Return the length of an encoded integer from its first byte."""
-        if not self.wide:
-            return 1 << (first >> 6)
-        return 9 - (0xFF - first).bit_length() if first != 0xFF else 9
-
     def peek(self, data: bytes | bytearray | memoryview, at: int) -> tuple[int, int] | None:
         """Return the integer at offset `at` and the offset after it, or None if it is incomplete."""
         if at >= len(data):
@@ -66,13 +60,16 @@ class Varint:
         first = data[at]
         if first < (0x80 if self.wide else 0x40):
             return first, at + 1
-        size = self.size(first)
+        if self.wide:  # the leading one bits give the length
+            size = 9 - (0xFF - first).bit_length()
+            bits = 64 if size == 9 else 7 * size
+        else:
+            size = 1 << (first >> 6)
+            bits = 8 * size - 2
         end = at + size
         if end > len(data):
             return None
-        value = int.from_bytes(data[at:end], "big")
-        bits = (64 if size == 9 else 7 * size) if self.wide else 8 * size - 2
-        return value & ((1 << bits) - 1), end
+        return int.from_bytes(data[at:end], "big") & ((1 << bits) - 1), end
 
 
 WIDE = Varint(wide=True)
@@ -196,15 +193,10 @@ def write_location(varint: Varint, value: Location) -> bytes:
 
 
 def write_namespace(varint: Varint, fields: Sequence[bytes]) -> bytes:
-    """Encode a namespace.
-
-    Raises:
-        ValueError: The namespace has too many fields or bytes, or an empty field.
-    """
+    """Encode a namespace."""
     if len(fields) > MAX_NAMESPACE_FIELDS or not all(fields) or sum(map(len, fields)) > MAX_NAME_BYTES:
-        raise ValueError(
-            f"a namespace has at most {MAX_NAMESPACE_FIELDS} fields, none empty, of {MAX_NAME_BYTES} bytes together"
-        )
+        most = f"{MAX_NAMESPACE_FIELDS} fields, none empty, of {MAX_NAME_BYTES} bytes together"
+        raise ValueError(f"a namespace has at most {most}")
     return varint.encode(len(fields)) + b"".join(write_text(varint, field) for field in fields)
 
 
@@ -220,13 +212,7 @@ def read_pairs(reader: Reader, count: int | None = None) -> tuple[KeyValue, ...]
         kind += reader.varint()
         if kind > MAX_INTEGER:
             raise SessionFault("type of a key-value pair exceeds 64 bits")
-        if kind % 2:
-            size = reader.varint()
-            if size > MAX_VALUE_BYTES:
-                raise SessionFault(f"key-value pair with a value of {size} bytes; the limit is {MAX_VALUE_BYTES}")
-            pairs.append((kind, reader.take(size)))
-        else:
-            pairs.append((kind, reader.varint()))
+        pairs.append((kind, reader.text(MAX_VALUE_BYTES, "value of a key-value pair") if kind % 2 else reader.varint()))
     return tuple(pairs)
 
 

@@ -49,19 +49,15 @@ _LATER = ("capacity exhausted", "reserved stream is missing")
 
 @dataclass(frozen=True, slots=True)
 class QuicLibrary:
-    """One of the libraries."""
+    """One of the libraries: its module of events, and its classes."""
 
     name: LibraryName
     events: Any
-    """Module of the event classes."""
     protocol: Any
-    """Class ``QuicConnectionProtocol``."""
     connection: Any
-    """Class ``QuicConnection``."""
     configuration: Any
-    """Class ``QuicConfiguration``."""
     server: Any
-    """Class ``QuicServer``: a datagram protocol with one connection per peer."""
+    """A datagram protocol with one connection per peer."""
 
     def configure(self, *, client: bool, alpn: Iterable[str], **more: Any) -> Any:
         """Return a configuration with our flow control windows."""
@@ -97,25 +93,18 @@ class QuicLibrary:
         return total
 
     def demand_proof(self, server: Any, tokens: RetryTokens | None) -> None:
-        """Require new clients to validate their address by a Retry (RFC 9000, section 8.1.2); None: no longer.
-
-        It costs a client one round trip, and protects our memory from spoofed addresses.
-        """
+        """Require new clients to prove their address by a Retry, in one more round trip; None: no longer."""
         server._retry = tokens  # noqa: SLF001  # both libraries only let it be set when the server is made
 
     def closing(self, quic: Any) -> Any:
-        """Return the ``ConnectionTerminated`` event of a connection that either end has closed, else None.
+        """Return the ``ConnectionTerminated`` event of a closed connection, else None.
 
-        The libraries report it only after the draining period of three probe timeouts, which is seconds behind a long
-        queue.
+        The libraries report it only after draining for three probe timeouts, which is seconds behind a long queue.
         """
         return quic._close_event  # noqa: SLF001  # neither has a public way
 
     def may_open(self, quic: Any, stream: int) -> bool:
-        """Return whether a stream of ours is within the peer's stream limit.
-
-        Beyond the limit qh3 raises, and aioquic violates the protocol if such a stream is reset.
-        """
+        """Return whether a stream of ours is within the peer's limit, beyond which neither library behaves."""
         one_way = bool(stream & 2)
         if self.name == "qh3":
             return stream // 4 < quic._core.stream_limits[one_way]  # type: ignore[no-any-return]  # noqa: SLF001
@@ -149,9 +138,8 @@ class QuicLibrary:
 
     def window(self, quic: Any) -> int:
         """Return the congestion window, bytes."""
-        if self.name == "qh3":
-            return int(quic._core.congestion_window)  # noqa: SLF001  # neither has a public way
-        return int(quic._loss.congestion_window)  # noqa: SLF001
+        source = quic._core if self.name == "qh3" else quic._loss  # noqa: SLF001  # neither has a public way
+        return int(source.congestion_window)
 
     def round_trip(self, quic: Any) -> float | None:
         """Return the smoothed round trip, seconds, if it is known."""
@@ -170,13 +158,19 @@ class QuicLibrary:
         return None if self.name == "aioquic" or quic._core is None else int(quic._core.loss_total)  # noqa: SLF001
 
     async def open_socket(
-        self, sock: socket.socket, protocol: Callable[[], Any]
+        self, sock: socket.socket, protocol: Callable[[], Any], *, server: bool = False
     ) -> tuple[asyncio.DatagramTransport, Any]:
         """Attach a protocol to a bound socket, on the library's fast path if it has one."""
-        _enlarge(sock)
+        for option in (socket.SO_RCVBUF, socket.SO_SNDBUF):
+            with contextlib.suppress(OSError):
+                sock.setsockopt(socket.SOL_SOCKET, option, SOCKET_BUFFER)
         loop = asyncio.get_running_loop()
         if self.name == "qh3":
-            return await _fast_qh3()(loop, protocol, sock=sock)  # type: ignore[no-any-return]
+            # It reads many packets per system call; by itself qh3 uses it for clients only.
+            fast = import_module("qh3.asyncio._transport").create_optimized_datagram_transport
+            return await fast(loop, protocol, sock=sock)  # type: ignore[no-any-return]
+        if server:
+            return await loop.create_datagram_endpoint(protocol, sock=sock)
         made = protocol()
         return BatchTransport(loop, sock, made), made
 
@@ -184,33 +178,15 @@ class QuicLibrary:
         self, sock: socket.socket, configuration: Any, protocol: Any
     ) -> tuple[asyncio.DatagramTransport, Any]:
         """Serve on a bound socket, with one ``protocol`` per connection."""
-        _enlarge(sock)
-        make = lambda: self.server(configuration=configuration, create_protocol=protocol)  # noqa: E731
-        loop = asyncio.get_running_loop()
-        if self.name == "qh3":
-            return await _fast_qh3()(loop, make, sock=sock)  # type: ignore[no-any-return]
-        return await loop.create_datagram_endpoint(make, sock=sock)
-
-
-def _fast_qh3() -> Any:
-    """Return qh3's transport that reads many packets per system call; by itself qh3 uses it for clients only."""
-    return import_module("qh3.asyncio._transport").create_optimized_datagram_transport
-
-
-def _enlarge(sock: socket.socket) -> None:
-    for option in (socket.SO_RCVBUF, socket.SO_SNDBUF):
-        with contextlib.suppress(OSError):
-            sock.setsockopt(socket.SOL_SOCKET, option, SOCKET_BUFFER)
+        make = partial(self.server, configuration=configuration, create_protocol=protocol)
+        return await self.open_socket(sock, make, server=True)
 
 
 def _packets_there_is_room_for(quic: Any, now: float) -> list[tuple[bytes, Any]]:
-    """Return the packets that a qh3 connection has to send.
+    """Return the packets that a qh3 connection has to send, without the rest where qh3 2.1 raises and loses them.
 
-    Until a peer's address is validated, at most three times the bytes received from it may be sent (RFC 9000, section
-    8.1). When the rest of that allowance holds no whole packet, qh3 2.1 raises and loses the packets that it has just
-    made, so clients with a shorter first packet take a second to connect. Keep the packets, and send the rest later.
-    qh3 also raises and loses packets when a stream that it wanted to send on is gone, which happens after outages; it
-    continues when called again.
+    It does so when a packet exceeds what may be sent before a peer's address is validated (RFC 9000, section 8.1),
+    whereupon connecting takes a second, and when a stream that it wanted to send on is gone, as after outages.
     """
     core = quic._core  # noqa: SLF001  # as its own method, but for the error
     made: list[tuple[bytes, Any]] = []
@@ -233,11 +209,7 @@ def _quiet_goodbye(record: logging.LogRecord) -> bool:
 
 
 def library(name: LibraryName) -> QuicLibrary:
-    """Import a library.
-
-    Raises:
-        TransportError: it is not installed.
-    """
+    """Import a library, or raise TransportError."""
     try:
         import_module(name)
         asyncio_part: Any = import_module(f"{name}.asyncio.protocol")
@@ -257,11 +229,7 @@ def library(name: LibraryName) -> QuicLibrary:
 
 
 def installed_libraries(quic: Quic) -> tuple[LibraryName, ...]:
-    """Return the libraries to use, fastest first: all that are installed for ``auto``, else the named one.
-
-    Raises:
-        TransportError: no library is installed.
-    """
+    """Return the libraries to use, fastest first: all that are installed for ``auto``, else the named one."""
     if quic != "auto":
         return (quic,)
     if not (found := tuple(filter(_is_installed, LIBRARIES))):
@@ -277,11 +245,7 @@ def _is_installed(name: LibraryName) -> bool:
 
 
 def load_certificates(configuration: Any, certfile: Path, keyfile: Path) -> None:
-    """Load a server's certificate.
-
-    Raises:
-        TransportError: the library cannot read the files.
-    """
+    """Load a server's certificate, or raise TransportError."""
     try:
         configuration.load_cert_chain(certfile, keyfile)
     except Exception as error:  # whatever the library's TLS raises
@@ -291,9 +255,8 @@ def load_certificates(configuration: Any, certfile: Path, keyfile: Path) -> None
 class RetryTokens:
     """Tokens of QUIC's Retry: proof that a client receives what is sent to its address (RFC 9000, section 8.1.2).
 
-    The libraries have their own, but qh3's decrypts RSA for every packet that claims to carry a token, and raises
-    errors that nobody catches. These are bound to the address and the time by an HMAC, which is enough for a server of
-    one process. The methods accept the arguments of qh3, and of early and late versions of aioquic.
+    qh3's own decrypt RSA for every packet that claims to carry one, and raise errors that nobody catches. These are
+    bound to address and time by an HMAC. The methods accept the arguments of qh3 and of all versions of aioquic.
     """
 
     def __init__(self) -> None:
@@ -306,18 +269,9 @@ class RetryTokens:
         retry_source_connection_id: bytes = b"",
         *,
         address: Any = None,
-        now: float | None = None,
+        **_: Any,
     ) -> bytes:
-        """Return a token for a client.
-
-        Args:
-            addr: the client's address, as the socket reports it.
-            original_destination_connection_id: destination of the client's first packet.
-            retry_source_connection_id: our connection ID in the Retry.
-            address: the same as ``addr``.
-            now: ignored.
-        """
-        del now
+        """Return a token for a client at an address (``addr`` or ``address``), with the connection IDs of the Retry."""
         body = int(time.monotonic() * 1000).to_bytes(8, "big")
         for part in (original_destination_connection_id, retry_source_connection_id):
             body += bytes([len(part)]) + part
@@ -330,14 +284,13 @@ class RetryTokens:
         *,
         address: Any = None,
         destination_cid: bytes | None = None,
-        now: float | None = None,
+        **_: Any,
     ) -> bytes | tuple[bytes, bytes]:
         """Return the connection IDs in a token: both, or only the client's if that of the Retry is given.
 
         Raises:
             ValueError: the token is not ours, is for another address or connection, or has expired.
         """
-        del now
         body, mac = token[:-_MAC_BYTES], token[-_MAC_BYTES:]
         if not hmac.compare_digest(mac, self._mac(addr or address, body)):
             raise ValueError("not one of our tokens")
@@ -360,9 +313,5 @@ class NoTokens(RetryTokens):
     """Accepts no token, so that new connections are refused before any state is kept for them."""
 
     def validate_token(self, *_: Any, **__: Any) -> bytes | tuple[bytes, bytes]:
-        """Refuse the token.
-
-        Raises:
-            ValueError: always.
-        """
+        """Raise ValueError."""
         raise ValueError("no more connections")

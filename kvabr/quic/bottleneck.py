@@ -27,12 +27,7 @@ class LimitWatch:
     """Finds the bottleneck of one connection."""
 
     def __init__(self, probe: Callable[[], None], round_trip: Callable[[], float | None]) -> None:
-        """Start without requests.
-
-        Args:
-            probe: sends a PING.
-            round_trip: returns the round trip, seconds, if it is known.
-        """
+        """Start without requests; ``probe`` sends a PING, ``round_trip`` returns seconds if they are known."""
         self.limit: Limit = "network"
         self._probe, self._round_trip = probe, round_trip
         self._loop = asyncio.get_running_loop()
@@ -70,9 +65,7 @@ class LimitWatch:
     def close(self) -> None:
         """Stop watching."""
         self._closed = True
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        self.asked(0)
 
     def _arm(self) -> None:
         silence = max(_LEAST_SILENCE_S, 2 * (self._round_trip() or 0.0))

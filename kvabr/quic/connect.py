@@ -32,15 +32,9 @@ _MAX_ADDRESSES = 8
 A = TypeVar("A")
 C = TypeVar("C")
 
-# ---------------------------------------------------------------------- URLs
-
 
 def parse_url(url: str) -> tuple[str, int, str]:
-    """Return host, port, and path with query of a ``moqt`` URL. A fragment is ignored; see `asset_of`.
-
-    Raises:
-        UsageError: this is not such a URL.
-    """
+    """Return host, port, and path with query of a ``moqt`` URL, or raise UsageError; `asset_of` reads the fragment."""
     try:
         parts = urlsplit(url)
         port = parts.port
@@ -59,11 +53,7 @@ def parse_url(url: str) -> tuple[str, int, str]:
 
 
 def asset_of(url: str) -> TrackNamespace | None:
-    """Return the asset that a URL's fragment names, ``#kvcache:<model>/<prompt digest>``; None without a fragment.
-
-    Raises:
-        UsageError: the fragment does not name an asset.
-    """
+    """Return the asset that a URL's fragment names, ``#kvcache:<model>/<prompt digest>``; None without a fragment."""
     fragment = urlsplit(url).fragment
     if not fragment:
         return None
@@ -74,11 +64,7 @@ def asset_of(url: str) -> TrackNamespace | None:
 
 
 def parse_namespace(name: str) -> TrackNamespace:
-    """Parse ``<model>/<prompt digest>``.
-
-    Raises:
-        UsageError: this does not name an asset.
-    """
+    """Parse ``<model>/<prompt digest>``, or raise UsageError."""
     model, _, prompt = name.strip().rpartition("/")
     try:
         return TrackNamespace(model, prompt.lower())
@@ -86,9 +72,6 @@ def parse_namespace(name: str) -> TrackNamespace:
         raise UsageError(
             f"{name[:200]!r} does not name an asset: use <model>/<prompt digest of 64 hex digits>"
         ) from error
-
-
-# ------------------------------------------------------------------- connect
 
 
 def connect(
@@ -130,18 +113,9 @@ def connect(
     if quic not in get_args(Quic):
         raise UsageError(f"unknown QUIC library {quic!r}; choose one of {', '.join(get_args(Quic))}")
     host, port, path = parse_url(url)
-    options = DialOptions(
-        host=host,
-        port=port,
-        path=path,
-        token=token or os.environ.get("KVABR_TOKEN") or None,
-        ca=ca,
-        fingerprint=None if fingerprint is None else fingerprint_of(fingerprint),
-        insecure=insecure,
-        drafts=drafts,
-        timeout_s=timeout_s,
-        names=names,
-    )
+    token = token or os.environ.get("KVABR_TOKEN") or None
+    pinned = None if fingerprint is None else fingerprint_of(fingerprint)
+    options = DialOptions(host, port, path, token, ca, pinned, insecure, drafts, timeout_s, names)
     return Connecting(options, quic, needed=needed)
 
 
@@ -186,19 +160,8 @@ class Connecting:
         raise TransportError("; ".join(causes))
 
 
-# ---------------------------------------------------------------------- dial
-
-
 async def dial(options: DialOptions, library_name: LibraryName = "aioquic") -> QuicConnection:
-    """Connect once, to whichever address of the host answers first.
-
-    Returns:
-        A connection on which the peer's SETUP has arrived.
-
-    Raises:
-        TransportError: the host is unknown, does not answer, has a bad certificate, speaks none of the drafts, or
-            refuses us.
-    """
+    """Connect once, to whichever address of the host answers first, and wait for its SETUP, or raise TransportError."""
     lib = library(library_name)
     where = f"{options.host}:{options.port}"
     loop = asyncio.get_running_loop()
@@ -297,7 +260,7 @@ async def _dial_address(
     except OSError as error:
         sock.close()
         raise TransportError(f"cannot open a socket ({error})") from error
-    connection.attach(transport)
+    connection.transport = transport
     try:
         protocol.connect(where)
         await asyncio.wait_for(asyncio.shield(connection.ready), timeout_s)

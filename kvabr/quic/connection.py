@@ -39,7 +39,8 @@ class QuicConnection(Endpoint, Connection):
         self.backend = library.name
         self.protocol = ""
         self._options = options
-        self._transport: asyncio.DatagramTransport | None = None
+        self.transport: asyncio.DatagramTransport | None = None
+        """Closed with the connection."""
         self._downloads: dict[int, QuicDownload] = {}
         self._waiting: list[tuple[int, int, QuicDownload]] = []
         self._order = itertools.count()
@@ -67,7 +68,7 @@ class QuicConnection(Endpoint, Connection):
         elif self._lost is not None:
             self._lose(download, self._lost)
         elif self.going_away:
-            download.lose("the peer is going away; connect anew")
+            self._lose(download, "the peer is going away; connect anew")
         elif len(self._downloads) < MAX_IN_FLIGHT:
             self._ask(download)
             self.settle_and_send()
@@ -90,9 +91,9 @@ class QuicConnection(Endpoint, Connection):
 
     async def close(self) -> None:
         """See `Connection.close`."""
-        if self._transport is None:
+        if self.transport is None:
             return
-        transport, self._transport = self._transport, None
+        transport, self.transport = self.transport, None
         if self._lost is None:
             self.ended("closed by this side", 0)
             self.shut(SessionCode.NO_ERROR, "")
@@ -138,7 +139,8 @@ class QuicConnection(Endpoint, Connection):
                 check_pinned(self.lib.peer_certificate(self.quic), options.fingerprint)
             except TransportError as error:
                 self._fail(str(error))
-                self.close_quietly()
+                self.quic.close(error_code=SessionCode.NO_ERROR)
+                self.driver.transmit()
                 return None
         self.protocol = draft.alpn
         setup = SetupOptions(
@@ -194,15 +196,6 @@ class QuicConnection(Endpoint, Connection):
 
     # ------------------------------------------------------------------ internals
 
-    def close_quietly(self) -> None:
-        """Close a connection that was never ready."""
-        self.quic.close(error_code=SessionCode.NO_ERROR)
-        self.driver.transmit()
-
-    def attach(self, transport: asyncio.DatagramTransport) -> None:
-        """Take over the socket, which is closed with the connection."""
-        self._transport = transport
-
     def _ask(self, download: QuicDownload) -> None:
         session = self.session
         assert session is not None  # noqa: S101  # connections are returned once SETUP has arrived
@@ -224,7 +217,7 @@ class QuicConnection(Endpoint, Connection):
     def _peer_goes_away(self) -> None:
         self.going_away = True
         for _, _, download in self._waiting:
-            download.lose("the peer is going away; connect anew")
+            self._lose(download, "the peer is going away; connect anew")
         self._waiting.clear()
 
     def _finished(self, number: int, tell: Callable[[QuicDownload], None]) -> None:

@@ -10,7 +10,7 @@ from kvabr.moqt.codes import RequestCode, ResetCode, name_of
 from kvabr.moqt.messages import RequestErrorMessage as Refusal
 from kvabr.moqt.objects import Item, RangeEnd
 from kvabr.quic.interface import Download, DownloadStats, GroupRequest
-from kvabr.types.errors import ConnectionLostError, NotFoundError, RequestError, TransportError
+from kvabr.types.errors import NotFoundError, RequestError, TransportError
 from kvabr.types.naming import CATALOG_TRACK
 
 if TYPE_CHECKING:
@@ -25,12 +25,9 @@ class ReceiveBuffer:
     """The bytes of one group, contiguous, each written once as it comes. Views of them stay valid and never change."""
 
     def __init__(self, limit: int, *, exact: bool = False) -> None:
-        """Allocate nothing yet: most requests wait behind others, and need no memory before their first byte.
+        """Allocate nothing before the first byte, then all ``limit`` bytes if they are the ``exact`` size.
 
-        Args:
-            limit: maximum size, bytes.
-            exact: the group has ``limit`` bytes: allocate them all at the first byte. Otherwise the memory doubles when
-                it is full, which copies what is in it; that is meant for small tracks of unknown size.
+        Otherwise the memory doubles when it is full, which copies what is in it: for small tracks of unknown size.
         """
         self.limit = limit
         self._exact = exact
@@ -156,18 +153,12 @@ class QuicDownload(Download):
             error = RequestError(f"{self.request}: refused, {name}{said}", code=code, retry_after_s=retry_s)
         self.fail(error)
 
-    def lose(self, reason: str) -> None:
-        """Fail because the connection is gone."""
-        self.fail(ConnectionLostError(f"{self.request}: {reason}"))
-
     def fail(self, error: TransportError) -> None:
         """End with an error; what has come can still be read."""
         if not self.over:
             self.over = True
             self._error = error
             self._wake()
-
-    # ------------------------------------------------------------------ internals
 
     def _push(self, part: memoryview) -> None:
         if self.over:

@@ -153,10 +153,7 @@ class Connection(ABC):
     def identify(  # noqa: B027  # most need not
         self, namespace: TrackNamespace, track: str, digests: Sequence[str]
     ) -> None:
-        """Tell the SHA-256 of a track's groups, hex, so that a connection with a store need not fetch them again.
-
-        A hint: the caller checks each group all the same.
-        """
+        """Tell the SHA-256 of a track's groups, hex: a connection with a store need not fetch them again."""
 
     def cached_groups(self, namespace: TrackNamespace, track: str) -> Collection[int]:
         """Return the groups of an identified track that need not cross the network."""

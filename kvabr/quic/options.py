@@ -24,20 +24,18 @@ DRAFTS = ("moqt-18", "moqt-16")
 
 @dataclass(frozen=True, slots=True)
 class DialOptions:
-    """One peer, and how to connect to it."""
+    """One peer, and how to connect to it; `kvabr.quic.connect.connect` explains the options."""
 
     host: str
     port: int
     path: str = "/"
     """Path and query of the URL."""
     token: str | None = None
-    """Access token; sent once the connection is encrypted, and never logged."""
+    """Sent once the connection is encrypted, and never logged."""
     ca: Path | None = None
-    """PEM file of certificates to trust instead of the system's."""
     fingerprint: str | None = None
-    """SHA-256 of the only certificate to trust, hex. Name and issuer are then ignored; the dates are checked."""
+    """Name and issuer of the certificate are then ignored; its dates are checked."""
     insecure: bool = False
-    """Do not verify the certificate. Anyone who can redirect packets can then read the token and the cache."""
     drafts: tuple[str, ...] = DRAFTS
     timeout_s: float = 5.0
     """Seconds until the peer's SETUP must have arrived."""
@@ -45,11 +43,7 @@ class DialOptions:
 
 
 def fingerprint_of(text: str) -> str:
-    """Return a SHA-256 fingerprint as 64 lower-case hex digits.
-
-    Raises:
-        UsageError: the text is not a fingerprint.
-    """
+    """Return a SHA-256 fingerprint as 64 lower-case hex digits, or raise UsageError."""
     plain = text.replace(":", "").strip().lower()
     if len(plain) != 64 or not all(digit in "0123456789abcdef" for digit in plain):
         raise UsageError(f"{text[:80]!r} is not a SHA-256 fingerprint: give 64 hex digits, with or without colons")
@@ -57,11 +51,7 @@ def fingerprint_of(text: str) -> str:
 
 
 def trust(configuration: Any, options: DialOptions, library: str) -> None:
-    """Configure a QUIC library with the certificates to trust.
-
-    Raises:
-        TransportError: the file of trusted certificates cannot be read.
-    """
+    """Configure a QUIC library with the certificates to trust, or raise TransportError if they cannot be read."""
     if options.insecure or options.fingerprint is not None:
         # `check_pinned` checks a pinned certificate before anything is sent.
         configuration.verify_mode = ssl.CERT_NONE
@@ -78,15 +68,7 @@ def trust(configuration: Any, options: DialOptions, library: str) -> None:
 
 
 def check_pinned(der: bytes | None, fingerprint: str) -> None:
-    """Raise unless a peer's certificate has the expected fingerprint and is valid today.
-
-    Args:
-        der: the certificate.
-        fingerprint: its expected SHA-256, hex.
-
-    Raises:
-        TransportError: it is another certificate, or out of date.
-    """
+    """Raise TransportError unless a peer's certificate, DER, has a SHA-256 fingerprint and is valid today."""
     if der is None:
         raise TransportError("the peer has no certificate")
     found = hashlib.sha256(der).hexdigest()
@@ -97,12 +79,7 @@ def check_pinned(der: bytes | None, fingerprint: str) -> None:
 
 
 def why_refused(der: bytes | None, host: str) -> str:
-    """Return why TLS refused a peer's certificate; the libraries' own messages say little.
-
-    Args:
-        der: the certificate; None if TLS failed before it arrived.
-        host: the name or address that was dialled.
-    """
+    """Return why TLS refused the certificate of ``host``, None if it never came; the libraries say little."""
     if der is None:
         return "the peer's certificate was not accepted"
     try:

@@ -135,15 +135,12 @@ class RedialledConnection(Connection):
     """Fetches on the latest of a series of connections to one peer; a `Connection`."""
 
     def __init__(self, first: Connection, dial: Dial, *, patience_s: float = 30.0, peer: str | None = None) -> None:
-        """Take over a connection.
+        """Take over a connection, or an `UnreachedConnection`, which the first request replaces.
 
-        Args:
-            first: an open connection, or `UnreachedConnection`, which the first request replaces.
-            dial: makes another to the same peer; never called concurrently.
-            patience_s: seconds of failing dials after which waiting downloads fail; the next request starts again.
-            peer: host and port.
+        ``dial`` makes another to the same peer, never concurrently. When it has failed for ``patience_s`` seconds,
+        waiting downloads fail, and the next request starts again.
         """
-        self.peer = peer
+        self.peer, self.backend, self.protocol = peer, first.backend, first.protocol
         self._current, self._dial, self._patience_s = first, dial, patience_s
         self._leaving: list[Connection] = []
         self._using: dict[_RedialledDownload, Connection] = {}
@@ -153,24 +150,13 @@ class RedialledConnection(Connection):
         self._earlier_bytes = 0
         self._pause_s = 0.0
         self._adopted_s = float("-inf")
-        self._look: asyncio.TimerHandle | None = None
+        self._watching: asyncio.Task[None] | None = None
         self._look_s = _LOOK_S
-        self._asking: asyncio.Task[None] | None = None
         self._doubted: Connection | None = None
         """The connection whose peer did not answer the last probe."""
         self.trouble = first.trouble
         self.dials = 0
         """How often it has reconnected."""
-
-    @property
-    def backend(self) -> str:  # type: ignore[override]
-        """See `Connection`; that of the current one."""
-        return self._current.backend
-
-    @property
-    def protocol(self) -> str:  # type: ignore[override]
-        """See `Connection`; that of the current one."""
-        return self._current.protocol
 
     def request(self, request: GroupRequest, priority: int) -> Download:
         """Request a group on the current connection, or on the next one; see `Connection.request`."""
@@ -193,9 +179,7 @@ class RedialledConnection(Connection):
         if self.closed:
             return
         self.closed = True
-        if self._look is not None:
-            self._look.cancel()
-        if tasks := [task for task in (self._dialling, self._asking) if task is not None]:
+        if tasks := [task for task in (self._dialling, self._watching) if task is not None]:
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks)
@@ -213,15 +197,11 @@ class RedialledConnection(Connection):
     def _start(self, download: _RedialledDownload) -> None:
         download.inner = self._current.request(download.request, download.priority)
         self._using[download] = self._current
-        if self._look is None and self._asking is None:
-            self._look_later()
+        if self._watching is None:
+            self._watching = asyncio.get_running_loop().create_task(self._watch())
 
     async def attach(self, download: _RedialledDownload) -> None:
-        """Wait for a connection, and start a download on it.
-
-        Raises:
-            ConnectionLostError: there is none to be had.
-        """
+        """Wait for a connection, and start a download on it, or raise ConnectionLostError."""
         while not self._usable():
             if self.closed:
                 raise ConnectionLostError("this side closed the connection")
@@ -247,36 +227,25 @@ class RedialledConnection(Connection):
         if used is not None and used in self._leaving and used not in self._using.values():
             self._retire(used)
 
-    def _look_later(self) -> None:
-        before = self._current, self._current.stats().bytes_received
-        self._look = asyncio.get_running_loop().call_later(self._look_s, self._look_whether_any_come, *before)
-
-    def _look_whether_any_come(self, connection: Connection, before: int) -> None:
-        self._look = None
-        if connection is not self._current or connection.stats().bytes_received != before:
-            self._doubted = self.trouble = None
-            self._look_s = _LOOK_S
-        elif self._usable() and connection in self._using.values():
-            self._asking = asyncio.get_running_loop().create_task(self._ask(connection))
-            self._asking.add_done_callback(self._asked)
-            return
-        if self._using:
-            self._look_later()
-
-    async def _ask(self, connection: Connection) -> None:
-        """Probe the peer, and dial if it does not answer."""
-        if await self._lives(connection):
-            self._doubted = self.trouble = None
-            self._look_s = min(_LONGEST_LOOK_S, 2 * self._look_s)
-        elif connection is self._current and self._usable():
-            self._doubted = connection
-            self.trouble = self.trouble or "the peer has fallen silent"
-            self._redial()
-
-    def _asked(self, task: asyncio.Task[None]) -> None:
-        self._asking = None
-        if not task.cancelled() and self._using:
-            self._look_later()
+    async def _watch(self) -> None:
+        """While downloads are in flight and nothing arrives, probe the peer, and dial if it does not answer."""
+        try:
+            while self._using:
+                connection, before = self._current, self._current.stats().bytes_received
+                await asyncio.sleep(self._look_s)
+                if connection is not self._current or connection.stats().bytes_received != before:
+                    self._doubted = self.trouble = None
+                    self._look_s = _LOOK_S
+                elif self._usable() and connection in self._using.values():
+                    if await self._lives(connection):
+                        self._doubted = self.trouble = None
+                        self._look_s = min(_LONGEST_LOOK_S, 2 * self._look_s)
+                    elif connection is self._current and self._usable():
+                        self._doubted = connection
+                        self.trouble = self.trouble or "the peer has fallen silent"
+                        self._redial()
+        finally:
+            self._watching = None
 
     @staticmethod
     async def _lives(connection: Connection) -> bool:
@@ -348,6 +317,7 @@ class RedialledConnection(Connection):
         self.dials += 1
         self._adopted_s = asyncio.get_running_loop().time()
         old, self._current = self._current, made
+        self.backend, self.protocol = made.backend, made.protocol
         self._leaving.append(old)
         if old is self._doubted:
             for download, used in self._using.items():

@@ -22,13 +22,7 @@ class BatchTransport(asyncio.DatagramTransport):
     """A transport for protocols that have ``datagrams_received(list, address)``."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, sock: socket.socket, protocol: Any) -> None:
-        """Start reading.
-
-        Args:
-            loop: the event loop.
-            sock: bound and non-blocking; closed with the transport.
-            protocol: receives the batches.
-        """
+        """Start reading from a socket, bound and non-blocking, which is closed with the transport."""
         super().__init__()
         self._loop, self._sock, self._protocol = loop, sock, protocol
         self._queue: deque[tuple[bytes, Any]] = deque()
@@ -65,10 +59,6 @@ class BatchTransport(asyncio.DatagramTransport):
 
     def close(self) -> None:
         """Close the socket; queued packets are dropped."""
-        self.abort()
-
-    def abort(self) -> None:
-        """Do the same as `close`."""
         if not self._closed:
             self._closed = True
             self._loop.remove_reader(self._sock.fileno())
@@ -76,6 +66,8 @@ class BatchTransport(asyncio.DatagramTransport):
             self._sock.close()
             self._queue.clear()
             self._loop.call_soon(self._protocol.connection_lost, None)
+
+    abort = close
 
     def _readable(self) -> None:
         batch: list[bytes] = []
