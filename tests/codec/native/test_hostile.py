@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvabr.codec.native import coder
+from kvabr.codec.native import coder, reference
 from kvabr.codec.native.coder_model import LANES, DecodeJob
 from kvabr.codec.native.reference import HEAD
 from kvabr.types.errors import FormatError
@@ -107,6 +107,31 @@ def test_noise_that_is_far_larger_than_a_group_is_refused(path: str) -> None:
     payload = HEAD.pack(500_000, 0) + dice.bytes(4 * LANES) + words
     with pytest.raises(FormatError):
         coder.decode(it.job([payload], 1.0, 0, torch.empty(it.shape())))
+
+
+def test_noise_costs_no_more_than_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted in the reference, which the compiled paths match bit for bit: symbols decoded before it is refused."""
+    decoded = 0
+    advance = reference._Reader._advance
+
+    def counting(reader, states, *rest) -> None:
+        nonlocal decoded
+        decoded += len(states)
+        advance(reader, states, *rest)
+
+    monkeypatch.setattr(reference._Reader, "_advance", counting)
+    it = case(31, depths=1)
+    (model,), tokens = it.models, it.indices[0].shape[1]
+    dice = np.random.default_rng(0)
+    states, noise = dice.bytes(4 * LANES), dice.bytes(2 * 500_000)
+    work = []
+    for words in (50_000, 500_000):
+        decoded = 0
+        with pytest.raises(FormatError):
+            reference.decode_indices(model, HEAD.pack(words, 0) + states + noise[: 2 * words], tokens)
+        work.append(decoded)
+    assert work[0] == work[1]
+    assert 0 < work[0] <= model.rows * (tokens + -(-tokens // reference.TILE))
 
 
 def test_chains_and_tensors_that_do_not_fit_are_refused(path: str) -> None:
