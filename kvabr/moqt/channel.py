@@ -68,14 +68,15 @@ class Channel:
         self.events = [event for event in self.events if not isinstance(event, over) or event.request_id != request_id]
         return True
 
-    def write(self, stream: int, message: Message, *, fin: bool = False) -> None:
-        """Send a message on a stream."""
+    def write(self, stream: int | None, message: Message, *, fin: bool = False) -> None:
+        """Send a message on a stream, by default the control stream."""
+        stream = self.control_stream if stream is None else stream
+        assert stream is not None  # noqa: S101  # nothing is sent before SETUP
         self.commands.append(Write(stream, encode(message, self.draft, client=self.client), fin))
 
     def control(self, message: Message) -> None:
         """Send a message on the control stream."""
-        assert self.control_stream is not None  # noqa: S101  # nothing is sent before SETUP
-        self.write(self.control_stream, message)
+        self.write(None, message)
 
     def check_goaway(self, message: Goaway, *, repeated: bool) -> None:
         """Raise SessionFault for a second GOAWAY, or one with a URI from a client (draft 18, section 10.4)."""

@@ -62,11 +62,7 @@ ANSWERS = (m.RequestOk, m.RequestErrorMessage, m.SubscribeOk, m.PublishDone, m.F
 
 
 def encode(message: m.Message, draft: Draft, *, client: bool = True) -> bytes:
-    """Encode a message with its type and length.
-
-    Raises:
-        ValueError: The draft has no such message, the message cannot carry its parameters, or a limit is exceeded.
-    """
+    """Encode a message with its type and length, or raise ValueError if the draft does not allow it."""
     cls = m.Fetch if isinstance(message, m.JoiningFetch) else type(message)
     kind = _TYPE_OF[draft.number].get(cls)
     if kind is None:

@@ -229,9 +229,7 @@ class Requester:
         if channel.draft.streams:
             request.stream = channel.open_bidi()
             self._by_stream[request.stream] = request
-            channel.write(request.stream, request.message)
-        else:
-            channel.control(request.message)
+        channel.write(request.stream, request.message)
         if request.cancelled:
             self.cancel(request.number)
 

@@ -91,15 +91,14 @@ class Responder:
         token_values(parameters.tokens)  # they need not be valid, but well-formed
         if parameters.namespace_prefix is not None:
             # Refusing the new prefix must end the request (draft 18, section 10.9.1).
-            reason = "a prefix cannot be changed; make a new request"
-            self._answer(request, m.RequestErrorMessage(message.request_id, RequestCode.NOT_SUPPORTED, 0, reason))
-            self._report_cancelled(request, ResetCode.CANCELLED)
-            self._finish(request)
+            code, reason = RequestCode.NOT_SUPPORTED, "a prefix cannot be changed; make a new request"
+            self._channel.write(request.stream, m.RequestErrorMessage(message.request_id, code, 0, reason))
+            self._cancelled(request, ResetCode.CANCELLED, reset=None)
             return
         if self._channel.draft.streams and not request.answered:
             request.updates += 1  # the request itself must be answered first
         else:
-            self._answer(request, m.RequestOk(message.request_id))
+            self._channel.write(request.stream, m.RequestOk(message.request_id))
         self._channel.events.append(Updated(request.number, parameters))
 
     def update_16(self, message: m.RequestUpdate) -> None:
@@ -142,8 +141,7 @@ class Responder:
         """
         request = self._by_stream.get(stream)
         if request is not None and isinstance(request.message, m.SubscribeNamespace | m.SubscribeTracks):
-            self._report_cancelled(request, ResetCode.CANCELLED)
-            self._finish(request)
+            self._cancelled(request, ResetCode.CANCELLED, reset=None)
 
     def owns(self, stream: int) -> bool:
         """Return whether a bidirectional stream carries an open request."""
@@ -185,7 +183,7 @@ class Responder:
     def publish_done(self, request_id: int, code: int, streams: int, reason: str) -> None:
         """End a subscription."""
         request = self._requests[request_id]
-        self._answer(request, m.PublishDone(request_id, code, streams, reason))
+        self._channel.write(request.stream, m.PublishDone(request_id, code, streams, reason))
         self._finish(request)
 
     def accept(self, request_id: int, parameters: Parameters | None = None) -> None:
@@ -199,38 +197,29 @@ class Responder:
         """Announce a namespace that matches a SUBSCRIBE_NAMESPACE."""
         request = self._requests.get(request_id)
         if request is not None:
-            self._answer(request, m.Namespace(suffix))
+            self._channel.write(request.stream, m.Namespace(suffix))
 
     def refuse(self, request_id: int, code: int, reason: str, *, retry_ms: int | None = None) -> None:
         """Refuse a request; `retry_ms` is the delay after which a retry may succeed, None if it cannot."""
         request = self._requests.get(request_id)
         if request is not None:
             retry = 0 if retry_ms is None else retry_ms + 1
-            self._answer(request, m.RequestErrorMessage(request_id, code, retry, reason))
+            self._channel.write(request.stream, m.RequestErrorMessage(request_id, code, retry, reason))
             self._finish(request)
 
     # ------------------------------------------------------------------ internals
 
     def _agree(self, request: RequestState, message: m.Message) -> None:
-        self._answer(request, message)
+        self._channel.write(request.stream, message)
         request.answered = True
         for _ in range(request.updates):
-            self._answer(request, m.RequestOk())
+            self._channel.write(request.stream, m.RequestOk())
         request.updates = 0
 
-    def _report_cancelled(self, request: RequestState, code: int) -> None:
+    def _cancelled(self, request: RequestState, code: int, *, reset: int | None = ResetCode.CANCELLED) -> None:
         if not self._channel.retract(request.number):
             self._channel.events.append(Cancelled(request.number, code))
-
-    def _answer(self, request: RequestState, message: m.Message) -> None:
-        if request.stream is None:
-            self._channel.control(message)
-        else:
-            self._channel.write(request.stream, message)
-
-    def _cancelled(self, request: RequestState, code: int) -> None:
-        self._report_cancelled(request, code)
-        self._finish(request, reset=ResetCode.CANCELLED)
+        self._finish(request, reset=reset)
 
     def _finish(self, request: RequestState, *, reset: int | None = None) -> None:
         if self._requests.pop(request.number, None) is None:

@@ -286,10 +286,9 @@ class RetryTokens:
         destination_cid: bytes | None = None,
         **_: Any,
     ) -> bytes | tuple[bytes, bytes]:
-        """Return the connection IDs in a token: both, or only the client's if that of the Retry is given.
+        """Return both connection IDs in a token, or only the client's if that of the Retry is given.
 
-        Raises:
-            ValueError: the token is not ours, is for another address or connection, or has expired.
+        Raise ValueError if the token is not ours, is for another address or connection, or has expired.
         """
         body, mac = token[:-_MAC_BYTES], token[-_MAC_BYTES:]
         if not hmac.compare_digest(mac, self._mac(addr or address, body)):

@@ -206,11 +206,8 @@ async def first_of(candidates: Sequence[A], attempt: Callable[[A], Coroutine[Any
     """Return the result of the first attempt that succeeds, one attempt per candidate.
 
     Each attempt starts when the one before it has failed or has had its head start. Once some candidate has answered
-    with an error and all have been tried, wait only one more head start for the silent ones. Attempts that are no
-    longer needed are cancelled.
-
-    Raises:
-        TransportError: the error of a candidate that answered; `NoAnswerError` if none did.
+    with an error and all have been tried, wait only one more head start for the silent ones. Raise the error of one
+    that answered, `NoAnswerError` if none did. Attempts that are no longer needed are cancelled.
     """
     tasks: list[asyncio.Task[C]] = []
     waiting = list(candidates)

@@ -117,8 +117,9 @@ class Endpoint(ABC):
         while events := session.take_events():
             for event in events:
                 self.happened(event)
-        if self._held:
-            self._release()
+        for stream in [each for each in self._held if self.lib.may_open(self.quic, each)]:
+            for held in self._held.pop(stream):
+                self._carry_out(held)
         while commands := session.take_commands():
             for command in commands:
                 self._carry_out(command)
@@ -140,7 +141,7 @@ class Endpoint(ABC):
             if stream in self._held or (ours and not self.lib.may_open(quic, stream)):
                 self._hold(command, session)
                 return
-        try:
+        with contextlib.suppress(*self.broken):  # the peer reset the stream, or the connection is closing
             if isinstance(command, Write):
                 quic.send_stream_data(command.stream, command.data, command.fin)
                 if len(command.data) > 0 and self.lib.backlog(quic, command.stream) > self.most_unread:
@@ -153,9 +154,6 @@ class Endpoint(ABC):
                 self.lib.hurry(quic, command.stream)
             else:
                 quic.close(error_code=command.code, reason_phrase=command.reason[:500])
-        except self.broken:
-            # The stream ended before the command: the peer reset it, or the connection is closing.
-            return
 
     def _hold(self, command: Write | Reset | Stop, session: MoqtSession) -> None:
         """Hold a command back until the peer allows its stream."""
@@ -167,13 +165,6 @@ class Endpoint(ABC):
         waiting.append(command)
         if len(self._held) > _MOST_HELD:
             session.close(SessionCode.INTERNAL_ERROR, f"more than {_MOST_HELD} streams wait for the stream limit")
-
-    def _release(self) -> None:
-        """Carry out the commands of streams that are allowed by now."""
-        for stream in list(self._held):
-            if self.lib.may_open(self.quic, stream):
-                for command in self._held.pop(stream):
-                    self._carry_out(command)
 
     def safely(self, work: Callable[..., None], *arguments: Any) -> None:
         """Run ``work``; an unexpected error ends the connection and is logged, so that it is never left half alive."""

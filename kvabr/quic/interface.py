@@ -186,11 +186,7 @@ class Connection(ABC):
 
 
 async def read_all(download: Download) -> bytes:
-    """Read a download to its end, and return all of it.
-
-    Raises:
-        TransportError: as `Download.read`; the download is cancelled.
-    """
+    """Read a download to its end, and return all of it; errors are those of `Download.read`."""
     try:
         while await download.read():
             pass

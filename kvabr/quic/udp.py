@@ -1,8 +1,7 @@
 """A UDP transport for asyncio that delivers packets in batches.
 
-asyncio's own transport reads one packet per turn of its loop. A QUIC connection then acknowledges every other packet
-and looks for something to send after each. Reading all queued packets first saves a fifth of the receiver's time with
-aioquic.
+asyncio's own reads one packet per turn of its loop, and a QUIC connection then looks for something to send after each.
+Reading all queued packets first saves a fifth of the receiver's time with aioquic.
 """
 
 from __future__ import annotations
