@@ -209,10 +209,8 @@ def _container(data: bytes, _: random.Random) -> None:
 
 
 def _container_corpus() -> list[bytes]:
-    return [
-        pack(payload, track="Int4", spec_digest=bytes(16), chunk="ab" * 32, group=3, first_token=384, tokens=128)
-        for payload in (b"", b"payload")
-    ]
+    header = FrameHeader("Int4", bytes(16), "ab" * 32, 3, 384, 128)
+    return [pack(payload, header) for payload in (b"", b"payload")]
 
 
 # ------------------------------------------------------------------ a whole session

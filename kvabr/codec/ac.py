@@ -23,6 +23,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import ClassVar
 
 import numpy as np
@@ -49,6 +50,10 @@ class Ac(Codec):
     """One depth."""
 
     needs_profile: ClassVar[bool] = True
+
+    def __init__(self, track: str) -> None:
+        """Make the codec of a track."""
+        self.name, self.refines = track, track_below(track)
 
     def encode(self, group: torch.Tensor, context: GroupContext, below: Sequence[bytes] = ()) -> bytes:
         """Quantise and code."""
@@ -102,10 +107,7 @@ class Ac(Codec):
     def _lower(
         self, context: GroupContext, work: _Work, below: Sequence[bytes]
     ) -> tuple[NDArray[np.int16] | None, NDArray[np.bool_]]:
-        """Return the indices one depth below, and the tokens that are already stored separately.
-
-        The indices are None if there are none, or if they equal those of `_Work.indices`.
-        """
+        """Return the indices one depth below (None: none, or those of `_Work.indices`) and which tokens are stored."""
         if self.refines is None:
             return None, np.zeros(context.tokens, dtype=bool)
         made = work.made.get(self.refines)
@@ -121,37 +123,7 @@ class Ac(Codec):
         return index, aside
 
 
-class AcL0(Ac):
-    """The base."""
-
-    name: ClassVar[str] = LAYERS[0]
-
-
-class AcL1(Ac):
-    """The first enhancement."""
-
-    name: ClassVar[str] = LAYERS[1]
-    refines: ClassVar[str | None] = LAYERS[0]
-
-
-class AcL2(Ac):
-    """The second enhancement."""
-
-    name: ClassVar[str] = LAYERS[2]
-    refines: ClassVar[str | None] = LAYERS[1]
-
-
-class AcL3(Ac):
-    """The third enhancement."""
-
-    name: ClassVar[str] = LAYERS[3]
-    refines: ClassVar[str | None] = LAYERS[2]
-
-
-class Ac5x(Ac):
-    """The draft's arithmetic-coded level: with the model's own profile at least five times smaller than FP16."""
-
-    name: ClassVar[str] = SINGLE
+AcL0, AcL1, AcL2, AcL3, Ac5x = (partial(Ac, track) for track in (*LAYERS, SINGLE))
 
 
 @dataclass(frozen=True, eq=False)
@@ -251,14 +223,9 @@ class Parts:
 def join_payload(
     group: torch.Tensor, tokens: NDArray[np.int64], far: NDArray[np.bool_], sinks: int, coded: bytes
 ) -> bytes:
-    """Build a payload.
+    """Build a payload from a group, the offsets of the tokens to store, which of them are far, and the coded rest.
 
-    Args:
-        group: [layer, K/V, head, token, dim], any float dtype.
-        tokens: offsets of the tokens to store, ascending; the sinks come first.
-        far: which of these are far.
-        sinks: number of sinks; these are never far.
-        coded: output of the coder.
+    The offsets ascend; the first ``sinks`` of them are the sinks, and these are never far.
     """
     listed = (tokens + np.where(far, _FAR, 0))[sinks:].astype("<u4")
     parts = [_COUNT.pack(len(listed)), listed.tobytes()]
@@ -273,13 +240,7 @@ def join_payload(
 
 
 def split_payload(payload: memoryview | bytes, context: GroupContext, sinks: int, what: str) -> Parts:
-    """Parse a payload.
-
-    Args:
-        payload: untrusted.
-        context: which group it is.
-        sinks: tokens of this group that are stored without being listed.
-        what: name of the track, for errors.
+    """Parse an untrusted payload of a group, of which ``sinks`` tokens are stored without being listed.
 
     Raises:
         FormatError: truncated, or listed tokens are out of range or repeated.

@@ -84,12 +84,12 @@ class Affine(Separable):
 class Int8(Affine):
     """8 bits."""
 
-    name: ClassVar[str] = "Int8"
+    name = "Int8"
     bits: ClassVar[int] = 8
 
 
 class Int4(Affine):
     """4 bits."""
 
-    name: ClassVar[str] = "Int4"
+    name = "Int4"
     bits: ClassVar[int] = 4

@@ -108,13 +108,10 @@ class Analysis:
         return self.coefficients(self.centred(bare))
 
     def centred(self, bare: torch.Tensor) -> torch.Tensor:
-        """Subtract the mean and arrange elements in blocks.
+        """Subtract the mean and arrange elements in blocks: [block, channel, token] float32.
 
         Args:
             bare: [layer, K/V, head, token, dim] float32, keys without rotary embedding; overwritten.
-
-        Returns:
-            [block, channel, token] float32.
         """
         bare -= torch.from_numpy(self.transform.mean.astype(np.float32))[:, :, :, None]
         return bare.transpose(3, 4).reshape(self.structure.blocks, self.structure.width, bare.shape[3])
@@ -130,11 +127,7 @@ class Analysis:
         return keys.square().sum(dim=1)
 
     def outlying(self, power: torch.Tensor) -> torch.Tensor:
-        """Return the tokens to store separately, [token] bool; only the loudest few if the calibration does not fit.
-
-        Args:
-            power: as `key_power` returns it.
-        """
+        """Return the tokens to store separately, [token] bool; only the loudest few if the calibration does not fit."""
         loudness = (power.sqrt() / torch.from_numpy(self.transform.spread.copy())[:, None]).amax(dim=0)
         most, threshold = 1 + len(loudness) // _TOKENS_PER_OUTLIER, self.transform.threshold
         if len(loudness) > most:

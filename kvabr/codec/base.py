@@ -1,8 +1,7 @@
-"""The contract of a codec, and the codecs by name.
+"""The contract of a codec, and the codecs by name. Importing this module does not load torch.
 
 A codec turns one group of a KV cache into a payload, and a payload back into the caller's tensor. Codecs are built in
 (`kvabr.codec.builtin`), come with installed packages (entry points ``kvabr.codecs``), or are registered by a program.
-Importing this module does not load torch.
 """
 
 from __future__ import annotations
@@ -44,17 +43,16 @@ class GroupContext:
 class Codec(ABC):
     """One compression level."""
 
-    name: ClassVar[str]
+    name: str
     """Name of the track."""
-    refines: ClassVar[str | None] = None
+    refines: str | None = None
     """The track that must be decoded below this one; None if it stands alone."""
     needs_profile: ClassVar[bool] = False
 
     def layout(self, spec: KVSpec, tokens: int) -> PayloadLayout | None:
-        """Return where each token lies in the payload of a group of ``tokens`` tokens.
+        """Return where each token lies in a payload of ``tokens`` tokens; None if it cannot be cut by tokens.
 
-        Returns None if the payload cannot be cut token by token. A plug-in that is token-separable overrides this;
-        built-in codecs state theirs in `kvabr.codec.builtin.BUILTIN`, and classes derived from them inherit it.
+        A plug-in that is token-separable overrides this; classes derived from a built-in codec inherit its layout.
         """
         for cls in type(self).__mro__:
             known = BUILTIN.get(vars(cls).get("name", ""))
@@ -135,8 +133,7 @@ def names() -> tuple[str, ...]:
 def payload_layout(track: str, spec: KVSpec, tokens: int) -> PayloadLayout | None:
     """Return the payload layout of a track without loading torch for built-in codecs.
 
-    Returns None if the payload cannot be cut token by token, or if no codec of that name can be loaded here: an origin
-    also serves tracks whose codec it does not have.
+    None if the payload cannot be cut by tokens, or no such codec is here: an origin also serves tracks of other codecs.
     """
     if track in BUILTIN and track not in _registered:
         made = BUILTIN[track].layout

@@ -1,13 +1,8 @@
-"""The built-in codecs: where each is implemented, and how it lays out a payload.
+"""The built-in codecs: where each is implemented, and how it lays out a payload. Importing this does not load torch.
 
-Importing this module does not load torch, so an origin can cut groups into objects without it. A payload of a
-token-separable codec is a head followed by units:
-
-    head | unit | unit | ... | unit
-
-The head holds what all tokens of the group share. A unit holds what its tokens add. A unit is one token, or the few
-tokens that share scales. All units have the same size, except that the last may hold fewer tokens. A run of tokens
-therefore decodes from the head and its own units. The codecs cut payloads by the same numbers.
+A payload of a token-separable codec is a head, with what all tokens of the group share, followed by units, with what
+their tokens add. A unit is one token, or the few tokens that share scales. All units have the same size, except that
+the last may hold fewer tokens. A run of tokens therefore decodes from the head and its own units.
 
 To add a built-in codec, write its file and add a line to `BUILTIN`. A plug-in needs neither: it overrides
 `kvabr.codec.base.Codec.layout`.
@@ -17,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 from kvabr.types.kv import KVSpec
@@ -81,16 +77,6 @@ def fp8_layout(spec: KVSpec, tokens: int) -> PayloadLayout:
     return _layout(tokens, 2 * spec.elements_per_token, 1, lambda count: count * spec.elements_per_token)
 
 
-def int8_layout(spec: KVSpec, tokens: int) -> PayloadLayout:
-    """Int8: see `_affine_layout`."""
-    return _affine_layout(spec, tokens, 8)
-
-
-def int4_layout(spec: KVSpec, tokens: int) -> PayloadLayout:
-    """Int4: see `_affine_layout`."""
-    return _affine_layout(spec, tokens, 4)
-
-
 def fp4_layout(spec: KVSpec, tokens: int) -> PayloadLayout:
     """FP4: no head; a unit holds the tokens of one block of keys."""
     channels = spec.kv_heads * spec.head_dim
@@ -109,7 +95,7 @@ def head_blocks(kv_heads: int, head_dim: int) -> int:
     return blocks
 
 
-def _affine_layout(spec: KVSpec, tokens: int, bits: int) -> PayloadLayout:
+def _affine_layout(bits: int, spec: KVSpec, tokens: int) -> PayloadLayout:
     """Integers: offset and scale of each key channel in the head, those of the values in their unit.
 
     A unit is one token. Where a token has fewer than `_SPAN` channels, several tokens share a scale and a unit.
@@ -131,9 +117,9 @@ BUILTIN = {
     "FP16": Builtin("kvabr.codec.floats:Fp16", cast_layout),
     "BF16": Builtin("kvabr.codec.floats:Bf16", cast_layout),
     "FP8": Builtin("kvabr.codec.floats:Fp8", fp8_layout),
-    "Int8": Builtin("kvabr.codec.affine:Int8", int8_layout),
+    "Int8": Builtin("kvabr.codec.affine:Int8", partial(_affine_layout, 8)),
     "FP4": Builtin("kvabr.codec.fp4:Fp4", fp4_layout),
-    "Int4": Builtin("kvabr.codec.affine:Int4", int4_layout),
+    "Int4": Builtin("kvabr.codec.affine:Int4", partial(_affine_layout, 4)),
     "AC-5x": Builtin("kvabr.codec.ac:Ac5x"),
     "AC-L0": Builtin("kvabr.codec.ac:AcL0"),
     "AC-L1": Builtin("kvabr.codec.ac:AcL1"),

@@ -1,20 +1,16 @@
-"""The frame around every group on every track, and how it is cut into objects.
-
-A frame says what the group is, how long it is, and whether it arrived intact:
+"""The frame around every group on every track, and how it is cut into objects. Importing this does not load torch.
 
     magic 4 | version 1 | track length 1 | spec digest 16 | chunk digest 32 | group 4 | first token 8 | tokens 4 |
     payload length 8 | CRC-32 of the payload 4 | track name | CRC-32 of all before 4 | payload
 
-All numbers are unsigned and little-endian. The checksums detect accidents. Manipulation is detected by the catalog,
-which has the SHA-256 of every frame; a reader that compares it need not compute the payload's CRC. The chunk digest
-binds a frame to one prompt and one place in it.
+All numbers are unsigned and little-endian. The checksums detect accidents, the catalog's SHA-256 of every frame
+manipulation; a reader that compares it need not compute the payload's CRC. The chunk digest binds a frame to one prompt
+and one place in it.
 
-The objects of a group, concatenated in the order of their IDs, are its frame; nothing is copied or recoded. An object's
-ID is the index within the prompt of its first token (draft-shi-moq-kvcache-00). It holds one token, or a run of small
-ones. The first object also holds what all tokens share. A level that is not token-separable, like AC, is cut into
-slices, numbered from the group's first token.
-
-Importing this module does not load torch, since origins and relays do not need it.
+The objects of a group, concatenated in the order of their IDs, are its frame. An object's ID is the index within the
+prompt of its first token (draft-shi-moq-kvcache-00). It holds one token, or a run of small ones; the first also holds
+what all tokens share. A level that is not token-separable, like AC, is cut into slices, numbered from the group's first
+token.
 """
 
 from __future__ import annotations
@@ -57,35 +53,26 @@ class FrameHeader:
     group: int
     first_token: int
     tokens: int
-    payload_bytes: int
+    payload_bytes: int = 0
 
 
-def pack(
-    payload: bytes | memoryview,
-    *,
-    track: str,
-    spec_digest: bytes,
-    chunk: str,
-    group: int,
-    first_token: int,
-    tokens: int,
-) -> bytes:
-    """Frame a payload.
+def pack(payload: bytes | memoryview, header: FrameHeader) -> bytes:
+    """Frame a payload, whatever ``header.payload_bytes`` says.
 
     Raises:
         FormatError: a field is out of range.
     """
-    name = check_track_name(track).encode()
-    if len(spec_digest) != 16 or not _DIGEST.fullmatch(chunk):
+    name, size, it = check_track_name(header.track).encode(), len(payload), header
+    if len(it.spec_digest) != 16 or not _DIGEST.fullmatch(it.chunk):
         raise FormatError("a frame needs a spec digest of 16 bytes and a chunk digest of 64 hex digits")
-    if not (
-        0 <= group < 1 << 32 and 0 <= first_token < 1 << 64 and 0 < tokens < 1 << 32 and len(payload) <= MAX_PAYLOAD
+    numbers = it.group, it.first_token, it.tokens, size
+    if (
+        not (0 <= it.group < 1 << 32 and 0 <= it.first_token < 1 << 64 and 0 < it.tokens < 1 << 32)
+        or size > MAX_PAYLOAD
     ):
-        raise FormatError(f"no frame can hold group {group}: {tokens} tokens from {first_token}, {len(payload)} bytes")
-    head = _FIXED.pack(
-        MAGIC, VERSION, len(name), spec_digest, bytes.fromhex(chunk), group, first_token, tokens, len(payload),
-        zlib.crc32(payload),
-    ) + name  # fmt: skip
+        raise FormatError(f"no frame can hold group {it.group}: {it.tokens} tokens from {it.first_token}, {size} bytes")
+    fixed = MAGIC, VERSION, len(name), it.spec_digest, bytes.fromhex(it.chunk), *numbers, zlib.crc32(payload)
+    head = _FIXED.pack(*fixed) + name
     return b"".join((head, _CRC.pack(zlib.crc32(head)), payload))
 
 
@@ -100,10 +87,10 @@ def unpack(
     digest: str | None = None,
     has_digest: HasDigest | None = None,
 ) -> tuple[FrameHeader, memoryview]:
-    """Check a frame and return its header and a view of its payload, without copying.
+    """Check an untrusted frame and return its header and a view of its payload.
 
     Args:
-        frame: the bytes; untrusted.
+        frame: the bytes.
         expect: the expected header, except ``payload_bytes``; None accepts any.
         digest: expected SHA-256 of the frame, hex; None to rely on the payload's checksum.
         has_digest: compares ``digest`` for a caller that knows the frame's; None to compute it here.
@@ -191,14 +178,7 @@ class ObjectSpan:
 
 
 def object_spans(spec: KVSpec, track: str, first_token: int, tokens: int, frame_bytes: int) -> tuple[ObjectSpan, ...]:
-    """Cut the frame of a group into objects of whole tokens.
-
-    Args:
-        spec: the cache's spec.
-        track: name of the track.
-        first_token: the group's first token.
-        tokens: tokens in the group.
-        frame_bytes: size of the frame.
+    """Cut the frame of a group of ``tokens`` tokens from ``first_token`` on into objects of whole tokens.
 
     Returns:
         Spans with ascending IDs that cover the frame without gaps. Each holds as many units of tokens as fit

@@ -240,10 +240,7 @@ def _channels(transform: Transform, source: _Source, config: FitConfig, gradient
 def _shapes(common: torch.Tensor, minded: torch.Tensor | None, config: FitConfig) -> torch.Tensor:
     """Return one unit of every component in channels, [block, channel, component], the most powerful component first.
 
-    Args:
-        common: covariance of the channels, [block, channel, channel].
-        minded: covariance of the gradients, in any unit; None: all channels count alike.
-        config: how far to follow the gradients.
+    ``common`` and ``minded`` are covariances, [block, channel, channel], of channels and of gradients.
     """
     width = common.shape[-1]
     one = torch.eye(width, dtype=common.dtype)
@@ -277,14 +274,12 @@ def _stacks(transform: Transform, structure: Structure, source: _Source) -> Tran
             if stack.kept:
                 across = analysis.components(channels, stack)[:, : stack.kept].reshape(len(scatter), -1)
                 scatter.add_(across @ across.T)
-    made = tuple(rounded(_turn(scatter), run=RUN) if len(scatter) else NO_MATRIX for scatter in scatters)
+    # The principal components, the most powerful first.
+    made = tuple(
+        rounded(torch.linalg.eigh(_steady(each)).eigenvectors.flip(-1), run=RUN) if len(each) else NO_MATRIX
+        for each in scatters
+    )
     return replace(transform, structure=structure, stack=made)
-
-
-def _turn(scatter: torch.Tensor) -> torch.Tensor:
-    """Return the principal components, the most powerful first."""
-    out: torch.Tensor = torch.linalg.eigh(_steady(scatter)).eigenvectors.flip(-1)
-    return out
 
 
 def _depths(analysis: Analysis, source: _Source, config: FitConfig) -> dict[str, Depth]:

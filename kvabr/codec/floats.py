@@ -45,14 +45,14 @@ class Cast(Separable):
 class Fp16(Cast):
     """IEEE half precision."""
 
-    name: ClassVar[str] = "FP16"
+    name = "FP16"
     dtype: ClassVar[torch.dtype] = torch.float16
 
 
 class Bf16(Cast):
     """bfloat16."""
 
-    name: ClassVar[str] = "BF16"
+    name = "BF16"
     dtype: ClassVar[torch.dtype] = torch.bfloat16
 
 
@@ -64,7 +64,7 @@ _NAN = 0x7F
 class Fp8(Separable):
     """E4M3 with one scale per channel."""
 
-    name: ClassVar[str] = "FP8"
+    name = "FP8"
 
     def head(self, group: torch.Tensor) -> torch.Tensor:
         """Scale every channel so that its largest element is E4M3's largest number."""

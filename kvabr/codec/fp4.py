@@ -15,8 +15,6 @@ A unit holds the tokens of a block. A byte holds the codes of a key (low half) a
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 from torch.nn.functional import pad
 
@@ -37,7 +35,7 @@ range."""
 class Fp4(Separable):
     """E2M1 with block scales."""
 
-    name: ClassVar[str] = "FP4"
+    name = "FP4"
 
     def encode_units(self, run: torch.Tensor, head: torch.Tensor, unit_tokens: int) -> torch.Tensor:  # noqa: ARG002
         """Quantise keys in blocks of tokens and values in blocks of channels."""
@@ -109,13 +107,9 @@ def _nearest(magnitude: torch.Tensor) -> torch.Tensor:
 
 
 def _to_half(sign: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
-    """Convert E2M1 codes to float16 that is 2^14 times too small, given codes shifted to float16's bit fields.
+    """Convert E2M1 codes to float16 that is 2^14 times too small; both have subnormals, so this is exact.
 
-    Both formats have subnormals, so this is exact.
-
-    Args:
-        sign: int16, the sign in the highest bit; modified.
-        rest: int16, exponent and fraction in the bits 9 to 11; modified.
+    ``sign`` has the sign in the highest bit, ``rest`` the other bits in bits 9 to 11; int16, both modified.
     """
     return sign.bitwise_and_(-0x8000).bitwise_or_(rest.bitwise_and_(0x0E00)).view(torch.float16)
 

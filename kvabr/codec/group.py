@@ -13,13 +13,9 @@ from kvabr.types.kv import FP16_MAX
 
 
 def clean(kv: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Replace invalid elements: NaN by zero, infinity and what exceeds FP16 by FP16's largest number.
+    """Replace NaN by zero, and what exceeds FP16 by its largest number; return how many elements were replaced, too.
 
-    Args:
-        kv: any shape, any float dtype.
-
-    Returns:
-        The tensor itself if nothing is replaced, and the number of replaced elements.
+    The tensor, of any shape and float dtype, is returned itself if nothing is replaced.
     """
     # The largest magnitude is finite only if all elements are, and is found ten times faster than isfinite.
     if not kv.numel() or bool(kv.abs().amax() <= FP16_MAX):
@@ -49,21 +45,9 @@ def encode_group(
     Raises:
         FormatError: the shape differs from the context's.
     """
-    wanted = context.spec.shape(context.tokens)
-    if tuple(kv.shape) != wanted or not kv.is_floating_point():
-        raise FormatError(
-            f"group {group}: cannot encode {kv.dtype} of {tuple(kv.shape)}; floats of {wanted} are needed"
-        )
+    _check_shape(kv, context, f"group {group}: cannot encode")
     payload = codec(track).encode(clean(kv)[0], context, below)
-    return pack(
-        payload,
-        track=track,
-        spec_digest=context.spec.digest(),
-        chunk=chunk,
-        group=group,
-        first_token=context.first_token,
-        tokens=context.tokens,
-    )
+    return pack(payload, _header(track, context, chunk, group))
 
 
 def decode_group(
@@ -78,33 +62,25 @@ def decode_group(
     digest: str | None = None,
     has_digest: HasDigest | None = None,
 ) -> None:
-    """Check and decompress one frame.
-
-    Args:
-        frame: the bytes; untrusted.
-        track: the requested track.
-        context: which group it is.
-        chunk: its chained prompt digest.
-        group: its index.
-        out: [layer, K/V, head, token, dim], any float dtype, any strides.
-        below: payloads of the tracks that this one refines, base first.
-        digest: expected SHA-256 of the frame, hex; anything else is not decoded. None if it was compared before, or
-            is unknown.
-        has_digest: compares ``digest`` for a caller that knows the frame's; None to compute it here.
+    """Check and decompress one frame; the arguments are those of `encode_group`, `Codec.decode` and `unpack`.
 
     Raises:
         ForeignError: a valid frame of something else.
-        FormatError: corrupt, truncated, a different digest, or not a payload of this codec; or ``out`` has another
-            shape.
+        FormatError: corrupt, truncated, a different digest, not a payload of this codec, or ``out`` has another shape.
     """
-    wanted = context.spec.shape(context.tokens)
-    if tuple(out.shape) != wanted or not out.is_floating_point():
-        raise FormatError(
-            f"group {group}: {tuple(out.shape)} {out.dtype} cannot take it, floats of {wanted} are needed"
-        )
-    expect = FrameHeader(track, context.spec.digest(), chunk, group, context.first_token, context.tokens, 0)
-    _, payload = unpack(frame, expect, digest, has_digest)
+    _check_shape(out, context, f"group {group}: cannot decode into")
+    _, payload = unpack(frame, _header(track, context, chunk, group), digest, has_digest)
     codec(track).decode(payload, context, out, below)
+
+
+def _check_shape(kv: torch.Tensor, context: GroupContext, what: str) -> None:
+    wanted = context.spec.shape(context.tokens)
+    if tuple(kv.shape) != wanted or not kv.is_floating_point():
+        raise FormatError(f"{what} {kv.dtype} of {tuple(kv.shape)}; floats of {wanted} are needed")
+
+
+def _header(track: str, context: GroupContext, chunk: str, group: int) -> FrameHeader:
+    return FrameHeader(track, context.spec.digest(), chunk, group, context.first_token, context.tokens)
 
 
 def payload_of(frame: bytes | memoryview) -> memoryview:

@@ -1,12 +1,8 @@
-"""Building blocks of codecs: reading arrays from a payload, checking and placing numbers, and `Separable`.
-
-A token-separable payload is a head and units (`kvabr.codec.builtin.PayloadLayout`). Such a codec defines only the
-contents of the head, and how a run of tokens becomes units and back. It sees one run at a time, so its working set
-stays in the processor's cache however large the group is. A run therefore decodes from the head and its own units.
-"""
+"""Building blocks of codecs: reading arrays from a payload, checking and placing numbers, and `Separable`."""
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Sequence
 
@@ -45,23 +41,17 @@ class PayloadReader:
 
     def tensor(self, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
         """Return the next array, as a view of the payload."""
-        count = 1
-        for size in shape:
-            count *= size
+        count = math.prod(shape)
         if not count:
             return torch.empty(shape, dtype=dtype)  # torch rejects empty buffers
         piece = self.bytes(count * dtype.itemsize)
         # Nothing writes into the view. torch warns about read-only buffers, so these are copied.
-        return torch.frombuffer(_writable(piece), dtype=torch.uint8).view(dtype).reshape(shape)
+        writable = bytearray(piece) if piece.readonly else piece
+        return torch.frombuffer(writable, dtype=torch.uint8).view(dtype).reshape(shape)
 
     def rest(self) -> memoryview:
         """Return the rest of the payload."""
         return self.bytes(len(self._payload) - self._at)
-
-    def end(self) -> None:
-        """Raise unless the payload is used up."""
-        if self._at != len(self._payload):
-            raise FormatError(f"{self._what}: {len(self._payload) - self._at} bytes too many in the payload")
 
 
 def finite(values: torch.Tensor, what: str) -> torch.Tensor:
@@ -78,12 +68,7 @@ def finite(values: torch.Tensor, what: str) -> torch.Tensor:
 
 
 def place(out: torch.Tensor, values: torch.Tensor) -> None:
-    """Copy decoded values into the caller's tensor, saturating at FP16's largest number instead of overflowing.
-
-    Args:
-        out: any float dtype, any strides.
-        values: same shape, any float dtype; may be modified.
-    """
+    """Copy values, which may be modified, into the caller's tensor; saturate instead of overflowing."""
     if out.dtype != values.dtype:
         values = values.float()  # torch casts between 16-bit floats three times slower than by way of float32
     if out.dtype == torch.float16 and values.dtype != torch.float16:
@@ -97,31 +82,24 @@ def raw(values: torch.Tensor) -> bytes:
     return values.contiguous().cpu().view(torch.uint8).numpy().tobytes()
 
 
-def _writable(piece: memoryview) -> memoryview | bytearray:
-    return bytearray(piece) if piece.readonly else piece
-
-
 _RUN_ELEMENTS = 1 << 20
 """Minimum work per run, in elements: small enough for the cache, large enough to amortise torch's call overhead."""
 
 
 class Separable(Codec):
-    """A codec whose payload is a head followed by units."""
+    """A codec whose payload is a head followed by units (`kvabr.codec.builtin.PayloadLayout`).
+
+    It defines what the head holds, and how a run of tokens becomes units and back. Runs keep the working set in the
+    processor's cache however large the group is.
+    """
 
     def head(self, group: torch.Tensor) -> torch.Tensor:
-        """Return what all tokens share.
-
-        Args:
-            group: [layer, K/V, head, token, dim], any float dtype, any strides; the whole group.
-
-        Returns:
-            float16, any shape; empty unless scales serve the whole group.
-        """
+        """Return what all tokens of a group [layer, K/V, head, token, dim] share: float16, any shape."""
         return group.new_empty(0, dtype=torch.float16)
 
     @abstractmethod
     def encode_units(self, run: torch.Tensor, head: torch.Tensor, unit_tokens: int) -> torch.Tensor:
-        """Compress a run of whole units.
+        """Compress a run of whole units, each of ``unit_tokens`` tokens.
 
         Args:
             run: [layer, K/V, head, token, dim], any float dtype, any strides.

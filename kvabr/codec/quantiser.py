@@ -54,16 +54,10 @@ def nested(steps: Mapping[str, float]) -> dict[str, str | None]:
 
 
 def quantise(rows: torch.Tensor, step: float, dead: float = 0.0) -> torch.Tensor:
-    """Quantise coefficients.
+    """Quantise coefficients [row, token] float32 to indices, whole numbers in float32.
 
-    Args:
-        rows: [row, token] float32.
-        step: step of the quantiser.
-        dead: dead zone: how far, in steps, a coefficient must reach beyond the middle between two indices to get the
-            larger one. While most indices are zero, it saves twice the bits that it costs in precision.
-
-    Returns:
-        Indices of the same shape, as whole numbers in float32.
+    The dead zone is how far, in steps, a coefficient must reach beyond the middle of two indices to get the larger one.
+    While most indices are zero, it saves twice the bits that it costs in precision.
     """
     exact = rows / step
     if dead:
@@ -105,12 +99,7 @@ class SymbolCounts:
         )
 
     def add(self, index: NDArray[np.int32], below: NDArray[np.int32] | None = None) -> None:
-        """Count one tile.
-
-        Args:
-            index: [row, token].
-            below: the index one depth below, if this depth refines it.
-        """
+        """Count one tile of indices [row, token], given those one depth below if this depth refines it."""
         rows, contexts, symbols = self.symbols.shape
         value = index if below is None else (index - 3 * below) * np.where(below < 0, -1, 1)
         live = (value != 0).any(axis=1)
@@ -124,12 +113,9 @@ class SymbolCounts:
 
 
 def coder_model(counts: SymbolCounts, classes: int, *, small: bool = False) -> CoderModel:
-    """Return the tables with the shortest code for the counted symbols.
+    """Return the tables with the shortest code for the counted symbols, of at most ``classes`` (256) classes.
 
-    Args:
-        counts: the statistics.
-        classes: maximum number of classes, at most 256.
-        small: share flag probabilities within a class, for a small profile.
+    With ``small``, flag probabilities are shared within a class, for a small profile.
     """
     symbols = counts.symbols.astype(np.float64)
     # Columns of a transform have arbitrary signs, so a base is symmetric. Refinements are not: they lean towards zero.

@@ -1,8 +1,7 @@
 """The rotary position embedding of keys, applied and undone (RoFormer; Su et al., 2021).
 
 Without it, a channel has similar statistics at neighbouring tokens; with it, every token is rotated by another angle.
-The AC codec therefore works on keys before rotation. The encoder and all decoders, on any device, use the tables of
-this file.
+The AC codec therefore works on keys before rotation; encoder and decoders on any device use the tables of this file.
 """
 
 from __future__ import annotations
@@ -49,16 +48,9 @@ def backwards(rope: RopeSpec | None, first_token: int, tokens: int) -> Tables:
 
 
 def rotate(keys: torch.Tensor, rope: RopeSpec | None, first_token: int, *, undo: bool = False) -> torch.Tensor:
-    """Rotate keys by their positions.
+    """Rotate keys [..., token, dim] float32 by their positions from ``first_token`` on, or back with ``undo``.
 
-    Args:
-        keys: [..., token, dim], float32; not modified.
-        rope: the embedding; None returns ``keys`` unchanged.
-        first_token: position of the first token.
-        undo: rotate back instead.
-
-    Returns:
-        [..., token, dim], float32.
+    Returns new keys, or ``keys`` itself if there is no embedding.
     """
     if rope is None:
         return keys

@@ -38,13 +38,9 @@ def need(good: bool, otherwise: str) -> None:
 
 
 def checked(name: str, array: object, dtype: type[np.generic], *shape: int) -> NDArray[Any]:
-    """Return a private, contiguous, read-only copy of an array of a profile, so that it stays as checked.
+    """Return a private, contiguous, read-only copy of an untrusted array, so that it stays as checked.
 
-    Args:
-        name: what it is, for errors.
-        array: untrusted.
-        dtype: the type that it must have.
-        shape: the shape that it must have; -1 for any length.
+    ``shape`` is the shape that it must have, with -1 for any length.
     """
     found = (array.dtype, array.shape) if isinstance(array, np.ndarray) else (type(array), ())
     good = found[0] == dtype and len(found[1]) == len(shape)
@@ -162,11 +158,7 @@ class Structure:
 
     @classmethod
     def from_json(cls, spec: KVSpec, value: Any) -> Structure:
-        """Parse the output of `to_json` from an untrusted source.
-
-        Raises:
-            FormatError: not a valid structure for this spec.
-        """
+        """Parse the output of `to_json` from an untrusted source, or raise a `FormatError`."""
         try:
             listed = value["stacks"]
             need(isinstance(listed, list) and len(listed) <= 2 * spec.layers, f"not 1 to {2 * spec.layers} stacks")
@@ -177,11 +169,11 @@ class Structure:
 
 
 def layered(spec: KVSpec, layers: int, kept: tuple[int, int], block_heads: int | None = None) -> Structure:
-    """Return a structure with stacks of ``layers`` layers, keys and values separate.
+    """Return a structure with stacks of at most ``layers`` layers, spread evenly, keys and values separate.
 
     Args:
         spec: the cache's spec.
-        layers: maximum number of layers in a stack; layers are spread evenly.
+        layers: maximum number of layers in a stack.
         kept: maximum number of components of each block of keys, and of values, that its stack transforms.
         block_heads: heads in a block; None for as many as have `_USUAL_WIDTH` channels.
 

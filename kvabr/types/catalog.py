@@ -3,16 +3,14 @@
 A player decides by the catalog alone and never looks into a group. A catalog may come from a network, so every field is
 checked when it is read.
 
-Loss is the expected KL divergence against the exact cache, in nats per generated token. It is given per group and
-track, and attributed such that the losses of the played groups add up to the loss of the whole cache.
+Loss is the expected KL divergence against the exact cache, in nats per generated token, given per group and track, and
+attributed such that the losses of the played groups add up to the loss of the whole cache.
 
-A recomputed group is exact if everything before it is exact. Behind lossy groups it inherits part of their error,
-because the model attends to them. Measured on SmolLM2-135M (8 groups of three texts; 4, 3 and 2 bits, and the draft's
-seven levels), a recomputed group costs 5 % to 30 % of what it would cost on the tracks of the groups before it,
-whatever the track. The model here is `INHERITED` times their weighted mean. Recomputed groups count as exact. Near
-groups weigh more than far ones, in the same proportion as they do for the text behind the whole prompt, which the
-shape of a track's own losses tells. (21 recomputed groups behind 42 lossy ones of 8,064 tokens: measured 0.00042; a
-plain mean predicts 0.0031, this model 0.0005.)
+A recomputed group is exact if everything before it is exact. Behind lossy groups it inherits part of their error: 5 %
+to 30 % of what it would cost on the tracks before it, whatever the track (SmolLM2-135M, 8 groups of three texts; 4, 3
+and 2 bits, and the draft's seven levels). The model here is `INHERITED` times their weighted mean, in which near groups
+weigh more, as the shape of a track's own losses tells. (21 recomputed groups behind 42 lossy ones of 8,064 tokens:
+measured 0.00042; a plain mean predicts 0.0031, this model 0.0005.)
 """
 
 from __future__ import annotations
@@ -162,7 +160,7 @@ class Catalog:
     def prefix(self, groups: int) -> Catalog:
         """Return the catalog of the first ``groups`` groups: what this asset offers to a prompt that begins alike.
 
-        It keeps the namespace under which the groups are published. Measurements of the whole cache are dropped.
+        It keeps the namespace under which the groups are published, and drops measurements of the whole cache.
 
         Raises:
             UsageError: ``groups`` is not between 1 and the number of groups.
@@ -345,9 +343,7 @@ INHERITED = 0.2
 def predicted_loss(catalog: Catalog, tracks: Sequence[str]) -> float:
     """Return the expected loss of a cache whose group g was played on ``tracks[g]``, in nats per generated token.
 
-    Args:
-        catalog: the asset.
-        tracks: for each group, the name of the highest track in place, or `RECOMPUTED`.
+    ``tracks`` names the highest track in place of each group, or `RECOMPUTED`.
 
     Raises:
         FormatError: not one entry per group, or an unknown track.
@@ -361,11 +357,7 @@ def played_loss(catalog: Catalog, steps: Iterable[tuple[str, int, int | str]]) -
     """Return the expected loss of a cache that was assembled in these steps, in nats per generated token.
 
     A recomputed group inherits the errors that the groups before it had at that time. Upgrading them later improves
-    only them.
-
-    Args:
-        catalog: the asset.
-        steps: in order, as in `PlayRecord.steps`: ("fetch", group, track) and ("compute", first, last).
+    only them. Steps are as in `PlayRecord.steps`: ("fetch", group, track) and ("compute", first, last).
 
     Raises:
         FormatError: the steps leave a group out, or name an unknown group or track.

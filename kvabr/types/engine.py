@@ -32,12 +32,11 @@ class Engine(Protocol):
         ...
 
     def prefill(self, tokens: Sequence[int], before: torch.Tensor | None = None) -> torch.Tensor:
-        """Compute the KV of ``tokens``, which follow the tokens whose KV is ``before``.
+        """Compute the KV of ``tokens``, at least one, which follow the tokens whose KV is ``before``.
 
         Args:
-            tokens: ids of the new tokens, at least one.
-            before: KV of everything before them, [layer, K/V, head, token, dim], any float dtype; read, never written.
-                None or no tokens at the start of the prompt.
+            tokens: ids of the new tokens.
+            before: [layer, K/V, head, token, dim], any float dtype; read, never written. None before the first token.
 
         Returns:
             KV of the new tokens alone, [layer, K/V, head, token, dim], in the engine's dtype.
@@ -55,16 +54,13 @@ def time_prefills(
     shapes: Sequence[tuple[int, int]] | None = None,
     repeats: int = 2,
 ) -> PrefillCost:
-    """Time a few real prefills and fit their cost.
+    """Time a few real prefills and fit their cost on this machine.
 
     Args:
         engine: the engine to time.
         tokens: ids of any real text; its length bounds the shapes.
         shapes: pairs (tokens before, new tokens) to time; by default five that determine the three constants.
         repeats: runs of each shape, of which the fastest counts: other work on the machine only adds time.
-
-    Returns:
-        The fitted cost on this machine.
 
     Raises:
         UsageError: fewer than 128 tokens, or a shape that needs more tokens than there are.

@@ -164,23 +164,14 @@ def chain(
     group_tokens: int = GROUP_TOKENS,
     salt: bytes = b"",
 ) -> list[str]:
-    """Return the chained digest of every group of a prompt.
+    """Return the chained digest, 64 hex digits, of every group of a prompt; the last one names the prompt.
 
-    Each digest covers the model, the tokenizer, the salt and all tokens up to the end of its group.
-
-    Args:
-        tokens: token ids, each from 0 to 2**32 - 1.
-        model: the model's name.
-        tokenizer: digest or name of the tokenizer.
-        group_tokens: tokens in a group; the last group may be short, and its digest then differs from that of the full
-            group.
-        salt: a tenant's secret; it keeps tenants from guessing each other's digests.
-
-    Returns:
-        One string of 64 hex digits per group; the last one names the prompt.
+    Each digest covers the model, the tokenizer, the salt and all tokens up to the end of its group. The last group may
+    be short, and its digest then differs from that of the full group. The salt is a tenant's secret; it keeps tenants
+    from guessing each other's digests.
 
     Raises:
-        UsageError: a token id is out of range.
+        UsageError: a token id is not from 0 to 2**32 - 1.
     """
     head = [model.encode(), tokenizer.encode(), salt, struct.pack("<I", group_tokens)]
     state = hashlib.sha256(b"kvabr.chain/1\0" + b"".join(struct.pack("<Q", len(part)) + part for part in head)).digest()
@@ -215,22 +206,16 @@ def prefix_positions(first: int, end: int) -> range:
 
 
 def prefix_track(digests: Sequence[str], first: int = 1, end: int | None = None) -> str:
-    """Return the name of the track that looks up the longest cached prefix of a prompt.
+    """Return the name of the track that looks up the longest cached prefix of a prompt, given its chained digests.
 
     The track lives under ``TrackNamespace(model, digests[0])``. Its group 0 is the catalog of the visible asset that
-    contains the latest of the named digests; of several, the newest. Digests are chained, so each one identifies its
-    group and no positions are sent. The asset shares at least the groups up to the matching digest; the client counts
-    the groups that really match.
+    contains the latest of the named digests; of several, the newest. The asset shares at least the groups up to the
+    matching digest; the client counts the groups that really match.
 
     A name has room for `MAX_PREFIX_DIGESTS`. For a longer prompt the digests are thinned to every second, third ...
     group, which leaves the groups between two neighbours open. `prefix_gap` returns them, and a second lookup of
     ``prefix_track(digests, gap.start, gap.stop)`` settles them. One round trip serves prompts of up to 321 groups, two
     serve up to 102,400.
-
-    Args:
-        digests: of every group of the prompt, see `chain`.
-        first: first group whose digest may be named; group 0 is in the namespace already.
-        end: the group after the last; None for the end of the prompt.
 
     Raises:
         FormatError: one of them is not a digest.
@@ -241,15 +226,10 @@ def prefix_track(digests: Sequence[str], first: int = 1, end: int | None = None)
 
 
 def prefix_gap(shared: int, groups: int) -> range:
-    """Return the groups that a first lookup of a prompt leaves open.
+    """Return the groups that a first lookup leaves open, given how many (at least 1) the answering asset shares.
 
-    Args:
-        shared: leading groups that the answering asset shares with the prompt, at least 1.
-        groups: number of groups of the prompt.
-
-    Returns:
-        The groups for a second lookup: those not named in the first, after the last one known to be shared, so the
-        second answer is never worse than the first. Empty if no longer prefix is possible.
+    Those are the groups not named in the first lookup, after the last one known to be shared, so a second answer is
+    never worse. Empty if no longer prefix is possible.
     """
     refused = next((group for group in prefix_positions(1, groups) if group >= shared), groups)
     return range(shared - 1, refused) if refused > shared else range(0)

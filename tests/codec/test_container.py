@@ -8,7 +8,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvabr.codec.base import GroupContext, codec, payload_layout
-from kvabr.codec.container import SLICE_BYTES, VERSION, ObjectSpan, header_bytes, object_spans, pack, slices, unpack
+from kvabr.codec.container import (
+    SLICE_BYTES,
+    VERSION,
+    FrameHeader,
+    ObjectSpan,
+    header_bytes,
+    object_spans,
+    pack,
+    slices,
+    unpack,
+)
 from kvabr.codec.group import decode_group, encode_group
 from kvabr.types.errors import ForeignError, FormatError
 from kvabr.types.naming import LEVELS
@@ -25,7 +35,7 @@ FRAMES = {track: encode_group(cache(SHAPE, 20), track, CONTEXT, "ab" * 32, 0) fo
 
 @given(st.binary(max_size=300))
 def test_round_trip_without_a_copy(payload):
-    frame = pack(payload, **FIELDS)
+    frame = pack(payload, FrameHeader(**FIELDS))
     header, view = unpack(frame)
     assert bytes(view) == payload
     assert dataclasses.asdict(header) == FIELDS | {"payload_bytes": len(payload)}
@@ -34,7 +44,7 @@ def test_round_trip_without_a_copy(payload):
 
 @given(st.binary(min_size=1, max_size=100), st.data())
 def test_every_truncation_and_every_flipped_bit_is_found(payload, data):
-    frame = pack(payload, **FIELDS)
+    frame = pack(payload, FrameHeader(**FIELDS))
     cut = data.draw(st.integers(0, len(frame) - 1))
     with pytest.raises(FormatError):
         unpack(frame[:cut])
@@ -55,28 +65,28 @@ def test_garbage_is_refused(data):
 
 @pytest.mark.parametrize(("version", "words"), [(1, "encode the asset again"), (VERSION + 1, "upgrade")])
 def test_frames_of_other_versions_say_what_to_do(version, words):
-    frame = bytearray(pack(b"x", **FIELDS))
+    frame = bytearray(pack(b"x", FrameHeader(**FIELDS)))
     frame[4] = version
     with pytest.raises(FormatError, match=f"version {version}, .* {words}"):
         unpack(frame)
 
 
 def test_the_digest_is_compared_and_errors_say_the_nearest_cause():
-    frame = pack(b"payload", **FIELDS)
+    frame = pack(b"payload", FrameHeader(**FIELDS))
     header, _ = unpack(frame)
     digest = hashlib.sha256(frame).hexdigest()
     assert unpack(frame, header, digest)[1] == b"payload"
-    lie = pack(b"paylord", **FIELDS)
+    lie = pack(b"paylord", FrameHeader(**FIELDS))
     with pytest.raises(FormatError, match="SHA-256"):
         unpack(lie, header, digest)
     with pytest.raises(FormatError, match="corrupt"):
         unpack(frame[:-1] + b"x", header, digest)
     with pytest.raises(ForeignError, match="group"):
-        unpack(pack(b"payload", **FIELDS | {"group": 4}), header, digest)
+        unpack(pack(b"payload", FrameHeader(**FIELDS | {"group": 4})), header, digest)
 
 
 def test_the_header_has_the_size_that_it_says():
-    assert header_bytes(FIELDS["track"]) == len(pack(b"", **FIELDS))
+    assert header_bytes(FIELDS["track"]) == len(pack(b"", FrameHeader(**FIELDS)))
 
 
 @pytest.mark.parametrize(
@@ -91,8 +101,8 @@ def test_the_header_has_the_size_that_it_says():
     ],
 )
 def test_a_good_frame_of_something_else_is_foreign(change, words):
-    header, _ = unpack(pack(b"x", **FIELDS))
-    frame = pack(b"x", **(FIELDS | change))
+    header, _ = unpack(pack(b"x", FrameHeader(**FIELDS)))
+    frame = pack(b"x", FrameHeader(**(FIELDS | change)))
     with pytest.raises(ForeignError, match=words):
         unpack(frame, header)
 
@@ -141,7 +151,7 @@ def test_mutilated_payloads_decode_to_finite_numbers_or_are_refused(track, data)
 )
 def test_what_no_frame_can_hold_is_refused(change):
     with pytest.raises(FormatError):
-        pack(b"x", **(FIELDS | change))
+        pack(b"x", FrameHeader(**(FIELDS | change)))
 
 
 def test_decode_group_checks_what_it_was_promised():

@@ -39,8 +39,8 @@ class Residual(Codec):
 
     def decode(self, payload, context, out, below=()):
         reader = PayloadReader(payload, self.name)
+        reader.expect(2 * out.numel())
         rest = reader.tensor(torch.float16, context.spec.shape(context.tokens))
-        reader.end()
         out.copy_(self._base(context, below) + rest.float())
 
     def _base(self, context, below):

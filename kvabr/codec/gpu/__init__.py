@@ -2,8 +2,7 @@
 
 Needs Triton (the extra ``kvabr[gpu]``). Without it, a cache on a GPU is decoded on the processor and copied, which is
 correct but slow. The result is bit for bit that of `kvabr.codec.native.reference`: the tests verify it in Triton's
-interpreter and compile the kernels for GPUs. None of this has run on a GPU yet; ``tools/bench-gpu`` verifies and times
-it on a machine that has one.
+interpreter. None of this has run on a GPU yet; ``tools/bench-gpu`` verifies and times it on a machine that has one.
 """
 
 from __future__ import annotations
@@ -31,14 +30,7 @@ def available() -> bool:
 
 
 def decode_many(jobs: Sequence[DecodeJob]) -> None:
-    """Decode groups in parallel: a single group fills a hundredth of a GPU.
-
-    Args:
-        jobs: their tensors must not overlap.
-
-    Raises:
-        FormatError: one of them cannot be decoded; the others may or may not have been.
-    """
+    """Decode groups in parallel, as `coder.decode_many` does: a single group fills a hundredth of a GPU."""
     if not available():
         coder.decode_many(jobs)
         return

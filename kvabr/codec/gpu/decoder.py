@@ -1,7 +1,7 @@
 """The host's part of decoding on a CUDA device.
 
-It checks the payloads' heads with the same parser as on the processor, copies the payloads of many groups in one
-transfer, starts a kernel for each step of the format, and synchronises once at the end to check for errors.
+It checks the payloads' heads as on the processor, copies the payloads of many groups in one transfer, starts a kernel
+for each step of the format, and synchronises once at the end to check for errors.
 """
 
 from __future__ import annotations
@@ -36,14 +36,7 @@ _WARPS = 8
 
 
 def decode_many(jobs: Sequence[DecodeJob]) -> None:
-    """Decode groups in parallel on the current stream; return when all are verified.
-
-    Args:
-        jobs: their tensors must not overlap, and must be on CUDA devices.
-
-    Raises:
-        FormatError: one of them cannot be decoded; the others may or may not have been.
-    """
+    """Decode groups on the current stream, see `coder.decode_many`; return when all are verified."""
     verdicts = []
     batches: dict[Hashable, list[DecodeJob]] = {}
     for job in jobs:
@@ -81,11 +74,7 @@ def _at_once(batch: Sequence[DecodeJob]) -> int:
 
 
 def _decode(jobs: Sequence[DecodeJob]) -> torch.Tensor:
-    """Start decoding groups that share a launch.
-
-    Returns:
-        [depth, group] int32 on the device: 0 where a payload is valid.
-    """
+    """Start decoding groups that share a launch; return [depth, group] int32 on the device, 0 for a valid payload."""
     models, transform, out = jobs[0].models, jobs[0].transform, jobs[0].out
     rows, device = transform.structure.rows, out.device
     dtype = out.dtype if out.dtype in DTYPES else torch.float32
@@ -128,11 +117,7 @@ class _Batch:
 
     @classmethod
     def load(cls, jobs: Sequence[DecodeJob], outs: Sequence[torch.Tensor], device: torch.device) -> _Batch:
-        """Check the payloads' heads, and copy everything to the device.
-
-        Raises:
-            FormatError: a head is invalid.
-        """
+        """Check the payloads' heads, and copy everything to the device."""
         rows, stride = jobs[0].transform.structure.rows, _stride(jobs[0])
         parts = np.zeros((len(jobs[0].models), len(jobs), 5), dtype=np.int64)
         size = 0

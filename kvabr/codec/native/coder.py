@@ -51,11 +51,7 @@ def available_paths() -> tuple[str, ...]:
 
 
 def active_path() -> str:
-    """Return the path that calls take now.
-
-    Raises:
-        UsageError: KVABR_CODER names a path that this machine does not have.
-    """
+    """Return the path that calls take now; raise a `UsageError` if KVABR_CODER names one that this machine lacks."""
     global _warned  # noqa: PLW0603  # once per process
     paths = available_paths()
     wanted = os.environ.get(VARIABLE) or paths[0]
@@ -131,9 +127,9 @@ def synthesise(transform: Transform, z: NDArray[np.int16], step: float, first_to
 
 
 def decode(job: DecodeJob) -> None:
-    """Decode a base and the enhancements above it into a cache, in one call.
+    """Decode a base and the enhancements above it into a cache, in one call that releases the GIL.
 
-    Releases the GIL. Needs memory for little more than the smaller of one group and 128 tokens, in 16-bit numbers.
+    Needs memory for little more than the smaller of one group and 128 tokens, in 16-bit numbers.
 
     Raises:
         FormatError: a payload does not fit its depth.
@@ -150,11 +146,7 @@ def decode(job: DecodeJob) -> None:
 
 
 def decode_many(jobs: Iterable[DecodeJob], threads: int | None = None) -> None:
-    """Decode groups in parallel.
-
-    Args:
-        jobs: their tensors must not overlap.
-        threads: number of threads; by default the number of processors.
+    """Decode groups in parallel, by default on as many threads as there are processors. Their tensors must not overlap.
 
     Raises:
         FormatError: one of them cannot be decoded; the others may or may not have been.

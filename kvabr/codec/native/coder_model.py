@@ -131,13 +131,10 @@ def dequantise(model: CoderModel, index: Index) -> NDArray[np.int16]:
 
 
 def frequencies(counts: NDArray[Any]) -> NDArray[np.uint16]:
-    """Turn histograms into tables.
-
-    Args:
-        counts: [..., symbol], not negative; the last symbol is the escape. At most 2,048 symbols.
+    """Turn histograms [..., symbol] of at most 2,048 symbols, the last of which is the escape, into tables.
 
     Returns:
-        [..., symbol] uint16 that sums to 4,096. Symbols that were seen have at least 1, others 0, the escape at least
+        [..., symbol] uint16 that sums to `TOTAL`. Symbols that were seen have at least 1, others 0, the escape at least
         1, and none has everything.
     """
     flat = np.asarray(counts, dtype=np.float64).reshape(-1, np.shape(counts)[-1])
@@ -165,11 +162,7 @@ def _table(seen: NDArray[np.float64]) -> NDArray[np.int64]:
 
 
 def check_indices(model: CoderModel, index: NDArray[Any], below: NDArray[Any] | None) -> tuple[Index, Index | None]:
-    """Return indices as coders need them: int16, contiguous, [row, token].
-
-    Raises:
-        FormatError: another shape, beyond int16, or indices below are given or missing contrary to the model.
-    """
+    """Return indices as coders need them, int16 and contiguous; raise a `FormatError` if they do not fit the model."""
     _below_or_not(model, below)
     if index.ndim != 2 or index.shape[0] != model.rows or index.shape[1] < 1:
         raise FormatError(f"indices of shape {index.shape}, must be [{model.rows}, tokens]")
@@ -190,11 +183,7 @@ class Quantiser:
 def check_rows(
     model: CoderModel, rows: NDArray[np.float32], lower: Quantiser | None, keep: NDArray[np.bool_]
 ) -> tuple[NDArray[np.float32], NDArray[np.int16]]:
-    """Return coefficients as coders need them, and a mask: -1 for tokens to code, 0 for others.
-
-    Raises:
-        FormatError: another shape, or a quantiser below is given or missing contrary to the model.
-    """
+    """Return coefficients as coders need them, and a mask: -1 for tokens to code; raise as `check_indices`."""
     _below_or_not(model, lower)
     if rows.ndim != 2 or rows.shape[0] != model.rows or rows.shape[1] < 1 or keep.shape != rows.shape[1:]:
         raise FormatError(f"coefficients of shape {rows.shape}, must be [{model.rows}, tokens]")
@@ -202,11 +191,7 @@ def check_rows(
 
 
 def check_below(model: CoderModel, tokens: int, below: NDArray[Any] | None) -> Index | None:
-    """Return the indices below as a decoder needs them.
-
-    Raises:
-        FormatError: as `check_indices`.
-    """
+    """Return the indices below as a decoder needs them; raise as `check_indices`."""
     _below_or_not(model, below)
     if tokens < 1:
         raise FormatError(f"a group of {tokens} tokens")
@@ -248,11 +233,7 @@ class DecodeJob:
 
 
 def check_cache(transform: Transform, cache: torch.Tensor) -> None:
-    """Raise unless a tensor can hold a cache of the transform's spec.
-
-    Raises:
-        FormatError: it is empty, of another shape, or not of floats.
-    """
+    """Raise a `FormatError` unless a tensor can hold a cache of the transform's spec."""
     wanted = transform.structure.spec.shape(cache.shape[3] if cache.ndim == 5 else 0)
     if tuple(cache.shape) != wanted or not cache.shape[3] or not cache.is_floating_point():
         raise FormatError(f"{tuple(cache.shape)} {cache.dtype} cannot hold a cache of {wanted}")

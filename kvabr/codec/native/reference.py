@@ -53,9 +53,6 @@ def encode_indices(model: CoderModel, index: NDArray[Any], below: NDArray[Any] |
         index: [row, token], integers within 16 bits: the indices at this depth, not their difference from below.
         below: [row, token]: the indices one depth below, if the model refines one.
 
-    Returns:
-        The payload.
-
     Raises:
         FormatError: indices do not fit the model or 16 bits, or cannot be reached from the indices below.
     """
@@ -99,9 +96,6 @@ def encode_rows(
         lower: quantiser of the depth below, if the model refines one; its payload was made from the same rows.
         keep: [token]: False where all indices, of both depths, are 0.
 
-    Returns:
-        The payload.
-
     Raises:
         FormatError: the arrays do not fit the model, or indices cannot be reached from those below.
     """
@@ -119,16 +113,7 @@ def encode_rows(
 def decode_indices(
     model: CoderModel, data: bytes | memoryview, tokens: int, below: NDArray[Any] | None = None
 ) -> Index:
-    """Decode the output of `encode_indices`.
-
-    Args:
-        model: the same tables.
-        data: the payload; untrusted.
-        tokens: tokens in the group.
-        below: [row, token]: the indices one depth below, if the model refines one.
-
-    Returns:
-        The indices at this depth, [row, token] int16.
+    """Decode the untrusted output of `encode_indices` to [row, token] int16, given any indices one depth below.
 
     Raises:
         FormatError: truncated, corrupt, or coded with other tables.
@@ -160,15 +145,7 @@ def decode_indices(
 
 
 def synthesise(transform: Transform, z: NDArray[np.int16], step: float, first_token: int, out: torch.Tensor) -> None:
-    """Turn coefficients into a cache.
-
-    Args:
-        transform: the matrices, norms and means.
-        z: [row, token] int16: output of `dequantise`.
-        step: the quantiser's step at the depth of ``z``.
-        first_token: position of the first token, for the rotary embedding.
-        out: [layer, K/V, head, token, dim], any float dtype, any strides; written completely.
-    """
+    """Turn coefficients, [row, token] int16 from `dequantise`, into a cache; see `DecodeJob` for the rest."""
     structure, spec = transform.structure, transform.structure.spec
     tokens, scale = z.shape[1], transform.scale(step)
     blocks, width = structure.per_layer, structure.width
@@ -193,11 +170,7 @@ def synthesise(transform: Transform, z: NDArray[np.int16], step: float, first_to
 
 
 def decode(job: DecodeJob) -> None:
-    """Decode a base and the enhancements above it into a cache.
-
-    Raises:
-        FormatError: a payload does not fit its depth.
-    """
+    """Decode a base and the enhancements above it into a cache; raise a `FormatError` if a payload does not fit."""
     index: Index | None = None
     for model, payload in zip(job.models, job.payloads, strict=True):
         index = decode_indices(model, payload, job.out.shape[3], index)
@@ -206,11 +179,7 @@ def decode(job: DecodeJob) -> None:
 
 
 def head(data: bytes | memoryview, symbols: int) -> tuple[int, int]:
-    """Return the numbers of words and escapes in a payload, after checking its length.
-
-    Args:
-        data: the payload; untrusted.
-        symbols: rows times tokens.
+    """Return the numbers of words and escapes in an untrusted payload of rows times tokens ``symbols``.
 
     Raises:
         FormatError: truncated, too long, or more escapes than symbols.
