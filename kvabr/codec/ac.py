@@ -24,6 +24,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import repeat
 from typing import ClassVar
 
 import numpy as np
@@ -89,7 +90,7 @@ class Ac(Codec):
     def decode(
         self, payload: memoryview, context: GroupContext, out: torch.Tensor, below: Sequence[memoryview] = ()
     ) -> None:
-        """Decode all layers to indices and then to the cache, in one call of the coder; place the stored tokens."""
+        """Decode all layers to the cache in one call of the coder; then place the stored tokens."""
         profile = _profile(context, self.name)
         tracks = _chain(self.name)
         parts = _split_chain(profile, context, tracks, (*below, payload))
@@ -178,10 +179,8 @@ def _split_chain(
             f"{tracks[-1]} needs the payloads of {' and '.join(tracks[:-1])} below it, base first; "
             f"{len(payloads) - 1} came"
         )
-    parts = []
-    for index, (track, payload) in enumerate(zip(tracks, payloads, strict=True)):
-        parts.append(split_payload(payload, context, 0 if index else _sinks(profile, context), track))
-    return parts
+    sinks = [_sinks(profile, context), *[0] * (len(tracks) - 1)]
+    return [split_payload(*each) for each in zip(payloads, repeat(context), sinks, tracks, strict=False)]
 
 
 def _profile(context: GroupContext, track: str) -> Profile:
@@ -240,11 +239,7 @@ def join_payload(
 
 
 def split_payload(payload: memoryview | bytes, context: GroupContext, sinks: int, what: str) -> Parts:
-    """Parse an untrusted payload of a group, of which ``sinks`` tokens are stored without being listed.
-
-    Raises:
-        FormatError: truncated, or listed tokens are out of range or repeated.
-    """
+    """Parse an untrusted payload of a group, of which ``sinks`` tokens are stored without being listed."""
     reader = PayloadReader(memoryview(payload), what)
     listed = int(_COUNT.unpack(reader.bytes(_COUNT.size))[0])
     if listed > context.tokens - sinks:

@@ -56,7 +56,8 @@ class Affine(Separable):
         blocks = head_blocks(heads, dim)
         own = 4 * layers * blocks
         shared = finite(units[:, :own].flatten().view(torch.float16), self.name).float()
-        keys, rest = self._codes(units[:, own:].view(count, layers, -1))
+        coded = units[:, own:].view(count, layers, -1)
+        keys, rest = coded.chunk(2, dim=2) if self.bits == 8 else (coded & 15, coded >> 4)
         low, scale = head.float().reshape(2, layers, 1, -1)
         keys = keys.reshape(count, layers, tokens, -1).float().mul_(scale).add_(low)
         place(out[:, 0], keys.reshape(count, layers, tokens, heads, dim).permute(1, 3, 0, 2, 4))
@@ -72,13 +73,6 @@ class Affine(Separable):
 
     def _quantise(self, values: torch.Tensor, low: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         return ((values - low) / scale).round_().clamp_(0, 2**self.bits - 1).to(torch.uint8)
-
-    def _codes(self, coded: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the codes of keys and values, from [unit, layer, byte]."""
-        if self.bits == 8:
-            keys, rest = coded.chunk(2, dim=2)
-            return keys, rest
-        return coded & 15, coded >> 4
 
 
 class Int8(Affine):

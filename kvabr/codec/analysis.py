@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 from kvabr.codec.native import coder
 from kvabr.codec.native.coder_model import DTYPES, check_cache
 from kvabr.codec.rope import backwards, rope_shape, rotate
-from kvabr.codec.structure import Stack, Structure
-from kvabr.codec.transform import FARTHEST, NO_MATRIX, ONE, Matrices, Transform
+from kvabr.codec.transform import FARTHEST, NO_MATRIX, ONE, Matrices, Stack, Structure, Transform
 from kvabr.types.errors import FormatError
 
 _kvanalysis: Any
@@ -82,23 +81,15 @@ class Analysis:
     def _limits(self) -> torch.Tensor:
         """[3, 1]: largest elements over the norm, stacks' components, and rows that decode, in steps.
 
-        Rounding moves a coefficient by up to a step, half of one unless an encoder rounds towards zero. The first two
-        leave room for what this does to components and elements; a rounded index may be half a step above a row.
+        The first two leave room for what rounding, by up to a step, does to components and elements; a rounded index
+        may be half a step above a row.
         """
         components = max((_gain(each) for each in self.transform.stack if each.gain.size), default=1.0)
         elements = components * (1.0 if self.transform.block is None else _gain(self.transform.block))
         return torch.tensor([[max(1.0, _LONGEST - elements)], [max(1.0, FARTHEST - components)], [FARTHEST + 0.4]])
 
     def analyse(self, group: torch.Tensor, first_token: int) -> Coefficients:
-        """Transform a group.
-
-        Args:
-            group: [layer, K/V, head, token, dim], any float dtype, any strides, finite.
-            first_token: position of its first token.
-
-        Raises:
-            FormatError: the group has another shape.
-        """
+        """Transform a group [layer, K/V, head, token, dim] of finite floats, any dtype and strides."""
         check_cache(self.transform, group)
         if native_available():
             return self._analyse_natively(group.detach().cpu(), first_token)
@@ -108,10 +99,9 @@ class Analysis:
         return self.coefficients(self.centred(bare))
 
     def centred(self, bare: torch.Tensor) -> torch.Tensor:
-        """Subtract the mean and arrange elements in blocks: [block, channel, token] float32.
+        """Subtract the mean and arrange elements in blocks, [block, channel, token] float32.
 
-        Args:
-            bare: [layer, K/V, head, token, dim] float32, keys without rotary embedding; overwritten.
+        ``bare`` is [layer, K/V, head, token, dim] float32, keys without rotary embedding; overwritten.
         """
         bare -= torch.from_numpy(self.transform.mean.astype(np.float32))[:, :, :, None]
         return bare.transpose(3, 4).reshape(self.structure.blocks, self.structure.width, bare.shape[3])
@@ -185,7 +175,7 @@ class Analysis:
         return tuple(made)
 
     def _analyse_natively(self, group: torch.Tensor, first_token: int) -> Coefficients:
-        """Transform a group, with stacks in parallel on as many threads as torch would use; releases the GIL."""
+        """Do it with stacks in parallel, on as many threads as torch would use; releases the GIL."""
         structure, tokens = self.structure, group.shape[3]
         if group.dtype not in DTYPES:
             group = group.float()
@@ -220,11 +210,7 @@ def _gain(matrix: Matrices) -> float:
 
 
 def _inverse(matrix: Matrices) -> torch.Tensor:
-    """Return the inverse of one matrix, float32.
-
-    Raises:
-        FormatError: it has none.
-    """
+    """Return the inverse of one matrix, float32; raise a `FormatError` if it has none."""
     if not matrix.gain.size:
         return torch.zeros(matrix.mantissa.shape)  # a stack without a transform
     square = torch.from_numpy(matrix.expanded).double() / ONE

@@ -66,15 +66,12 @@ class Codec(ABC):
 
     @abstractmethod
     def encode(self, group: torch.Tensor, context: GroupContext, below: Sequence[bytes] = ()) -> bytes:
-        """Compress one group.
+        """Compress one group and return the payload, without the container's frame.
 
         Args:
             group: [layer, K/V, head, token, dim], any float dtype, any strides.
             context: which group it is.
             below: payloads of the tracks that this one refines, base first; empty if it stands alone.
-
-        Returns:
-            The payload, without the container's frame.
         """
 
     @abstractmethod
@@ -99,21 +96,13 @@ _registered: dict[str, Codec] = {}
 
 
 def register(added: Codec) -> None:
-    """Register a codec under its name, replacing any other of that name.
-
-    Raises:
-        FormatError: the name cannot be a track name.
-    """
+    """Register a codec under its name, replacing any other of that name."""
     check_track_name(added.name)
     _registered[added.name] = added
 
 
 def codec(name: str) -> Codec:
-    """Return the codec of a track.
-
-    Raises:
-        FormatError: there is none (the message lists the known names), or a plug-in cannot be loaded.
-    """
+    """Return the codec of a track; a `FormatError` lists the known names, or says why a plug-in cannot be loaded."""
     if (found := _registered.get(name)) is not None:
         return found
     if name in BUILTIN:

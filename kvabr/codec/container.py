@@ -57,11 +57,7 @@ class FrameHeader:
 
 
 def pack(payload: bytes | memoryview, header: FrameHeader) -> bytes:
-    """Frame a payload, whatever ``header.payload_bytes`` says.
-
-    Raises:
-        FormatError: a field is out of range.
-    """
+    """Frame a payload, whatever ``header.payload_bytes`` says; raise a `FormatError` if a field is out of range."""
     name, size, it = check_track_name(header.track).encode(), len(payload), header
     if len(it.spec_digest) != 16 or not _DIGEST.fullmatch(it.chunk):
         raise FormatError("a frame needs a spec digest of 16 bytes and a chunk digest of 64 hex digits")
@@ -180,9 +176,8 @@ class ObjectSpan:
 def object_spans(spec: KVSpec, track: str, first_token: int, tokens: int, frame_bytes: int) -> tuple[ObjectSpan, ...]:
     """Cut the frame of a group of ``tokens`` tokens from ``first_token`` on into objects of whole tokens.
 
-    Returns:
-        Spans with ascending IDs that cover the frame without gaps. Each holds as many units of tokens as fit
-        `SLICE_BYTES`, but at least one. The first also holds the frame's header and the payload's head.
+    The spans have ascending IDs and cover the frame without gaps. Each holds as many units of tokens as fit
+    `SLICE_BYTES`, but at least one. The first also holds the frame's header and the payload's head.
     """
     layout = payload_layout(track, spec, tokens)
     if layout is None or frame_bytes != header_bytes(track) + layout.payload_bytes:

@@ -1,8 +1,8 @@
 """Fit a profile to caches of diverse texts: means, transforms, norms, and the tables of every depth.
 
-Caches are read one at a time, in several passes, so memory holds only the matrices (in double precision) and the
-counts. If the model's sensitivity to errors in each channel is known (`gradients`), a block is transformed in units of
-that sensitivity: noise of equal power in all coefficients then costs the model the least.
+Several passes read one cache at a time, so memory holds only the matrices (in double precision) and the counts. With
+the model's sensitivity to errors in each channel (`gradients`), a block is transformed in units of that sensitivity:
+noise of equal power in all coefficients then costs the model the least.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from kvabr.codec.native.coder_model import TILE
 from kvabr.codec.profile import MAX_SINKS, MAX_STEP, Depth, Profile
 from kvabr.codec.quantiser import SymbolCounts, coder_model, nested, quantise
 from kvabr.codec.rope import rotate
-from kvabr.codec.structure import Structure, layered, plain
-from kvabr.codec.transform import LARGEST, NO_MATRIX, RUN, Transform, rounded
+from kvabr.codec.transform import LARGEST, NO_MATRIX, RUN, Structure, Transform, layered, plain, rounded
 from kvabr.types.errors import FormatError, UsageError
 from kvabr.types.kv import FP16_MAX, KVSpec
 
@@ -107,13 +106,9 @@ def fit(
         caches: called once per pass.
         config: options of the profile.
         progress: called after every cache of every pass.
-        gradients: for each cache, the gradient of what the model says next with respect to its first tokens: [layer,
-            K/V, head, token, dim], with fewer tokens than the cache, as
-            `kvabr.engines.transformers.TransformersEngine.gradient` computes it. None: all channels of a layer's keys,
-            or values, count alike.
-
-    Raises:
-        FormatError: no tokens beyond the sinks, or caches of another shape.
+        gradients: for each cache, the gradient of what the model says next with respect to its first tokens, as
+            `kvabr.engines.transformers.TransformersEngine.gradient` computes it: [layer, K/V, head, token, dim], fewer
+            tokens than the cache. None: all channels of a layer's keys, or values, count alike.
     """
     config = config or FitConfig()
     structure = layered(spec, config.stack_layers, config.kept, config.block_heads) if config.transform else plain(spec)

@@ -32,7 +32,7 @@ def encode_group(
     group: int,
     below: Sequence[bytes] = (),
 ) -> bytes:
-    """Compress and frame one group.
+    """Compress and frame one group; raise a `FormatError` if its shape differs from the context's.
 
     Args:
         kv: [layer, K/V, head, token, dim], any float dtype; invalid elements are replaced as by `clean`.
@@ -41,9 +41,6 @@ def encode_group(
         chunk: its chained prompt digest.
         group: its index.
         below: payloads of the tracks that this one refines, base first.
-
-    Raises:
-        FormatError: the shape differs from the context's.
     """
     _check_shape(kv, context, f"group {group}: cannot encode")
     payload = codec(track).encode(clean(kv)[0], context, below)

@@ -99,28 +99,22 @@ class Separable(Codec):
 
     @abstractmethod
     def encode_units(self, run: torch.Tensor, head: torch.Tensor, unit_tokens: int) -> torch.Tensor:
-        """Compress a run of whole units, each of ``unit_tokens`` tokens.
+        """Compress a run of whole units to [unit, ...], any dtype and shape: the bytes of each unit.
 
         Args:
             run: [layer, K/V, head, token, dim], any float dtype, any strides.
             head: what `head` returned.
             unit_tokens: tokens in each unit of this run.
-
-        Returns:
-            [unit, ...], any dtype and shape: the bytes of each unit.
         """
 
     @abstractmethod
     def decode_units(self, units: torch.Tensor, head: torch.Tensor, out: torch.Tensor) -> None:
-        """Decompress a run of whole units.
+        """Decompress a run of whole units; raise a `FormatError` if no encoder writes such units.
 
         Args:
             units: [unit, byte] uint8, as many as the layout says; untrusted otherwise. Not to be modified.
             head: float16, flat, finite, as many numbers as the layout says.
             out: [layer, K/V, head, unit, token, dim], any float dtype, any strides; the tokens of each unit.
-
-        Raises:
-            FormatError: no encoder writes such units.
         """
 
     def encode(self, group: torch.Tensor, context: GroupContext, below: Sequence[bytes] = ()) -> bytes:  # noqa: ARG002

@@ -33,8 +33,7 @@ from safetensors.numpy import load, save
 from kvabr.codec.analysis import Analysis
 from kvabr.codec.native.coder_model import MOST_RADIUS, CoderModel, Quantiser
 from kvabr.codec.quantiser import nested
-from kvabr.codec.structure import Structure
-from kvabr.codec.transform import NO_MATRIX, Matrices, Transform
+from kvabr.codec.transform import NO_MATRIX, Matrices, Structure, Transform
 from kvabr.types.errors import ForeignError, FormatError
 from kvabr.types.kv import FP16_MAX, KVSpec
 
@@ -77,11 +76,7 @@ class Profile:
             self.transform.scale(depth.step)
 
     def check(self, spec: KVSpec) -> None:
-        """Raise unless the profile fits a cache of this spec. The group size does not matter.
-
-        Raises:
-            ForeignError: the profile was calibrated for another model.
-        """
+        """Raise a `ForeignError` unless the profile fits a cache of this spec. The group size does not matter."""
         if spec is not self.spec and not spec.same_cache(self.spec):
             raise ForeignError(
                 f"this profile was calibrated for {_title(self.spec)}, the cache is of {_title(spec)}; "
@@ -89,11 +84,7 @@ class Profile:
             )
 
     def depth(self, track: str) -> Depth:
-        """Return the profile's part for a track.
-
-        Raises:
-            FormatError: this profile has no such track.
-        """
+        """Return the profile's part for a track; raise a `FormatError` if it has none."""
         try:
             return self.depths[track]
         except KeyError:
@@ -144,11 +135,7 @@ class Profile:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Profile:
-        """Parse a profile from an untrusted source.
-
-        Raises:
-            FormatError: not a profile, of another version, or with invalid arrays.
-        """
+        """Parse a profile from an untrusted source; raise a `FormatError` if it is none, or of another version."""
         if len(data) > MAX_PROFILE_BYTES:
             raise FormatError(f"profile: {len(data)} bytes, more than the {MAX_PROFILE_BYTES} allowed")
         try:

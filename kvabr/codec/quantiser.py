@@ -36,11 +36,7 @@ def below(track: str) -> str | None:
 
 
 def nested(steps: Mapping[str, float]) -> dict[str, str | None]:
-    """Return each depth with the depth that it refines, lower depths first.
-
-    Raises:
-        FormatError: a depth without the one below, of an unknown name, or with a step that does not nest.
-    """
+    """Return each depth and the one that it refines, lower depths first; raise a `FormatError` if steps do not nest."""
     order = [track for track in (*LAYERS, SINGLE) if track in steps]
     if not order or len(order) != len(steps):
         raise FormatError(

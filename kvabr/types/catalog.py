@@ -139,11 +139,7 @@ class Catalog:
         return self.spec.fp16_bytes(self.tokens)
 
     def track(self, name: str) -> Track:
-        """Return the track called ``name``.
-
-        Raises:
-            FormatError: there is none; the message lists the tracks that exist.
-        """
+        """Return the track called ``name``; a `FormatError` lists the tracks that exist if there is none."""
         try:
             return self.by_name[name]
         except KeyError:
@@ -158,12 +154,9 @@ class Catalog:
         return last - first
 
     def prefix(self, groups: int) -> Catalog:
-        """Return the catalog of the first ``groups`` groups: what this asset offers to a prompt that begins alike.
+        """Return the catalog of the first ``groups`` (1 to all): what this asset offers to a prompt that begins alike.
 
         It keeps the namespace under which the groups are published, and drops measurements of the whole cache.
-
-        Raises:
-            UsageError: ``groups`` is not between 1 and the number of groups.
         """
         if not 1 <= groups <= self.groups:
             raise UsageError(f"cannot take a prefix of {groups} groups: the asset has {self.groups}")
@@ -172,12 +165,9 @@ class Catalog:
         return self._slice(0, groups, groups * self.spec.group_tokens)
 
     def suffix(self, groups: int) -> Catalog:
-        """Return the catalog of what lies behind the first ``groups`` groups, numbered from 0 again.
+        """Return the catalog of what lies behind the first ``groups`` groups, not all, numbered from 0 again.
 
-        The new catalog's `offset` says where its first group is published. It omits measurements of the whole cache.
-
-        Raises:
-            UsageError: ``groups`` is negative, or nothing is left.
+        Its `offset` says where its first group is published. It omits measurements of the whole cache.
         """
         if not 0 <= groups < self.groups:
             raise UsageError(f"skipping {groups} of {self.groups} groups leaves nothing to play")
@@ -229,11 +219,7 @@ class Catalog:
 
     @classmethod
     def loads(cls, text: str | bytes) -> Catalog:
-        """Parse the output of `dumps` from an untrusted source.
-
-        Raises:
-            FormatError: too large, not JSON, another schema, or a field is missing or out of bounds.
-        """
+        """Parse the output of `dumps` from an untrusted source; raise a `FormatError` if a field is bad."""
         if len(text) > MAX_CATALOG_BYTES:
             raise FormatError(f"catalog: {len(text)} bytes, more than the {MAX_CATALOG_BYTES} allowed")
         try:
@@ -273,12 +259,7 @@ class Catalog:
 
     @classmethod
     def read(cls, path: Path) -> Catalog:
-        """Read a catalog from a file.
-
-        Raises:
-            AssetError: the file cannot be read.
-            FormatError: as `loads`.
-        """
+        """Read a catalog from a file; raise an `AssetError` if it cannot be read, or as `loads`."""
         try:
             with path.open("rb") as file:
                 return cls.loads(file.read(MAX_CATALOG_BYTES + 1))
@@ -344,9 +325,6 @@ def predicted_loss(catalog: Catalog, tracks: Sequence[str]) -> float:
     """Return the expected loss of a cache whose group g was played on ``tracks[g]``, in nats per generated token.
 
     ``tracks`` names the highest track in place of each group, or `RECOMPUTED`.
-
-    Raises:
-        FormatError: not one entry per group, or an unknown track.
     """
     if len(tracks) != catalog.groups:
         raise FormatError(f"{len(tracks)} tracks for an asset of {catalog.groups} groups")
@@ -357,10 +335,8 @@ def played_loss(catalog: Catalog, steps: Iterable[tuple[str, int, int | str]]) -
     """Return the expected loss of a cache that was assembled in these steps, in nats per generated token.
 
     A recomputed group inherits the errors that the groups before it had at that time. Upgrading them later improves
-    only them. Steps are as in `PlayRecord.steps`: ("fetch", group, track) and ("compute", first, last).
-
-    Raises:
-        FormatError: the steps leave a group out, or name an unknown group or track.
+    only them. Steps are as in `PlayRecord.steps`: ("fetch", group, track) and ("compute", first, last); a `FormatError`
+    says which group they leave out.
     """
     tracks = [""] * catalog.groups
     behind: dict[int, Sequence[str]] = {}

@@ -50,12 +50,9 @@ class PrefillCost:
 
     @classmethod
     def fit(cls, timings: Iterable[tuple[int, int, float]]) -> PrefillCost:
-        """Fit the constants to timings, given as (tokens before, new tokens, seconds).
+        """Fit the constants to at least three timings, given as (tokens before, new tokens, seconds).
 
         Non-negative least squares on relative errors.
-
-        Raises:
-            UsageError: fewer than three timings, or one that is not positive.
         """
         import numpy as np  # noqa: PLC0415  # only fitting needs them, and they load slowly
         from scipy.optimize import nnls  # noqa: PLC0415
@@ -78,11 +75,7 @@ class PrefillCost:
 
     @classmethod
     def from_json(cls, value: Any) -> PrefillCost:
-        """Parse the output of `to_json` from an untrusted source.
-
-        Raises:
-            FormatError: not three finite, non-negative numbers.
-        """
+        """Parse the output of `to_json` from an untrusted source; raise a `FormatError` if it is not."""
         try:
             return cls(**value)
         except TypeError as error:

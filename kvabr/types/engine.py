@@ -24,12 +24,10 @@ class Engine(Protocol):
     @property
     def spec(self) -> KVSpec:
         """Shape and meaning of the cache that the engine computes."""
-        ...
 
     @property
     def mode(self) -> EngineMode:
         """What the engine can compute, see `EngineMode`."""
-        ...
 
     def prefill(self, tokens: Sequence[int], before: torch.Tensor | None = None) -> torch.Tensor:
         """Compute the KV of ``tokens``, at least one, which follow the tokens whose KV is ``before``.
@@ -44,7 +42,6 @@ class Engine(Protocol):
         Raises:
             ModelError: the tokens do not fit the model, or ``before`` is not a cache of this model.
         """
-        ...
 
 
 def time_prefills(
@@ -58,12 +55,9 @@ def time_prefills(
 
     Args:
         engine: the engine to time.
-        tokens: ids of any real text; its length bounds the shapes.
+        tokens: ids of any real text, at least 128; its length bounds the shapes.
         shapes: pairs (tokens before, new tokens) to time; by default five that determine the three constants.
         repeats: runs of each shape, of which the fastest counts: other work on the machine only adds time.
-
-    Raises:
-        UsageError: fewer than 128 tokens, or a shape that needs more tokens than there are.
     """
     size = len(tokens)
     if size < 128:

@@ -67,10 +67,8 @@ class RequestError(TransportError):
     def __init__(self, message: str, *, code: int = 0, retry_after_s: float | None = None) -> None:
         """Describe the failure.
 
-        Args:
-            message: what was requested, and what the peer answered.
-            code: the REQUEST_ERROR or reset code of moq-transport.
-            retry_after_s: seconds after which a retry may succeed; None: do not retry.
+        ``code`` is the REQUEST_ERROR or reset code of moq-transport. A retry may succeed after ``retry_after_s``
+        seconds; None: do not retry.
         """
         super().__init__(message)
         self.code = code

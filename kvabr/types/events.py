@@ -40,9 +40,6 @@ Log = Callable[[PlayEvent], None]
 """Takes the events of one play, in order."""
 
 
-# ------------------------------------------------------------------ the whole play
-
-
 @dataclass(frozen=True, slots=True)
 class PlayCalled(PlayEvent):
     """A play was called for; its lookup begins. The first event that telemetry reports."""
@@ -128,9 +125,6 @@ class PlayEnded(PlayEvent):
     """Message of the exception."""
 
 
-# ------------------------------------------------------------- what the player thinks
-
-
 @dataclass(frozen=True, slots=True)
 class DecisionMade(PlayEvent):
     """The policy decided, or the player planned what to recompute (``kind`` = ``plan``)."""
@@ -180,9 +174,6 @@ class SampleLimited(PlayEvent):
     """Rate of the sample, bytes per second."""
     fed: bool
     """Whether the estimator was given the sample."""
-
-
-# ------------------------------------------------------------------------ transfers
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,9 +236,6 @@ class GroupDecoded(TransferEvent):
     """A group is decoded and in place."""
 
     name: ClassVar[str] = "decoded"
-
-
-# --------------------------------------------------------------------------- engine
 
 
 @dataclass(frozen=True, slots=True)

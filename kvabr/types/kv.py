@@ -19,17 +19,12 @@ if TYPE_CHECKING:
 
 GROUP_TOKENS = 128
 """Tokens in a group (draft-shi-moq-kvcache-00, section 3)."""
-
 MAX_GROUP_TOKENS = 65536
-
 FP16_MAX = 65504.0
 """FP16's largest number."""
-
 DTYPES = ("float16", "bfloat16", "float32")
 """Element types that a cache may have."""
-
 _LIMITS = {"layers": 1024, "kv_heads": 1024, "head_dim": 4096, "group_tokens": MAX_GROUP_TOKENS}
-
 _STEEPEST = 1024.0
 """Maximum of radians per token and of the factor of a rotation, whose minimum is the inverse. Real models are near
 1."""
@@ -59,11 +54,7 @@ class RopeSpec:
     """Multiplier of cosines and sines (YaRN's attention factor): rotating scales a pair's length by it."""
 
     def check(self, head_dim: int) -> None:
-        """Raise unless the embedding is valid for heads of ``head_dim``.
-
-        Raises:
-            FormatError: a field is out of bounds.
-        """
+        """Raise a `FormatError` unless the embedding is valid for heads of ``head_dim``."""
         rotary, frequencies = self.rotary_dim, self.frequencies
         if type(rotary) is not int or not 0 < rotary <= head_dim or rotary % 2:
             raise FormatError(f"KV spec: rotary_dim is {rotary!r}, must be even and at most {head_dim}")
@@ -91,11 +82,7 @@ class RopeSpec:
 
     @classmethod
     def from_json(cls, value: Any) -> RopeSpec:
-        """Parse the output of `to_json`; `KVSpec` checks the values.
-
-        Raises:
-            TypeError, ValueError: not of this form.
-        """
+        """Parse the output of `to_json`; `KVSpec` checks the values and handles errors."""
         fields = dict(value)
         if isinstance(fields.get("frequencies"), list):
             fields["frequencies"] = tuple(fields["frequencies"])
@@ -174,11 +161,7 @@ class KVSpec:
 
     @classmethod
     def from_json(cls, value: Any) -> KVSpec:
-        """Parse the output of `to_json` from an untrusted source.
-
-        Raises:
-            FormatError: a field is missing, unknown, or out of bounds.
-        """
+        """Parse the output of `to_json` from an untrusted source; raise a `FormatError` if a field is wrong."""
         try:
             fields = dict(value)
             rope = fields.pop("rope")

@@ -1,4 +1,4 @@
-"""Names of draft-shi-moq-kvcache-00 (track namespace, track, group, object) and the chained prompt digest.
+"""Names of draft-shi-moq-kvcache-00 (track namespace and track) and the chained prompt digest.
 
 A prompt may be far longer than the 4,096 bytes of a full track name (moq-transport, section 2.4.1). The prompt field of
 the namespace is therefore a digest, chained group by group: equal prefixes have equal digests, and one lookup finds the
@@ -20,42 +20,29 @@ from kvabr.types.kv import GROUP_TOKENS
 
 ROOT = "moq://kvcache.moq.arpa/v1/"
 """First field of every track namespace (draft-shi-moq-kvcache-00)."""
-
 LEVELS = ("FP16", "BF16", "FP8", "Int8", "FP4", "Int4", "AC-5x")
 """The draft's compression levels, which are the track names."""
-
 LAYERS = ("AC-L0", "AC-L1", "AC-L2", "AC-L3")
 """The layers, base first; each of the others refines the one before it."""
-
 CATALOG_TRACK = "kvabr.catalog"
 """Track whose only group is the catalog of the prompt in the namespace. Plain ``catalog`` is reserved for media: moq-rs
 servers have a track of that name in every namespace and serve no other under it."""
-
 PROFILE_TRACK = "profile"
 """Track whose only group is a codec profile; the prompt field of its namespace is the profile's SHA-256."""
-
 MAX_FULL_TRACK_NAME = 4096
 """Maximum bytes of namespace fields and track name together (moq-transport, section 2.4.1)."""
-
 PREFIX_TRACK = "prefix."
 """Prefix of the name of a lookup, see `prefix_track`."""
-
 MAX_PREFIX_DIGESTS = 320
 """Maximum number of digests in the name of one lookup; they leave 584 bytes for the model's name."""
-
 _KEY_BYTES = 8
 """Bytes of a digest in the name of a lookup. The client compares whole digests, so collisions are harmless."""
-
 _TRACK_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,63}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 def check_track_name(name: str) -> str:
-    """Return ``name`` if it can name a track: 1 to 64 letters, digits and ``._+-``, safe as a file name.
-
-    Raises:
-        FormatError: it cannot.
-    """
+    """Return ``name`` if it can name a track: 1 to 64 letters, digits and ``._+-``, safe as a file name."""
     if not isinstance(name, str) or not _TRACK_NAME.fullmatch(name):
         raise FormatError(f"{name!r} cannot be a track name: use 1 to 64 letters, digits and . _ + -")
     return name
@@ -90,11 +77,7 @@ class TrackNamespace:
 
     @classmethod
     def from_fields(cls, fields: Sequence[bytes]) -> TrackNamespace:
-        """Parse either form.
-
-        Raises:
-            FormatError: the fields are not a namespace of this draft.
-        """
+        """Parse either form; raise a `FormatError` if the fields are not a namespace of this draft."""
         try:
             text = [bytes(field).decode() for field in fields]
         except UnicodeDecodeError as error:
@@ -120,42 +103,6 @@ MODELS_NAMESPACE = TrackNamespace("kvabr", "0" * 64)
 """Namespace of `MODELS_TRACK`; no prompt has this digest."""
 
 
-@dataclass(frozen=True, slots=True)
-class ObjectName:
-    """One object: a run of tokens of one group on one track."""
-
-    namespace: TrackNamespace
-    track: str
-    group: int
-    """Index of the token chunk."""
-    first_token: int
-    """Object ID: index within the prompt of the object's first token."""
-
-    def __post_init__(self) -> None:
-        check_track_name(self.track)
-        if self.namespace.full_name_bytes(self.track) > MAX_FULL_TRACK_NAME:
-            raise FormatError(f"full track name is longer than {MAX_FULL_TRACK_NAME} bytes: shorten the model's name")
-        if self.group < 0 or self.first_token < 0:
-            raise FormatError("group and object IDs are whole numbers from 0")
-
-    def path(self) -> str:
-        """Return the name as one line for logs: ``root + model/prompt/track/group/object``."""
-        space = self.namespace
-        return f"{ROOT}{space.model}/{space.prompt}/{self.track}/{self.group}/{self.first_token}"
-
-    @classmethod
-    def from_path(cls, path: str) -> ObjectName:
-        """Parse the output of `path`.
-
-        Raises:
-            FormatError: it is not such a line.
-        """
-        parts = path.removeprefix(ROOT).rsplit("/", 4)
-        if not path.startswith(ROOT) or len(parts) != 5 or not (parts[3] + parts[4]).isdecimal():
-            raise FormatError(f"not an object's name: {path[:120]!r}")
-        return cls(TrackNamespace(parts[0], parts[1]), parts[2], int(parts[3]), int(parts[4]))
-
-
 def chain(
     tokens: Sequence[int],
     *,
@@ -166,12 +113,9 @@ def chain(
 ) -> list[str]:
     """Return the chained digest, 64 hex digits, of every group of a prompt; the last one names the prompt.
 
-    Each digest covers the model, the tokenizer, the salt and all tokens up to the end of its group. The last group may
-    be short, and its digest then differs from that of the full group. The salt is a tenant's secret; it keeps tenants
-    from guessing each other's digests.
-
-    Raises:
-        UsageError: a token id is not from 0 to 2**32 - 1.
+    Each digest covers the model, the tokenizer, the salt and all tokens (ids from 0 to 2**32 - 1) up to the end of its
+    group. The last group may be short, and its digest then differs from that of the full group. The salt is a tenant's
+    secret; it keeps tenants from guessing each other's digests.
     """
     head = [model.encode(), tokenizer.encode(), salt, struct.pack("<I", group_tokens)]
     state = hashlib.sha256(b"kvabr.chain/1\0" + b"".join(struct.pack("<Q", len(part)) + part for part in head)).digest()
@@ -188,11 +132,7 @@ def chain(
 
 
 def prefix_key(digest: str) -> bytes:
-    """Return the part of a digest that the name of a lookup carries: its first 8 bytes.
-
-    Raises:
-        FormatError: it is not a digest.
-    """
+    """Return the part of a digest that the name of a lookup carries: its first 8 bytes."""
     if not _DIGEST.fullmatch(digest):
         raise FormatError(f"a prompt digest has 64 hex digits, not {digest[:80]!r}")
     return bytes.fromhex(digest[: 2 * _KEY_BYTES])
@@ -216,9 +156,6 @@ def prefix_track(digests: Sequence[str], first: int = 1, end: int | None = None)
     group, which leaves the groups between two neighbours open. `prefix_gap` returns them, and a second lookup of
     ``prefix_track(digests, gap.start, gap.stop)`` settles them. One round trip serves prompts of up to 321 groups, two
     serve up to 102,400.
-
-    Raises:
-        FormatError: one of them is not a digest.
     """
     end = len(digests) if end is None else end
     keys = b"".join(prefix_key(digests[group]) for group in prefix_positions(first, end))
@@ -236,11 +173,7 @@ def prefix_gap(shared: int, groups: int) -> range:
 
 
 def parse_prefix_track(name: str) -> list[bytes]:
-    """Return the digest prefixes in a lookup's name: the first 8 bytes of each digest.
-
-    Raises:
-        FormatError: it is not such a name, or too long.
-    """
+    """Return the digest prefixes in a lookup's untrusted name: the first 8 bytes of each digest."""
     text = name.removeprefix(PREFIX_TRACK)
     if text == name or len(text) > MAX_FULL_TRACK_NAME:
         raise FormatError(f"not the name of a prefix lookup: {name[:80]!r}")

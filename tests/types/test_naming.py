@@ -7,11 +7,9 @@ from hypothesis import strategies as st
 
 from kvabr.types.errors import FormatError
 from kvabr.types.naming import (
-    LEVELS,
     MAX_FULL_TRACK_NAME,
     MAX_PREFIX_DIGESTS,
     ROOT,
-    ObjectName,
     TrackNamespace,
     chain,
     check_track_name,
@@ -35,12 +33,6 @@ def test_namespace_round_trips_in_both_forms(model, prompt):
     assert TrackNamespace.from_fields(space.fields()) == space
     assert TrackNamespace.from_fields(space.split_fields()) == space
     assert all(b"/" not in field for field in space.split_fields())
-
-
-@given(models, digests, st.sampled_from(LEVELS), st.integers(0, 10**6), st.integers(0, 10**9))
-def test_object_path_round_trips(model, prompt, track, group, first):
-    name = ObjectName(TrackNamespace(model, prompt), track, group, first)
-    assert ObjectName.from_path(name.path()) == name
 
 
 @given(tokens, tokens)
@@ -99,10 +91,8 @@ def test_foreign_namespaces_are_refused(fields):
         TrackNamespace.from_fields(fields)
 
 
-def test_full_track_name_has_a_limit():
-    space = TrackNamespace("m" * 4096, "0" * 64)
-    with pytest.raises(FormatError, match="4096"):
-        ObjectName(space, "FP16", 0, 0)
+def test_full_track_name_is_as_long_as_its_fields_and_the_track():
+    assert TrackNamespace("mü", "0" * 64).full_name_bytes("FP16") == len(ROOT) + 3 + 64 + 4
 
 
 def prompt_digests(groups: int, seed: int = 0) -> list[str]:

@@ -196,17 +196,17 @@ def _synthesise(
     rotary, interleaved = rope_shape(spec.rope)
     tables = _transform_tables(transform, device)
     made = torch.empty((batch.groups, tables.outputs, batch.stride), dtype=torch.int16, device=device)
-    for stack in tables.stacks:
-        size = len(stack.gain)
+    for mantissa, gain, first_row, first_output in tables.stacks:
+        size = len(gain)
         kernels.unstack[(-(-size // _OUTPUTS), batch.stride // _TOKENS, batch.groups)](
             index,
             delta,
-            stack.mantissa,
-            stack.gain,
+            mantissa,
+            gain,
             made,
             batch.tokens,
-            stack.first_row,
-            stack.first_output,
+            first_row,
+            first_output,
             size,
             structure.rows,
             tables.outputs,
@@ -282,24 +282,12 @@ def _coder_tables(model: CoderModel, device: torch.device) -> _CoderTables:
     return derived(model, device, make)
 
 
-class _StackTables(NamedTuple):
-    """The matrix of one stack, on the device."""
-
-    mantissa: torch.Tensor
-    """int8 [output, component]."""
-    gain: torch.Tensor
-    """uint8 [component]."""
-    first_row: int
-    """First row of its coefficients."""
-    first_output: int
-    """Position among the outputs of all stacks."""
-
-
 class _TransformTables(NamedTuple):
     """The arrays of a transform, on the device."""
 
-    stacks: list[_StackTables]
-    """The stacks that have a transform."""
+    stacks: list[tuple[torch.Tensor, torch.Tensor, int, int]]
+    """Of every stack with a transform: mantissa int8 [output, component], gain uint8 [component], first row of its
+    coefficients, and its first output among those of all stacks."""
     outputs: int
     """Number of outputs of all stacks."""
     places: torch.Tensor
@@ -326,7 +314,7 @@ def _transform_tables(transform: Transform, device: torch.device) -> _TransformT
                 places[layer, stack.kind] = row, outputs + before * stack.kept, stack.kept
             if stack.kept:
                 mantissa, gain = (_there(part, device) for part in matrix)
-                stacks.append(_StackTables(mantissa, gain, structure.first_rows[number], outputs))
+                stacks.append((mantissa, gain, structure.first_rows[number], outputs))
             outputs += structure.width_of(stack)
         mantissa, gain = (_there(part, device) for part in transform.block or NO_MATRIX)
         mean = _there(transform.mean.astype(np.float32), device)

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 ROW_BITS: tl.constexpr = tl.constexpr(22)
-"""A row and its class share an int32 (`kvabr.codec.structure.MAX_ROWS`)."""
+"""A row and its class share an int32 (`kvabr.codec.transform.MAX_ROWS`)."""
 ROW_MASK: tl.constexpr = tl.constexpr((1 << 22) - 1)
 ESCAPED: tl.constexpr = tl.constexpr(255)
 """Escape mark in the low byte of a table's entry; other symbols are stored as their value plus 128."""

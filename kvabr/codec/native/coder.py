@@ -130,9 +130,6 @@ def decode(job: DecodeJob) -> None:
     """Decode a base and the enhancements above it into a cache, in one call that releases the GIL.
 
     Needs memory for little more than the smaller of one group and 128 tokens, in 16-bit numbers.
-
-    Raises:
-        FormatError: a payload does not fit its depth.
     """
     path = active_path()
     if path == "reference":

@@ -16,8 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvabr.codec.structure import MAX_ROWS, keep, need
-from kvabr.codec.transform import FARTHEST, FINE, Transform
+from kvabr.codec.transform import FARTHEST, FINE, MAX_ROWS, Transform, keep, need
 from kvabr.types.errors import FormatError
 
 PROBABILITY_BITS = 12
@@ -54,9 +53,6 @@ class CoderModel:
 
     A row is one coefficient over the tokens of a group. Rows of a class share a table. A depth that refines another has
     three tables per class, for indices below of magnitude 0, 1, and 2 or more.
-
-    Raises:
-        FormatError: the arrays are inconsistent.
     """
 
     row_class: NDArray[np.uint8]
@@ -133,9 +129,8 @@ def dequantise(model: CoderModel, index: Index) -> NDArray[np.int16]:
 def frequencies(counts: NDArray[Any]) -> NDArray[np.uint16]:
     """Turn histograms [..., symbol] of at most 2,048 symbols, the last of which is the escape, into tables.
 
-    Returns:
-        [..., symbol] uint16 that sums to `TOTAL`. Symbols that were seen have at least 1, others 0, the escape at least
-        1, and none has everything.
+    Tables are uint16 and sum to `TOTAL`. Symbols that were seen have at least 1, others 0, the escape at least 1, and
+    none has everything.
     """
     flat = np.asarray(counts, dtype=np.float64).reshape(-1, np.shape(counts)[-1])
     out = np.empty(flat.shape, dtype=np.uint16)
@@ -202,11 +197,7 @@ def check_below(model: CoderModel, tokens: int, below: NDArray[Any] | None) -> I
 
 @dataclass(frozen=True, eq=False)
 class DecodeJob:
-    """A base and the enhancements above it, to be decoded into a cache in one call.
-
-    Raises:
-        FormatError: the depths do not form a chain, or do not fit the transform, or ``out`` has another shape.
-    """
+    """A base and the enhancements above it, which must form a chain, to be decoded into a cache in one call."""
 
     models: Sequence[CoderModel]
     """One per depth, base first."""

@@ -51,10 +51,7 @@ def encode_indices(model: CoderModel, index: NDArray[Any], below: NDArray[Any] |
     Args:
         model: the tables.
         index: [row, token], integers within 16 bits: the indices at this depth, not their difference from below.
-        below: [row, token]: the indices one depth below, if the model refines one.
-
-    Raises:
-        FormatError: indices do not fit the model or 16 bits, or cannot be reached from the indices below.
+        below: [row, token]: the indices one depth below, if the model refines one; those above must be in reach.
     """
     index, base = check_indices(model, index, below)
     steps: list[_Step] = []
@@ -95,9 +92,6 @@ def encode_rows(
         own: quantiser of this depth.
         lower: quantiser of the depth below, if the model refines one; its payload was made from the same rows.
         keep: [token]: False where all indices, of both depths, are 0.
-
-    Raises:
-        FormatError: the arrays do not fit the model, or indices cannot be reached from those below.
     """
     rows, mask = check_rows(model, rows, lower, keep)
 
@@ -113,11 +107,7 @@ def encode_rows(
 def decode_indices(
     model: CoderModel, data: bytes | memoryview, tokens: int, below: NDArray[Any] | None = None
 ) -> Index:
-    """Decode the untrusted output of `encode_indices` to [row, token] int16, given any indices one depth below.
-
-    Raises:
-        FormatError: truncated, corrupt, or coded with other tables.
-    """
+    """Decode the untrusted output of `encode_indices` to [row, token] int16, given any indices one depth below."""
     base = check_below(model, tokens, below)
     reader = _Reader(data, model.rows * tokens)
     out = np.zeros((model.rows, tokens), dtype=np.int16)
@@ -179,11 +169,7 @@ def decode(job: DecodeJob) -> None:
 
 
 def head(data: bytes | memoryview, symbols: int) -> tuple[int, int]:
-    """Return the numbers of words and escapes in an untrusted payload of rows times tokens ``symbols``.
-
-    Raises:
-        FormatError: truncated, too long, or more escapes than symbols.
-    """
+    """Return the numbers of words and escapes in an untrusted payload of rows times tokens ``symbols``."""
     size = memoryview(data).nbytes
     words, escapes = HEAD.unpack_from(data) if size >= HEAD.size else (0, 0)
     if size != HEAD.size + 4 * LANES + 2 * words + 2 * escapes or escapes > symbols:
@@ -206,9 +192,6 @@ def ideal_bits(model: CoderModel, index: NDArray[Any], below: NDArray[Any] | Non
             symbols, escaped = _symbols(model, int(row), values[row, tile], context[row, tile])
             bits += float(cost[model.row_class[row], context[row, tile], symbols].sum()) + 16 * len(escaped)
     return bits
-
-
-# ------------------------------------------------------------------ conditioning
 
 
 def _conditioned(index: Index, below: Index | None) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -248,9 +231,6 @@ def _flag_chance(model: CoderModel, below: Index | None, tile: slice) -> NDArray
     if below is not None:
         chance = np.where((below[:, tile] != 0).any(axis=1), model.flag_freq[1], chance)
     return chance
-
-
-# ------------------------------------------------------------------ entropy coding
 
 
 def _starts(model: CoderModel) -> NDArray[np.int64]:
@@ -350,9 +330,6 @@ class _Reader:
             raise FormatError("entropy coded part: it ends too early; truncated, or of another profile")
         states[low] = states[low] << 16 | self._words[self._word : self._word + count]
         self._word += count
-
-
-# ------------------------------------------------------------------ synthesis
 
 
 def _product(matrix: NDArray[np.int16], vectors: NDArray[np.int16]) -> NDArray[np.int64]:

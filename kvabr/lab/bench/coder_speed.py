@@ -18,8 +18,7 @@ from numpy.typing import NDArray
 
 from kvabr.codec.native import coder, reference
 from kvabr.codec.native.coder_model import TILE, CoderModel, DecodeJob, Index, dequantise, frequencies
-from kvabr.codec.structure import Stack, Structure
-from kvabr.codec.transform import Matrices, Transform
+from kvabr.codec.transform import Matrices, Stack, Structure, Transform
 from kvabr.types.kv import KVSpec, RopeSpec
 
 CLASSES = 32

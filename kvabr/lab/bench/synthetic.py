@@ -14,8 +14,7 @@ from kvabr.codec.native import coder
 from kvabr.codec.native.coder_model import TILE
 from kvabr.codec.profile import Depth, Profile
 from kvabr.codec.quantiser import SymbolCounts, coder_model, nested
-from kvabr.codec.structure import Structure, layered
-from kvabr.codec.transform import FARTHEST, FINE, NO_MATRIX, RUN, Transform, rounded
+from kvabr.codec.transform import FARTHEST, FINE, NO_MATRIX, RUN, Structure, Transform, layered, rounded
 from kvabr.types.kv import KVSpec, RopeSpec
 
 LLAMA = KVSpec("Llama-3.1-8B", "synthetic", 32, 8, 128, "bfloat16", RopeSpec(500000.0, 128))

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from kvabr.codec.native import reference
 from kvabr.codec.native.coder_model import DecodeJob
-from kvabr.codec.structure import Stack, Structure
-from kvabr.codec.transform import Matrices, Transform
+from kvabr.codec.transform import Matrices, Stack, Structure, Transform
 from kvabr.types.errors import FormatError
 from kvabr.types.kv import KVSpec
 from tests.codec.gpu.conftest import DEVICE

@@ -10,8 +10,7 @@ import numpy as np
 import torch
 
 from kvabr.codec.native.coder_model import CoderModel, DecodeJob, Index, frequencies
-from kvabr.codec.structure import Stack, Structure
-from kvabr.codec.transform import Matrices, Transform
+from kvabr.codec.transform import Matrices, Stack, Structure, Transform
 from kvabr.types.kv import KVSpec, RopeSpec
 
 TOKENS = (1, 2, 5, 7, 8, 9, 16, 31, 63, 64, 65, 100, 127, 128, 129, 191, 256, 300)

@@ -9,8 +9,7 @@ import torch
 from kvabr.codec import analysis
 from kvabr.codec.analysis import Analysis, Coefficients
 from kvabr.codec.native import coder
-from kvabr.codec.structure import Stack, Structure, layered, plain
-from kvabr.codec.transform import NO_MATRIX, RUN, Transform, rounded
+from kvabr.codec.transform import NO_MATRIX, RUN, Stack, Structure, Transform, layered, plain, rounded
 from kvabr.types.errors import FormatError
 from kvabr.types.kv import KVSpec, RopeSpec
 

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from kvabr.codec import native
 from kvabr.codec.native import coder
 from kvabr.codec.native.coder_model import TOTAL, CoderModel, frequencies
-from kvabr.codec.structure import Structure
-from kvabr.codec.transform import Matrices, Transform
+from kvabr.codec.transform import Matrices, Structure, Transform
 from kvabr.types.errors import FormatError, UsageError
 from tests.codec.native.models import case, coder_model, random_transform
 from tests.examples import examples
