@@ -1,8 +1,4 @@
-"""Take groups from the local store first, and ask a policy only about the others.
-
-A client keeps the groups of earlier plays. Taking the best of them costs next to nothing, and every byte that is
-already here leaves room on the link for something better.
-"""
+"""Take groups from the local store first, which costs next to nothing, and ask a policy only about the others."""
 
 from __future__ import annotations
 

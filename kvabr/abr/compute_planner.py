@@ -43,12 +43,7 @@ class ComputePlanner:
     """Decides what the engine of one play computes in its spare time."""
 
     def __init__(self, view: View, worth: Worth) -> None:
-        """Start a play.
-
-        Args:
-            view: the play; it has an engine.
-            worth: cost of leaving a group to the network.
-        """
+        """Start a play that has an engine; ``worth``: cost of leaving a group to the network."""
         catalog, cost = view.catalog, view.cost
         assert cost is not None  # noqa: S101  # callers check that there is an engine
         self._worth, self._tail_first = worth, view.front_first

@@ -1,8 +1,7 @@
 """The contract of a bandwidth estimator: samples of bytes and seconds in, a rate and a lower bound out.
 
-A sample is what the whole play received while its link was busy, over all requests in flight together: the rate of one
-transfer among several says nothing about the link. Time to first byte is estimated separately, since otherwise a small
-group on a long link looks like a slow link (hls.js does the same).
+A sample is what the whole play received while its link was busy, over all requests in flight together. Time to first
+byte is estimated separately: otherwise a small group on a long link looks like a slow link (hls.js does the same).
 """
 
 from __future__ import annotations
@@ -36,20 +35,14 @@ class Estimator(ABC):
         self._heard_s = -math.inf
 
     def start(self, horizon_s: float) -> None:  # noqa: B027  # a hook that few need
-        """Start a play whose deadline is ``horizon_s`` seconds away; memory much longer than that is useless.
-
-        Called again during the connection's slow start, to forget all samples.
-        """
+        """Start a play; memory much longer than its ``horizon_s`` is useless. Again, to forget slow start."""
 
     def prime(self, prior: Prior) -> None:
         """Take note, before a play starts, of what earlier plays observed. Estimators may ignore it."""
         self._expected_byte = prior.ttfb_s
 
     def sound(self, nbytes: float, seconds: float, now: float) -> bool:
-        """Return whether a sample is plausible: positive duration, non-negative bytes, not before the previous one.
-
-        Implausible samples come from a clock that jumped or from a bug in the caller; kvabr's estimators ignore them.
-        """
+        """Return whether a sample is plausible; others come from clocks that jumped or from a bug in the caller."""
         sound = 1e-9 < seconds < math.inf and 0.0 <= nbytes < math.inf and self._heard_s <= now < math.inf
         if sound:
             self._heard_s = now
@@ -75,10 +68,9 @@ class Estimator(ABC):
             self._first_byte = seconds
 
     def ttfb(self) -> float:
-        """Return the time to first byte that a request should expect, in seconds.
+        """Return the time to first byte that a request should expect, in seconds; 0.0 if unknown.
 
-        It is the minimum of the play so far, or what earlier plays observed, or 0.0. Not the mean: anything beyond the
-        minimum is queueing behind the play's own transfers, which the rate already accounts for. A mean would feed on
-        itself: more waiting, more requests in flight to hide it, more waiting.
+        It is the minimum of the play so far, else what earlier plays observed. A mean would feed on itself: anything
+        beyond the minimum is queueing behind the play's own transfers.
         """
         return self._expected_byte if self._first_byte is None else self._first_byte

@@ -82,11 +82,7 @@ class Ladder:
     def price(self, spare: float) -> float:
         """Return the nats per token that one more byte saves if all are spent as well as possible, layers included.
 
-        Args:
-            spare: bytes beyond the cheapest cache.
-
-        Returns:
-            Infinity if ``spare`` is negative, i.e. not even the cheapest cache fits; 0.0 if nothing is left to save.
+        Infinity if ``spare``, the bytes beyond the cheapest cache, is negative; 0.0 if nothing is left to save.
         """
         if spare < 0:
             return float("inf")
@@ -110,17 +106,10 @@ def every_option(catalog: Catalog) -> Options:
 
 
 def spend(options: Options, steps: Iterable[LadderStep], groups: Collection[int], first: int, budget: float) -> str:
-    """Return the track that one group gets when a budget of bytes is spent greedily on several.
+    """Return the track that group ``first`` gets when ``budget`` bytes are spent greedily on several ``groups``.
 
-    Every group starts with the cheapest of its options. Steps are taken as long as they fit; a group whose next step
-    does not fit gets no more.
-
-    Args:
-        options: of every group.
-        steps: steps along these options, most loss saved per byte first.
-        groups: the groups that share the budget; steps of others are ignored.
-        first: the group whose track is asked for.
-        budget: bytes.
+    Every group starts with the cheapest of its options. Steps, most loss saved per byte first, are taken as long as
+    they fit; a group whose next step does not fit gets no more.
     """
     left = budget - sum(options[group][0].bytes for group in groups)
     track = options[first][0].track
@@ -188,14 +177,9 @@ class Choice(NamedTuple):
 def knapsack(groups: Sequence[Sequence[Choice]], budget: float, *, exact: bool = True) -> list[int] | None:
     """Return the index of the option to take for each group, or None if not even the smallest options fit.
 
-    The multiple-choice knapsack is solved in two ways, and the better result is taken: greedily, by the step that saves
-    most loss per byte among those that still fit; and by dynamic programming over the bytes, rounded up to a grid, with
-    the rounding gap spent greedily, which finds combinations that fill the last bytes.
-
-    Args:
-        groups: options of each group, in any order; at least one each.
-        budget: bytes.
-        exact: False for the greedy method alone, which is several times faster.
+    The better of two results: greedily, by the step that saves most loss per byte among those that still fit; and, if
+    ``exact`` (several times slower), by dynamic programming over the bytes, rounded up to a grid, with the rounding gap
+    spent greedily, which finds combinations that fill the last bytes.
     """
     least = [choices.index(min(choices)) for choices in groups]
     if sum(choices[index].bytes for choices, index in zip(groups, least, strict=True)) > budget:

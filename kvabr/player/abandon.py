@@ -1,16 +1,14 @@
 """Which transfers to cancel: those that will be late while a cheaper one would not, and those that have stalled.
 
-Abandoning follows dash.js and hls.js, applied to a deadline. The rule weighs the whole play rather than one transfer.
-If everything in flight plus every missing group at its cheapest cannot arrive in time at the expected rate, cancel the
-transfer whose replacement by the cheapest track frees the most bytes, provided that the play then meets the deadline,
-or that it is late already and ends sooner. Upgrades have a lower priority than required groups and normally delay
-nothing. An upgrade is weighed only if its first byte came when a required transfer was due: not every peer respects
-priorities.
+Abandoning follows dash.js and hls.js, applied to a deadline, and weighs the whole play. If everything in flight plus
+every missing group at its cheapest cannot arrive in time at the expected rate, cancel the transfer whose replacement by
+the cheapest track frees the most bytes, provided that the play then meets the deadline, or is late already and ends
+sooner. Upgrades normally delay nothing. One is weighed only if its first byte came when a required transfer was due:
+not every peer respects priorities.
 
 Stalls occur on real networks only. A publisher serves the more urgent request first, or the earlier one, or all alike.
 So a transfer has been forgotten if a less urgent, later one overtook it and it stays silent. If nothing moves at all,
-either the link or the publisher may have stopped. Requesting again then costs little but proves nothing, unless the
-repeated transfer starts and stalls too: then the link was there.
+requesting again costs little but proves nothing, unless the repeated transfer starts and stalls too.
 """
 
 from __future__ import annotations
@@ -33,20 +31,19 @@ _SILENT_TTFB = 4.0
 
 
 def choose(view: View, instead: Callable[[int], Track | None]) -> tuple[Transfer, str] | None:
-    """Return the transfer to abandon now and the reason, or None.
-
-    Args:
-        view: the play.
-        instead: returns the cheapest track that is still available for a group, or None.
-    """
+    """Return the transfer to abandon now and the reason, or None; ``instead``: the cheapest track left for a group."""
     if view.rate <= 0 or not view.in_flight:
         return None
     cheapest = view.ladder.tracks[0]
     needed = [transfer for transfer in view.in_flight.values() if not transfer.upgrade]
     if not view.missing and not needed:
         return None  # only upgrades are in flight: they cost nothing but bytes, and the deadline ends them
-    begun_s = min((transfer.requested_s for transfer in needed), default=view.now) + _ON_ITS_WAY * view.ttfb_s
-    weighed = [one for one in view.in_flight.values() if not one.upgrade or _overtook(one, begun_s)]
+    due_s = min((transfer.requested_s for transfer in needed), default=view.now) + _ON_ITS_WAY * view.ttfb_s
+    weighed = [
+        one
+        for one in view.in_flight.values()
+        if not one.upgrade or (one.first_byte_s is not None and one.first_byte_s >= due_s)
+    ]
     need_s = (sum(one.remaining for one in weighed) + view.floor_bytes()) / view.rate + cheapest.decode_s
     if need_s <= _MARGIN * view.time_left:
         return None
@@ -70,19 +67,11 @@ def choose(view: View, instead: Callable[[int], Track | None]) -> tuple[Transfer
     return best, f"the rest takes {need_s:.2f} s of {view.time_left:.2f} s left; {what} frees {best_freed / 1e3:.0f} kB"
 
 
-def _overtook(upgrade: Transfer, begun_s: float) -> bool:
-    return upgrade.first_byte_s is not None and upgrade.first_byte_s >= begun_s
-
-
 class StallDetector:
     """Finds the stalled transfers of one play."""
 
     def __init__(self, patience_s: float) -> None:
-        """Create a detector.
-
-        Args:
-            patience_s: seconds without bytes after which a transfer has stalled; half of that if another overtakes it.
-        """
+        """Set the seconds without bytes after which a transfer has stalled; half of that if another overtakes it."""
         self._patience_s = patience_s
         self._heard: dict[int, float] = {}
         self._overtaken: dict[int, float] = {}

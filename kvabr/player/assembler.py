@@ -1,11 +1,8 @@
 """Assembles groups into one contiguous KV tensor: in any order, from any track, never half written.
 
-A group is decoded into scratch memory and copied into place only if the whole frame is good. Refused are frames that
-are corrupt, truncated, or of another prompt, group, track or model. Ignored are second copies, tracks no better than
-the one in place, and anything that comes after the cache was handed over.
-
-A cache can be handed over while upgrades still come. From then on each group is decoded into memory of its own, and the
-user of the cache decides when it is written into place.
+A group is decoded into scratch memory and copied into place only if the whole frame is good. A cache can be handed over
+while upgrades still come: then each group is decoded into memory of its own, and the user of the cache decides when it
+is written into place.
 """
 
 from __future__ import annotations
@@ -14,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
+from itertools import takewhile
 
 import torch
 
@@ -54,8 +52,7 @@ class Assembler:
         Args:
             catalog: the asset, or a suffix of it: groups and tokens are counted from the catalog's first.
             profile: the model's side information, for tracks that need it.
-            out: tensor to assemble in, [layer, K/V, head, token, dim], any float dtype, any strides, on the CPU; by
-                default a new contiguous tensor.
+            out: [layer, K/V, head, token, dim], any float dtype and strides, on the CPU; None: a new tensor.
             dtype: element type of the new tensor; by default that of the asset.
 
         Raises:
@@ -86,7 +83,7 @@ class Assembler:
     def put(
         self, group: int, track: str, frame: bytes | memoryview, *, has_digest: HasDigest | None = None
     ) -> Placement:
-        """Check, decode and place one group.
+        """Check, decode and place one group as requested.
 
         Args:
             group: the group that was requested.
@@ -100,40 +97,28 @@ class Assembler:
                 not in place. Nothing has changed.
         """
         offer = self._catalog.track(track)
-        first, last = self._catalog.spec.group_range(group, self._catalog.tokens)
         if (early := self._refusal(group, offer)) is not None:
             return early
-        with self._scratch(last - first) as scratch:
+        with self._scratch(self._catalog.group_tokens(group)) as scratch:
             self._decode(group, offer, frame, scratch, has_digest)
             with self._lock:
                 if (late := self._refusal(group, offer)) is not None:
                     return late
                 if offer.refines is not None and self._tracks[group] != offer.refines:
                     raise FormatError(f"group {group} of {track}: {offer.refines} is no longer in place")
-                self._out[:, :, :, first:last].copy_(scratch)
-                verdict = Placement.PLACED if self._tracks[group] is None else Placement.REPLACED
-                self._tracks[group] = track
-                if offer.refines is None:
-                    self._forget(group)
-                if track in self._refined:
-                    self._kept[group, track] = memoryview(frame)
-        return verdict
+                return self._write(group, offer, frame, scratch)
 
     def put_computed(self, first: int, last: int, kv: torch.Tensor) -> Placement:
         """Place groups ``first`` to ``last`` - 1 as computed by the engine.
 
-        Args:
-            first: the first group.
-            last: the group after the last.
-            kv: [layer, K/V, head, token, dim] of exactly these groups' tokens, any float dtype.
+        ``kv`` is [layer, K/V, head, token, dim] of exactly these groups' tokens, of any float dtype.
 
         Raises:
             UsageError: ``kv`` has another shape, or holds NaN or infinity.
         """
         spec, tokens = self._catalog.spec, self._catalog.tokens
         begin, end = spec.group_range(first, tokens)[0], spec.group_range(last - 1, tokens)[1]
-        if tuple(kv.shape) != spec.shape(end - begin):
-            wanted = spec.shape(end - begin)
+        if tuple(kv.shape) != (wanted := spec.shape(end - begin)):
             raise UsageError(f"recomputed groups {first} to {last - 1}: {tuple(kv.shape)} is not {wanted}")
         if not bool(torch.isfinite(kv).all()):
             raise UsageError(f"recomputed groups {first} to {last - 1}: the engine returned NaN or infinity")
@@ -163,13 +148,7 @@ class Assembler:
     def prepare(
         self, group: int, track: str, frame: bytes | memoryview, *, has_digest: HasDigest | None = None
     ) -> Callable[[], Placement]:
-        """Check and decode an upgrade of one group of a cache in use, into memory of its own.
-
-        Args:
-            group: the group that was requested.
-            track: the track that was requested.
-            frame: the bytes that came; untrusted. The caller must not change them afterwards.
-            has_digest: as for `put`.
+        """Check and decode an upgrade of one group of a cache in use, into memory of its own; arguments as for `put`.
 
         Returns:
             A function that writes the whole group into place and says what happened to it. Call it once, while nothing
@@ -181,25 +160,14 @@ class Assembler:
         """
         if not self._taken or not self._open:
             raise UsageError("upgrades need a cache that was taken with take(upgrades=True) and is not sealed")
-        spec, offer = self._catalog.spec, self._catalog.track(track)
-        first, last = spec.group_range(group, self._catalog.tokens)
-        ready = torch.empty(spec.shape(last - first), dtype=self._out.dtype, device=self._out.device)
+        offer, shape = self._catalog.track(track), self._catalog.spec.shape(self._catalog.group_tokens(group))
+        ready = torch.empty(shape, dtype=self._out.dtype, device=self._out.device)
         self._decode(group, offer, frame, ready, has_digest)
-        kept = memoryview(frame) if track in self._refined else None
 
         def write() -> Placement:
             with self._lock:
-                if not self._open:
-                    return Placement.LATE
-                if self._outdated(group, offer) is not None:
-                    return Placement.STALE
-                self._out[:, :, :, first:last].copy_(ready)
-                self._tracks[group] = track
-                if offer.refines is None:
-                    self._forget(group)
-                if kept is not None:
-                    self._kept[group, track] = kept
-            return Placement.REPLACED
+                refusal = self._refusal(group, offer, closed=not self._open)
+                return self._write(group, offer, frame, ready) if refusal is None else refusal
 
         return write
 
@@ -225,17 +193,9 @@ class Assembler:
         return self._out
 
     def take_prefix(self) -> tuple[torch.Tensor, tuple[str, ...]]:
-        """Hand over the groups before the first hole, possibly none; nothing is accepted afterwards.
-
-        Returns:
-            Their KV, [layer, K/V, head, token, dim], and the track of each.
-        """
+        """Hand over the KV of the groups before the first hole, and the track of each; accept nothing afterwards."""
         self.seal()
-        tracks: list[str] = []
-        for track in self._tracks:
-            if track is None:
-                break
-            tracks.append(track)
+        tracks = [track for track in takewhile(bool, self._tracks) if track]
         tokens = min(len(tracks) * self._catalog.spec.group_tokens, self._catalog.tokens)
         return self._out[:, :, :, :tokens], tuple(tracks)
 
@@ -270,20 +230,27 @@ class Assembler:
             shown = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
             raise HoleError(f"groups {shown} are neither fetched nor recomputed; fetch or recompute them first")
 
-    def _refusal(self, group: int, offer: Track) -> Placement | None:
+    def _refusal(self, group: int, offer: Track, *, closed: bool | None = None) -> Placement | None:
         """Return why a frame can be ignored, or None."""
-        if self._taken:
+        if self._taken if closed is None else closed:
             return Placement.LATE
-        return self._outdated(group, offer)
-
-    def _outdated(self, group: int, offer: Track) -> Placement | None:
-        """Return `Placement.STALE` if the track in place is at least as good, else None."""
         current = self._tracks[group]
         if current is None:
             return None
-        if current == RECOMPUTED or self._catalog.track(current).loss[group] <= offer.loss[group]:
-            return Placement.STALE
-        return None
+        worse = current != RECOMPUTED and self._catalog.track(current).loss[group] > offer.loss[group]
+        return None if worse else Placement.STALE
+
+    def _write(self, group: int, offer: Track, frame: bytes | memoryview, decoded: torch.Tensor) -> Placement:
+        """Copy a decoded group into place; the caller holds the lock."""
+        first, last = self._catalog.spec.group_range(group, self._catalog.tokens)
+        self._out[:, :, :, first:last].copy_(decoded)
+        verdict = Placement.PLACED if self._tracks[group] is None else Placement.REPLACED
+        self._tracks[group] = offer.name
+        if offer.refines is None:
+            self._forget(group)
+        if offer.name in self._refined:
+            self._kept[group, offer.name] = memoryview(frame)
+        return verdict
 
     def _below(self, group: int, offer: Track) -> list[memoryview]:
         """Return the payloads of the layers that a track refines, base first."""

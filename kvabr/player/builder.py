@@ -19,11 +19,7 @@ from kvabr.types.events import Log, PlayStarted
 
 
 def new_estimator(policy: str, estimator: str | None = None) -> Estimator:
-    """Return a fresh estimator: the one named, else the one that the policy prefers.
-
-    Raises:
-        PolicyError: there is no such policy or estimator.
-    """
+    """Return a fresh estimator: the one named, else the one that the policy prefers; see `load_estimator`."""
     return load_estimator(estimator or load_policy(policy)().estimator)()
 
 

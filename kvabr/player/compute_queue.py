@@ -33,8 +33,11 @@ class ComputeQueue:
     def backlog_s(self, now: float) -> float:
         """Return the seconds until the engine has computed what it computes now and all of `chosen`."""
         running = max(0.0, self._free_s - now) if self.computing is not None else 0.0
-        here = range(*self.computing) if self.computing is not None else range(0)
+        here = self._here()
         return running + sum(self._seconds(group, group + 1) for group in self.chosen if group not in here)
+
+    def _here(self) -> range:
+        return range(*(self.computing or (0, 0)))
 
     def waiting(self) -> bool:
         """Return whether groups are left to the engine that it has not started."""
@@ -42,28 +45,16 @@ class ComputeQueue:
 
     def takes(self, group: int) -> bool:
         """Return whether an absent group is left to the engine and hidden from the policy."""
-        if group in self.planned or group in self.chosen:
-            return True
-        if self.computing is not None and self.computing[0] <= group < self.computing[1]:
+        if group in self.planned or group in self.chosen or group in self._here():
             return True
         return self._mode == "suffix" and bool(self.chosen) and group >= min(self.chosen)
 
     def replan(self, absent: Collection[int], *, dead: bool = False) -> tuple[bool, Plan | None]:
-        """Re-plan what the network will not bring.
-
-        Args:
-            absent: groups that have not arrived.
-            dead: whether the link carries nothing at all.
-
-        Returns:
-            Whether `planned` changed, and the plan, if there is anything to compute.
-        """
-        found: Plan | None = None
+        """Re-plan what the network will not bring. Return whether `planned` changed, and the plan, if there is one."""
         if self.computing is not None and self._mode == "suffix":
             return False, None
-        if absent:
-            left = [group for group in absent if group not in self.chosen]
-            found = plan(self._view, self._cost, self._mode, left, self._free_s, dead=dead)
+        left = [group for group in absent if group not in self.chosen]
+        found = plan(self._view, self._cost, self._mode, left, self._free_s, dead=dead)
         planned = range(0) if found is None else range(found.first, found.last)
         changed = planned != self.planned
         self.planned = planned
@@ -88,8 +79,7 @@ class ComputeQueue:
 
     def finish(self, now: float) -> float:
         """Note that the engine is done; return the seconds that it took."""
-        for group in range(*(self.computing or (0, 0))):
-            self.chosen.discard(group)
+        self.chosen.difference_update(self._here())
         self.computing = None
         return now - self.started_s
 
@@ -100,10 +90,7 @@ class ComputeQueue:
         return self._cost.seconds(begin, end - begin)
 
     def _run_end(self, first: int, now: float, absent: Collection[int]) -> int:
-        """Return the end of the next computation.
-
-        Compute one group at a time while there is time to re-plan after each; all at once where only that is in time.
-        """
+        """Return the end of the next run: one group if there is time to re-plan, all if only that is in time."""
         last = first + 1
         while last in absent and (last in self.planned or last in self.chosen):
             last += 1
@@ -116,10 +103,7 @@ class ComputeQueue:
         deadline_s, seconds = self._view.deadline_s, self._seconds(first, self._view.groups)
         if now + seconds > _LATE * deadline_s and first not in self.chosen:
             # Once started it cannot be shortened. If the link has carried anything, waiting is the better bet.
-            return now >= (deadline_s if self._alive() else _PATIENCE * deadline_s)
+            view = self._view
+            alive = view.rate > 0 or view.settled or any(one.received for one in view.in_flight.values())
+            return now >= (deadline_s if alive else _PATIENCE * deadline_s)
         return now + 1.5 * self._tick_s >= deadline_s - seconds
-
-    def _alive(self) -> bool:
-        """Return whether the link has carried anything in this play."""
-        view = self._view
-        return view.rate > 0 or bool(view.settled) or any(one.received for one in view.in_flight.values())

@@ -108,11 +108,7 @@ class PlayState:
         oracle: Callable[[float], float] | None = None,
         log: Log | None = None,
     ) -> None:
-        """Begin with every group absent; for the arguments see `kvabr.player.builder.new_session`.
-
-        Raises:
-            UsageError: arguments that make no sense.
-        """
+        """Begin with every group absent; arguments and errors are those of `kvabr.player.builder.new_session`."""
         if not 0 < deadline_s < float("inf"):
             raise UsageError(f"the deadline is {deadline_s} s; it must be a positive number of seconds")
         self._prefix = isinstance(goal, PrefixGoal)

@@ -22,19 +22,11 @@ class PolicyGuard:
         self.policy, self._view = policy, view
 
     def start(self) -> None:
-        """Start the policy.
-
-        Raises:
-            PolicyError: it refuses the play, or raises.
-        """
+        """Start the policy; raise `PolicyError` if it refuses the play, or raises."""
         self._call(self.policy.start)
 
     def ask(self) -> Decision:
-        """Return the policy's next decision, checked.
-
-        Raises:
-            PolicyError: it raises, or its decision is invalid.
-        """
+        """Return the policy's next decision, checked; raise `PolicyError` if it raises, or decides nonsense."""
         decision = self._call(self.policy.decide)
         if (fault := self._fault(decision)) is not None:
             raise self.invalid(fault)

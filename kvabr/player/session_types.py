@@ -116,10 +116,7 @@ class Decode:
 
 @dataclass(slots=True)
 class Recompute:
-    """Let the engine compute groups ``first`` to ``last`` - 1; answer with `Session.computed`.
-
-    All groups before ``first`` are in place.
-    """
+    """Let the engine compute groups ``first`` to ``last`` - 1, all before in place; answer with `Session.computed`."""
 
     first: int
     last: int

@@ -1,7 +1,7 @@
 """Throughput samples for the estimator: the bytes of all requests over the time that the link was busy.
 
-A sample that the publisher or this process limited says only that the link is at least that fast: it may raise the
-estimate, never lower it. Silence always counts, since nothing arrives that could say what is at fault.
+A sample that the publisher or this process limited may raise the estimate, never lower it. Silence always counts, since
+nothing arrives that could say what is at fault.
 """
 
 from __future__ import annotations
@@ -55,11 +55,7 @@ class ThroughputSampler:
         self._quiet_since = 0.0
 
     def estimates(self) -> tuple[float, float, float]:
-        """Return the rate and its lower bound, bytes per second, and the time to first byte, seconds.
-
-        Raises:
-            PolicyError: the estimator raised, or returned something other than finite numbers from 0.
-        """
+        """Return the rate and its lower bound, bytes per second, and the time to first byte, seconds."""
         if self._known is not None:
             return self._known
         estimator = self._estimator
@@ -122,7 +118,7 @@ class ThroughputSampler:
             self._since = None
 
     def _least_s(self) -> float:
-        """Return the least length of a sample. The first is wanted soon; later ones must show the end of slow start."""
+        """Return the least length of a sample: the first is wanted soon, later ones must show the end of slow start."""
         return max(self._shortest_s, self._estimator.ttfb()) if self._ramp_rate else self._shortest_s
 
     def _conclude(self, seconds: float, now: float) -> None:

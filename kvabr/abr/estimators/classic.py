@@ -77,13 +77,9 @@ class DualEwma(MergedSamples):
     name: ClassVar[str] = "ewma"
 
     def __init__(self, fast_share: float = 1 / 16, slow_share: float = 1 / 4, caution: float = 1.0) -> None:
-        """Set the half-lives and the width of the bound.
+        """Set the half-lives of the means as shares of the deadline, and the width of the bound.
 
-        Args:
-            fast_share: half-life of the fast mean, as a share of the deadline.
-            slow_share: half-life of the slow mean, as a share of the deadline.
-            caution: the lower bound lies this many (weighted) standard deviations of the samples below the estimate,
-                but is at least a quarter of it.
+        It lies ``caution`` weighted standard deviations of the samples below the estimate, at least at a quarter of it.
         """
         self._shares, self._caution = (fast_share, slow_share), caution
         super().__init__()
@@ -117,10 +113,7 @@ class HarmonicMean(MergedSamples):
     name: ClassVar[str] = "harmonic"
 
     def __init__(self, window: int = 5, share: float = 1 / 20) -> None:
-        """Set the number of samples in the mean and in the error, and their length as a share of the deadline.
-
-        A harmonic mean of many tiny samples would be dominated by the smallest.
-        """
+        """Set the number of samples in mean and error, and their length: tiny ones would dominate the mean."""
         self._window = window
         super().__init__(share)
 

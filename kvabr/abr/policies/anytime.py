@@ -4,15 +4,12 @@ With tracks that nest as layers, the best cache for every number of bytes is a p
 that fetches in that order needs no prediction to match one that knows the future, except for the end: what it requests
 must still arrive. What remains to decide is how much to keep in flight.
 
-- The base is needed in any case, so it is requested at once, and the rest is sent behind it. Groups that gain most from
-  an enhancement go first, since only groups in place can be enhanced. If the engine discards everything behind a miss,
-  the earliest groups go first. If decoding the base takes most of the time, it is requested little by little, on the
-  track that completes soonest.
-- Enhancements are requested before the link runs dry, which on a long link is early, but no sooner: requests in flight
-  cannot be reordered.
-- An enhancement is requested if it arrives by the deadline at the lower bound of the rate. With nothing in flight, more
-  than the expected rate may be assumed, because an idle link wastes no bytes. One that saves very much is requested in
-  any case.
+- The base is requested at once, and the rest is sent behind it. Groups that gain most from an enhancement go first, or
+  the earliest if the engine discards everything behind a miss. If decoding the base takes most of the time, it is
+  requested little by little, on the track that completes soonest.
+- Enhancements are requested just before the link runs dry: requests in flight cannot be reordered. One is requested if
+  it arrives by the deadline at the lower bound of the rate. With nothing in flight, more than the expected rate may be
+  assumed, because an idle link wastes no bytes. One that saves very much is requested in any case.
 - An engine with spare time computes what costs it less than it costs the network, see `kvabr.abr.compute_planner`.
 - A track that replaces another pays for the group a second time. It is chosen where no layer is left to add, as long as
   all such tracks together save a noticeable amount; or instead of a layer, where it pays even at half the rate.
@@ -238,13 +235,7 @@ class Anytime(Policy):
         return total + min(layer.loss[group], *above, float("inf"))
 
     def _in_time(self, view: View, rate: float, *, staking: bool) -> _Offer | None:
-        """Pop the best offer that arrives by the deadline at ``rate``, or is worth trying anyway.
-
-        Args:
-            view: the play.
-            rate: bytes per second.
-            staking: only offers worth trying anyway.
-        """
+        """Pop the best offer that arrives in time at ``rate``, or is worth trying anyway (``staking``: only those)."""
         offers, settled, track_of, left_s = self._offers, view.settled, view.track_of, view.time_left
         if not offers or (staking and offers[0].saving < self._stake):
             return None

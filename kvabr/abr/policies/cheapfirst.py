@@ -1,7 +1,6 @@
 """``cheapfirst``: every group on the cheapest track, then upgrades for those that gain most, until the deadline.
 
-Once the cheapest cache is in place nothing can go wrong any more, so the remaining time needs no caution: upgrades are
-requested in the order of loss saved per byte, as long as they arrive by the deadline at the expected rate. Layers are
+Once the cheapest cache is in place nothing can go wrong any more, so the remaining time needs no caution. Layers are
 upgrades that cost only their own bytes.
 """
 

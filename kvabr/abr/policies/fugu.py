@@ -1,14 +1,10 @@
 """``fugu``: model predictive control on a distribution of transfer times (Yan et al., NSDI 2020: Puffer's Fugu).
 
-Fugu does not predict a throughput. For each possible size of the next chunks it predicts the distribution of transfer
-times, and plans five chunks ahead for the best expected quality less a price on the expected stall, by value iteration
-over the buffer. Adapted to caches:
-
-- Fugu's predictor is a neural network trained daily on the whole service. A play has only itself: here the seconds per
-  byte of its last transfers are equally likely, plus one slower transfer that was never seen.
-- The buffer is the planned groups' share of the remaining time, by number, less the median time of what is in flight.
-  Exceeding it is the stall, priced per deadline of time. Quality is the loss of the catalog. Switching has no price,
-  since no reader of a cache could notice it.
+For each possible size of the next chunks, Fugu predicts the distribution of transfer times, and plans five chunks ahead
+for the best expected quality less a price on the expected stall, by value iteration over the buffer. Its predictor is a
+neural network trained daily on the whole service. A play has only itself: here the seconds per byte of its last
+transfers are equally likely, plus one slower transfer that was never seen. The buffer is the planned groups' share of
+the remaining time, less the median time of what is in flight; exceeding it is the stall. Switching has no price.
 """
 
 from __future__ import annotations

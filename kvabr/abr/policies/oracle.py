@@ -5,10 +5,9 @@ link carries until the last of them can still be decoded. It is made at the star
 fits. If the round trip is unknown, the plan is remade once the first byte has shown it; until then at most half of it
 is requested.
 
-With an engine that fills holes, a run of groups is left to it, as many as it can compute once everything before is in
-place; the best of about eight starting points is chosen. (With few groups, a scattered choice may be slightly better;
-it is not considered.) With an engine that computes everything behind a miss, every cut is considered: the groups before
-it must be in place when the engine starts, and their further layers may arrive while it computes.
+With an engine that fills holes, the best run of about eight starting points is left to it. With one that computes
+everything behind a miss, every cut is considered: the groups before it must be in place when the engine starts, and
+their further layers may arrive while it computes.
 """
 
 from __future__ import annotations
@@ -54,11 +53,7 @@ class Oracle(Policy):
     computes: ClassVar[bool] = True
 
     def start(self, view: View) -> None:
-        """Make the plan.
-
-        Raises:
-            PolicyError: the future is unknown, because this is not a simulation.
-        """
+        """Make the plan; raise `PolicyError` if the future is unknown, because this is not a simulation."""
         if view.oracle is None:
             raise PolicyError("oracle reads what the link will carry from the trace: it runs only in a simulation")
         self._future = view.oracle
@@ -220,10 +215,7 @@ class Oracle(Policy):
         return self._total - self._future(view.deadline_s - view.now)
 
     def _idle_after_asking(self, view: View) -> float:
-        """Return the bytes that the link will have missed for lack of requests if one is sent now.
-
-        Computed rather than observed: progress of transfers is reported only now and then.
-        """
+        """Return the bytes that the link will have missed for lack of requests if one is sent now."""
         came = self._passed(view) - self._idle
         waiting = max(0.0, self._asked - came)
         unused = max(0.0, self._future(self._first_byte_s(view)) - waiting)
@@ -312,13 +304,8 @@ class Oracle(Policy):
     ) -> dict[int, str] | None:
         """Return the tracks of least loss within a budget of bytes and of decode time; None if nothing fits.
 
-        Args:
-            view: the play.
-            groups: the groups to choose for.
-            budget: bytes of new requests.
-            until_s: when all must be decoded.
-            base: if given, missing groups start with this track.
-            exact: False for a plan that is only compared with others.
+        With ``base``, missing groups start on that track. Plans that are only compared with others need not be
+        ``exact``.
         """
         offers = [self._offers(view, group, base) for group in groups]
         time_s = max(0.0, until_s - view.now - view.decode_backlog_s)

@@ -38,13 +38,10 @@ class Fixed(FrontToBack):
 class Cake(Policy):
     """Compute from the front and load from the back until both meet (Jin et al., arXiv:2410.03065).
 
-    The track is chosen before the play. Nothing is estimated and the deadline plays no part: the faster of the two
-    takes more of the groups. Cake loads caches uncompressed; here the track is the cheapest one that loses no more than
-    a given number of nats per token, or a named one.
-
-    Adapted: Cake may compute any number of chunks of a request in one batch; here the engine takes one group at a time,
-    since it may meet the loaded part after each. Without an engine, or with one that computes everything behind a miss
-    (engine mode ``suffix``), groups are only loaded, in the latter case from the front.
+    Nothing is estimated and the deadline plays no part: the faster of the two takes more of the groups. Cake loads
+    caches uncompressed and computes batches of chunks; here one track is chosen before the play, and the engine takes
+    one group at a time, since it may meet the loaded part after each. Without an engine, or with one that computes
+    everything behind a miss (engine mode ``suffix``), groups are only loaded, in the latter case from the front.
     """
 
     name: ClassVar[str] = "cake"
@@ -63,11 +60,7 @@ class Cake(Policy):
         self._track, self._loss = track, loss
 
     def start(self, view: View) -> None:
-        """Choose the track.
-
-        Raises:
-            PolicyError: the asset has no such self-contained track.
-        """
+        """Choose the track; raise `PolicyError` if the asset has no such self-contained track."""
         if self._track:
             _check(view, self.name, self._track)
             return

@@ -68,13 +68,7 @@ class BolaScores:
     """BOLA's choice among tracks as a function of the buffer level (Spiteri et al., INFOCOM 2016)."""
 
     def __init__(self, rates: Sequence[float], minimum: float, target: float) -> None:
-        """Derive V and gamma p from two buffer levels.
-
-        Args:
-            rates: of the tracks, ascending.
-            minimum: buffer level up to which the lowest rate is chosen; seconds, or any other unit.
-            target: buffer level from which the highest rate is chosen.
-        """
+        """Derive V and gamma p from the buffer levels, in any unit, for the lowest and the highest of the rates."""
         self._rates = rates
         self._utilities = [math.log(rate / rates[0]) + 1.0 for rate in rates]
         self._gp = max(1e-9, (self._utilities[-1] - 1.0) / (target / minimum - 1.0))
@@ -139,16 +133,11 @@ _FREE = 2
 class BolaE(FrontToBack):
     """BOLA with its authors' additions, as in dash.js (Spiteri, Sitaraman and Sparacio, MMSys 2018).
 
-    BOLA knows only the buffer: it starts at the lowest rate regardless of the network, and oscillates between two rates
-    around the network's. BOLA-E fixes both, and never requests more than the buffer allows:
-
-    - Until one segment is buffered the throughput decides. BOLA is given a virtual buffer (a placeholder) that makes it
-      continue from there; it fades by 1 % per segment.
-    - A rate above both the last one and the throughput is not chosen.
-    - InsufficientBuffer: no rate whose segment would take longer than the buffer lasts, at 0.7 of the throughput; the
-      lowest rate if the buffer is empty. The first two segments are exempt.
-
-    BOLA never pauses here, since a cache is finite: where it would pause, only the placeholder shrinks.
+    BOLA knows only the buffer: it starts at the lowest rate and oscillates between two rates around the network's. Here
+    the throughput decides until one segment is buffered; BOLA is given a virtual buffer (a placeholder) that makes it
+    continue from there and fades by 1 % per segment. A rate above both the last one and the throughput is not chosen,
+    nor one whose segment would take longer than the buffer lasts at 0.7 of the throughput (InsufficientBuffer). Where
+    BOLA would pause, only the placeholder shrinks, since a cache is finite.
     """
 
     name: ClassVar[str] = "bola-e"
@@ -248,12 +237,11 @@ _REACT = 2.0
 class L2A(FrontToBack):
     """Learn2Adapt, online convex optimisation (Karagkioules, Mekuria, Griffioen and Wagenaar, MMSys 2020).
 
-    The choice is a probability distribution over the tracks. After each segment it takes a gradient step along what
-    each track would have done to the buffer at the observed throughput, weighted by a multiplier Q that grows while
-    segments take longer to arrive than to play, and is projected back onto the simplex. The track whose rate is nearest
-    to the mean is chosen. As in dash.js, the choice rises one step at a time and only as far as the throughput carries,
-    and Q doubles where the choice exceeds the throughput. Until the buffer reaches its target the throughput decides.
-    The unit of time is one group's share of the deadline, where L2A-LL has segments of about one second.
+    A distribution over the tracks takes a gradient step after each segment, along what each track would have done to
+    the buffer at the observed throughput, weighted by a multiplier Q that grows while segments take longer to arrive
+    than to play, and is projected back onto the simplex. The track nearest to the mean rate is chosen. As in dash.js,
+    the choice rises one step at a time and only as far as the throughput carries, and Q doubles where it exceeds the
+    throughput. The unit of time is one group's share of the deadline, where L2A-LL has segments of about one second.
     """
 
     name: ClassVar[str] = "l2a"
