@@ -34,18 +34,15 @@ Progress = Callable[[str, int, int], None]
 
 
 def cut_contexts(texts: Mapping[str, Sequence[int]], contexts: int, tokens: int) -> list[tuple[str, Sequence[int]]]:
-    """Cut contexts out of tokenised texts: evenly spaced, more from longer texts, at least one from each.
+    """Cut contexts out of tokenised texts: evenly spaced, none overlapping, more from longer texts, one from each.
 
     Args:
-        texts: token ids by name.
+        texts: token ids by name; `UsageError` if there is none.
         contexts: how many; there is at least one per text.
         tokens: length of each; a shorter text gives one shorter context.
 
     Returns:
-        Pairs of a text's name and a context's token ids. Contexts do not overlap.
-
-    Raises:
-        UsageError: there is no text.
+        Pairs of a text's name and a context's token ids.
     """
     sizes = {name: len(ids) for name, ids in texts.items() if ids}
     if not sizes:
@@ -90,7 +87,6 @@ def calibrate(
     if contexts < 1 or not 16 <= tokens <= model.engine.context:
         raise UsageError(f"a calibration takes at least 1 context of 16 to {model.engine.context} tokens")
     cuts = cut_contexts({name: model.encode(text) for name, text in texts.items()}, contexts, tokens)
-    folder = tempfile.gettempdir()
     engine = model.engine
     try:
         with tempfile.TemporaryFile(prefix="kvabr-calibrate-") as one, tempfile.TemporaryFile() as other:
@@ -111,23 +107,23 @@ def calibrate(
                 gradients=gradients.read,
             )
     except OSError as error:
-        raise AssetError(f"{folder}: no room for the caches of {len(cuts)} contexts ({error})") from error
+        raise AssetError(
+            f"{tempfile.gettempdir()}: no room for the caches of {len(cuts)} contexts ({error})"
+        ) from error
 
 
 class _Spool:
-    """Tensors of one spec in a file, one after the other."""
+    """Tensors of one spec in a file, one after the other: `add` appends, `read` yields all."""
 
     def __init__(self, file: IO[bytes], spec: KVSpec, dtype: torch.dtype | None = None) -> None:
         self._file, self._spec, self._dtype = file, spec, dtype or spec.torch_dtype
         self._tokens: list[int] = []
 
     def add(self, cache: torch.Tensor) -> None:
-        """Append a tensor."""
         self._file.write(raw(cache.to(self._dtype)))
         self._tokens.append(cache.shape[3])
 
     def read(self) -> Iterator[torch.Tensor]:
-        """Yield all of them."""
         self._file.seek(0)
         for tokens in self._tokens:
             shape = self._spec.shape(tokens)

@@ -210,7 +210,6 @@ class FrameEncoder:
         )
 
     def _read(self, group: int, track: str) -> tuple[bytes, list[memoryview]]:
-        """Return a frame, and the payloads of the frames that it refines."""
         below = [payload_of(self._store.read_frame(group, name)) for name in _below(track)]
         return self._store.read_frame(group, track), below
 
@@ -284,7 +283,7 @@ def publish(
     progress: Progress = lambda _stage, _done, _all: None,
     tell: Callable[[str], None] = lambda _line: None,
 ) -> Catalog:
-    """Encode and measure one prompt.
+    """Encode and measure one prompt; return its catalog, whose floats have six significant digits.
 
     Args:
         engine: the model.
@@ -301,9 +300,6 @@ def publish(
         time_engine: whether to time a few prefills for the catalog's cost model.
         progress: called after every step.
         tell: called, in words, with what is unusual about the cache.
-
-    Returns:
-        The catalog, with measured losses, decode times and mixes. Floats have six significant digits.
 
     Raises:
         ForeignError: the profile is of another model.
@@ -360,7 +356,6 @@ def needs_profile(tracks: Sequence[str]) -> bool:
 
 
 def _below(track: str) -> list[str]:
-    """Return the names of the tracks that a track refines, base first."""
     below: list[str] = []
     lower = codec(track).refines
     while lower is not None:

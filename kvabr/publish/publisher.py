@@ -135,8 +135,6 @@ class Publisher:
         self._closed = True
         self._thread.shutdown(wait=True)
 
-    # -------------------------------------------------------------- internals
-
     def _give_back(self, slot: Slot) -> None:
         with self._lock:
             self._known.discard(slot.chunks[-1])
@@ -191,22 +189,24 @@ class Publisher:
         )
 
 
+@dataclass(frozen=True, slots=True)
 class Slot:
     """A reserved place for one cache: `fill` it or `leave` it."""
 
-    def __init__(self, publisher: Publisher, chunks: tuple[str, ...], tokens: int) -> None:
-        self._publisher, self.chunks, self.tokens = publisher, chunks, tokens
+    publisher: Publisher
+    chunks: tuple[str, ...]
+    tokens: int
 
     def fill(self, kv: torch.Tensor, done: Callable[[PublishOutcome], object]) -> None:
         """Publish a cache, [layer, K/V, head, token, dim] of any float dtype, which must not change any more.
 
         ``done`` is called with the outcome, on the publishing thread.
         """
-        self._publisher._begin(self, kv, done)  # noqa: SLF001  # its own
+        self.publisher._begin(self, kv, done)  # noqa: SLF001  # its own
 
     def leave(self) -> None:
         """Give the place back: there is no cache after all."""
-        self._publisher._give_back(self)  # noqa: SLF001  # its own
+        self.publisher._give_back(self)  # noqa: SLF001  # its own
 
 
 def stretched(losses: Sequence[float], groups: int) -> tuple[float, ...]:

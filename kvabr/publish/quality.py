@@ -1,15 +1,14 @@
 """Expected loss of every group on every track, measured by the real model.
 
-How it is attributed. For every track the whole cache is decoded and the continuation scored once: that gives KL,
-change of NLL and top-1 of the track. Then, for a few tracks, one group at a time is replaced in an otherwise exact
-cache: the KL of that run is the group's own. Coding noise of different groups is nearly independent, and KL is
-quadratic in small noise, so these single losses nearly add up (measured on SmolLM2 with 3- and 4-bit caches: their sum
-is 0.86 to 1.3 of the KL of the whole cache). Scaling them to the whole cache's KL makes the losses of a track add up to
-what was measured. Every lossy track gets shares of its own, because codecs differ in where they hurt (one that keeps
-the attention sinks exact spares the first group); a nearly lossless one takes those of the track with the nearest KL.
+For every track the whole cache is decoded and the continuation scored once: that gives KL, change of NLL and top-1.
+Then, for a few tracks, one group at a time is replaced in an otherwise exact cache: the KL of that run is the group's
+own. Coding noise of groups is nearly independent, and KL is quadratic in small noise, so these nearly add up (measured
+on SmolLM2 with 3- and 4-bit caches: to 0.86 to 1.3 of the KL of the whole cache), and are scaled to it. Lossy tracks
+get shares of their own, because codecs differ in where they hurt (one that keeps the attention sinks exact spares the
+first group); a nearly lossless one takes those of the track with the nearest KL.
 
-One forward pass is one measurement, so the passes are bounded: see `MAX_PASSES`. Finally a few caches with groups from
-several tracks, as players end with, are scored: the catalog lists how well their losses are predicted.
+One forward pass is one measurement, bounded by `MAX_PASSES`. Finally a few mixed caches, as players end with, are
+scored: the catalog lists how well their losses are predicted.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby, pairwise
+from itertools import count, groupby, pairwise
 
 import torch
 
@@ -77,15 +76,9 @@ class Reference:
     """The exact cache's scores of a continuation, which other caches are measured against at a forward pass each."""
 
     def __init__(self, engine: ScoringEngine, exact: torch.Tensor | None, continuation: Sequence[int]) -> None:
-        """Score the continuation behind the exact cache.
+        """Score the ids of a continuation, at least two, behind the exact cache [layer, K/V, head, token, dim].
 
-        Args:
-            engine: the real model.
-            exact: the cache as the model computed it, [layer, K/V, head, token, dim].
-            continuation: ids of the tokens that followed, at least two.
-
-        Raises:
-            ModelError: the continuation is too short, or does not fit the model.
+        Raises `ModelError` if the continuation is too short, or does not fit the model.
         """
         if len(continuation) < 2:
             raise ModelError(f"measuring a loss takes a continuation of at least 2 tokens, not {len(continuation)}")
@@ -130,27 +123,18 @@ def measure_quality(
         decode: decodes one group of one track.
         max_passes: forward passes beyond one per track, see `MAX_PASSES`.
         progress: called after every forward pass.
-
-    Returns:
-        Qualities, losses, and the method in words.
     """
     work = exact.clone()
     tokens = int(exact.shape[-2])
     ranges = [spec.group_range(group, tokens) for group in range(spec.groups(tokens))]
     total = len(tracks) + (max_passes if len(ranges) > 1 else 0)
-    done = 0
-
-    def step() -> None:
-        nonlocal done
-        done += 1
-        progress(done, total)
-
+    done = count(1)
     quality = {}
     for track in tracks:
         for group, (first, last) in enumerate(ranges):
             decode(group, track, work[:, :, :, first:last])
         quality[track] = reference.measure(work)
-        step()
+        progress(next(done), total)
     work.copy_(exact)
 
     units, shaped = _plan({track: quality[track].kl for track in tracks}, len(ranges), max_passes)
@@ -165,7 +149,7 @@ def measure_quality(
             singles.append(reference.measure(work).kl)
             begin, end = ranges[unit[0]][0], ranges[unit[-1]][1]
             work[:, :, :, begin:end] = exact[:, :, :, begin:end]
-            step()
+            progress(next(done), total)
         shares[track] = _shares(singles, units, ranges)
     progress(total, total)
 
@@ -223,13 +207,7 @@ def measure_mixes(
 ) -> list[Mix]:
     """Assemble each mixed cache, recomputing groups behind those in place, and score it.
 
-    Args:
-        catalog: the asset; predicts the losses.
-        mixes: for each mix, one track per group, or `RECOMPUTED`.
-        reference: scores of the exact cache, with the engine that recomputes.
-        prompt: token ids.
-        decode: decodes one group of one track.
-        progress: called after every mix.
+    A mix has one track per group, or `RECOMPUTED`. The catalog predicts its loss, the reference's engine recomputes.
     """
     spec = catalog.spec
     engine = reference.engine
@@ -276,15 +254,15 @@ def _units(groups: int, limit: int) -> list[range]:
     return [range(first, last) for first, last in pairwise(bounds)]
 
 
-def _pick(kl: Mapping[str, float], count: int) -> list[str]:
+def _pick(kl: Mapping[str, float], most: int) -> list[str]:
     """Return the tracks whose groups are measured one by one: evenly spread from the most to the least lossy."""
     lossy = sorted((track for track in kl if kl[track] > NOISE_FLOOR), key=lambda track: -kl[track])
     lossy = lossy or [max(kl, key=lambda track: kl[track])]
-    if count >= len(lossy):
+    if most >= len(lossy):
         return lossy
-    if count == 1:
+    if most == 1:
         return lossy[:1]
-    return [lossy[round(index * (len(lossy) - 1) / (count - 1))] for index in range(count)]
+    return [lossy[round(index * (len(lossy) - 1) / (most - 1))] for index in range(most)]
 
 
 def _shares(singles: Sequence[float], units: Sequence[range], ranges: Sequence[tuple[int, int]]) -> list[float]:
@@ -302,7 +280,6 @@ def _shares(singles: Sequence[float], units: Sequence[range], ranges: Sequence[t
 
 
 def _nearest(quality: Mapping[str, Quality], track: str, shaped: Sequence[str]) -> str | None:
-    """Return the track among ``shaped`` whose KL is nearest to that of ``track``, as a ratio."""
     wanted = math.log(max(quality[track].kl, 1e-30))
     return min(shaped, key=lambda other: abs(math.log(max(quality[other].kl, 1e-30)) - wanted), default=None)
 

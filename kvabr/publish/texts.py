@@ -80,7 +80,6 @@ def paragraphs(text: str) -> list[str]:
 
 
 def _source(module: str) -> str:
-    """Return the source of a module of the standard library, without running it."""
     spec = importlib.util.find_spec(module)
     if spec is None or spec.origin is None or not Path(spec.origin).is_file():
         raise AssetError(f"this Python has no source of its module {module}; give texts of your own with --text")
@@ -88,7 +87,6 @@ def _source(module: str) -> str:
 
 
 def _licence() -> str | None:
-    """Return the interpreter's licence; None if the distribution leaves it out."""
     library = Path(importlib.import_module("os").__file__ or "").resolve().parent
     for path in (library / "LICENSE.txt", library.parent / "LICENSE.txt", library.parent / "LICENSE"):
         if path.is_file():

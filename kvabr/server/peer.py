@@ -103,8 +103,6 @@ class Peer(Endpoint):
         assert self.session is not None  # noqa: S101  # its requests are answered
         return self.session.responder
 
-    # ------------------------------------------------------------------ Endpoint
-
     def make_session(self, draft: Draft) -> MoqtSession | None:
         """See `Endpoint.make_session`."""
         if self._server.draining:
@@ -185,8 +183,6 @@ class Peer(Endpoint):
         if not self._over:
             self.safely(self.settle_and_send)
 
-    # ------------------------------------------------------------------ from the server
-
     def say_goaway(self, grace_s: float) -> None:
         """Send GOAWAY."""
         if self.session is not None and not self._over:
@@ -197,8 +193,6 @@ class Peer(Endpoint):
         """Close the connection."""
         if not self._over and self.driver is not None:
             self.shut(SessionCode.GOAWAY_TIMEOUT if self.busy else SessionCode.NO_ERROR, "the server closes")
-
-    # ------------------------------------------------------------------ who it is
 
     def _too_slow(self) -> None:
         if not self._over and self.driver is not None:
@@ -226,8 +220,6 @@ class Peer(Endpoint):
         if self._server.draining:
             self.session.goaway()
 
-    # ------------------------------------------------------------------ what it wants
-
     def _requested(self, event: Requested) -> None:
         message, number = event.message, event.request_id
         self._server.metrics.requests_total.labels(type(message).__name__).inc()
@@ -249,7 +241,6 @@ class Peer(Endpoint):
             self._refuse(number, RequestCode.NOT_SUPPORTED, "this server only publishes")
 
     def _overload(self) -> str | None:
-        """Return why a request must be refused; None if it need not be."""
         limits = self._server.limits
         if not self._requests_left.take():
             return f"more than {limits.requests_per_s:g} requests a second"
@@ -270,7 +261,6 @@ class Peer(Endpoint):
                 expected[0].prioritise(event.parameters.priority)
 
     def _find(self, number: int, message: _OfTrack, grant: Grant) -> None:
-        """Find a track, and answer."""
         try:
             namespace = TrackNamespace.from_fields(message.namespace)
             track = message.track.decode()
@@ -429,8 +419,6 @@ class Peer(Endpoint):
         code, reason, retry_ms = refusal(error)
         self.log.debug("request refused", why=str(error))
         self._refuse(number, code, reason[:500], retry_ms=retry_ms)
-
-    # ------------------------------------------------------------------ sending
 
     def _send(self, job: Sending, piece: Piece) -> bool:
         try:

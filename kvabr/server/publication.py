@@ -204,16 +204,10 @@ class Source(Protocol):
         """Return what the holder of a token may read; None refuses the connection."""
 
     def find(self, grant: Grant, namespace: TrackNamespace, track: str, *, at_once: bool = False) -> Publication | None:
-        """Return a track; None if there is none that the grant may read.
-
-        Args:
-            grant: from `admit`.
-            namespace: of the track.
-            track: name of the track.
-            at_once: do not wait for files or for the network.
+        """Return a track; None if there is none that a grant of `admit` may read.
 
         Raises:
-            BlockingIOError: the answer needs files or the network; use `find_soon`.
+            BlockingIOError: ``at_once`` is given, and the answer needs files or the network; use `find_soon`.
             RequestError: the grant was withdrawn.
         """
 

@@ -113,7 +113,6 @@ class PublishedAssets:
         return self._levels.get(asset, {}).get(track)
 
     def _models(self, grant: Grant) -> Publication:
-        """Return the specs of the models of which a grant may read an asset."""
         specs = sorted(self._view(grant).models.values(), key=lambda spec: spec.model)
         return BytesPublication(json.dumps({"models": [spec.to_json() for spec in specs]}).encode())
 

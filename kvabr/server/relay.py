@@ -97,8 +97,6 @@ class Relay:
             await asyncio.wait(self._tasks)
         await self.store.close()
 
-    # ------------------------------------------------------------------ Source
-
     def admit(self, token: bytes | None) -> Grant | None:
         """See `Source.admit`."""
         return EVERYTHING if self._grants is None else self._grants.check(token)
@@ -120,10 +118,7 @@ class Relay:
             return None
         return self._track(answer, track)
 
-    # ------------------------------------------------------------------ internals
-
     def _track(self, answer: Answer, track: str) -> Publication | None:
-        """Return a track, from the answer that tells of it."""
         if is_small(track):
             return answer.publication
         facts = answer.facts

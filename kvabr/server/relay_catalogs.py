@@ -12,14 +12,14 @@ import hashlib
 import json
 from array import array
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache
 from typing import TYPE_CHECKING
 
+from kvabr.client.resources import decoders
 from kvabr.moqt.codes import RequestCode
 from kvabr.quic.interface import Connection
 from kvabr.server.publication import BytesPublication
+from kvabr.store.asset_index import check_names
 from kvabr.store.lru import ByteLru
 from kvabr.types.catalog import MAX_CATALOG_BYTES, Catalog
 from kvabr.types.errors import FormatError, NotFoundError, RequestError, TransportError, UnauthorizedError
@@ -40,7 +40,6 @@ _FRESH_PER_FETCH = 20.0
 """An answer is fresh for at least this multiple of the time that fetching it took, so that asking again costs at most
 5 % of the way to the origin."""
 _BUSY_S = 1.0
-_CHECKERS = 2
 _DIGEST_BYTES = 32
 _AWAY = (RequestCode.TIMEOUT, RequestCode.GOING_AWAY, RequestCode.EXCESSIVE_LOAD, RequestCode.INTERNAL_ERROR)
 """Codes of an origin that cannot answer now, which say nothing about what it has."""
@@ -95,25 +94,16 @@ def check_small(namespace: TrackNamespace, track: str, data: bytes) -> AssetFact
             raise FormatError(f"not a list of models ({error})") from error
         return None
     catalog = Catalog.loads(data)
+    check_names(catalog)
     if track == CATALOG_TRACK:
         right = catalog.namespace == namespace
     else:
         right = (catalog.namespace.model, catalog.chunks[0]) == (namespace.model, namespace.prompt)
-    if not right or catalog.chunks[-1] != catalog.namespace.prompt:
+    if not right:
         raise FormatError("a catalog of another prompt")
-    try:
-        digests = {one.name: b"".join(map(bytes.fromhex, one.digests)) for one in catalog.tracks}
-    except ValueError as error:
-        raise FormatError("a catalog with a digest that is not hex") from error
-    if any(len(found) != _DIGEST_BYTES * catalog.groups for found in digests.values()):
-        raise FormatError("a catalog with a digest that is not a SHA-256")
+    digests = {one.name: b"".join(map(bytes.fromhex, one.digests)) for one in catalog.tracks}
     sizes = {one.name: array("Q", one.bytes) for one in catalog.tracks}
     return AssetFacts(catalog.namespace, digest, catalog.spec, catalog.tokens, catalog.groups, sizes, digests)
-
-
-@cache
-def _checkers() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(_CHECKERS, thread_name_prefix="kvabr-check")
 
 
 @dataclass(slots=True)
@@ -232,8 +222,6 @@ class Catalogs:
         self._asking.clear()
         self._answers.clear()
 
-    # ------------------------------------------------------------------ internals
-
     def _ask(self, name: _Name) -> asyncio.Task[Answer]:
         if len(self._asking) >= _MAX_ASKING:
             why = f"{name[1][:80]}: too many lookups at a time"
@@ -273,7 +261,7 @@ class Catalogs:
                     raise RequestError(why, code=RequestCode.EXCESSIVE_LOAD, retry_after_s=_BUSY_S)
             data = bytes(download.data)
             publication, facts = await loop.run_in_executor(
-                _checkers(), lambda: (BytesPublication(data), check_small(namespace, track, data))
+                decoders(), lambda: (BytesPublication(data), check_small(namespace, track, data))
             )
         except FormatError as error:
             self._log.warning("origin refused", track=track[:80], model=namespace.model, why=str(error))
@@ -296,7 +284,6 @@ class Catalogs:
         return answer
 
     def _drop_asset(self, namespace: TrackNamespace, event: str) -> None:
-        """Forget every answer that names an asset."""
         facts = None
         for name, answer in self._naming(namespace):
             del self._answers[name]
@@ -306,7 +293,6 @@ class Catalogs:
             self._on_dropped(facts)
 
     def _naming(self, namespace: TrackNamespace) -> list[tuple[_Name, Answer]]:
-        """Return the answers that name an asset."""
         found = [(name, answer) for name in self._answers if (answer := self._answers.peek(name)) is not None]
         return [(name, one) for name, one in found if one.facts is not None and one.facts.namespace == namespace]
 

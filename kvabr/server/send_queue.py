@@ -194,8 +194,7 @@ class SendQueue:
     def feed(self) -> tuple[list[Sending], list[tuple[Sending, Exception]]]:
         """Give QUIC what it can use now: the most urgent answer first, among equals the oldest request.
 
-        Returns:
-            Answers that are complete, and answers that broke off with their errors. Both are removed.
+        Returns and removes answers that are complete, and those that broke off, with their errors.
         """
         done: list[Sending] = []
         broken: list[tuple[Sending, Exception]] = []

@@ -144,8 +144,6 @@ class Server(Host):
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    # ------------------------------------------------------------------ for connections
-
     def left(self, peer: Peer) -> None:
         """See `Host.left`."""
         super().left(peer)

@@ -303,7 +303,6 @@ class FolderAssetWriter:
 
 
 def _is_asset(path: Path) -> bool:
-    """Return whether a folder is an asset, of any version."""
     try:
         Catalog.read(path / CATALOG)
     except AssetError:

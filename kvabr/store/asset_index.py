@@ -68,7 +68,6 @@ class AssetView:
         return (self.profiles if track == PROFILE_TRACK else self.assets).get(namespace)
 
     def _longest(self, namespace: TrackNamespace, track: str) -> Asset | None:
-        """Return the asset that shares the most groups with a lookup."""
         table = self.prefixes.get(namespace, {})
         try:
             keys = parse_prefix_track(track)

@@ -321,8 +321,6 @@ class FolderGroupStore(LocalGroupStore[int]):
             self._handle = -1
             self._thread.shutdown()
 
-    # -------------------------------------------------------------- internals
-
     def _index(self) -> None:
         """Index what is in the folder, the least recently used first."""
         found = []

@@ -26,8 +26,7 @@ class ByteLru(LRUCache[K, V]):
         Args:
             max_bytes: bound on the sum of all sizes; 0 keeps nothing.
             size_of: bytes of a value; must not change while the value is cached.
-            on_evict: called with every entry that makes room for another, after it is gone. Deleted and replaced
-                entries are not reported.
+            on_evict: called with each entry that made room for another; not with deleted and replaced ones.
         """
         super().__init__(max_bytes, getsizeof=size_of)
         self._on_evict = on_evict

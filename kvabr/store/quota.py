@@ -109,7 +109,6 @@ class FolderQuota:
 
 
 def _folder_bytes(path: Path) -> int:
-    """Return the bytes of all files below a folder, which may be disappearing."""
     total = 0
     for folder, _, files in os.walk(path):
         for file in files:

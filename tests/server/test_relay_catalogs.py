@@ -82,9 +82,9 @@ async def test_a_wrong_profile_is_refused(tmp_path, tls):
 @pytest.mark.parametrize(
     ("track", "change", "words"),
     [
-        (CATALOG_TRACK, lambda value: value["chunks"].reverse(), "another prompt"),
-        (CATALOG_TRACK, lambda value: value["tracks"][0]["digests"].__setitem__(0, "z" * 64), "not hex"),
-        (CATALOG_TRACK, lambda value: value["tracks"][0]["digests"].__setitem__(0, "00"), "not a SHA-256"),
+        (CATALOG_TRACK, lambda value: value["chunks"].reverse(), "not the one in the namespace"),
+        (CATALOG_TRACK, lambda value: value["tracks"][0]["digests"].__setitem__(0, "z" * 64), "not 64 hex digits"),
+        (CATALOG_TRACK, lambda value: value["tracks"][0]["digests"].__setitem__(0, "00"), "not 64 hex digits"),
         ("prefix.", lambda value: value["chunks"].__setitem__(0, "00" * 32), "another prompt"),
     ],
 )
