@@ -72,9 +72,7 @@ class MemoryFrames:
 def ordered_tracks(wanted: Sequence[str] | None) -> tuple[str, ...]:
     """Return the tracks to make, each after the one that it refines; for None all that exist but `ON_REQUEST`.
 
-    Raises:
-        FormatError: there is no such codec.
-        UsageError: a track refines one that is not wanted, or is wanted twice.
+    Raises `FormatError` if there is no such codec, `UsageError` if one is wanted twice, or without what it refines.
     """
     if wanted is None:
         wanted = [name for name in names() if name not in ON_REQUEST]
@@ -301,9 +299,7 @@ def publish(
         progress: called after every step.
         tell: called, in words, with what is unusual about the cache.
 
-    Raises:
-        ForeignError: the profile is of another model.
-        FormatError: a group cannot have that many tokens.
+    Raises `ForeignError` if the profile is of another model, `FormatError` if a group cannot have that many tokens.
     """
     spec = engine.spec if group_tokens is None else replace(engine.spec, group_tokens=group_tokens)
     needing = needs_profile(tracks)

@@ -1,8 +1,7 @@
 """Publishes what an engine computed anyway: encodes it in the background, into a store that `kvabr serve` serves.
 
-Nothing is measured: a serving engine has no time for the forward passes that `kvabr encode` spends on that. The losses
-in the catalog are those of another catalog of the same model, stretched over the groups, and the catalog says so.
-Whatever would make the engine wait is dropped and counted.
+Nothing is measured: an engine has no time for the forward passes of `kvabr encode`. The losses are another catalog's of
+the same model, stretched over the groups, and the catalog says so. What would make the engine wait is dropped.
 """
 
 from __future__ import annotations
@@ -71,15 +70,11 @@ class Publisher:
             location: store that assets go to, a folder or a URL; each asset is named by its prompt digest.
             spec: of the caches.
             prior: catalog that losses and decode times are taken from, best of the same model.
-            tracks: names of the tracks; None: FP16, Int8, Int4, and with a profile the AC layers.
-            profile: codec profile of the model, for tracks that need it.
+            tracks: names, all in the prior; None: FP16, Int8, Int4, and with a profile the AC layers.
+            profile: codec profile of the model, for tracks that need it; `ForeignError` if it is of another.
             queue: caches that may wait or be worked on; each is held in memory.
             max_bytes: bound on what engines publish there, see `kvabr.store.quota`; None: no bound.
             source: what the caches are, in words, for the catalogs.
-
-        Raises:
-            UsageError: a track needs a profile, or is not in the prior; or the folder cannot be created.
-            ForeignError: the profile is of another model.
         """
         if tracks is None:
             tracks = (*PLAIN_TRACKS, *(LAYERS if profile is not None else ()))

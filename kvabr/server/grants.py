@@ -5,8 +5,7 @@ The file of tokens::
     {"schema": "kvabr.grants/1",
      "grants": [{"name": "team-a", "token_sha256": "<64 hex digits>", "assets": ["team-a/*"], "models": ["*"]}]}
 
-It holds digests, so reading it does not open the assets. One round of SHA-256 suffices because `new_token` makes tokens
-of 256 random bits; a word that a person made up would be guessed from its digest.
+One round of SHA-256 suffices because `new_token` makes tokens of 256 random bits; words of a person would be guessed.
 """
 
 from __future__ import annotations

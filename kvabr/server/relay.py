@@ -1,8 +1,6 @@
-"""A relay: a cache between an origin and the players near by.
+"""A relay: a cache between an origin and the players near by, which a `Server` serves in place of an origin's library.
 
-`Relay` is what a `Server` serves in place of an origin's library. Its tracks come from an upstream connection: catalogs
-and lookups by `Catalogs`, groups by `RelayGroups`, each fetched once for everyone who waits. Everyone who may enter the
-relay may read what the relay's own token opens at the origin.
+Everyone who may enter the relay may read what the relay's own token opens at the origin.
 """
 
 from __future__ import annotations

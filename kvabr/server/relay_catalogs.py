@@ -1,8 +1,7 @@
 """Small tracks of a relay: catalogs, lookups, profiles, models. One fetch from the origin serves everyone who asks.
 
-Catalogs and lookups may change, so they are asked for again after a moment. While the origin cannot be reached, its
-last answer stands, so that players get what the relay still has of an asset. Nothing is kept of names that do not
-exist, and an answer that the origin takes back is dropped together with what depends on it.
+Catalogs and lookups may change, so they are asked for again after a moment; while the origin is away its last answer
+stands. Nothing is kept of names that do not exist. What the origin takes back goes with all that depends on it.
 """
 
 from __future__ import annotations

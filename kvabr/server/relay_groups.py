@@ -1,10 +1,7 @@
 """Groups on their way through a relay: from its disk or its origin to everyone who waits for them.
 
-A group is fetched once however many players want it, at the priority of the most urgent of them, and no longer fetched
-when the last of them has left. Its bytes can be read as they arrive, except for those of the last part: these wait for
-the check of the whole group's digest, so that a wrong group breaks off at its end and never looks complete.
-
-Groups under way are bounded together. Those beyond the bound wait, the most urgent first.
+A group is fetched once, at the priority of its most urgent reader, until the last has left. It can be read as it comes,
+except for the last part, which waits for the check of the digest: a wrong group breaks off and never looks complete.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The send queue of one connection: answers in the order of their priorities, handed to QUIC piece by piece.
 
-QUIC libraries keep what they are given until it is acknowledged, and share the path evenly among streams. So they are
-given little at a time, and always of the most urgent answer: that is what makes priorities hold. An answer whose bytes
-are still arriving, as in a relay, is passed over until there are more.
+QUIC libraries keep what they are given until it is acknowledged, and share the path evenly among streams. So they get
+little at a time, always of the most urgent answer that has something to send: that is what makes priorities hold.
 """
 
 from __future__ import annotations
@@ -201,31 +200,27 @@ class SendQueue:
         if not self._jobs:
             return done, broken
         room = min(MOST_AHEAD_BYTES, max(LEAST_AHEAD_BYTES, self._window())) - self._unsent()
-        while room > 0 and (job := self._most_urgent(broken)) is not None:
+        while room > 0 and (room_taken := self._send_next(done, broken)) is not None:
+            room -= room_taken
+        return done, broken
+
+    def _send_next(self, done: list[Sending], broken: list[tuple[Sending, Exception]]) -> int | None:
+        """Send a piece of the answer whose turn it is, and return its bytes; None if no answer can be sent."""
+        if self._order is None:
+            self._order = sorted(self._jobs.values(), key=lambda job: (job.priority, job.request_id))
+        for job in self._order:
             try:
+                if not self._may_send(job.stream) or not job.ready:
+                    continue
                 piece = job.piece()
                 alive = self._send(job, piece)
             except Exception as error:  # noqa: BLE001  # a damaged asset must not take the connection with it
                 broken.append((job, error))
                 self.remove(job.request_id)
-                continue
+                return 0
             job.sent += len(piece)
-            room -= len(piece)
             if job.finished or not alive:
                 done.append(job)
                 self.remove(job.request_id)
-        return done, broken
-
-    def _most_urgent(self, broken: list[tuple[Sending, Exception]]) -> Sending | None:
-        """Return the answer whose turn it is, if any can be sent; remove those that turn out to be broken."""
-        if self._order is None:
-            self._order = sorted(self._jobs.values(), key=lambda job: (job.priority, job.request_id))
-        for job in list(self._order):
-            try:
-                if self._may_send(job.stream) and job.ready:
-                    return job
-            except Exception as error:  # noqa: BLE001  # as above
-                broken.append((job, error))
-                self.remove(job.request_id)
-                return self._most_urgent(broken)
+            return len(piece)
         return None

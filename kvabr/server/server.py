@@ -41,6 +41,10 @@ _HALF_OPEN = 64
 let in far enough to be told that there are too many."""
 _GOODBYE_S = 0.2
 """Seconds for the last packets to leave."""
+WATCH_S = 2.0
+"""Seconds between checks of the assets and the file of tokens."""
+INTERRUPTED = 130
+"""Exit status after a second signal."""
 
 
 class Server(Host):
@@ -88,20 +92,24 @@ class Server(Host):
         configuration = self._lib.configure(client=False, alpn=alpn, idle_timeout=self.limits.idle_s)
         load_certificates(configuration, self.tls.certfile, self.tls.keyfile)
         loop = asyncio.get_running_loop()
+        sock: socket.socket | None = None
         try:
             found = await loop.getaddrinfo(self.host, self.port, type=socket.SOCK_DGRAM, flags=socket.AI_PASSIVE)
             family, _, _, _, address = found[0]
             sock = socket.socket(family, socket.SOCK_DGRAM)
-        except OSError as error:
-            raise self._cannot_bind(error) from error
-        try:
             sock.setblocking(False)
             sock.bind(address)
             cls = protocol_class(self._lib, lambda _: self._admit())
             self._transport, self._server = await self._lib.open_server(sock, configuration, cls)
         except OSError as error:
-            sock.close()
-            raise self._cannot_bind(error) from error
+            if sock is not None:
+                sock.close()
+            where = f"{self.host}:{self.port}"
+            if error.errno == errno.EADDRINUSE:
+                hint = "another server is running there; stop it, or give another --bind HOST:PORT"
+            else:
+                hint = "give an address of this machine with --bind HOST:PORT"
+            raise TransportError(f"{where}: cannot be bound ({error.strerror or error}); {hint}") from error
 
     @property
     def address(self) -> tuple[str, int]:
@@ -170,21 +178,6 @@ class Server(Host):
             self._lib.demand_proof(self._server, self._retry_tokens)
         else:
             self._lib.demand_proof(self._server, None)
-
-    def _cannot_bind(self, error: OSError) -> TransportError:
-        where = f"{self.host}:{self.port}"
-        if error.errno == errno.EADDRINUSE:
-            hint = "another server is running there; stop it, or give another --bind HOST:PORT"
-        else:
-            hint = "give an address of this machine with --bind HOST:PORT"
-        return TransportError(f"{where}: cannot be bound ({error.strerror or error}); {hint}")
-
-
-WATCH_S = 2.0
-"""Seconds between checks of the assets and the file of tokens."""
-
-INTERRUPTED = 130
-"""Exit status after a second signal."""
 
 
 class Watcher:

@@ -1,15 +1,11 @@
 """Published caches: what an asset consists of, and what a store of assets must provide.
 
-An asset has these parts, wherever it is stored:
+An asset has `catalog.json` (`kvabr.types.catalog`), `profile.safetensors` (codec side information, if a track needs
+it), a frame per group and track, and `prompt.json` (token ids of prompt and continuation, for recompute and
+verification; never served). Whatever is read is checked against the catalog before it is believed.
 
-    catalog.json            what the asset offers (`kvabr.types.catalog`)
-    profile.safetensors     codec side information of the model, if a track needs it
-    a frame per group and track
-    prompt.json             token ids of prompt and continuation, for recompute and verification; never served
-
-Whatever is read is checked against the catalog before it is believed. `kvabr.store.asset_folder` keeps assets in
-folders. To add another kind of store, implement `AssetStore`, `AssetWriter` and a subclass of `Asset`, and register a
-URL scheme in `kvabr.store.locations`.
+To add a kind of store, implement `AssetStore`, `AssetWriter` and a subclass of `Asset`, and register a URL scheme in
+`kvabr.store.locations`.
 """
 
 from __future__ import annotations
@@ -117,10 +113,7 @@ class Asset(ABC):
 
     @abstractmethod
     def is_current(self) -> bool:
-        """Return whether this is still the published version.
-
-        Called for every request, on an event loop: a remote store answers from what it knew last.
-        """
+        """Return whether this is still the published version, at once: a remote store tells what it knew last."""
 
     @abstractmethod
     def check_parts(self) -> None:
@@ -128,9 +121,7 @@ class Asset(ABC):
 
         Frames are not read: players check their digests.
 
-        Raises:
-            AssetError: a part is missing, has another size, or must not be read.
-            FormatError: the profile is not the one that the catalog names.
+        Raises `AssetError` for parts, `FormatError` for the profile.
         """
 
     @abstractmethod
@@ -165,11 +156,9 @@ class Asset(ABC):
         return data
 
     def profile_bytes(self) -> bytes | None:
-        """Return the codec profile's bytes, checked against the catalog; None if no track needs a profile.
+        """Return the codec profile's bytes; None if no track needs a profile.
 
-        Raises:
-            AssetError: the profile is missing.
-            FormatError: it is not the one that the catalog names.
+        Raises `AssetError` if the profile is missing, `FormatError` if it is not the one that the catalog names.
         """
         expected, size = self.catalog.profile, self.catalog.profile_bytes
         if expected is None:
@@ -207,11 +196,9 @@ class Asset(ABC):
         return data
 
     def prompt(self) -> Prompt:
-        """Return the token ids of the prompt and of what followed it.
+        """Return the token ids of the prompt and of what followed it; `FormatError` if it is damaged or another's.
 
-        Raises:
-            AssetError: the prompt is missing, as in an asset that was fetched.
-            FormatError: it is damaged, or not the prompt of this catalog.
+        Raises `AssetError` if the prompt is missing, as in an asset that was fetched.
         """
         where = f"{self.location}/{PROMPT}"
         try:
@@ -318,19 +305,15 @@ class AssetStore(Protocol):
         """Return the version of an asset, None if there is none; `AssetError` if the store cannot be reached."""
 
     def open(self, name: str = ".") -> Asset:
-        """Open an asset. Only its catalog is read.
+        """Open an asset; only its catalog is read, `FormatError` if that is damaged or of a newer version.
 
-        Raises:
-            AssetError: there is no such asset.
-            FormatError: its catalog is damaged, or of a newer version.
+        Raises `AssetError` if there is no such asset.
         """
 
     def writer(self, name: str = ".", *, force: bool = False) -> AssetWriter:
         """Return a writer for an asset, which replaces what is there only by ``force``; nothing is created yet.
 
-        Raises:
-            AssetError: something is there that is not an asset.
-            UsageError: an asset is there, and ``force`` is not given.
+        Raises `AssetError` if something else than an asset is there, `UsageError` if an asset needs ``force``.
         """
 
     def quota(self, max_bytes: int) -> AssetQuota:

@@ -1,10 +1,8 @@
-"""Assets in folders.
+"""Assets in folders: `catalog.json`, `profile.safetensors`, `prompt.json`, and `groups/<track>/<group>.kvg` per frame.
 
-An asset is a folder with `catalog.json`, `profile.safetensors`, `prompt.json`, and one file
-`groups/<track>/<group>.kvg` per frame, with five digits or more for the group. It appears and is replaced by a rename,
-so a reader that sees the same catalog before and after reading a frame knows that the frame belongs to it.
-
-Folders may be shared with others, so files that are served are never links, pipes or devices.
+An asset is written to a hidden sibling first, reaches the disk, and takes its name in one rename, so a reader that sees
+the same catalog before and after reading a frame knows that the frame belongs to it. Folders may be shared with others,
+so files that are served are never links, pipes or devices.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Which assets a store holds, and which of them answers a name.
 
-`AssetIndex` knows all good assets of a store and notices changes. `AssetView` answers names from the assets that one
-reader may see, and from nothing else: what is missing and what is forbidden take the same steps, so neither the answer
-nor its timing depends on assets that the reader may not see.
+`AssetView` answers from the assets that one reader may see, and from nothing else: what is missing and what is
+forbidden take the same steps, so neither the answer nor its timing tells of assets that the reader may not see.
 """
 
 from __future__ import annotations

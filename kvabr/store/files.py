@@ -53,14 +53,7 @@ def open_regular(path: Path | str, *, follow_links: bool = False, dir_fd: int | 
 def read_bytes(
     path: Path, limit: int, *, unreadable: type[KvabrError] = AssetError, unfit: type[KvabrError] = UsageError
 ) -> bytes:
-    """Read a file of at most ``limit`` bytes.
-
-    Args:
-        path: the file.
-        limit: maximum size, bytes.
-        unreadable: raised if the file cannot be read.
-        unfit: raised if it is larger than ``limit``.
-    """
+    """Read a file; raise ``unreadable`` if that fails, and ``unfit`` if it has more than ``limit`` bytes."""
     try:
         with path.open("rb") as file:
             data = file.read(limit + 1)
@@ -112,18 +105,14 @@ def write_text(path: Path, text: str) -> None:
 def write_file(path: Path, data: bytes) -> None:
     """Write ``data`` to ``path``: a reader sees the old file or the new one, never a part.
 
-    A pipe or a device is written into; it is not replaced.
-
-    Raises:
-        AssetError: the file cannot be written. Nothing is left behind, and an old file stays.
+    A pipe or a device is written into. If `AssetError` is raised, nothing is left behind, and an old file stays.
     """
     # Asked before anything else: what /dev/stdout leads to may have no path.
     if path.exists() and not path.is_file():
         try:
-            with path.open("wb") as file:
-                file.write(data)
+            path.write_bytes(data)
         except OSError as error:
-            raise _unwritable(path, error) from error
+            raise AssetError(f"{path}: cannot be written ({error.strerror})") from error
         return
     with replacing(path) as file:
         file.write(data)
@@ -133,16 +122,8 @@ def write_file(path: Path, data: bytes) -> None:
 def replacing(path: Path, *, mode: int = 0o666, sync: bool = True) -> Iterator[BufferedWriter]:
     """Open a partial file that replaces ``path`` when the block ends, and vanishes when the block raises.
 
-    The file is a hidden sibling of ``path``; `name` of what is yielded is its path. If ``path`` is a link, the file
-    that it leads to is replaced.
-
-    Args:
-        path: the file to write.
-        mode: permissions, from which the process's umask is taken.
-        sync: whether the data must have reached the disk before the file takes its name.
-
-    Raises:
-        AssetError: the file cannot be written.
+    The file is a hidden sibling of ``path``, or of what that links to. ``mode`` is masked by the process's umask;
+    ``sync`` has the data reach the disk before the file takes its name. Raises `AssetError`.
     """
     partial: Path | None = None
     try:
@@ -160,7 +141,7 @@ def replacing(path: Path, *, mode: int = 0o666, sync: bool = True) -> Iterator[B
         if partial is not None:
             partial.unlink(missing_ok=True)
         if isinstance(error, OSError):
-            raise _unwritable(path, error) from error
+            raise AssetError(f"{path}: cannot be written ({error.strerror})") from error
         raise
 
 
@@ -169,7 +150,3 @@ def make_sibling(path: Path) -> Path:
     partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}{PARTIAL}")
     partial.mkdir()
     return partial
-
-
-def _unwritable(path: Path, error: OSError) -> AssetError:
-    return AssetError(f"{path}: cannot be written ({error.strerror})")

@@ -30,16 +30,9 @@ def is_store(location: Location) -> bool:
 
 
 def open_store(location: Location, *, must_exist: bool = False, create: bool = False) -> AssetStore:
-    """Return the store at a path or URL.
+    """Return the store at a path or URL; a folder that does not exist may be created, or be an `AssetError`.
 
-    Args:
-        location: a folder, or a URL.
-        must_exist: whether a folder that does not exist is an error.
-        create: whether to create a folder that does not exist.
-
-    Raises:
-        UsageError: there is no such kind of store, or the folder cannot be created.
-        AssetError: there is no such folder.
+    Raises `UsageError` if there is no such kind of store, or the folder cannot be created.
     """
     if not is_store(location):
         raise UsageError(f"{location}: stores are folders or {', '.join(f'{name}://' for name in SCHEMES)}")
@@ -65,14 +58,9 @@ def open_asset(location: Location) -> Asset:
 
 
 def open_catalog(location: Location) -> tuple[Catalog, Asset | None]:
-    """Read the catalog at a path or URL, and return the asset that it is of.
+    """Read the catalog of an asset at a path or URL, or from a catalog's file, which has no asset.
 
-    Args:
-        location: an asset, or a catalog's file, which has no asset.
-
-    Raises:
-        AssetError: there is neither.
-        FormatError: the catalog is damaged, or of a newer version.
+    Raises `AssetError` if there is neither, `FormatError` if the catalog is damaged, or of a newer version.
     """
     if "://" not in str(location) and Path(location).is_file():
         return Catalog.read(Path(location)), None
