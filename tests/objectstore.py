@@ -64,14 +64,11 @@ class ObjectAsset(Asset):
     def _read_part(self, part, max_bytes):
         return self._bucket.get(f"{self._key}/{part}", 0, max_bytes + 1)
 
-    def _read_frame(self, group, track, max_bytes):
-        return self._bucket.get(self._frame_key(group, track), 0, max_bytes + 1)
-
-    def _frame_name(self, group, track):
-        return self._frame_key(group, track)
+    def _frame_part(self, group, track):
+        return f"{track}/{group}"
 
     def _frame_key(self, group, track):
-        return f"{self._key}/{track}/{group}"
+        return f"{self._key}/{self._frame_part(group, track)}"
 
 
 class ObjectAssetWriter:

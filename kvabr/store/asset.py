@@ -133,15 +133,11 @@ class Asset(ABC):
 
     @abstractmethod
     def _read_part(self, part: str, max_bytes: int) -> bytes:
-        """Return at most ``max_bytes`` + 1 bytes of the catalog, the profile or the prompt; raise `AssetError`."""
+        """Return at most ``max_bytes`` + 1 bytes of the catalog, profile, prompt, or a frame; raise `AssetError`."""
 
     @abstractmethod
-    def _read_frame(self, group: int, track: str, max_bytes: int) -> bytes:
-        """Return at most ``max_bytes`` + 1 bytes of a frame; raise `AssetError`."""
-
-    @abstractmethod
-    def _frame_name(self, group: int, track: str) -> str:
-        """Return where a frame is stored, for error messages."""
+    def _frame_part(self, group: int, track: str) -> str:
+        """Return the name of a frame, for `_read_part` and for error messages."""
 
     @cached_property
     def prefix_keys(self) -> tuple[bytes, ...]:
@@ -178,14 +174,14 @@ class Asset(ABC):
             AssetError: the frame is missing.
             FormatError: it is truncated, too long, or damaged; or there is no such track.
             ForeignError: it is the frame of another group or track of this asset.
-            IndexError: there is no such group.
         """
         offer = self.catalog.track(track)
         if not 0 <= group < self.catalog.groups:
             raise IndexError(f"group {group} is outside an asset of {self.catalog.groups} groups")
-        where = self._frame_name(group, track)
+        part = self._frame_part(group, track)
+        where = f"{self.location}/{part}"
         try:
-            data = _sized(self._read_frame(group, track, offer.bytes[group]), offer.bytes[group], where)
+            data = _sized(self._read_part(part, offer.bytes[group]), offer.bytes[group], where)
         except FormatError:
             # A swapped frame has, as a rule, another size: "swapped" says more than "truncated".
             self._refuse_swapped(group, track)
@@ -227,17 +223,17 @@ class Asset(ABC):
 
     def _refuse_swapped(self, group: int, track: str) -> None:
         """Raise if the frame is a good one of another place in this asset."""
-        largest = max(max(each.bytes) for each in self.catalog.tracks)
+        part, largest = self._frame_part(group, track), max(max(each.bytes) for each in self.catalog.tracks)
         try:
-            digest = hashlib.sha256(self._read_frame(group, track, largest)).hexdigest()
+            digest = hashlib.sha256(self._read_part(part, largest)).hexdigest()
         except AssetError:
             return
         for other in self.catalog.tracks:
             if digest in other.digests:
                 place = other.digests.index(digest)
                 raise ForeignError(
-                    f"{self._frame_name(group, track)}: this is group {place} of {other.name}, not group {group} of "
-                    f"{track}; files were swapped, {_AGAIN}"
+                    f"{self.location}/{part}: this is group {place} of {other.name}, not group {group} of {track}; "
+                    f"files were swapped, {_AGAIN}"
                 )
 
 

@@ -92,11 +92,8 @@ class FolderAsset(Asset):
     def _read_part(self, part: str, max_bytes: int) -> bytes:
         return _read(self.path / part, max_bytes, follow_links=self._follow_links)
 
-    def _read_frame(self, group: int, track: str, max_bytes: int) -> bytes:
-        return _read(frame_path(self.path, group, track), max_bytes, follow_links=self._follow_links)
-
-    def _frame_name(self, group: int, track: str) -> str:
-        return str(frame_path(self.path, group, track))
+    def _frame_part(self, group: int, track: str) -> str:
+        return str(frame_path(Path(), group, track))
 
 
 class FolderAssetStore:

@@ -14,7 +14,6 @@ import tempfile
 from pathlib import Path
 
 from kvabr.store.asset import CATALOG
-from kvabr.store.lru import ByteLru
 from kvabr.types.catalog import Catalog
 from kvabr.types.errors import KvabrError
 
@@ -39,7 +38,8 @@ class FolderQuota:
         self._root, self._max_bytes = root, max_bytes
         self._sizes: dict[str, int] = {}
         """Bytes of all assets at the last look, by name; 0: not published by an engine."""
-        self._published = self._empty()
+        self._published: dict[str, int] = {}
+        """Bytes of those that engines published, the least recently computed first."""
         self._since_bytes: int | None = None
         """Bytes published since the last look; None before the first."""
 
@@ -53,22 +53,21 @@ class FolderQuota:
         """See `AssetQuota.make_room`."""
         size = self._sizes[name] = _folder_bytes(self._root / name)
         self._published.pop(name, None)
-        self._since_bytes = None if self._since_bytes is None else self._since_bytes + size
-        if self._since_bytes is not None and self._since_bytes <= _SLACK * self._max_bytes and self._add(name, size):
-            return 0
-        self._look(but=name)
-        fits = self._published.currsize + size <= self._max_bytes
-        room = self._max_bytes if fits else (1 - _SLACK) * self._max_bytes
-        removed = 0
-        while self._published and self._published.currsize + size > room:
-            oldest, _ = self._published.popitem()
+        since = None if self._since_bytes is None else self._since_bytes + size
+        if since is None or since > _SLACK * self._max_bytes or sum(self._published.values(), size) > self._max_bytes:
+            self._look(but=name)
+        else:
+            self._since_bytes = since
+        total, removed = sum(self._published.values(), size), 0
+        room = self._max_bytes if total <= self._max_bytes else (1 - _SLACK) * self._max_bytes
+        for oldest, its in list(self._published.items()):
+            if total <= room:
+                break
+            del self._published[oldest]
+            total -= its
             removed += self._remove(oldest)
-        self._add(name, size)
+        self._published[name] = size
         return removed
-
-    def _add(self, name: str, size: int) -> bool:
-        """Add the newest asset if it fits without evicting others."""
-        return self._published.currsize + size <= self._max_bytes and self._published.add(name, size)
 
     def _look(self, but: str) -> None:
         """Find what is in the folder now, the least recently computed first, except for one asset."""
@@ -83,15 +82,8 @@ class FolderQuota:
             path = self._root / name
             sizes[name] = _folder_bytes(path) if _is_published(path) else 0
         self._sizes, self._since_bytes = sizes, 0
-        self._published = self._empty()
-        for name in sorted(used, key=lambda name: used[name]):
-            if name != but and sizes[name]:
-                self._published[name] = sizes[name]
-
-    @staticmethod
-    def _empty() -> ByteLru[str, int]:
-        # The bound is applied in `make_room`: others may have filled the folder beyond it.
-        return ByteLru(1 << 62, lambda size: size)
+        oldest_first = sorted(used, key=lambda name: used[name])
+        self._published = {name: sizes[name] for name in oldest_first if name != but and sizes[name]}
 
     def _remove(self, name: str) -> bool:
         """Remove an asset, by a rename first, so that an origin has it whole or not at all."""
