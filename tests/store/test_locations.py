@@ -148,7 +148,7 @@ def test_a_damaged_object_is_found_out(damage):
         objects["a/FP16/1"] = data[:-1] + bytes([data[-1] ^ 1])
     elif damage == "cut":
         objects["a/FP16/1"] = data[:-1]
-    with pytest.raises(AssetError if damage == "gone" else FormatError, match="a/.*FP16/1"):
+    with pytest.raises(AssetError if damage == "gone" else FormatError, match=r"a/.*FP16/1"):
         open_asset(f"{location}/a").frame(1, "FP16")
     assert bool(PublishedAssets(location).assets) == (damage == "flipped")  # frames are not read before they are sent
 
