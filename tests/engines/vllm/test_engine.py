@@ -173,9 +173,11 @@ def test_an_origin_that_dies_mid_play(world):
     client = world.engine.client
     before = client.stats().bytes_received
 
+    over = threading.Event()
+
     def kill():
-        while client.stats().bytes_received < before + (12 << 20):
-            time.sleep(0.01)
+        while client.stats().bytes_received < before + (12 << 20) and not over.wait(0.01):
+            pass
         world.origin.kill()
 
     killer = threading.Thread(target=kill)
@@ -183,6 +185,7 @@ def test_an_origin_that_dies_mid_play(world):
     try:
         texts, counted, took_s = world.run(kv_transfer_params={"deadline_s": 6.0})
     finally:
+        over.set()
         killer.join()
         world.origin.start()
     print(
