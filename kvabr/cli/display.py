@@ -1,18 +1,23 @@
-"""What commands show on a terminal: progress bars, and tables of a catalog (also as plain JSON values)."""
+"""What commands show and write: progress bars, tables, JSON files; tables of a catalog also as plain JSON values."""
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Container, Iterable, Mapping, Sequence
 from itertools import groupby
+from pathlib import Path
 from typing import Any, Self
 
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    ProgressColumn,
     TaskID,
     TextColumn,
     TimeElapsedColumn,
@@ -20,21 +25,19 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from kvabr.store.files import write_text
 from kvabr.types.catalog import Catalog, Track
 
 
-class StageBar:
-    """Progress of work in stages, on standard error if that is a terminal. A context manager."""
+class _Bar:
+    """A progress bar on standard error if that is a terminal. A context manager."""
 
-    def __init__(self, stages: Mapping[str, str], console: Console | None = None) -> None:
-        """Take the stages: what to call each of them on the screen, by name."""
-        self._stages = stages
-        self._tasks: dict[str, TaskID] = {}
+    def __init__(self, *columns: ProgressColumn, console: Console | None = None) -> None:
         self._bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
             MofNCompleteColumn(),
-            TimeElapsedColumn(),
+            *columns,
             console=console or Console(stderr=True),
             transient=True,
             disable=not sys.stderr.isatty(),
@@ -47,6 +50,16 @@ class StageBar:
     def __exit__(self, *_: object) -> None:
         self._bar.stop()
 
+
+class StageBar(_Bar):
+    """Progress of work in stages."""
+
+    def __init__(self, stages: Mapping[str, str], console: Console | None = None) -> None:
+        """Take the stages: what to call each of them on the screen, by name."""
+        super().__init__(TimeElapsedColumn(), console=console)
+        self._stages = stages
+        self._tasks: dict[str, TaskID] = {}
+
     def __call__(self, stage: str, done: int, total: int) -> None:
         """Report that ``done`` steps of a stage's ``total`` are done."""
         if stage not in self._tasks:
@@ -54,28 +67,12 @@ class StageBar:
         self._bar.update(self._tasks[stage], completed=done, total=total)
 
 
-class PlayBar:
-    """Progress of many plays, on standard error if that is a terminal. A context manager."""
+class PlayBar(_Bar):
+    """Progress of many plays."""
 
     def __init__(self, what: str = "playing", total: int | None = None) -> None:
-        self._bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("plays"),
-            TimeRemainingColumn(),
-            console=Console(stderr=True),
-            transient=True,
-            disable=not sys.stderr.isatty(),
-        )
+        super().__init__(TextColumn("plays"), TimeRemainingColumn())
         self._task = self._bar.add_task(what, total=total)
-
-    def __enter__(self) -> Self:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
 
     def planned(self, fresh: int, total: int) -> None:
         """Report how many plays there are, and how many of them are not cached."""
@@ -90,9 +87,42 @@ class PlayBar:
         self._bar.advance(self._task, plays)
 
 
-def plain_table(title: str | None = None) -> Table:
-    """Return an empty table with few rules, so that ten columns fit a narrow terminal."""
-    return Table(title=title, title_justify="left", box=box.SIMPLE, padding=0, pad_edge=False)
+def plain(out: Console, *lines: str) -> None:
+    """Print lines as they are: neither wrapped, nor coloured, nor parsed as markup."""
+    for line in lines:
+        out.print(line, soft_wrap=True, highlight=False, markup=False)
+
+
+def write_json(path: Path | None, value: object) -> None:
+    """Write a value as JSON, if there is a path."""
+    if path is not None:
+        write_text(path, json.dumps(value, indent=1) + "\n")
+
+
+def table(
+    title: str | None,
+    columns: Sequence[str],
+    rows: Iterable[Iterable[str]],
+    *,
+    left: Container[str] = (),
+    fold: Container[str] = (),
+) -> Table:
+    """Return a table with few rules, so that ten columns fit a narrow terminal.
+
+    Args:
+        title: The title.
+        columns: Names of the columns.
+        rows: The cells, plain text.
+        left: Columns that are aligned to the left.
+        fold: Columns that are aligned to the left, and wrap.
+    """
+    made = Table(title=title, title_justify="left", box=box.SIMPLE, padding=0, pad_edge=False)
+    for name in columns:
+        text = name in left or name in fold
+        made.add_column(name, justify="left" if text else "right", no_wrap=name not in fold, overflow="fold")
+    for row in rows:
+        made.add_row(*map(escape, row))
+    return made
 
 
 def human(size: int) -> str:
@@ -131,41 +161,41 @@ def track_rows(catalog: Catalog) -> list[dict[str, Any]]:
 
 def track_table(catalog: Catalog, title: str | None = None) -> Table:
     """Return the tracks: size, ratio, measured quality, and the time to decode a group."""
-    table = plain_table(title)
-    table.add_column("track", no_wrap=True)
-    layered = any(track.refines is not None for track in catalog.tracks)
-    if layered:
-        table.add_column("refines", no_wrap=True)
-    for name in ("bytes", "bits/el", "ratio", "loss", "KL", "ΔNLL", "top-1", "ms/group"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for row in track_rows(catalog):
-        measured = ("-", "-", "-")
-        if row["kl"] is not None:
-            measured = (f"{row['kl']:.5f}", f"{row['dnll']:+.5f}", f"{row['top1']:.3f}")
-        table.add_row(
+    layered = ["refines"] if any(track.refines is not None for track in catalog.tracks) else []
+    rows = [
+        (
             row["track"],
-            *([row["refines"] or ""] if layered else []),
+            *(row[name] or "" for name in layered),
             human(row["bytes"]),
             f"{row['bits_per_element']:.3f}",
             f"{row['ratio']:.2f}x",
             f"{row['loss']:.5f}",
-            *measured,
+            *quality_cells(row),
             f"{1000 * row['decode_s']:.1f}",
         )
-    return table
+        for row in track_rows(catalog)
+    ]
+    names = ("track", *layered, "bytes", "bits/el", "ratio", "loss", "KL", "ΔNLL", "top-1", "ms/group")
+    return table(title, names, rows, left=("track", "refines"))
+
+
+def quality_cells(row: Mapping[str, Any]) -> tuple[str, str, str]:
+    """Return KL, change of the NLL, and top-1 agreement, as far as they were measured."""
+    if row["kl"] is None:
+        return "-", "-", "-"
+    return f"{row['kl']:.5f}", f"{row['dnll']:+.5f}", f"{row['top1']:.3f}"
 
 
 def group_tables(catalog: Catalog) -> tuple[Table, Table]:
     """Return the size and the expected loss of every group on every track."""
-    sizes, losses = plain_table("size of each group"), plain_table("expected loss of each group, millinats per token")
-    for table in (sizes, losses):
-        for name in ("group", "tokens", *(track.name for track in catalog.tracks)):
-            table.add_column(name, justify="right", no_wrap=True)
-    for group in range(catalog.groups):
-        head = (str(group), str(catalog.group_tokens(group)))
-        sizes.add_row(*head, *(human(track.bytes[group]) for track in catalog.tracks))
-        losses.add_row(*head, *(f"{1000 * track.loss[group]:.3f}" for track in catalog.tracks))
-    return sizes, losses
+    names = ("group", "tokens", *(track.name for track in catalog.tracks))
+    heads = [(str(group), str(catalog.group_tokens(group))) for group in range(catalog.groups)]
+    sizes = [(*head, *(human(track.bytes[i]) for track in catalog.tracks)) for i, head in enumerate(heads)]
+    losses = [(*head, *(f"{1000 * track.loss[i]:.3f}" for track in catalog.tracks)) for i, head in enumerate(heads)]
+    return (
+        table("size of each group", names, sizes),
+        table("expected loss of each group, millinats per token", names, losses),
+    )
 
 
 def mix_rows(catalog: Catalog) -> list[dict[str, Any]]:
@@ -181,16 +211,19 @@ def mix_rows(catalog: Catalog) -> list[dict[str, Any]]:
     ]
 
 
-def mix_table(catalog: Catalog, title: str = "caches of several tracks: loss predicted and measured") -> Table:
+def mix_table(catalog: Catalog) -> Table:
     """Return the mixed caches: the loss that the catalog predicts, and the loss that the model measured."""
-    table = plain_table(title)
-    table.add_column("groups", overflow="fold")
-    for name in ("predicted", "measured", "ratio"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for row in mix_rows(catalog):
-        ratio = "-" if row["ratio"] is None else f"{row['ratio']:.2f}"
-        table.add_row(_in_brief(row["tracks"]), f"{row['predicted']:.5f}", f"{row['measured']:.5f}", ratio)
-    return table
+    rows = [
+        (
+            _in_brief(row["tracks"]),
+            f"{row['predicted']:.5f}",
+            f"{row['measured']:.5f}",
+            "-" if row["ratio"] is None else f"{row['ratio']:.2f}",
+        )
+        for row in mix_rows(catalog)
+    ]
+    title = "caches of several tracks: loss predicted and measured"
+    return table(title, ("groups", "predicted", "measured", "ratio"), rows, fold=("groups",))
 
 
 def _with_layers(catalog: Catalog, track: Track) -> int:
@@ -207,7 +240,4 @@ def _in_brief(tracks: list[str]) -> str:
     runs = [(name, len(list(run))) for name, run in groupby(tracks)]
     if len(runs) <= 8:
         return ", ".join(f"{count} {name}" for name, count in runs)
-    counts = dict.fromkeys(tracks, 0)
-    for name in tracks:
-        counts[name] += 1
-    return "scattered: " + ", ".join(f"{count} {name}" for name, count in counts.items())
+    return "scattered: " + ", ".join(f"{count} {name}" for name, count in Counter(tracks).items())

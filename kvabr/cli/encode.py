@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from pathlib import Path
 
@@ -73,11 +72,11 @@ def run(args: argparse.Namespace) -> int:
     """Encode the text's cache and print its tracks."""
     from rich.console import Console
 
-    from kvabr.cli.display import StageBar, mix_rows, mix_table, track_rows, track_table
+    from kvabr.cli.display import StageBar, mix_rows, mix_table, plain, track_rows, track_table, write_json
     from kvabr.engines.transformers.model_loader import load_model
     from kvabr.engines.transformers.publish import find_profile
     from kvabr.publish.encoder import cut_prompt, ordered_tracks, publish
-    from kvabr.store.files import read_salt, read_text, write_text
+    from kvabr.store.files import read_salt, read_text
     from kvabr.store.locations import open_store
 
     # Check everything that does not need the model before loading it.
@@ -112,21 +111,18 @@ def run(args: argparse.Namespace) -> int:
         writer.prompt(prompt.sealed(catalog.namespace.prompt) if salt else prompt)
         writer.commit(catalog)
     seconds = time.perf_counter() - start
-    if args.json is not None:
-        result = {
-            "schema": "kvabr.encode/1",
-            "asset": args.out,
-            "model": catalog.spec.model,
-            "tokens": catalog.tokens,
-            "seconds": round(seconds, 3),
-            "tracks": track_rows(catalog),
-            "mixes": mix_rows(catalog),
-        }
-        write_text(args.json, json.dumps(result, indent=1) + "\n")
+    result = {
+        "schema": "kvabr.encode/1",
+        "asset": args.out,
+        "model": catalog.spec.model,
+        "tokens": catalog.tokens,
+        "seconds": round(seconds, 3),
+        "tracks": track_rows(catalog),
+        "mixes": mix_rows(catalog),
+    }
+    write_json(args.json, result)
     out = Console()
     out.print(track_table(catalog, f"{catalog.spec.model}: {catalog.tokens} tokens in {catalog.groups} groups"))
     out.print(mix_table(catalog))
-    for line in unusual:
-        out.print(line, highlight=False)
-    out.print(f"asset: {args.out} ({seconds:.0f} s)", soft_wrap=True, highlight=False)
+    plain(out, *unusual, f"asset: {args.out} ({seconds:.0f} s)")
     return 0

@@ -8,7 +8,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -119,6 +119,7 @@ def run(args: argparse.Namespace) -> int:
     """Run the command."""
     from rich.console import Console
 
+    from kvabr.cli.display import write_json
     from kvabr.quic.connect import asset_of, parse_namespace
 
     # Find every error that needs no network first.
@@ -144,10 +145,7 @@ def run(args: argparse.Namespace) -> int:
         finally:
             if args.log is not None:
                 _write(args.log, "".join(json.dumps(line.to_json()) + "\n" for line in lines))
-    if args.json is not None:
-        from kvabr.store.files import write_text
-
-        write_text(args.json, json.dumps(result, indent=1) + "\n")
+    write_json(args.json, result)
     if not result["tokens"]:
         unwritten = "" if args.out is None else f"; {args.out} was not written"
         raise PlayError(f"nothing of this prompt is cached there ({result['lookup_s']:.2f} s){unwritten}")
@@ -242,15 +240,18 @@ async def _fetch(
     return result
 
 
-async def _go_on(args: argparse.Namespace, played: Played, upgrades: Upgrades, console: Console) -> dict[str, Any]:
+async def _go_on(args: argparse.Namespace, played: Played, upgrades: Upgrades, status: Console) -> dict[str, Any]:
     """Wait for the upgrades, and write the improved cache."""
+    from rich.console import Console
+
+    from kvabr.cli.display import plain
     from kvabr.client.engine_hook import StepGate
     from kvabr.client.result import save
 
     start = time.monotonic()
     upgrades.into(StepGate())  # nothing reads the cache here while the upgrades last
     try:
-        with console.status("upgrades"):
+        with status.status("upgrades"):
             record = await upgrades.wait()
     finally:
         upgrades.cancel()
@@ -259,7 +260,7 @@ async def _go_on(args: argparse.Namespace, played: Played, upgrades: Upgrades, c
     if upgraded and args.out is not None:
         save(replace(played, coverage=upgrades.coverage, loss=upgrades.loss), args.out)
     came = f"{upgraded} upgrades, {record.bytes_fetched:,} bytes"
-    _print([f"after {took_s:.2f} s more: {came}, expected loss {upgrades.loss:.2g}"])
+    plain(Console(), f"after {took_s:.2f} s more: {came}, expected loss {upgrades.loss:.2g}")
     return {
         "seconds": took_s,
         "upgrades": upgraded,
@@ -271,6 +272,10 @@ async def _go_on(args: argparse.Namespace, played: Played, upgrades: Upgrades, c
 
 
 def _say(args: argparse.Namespace, played: Played, tokens: int) -> None:
+    from rich.console import Console
+
+    from kvabr.cli.display import plain
+
     record = played.record
     groups = len(played.coverage)
     shares = {track: played.coverage.count(track) for track in dict.fromkeys(played.coverage)}
@@ -287,15 +292,7 @@ def _say(args: argparse.Namespace, played: Played, tokens: int) -> None:
             lines.append(f"{text} was the limit for {held:,} bytes, not the network")
     if args.out is not None:
         lines.append(f"written: {args.out}")
-    _print(lines)
-
-
-def _print(lines: Iterable[str]) -> None:
-    from rich.console import Console
-
-    out = Console()
-    for line in lines:
-        out.print(line, soft_wrap=True, highlight=False, markup=False)
+    plain(Console(), *lines)
 
 
 def _result(

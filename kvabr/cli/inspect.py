@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,8 +50,7 @@ def run(args: argparse.Namespace) -> int:
     """Print the tables, and check the groups if asked to."""
     from rich.console import Console
 
-    from kvabr.cli.display import group_tables, mix_rows, mix_table, track_rows, track_table
-    from kvabr.store.files import write_text
+    from kvabr.cli.display import group_tables, mix_rows, mix_table, track_rows, track_table, write_json
 
     catalog, asset = _open(args)
     out = Console()
@@ -62,26 +61,25 @@ def run(args: argparse.Namespace) -> int:
     if catalog.mixes:
         out.print(mix_table(catalog))
     bad = _check(asset, out) if args.check and asset is not None else None
-    if args.json is not None:
-        result: dict[str, Any] = {
-            "schema": "kvabr.inspect/1",
-            "model": catalog.spec.model,
-            "source": catalog.source,
-            "tokens": catalog.tokens,
-            "groups": catalog.groups,
-            "fp16_bytes": catalog.fp16_bytes,
-            "profile_bytes": catalog.profile_bytes,
-            "prefill": None if catalog.prefill is None else catalog.prefill.to_json(),
-            "loss_method": catalog.loss_method,
-            "tracks": track_rows(catalog),
-            "mixes": mix_rows(catalog),
-        }
-        if args.groups:
-            for row, track in zip(result["tracks"], catalog.tracks, strict=True):
-                row["group_bytes"], row["group_loss"] = list(track.bytes), list(track.loss)
-        if bad is not None:
-            result["bad"] = bad
-        write_text(args.json, json.dumps(result, indent=1) + "\n")
+    result: dict[str, Any] = {
+        "schema": "kvabr.inspect/1",
+        "model": catalog.spec.model,
+        "source": catalog.source,
+        "tokens": catalog.tokens,
+        "groups": catalog.groups,
+        "fp16_bytes": catalog.fp16_bytes,
+        "profile_bytes": catalog.profile_bytes,
+        "prefill": None if catalog.prefill is None else catalog.prefill.to_json(),
+        "loss_method": catalog.loss_method,
+        "tracks": track_rows(catalog),
+        "mixes": mix_rows(catalog),
+    }
+    if args.groups:
+        for row, track in zip(result["tracks"], catalog.tracks, strict=True):
+            row["group_bytes"], row["group_loss"] = list(track.bytes), list(track.loss)
+    if bad is not None:
+        result["bad"] = bad
+    write_json(args.json, result)
     if bad:
         raise FormatError(f"{args.asset}: {len(bad)} parts are missing or damaged; encode or copy the asset again")
     return 0
@@ -119,6 +117,8 @@ def _fetch_catalog(args: argparse.Namespace) -> Catalog:
 
 
 def _head(catalog: Catalog, out: Console) -> None:
+    from kvabr.cli.display import plain
+
     spec = catalog.spec
     lines = [
         f"{spec.model}: {spec.layers} layers, {spec.kv_heads} KV heads of {spec.head_dim}, {spec.dtype}",
@@ -133,31 +133,22 @@ def _head(catalog: Catalog, out: Console) -> None:
         seconds = catalog.prefill.seconds(0, catalog.tokens)
         lines.append(f"prefill on the publisher's machine: {seconds:.1f} s ({catalog.tokens / seconds:.0f} tokens/s)")
     lines.append(f"loss: {catalog.loss_method}")
-    for line in lines:
-        out.print(line, soft_wrap=True, highlight=False, markup=False)
+    plain(out, *lines)
 
 
 def _check(asset: Asset, out: Console) -> list[str]:
     """Read every part and return one line for each that is damaged."""
+    from kvabr.cli.display import plain
     from kvabr.replay.verify import load_profile
 
     bad: list[str] = []
     parts: list[Callable[[], object]] = [lambda: load_profile(asset), asset.prompt]
-    good = 0
+    for track in asset.catalog.tracks:
+        parts += [partial(asset.frame, group, track.name) for group in range(asset.catalog.groups)]
     for part in parts:
         try:
             part()
-            good += 1
         except KvabrError as error:
             bad.append(str(error))
-    for track in asset.catalog.tracks:
-        for group in range(asset.catalog.groups):
-            try:
-                asset.frame(group, track.name)
-                good += 1
-            except KvabrError as error:
-                bad.append(str(error))
-    for line in bad:
-        out.print(f"bad: {line}", soft_wrap=True, highlight=False, markup=False)
-    out.print(f"checked {good + len(bad)} parts: {len(bad)} bad", highlight=False)
+    plain(out, *(f"bad: {line}" for line in bad), f"checked {len(parts)} parts: {len(bad)} bad")
     return bad

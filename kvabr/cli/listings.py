@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
-import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -83,8 +82,8 @@ def _estimators(_args: argparse.Namespace) -> int:
 
 
 def _engines(args: argparse.Namespace) -> int:
+    from kvabr.cli.display import write_json
     from kvabr.engines.adapters import adapters
-    from kvabr.store.files import write_text
 
     found = [adapter for _, adapter in sorted(adapters().items())]
     _print(
@@ -92,21 +91,16 @@ def _engines(args: argparse.Namespace) -> int:
         ("name", "installed", "tested", "mode", "upgrades", "publishes"),
         [(one.name, _installed(one), one.range, one.mode, _yes(one.upgrades), _yes(one.publishes)) for one in found],
     )
-    if args.json is not None:
-        write_text(args.json, json.dumps([_engine_row(adapter) for adapter in found], indent=1) + "\n")
+    write_json(args.json, [_engine_row(adapter) for adapter in found])
     return 0
 
 
-def _print(title: str, columns: Iterable[str], rows: Iterable[tuple[str, ...]]) -> None:
+def _print(title: str, columns: Sequence[str], rows: Iterable[tuple[str, ...]]) -> None:
     from rich.console import Console
-    from rich.table import Table
 
-    table = Table(title=title, title_justify="left")
-    for column in columns:
-        table.add_column(column)
-    for row in rows:
-        table.add_row(*row)
-    Console().print(table)
+    from kvabr.cli.display import table
+
+    Console().print(table(title, columns, rows, fold=columns))
 
 
 def _first_line(cls: type) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -139,12 +138,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _write(args: argparse.Namespace, report: Report) -> None:
+    from kvabr.cli.display import write_json
     from kvabr.replay import report as views
-    from kvabr.store.files import write_text
 
     result, timelines = report.result, report.timelines
-    if args.json is not None:
-        write_text(args.json, json.dumps(result, indent=1) + "\n")
+    write_json(args.json, result)
     if args.log is not None:
         views.write_log(args.log, result, timelines)
     if args.perfetto is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import shlex
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +19,10 @@ from kvabr.types.errors import AssetError, UsageError
 if TYPE_CHECKING:
     from rich.table import Table
 
+    _Actions = argparse._SubParsersAction[argparse.ArgumentParser]  # noqa: SLF001 - its only name
+
 SCHEMA = "kvabr.traces/1"
+_Action = Callable[[argparse.Namespace], int]
 _WIDE = 110
 """Terminal width from which the table has all its columns."""
 _SHAPE = (
@@ -70,22 +72,18 @@ def add(parser: argparse.ArgumentParser) -> None:
     _add_synth(kinds)
 
 
-def _add_info(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = _action(kinds, "info", _info, "show what traces hold", _INFO_EPILOG)
-    parser.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="trace files, or folders of them")
+def _add_info(kinds: _Actions) -> None:
+    parser = _add_reading(kinds, "info", _info, "show what traces hold", _INFO_EPILOG)
     parser.add_argument("--families", action="store_true", help="one line per data set instead of one per trace")
     parser.add_argument("--json", type=Path, metavar="FILE", help=f"write the numbers, schema {SCHEMA}")
-    _add_reading(parser)
 
 
-def _add_import(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = _action(kinds, "import", _import, "convert traces to kvabr's format", _IMPORT_EPILOG)
-    parser.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="trace files, or folders of them")
+def _add_import(kinds: _Actions) -> None:
+    parser = _add_reading(kinds, "import", _import, "convert traces to kvabr's format", _IMPORT_EPILOG)
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write to (made if missing)")
-    _add_reading(parser)
 
 
-def _add_synth(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_synth(kinds: _Actions) -> None:
     parser = _action(kinds, "synth", _synth, "make a trace", _SYNTH_EPILOG)
     shape = Shape()
     parser.add_argument("kind", choices=KINDS, help="how the rate behaves")
@@ -104,25 +102,18 @@ def _add_synth(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         )
 
 
-def _action(
-    kinds: argparse._SubParsersAction[argparse.ArgumentParser],
-    name: str,
-    action: Callable[[argparse.Namespace], int],
-    what: str,
-    epilog: str,
-) -> argparse.ArgumentParser:
-    parser = kinds.add_parser(
-        name,
-        help=what,
-        description=f"{what[0].upper()}{what[1:]}.",
-        epilog=epilog,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def _action(kinds: _Actions, name: str, action: _Action, what: str, epilog: str) -> argparse.ArgumentParser:
+    about = f"{what[0].upper()}{what[1:]}."
+    style = argparse.RawDescriptionHelpFormatter
+    parser = kinds.add_parser(name, help=what, description=about, epilog=epilog, formatter_class=style)
     parser.set_defaults(run=action)
     return parser
 
 
-def _add_reading(parser: argparse.ArgumentParser) -> None:
+def _add_reading(kinds: _Actions, name: str, action: _Action, what: str, epilog: str) -> argparse.ArgumentParser:
+    """Declare an action that reads traces."""
+    parser = _action(kinds, name, action, what, epilog)
+    parser.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="trace files, or folders of them")
     group = parser.add_argument_group("how to read files of unclear format")
     group.add_argument("--format", choices=FORMATS, help="the format (default: detected)")
     group.add_argument("--time-column", metavar="NAME", help="CSV: column with the start time of a row")
@@ -131,6 +122,7 @@ def _add_reading(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--unit", choices=BYTES_PER_SECOND, help="CSV: unit of the rate")
     group.add_argument("--time-unit", choices=TIME_UNITS, help="CSV: unit of numeric times")
     group.add_argument("--step", type=float, metavar="S", help="CSV: there are no times; each row lasts S seconds")
+    return parser
 
 
 def _read(args: argparse.Namespace) -> Iterator[tuple[Path, str, Trace]]:
@@ -155,6 +147,8 @@ def _read(args: argparse.Namespace) -> Iterator[tuple[Path, str, Trace]]:
 def _info(args: argparse.Namespace) -> int:
     from rich.console import Console
 
+    from kvabr.cli.display import write_json
+
     console = Console()
     cells = 24 if console.width >= _WIDE else 12
     rows: list[dict[str, Any]] = []
@@ -163,8 +157,7 @@ def _info(args: argparse.Namespace) -> int:
         rows.append({"file": str(path), "format": name, **describe(trace)})
         lines.append(sparkline(trace, cells))
     console.print(_family_table(rows) if args.families else _trace_table(rows, lines, wide=console.width >= _WIDE))
-    if args.json is not None:
-        write_text(args.json, json.dumps({"schema": SCHEMA, "traces": rows}, indent=1) + "\n")
+    write_json(args.json, {"schema": SCHEMA, "traces": rows})
     return 0
 
 
@@ -229,9 +222,7 @@ def _short(value: float) -> str:
 
 def _trace_table(rows: Sequence[dict[str, Any]], lines: Sequence[str], *, wide: bool) -> Table:
     """Return one row per trace; a narrow terminal gets fewer columns."""
-    from rich import box
-    from rich.markup import escape
-    from rich.table import Table
+    from kvabr.cli.display import table
 
     columns: dict[str, Callable[[dict[str, Any]], str]] = {
         "s": lambda row: _three(row["duration_s"]),
@@ -244,49 +235,36 @@ def _trace_table(rows: Sequence[dict[str, Any]], lines: Sequence[str], *, wide: 
     if wide:
         columns = {"format": lambda row: row["format"], "min": lambda row: _three(row["min_mbps"]), **columns}
         columns["RTT ms"] = lambda row: "" if row["rtt_s"] is None else _three(row["rtt_s"] * 1000)
-    table = Table(title="traces (rates in Mbit/s)", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("name", overflow="fold")
-    for name in columns:
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("rate over time", no_wrap=True)
-    for row, line in zip(rows, lines, strict=True):
-        table.add_row(escape(row["name"]), *(show(row) for show in columns.values()), line)
-    return table
+    cells = [
+        (row["name"], *(show(row) for show in columns.values()), line) for row, line in zip(rows, lines, strict=True)
+    ]
+    return table("traces (rates in Mbit/s)", ("name", *columns, "rate over time"), cells, fold=("name",))
 
 
 def _family_table(rows: Sequence[dict[str, Any]]) -> Table:
-    from rich import box
-    from rich.markup import escape
-    from rich.table import Table
+    from kvabr.cli.display import table
 
-    table = Table(
-        title="families (rates in Mbit/s, weighted by time)",
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-    )
-    table.add_column("family", overflow="fold")
-    for column in ("format", "files", "traces", "median s", "total s", "mean", "lowest", "highest", "zero"):
-        table.add_column(column, justify="right")
     families: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         families.setdefault(row["family"], []).append(row)
+    cells = []
     for family, members in sorted(families.items()):
         total = sum(row["duration_s"] for row in members)
         means = [row["mean_mbps"] for row in members]
-        table.add_row(
-            escape(family),
-            " ".join(sorted({row["format"] for row in members})),
-            str(len({row["file"] for row in members})),
-            str(len(members)),
-            _three(median(row["duration_s"] for row in members)),
-            _three(total),
-            _three(sum(row["mean_mbps"] * row["duration_s"] for row in members) / total),
-            _three(min(means)),
-            _three(max(means)),
-            f"{sum(row['zero_share'] * row['duration_s'] for row in members) / total:.0%}",
+        mean = sum(row["mean_mbps"] * row["duration_s"] for row in members) / total
+        numbers = (median(row["duration_s"] for row in members), total, mean, min(means), max(means))
+        cells.append(
+            (
+                family,
+                " ".join(sorted({row["format"] for row in members})),
+                str(len({row["file"] for row in members})),
+                str(len(members)),
+                *map(_three, numbers),
+                f"{sum(row['zero_share'] * row['duration_s'] for row in members) / total:.0%}",
+            )
         )
-    return table
+    names = ("family", "format", "files", "traces", "median s", "total s", "mean", "lowest", "highest", "zero")
+    return table("families (rates in Mbit/s, weighted by time)", names, cells, fold=("family",))
 
 
 def _three(value: float) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -59,18 +58,16 @@ def run(args: argparse.Namespace) -> int:
     """Tune the policy and print what was found."""
     from rich.console import Console
 
-    from kvabr.cli.display import PlayBar
+    from kvabr.cli.display import PlayBar, write_json
     from kvabr.lab.matrix import build
     from kvabr.lab.results_folder import PlayStore
     from kvabr.lab.tune import Search, tune
-    from kvabr.store.files import write_text
 
     matrix = build(axes_of(args) | {"policies": [args.tuned]})
     search = Search(args.points, args.rounds, args.near, args.search_seed)
     with kept_on_interrupt(args.out), PlayStore(args.out) as store, PlayBar("tuning") as bar:
         found = tune(args.tuned, matrix, store, search, jobs=args.jobs, progress=bar.advance, tell=bar.say)
-    if args.json is not None:
-        write_text(args.json, json.dumps(as_json(found), indent=1) + "\n")
+    write_json(args.json, as_json(found))
     console = Console()
     console.print(_values(found))
     console.print(_folds(found))
@@ -107,30 +104,24 @@ def as_json(found: Tuned) -> dict[str, Any]:
 
 
 def _values(found: Tuned) -> Table:
-    from rich import box
-    from rich.table import Table
+    from kvabr.cli.display import table
 
-    table = Table(title=f"{found.policy}: {found.candidates} candidates", title_justify="left", box=box.SIMPLE)
-    table.add_column("parameter")
-    for name in ("low", "high", "default", "chosen"):
-        table.add_column(name, justify="right")
     chosen = found.values(found.chosen)
-    for name, parameter in found.parameters.items():
-        numbers = (parameter.low, parameter.high, parameter.default, chosen[name])
-        table.add_row(name, *(f"{number:.4g}" for number in numbers))
-    return table
+    rows = [
+        (name, *(f"{number:.4g}" for number in (limits.low, limits.high, limits.default, chosen[name])))
+        for name, limits in found.parameters.items()
+    ]
+    title = f"{found.policy}: {found.candidates} candidates"
+    return table(title, ("parameter", "low", "high", "default", "chosen"), rows, fold=("parameter",))
 
 
 def _folds(found: Tuned) -> Table:
-    from rich import box
-    from rich.table import Table
+    from kvabr.cli.display import table
 
-    title = "choices made without a family and played over it: mean regret"
-    table = Table(title=title, title_justify="left", box=box.SIMPLE)
-    for name in ("held out", "inside", "held-out", "default", "chosen"):
-        table.add_column(name, justify="left" if name in {"held out", "chosen"} else "right")
+    rows = []
     for fold in found.folds:
         values = ", ".join(f"{name} {value:.4g}" for name, value in found.values(fold.chosen).items())
         numbers = (fold.inside, fold.outside, fold.default_outside)
-        table.add_row(fold.held_out, *(f"{number:.4g}" for number in numbers), values)
-    return table
+        rows.append((fold.held_out, *(f"{number:.4g}" for number in numbers), values))
+    title = "choices made without a family and played over it: mean regret"
+    return table(title, ("held out", "inside", "held-out", "default", "chosen"), rows, fold=("held out", "chosen"))

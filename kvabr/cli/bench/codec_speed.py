@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,6 +30,7 @@ SmolLM2's group is real. Llama's is synthetic: shapes, rates and the share of ro
 caches, and speed depends on nothing else.
 """
 
+_NAMES = ("track", "path")
 _STAGES = ("analysis", "entropy encode", "encode", "entropy decode", "synthesis", "decode")
 
 
@@ -63,14 +63,13 @@ def run(args: argparse.Namespace) -> int:
     """Time the codecs and print the tables."""
     from rich.console import Console
 
-    from kvabr.cli.display import StageBar
+    from kvabr.cli.display import StageBar, write_json
     from kvabr.codec.base import codec, names
     from kvabr.codec.native.coder import available_paths
     from kvabr.lab.bench import codec_speed
     from kvabr.lab.bench.codec_speed import paths
     from kvabr.lab.bench.other_codecs import find_peers
     from kvabr.lab.bench.schemes import tracks_to_measure
-    from kvabr.store.files import write_text
 
     tracks = tracks_to_measure(args.tracks, names())
     missing = set(args.paths or ()) - set(available_paths())
@@ -105,8 +104,7 @@ def run(args: argparse.Namespace) -> int:
         out.print(_whole_table(subject.name, done, theirs, result["over_ideal"][subject.name]))
     for note in notes:
         console.print(f"not measured: {note}", highlight=False)
-    if args.json is not None:
-        write_text(args.json, json.dumps(result, indent=1) + "\n")
+    write_json(args.json, result)
     return 0
 
 
@@ -122,59 +120,54 @@ def _subject(model: str, args: argparse.Namespace) -> Subject:
 
 
 def _coder_table(rows: Sequence[dict[str, Any]]) -> Table:
-    from kvabr.cli.display import plain_table
+    from kvabr.cli.display import table
 
-    table = plain_table("entropy coder alone, every symbol coded: M symbols/s on one core")
-    table.add_column("path")
-    for name in ("bits", "decode", "encode", "size/ideal"):
-        table.add_column(name, justify="right")
-    for row in rows:
-        cells = (f"{row['bits']:.2f}", f"{row['decode']:.0f}", f"{row['encode']:.0f}", f"{row['over_ideal']:.4f}")
-        table.add_row(row["path"], *cells)
-    return table
+    cells = [
+        (row["path"], f"{row['bits']:.2f}", f"{row['decode']:.0f}", f"{row['encode']:.0f}", f"{row['over_ideal']:.4f}")
+        for row in rows
+    ]
+    title = "entropy coder alone, every symbol coded: M symbols/s on one core"
+    return table(title, ("path", "bits", "decode", "encode", "size/ideal"), cells, left=("path",))
 
 
 def _stage_table(name: str, rows: Sequence[dict[str, Any]]) -> Table:
     """Return the stages of tracks with native stages."""
-    from kvabr.cli.display import plain_table
+    from kvabr.cli.display import table
 
-    table = plain_table(f"{name}: M elements/s by stage, one core")
-    for column in ("track", "path"):
-        table.add_column(column, no_wrap=True)
-    for column in _STAGES:
-        table.add_column(column, justify="right", no_wrap=True)
-    for row in rows:
-        if set(_STAGES) <= set(row["rates"]):
-            table.add_row(row["track"], row["path"], *(f"{row['rates'][stage]:.0f}" for stage in _STAGES))
-    return table
+    cells = [
+        (row["track"], row["path"], *(f"{row['rates'][stage]:.0f}" for stage in _STAGES))
+        for row in rows
+        if set(_STAGES) <= set(row["rates"])
+    ]
+    return table(f"{name}: M elements/s by stage, one core", (*_NAMES, *_STAGES), cells, left=_NAMES)
 
 
 def _whole_table(
     name: str, rows: Sequence[dict[str, Any]], theirs: dict[str, Any] | None, ideal: dict[str, float]
 ) -> Table:
     """Return every track from end to end, LMCache last."""
-    from kvabr.cli.display import plain_table
+    from kvabr.cli.display import table
 
-    table = plain_table(f"{name}: from end to end, M elements/s; times faster than LMCache decodes")
-    for column in ("track", "path"):
-        table.add_column(column, no_wrap=True)
-    for column in ("bits/el", "size/ideal", "encode", "decode", "faster", "all cores", "faster", "scratch"):
-        table.add_column(column, justify="right", no_wrap=True)
+    cells: list[tuple[str, ...]] = []
     for row in rows:
         one, every = row["rates"]["decode"], row["all_cores"]
-        table.add_row(
-            row["track"],
-            row["path"],
-            f"{row['bits']:.3f}",
-            f"{ideal[row['track']]:.4f}" if row["track"] in ideal else "",
-            f"{row['rates']['encode']:.0f}",
-            f"{one:.0f}",
-            "-" if theirs is None else f"{one / theirs['decode']:.0f}x",
-            f"{every:.0f}",
-            "-" if theirs is None else f"{every / theirs['decode_all']:.0f}x",
-            "-" if row["scratch"] is None else f"{row['scratch']:.2f}",
+        cells.append(
+            (
+                row["track"],
+                row["path"],
+                f"{row['bits']:.3f}",
+                f"{ideal[row['track']]:.4f}" if row["track"] in ideal else "",
+                f"{row['rates']['encode']:.0f}",
+                f"{one:.0f}",
+                "-" if theirs is None else f"{one / theirs['decode']:.0f}x",
+                f"{every:.0f}",
+                "-" if theirs is None else f"{every / theirs['decode_all']:.0f}x",
+                "-" if row["scratch"] is None else f"{row['scratch']:.2f}",
+            )
         )
     if theirs is not None:
         rates = [f"{theirs[key]:.1f}" for key in ("encode", "decode", "decode_all")]
-        table.add_row("LMCache", "numba", f"{theirs['bits']:.3f}", "", *rates[:2], "1x", rates[2], "1x", "")
-    return table
+        cells.append(("LMCache", "numba", f"{theirs['bits']:.3f}", "", *rates[:2], "1x", rates[2], "1x", ""))
+    title = f"{name}: from end to end, M elements/s; times faster than LMCache decodes"
+    names = (*_NAMES, "bits/el", "size/ideal", "encode", "decode", "faster", "all cores", "faster", "scratch")
+    return table(title, names, cells, left=_NAMES)

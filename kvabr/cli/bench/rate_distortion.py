@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvabr.types.errors import UsageError
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from kvabr.codec.profile import Profile
     from kvabr.engines.transformers.model_loader import LoadedModel
-    from kvabr.lab.bench.page import Table
 
 _EPILOG = """\
 examples:
@@ -93,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
     """Measure every scheme on every context; print and write the results."""
     from rich.console import Console
 
-    from kvabr.cli.display import StageBar
+    from kvabr.cli.display import StageBar, table, write_json
     from kvabr.engines.transformers.model_loader import load_model
     from kvabr.lab.bench import rate_distortion as rd
     from kvabr.lab.bench import summary
@@ -134,16 +130,15 @@ def run(args: argparse.Namespace) -> int:
         "by domain": summary.domain_table(result),
         "size at CacheGen's quality, by length of groups": summary.group_table(result),
     }
-    shown = [(name, table) for name, table in every.items() if table is not None]
+    shown = [(name, found) for name, found in every.items() if found is not None]
     out = Console()
     out.print(title, highlight=False)
-    for name, table in shown:
-        _print(out, name, table)
+    for name, (heads, lines) in shown:
+        out.print(table(name, heads, lines, left=heads[:1]))
     out.print(summary.sentence(result), highlight=False)
     for note in notes:
         console.print(f"not measured: {note}", highlight=False)
-    if args.json is not None:
-        write_text(args.json, json.dumps(result, indent=1) + "\n")
+    write_json(args.json, result)
     if args.svg is not None:
         write_text(args.svg, drawing(result["schemes"], result["exact"]))
     if args.html is not None:
@@ -174,15 +169,3 @@ def _profiles(loaded: LoadedModel, paths: list[Path] | None) -> dict[str, Profil
     if paths is not None and len(found) < len(paths):
         raise UsageError("two profiles have the same file name, which labels the results: rename one")
     return {label: profile for label, profile in found.items() if profile is not None}
-
-
-def _print(out: Console, title: str, table: Table) -> None:
-    from kvabr.cli.display import plain_table
-
-    names, lines = table
-    shown = plain_table(title)
-    for index, name in enumerate(names):
-        shown.add_column(name, justify="left" if index == 0 else "right", no_wrap=True)
-    for line in lines:
-        shown.add_row(*line)
-    out.print(shown)

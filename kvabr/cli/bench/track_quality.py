@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -55,13 +54,13 @@ def run(args: argparse.Namespace) -> int:
     """Measure every track on every text and print the tables."""
     from rich.console import Console
 
-    from kvabr.cli.display import StageBar, mix_rows, mix_table, track_rows, track_table
+    from kvabr.cli.display import StageBar, mix_rows, mix_table, track_rows, track_table, write_json
     from kvabr.cli.encode import STAGES
     from kvabr.engines.transformers.model_loader import load_model
     from kvabr.engines.transformers.publish import find_profile
     from kvabr.publish.encoder import MemoryFrames, cut_prompt, ordered_tracks, publish
     from kvabr.publish.texts import measuring_texts
-    from kvabr.store.files import read_text, write_text
+    from kvabr.store.files import read_text
 
     if args.tokens < 1 or args.continuation < 2:
         raise UsageError("--tokens must be at least 1 and --continuation at least 2")
@@ -94,19 +93,18 @@ def run(args: argparse.Namespace) -> int:
         out.print(_summary_table(summary, len(catalogs)))
     worst = max((abs(math.log(row["ratio"])) for row in _ratios(list(catalogs.values()))), default=0.0)
     out.print(f"mixed caches: predicted within a factor {math.exp(worst):.2f} of measured", highlight=False)
-    if args.json is not None:
-        result = {
-            "schema": "kvabr.bench.quality/1",
-            "model": loaded.engine.spec.model,
-            "tokens": args.tokens,
-            "continuation": args.continuation,
-            "texts": {
-                name: {"tracks": track_rows(catalog), "mixes": mix_rows(catalog)} for name, catalog in catalogs.items()
-            },
-            "mean": summary,
-            "worst_mix_factor": math.exp(worst),
-        }
-        write_text(args.json, json.dumps(result, indent=1) + "\n")
+    result = {
+        "schema": "kvabr.bench.quality/1",
+        "model": loaded.engine.spec.model,
+        "tokens": args.tokens,
+        "continuation": args.continuation,
+        "texts": {
+            name: {"tracks": track_rows(catalog), "mixes": mix_rows(catalog)} for name, catalog in catalogs.items()
+        },
+        "mean": summary,
+        "worst_mix_factor": math.exp(worst),
+    }
+    write_json(args.json, result)
     return 0
 
 
@@ -131,20 +129,12 @@ def _summary(catalogs: list[Catalog]) -> list[dict[str, Any]]:
 
 
 def _summary_table(rows: list[dict[str, Any]], texts: int) -> Table:
-    from kvabr.cli.display import plain_table
+    from kvabr.cli.display import quality_cells, table
 
-    table = plain_table(f"mean over {texts} texts")
-    table.add_column("track", no_wrap=True)
-    for name in ("bits/el", "ratio", "KL", "worst KL", "ΔNLL", "top-1"):
-        table.add_column(name, justify="right", no_wrap=True)
+    cells = []
     for row in rows:
-        table.add_row(
-            row["track"],
-            f"{row['bits_per_element']:.3f}",
-            f"{row['ratio']:.2f}x",
-            f"{row['kl']:.5f}",
-            f"{row['kl_worst']:.5f}",
-            f"{row['dnll']:+.5f}",
-            f"{row['top1']:.3f}",
-        )
-    return table
+        kl, dnll, top1 = quality_cells(row)
+        sizes = (f"{row['bits_per_element']:.3f}", f"{row['ratio']:.2f}x")
+        cells.append((row["track"], *sizes, kl, f"{row['kl_worst']:.5f}", dnll, top1))
+    names = ("track", "bits/el", "ratio", "KL", "worst KL", "ΔNLL", "top-1")
+    return table(f"mean over {texts} texts", names, cells, left=("track",))
