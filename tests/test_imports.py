@@ -79,7 +79,7 @@ def test_help_of_a_command_loads_that_command_only(command):
     packages, modules = packages_and_modules(command, "--help")
     assert not packages & {"torch", "transformers", "rich", "structlog", "qh3", "aioquic", "moq", "cryptography"}
     home = COMMANDS[command][0].partition(":")[0]
-    shared = {"main", "options", "network", "lab", "bench"}  # `tune` has the options of `lab`
+    shared = {"main", "options", "network", "serving", "lab", "bench"}  # `tune` has the options of `lab`
     assert {name.split(".")[2] for name in modules if name.startswith("kvabr.cli.")} <= {home, *shared}
 
 

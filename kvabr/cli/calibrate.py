@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvabr.cli.options import load
 from kvabr.types.errors import UsageError
 
 if TYPE_CHECKING:
@@ -79,7 +80,6 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from kvabr.cli.display import StageBar
-    from kvabr.engines.transformers.model_loader import load_model
     from kvabr.publish.calibrate import CONTEXTS, STAGES, calibrate
     from kvabr.publish.texts import calibration_texts
     from kvabr.store.files import read_text, write_file
@@ -91,8 +91,7 @@ def run(args: argparse.Namespace) -> int:
     texts = calibration_texts() if args.text is None else {str(path): read_text(path) for path in args.text}
     console = Console(stderr=True)
     start = time.perf_counter()
-    with console.status("loading the model"):
-        loaded = load_model(args.model)
+    loaded = load(args.model, console)
     with StageBar({stage: f"{stage} (contexts)" for stage in STAGES}, console) as bar:
         profile = calibrate(
             loaded,

@@ -6,7 +6,7 @@ import argparse
 import time
 from pathlib import Path
 
-from kvabr.cli.options import add_salt_option
+from kvabr.cli.options import add_salt_option, load
 from kvabr.types.errors import UsageError
 from kvabr.types.kv import MAX_GROUP_TOKENS
 
@@ -73,7 +73,6 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from kvabr.cli.display import StageBar, mix_rows, mix_table, plain, track_rows, track_table, write_json
-    from kvabr.engines.transformers.model_loader import load_model
     from kvabr.engines.transformers.publish import find_profile
     from kvabr.publish.encoder import cut_prompt, ordered_tracks, publish
     from kvabr.store.files import read_salt, read_text
@@ -90,8 +89,7 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"--group-tokens must be 1 to {MAX_GROUP_TOKENS}")
     console = Console(stderr=True)
     start = time.perf_counter()
-    with console.status("loading the model"):
-        loaded = load_model(args.model)
+    loaded = load(args.model, console)
     prompt = cut_prompt(loaded, text, args.tokens, args.continuation)
     profile = find_profile(loaded.engine.spec, args.profile)
     unusual: list[str] = []

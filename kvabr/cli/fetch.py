@@ -10,14 +10,13 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvabr.abr.policies import DEFAULT
 from kvabr.cli import network
-from kvabr.cli.options import add_salt_option, check_writable
-from kvabr.player.session_types import GPU_PRICE
+from kvabr.cli.options import add_gpu_price_option, add_salt_option, check_writable, load
 from kvabr.types.errors import FormatError, KvabrError, PlayError, UsageError
 from kvabr.types.events import PlayEvent
 
@@ -77,13 +76,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     how.add_argument(
         "--recompute", metavar="smollm2|DIR", help="engine that computes what would be late, and what pays"
     )
-    how.add_argument(
-        "--gpu-price",
-        type=float,
-        default=GPU_PRICE,
-        metavar="NATS",
-        help="price of a second of its time, nats per token (default: %(default)g; inf: only what would be late)",
-    )
+    add_gpu_price_option(how)
     how.add_argument(
         "--after",
         type=_after,
@@ -120,12 +113,12 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from kvabr.cli.display import write_json
-    from kvabr.quic.connect import asset_of, parse_namespace
+    from kvabr.quic.connect import asset_of, connect, parse_namespace
 
     # Find every error that needs no network first.
     if not 0 < args.deadline < math.inf:
         raise UsageError(f"--deadline {args.deadline:g}: must be a positive number of seconds")
-    network.connecting(args.url, args)
+    connect(args.url, **network.options(args))
     namespace = asset_of(args.url)
     if args.asset is not None:
         if namespace is not None:
@@ -171,12 +164,10 @@ def _prompt(args: argparse.Namespace, console: Console) -> tuple[LoadedModel | N
         if args.text is not None:
             raise UsageError("--text needs --model, whose tokenizer turns it into tokens")
         return None, tokens
-    from kvabr.engines.transformers.model_loader import load_model
     from kvabr.store.files import read_text
 
     text = None if args.text is None else read_text(args.text)
-    with console.status("loading the model"):
-        loaded = load_model(wanted)
+    loaded = load(wanted, console)
     if text is not None:
         tokens = tuple(loaded.encode(text))
         if not tokens:
@@ -196,6 +187,7 @@ async def _fetch(
     from platformdirs import user_cache_path
 
     from kvabr.cli.overlay import Overlay
+    from kvabr.client.async_client import AsyncClient
     from kvabr.client.options import PlayOptions
     from kvabr.client.result import NothingCached, save
     from kvabr.store.files import read_salt
@@ -210,9 +202,9 @@ async def _fetch(
         log=lines.append if args.log is not None else None,
         telemetry=telemetry,
     )
-    client = network.new_client(
+    client = AsyncClient(
         args.url.partition("#")[0],
-        args,
+        **network.options(args),
         engine=None if loaded is None else loaded.engine,  # without --recompute it only says whose cache it is
         options=options,
         cache=args.cache or user_cache_path("kvabr", appauthor=False),
@@ -327,17 +319,7 @@ def _result(
         "bytes_wasted": record.bytes_wasted,
         "bytes_held_up": record.bytes_held_up,
         "groups": [
-            {
-                "group": group.group,
-                "track": track,
-                "bytes": group.bytes,
-                "requested_s": group.requested_s,
-                "first_byte_s": group.first_byte_s,
-                "done_s": group.done_s,
-                "ready_s": group.ready_s,
-                "source": group.source,
-            }
-            for group, track in zip(record.groups, played.coverage, strict=True)
+            asdict(group) | {"track": track} for group, track in zip(record.groups, played.coverage, strict=True)
         ],
     }
 

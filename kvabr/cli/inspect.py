@@ -98,9 +98,9 @@ def _fetch_catalog(args: argparse.Namespace) -> Catalog:
     import asyncio
 
     from kvabr.client.lookup import fetch_catalog
-    from kvabr.quic.connect import asset_of
+    from kvabr.quic.connect import asset_of, connect
 
-    connecting, namespace = network.connecting(args.asset, args), asset_of(args.asset)
+    connecting, namespace = connect(args.asset, **network.options(args)), asset_of(args.asset)
     if namespace is None:
         raise UsageError(f"{args.asset}: name an asset at that origin: #kvcache:MODEL/DIGEST at the end of the URL")
 

@@ -1,4 +1,4 @@
-"""`kvabr lab`: play a whole matrix, and report which policy is better, by how much, and why."""
+"""`kvabr lab` plays a whole matrix, and says which policy is better, by how much, and why; `kvabr report` shows it."""
 
 from __future__ import annotations
 
@@ -6,9 +6,13 @@ import argparse
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvabr.types.errors import UsageError
+
+if TYPE_CHECKING:
+    from kvabr.lab.matrix import LabMatrix
+    from kvabr.lab.run import PlayedMatrix
 
 _EPILOG = """\
 examples:
@@ -47,6 +51,18 @@ could have made, are in none of these numbers; they have their own table.
 A policy that spends 20 seconds of CPU on one play counts as stuck in a loop: the run ends and names the place.
 """
 
+_REPORT_EPILOG = """\
+examples:
+  kvabr lab traces --policy all --load 0.1 0.3 --out results
+  kvabr report results                          writes results/report.html
+  kvabr report results --html page.html --worst 5
+
+The page is self-contained: who wins against whom and where that cannot be told; regret and deadlines met by family,
+deadline, load and round trip; the causes and the distribution of regret; and the worst plays of every policy with their
+timelines. Traces and assets are read again from where `kvabr lab` found them. Plays that are missing, or outdated by a
+change of code or policy, are played first.
+"""
+
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Declare the command."""
@@ -64,7 +80,18 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder that keeps the plays")
     parser.add_argument("--html", type=Path, metavar="F", help="also write the page of `kvabr report`")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=_lab)
+
+
+def add_report(parser: argparse.ArgumentParser) -> None:
+    """Declare `kvabr report`."""
+    parser.description = "Write one self-contained page for a folder of `kvabr lab`."
+    parser.epilog = _REPORT_EPILOG
+    parser.add_argument("folder", type=Path, metavar="DIR", help="the folder that `kvabr lab --out` made")
+    parser.add_argument("--html", type=Path, metavar="F", help="the page (default: report.html in the folder)")
+    parser.add_argument("--worst", type=int, default=3, metavar="N", help="worst plays to show per policy (default: 3)")
+    parser.add_argument("--jobs", type=int, metavar="N", help="processes for missing plays (default: one per core)")
+    parser.set_defaults(run=_report)
 
 
 def add_axes(parser: argparse.ArgumentParser) -> None:
@@ -113,25 +140,33 @@ def axes_of(args: argparse.Namespace) -> dict[str, Any]:
     return axes | {name: value for name, value in given.items() if value is not None}
 
 
-def run(args: argparse.Namespace) -> int:
+def _play(
+    matrix: LabMatrix, folder: Path, jobs: int | None, axes: dict[str, Any] | None = None
+) -> tuple[PlayedMatrix, dict[str, Any]]:
+    """Play what a folder lacks of a matrix, whose axes it is to keep; return all plays, and the result that it gets."""
+    from kvabr.cli.display import PlayBar
+    from kvabr.lab import results_folder, run, totals
+
+    with kept_on_interrupt(folder), results_folder.PlayStore(folder) as store, PlayBar() as bar:
+        if axes is not None:
+            results_folder.save_axes(folder, axes)
+        played = run.run(matrix, store, jobs=jobs, progress=bar.advance, planned=bar.planned)
+    result = totals.result(matrix, played)
+    results_folder.save_result(folder, result)
+    return played, result
+
+
+def _lab(args: argparse.Namespace) -> int:
     """Play the matrix, compare the policies, print the tables."""
     from rich.console import Console
 
-    from kvabr.cli.display import PlayBar
-    from kvabr.lab import results_folder, tables, totals
+    from kvabr.lab import tables
     from kvabr.lab.matrix import build
-    from kvabr.lab.results_folder import PlayStore
-    from kvabr.lab.run import run as play
     from kvabr.lab.totals import cuts
 
     axes = axes_of(args)
     matrix = build(axes)
-    with PlayStore(args.out) as store:
-        results_folder.save_axes(args.out, axes)
-        with kept_on_interrupt(args.out), PlayBar() as bar:
-            played = play(matrix, store, jobs=args.jobs, progress=bar.advance, planned=bar.planned)
-    result = totals.result(matrix, played)
-    results_folder.save_result(args.out, result)
+    played, result = _play(matrix, args.out, args.jobs, axes)
     console = Console()
     console.print(tables.ranking_table(result))
     console.print(tables.deadline_table(result))
@@ -151,6 +186,24 @@ def run(args: argparse.Namespace) -> int:
 
         write_report(args.html, matrix, played, result)
         console.print(f"page: {args.html.resolve()}", soft_wrap=True)
+    return 0
+
+
+def _report(args: argparse.Namespace) -> int:
+    """Play what is missing, and write the page."""
+    from kvabr.lab import results_folder, tables
+    from kvabr.lab.report import write_report
+
+    if not 0 <= args.worst <= 100:
+        raise UsageError(f"--worst {args.worst}: give 0 to 100")
+    matrix = results_folder.load_matrix(args.folder)
+    path = args.html or args.folder / "report.html"
+    played, result = _play(matrix, args.folder, args.jobs)
+    write_report(path, matrix, played, result, per_policy=args.worst)
+    if played.fresh:
+        print(f"{played.fresh:,} plays were missing or outdated and were played first")
+    print(tables.verdict(result))
+    print(f"page: {path.resolve()}")
     return 0
 
 

@@ -28,7 +28,7 @@ COMMANDS = {
     "replay": ("replay:add", "play an asset over network traces"),
     "lab": ("lab:add", "play a matrix of policies, traces and conditions, and compare"),
     "tune": ("tune:add", "tune a policy's parameters, with cross-validation"),
-    "report": ("report:add", "one page for what `kvabr lab` played"),
+    "report": ("lab:add_report", "one page for what `kvabr lab` played"),
     "policies": ("listings:add_policies", "list the ABR policies"),
     "estimators": ("listings:add_estimators", "list the bandwidth estimators"),
     "engines": ("listings:add_engines", "list the serving engines that play through kvabr"),

@@ -8,8 +8,14 @@ import os
 import re
 import socket
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvabr.types.errors import UsageError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from kvabr.engines.transformers.model_loader import LoadedModel
 
 _ADDRESS = re.compile(r"(?:\[(?P<six>[0-9A-Fa-f:.%\w]+)\]|(?P<host>[^:\[\]\s/]*)):(?P<port>\d{1,5})")
 
@@ -55,6 +61,32 @@ def add_salt_option(parser: argparse.ArgumentParser) -> None:
         help="mix the bytes of this file into the prompt's digests, so that only its owners can name the prompt; "
         "make one with: head -c 32 /dev/urandom > F",
     )
+
+
+def add_quic_option(parser: argparse._ActionsContainer, name: str = "--quic", towards: str = "") -> None:
+    """Declare the choice of a QUIC library."""
+    parser.add_argument(
+        name,
+        choices=("auto", "aioquic", "qh3"),
+        default="auto",
+        help=f"QUIC library{towards} (default: qh3 if it is installed, else aioquic)",
+    )
+
+
+def add_gpu_price_option(parser: argparse._ActionsContainer) -> None:
+    """Declare ``--gpu-price``."""
+    from kvabr.player.session_types import GPU_PRICE
+
+    what = "price of a second of its time, nats per token (default: %(default)g; inf: only what would be late)"
+    parser.add_argument("--gpu-price", type=float, default=GPU_PRICE, metavar="NATS", help=what)
+
+
+def load(name: str, console: Console, *, whole_windows: bool = False) -> LoadedModel:
+    """Load a model, and say so meanwhile."""
+    from kvabr.engines.transformers.model_loader import load_model
+
+    with console.status("loading the model"):
+        return load_model(name, whole_windows=whole_windows)
 
 
 def check_writable(*paths: Path | None) -> None:

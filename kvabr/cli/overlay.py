@@ -5,7 +5,7 @@ If standard error is not a terminal, it prints a plain line every half second in
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from types import TracebackType
 from typing import Self
 
@@ -102,10 +102,7 @@ class Overlay:
 
     def _legend(self, shot: Snapshot) -> Text:
         text = Text()
-        counts: dict[str, int] = {}
-        for track in shot.tracks:
-            if track is not None:
-                counts[track] = counts.get(track, 0) + 1
+        counts = Counter(track for track in shot.tracks if track is not None)
         for track, count in sorted(counts.items(), key=lambda item: self._rank(item[0])):
             text.append("█ ", self._colour(track))
             text.append(f"{track} {count}   ")

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvabr.abr.policies import DEFAULT
-from kvabr.cli.options import check_writable
-from kvabr.player.session_types import GPU_PRICE, PlayerConfig
+from kvabr.cli.options import add_gpu_price_option, check_writable, load
+from kvabr.player.session_types import PlayerConfig
 from kvabr.types.catalog import Catalog
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import UsageError
@@ -70,13 +70,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--prefill-rate", type=float, metavar="TOK/S", help="recompute rate (default: the asset's own)")
     how.add_argument("--no-recompute", action="store_true", help="there is no engine: every group must be fetched")
     engine.add_argument("--engine-mode", choices=("suffix", "hole"), default="hole", help="what it can recompute")
-    engine.add_argument(
-        "--gpu-price",
-        type=float,
-        default=GPU_PRICE,
-        metavar="NATS",
-        help="price of a second of its time, nats per token (default: %(default)g; inf: only what would be late)",
-    )
+    add_gpu_price_option(engine)
     engine.add_argument(
         "--decode-scale",
         type=float,
@@ -274,11 +268,9 @@ def _replay_live(args: argparse.Namespace, matrix: Matrix, asset: Asset, on_prog
 
 def _verify(asset: Asset, report: Report, console: Console) -> None:
     from kvabr.cli.display import PlayBar
-    from kvabr.engines.transformers.model_loader import load_model
     from kvabr.replay.verify import steps_of, verify_play
 
-    with console.status("loading the model"):
-        engine = load_model(asset.catalog.spec.model).engine
+    engine = load(asset.catalog.spec.model, console).engine
     plays = list(zip(report.result["runs"], report.steps, strict=True))
     with PlayBar("verifying", len(plays)) as bar:
         for line, steps in plays:

@@ -17,7 +17,7 @@ import structlog
 from kvabr.cli.main import main
 from kvabr.cli.options import is_loopback, moqt_url, parse_address
 from kvabr.cli.serve import parse_limits
-from kvabr.cli.server_log import captured, logger
+from kvabr.cli.serving import captured, logger
 from kvabr.server.certificates import ServerTls, make
 from kvabr.server.grants import Grants
 from kvabr.server.limits import ServerLimits

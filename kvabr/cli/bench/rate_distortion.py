@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from kvabr.cli.display import StageBar, table, write_json
-    from kvabr.engines.transformers.model_loader import load_model
+    from kvabr.cli.options import load
     from kvabr.lab.bench import rate_distortion as rd
     from kvabr.lab.bench import summary
     from kvabr.lab.bench.contexts import check_unseen, cut, read_texts
@@ -103,8 +103,7 @@ def run(args: argparse.Namespace) -> int:
     texts = read_texts(folder, args.domains)
     check_unseen(texts)
     console = Console(stderr=True)
-    with console.status("loading the model"):
-        loaded = load_model(args.model, whole_windows=args.whole_windows)
+    loaded = load(args.model, console, whole_windows=args.whole_windows)
     contexts = cut(loaded, texts, args.contexts, args.tokens, args.continuation)
     plan = rd.BenchPlan(
         contexts,

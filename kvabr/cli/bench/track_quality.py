@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
 
     from kvabr.cli.display import StageBar, mix_rows, mix_table, track_rows, track_table, write_json
     from kvabr.cli.encode import STAGES
-    from kvabr.engines.transformers.model_loader import load_model
+    from kvabr.cli.options import load
     from kvabr.engines.transformers.publish import find_profile
     from kvabr.publish.encoder import MemoryFrames, cut_prompt, ordered_tracks, publish
     from kvabr.publish.texts import measuring_texts
@@ -67,8 +67,7 @@ def run(args: argparse.Namespace) -> int:
     texts = measuring_texts() if args.text is None else {str(path): read_text(path) for path in args.text}
     tracks = ordered_tracks(args.tracks)
     console = Console(stderr=True)
-    with console.status("loading the model"):
-        loaded = load_model(args.model)
+    loaded = load(args.model, console)
     profile = find_profile(loaded.engine.spec, args.profile)
     prompts = {name: cut_prompt(loaded, text, args.tokens, args.continuation) for name, text in texts.items()}
     out = Console()

@@ -1,0 +1,174 @@
+"""What `kvabr serve` and `kvabr relay` share: options, log, certificate, metrics, and the first lines of output."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+from urllib.parse import quote
+
+from kvabr.cli.options import add_quic_option, is_loopback, is_wildcard, moqt_url, parse_address
+from kvabr.types.errors import UsageError
+from kvabr.types.naming import TrackNamespace
+
+if TYPE_CHECKING:
+    from structlog.typing import FilteringBoundLogger, Processor
+
+    from kvabr.server.certificates import CertificateFacts, ServerTls
+    from kvabr.server.metrics import Metrics
+    from kvabr.server.server import Server
+
+
+def add_options(parser: argparse.ArgumentParser, whose: str, towards: str = "") -> None:
+    """Declare the options that `prepared` reads, and ``--quic`` and ``--drain``."""
+    parser.add_argument(
+        "--bind", default="127.0.0.1:4443", metavar="HOST:PORT", help="UDP address (default: 127.0.0.1:4443)"
+    )
+    parser.add_argument("--cert", type=Path, metavar="F", help=f"certificate chain, PEM, the {whose}'s own first")
+    parser.add_argument("--key", type=Path, metavar="F", help="its private key, PEM, without a password")
+    parser.add_argument("--dev", action="store_true", help="make a certificate for this run instead")
+    add_quic_option(parser, "--quic", towards)
+    parser.add_argument("--metrics", metavar="HOST:PORT", help="serve /metrics (Prometheus) and /healthz over HTTP")
+    parser.add_argument(
+        "--drain", type=float, default=10.0, metavar="S", help="seconds to finish what is under way (default: 10)"
+    )
+    parser.add_argument("--log-json", action="store_true", help="log JSON lines (default where no terminal is)")
+    parser.add_argument("--verbose", action="store_true", help="log more")
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSetup:
+    """What a server of the command line needs, checked."""
+
+    host: str
+    port: int
+    tls: ServerTls
+    facts: CertificateFacts
+    dev: bool
+    log: FilteringBoundLogger
+    metrics: Metrics
+
+    def announce(self, server: Server, event: str, open_to_all: str | None, **fields: object) -> str:
+        """Log that the server is up, print its URL, and return that.
+
+        Args:
+            server: The server.
+            event: What to log, with ``fields``.
+            open_to_all: A hint for a server that has no tokens and can be reached from elsewhere.
+            fields: More fields of the event.
+        """
+        url = moqt_url(*server.address)
+        self.log.info(event, url=url, quic=server.backend, **fields)
+        if open_to_all is not None and not is_loopback(server.address[0]):
+            self.log.warning("open to all", hint=open_to_all)
+        print(url)
+        if self.dev:
+            print(f"certificate, for development: SHA-256 fingerprint {self.facts.fingerprint}")
+        return url
+
+    def fetch_options(self) -> str:
+        """Return options for a first `kvabr fetch`."""
+        words = "--deadline 2 --out cache.safetensors"
+        return f"{words} --fingerprint {self.facts.fingerprint}" if self.dev else words
+
+    def fetch_line(self, url: str, asset: TrackNamespace, *, token: bool) -> str:
+        """Return the command that fetches an asset."""
+        name = f"{quote(asset.model)}/{asset.prompt}"
+        entry = "KVABR_TOKEN=... " if token else ""
+        return f"{entry}kvabr fetch '{url}#kvcache:{name}' {self.fetch_options()}"
+
+
+@contextmanager
+def prepared(args: argparse.Namespace) -> Iterator[ServerSetup]:
+    """Check the options, and yield what they ask for; the metrics are served meanwhile.
+
+    Raises:
+        UsageError: An option is wrong.
+        TransportError: The certificate cannot be used, or the address of the metrics is taken.
+    """
+    from contextlib import ExitStack
+
+    from kvabr.server import certificates
+    from kvabr.server.metrics import Metrics
+    from kvabr.telemetry.prometheus import ScrapeServer
+
+    if args.dev == (args.cert is not None or args.key is not None) or (args.cert is None) != (args.key is None):
+        raise UsageError("give both --cert and --key, or --dev alone for a certificate made for this run")
+    if not 0 <= args.drain <= 3600:
+        raise UsageError(f"--drain {args.drain}: must be 0 to 3600 seconds")
+    host, port = parse_address(args.bind, "--bind")
+    metrics_at = None if args.metrics is None else parse_address(args.metrics, "--metrics")
+    log, metrics = logger(json=args.log_json or None, verbose=args.verbose), Metrics()
+    with ExitStack() as stack:
+        stack.enter_context(captured(log))
+        if args.dev:
+            names = (socket.gethostname(),) if is_wildcard(host) else (host,)
+            tls = stack.enter_context(certificates.development(*names))
+        else:
+            tls = certificates.ServerTls(args.cert, args.key)
+        facts = certificates.check(tls)
+        if metrics_at is not None:
+            scrape = ScrapeServer(metrics, *metrics_at, healthy=lambda: not metrics.value("kvabr_draining"))
+            stack.enter_context(scrape)
+            log.info("metrics", url="http://{}:{}/metrics".format(*scrape.address))
+        yield ServerSetup(host, port, tls, facts, args.dev, log, metrics)
+
+
+def logger(*, json: bool | None = None, verbose: bool = False, stream: TextIO | None = None) -> FilteringBoundLogger:
+    """Return a logger that writes one line per event.
+
+    Args:
+        json: Write JSON lines instead of text; None: unless the stream is a terminal.
+        verbose: Include debug events.
+        stream: Output; None: standard error, which leaves standard output to results.
+    """
+    import structlog
+
+    stream = sys.stderr if stream is None else stream
+    terminal = stream.isatty()
+    if json is None:
+        json = not terminal
+    common: list[Processor] = [structlog.contextvars.merge_contextvars, structlog.processors.add_log_level]
+    if json:
+        common += [
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.format_exc_info,
+            structlog.processors.JSONRenderer(),
+        ]
+    else:
+        common += [
+            structlog.processors.TimeStamper(fmt="%H:%M:%S", utc=False),
+            structlog.dev.ConsoleRenderer(colors=terminal, pad_event_to=24),
+        ]
+    made: FilteringBoundLogger = structlog.wrap_logger(
+        structlog.WriteLogger(stream),
+        processors=common,
+        wrapper_class=structlog.make_filtering_bound_logger(logging.DEBUG if verbose else logging.INFO),
+    )
+    return made
+
+
+@contextmanager
+def captured(log: FilteringBoundLogger) -> Iterator[None]:
+    """Forward warnings of libraries that use `logging`, such as asyncio's lost exceptions, to the log."""
+    root, handler = logging.getLogger(), _Forward(log)
+    root.addHandler(handler)
+    try:
+        yield
+    finally:
+        root.removeHandler(handler)
+
+
+class _Forward(logging.Handler):
+    def __init__(self, log: FilteringBoundLogger) -> None:
+        super().__init__(logging.WARNING)
+        self._log = log
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._log.log(record.levelno, "library", logger=record.name, said=record.getMessage(), exc_info=record.exc_info)
