@@ -87,8 +87,9 @@ class PlayBar(_Bar):
         self._bar.advance(self._task, plays)
 
 
-def plain(out: Console, *lines: str) -> None:
+def plain(*lines: str) -> None:
     """Print lines as they are: neither wrapped, nor coloured, nor parsed as markup."""
+    out = Console()
     for line in lines:
         out.print(line, soft_wrap=True, highlight=False, markup=False)
 

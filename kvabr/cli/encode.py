@@ -122,5 +122,5 @@ def run(args: argparse.Namespace) -> int:
     out = Console()
     out.print(track_table(catalog, f"{catalog.spec.model}: {catalog.tokens} tokens in {catalog.groups} groups"))
     out.print(mix_table(catalog))
-    plain(out, *unusual, f"asset: {args.out} ({seconds:.0f} s)")
+    plain(*unusual, f"asset: {args.out} ({seconds:.0f} s)")
     return 0

@@ -128,7 +128,9 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(_HOW)
     if args.recompute is not None and args.tokens is None and args.text is None:
         raise UsageError("--recompute needs the prompt: --tokens or --text")
-    _check_places(args)
+    check_writable(args.out, args.json, args.log, args.telemetry, args.metrics)
+    if args.out is not None and args.out.exists() and not args.out.is_file():
+        raise UsageError(f"--out {args.out}: is not an ordinary file; name another")
     console = Console(stderr=True)
     loaded, tokens = _prompt(args, console)
     lines: list[PlayEvent] = []
@@ -143,13 +145,6 @@ def run(args: argparse.Namespace) -> int:
         unwritten = "" if args.out is None else f"; {args.out} was not written"
         raise PlayError(f"nothing of this prompt is cached there ({result['lookup_s']:.2f} s){unwritten}")
     return 0
-
-
-def _check_places(args: argparse.Namespace) -> None:
-    """Raise unless all results can be written where they should go."""
-    check_writable(args.out, args.json, args.log, args.telemetry, args.metrics)
-    if args.out is not None and args.out.exists() and not args.out.is_file():
-        raise UsageError(f"--out {args.out}: is not an ordinary file; name another")
 
 
 def _prompt(args: argparse.Namespace, console: Console) -> tuple[LoadedModel | None, tuple[int, ...]]:
@@ -232,10 +227,8 @@ async def _fetch(
     return result
 
 
-async def _go_on(args: argparse.Namespace, played: Played, upgrades: Upgrades, status: Console) -> dict[str, Any]:
+async def _go_on(args: argparse.Namespace, played: Played, upgrades: Upgrades, console: Console) -> dict[str, Any]:
     """Wait for the upgrades, and write the improved cache."""
-    from rich.console import Console
-
     from kvabr.cli.display import plain
     from kvabr.client.engine_hook import StepGate
     from kvabr.client.result import save
@@ -243,7 +236,7 @@ async def _go_on(args: argparse.Namespace, played: Played, upgrades: Upgrades, s
     start = time.monotonic()
     upgrades.into(StepGate())  # nothing reads the cache here while the upgrades last
     try:
-        with status.status("upgrades"):
+        with console.status("upgrades"):
             record = await upgrades.wait()
     finally:
         upgrades.cancel()
@@ -252,7 +245,7 @@ async def _go_on(args: argparse.Namespace, played: Played, upgrades: Upgrades, s
     if upgraded and args.out is not None:
         save(replace(played, coverage=upgrades.coverage, loss=upgrades.loss), args.out)
     came = f"{upgraded} upgrades, {record.bytes_fetched:,} bytes"
-    plain(Console(), f"after {took_s:.2f} s more: {came}, expected loss {upgrades.loss:.2g}")
+    plain(f"after {took_s:.2f} s more: {came}, expected loss {upgrades.loss:.2g}")
     return {
         "seconds": took_s,
         "upgrades": upgraded,
@@ -264,8 +257,6 @@ async def _go_on(args: argparse.Namespace, played: Played, upgrades: Upgrades, s
 
 
 def _say(args: argparse.Namespace, played: Played, tokens: int) -> None:
-    from rich.console import Console
-
     from kvabr.cli.display import plain
 
     record = played.record
@@ -284,7 +275,7 @@ def _say(args: argparse.Namespace, played: Played, tokens: int) -> None:
             lines.append(f"{text} was the limit for {held:,} bytes, not the network")
     if args.out is not None:
         lines.append(f"written: {args.out}")
-    plain(Console(), *lines)
+    plain(*lines)
 
 
 def _result(

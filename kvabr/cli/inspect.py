@@ -13,8 +13,6 @@ from kvabr.types.catalog import Catalog
 from kvabr.types.errors import FormatError, KvabrError, TransportError, UsageError
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from kvabr.store.asset import Asset
 
 _EPILOG = """\
@@ -54,13 +52,13 @@ def run(args: argparse.Namespace) -> int:
 
     catalog, asset = _open(args)
     out = Console()
-    _head(catalog, out)
+    _head(catalog)
     out.print(track_table(catalog))
     if args.groups:
         out.print(*group_tables(catalog))
     if catalog.mixes:
         out.print(mix_table(catalog))
-    bad = _check(asset, out) if args.check and asset is not None else None
+    bad = _check(asset) if args.check and asset is not None else None
     result: dict[str, Any] = {
         "schema": "kvabr.inspect/1",
         "model": catalog.spec.model,
@@ -116,7 +114,7 @@ def _fetch_catalog(args: argparse.Namespace) -> Catalog:
         ) from error
 
 
-def _head(catalog: Catalog, out: Console) -> None:
+def _head(catalog: Catalog) -> None:
     from kvabr.cli.display import plain
 
     spec = catalog.spec
@@ -133,10 +131,10 @@ def _head(catalog: Catalog, out: Console) -> None:
         seconds = catalog.prefill.seconds(0, catalog.tokens)
         lines.append(f"prefill on the publisher's machine: {seconds:.1f} s ({catalog.tokens / seconds:.0f} tokens/s)")
     lines.append(f"loss: {catalog.loss_method}")
-    plain(out, *lines)
+    plain(*lines)
 
 
-def _check(asset: Asset, out: Console) -> list[str]:
+def _check(asset: Asset) -> list[str]:
     """Read every part and return one line for each that is damaged."""
     from kvabr.cli.display import plain
     from kvabr.replay.verify import load_profile
@@ -150,5 +148,5 @@ def _check(asset: Asset, out: Console) -> list[str]:
             part()
         except KvabrError as error:
             bad.append(str(error))
-    plain(out, *(f"bad: {line}" for line in bad), f"checked {len(parts)} parts: {len(bad)} bad")
+    plain(*(f"bad: {line}" for line in bad), f"checked {len(parts)} parts: {len(bad)} bad")
     return bad

@@ -78,7 +78,7 @@ def _token(token: str | None, path: Path | None) -> str | None:
     return _checked(token, "the token") if token else None
 
 
-def read_token(path: Path) -> str:
+def read_token(path: Path, least: int = 1) -> str:
     """Return the token in a file.
 
     Raises:
@@ -91,6 +91,8 @@ def read_token(path: Path) -> str:
         raise UsageError(f"--token-file {path}: cannot be read as text ({error})") from error
     if not token:
         raise UsageError(f"--token-file {path}: is empty")
+    if len(token) < least:
+        raise UsageError(f"--token-file {path}: a token has {least} to {_MAX_TOKEN_BYTES} printable characters")
     return _checked(token, f"--token-file {path}: the token")
 
 

@@ -13,6 +13,7 @@ from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.live import Live
 from rich.text import Text
 
+from kvabr.cli.display import human
 from kvabr.client.snapshot import Snapshot
 from kvabr.types.catalog import RECOMPUTED
 
@@ -117,13 +118,13 @@ class Overlay:
         when = f"deadline in {left:.2f} s" if left >= 0 else f"deadline {-left:.2f} s ago"
         rtt = "-" if shot.network.rtt_s is None else f"{1000 * shot.network.rtt_s:.1f} ms"
         slack_style = "red" if shot.slack_s is None or shot.slack_s < 0 else "green"
-        wasted = f" ({_bytes(shot.bytes_wasted)} wasted)" if shot.bytes_wasted else ""
+        wasted = f" ({human(shot.bytes_wasted)} wasted)" if shot.bytes_wasted else ""
         engine = ", the engine computes" if shot.computing else ""
         return [
             Text.assemble("rate      ", (_mbits(self._rate()), "bold"), f"   estimate {known}"),
             Text.assemble("slack     ", (_slack(shot.slack_s), slack_style), f"   {when}{engine}"),
             Text(
-                f"network   {_bytes(shot.bytes_fetched)}{wasted}   {shot.requests} requests   RTT {rtt}   "
+                f"network   {human(shot.bytes_fetched)}{wasted}   {shot.requests} requests   RTT {rtt}   "
                 f"decoding {1000 * shot.decode_backlog_s:.0f} ms behind"
             ),
         ]
@@ -169,13 +170,6 @@ def _mbits(rate: float) -> str:
         if bits >= size:
             return f"{bits / size:.2f} {unit}"
     return f"{bits / 1e3:.0f} kbit/s"
-
-
-def _bytes(count: int) -> str:
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= size:
-            return f"{count / size:.1f} {unit}"
-    return f"{count} B"
 
 
 def _slack(seconds: float | None) -> str:

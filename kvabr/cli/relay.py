@@ -89,7 +89,7 @@ async def _relay(args: argparse.Namespace, memory: int) -> int:
     from kvabr.server.server import Server, run_until_signal
 
     asset = asset_of(args.upstream)
-    token = None if args.token_file is None else _read_token(args.token_file)
+    token = None if args.token_file is None else network.read_token(args.token_file, least=16)
     with serving.prepared(args) as setup:
         log, metrics = setup.log, setup.metrics
         async with connect(args.upstream, **network.options(args, "upstream_"), needed=False) as upstream:
@@ -116,10 +116,3 @@ async def _relay(args: argparse.Namespace, memory: int) -> int:
                     print(f"fetch through it: {line}", flush=True)
 
                 return await run_until_signal(server, args.drain, log, metrics, started)
-
-
-def _read_token(path: Path) -> str:
-    token = network.read_token(path)
-    if len(token) < 16:
-        raise UsageError(f"--token-file {path}: a token has 16 to 4096 printable characters")
-    return token

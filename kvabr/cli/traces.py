@@ -11,6 +11,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from kvabr.replay.readers import BYTES_PER_SECOND, FORMATS, TIME_UNITS, Columns, find, native, read, sniff
+from kvabr.replay.report.queries import three
 from kvabr.replay.synth import KINDS, Shape, synthesise
 from kvabr.replay.trace import BYTES_PER_MBIT, Trace, describe, sparkline
 from kvabr.store.files import write_text
@@ -225,16 +226,16 @@ def _trace_table(rows: Sequence[dict[str, Any]], lines: Sequence[str], *, wide: 
     from kvabr.cli.display import table
 
     columns: dict[str, Callable[[dict[str, Any]], str]] = {
-        "s": lambda row: _three(row["duration_s"]),
-        "mean": lambda row: _three(row["mean_mbps"]),
+        "s": lambda row: three(row["duration_s"]),
+        "mean": lambda row: three(row["mean_mbps"]),
         "CV": lambda row: f"{row['cv']:.2f}",
-        "p5": lambda row: _three(row["p5_mbps"]),
-        "max": lambda row: _three(row["max_mbps"]),
+        "p5": lambda row: three(row["p5_mbps"]),
+        "max": lambda row: three(row["max_mbps"]),
         "zero": lambda row: f"{row['zero_share']:.0%}",
     }
     if wide:
-        columns = {"format": lambda row: row["format"], "min": lambda row: _three(row["min_mbps"]), **columns}
-        columns["RTT ms"] = lambda row: "" if row["rtt_s"] is None else _three(row["rtt_s"] * 1000)
+        columns = {"format": lambda row: row["format"], "min": lambda row: three(row["min_mbps"]), **columns}
+        columns["RTT ms"] = lambda row: "" if row["rtt_s"] is None else three(row["rtt_s"] * 1000)
     cells = [
         (row["name"], *(show(row) for show in columns.values()), line) for row, line in zip(rows, lines, strict=True)
     ]
@@ -259,16 +260,9 @@ def _family_table(rows: Sequence[dict[str, Any]]) -> Table:
                 " ".join(sorted({row["format"] for row in members})),
                 str(len({row["file"] for row in members})),
                 str(len(members)),
-                *map(_three, numbers),
+                *map(three, numbers),
                 f"{sum(row['zero_share'] * row['duration_s'] for row in members) / total:.0%}",
             )
         )
     names = ("family", "format", "files", "traces", "median s", "total s", "mean", "lowest", "highest", "zero")
     return table("families (rates in Mbit/s, weighted by time)", names, cells, fold=("family",))
-
-
-def _three(value: float) -> str:
-    """Return three significant digits, without an exponent."""
-    if value >= 100:
-        return f"{value:.0f}"
-    return f"{value:.1f}" if value >= 10 else f"{value:.2f}"

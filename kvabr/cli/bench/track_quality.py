@@ -74,15 +74,8 @@ def run(args: argparse.Namespace) -> int:
     catalogs: dict[str, Catalog] = {}
     for name, prompt in prompts.items():
         with StageBar(STAGES, console) as bar:
-            catalog = publish(
-                loaded.engine,
-                prompt,
-                tracks,
-                profile,
-                MemoryFrames(),
-                time_engine=False,
-                progress=bar,
-            )
+            frames = MemoryFrames()
+            catalog = publish(loaded.engine, prompt, tracks, profile, frames, time_engine=False, progress=bar)
         catalogs[name] = catalog
         title = f"{name}: {args.tokens} tokens, measured on the {args.continuation} that follow"
         out.print(track_table(catalog, title))

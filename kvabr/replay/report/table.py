@@ -30,6 +30,7 @@ from kvabr.replay.report.queries import (
     ramp,
     ranked,
     set_apart,
+    three,
     track_order,
 )
 
@@ -193,9 +194,7 @@ def _notes(result: Result, styles: dict[str, tuple[str, str]]) -> list[Renderabl
 
 def _seconds(value: Any) -> str:
     seconds = number(value)
-    if seconds is None:
-        return DASH
-    return f"{seconds:.0f}" if seconds >= 100 else f"{seconds:.1f}" if seconds >= 10 else f"{seconds:.2f}"
+    return DASH if seconds is None else three(seconds)
 
 
 def _percent(value: Any) -> str:
