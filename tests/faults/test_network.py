@@ -132,7 +132,8 @@ async def killed_and_started_again(start, fingerprint, libraries) -> None:
             shape(link, [2 * MB], rtt_s=0.01)
         for error in await asyncio.gather(*cut_off, return_exceptions=True):
             assert isinstance(error, ConnectionLostError), error
-            assert FORGOTTEN in str(error) or "nothing came from the peer" in str(error)
+            # Where the new one takes long to start, the connection has timed out before it could say so.
+            assert any(why in str(error) for why in (FORGOTTEN, "nothing came from the peer", "Idle timeout")), error
         tasks += [playing(*one) for one in idle]
         results = await asyncio.gather(*tasks)
     for played, (connection, _) in zip(results, busy + idle, strict=True):
