@@ -11,9 +11,8 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from kvabr.replay.readers import BYTES_PER_SECOND, FORMATS, TIME_UNITS, Columns, find, native, read, sniff
-from kvabr.replay.report.queries import three
 from kvabr.replay.synth import KINDS, Shape, synthesise
-from kvabr.replay.trace import BYTES_PER_MBIT, Trace, describe, sparkline
+from kvabr.replay.trace import BYTES_PER_MBIT, Trace, describe, sparkline, three
 from kvabr.store.files import write_text
 from kvabr.types.errors import AssetError, UsageError
 

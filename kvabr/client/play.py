@@ -8,6 +8,9 @@ groups before the first that is missing.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import math
+import mmap
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -25,7 +28,7 @@ from kvabr.client.options import PlayOptions, guard_s
 from kvabr.client.peer_history import PeerHistory
 from kvabr.client.play_connection import PlayConnection
 from kvabr.client.profiles import ProfileCache
-from kvabr.client.resources import allocate, decoders, on_engine
+from kvabr.client.resources import decoders, on_engine
 from kvabr.client.result import Played, PlayedPrefix
 from kvabr.client.shared_bandwidth import estimating, link_of
 from kvabr.client.upgrades import Upgrades
@@ -55,6 +58,8 @@ _MIN_SHARE, _MIN_PREFIX_SHARE = 0.1, 0.05
 _LOOKUP_SHARE = 0.25
 """Share of the deadline that a lookup may take although the engine could then not recompute everything in time."""
 _MIN_LEFT_S = 1e-3
+_MIN_HUGE_BYTES = 4 << 20
+"""Smaller tensors do not fill huge pages."""
 _ENGINE_PATIENCE = 2.0
 """Multiple of its measured time after which an engine counts as hung."""
 
@@ -352,3 +357,24 @@ def lookup_time(clock: Clock, cost: PrefillCost | None, tokens: int) -> float:
     if cost is None:
         return left_s
     return max(left_s - guard_s(clock.deadline_s) - cost.seconds(0, tokens), _LOOKUP_SHARE * left_s)
+
+
+def allocate(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Return a new contiguous tensor with arbitrary contents, in huge pages where the system has them.
+
+    Every element is going to be written, so nothing is cleared. But the system clears each page of fresh memory when
+    it is first written, and with pages of 4 KiB that takes longer than decoding does.
+
+    Raises:
+        RuntimeError: there is not enough memory.
+    """
+    size = math.prod(shape) * dtype.itemsize
+    if size < _MIN_HUGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.empty(shape, dtype=dtype)
+    try:
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, ValueError, OverflowError) as error:
+        raise RuntimeError(f"{size:,} bytes cannot be allocated ({error})") from error
+    with contextlib.suppress(OSError):  # a kernel without huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)

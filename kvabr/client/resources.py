@@ -1,4 +1,4 @@
-"""Threads and memory of plays, and what is remembered of each engine: a lock, and the cost of its prefill.
+"""Threads of plays, and what is remembered of each engine: a lock, and the cost of its prefill. Loads no torch.
 
 Decoding takes milliseconds and runs in a few threads that all plays share. A prefill may take long or never end, so
 each has a thread of its own that nobody waits for. A lock per engine makes it do one thing at a time.
@@ -7,9 +7,6 @@ each has a thread of its own that nobody waits for. A lock per engine makes it d
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import math
-import mmap
 import os
 import threading
 import weakref
@@ -18,8 +15,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, TypeVar
-
-import torch
 
 from kvabr.types.cost import PrefillCost
 from kvabr.types.engine import Engine, time_prefills
@@ -34,8 +29,6 @@ _MIN_TOKENS, _MAX_TOKENS = 128, 1024
 its cost apart."""
 _ANY_TOKENS = range(64)
 """Token ids that every model has."""
-_MIN_HUGE_BYTES = 4 << 20
-"""Smaller tensors do not fill huge pages."""
 
 
 @cache
@@ -137,24 +130,3 @@ _ENGINES_LOCK = threading.Lock()
 def _of(engine: Engine) -> _OfEngine:
     with _ENGINES_LOCK:
         return _ENGINES.setdefault(engine, _OfEngine())
-
-
-def allocate(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Return a new contiguous tensor with arbitrary contents, in huge pages where the system has them.
-
-    Every element is going to be written, so nothing is cleared. But the system clears each page of fresh memory when
-    it is first written, and with pages of 4 KiB that takes longer than decoding does.
-
-    Raises:
-        RuntimeError: there is not enough memory.
-    """
-    size = math.prod(shape) * dtype.itemsize
-    if size < _MIN_HUGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.empty(shape, dtype=dtype)
-    try:
-        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except (OSError, ValueError, OverflowError) as error:
-        raise RuntimeError(f"{size:,} bytes cannot be allocated ({error})") from error
-    with contextlib.suppress(OSError):  # a kernel without huge pages
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=dtype).view(shape)

@@ -164,3 +164,10 @@ def _quantile(parts: list[tuple[float, float]], share: float) -> float:
         if rest <= 0:
             return rate
     return max(rate for rate, _ in parts)
+
+
+def three(value: float) -> str:
+    """Return three significant digits, at most two decimal places, without an exponent."""
+    if value >= 100:
+        return f"{value:.0f}"
+    return f"{value:.1f}" if value >= 10 else f"{value:.2f}"

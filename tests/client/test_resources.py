@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from kvabr.client.resources import allocate, in_thread, measure_prefill
+from kvabr.client.play import allocate
+from kvabr.client.resources import in_thread, measure_prefill
 from kvabr.types import engine as engines
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import ModelError

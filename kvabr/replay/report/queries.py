@@ -151,13 +151,6 @@ def nats(value: float | None, digits: int = 2) -> str:
     return f"{value:.{decimals}f}"
 
 
-def three(value: float) -> str:
-    """Return three significant digits, at most two decimal places, without an exponent."""
-    if value >= 100:
-        return f"{value:.0f}"
-    return f"{value:.1f}" if value >= 10 else f"{value:.2f}"
-
-
 LIGHT = ("#f6cf5e", "#f0a158", "#df745f", "#c04e7d", "#943f9f", "#523093", "#1d2763")
 """Ramp for light backgrounds."""
 DARK = ("#ffe999", "#fdbb68", "#f28a62", "#d9648c", "#b553b0", "#7f45c4", "#3f40b8")

@@ -30,9 +30,9 @@ from kvabr.replay.report.queries import (
     ramp,
     ranked,
     set_apart,
-    three,
     track_order,
 )
+from kvabr.replay.trace import three
 
 _FAMILY_WIDTH = 11
 """Most characters of a family's column."""
