@@ -61,7 +61,10 @@ class Ac(Codec):
         profile = _profile(context, self.name)
         depth = profile.depth(self.name)
         work = _work(group, context, profile)
-        far = (work.coefficients.reach > depth.step).numpy()
+        # What overflows at the finest layer is stored by the base: an index of 16 bits bears no multiple of it.
+        layers = LAYERS if self.name == LAYERS[0] else (self.name,)
+        finest = min(profile.depths[track].step for track in layers if track in profile.depths)
+        far = (work.coefficients.reach > finest).numpy()
         lower, below_aside = self._lower(context, work, below)
         new = far & ~below_aside
         sinks = 0

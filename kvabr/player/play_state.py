@@ -14,6 +14,7 @@ from kvabr.player.compute_queue import ComputeQueue
 from kvabr.player.policy_guard import PolicyGuard
 from kvabr.player.retry_tracker import RetryTracker
 from kvabr.player.session_types import (
+    MAX_TICK_S,
     WHOLE,
     Action,
     Cancel,
@@ -126,7 +127,7 @@ class PlayState:
             unavailable=self._retries.unavailable,
         )
         self._catalog = ladder.catalog
-        self._tick_s = self._next_tick_s = deadline_s / config.ticks
+        self._tick_s = self._next_tick_s = min(deadline_s / config.ticks, MAX_TICK_S)
         self._events = EventLog(log, self.view)
         self._guard = PolicyGuard(policy, self.view)
         meter = ChunkedThroughputSampler if config.chunked else ThroughputSampler

@@ -44,6 +44,8 @@ WHOLE = WholeGoal()
 
 GPU_PRICE = 1e-3
 """Default price of a second of engine time, nats per token: the engine is mostly idle."""
+MAX_TICK_S = 1.0
+"""Maximum seconds between two ticks of a session, however long its deadline."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +59,8 @@ class PlayerConfig:
     max_requests: int = 32
     """Most requests in flight."""
     ticks: int = 50
-    """Ticks per deadline. At a tick the session looks for transfers that are too slow or have stalled."""
+    """Ticks per deadline, if that is at least one a second. At a tick the session looks for transfers that are too slow
+    or have stalled."""
     attempts: int = 3
     """Requests for one group on one track before that track counts as unavailable for the group."""
     plan_after: float = 0.1

@@ -438,6 +438,17 @@ def test_indices_beyond_all_integers_are_counted_as_such():
     assert Profile.from_bytes(side.to_bytes()).digest == side.digest
 
 
+@pytest.mark.parametrize("loud", [300.0, 3000.0, 5000.0, 6e4])
+def test_a_token_of_any_loudness_passes_every_layer(loud):
+    """Its index at the base has 27 times the size at the finest layer, which must fit 16 bits, or it is stored."""
+    side = fit(SHAPE, lambda: [related(SHAPE, 300, 1)], dataclasses.replace(SMALL, transform=False))
+    kv = related(SHAPE, 64, 71, FIRST)
+    kv[:, :, :, 5] = loud
+    for track in LAYERS[1:]:
+        out = decode(encode(kv, side, track), side, 64, track)
+        assert float((out[:, :, :, 5] / loud - 1).abs().max()) < 0.02
+
+
 @pytest.mark.parametrize("kept", [(48, 0), (0, 48)])
 def test_some_stacks_may_transform_nothing(kept):
     side = fit(SHAPE, lambda: [related(SHAPE, 300, 1)], dataclasses.replace(SMALL, kept=kept))
