@@ -56,7 +56,7 @@ class PlayOptions:
     telemetry: Telemetry | None = None
     """Reports the play to listeners, see `kvabr.telemetry`."""
     watch: Watch | None = None
-    """Called with a `Snapshot` about fifty times per deadline and at least once a second, on the event loop's thread."""
+    """Called with a `Snapshot` some fifty times per deadline and at least once a second, on the event loop's thread."""
 
     def __post_init__(self) -> None:
         if self.after is not None and not self.after > 0:
