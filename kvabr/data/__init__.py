@@ -1,8 +1,9 @@
-"""Data shipped with the package: the profile of SmolLM2, and the catalog of a real encode of it."""
+"""Data shipped with the package: the profile of SmolLM2, the catalog of a real encode of it, and network traces."""
 
 from __future__ import annotations
 
 from importlib.resources import files
+from pathlib import Path
 
 from kvabr.types.catalog import Catalog
 
@@ -23,3 +24,9 @@ def default_profile_bytes() -> bytes:
     languages.
     """
     return files(__name__).joinpath(PROFILE).read_bytes()
+
+
+def traces_folder() -> Path:
+    """Return the folder of the synthetic network traces; its README says how they were made."""
+    installed = Path(__file__).parent / "traces"
+    return installed if installed.is_dir() else Path(__file__).parents[2] / "traces"  # a checkout

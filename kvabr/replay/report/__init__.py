@@ -1,13 +1,14 @@
 """Reports of a replay, for people and for other tools.
 
 The input is a replay's result and the timelines of some of its runs; neither is changed. The output is a terminal
-table, one sentence, one self-contained page, a trace for Perfetto, or the log as JSON lines.
+table, one sentence, one self-contained page, a picture (SVG), a trace for Perfetto, or the log as JSON lines.
 """
 
 from __future__ import annotations
 
 from kvabr.replay.report.exports import write_log, write_perfetto
 from kvabr.replay.report.page import write_page
+from kvabr.replay.report.picture import write_picture
 from kvabr.replay.report.table import family_table, live_table, summary_table, verification_table
 from kvabr.replay.report.verdict import verdict
 
@@ -20,4 +21,5 @@ __all__ = [
     "write_log",
     "write_page",
     "write_perfetto",
+    "write_picture",
 ]

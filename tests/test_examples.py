@@ -1,0 +1,87 @@
+"""Every example runs, as its first lines say."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.client.conftest import root as root  # noqa: PLC0414 - the fixture
+from tests.client.served import Served
+from tests.processes import LIMIT_S
+from tests.toymodel import prompt
+
+ROOT = Path(__file__).resolve().parent.parent
+EXAMPLES = {path.stem for path in (ROOT / "examples").glob("*.py")}
+TESTED = {"play", "own_policy", "own_codec", "relay", "telemetry", "two_engines"}
+
+
+def run(name, *words, folder):
+    command = [sys.executable, str(ROOT / "examples" / f"{name}.py"), *map(str, words)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(  # noqa: S603
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def served(root, tmp_path_factory):
+    origin = Served(root / "short", tmp_path_factory.mktemp("served"))
+    yield origin
+    origin.close()
+
+
+@pytest.fixture
+def prompt_file(tmp_path):
+    path = tmp_path / "prompt.json"
+    path.write_text(json.dumps(prompt(70).tokens))
+    return path
+
+
+def test_every_example_is_tested():
+    assert EXAMPLES == TESTED
+
+
+@pytest.mark.process
+def test_play(served, prompt_file, tmp_path):
+    assert "70 of 70 tokens" in run("play", served.url, prompt_file, served.fingerprint, folder=tmp_path)
+
+
+@pytest.mark.process
+def test_telemetry(served, prompt_file, tmp_path):
+    out = run("telemetry", served.url, prompt_file, served.fingerprint, folder=tmp_path)
+    assert "fetch group 0" in out
+    assert "kvabr_plays_total" in out
+    assert [json.loads(line) for line in (tmp_path / "plays.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.process
+def test_own_policy(tmp_path):
+    lines = run("own_policy", folder=tmp_path).splitlines()
+    assert [line.partition(":")[0] for line in lines] == ["EarliestFirst", "anytime"]
+
+
+@pytest.mark.process
+def test_own_codec(tmp_path):
+    assert "Int8-zlib: 0.4" in run("own_codec", folder=tmp_path)
+
+
+@pytest.mark.process
+def test_relay(root, tmp_path):
+    out = run("relay", root / "short", folder=tmp_path)
+    assert "first player: 70 tokens" in out
+    assert "second player: 70 tokens" in out
+
+
+@pytest.mark.model
+@pytest.mark.process
+def test_two_engines(tmp_path):
+    out = run("two_engines", ROOT / "CHANGELOG.md", folder=tmp_path)
+    assert "published: published" in out
+    assert "played: 384 tokens" in out

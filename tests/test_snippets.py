@@ -1,0 +1,73 @@
+"""The Python of the README and of the documentation, run as it is written, against a real origin.
+
+A block after ``<!-- not run: REASON -->`` is only compiled.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+
+import pytest
+
+import kvabr
+from kvabr.abr import Policy
+from kvabr.cli.main import main
+from tests.client.conftest import root as root  # noqa: PLC0414 - the fixture
+from tests.client.served import Served
+from tests.client.test_play import close
+from tests.toymodel import ToyModel, prompt
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+BLOCK = re.compile(r"(<!-- not run: [^>]+-->\s*)?^```python[^\n]*\n(.*?)^```", re.DOTALL | re.MULTILINE)
+SNIPPETS = [
+    pytest.param(path, code, bool(skip), id=f"{path.relative_to(ROOT)}-{number}")
+    for path in PAGES
+    for number, (skip, code) in enumerate(BLOCK.findall(path.read_text()))
+]
+TOKENS = prompt(70).tokens
+TOKEN = "a token of the documentation"  # noqa: S105 - of a server in this test
+
+
+@pytest.fixture(scope="module")
+def served(root, tmp_path_factory):
+    origin = Served(root / "short", tmp_path_factory.mktemp("served"), token=TOKEN)
+    yield origin
+    origin.close()
+
+
+@pytest.mark.parametrize(("path", "code", "skip"), SNIPPETS)
+def test_a_snippet_runs(path, code, skip, served, tmp_path, monkeypatch):
+    where = f"{served.url!r}, fingerprint={served.fingerprint!r}"
+    code = code.replace('"moqt://origin.example/", token=token', where + ", token=token")
+    code = code.replace('"moqt://origin.example/"', f"{where}, token={TOKEN!r}")
+    program = compile(code, str(path), "exec")
+    if skip:
+        return
+    monkeypatch.chdir(tmp_path)
+    used = []
+    with kvabr.Client(served.url, fingerprint=served.fingerprint, token=TOKEN) as client:
+        names = {"kvabr": kvabr, "math": math, "client": client, "token": TOKEN, "tokens": TOKENS}
+        names |= {"engine": ToyModel(), "use": used.append, "__name__": "snippet"}
+        exec(program, names)  # noqa: S102
+        played = names.get("played")
+        if isinstance(played, kvabr.Played):
+            assert close(played.kv)
+            if played.upgrades is not None:
+                played.upgrades.cancel()
+    assert all(close(kv) for kv in used)
+    for name, value in names.items():
+        if isinstance(value, type) and issubclass(value, Policy) and value is not Policy:
+            replays(code, name, tmp_path)
+            break
+    else:
+        assert played is not None, "a snippet that neither plays nor defines a policy tests nothing: mark it as not run"
+
+
+def replays(code, name, folder):
+    """Play a policy of a snippet over a trace, as the text around it does."""
+    (folder / "mine.py").write_text(code)
+    words = ["replay", str(ROOT / "traces" / "lte.csv"), "--policy", f"./mine.py:{name}", "--scale-to-mean", "0.4"]
+    assert main([*words, "--jobs", "1"]) == 0
