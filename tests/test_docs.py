@@ -24,7 +24,8 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCS = [ROOT / "README.md", ROOT / "traces" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 TOOLS = [path for path in sorted((ROOT / "tools").rglob("*")) if path.is_file() and "python" in first_line(path)]
 SILENT = {"NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": str(ROOT)}
-ENTRY_POINTS = {"kvabr.policies", "kvabr.estimators", "kvabr.codecs", "kvabr.engines"}
+NAMES = {"kvabr.policies", "kvabr.estimators", "kvabr.codecs", "kvabr.engines", "kvabr.catalog", "kvabr.models"}
+"""Entry points and tracks, which look like modules."""
 
 
 def commands(text: str) -> list[str]:
@@ -88,7 +89,7 @@ def test_the_site_builds(tmp_path):
 def test_modules_and_files_that_are_named_exist(path):
     text = path.read_text()
     for name in re.findall(r"(?<![\w/.-])(kvabr(?:\.\w+)+)(?![\w/])", text):
-        assert name in ENTRY_POINTS or exists(name), f"{path.name}: {name}"
+        assert name in NAMES or exists(name), f"{path.name}: {name}"
     for name in re.findall(r"(?<![\w/.-])(?:kvabr|tools|tests|docs|traces)/[\w/.-]*\w", text):
         assert (ROOT / name).exists(), f"{path.name}: {name}"
 

@@ -88,7 +88,7 @@ def test_of_vllm(key, value, says):
 
 
 def table():
-    """The table of docs/engines.md: every key, its defaults, and its docstring."""
+    """The table of docs/guides/engines.md: every key, its defaults, and its docstring."""
     keyed, vllm = KeyedSettings.model_fields, VllmSettings.model_fields
     lines = ["| key | vLLM | LMCache, SGLang | meaning |", "|---|---|---|---|"]
     for key in sorted({**vllm, **keyed}, key=[*EngineSettings.model_fields, *keyed, *vllm].index):
@@ -103,5 +103,5 @@ def table():
 
 
 def test_the_documentation_has_every_key():
-    text = (Path(__file__).parents[2] / "docs" / "engines.md").read_text()
-    assert table() in text, f"put this into docs/engines.md:\n{table()}"
+    text = (Path(__file__).parents[2] / "docs" / "guides" / "engines.md").read_text()
+    assert table() in text, f"put this into docs/guides/engines.md:\n{table()}"
