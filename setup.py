@@ -1,4 +1,7 @@
-"""What pyproject.toml cannot say: native code, which may fail to build, and the traces as a part of the package."""
+"""What pyproject.toml cannot say: native code, which may fail to build, the traces as a package, a README for PyPI."""
+
+import re
+from pathlib import Path
 
 from setuptools import Extension, find_packages, setup
 
@@ -7,7 +10,18 @@ _ROOM = "kvabr/codec/native"
 # Fused multiplications and additions that nobody asked for would round otherwise than other machines do.
 _FLAGS = ["-O3", "-ffp-contract=off", "-fno-strict-aliasing"]
 
+_REPOSITORY = "https://github.com/kvabr/kvabr/raw/main/"  # pages and pictures alike
+
+
+def _readme() -> str:
+    """Return the README with absolute links: relative ones lead nowhere on PyPI."""
+    text = Path(__file__).with_name("README.md").read_text(encoding="utf-8")
+    return re.sub(r"\]\((?!https?://|#)", f"]({_REPOSITORY}", text)
+
+
 setup(
+    long_description=_readme(),
+    long_description_content_type="text/markdown",
     packages=[*find_packages(include=["kvabr*"]), "kvabr.data.traces"],
     package_dir={"kvabr.data.traces": "traces"},
     ext_modules=[

@@ -43,7 +43,7 @@ def test_help_of_every_command_teaches(capsys):
 
 
 def test_bad_usage_is_status_two(capsys):
-    for argv in (["dance"], ["--dance"], ["--"], ["replay"], ["replay", "x", "--engine-mode", "both"], ["bench", "x"]):
+    for argv in (["dance"], ["--dance"], ["--"], ["fetch"], ["replay", "x", "--engine-mode", "both"], ["bench", "x"]):
         with pytest.raises(SystemExit) as caught:
             main(argv)
         assert caught.value.code == 2

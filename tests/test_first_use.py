@@ -1,0 +1,79 @@
+"""The commands of the first hour: demo, doctor, a picture."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+
+from kvabr.cli.main import main
+from tests.client.conftest import root as root  # noqa: PLC0414 - the fixture
+from tests.client.served import Served
+
+TRACES = Path(__file__).parent.parent / "traces"
+
+
+@pytest.mark.slow
+def test_the_demo_writes_its_page_and_says_what_was_won(capsys, tmp_path):
+    page = tmp_path / "page.html"
+    assert main(["demo", "--html", str(page)]) == 0
+    out = capsys.readouterr().out
+    assert "With anytime the first token came after" in out
+    assert "of 24 plays" in out
+    assert str(page) in out
+    assert page.stat().st_size > 100_000
+
+
+@pytest.mark.slow
+def test_a_demo_that_no_link_can_win_says_so(capsys, tmp_path):
+    assert main(["demo", "--html", str(tmp_path / "page.html"), "--deadline", "0.0001"]) == 0
+    assert "Try a later --deadline" in capsys.readouterr().out
+
+
+def test_doctor_reports_and_says_what_to_do(capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("KVABR_CODER", "nonsense")
+    report = tmp_path / "report.json"
+    assert main(["doctor", "--json", str(report)]) == 1
+    lines = {line["what"]: line for line in json.loads(report.read_text())}
+    assert lines["kvabr"]["state"] == "ok"
+    assert lines["codec"] | {"detail": ""} == {
+        "what": "codec", "state": "failed", "detail": "", "fix": "unset KVABR_CODER",
+    }  # fmt: skip
+    assert lines["vllm"]["state"] == "ok" or "pip install" in lines["vllm"]["fix"]
+    assert "nonsense" in capsys.readouterr().out
+
+
+def test_doctor_asks_an_origin(capsys, root, tmp_path):
+    origin = Served(root / "short", tmp_path)
+    try:
+        main(["doctor", origin.url, "--fingerprint", origin.fingerprint])
+        out = " ".join(capsys.readouterr().out.split())
+        assert "connected in" in out
+        assert "moqt-18" in out
+        assert main(["doctor", origin.url]) == 1
+        assert "--fingerprint HEX" in " ".join(capsys.readouterr().out.split())
+    finally:
+        origin.close()
+
+
+def test_a_picture_of_a_play(tmp_path):
+    path = tmp_path / "play.svg"
+    assert main(["replay", str(TRACES / "lte-train.csv"), "--scale-to-mean", "0.3", "--svg", str(path)]) == 0
+    tree = ET.parse(path)  # noqa: S314 - written here
+    space = "{http://www.w3.org/2000/svg}"
+    assert "63 groups of a KV cache over cellular/lte-train" in (tree.findtext(f"{space}title") or "")
+    bars = [bar for bar in tree.iter(f"{space}rect") if bar.get("class", "").startswith("t")]
+    assert len(bars) > 63  # every group, and layers
+    words = [text.text or "" for text in tree.iter(f"{space}text")]
+    assert any(word.startswith("The cache was complete after") for word in words)
+    assert "AC-L0" in words
+
+
+def test_the_readme_shows_what_the_command_draws(tmp_path):
+    path = tmp_path / "play.svg"
+    words = ["replay", str(TRACES / "lte-train.csv"), "--deadline", "4", "--scale-to-mean", "0.3", "--svg", str(path)]
+    assert main(words) == 0
+    shipped = Path(__file__).parent.parent / "docs" / "assets" / "play.svg"
+    assert path.read_text() == shipped.read_text(), "draw it again: " + " ".join(["kvabr", *words[:-1], str(shipped)])
