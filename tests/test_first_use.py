@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from kvabr.cli import display
 from kvabr.cli.main import main
 from tests.client.conftest import root as root  # noqa: PLC0414 - the fixture
 from tests.client.served import Served
@@ -77,3 +78,18 @@ def test_the_readme_shows_what_the_command_draws(tmp_path):
     assert main(words) == 0
     shipped = Path(__file__).parent.parent / "docs" / "assets" / "play.svg"
     assert path.read_text() == shipped.read_text(), "draw it again: " + " ".join(["kvabr", *words[:-1], str(shipped)])
+
+
+def test_progress_is_told_in_lines_where_there_is_no_terminal(capsys, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(display.time, "monotonic", lambda: now[0])
+    with display.StageBar({"encode": "encoding groups"}) as bar:
+        for done in range(1, 31):
+            now[0] += 1.0
+            bar("encode", done, 30)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == [
+        "encoding groups: 2 of 30, about 14 s left",
+        "encoding groups: 12 of 30, about 16 s left",
+        "encoding groups: 22 of 30, about 8 s left",
+    ]

@@ -104,23 +104,17 @@ def _ttft(runs: Runs) -> float:
 
 
 def _table(by_policy: dict[str, Runs]) -> Table:
-    from rich import box
-    from rich.table import Table
-
+    from kvabr.cli.display import table
     from kvabr.replay.report.queries import nats
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("policy")
-    for title in ("first token after", "in time", "loss, nats per token", "worst"):
-        table.add_column(title, justify="right")
+    rows = []
     for policy, runs in by_policy.items():
         name = f"{policy} (default)" if policy == DEFAULT else policy
         met = f"{sum(line['met'] for line in runs)} of {len(runs)}"
         losses = [line["loss"] for line in runs] or [0.0]
-        table.add_row(name, f"{_ttft(runs):.1f} s" if runs else "-", met, nats(median(losses)), nats(max(losses)))
-    table.caption = "first token and loss: medians"
-    table.caption_justify = "left"
-    return table
+        rows.append((name, f"{_ttft(runs):.1f} s" if runs else "-", met, nats(median(losses)), nats(max(losses))))
+    titles = ("policy", "first token", "in time", "loss", "worst loss")
+    return table("medians; loss in nats per token", titles, rows, left=("policy",))
 
 
 def _verdict(by_policy: dict[str, Runs], deadline_s: float) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence
 from itertools import groupby
@@ -28,11 +29,16 @@ from rich.table import Table
 from kvabr.store.files import write_text
 from kvabr.types.catalog import Catalog, Track
 
+_FIRST_S, _EVERY_S = 2.0, 10.0
+"""Seconds until the first line of progress where there is no terminal, and from each line to the next."""
+
 
 class _Bar:
-    """A progress bar on standard error if that is a terminal. A context manager."""
+    """Progress on standard error: a bar on a terminal, a line now and then elsewhere. A context manager."""
 
     def __init__(self, *columns: ProgressColumn, console: Console | None = None) -> None:
+        self._began_s: dict[str, float] = {}
+        self._due_s = time.monotonic() + _FIRST_S
         self._bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -50,6 +56,17 @@ class _Bar:
     def __exit__(self, *_: object) -> None:
         self._bar.stop()
 
+    def _line(self, what: str, done: float, total: float | None) -> None:
+        """Print a line if there is no bar and it is time for one."""
+        now = time.monotonic()
+        began_s = self._began_s.setdefault(what, now)
+        if not self._bar.disable or now < self._due_s:
+            return
+        self._due_s = now + _EVERY_S
+        left = f", about {(now - began_s) / done * (total - done):.0f} s left" if total and 0 < done < total else ""
+        of = f" of {total:g}" if total else ""
+        print(f"{what}: {done:g}{of}{left}", file=sys.stderr, flush=True)
+
 
 class StageBar(_Bar):
     """Progress of work in stages."""
@@ -65,6 +82,7 @@ class StageBar(_Bar):
         if stage not in self._tasks:
             self._tasks[stage] = self._bar.add_task(self._stages.get(stage, stage), total=total)
         self._bar.update(self._tasks[stage], completed=done, total=total)
+        self._line(self._stages.get(stage, stage), done, total)
 
 
 class PlayBar(_Bar):
@@ -73,6 +91,7 @@ class PlayBar(_Bar):
     def __init__(self, what: str = "playing", total: int | None = None) -> None:
         super().__init__(TextColumn("plays"), TimeRemainingColumn())
         self._task = self._bar.add_task(what, total=total)
+        self._line(what, 0, total)
 
     def planned(self, fresh: int, total: int) -> None:
         """Report how many plays there are, and how many of them are not cached."""
@@ -85,6 +104,8 @@ class PlayBar(_Bar):
     def advance(self, plays: int) -> None:
         """Report that this many more plays are done."""
         self._bar.advance(self._task, plays)
+        task = self._bar.tasks[self._task]
+        self._line(task.description, task.completed, task.total)
 
 
 def plain(*lines: str) -> None:

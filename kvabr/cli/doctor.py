@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import importlib.util
-import json
 import platform
 import time
 from collections.abc import Callable, Iterator
@@ -58,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.table import Table
 
-    from kvabr.store.files import write_text
+    from kvabr.cli.display import write_json
 
     findings = [*_base(), *_codec(), *_extras(), *_engines()]
     if args.url is not None:
@@ -68,8 +67,7 @@ def run(args: argparse.Namespace) -> int:
         fix = f"\n{finding.fix}" if finding.fix else ""
         table.add_row(finding.what, f"[{_MARKS[finding.state]}]{finding.state}[/]", f"{finding.detail}{fix}")
     Console().print(table)
-    if args.json is not None:
-        write_text(args.json, json.dumps([asdict(finding) for finding in findings], indent=1) + "\n")
+    write_json(args.json, [asdict(finding) for finding in findings])
     return int(any(finding.state == "failed" for finding in findings))
 
 
@@ -155,11 +153,12 @@ def _origin(args: argparse.Namespace) -> list[Finding]:
 
 
 async def _ask(args: argparse.Namespace) -> list[Finding]:
-    from kvabr.cli.network import new_client
+    from kvabr.cli import network
+    from kvabr.client.async_client import AsyncClient
 
     began = time.monotonic()
     try:
-        async with new_client(args.url, args) as client:
+        async with AsyncClient(args.url, **network.options(args)) as client:
             connection = await client.connect()
             took = f"connected in {1000 * (time.monotonic() - began):.0f} ms"
             found = [Finding(args.url, "ok", f"{took}, {connection.protocol}")]
