@@ -45,6 +45,8 @@ from kvabr.types.kv import FP16_MAX
 from kvabr.types.naming import LAYERS
 
 _MEMO = "ac"
+_MOST_INDEX = 32767 - RATIO ** len(LAYERS)
+"""Maximum index of the finest layer, less what rounding at the base may add to it."""
 
 
 class Ac(Codec):
@@ -61,10 +63,11 @@ class Ac(Codec):
         profile = _profile(context, self.name)
         depth = profile.depth(self.name)
         work = _work(group, context, profile)
-        # What overflows at the finest layer is stored by the base: an index of 16 bits bears no multiple of it.
-        layers = LAYERS if self.name == LAYERS[0] else (self.name,)
-        finest = min(profile.depths[track].step for track in layers if track in profile.depths)
-        far = (work.coefficients.reach > finest).numpy()
+        far = (work.coefficients.reach > depth.step).numpy()
+        if self.name == LAYERS[0]:
+            # The layers above code multiples of this index, even of tokens that they store, in 16 bits.
+            finest = min(profile.depths[track].step for track in LAYERS if track in profile.depths)
+            far |= (work.coefficients.largest > _MOST_INDEX * finest).numpy()
         lower, below_aside = self._lower(context, work, below)
         new = far & ~below_aside
         sinks = 0

@@ -49,6 +49,8 @@ class Coefficients:
     """[row, token] float32, in units of the norm; divided by a step they are indices."""
     reach: torch.Tensor
     """[token] float32: smallest step at which a decoder's integers can hold the token."""
+    largest: torch.Tensor
+    """[token] float32: magnitude of the token's largest coefficient."""
     outlying: torch.Tensor
     """[token] bool: tokens to store separately, see `Transform.threshold`."""
 
@@ -142,7 +144,7 @@ class Analysis:
             rest = parts[:, kept:]
             rows[structure.trailing_rows(number)].view(rest.shape).copy_(rest)
         largest[2] = torch.maximum(rows.amax(dim=0), -rows.amin(dim=0))
-        return Coefficients(rows, (largest / self._limits).amax(dim=0), self.outlying(power))
+        return Coefficients(rows, (largest / self._limits).amax(dim=0), largest[2], self.outlying(power))
 
     def components(self, channels: torch.Tensor, stack: Stack) -> torch.Tensor:
         """Transform `normed` channels of one stack's blocks: [block of the stack, component, token] float32."""
@@ -195,8 +197,9 @@ class Analysis:
                 largest = np.maximum.reduce(list(pool.map(work, numbers)))
         else:
             largest = np.maximum.reduce(list(map(work, numbers)))
-        reach = (torch.from_numpy(largest) / self._limits).amax(dim=0)
-        return Coefficients(torch.from_numpy(rows), reach, self.outlying(torch.from_numpy(power)))
+        peaks = torch.from_numpy(largest)
+        reach = (peaks / self._limits).amax(dim=0)
+        return Coefficients(torch.from_numpy(rows), reach, peaks[2], self.outlying(torch.from_numpy(power)))
 
 
 def _empty(*shape: int) -> torch.Tensor:
