@@ -13,8 +13,9 @@ _Z95 = 1.959963984540054
 def summarise(runs: Sequence[dict[str, Any]], digits: int = 9) -> dict[str, Any]:
     """Return the ``summary`` of a replay report: one entry per policy, in order of first appearance.
 
-    Hit ratio, loss and regret cover the feasible plays, in which at least a clairvoyant player could have met the
-    deadline. ``infeasible`` counts the others.
+    Hit ratio, TTFT, loss and regret cover the feasible plays, in which at least a clairvoyant player could have met the
+    deadline. ``infeasible`` counts the others; ``infeasible_ttft_p50_s`` and ``infeasible_ttft_p95_s`` are their TTFT.
+    A play that was given up counts in a TTFT percentile as one that never ends; a percentile among those is None.
 
     Args:
         runs: runs of the report.
@@ -52,8 +53,9 @@ def percentile(values: Iterable[float], share: float) -> float | None:
         return None
     place = share * (len(ranked) - 1)
     low = math.floor(place)
-    high = min(low + 1, len(ranked) - 1)
-    return ranked[low] + (place - low) * (ranked[high] - ranked[low])
+    if place == low:  # also where the next value is infinite
+        return ranked[low]
+    return ranked[low] + (place - low) * (ranked[low + 1] - ranked[low])
 
 
 def mean(values: Iterable[float]) -> float | None:
@@ -65,7 +67,7 @@ def mean(values: Iterable[float]) -> float | None:
 def _entry(runs: Sequence[dict[str, Any]], digits: int) -> dict[str, Any]:
     feasible = [run for run in runs if run["feasible"]]
     hits = sum(run["met"] for run in feasible)
-    ttft = [run["ttft_s"] for run in runs if run["ttft_s"] is not None]
+    infeasible = [run for run in runs if not run["feasible"]]
     tokens: Counter[str] = Counter()
     for run in runs:
         tokens.update(run["track_tokens"])
@@ -77,9 +79,11 @@ def _entry(runs: Sequence[dict[str, Any]], digits: int) -> dict[str, Any]:
         "gave_up": sum(run["gave_up"] is not None for run in runs),
         "hit_ratio": hits / len(feasible) if feasible else None,
         "hit_ratio_ci95": list(wilson(hits, len(feasible))) if feasible else None,
-        "ttft_p50_s": percentile(ttft, 0.50),
-        "ttft_p95_s": percentile(ttft, 0.95),
-        "ttft_p99_s": percentile(ttft, 0.99),
+        "ttft_p50_s": _ttft(feasible, 0.50),
+        "ttft_p95_s": _ttft(feasible, 0.95),
+        "ttft_p99_s": _ttft(feasible, 0.99),
+        "infeasible_ttft_p50_s": _ttft(infeasible, 0.50),
+        "infeasible_ttft_p95_s": _ttft(infeasible, 0.95),
         "loss_mean": mean(run["loss"] for run in feasible),
         "loss_p95": percentile((run["loss"] for run in feasible), 0.95),
         "clairvoyant_loss_mean": mean(run["clairvoyant_loss"] for run in feasible),
@@ -92,6 +96,12 @@ def _entry(runs: Sequence[dict[str, Any]], digits: int) -> dict[str, Any]:
         "track_share": {track: count / tokens.total() for track, count in sorted(tokens.items())},
     }
     return {key: _round(value, digits) for key, value in entry.items()}
+
+
+def _ttft(runs: Sequence[dict[str, Any]], share: float) -> float | None:
+    """Return a percentile of TTFT, seconds; None if there are no runs or if it lies among those that were given up."""
+    value = percentile((math.inf if run["ttft_s"] is None else run["ttft_s"] for run in runs), share)
+    return None if value is None or not math.isfinite(value) else value
 
 
 def _round(value: Any, digits: int) -> Any:

@@ -124,6 +124,22 @@ def test_policies_come_best_first_with_what_the_table_needs():
         assert sum(policy["share"]) == pytest.approx(1.0, abs=0.01)
 
 
+def test_the_page_opens_on_the_default_policy_and_never_on_one_that_knows_the_future():
+    result, timelines = sample()
+    tracks = track_order(result)
+    data = digest(result, timelines, tracks)
+    assert data["plays"][data["opening"]]["policy"] == data["policies"][0]["name"], "the default was not played"
+    for old, new in ((data["policies"][0]["name"], "oracle"), ("rate", "anytime")):
+        for line in result["runs"]:
+            line["policy"] = new if line["policy"] == old else line["policy"]
+        result["summary"] = {new if name == old else name: line for name, line in result["summary"].items()}
+        data = digest(result, timelines, tracks)
+        assert data["policies"][0]["name"] == "oracle"
+        opened = data["plays"][data["opening"]]["policy"]
+        assert opened == ("anytime" if new == "anytime" else data["policies"][1]["name"])
+    assert digest(result, [], tracks)["opening"] == 0
+
+
 def test_a_group_that_never_came_is_no_track():
     result, timelines = sample()
     result["summary"]["rate"]["track_share"] = {"AC-5x": 0.75, "none": 0.25}

@@ -47,6 +47,9 @@ def test_a_summary_without_numbers_shows_dashes():
     assert "\u2013" in text
     assert "nan" not in text
     assert "1 play is set apart" in text
+    assert "their TTFT" not in text
+    result["summary"]["rate"]["infeasible_ttft_p50_s"] = 12.34
+    assert "their TTFT p50: 12.3 (rate)" in printed(summary_table(result), 100)
 
 
 def test_names_are_text_not_markup():

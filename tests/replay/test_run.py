@@ -88,12 +88,32 @@ def test_percentiles_and_means():
     assert mean([]) is None
 
 
+def test_ttft_covers_the_plays_that_the_hit_ratio_covers():
+    report = replay(matrix(starts=1), jobs=1)
+    runs = [run for run in report.result["runs"] if run["policy"] == "cheapfirst"]
+    assert [run["feasible"] for run in runs] == [True] * 3
+    for run, ttft_s in zip(runs, (1.0, 2.0, 90.0), strict=True):
+        run["ttft_s"] = ttft_s
+    runs[2]["feasible"] = False
+    entry = summarise(runs)["cheapfirst"]
+    assert entry["ttft_p50_s"] == 1.5
+    assert entry["ttft_p99_s"] == pytest.approx(1.99)
+    assert entry["infeasible_ttft_p50_s"] == entry["infeasible_ttft_p95_s"] == 90.0
+    runs[1]["ttft_s"] = None  # given up: later than every other
+    entry = summarise(runs)["cheapfirst"]
+    assert entry["ttft_p50_s"] is None
+    runs[2]["feasible"], runs[2]["ttft_s"] = True, 3.0
+    assert summarise(runs)["cheapfirst"]["ttft_p50_s"] == 3.0
+
+
 def test_plays_that_nobody_could_make_stand_apart():
     report = replay(matrix(options=ReplayOptions(1.0, 0.03, 0.05), starts=1), jobs=1)
     entry = report.result["summary"]["cheapfirst"]
     assert entry["infeasible"] == entry["runs"] == 3
     assert entry["hit_ratio"] is None
     assert entry["regret_mean"] is None
+    assert entry["ttft_p50_s"] is None
+    assert entry["infeasible_ttft_p50_s"] == percentile([run["ttft_s"] for run in report.result["runs"]], 0.5)
     assert all(run["regret"] is None for run in report.result["runs"])
     assert summarise([]) == {}
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from kvabr.abr.policies import DEFAULT
 from kvabr.replay.report.exports import finite
 from kvabr.replay.report.queries import (
+    ORACLE,
     RECOMPUTED,
     Result,
     Run,
@@ -90,9 +92,24 @@ def digest(result: Result, timelines: list[Timeline], tracks: list[str]) -> dict
         },
         "policies": [_policy(result, name, places) for name in policies],
         "families": _families(result, policies),
+        "opening": _opening([str(runs[item["run"]].get("policy")) for item in timelines], policies),
         "plays": [_play(runs[item["run"]], item, places) for item in timelines],
     }
     return dict(finite(data))
+
+
+def _opening(played: list[str], policies: list[str]) -> int:
+    """Return the index of the play to open on.
+
+    That is the first play of the default policy; without one, of the best policy that is not told the future.
+
+    Args:
+        played: policies of the page's plays.
+        policies: all policies, best first.
+    """
+    fair = [policy for policy in policies if not policy.endswith(ORACLE)]
+    wanted = next((policy for policy in (DEFAULT, *fair, *policies) if policy in played), None)
+    return 0 if wanted is None else played.index(wanted)
 
 
 def _policy(result: Result, name: str, places: dict[str, int]) -> dict[str, Any]:

@@ -100,6 +100,20 @@ function drawPolicies() {
     el("tbody", {}, rows)));
 }
 
+/** Plays that nobody could have made are in none of the numbers above; this says how late they were. */
+function drawApart() {
+  const rows = DATA.policies.filter((policy) => policy.infeasible > 0);
+  if (!rows.length) return;
+  const number = (text) => el("td", { class: "number" }, text);
+  byId("apart").append(el("details", {},
+    el("summary", {}, `Infeasible plays: ${whole(DATA.facts.apart)}, in none of the numbers above`),
+    el("p", { class: "muted" }, "No schedule could have met the deadline of these plays."),
+    el("div", { class: "scroll" }, el("table", { class: "families" },
+      el("thead", {}, el("tr", {}, ["policy", "plays", "TTFT p50", "TTFT p95"].map((head, i) => el("th", { scope: "col", class: i ? "number" : null }, head)))),
+      el("tbody", {}, rows.map((policy) => el("tr", {}, el("th", { scope: "row" }, policy.name), number(whole(policy.infeasible)),
+        number(seconds(policy.infeasible_ttft_p50_s)), number(seconds(policy.infeasible_ttft_p95_s)))))))));
+}
+
 function drawFamilies() {
   if (DATA.families.length < 2) return;
   byId("families-section").hidden = false;

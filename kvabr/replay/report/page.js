@@ -102,9 +102,7 @@ function readAddress() {
     const text = wanted.get(name);
     return text !== null && /^\d+$/.test(text) && Number(text) < count ? Number(text) : null;
   };
-  // Without an address the page opens on the policy of least regret: that is the play that people want to see.
-  const best = DATA.plays.findIndex((play) => play.policy === DATA.policies[0]?.name);
-  const play = index("play", DATA.plays.length) ?? Math.max(0, best);
+  const play = index("play", DATA.plays.length) ?? DATA.opening;
   const change = { ...nowhere, pinned: false, zoom: null, play };
   const decision = index("decision", DATA.plays[play].decisions.length);
   const t = Number.parseFloat(wanted.get("t"));
@@ -151,6 +149,7 @@ const KEYS = {
 function start() {
   drawFacts();
   drawPolicies();
+  drawApart();
   drawFamilies();
   drawLegend();
   if (!DATA.plays.length) return;

@@ -189,6 +189,12 @@ def _notes(result: Result, styles: dict[str, tuple[str, str]]) -> list[Renderabl
         noun = "play is" if apart == 1 else "plays are"
         text = f"{apart:,} {noun} set apart: even the cheapest tracks could not arrive in time"
         notes.append(Text(text, style="yellow"))
+        summary = result.get("summary", {})
+        known = ((number(line.get("infeasible_ttft_p50_s")), policy) for policy, line in summary.items())
+        late = sorted((ttft, policy) for ttft, policy in known if ttft is not None)
+        if late:
+            ends = (f"{_seconds(ttft)} ({policy})" for ttft, policy in dict.fromkeys((late[0], late[-1])))
+            notes.append(Text(f"their TTFT p50: {' to '.join(ends)}", style="dim"))
     return notes
 
 
