@@ -8,11 +8,13 @@ import shutil
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from kvabr.replay.report import write_page
+from kvabr.types.events import DecisionMade
 from tests.replay.report_samples import hostile, sample
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -266,11 +268,37 @@ def test_hostile_names_are_shown_not_run(browser, tmp_path):
     assert browser.js("document.scripts.length") == 2
 
 
-def test_a_narrow_window_is_not_wider_than_itself(page):
-    page.call("Emulation.setDeviceMetricsOverride", width=800, height=900, deviceScaleFactor=1, mobile=False)
+@pytest.mark.parametrize("width", [800, 390])
+def test_a_narrow_window_is_not_wider_than_itself(page, width):
+    page.call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=width < 600)
     try:
         page.js("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
-        assert page.js("document.documentElement.scrollWidth") <= 800
-        assert page.js("document.querySelector('.timeline').getBoundingClientRect().right") <= 800
+        assert page.js("document.documentElement.scrollWidth") <= width
+        for part in (".timeline", ".policies", ".multiple .number", ".picker", ".log"):
+            assert page.js(f"document.querySelector('{part}').getBoundingClientRect().right") <= width, part
+        assert page.js("document.querySelector('.timeline .side').getBoundingClientRect().left") >= 0
     finally:
         page.call("Emulation.clearDeviceMetricsOverride")
+
+
+def test_a_decision_shows_what_it_passed_over(browser, tmp_path):
+    result, timelines = sample()
+    shown = timelines[0]["log"]
+    fetches = [i for i, event in enumerate(shown) if isinstance(event, DecisionMade) and event.kind == "fetch"]
+    shown[fetches[1]] = replace(shown[fetches[1]], track="Int8", alternatives={"FP8": 0.25, "AC-5x": 4000.0, "recomputed": 7.0})
+    write_page(tmp_path / "page.html", result, timelines)
+    browser.problems.clear()
+    browser.open(tmp_path / "page.html", "#play=0")
+    data = "JSON.parse(document.getElementById('data').textContent)"
+    browser.js("document.querySelectorAll('.log .kind.fetch')[0].closest('tr').click()")
+    assert rows(browser, "#inspector .rejected tbody tr") == browser.js(f"{data}.worth.length") - 1
+    assert "compared" not in browser.text("#inspector .rejected")
+    browser.key("Escape")
+    browser.js("document.querySelectorAll('.log .kind.fetch')[1].closest('tr').click()")
+    table = browser.text("#inspector .rejected")
+    assert table.split()[:3] == ["rejected", "compared", "size"]
+    assert "FP8\t0.25" in table
+    assert "AC-5x\t4.00 kB" in table
+    assert "recomputed\t7.00" in table
+    assert rows(browser, "#inspector .rejected tbody tr") == 3
+    assert browser.problems == []

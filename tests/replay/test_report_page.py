@@ -91,6 +91,8 @@ def test_the_digest_says_what_the_log_said():
     assert tracks[0] == "AC-5x"
     assert set(tracks[-2:]) == {"FP16", "BF16"}
     data = digest(result, timelines, tracks)
+    front = timelines[0]["log"][0].worth_playing
+    assert [tracks[index] for index in data["worth"]] == [track for track in tracks if track in front]
     seen = set()
     for timeline, play in zip(timelines, data["plays"], strict=True):
         logged = [event for event in timeline["log"] if isinstance(event, DecisionMade)]

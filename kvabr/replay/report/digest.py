@@ -36,7 +36,7 @@ from kvabr.replay.report.timeline import (
     significant,
     start_of,
 )
-from kvabr.types.events import DecisionMade, PlayEvent
+from kvabr.types.events import DecisionMade, PlayEvent, PlayStarted
 
 FIELDS = {
     "groups": ("track", "bytes", "requested", "first_byte", "done", "ready", "source"),
@@ -79,6 +79,7 @@ def digest(result: Result, timelines: list[Timeline], tracks: list[str]) -> dict
         "tracks": tracks,
         "track_bytes": [significant(known.get(name, (None, None))[0], 4) for name in tracks],
         "track_loss": [significant(known.get(name, (None, None))[1], 3) for name in tracks],
+        "worth": _worth(start, tracks),
         "fields": FIELDS,
         "facts": {
             "runs": len(runs),
@@ -96,6 +97,12 @@ def digest(result: Result, timelines: list[Timeline], tracks: list[str]) -> dict
         "plays": [_play(runs[item["run"]], item, places) for item in timelines],
     }
     return dict(finite(data))
+
+
+def _worth(start: PlayStarted | None, tracks: list[str]) -> list[int]:
+    """Return the indices of the tracks on the Pareto front of bytes against loss; all if the log does not say."""
+    front = None if start is None else start.worth_playing
+    return [index for index, track in enumerate(tracks) if not front or track in front]
 
 
 def _opening(played: list[str], policies: list[str]) -> int:

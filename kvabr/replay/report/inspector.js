@@ -66,9 +66,55 @@ function requestCard(play) {
     at("reason") && el("p", { class: "reason bad" }, at("reason")));
 }
 
+/**
+ * What a decision passed over, smallest first: the tracks that the policy says it compared, else all that are worth
+ * playing. `arrives` is when a mean group of the track would have come, alone on a link at the lower bound.
+ */
+function rejected(row) {
+  const at = (name) => row[COL.decisions[name]];
+  const compared = at("alternatives");
+  if (!compared && at("kind") !== "fetch" && at("kind") !== "upgrade") return [];
+  const groups = DATA.facts.groups || 1;
+  const places = compared ? [...compared.keys()].filter((place) => known(compared[place])) : DATA.worth;
+  return places.filter((place) => place !== at("track")).map((place) => {
+    const track = place === DATA.tracks.length ? RECOMPUTED : place; // recomputing comes after the tracks
+    const size = known(DATA.track_bytes[track]) ? DATA.track_bytes[track] / groups : null;
+    return {
+      track,
+      size,
+      loss: known(DATA.track_loss[track]) ? DATA.track_loss[track] / groups : null,
+      arrives: known(size) && at("lower") > 0 ? at("t") + (at("ttfb") || 0) + size / at("lower") : null,
+      compared: compared ? compared[place] : null,
+    };
+  });
+}
+
+/** The cheapest of the rejected tracks that would have lost less than the chosen one; undefined if there is none. */
+function nextBetter(row) {
+  const chosen = DATA.track_loss[row[COL.decisions.track]];
+  const better = (one) => known(one.loss) && known(chosen) && one.loss * (DATA.facts.groups || 1) < chosen;
+  return rejected(row).filter(better).sort((a, b) => a.size - b.size)[0];
+}
+
+const lateness = (t) => (known(t) && t > current().deadline_s ? "number bad" : "number");
+
+function rejectedTable(row) {
+  const found = rejected(row);
+  if (!found.length) return null;
+  const own = found.some((one) => known(one.compared));
+  const compared = (value) => (Math.abs(value) >= 1000 ? bytes(value) : digits(value));
+  const heads = ["rejected", ...(own ? ["compared"] : []), "size", "loss", "would arrive"];
+  const about = "Size and expected loss of a mean group; when it would have arrived, alone on a link at the lower bound";
+  return el("table", { class: "rejected", title: about },
+    el("thead", {}, el("tr", {}, heads.map((head, i) => el("th", { scope: "col", class: i ? "number" : null }, head)))),
+    el("tbody", {}, found.map((one) => el("tr", {}, el("th", { scope: "row" }, trackLabel(one.track)),
+      own && el("td", { class: "number" }, known(one.compared) ? compared(one.compared) : DASH),
+      el("td", { class: "number" }, bytes(one.size)), el("td", { class: "number" }, nats(one.loss)),
+      el("td", { class: lateness(one.arrives) }, seconds(one.arrives))))));
+}
+
 function decisionCard(row) {
   const at = (name) => row[COL.decisions[name]];
-  const options = at("alternatives");
   return el("div", { class: "card" },
     el("h4", {}, el("span", { class: `kind ${at("kind")}` }, at("kind")),
       known(at("group")) && ` group ${at("group")} `, known(at("track")) && trackLabel(at("track")),
@@ -80,11 +126,7 @@ function decisionCard(row) {
       ["first byte in", known(at("ttfb")) ? seconds(at("ttfb")) : null],
       ["slack", known(at("slack")) ? seconds(at("slack")) : null],
     ]),
-    options && [
-      el("p", { class: "muted" }, "on offer"),
-      el("dl", { class: "pairs" }, options.map((value, track) => known(value) && el("div", { class: track === at("track") ? "taken" : "" },
-        el("dt", {}, trackLabel(track)), el("dd", {}, Math.abs(value) >= 1000 ? bytes(value) : digits(value))))),
-    ]);
+    rejectedTable(row));
 }
 
 function groupCard(play) {

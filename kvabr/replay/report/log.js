@@ -3,6 +3,11 @@
 const MOST_ROWS = 600;
 const logFilter = { words: "", hidden: new Set(), all: false };
 let logRows = new Map();
+const HINTS = {
+  "next better": "The cheapest rejected track that loses less; the card of the decision lists all rejected tracks",
+  "would arrive": "When a mean group of that track would have arrived, alone on a link at the lower bound; red: too late",
+  "slack": "Time to the deadline minus the time that the rest needs at the lower bound",
+};
 
 function matches(row) {
   if (logFilter.hidden.has(row[COL.decisions.kind])) return false;
@@ -35,6 +40,7 @@ function drawFilters() {
 function logRow(row, i) {
   const at = (name) => row[COL.decisions[name]];
   const t = at("t");
+  const better = nextBetter(row);
   return el("tr", {
     "data-row": i,
     onpointerenter: () => look({ t, decision: i, group: at("group") }),
@@ -45,6 +51,8 @@ function logRow(row, i) {
     el("td", { class: "number" }, known(at("group")) ? String(at("group")) : ""),
     el("td", {}, known(at("track")) ? trackLabel(at("track")) : ""),
     el("td", { class: "why" }, at("reason")),
+    el("td", {}, better && trackLabel(better.track)),
+    el("td", { class: lateness(better && better.arrives) }, better ? seconds(better.arrives) : ""),
     el("td", { class: "number" }, known(at("rate")) ? rate(at("rate")) : ""),
     el("td", { class: "number" }, known(at("lower")) ? rate(at("lower")) : ""),
     el("td", { class: `number${at("slack") < 0 ? " bad" : ""}` }, known(at("slack")) ? seconds(at("slack")) : ""));
@@ -56,10 +64,10 @@ function drawLog() {
   const shown = logFilter.all ? found : found.slice(0, MOST_ROWS);
   const rows = shown.map(([row, i]) => logRow(row, i));
   logRows = new Map(rows.map((row, k) => [shown[k][1], row]));
-  const heads = [["t, s", "number"], ["decision", ""], ["group", "number"], ["track", ""], ["reason", ""], ["estimate", "number"], ["lower bound", "number"], ["slack", "number"]];
+  const heads = [["t, s", "number"], ["decision", ""], ["group", "number"], ["track", ""], ["reason", ""], ["next better", ""], ["would arrive", "number"], ["estimate", "number"], ["lower bound", "number"], ["slack", "number"]];
   byId("log").replaceChildren(
     el("table", { onpointerleave: () => look({}) },
-      el("thead", {}, el("tr", {}, heads.map(([head, className]) => el("th", { scope: "col", class: className }, head)))),
+      el("thead", {}, el("tr", {}, heads.map(([head, className]) => el("th", { scope: "col", class: className, title: HINTS[head] }, head)))),
       el("tbody", {}, rows)),
     found.length > shown.length &&
       el("button", { class: "more", onclick: () => { logFilter.all = true; drawLog(); } }, `show all ${whole(found.length)}`) || "");

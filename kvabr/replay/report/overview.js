@@ -79,6 +79,22 @@ function choosePolicy(name) {
   if (plays.length) selectPlay(plays.reduce((best, i) => (fit(DATA.plays[i]) > fit(DATA.plays[best]) ? i : best)));
 }
 
+const GLOSS = {
+  "loss, nats per token": "Expected KL divergence between the next-token distributions of this cache and of the exact one. " +
+    "A nat is 1.44 bits.",
+  "mean regret": "Loss beyond that of a clairvoyant player, who knows the whole trace, plus penalties for being late. 0 is perfect.",
+  "TTFT": "Time to first token: when the cache was complete. Plays that were given up count as never.",
+  "wasted": "Share of the fetched bytes that were not used: abandoned, failed or replaced transfers.",
+};
+
+/** A word with its meaning in a tooltip, if it has one. */
+const glossed = (word) => (GLOSS[word] ? el("abbr", { title: GLOSS[word] }, word) : word);
+
+function drawGloss() {
+  byId("gloss").append("Loss: how far the next-token distribution is from that of the exact cache, in nats per token " +
+    "(KL divergence; 1 nat is 1.44 bits). Regret: loss beyond that of a player who knows the future, plus penalties for being late.");
+}
+
 function drawPolicies() {
   const heads = ["policy", "deadline met", "TTFT", "loss, nats per token", "mean regret", "recomputed", "wasted", "tracks of all groups"];
   const played = new Set(DATA.plays.map((play) => play.policy));
@@ -86,17 +102,17 @@ function drawPolicies() {
     el("th", { scope: "row" }, played.has(policy.name)
       ? el("button", { class: "link", onclick: () => choosePolicy(policy.name), "data-policy": policy.name }, policy.name)
       : policy.name),
-    el("td", {}, el("div", { class: "pair" }, hitGlyph(policy),
+    el("td", { "data-label": "deadline met" }, el("div", { class: "pair" }, hitGlyph(policy),
       el("span", {}, percent(policy.hit_ratio), el("small", {}, ` of ${whole(policy.counted)}`)))),
-    el("td", {}, el("div", { class: "pair" }, ttftGlyph(policy),
+    el("td", { "data-label": "TTFT" }, el("div", { class: "pair" }, ttftGlyph(policy),
       el("span", {}, seconds(policy.ttft_p50_s), el("small", {}, ` p95 ${seconds(policy.ttft_p95_s)}`)))),
-    el("td", { class: "number" }, nats(policy.loss_mean), el("small", {}, ` p95 ${nats(policy.loss_p95)}`)),
-    el("td", { class: "number strong" }, nats(policy.regret_mean)),
-    el("td", { class: "number" }, whole(policy.tokens_recomputed_mean), el("small", {}, " tokens")),
-    el("td", { class: "number" }, percent(policy.bytes_wasted_share)),
+    el("td", { "data-label": "loss", class: "number" }, nats(policy.loss_mean), el("small", {}, ` p95 ${nats(policy.loss_p95)}`)),
+    el("td", { "data-label": "mean regret", class: "number strong" }, nats(policy.regret_mean)),
+    el("td", { "data-label": "recomputed", class: "number" }, whole(policy.tokens_recomputed_mean), el("small", {}, " tokens")),
+    el("td", { "data-label": "wasted", class: "number" }, percent(policy.bytes_wasted_share)),
     el("td", {}, shareGlyph(policy))));
   byId("policies").append(el("table", { class: "policies" },
-    el("thead", {}, el("tr", {}, heads.map((head) => el("th", { scope: "col" }, head)))),
+    el("thead", {}, el("tr", {}, heads.map((head) => el("th", { scope: "col" }, glossed(head))))),
     el("tbody", {}, rows)));
 }
 

@@ -149,6 +149,7 @@ const KEYS = {
 function start() {
   drawFacts();
   drawPolicies();
+  drawGloss();
   drawApart();
   drawFamilies();
   drawLegend();

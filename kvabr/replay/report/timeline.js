@@ -1,10 +1,15 @@
 // The chosen play over time, in panels above one time axis: throughput, requests by group, decoder, engine, slack.
 
 const MARGIN = { left: 76, right: 14, top: 30, bottom: 22 };
+const NARROW = 520;
 let chart = null;
+/** Whether the chart is so narrow that the keys of a panel go below its title. */
+let stacked = false;
 
 /** What the charts need again and again, worked out once a play. */
 function layout(play, width) {
+  stacked = width < NARROW;
+  MARGIN.left = stacked ? 68 : 76;
   const [from, to] = state.zoom || [0, play.until];
   const inner = Math.max(80, width - MARGIN.left - MARGIN.right);
   const x = (t) => MARGIN.left + ((t - from) / (to - from)) * inner;
@@ -12,7 +17,7 @@ function layout(play, width) {
   const panels = {};
   let top = MARGIN.top;
   const add = (name, height, gap) => {
-    top += gap;
+    top += gap + (stacked && gap >= 20 ? 15 : 0);
     panels[name] = { top, height, bottom: top + height };
     top += height;
   };
@@ -63,10 +68,12 @@ function grid(area) {
 
 /** A panel's title and the keys of its lines, above it. */
 function heading(root, panel, title, keys = []) {
-  const text = svg("text", { class: "heading", x: MARGIN.left, y: panel.top - 8 }, svg("tspan", { class: "name" }, title));
-  for (const [className, glyph, name] of keys) {
-    text.append(svg("tspan", { class: className, dx: 14 }, glyph), svg("tspan", { dx: 4 }, name));
-  }
+  const below = stacked && keys.length > 0;
+  const text = svg("text", { class: "heading", x: MARGIN.left, y: panel.top - (below ? 23 : 8) }, svg("tspan", { class: "name" }, title));
+  keys.forEach(([className, glyph, name], i) => {
+    const place = below && i === 0 ? { x: MARGIN.left, dy: 15 } : { dx: stacked ? 9 : 14 };
+    text.append(svg("tspan", { class: className, ...place }, glyph), svg("tspan", { dx: 4 }, name));
+  });
   root.append(text);
 }
 
