@@ -285,7 +285,9 @@ def test_a_decision_shows_what_it_passed_over(browser, tmp_path):
     result, timelines = sample()
     shown = timelines[0]["log"]
     fetches = [i for i, event in enumerate(shown) if isinstance(event, DecisionMade) and event.kind == "fetch"]
-    shown[fetches[1]] = replace(shown[fetches[1]], track="Int8", alternatives={"FP8": 0.25, "AC-5x": 4000.0, "recomputed": 7.0})
+    shown[fetches[1]] = replace(
+        shown[fetches[1]], track="Int8", alternatives={"FP8": 0.25, "AC-5x": 4000.0, "recomputed": 7.0}
+    )
     write_page(tmp_path / "page.html", result, timelines)
     browser.problems.clear()
     browser.open(tmp_path / "page.html", "#play=0")
