@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvabr.cli import main as cli
-from kvabr.cli.main import COMMANDS, main
+from kvabr.cli.main import COMMANDS, main, parse
 from kvabr.types.catalog import Catalog
 from tests.catalogs import catalog
 from tests.processes import cpu_s, gone, workers_of
@@ -43,11 +44,18 @@ def test_help_of_every_command_teaches(capsys):
 
 
 def test_bad_usage_is_status_two(capsys):
-    for argv in (["dance"], ["--dance"], ["--"], ["fetch"], ["replay", "x", "--engine-mode", "both"], ["bench", "x"]):
+    for argv in (
+        ["dance"],
+        ["--dance"],
+        ["--"],
+        ["fetch"],
+        ["replay", "x", "--recompute-mode", "both"],
+        ["bench", "x"],
+    ):
         with pytest.raises(SystemExit) as caught:
             main(argv)
         assert caught.value.code == 2
-        assert argv == ["--"] or "usage" in capsys.readouterr().err
+        assert argv == ["--"] or "--help`" in capsys.readouterr().err
 
 
 def test_without_a_command_it_prints_its_help(capsys):
@@ -71,7 +79,7 @@ def test_replay_prints_a_table_and_a_verdict_and_writes_every_file(capsys, asset
     files = {kind: tmp_path / f"out.{kind}" for kind in ("json", "html", "jsonl", "perfetto")}
     status, out, err = run(
         capsys, "replay", TRACES / "lte.csv", TRACES / "flat.csv", "--asset", asset, "--policy", "all", "--deadline", 1,
-        "--scale-to-mean", 0.4, "--json", files["json"], "--html", files["html"], "--log", files["jsonl"],
+        "--load", 0.4, "--json", files["json"], "--html", files["html"], "--log", files["jsonl"],
         "--perfetto", files["perfetto"],
     )  # fmt: skip
     assert status == 0, err
@@ -89,14 +97,14 @@ def test_the_same_seed_gives_the_same_bytes(capsys, asset, tmp_path):
     texts = set()
     for jobs in (1, 2):
         path = tmp_path / f"{jobs}.json"
-        argv = ["replay", TRACES, "--asset", asset, "--deadline", 1, "--scale-to-mean", 0.4, "--starts", 2, "--seed", 3]
+        argv = ["replay", TRACES, "--asset", asset, "--deadline", 1, "--load", 0.4, "--starts", 2, "--seed", 3]
         assert run(capsys, *argv, "--jobs", jobs, "--json", path)[0] == 0
         texts.add(path.read_bytes())
     assert len(texts) == 1
 
 
 def test_it_needs_no_model_and_no_asset(capsys):
-    status, out, _ = run(capsys, "replay", TRACES / "flat.csv", "--deadline", 4, "--scale-to-mean", 0.4)
+    status, out, _ = run(capsys, "replay", TRACES / "flat.csv", "--deadline", 4, "--load", 0.4)
     assert status == 0
     assert "anytime" in out
 
@@ -111,7 +119,7 @@ def test_it_needs_no_model_and_no_asset(capsys):
         (["--estimator", "nosuch"], 2, "unknown estimator"),
         (["--deadline", "0"], 2, "deadline"),
         (["--deadline", "-1"], 2, "deadline"),
-        (["--scale-to-mean", "0"], 2, "scale-to-mean"),
+        (["--load", "0"], 2, "the load is 0.0"),
         (["--rtt", "-5"], 2, "round trip"),
         (["--starts", "0"], 2, "starts"),
         (["--prefill-rate", "0"], 2, "prefill rate"),
@@ -146,7 +154,7 @@ def test_missing_and_foreign_files_are_named(capsys, asset, tmp_path):
 def test_a_trace_that_is_shorter_than_the_play_wraps_and_says_so(capsys, asset, tmp_path):
     short = tmp_path / "short.csv"
     short.write_text("time_s,rate_mbps\n0,4\n0.5,2\n1.0,4\n")
-    status, _, err = run(capsys, "replay", short, "--asset", asset, "--deadline", 4, "--scale-to-mean", 0.4)
+    status, _, err = run(capsys, "replay", short, "--asset", asset, "--deadline", 4, "--load", 0.4)
     assert status == 0
     assert "wraps" in err
     assert "short" in err
@@ -168,7 +176,7 @@ def test_the_policy_of_the_readme_plays(capsys, asset, tmp_path):
     code = next(text.split("```")[0] for text in readme.split("```python") if "class Cautious" in text)
     path = tmp_path / "cautious.py"
     path.write_text(code)
-    argv = ["--policy", f"{path}:Cautious", "--deadline", 1, "--scale-to-mean", 0.4]
+    argv = ["--policy", f"{path}:Cautious", "--deadline", 1, "--load", 0.4]
     status, out, err = run(capsys, "replay", TRACES / "lte.csv", "--asset", asset, *argv)
     assert status == 0, err
     assert "Cautious" in out
@@ -250,3 +258,83 @@ def test_a_warning_of_kvabrs_looks_as_its_errors_do_and_others_say_where_they_co
         assert "elsewhere.py:3" in warnings.formatwarning("overflow", RuntimeWarning, "/elsewhere.py", 3)
     finally:
         warnings.formatwarning = kept
+
+
+def test_an_error_of_the_options_is_one_line_with_the_way_out(capsys):
+    for argv, said in (
+        (["replay", "-d", "2s"], "kvabr replay: -d/--deadline: '2s' is not a number of seconds; write 2; "),
+        (["replay", "--deadline", "500ms"], "write 0.5; "),
+        (["replay", "--starts", "many"], "--starts 'many': must be a whole number; "),
+        (["replay", "-j", "x"], "--jobs 'x': must be a whole number; "),
+        (["traces", "synth", "constant", "--mean-mbps", "x"], "`kvabr traces synth --help` lists the options"),
+    ):
+        with pytest.raises(SystemExit) as caught:
+            main(argv)
+        err = capsys.readouterr().err
+        assert caught.value.code == 2
+        assert said in err
+        assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("command", "old", "new", "value"),
+    [
+        ("replay", "--scale-to-mean", "--load", "0.5"),
+        ("replay", "--engine-mode", "--recompute-mode", "suffix"),
+        ("fetch", "--tokens", "--prompt", "p.json"),
+        ("fetch", "--asset", "--name", "m/d"),
+        ("fetch", "--metrics", "--metrics-file", "m.prom"),
+        ("serve", "--tokens", "--grants", "g.json"),
+        ("relay", "--token-file", "--player-token-file", "t"),
+    ],
+)
+def test_a_renamed_option_keeps_its_old_name_for_one_version(capsys, command, old, new, value):
+    first = {"fetch": ["moqt://h/"], "relay": ["--upstream", "moqt://h/"]}.get(command, [])
+    renamed = parse([command, *first, new, value])
+    assert capsys.readouterr().err == ""
+    assert parse([command, *first, old, value]) == renamed
+    assert capsys.readouterr().err == f"kvabr: {old} is now {new}; the next version drops the old name\n"
+    with pytest.raises(SystemExit):
+        parse([command, "--help"])
+    assert f" {old} " not in capsys.readouterr().out
+
+
+def test_short_options(capsys):
+    given = parse(["replay", "-p", "mpc", "rate", "-d", "2", "-j", "3"])
+    assert (given.policy, given.deadline, given.jobs) == (["mpc", "rate"], 2.0, 3)
+    assert parse(["fetch", "moqt://h/", "-o", "F"]).out == Path("F")
+    assert parse(["serve", "-v"]).verbose
+
+
+def test_the_version_tells_the_build(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["--version"])
+    assert caught.value.code == 0
+    assert re.fullmatch(r"kvabr \S+, Python 3\.\d+\.\d+\S*, .+, coder: \w+\n", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_an_output_without_unicode_is_no_failure(encoding, asset):
+    environment = {**os.environ, "PYTHONIOENCODING": encoding, "COLUMNS": "80"}
+    for words in (["replay", TRACES / "lte.csv"], ["inspect", asset], ["traces", "info", TRACES], ["policies"]):
+        done = subprocess.run(  # noqa: S603 - our own command
+            [sys.executable, "-m", "kvabr", *map(str, words)], env=environment, capture_output=True, check=False
+        )
+        assert done.returncode == 0, done.stderr.decode(encoding)
+        assert len(done.stdout.decode(encoding)) > 200
+
+
+def test_a_policy_with_a_syntax_error_is_shown_as_a_compiler_would(capsys, tmp_path):
+    path = tmp_path / "bad.py"
+    path.write_text("from kvabr.abr import Policy\nclass X(Policy:\n    pass\n")
+    status, _, err = run(capsys, "replay", TRACES / "flat.csv", "--policy", f"{path}:X")
+    assert status == 1
+    assert re.fullmatch(rf"kvabr: {re.escape(str(path))}:2: .*class X\(Policy:\n", err)
+
+
+def test_an_empty_text_is_called_so(capsys, tmp_path):
+    (tmp_path / "empty.txt").write_text(" \n")
+    words = ["--text", tmp_path / "empty.txt"]
+    said = f"kvabr: --text {tmp_path / 'empty.txt'}: is empty; name a file with a text\n"
+    assert run(capsys, "encode", *words, "--tokens", 5, "--out", tmp_path / "x") == (2, "", said)
+    assert run(capsys, "fetch", "moqt://localhost:1/", *words, "--model", "smollm2") == (2, "", said)

@@ -81,7 +81,7 @@ def test_the_site_builds(tmp_path):
         command, cwd=ROOT, capture_output=True, text=True, check=False, env=os.environ | SILENT
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "--scale-to-mean" in (tmp_path / "site" / "reference" / "cli" / "index.html").read_text()
+    assert "--load" in (tmp_path / "site" / "reference" / "cli" / "index.html").read_text()
     assert "Request a missing group" in (tmp_path / "site" / "reference" / "api" / "index.html").read_text()
 
 

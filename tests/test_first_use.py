@@ -61,7 +61,7 @@ def test_doctor_asks_an_origin(capsys, root, tmp_path):
 
 def test_a_picture_of_a_play(tmp_path):
     path = tmp_path / "play.svg"
-    assert main(["replay", str(TRACES / "lte-train.csv"), "--scale-to-mean", "0.3", "--svg", str(path)]) == 0
+    assert main(["replay", str(TRACES / "lte-train.csv"), "--load", "0.3", "--svg", str(path)]) == 0
     tree = ET.parse(path)  # noqa: S314 - written here
     space = "{http://www.w3.org/2000/svg}"
     assert "63 groups of a KV cache over cellular/lte-train" in (tree.findtext(f"{space}title") or "")
@@ -74,7 +74,7 @@ def test_a_picture_of_a_play(tmp_path):
 
 def test_the_readme_shows_what_the_command_draws(tmp_path):
     path = tmp_path / "play.svg"
-    words = ["replay", str(TRACES / "lte-train.csv"), "--deadline", "4", "--scale-to-mean", "0.3", "--svg", str(path)]
+    words = ["replay", str(TRACES / "lte-train.csv"), "--deadline", "4", "--load", "0.3", "--svg", str(path)]
     assert main(words) == 0
     shipped = Path(__file__).parent.parent / "docs" / "assets" / "play.svg"
     assert path.read_text() == shipped.read_text(), "draw it again: " + " ".join(["kvabr", *words[:-1], str(shipped)])

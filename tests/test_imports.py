@@ -30,7 +30,7 @@ def trace(tmp_path):
 
 
 def test_a_simulated_replay_never_loads_torch(trace, tmp_path):
-    args = ("replay", trace, "--policy", "anytime", "oracle", "cheapfirst", "--deadline", 2, "--scale-to-mean", 0.4)
+    args = ("replay", trace, "--policy", "anytime", "oracle", "cheapfirst", "--deadline", 2, "--load", 0.4)
     files = ("--json", tmp_path / "runs.json", "--html", tmp_path / "page.html", "--log", tmp_path / "log.jsonl")
     assert loaded(RUN, *args, "--prefill-rate", 1500, *files) == "0 []"
 

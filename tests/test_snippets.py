@@ -69,5 +69,5 @@ def test_a_snippet_runs(path, code, skip, served, tmp_path, monkeypatch):
 def replays(code, name, folder):
     """Play a policy of a snippet over a trace, as the text around it does."""
     (folder / "mine.py").write_text(code)
-    words = ["replay", str(ROOT / "traces" / "lte.csv"), "--policy", f"./mine.py:{name}", "--scale-to-mean", "0.4"]
+    words = ["replay", str(ROOT / "traces" / "lte.csv"), "--policy", f"./mine.py:{name}", "--load", "0.4"]
     assert main([*words, "--jobs", "1"]) == 0

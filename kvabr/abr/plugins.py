@@ -148,6 +148,9 @@ def _import(path: Path) -> ModuleType:
         del sys.modules[name]
         if isinstance(error, KeyboardInterrupt):
             raise
+        if isinstance(error, SyntaxError):
+            line = f": {error.text.strip()}" if error.text else ""
+            raise PolicyError(f"{error.filename or path}:{error.lineno}: {error.msg}{line}") from error
         raise PolicyError(f"{path}: cannot be loaded: {error!r} ({where(None, error)})") from error
     return module
 

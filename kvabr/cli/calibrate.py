@@ -44,7 +44,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="texts, the more diverse the better (default: half of Python's manual, and made-up records)",
     )
-    parser.add_argument("--out", type=Path, required=True, metavar="F.safetensors", help="the profile to write")
+    parser.add_argument("-o", "--out", type=Path, required=True, metavar="F.safetensors", help="the profile to write")
     parser.add_argument("--contexts", type=int, metavar="N", help="contexts to cut from the texts (default: 24)")
     parser.add_argument(
         "--context-tokens",

@@ -10,6 +10,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from kvabr.abr.policies import DEFAULT
+from kvabr.cli.options import seconds
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -34,7 +35,8 @@ def add(parser: argparse.ArgumentParser) -> None:
         "rules of video players and two plain downloads; say what adapting won, and write a page with every play's "
         "timeline. Needs no model and no network, and takes a few seconds."
     )
-    parser.add_argument("--deadline", type=float, default=4.0, metavar="S", help="TTFT deadline, seconds (default: 4)")
+    what = "TTFT deadline, seconds (default: 4)"
+    parser.add_argument("-d", "--deadline", type=seconds, default=4.0, metavar="S", help=what)
     parser.add_argument(
         "--html", type=Path, default=Path("kvabr-demo.html"), metavar="F", help="the page (default: kvabr-demo.html)"
     )

@@ -173,9 +173,7 @@ async def _ask(args: argparse.Namespace) -> list[Finding]:
 
 
 _HINTS: tuple[tuple[Callable[[str], bool], str], ...] = (
-    (lambda text: "certificate" in text, "name the authority (--ca F.pem) or the certificate (--fingerprint HEX)"),
     (lambda text: "token" in text or "UNAUTHORIZED" in text, "give a token: --token-file F, or KVABR_TOKEN"),
-    (lambda text: "no such host" in text, "check the host's name"),
 )
 
 

@@ -44,7 +44,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EPILOG
     parser.add_argument("--text", type=Path, required=True, metavar="FILE", help="text to take the prompt from (UTF-8)")
     parser.add_argument("--tokens", type=int, required=True, metavar="N", help="tokens of the prompt")
-    parser.add_argument("--out", required=True, metavar="ASSET", help="folder to create")
+    parser.add_argument("-o", "--out", required=True, metavar="ASSET", help="folder to create")
     parser.add_argument(
         "--model",
         default="smollm2",
@@ -80,6 +80,8 @@ def run(args: argparse.Namespace) -> int:
 
     # Check everything that does not need the model before loading it.
     text = read_text(args.text)
+    if not text.strip():
+        raise UsageError(f"--text {args.text}: is empty; name a file with a text")
     tracks = ordered_tracks(args.tracks)
     salt = read_salt(args.salt_file)
     writer = open_store(args.out).writer(force=args.force)

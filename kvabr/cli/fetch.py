@@ -16,7 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 from kvabr.abr.policies import DEFAULT
 from kvabr.cli import network
-from kvabr.cli.options import add_gpu_price_option, add_salt_option, check_writable, load
+from kvabr.cli.options import (
+    add_deadline_option,
+    add_gpu_price_option,
+    add_old_name,
+    add_salt_option,
+    check_writable,
+    load,
+)
 from kvabr.types.errors import FormatError, KvabrError, PlayError, UsageError
 from kvabr.types.events import PlayEvent
 
@@ -33,10 +40,10 @@ if TYPE_CHECKING:
 _EPILOG = """\
 examples:
   kvabr fetch 'moqt://origin.example/#kvcache:MODEL/DIGEST' --deadline 2 --out cache.safetensors
-  kvabr fetch moqt://localhost:4443/ --fingerprint HEX --asset MODEL/DIGEST --out cache.safetensors
+  kvabr fetch moqt://localhost:4443/ --fingerprint HEX --name MODEL/DIGEST --out cache.safetensors
   kvabr fetch moqt://origin.example/ --text README.md --recompute smollm2 --out cache.safetensors
 
-Name the cache (`kvabr inspect` shows its name), or give the prompt: --text with --model, or --tokens. For a prompt,
+Name the cache (`kvabr inspect` shows its name), or give the prompt: --text with --model, or --prompt. For a prompt,
 the longest prefix that the origin has is played. With --recompute the engine computes what would be late, and more
 where its time is worth it (--gpu-price). The deadline starts once the connection is up.
 
@@ -45,7 +52,7 @@ all commands.
 """
 
 _HOW = (
-    "say which cache: moqt://HOST/#kvcache:MODEL/DIGEST, or --asset MODEL/DIGEST (`kvabr inspect ASSET` shows both "
+    "say which cache: moqt://HOST/#kvcache:MODEL/DIGEST, or --name MODEL/DIGEST (`kvabr inspect ASSET` shows both "
     "parts), or the prompt itself: --text FILE --model smollm2"
 )
 _MAX_TOKENS_BYTES = 64 << 20
@@ -59,9 +66,11 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EPILOG
     parser.add_argument("url", metavar="URL", help="moqt://HOST[:PORT]/[#kvcache:MODEL/DIGEST]")
     which = parser.add_argument_group("which cache")
-    which.add_argument("--asset", metavar="MODEL/DIGEST", help="the cache's name")
+    name = which.add_argument("--name", metavar="MODEL/DIGEST", help="the cache's name")
+    add_old_name(which, "--asset", name)
     prompt = which.add_mutually_exclusive_group()
-    prompt.add_argument("--tokens", type=Path, metavar="F.json", help="token ids of the prompt, or a prompt.json")
+    tokens = prompt.add_argument("--prompt", type=Path, metavar="F.json", help="its token ids, or a prompt.json")
+    add_old_name(prompt, "--tokens", tokens)
     prompt.add_argument("--text", type=Path, metavar="F", help="the prompt as text")
     which.add_argument(
         "--model",
@@ -70,8 +79,10 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     add_salt_option(parser)
     how = parser.add_argument_group("how to play")
-    how.add_argument("--deadline", type=float, default=4.0, metavar="S", help="TTFT deadline, seconds (default: 4)")
-    how.add_argument("--policy", default=DEFAULT, metavar="NAME|FILE.py:CLASS", help=f"ABR policy (default: {DEFAULT})")
+    add_deadline_option(how)
+    how.add_argument(
+        "-p", "--policy", default=DEFAULT, metavar="NAME|FILE.py:CLASS", help=f"ABR policy (default: {DEFAULT})"
+    )
     how.add_argument("--estimator", metavar="NAME", help="bandwidth estimator (default: the policy's own)")
     how.add_argument(
         "--recompute", metavar="smollm2|DIR", help="engine that computes what would be late, and what pays"
@@ -91,13 +102,14 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     network.add_options(parser)
     out = parser.add_argument_group("what comes out")
-    out.add_argument("--out", type=Path, metavar="F.safetensors", help="write the cache")
+    out.add_argument("-o", "--out", type=Path, metavar="F.safetensors", help="write the cache")
     out.add_argument("--json", type=Path, metavar="F", help="write what happened, as JSON")
     out.add_argument("--log", type=Path, metavar="F.jsonl", help="write every decision and event")
     out.add_argument(
         "--telemetry", type=Path, metavar="F.jsonl", help="append the play's events, with CMCD names where one fits"
     )
-    out.add_argument("--metrics", type=Path, metavar="F.prom", help="write Prometheus metrics of the play")
+    metrics = "write Prometheus metrics of the play"
+    add_old_name(out, "--metrics", out.add_argument("--metrics-file", type=Path, metavar="F.prom", help=metrics))
     parser.set_defaults(run=run)
 
 
@@ -120,15 +132,15 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"--deadline {args.deadline:g}: must be a positive number of seconds")
     connect(args.url, **network.options(args))
     namespace = asset_of(args.url)
-    if args.asset is not None:
+    if args.name is not None:
         if namespace is not None:
-            raise UsageError("the cache is named twice: by --asset and in the URL")
-        namespace = parse_namespace(args.asset)
-    if namespace is None and args.tokens is None and args.text is None:
+            raise UsageError("the cache is named twice: by --name and in the URL")
+        namespace = parse_namespace(args.name)
+    if namespace is None and args.prompt is None and args.text is None:
         raise UsageError(_HOW)
-    if args.recompute is not None and args.tokens is None and args.text is None:
-        raise UsageError("--recompute needs the prompt: --tokens or --text")
-    check_writable(args.out, args.json, args.log, args.telemetry, args.metrics)
+    if args.recompute is not None and args.prompt is None and args.text is None:
+        raise UsageError("--recompute needs the prompt: --prompt or --text")
+    check_writable(args.out, args.json, args.log, args.telemetry, args.metrics_file)
     if args.out is not None and args.out.exists() and not args.out.is_file():
         raise UsageError(f"--out {args.out}: is not an ordinary file; name another")
     console = Console(stderr=True)
@@ -154,7 +166,7 @@ def _prompt(args: argparse.Namespace, console: Console) -> tuple[LoadedModel | N
         raise UsageError(
             "--model and --recompute name different models; an engine computes caches of its own model only"
         )
-    tokens = () if args.tokens is None else _read_tokens(args.tokens)
+    tokens = () if args.prompt is None else _read_tokens(args.prompt)
     if wanted is None:
         if args.text is not None:
             raise UsageError("--text needs --model, whose tokenizer turns it into tokens")
@@ -162,6 +174,8 @@ def _prompt(args: argparse.Namespace, console: Console) -> tuple[LoadedModel | N
     from kvabr.store.files import read_text
 
     text = None if args.text is None else read_text(args.text)
+    if text is not None and not text.strip():
+        raise UsageError(f"--text {args.text}: is empty; name a file with a text")
     loaded = load(wanted, console)
     if text is not None:
         tokens = tuple(loaded.encode(text))
@@ -322,20 +336,20 @@ def _read_tokens(path: Path) -> tuple[int, ...]:
             data = file.read(_MAX_TOKENS_BYTES + 1)
         value = json.loads(data)
     except OSError as error:
-        raise UsageError(f"--tokens {path}: cannot be read ({error.strerror})") from error
+        raise UsageError(f"--prompt {path}: cannot be read ({error.strerror})") from error
     except (ValueError, RecursionError) as error:
-        raise FormatError(f"--tokens {path}: not JSON ({error})") from error
+        raise FormatError(f"--prompt {path}: not JSON ({error})") from error
     if isinstance(value, dict):
         value = value.get("tokens")
     if not isinstance(value, list) or not value or not all(type(i) is int and 0 <= i < 1 << 32 for i in value):
-        raise FormatError(f"--tokens {path}: must be a list of token ids, or an object with such a list as `tokens`")
+        raise FormatError(f"--prompt {path}: must be a list of token ids, or an object with such a list as `tokens`")
     return tuple(value)
 
 
 @contextmanager
 def _telemetry(args: argparse.Namespace) -> Iterator[Telemetry | None]:
     """Yield the telemetry that the options ask for; its metrics are written at the end, however the play ended."""
-    if args.telemetry is None and args.metrics is None:
+    if args.telemetry is None and args.metrics_file is None:
         yield None
         return
     from kvabr.telemetry import JsonLines, PlayerMetrics, Telemetry
@@ -350,8 +364,8 @@ def _telemetry(args: argparse.Namespace) -> Iterator[Telemetry | None]:
         for name, counts in telemetry.counts.items():
             if counts.dropped or counts.errors:
                 print(f"kvabr: {name}: {counts.dropped} events dropped, {counts.errors} not taken", file=sys.stderr)
-        if args.metrics is not None:
-            _write(args.metrics, metrics.expose())
+        if args.metrics_file is not None:
+            _write(args.metrics_file, metrics.expose())
 
 
 def _write(path: Path, text: str) -> None:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvabr.cli.options import seconds
 from kvabr.types.errors import UsageError
 
 if TYPE_CHECKING:
@@ -73,12 +74,13 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EPILOG
     add_axes(parser)
     parser.add_argument(
+        "-p",
         "--policy",
         nargs="+",
         metavar="NAME|FILE.py:CLASS",
         help="policies, or `all`; give them after the traces (default: the default policy)",
     )
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder that keeps the plays")
+    parser.add_argument("-o", "--out", type=Path, required=True, metavar="DIR", help="folder that keeps the plays")
     parser.add_argument("--html", type=Path, metavar="F", help="also write the page of `kvabr report`")
     parser.set_defaults(run=_lab)
 
@@ -90,7 +92,9 @@ def add_report(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", type=Path, metavar="DIR", help="the folder that `kvabr lab --out` made")
     parser.add_argument("--html", type=Path, metavar="F", help="the page (default: report.html in the folder)")
     parser.add_argument("--worst", type=int, default=3, metavar="N", help="worst plays to show per policy (default: 3)")
-    parser.add_argument("--jobs", type=int, metavar="N", help="processes for missing plays (default: one per core)")
+    parser.add_argument(
+        "-j", "--jobs", type=int, metavar="N", help="processes for missing plays (default: one per core)"
+    )
     parser.set_defaults(run=_report)
 
 
@@ -100,7 +104,7 @@ def add_axes(parser: argparse.ArgumentParser) -> None:
         "source", nargs="+", type=Path, metavar="MATRIX.toml|TRACE", help="a matrix, or trace files and folders"
     )
     axes = parser.add_argument_group("the matrix: every combination of")
-    axes.add_argument("--deadline", nargs="+", type=float, metavar="S", help="TTFT deadlines (default: 2)")
+    axes.add_argument("-d", "--deadline", nargs="+", type=seconds, metavar="S", help="TTFT deadlines (default: 2)")
     axes.add_argument(
         "--load", nargs="+", metavar="X", help="fraction of FP16 that the mean rate carries, or own (default: 0.1)"
     )
@@ -118,7 +122,7 @@ def add_axes(parser: argparse.ArgumentParser) -> None:
     axes.add_argument("--estimator", help="bandwidth estimator for all policies (default: each policy's own)")
     axes.add_argument("--decode-scale", type=float, metavar="X", help="multiply the catalog's decode times by X")
     axes.add_argument("--no-slow-start", action="store_true", help="simulate warm connections")
-    parser.add_argument("--jobs", type=int, metavar="N", help="processes (default: one per core)")
+    parser.add_argument("-j", "--jobs", type=int, metavar="N", help="processes (default: one per core)")
 
 
 def axes_of(args: argparse.Namespace) -> dict[str, Any]:

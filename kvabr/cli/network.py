@@ -78,8 +78,8 @@ def _token(token: str | None, path: Path | None) -> str | None:
     return _checked(token, "the token") if token else None
 
 
-def read_token(path: Path, least: int = 1) -> str:
-    """Return the token in a file.
+def read_token(path: Path, option: str = "--token-file", *, least: int = 1) -> str:
+    """Return the token in the file that an option names.
 
     Raises:
         UsageError: The file cannot be read, or holds no token.
@@ -88,12 +88,12 @@ def read_token(path: Path, least: int = 1) -> str:
         with path.open("rb") as file:
             token = file.read(_MAX_TOKEN_BYTES + 1).decode().strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"--token-file {path}: cannot be read as text ({error})") from error
+        raise UsageError(f"{option} {path}: cannot be read as text ({error})") from error
     if not token:
-        raise UsageError(f"--token-file {path}: is empty")
+        raise UsageError(f"{option} {path}: is empty")
     if len(token) < least:
-        raise UsageError(f"--token-file {path}: a token has {least} to {_MAX_TOKEN_BYTES} printable characters")
-    return _checked(token, f"--token-file {path}: the token")
+        raise UsageError(f"{option} {path}: a token has {least} to {_MAX_TOKEN_BYTES} printable characters")
+    return _checked(token, f"{option} {path}: the token")
 
 
 def _checked(token: str, where: str) -> str:

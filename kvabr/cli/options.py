@@ -7,17 +7,84 @@ import ipaddress
 import os
 import re
 import socket
+import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from kvabr.types.errors import UsageError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from rich.console import Console
 
     from kvabr.engines.transformers.model_loader import LoadedModel
 
+_NOT_A_NUMBER = re.compile(r"argument (?:-\w/)?(\S+): invalid (float|int) value: (.*)", re.DOTALL)
+_NUMBERS = {"float": "number", "int": "whole number"}
+_WITH_UNIT = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*(s|sec|seconds?|ms)")
+_PER_SECOND = {"s": 1, "sec": 1, "second": 1, "seconds": 1, "ms": 1000}
 _ADDRESS = re.compile(r"(?:\[(?P<six>[0-9A-Fa-f:.%\w]+)\]|(?P<host>[^:\[\]\s/]*)):(?P<port>\d{1,5})")
+
+
+class CommandParser(argparse.ArgumentParser):
+    """A parser whose errors are one line, as all other errors are, without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print the message and where to read more, and exit with status 2."""
+        message = _NOT_A_NUMBER.sub(lambda found: f"{found[1]} {found[3]}: must be a {_NUMBERS[found[2]]}", message)
+        self.exit(2, f"{self.prog}: {message.removeprefix('argument ')}; `{self.prog} --help` lists the options\n")
+
+
+class _OldName(argparse.Action):
+    """The former name of an option: does what the option does, and warns."""
+
+    def __init__(self, old: str, target: argparse.Action) -> None:
+        super().__init__([old], target.dest, target.nargs, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+        self.type, self.choices = target.type, target.choices
+        self._target = target
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[object] | None,
+        option_string: str | None = None,
+    ) -> None:
+        new = self._target.option_strings[-1]
+        print(f"kvabr: {option_string} is now {new}; the next version drops the old name", file=sys.stderr)
+        self._target(parser, namespace, values, option_string)
+
+
+def add_old_name(parser: argparse._ActionsContainer, old: str, target: argparse.Action) -> None:
+    """Accept a former name of an option for one version, with a warning; ``--help`` does not show it.
+
+    Args:
+        parser: The parser or group that has the option.
+        old: The former name, with its dashes.
+        target: The option.
+    """
+    parser._add_action(_OldName(old, target))  # noqa: SLF001 - the public way makes the action itself
+
+
+def seconds(text: str) -> float:
+    """Parse a number of seconds, the type of an option such as ``--deadline``.
+
+    Raises:
+        argparse.ArgumentTypeError: The text is something else.
+    """
+    try:
+        return float(text)
+    except ValueError as error:
+        bare = _WITH_UNIT.fullmatch(text)
+        number = "2 or 0.5" if bare is None else f"{float(bare[1]) / _PER_SECOND[bare[2]]:g}"
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds; write {number}") from error
+
+
+def add_deadline_option(parser: argparse._ActionsContainer) -> None:
+    """Declare ``--deadline``."""
+    what = "TTFT deadline, seconds (default: 2)"
+    parser.add_argument("-d", "--deadline", type=seconds, default=2.0, metavar="S", help=what)
 
 
 def parse_address(text: str, option: str) -> tuple[str, int]:

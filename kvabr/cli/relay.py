@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 from kvabr.cli import network, serving
+from kvabr.cli.options import add_old_name
 from kvabr.types.errors import UsageError
 
 _EPILOG = """\
@@ -22,7 +23,8 @@ catalogs tell, so a relay that has just started serves nothing before it has rea
 
 --memory bounds the groups; catalogs and lookups take up to an eighth of it in addition (at least 64 MiB).
 
-Everyone who may enter the relay may read what its own token opens at the origin. --token-file says who may enter.
+Everyone who may enter the relay may read what its own token opens at the origin. --player-token-file says who may
+enter.
 """
 _SIZE = re.compile(r"(\d{1,12})([kmgt]i?b?)?", re.IGNORECASE)
 _UNITS = {"": 0, "k": 10, "m": 20, "g": 30, "t": 40}
@@ -50,9 +52,9 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--disk-gib", type=float, default=16.0, metavar="N", help="size of that folder in GiB (default: 16)"
     )
-    parser.add_argument(
-        "--token-file", type=Path, metavar="F", help="token that players must show (default: everyone may enter)"
-    )
+    needed = "token that players must show (default: everyone may enter)"
+    player_token = parser.add_argument("--player-token-file", type=Path, metavar="F", help=needed)
+    add_old_name(parser, "--token-file", player_token)
     parser.add_argument("--connections", type=int, default=512, metavar="N", help="players at a time (default: 512)")
     network.add_options(parser, "the origin", "upstream-", " towards the origin")
     parser.set_defaults(run=run)
@@ -89,7 +91,11 @@ async def _relay(args: argparse.Namespace, memory: int) -> int:
     from kvabr.server.server import Server, run_until_signal
 
     asset = asset_of(args.upstream)
-    token = None if args.token_file is None else network.read_token(args.token_file, least=16)
+    token = (
+        None
+        if args.player_token_file is None
+        else network.read_token(args.player_token_file, "--player-token-file", least=16)
+    )
     with serving.prepared(args) as setup:
         log, metrics = setup.log, setup.metrics
         async with connect(args.upstream, **network.options(args, "upstream_"), needed=False) as upstream:
@@ -106,7 +112,7 @@ async def _relay(args: argparse.Namespace, memory: int) -> int:
                 server = Server(relay, setup.host, setup.port, setup.tls, limits, log, metrics, quic=args.quic)
 
                 def started() -> None:
-                    everyone = "who can reach this address may read what the relay may; see --token-file"
+                    everyone = "who can reach this address may read what the relay may; see --player-token-file"
                     url = setup.announce(server, "relaying", None if token else everyone, memory_bytes=memory)
                     if asset is None:
                         # Which assets there are no origin tells; `kvabr serve` prints one, in the fragment of a URL.

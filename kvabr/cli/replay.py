@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvabr.abr.policies import DEFAULT
-from kvabr.cli.options import add_gpu_price_option, check_writable, load
+from kvabr.cli.options import add_deadline_option, add_gpu_price_option, add_old_name, check_writable, load
 from kvabr.player.session_types import PlayerConfig
 from kvabr.types.catalog import Catalog
 from kvabr.types.cost import PrefillCost
@@ -30,7 +30,7 @@ examples:
   kvabr replay lte.csv --asset my.asset --live          real bytes over QUIC, compared with the simulation
 
 Traces may be in the formats of mahimahi, sabre (JSON), Pensieve, iperf3 (JSON) or CSV; `kvabr traces info` shows one.
-Cellular traces are slow compared with a KV cache: --scale-to-mean 0.4 scales each trace so that its mean rate carries
+Cellular traces are slow compared with a KV cache: --load 0.4 scales each trace so that its mean rate carries
 40 % of the FP16 cache within the deadline.
 """
 
@@ -53,6 +53,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--asset", help="an asset, or its catalog.json (default: a catalog of SmolLM2 that comes with kvabr)"
     )
     parser.add_argument(
+        "-p",
         "--policy",
         nargs="+",
         default=[DEFAULT],
@@ -61,11 +62,10 @@ def add(parser: argparse.ArgumentParser) -> None:
         "argument, and fixed:TRACK of every track worth playing",
     )
     parser.add_argument("--estimator", help="bandwidth estimator for all policies (default: each policy's own)")
-    parser.add_argument("--deadline", type=float, default=4.0, metavar="S", help="TTFT deadline, seconds (default: 4)")
+    add_deadline_option(parser)
     link = parser.add_argument_group("the link")
-    link.add_argument(
-        "--scale-to-mean", type=float, metavar="X", help="scale traces: the mean rate carries the fraction X of FP16"
-    )
+    load = "scale traces: the mean rate carries the fraction X of FP16 within the deadline (default: as recorded)"
+    add_old_name(link, "--scale-to-mean", link.add_argument("--load", type=float, metavar="X", help=load))
     link.add_argument("--rtt", type=float, metavar="MS", help="round trip in ms (default: the trace's, else 40)")
     link.add_argument("--no-slow-start", action="store_true", help="the connection is warm: slow start is over")
     link.add_argument("--cold", action="store_true", help="the deadline includes handshake and catalog")
@@ -75,7 +75,12 @@ def add(parser: argparse.ArgumentParser) -> None:
     how = engine.add_mutually_exclusive_group()
     how.add_argument("--prefill-rate", type=float, metavar="TOK/S", help="recompute rate (default: the asset's own)")
     how.add_argument("--no-recompute", action="store_true", help="there is no engine: every group must be fetched")
-    engine.add_argument("--engine-mode", choices=("suffix", "hole"), default="hole", help="what it can recompute")
+    mode = "suffix: all behind the first miss, as vLLM; hole: any missing group (default: hole)"
+    add_old_name(
+        engine,
+        "--engine-mode",
+        engine.add_argument("--recompute-mode", choices=("suffix", "hole"), default="hole", help=mode),
+    )
     add_gpu_price_option(engine)
     engine.add_argument(
         "--decode-scale",
@@ -87,7 +92,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     matrix = parser.add_argument_group("how many plays")
     matrix.add_argument("--starts", type=int, default=1, metavar="N", help="start points per trace (default: 1)")
     matrix.add_argument("--seed", type=int, default=0, help="seed of the start points (default: 0)")
-    matrix.add_argument("--jobs", type=int, metavar="N", help="processes (default: one per core)")
+    matrix.add_argument("-j", "--jobs", type=int, metavar="N", help="processes (default: one per core)")
     _add_live_options(parser)
     out = parser.add_argument_group("output, besides the table")
     out.add_argument("--verify", action="store_true", help="repeat every play with the real model and score it")
@@ -198,9 +203,9 @@ def _matrix(args: argparse.Namespace, catalog: Catalog) -> Matrix:
     options = ReplayOptions(
         deadline_s=args.deadline,
         rtt_s=None if args.rtt is None else args.rtt / 1000.0,
-        scale_to_mean=args.scale_to_mean,
+        scale_to_mean=args.load,
         cost=cost,
-        mode=args.engine_mode,
+        mode=args.recompute_mode,
         decode_scale=args.decode_scale,
         slow_start=not args.no_slow_start,
         cold=args.cold,

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvabr.cli import serving
+from kvabr.cli.options import add_old_name
 from kvabr.server.limits import ServerLimits
 from kvabr.types.errors import AssetError, FormatError, UsageError
 
@@ -26,16 +27,16 @@ a first try, on this machine only:
 It makes a certificate by itself, and prints its fingerprint and the `kvabr fetch` line that accepts it.
 
 for others:
-  kvabr serve assets --bind 0.0.0.0:4443 --cert chain.pem --key key.pem --tokens tokens.json --metrics 127.0.0.1:9100
+  kvabr serve assets --bind 0.0.0.0:4443 --cert chain.pem --key key.pem --grants grants.json --metrics 127.0.0.1:9100
 
 ROOT is an asset, or a folder with assets up to four levels down; new, replaced and removed ones are noticed within two
 seconds. An asset that is damaged is left out, and the log says why.
 
 tokens: `kvabr serve --new-token` prints a new token, to be given to clients (KVABR_TOKEN), and its entry for the file
-given with --tokens:
+given with --grants:
   {"schema": "kvabr.grants/1", "grants": [ENTRY, ...]}
 "assets" in an entry are patterns of the asset's folder below ROOT, such as "team-a/*", "models" patterns of the model's
-name. The file is read again when it changes. Without --tokens everyone who can reach the address may read everything.
+name. The file is read again when it changes. Without --grants everyone who can reach the address may read everything.
 
 SIGTERM or Ctrl-C: clients are sent away by GOAWAY, and what is under way is finished for --drain seconds. A second one
 ends it at once.
@@ -65,7 +66,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.epilog = f"{_EPILOG}\nlimits (--limit NAME=VALUE, any number of times) and their defaults:{limits}\n"
     parser.add_argument("root", nargs="?", metavar="ROOT", help="folder with the assets")
     serving.add_options(parser, "server")
-    parser.add_argument("--tokens", type=Path, metavar="F", help="who may read what, JSON (default: all read all)")
+    grants = "who may read what, JSON (default: all read all)"
+    add_old_name(parser, "--tokens", parser.add_argument("--grants", type=Path, metavar="F", help=grants))
     parser.add_argument("--new-token", action="store_true", help="print a new token and its entry, and exit")
     parser.add_argument("--limit", action="append", default=[], metavar="NAME=VALUE", help="see below")
     parser.set_defaults(run=run)
@@ -108,7 +110,7 @@ def _new_token() -> int:
 
     token, entry = new_token()
     print(f"a new token; give it to the client (KVABR_TOKEN). It is shown only here:\n{token}\n")
-    print(f"its entry for the file of --tokens; name it, and narrow what it opens:\n{json.dumps(entry)}")
+    print(f"its entry for the file of --grants; name it, and narrow what it opens:\n{json.dumps(entry)}")
     return 0
 
 
@@ -119,16 +121,16 @@ async def _serve(args: argparse.Namespace, root: str, limits: ServerLimits) -> i
 
     # Check everything before binding the address.
     try:
-        grants = None if args.tokens is None else Grants.from_file(args.tokens)
+        grants = None if args.grants is None else Grants.from_file(args.grants)
     except (AssetError, FormatError) as error:
-        raise UsageError(f"--tokens {error}") from error
+        raise UsageError(f"--grants {error}") from error
     with serving.prepared(args) as setup:
         log, metrics = setup.log, setup.metrics
         if grants is not None and not len(grants):
-            log.warning("no grants", tokens=str(args.tokens), hint="nobody can connect; see kvabr serve --new-token")
+            log.warning("no grants", grants=str(args.grants), hint="nobody can connect; see kvabr serve --new-token")
         library = PublishedAssets(root, grants, log)
         server = Server(library, setup.host, setup.port, setup.tls, limits, log, metrics, quic=args.quic)
-        async with Watcher(library, args.tokens, log, metrics):
+        async with Watcher(library, args.grants, log, metrics):
             return await run_until_signal(
                 server, args.drain, log, metrics, lambda: _announce(server, library, setup, args)
             )
@@ -148,9 +150,9 @@ def _announce(server: Server, library: PublishedAssets, setup: serving.ServerSet
     left = (setup.facts.not_after - datetime.now(UTC)).days
     if left < _EXPIRES_SOON_DAYS and not args.dev:
         log.warning("certificate expires soon", days=left, hint="renew it, and start again")
-    everyone = "who can reach this address may read every asset; --tokens limits that" if args.tokens is None else None
+    everyone = "who can reach this address may read every asset; --grants limits that" if args.grants is None else None
     url = setup.announce(server, "serving", everyone, assets=len(assets), left_out=library.damaged)
     if assets:
-        line = setup.fetch_line(url, assets[0].catalog.namespace, token=args.tokens is not None)
+        line = setup.fetch_line(url, assets[0].catalog.namespace, token=args.grants is not None)
         print(f"fetch from it, for instance {assets[0].name}: {line}")
     sys.stdout.flush()

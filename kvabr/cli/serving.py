@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import socket
 import sys
 from collections.abc import Iterator
@@ -39,7 +40,7 @@ def add_options(parser: argparse.ArgumentParser, whose: str, towards: str = "") 
         "--drain", type=float, default=10.0, metavar="S", help="seconds to finish what is under way (default: 10)"
     )
     parser.add_argument("--log-json", action="store_true", help="log JSON lines (default where no terminal is)")
-    parser.add_argument("--verbose", action="store_true", help="log more")
+    parser.add_argument("-v", "--verbose", action="store_true", help="log more")
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +145,7 @@ def logger(*, json: bool | None = None, verbose: bool = False, stream: TextIO | 
     else:
         common += [
             structlog.processors.TimeStamper(fmt="%H:%M:%S", utc=False),
-            structlog.dev.ConsoleRenderer(colors=terminal, pad_event_to=24),
+            structlog.dev.ConsoleRenderer(colors=terminal and not os.environ.get("NO_COLOR"), pad_event_to=24),
         ]
     made: FilteringBoundLogger = structlog.wrap_logger(
         structlog.WriteLogger(stream),

@@ -80,7 +80,9 @@ def _add_info(kinds: _Actions) -> None:
 
 def _add_import(kinds: _Actions) -> None:
     parser = _add_reading(kinds, "import", _import, "convert traces to kvabr's format", _IMPORT_EPILOG)
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write to (made if missing)")
+    parser.add_argument(
+        "-o", "--out", type=Path, required=True, metavar="DIR", help="folder to write to (made if missing)"
+    )
 
 
 def _add_synth(kinds: _Actions) -> None:
@@ -93,7 +95,7 @@ def _add_synth(kinds: _Actions) -> None:
     parser.add_argument("--seed", type=int, default=0, metavar="K", help="seed of the random numbers (default: 0)")
     parser.add_argument("--rtt", type=float, metavar="MS", help="round-trip time to record, ms")
     parser.add_argument("--name", metavar="FAMILY/NAME", help="name of the trace (default: synth/KIND-SEED)")
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="file to write")
+    parser.add_argument("-o", "--out", type=Path, required=True, metavar="FILE", help="file to write")
     tune = parser.add_argument_group("how it varies")
     for option, field, what in _SHAPE:
         default = getattr(shape, field)

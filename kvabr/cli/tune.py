@@ -49,7 +49,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     search.add_argument("--rounds", type=int, default=2, metavar="N", help="local rounds after it (default: 2)")
     search.add_argument("--near", type=int, default=4, metavar="N", help="points per local round and fold (default: 4)")
     search.add_argument("--search-seed", type=int, default=0, metavar="K", help="seed of the search (default: 0)")
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder that keeps the plays")
+    parser.add_argument("-o", "--out", type=Path, required=True, metavar="DIR", help="folder that keeps the plays")
     parser.add_argument("--json", type=Path, metavar="F", help="write the result as JSON, schema kvabr.tune/1")
     parser.set_defaults(run=run)
 

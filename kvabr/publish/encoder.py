@@ -227,7 +227,7 @@ def cut_prompt(model: TextModel, text: str, tokens: int, continuation: int) -> P
     if wanted > context:
         raise UsageError(
             f"{tokens} tokens and {continuation} of continuation do not fit {model.engine.spec.model}, which sees "
-            f"{context} at most: ask for --tokens {max(0, context - continuation)} or fewer"
+            f"{context} at most: {_shorter(context, continuation)}"
         )
     head = text[: wanted * _CHARACTERS_PER_TOKEN]
     ids = model.encode(head)
@@ -237,9 +237,15 @@ def cut_prompt(model: TextModel, text: str, tokens: int, continuation: int) -> P
     if len(ids) < wanted:
         raise UsageError(
             f"the text has {len(ids)} tokens, but {tokens} and {continuation} of continuation were asked for: give a "
-            f"longer text, or --tokens {max(0, len(ids) - continuation)}"
+            f"longer text, or {_shorter(len(ids), continuation)}"
         )
     return Prompt(tuple(ids[:tokens]), tuple(ids[tokens:wanted]))
+
+
+def _shorter(total: int, continuation: int) -> str:
+    """Return which options leave room for both parts in ``total`` tokens."""
+    left = total - continuation
+    return f"at most --tokens {left}" if left > 0 else "less --continuation"
 
 
 def compute_cache(

@@ -173,7 +173,9 @@ async def dial(options: DialOptions, library_name: LibraryName = "aioquic") -> Q
     except TimeoutError as error:
         raise NoAnswerError(f"{where}: the name server did not answer within {options.timeout_s:.3g} s") from error
     except OSError as error:
-        raise NoAnswerError(f"{where}: no such host ({error})") from error
+        raise NoAnswerError(
+            f"{where}: no such host ({error.strerror or error}); check the host's name in the URL"
+        ) from error
     known = {draft.alpn for draft in KNOWN_DRAFTS}
     alpn = [draft for draft in options.drafts if draft in known]
     if not alpn:
@@ -266,7 +268,9 @@ async def _dial_address(
         within = f"within {options.timeout_s:.3g} s"
         if connection.shaken:
             raise TransportError(f"the peer accepted the connection but sent no SETUP {within}") from error
-        raise NoAnswerError(f"no answer {within}; is a server running there, and may UDP pass?") from error
+        raise NoAnswerError(
+            f"no answer {within}; is a server running there, and may UDP pass? --timeout waits longer"
+        ) from error
     except (TransportError, OSError, ssl.SSLError) as error:
         await connection.close()
         kind = UnauthorizedError if isinstance(error, UnauthorizedError) else TransportError

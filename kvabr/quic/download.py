@@ -145,7 +145,8 @@ class QuicDownload(Download):
             missing = f"{self.request}: not found{said}"
             if self.request.track == CATALOG_TRACK:
                 namespace = self.request.namespace
-                missing = f"no such asset {namespace.model}/{namespace.prompt[:16]}, or none that you may read"
+                name = f"{namespace.model}/{namespace.prompt}"
+                missing = f"no such asset {name}, or none that your token opens"
             error: RequestError = NotFoundError(missing, code=code)
         else:
             retry_s = (message.retry_interval - 1) / 1000 if message.retry_interval else None

@@ -73,7 +73,10 @@ def check_pinned(der: bytes | None, fingerprint: str) -> None:
         raise TransportError("the peer has no certificate")
     found = hashlib.sha256(der).hexdigest()
     if not hmac.compare_digest(found, fingerprint_of(fingerprint)):
-        raise TransportError(f"the peer's certificate has the fingerprint {found}, not the expected one")
+        raise TransportError(
+            f"the peer's certificate has the fingerprint {found}, not the expected one; if its "
+            f"operator confirms the new one, give it with --fingerprint"
+        )
     if (why := _outdated(_parsed(der))) is not None:
         raise TransportError(f"the peer's certificate {why}")
 

@@ -66,7 +66,7 @@ class ReplayOptions:
         if not 0 < self.deadline_s < math.inf:
             raise UsageError(f"the deadline is {self.deadline_s} s; it must be a positive number of seconds")
         if self.scale_to_mean is not None and not 0 < self.scale_to_mean < math.inf:
-            raise UsageError(f"scale-to-mean is {self.scale_to_mean}; it must be a positive fraction of the FP16 cache")
+            raise UsageError(f"the load is {self.scale_to_mean}; it must be a positive fraction of the FP16 cache")
         if self.rtt_s is not None and not 0 <= self.rtt_s < math.inf:
             raise UsageError(f"the round trip is {self.rtt_s} s; it must be zero or more seconds")
         if not 0 <= self.decode_scale < math.inf:

@@ -39,7 +39,7 @@ def test_a_policy_from_a_file(tmp_path):
         ("{dir}/good.py:Absent", "found: Mine, Other"),
         ("{dir}/good.py:Other", "lacks decide"),
         ("{dir}/good.py", "found: Mine, Other"),
-        ("{dir}/syntax.py:Mine", r"syntax\.py, line 2"),
+        ("{dir}/syntax.py:Mine", r"syntax\.py:2: invalid syntax: class Mine"),
         ("{dir}/raises.py:Mine", r"raises\.py, line 1"),
         ("rate:7", "cannot be created"),
     ],

@@ -101,11 +101,11 @@ def test_a_prompt_by_its_tokens_alone(served, short, tmp_path, capsys):
     """Whose tokens they are, the origin tells."""
     tokens, result = tmp_path / "tokens.json", tmp_path / "result.json"
     tokens.write_text(json.dumps(list(prompt(70).tokens)))
-    assert kvabr("fetch", served.url, *network(served), "--tokens", tokens, "--deadline", 300, "--json", result) == 0
+    assert kvabr("fetch", served.url, *network(served), "--prompt", tokens, "--deadline", 300, "--json", result) == 0
     assert "70 of 70 tokens in place" in capsys.readouterr().out
     assert json.loads(result.read_text())["asset"] == name(short)
     tokens.write_text("[1, 2, 3]")
-    assert kvabr("fetch", served.url, *network(served), "--tokens", tokens, "--deadline", 300, "--json", result) == 1
+    assert kvabr("fetch", served.url, *network(served), "--prompt", tokens, "--deadline", 300, "--json", result) == 1
     assert "nothing of this prompt is cached" in capsys.readouterr().err
     assert json.loads(result.read_text())["tokens"] == 0
 
@@ -114,19 +114,19 @@ def test_a_prompt_by_its_tokens_alone(served, short, tmp_path, capsys):
     ("words", "status", "said"),
     [
         ((), 2, "say which cache"),
-        (("--asset", "model"), 2, "does not name an asset"),
-        (("--asset", "NAME", "--deadline", "0"), 2, "deadline"),
-        (("--asset", "NAME", "--policy", "hope"), 2, "unknown policy"),
-        (("--asset", "m/" + "0" * 64), 1, "no such asset m/" + "0" * 16),
-        (("--asset", "NAME", "--out", "/nowhere/c.safetensors"), 2, "cannot be written"),
-        (("--asset", "NAME", "--recompute", "smollm2"), 2, "needs the prompt"),
+        (("--name", "model"), 2, "does not name an asset"),
+        (("--name", "NAME", "--deadline", "0"), 2, "deadline"),
+        (("--name", "NAME", "--policy", "hope"), 2, "unknown policy"),
+        (("--name", "m/" + "0" * 64), 1, "no such asset m/" + "0" * 64),
+        (("--name", "NAME", "--out", "/nowhere/c.safetensors"), 2, "cannot be written"),
+        (("--name", "NAME", "--recompute", "smollm2"), 2, "needs the prompt"),
         (("--text", "TOKENS"), 2, "needs --model"),
-        (("--asset", "NAME", "--tokens", "BAD"), 1, "list of token ids"),
-        (("--asset", "NAME", "--tokens", "OTHER"), 2, "not those of"),
-        (("--asset", "NAME", "--tokens", "/nowhere.json"), 2, "cannot be read"),
-        (("--asset", "NAME", "--token-file", "/nowhere"), 2, "cannot be read"),
-        (("--asset", "NAME", "--salt-file", "/nowhere"), 2, "cannot be read"),
-        (("--asset", "NAME", "--fingerprint", "12"), 2, "fingerprint"),
+        (("--name", "NAME", "--prompt", "BAD"), 1, "list of token ids"),
+        (("--name", "NAME", "--prompt", "OTHER"), 2, "not those of"),
+        (("--name", "NAME", "--prompt", "/nowhere.json"), 2, "cannot be read"),
+        (("--name", "NAME", "--token-file", "/nowhere"), 2, "cannot be read"),
+        (("--name", "NAME", "--salt-file", "/nowhere"), 2, "cannot be read"),
+        (("--name", "NAME", "--fingerprint", "12"), 2, "fingerprint"),
     ],
 )
 def test_what_is_refused_says_why(served, short, tmp_path, capsys, words, status, said):
@@ -142,9 +142,9 @@ def test_what_is_refused_says_why(served, short, tmp_path, capsys, words, status
 
 
 def test_an_asset_named_twice_and_a_bad_url(served, short, capsys):
-    assert kvabr("fetch", f"{served.url}#kvcache:{name(short)}", "--asset", name(short)) == 2
+    assert kvabr("fetch", f"{served.url}#kvcache:{name(short)}", "--name", name(short)) == 2
     assert "twice" in capsys.readouterr().err
-    assert kvabr("fetch", "https://h/", "--asset", name(short)) == 2
+    assert kvabr("fetch", "https://h/", "--name", name(short)) == 2
     assert "moqt://" in capsys.readouterr().err
 
 
@@ -152,7 +152,7 @@ def test_a_prompt_that_goes_with_the_asset_is_taken(served, short, tmp_path, cap
     tokens = tmp_path / "prompt.json"
     tokens.write_text(prompt(70).dumps())
     assert (
-        kvabr("fetch", served.url, *network(served), "--asset", name(short), "--tokens", tokens, "--deadline", 300) == 0
+        kvabr("fetch", served.url, *network(served), "--name", name(short), "--prompt", tokens, "--deadline", 300) == 0
     )
     assert "70 of 70 tokens" in capsys.readouterr().out
 
@@ -310,14 +310,14 @@ def test_a_device_or_a_pipe_is_left_alone(tmp_path, capsys):
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     for out in (pipe, "/dev/null"):
-        assert kvabr("fetch", "moqt://localhost:1/", "--asset", f"m/{'0' * 64}", "--out", out) == 2
+        assert kvabr("fetch", "moqt://localhost:1/", "--name", f"m/{'0' * 64}", "--out", out) == 2
         assert "not an ordinary file" in capsys.readouterr().err
     assert pipe.is_fifo()
 
 
 @pytest.mark.parametrize("deadline", ["0", "-1", "nan", "inf"])
 def test_a_deadline_that_is_none_is_refused_before_anything_is_dialled(deadline, capsys):
-    words = ("fetch", "moqt://localhost:1/", "--asset", f"m/{'0' * 64}", f"--deadline={deadline}")
+    words = ("fetch", "moqt://localhost:1/", "--name", f"m/{'0' * 64}", f"--deadline={deadline}")
     assert kvabr(*words) == 2
     assert "--deadline" in capsys.readouterr().err
 
@@ -361,5 +361,5 @@ def test_after_the_deadline_upgrades_go_on_and_the_cache_is_written_again(served
 @pytest.mark.parametrize("after", ["0", "-1", "nan", "soon"])
 def test_an_after_that_is_none_is_refused(after, capsys):
     with pytest.raises(SystemExit):
-        kvabr("fetch", "moqt://localhost:1/", "--asset", f"m/{'0' * 64}", f"--after={after}")
+        kvabr("fetch", "moqt://localhost:1/", "--name", f"m/{'0' * 64}", f"--after={after}")
     assert "--after" in capsys.readouterr().err

@@ -68,7 +68,7 @@ def test_fetch_writes_what_was_heard_however_the_play_ends(root, short, tmp_path
     events, counts = tmp_path / "plays.jsonl", tmp_path / "kvabr.prom"
     served = Served(root / "short", tmp_path)
     words = ["--ca", str(served.pem), "--quic", "aioquic", "--deadline", "5", "--policy", "fixed:Int8"]
-    words += ["--telemetry", str(events), "--metrics", str(counts)]
+    words += ["--telemetry", str(events), "--metrics-file", str(counts)]
     name = f"{short.namespace.model}/{short.namespace.prompt}"
     try:
         assert main(["fetch", f"{served.url}#kvcache:{name}", *words]) == 0
@@ -87,5 +87,5 @@ def test_fetch_writes_what_was_heard_however_the_play_ends(root, short, tmp_path
     assert more[0]["cmcd"]["sid"] != heard[0]["cmcd"]["sid"]
     assert 'kvabr_plays_total{result="failed"} 1.0\n' in counts.read_text()
     capsys.readouterr()
-    assert main(["fetch", served.url, "--telemetry", str(tmp_path / "no" / "x.jsonl"), "--asset", name]) == 2
+    assert main(["fetch", served.url, "--telemetry", str(tmp_path / "no" / "x.jsonl"), "--name", name]) == 2
     assert "cannot be written there" in capsys.readouterr().err

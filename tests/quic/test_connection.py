@@ -100,7 +100,9 @@ async def test_what_is_not_there(asset, tls, ours, theirs, alpn):
         for namespace, track, group in ((space, "Int8", 0), (other, "FP16", 0), (space, "FP16", 99)):
             with pytest.raises(NotFoundError, match=f"{track}, group {group}: not found"):
                 await read_all(connection.fetch(namespace, track, group, limit=1 << 20))
-        with pytest.raises(NotFoundError, match=rf"^no such asset {other.model}/0{{16}}, or none that you may read$"):
+        with pytest.raises(
+            NotFoundError, match=rf"^no such asset {other.model}/0{{64}}, or none that your token opens$"
+        ):
             await read_all(connection.fetch(other, CATALOG_TRACK, limit=1 << 20))
         assert await read_all(connection.fetch(space, CATALOG_TRACK, limit=1 << 20))
 

@@ -70,7 +70,7 @@ def pem(tmp_path):
         (("--dev", "--limit", "cheese=1"), 2, "there are connections, requests-per-connection"),
         (("--dev", "--limit", "connections=many"), 2, "not a whole number"),
         (("--dev", "--limit", "connections=0"), 2, "not positive"),
-        (("--dev", "--tokens", "nowhere.json"), 2, "--tokens nowhere.json: cannot be read"),
+        (("--dev", "--grants", "nowhere.json"), 2, "--grants nowhere.json: cannot be read"),
     ],
 )
 def test_what_makes_no_sense_is_said_before_anything_is_bound(root, capsys, words, status, said):
