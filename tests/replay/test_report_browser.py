@@ -304,3 +304,32 @@ def test_a_decision_shows_what_it_passed_over(browser, tmp_path):
     assert "recomputed\t7.00" in table
     assert rows(browser, "#inspector .rejected tbody tr") == 3
     assert browser.problems == []
+
+
+def test_two_policies_share_a_time_axis(page, tmp_path):
+    data = page.js("JSON.parse(document.getElementById('data').textContent)")
+    names = [play["policy"] for play in data["plays"]]
+    here, other = names.index("cheapfirst"), names.index("fixed:Int8")
+    page.open(tmp_path / "page.html", f"#play={here}")
+    alone = rows(page, ".timeline .wait")
+    page.js("""(() => {
+        const select = document.querySelector(".versus select");
+        select.selectedIndex = [...select.options].findIndex((option) => option.text === "fixed:Int8");
+        select.dispatchEvent(new Event("change"));
+    })()""")
+    assert rows(page, ".timeline .wait") == alone + len(data["plays"][other]["requests"])
+    assert rows(page, "#strip .strip") == 2
+    assert "fixed:Int8" in page.text("#play-head .rival")
+    assert page.js("location.hash") == f"#play={here}&with=fixed%3AInt8"
+    left, top, width, height = page.box(".timeline")
+    page.mouse("mouseMoved", left + width * 0.5, top + height * 0.3)
+    assert "in place" in page.text("#inspector .card.rival")
+    page.mouse("mouseMoved", 1, 1)
+    page.js("[...document.querySelectorAll('.multiple .name')].find((name) => name.innerText === 'fixed:Int8').click()")
+    assert page.text(".multiple[aria-pressed=true] .name") == "fixed:Int8"
+    assert "cheapfirst" in page.text("#play-head .rival"), "the two change places"
+    page.key("]")
+    assert "cheapfirst" in page.text("#play-head .rival"), "and stay together on the next start"
+    page.open(tmp_path / "page.html", f"#play={here}&with=nonsense")
+    assert rows(page, ".timeline .wait") == alone
+    assert page.problems == []

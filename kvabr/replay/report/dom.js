@@ -110,10 +110,11 @@ const trackLabel = (track) => el("span", { class: "track" }, swatch(track), trac
 /**
  * What is being looked at. `play`: index of a play. Under the pointer: `t`, the moment, seconds; `request`, index of a
  * row of requests; `group`; `decision`, index of a row of decisions; `mark`, a moment that is pointed out without going
- * there. `pinned`: whether all that stays when the pointer moves on. `zoom`: [from, to] in seconds.
+ * there. `pinned`: whether all that stays when the pointer moves on. `zoom`: [from, to] in seconds. `versus`: name of the
+ * policy to compare with, or null.
  */
 const nowhere = { t: null, request: null, group: null, decision: null, mark: null };
-const state = { play: 0, ...nowhere, pinned: false, zoom: null };
+const state = { play: 0, ...nowhere, pinned: false, zoom: null, versus: null };
 const watchers = [];
 
 /** Change the state and tell every part what has changed. */
@@ -135,6 +136,14 @@ function pin(change) {
 }
 
 const current = () => DATA.plays[state.play];
+const samePlay = (a, b) => a.trace === b.trace && a.start_s === b.start_s && a.deadline_s === b.deadline_s;
+
+/** The play that the current one is compared with: of another policy, on the same trace and start; null if there is none. */
+function rival() {
+  const here = current();
+  if (state.versus === null || here.policy === state.versus) return null;
+  return DATA.plays.find((play) => play.policy === state.versus && samePlay(play, here)) ?? null;
+}
 const playTitle = (play) => `${play.policy} on ${play.trace} from ${seconds(play.start_s)}`;
 
 /** Index of the last row whose time is at or before t; -1 if there is none. */

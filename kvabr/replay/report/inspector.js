@@ -47,6 +47,20 @@ function momentCard(play) {
     ]));
 }
 
+/** What the other policy had at the same moment. */
+function rivalCard(other) {
+  const t = state.t ?? state.mark;
+  const placed = tracksAt(other, t).filter((track) => track !== undefined).length;
+  return el("div", { class: "card rival" },
+    el("h4", {}, other.policy, el("small", {}, ` at ${seconds(t)}`)),
+    pairs([
+      ["in place", `${placed} of ${other.groups_total} groups`],
+      ["achieved", rate(stepValue(other.achieved.t, other.achieved.rate, t)), "key-rival"],
+      ["lower bound", rate(stepValue(other.belief.t, other.belief.lower, t))],
+      ["slack", seconds(stepValue(other.belief.t, other.belief.slack, t))],
+    ]));
+}
+
 function requestCard(play) {
   const row = play.requests[state.request];
   const at = (name) => row[COL.requests[name]];
@@ -144,7 +158,7 @@ function groupCard(play) {
 }
 
 function helpCard() {
-  const keys = [["\u2190 \u2192", "policy"], ["[ ]", "trace and start"], [", .", "decision before, after"], ["Esc", "let go, zoom out"]];
+  const keys = [["\u2190 \u2192", "policy"], ["[ ]", "trace and start"], [", .", "decision before, after"], ["c", "compare with another policy"], ["Esc", "let go, zoom out"]];
   return el("div", { class: "card help" },
     el("p", {}, "Move over the charts to scrub through the play. Click to pin a moment, drag to zoom, double-click to zoom out."),
     el("dl", { class: "pairs" }, keys.map(([key, what]) => el("div", {}, el("dt", {}, el("kbd", {}, key)), el("dd", {}, what)))));
@@ -154,7 +168,7 @@ function drawInspector() {
   const play = current();
   const cards = [];
   const decision = decisionOf(play);
-  if (state.t !== null || state.mark !== null) cards.push(momentCard(play));
+  if (state.t !== null || state.mark !== null) cards.push(momentCard(play), rival() && rivalCard(rival()));
   if (state.request !== null) cards.push(requestCard(play));
   else if (state.group !== null) cards.push(groupCard(play));
   if (decision !== null) cards.push(decisionCard(play.decisions[decision]));
@@ -175,6 +189,7 @@ function drawHead() {
   const measured = play.measured || {};
   const fp16 = DATA.facts.fp16_bytes;
   const tile = (name, value, note) => el("div", { class: "tile" }, el("dt", {}, name), el("dd", {}, value, note && el("small", {}, note)));
+  const other = rival();
   byId("play-head").replaceChildren(
     el("h3", {}, play.policy, el("small", {}, ` on ${play.trace}, from ${seconds(play.start_s)}`),
       !play.feasible && el("span", { class: "badge bad" }, "no schedule could meet this deadline"),
@@ -188,5 +203,7 @@ function drawHead() {
       tile("fetched", bytes(play.bytes_fetched), fp16 ? `${percent(play.bytes_fetched / fp16)} of FP16` : null),
       tile("wasted", percent(play.bytes_fetched ? play.bytes_wasted / play.bytes_fetched : 0), bytes(play.bytes_wasted)),
       play.estimator && tile("estimator", play.estimator, known(play.rtt_s) ? `round trip ${seconds(play.rtt_s)}` : null),
-      tile("recomputed", whole(play.tokens_recomputed), known(play.recompute_s) ? `tokens in ${seconds(play.recompute_s)}` : "tokens")));
+      tile("recomputed", whole(play.tokens_recomputed), known(play.recompute_s) ? `tokens in ${seconds(play.recompute_s)}` : "tokens")),
+    other ? el("p", { class: "rival" }, el("b", {}, other.policy), ": TTFT ", outcome(other), `, loss ${nats(other.loss)}, regret ${nats(other.regret)}, ` +
+      `fetched ${bytes(other.bytes_fetched)}, wasted ${percent(other.bytes_fetched ? other.bytes_wasted / other.bytes_fetched : 0)}`) : "");
 }

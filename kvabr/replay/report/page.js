@@ -1,13 +1,14 @@
 // The page: draws the overview once, and the chosen play whenever the choice changes; keys, address, size.
 
-const samePlay = (a, b) => a.trace === b.trace && a.start_s === b.start_s && a.deadline_s === b.deadline_s;
 const unique = (values) => [...new Set(values)];
 
 /** Go to a play; the zoom stays only where the time axis means the same. */
 function selectPlay(play) {
   if (play === state.play) return;
   const zoom = samePlay(DATA.plays[play], current()) ? state.zoom : null;
-  update({ ...nowhere, pinned: false, zoom, play });
+  // To go to the play that is compared with swaps the two.
+  const swapped = rival() === DATA.plays[play];
+  update({ ...nowhere, pinned: false, zoom, play, versus: swapped ? current().policy : state.versus });
 }
 
 function nearest(wanted) {
@@ -48,7 +49,25 @@ function drawPicker() {
 function drawTools() {
   byId("tools").replaceChildren(el("h3", {}, "Over time"),
     state.zoom && el("button", { onclick: () => update({ ...nowhere, pinned: false, zoom: null }) },
-      `${seconds(state.zoom[0])} to ${seconds(state.zoom[1])} \u00b7 show all`) || "");
+      `${seconds(state.zoom[0])} to ${seconds(state.zoom[1])} \u00b7 show all`) || "",
+    versusChoice());
+}
+
+const compareWith = (versus) => update({ versus });
+
+function versusChoice() {
+  const others = policiesHere().filter((name) => name !== current().policy);
+  if (!others.length) return "";
+  const names = [null, ...others];
+  const picked = rival() ? names.indexOf(state.versus) : 0;
+  return el("label", { class: "choice versus" }, el("span", { class: "muted" }, "compare with"),
+    el("select", { onchange: (event) => compareWith(names[event.target.selectedIndex]) },
+      names.map((name, i) => el("option", { selected: i === picked }, name ?? "no other policy"))));
+}
+
+function stepVersus() {
+  const names = [null, ...policiesHere().filter((name) => name !== current().policy)];
+  compareWith(names[(names.indexOf(rival() ? state.versus : null) + 1) % names.length]);
 }
 
 function drawPlay() {
@@ -68,7 +87,7 @@ function drawPlay() {
 }
 
 watchers.push((changed) => {
-  if (changed.has("play")) drawPlay();
+  if (changed.has("play") || changed.has("versus")) drawPlay();
   else {
     if (changed.has("zoom")) {
       drawTools();
@@ -79,14 +98,15 @@ watchers.push((changed) => {
     markLog();
     drawInspector();
   }
-  if (changed.has("play") || state.pinned || changed.has("pinned")) writeAddress();
+  if (changed.has("play") || changed.has("versus") || state.pinned || changed.has("pinned")) writeAddress();
 });
 
 // ---------------------------------------------------------------- address and keys
 
-/** The address names what is shown, so that a moment can be passed on: #play=3&t=1.25 or #play=3&decision=17. */
+/** The address names what is shown, so that a moment can be passed on: #play=3&t=1.25, #play=3&decision=17, #play=3&with=mpc. */
 function writeAddress() {
   const parts = [`play=${state.play}`];
+  if (rival()) parts.push(`with=${encodeURIComponent(state.versus)}`);
   if (state.pinned && state.decision !== null) parts.push(`decision=${state.decision}`);
   else if (state.pinned && state.t !== null) parts.push(`t=${state.t.toFixed(5)}`);
   try {
@@ -103,7 +123,7 @@ function readAddress() {
     return text !== null && /^\d+$/.test(text) && Number(text) < count ? Number(text) : null;
   };
   const play = index("play", DATA.plays.length) ?? DATA.opening;
-  const change = { ...nowhere, pinned: false, zoom: null, play };
+  const change = { ...nowhere, pinned: false, zoom: null, play, versus: wanted.get("with") };
   const decision = index("decision", DATA.plays[play].decisions.length);
   const t = Number.parseFloat(wanted.get("t"));
   if (decision !== null) {
@@ -143,6 +163,7 @@ const KEYS = {
   "]": () => stepPlay(1),
   ",": () => stepDecision(-1),
   ".": () => stepDecision(1),
+  c: stepVersus,
   Escape: () => update({ ...nowhere, pinned: false, zoom: null }),
 };
 

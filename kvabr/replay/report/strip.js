@@ -84,6 +84,7 @@ function drawMultiples() {
 }
 
 let mainStrip = null;
+let rivalStrip = null;
 
 function drawStrip() {
   const play = current();
@@ -93,8 +94,10 @@ function drawStrip() {
     onhover: (group) => look({ group, ...momentOf(play, group) }),
     onleave: () => look({}),
   });
+  const other = rival();
+  rivalStrip = other && buildStrip(other, { label: `The same for ${other.policy}: ${stripLabel(other)}` });
   const last = play.groups_total - 1;
-  byId("strip").replaceChildren(mainStrip.node, el("div", { class: "strip-axis", "aria-hidden": "true" },
+  byId("strip").replaceChildren(mainStrip.node, other ? el("small", {}, other.policy) : "", other ? rivalStrip.node : "", el("div", { class: "strip-axis", "aria-hidden": "true" },
     ticks(0, last, 8).map((group) => el("span", { style: `left:${((group + 0.5) / (last + 1)) * 100}%` }, String(group)))));
   paintStrip();
 }
@@ -115,6 +118,7 @@ function paintStrip() {
   const tracks = tracksAt(play, state.t);
   mainStrip.paint(tracks);
   mainStrip.cells.forEach((cell, group) => cell.classList.toggle("on", group === state.group));
+  if (rivalStrip) rivalStrip.paint(tracksAt(rival(), state.t));
   const placed = tracks.filter((track) => track !== undefined).length;
   byId("strip-note").textContent = state.t === null
     ? "as delivered; \u25b2 upgraded, striped: recomputed"

@@ -9,8 +9,10 @@ let stacked = false;
 /** What the charts need again and again, worked out once a play. */
 function layout(play, width) {
   stacked = width < NARROW;
+  const other = rival();
   MARGIN.left = stacked ? 68 : 76;
-  const [from, to] = state.zoom || [0, play.until];
+  MARGIN.top = other ? 43 : 30;
+  const [from, to] = state.zoom || [0, Math.max(play.until, other ? other.until : 0)];
   const inner = Math.max(80, width - MARGIN.left - MARGIN.right);
   const x = (t) => MARGIN.left + ((t - from) / (to - from)) * inner;
   const time = (px) => from + ((px - MARGIN.left) / inner) * (to - from);
@@ -25,21 +27,24 @@ function layout(play, width) {
   add("requests", clamp(play.groups_total * 4, 96, 280), 30);
   add("decoder", 12, 8);
   if (play.computed.length) add("engine", 12, 6);
+  if (other) add("rival", panels.requests.height, 30);
   add("slack", 88, 30);
-  return { play, width, from, to, x, time, panels, height: top + MARGIN.bottom, right: MARGIN.left + inner };
+  return { play, other, width, from, to, x, time, panels, height: top + MARGIN.bottom, right: MARGIN.left + inner };
 }
 
 function drawTimeline() {
   const host = byId("timeline");
   const play = current();
   const area = layout(play, host.clientWidth || 900);
-  const label = `Timeline of ${playTitle(play)}: throughput, requests, decoder, engine and slack over ${seconds(play.until)}`;
+  const against = area.other ? `, compared with ${area.other.policy}` : "";
+  const label = `Timeline of ${playTitle(play)}${against}: throughput, requests, decoder, engine and slack over ${seconds(play.until)}`;
   const root = svg("svg", { class: "timeline", width: area.width, height: area.height, role: "img", "aria-label": label });
   root.append(svg("clipPath", { id: "plot" },
     svg("rect", { x: MARGIN.left, y: 0, width: area.right - MARGIN.left, height: area.height })));
   const inPlot = svg("g", { "clip-path": "url(#plot)" });
   root.append(grid(area), inPlot);
   inPlot.append(ratePanel(area, root), requestPanel(area, root), decoderPanel(area, root), slackPanel(area, root));
+  if (area.other) inPlot.append(requestPanel(area, root, area.other, area.panels.rival));
   if (area.panels.engine) inPlot.append(enginePanel(area, root));
   root.append(milestones(area));
   const cursor = svg("g", { class: "cursor", visibility: "hidden" },
@@ -95,6 +100,10 @@ function milestones(area) {
   };
   flag(play.deadline_s, "deadline", `deadline ${seconds(play.deadline_s)}`, 0);
   flag(play.ttft_s, `delivered ${play.met ? "met" : "missed"}`, `${play.met ? "\u2713" : "\u2717"} cache in place ${seconds(play.ttft_s)}`, 1);
+  if (area.other) {
+    const { policy, ttft_s, met } = area.other;
+    flag(ttft_s, "delivered rival", `${met ? "\u2713" : "\u2717"} ${policy} ${seconds(ttft_s)}`, 2);
+  }
   return svg("g", {}, found);
 }
 
@@ -125,15 +134,19 @@ function filled(area, times, values, y, end, base) {
 }
 
 function ratePanel(area, root) {
-  const { play } = area;
+  const { play, other } = area;
   const panel = area.panels.rate;
-  const end = play.requests.reduce((most, row) => Math.max(most, row[COL.requests.end]), 0);
+  const lastByte = (one) => one.requests.reduce((most, row) => Math.max(most, row[COL.requests.end]), 0);
+  const end = lastByte(play);
+  const longest = other && other.until > play.until ? other : play;
   const seen = (times, values) => values.filter((value, i) => known(value) && times[i] >= area.from && times[i] <= area.to);
-  const top = 1.08 * Math.max(1, ...seen(play.link.t, play.link.mean), ...seen(play.achieved.t, play.achieved.rate));
+  const rates = [play, other].filter(Boolean).flatMap((one) => seen(one.achieved.t, one.achieved.rate));
+  const top = 1.08 * Math.max(1, ...seen(longest.link.t, longest.link.mean), ...rates);
   const y = (value) => panel.bottom - Math.min(1.1, value / top) * panel.height;
   heading(root, panel, "Throughput", [
     ["key-link", "\u25a0", "link"], ["key-achieved", "\u2501", "achieved"],
     ["key-estimate", "\u2501", "estimate"], ["key-estimate", "\u2505", "lower bound"],
+    ...(other ? [["key-rival", "\u2501", other.policy]] : []),
   ]);
   const found = [];
   for (const value of ticks(0, top * 8, 4)) {
@@ -141,63 +154,64 @@ function ratePanel(area, root) {
     found.push(svg("line", { class: "rule", x1: MARGIN.left, x2: area.right, y1: y(value / 8), y2: y(value / 8) }));
     sideText(root, y(value / 8), value === 0 ? "0" : trimmed(rate(value / 8)));
   }
-  const { t, mean, low } = play.link;
-  found.push(svg("path", { class: "link", d: filled(area, t, mean, y, play.until, panel.bottom) }));
-  if (low) found.push(svg("path", { class: "link low", d: filled(area, t, low, y, play.until, panel.bottom) }));
-  const arrived = play.achieved.t.filter((at) => at <= end);
+  const { t, mean, low } = longest.link;
+  found.push(svg("path", { class: "link", d: filled(area, t, mean, y, longest.until, panel.bottom) }));
+  if (low) found.push(svg("path", { class: "link low", d: filled(area, t, low, y, longest.until, panel.bottom) }));
+  const achieved = (one, last) => steps(area, one.achieved.t.filter((at) => at <= last), one.achieved.rate, y, last);
+  if (other) found.push(svg("path", { class: "rival-line", d: achieved(other, lastByte(other)) }));
   found.push(
-    svg("path", { class: "achieved", d: steps(area, arrived, play.achieved.rate, y, end) }),
+    svg("path", { class: "achieved", d: achieved(play, end) }),
     svg("path", { class: "estimate", d: steps(area, play.belief.t, play.belief.rate, y, end) }),
     svg("path", { class: "lower", d: steps(area, play.belief.t, play.belief.lower, y, end) }));
   return svg("g", {}, found);
 }
 
 function slackPanel(area, root) {
-  const { play } = area;
+  const { play, other } = area;
   const panel = area.panels.slack;
-  const values = play.belief.slack.filter(known);
+  const values = [play, other].filter(Boolean).flatMap((one) => one.belief.slack.filter(known));
   // A slack of many deadlines, either way, says no more than one deadline does.
   const limit = Math.max(play.deadline_s, 1e-6);
   const high = clamp(Math.max(0, ...values), limit * 0.1, limit);
   const low = clamp(Math.min(0, ...values), -limit, -limit * 0.1);
   const y = (value) => panel.top + ((high - clamp(value, low, high)) / (high - low)) * panel.height;
-  heading(root, panel, "Slack", [["", "", "time to the deadline less the time that the rest needs"]]);
+  heading(root, panel, "Slack", [["", "", "time to the deadline less the time that the rest needs"],
+    ...(other ? [["key-rival", "\u2501", other.policy]] : [])]);
   const found = ticks(low, high, 4).map((value) => {
     sideText(root, y(value), trimmed(seconds(value)));
     return svg("line", { class: value === 0 ? "zero" : "rule", x1: MARGIN.left, x2: area.right, y1: y(value), y2: y(value) });
   });
   const { t, slack } = play.belief;
-  const end = known(play.ttft_s) ? Math.max(play.ttft_s, t.length ? t[t.length - 1] : 0) : play.until;
+  const endOf = (one) => (known(one.ttft_s) ? Math.max(one.ttft_s, one.belief.t.at(-1) ?? 0) : one.until);
+  const end = endOf(play);
   const part = (keep) => slack.map((value) => (known(value) && keep(value) ? value : 0));
   found.push(
     svg("path", { class: "ahead", d: filled(area, t, part((v) => v > 0), y, end, y(0)) }),
     svg("path", { class: "behind", d: filled(area, t, part((v) => v < 0), y, end, y(0)) }),
     svg("path", { class: "slack", d: steps(area, t, slack, y, end) }));
+  if (other) found.push(svg("path", { class: "rival-line", d: steps(area, other.belief.t, other.belief.slack, y, endOf(other)) }));
   return svg("g", {}, found);
 }
 
 // ---------------------------------------------------------------- requests, decoder, engine
 
 /** Vertical place of a group in the panel of requests: [top, height]. */
-function rowOf(area, group, count = 1) {
-  const panel = area.panels.requests;
+function rowOf(area, group, count = 1, panel = area.panels.requests) {
   const step = panel.height / area.play.groups_total;
   const height = Math.max(1.5, step * count - (step > 3 ? 0.8 : 0));
   return [panel.top + group * step, height];
 }
 
-function requestPanel(area, root) {
-  const { play } = area;
-  const panel = area.panels.requests;
+function requestPanel(area, root, play = area.play, panel = area.panels.requests) {
   const kinds = new Set(play.requests.map((row) => row[COL.requests.outcome]));
-  heading(root, panel, "Requests by group", [
+  heading(root, panel, area.other ? `Requests by group: ${play.policy}` : "Requests by group", [
     ["key-wait", "\u25a0", "waiting for the first byte"],
     ...(kinds.has("cancelled") || kinds.has("failed") ? [["key-cancel", "\u25a8", "cancelled or failed"]] : []),
     ...(play.computed.length ? [["key-engine", "\u25a0", "recomputed"]] : []),
   ]);
-  for (const group of ticks(0, play.groups_total - 1, 4)) sideText(root, rowOf(area, group)[0] + 2, String(group));
+  for (const group of ticks(0, play.groups_total - 1, 4)) sideText(root, rowOf(area, group, 1, panel)[0] + 2, String(group));
   const found = play.computed.map(([start, end, first, last]) => {
-    const [top, height] = rowOf(area, first, last - first);
+    const [top, height] = rowOf(area, first, last - first, panel);
     return [
       svg("rect", { class: "engine", x: area.x(start), width: Math.max(1, area.x(end) - area.x(start)), y: top, height }),
       svg("rect", { class: "overlay weaved", x: area.x(start), width: Math.max(1, area.x(end) - area.x(start)), y: top, height }),
@@ -206,7 +220,7 @@ function requestPanel(area, root) {
   for (const row of play.requests) {
     const [start, first, end] = [row[COL.requests.sent], row[COL.requests.first_byte], row[COL.requests.end]];
     if (end < area.from || start > area.to) continue;
-    const [top, height] = rowOf(area, row[COL.requests.group]);
+    const [top, height] = rowOf(area, row[COL.requests.group], 1, panel);
     const ended = row[COL.requests.outcome];
     const flow = known(first) ? first : end;
     const box = (from, to) => ({ x: area.x(from).toFixed(2), y: top, width: Math.max(0.8, area.x(to) - area.x(from)).toFixed(2), height });
