@@ -338,3 +338,21 @@ def test_an_empty_text_is_called_so(capsys, tmp_path):
     said = f"kvabr: --text {tmp_path / 'empty.txt'}: is empty; name a file with a text\n"
     assert run(capsys, "encode", *words, "--tokens", 5, "--out", tmp_path / "x") == (2, "", said)
     assert run(capsys, "fetch", "moqt://localhost:1/", *words, "--model", "smollm2") == (2, "", said)
+
+
+@pytest.mark.parametrize("width", [60, 80])
+def test_tables_fit_a_narrow_terminal_without_cutting_numbers(capsys, monkeypatch, asset, width):
+    monkeypatch.setenv("COLUMNS", str(width))
+    traces = [TRACES / "flat.csv", TRACES / "lte.csv"]
+    for words in (
+        ["replay", *traces, "--policy", "anytime", "fixed:Int8", "--load", 0.4],
+        ["inspect", asset],
+        ["traces", "info", TRACES],
+        ["traces", "info", TRACES, "--families"],
+        ["engines"],
+        ["policies"],
+    ):
+        status, out, _ = run(capsys, *words)
+        assert status == 0
+        assert "…" not in out
+        assert max(map(len, out.partition("prompt digest")[0].splitlines()[:3])) <= width

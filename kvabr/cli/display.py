@@ -26,6 +26,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from kvabr.replay.fitting_table import FittingTable
 from kvabr.store.files import write_text
 from kvabr.types.catalog import Catalog, Track
 
@@ -128,7 +129,8 @@ def table(
     *,
     left: Container[str] = (),
     fold: Container[str] = (),
-) -> Table:
+    spare: Sequence[str] = (),
+) -> FittingTable:
     """Return a table with few rules, so that ten columns fit a narrow terminal.
 
     Args:
@@ -137,8 +139,10 @@ def table(
         rows: The cells, plain text.
         left: Columns that are aligned to the left.
         fold: Columns that are aligned to the left, and wrap.
+        spare: Columns that are left out on a terminal that is too narrow, the first one first.
     """
-    made = Table(title=title, title_justify="left", box=box.SIMPLE, padding=0, pad_edge=False)
+    made = FittingTable(title=title, title_justify="left", box=box.SIMPLE, padding=0, pad_edge=False)
+    made.spare = spare
     for name in columns:
         text = name in left or name in fold
         made.add_column(name, justify="left" if text else "right", no_wrap=name not in fold, overflow="fold")
@@ -198,7 +202,8 @@ def track_table(catalog: Catalog, title: str | None = None) -> Table:
         for row in track_rows(catalog)
     ]
     names = ("track", *layered, "bytes", "bits/el", "ratio", "loss", "KL", "ΔNLL", "top-1", "ms/group")
-    return table(title, names, rows, left=("track", "refines"))
+    spare = ("ms/group", "ΔNLL", "top-1", "bytes", "refines", "KL")
+    return table(title, names, rows, left=("track", "refines"), spare=spare)
 
 
 def quality_cells(row: Mapping[str, Any]) -> tuple[str, str, str]:

@@ -69,7 +69,7 @@ def _policies(_args: argparse.Namespace) -> int:
     for name, cls in sorted(policies().items()):
         shown = spelled.get(name, name) + (" (default)" if name == DEFAULT else "")
         rows.append((shown, cls.estimator, _yes(cls.abandons), _first_line(cls), cls.__module__))
-    _print("ABR policies", ("name", "estimator", "abandons", "what it does", "from"), rows)
+    _print("ABR policies", ("name", "estimator", "abandons", "what it does", "from"), rows, ("from", "estimator"))
     return 0
 
 
@@ -77,7 +77,7 @@ def _estimators(_args: argparse.Namespace) -> int:
     from kvabr.abr.plugins import estimators
 
     rows = [(name, _first_line(cls), cls.__module__) for name, cls in sorted(estimators().items())]
-    _print("bandwidth estimators", ("name", "what it does", "from"), rows)
+    _print("bandwidth estimators", ("name", "what it does", "from"), rows, ("from",))
     return 0
 
 
@@ -90,17 +90,18 @@ def _engines(args: argparse.Namespace) -> int:
         "serving engines",
         ("name", "installed", "tested", "mode", "upgrades", "publishes"),
         [(one.name, _installed(one), one.range, one.mode, _yes(one.upgrades), _yes(one.publishes)) for one in found],
+        ("publishes", "upgrades"),
     )
     write_json(args.json, [_engine_row(adapter) for adapter in found])
     return 0
 
 
-def _print(title: str, columns: Sequence[str], rows: Iterable[tuple[str, ...]]) -> None:
+def _print(title: str, columns: Sequence[str], rows: Iterable[tuple[str, ...]], spare: Sequence[str]) -> None:
     from rich.console import Console
 
     from kvabr.cli.display import table
 
-    Console().print(table(title, columns, rows, fold=columns))
+    Console().print(table(title, columns, rows, fold=columns, spare=spare))
 
 
 def _first_line(cls: type) -> str:

@@ -240,7 +240,8 @@ def _trace_table(rows: Sequence[dict[str, Any]], lines: Sequence[str], *, wide: 
     cells = [
         (row["name"], *(show(row) for show in columns.values()), line) for row, line in zip(rows, lines, strict=True)
     ]
-    return table("traces (rates in Mbit/s)", ("name", *columns, "rate over time"), cells, fold=("name",))
+    names, spare = ("name", *columns, "rate over time"), ("rate over time", "max", "p5", "zero", "CV")
+    return table("traces (rates in Mbit/s)", names, cells, fold=("name",), spare=spare)
 
 
 def _family_table(rows: Sequence[dict[str, Any]]) -> Table:
@@ -266,4 +267,10 @@ def _family_table(rows: Sequence[dict[str, Any]]) -> Table:
             )
         )
     names = ("family", "format", "files", "traces", "median s", "total s", "mean", "lowest", "highest", "zero")
-    return table("families (rates in Mbit/s, weighted by time)", names, cells, fold=("family",))
+    return table(
+        "families (rates in Mbit/s, weighted by time)",
+        names,
+        cells,
+        fold=("family",),
+        spare=("format", "files", "median s", "zero", "lowest", "highest"),
+    )

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from kvabr.lab.causes import CAUSES
 from kvabr.lab.totals import Cut
+from kvabr.replay.fitting_table import FittingTable
 from kvabr.replay.report.queries import DASH, nats
 
 _WORDS = {
@@ -47,6 +48,7 @@ def ranking_table(result: dict[str, Any]) -> Table:
     comparison = result["comparison"]
     title = f"{comparison['plays']:,} feasible plays over {comparison['traces']} traces, each by every policy"
     table = _table(title)
+    table.spare = ("net only", "95 %")
     table.add_column("#", justify="right", no_wrap=True)
     _policy_column(table)
     for name in ("regret", "95 %", "net only"):
@@ -64,6 +66,7 @@ def ranking_table(result: dict[str, Any]) -> Table:
 def deadline_table(result: dict[str, Any]) -> Table:
     """Return deadlines met, TTFT, loss and waste of every policy, over its feasible plays."""
     table = _table("deadlines met, loss and waste")
+    table.spare = ("wasted", "95 %", "engine", "p95")
     _policy_column(table)
     computed = any(line["recompute_s_mean"] for line in result["summary"].values())
     for name in ("met", "95 %", "TTFT p50", "p95", "loss", "wasted", *(["engine"] if computed else [])):
@@ -120,7 +123,7 @@ def _side_by_side(
             room = width - min(_POLICY_WIDTH, max(map(len, policies))) - 2 * _BETWEEN
         blocks[-1].append((head, cells))
         room -= needed
-    tables = []
+    tables: list[Table] = []
     for number, block in enumerate(blocks):
         table = _table(title + (", continued" if number else ""))
         _policy_column(table)
@@ -138,6 +141,7 @@ def apart_table(result: dict[str, Any]) -> Table | None:
     if not any(line["plays"] for line in lines.values()):
         return None
     table = _table("infeasible plays: what was done")
+    table.spare = ("tokens recomputed", "gave up")
     _policy_column(table)
     for name in ("plays", "gave up", "TTFT / deadline", "loss", "tokens recomputed"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -193,5 +197,5 @@ def _policy_column(table: Table) -> None:
     table.add_column("policy", overflow="fold", max_width=_POLICY_WIDTH)
 
 
-def _table(title: str) -> Table:
-    return Table(title=title, title_justify="left", box=box.SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
+def _table(title: str) -> FittingTable:
+    return FittingTable(title=title, title_justify="left", box=box.SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)

@@ -14,6 +14,7 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
+from kvabr.replay.fitting_table import FittingTable
 from kvabr.replay.report.queries import (
     DARK,
     DASH,
@@ -84,6 +85,7 @@ def summary_table(result: Result) -> RenderableType:
         result: what `kvabr replay --json` writes.
     """
     table = _table()
+    table.spare = ("95 %\nCI", "loss\np95", "\nwaste", "re-\ncomp.", "TTFT\np95", "\nmix")
     table.add_column("policy", no_wrap=True, overflow="ellipsis", min_width=10)
     for title in _TITLES:
         table.add_column(title, justify="right", no_wrap=True)
@@ -233,6 +235,7 @@ def live_table(result: Result) -> RenderableType:
     """
     compared: dict[str, Any] = result["live_comparison"]
     table = _table()
+    table.spare = ("regret\nlive", "\nsimulated", "\np90", "\nbias", "same\ntrack")
     table.add_column("simulated\nagainst live", no_wrap=True, overflow="ellipsis", min_width=12)
     for title in _LIVE_TITLES:
         table.add_column(title, justify="right", no_wrap=True)
@@ -291,6 +294,7 @@ def verification_table(result: Result) -> Table:
     The table fits 80 columns; long names are continued on the next line.
     """
     table = _table("verified with the real model")
+    table.spare = ("\ntop-1", "\nΔNLL", "start\ns", "recom-\nputed")
     for name in ("policy", "trace"):
         table.add_column(f"\n{name}", overflow="fold")
     for title in _VERIFIED_TITLES:
@@ -314,8 +318,8 @@ def verification_table(result: Result) -> Table:
     return table
 
 
-def _table(title: str | None = None) -> Table:
-    return Table(
+def _table(title: str | None = None) -> FittingTable:
+    return FittingTable(
         title=title,
         title_justify="left",
         box=None,

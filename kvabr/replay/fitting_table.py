@@ -1,0 +1,64 @@
+"""A terminal table that leaves out columns where it would otherwise cut numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.table import Table
+
+
+class FittingTable(Table):
+    """A table that gives up columns, one by one, until what is left fits the width."""
+
+    spare: Sequence[str] = ()
+    """Headers of the columns that may be left out, the first one first."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Yield the table without the columns that do not fit, and a line that names them."""
+        left_out: list[str] = []
+        kept = self
+        for header in self.spare:
+            if kept._needed(console, options) <= options.max_width:
+                break
+            if any(column.header == header for column in kept.columns):
+                kept = kept._without(header)
+                left_out.append(" ".join(header.replace("-\n", "").split()))
+        yield from Table.__rich_console__(kept, console, options)
+        if left_out:
+            yield console.render_str(f"[dim]not shown in {options.max_width} columns: {', '.join(left_out)}[/]")
+
+    def _needed(self, console: Console, options: ConsoleOptions) -> int:
+        """Return the least width at which no number is cut and no word broken."""
+        free = options.update_width(10_000)
+        needed = self._extra_width
+        for column in self.columns:
+            measured = self._measure_column(console, free, column)
+            if column.no_wrap and column.overflow == "ellipsis":
+                needed += min(measured.maximum, column.min_width or _SHORTENED)
+            else:
+                needed += measured.maximum if column.no_wrap else min(measured.minimum, column.max_width or _FOLDED)
+        return needed
+
+    def _without(self, header: str) -> FittingTable:
+        """Return the table without a column."""
+        table = FittingTable(
+            box=self.box,
+            padding=self.padding,
+            pad_edge=self.pad_edge,
+            collapse_padding=self.collapse_padding,
+            title=self.title,
+            title_justify=self.title_justify,
+            header_style=self.header_style,
+        )
+        kept = [column for column in self.columns if column.header != header]
+        table.columns = [replace(column, _index=index) for index, column in enumerate(kept)]
+        table.rows = self.rows
+        return table
+
+
+_SHORTENED = 12
+"""Least width of a column whose text may be shortened."""
+_FOLDED = 12
+"""Longer words of a column that wraps may be broken."""
