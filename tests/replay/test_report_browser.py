@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import re
 import select
 import shutil
 import subprocess
@@ -10,6 +11,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from xml.etree import ElementTree as ET
 
 import pytest
 
@@ -98,7 +100,7 @@ class Browser:
             self.problems.append(params["entry"]["text"])
         elif method == "Runtime.consoleAPICalled" and params["type"] in {"error", "warning"}:
             self.problems.append(json.dumps(params["args"])[:500])
-        elif method == "Network.requestWillBeSent" and not params["request"]["url"].startswith("file:"):
+        elif method == "Network.requestWillBeSent" and not params["request"]["url"].startswith(("file:", "blob:")):
             self.problems.append(f"loads {params['request']['url']}")
 
     def open(self, path: Path, fragment: str = "") -> None:
@@ -332,4 +334,36 @@ def test_two_policies_share_a_time_axis(page, tmp_path):
     assert "cheapfirst" in page.text("#play-head .rival"), "and stay together on the next start"
     page.open(tmp_path / "page.html", f"#play={here}&with=nonsense")
     assert rows(page, ".timeline .wait") == alone
+    assert page.problems == []
+
+
+def test_the_timeline_is_saved_as_svg_and_png(page, tmp_path):
+    page.open(tmp_path / "page.html", "#play=0&with=bola")
+    saved = """new Promise((done) => {
+        const create = URL.createObjectURL;
+        URL.createObjectURL = (blob) => { if (blob.type === "%s") done(blob); return create(blob); };
+        HTMLAnchorElement.prototype.click = () => {};
+        [...document.querySelectorAll(".export button")].find((button) => button.innerText === "%s").click();
+    })"""
+    text = page.js(saved % ("image/svg+xml", "SVG") + ".then((blob) => blob.text())")
+    root = ET.fromstring(text)  # noqa: S314  # made by our own page
+    assert root.tag == "{http://www.w3.org/2000/svg}svg"
+    assert "compared with bola" in root[0].text
+    assert "var(--" not in text
+    assert "class=" not in text
+    assert not re.search(r"(?:href|src)=|url\((?!['#])", text), "it loads nothing"
+    shapes = len(list(root.iter("{http://www.w3.org/2000/svg}rect")))
+    assert shapes > rows(page, ".timeline .wait")
+    size = page.js(
+        saved % ("image/png", "PNG")
+        + """.then(createImageBitmap).then((image) => {
+        const canvas = new OffscreenCanvas(image.width, image.height);
+        const context = canvas.getContext("2d");
+        context.drawImage(image, 0, 0);
+        const colours = new Set(new Uint32Array(context.getImageData(0, 0, image.width, image.height).data.buffer));
+        return [image.width, image.height, colours.size];
+    })"""
+    )
+    assert size[:2] == [2 * float(root.get("width")), 2 * float(root.get("height"))]
+    assert size[2] > 10, "it is painted"
     assert page.problems == []

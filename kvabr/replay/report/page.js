@@ -50,7 +50,7 @@ function drawTools() {
   byId("tools").replaceChildren(el("h3", {}, "Over time"),
     state.zoom && el("button", { onclick: () => update({ ...nowhere, pinned: false, zoom: null }) },
       `${seconds(state.zoom[0])} to ${seconds(state.zoom[1])} \u00b7 show all`) || "",
-    versusChoice());
+    versusChoice(), exportButtons());
 }
 
 const compareWith = (versus) => update({ versus });

@@ -146,7 +146,7 @@ function ratePanel(area, root) {
   heading(root, panel, "Throughput", [
     ["key-link", "\u25a0", "link"], ["key-achieved", "\u2501", "achieved"],
     ["key-estimate", "\u2501", "estimate"], ["key-estimate", "\u2505", "lower bound"],
-    ...(other ? [["key-rival", "\u2501", other.policy]] : []),
+    ...(other && !stacked ? [["key-rival", "\u2501", other.policy]] : []),
   ]);
   const found = [];
   for (const value of ticks(0, top * 8, 4)) {
