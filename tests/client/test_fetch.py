@@ -141,6 +141,24 @@ def test_what_is_refused_says_why(served, short, tmp_path, capsys, words, status
     assert "Traceback" not in error
 
 
+@pytest.mark.parametrize("quic", ["auto", "aioquic"])
+@pytest.mark.parametrize(
+    ("url", "trust", "said"),
+    [
+        (None, (), ("not signed by a trusted authority", "--ca FILE", "--fingerprint HEX")),
+        (None, ("--fingerprint", "0" * 64), ("not the expected one", "give it with --fingerprint")),
+        ("moqt://no-such-host.invalid/", (), ("no such host", "check the host's name in the URL")),
+        ("moqt://127.0.0.1:9/", ("--timeout", "0.3"), ("no answer within 0.3 s", "--timeout waits longer")),
+    ],
+)
+def test_a_peer_that_cannot_be_used_is_told_once_with_the_way_out(served, short, capfd, quic, url, trust, said):
+    assert kvabr("fetch", url or served.url, "--name", name(short), "--quic", quic, *trust) == 1
+    error = capfd.readouterr().err
+    assert error.count("\n") == 1
+    for words in said:
+        assert error.count(words) == 1
+
+
 def test_an_asset_named_twice_and_a_bad_url(served, short, capsys):
     assert kvabr("fetch", f"{served.url}#kvcache:{name(short)}", "--name", name(short)) == 2
     assert "twice" in capsys.readouterr().err
