@@ -356,3 +356,25 @@ def test_tables_fit_a_narrow_terminal_without_cutting_numbers(capsys, monkeypatc
         assert status == 0
         assert "…" not in out
         assert max(map(len, out.partition("prompt digest")[0].splitlines()[:3])) <= width
+
+
+@pytest.mark.parametrize(
+    ("line", "offered"),
+    [
+        ("kvabr re", ["relay", "replay", "report"]),
+        ("kvabr replay --lo", ["--load", "--log", "--loss"]),
+        ("kvabr replay --policy any", ["anytime"]),
+        ("kvabr fetch moqt://h/ --quic a", ["aioquic", "auto"]),
+        ("kvabr traces s", ["synth"]),
+        ("kvabr traces info --fam", ["--families"]),
+        ("kvabr traces info --format sa", ["sabre"]),
+        ("kvabr replay --scale", []),
+    ],
+)
+def test_bash_completes(capsys, tmp_path, line, offered):
+    status, script, _ = run(capsys, "completion", "bash")
+    assert status == 0
+    words = line.split()
+    ask = f"{script}\nCOMP_WORDS=({line}); COMP_CWORD={len(words) - 1}; _kvabr; printf '%s\\n' \"${{COMPREPLY[@]}}\""
+    done = subprocess.run(["bash", "-c", ask], capture_output=True, text=True, check=True)  # noqa: S603, S607 - our own
+    assert sorted(done.stdout.split()) == offered

@@ -39,6 +39,7 @@ COMMANDS = {
     "engines": ("listings:add_engines", "list the serving engines that play through kvabr"),
     "traces": ("traces:add", "inspect, import or synthesise network traces"),
     "bench": ("bench:add", "measure codecs: quality, rate against distortion, speed"),
+    "completion": ("completion:add", "print a completion script for bash or zsh"),
 }
 """Every command: the function that declares it, in a module of `kvabr.cli`, and its one-line help."""
 
