@@ -143,6 +143,31 @@ def test_who_is_told_the_future_does_not_lead(tmp_path):
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine")
+@pytest.mark.parametrize("width", [1400, 390])
+def test_charts_use_the_full_width(shown, tmp_path, width):
+    browser = Browser(tmp_path / "profile", width)
+    try:
+        browser.call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
+        browser.open(shown[0])
+        page = browser.js("document.querySelector('main').clientWidth")
+        edges = browser.js("""[...document.querySelectorAll('.chart.wide')].map((chart) => {
+            const texts = [...chart.querySelectorAll("text")].map((text) => text.getBoundingClientRect());
+            const box = chart.parentElement.getBoundingClientRect();
+            return [box.width, Math.min(...texts.map((text) => text.left)) - box.left,
+                    box.right - Math.max(...texts.map((text) => text.right))];
+        })""")
+        assert len(edges) == 2
+        for across, left, right in edges:
+            assert across == page
+            assert 0 <= left < 60
+            assert 0 <= right < 60
+        assert browser.js("document.documentElement.scrollWidth") <= width
+        assert browser.problems == []
+    finally:
+        browser.close()
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine")
 def test_a_click_on_a_worst_play_shows_its_timeline(shown, tmp_path):
     browser = Browser(tmp_path / "profile")
     try:

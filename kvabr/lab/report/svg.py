@@ -13,9 +13,12 @@ COLOURS = 10
 """Number of line colours; further policies repeat them, dashed."""
 _FLOOR = 1e-5
 """Smaller regrets are drawn here, because a logarithmic axis has no zero."""
-_LABEL = 190
-_NARROW = 500
-"""Charts wider than this scroll on a narrow screen instead of shrinking."""
+_CHARACTER = 6.8
+"""Width of a character of a policy's name, pixels, on the safe side."""
+_NUMBER = 72
+"""Room for the numbers at the right of a wide chart, pixels."""
+_LEAST_PLOT = 150
+"""Least width of a wide chart's plot, pixels; on narrower screens the chart scrolls."""
 
 
 def escape(text: object) -> str:
@@ -31,26 +34,38 @@ def line_class(index: int) -> str:
 class LogAxis:
     """A logarithmic axis of whole decades that holds all values, from `_FLOOR` at the lowest."""
 
-    def __init__(self, values: Sequence[float], left: float, right: float) -> None:
+    def __init__(self, values: Sequence[float], left: float, right: float, unit: str = "") -> None:
+        """Create an axis.
+
+        Args:
+            values: what it must hold.
+            left: position of the lowest decade.
+            right: position of the highest decade.
+            unit: unit of positions: pixels if empty, else ``%``.
+        """
         known = [max(_FLOOR, value) for value in values] or [_FLOOR, 1.0]
         self._low = math.floor(math.log10(min(known)) + 1e-9)
         self._high = max(self._low + 1, math.ceil(math.log10(max(known)) - 1e-9))
-        self._left, self._width = left, right - left
+        self._left, self._width, self._unit = left, right - left, unit
 
     def x(self, value: float) -> float:
         """Return the position of a value."""
         share = (math.log10(max(_FLOOR, value)) - self._low) / (self._high - self._low)
         return self._left + min(1.0, max(0.0, share)) * self._width
 
+    def at(self, value: float) -> str:
+        """Return the position of a value as an SVG length."""
+        return f"{self.x(value):.2f}{self._unit}"
+
     def grid(self, top: float, bottom: float) -> str:
         """Return a line and a label for every decade."""
         parts = []
         for power in range(self._low, self._high + 1):
-            x, text = self.x(10.0**power), f"{10.0**power:g}"
+            x, text = self.at(10.0**power), f"{10.0**power:g}"
             if power <= math.log10(_FLOOR) + 1e-9:
                 text = f"≤{text}"
-            parts.append(f'<line class="rule" x1="{x:.1f}" x2="{x:.1f}" y1="{top}" y2="{bottom}"/>')
-            parts.append(f'<text x="{x:.1f}" y="{bottom + 13}" text-anchor="middle">{text}</text>')
+            parts.append(f'<line class="rule" x1="{x}" x2="{x}" y1="{top}" y2="{bottom}"/>')
+            parts.append(f'<text x="{x}" y="{bottom + 13}" text-anchor="middle">{text}</text>')
         return "".join(parts)
 
 
@@ -61,44 +76,41 @@ def ranking(rows: Sequence[Mapping[str, object]], regrets: Mapping[str, tuple[fl
         rows: The ranking of a result.
         regrets: Mean, low and high end by policy.
     """
-    width, step, top = 860, 22, 8
+    step, top = 22, 8
     bottom = top + step * len(rows)
-    axis = LogAxis([value for ends in regrets.values() for value in ends], _LABEL + 10, width - 60)
+    axis = LogAxis([value for ends in regrets.values() for value in ends], 0.0, 100.0, "%")
     parts = [axis.grid(top, bottom)]
     for index, row in enumerate(rows):
         policy, y = str(row["policy"]), top + step * (index + 0.5)
         mean, low, high = regrets[policy]
         said = f"{policy}: {short(mean)} ({short(low)} to {short(high)})"
         parts.append(
-            f'<g><title>{escape(said)}</title><text x="{_LABEL}" y="{y + 4}" text-anchor="end" class="name">'
-            f'{escape(_cut(policy))}</text><line class="interval" x1="{axis.x(low):.1f}" x2="{axis.x(high):.1f}" '
-            f'y1="{y}" y2="{y}"/><circle class="dot" cx="{axis.x(mean):.1f}" cy="{y}" r="4"/>'
-            f'<text x="{width - 52}" y="{y + 4}">{escape(short(mean))}</text></g>'
+            f'<g><title>{escape(said)}</title>{_name(policy, y + 4)}<line class="interval" x1="{axis.at(low)}" '
+            f'x2="{axis.at(high)}" y1="{y}" y2="{y}"/><circle class="dot" cx="{axis.at(mean)}" cy="{y}" r="4"/>'
+            f"{_value(mean, y + 4)}</g>"
         )
-    return _frame(width, bottom + 20, "Mean regret of every policy", "".join(parts))
+    return _wide(list(regrets), bottom + 20, "Mean regret of every policy", "".join(parts))
 
 
 def causes(rows: Sequence[tuple[str, Mapping[str, float]]]) -> str:
     """Draw the causes of each policy's regret: bars of shares, all equally long."""
-    width, step, top = 860, 22, 6
-    inner = width - _LABEL - 80
+    step, top = 22, 6
     parts = []
     for index, (policy, parted) in enumerate(rows):
-        y, x = top + step * index, float(_LABEL + 10)
+        y, x = top + step * index, 0.0
         whole = sum(max(0.0, parted[cause]) for cause in CAUSES)
-        parts.append(f'<text x="{_LABEL}" y="{y + 14}" text-anchor="end" class="name">{escape(_cut(policy))}</text>')
+        parts.append(_name(policy, y + 14))
         for cause in CAUSES:
-            part = max(0.0, parted[cause]) / whole * inner if whole > 0 else 0.0
-            if part > 0.2:
+            part = 100 * max(0.0, parted[cause]) / whole if whole > 0 else 0.0
+            if part > 0.03:
                 said = f"{policy}, {cause_title(cause)}: {short(parted[cause])}"
                 parts.append(
-                    f'<rect class="cause-{cause}" x="{x:.1f}" y="{y + 2}" width="{part:.1f}" height="{step - 5}">'
+                    f'<rect class="cause-{cause}" x="{x:.2f}%" y="{y + 2}" width="{part:.2f}%" height="{step - 5}">'
                     f"<title>{escape(said)}</title></rect>"
                 )
             x += part
-        total = sum(parted.values())
-        parts.append(f'<text x="{_LABEL + 18 + inner}" y="{y + 14}">{escape(short(total))}</text>')
-    return _frame(width, top + step * len(rows) + 4, "Regret by cause", "".join(parts))
+        parts.append(_value(sum(parted.values()), y + 14))
+    return _wide([policy for policy, _ in rows], top + step * len(rows) + 4, "Regret by cause", "".join(parts))
 
 
 def distribution(values: Mapping[str, Sequence[float]], order: Sequence[str], title: str) -> str:
@@ -124,7 +136,10 @@ def distribution(values: Mapping[str, Sequence[float]], order: Sequence[str], ti
             f'<polyline class="curve {line_class(index)}" points="{" ".join(points)}">'
             f"<title>{escape(policy)}</title></polyline>"
         )
-    return _frame(width, height, title, "".join(parts))
+    return (
+        f'<svg class="chart" viewBox="0 0 {width} {height}" width="{width}" height="{height}" role="img" '
+        f'aria-label="{escape(title)}">{"".join(parts)}</svg>'
+    )
 
 
 def _ends(line: Sequence[float]) -> tuple[float, ...]:
@@ -135,10 +150,19 @@ def _cut(policy: str) -> str:
     return policy if len(policy) <= 28 else "…" + policy[-27:]
 
 
-def _frame(width: int, height: float, title: str, inside: str) -> str:
-    wide = width > _NARROW
-    chart = (
-        f'<svg class="chart{" wide" * wide}" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
-        f'role="img" aria-label="{escape(title)}">{inside}</svg>'
+def _name(policy: str, y: float) -> str:
+    return f'<text x="-10" y="{y}" text-anchor="end" class="name">{escape(_cut(policy))}</text>'
+
+
+def _value(value: float, y: float) -> str:
+    return f'<text x="100%" dx="10" y="{y}">{escape(short(value))}</text>'
+
+
+def _wide(names: Sequence[str], height: float, title: str, plot: str) -> str:
+    """Return a chart as wide as the page; names and numbers stand in its margins, and x goes from 0 to 100 %."""
+    left = round(14 + _CHARACTER * max(len(_cut(name)) for name in names))
+    size = f"margin:0 {_NUMBER}px 0 {left}px;width:calc(100% - {left + _NUMBER}px);height:{height}px"
+    return (
+        f'<div class="scroll"><svg class="chart wide" style="{size};min-width:{_LEAST_PLOT}px" role="img" '
+        f'aria-label="{escape(title)}">{plot}</svg></div>'
     )
-    return f'<div class="scroll">{chart}</div>' if wide else chart
