@@ -266,6 +266,7 @@ def test_an_error_of_the_options_is_one_line_with_the_way_out(capsys):
         (["replay", "--deadline", "500ms"], "write 0.5; "),
         (["replay", "--starts", "many"], "--starts 'many': must be a whole number; "),
         (["replay", "-j", "x"], "--jobs 'x': must be a whole number; "),
+        (["replay", "--polcy=mpc"], "kvabr replay: no option --polcy (did you mean '--policy'?); "),
         (["traces", "synth", "constant", "--mean-mbps", "x"], "`kvabr traces synth --help` lists the options"),
     ):
         with pytest.raises(SystemExit) as caught:

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from kvabr.types.errors import UsageError
+from kvabr.types.errors import UsageError, did_you_mean
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,6 +32,11 @@ class CommandParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Print the message and where to read more, and exit with status 2."""
+        unknown, _, words = message.partition("unrecognized arguments: ")
+        if not unknown and words.startswith("-"):
+            option = words.split()[0].partition("=")[0]
+            shown = [name for name, action in self._option_string_actions.items() if action.help != argparse.SUPPRESS]
+            message = f"no option {option}{did_you_mean(option, shown)}"
         message = _NOT_A_NUMBER.sub(lambda found: f"{found[1]} {found[3]}: must be a {_NUMBERS[found[2]]}", message)
         self.exit(2, f"{self.prog}: {message.removeprefix('argument ')}; `{self.prog} --help` lists the options\n")
 

@@ -227,7 +227,7 @@ def cut_prompt(model: TextModel, text: str, tokens: int, continuation: int) -> P
     if wanted > context:
         raise UsageError(
             f"{tokens} tokens and {continuation} of continuation do not fit {model.engine.spec.model}, which sees "
-            f"{context} at most: {_shorter(context, continuation)}"
+            f"{context} at most: give {_shorter(context, continuation)}"
         )
     head = text[: wanted * _CHARACTERS_PER_TOKEN]
     ids = model.encode(head)
@@ -245,7 +245,7 @@ def cut_prompt(model: TextModel, text: str, tokens: int, continuation: int) -> P
 def _shorter(total: int, continuation: int) -> str:
     """Return which options leave room for both parts in ``total`` tokens."""
     left = total - continuation
-    return f"at most --tokens {left}" if left > 0 else "less --continuation"
+    return f"at most --tokens {left}" if left > 0 else "a smaller --continuation"
 
 
 def compute_cache(

@@ -1,6 +1,6 @@
 """Who may read what: tokens, and the assets that each opens.
 
-The file of tokens::
+The file of ``kvabr serve --grants``::
 
     {"schema": "kvabr.grants/1",
      "grants": [{"name": "team-a", "token_sha256": "<64 hex digits>", "assets": ["team-a/*"], "models": ["*"]}]}
@@ -94,7 +94,7 @@ class Grants:
 
     @classmethod
     def from_file(cls, path: Path) -> Grants:
-        """Read a file of tokens; `AssetError` if it cannot be read, `FormatError` says what is wrong with it."""
+        """Read a file of grants; `AssetError` if it cannot be read, `FormatError` says what is wrong with it."""
         try:
             return cls.loads(read_bytes(path, _MAX_FILE_BYTES, unfit=FormatError))
         except FormatError as error:
@@ -116,7 +116,7 @@ class Grants:
 
 
 def new_token(name: str = "name-me") -> tuple[str, dict[str, object]]:
-    """A fresh random token, and the entry for the file of tokens that lets it read everything."""
+    """A fresh random token, and the entry for the file of grants that lets it read everything."""
     token = secrets.token_urlsafe(32)
     digest = hashlib.sha256(token.encode()).hexdigest()
     return token, {"name": name, "token_sha256": digest, "assets": ["*"], "models": ["*"]}

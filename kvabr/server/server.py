@@ -42,7 +42,7 @@ let in far enough to be told that there are too many."""
 _GOODBYE_S = 0.2
 """Seconds for the last packets to leave."""
 WATCH_S = 2.0
-"""Seconds between checks of the assets and the file of tokens."""
+"""Seconds between checks of the assets and the file of grants."""
 INTERRUPTED = 130
 """Exit status after a second signal."""
 
