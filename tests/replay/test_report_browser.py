@@ -367,3 +367,36 @@ def test_the_timeline_is_saved_as_svg_and_png(page, tmp_path):
     assert size[:2] == [2 * float(root.get("width")), 2 * float(root.get("height"))]
     assert size[2] > 10, "it is painted"
     assert page.problems == []
+
+
+def test_a_button_runs_through_the_play(page):
+    page.js("window.requestAnimationFrame = (step) => { window.step = step; }")
+    cursor = "Number(document.querySelector('.cursor line').getAttribute('x1'))"
+    page.js("document.querySelector('.sweep').click()")
+    assert "pause" in page.text(".sweep")
+    page.js("step(1000)")
+    start = page.js(cursor)
+    page.js("step(1500)")
+    first = page.js(cursor) - start
+    page.js("step(2500)")
+    assert first > 1
+    assert page.js(cursor) - start == pytest.approx(3 * first)
+    assert "t=" not in page.js("location.hash"), "the address does not follow every frame"
+    page.js("document.querySelector('.sweep').click()")
+    assert "play" in page.text(".sweep")
+    assert "t=" in page.js("location.hash")
+    stopped = page.js(cursor)
+    page.js("step(9000)")
+    assert page.js(cursor) == stopped
+    page.js("document.activeElement.blur()")
+    page.key(" ")
+    page.js("step(10_000)")
+    assert page.js(cursor) == stopped, "it goes on where it was"
+    page.js("step(1e9)")
+    assert "play" in page.text(".sweep"), "it ends by itself"
+    assert page.js(cursor) == pytest.approx(page.box(".timeline")[2] - 14, abs=1)
+    page.js("document.querySelector('.sweep').click()")
+    page.key("ArrowRight")
+    page.js("step(1)")
+    assert "play" in page.text(".sweep"), "another play ends it"
+    assert page.problems == []

@@ -158,7 +158,7 @@ function groupCard(play) {
 }
 
 function helpCard() {
-  const keys = [["\u2190 \u2192", "policy"], ["[ ]", "trace and start"], [", .", "decision before, after"], ["c", "compare with another policy"], ["Esc", "let go, zoom out"]];
+  const keys = [["\u2190 \u2192", "policy"], ["[ ]", "trace and start"], [", .", "decision before, after"], ["c", "compare with another policy"], ["space", "run through the play"], ["Esc", "let go, zoom out"]];
   return el("div", { class: "card help" },
     el("p", {}, "Move over the charts to scrub through the play. Click to pin a moment, drag to zoom, double-click to zoom out."),
     el("dl", { class: "pairs" }, keys.map(([key, what]) => el("div", {}, el("dt", {}, el("kbd", {}, key)), el("dd", {}, what)))));

@@ -47,7 +47,7 @@ function drawPicker() {
 }
 
 function drawTools() {
-  byId("tools").replaceChildren(el("h3", {}, "Over time"),
+  byId("tools").replaceChildren(el("h3", {}, "Over time"), sweepButton(),
     state.zoom && el("button", { onclick: () => update({ ...nowhere, pinned: false, zoom: null }) },
       `${seconds(state.zoom[0])} to ${seconds(state.zoom[1])} \u00b7 show all`) || "",
     versusChoice(), exportButtons());
@@ -98,8 +98,58 @@ watchers.push((changed) => {
     markLog();
     drawInspector();
   }
+  if (sweep) return; // the address need not follow every frame
   if (changed.has("play") || changed.has("versus") || state.pinned || changed.has("pinned")) writeAddress();
 });
+
+// ---------------------------------------------------------------- animation
+
+/** Seconds that an animation takes at least; longer plays run in real time. */
+const LEAST_SWEEP = 4;
+
+/** The animation under way: its play, its last frame's time in ms, and the moment that it has reached; null if none is. */
+let sweep = null;
+
+function sweepButton() {
+  const text = sweep ? "\u275a\u275a pause" : "\u25b6 play";
+  return el("button", { class: "sweep", "aria-pressed": String(sweep !== null), onclick: toggleSweep, title: "Run through the play (space)" }, text);
+}
+
+function toggleSweep() {
+  if (sweep) {
+    stopSweep();
+    return;
+  }
+  const [from, to] = chart ? [chart.area.from, chart.area.to] : [0, current().until];
+  const t = state.t === null || state.t >= to - 1e-6 || state.t < from ? from : state.t;
+  sweep = { play: state.play, last: null, t };
+  update({ ...nowhere, t, pinned: true });
+  drawTools();
+  requestAnimationFrame(stepSweep);
+}
+
+/** Stop where the animation is; the moment stays pinned. */
+function stopSweep() {
+  sweep = null;
+  drawTools();
+  writeAddress();
+}
+
+function stepSweep(now) {
+  // A click elsewhere or another play ends the animation.
+  if (!sweep || sweep.play !== state.play || state.t !== sweep.t || !state.pinned) {
+    if (sweep) stopSweep();
+    return;
+  }
+  const { from, to } = chart.area;
+  const speed = Math.min(1, (to - from) / LEAST_SWEEP);
+  const passed = sweep.last === null ? 0 : Math.max(0, now - sweep.last) / 1000;
+  sweep.last = now;
+  sweep.t = Math.min(to, sweep.t + passed * speed);
+  update({ ...nowhere, t: sweep.t, pinned: true });
+  if (sweep.t >= to) stopSweep();
+  else requestAnimationFrame(stepSweep);
+}
 
 // ---------------------------------------------------------------- address and keys
 
@@ -164,6 +214,7 @@ const KEYS = {
   ",": () => stepDecision(-1),
   ".": () => stepDecision(1),
   c: stepVersus,
+  " ": toggleSweep,
   Escape: () => update({ ...nowhere, pinned: false, zoom: null }),
 };
 
@@ -185,6 +236,7 @@ function start() {
   });
   addEventListener("keydown", (event) => {
     const typing = event.target.closest && event.target.closest("input, select, textarea");
+    if (event.key === " " && event.target.closest && event.target.closest("button, a, summary")) return;
     if (typing || event.ctrlKey || event.metaKey || event.altKey || !KEYS[event.key]) return;
     event.preventDefault();
     KEYS[event.key]();
