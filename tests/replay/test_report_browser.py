@@ -290,6 +290,7 @@ def test_a_decision_shows_what_it_passed_over(browser, tmp_path):
     shown[fetches[1]] = replace(
         shown[fetches[1]], track="Int8", alternatives={"FP8": 0.25, "AC-5x": 4000.0, "recomputed": 7.0}
     )
+    shown[fetches[2]] = replace(shown[fetches[2]], kind="upgrade", track="FP8")
     write_page(tmp_path / "page.html", result, timelines)
     browser.problems.clear()
     browser.open(tmp_path / "page.html", "#play=0")
@@ -297,6 +298,9 @@ def test_a_decision_shows_what_it_passed_over(browser, tmp_path):
     browser.js("document.querySelectorAll('.log .kind.fetch')[0].closest('tr').click()")
     assert rows(browser, "#inspector .rejected tbody tr") == browser.js(f"{data}.worth.length") - 1
     assert "compared" not in browser.text("#inspector .rejected")
+    browser.key("Escape")
+    browser.js("document.querySelector('.log .kind.upgrade').closest('tr').click()")
+    assert 0 < rows(browser, "#inspector .rejected tbody tr") < browser.js(f"{data}.worth.length") - 1
     browser.key("Escape")
     browser.js("document.querySelectorAll('.log .kind.fetch')[1].closest('tr').click()")
     table = browser.text("#inspector .rejected")

@@ -89,7 +89,9 @@ function rejected(row) {
   const compared = at("alternatives");
   if (!compared && at("kind") !== "fetch" && at("kind") !== "upgrade") return [];
   const groups = DATA.facts.groups || 1;
-  const places = compared ? [...compared.keys()].filter((place) => known(compared[place])) : DATA.worth;
+  // An upgrade does not choose among tracks that lose more.
+  const open = (track) => at("kind") !== "upgrade" || DATA.track_loss[track] < DATA.track_loss[at("track")];
+  const places = compared ? [...compared.keys()].filter((place) => known(compared[place])) : DATA.worth.filter(open);
   return places.filter((place) => place !== at("track")).map((place) => {
     const track = place === DATA.tracks.length ? RECOMPUTED : place; // recomputing comes after the tracks
     const size = known(DATA.track_bytes[track]) ? DATA.track_bytes[track] / groups : null;
