@@ -46,6 +46,12 @@ def test_doctor_reports_and_says_what_to_do(capsys, tmp_path, monkeypatch):
     assert "nonsense" in capsys.readouterr().out
 
 
+def test_doctor_names_extras_in_full(capsys, monkeypatch):
+    monkeypatch.setattr("kvabr.quic.backend.installed_libraries", lambda _: ("aioquic",))
+    main(["doctor"])
+    assert "pip install 'kvabr[fast]'" in " ".join(capsys.readouterr().out.split())
+
+
 def test_doctor_asks_an_origin(capsys, root, tmp_path):
     origin = Served(root / "short", tmp_path)
     try:

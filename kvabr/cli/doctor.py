@@ -55,6 +55,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Look at everything, print it, and end with 1 if something fails."""
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     from kvabr.cli.display import write_json
@@ -65,7 +66,8 @@ def run(args: argparse.Namespace) -> int:
     table = Table(box=None, pad_edge=False, show_header=False)
     for finding in findings:
         fix = f"\n{finding.fix}" if finding.fix else ""
-        table.add_row(finding.what, f"[{_MARKS[finding.state]}]{finding.state}[/]", f"{finding.detail}{fix}")
+        detail = escape(f"{finding.detail}{fix}")  # extras are written in brackets
+        table.add_row(escape(finding.what), f"[{_MARKS[finding.state]}]{finding.state}[/]", detail)
     Console().print(table)
     write_json(args.json, [asdict(finding) for finding in findings])
     return int(any(finding.state == "failed" for finding in findings))
