@@ -44,23 +44,33 @@ class LoopThread:
     def call(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine on the loop, and return its result; what interrupts the wait also cancels it."""
         over = threading.Event()
+        task: asyncio.Task[Any] | None = None
 
         async def run() -> T:
+            nonlocal task
+            task = asyncio.current_task()
             try:
                 return await work
             finally:
                 over.set()
 
+        def stop() -> None:
+            if task is None:
+                over.set()
+            else:
+                task.cancel()
+
         self._check(work)
-        future = asyncio.run_coroutine_threadsafe(run(), self._loop)
         try:
-            return future.result()
+            # The coroutine may run, and an interrupt come, before the future is in our hands: cancel the task instead.
+            return asyncio.run_coroutine_threadsafe(run(), self._loop).result()
         except CancelledError:
             raise ConnectionLostError("this side closed the connection") from None
         except BaseException:
-            if not future.done():
+            if not over.is_set():
                 # Interrupted: nothing of the call must be left when the caller goes on.
-                future.cancel()
+                # By one turn of the loop later, a task that was to begin has begun.
+                self._loop.call_soon_threadsafe(self._loop.call_soon, stop)
                 over.wait(_CLEAR_S)
             raise
 

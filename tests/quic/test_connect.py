@@ -220,11 +220,12 @@ def test_the_blocking_twin_says_what_is_wrong_and_leaves_nothing():
     assert threads() == before
 
 
-def test_ctrl_c_cancels_what_the_main_thread_waits_for(served):
+def test_ctrl_c_cancels_what_the_main_thread_waits_for(served, monkeypatch):
     with Client(served.url, timeout_s=LIMIT_S, ca=served.pem, quic="aioquic", model=SPEC) as client:
-        ended = []
+        begun, ended = [], []
 
         async def forever():
+            begun.append(True)
             try:
                 await asyncio.get_running_loop().create_future()
             finally:
@@ -236,5 +237,17 @@ def test_ctrl_c_cancels_what_the_main_thread_waits_for(served):
 
         with pytest.raises(KeyboardInterrupt):
             client._loop.call(interrupting())
-        assert ended == [True]
+        assert ended == begun == [True]
+
+        # The interrupt comes when the call has begun and the main thread does not wait for it yet.
+        def begin(work, loop):
+            threadsafe(work, loop)
+            raise KeyboardInterrupt
+
+        threadsafe = asyncio.run_coroutine_threadsafe
+        monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", begin)
+        with pytest.raises(KeyboardInterrupt):
+            client._loop.call(forever())
+        monkeypatch.undo()
+        assert ended == begun == [True] * 2
         assert client.play(TOKENS, deadline=LIMIT_S).tokens == 70
