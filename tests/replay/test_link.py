@@ -30,6 +30,19 @@ def test_bytes_add_up_and_when_is_the_inverse_of_between(levels, a, b, start, rt
         assert link.between(low, reached) == pytest.approx(whole, rel=1e-6, abs=1e-3)
 
 
+@given(
+    at=st.floats(0, 5000),
+    nbytes=st.floats(1, 1e8),
+    mean=st.sampled_from([1e6, 1e9, 1e10]),
+    seconds=st.sampled_from([10, 5000]),
+)
+def test_when_lacks_at_most_a_tenth_of_a_byte_however_much_the_trace_carries(at, nbytes, mean, seconds):
+    link = Capacity(trace([mean * (1 + index % 3) / 2 for index in range(seconds)]), 0.9 * seconds)
+    reached = link.when(at, nbytes)
+    slack = 0.12 + mean * 2e-12  # and the resolution of a time of hours
+    assert nbytes - slack <= link.between(at, reached) <= nbytes + slack
+
+
 def test_it_wraps_and_says_so():
     link = Capacity(trace([100, 300]), 1.0)
     assert link.between(0, 1) == 300

@@ -34,6 +34,29 @@ def test_a_fixed_track_takes_a_round_trip_the_bytes_and_one_decode(track, rtt):
     assert record.delivered_s <= 1.02 * wanted + 0.7 * rtt
 
 
+class CountedLink(Capacity):
+    """Counts the simulator's questions, and ends a play that goes nowhere."""
+
+    questions = 0
+
+    def when(self, t0, nbytes):
+        self.questions += 1
+        assert self.questions < 5000, f"{nbytes} bytes are always missing"
+        return super().when(t0, nbytes)
+
+
+@pytest.mark.parametrize("load", [1, 30, 100])
+@pytest.mark.parametrize("start_s", [0.0, 3058.447321908437, 4999.9])
+def test_a_long_trace_at_a_high_load_takes_no_more_steps(load, start_s):
+    offer = catalog(64)
+    whole = offer.fp16_bytes
+    rates = [float(whole * load * (1 + index % 7)) for index in range(5000)]
+    session = Session(Ladder(offer), 4.0, load_policy("fixed:AC-5x")(), DualEwma())
+    link = CountedLink(world("long", rates, 1.0), start_s, slow_start=False)
+    assert Simulator(session, offer, link, rtt_s=0.02).run().met
+    assert link.questions < 4 * offer.groups
+
+
 def test_one_request_at_a_time_pays_a_round_trip_for_each():
     one = PlayerConfig(min_requests=1, max_requests=1, first_requests=1)
     record, offer, _ = simulate("fixed:Int4", rtt=0.2, config=one)
