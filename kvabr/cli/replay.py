@@ -89,6 +89,13 @@ def add(parser: argparse.ArgumentParser) -> None:
         metavar="X",
         help="multiply the catalog's decode times by X (0: instant)",
     )
+    engine.add_argument(
+        "--decoders",
+        type=int,
+        default=1,
+        metavar="N",
+        help="threads that decode, each a group at a time (default: 1)",
+    )
     matrix = parser.add_argument_group("how many plays")
     matrix.add_argument("--starts", type=int, default=1, metavar="N", help="start points per trace (default: 1)")
     matrix.add_argument("--seed", type=int, default=0, help="seed of the start points (default: 0)")
@@ -207,6 +214,7 @@ def _matrix(args: argparse.Namespace, catalog: Catalog) -> Matrix:
         cost=cost,
         mode=args.recompute_mode,
         decode_scale=args.decode_scale,
+        decoders=args.decoders,
         slow_start=not args.no_slow_start,
         cold=args.cold,
         estimator=args.estimator,
@@ -264,6 +272,8 @@ def _check_live(args: argparse.Namespace) -> None:
         raise UsageError("--live plays real bytes: `kvabr encode` makes an asset, --asset names its folder")
     if args.live and args.decode_scale != 1.0:
         raise UsageError("--decode-scale is for simulations: with --live the groups are really decoded")
+    if args.live and args.decoders != 1:
+        raise UsageError("--decoders is for simulations: a live play decodes in the client's threads")
 
 
 def _replay_live(args: argparse.Namespace, matrix: Matrix, asset: Asset, on_progress: Callable[[int], None]) -> Report:

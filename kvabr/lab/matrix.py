@@ -32,7 +32,7 @@ _MOST_PLAYS = 10_000_000
 SHIPPED = "smollm2-8k"
 """Name of the default asset, which comes with the package."""
 _LISTS = ("traces", "exclude", "policies", "deadlines", "loads", "rtts", "engines", "assets")
-_NUMBERS = ("starts", "per_family", "seed", "decode_scale")
+_NUMBERS = ("starts", "per_family", "seed", "decode_scale", "decoders")
 _OTHERS = ("families", "estimator", "slow_start")
 _MAX_BYTES = 1 << 20
 
@@ -163,6 +163,8 @@ class LabMatrix:
     estimator: str | None = None
     """Estimator for all policies; None: each policy's own."""
     decode_scale: float = 1.0
+    decoders: int = 1
+    """Threads that decode, each a group at a time."""
     slow_start: bool = True
 
     def __post_init__(self) -> None:
@@ -230,6 +232,7 @@ class LabMatrix:
             cost=engine.cost(self.catalog(cell), cell.deadline_s),
             mode=engine.mode,
             decode_scale=self.decode_scale,
+            decoders=self.decoders,
             slow_start=self.slow_start,
             estimator=self.estimator,
             config=PlayerConfig(gpu_price=engine.gpu_price),
@@ -285,7 +288,7 @@ def build(axes: Mapping[str, Any]) -> LabMatrix:
         axes: ``traces`` (files or folders), ``families`` (name to files or folders), ``exclude`` (families to leave
             out), ``policies``, ``deadlines`` (seconds), ``loads`` (fractions of FP16, or "own" for unscaled traces),
             ``rtts`` (milliseconds, or "own"), ``engines``, ``assets``, ``starts``, ``per_family``, ``seed``,
-            ``decode_scale``, ``estimator``, ``slow_start``.
+            ``decode_scale``, ``decoders``, ``estimator``, ``slow_start``.
 
     Raises:
         UsageError: A value has the wrong type or is out of range.
@@ -309,6 +312,7 @@ def build(axes: Mapping[str, Any]) -> LabMatrix:
         seed=_whole(axes.get("seed", 0), "seed"),
         estimator=estimator,
         decode_scale=_number(axes.get("decode_scale", 1.0), "decode_scale"),
+        decoders=_whole(axes.get("decoders", 1), "decoders"),
         slow_start=axes.get("slow_start", True) is not False,
     )
 

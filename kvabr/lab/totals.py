@@ -75,6 +75,7 @@ def describe(matrix: LabMatrix) -> dict[str, Any]:
         "seed": matrix.seed,
         "estimator": matrix.estimator,
         "decode_scale": matrix.decode_scale,
+        "decoders": matrix.decoders,
         "slow_start": matrix.slow_start,
     }
 

@@ -48,6 +48,16 @@ MAX_TICK_S = 1.0
 """Maximum seconds between two ticks of a session, however long its deadline."""
 
 
+MAX_DECODERS = 1024
+"""Most threads that decode."""
+
+
+def check_decoders(decoders: int) -> None:
+    """Raise `UsageError` unless there are 1 to `MAX_DECODERS` decoders."""
+    if not 1 <= decoders <= MAX_DECODERS:
+        raise UsageError(f"decoders is {decoders}; give 1 to {MAX_DECODERS} threads that decode")
+
+
 @dataclass(frozen=True, slots=True)
 class PlayerConfig:
     """Limits and timeouts that hold for every policy."""
@@ -70,6 +80,8 @@ class PlayerConfig:
     gpu_price: float = GPU_PRICE
     """Price of a second of engine time, nats per token: near zero where the engine is idle, high where other requests
     wait for it. Infinite: the engine computes only what the network will not bring in time."""
+    decoders: int = 1
+    """Groups that are decoded at once: the driver's decoder threads."""
     chunked: bool = False
     """Whether bytes are reported as they are read from a transport, in chunks, rather than as they flow."""
     stalled_after: float | None = None
@@ -81,6 +93,7 @@ class PlayerConfig:
     def __post_init__(self) -> None:
         if not self.gpu_price >= 0:
             raise UsageError(f"the price of engine time is {self.gpu_price}; it must be zero or more nats per second")
+        check_decoders(self.decoders)
 
 
 # -------------------------------------------------------------------------- actions

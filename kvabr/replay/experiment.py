@@ -10,7 +10,7 @@ from kvabr.abr.ladder import Ladder
 from kvabr.abr.view import Future
 from kvabr.player.builder import new_estimator, new_session, opening
 from kvabr.player.session import Session
-from kvabr.player.session_types import PlayerConfig, PlayRecord
+from kvabr.player.session_types import PlayerConfig, PlayRecord, check_decoders
 from kvabr.replay.clairvoyant import Bound, Clairvoyant
 from kvabr.replay.link import (
     FIRST_BYTE_S,
@@ -53,6 +53,8 @@ class ReplayOptions:
     mode: EngineMode = "hole"
     decode_scale: float = 1.0
     """Factor for the catalog's decode times."""
+    decoders: int = 1
+    """Threads that decode, each a group at a time."""
     slow_start: bool = True
     cold: bool = False
     """Whether the deadline includes handshake and lookup; if not, the connection is open and the catalog known."""
@@ -71,6 +73,7 @@ class ReplayOptions:
             raise UsageError(f"the round trip is {self.rtt_s} s; it must be zero or more seconds")
         if not 0 <= self.decode_scale < math.inf:
             raise UsageError(f"decode-scale is {self.decode_scale}; it must be zero or more")
+        check_decoders(self.decoders)
 
 
 @dataclass(slots=True)
@@ -159,6 +162,7 @@ class Experiment:
             first_byte_s=FIRST_BYTE_S,
             cost=options.cost,
             decode_scale=options.decode_scale,
+            decoders=options.decoders,
         )
         simulator.run()
         ghosts = simulator.use.ghost_bytes
@@ -220,7 +224,7 @@ class Experiment:
             estimator,
             cost=options.cost,
             mode=options.mode,
-            config=options.config,
+            config=replace(options.config, decoders=options.decoders),
             patience_s=options.config.give_up_after * options.deadline_s - lookup_s,
             oracle=oracle,
             log=None if lines is None else lines.append,

@@ -131,6 +131,7 @@ def finish(matrix: Matrix, runs: list[dict[str, Any]]) -> dict[str, Any]:
             "engine_mode": options.mode,
             "recompute": None if options.cost is None else options.cost.to_json(),
             "decode_scale": options.decode_scale,
+            "decoders": options.decoders,
             "slow_start": options.slow_start,
             "cold": options.cold,
             "estimator": options.estimator,

@@ -63,6 +63,7 @@ class Simulator:
         first_byte_s: float = 0.0,
         cost: PrefillCost | None = None,
         decode_scale: float = 1.0,
+        decoders: int = 1,
     ) -> None:
         """Prepare a play; nothing happens before `run`.
 
@@ -74,6 +75,7 @@ class Simulator:
             first_byte_s: seconds that both ends need to handle a request.
             cost: what the engine's prefill costs; None for no engine.
             decode_scale: factor for the catalog's decode times.
+            decoders: threads that decode, each a group at a time.
         """
         self._session, self._catalog, self._capacity = session, catalog, capacity
         self._rtt_s, self._cost, self._decode_scale = rtt_s, cost, decode_scale
@@ -84,8 +86,11 @@ class Simulator:
         """Flows whose first byte cannot come yet, the earliest first."""
         self._open: list[tuple[int, int, _Flow]] = []
         """Heap of the others by priority and order of request; it may hold completed flows."""
-        self._decoding: deque[tuple[float, int]] = deque()
-        self._decoder_free_s = 0.0
+        self._decoders = [0.0] * decoders
+        """Heap of the times at which the decoders have finished everything they were given."""
+        self._decoding: list[tuple[float, int, int]] = []
+        """Heap of the groups being decoded: when that ends, order of the action, request."""
+        self._decodes = 0
         self._compute: tuple[float, int, int] | None = None
         self.use = LinkUse()
         """Accounts for the link's bytes."""
@@ -122,9 +127,10 @@ class Simulator:
             elif isinstance(action, Decode):
                 track = self._catalog.by_name[action.track]
                 share = self._catalog.group_tokens(action.group) / self._catalog.spec.group_tokens
-                start = max(now, self._decoder_free_s)
-                self._decoder_free_s = start + track.decode_s * share * self._decode_scale
-                self._decoding.append((self._decoder_free_s, action.request))
+                end = max(now, heappop(self._decoders)) + track.decode_s * share * self._decode_scale
+                heappush(self._decoders, end)
+                heappush(self._decoding, (end, self._decodes, action.request))
+                self._decodes += 1
                 self._decoding_bytes[action.request] = track.bytes[action.group]
             elif isinstance(action, Cancel):
                 if (cut := self._flows.pop(action.request, None)) is not None:
@@ -141,7 +147,7 @@ class Simulator:
             if isinstance(action, Cancel) and (flow := self._flows.get(action.request)) is not None:
                 self.use.cut_bytes += flow.received
                 self.use.cut_told_bytes += flow.told
-        self.use.undecoded_bytes = sum(self._decoding_bytes[request] for _, request in self._decoding)
+        self.use.undecoded_bytes = sum(self._decoding_bytes[request] for _, _, request in self._decoding)
 
     def _start_compute(self, action: Recompute, now: float) -> None:
         assert self._cost is not None  # noqa: S101  # a session without a cost model asks for no recompute
@@ -202,7 +208,7 @@ class Simulator:
         due = timer is not None and timer <= now + _EPSILON
         self._tell_transfers(now, served, due=due)
         while self._decoding and self._decoding[0][0] <= now + _EPSILON:
-            session.decoded(self._decoding.popleft()[1], now)
+            session.decoded(heappop(self._decoding)[2], now)
         if self._compute is not None and self._compute[0] <= now + _EPSILON:
             _, first, last = self._compute
             self._compute = None

@@ -107,8 +107,8 @@ def test_a_matrix_from_a_file(tmp_path):
     path.write_text(
         'traces = ["lte", "grid"]\nexclude = ["grid"]\npolicies = ["mpc", "./mine.py:Mine:caution=0.5", "all"]\n'
         'deadlines = [1, 2.5]\nloads = [0.1, "own"]\nrtts = [10, "own"]\nengines = ["none", "2x:suffix"]\n'
-        'assets = ["small.json", "smollm2-8k"]\nstarts = 2\nseed = 7\ndecode_scale = 0.5\nslow_start = false\n'
-        'estimator = "last"\n[families]\nmine = ["other/d.csv"]\n'
+        'assets = ["small.json", "smollm2-8k"]\nstarts = 2\nseed = 7\ndecode_scale = 0.5\ndecoders = 3\n'
+        'slow_start = false\nestimator = "last"\n[families]\nmine = ["other/d.csv"]\n'
     )
     what = build(read_toml(path))
     assert [trace.name for trace in what.traces] == ["lte/a", "lte/b", "mine/d"]
@@ -119,7 +119,8 @@ def test_a_matrix_from_a_file(tmp_path):
     assert "cheapfirst" in what.policies
     assert (what.deadlines, what.loads, what.rtts) == ((1.0, 2.5), (0.1, None), (0.01, None))
     assert [offer.name for offer in what.offers] == ["small", "smollm2-8k"]
-    assert (what.starts, what.seed, what.decode_scale, what.slow_start, what.estimator) == (2, 7, 0.5, False, "last")
+    assert (what.starts, what.seed, what.decode_scale, what.decoders) == (2, 7, 0.5, 3)
+    assert (what.slow_start, what.estimator) == (False, "last")
     folder = tmp_path / "out"
     folder.mkdir()
     save_axes(folder, read_toml(path))

@@ -65,7 +65,7 @@ def test_what_a_play_depends_on_is_in_its_key():
         matrix(traces=tuple(trace.scaled(2.0) for trace in traces())),
         matrix(deadlines=(1.5,)), matrix(loads=(0.2,)), matrix(rtts=(0.04,)), matrix(estimator="last"),
         matrix(engines=(EngineSpec.parse("2x"),)), matrix(engines=(EngineSpec.parse("2x:suffix"),)),
-        matrix(decode_scale=2.0), matrix(slow_start=False),
+        matrix(decode_scale=2.0), matrix(decoders=2), matrix(slow_start=False),
     ]  # fmt: skip
     for other in others:
         keys.add(Keys(other).key(next(other.cells()), 0, "mpc"))

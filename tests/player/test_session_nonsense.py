@@ -6,6 +6,7 @@ from kvabr.abr import Decision, Ladder, Policy
 from kvabr.abr.estimators import DualEwma
 from kvabr.abr.plugins import load_policy
 from kvabr.player.session import Session
+from kvabr.player.session_types import PlayerConfig
 from kvabr.types.errors import PolicyError, UsageError
 from tests.catalogs import catalog
 from tests.player.sessions import session
@@ -15,6 +16,12 @@ from tests.player.sessions import session
 def test_a_deadline_that_makes_no_sense_is_refused(deadline):
     with pytest.raises(UsageError, match="deadline"):
         session(deadline=deadline)
+
+
+@pytest.mark.parametrize("decoders", [0, -1, 1 << 20])
+def test_a_number_of_decoders_that_makes_no_sense_is_refused(decoders):
+    with pytest.raises(UsageError, match="threads that decode"):
+        PlayerConfig(decoders=decoders)
 
 
 class Nonsense(Policy):

@@ -106,8 +106,11 @@ def test_a_policy_that_raises_fails_the_play_with_its_place(tmp_path):
 
 @pytest.mark.parametrize(
     "options",
-    [{"deadline_s": 0.0}, {"deadline_s": -1.0}, {"deadline_s": float("nan")}, {"scale_to_mean": 0.0}, {"rtt_s": -0.1}],
-)
+    [
+        {"deadline_s": 0.0}, {"deadline_s": -1.0}, {"deadline_s": float("nan")}, {"scale_to_mean": 0.0},
+        {"rtt_s": -0.1}, {"decode_scale": float("nan")}, {"decode_scale": -1.0}, {"decoders": 0}, {"decoders": 1 << 20},
+    ],
+)  # fmt: skip
 def test_options_that_make_no_sense_are_refused(options):
     with pytest.raises(UsageError):
         ReplayOptions(**({"deadline_s": 1.0} | options))

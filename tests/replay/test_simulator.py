@@ -14,12 +14,14 @@ from tests.catalogs import catalog
 from tests.replay.worlds import world
 
 
-def simulate(policy, *, groups=8, rate=1e6, rtt=0.05, deadline=4.0, decode=1.0, cost=None, config=None, log=None):
+def simulate(
+    policy, *, groups=8, rate=1e6, rtt=0.05, deadline=4.0, decode=1.0, cost=None, config=None, log=None, decoders=1
+):
     offer = catalog(groups, decode=decode)
     made = load_policy(policy)() if isinstance(policy, str) else policy
     session = Session(Ladder(offer), deadline, made, DualEwma(), cost=cost, config=config, log=log)
     link = Capacity(world("flat", [rate]), 0.0, rtt, slow_start=False)
-    simulator = Simulator(session, offer, link, rtt_s=rtt, cost=cost)
+    simulator = Simulator(session, offer, link, rtt_s=rtt, cost=cost, decoders=decoders)
     return simulator.run(), offer, simulator
 
 
@@ -68,6 +70,28 @@ def test_slow_decoding_is_a_queue_of_its_own():
     assert record.delivered_s == pytest.approx(0.05 + offer.track("Int4").bytes[0] / 1e7 + 8 * 0.4, abs=0.02)
     ready = [group.ready_s for group in record.groups]
     assert ready == sorted(ready)
+
+
+@pytest.mark.parametrize("decoders", [2, 3, 8, 20])
+def test_several_decoders_take_a_group_each(decoders):
+    record, offer, _ = simulate("fixed:Int4", decode=200.0, rate=1e7, decoders=decoders)
+    rounds = -(-8 // decoders)
+    assert record.delivered_s == pytest.approx(0.05 + offer.track("Int4").total_bytes / 1e7 + rounds * 0.4, abs=0.04)
+
+
+def test_a_short_group_may_overtake_another_on_a_second_decoder():
+    class Mixed(Policy):
+        """Fetches a group that decodes slowly, and then one that decodes fast."""
+
+        def decide(self, view):
+            group = view.first_missing()
+            return Decision.finish("done") if group is None else Decision.fetch(group, ("AC-5x", "Int4")[group], "test")
+
+    two, _, _ = simulate(Mixed(), groups=2, decode=100.0, rate=1e8, decoders=2)
+    one, _, _ = simulate(Mixed(), groups=2, decode=100.0, rate=1e8)
+    assert [step[1] for step in two.steps] == [1, 0]
+    assert [step[1] for step in one.steps] == [0, 1]
+    assert (one.delivered_s, two.delivered_s) == (pytest.approx(0.65, abs=0.01), pytest.approx(0.45, abs=0.01))
 
 
 def test_the_link_serves_the_most_urgent_request_first():
