@@ -122,6 +122,8 @@ def add_axes(parser: argparse.ArgumentParser) -> None:
     axes.add_argument("--estimator", help="bandwidth estimator for all policies (default: each policy's own)")
     axes.add_argument("--decode-scale", type=float, metavar="X", help="multiply the catalog's decode times by X")
     axes.add_argument("--decoders", type=int, metavar="N", help="threads that decode (default: 1)")
+    what = "price of a second of TTFT, nats per token (default: 0.001; 0: only the deadline counts)"
+    axes.add_argument("--time-price", type=float, metavar="NATS", help=what)
     axes.add_argument("--no-slow-start", action="store_true", help="simulate warm connections")
     parser.add_argument("-j", "--jobs", type=int, metavar="N", help="processes (default: one per core)")
 
@@ -139,7 +141,7 @@ def axes_of(args: argparse.Namespace) -> dict[str, Any]:
         "rtts": args.rtt and [_or_own(item) for item in args.rtt], "engines": args.engine, "assets": args.asset,
         "exclude": args.exclude, "starts": args.starts, "per_family": args.per_family, "seed": args.seed,
         "estimator": args.estimator,
-        "decode_scale": args.decode_scale, "decoders": args.decoders,
+        "decode_scale": args.decode_scale, "decoders": args.decoders, "time_price": args.time_price,
         "slow_start": False if args.no_slow_start else None,
         "policies": getattr(args, "policy", None),
     }  # fmt: skip

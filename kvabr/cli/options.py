@@ -153,6 +153,14 @@ def add_gpu_price_option(parser: argparse._ActionsContainer) -> None:
     parser.add_argument("--gpu-price", type=float, default=GPU_PRICE, metavar="NATS", help=what)
 
 
+def add_time_price_option(parser: argparse._ActionsContainer) -> None:
+    """Declare ``--time-price``."""
+    from kvabr.player.session_types import TIME_PRICE
+
+    what = "price of a second of TTFT, nats per token (default: %(default)g; 0: only the deadline counts)"
+    parser.add_argument("--time-price", type=float, default=TIME_PRICE, metavar="NATS", help=what)
+
+
 def load(name: str, console: Console, *, whole_windows: bool = False) -> LoadedModel:
     """Load a model, and say so meanwhile."""
     from kvabr.engines.transformers.model_loader import load_model

@@ -9,7 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvabr.abr.policies import DEFAULT
-from kvabr.cli.options import add_deadline_option, add_gpu_price_option, add_old_name, check_writable, load
+from kvabr.cli.options import (
+    add_deadline_option,
+    add_gpu_price_option,
+    add_old_name,
+    add_time_price_option,
+    check_writable,
+    load,
+)
 from kvabr.player.session_types import PlayerConfig
 from kvabr.types.catalog import Catalog
 from kvabr.types.cost import PrefillCost
@@ -63,6 +70,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--estimator", help="bandwidth estimator for all policies (default: each policy's own)")
     add_deadline_option(parser)
+    add_time_price_option(parser)
     link = parser.add_argument_group("the link")
     load = "scale traces: the mean rate carries the fraction X of FP16 within the deadline (default: as recorded)"
     add_old_name(link, "--scale-to-mean", link.add_argument("--load", type=float, metavar="X", help=load))
@@ -218,7 +226,7 @@ def _matrix(args: argparse.Namespace, catalog: Catalog) -> Matrix:
         slow_start=not args.no_slow_start,
         cold=args.cold,
         estimator=args.estimator,
-        config=PlayerConfig(gpu_price=args.gpu_price),
+        config=PlayerConfig(gpu_price=args.gpu_price, time_price=args.time_price),
     )
     traces = tuple(trace for path in find(args.traces or [traces_folder()]) for trace in read(path))
     wants_timelines = any((args.html, args.svg, args.log, args.perfetto))

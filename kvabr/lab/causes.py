@@ -38,10 +38,10 @@ from typing import Any
 
 from kvabr.abr.ladder import LadderStep, Options, every_option, rank
 from kvabr.player.session_types import PlayRecord
-from kvabr.replay.experiment import MISS_PENALTY
 from kvabr.replay.link import Capacity
 from kvabr.replay.simulator import LinkUse
 from kvabr.types.catalog import Catalog
+from kvabr.types.cost import MISS_PENALTY
 
 CAUSES = ("too_high", "too_low", "order", "idle", "wasted", "decode", "compute", "gave_up", "residual")
 """Every cause, in the order of reports."""

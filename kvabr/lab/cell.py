@@ -7,10 +7,11 @@ from typing import Any
 
 from kvabr.lab.causes import Case, LossCurves, split
 from kvabr.replay.clairvoyant import Bound, Clairvoyant
-from kvabr.replay.experiment import MISS_PENALTY, Experiment, PlayOutcome, ReplayOptions
+from kvabr.replay.experiment import Experiment, PlayOutcome, ReplayOptions
 from kvabr.replay.link import Capacity
 from kvabr.replay.trace import Trace
 from kvabr.types.catalog import Catalog
+from kvabr.types.cost import objective
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +68,16 @@ class CellPlayer:
         if not bound.feasible:
             return None
         deadline_s, ttft = self._options.deadline_s, outcome.run["ttft_s"]
-        late = self._options.config.give_up_after - 1.0 if ttft is None else max(0.0, ttft - deadline_s) / deadline_s
-        missed = 0.0 if outcome.run["met"] else MISS_PENALTY
-        return max(0.0, float(outcome.run["loss"]) + missed + late - bound.loss)
+        cost = objective(
+            float(outcome.run["loss"]),
+            self._options.config.give_up_after * deadline_s if ttft is None else ttft,
+            deadline_s,
+            met=outcome.run["met"],
+            engine_s=0.0,
+            time_price=0.0,
+            gpu_price=0.0,
+        )
+        return max(0.0, cost - bound.loss)
 
     def _causes(self, outcome: PlayOutcome, link: BoundedLink) -> dict[str, float] | None:
         if not link.bound.feasible or outcome.use is None:

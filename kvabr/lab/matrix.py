@@ -17,7 +17,7 @@ from kvabr.abr.plugins import load_estimator, load_policy
 from kvabr.abr.plugins import policies as known_policies
 from kvabr.abr.policies import DEFAULT
 from kvabr.data import default_catalog
-from kvabr.player.session_types import GPU_PRICE, PlayerConfig
+from kvabr.player.session_types import GPU_PRICE, TIME_PRICE, PlayerConfig
 from kvabr.replay.experiment import ReplayOptions
 from kvabr.replay.readers import find, read
 from kvabr.replay.trace import Trace
@@ -32,7 +32,7 @@ _MOST_PLAYS = 10_000_000
 SHIPPED = "smollm2-8k"
 """Name of the default asset, which comes with the package."""
 _LISTS = ("traces", "exclude", "policies", "deadlines", "loads", "rtts", "engines", "assets")
-_NUMBERS = ("starts", "per_family", "seed", "decode_scale", "decoders")
+_NUMBERS = ("starts", "per_family", "seed", "decode_scale", "decoders", "time_price")
 _OTHERS = ("families", "estimator", "slow_start")
 _MAX_BYTES = 1 << 20
 
@@ -166,6 +166,8 @@ class LabMatrix:
     decoders: int = 1
     """Threads that decode, each a group at a time."""
     slow_start: bool = True
+    time_price: float = TIME_PRICE
+    """Price of a second before the first token, nats per token."""
 
     def __post_init__(self) -> None:
         axes: dict[str, Sequence[object]] = {
@@ -235,7 +237,7 @@ class LabMatrix:
             decoders=self.decoders,
             slow_start=self.slow_start,
             estimator=self.estimator,
-            config=PlayerConfig(gpu_price=engine.gpu_price),
+            config=PlayerConfig(gpu_price=engine.gpu_price, time_price=self.time_price),
         )
 
     def starts_of(self, trace: Trace, count: int) -> list[float]:
@@ -288,7 +290,7 @@ def build(axes: Mapping[str, Any]) -> LabMatrix:
         axes: ``traces`` (files or folders), ``families`` (name to files or folders), ``exclude`` (families to leave
             out), ``policies``, ``deadlines`` (seconds), ``loads`` (fractions of FP16, or "own" for unscaled traces),
             ``rtts`` (milliseconds, or "own"), ``engines``, ``assets``, ``starts``, ``per_family``, ``seed``,
-            ``decode_scale``, ``decoders``, ``estimator``, ``slow_start``.
+            ``decode_scale``, ``decoders``, ``time_price`` (nats per token and second), ``estimator``, ``slow_start``.
 
     Raises:
         UsageError: A value has the wrong type or is out of range.
@@ -314,6 +316,7 @@ def build(axes: Mapping[str, Any]) -> LabMatrix:
         decode_scale=_number(axes.get("decode_scale", 1.0), "decode_scale"),
         decoders=_whole(axes.get("decoders", 1), "decoders"),
         slow_start=axes.get("slow_start", True) is not False,
+        time_price=_number(axes.get("time_price", TIME_PRICE), "time_price"),
     )
 
 

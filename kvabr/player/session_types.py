@@ -44,6 +44,8 @@ WHOLE = WholeGoal()
 
 GPU_PRICE = 1e-3
 """Default price of a second of engine time, nats per token: the engine is mostly idle."""
+TIME_PRICE = 1e-3
+"""Default price of a second before the first token, nats per generated token."""
 MAX_TICK_S = 1.0
 """Maximum seconds between two ticks of a session, however long its deadline."""
 
@@ -82,6 +84,8 @@ class PlayerConfig:
     wait for it. Infinite: the engine computes only what the network will not bring in time."""
     decoders: int = 1
     """Groups that are decoded at once: the driver's decoder threads."""
+    time_price: float = TIME_PRICE
+    """Price of a second before the first token, nats per generated token. Zero: only the deadline counts."""
     chunked: bool = False
     """Whether bytes are reported as they are read from a transport, in chunks, rather than as they flow."""
     stalled_after: float | None = None
@@ -94,6 +98,8 @@ class PlayerConfig:
         if not self.gpu_price >= 0:
             raise UsageError(f"the price of engine time is {self.gpu_price}; it must be zero or more nats per second")
         check_decoders(self.decoders)
+        if not 0 <= self.time_price < math.inf:
+            raise UsageError(f"the price of time is {self.time_price}; it must be zero or more nats per second, finite")
 
 
 # -------------------------------------------------------------------------- actions

@@ -24,15 +24,13 @@ from kvabr.replay.link import (
 from kvabr.replay.simulator import LinkUse, Simulator
 from kvabr.replay.trace import Trace
 from kvabr.types.catalog import Catalog, played_loss
-from kvabr.types.cost import PrefillCost
+from kvabr.types.cost import PrefillCost, objective
 from kvabr.types.engine import EngineMode
 from kvabr.types.errors import UsageError
 from kvabr.types.events import CacheDelivered, PlayEvent
 
 DEFAULT_RTT_S = 0.04
 """Round trip, seconds, if neither the user nor the trace gives one."""
-MISS_PENALTY = 0.5
-"""Added to the regret of a missed deadline, in addition to its lateness."""
 _LEAST_SHARE = 0.1
 """Least share of the deadline that a play gets, however long the lookup took."""
 NO_CACHE_LOSS = 1.0
@@ -296,14 +294,15 @@ def _run_line(
     deadline = options.deadline_s
     if record.delivered_s is None:
         ttft, loss = None, NO_CACHE_LOSS
-        lateness = options.config.give_up_after - 1.0
+        late = options.config.give_up_after * deadline
     else:
         ttft = record.delivered_s
         loss = played_loss(catalog, record.steps)
-        lateness = max(0.0, ttft - deadline) / deadline
+        late = ttft
     regret = None
     if bound.feasible:
-        regret = max(0.0, loss + (0.0 if record.met else MISS_PENALTY) + lateness - bound.loss)
+        cost = objective(loss, late, deadline, met=record.met, engine_s=0.0, time_price=0.0, gpu_price=0.0)
+        regret = max(0.0, cost - bound.loss)
     return {
         "trace": trace.name,
         "trace_family": trace.family,

@@ -1,4 +1,6 @@
-"""Cost of a prefill: t(L, x) = c + b x + a (2 L x + x^2) seconds for x tokens after L tokens of cache.
+"""What things cost: a prefill, and a play as a whole.
+
+Cost of a prefill: t(L, x) = c + b x + a (2 L x + x^2) seconds for x tokens after L tokens of cache.
 
 The form follows from the work: a constant per call, a linear part (projections, MLP), and attention, where token i
 attends to the L + i tokens before it. The three constants are fitted to a few timed prefills.
@@ -12,6 +14,38 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from kvabr.types.errors import FormatError, UsageError
+
+MISS_PENALTY = 0.5
+"""Cost of a missed deadline in addition to its lateness, nats per generated token."""
+
+
+def objective(
+    loss: float,
+    ttft_s: float,
+    deadline_s: float,
+    *,
+    met: bool,
+    engine_s: float,
+    time_price: float,
+    gpu_price: float,
+) -> float:
+    """Return J, what a play cost: loss + time price x TTFT + engine price x engine seconds + lateness penalty.
+
+    A missed deadline costs `MISS_PENALTY`, plus the lateness in deadlines.
+
+    Args:
+        loss: expected loss of the cache, nats per generated token.
+        ttft_s: when the cache was complete, seconds; for a play that was given up, how long it may last at most.
+        deadline_s: the deadline, seconds.
+        met: whether the deadline was met.
+        engine_s: seconds of engine time.
+        time_price: price of a second before the first token, nats per generated token.
+        gpu_price: price of a second of engine time, nats per generated token. An infinite price is a rule for the
+            player, not a cost: engine time then counts nothing.
+    """
+    missed = 0.0 if met else MISS_PENALTY
+    spent = gpu_price * engine_s if math.isfinite(gpu_price) else 0.0
+    return loss + time_price * ttft_s + missed + max(0.0, ttft_s - deadline_s) / deadline_s + spent
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@ import pytest
 
 from kvabr.lab.matrix import EngineSpec, build, read_toml, varying
 from kvabr.lab.results_folder import load_matrix, save_axes
-from kvabr.player.session_types import GPU_PRICE
+from kvabr.player.session_types import GPU_PRICE, TIME_PRICE
 from kvabr.types.errors import AssetError, KvabrError, UsageError
 from tests.catalogs import catalog
 from tests.lab.matrices import matrix, tuned
@@ -53,6 +53,14 @@ def test_what_engines_cost():
     assert EngineSpec.parse("100/s").cost(offer, 2.0).seconds(0, 50) == pytest.approx(0.5)
     with pytest.raises(UsageError, match="does not say"):
         EngineSpec.parse("asset").cost(offer, 2.0)
+
+
+def test_time_has_a_price():
+    assert {matrix().options(cell).config.time_price for cell in matrix().cells()} == {TIME_PRICE}
+    assert {matrix(time_price=0.01).options(cell).config.time_price for cell in matrix().cells()} == {0.01}
+    for price in (-1e-3, float("nan"), float("inf")):
+        with pytest.raises(UsageError, match="price of time"):
+            matrix(time_price=price)
 
 
 def test_cells_are_every_combination_and_starts_only_add():

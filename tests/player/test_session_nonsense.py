@@ -24,6 +24,13 @@ def test_a_number_of_decoders_that_makes_no_sense_is_refused(decoders):
         PlayerConfig(decoders=decoders)
 
 
+@pytest.mark.parametrize("price", [-1e-3, float("nan")])
+@pytest.mark.parametrize("name", ["time_price", "gpu_price"])
+def test_a_price_that_makes_no_sense_is_refused(name, price):
+    with pytest.raises(UsageError, match="price"):
+        PlayerConfig(**{name: price})
+
+
 class Nonsense(Policy):
     def __init__(self, answer):
         self.answer = answer

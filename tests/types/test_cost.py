@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvabr.types.cost import PrefillCost
+from kvabr.types.cost import MISS_PENALTY, PrefillCost, objective
 from kvabr.types.errors import FormatError, UsageError
 
 SHAPES = [(0, 16), (0, 128), (0, 1024), (1024, 128), (4096, 128), (4096, 1024)]
@@ -50,6 +50,13 @@ def test_impossible_costs_and_timings_are_refused():
     with pytest.raises(UsageError, match="three"):
         PrefillCost.fit([(0, 1, 1.0), (0, 2, 2.0)])
     assert PrefillCost.from_json(PrefillCost(0.1, 0.2, 0.3).to_json()) == PrefillCost(0.1, 0.2, 0.3)
+
+
+def test_the_objective_adds_loss_time_engine_and_lateness():
+    prices = {"engine_s": 3.0, "time_price": 0.01, "gpu_price": 0.1}
+    assert objective(0.2, 1.5, 2.0, met=True, **prices) == pytest.approx(0.2 + 0.015 + 0.3)
+    assert objective(0.2, 3.0, 2.0, met=False, **prices) == pytest.approx(0.2 + 0.03 + 0.3 + MISS_PENALTY + 0.5)
+    assert objective(0.2, 1.5, 2.0, met=True, engine_s=3.0, time_price=0.0, gpu_price=float("inf")) == 0.2
 
 
 def test_the_cost_behind_tokens_that_are_in_place():
