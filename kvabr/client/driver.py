@@ -12,6 +12,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any
 
+from kvabr.client.cpu_limit import limited_step
 from kvabr.client.engine_hook import EngineHook
 from kvabr.client.resources import cancel_all, decoders, on_engine
 from kvabr.client.snapshot import Snapshot, Watch
@@ -109,7 +110,7 @@ class Driver:
         if self._over.done():
             return
         try:
-            event(*arguments, now=self.now())
+            limited_step(event, *arguments, now=self.now())
             for action in self.session.actions():
                 self._obey(action)
         except Exception as error:  # noqa: BLE001  # a policy's, or our own: the play is to end with it, not to hang

@@ -12,11 +12,11 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
+from kvabr.client.cpu_limit import limited_play
 from kvabr.lab import digests
 from kvabr.lab.cell import CellPlayer
 from kvabr.lab.matrix import Cell, LabMatrix
 from kvabr.lab.results_folder import Line, PlayStore
-from kvabr.replay.cpu_limit import watched
 from kvabr.replay.workers import in_processes
 
 _CHUNK = 48
@@ -161,7 +161,7 @@ class _Player:
         for start, policies in task.todo:
             link = self._bench.link(trace, starts[start])
             for policy in policies:
-                with watched(policy, f"{trace.name} from {link.start_s:.2f} s, {cell.title()}"):
-                    line: dict[str, Any] = self._bench.play(trace, link, policy)[0]
+                play = f"{trace.name} from {link.start_s:.2f} s, {cell.title()}"
+                line: dict[str, Any] = limited_play(play, self._bench.play, trace, link, policy)[0]
                 found.setdefault(policy, {})[start] = line
         return found

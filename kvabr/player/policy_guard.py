@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from kvabr.abr.plugins import where
 from kvabr.abr.policy import Decision, Policy
 from kvabr.abr.view import View
-from kvabr.types.errors import PolicyError
+from kvabr.types.errors import EndlessError, PolicyError
 
 T = TypeVar("T")
 _KINDS = frozenset({"fetch", "upgrade", "recompute", "wait", "finish"})
@@ -42,6 +42,8 @@ class PolicyGuard:
             return ask(self._view)
         except (PolicyError, KeyboardInterrupt):
             raise
+        except EndlessError as error:
+            raise self.invalid("does not return", error) from error
         except BaseException as error:  # a policy that calls sys.exit() must not end the replay in silence
             raise self.invalid(f"raised {error!r}", error) from error
 

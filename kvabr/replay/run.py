@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from kvabr.abr.plugins import load_estimator, load_policy
-from kvabr.replay.cpu_limit import watched
+from kvabr.client.cpu_limit import limited_play
 from kvabr.replay.experiment import Experiment, ReplayOptions
 from kvabr.replay.summary import by_family, summarise
 from kvabr.replay.trace import Trace
@@ -168,8 +168,8 @@ def _play(matrix: Matrix, experiment: Experiment, task: Task) -> _Outcomes:
     out: _Outcomes = []
     for index, policy in enumerate(matrix.policies):
         log = index < task.logged
-        with watched(policy, f"{trace.name} from {task.start_s:.2f} s"):
-            played = experiment.play_on(trace, task.start_s, policy, capacity, rtt_s, bound, log=log)
+        play = f"{trace.name} from {task.start_s:.2f} s"
+        played = limited_play(play, experiment.play_on, trace, task.start_s, policy, capacity, rtt_s, bound, log=log)
         steps = played.record.steps if matrix.detail else []
         if not matrix.detail:
             del played.run["groups"]

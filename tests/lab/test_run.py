@@ -166,12 +166,15 @@ class Exits(Policy):
 
 
 def test_a_policy_that_never_answers_is_named_with_its_line_and_the_play(tmp_path, monkeypatch):
-    monkeypatch.setattr("kvabr.replay.cpu_limit.MOST_CPU_S", 0.2)
+    monkeypatch.setattr("kvabr.client.cpu_limit.MOST_PLAY_CPU_S", 0.2)
     path = tmp_path / "loops.py"
     path.write_text(LOOPS)
     for jobs in (1, 2):
         what = matrix(policies=(f"{path}:Loops", "cheapfirst"))
-        with pytest.raises(PolicyError, match=r"0\.2 s of CPU time.*loops\.py, line \d+\).*/.* from 0\.00 s"):
+        with pytest.raises(
+            PolicyError,
+            match=r"policy Loops does not return \(.*loops\.py, line \d+\).* 0\.2 s of CPU time.*/.* from 0\.00 s",
+        ):
             played(tmp_path / "out", what, jobs=jobs)
 
 

@@ -1,0 +1,157 @@
+"""CPU-time limit for policies and estimators that never return, in live plays and in replays.
+
+One thread of the process looks after all limited calls. It reads the CPU time of the threads that run them, and raises
+`EndlessError` in a thread that has used too much. It ends when nothing is called any more. Sleep does not count, nor
+does waiting for a core, so a slow or busy machine ends nothing. A call that holds the interpreter's lock throughout,
+such as one long call into C, cannot be ended.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ParamSpec, TypeVar
+
+from kvabr.types.errors import EndlessError, PolicyError
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+MOST_PLAY_CPU_S = 20.0
+"""Most CPU seconds of a simulated play: about a thousand times what it needs."""
+MOST_STEP_CPU_S = 5.0
+"""Most CPU seconds of one step of a live play, which asks the policy a few times: a thousand times what it needs."""
+_LOOK_S = 0.1
+_AGAIN_S = 1.0
+"""CPU seconds after which the error is raised again, in case the first was swallowed."""
+_IDLE_LOOKS = 50
+"""Looks without a call after which the thread ends."""
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    """One limited call, which runs in the thread that made it."""
+
+    thread: int
+    due_s: float
+    """CPU time of the thread at which the error is raised."""
+    place: str = ""
+    """Where it was when the error was first raised; empty: it was not."""
+
+
+class _Watch:
+    """The calls that run, and the thread that looks after them."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._calls: set[_Call] = set()
+        self._begun = 0
+        self._thread: threading.Thread | None = None
+
+    def begin(self, limit_s: float) -> _Call:
+        call = _Call(threading.get_ident(), _cpu_s() + limit_s)
+        with self._lock:
+            self._calls.add(call)
+            self._begun += 1
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="kvabr-cpu-limit", daemon=True)
+                self._thread.start()
+        return call
+
+    def end(self, call: _Call) -> None:
+        """Forget a call. From here on nothing is raised in its thread. May be called twice."""
+        with self._lock:
+            self._calls.discard(call)
+            if call.place:
+                _raise_in(call.thread, None)
+
+    def _run(self) -> None:
+        idle, begun = 0, -1
+        while True:
+            with self._lock:
+                idle = 0 if self._calls or self._begun != begun else idle + 1
+                begun = self._begun
+                if idle >= _IDLE_LOOKS:
+                    self._thread = None
+                    return
+                for call in self._calls:
+                    self._look_at(call)
+            time.sleep(_LOOK_S)
+
+    @staticmethod
+    def _look_at(call: _Call) -> None:
+        now_s = _cpu_s(call.thread)
+        if now_s < call.due_s:
+            return
+        call.due_s = now_s + _AGAIN_S
+        if not call.place:
+            frame = sys._current_frames().get(call.thread)  # noqa: SLF001 - the documented way to see another thread
+            call.place = "unknown place" if frame is None else f"{frame.f_code.co_filename}, line {frame.f_lineno}"
+        _raise_in(call.thread, EndlessError)
+
+
+def limited_play(play: str, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+    """Simulate one play within `MOST_PLAY_CPU_S`, see `limited`; a `PolicyError` names the play."""
+    try:
+        return limited(MOST_PLAY_CPU_S, call, *args, **kwargs)
+    except PolicyError as error:
+        raise PolicyError(f"{error}; it was playing {play}") from error
+
+
+def limited_step(call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+    """Make one step of a live play within `MOST_STEP_CPU_S`, see `limited`."""
+    return limited(MOST_STEP_CPU_S, call, *args, **kwargs)
+
+
+def limited(limit_s: float, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+    """Return what ``call`` returns, or raise what it raises, unless it takes more than ``limit_s`` of CPU time.
+
+    Raises:
+        PolicyError: it took longer, or raised this itself; the message names the file and line.
+    """
+    watch = _watch
+    running = watch.begin(limit_s)
+    try:
+        try:
+            return call(*args, **kwargs)
+        finally:
+            watch.end(running)
+    except (EndlessError, PolicyError) as error:
+        watch.end(running)  # the error may have been raised just before the first attempt
+        if not running.place:
+            raise
+        # A session knows the policy and its line. Elsewhere it was an estimator, or kvabr itself.
+        said = str(error) if isinstance(error, PolicyError) else f"the play does not end ({running.place})"
+        raise PolicyError(f"{said}; it was stopped after {limit_s:g} s of CPU time") from error
+
+
+def _cpu_s(thread: int | None = None) -> float:
+    """Return the CPU seconds of a thread, by default this one; where the system cannot tell, of the process."""
+    if not hasattr(time, "pthread_getcpuclockid"):
+        return time.process_time()
+    return time.thread_time() if thread is None else time.clock_gettime(time.pthread_getcpuclockid(thread))
+
+
+def _raise_in(thread: int, error: type[BaseException] | None) -> None:
+    """Raise an error in another thread, at its next Python instruction; None takes back what was not raised yet."""
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(
+        ctypes.c_ulong(thread), None if error is None else ctypes.py_object(error)
+    )
+
+
+_watch = _Watch()
+
+
+def _start_anew() -> None:
+    """Forget the calls of the parent process, whose thread is not in this one."""
+    global _watch  # noqa: PLW0603 - one per process
+    _watch = _Watch()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_start_anew)
