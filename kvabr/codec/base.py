@@ -84,7 +84,7 @@ class Codec(ABC):
             payload: what `encode` returned; untrusted.
             context: as for `encode`.
             out: [layer, K/V, head, token, dim], any float dtype, any strides. It is written completely, or partly on
-                error (the assembler decodes into scratch memory first, so a cache is never half written).
+                error (the assembler never has a codec write over a group that is in place).
             below: payloads of the tracks below, base first.
 
         Raises:

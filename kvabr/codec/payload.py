@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 from abc import abstractmethod
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from kvabr.codec.base import Codec, GroupContext
@@ -40,18 +42,26 @@ class PayloadReader:
         return piece
 
     def tensor(self, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-        """Return the next array, as a view of the payload."""
+        """Return the next array, as a view of the payload; not to be modified."""
         count = math.prod(shape)
         if not count:
             return torch.empty(shape, dtype=dtype)  # torch rejects empty buffers
         piece = self.bytes(count * dtype.itemsize)
-        # Nothing writes into the view. torch warns about read-only buffers, so these are copied.
-        writable = bytearray(piece) if piece.readonly else piece
-        return torch.frombuffer(writable, dtype=torch.uint8).view(dtype).reshape(shape)
+        return torch.frombuffer(_uncopied(piece), dtype=torch.uint8).view(dtype).reshape(shape)
 
     def rest(self) -> memoryview:
         """Return the rest of the payload."""
         return self.bytes(len(self._payload) - self._at)
+
+
+def _uncopied(piece: memoryview) -> memoryview | ctypes.Array[ctypes.c_ubyte]:
+    """Return a buffer that `torch.frombuffer` takes as it is; it warns of read-only ones, as payloads mostly are."""
+    if not piece.readonly:
+        return piece
+    kept = np.frombuffer(piece, dtype=np.uint8)
+    shown = (ctypes.c_ubyte * len(piece)).from_address(kept.ctypes.data)
+    shown.kept = kept  # type: ignore[attr-defined]  # the memory lives as long as what shows it
+    return shown
 
 
 def finite(values: torch.Tensor, what: str) -> torch.Tensor:

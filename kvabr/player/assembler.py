@@ -1,6 +1,7 @@
 """Assembles groups into one contiguous KV tensor: in any order, from any track, never half written.
 
-A group is decoded into scratch memory and copied into place only if the whole frame is good. A cache can be handed over
+A group whose place is empty is decoded into it if that takes little time, and counts as in place only once the whole
+frame has proved good. Every other group is decoded into scratch memory and then copied. A cache can be handed over
 while upgrades still come: then each group is decoded into memory of its own, and the user of the cache decides when it
 is written into place.
 """
@@ -15,7 +16,7 @@ from itertools import takewhile
 
 import torch
 
-from kvabr.codec.base import GroupContext
+from kvabr.codec.base import GroupContext, payload_layout
 from kvabr.codec.container import HasDigest
 from kvabr.codec.group import decode_group, payload_of
 from kvabr.codec.profile import Profile
@@ -70,7 +71,10 @@ class Assembler:
         self._tracks: list[str | None] = [None] * catalog.groups
         self._kept: dict[tuple[int, str], memoryview] = {}
         self._refined = {track.refines for track in catalog.tracks if track.refines is not None}
-        self._lock = threading.Lock()
+        self._lock = threading.Condition(threading.Lock())
+        """Guards everything; notified when a group leaves `_direct`."""
+        self._direct: set[int] = set()
+        """Groups with an empty place that is being decoded into. Nobody else writes there meanwhile."""
         self._spare: list[torch.Tensor] = []
         """Unused scratch tensors. Fresh memory would have to be cleared, page by page, for every group."""
         self._taken = self._open = False
@@ -94,14 +98,24 @@ class Assembler:
         Raises:
             ForeignError: a valid frame of something else.
             FormatError: the frame is corrupt, truncated, not what the catalog promises, or an enhancement whose base is
-                not in place. Nothing has changed.
+                not in place. No group that is in place has changed.
         """
         offer = self._catalog.track(track)
         if (early := self._refusal(group, offer)) is not None:
             return early
+        if self._claim(group, offer):
+            try:
+                self._decode(group, offer, frame, self._place(group), has_digest)
+                with self._lock:
+                    return self._refusal(group, offer) or self._write(group, offer, frame, None)
+            finally:
+                with self._lock:
+                    self._direct.discard(group)
+                    self._lock.notify_all()
         with self._scratch(self._catalog.group_tokens(group)) as scratch:
             self._decode(group, offer, frame, scratch, has_digest)
             with self._lock:
+                self._lock.wait_for(lambda: group not in self._direct)
                 if (late := self._refusal(group, offer)) is not None:
                     return late
                 if offer.refines is not None and self._tracks[group] != offer.refines:
@@ -123,6 +137,7 @@ class Assembler:
         if not bool(torch.isfinite(kv).all()):
             raise UsageError(f"recomputed groups {first} to {last - 1}: the engine returned NaN or infinity")
         with self._lock:
+            self._lock.wait_for(lambda: self._direct.isdisjoint(range(first, last)))
             if self._taken:
                 return Placement.LATE
             verdict = Placement.PLACED if None in self._tracks[first:last] else Placement.REPLACED
@@ -175,6 +190,7 @@ class Assembler:
         """Accept nothing more; a write in progress has finished when this returns."""
         with self._lock:
             self._taken, self._open = True, False
+            self._lock.wait_for(lambda: not self._direct)
         self._kept.clear()
         self._spare.clear()
 
@@ -213,6 +229,26 @@ class Assembler:
         digest = offer.digests[group]
         decode_group(frame, offer.name, context, chunk, number, out, below, digest=digest, has_digest=has_digest)
 
+    def _claim(self, group: int, offer: Track) -> bool:
+        """Return whether to decode a group into its place, which is then in `_direct` until the caller removes it.
+
+        Nobody reads an empty place, so a frame that proves bad does no harm there. `seal` waits for what is being
+        decoded, at the deadline if need be, so this is only for tracks that take little more time than copying.
+        """
+        spec, tokens = self._catalog.spec, self._catalog.group_tokens(group)
+        if offer.refines is not None or payload_layout(offer.name, spec, tokens) is None:
+            return False
+        with self._lock:
+            if self._taken or self._tracks[group] is not None or group in self._direct:
+                return False
+            self._direct.add(group)
+            return True
+
+    def _place(self, group: int) -> torch.Tensor:
+        """Return a view of a group's place in the cache."""
+        first, last = self._catalog.spec.group_range(group, self._catalog.tokens)
+        return self._out[:, :, :, first:last]
+
     @contextmanager
     def _scratch(self, tokens: int) -> Iterator[torch.Tensor]:
         """Lend scratch memory for a decoded group to one thread."""
@@ -240,10 +276,10 @@ class Assembler:
         worse = current != RECOMPUTED and self._catalog.track(current).loss[group] > offer.loss[group]
         return None if worse else Placement.STALE
 
-    def _write(self, group: int, offer: Track, frame: bytes | memoryview, decoded: torch.Tensor) -> Placement:
-        """Copy a decoded group into place; the caller holds the lock."""
-        first, last = self._catalog.spec.group_range(group, self._catalog.tokens)
-        self._out[:, :, :, first:last].copy_(decoded)
+    def _write(self, group: int, offer: Track, frame: bytes | memoryview, decoded: torch.Tensor | None) -> Placement:
+        """Copy a decoded group into place, unless it was decoded there; the caller holds the lock."""
+        if decoded is not None:
+            self._place(group).copy_(decoded)
         verdict = Placement.PLACED if self._tracks[group] is None else Placement.REPLACED
         self._tracks[group] = offer.name
         if offer.refines is None:

@@ -14,6 +14,7 @@ from kvabr.codec import base as registry
 from kvabr.codec.base import Codec, GroupContext
 from kvabr.codec.group import encode_group, payload_of
 from kvabr.codec.payload import PayloadReader, raw
+from kvabr.player import assembler
 from kvabr.player.assembler import Assembler, Placement
 from kvabr.types.catalog import Catalog, Track
 from kvabr.types.errors import ForeignError, FormatError, HoleError, UsageError
@@ -245,3 +246,90 @@ def test_many_threads_end_with_the_best_of_what_they_brought():
         thread.join()
     assert play.coverage == ("FP16",) * 4
     assert torch.equal(play.take(), KV.half().float())
+
+
+class Paused:
+    """Compares a digest, but not before it is allowed to."""
+
+    def __init__(self):
+        self.asked, self.allowed = threading.Event(), threading.Event()
+
+    def __call__(self, digest):
+        self.asked.set()
+        assert self.allowed.wait(60)
+        return True
+
+
+def in_thread(work):
+    """Start a thread; return it, and a list that gets what the work returns."""
+    returned = []
+    thread = threading.Thread(target=lambda: returned.append(work()), daemon=True)
+    thread.start()
+    return thread, returned
+
+
+def test_an_empty_place_is_decoded_into_and_a_full_one_is_not(monkeypatch):
+    outs = []
+    decode = assembler.decode_group
+
+    def decoding(frame, track, context, chunk, group, out, *arguments, **more):
+        outs.append(out.untyped_storage().data_ptr())
+        decode(frame, track, context, chunk, group, out, *arguments, **more)
+
+    monkeypatch.setattr(assembler, "decode_group", decoding)
+    whole = torch.zeros(SHAPE.shape(TOKENS))
+    play = Assembler(CATALOG, SIDE, out=whole)
+    for track in ("Int4", "Int8"):
+        play.put(1, track, FRAMES[1, track])
+    play.put(2, "AC-5x", FRAMES[2, "AC-5x"])  # takes long: a play that ends must not wait for it
+    there = whole.untyped_storage().data_ptr()
+    assert [out == there for out in outs] == [True, False, False]
+
+
+def test_a_bad_frame_in_an_empty_place_leaves_it_empty():
+    first, last = SHAPE.group_range(1, TOKENS)
+    context = GroupContext(SHAPE, first, last - first, SIDE)
+    frame = bytearray(encode_group(KV[:, :, :, first:last], "FP16", context, CATALOG.chunks[1], 1))
+    frame[-1] = 0x7C  # infinity, the last of all elements: everything before it is written
+    play = fresh()
+    with pytest.raises(FormatError, match="not finite"):
+        play.put(1, "FP16", bytes(frame), has_digest=lambda _: True)
+    assert play.coverage == (None,) * 4
+    assert play.put(1, "Int8", FRAMES[1, "Int8"]) is Placement.PLACED
+    assert play.put(1, "FP16", FRAMES[1, "FP16"]) is Placement.REPLACED
+    assert torch.equal(play._place(1), KV[:, :, :, first:last].half().float())
+
+
+def test_nobody_writes_into_a_place_that_is_being_decoded_into():
+    play, paused = fresh(), Paused()
+    slow, slow_verdict = in_thread(lambda: play.put(1, "Int8", FRAMES[1, "Int8"], has_digest=paused))
+    assert paused.asked.wait(60)
+    fast, fast_verdict = in_thread(lambda: play.put(1, "FP16", FRAMES[1, "FP16"]))
+    computed, computed_verdict = in_thread(lambda: play.put_computed(0, 2, KV[:, :, :, :256]))
+    assert play.put(2, "FP16", FRAMES[2, "FP16"]) is Placement.PLACED  # others go on
+    assert play.coverage == (None, None, "FP16", None)
+    paused.allowed.set()
+    for thread in (slow, fast, computed):
+        thread.join(60)
+    assert slow_verdict == [Placement.PLACED]
+    assert fast_verdict in ([Placement.REPLACED], [Placement.STALE])
+    assert play.coverage[:2] == ("recomputed", "recomputed")
+    assert computed_verdict in ([Placement.PLACED], [Placement.REPLACED])
+    assert torch.equal(play.before(2), KV[:, :, :, :256])
+
+
+def test_a_sealed_cache_does_not_change():
+    whole = torch.zeros(SHAPE.shape(TOKENS))
+    play, paused = Assembler(CATALOG, SIDE, out=whole), Paused()
+    putting, verdict = in_thread(lambda: play.put(1, "Int8", FRAMES[1, "Int8"], has_digest=paused))
+    assert paused.asked.wait(60)
+    sealing, sealed = in_thread(lambda: (play.seal(), whole.clone())[1])
+    while not play._taken:
+        sealing.join(0.001)
+    assert not sealed
+    paused.allowed.set()
+    for thread in (putting, sealing):
+        thread.join(60)
+    assert verdict == [Placement.LATE]
+    assert torch.equal(whole, sealed[0])
+    assert play.coverage == (None,) * 4
