@@ -80,6 +80,8 @@ class View:
     """Price of a second of engine time, in nats per token."""
     oracle: Callable[[float], float] | None = None
     """In a simulator: bytes that the link will carry in the next given seconds. None in a real play."""
+    decode_seconds: Callable[[str], float] | None = None
+    """Seconds to decode a full group of a track on this machine; None: as the catalog says."""
     catalog: Catalog = field(init=False)
     now: float = 0.0
     """Seconds since the play began."""
@@ -146,7 +148,9 @@ class View:
         return self.engine_backlog_s + alone
 
     def decode_s(self, track: str) -> float:
-        """Return the seconds to decode one group of a track."""
+        """Return the seconds to decode one full group of a track, with the layers below it."""
+        if self.decode_seconds is not None:
+            return self.decode_seconds(track)
         return self.catalog.by_name[track].decode_s
 
     def budget_bytes(self, rate: float, decode_s: float = 0.0) -> float:
@@ -173,7 +177,7 @@ class View:
 
         def seconds(track: Track) -> float:
             network = track.total_bytes / self.groups * left / self.rate
-            return max(network, self.decode_backlog_s + track.decode_s * left)
+            return max(network, self.decode_backlog_s + self.decode_s(track.name) * left)
 
         if self.rate <= 0 or seconds(cheapest) <= self.time_left:
             return cheapest.name

@@ -14,7 +14,7 @@ from typing import Any
 
 from kvabr.client.cpu_limit import limited_step
 from kvabr.client.engine_hook import EngineHook
-from kvabr.client.resources import cancel_all, decoders, on_engine
+from kvabr.client.resources import cancel_all, decoders, on_engine, timed
 from kvabr.client.snapshot import Snapshot, Watch
 from kvabr.moqt.codes import RequestCode
 from kvabr.player.assembler import Assembler
@@ -221,7 +221,8 @@ class Driver:
         """Check and decode a group in a thread, and put it into its place."""
         write: Callable[[], object] | None = None
         try:
-            write = await self._loop.run_in_executor(decoders(), self._decoded, action, download)
+            work = partial(timed, self._loop.time, self._decoded, action, download)
+            write, seconds = await self._loop.run_in_executor(decoders(), work)
         except Exception as error:  # noqa: BLE001  # whatever it is, this group cannot be used
             self._tell(self.session.refused, action.request, said(error))
             return
@@ -232,7 +233,7 @@ class Driver:
                 self.engine_error = error
                 self._tell(partial(self.session.stop, reason=said(error)))
                 return
-        self._tell(self.session.decoded, action.request)
+        self._tell(partial(self.session.decoded, seconds=seconds), action.request)
 
     def _decoded(self, action: Decode, download: Download) -> Callable[[], object] | None:
         """Place a group, or return what writes it if the cache is in use; in a thread."""

@@ -28,13 +28,14 @@ from kvabr.client.options import PlayOptions, guard_s
 from kvabr.client.peer_history import PeerHistory
 from kvabr.client.play_connection import PlayConnection
 from kvabr.client.profiles import ProfileCache
-from kvabr.client.resources import decoders, on_engine
+from kvabr.client.resources import decoder_threads, decoders, on_engine
 from kvabr.client.result import Played, PlayedPrefix
 from kvabr.client.shared_bandwidth import estimating, link_of
 from kvabr.client.upgrades import Upgrades
 from kvabr.codec.profile import Profile
 from kvabr.player.assembler import Assembler
 from kvabr.player.builder import new_estimator, new_session, opening
+from kvabr.player.decode_rates import DecodeRates
 from kvabr.player.session_types import GroupRecord, PlayRecord, PrefixGoal, UpgradeGoal, WholeGoal
 from kvabr.types.catalog import RECOMPUTED, Catalog, played_loss
 from kvabr.types.cost import PrefillCost
@@ -276,9 +277,10 @@ class Play:
                 goal=goal,
                 cost=self.cost,
                 mode=mode,
-                config=replace(LIVE, gpu_price=options.gpu_price),
+                config=replace(LIVE, gpu_price=options.gpu_price, decoders=decoder_threads()),
                 patience_s=patience_s,
                 cached_groups=connection.cached_groups,
+                decode_rates=DecodeRates(ladder.catalog),
                 log=options.log,
             )
             driver = Driver(session, connection, assembler, engine=self.engine, tokens=self.tokens, watch=options.watch)
@@ -301,8 +303,9 @@ class Play:
             options.policy,
             shared.enter_context(link_of(connection.shared).joined(own)),
             goal=UpgradeGoal(tuple(track or "" for track in played.assembler.coverage), after_s, rate),
-            config=LIVE,
+            config=replace(LIVE, decoders=decoder_threads()),
             cached_groups=connection.cached_groups,
+            decode_rates=DecodeRates(ladder.catalog),
             log=None if options.log is None else partial(_late, options.log, view.now),
         )
         hook = EngineHook()

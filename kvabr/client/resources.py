@@ -14,16 +14,18 @@ from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
+from kvabr.player.session_types import check_decoders
 from kvabr.types.cost import PrefillCost
 from kvabr.types.engine import Engine, time_prefills
-from kvabr.types.errors import ModelError
+from kvabr.types.errors import ModelError, UsageError
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
-_MAX_DECODERS = 4
-"""Threads that decode; no more than there are cores."""
+VARIABLE = "KVABR_DECODER_THREADS"
+"""Environment variable with the number of threads that decode."""
 _MIN_TOKENS, _MAX_TOKENS = 128, 1024
 """Tokens that a prefill is timed on: as many as the model takes of the larger number, to tell the three constants of
 its cost apart."""
@@ -32,9 +34,36 @@ _ANY_TOKENS = range(64)
 
 
 @cache
+def decoder_threads() -> int:
+    """Return the number of threads that decode in this process: what KVABR_DECODER_THREADS says, else one per core.
+
+    Cores are those that the process may use (its affinity, as `taskset` and container runtimes set it).
+
+    Raises:
+        UsageError: the variable is no number of threads.
+    """
+    wanted = os.environ.get(VARIABLE)
+    if not wanted:
+        return max(1, len(os.sched_getaffinity(0)))
+    try:
+        threads = int(wanted)
+    except ValueError:
+        raise UsageError(f"{VARIABLE} is {wanted!r}; give a number of threads, or unset it") from None
+    check_decoders(threads)
+    return threads
+
+
+@cache
 def decoders() -> ThreadPoolExecutor:
     """Return the threads that decode for every play of this process."""
-    return ThreadPoolExecutor(min(_MAX_DECODERS, os.cpu_count() or 1), thread_name_prefix="kvabr-decode")
+    return ThreadPoolExecutor(decoder_threads(), thread_name_prefix="kvabr-decode")
+
+
+def timed(clock: Callable[[], float], work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> tuple[T, float]:
+    """Return what ``work`` returns, and the seconds that it took on a clock."""
+    began = clock()
+    made = work(*args, **kwargs)
+    return made, clock() - began
 
 
 async def cancel_all(tasks: Collection[asyncio.Task[Any]]) -> None:

@@ -44,7 +44,7 @@ def choose(view: View, instead: Callable[[int], Track | None]) -> tuple[Transfer
         for one in view.in_flight.values()
         if not one.upgrade or (one.first_byte_s is not None and one.first_byte_s >= due_s)
     ]
-    need_s = (sum(one.remaining for one in weighed) + view.floor_bytes()) / view.rate + cheapest.decode_s
+    need_s = (sum(one.remaining for one in weighed) + view.floor_bytes()) / view.rate + view.decode_s(cheapest.name)
     if need_s <= _MARGIN * view.time_left:
         return None
     best: Transfer | None = None

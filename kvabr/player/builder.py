@@ -9,6 +9,7 @@ from kvabr.abr.cache_first import CachedGroups, cache_first
 from kvabr.abr.estimator import Estimator
 from kvabr.abr.ladder import Ladder
 from kvabr.abr.plugins import load_estimator, load_policy
+from kvabr.player.decode_rates import DecodeRates
 from kvabr.player.session import Session
 from kvabr.player.session_types import WHOLE, Goal, PlayerConfig, PrefixGoal, UpgradeGoal
 from kvabr.player.upgrades import UpgradeSession
@@ -70,6 +71,7 @@ def new_session(
     patience_s: float | None = None,
     cached_groups: CachedGroups | None = None,
     oracle: Callable[[float], float] | None = None,
+    decode_rates: DecodeRates | None = None,
     log: Log | None = None,
 ) -> Session:
     """Build the session of one play.
@@ -86,6 +88,7 @@ def new_session(
         patience_s: seconds from `Session.start` after which an incomplete play is given up; None: as ``config`` says.
         cached_groups: tells which groups of a track need not cross the network, as they are published.
         oracle: what the link will carry, for policies that are told the future.
+        decode_rates: of this machine, which the session corrects; None: as the catalog says, uncorrected.
         log: takes every event.
 
     Raises:
@@ -113,5 +116,6 @@ def new_session(
         mode=mode,
         config=config,
         oracle=oracle,
+        decode_rates=decode_rates,
         log=log,
     )

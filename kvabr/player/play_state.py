@@ -11,6 +11,7 @@ from kvabr.abr.policy import Decision, Policy
 from kvabr.abr.view import Transfer, View
 from kvabr.player.abandon import StallDetector
 from kvabr.player.compute_queue import ComputeQueue
+from kvabr.player.decode_rates import DecodeRates
 from kvabr.player.policy_guard import PolicyGuard
 from kvabr.player.retry_tracker import RetryTracker
 from kvabr.player.session_types import (
@@ -107,6 +108,7 @@ class PlayState:
         mode: EngineMode = "hole",
         config: PlayerConfig | None = None,
         oracle: Callable[[float], float] | None = None,
+        decode_rates: DecodeRates | None = None,
         log: Log | None = None,
     ) -> None:
         """Begin with every group absent; arguments and errors are those of `kvabr.player.builder.new_session`."""
@@ -124,8 +126,10 @@ class PlayState:
             front_first=cost is not None and mode == "suffix",
             gpu_price=config.gpu_price,
             oracle=oracle,
+            decode_seconds=None if decode_rates is None else decode_rates.seconds,
             unavailable=self._retries.unavailable,
         )
+        self._decode_rates = decode_rates
         self._catalog = ladder.catalog
         self._tick_s = self._next_tick_s = min(deadline_s / config.ticks, MAX_TICK_S)
         self._events = EventLog(log, self.view)
@@ -166,9 +170,14 @@ class PlayState:
             return None  # too late: the cache is handed over, and the record is closed
         transfer = self._decoding.pop(request, None)
         if transfer is not None:
-            left = self.view.decode_backlog_s - self.view.decode_s(transfer.track)
-            self.view.decode_backlog_s = max(0.0, left)
+            self.view.decode_backlog_s = sum(self.view.decode_s(one.track) for one in self._decoding.values())
         return transfer
+
+    def _observe_decoding(self, transfer: Transfer, seconds: float | None) -> None:
+        """Correct the decode rates by the seconds that a thread took for a group."""
+        if self._decode_rates is not None and seconds is not None:
+            share = self._catalog.group_tokens(transfer.group) / self._catalog.spec.group_tokens
+            self._decode_rates.observe(transfer.track, share, seconds)
 
     def _place(self, transfer: Transfer, record: GroupRecord, now: float) -> None:
         """Record that a group is in place."""

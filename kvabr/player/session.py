@@ -111,11 +111,12 @@ class Session(PlayState):
             self._lost(transfer, RequestFailed, reason, now)
             self._advance(now)
 
-    def decoded(self, request: int, now: float) -> None:
-        """Take a group that is decoded and in place."""
+    def decoded(self, request: int, now: float, seconds: float | None = None) -> None:
+        """Take a group that is decoded and in place; ``seconds`` says how long a thread was at it."""
         transfer = self._end_decoding(request)
         if transfer is None:
             return
+        self._observe_decoding(transfer, seconds)
         record = self.record.groups[transfer.group]
         if record.track == RECOMPUTED:
             self.record.bytes_wasted += transfer.bytes

@@ -9,6 +9,7 @@ from typing import Any
 from kvabr.abr.ladder import Ladder
 from kvabr.abr.view import Future
 from kvabr.player.builder import new_estimator, new_session, opening
+from kvabr.player.decode_rates import DecodeRates
 from kvabr.player.session import Session
 from kvabr.player.session_types import PlayerConfig, PlayRecord, check_decoders
 from kvabr.replay.clairvoyant import Bound, Clairvoyant
@@ -225,6 +226,7 @@ class Experiment:
             config=replace(options.config, decoders=options.decoders),
             patience_s=options.config.give_up_after * options.deadline_s - lookup_s,
             oracle=oracle,
+            decode_rates=DecodeRates(self.catalog),
             log=None if lines is None else lines.append,
         )
         return session

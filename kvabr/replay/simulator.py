@@ -88,8 +88,8 @@ class Simulator:
         """Heap of the others by priority and order of request; it may hold completed flows."""
         self._decoders = [0.0] * decoders
         """Heap of the times at which the decoders have finished everything they were given."""
-        self._decoding: list[tuple[float, int, int]] = []
-        """Heap of the groups being decoded: when that ends, order of the action, request."""
+        self._decoding: list[tuple[float, int, int, float]] = []
+        """Heap of the groups being decoded: when that ends, order of the action, request, seconds of decoding."""
         self._decodes = 0
         self._compute: tuple[float, int, int] | None = None
         self.use = LinkUse()
@@ -127,9 +127,10 @@ class Simulator:
             elif isinstance(action, Decode):
                 track = self._catalog.by_name[action.track]
                 share = self._catalog.group_tokens(action.group) / self._catalog.spec.group_tokens
-                end = max(now, heappop(self._decoders)) + track.decode_s * share * self._decode_scale
+                seconds = track.decode_s * share * self._decode_scale
+                end = max(now, heappop(self._decoders)) + seconds
                 heappush(self._decoders, end)
-                heappush(self._decoding, (end, self._decodes, action.request))
+                heappush(self._decoding, (end, self._decodes, action.request, seconds))
                 self._decodes += 1
                 self._decoding_bytes[action.request] = track.bytes[action.group]
             elif isinstance(action, Cancel):
@@ -147,7 +148,7 @@ class Simulator:
             if isinstance(action, Cancel) and (flow := self._flows.get(action.request)) is not None:
                 self.use.cut_bytes += flow.received
                 self.use.cut_told_bytes += flow.told
-        self.use.undecoded_bytes = sum(self._decoding_bytes[request] for _, _, request in self._decoding)
+        self.use.undecoded_bytes = sum(self._decoding_bytes[request] for _, _, request, _ in self._decoding)
 
     def _start_compute(self, action: Recompute, now: float) -> None:
         assert self._cost is not None  # noqa: S101  # a session without a cost model asks for no recompute
@@ -208,7 +209,8 @@ class Simulator:
         due = timer is not None and timer <= now + _EPSILON
         self._tell_transfers(now, served, due=due)
         while self._decoding and self._decoding[0][0] <= now + _EPSILON:
-            session.decoded(heappop(self._decoding)[2], now)
+            _, _, request, seconds = heappop(self._decoding)
+            session.decoded(request, now, seconds)
         if self._compute is not None and self._compute[0] <= now + _EPSILON:
             _, first, last = self._compute
             self._compute = None

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
 
 from kvabr.client.play import allocate
-from kvabr.client.resources import in_thread, measure_prefill
+from kvabr.client.resources import VARIABLE, decoder_threads, in_thread, measure_prefill, timed
 from kvabr.types import engine as engines
 from kvabr.types.cost import PrefillCost
-from kvabr.types.errors import ModelError
+from kvabr.types.errors import ModelError, UsageError
 from tests.toymodel import SPEC
 
 
@@ -91,3 +92,34 @@ async def test_whatever_a_thread_raises_arrives(error: BaseException, raised: ty
 
     with pytest.raises(raised):
         await in_thread(work)
+
+
+@pytest.fixture
+def threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """The environment, with the number of threads not known yet."""
+    decoder_threads.cache_clear()
+    yield monkeypatch
+    monkeypatch.undo()
+    decoder_threads.cache_clear()
+
+
+def test_every_core_that_may_be_used_decodes(threads: pytest.MonkeyPatch) -> None:
+    threads.delenv(VARIABLE, raising=False)
+    threads.setattr(os, "sched_getaffinity", lambda _: set(range(48)))
+    assert decoder_threads() == 48
+
+
+def test_the_environment_says_how_many_threads_decode(threads: pytest.MonkeyPatch) -> None:
+    threads.setenv(VARIABLE, "3")
+    assert decoder_threads() == 3
+
+
+@pytest.mark.parametrize("wanted", ["0", "-2", "many", "1.5", "100000"])
+def test_a_number_of_threads_that_makes_no_sense_is_refused(threads: pytest.MonkeyPatch, wanted: str) -> None:
+    threads.setenv(VARIABLE, wanted)
+    with pytest.raises(UsageError, match="threads"):
+        decoder_threads()
+
+
+def test_work_is_timed() -> None:
+    assert timed(iter([2.0, 2.75]).__next__, pow, 2, 3) == (8, 0.75)

@@ -9,6 +9,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from kvabr.client.options import guard_s
+from kvabr.client.resources import decoder_threads
 from kvabr.player.assembler import Assembler
 from kvabr.replay.experiment import Experiment
 from kvabr.replay.live.compare import comparison
@@ -52,7 +53,7 @@ async def replay_live(
     # Use the decode times of this machine, not the publisher's: the comparison is about the link.
     decode_scale = decode_speed(asset)
     # A live player aims to end a little early, see `kvabr.client`; so must the simulated one.
-    careful = replace(matrix.options, guard_s=guard_s(matrix.options.deadline_s))
+    careful = replace(matrix.options, guard_s=guard_s(matrix.options.deadline_s), decoders=decoder_threads())
     experiment = Experiment(matrix.catalog, careful)
     model = Experiment(matrix.catalog, replace(careful, decode_scale=decode_scale))
     report = Report({})
@@ -76,7 +77,7 @@ async def replay_live(
     if not matrix.detail:
         for run in runs:
             del run["groups"]
-    report.result = finish(matrix, runs)
+    report.result = finish(replace(matrix, options=careful), runs)
     report.result["options"]["live"] = asdict(options)
     report.result["live_comparison"] = {"decode_scale": float(f"{decode_scale:.4g}"), **compared}
     return report

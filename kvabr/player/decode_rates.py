@@ -1,0 +1,75 @@
+"""How long decoding takes here: a table of seconds per track, corrected by what decoding really takes. Reads no clock.
+
+The table is what was measured on this machine, or what the catalog says. Every decoded group tells how far it is off.
+The tracks of a family share that correction, since they share code: if AC-L0 takes eight times as long as the table
+says, so does AC-L3.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from statistics import median
+
+from kvabr.types.catalog import Catalog
+from kvabr.types.errors import UsageError
+
+_WINDOW = 9
+"""Decoded groups that a correction is made of. Their median bears four that were held up."""
+_MAX_LOG = math.log(1024)
+"""Limit of a correction: more is no difference between machines, but a clock that jumped or a process that slept."""
+
+
+def family(track: str) -> str:
+    """Return the family of tracks that share a decoder: what stands before the first hyphen, as in AC-L0."""
+    return track.partition("-")[0]
+
+
+class DecodeRates:
+    """Seconds to decode a full group of each track. Not for several threads at once."""
+
+    def __init__(self, catalog: Catalog, measured: Mapping[str, float] | None = None) -> None:
+        """Begin with a table.
+
+        Args:
+            catalog: its tracks; it says what was not measured.
+            measured: seconds that one thread takes to check and decode a full group, by track.
+
+        Raises:
+            UsageError: a measured time is not a positive, finite number.
+        """
+        self._table = {track.name: track.decode_s for track in catalog.tracks}
+        for track, seconds in (measured or {}).items():
+            if not 0 < seconds < math.inf:
+                raise UsageError(f"decoding {track} was measured at {seconds} s; measure again")
+            if track in self._table:
+                self._table[track] = float(seconds)
+        self._observed: dict[str, deque[float]] = {}
+        """Logarithms of observed over expected seconds, by family. The first is that of the table itself."""
+
+    def seconds(self, track: str) -> float:
+        """Return the seconds to decode a full group of a track; 0.0 if nothing is known of it."""
+        return self._table[track] * self.correction(track)
+
+    def correction(self, track: str) -> float:
+        """Return the factor between what decoding takes and what the table says."""
+        observed = self._observed.get(family(track))
+        return 1.0 if observed is None else math.exp(median(observed))
+
+    def observe(self, track: str, share: float, seconds: float) -> None:
+        """Take the time that decoding took; ignore what is no duration, as after a clock was set back.
+
+        Args:
+            track: what was decoded, with the layers below it.
+            share: tokens of the group as a share of a full group's.
+            seconds: how long one thread was at it.
+        """
+        if not (0 < seconds < math.inf and share > 0):
+            return
+        expected = self._table[track] * share
+        if expected <= 0:
+            self._table[track] = seconds / share / self.correction(track)
+            return
+        log = min(_MAX_LOG, max(-_MAX_LOG, math.log(seconds / expected)))
+        self._observed.setdefault(family(track), deque([0.0], maxlen=_WINDOW)).append(log)

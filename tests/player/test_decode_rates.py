@@ -1,0 +1,127 @@
+"""Decode rates: the catalog's or the measured ones, and what decoding says of them. No clock."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from kvabr.abr import Ladder
+from kvabr.abr.estimators import DualEwma
+from kvabr.player.builder import new_session
+from kvabr.player.decode_rates import DecodeRates, family
+from kvabr.player.session_types import Decode, FetchGroup
+from kvabr.replay.link import Capacity
+from kvabr.replay.simulator import Simulator
+from kvabr.types.errors import UsageError
+from tests.catalogs import catalog
+from tests.player.sessions import of
+from tests.replay.worlds import world
+
+
+def test_the_catalog_counts_until_something_is_measured():
+    rates = DecodeRates(catalog(), {"Int8": 0.005, "elsewhere": 1.0})
+    assert rates.seconds("Int8") == 0.005
+    assert rates.seconds("FP16") == 0.001
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, math.nan, math.inf])
+def test_a_measurement_that_cannot_be_is_refused(seconds):
+    with pytest.raises(UsageError, match="Int8"):
+        DecodeRates(catalog(), {"Int8": seconds})
+
+
+def test_two_groups_correct_a_family_and_no_other():
+    rates = DecodeRates(catalog(layered=True))
+    rates.observe("AC-5x", 1.0, 8 * 0.004)
+    assert rates.correction("AC-5x") == pytest.approx(8**0.5)  # one group may have been held up
+    rates.observe("AC-5x", 0.5, 4 * 0.004)
+    assert rates.seconds("AC-5x") == pytest.approx(8 * 0.004)
+    assert rates.seconds("Int8") == 0.002
+    assert family("AC-5x") == family("AC-L0") != family("Int8")
+
+
+def test_what_is_as_expected_changes_nothing_at_all():
+    offer = catalog()
+    rates = DecodeRates(offer)
+    for share in (1.0, 0.3, 1 / 3):
+        for track in offer.tracks:
+            rates.observe(track.name, share, track.decode_s * share)
+    assert all(rates.seconds(track.name) == track.decode_s for track in offer.tracks)
+
+
+def test_groups_that_were_held_up_do_not_count():
+    rates = DecodeRates(catalog())
+    for seconds in (0.004, 0.5, 0.004, 0.004, 3.0, 0.004, 0.004):
+        rates.observe("Int8", 1.0, seconds)
+    assert rates.seconds("Int8") == pytest.approx(0.004)
+
+
+def test_a_machine_that_becomes_slower_is_noticed():
+    rates = DecodeRates(catalog())
+    for _ in range(40):
+        rates.observe("Int8", 1.0, 0.002)
+    for _ in range(5):
+        rates.observe("Int8", 1.0, 0.006)
+    assert rates.seconds("Int8") == pytest.approx(0.006)
+
+
+@pytest.mark.parametrize("seconds", [0.0, -0.3, math.nan, math.inf])
+def test_a_clock_that_jumps_is_ignored(seconds):
+    rates = DecodeRates(catalog())
+    for _ in range(9):
+        rates.observe("Int8", 1.0, seconds)
+    assert rates.seconds("Int8") == 0.002
+
+
+def test_a_correction_is_bounded():
+    rates = DecodeRates(catalog())
+    for _ in range(9):
+        rates.observe("Int8", 1.0, 1e9)
+        rates.observe("Int4", 1.0, 1e-15)
+    assert rates.correction("Int8") == pytest.approx(1024)
+    assert rates.correction("Int4") == pytest.approx(1 / 1024)
+
+
+def test_a_rate_of_zero_in_a_catalog_means_unknown():
+    rates = DecodeRates(catalog(decode=0.0))
+    assert rates.seconds("Int8") == 0.0
+    rates.observe("Int8", 0.5, 0.003)
+    assert rates.seconds("Int8") == pytest.approx(0.006)
+    assert DecodeRates(catalog(decode=0.0), {"Int8": 0.005}).seconds("Int8") == 0.005
+
+
+def slow_play(policy, scale, rates, offer):
+    """A play on a machine that decodes ``scale`` times slower than the catalog says."""
+    play = new_session(Ladder(offer), 4.0, policy, DualEwma(), decode_rates=rates)
+    assert play.view.decode_s("Int8") == offer.track("Int8").decode_s
+    link = Capacity(world("flat", [1e6]), 0.0, 0.05, slow_start=False)
+    return play, Simulator(play, offer, link, rtt_s=0.05, decode_scale=scale).run()
+
+
+@pytest.mark.parametrize("policy", ["fixed:Int8", "anytime"])
+@pytest.mark.parametrize("scale", [8.0, 1.0, 0.25])
+def test_a_play_learns_how_slow_its_machine_is(policy, scale):
+    offer = catalog(8, layered=True)
+    rates = DecodeRates(offer)
+    play, record = slow_play(policy, scale, rates, offer)
+    track = record.groups[-1].track
+    assert rates.correction(track) == pytest.approx(scale)
+    assert play.view.decode_s(track) == pytest.approx(scale * offer.track(track).decode_s)
+    again, _ = slow_play(policy, scale, DecodeRates(offer), offer)
+    assert again.record == record
+
+
+def test_the_backlog_is_that_of_this_machine():
+    offer = catalog(4)
+    rates = DecodeRates(offer, {"Int4": 0.02})
+    play = new_session(Ladder(offer), 1.0, "fixed:Int4", DualEwma(), decode_rates=rates)
+    play.start(0.0)
+    first, second = of(play.actions(), FetchGroup)[:2]
+    play.done(first.request, 0.1)
+    play.done(second.request, 0.1)
+    assert play.view.decode_backlog_s == pytest.approx(0.04)
+    for decode in of(play.actions(), Decode):
+        play.decoded(decode.request, 0.2, seconds=0.08)
+    assert play.view.decode_s("Int4") == pytest.approx(0.08)
+    assert play.view.decode_backlog_s == 0.0
