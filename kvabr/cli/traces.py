@@ -33,6 +33,16 @@ _SHAPE = (
     ("--ramp", "ramp_s", "time until the plateau, s (slow-start)"),
     ("--period", "period_s", "length of a cycle, s (diurnal)"),
     ("--depth", "depth", "swing around the mean, 0 to below 1 (diurnal)"),
+    ("--cross", "cross", "what other flows bring, as a share of the port, 0 to 0.95 (port)"),
+    ("--flow", "flow_s", "mean flow with the port to itself, s (port)"),
+    ("--fan-in", "fan_in", "senders of an incast, 0 for none (port)"),
+    ("--incast-every", "incast_every_s", "mean time between incasts, s (port)"),
+    ("--incast", "incast_s", "mean length of an incast, s (port)"),
+    ("--pause-every", "pause_every_s", "mean time between pauses, s (port)"),
+    ("--pause", "pause_s", "mean length of a pause, s (port)"),
+    ("--burst", "burst", "rate of a burst over the limit (bucket)"),
+    ("--burst-every", "burst_every_s", "mean time between bursts, s (bucket)"),
+    ("--burst-length", "burst_s", "mean length of a burst, s (bucket)"),
 )
 """Options, fields of `Shape`, and help."""
 
@@ -91,7 +101,7 @@ def _add_synth(kinds: _Actions) -> None:
     parser.add_argument("kind", choices=KINDS, help="how the rate behaves")
     parser.add_argument("--mean-mbps", type=float, required=True, metavar="M", help="mean rate, Mbit/s")
     parser.add_argument("--duration", type=float, required=True, metavar="S", help="length, seconds")
-    parser.add_argument("--step", type=float, default=1.0, metavar="S", help="length of a segment (default: 1 s)")
+    parser.add_argument("--step", type=float, default=1.0, metavar="S", help="length of a step (default: 1 s)")
     parser.add_argument("--seed", type=int, default=0, metavar="K", help="seed of the random numbers (default: 0)")
     parser.add_argument("--rtt", type=float, metavar="MS", help="round-trip time to record, ms")
     parser.add_argument("--name", metavar="FAMILY/NAME", help="name of the trace (default: synth/KIND-SEED)")

@@ -1,6 +1,6 @@
 """Synthetic traces: seeded, so that the same arguments give the same trace on every machine.
 
-There are five kinds, each with the requested mean rate:
+There are seven kinds, each with the requested mean rate:
 
 - ``constant``: one rate throughout, the control of every experiment.
 - ``markov``: a Markov chain over three states (poor, fair, good) with exponential dwell times and log-normal scatter
@@ -8,6 +8,11 @@ There are five kinds, each with the requested mean rate:
 - ``outages``: the same chain with outages during which nothing arrives, like blocked mmWave or a satellite handover.
 - ``slow-start``: the rate doubles until it reaches a plateau, like a connection that opens.
 - ``diurnal``: a slow sinusoid with scatter, like a shared wide-area path.
+- ``port``: a fair share of a switch port in a data centre. Other flows come at random (Poisson) and have heavy-tailed
+  sizes (Pareto); an incast leaves the play one share among many for milliseconds, and a pause frame (PFC) stops it.
+- ``bucket``: a tenant's limit with a token bucket: the limit, and several times as much while a bucket is emptied.
+
+The last two change at events: their steps only round the times of these, and equal steps become one segment.
 
 Randomness comes from NumPy's PCG64 as uniform numbers only: NumPy guarantees that stream across versions, but not that
 of its distributions. Rates are rounded to whole kbit/s, which hides platform differences in the last bit of `math.log`.
@@ -17,7 +22,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from heapq import heappop, heappush
 
 import numpy as np
 
@@ -28,6 +34,10 @@ _STATES = (0.35, 1.0, 1.8)
 """Relative rates of the poor, the fair and the good state."""
 _RAMP_START = 1 / 64
 """Rate at which a slow start begins, as a share of the plateau."""
+_TAIL = 1.5
+"""Exponent of the tail of flow sizes: the mean exists, the variance does not."""
+_LARGEST_FLOW = 1000.0
+"""Largest flow, in least flows. Without a bound one flow could last longer than the trace."""
 _KBIT = 125.0
 _MAX_MBPS = 1e7
 _MAX_SECONDS = 1e7
@@ -51,10 +61,37 @@ class Shape:
     """Length of one cycle, seconds (diurnal)."""
     depth: float = 0.6
     """How far the rate swings around its mean, from 0 to below 1 (diurnal)."""
+    cross: float = 0.4
+    """What other flows bring, as a share of the port, from 0 to 0.95 (port)."""
+    flow_s: float = 0.05
+    """Seconds that a mean flow would take with the port to itself (port)."""
+    fan_in: float = 32.0
+    """Senders of an incast, 0 for none (port)."""
+    incast_every_s: float = 0.2
+    """Mean time between incasts, seconds (port)."""
+    incast_s: float = 0.004
+    """Mean length of an incast, seconds (port)."""
+    pause_every_s: float = 1.0
+    """Mean time between pauses, seconds (port)."""
+    pause_s: float = 0.0005
+    """Mean length of a pause, seconds (port)."""
+    burst: float = 10.0
+    """Rate while the bucket is emptied, over the limit, 1 or more (bucket)."""
+    burst_every_s: float = 5.0
+    """Mean time between bursts, seconds (bucket)."""
+    burst_s: float = 0.5
+    """Mean time that a bucket lasts, seconds (bucket)."""
 
     def __post_init__(self) -> None:
-        for name in ("dwell_s", "outage_every_s", "outage_s", "ramp_s", "period_s"):
-            _check(name, getattr(self, name), most=_MAX_SECONDS)
+        for field in fields(self):
+            if field.name.endswith("_s"):
+                _check(field.name, getattr(self, field.name), most=_MAX_SECONDS)
+        if not 0 <= self.cross <= 0.95:
+            raise UsageError(f"cross is {self.cross}; give a number from 0 (no other flows) to 0.95")
+        if not 0 <= self.fan_in <= 1e6:
+            raise UsageError(f"fan_in is {self.fan_in}; give a number of senders from 0 to 1000000")
+        if not 1 <= self.burst <= 1e6:
+            raise UsageError(f"burst is {self.burst}; give a factor from 1 to 1000000")
         if not 0 <= self.scatter <= 3:
             raise UsageError(f"scatter is {self.scatter}; give a number from 0 (none) to 3")
         if not 0 <= self.depth < 1:
@@ -79,9 +116,33 @@ class _Dice:
         normal = math.sqrt(-2 * math.log(self.positive())) * math.cos(2 * math.pi * self.positive())
         return math.exp(sigma * normal)
 
+    def pareto(self, mean: float) -> float:
+        """Return a number with a Pareto tail, bounded at `_LARGEST_FLOW` times the least."""
+        least = mean * (_TAIL - 1) / _TAIL
+        return least * min(_LARGEST_FLOW, math.pow(self.positive(), -1 / _TAIL))
+
     def other(self, state: int) -> int:
         """Return one of the other states, all equally likely."""
         return (state + 1 + int(float(self._uniform()) * (len(_STATES) - 1))) % len(_STATES)
+
+
+class _Episodes:
+    """Intervals at random: exponential lengths, exponential gaps."""
+
+    def __init__(self, every_s: float, lasts_s: float, dice: _Dice) -> None:
+        self._every_s, self._lasts_s, self._dice = every_s, lasts_s, dice
+        self._ends = 0.0
+        self._draw()
+
+    def _draw(self) -> None:
+        self._begins = self._ends + self._dice.exponential(self._every_s)
+        self._ends = self._begins + self._dice.exponential(self._lasts_s)
+
+    def at(self, time: float) -> bool:
+        """Return whether ``time`` is in an interval; times must not decrease."""
+        while self._ends <= time:
+            self._draw()
+        return self._begins <= time
 
 
 def _constant(shape: Shape, times: Sequence[float], dice: _Dice) -> Iterator[float]:  # noqa: ARG001
@@ -97,13 +158,9 @@ def _markov(shape: Shape, times: Sequence[float], dice: _Dice) -> Iterator[float
 
 
 def _outages(shape: Shape, times: Sequence[float], dice: _Dice) -> Iterator[float]:
-    begins = dice.exponential(shape.outage_every_s)
-    ends = begins + dice.exponential(shape.outage_s)
+    outages = _Episodes(shape.outage_every_s, shape.outage_s, dice)
     for time, rate in zip(times, list(_markov(shape, times, dice)), strict=True):
-        while ends <= time:
-            begins = ends + dice.exponential(shape.outage_every_s)
-            ends = begins + dice.exponential(shape.outage_s)
-        yield 0.0 if begins <= time else rate
+        yield 0.0 if outages.at(time) else rate
 
 
 def _slow_start(shape: Shape, times: Sequence[float], dice: _Dice) -> Iterator[float]:
@@ -116,13 +173,56 @@ def _diurnal(shape: Shape, times: Sequence[float], dice: _Dice) -> Iterator[floa
         yield (1 - shape.depth * math.cos(2 * math.pi * time / shape.period_s)) * dice.lognormal(shape.scatter)
 
 
+def _port(shape: Shape, times: Sequence[float], dice: _Dice) -> Iterator[float]:
+    """Yield the play's share of the port: one over the flows on it, the play among them."""
+    incasts = _Episodes(shape.incast_every_s, shape.incast_s, dice)
+    pauses = _Episodes(shape.pause_every_s, shape.pause_s, dice)
+    gap_s = shape.flow_s / shape.cross if shape.cross else math.inf
+    flows: list[float] = []
+    """What the play's share has carried, in seconds of the port, when each other flow ends: all have the same share."""
+    now, carried = 0.0, 0.0
+    comes = dice.exponential(gap_s) if shape.cross else math.inf
+    for time in times:
+        while True:
+            ends = now + (flows[0] - carried) * (1 + len(flows)) if flows else math.inf
+            until = min(time, comes, ends)
+            carried += (until - now) / (1 + len(flows))
+            now = until
+            if ends <= until:
+                carried = heappop(flows)
+            elif comes <= until:
+                heappush(flows, carried + dice.pareto(shape.flow_s))
+                comes += dice.exponential(gap_s)
+            else:
+                break
+        share = 1.0 / (1.0 + len(flows) + (shape.fan_in if incasts.at(time) else 0.0))
+        yield 0.0 if pauses.at(time) else share
+
+
+def _bucket(shape: Shape, times: Sequence[float], dice: _Dice) -> Iterator[float]:
+    bursts = _Episodes(shape.burst_every_s, shape.burst_s, dice)
+    for time in times:
+        yield shape.burst if bursts.at(time) else 1.0
+
+
 _KINDS: dict[str, Callable[[Shape, Sequence[float], _Dice], Iterator[float]]] = {
     "constant": _constant,
     "markov": _markov,
     "outages": _outages,
     "slow-start": _slow_start,
     "diurnal": _diurnal,
+    "port": _port,
+    "bucket": _bucket,
 }
+_WAITS = {
+    "markov": ("dwell_s",),
+    "outages": ("dwell_s", "outage_every_s"),
+    "port": ("flow_s", "incast_every_s", "pause_every_s"),
+    "bucket": ("burst_every_s",),
+}
+"""Mean times between the events of a kind: a step must not hold too many."""
+_IN_RUNS = ("constant", "port", "bucket")
+"""Kinds whose rate stays exactly the same for a while: a segment is a run of equal steps."""
 KINDS = tuple(_KINDS)
 """Kinds that `synthesise` knows."""
 
@@ -144,7 +244,7 @@ def synthesise(
         kind: one of `KINDS`.
         mean_mbps: mean over the whole trace, Mbit/s, except for rounding to kbit/s.
         duration_s: length, seconds; the last segment is shorter if this is not a whole number of steps.
-        step_s: length of a segment, seconds.
+        step_s: length of a segment, seconds; of kinds that change at events, what their times are rounded to.
         seed: 0 or more; another seed gives another trace of the same kind.
         rtt_s: round-trip time to record, seconds.
         shape: how the rate varies.
@@ -167,8 +267,9 @@ def synthesise(
     if segments > MAX_SEGMENTS:
         raise UsageError(f"{segments} steps, {MAX_SEGMENTS} are allowed; take a shorter trace or a longer step")
     shape = shape or Shape()
-    if min(shape.dwell_s, shape.outage_every_s) < step_s / 100:
-        raise UsageError(f"dwell_s and outage_every_s must not be below a hundredth of the step ({step_s:g} s)")
+    for what in _WAITS.get(kind, ()):
+        if getattr(shape, what) < step_s / 100:
+            raise UsageError(f"{what} must not be below a hundredth of the step ({step_s:g} s)")
     # Round, so that the third step of 0.1 s begins at 0.3 and not at 0.30000000000000004.
     times = [round(index * step_s, 9) for index in range(segments)]
     raw = list(_KINDS[kind](shape, times, _Dice(seed)))
@@ -178,8 +279,9 @@ def synthesise(
     rates = [round(rate * factor) * _KBIT for rate in raw]
     if not any(rates):
         raise UsageError(f"{kind}, seed {seed}: nothing would arrive in {duration_s:g} s; make it longer or faster")
-    if kind == "constant":
-        times, rates = times[:1], rates[:1]
+    if kind in _IN_RUNS:
+        changes = [index for index, rate in enumerate(rates) if not index or rate != rates[index - 1]]
+        times, rates = [times[index] for index in changes], [rates[index] for index in changes]
     name = name or f"synth/{kind}-{seed}"
     return Trace(name, name.partition("/")[0], tuple(times), tuple(rates), float(duration_s), rtt_s)
 

@@ -85,6 +85,44 @@ def test_diurnal_goes_round_once_a_period():
     assert rates[20] / rates[0] == pytest.approx(3.0)
 
 
+def test_a_port_without_others_is_the_plays_alone():
+    shape = Shape(cross=0.0, fan_in=0.0, pause_s=1e-6)
+    trace = synthesise("port", mean_mbps=1000, duration_s=60, step_s=0.1, shape=shape)
+    assert (trace.times, trace.rates) == ((0.0,), (125e6,))
+
+
+def test_the_share_of_a_port_is_one_over_the_flows_on_it():
+    shape = Shape(cross=0.5, fan_in=0.0, pause_s=1e-6)
+    trace = synthesise("port", mean_mbps=1e6, duration_s=2000, step_s=0.01, seed=1, shape=shape)
+    peak = max(trace.rates)
+    shares = {round(peak / rate, 4) for rate in trace.rates}
+    assert shares >= {1.0, 2.0, 3.0}
+    assert all(share == round(share) for share in shares)
+    # What the others carry: in every moment their number times the play's rate.
+    others = sum((end - start) * (peak - rate) for start, end, rate in trace.segments())
+    assert others / (peak * 2000) == pytest.approx(0.5, rel=0.15)
+
+
+def test_incasts_and_pauses_are_as_often_and_as_long_as_asked():
+    shape = Shape(cross=0.0, fan_in=9.0, incast_every_s=0.2, incast_s=0.05, pause_every_s=0.5, pause_s=0.02)
+    trace = synthesise("port", mean_mbps=1e4, duration_s=1000, step_s=0.001, seed=1, shape=shape)
+    assert describe(trace)["zero_share"] == pytest.approx(0.02 / 0.52, rel=0.1)
+    low, high = sorted(set(trace.rates) - {0.0})
+    assert high / low == pytest.approx(10.0, rel=1e-3)
+    slow = sum(end - start for start, end, rate in trace.segments() if rate == low)
+    assert slow / 1000 == pytest.approx(0.05 / 0.25 * 0.5 / 0.52, rel=0.1)
+
+
+def test_a_bucket_has_bursts_over_its_limit():
+    shape = Shape(burst=8.0, burst_every_s=2.0, burst_s=0.5)
+    trace = synthesise("bucket", mean_mbps=1e4, duration_s=2000, step_s=0.01, seed=1, shape=shape)
+    low, high = sorted(set(trace.rates))
+    assert high / low == pytest.approx(8.0, rel=1e-3)
+    fast = sum(end - start for start, end, rate in trace.segments() if rate == high)
+    assert fast / 2000 == pytest.approx(0.2, rel=0.1)
+    assert all(rate != following for rate, following in pairwise(trace.rates))
+
+
 @pytest.mark.parametrize(
     ("kind", "change", "says"),
     [
@@ -96,7 +134,8 @@ def test_diurnal_goes_round_once_a_period():
         ("markov", {"step_s": 0.0}, "step_s is 0"),
         ("markov", {"step_s": 1e-6}, "take a shorter trace or a longer step"),
         ("markov", {"seed": -1}, "seed is -1"),
-        ("markov", {"shape": Shape(dwell_s=1e-3)}, "hundredth of the step"),
+        ("markov", {"shape": Shape(dwell_s=1e-3)}, "dwell_s must not be below a hundredth of the step"),
+        ("port", {"shape": Shape(incast_every_s=1e-3)}, "incast_every_s must not be below a hundredth of the step"),
         ("constant", {"mean_mbps": 1e-4}, "nothing would arrive"),
     ],
 )
@@ -105,7 +144,20 @@ def test_nonsense_is_refused(kind, change, says):
         synthesise(kind, **({"mean_mbps": 10.0, "duration_s": 10.0} | change))
 
 
-@pytest.mark.parametrize("change", [{"scatter": -1}, {"depth": 1.0}, {"dwell_s": 0.0}, {"outage_s": math.nan}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"scatter": -1},
+        {"depth": 1.0},
+        {"dwell_s": 0.0},
+        {"outage_s": math.nan},
+        {"cross": 1.0},
+        {"fan_in": -1},
+        {"burst": 0.5},
+        {"pause_s": 0.0},
+        {"incast_s": -1.0},
+    ],
+)
 def test_shapes_are_checked(change):
     with pytest.raises(UsageError, match=f"{next(iter(change))} is"):
         Shape(**change)
