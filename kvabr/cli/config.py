@@ -1,0 +1,163 @@
+"""The configuration file: options that a user always gives, one section per command.
+
+Exactly one file is read: the one that ``KVABR_CONFIG`` names (none if it is empty), else ``kvabr.toml`` in the current
+folder, else ``kvabr.toml`` in the user's configuration folder. Keys are long options without dashes in front. What the
+command line says wins.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvabr.types.errors import UsageError, did_you_mean
+
+NAME = "kvabr.toml"
+VARIABLE = "KVABR_CONFIG"
+
+
+def places() -> tuple[Path, ...]:
+    """Return where a file is looked for; the first that exists is read."""
+    named = os.environ.get(VARIABLE)
+    if named is not None:
+        return (Path(named).expanduser(),) if named else ()
+    from platformdirs import user_config_path
+
+    return Path(NAME), user_config_path("kvabr") / NAME
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """What a file says."""
+
+    path: Path
+    sections: Mapping[str, object]
+
+    @staticmethod
+    def read(commands: Collection[str]) -> Config | None:
+        """Read the file that applies; None if there is none. Its sections must be ``commands``.
+
+        Raises:
+            UsageError: It cannot be read, is not TOML, or has a section that is not a command.
+        """
+        path = next((place for place in places() if place.is_file()), None)
+        if path is None:
+            if os.environ.get(VARIABLE):
+                raise UsageError(f"{VARIABLE}={os.environ[VARIABLE]}: there is no such file")
+            return None
+        import tomllib
+
+        try:
+            sections = tomllib.loads(path.read_text(encoding="utf-8"))
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
+            raise UsageError(f"{path}: {(error.strerror if isinstance(error, OSError) else None) or error}") from error
+        for name, section in sections.items():
+            if name not in commands or not isinstance(section, dict):
+                what = "an option outside a section" if not isinstance(section, dict) else "no command"
+                raise UsageError(f"{path}: {name}: {what}{did_you_mean(name, commands)}; sections are commands")
+        return Config(path, sections)
+
+    def apply(self, parser: argparse.ArgumentParser, command: str) -> Applied:
+        """Make what the file says of a command the defaults of its options.
+
+        Raises:
+            UsageError: It names an option that does not exist, gives it a bad value, or two that exclude each other.
+        """
+        applied = Applied([])
+        if (section := self.sections.get(command)) is not None:
+            self._apply(parser, command, section, applied)
+        return applied
+
+    def _apply(self, parser: argparse.ArgumentParser, title: str, section: object, applied: Applied) -> None:
+        if not isinstance(section, dict):
+            raise UsageError(f"{self.path}: {title} must be a section: [{title}]")
+        kinds = {name: inner for kind in _kinds(parser) for name, inner in kind.choices.items()}
+        options = dict(_options(parser))
+        changed: dict[argparse.Action, object] = {}
+        for key, value in section.items():
+            if key in kinds:
+                self._apply(kinds[key], f"{title}.{key}", value, applied)
+                continue
+            if key not in options:
+                hint = did_you_mean(key, [*options, *kinds]) or f"; `kvabr {title.replace('.', ' ')} --help` lists them"
+                raise UsageError(f"{self.path}: [{title}] {key}: no such option{hint}")
+            action = options[key]
+            try:
+                changed[action] = self._value(parser, action, value)
+            except (argparse.ArgumentError, argparse.ArgumentTypeError) as error:
+                said = getattr(error, "message", None) or error
+                raise UsageError(f"{self.path}: [{title}] {key}: {said}") from error
+        for group in parser._mutually_exclusive_groups:  # noqa: SLF001 - no public list
+            both = [key for key in section if options.get(key) in group._group_actions]  # noqa: SLF001
+            if len(both) > 1:
+                raise UsageError(f"{self.path}: [{title}] {' and '.join(both)} exclude each other")
+            group.required = group.required and not both
+        for action, default in changed.items():
+            applied.changes.append(_Change(parser, action, action.default))
+            action.default, action.required = default, False
+
+    def _value(self, parser: argparse.ArgumentParser, action: argparse.Action, value: object) -> object:
+        """Return the value that an option would have on the command line."""
+        if action.nargs == 0:
+            if not isinstance(value, bool):
+                raise argparse.ArgumentTypeError("must be true or false")
+            return action.const if value else action.default
+        repeated = isinstance(action, argparse._AppendAction)  # noqa: SLF001 - its only name
+        several = action.nargs in {"+", "*"} or isinstance(action.nargs, int) or repeated
+        words = value if isinstance(value, list) and several else [value]
+        if isinstance(action.nargs, int) and len(words) != action.nargs:
+            raise argparse.ArgumentTypeError(f"must be a list of {action.nargs}")
+        if not words:
+            raise argparse.ArgumentTypeError("must not be empty")
+        for word in words:
+            if isinstance(word, bool) or not isinstance(word, str | int | float):
+                raise argparse.ArgumentTypeError("must be a number or a string" + (", or a list of them" * several))
+        found: list[object] = [parser._get_values(action, [str(word)]) for word in words]  # noqa: SLF001 - as it does
+        if not repeated and several:
+            found = [one for values in found for one in (values if isinstance(values, list) else [values])]
+        found = [self.path.parent / one.expanduser() if isinstance(one, Path) else one for one in found]
+        return found if several else found[0]
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    parser: argparse.ArgumentParser
+    action: argparse.Action
+    before: object
+    """The option's own default."""
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """The options whose defaults a file has changed."""
+
+    changes: list[_Change]
+
+    def settle(self, args: argparse.Namespace) -> argparse.Namespace:
+        """Take back each option of the file that excludes one of the command line; return the arguments."""
+        for change in self.changes:
+            for group in change.parser._mutually_exclusive_groups:  # noqa: SLF001 - no public list
+                members = group._group_actions  # noqa: SLF001
+                if change.action in members and any(
+                    getattr(args, other.dest, other.default) != other.default
+                    for other in members
+                    if other is not change.action
+                ):
+                    setattr(args, change.action.dest, change.before)
+        return args
+
+
+def _kinds(parser: argparse.ArgumentParser) -> Iterator[argparse._SubParsersAction[argparse.ArgumentParser]]:
+    return (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))  # noqa: SLF001
+
+
+def _options(parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.Action]]:
+    """Yield the long options, without old names and ``--help``."""
+    for action in parser._actions:  # noqa: SLF001 - no public list
+        if action.help != argparse.SUPPRESS and not isinstance(action, argparse._HelpAction):  # noqa: SLF001
+            for option in action.option_strings:
+                if option.startswith("--"):
+                    yield option.removeprefix("--"), action
