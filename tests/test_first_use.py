@@ -22,7 +22,7 @@ def test_the_demo_writes_its_page_and_says_what_was_won(capsys, tmp_path):
     assert main(["demo", "--html", str(page)]) == 0
     out = capsys.readouterr().out
     assert "With anytime the first token came after" in out
-    assert "of 24 plays" in out
+    assert "of 32 plays" in out
     assert str(page) in out
     assert page.stat().st_size > 100_000
 

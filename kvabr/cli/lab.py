@@ -106,7 +106,10 @@ def add_axes(parser: argparse.ArgumentParser) -> None:
     axes = parser.add_argument_group("the matrix: every combination of")
     axes.add_argument("-d", "--deadline", nargs="+", type=seconds, metavar="S", help="TTFT deadlines (default: 2)")
     axes.add_argument(
-        "--load", nargs="+", metavar="X", help="fraction of FP16 that the mean rate carries, or own (default: 0.1)"
+        "--load",
+        nargs="+",
+        metavar="X",
+        help="fraction of FP16 that the mean rate carries, or own (default: 0.03 0.1 0.3 1 3 10 30)",
     )
     axes.add_argument("--rtt", nargs="+", metavar="MS", help="round trips, or own (default: own, else 40)")
     axes.add_argument(

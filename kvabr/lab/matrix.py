@@ -31,6 +31,8 @@ _ENGINE = re.compile(r"(?:(none)|(asset)|([0-9.eE+-]+)(x|/s))(?:@([0-9.eE+-]+|in
 _MOST_PLAYS = 10_000_000
 SHIPPED = "smollm2-8k"
 """Name of the default asset, which comes with the package."""
+DEFAULT_LOADS = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
+"""From links that carry hardly more than the cheapest track by the deadline, to those of a data centre."""
 _LISTS = ("traces", "exclude", "policies", "deadlines", "loads", "rtts", "engines", "assets")
 _NUMBERS = ("starts", "per_family", "seed", "decode_scale", "decoders", "time_price")
 _OTHERS = ("families", "estimator", "slow_start")
@@ -150,7 +152,7 @@ class LabMatrix:
     traces: tuple[Trace, ...]
     policies: tuple[str, ...]
     deadlines: tuple[float, ...] = (2.0,)
-    loads: tuple[float | None, ...] = (0.1,)
+    loads: tuple[float | None, ...] = DEFAULT_LOADS
     rtts: tuple[float | None, ...] = (None,)
     engines: tuple[EngineSpec, ...] = (EngineSpec("none", "none", 0.0, "hole"),)
     starts: int = 1
@@ -306,7 +308,7 @@ def build(axes: Mapping[str, Any]) -> LabMatrix:
         traces=_traces(axes),
         policies=_policies([_text(item, "policies") for item in axes.get("policies") or [DEFAULT]], offers),
         deadlines=tuple(_number(item, "deadlines") for item in axes.get("deadlines") or [2.0]),
-        loads=tuple(None if item == "own" else _number(item, "loads") for item in axes.get("loads") or [0.1]),
+        loads=tuple(None if item == "own" else _number(item, "loads") for item in axes.get("loads") or DEFAULT_LOADS),
         rtts=tuple(None if i == "own" else _number(i, "rtts") / 1000.0 for i in axes.get("rtts") or ["own"]),
         engines=tuple(EngineSpec.parse(_text(item, "engines")) for item in axes.get("engines") or ["none"]),
         starts=_whole(axes.get("starts", 1), "starts"),

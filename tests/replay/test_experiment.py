@@ -3,9 +3,11 @@
 import pytest
 
 from kvabr.abr.policies import BUILTIN
+from kvabr.data import default_catalog, traces_folder
 from kvabr.player.session_types import PlayerConfig
 from kvabr.replay.experiment import Experiment, ReplayOptions
 from kvabr.replay.link import FIRST_BYTE_S, LOOKUP_ROUND_TRIPS, PAYLOAD_SHARE
+from kvabr.replay.readers import find, read
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import PolicyError, UsageError
 from tests.catalogs import catalog
@@ -173,3 +175,15 @@ def test_a_guarded_player_ends_early_and_is_judged_by_the_whole_deadline():
     assert plain["ttft_s"] > 1.8 >= guarded["ttft_s"]
     assert guarded["deadline_s"] == 2.0
     assert guarded["met"]
+
+
+@pytest.mark.parametrize("policy", ["anytime", "fixed:Int8"])
+def test_every_trace_of_the_project_plays_at_a_hundred_times_the_cache(policy):
+    experiment = Experiment(default_catalog(), ReplayOptions(4.0, rtt_s=0.02, scale_to_mean=100.0))
+    traces = [trace for path in find([traces_folder()]) for trace in read(path)]
+    assert max(max(trace.rates) for trace in traces) > 3e9  # a port of 25 Gbit/s is among them
+    for trace in traces:
+        capacity, rtt_s, bound = experiment.prepare(trace, trace.duration_s / 3)
+        assert experiment.played(trace).mean_rate == pytest.approx(100 * default_catalog().fp16_bytes / 4.0)
+        assert bound.feasible
+        assert experiment.play_on(trace, trace.duration_s / 3, policy, capacity, rtt_s, bound, log=False).run["met"]
