@@ -41,5 +41,12 @@ setup(
             extra_compile_args=_FLAGS,
             optional=True,  # without it torch does the same
         ),
+        Extension(
+            "kvabr.codec.native._kvplace",
+            sources=[f"{_ROOM}/_kvplace.c"],
+            depends=[f"{_ROOM}/place.h"],
+            extra_compile_args=_FLAGS,
+            optional=True,  # without it torch does the same
+        ),
     ],
 )

@@ -20,7 +20,8 @@ from typing import ClassVar
 import torch
 
 from kvabr.codec.builtin import head_blocks
-from kvabr.codec.payload import Separable, finite, place
+from kvabr.codec.native import placing
+from kvabr.codec.payload import Separable, finite, not_finite, place
 from kvabr.types.kv import FP16_MAX
 
 
@@ -54,6 +55,11 @@ class Affine(Separable):
         """Dequantise."""
         layers, _, heads, count, tokens, dim = out.shape
         blocks = head_blocks(heads, dim)
+        if placing.places(out):
+            flat = out.view(layers, 2, heads, count * tokens, dim)
+            if not placing.affine(units, head, self.bits, tokens, blocks, flat):
+                raise not_finite(self.name)
+            return
         own = 4 * layers * blocks
         shared = finite(units[:, :own].flatten().view(torch.float16), self.name).float()
         coded = units[:, own:].view(count, layers, -1)

@@ -18,7 +18,8 @@ from typing import ClassVar
 
 import torch
 
-from kvabr.codec.payload import Separable, finite, place
+from kvabr.codec.native import placing
+from kvabr.codec.payload import Separable, finite, not_finite, place
 from kvabr.types.errors import FormatError
 from kvabr.types.kv import FP16_MAX
 
@@ -37,6 +38,11 @@ class Cast(Separable):
 
     def decode_units(self, units: torch.Tensor, head: torch.Tensor, out: torch.Tensor) -> None:  # noqa: ARG002
         """Cast back."""
+        if placing.places(out):
+            # A unit is one token.
+            if not placing.cast(units, self.dtype, out[:, :, :, :, 0]):
+                raise not_finite(self.name)
+            return
         layers, both, heads, tokens, _, dim = out.shape
         values = finite(units.view(self.dtype), self.name).reshape(tokens, layers, both, heads, dim)
         place(out[:, :, :, :, 0], values.permute(1, 2, 3, 0, 4))

@@ -73,8 +73,13 @@ def finite(values: torch.Tensor, what: str) -> torch.Tensor:
     else:
         good = bool(torch.isfinite(values).all())
     if not good:
-        raise FormatError(f"{what}: contains a number that is not finite; the payload is corrupt")
+        raise not_finite(what)
     return values
+
+
+def not_finite(what: str) -> FormatError:
+    """Return the error for a payload with NaN or infinity."""
+    return FormatError(f"{what}: contains a number that is not finite; the payload is corrupt")
 
 
 def place(out: torch.Tensor, values: torch.Tensor) -> None:
