@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 
 from kvabr.cli import display
 from kvabr.cli.main import main
+from kvabr.client.resources import decoder_threads
 from tests.client.conftest import root as root  # noqa: PLC0414 - the fixture
 from tests.client.served import Served
 
@@ -42,8 +44,20 @@ def test_doctor_reports_and_says_what_to_do(capsys, tmp_path, monkeypatch):
     assert lines["codec"] | {"detail": ""} == {
         "what": "codec", "state": "failed", "detail": "", "fix": "unset KVABR_CODER",
     }  # fmt: skip
+    assert lines["decoding"]["state"] == "ok"
+    assert re.search(r"\d+ threads; MB/s of FP16 cache in each: .*FP16 [\d,]+", lines["decoding"]["detail"])
     assert lines["vllm"]["state"] == "ok" or "pip install" in lines["vllm"]["fix"]
     assert "nonsense" in capsys.readouterr().out
+
+
+def test_doctor_says_which_number_of_threads_makes_no_sense(capsys, monkeypatch):
+    monkeypatch.setenv("KVABR_DECODER_THREADS", "several")
+    decoder_threads.cache_clear()
+    try:
+        assert main(["doctor"]) == 1
+    finally:
+        decoder_threads.cache_clear()
+    assert "unset KVABR_DECODER_THREADS" in " ".join(capsys.readouterr().out.split())
 
 
 def test_doctor_names_extras_in_full(capsys, monkeypatch):

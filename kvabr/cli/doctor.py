@@ -113,7 +113,25 @@ def _codec() -> Iterator[Finding]:
             "the native coder was not compiled; NumPy gives the same bits hundreds of times slower",
             "install a C compiler (Debian: apt install gcc python3-dev), then reinstall kvabr",
         )
+    yield _decode_rates()
     yield _gpu()
+
+
+def _decode_rates() -> Finding:
+    """Measure what one thread decodes of the shipped model's cache."""
+    from kvabr.client.decode_speeds import complete, measure
+    from kvabr.client.resources import decoder_threads
+    from kvabr.codec.profile import Profile
+    from kvabr.data import default_catalog, default_profile_bytes
+
+    try:
+        threads, catalog = decoder_threads(), default_catalog()
+    except KvabrError as error:
+        return Finding("decoding", "failed", str(error), "unset KVABR_DECODER_THREADS")
+    found = complete(catalog, measure(catalog, Profile.from_bytes(default_profile_bytes())))
+    group_mb = catalog.spec.fp16_bytes(catalog.spec.group_tokens) / 1e6
+    listed = ", ".join(f"{track} {group_mb / seconds:,.0f}" for track, seconds in found.items())
+    return Finding("decoding", "ok", f"{threads} threads; MB/s of FP16 cache in each: {listed}")
 
 
 def _gpu() -> Finding:

@@ -20,6 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from kvabr.client.decode_speeds import SPEEDS_FILE, speeds_at
 from kvabr.client.lookup import Found, check_tokens, fetch_catalog, fetch_models
 from kvabr.client.metrics import ClientMetrics
 from kvabr.client.options import Limits, PlayOptions, check_deadline, check_prompt
@@ -82,7 +83,8 @@ class AsyncClient:
                 unless the options have its cost.
             options: how to play, for plays that do not say otherwise.
             limits: what all plays together may use.
-            cache: folder in which codec profiles and the speed of peers outlive the process; None: memory only.
+            cache: folder in which codec profiles, the speed of peers, and how fast this machine decodes outlive the
+                process; None: memory only.
             metrics: counts what happens; `kvabr.telemetry.prometheus.ScrapeServer` serves it.
 
         Raises:
@@ -104,6 +106,7 @@ class AsyncClient:
         folder = None if cache is None else Path(cache)
         self._profiles = ProfileCache(None if folder is None else folder / "profiles")
         self._history = history_at(None if folder is None else folder / "peers.json")
+        self._speeds = speeds_at(None if folder is None else folder / SPEEDS_FILE)
         self._runner = PlayRunner(bounds, self.metrics)
         self._peers: dict[object, ClientPeer] = {}
         self._origin: ClientPeer | None = None
@@ -437,7 +440,9 @@ class AsyncClient:
         check_deadline(deadline)
 
         def begin(connection: PlayConnection, clock: Clock, options: PlayOptions) -> Awaitable[R]:
-            return work(Play(connection, options, clock, self._profiles, self._history, engine, cost, tokens))
+            return work(
+                Play(connection, options, clock, self._profiles, self._history, self._speeds, engine, cost, tokens)
+            )
 
         return await self._runner.run(self._peer(peer), deadline, options, begin)
 

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 from kvabr.client.cpu_limit import limited_step
+from kvabr.client.decode_speeds import on_one_core
 from kvabr.client.engine_hook import EngineHook
 from kvabr.client.resources import cancel_all, decoders, on_engine, timed
 from kvabr.client.snapshot import Snapshot, Watch
@@ -239,6 +240,7 @@ class Driver:
         """Place a group, or return what writes it if the cache is in use; in a thread."""
         if self._over.done():
             return None
+        on_one_core()
         group, track, frame = action.group, action.track, download.data
         if self._hook is not None:
             return self.assembler.prepare(group, track, frame, has_digest=download.has_digest)

@@ -21,6 +21,7 @@ import torch
 from kvabr.abr.estimator import Prior
 from kvabr.abr.ladder import Ladder
 from kvabr.abr.plugins import load_policy
+from kvabr.client.decode_speeds import DecodeSpeeds
 from kvabr.client.driver import LIVE, Driver
 from kvabr.client.engine_hook import EngineHook
 from kvabr.client.lookup import Found, playable
@@ -35,7 +36,6 @@ from kvabr.client.upgrades import Upgrades
 from kvabr.codec.profile import Profile
 from kvabr.player.assembler import Assembler
 from kvabr.player.builder import new_estimator, new_session, opening
-from kvabr.player.decode_rates import DecodeRates
 from kvabr.player.session_types import GroupRecord, PlayRecord, PrefixGoal, UpgradeGoal, WholeGoal
 from kvabr.types.catalog import RECOMPUTED, Catalog, played_loss
 from kvabr.types.cost import PrefillCost
@@ -107,6 +107,8 @@ class Play:
     profiles: ProfileCache
     history: PeerHistory
     """What the client knows of its peers."""
+    speeds: DecodeSpeeds
+    """How fast this machine decodes."""
     engine: Engine | None
     """Computes what would be late."""
     cost: PrefillCost | None
@@ -280,7 +282,7 @@ class Play:
                 config=replace(LIVE, gpu_price=options.gpu_price, decoders=decoder_threads()),
                 patience_s=patience_s,
                 cached_groups=connection.cached_groups,
-                decode_rates=DecodeRates(ladder.catalog),
+                decode_rates=self.speeds.rates(ladder.catalog, self._device),
                 log=options.log,
             )
             driver = Driver(session, connection, assembler, engine=self.engine, tokens=self.tokens, watch=options.watch)
@@ -288,6 +290,10 @@ class Play:
         if self.history.path is not None:
             # Not in the decoders' threads: they must not wait for a disk.
             asyncio.get_running_loop().run_in_executor(None, self.history.save)
+        catalog, profile = ladder.catalog, prepared.profile
+        if (profile is not None or catalog.profile is None) and self.speeds.lacks(catalog, self._device):
+            # Only now: a play must not wait for it.
+            asyncio.get_running_loop().run_in_executor(None, self.speeds.measure, catalog, profile, self._device)
         return driver
 
     def _upgrade(self, ladder: Ladder, played: Driver, after_s: float) -> Upgrades:
@@ -305,11 +311,16 @@ class Play:
             goal=UpgradeGoal(tuple(track or "" for track in played.assembler.coverage), after_s, rate),
             config=replace(LIVE, decoders=decoder_threads()),
             cached_groups=connection.cached_groups,
-            decode_rates=DecodeRates(ladder.catalog),
+            decode_rates=self.speeds.rates(ladder.catalog, self._device),
             log=None if options.log is None else partial(_late, options.log, view.now),
         )
         hook = EngineHook()
         return Upgrades(Driver(session, connection, played.assembler, hook=hook), hook, shared.close)
+
+    @property
+    def _device(self) -> torch.device | None:
+        """Where the cache is decoded; None: on the processor."""
+        return None if self.options.out is None else self.options.out.device
 
     def _engine_s(self, before: int, tokens: int) -> float:
         """Return the seconds that the engine needs for ``tokens`` behind ``before`` others; 0.0 without an engine."""

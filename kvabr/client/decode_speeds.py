@@ -1,0 +1,313 @@
+"""How fast this machine decodes: measured once per model and code path, off the path of every play, and kept in a file.
+
+The file belongs to one machine, and to one version of kvabr and torch; another's is measured anew. It is JSON with a
+checksum, written whole or not at all. Until a model is measured, and if it cannot be, plays begin with what the catalog
+says, and correct it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from cachetools import LRUCache
+
+from kvabr import __version__
+from kvabr.client.peer_history import this_host
+from kvabr.client.resources import decoder_threads
+from kvabr.codec.base import GroupContext
+from kvabr.codec.builtin import BUILTIN
+from kvabr.codec.group import decode_group, payload_of
+from kvabr.codec.native.coder import active_path
+from kvabr.codec.profile import Profile
+from kvabr.codec.sample_frames import CHUNK, SampleFrames
+from kvabr.player.decode_rates import DecodeRates, family
+from kvabr.store.files import read_text, write_text
+from kvabr.types.catalog import Catalog, Track
+from kvabr.types.errors import FormatError, KvabrError
+
+SPEEDS_FILE = "decode-rates.json"
+"""Name of the file in the folder of a client or user."""
+SCHEMA = "kvabr.decode-rates/1"
+MAX_BYTES = 1 << 18
+MAX_MODELS = 64
+"""Models that are kept; the ones measured first make room."""
+_MAX_TRACKS = 64
+_MOST_NAME = 300
+_MAX_S = 10.0
+"""Longest plausible time for one token."""
+BUDGET_S = 0.05
+"""Processor seconds for all tracks of a model. A family is then represented by the tracks measured so far."""
+_SMALL, _LARGE = 1 << 19, 3 << 19
+"""Elements to decode: of a codec whose time is proportional to them, and of one with a cost per 128 tokens."""
+_RUNS = 2
+_one_core = threading.local()
+_one_core_lock = threading.Lock()
+
+
+def on_one_core() -> None:
+    """Have torch use no other threads for what this thread does: the others decode groups of their own.
+
+    Torch has a number for each thread, which this sets, and one for threads that are new to torch, which this leaves as
+    it was. With OpenMP's usual threads, 2 decoders on 2 busy cores took ten times the processor time.
+    """
+    if getattr(_one_core, "done", False):
+        return
+    _one_core.done = True
+    with _one_core_lock:
+        before = torch.get_num_threads()
+        torch.set_num_threads(1)
+        again = threading.Thread(target=torch.set_num_threads, args=(before,), name="kvabr-torch")
+        again.start()
+        again.join()
+
+
+def measure(
+    catalog: Catalog,
+    profile: Profile | None,
+    *,
+    device: torch.device | None = None,
+    clock: Callable[[], float] = time.thread_time,
+    budget_s: float = BUDGET_S,
+) -> dict[str, float]:
+    """Return the seconds that this thread takes to check and decode a token, by track.
+
+    Each family's smallest track is measured, then all others while the budget lasts. Frames are made up, see
+    `SampleFrames`; codecs that are not built in, and tracks whose profile is missing, are left out.
+
+    Args:
+        catalog: the tracks.
+        profile: the model's, for tracks that need it.
+        device: where the cache is; None: the processor.
+        clock: seconds; processor time does not count the machine's other work.
+        budget_s: seconds to spend.
+    """
+    on_one_core()
+    device = device or torch.device("cpu")
+    if device.type == "cuda":
+        clock = time.perf_counter
+    began, found = clock(), dict[str, float]()
+    samples: dict[int, SampleFrames] = {}
+    for track, share in _by_family(catalog):
+        if clock() - began >= share * budget_s:
+            break
+        with contextlib.suppress(KvabrError, RuntimeError, MemoryError):
+            seconds = _timed_decode(catalog, track, profile, device, samples, clock)
+            if _sound(seconds):
+                found[track.name] = seconds
+    return found
+
+
+def _by_family(catalog: Catalog) -> Iterator[tuple[Track, float]]:
+    """Yield the smallest track of each family, the fast ones first, then the others.
+
+    The number is the share of the budget after which it is too late to begin.
+    """
+    tracks = sorted((track for track in catalog.tracks if track.name in BUILTIN), key=lambda track: track.total_bytes)
+    first: dict[str, Track] = {}
+    for track in tracks:
+        if track.refines is None:
+            first.setdefault(family(track.name), track)
+    for track in sorted(first.values(), key=lambda track: BUILTIN[track.name].layout is None):
+        yield track, 1.0
+    for track in tracks:
+        if track not in first.values():
+            yield track, 0.5
+
+
+def _timed_decode(
+    catalog: Catalog,
+    track: Track,
+    profile: Profile | None,
+    device: torch.device,
+    samples: dict[int, SampleFrames],
+    clock: Callable[[], float],
+) -> float:
+    spec, separable = catalog.spec, BUILTIN[track.name].layout is not None
+    if not separable and device.type == "cpu" and active_path() == "reference":
+        raise FormatError(f"{track.name} takes seconds without the native coder")
+    most = _SMALL if separable else _LARGE
+    tokens = min(spec.group_tokens, max(16, most // spec.elements_per_token))
+    behind_sinks = spec.group_tokens * (1 + (0 if profile is None else profile.sinks) // spec.group_tokens)
+    sample = samples.setdefault(tokens, SampleFrames(GroupContext(spec, behind_sinks, tokens, profile)))
+    below: list[memoryview] = []
+    lower = track
+    while lower.refines is not None:
+        lower = catalog.track(lower.refines)
+        below.insert(0, payload_of(sample.frame(lower.name)))
+    frame = sample.frame(track.name)
+    digest = hashlib.sha256(frame).hexdigest()
+    out = torch.zeros(spec.shape(tokens), dtype=spec.torch_dtype, device=device)
+    times = []
+    for _ in range(_RUNS):
+        start = clock()
+        decode_group(frame, track.name, sample.context, CHUNK, 0, out, below, digest=digest)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(clock() - start)
+    return min(times) / tokens
+
+
+def complete(catalog: Catalog, per_token: dict[str, float]) -> dict[str, float]:
+    """Return seconds per full group of a catalog's tracks, from seconds per token of some of them.
+
+    A track that was not measured takes what the catalog says, times what its family takes longer here.
+    """
+    tokens = catalog.spec.group_tokens
+    found = {track.name: per_token[track.name] * tokens for track in catalog.tracks if track.name in per_token}
+    factors: dict[str, list[float]] = {}
+    for name, seconds in found.items():
+        if catalog.track(name).decode_s > 0:
+            factors.setdefault(family(name), []).append(seconds / catalog.track(name).decode_s)
+    for track in catalog.tracks:
+        known = factors.get(family(track.name))
+        if track.name not in found and known and track.decode_s > 0:
+            found[track.name] = track.decode_s * math.exp(sum(map(math.log, known)) / len(known))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class ModelKey:
+    """What decode times belong to, besides the machine."""
+
+    model: str
+    """Digest of the KV's spec."""
+    profile: str
+    """SHA-256 of the codec profile; empty without one."""
+    path: str
+    """Code path: that of the native coder, or the GPU's name."""
+
+    @classmethod
+    def of(cls, catalog: Catalog, device: torch.device | None = None) -> ModelKey:
+        """Return the key of a catalog's model; ``device``: where its caches are, None: the processor."""
+        path = "none"
+        with contextlib.suppress(KvabrError):  # KVABR_CODER is wrong: decoding AC says so
+            gpu = device is not None and device.type == "cuda"
+            path = f"gpu {torch.cuda.get_device_name(device)}" if gpu else active_path()
+        return cls(catalog.spec.digest().hex(), catalog.profile or "", path)
+
+    def __str__(self) -> str:
+        """Return the key as it is written in the file."""
+        return f"{self.model}:{self.profile}:{self.path}"
+
+
+class DecodeSpeeds:
+    """The file, what it says, and the rates that plays have corrected. May be used from several threads."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        """Read the file if it exists; never raises. Without a path nothing is measured, only corrected."""
+        self.path = path
+        self._lock = threading.Lock()
+        self._known = self._read()
+        self._tried: set[ModelKey] = set()
+        self._rates: LRUCache[tuple[object, ...], DecodeRates] = LRUCache(MAX_MODELS)
+
+    def rates(self, catalog: Catalog, device: torch.device | None = None) -> DecodeRates:
+        """Return the decode rates for a play; plays of one model share them, and what they observe."""
+        key = ModelKey.of(catalog, device)
+        times = tuple((track.name, track.decode_s) for track in catalog.tracks)
+        with self._lock:
+            known = self._known.get(str(key))
+            found: DecodeRates | None = self._rates.get((key, times, known is None))
+            if found is None:
+                found = DecodeRates(catalog, None if known is None else complete(catalog, known))
+                self._rates[key, times, known is None] = found
+        return found
+
+    def lacks(self, catalog: Catalog, device: torch.device | None = None) -> bool:
+        """Return whether `measure` has something to do: there is a file, and it does not know the model yet."""
+        key = ModelKey.of(catalog, device)
+        with self._lock:
+            return self.path is not None and str(key) not in self._known and key not in self._tried
+
+    def measure(self, catalog: Catalog, profile: Profile | None, device: torch.device | None = None) -> None:
+        """Measure a model's decode times and write the file; never raises. Takes `BUDGET_S` of processor time."""
+        key = ModelKey.of(catalog, device)
+        with self._lock:
+            if key in self._tried:
+                return
+            self._tried.add(key)
+        per_token = measure(catalog, profile, device=device)
+        if not per_token or self.path is None:
+            return
+        with self._lock:
+            # Other processes may have written meanwhile. If two write at once, the other measures again some day.
+            merged = {**self._read(), **self._known}
+            merged.pop(str(key), None)
+            merged[str(key)] = per_token
+            self._known = dict(list(merged.items())[-MAX_MODELS:])
+            text = _dumps(self._known)
+        with contextlib.suppress(OSError, KvabrError):  # then it is measured again by the next process
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            write_text(self.path, text)
+
+    def _read(self) -> dict[str, dict[str, float]]:
+        if self.path is None or not self.path.exists():
+            return {}
+        try:
+            return _loads(read_text(self.path, MAX_BYTES, unreadable=FormatError, unfit=FormatError))
+        except (FormatError, OSError):
+            return {}  # whatever it is, it is measured and written anew
+
+
+@cache
+def speeds_at(path: Path | None) -> DecodeSpeeds:
+    """Return the one `DecodeSpeeds` of this process for a file."""
+    return DecodeSpeeds(path)
+
+
+@cache
+def this_machine() -> dict[str, str | int]:
+    """Return what decode times depend on: host, processor, versions, and the threads that decode at once."""
+    processor = ""
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace")[: 1 << 14].splitlines()
+        processor = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    return {
+        "host": this_host(),
+        "processor": processor,
+        "kvabr": __version__,
+        "torch": torch.__version__,
+        "threads": decoder_threads(),
+    }
+
+
+def _sound(seconds: object) -> bool:
+    return type(seconds) is float and 0 < seconds <= _MAX_S  # NaN compares false
+
+
+def _digest(models: Any) -> str:
+    return hashlib.sha256(json.dumps(models, sort_keys=True).encode()).hexdigest()
+
+
+def _dumps(models: dict[str, dict[str, float]]) -> str:
+    whole = {"schema": SCHEMA, "machine": this_machine(), "sha256": _digest(models), "models": models}
+    return json.dumps(whole, indent=1) + "\n"
+
+
+def _loads(text: str) -> dict[str, dict[str, float]]:
+    """Parse a file; leave out models with implausible times, which are then measured anew."""
+    try:
+        whole = json.loads(text)
+        if whole["schema"] != SCHEMA or whole["machine"] != this_machine():
+            raise FormatError("of another machine or version")
+        models = whole["models"]
+        if whole["sha256"] != _digest(models) or len(models) > MAX_MODELS:
+            raise FormatError("damaged")
+        return {
+            key: dict(tracks)
+            for key, tracks in models.items()
+            if len(key) <= _MOST_NAME and 0 < len(tracks) <= _MAX_TRACKS and all(map(_sound, tracks.values()))
+        }
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+        raise FormatError(f"not a file of {SCHEMA} ({error!r})") from error

@@ -1,0 +1,104 @@
+"""Frames as an encoder would write them for a typical cache, made from a spec and a profile alone, to time decoders.
+
+An AC payload takes as long to decode as it has live rows and symbols, so its indices are drawn from the profile's own
+tables. All other codecs take the same time for any numbers.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvabr.codec.base import GroupContext
+from kvabr.codec.builtin import BUILTIN
+from kvabr.codec.container import FrameHeader, pack
+from kvabr.codec.group import encode_group
+from kvabr.codec.native import coder
+from kvabr.codec.native.coder_model import TOTAL, CoderModel
+from kvabr.codec.quantiser import RATIO, SINGLE
+from kvabr.codec.quantiser import below as track_below
+from kvabr.types.errors import FormatError
+from kvabr.types.naming import LAYERS
+
+CHUNK = "0" * 64
+"""Prompt digest of the frames."""
+_DRAWN = 8
+"""Tokens that are drawn; more tokens repeat them, which is faster and takes as long to decode."""
+_NOTHING_LISTED = struct.pack("<I", 0)
+
+
+@dataclass(slots=True)
+class SampleFrames:
+    """Frames of one group, whose first token must be behind the profile's sinks. The same every time."""
+
+    context: GroupContext
+    _drawn: dict[str, _Drawn] = field(default_factory=dict)
+
+    def frame(self, track: str) -> bytes:
+        """Return the group's frame on a track; raise a `FormatError` if it is not of a built-in codec."""
+        if track not in BUILTIN:
+            raise FormatError(f"{track} is no built-in track, so there is no sample of it")
+        context = self.context
+        if track not in (*LAYERS, SINGLE):
+            shape = context.spec.shape(context.tokens)
+            return encode_group(torch.linspace(-4.0, 4.0, shape[-1]).expand(shape), track, context, CHUNK, 0)
+        if context.profile is None:
+            raise FormatError(f"{track} needs the model's profile")
+        model, lower = context.profile.depth(track).coder, track_below(track)
+        below = None if lower is None else self._of(lower).indices(context.tokens)
+        coded = coder.encode_indices(model, self._of(track).indices(context.tokens), below)
+        header = FrameHeader(track, context.spec.digest(), CHUNK, 0, context.first_token, context.tokens)
+        return pack(_NOTHING_LISTED + coded, header)
+
+    def _of(self, track: str) -> _Drawn:
+        if track not in self._drawn:
+            assert self.context.profile is not None  # noqa: S101  # `frame` checked it
+            lower = track_below(track)
+            below = None if lower is None else self._of(lower)
+            self._drawn[track] = _draw(self.context.profile.depth(track).coder, min(_DRAWN, self.context.tokens), below)
+        return self._drawn[track]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Drawn:
+    """Indices of one depth."""
+
+    index: NDArray[np.int16]
+    """[row, token] of the first tokens, which all others repeat."""
+    more: NDArray[np.int16]
+    """[row]: added to the very first token, so that rows that are live have an index that is not zero."""
+
+    def indices(self, tokens: int) -> NDArray[np.int16]:
+        """Return the indices of all tokens."""
+        out = np.tile(self.index, (1, -(-tokens // self.index.shape[1])))[:, :tokens]
+        out[:, 0] += self.more
+        return out
+
+
+def _draw(model: CoderModel, tokens: int, below: _Drawn | None) -> _Drawn:
+    """Draw indices from a model's tables, given those of the depth below."""
+    dice = np.random.default_rng(0)
+    base = np.zeros((model.rows, tokens), dtype=np.int16) if below is None else below.index
+    more = np.zeros(model.rows, dtype=np.int16) if below is None else below.more
+    chance = model.flag_freq[0]
+    if below is not None:
+        chance = np.where(base.any(axis=1) | (more != 0), model.flag_freq[1], chance)
+    live = np.flatnonzero(dice.integers(TOTAL, size=model.rows) < chance)
+    which, under = model.row_class[live], base[live]
+    context = np.minimum(np.abs(under), model.contexts - 1)
+    cumulated = np.cumsum(model.freqs, axis=2, dtype=np.int32)
+    slot = dice.integers(TOTAL, size=context.shape)
+    values = np.zeros(context.shape, dtype=np.int16)
+    for one in np.unique(which):
+        rows = which == one
+        symbol = (slot[rows][:, :, None] >= cumulated[one][context[rows]]).sum(axis=2)
+        radius = int(model.radius[one])
+        values[rows] = np.minimum(symbol, 2 * radius) - radius
+    index, more = RATIO * base, RATIO * more
+    index[live] += values * np.where(under < 0, -1, 1).astype(np.int16)
+    more[live[~values.any(axis=1)]] += 1
+    return _Drawn(index, more)

@@ -1,0 +1,223 @@
+"""How fast the machine decodes: measured on a clock that counts, kept in a file, and never believed if it cannot be."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import math
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvabr.client import decode_speeds
+from kvabr.client.async_client import AsyncClient
+from kvabr.client.decode_speeds import (
+    MAX_BYTES,
+    MAX_MODELS,
+    SCHEMA,
+    DecodeSpeeds,
+    ModelKey,
+    _digest,
+    complete,
+    measure,
+    on_one_core,
+    this_machine,
+)
+from kvabr.types.catalog import Catalog
+from tests.catalogs import catalog
+from tests.client.playing import play
+from tests.client.virtual import virtual
+from tests.toymodel import SPEC, prompt
+
+PER_TOKEN = {"Int8": 2e-4, "AC-5x": 5e-4}
+
+
+def counting(step_s: float = 0.001) -> Any:
+    """A clock that advances whenever it is read."""
+    return itertools.count(0.0, step_s).__next__
+
+
+def unmeasured(offer: Catalog, **changes: float) -> Catalog:
+    return replace(offer, tracks=tuple(replace(t, decode_s=changes.get(t.name, 0.0)) for t in offer.tracks))
+
+
+def written(path: Path, models: Any = None, **changes: Any) -> Path:
+    """A file as `DecodeSpeeds.measure` would have written it, but for ``changes``."""
+    models = {str(ModelKey.of(catalog())): PER_TOKEN} if models is None else models
+    whole = {"schema": SCHEMA, "machine": this_machine(), "sha256": _digest(models), "models": models, **changes}
+    path.write_text(json.dumps(whole))
+    return path
+
+
+def test_every_family_that_can_be_decoded_is_measured() -> None:
+    offer = catalog(2, layered=True)  # its layers are no built-in tracks, and AC-5x has no profile
+    found = measure(offer, None, clock=counting(), budget_s=1.0)
+    assert set(found) == {"FP16", "BF16", "FP8", "Int8", "FP4", "Int4"}
+    assert list(found.values()) == pytest.approx([0.001 / 128] * 6)
+
+
+def test_it_ends_when_the_budget_is_spent() -> None:
+    assert len(measure(catalog(2), None, clock=counting(0.01), budget_s=0.1)) == 2
+    assert measure(catalog(2), None, clock=counting(), budget_s=0.0) == {}
+
+
+@pytest.mark.parametrize("clock", [itertools.repeat(5.0).__next__, itertools.count(0.0, -1.0).__next__])
+def test_a_clock_that_stands_still_or_runs_back_measures_nothing(clock: Any) -> None:
+    assert measure(catalog(2), None, clock=clock, budget_s=1.0) == {}
+
+
+def test_what_was_not_measured_takes_what_its_family_takes_longer() -> None:
+    offer = catalog(2, layered=True)
+    tracks = [*offer.tracks, replace(offer.track("base"), name="AC-mine", refines=None, decode_s=0.01)]
+    found = complete(replace(offer, tracks=tuple(tracks)), PER_TOKEN)
+    assert found["Int8"] == pytest.approx(128 * 2e-4)
+    assert found["AC-mine"] == pytest.approx(0.01 * (128 * 5e-4) / 0.004)
+    assert "FP16" not in found
+    assert complete(unmeasured(offer), PER_TOKEN) == {"Int8": pytest.approx(0.0256), "AC-5x": pytest.approx(0.064)}
+
+
+def test_a_measurement_is_there_in_the_next_process(tmp_path: Path) -> None:
+    path, offer = tmp_path / "deeper" / "rates.json", catalog(2)
+    speeds = DecodeSpeeds(path)
+    assert speeds.lacks(offer)
+    assert speeds.rates(offer).seconds("Int8") == 0.002  # the catalog's until then
+    speeds.measure(offer, None)
+    assert not speeds.lacks(offer)
+    again = DecodeSpeeds(path)
+    assert not again.lacks(offer)
+    assert again.rates(offer).seconds("FP16") == speeds.rates(offer).seconds("FP16") > 0
+    assert again.lacks(replace(offer, profile="0" * 64))
+    assert [each.name for each in path.parent.iterdir()] == [path.name]
+
+
+def test_the_file_replaces_what_the_catalog_says(tmp_path: Path) -> None:
+    speeds = DecodeSpeeds(written(tmp_path / "rates.json"))
+    assert not speeds.lacks(catalog())
+    for offer in (catalog(), unmeasured(catalog())):
+        assert speeds.rates(offer).seconds("Int8") == pytest.approx(128 * 2e-4)
+    assert speeds.rates(catalog()).seconds("FP16") == 0.001
+
+
+def test_plays_share_what_they_observe() -> None:
+    speeds = DecodeSpeeds()
+    for _ in range(2):
+        speeds.rates(catalog()).observe("Int8", 1.0, 0.016)
+    assert speeds.rates(catalog()).seconds("Int8") == pytest.approx(0.016)
+    assert speeds.rates(catalog(decode=2.0)).seconds("Int8") == 0.004
+    assert not speeds.lacks(catalog())  # nowhere to keep it
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("host", "another"), ("processor", "a slower one"), ("kvabr", "0.0.1"), ("torch", "1.0"), ("threads", 4096)],
+)
+def test_another_machine_or_version_is_measured_anew(tmp_path: Path, name: str, value: object) -> None:
+    path = written(tmp_path / "rates.json", machine=this_machine() | {name: value})
+    speeds = DecodeSpeeds(path)
+    assert speeds.lacks(catalog())
+    assert speeds.rates(catalog()).seconds("Int8") == 0.002
+    speeds.measure(catalog(2), None)
+    assert json.loads(path.read_text())["machine"] == this_machine()
+    assert not DecodeSpeeds(path).lacks(catalog())
+
+
+def test_another_code_path_is_measured_anew(tmp_path: Path) -> None:
+    key = replace(ModelKey.of(catalog()), path="slower")
+    assert DecodeSpeeds(written(tmp_path / "rates.json", {str(key): PER_TOKEN})).lacks(catalog())
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1e-4, math.nan, math.inf, 1e6, 0, True, "fast", None, []])
+def test_a_rate_that_cannot_be_is_measured_anew(tmp_path: Path, seconds: object) -> None:
+    good = replace(ModelKey.of(catalog()), model="other")
+    models = {str(ModelKey.of(catalog())): PER_TOKEN | {"Int4": seconds}, str(good): PER_TOKEN}
+    path = written(tmp_path / "rates.json", models)
+    speeds = DecodeSpeeds(path)
+    assert speeds.lacks(catalog())
+    assert speeds.rates(catalog()).seconds("Int8") == 0.002
+    speeds.measure(catalog(2), None)
+    kept = json.loads(path.read_text())["models"]
+    assert kept[str(good)] == PER_TOKEN
+    assert all(each > 0 for each in kept[str(ModelKey.of(catalog()))].values())
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", "7", "null", '{"schema": "kvabr.decode-rates/1"}', "[" * 100_000, "x" * (MAX_BYTES + 1), "\0\xff"],
+)
+def test_a_file_that_is_none_is_written_anew(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "rates.json"
+    path.write_text(text)
+    speeds = DecodeSpeeds(path)
+    assert speeds.lacks(catalog())
+    speeds.measure(catalog(2), None)
+    assert not DecodeSpeeds(path).lacks(catalog())
+
+
+@pytest.mark.parametrize("changes", [{"sha256": "0" * 64}, {"schema": "kvabr.decode-rates/0"}, {"models": [1]}])
+def test_a_damaged_file_is_ignored(tmp_path: Path, changes: dict[str, Any]) -> None:
+    assert DecodeSpeeds(written(tmp_path / "rates.json", **changes)).lacks(catalog())
+
+
+def test_the_file_is_bounded(tmp_path: Path) -> None:
+    models = {f"{index}::path": PER_TOKEN for index in range(MAX_MODELS)}
+    path = written(tmp_path / "rates.json", models)
+    DecodeSpeeds(path).measure(catalog(2), None)
+    kept = json.loads(path.read_text())["models"]
+    assert len(kept) == MAX_MODELS
+    assert "0::path" not in kept
+    assert DecodeSpeeds(written(path, models | {"one::more": PER_TOKEN})).lacks(catalog())
+
+
+def test_a_file_that_cannot_be_written_fails_nothing(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    speeds = DecodeSpeeds(tmp_path / "file" / "rates.json")
+    speeds.measure(catalog(2), None)
+    assert not speeds.lacks(catalog())
+
+
+def test_a_wrong_code_path_fails_only_what_needs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVABR_CODER", "quantum")
+    speeds = DecodeSpeeds(tmp_path / "rates.json")
+    speeds.measure(catalog(2), None)
+    assert speeds.rates(catalog()).seconds("Int8") > 0
+
+
+@virtual
+async def test_the_first_play_of_a_model_has_it_measured(origin: Any, tmp_path: Path) -> None:
+    file = tmp_path / "decode-rates.json"
+    async with origin() as link, AsyncClient(cache=tmp_path) as client:
+        await play(client, prompt(70).tokens, peer=link, deadline=2.0, spec=SPEC)
+        for _ in range(100):  # of a clock that waits for threads
+            await asyncio.sleep(0.01)
+        assert file.exists()
+    (measured,) = json.loads(file.read_text())["models"].values()
+    assert set(measured) <= {"FP16", "Int8", "Int4"}
+
+
+def test_a_thread_on_one_core_leaves_the_others_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode_speeds, "_one_core", threading.local())
+    found: dict[str, int] = {}
+
+    def look(name: str) -> None:
+        found[name] = torch.get_num_threads()
+
+    def decode() -> None:
+        on_one_core()
+        look("decoder")
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        for work, name in ((decode, ""), (look, "later")):
+            thread = threading.Thread(target=work, args=(name,) if name else ())
+            thread.start()
+            thread.join()
+        look("here")
+    finally:
+        torch.set_num_threads(before)
+    assert found == {"decoder": 1, "later": 3, "here": 3}

@@ -1,0 +1,41 @@
+"""Made-up frames: they decode, and are as large as those of a real cache."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvabr.codec.base import GroupContext
+from kvabr.codec.group import decode_group, payload_of
+from kvabr.codec.native.coder import active_path
+from kvabr.codec.profile import Profile
+from kvabr.codec.sample_frames import CHUNK, SampleFrames
+from kvabr.data import default_catalog, default_profile_bytes
+from kvabr.types.errors import FormatError
+
+
+@pytest.mark.skipif(active_path() == "reference", reason="takes minutes without the native coder")
+def test_they_decode_and_are_as_large_as_real_ones() -> None:
+    catalog, profile = default_catalog(), Profile.from_bytes(default_profile_bytes())
+    tokens = catalog.spec.group_tokens
+    sample = SampleFrames(GroupContext(catalog.spec, tokens, tokens, profile))
+    for track in catalog.tracks:
+        frame, lower, below = sample.frame(track.name), track, []
+        while lower.refines is not None:
+            lower = catalog.track(lower.refines)
+            below.insert(0, payload_of(sample.frame(lower.name)))
+        out = torch.full(catalog.spec.shape(tokens), float("nan"), dtype=torch.float16)
+        decode_group(frame, track.name, sample.context, CHUNK, 0, out, below)
+        assert bool(torch.isfinite(out).all())
+        assert len(frame) == pytest.approx(track.total_bytes / catalog.groups, rel=0.15), track.name
+        again = SampleFrames(GroupContext(catalog.spec, tokens, tokens, profile))
+        assert track.name != "AC-L3" or again.frame(track.name) == frame
+
+
+def test_what_cannot_be_made_up_is_refused() -> None:
+    spec = default_catalog().spec
+    sample = SampleFrames(GroupContext(spec, 128, 16))
+    with pytest.raises(FormatError, match="needs the model's profile"):
+        sample.frame("AC-L0")
+    with pytest.raises(FormatError, match="no built-in track"):
+        sample.frame("mine")
