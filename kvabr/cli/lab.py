@@ -45,8 +45,9 @@ Regret is compared play by play. Intervals are bootstraps over whole traces (95 
 chance (random signs of the difference on each trace) produces a difference this large anywhere in the table in 5 % of
 draws. Policies that share a place cannot be told from its first. At least six traces are needed to tell anything. `net
 only` is regret against a clairvoyant without an engine. Regret splits into: too high (asked for more than came), too
-low (asked for less than the link would have carried), order (the bytes in place could have bought more), idle (round
-trips), wasted, decode, compute (the engine should have done more). Infeasible plays, which not even the clairvoyant
+low (asked for less than the link would have carried, or ended too early), waited (ended too late), order (the bytes in
+place could have bought more), idle (round trips), wasted, decode, compute (the engine should have done more or less).
+Infeasible plays, which not even the clairvoyant
 could have made, are in none of these numbers; they have their own table.
 
 A policy that spends 20 seconds of CPU on one play counts as stuck in a loop: the run ends and names the place.

@@ -152,7 +152,7 @@ def run(args: argparse.Namespace) -> int:
     report = _replay(args, matrix, asset)
     if args.verify and asset is not None:
         _verify(asset, report, console)
-    _warn(report, console)
+    _warn(report, console, live=args.live)
     _write(args, report)
     _show(args, report.result)
     return 0
@@ -312,12 +312,15 @@ def _verify(asset: Asset, report: Report, console: Console) -> None:
             bar.advance(1)
 
 
-def _warn(report: Report, console: Console) -> None:
+def _warn(report: Report, console: Console, *, live: bool) -> None:
     runs: list[dict[str, Any]] = report.result["runs"]
     wrapped = sorted({run["trace"] for run in runs if run["wrapped"]})
     if wrapped:
         names = ", ".join(wrapped[:3]) + (f" and {len(wrapped) - 3} more" if len(wrapped) > 3 else "")
         console.print(f"note: some plays outlast their trace, which then starts over (wraps): {names}", style="yellow")
+    below = sum(line["below_bound"] for line in report.result["summary"].values())
+    if below and not live:
+        console.print(f"note: {below} plays cost less than the clairvoyant bound, which is wrong there", style="yellow")
     lost = sum(run["gave_up"] is not None for run in runs)
     if lost:
         console.print(f"note: {lost} plays gave up; `gave_up` in the report says why", style="yellow")

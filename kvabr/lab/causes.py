@@ -1,36 +1,42 @@
 """Split a play's regret into causes that add up to it.
 
-Regret is the loss above the bound's loss, plus a penalty if the play was late. Both are reduced along a ladder of
-hypothetical plays, each a little better than the one before. The saving of each step is charged to its cause.
+Regret is what a play cost above the clairvoyant bound: loss, time, engine time, and a penalty if the play was late.
+It is reduced along a ladder of hypothetical plays, each a little better than the one before. The saving of each step
+is charged to its cause.
 
-The loss is reduced in these steps. f(x) is the least loss that x bytes can buy (`LossCurve`), C the bytes that the link
-carries by the deadline; no step goes below the bound:
+The loss is reduced first, at the end E of the play (at most the deadline). f(x) is the least loss that x bytes can
+buy (`LossCurve`), C the bytes that the link carries by E; no step goes below the least that any schedule could have
+by E:
 
-1. ``order``: the bytes in place, U, could have bought f(U). Irrevocable choices: tracks that are not layers, the order
-   that an engine demands, a sequence of upgrades that was not the best.
+1. ``order``: the bytes in place, U, could have bought f(U). Irrevocable choices: tracks that are not layers, the
+   order that an engine demands, a sequence of upgrades that was not the best.
 2. ``decode``: bytes that had arrived but were not decoded when the play ended.
 3. ``wasted``: bytes of abandoned, failed and replaced transfers, and of cancelled ones that still used the link.
 4. ``too_high``: bytes of requests that were under way when the play ended. It asked for more than came.
 5. ``idle``: bytes that the link could have carried while requests were out and none was served yet: round trips.
-6. ``too_low``: everything else that the link could have carried by the deadline. The play asked for nothing, or had
-   ended, because it expected nothing more to arrive in time (or wanted nothing more).
-7. ``compute``: with an engine, the rest, down to the bound of network and compute. Other groups, or more of them,
-   should have been recomputed. Zero without an engine.
+6. ``too_low``: everything else that the link could have carried by E, because the play asked for nothing.
+7. ``compute``: with an engine, the rest, and the engine time that the play paid for: other groups, or more or fewer
+   of them, should have been recomputed. Zero without an engine.
 
-The penalty for lateness is reduced by the time at which the cache would have been complete:
+What remains is that E was not the best end:
+
+8. ``too_low`` if the play ended too early: more would have come that was worth its time.
+9. ``waited`` if it ended too late: what came last was not worth its time.
+
+The cost of lateness, time included, is reduced by the time at which the cache would have been complete:
 
 1. ``compute`` or ``decode``: from the end to the last byte, by the source of the group that was ready last.
 2. ``idle``: to the time at which a link that never idled would have delivered everything that was fetched.
 3. ``wasted``: to the time at which it would have delivered the useful bytes.
 4. ``too_high``: the rest: the useful bytes were more than the link carried by the deadline. The loss that these bytes
-   saved beyond the bound is subtracted.
+   saved beyond the best cache by the deadline is subtracted.
 
-A play that gave up has no cache: all its regret is ``gave_up``. ``residual`` is what no rule explains. A late play may
-have a better cache than any play could have by the deadline; where the sum is below zero, regret is clamped to zero.
+A play that gave up has no cache: all its regret is ``gave_up``. ``residual`` is what no rule explains: rounding.
 """
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -38,12 +44,13 @@ from typing import Any
 
 from kvabr.abr.ladder import LadderStep, Options, every_option, rank
 from kvabr.player.session_types import PlayRecord
+from kvabr.replay.clairvoyant import Bound
 from kvabr.replay.link import Capacity
 from kvabr.replay.simulator import LinkUse
 from kvabr.types.catalog import Catalog
 from kvabr.types.cost import MISS_PENALTY
 
-CAUSES = ("too_high", "too_low", "order", "idle", "wasted", "decode", "compute", "gave_up", "residual")
+CAUSES = ("too_high", "too_low", "waited", "order", "idle", "wasted", "decode", "compute", "gave_up", "residual")
 """Every cause, in the order of reports."""
 
 
@@ -59,9 +66,15 @@ class Case:
     decode_tail_s: float
     """Least decode time of the last group, seconds; the bound leaves it out."""
     loss: float
-    bound: float
-    """Loss of the clairvoyant; finite."""
+    least: float
+    """The least loss plus priced engine time of any schedule that ends with this play (late: at the deadline)."""
+    bound: Bound
+    """The clairvoyant bound; feasible."""
     regret: float
+    time_price: float
+    """Price of a second before the first token, nats per token."""
+    gpu_price: float
+    """Price of a second of engine time, nats per token; an infinite one counts nothing."""
 
 
 def split(catalog: Catalog, curves: LossCurves, case: Case) -> dict[str, float]:
@@ -78,6 +91,10 @@ def split(catalog: Catalog, curves: LossCurves, case: Case) -> dict[str, float]:
         return out
     useful = sum(group.bytes for group in case.record.groups)
     _split_loss(catalog, curves, case, float(useful), out)
+    ended_s = min(case.record.delivered_s, case.deadline_s)
+    out["too_low" if ended_s < case.bound.end_s else "waited"] += (
+        case.least + case.time_price * ended_s - case.bound.objective
+    )
     if case.record.delivered_s > case.deadline_s:
         _split_penalty(case, float(useful), out)
     out["residual"] = case.regret - sum(out.values())
@@ -89,10 +106,11 @@ def _split_loss(catalog: Catalog, curves: LossCurves, case: Case, useful: float,
     fetched = [group for group in record.groups if group.source != "recomputed"]
     curve = curves.of([group.group for group in fetched])
     own = sum(catalog.by_name[group.track].loss[group.group] for group in fetched if group.track)
-    carried = case.capacity.between(0.0, max(0.0, case.deadline_s - case.decode_tail_s))
+    ended_s = min(case.deadline_s, record.delivered_s or 0.0)
+    carried = case.capacity.between(0.0, max(0.0, ended_s - case.decode_tail_s))
     carried = max(carried, float(curve.least_bytes))
-    # With an engine the bound may be far below what bytes alone can buy. Then bytes are counted down to f(C) only.
-    floor = case.bound if len(fetched) == catalog.groups and case.bound >= curve.at(carried) else curve.at(carried)
+    # With an engine the least may be far below what bytes alone can buy. Then bytes are counted down to f(C) only.
+    floor = case.least if len(fetched) == catalog.groups and case.least >= curve.at(carried) else curve.at(carried)
     level = curve.at(useful)
     out["order"] += own - level
     if level < floor:
@@ -100,24 +118,26 @@ def _split_loss(catalog: Catalog, curves: LossCurves, case: Case, useful: float,
         out["too_high" if useful > carried else "decode"] += level - floor
         level = floor
     wasted = record.bytes_wasted + use.ghost_bytes
-    spent = max(0.0, wasted - use.undecoded_bytes - use.cut_told_bytes)
+    lost = max(0.0, wasted - use.undecoded_bytes - use.cut_told_bytes)
     place = useful
     for cause, nbytes in (
-        ("decode", float(use.undecoded_bytes)), ("wasted", spent), ("too_high", use.cut_bytes),
+        ("decode", float(use.undecoded_bytes)), ("wasted", lost), ("too_high", use.cut_bytes),
         ("idle", use.waiting_bytes), ("too_low", float("inf")),
     ):  # fmt: skip
         place = min(carried, place + nbytes)
         lower = max(floor, curve.at(max(place, useful)))
         out[cause] += max(0.0, level - lower)
         level = min(level, lower)
-    out["compute"] += (case.loss - own) + (level - case.bound)
+    spent = case.gpu_price * record.recompute_s if math.isfinite(case.gpu_price) else 0.0
+    out["compute"] += (case.loss - own) + (level - case.least) + spent
 
 
 def _split_penalty(case: Case, useful: float, out: dict[str, float]) -> None:
     record, deadline_s = case.record, case.deadline_s
 
     def penalty(t: float) -> float:
-        return MISS_PENALTY + (t - deadline_s) / deadline_s if t > deadline_s else 0.0
+        late_s = t - deadline_s
+        return MISS_PENALTY + late_s / deadline_s + case.time_price * late_s if late_s > 0 else 0.0
 
     end = record.delivered_s or 0.0
     last = max(record.groups, key=lambda group: group.ready_s or 0.0)

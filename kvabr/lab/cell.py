@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 from kvabr.lab.causes import Case, LossCurves, split
-from kvabr.replay.clairvoyant import Bound, Clairvoyant
+from kvabr.replay.clairvoyant import Bound
 from kvabr.replay.experiment import Experiment, PlayOutcome, ReplayOptions
 from kvabr.replay.link import Capacity
 from kvabr.replay.trace import Trace
 from kvabr.types.catalog import Catalog
-from kvabr.types.cost import objective
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +38,12 @@ class CellPlayer:
         self._tail_s = options.decode_scale * share * min(track.decode_s for track in catalog.tracks)
         self._network = None
         if options.cost is not None:
-            self._network = Clairvoyant(catalog, None, options.mode, decode_scale=options.decode_scale)
+            self._network = self.experiment.new_clairvoyant(None)
 
     def link(self, trace: Trace, start_s: float) -> BoundedLink:
         """Return the link from one start of a trace, with its bounds."""
         capacity, rtt_s, bound = self.experiment.prepare(trace, start_s)
-        network = bound if self._network is None else self._network.bound(capacity, self._options.deadline_s)
+        network = bound if self._network is None else self.experiment.bound(self._network, capacity, rtt_s)
         return BoundedLink(start_s, capacity, rtt_s, bound, network)
 
     def play(
@@ -59,29 +59,30 @@ class CellPlayer:
         line = dict(outcome.run)
         del line["groups"]
         line["rtt_s"] = link.rtt_s
-        line["network_loss"] = _round(link.network.loss) if link.network.feasible else None
-        line["network_regret"] = _round(self._regret(outcome, link.network))
+        line["network_loss"] = _round(link.network.least_loss) if link.network.feasible else None
+        line["network_regret"] = line["regret"]
+        if link.network is not link.bound:
+            line["network_regret"] = _round(self._regret(outcome, link.network))
         line["causes"] = self._causes(outcome, link)
         return line, outcome
 
     def _regret(self, outcome: PlayOutcome, bound: Bound) -> float | None:
-        if not bound.feasible:
-            return None
-        deadline_s, ttft = self._options.deadline_s, outcome.run["ttft_s"]
-        cost = objective(
-            float(outcome.run["loss"]),
-            self._options.config.give_up_after * deadline_s if ttft is None else ttft,
-            deadline_s,
-            met=outcome.run["met"],
-            engine_s=0.0,
-            time_price=0.0,
-            gpu_price=0.0,
-        )
-        return max(0.0, cost - bound.loss)
+        return float(outcome.run["objective"]) - bound.objective if bound.feasible else None
 
     def _causes(self, outcome: PlayOutcome, link: BoundedLink) -> dict[str, float] | None:
         if not link.bound.feasible or outcome.use is None:
             return None
+        config, ended_s = self._options.config, outcome.record.delivered_s
+        least = float(outcome.run["loss"])
+        if math.isfinite(config.gpu_price):
+            least += config.gpu_price * outcome.record.recompute_s
+        if ended_s is not None:
+            deadline_s, own = self._options.deadline_s, least
+            least = self.experiment.clairvoyant.least_at(
+                link.capacity, min(ended_s, deadline_s), gpu_price=config.gpu_price, first_byte_s=link.rtt_s
+            )
+            if ended_s <= deadline_s:
+                least = min(least, own)  # by a rounding error, a play may end a moment before its last byte came
         case = Case(
             record=outcome.record,
             use=outcome.use,
@@ -89,8 +90,11 @@ class CellPlayer:
             deadline_s=self._options.deadline_s,
             decode_tail_s=self._tail_s,
             loss=outcome.run["loss"],
-            bound=link.bound.loss,
+            least=least,
+            bound=link.bound,
             regret=outcome.run["regret"],
+            time_price=config.time_price,
+            gpu_price=config.gpu_price,
         )
         return {cause: float(f"{value:.6g}") for cause, value in split(self._catalog, self._curves, case).items()}
 

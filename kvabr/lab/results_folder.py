@@ -28,10 +28,22 @@ _PATIENCE_S = 60.0
 Line = dict[str, Any]
 
 _NUMBERS = (
-    *("start_s", "deadline_s", "loss", "bytes_fetched", "bytes_wasted", "tokens_recomputed", "recompute_s"),
+    *(
+        "start_s",
+        "deadline_s",
+        "loss",
+        "objective",
+        "bytes_fetched",
+        "bytes_wasted",
+        "tokens_recomputed",
+        "recompute_s",
+    ),
     "abandoned",
 )
-_MAYBE = ("ttft_s", "clairvoyant_loss", "regret", "network_loss", "network_regret", "rtt_s")
+_MAYBE = (
+    *("ttft_s", "clairvoyant_loss", "clairvoyant_objective", "clairvoyant_ttft_s", "regret", "network_loss"),
+    *("network_regret", "rtt_s"),
+)
 _FLAGS = ("met", "feasible", "wrapped")
 
 

@@ -76,6 +76,7 @@ def describe(matrix: LabMatrix) -> dict[str, Any]:
         "estimator": matrix.estimator,
         "decode_scale": matrix.decode_scale,
         "decoders": matrix.decoders,
+        "time_price": matrix.time_price,
         "slow_start": matrix.slow_start,
     }
 

@@ -1,47 +1,51 @@
-"""The clairvoyant bound: the least loss that any schedule could reach by the deadline if it knew the whole trace.
+"""The clairvoyant bound: the least objective that any schedule could reach if it knew the whole trace.
 
-If only "everything in place by D" counts, the order of transfers does not matter. The best cache is a multiple-choice
-knapsack, one option per group, over the bytes that the link carries by D minus the time to decode the last transfer
-(the quickest to decode that the link could carry in place of a cheaper one). The bound is the knapsack's linear
-relaxation, which the greedy order on the convex hulls solves exactly. It is at most one step below the best whole-group
-cache, so a play can approach it but not beat it.
+If only "everything in place at T" counts, the order of transfers does not matter. The best cache is a multiple-choice
+knapsack, one option per group, over two resources (`frontier`):
 
-Decoding is a second resource, with one decoder. By any time t, at most C(t) bytes have arrived, which hold at most
-r C(t) seconds of decoding (r is the largest ratio of seconds to bytes of any track), and D - t seconds are left for the
-rest. So the decode times of all groups sum to at most R = min over t of r C(t) + D - t. Where the greedy solution needs
-more than that, the relaxation with both resources is solved by Lagrangian duality.
+- Bytes: what the link carries by T minus the time to decode the last transfer (the quickest to decode that the link
+  could carry in place of a cheaper one).
+- Decoding, with n decoders. Layers of a group are decoded together, once. By any time t, at most C(t) bytes have
+  arrived, which hold at most r C(t) seconds of decoding (r is the largest ratio of seconds to bytes of any option),
+  and n (T - t) seconds are left for the rest. So all decoding sums to at most the minimum over t of r C(t) + n (T -
+  t).
+
+The bound is the knapsack's linear relaxation, so a play can approach it but not beat it.
+
+The end T is free. Over an interval of ends, the objective is at least the loss at its end plus the price of time at
+its start. The interval with the least such value is divided until it is close to the best end found, and that least
+value is the bound: it holds for every end, not only for those that were tried.
 
 An engine that recomputes shrinks the network's part:
 
 - ``suffix``: for every cut, the tail is computed once the network has brought the groups before the cut, at least on
-  the cheapest tracks; better ones may come by D.
-- ``hole``: k groups are computed while the network loads the others, where k is what a prefix (the cheapest groups to
-  compute) allows by D. The bound does not fix which k: it takes those that help the network most, by Lagrangian
-  duality, so no choice of groups can beat it.
+  the cheapest tracks; better ones may come by T.
+- ``hole``: k groups are computed while the network loads the others. The bound does not fix which k: it takes those
+  that help the network most, at the engine time of those that are cheapest to compute, so no choice of groups can
+  beat it.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 import numpy as np
-import numpy.typing as npt
 
-from kvabr.abr.ladder import LadderStep, Options, every_option, rank, stack
+from kvabr.replay.frontier import WHOLE, Array, Frontier, Part
 from kvabr.replay.link import Capacity
 from kvabr.types.catalog import Catalog
-from kvabr.types.cost import PrefillCost
+from kvabr.types.cost import MISS_PENALTY, PrefillCost
 from kvabr.types.engine import EngineMode
 
-Array = npt.NDArray[np.float64]
-
-_SAMPLES = 48
-"""Points in time, and mixes of the two resources, to evaluate. Each alone gives a valid bound."""
-_THIRDS = 32
-"""Steps of the ternary search for a price: down to a millionth of the first interval."""
+_ENDS, _PARTS = 64, 8
+"""Intervals of ends to begin with, and the parts that one is divided into."""
+_ROUNDS = 12
+_LATEST = 64.0
+"""Most deadlines after the deadline at which an end is looked for."""
+_GAP, _NEAR = 1e-7, 2e-3
+"""Absolute (nats per token) and relative distance between bound and reached objective at which the search ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,240 +54,329 @@ class Bound:
 
     feasible: bool
     """Whether any schedule meets the deadline at all."""
+    least_loss: float
+    """The least expected loss by the deadline at any price, nats per generated token; infinite if not feasible."""
+    objective: float
+    """The least objective; no schedule can have less. Infinite if not feasible."""
     loss: float
-    """The least expected loss by the deadline, nats per generated token; infinite if not feasible."""
+    """The loss where the objective is least."""
+    end_s: float
+    """The end where the objective is least: TTFT, seconds."""
+    engine_s: float
+    """Engine time where the objective is least, seconds."""
 
 
-class _Curve:
-    """Least loss of the groups before a cut as a function of bytes; convex and piecewise linear."""
+INFEASIBLE = Bound(feasible=False, least_loss=math.inf, objective=math.inf, loss=math.inf, end_s=math.inf, engine_s=0.0)
 
-    def __init__(
-        self, options: Options, steps: Sequence[LadderStep], groups: int, decode_s: Mapping[str, float]
-    ) -> None:
-        self.least_bytes = sum(hull[0].bytes for hull in options[:groups])
-        self.bytes = [0]
-        self.loss = [sum(hull[0].loss for hull in options[:groups])]
-        self.decode_s = [sum(decode_s[hull[0].track] for hull in options[:groups])]
-        track = [hull[0].track for hull in options]
-        for step in steps:
-            if step.group < groups:
-                self.decode_s.append(self.decode_s[-1] + decode_s[step.to] - decode_s[track[step.group]])
-                track[step.group] = step.to
-                self.bytes.append(self.bytes[-1] + step.bytes)
-                self.loss.append(self.loss[-1] - step.saving)
 
-    def at(self, nbytes: float) -> float:
-        """Return the least loss within ``nbytes``; infinite if even the cheapest options do not fit."""
-        spare = nbytes - self.least_bytes
-        if spare < 0:
-            return float("inf")
-        index = self._index(spare)
-        loss = self.loss[index]
-        if index + 1 < len(self.bytes):
-            share = (spare - self.bytes[index]) / (self.bytes[index + 1] - self.bytes[index])
-            loss -= share * (loss - self.loss[index + 1])
-        return max(0.0, loss)
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """One division of the groups between network and engine."""
 
-    def decoding(self, nbytes: float) -> float:
-        """Return the seconds of decoding that the best cache within ``nbytes`` takes."""
-        return self.decode_s[self._index(nbytes - self.least_bytes)]
+    part: Part | None
+    """What the network brings; None: nothing."""
+    engine_s: float = 0.0
+    earliest_s: float = 0.0
+    """No end is before that, seconds."""
 
-    def _index(self, spare: float) -> int:
-        return max(0, bisect_right(self.bytes, spare) - 1)
+
+@dataclass(slots=True)
+class _Found:
+    """The least objective of one or more ways."""
+
+    floor: float = math.inf
+    """No end has less."""
+    objective: float = math.inf
+    """The least that was reached, at ``end_s``."""
+    loss: float = math.inf
+    end_s: float = math.inf
+    engine_s: float = 0.0
 
 
 class Clairvoyant:
     """Computes the bound for plays of one catalog."""
 
     def __init__(
-        self, catalog: Catalog, cost: PrefillCost | None, mode: EngineMode, *, decode_scale: float = 1.0
+        self,
+        catalog: Catalog,
+        cost: PrefillCost | None,
+        mode: EngineMode,
+        *,
+        decode_scale: float = 1.0,
+        decoders: int = 1,
     ) -> None:
-        self._catalog, self._cost, self._mode = catalog, cost, mode
-        self._options = every_option(catalog)
-        self._steps = rank(self._options)
-        self._decode_s: dict[str, float] = {
-            track.name: decode_scale * sum(layer.decode_s for layer in stack(catalog, track))
-            for track in catalog.tracks
-        }
-        least_share = catalog.group_tokens(catalog.groups - 1) / catalog.spec.group_tokens
-        self._decode_tail_s = decode_scale * least_share * min(track.decode_s for track in catalog.tracks)
-        # Candidates for the last transfer: least decode time, and bytes beyond those of the cheapest cache.
-        self._lasts = sorted(
-            (
-                decode_scale * least_share * track.decode_s,
-                min(
-                    sum(layer.bytes[group] for layer in stack(catalog, track)) - hull[0].bytes
-                    for group, hull in enumerate(self._options)
-                ),
-            )
-            for track in catalog.tracks
-        )
-        self._decode_per_byte = max(
-            decode_scale * track.decode_s / size for track in catalog.tracks for size in track.bytes
-        )
-        # Every option, as [group, option] arrays, including those off the hulls: a larger track may decode faster.
-        stacks = [stack(catalog, track) for track in catalog.tracks]
-        self._losses = np.array([track.loss for track in catalog.tracks]).T
-        self._sizes = np.array([np.sum([layer.bytes for layer in layers], axis=0) for layers in stacks], float).T
-        share = np.array([catalog.group_tokens(g) / catalog.spec.group_tokens for g in range(catalog.groups)])
-        self._decodes = share[:, None] * np.array([self._decode_s[track.name] for track in catalog.tracks])
-        self._curves: dict[int, _Curve] = {}
-
-    def bound(self, capacity: Capacity, deadline_s: float) -> Bound:
-        """Return the bound of one play."""
-        catalog = self._catalog
-        curve = self._curve(catalog.groups)
-        loss = curve.at(nbytes := self._carried(capacity, deadline_s, curve.least_bytes))
-        decode_s = self._decode_budget(capacity, deadline_s)
-        if loss < float("inf") and curve.decoding(nbytes) > decode_s:
-            loss = self._dual(nbytes, decode_s, 0)
-        if self._cost is not None:
-            if self._mode == "suffix":
-                loss = min(loss, self._cut(capacity, deadline_s))
-            else:
-                most = capacity.between(0.0, max(0.0, deadline_s - self._decode_tail_s))
-                loss = min(loss, self._holes(most, deadline_s))
-        return Bound(loss < float("inf"), loss)
-
-    def _carried(self, capacity: Capacity, deadline_s: float, least_bytes: int) -> float:
-        """Return the bytes that can arrive in time if the option that decodes fastest comes last."""
-        nbytes = 0.0
-        for decode_s, more in self._lasts:
-            nbytes = capacity.between(0.0, max(0.0, deadline_s - decode_s))
-            if nbytes >= least_bytes + more:
-                return nbytes
-        return min(nbytes, least_bytes - 1.0)
-
-    def _curve(self, groups: int) -> _Curve:
-        if groups not in self._curves:
-            self._curves[groups] = _Curve(self._options, self._steps, groups, self._decode_s)
-        return self._curves[groups]
-
-    def _cut(self, capacity: Capacity, deadline_s: float) -> float:
-        return min(self._behind(capacity, deadline_s, cut)[0] for cut in range(self._catalog.groups))
-
-    def _behind(self, capacity: Capacity, deadline_s: float, cut: int) -> tuple[float, float]:
-        """Return the least loss if all groups from ``cut`` on are computed (infinite: impossible), and its seconds."""
-        catalog, cost = self._catalog, self._cost
-        assert cost is not None  # noqa: S101
-        first = cut * catalog.spec.group_tokens
-        takes_s = cost.seconds(first, catalog.tokens - first)
-        if takes_s > deadline_s or cut == 0:
-            return (0.0 if takes_s <= deadline_s else float("inf")), takes_s
-        curve = self._curve(cut)
-        arrive_s = deadline_s - self._decode_tail_s
-        if capacity.between(0.0, max(0.0, arrive_s - takes_s)) < curve.least_bytes:
-            return float("inf"), takes_s
-        # While the engine computes, the groups before the cut may still be upgraded.
-        return curve.at(capacity.between(0.0, max(0.0, arrive_s))), takes_s
-
-    def _computable(self, deadline_s: float) -> int:
-        """Return how many groups an engine can compute by the deadline: most as one prefix in one call."""
-        catalog, cost = self._catalog, self._cost
-        assert cost is not None  # noqa: S101
-        count = 0
-        while count < catalog.groups:
-            tokens = min((count + 1) * catalog.spec.group_tokens, catalog.tokens)
-            if cost.seconds(0, tokens) > deadline_s:
-                break
-            count += 1
-        return count
-
-    def _holes(self, nbytes: float, deadline_s: float) -> float:
-        count = self._computable(deadline_s)
-        groups = len(self._options)
-        if count >= groups:
-            return 0.0
-        if count == 0:
-            return float("inf")
-        least = sorted(hull[0].bytes for hull in self._options)
-        if sum(least[: groups - count]) > nbytes:
-            return float("inf")
-        # Computed groups are not decoded. Leaving decoding out only loosens the bound.
-        return self._dual(nbytes, float("inf"), count)
-
-    def priced(self, capacity: Capacity, deadline_s: float, gpu_price: float) -> float:
-        """Return the least sum of expected loss and priced engine time by the deadline; infinite if none is feasible.
+        """Prepare the bound.
 
         Args:
-            capacity: the link.
-            deadline_s: seconds from the start of the play.
-            gpu_price: price of a second of engine time, nats per token.
+            catalog: the catalog.
+            cost: what the engine's prefill costs; None for no engine.
+            mode: what the engine can recompute.
+            decode_scale: factor for the catalog's decode times.
+            decoders: groups that are decoded at once.
         """
-        catalog, cost, mode = self._catalog, self._cost, self._mode
-        self._cost = None
-        best = self.bound(capacity, deadline_s).loss
-        self._cost = cost
+        self._catalog, self._cost, self._mode = catalog, cost, mode
+        self.decoders = decoders
+        self.frontier = frontier = Frontier(catalog, decode_scale)
+        tails_s = frontier.decodes.min(axis=0)
+        self.tail_s = float(tails_s.min())
+        """Least time to decode the last group, seconds."""
+        more = (frontier.sizes - frontier.least_bytes[:, None]).min(axis=0)
+        self.lasts: list[tuple[float, float]] = []
+        """Candidates for the last transfer: least decode time, and bytes beyond those of the cheapest cache."""
+        for decode_s, extra in sorted(zip(tails_s.tolist(), more.tolist(), strict=True)):
+            if not self.lasts or extra < self.lasts[-1][1]:
+                self.lasts.append((decode_s, extra))
+
+    def best(
+        self,
+        capacity: Capacity,
+        deadline_s: float,
+        *,
+        time_price: float,
+        gpu_price: float,
+        begun_s: float = 0.0,
+        first_byte_s: float = 0.0,
+    ) -> Bound:
+        """Return the bound of one play.
+
+        Args:
+            capacity: the link; its time begins with the play.
+            deadline_s: the deadline, seconds.
+            time_price: price of a second before the first token, nats per token.
+            gpu_price: price of a second of engine time, nats per token; an infinite one counts nothing.
+            begun_s: seconds of the deadline that passed before the play began.
+            first_byte_s: seconds in which nothing can arrive: a round trip.
+        """
+        left_s = deadline_s - begun_s
+        if left_s <= 0:
+            return INFEASIBLE
+        gpu_price = gpu_price if math.isfinite(gpu_price) else 0.0
+        link = _Link(self, capacity, left_s, first_byte_s)
+        ways = self._ways(link)
+        least_loss = _least_at_last(link, ways, 0.0)
+        if not math.isfinite(least_loss):
+            return INFEASIBLE
+        found = _Search(link, (0.0, left_s), time_price, gpu_price).over(ways)
+        self._late(found, capacity, deadline_s, left_s, first_byte_s, time_price, gpu_price)
+        begun = time_price * begun_s
+        return Bound(
+            feasible=True,
+            least_loss=least_loss,
+            objective=found.floor + begun,
+            loss=found.loss,
+            end_s=found.end_s + begun_s,
+            engine_s=found.engine_s,
+        )
+
+    def _late(
+        self,
+        found: _Found,
+        capacity: Capacity,
+        deadline_s: float,
+        left_s: float,
+        first_byte_s: float,
+        time_price: float,
+        gpu_price: float,
+    ) -> None:
+        """Let ends after the deadline compete, if what was found is so bad that a miss could be cheaper."""
+        base, slope = MISS_PENALTY + time_price * left_s, time_price + 1.0 / deadline_s
+        since_s, until_s = left_s, left_s + deadline_s
+        while found.floor > base + slope * (since_s - left_s):
+            if since_s - left_s > _LATEST * deadline_s:
+                found.floor = base + slope * (since_s - left_s)  # no later end can be below
+                return
+            link = _Link(self, capacity, until_s, first_byte_s)
+            late = _Search(link, (since_s, until_s), slope, gpu_price).over(self._ways(link))
+            shift = base - slope * left_s
+            found.floor = min(found.floor, late.floor + shift)
+            if late.objective + shift < found.objective:
+                found.objective, found.loss = late.objective + shift, late.loss
+                found.end_s, found.engine_s = late.end_s, late.engine_s
+            since_s, until_s = until_s, left_s + 2.0 * (until_s - left_s)
+
+    def least_at(self, capacity: Capacity, end_s: float, *, gpu_price: float, first_byte_s: float = 0.0) -> float:
+        """Return the least sum of loss and priced engine time of any schedule that ends at ``end_s``.
+
+        Args:
+            capacity: the link; its time begins with the play.
+            end_s: the end, seconds from the start of the play.
+            gpu_price: price of a second of engine time, nats per token; an infinite one counts nothing.
+            first_byte_s: seconds in which nothing can arrive.
+        """
+        link = _Link(self, capacity, max(0.0, end_s), first_byte_s)
+        return _least_at_last(link, self._ways(link), gpu_price if math.isfinite(gpu_price) else 0.0)
+
+    def _ways(self, link: _Link) -> list[_Way]:
+        """Return all divisions of the groups between network and engine, the network alone first."""
+        catalog, cost, frontier = self._catalog, self._cost, self.frontier
+        ways = [_Way(WHOLE, 0.0, link.when(float(frontier.least_bytes.sum())) + self.tail_s)]
+        size, tokens, groups = catalog.spec.group_tokens, catalog.tokens, catalog.groups
         if cost is None:
-            return best
-        size, tokens = catalog.spec.group_tokens, catalog.tokens
-        if mode == "suffix":
-            for cut in range(catalog.groups):
-                loss, takes_s = self._behind(capacity, deadline_s, cut)
-                best = min(best, loss + gpu_price * takes_s)
-            return best
-        nbytes = capacity.between(0.0, max(0.0, deadline_s - self._decode_tail_s))
-        high, groups = self._computable(deadline_s), catalog.groups
-        least = list(accumulate(sorted(hull[0].bytes for hull in self._options)))
-
-        def at(count: int) -> float:
-            network = 0.0 if count >= groups else self._dual(nbytes, float("inf"), count)
-            return network + gpu_price * cost.seconds(0, min(count * size, tokens))
-
-        low = max(1, groups - bisect_right(least, nbytes))
-        while low < high:  # convex in the number of groups computed
-            middle = (low + high) // 2
-            if at(middle) <= at(middle + 1):
-                high = middle
-            else:
-                low = middle + 1
-        return min(best, at(low)) if low == high else best
-
-    def _decode_budget(self, capacity: Capacity, deadline_s: float) -> float:
-        """Return R of the module's docstring: the most seconds of decoding that can be done by the deadline."""
-        times = [deadline_s * i / _SAMPLES for i in range(_SAMPLES + 1)]
-        return min(self._decode_per_byte * capacity.between(0.0, t) + deadline_s - t for t in times)
-
-    def _dual(self, nbytes: float, decode_s: float, free: int) -> float:
-        """Return the least loss within both resources when ``free`` groups cost nothing; infinite if there is none.
-
-        max over prices p, q >= 0 of  sum_g min_o (loss + p bytes + q decode) - (the ``free`` largest) - p B - q R,
-        which is concave in both, so a ternary search finds it.
-        """
-        keep = len(self._options) - free
-
-        def least(values: Array) -> float:
-            return float(np.sort(values.min(axis=1))[:keep].sum())
-
-        timed = decode_s < float("inf")
-        if timed:
-            if decode_s <= 0 or nbytes <= 0:
-                return float("inf")
-            weights = [i / _SAMPLES for i in range(_SAMPLES + 1)]
-            if any(least(w * self._sizes / nbytes + (1 - w) * self._decodes / decode_s) > 1 for w in weights):
-                return float("inf")
-        worth = max((step.worth for step in self._steps), default=0.0)
-
-        def at(price: float, second: float) -> float:
-            spent = price * nbytes + (second * decode_s if timed else 0.0)
-            return least(self._losses + price * self._sizes + second * self._decodes) - spent
-
-        if not timed:
-            return max(0.0, _peak(lambda price: at(price, 0.0), 4.0 * worth))
-        top = 4.0 * worth * nbytes / decode_s
-        return max(0.0, _peak(lambda q: _peak(lambda p: at(p, q), 4.0 * worth), top))
+            return ways
+        if self._mode == "suffix":
+            ways.append(_Way(None, whole_s := cost.seconds(0, tokens), whole_s))
+            for cut in range(1, groups):
+                takes_s = cost.seconds(cut * size, tokens - cut * size)
+                base_s = link.when(float(frontier.least_bytes[:cut].sum())) + self.tail_s
+                # While the engine computes, the groups before the cut may still be upgraded.
+                ways.append(_Way(Part(first=cut), takes_s, base_s + takes_s))
+            return ways
+        last = tokens - (groups - 1) * size
+        for count in range(1, groups + 1):
+            # In front a group is cheapest to compute, except for the last one: it may be short.
+            takes_s = cost.seconds(0, min(count * size, tokens))
+            short_s = cost.seconds(tokens - last, last) - (cost.constant_s if count > 1 else 0.0)
+            takes_s = min(takes_s, cost.seconds(0, (count - 1) * size) + short_s)
+            ways.append(_Way(Part(free=count) if count < groups else None, takes_s, takes_s))
+        return ways
 
 
-def _peak(function: Callable[[float], float], high: float) -> float:
-    """Return the largest value of a concave function between 0 and ``high``."""
-    low = 0.0
-    best = max(function(low), function(high))
-    for _ in range(_THIRDS):
-        third = (high - low) / 3
-        left, right = function(low + third), function(high - third)
-        best = max(best, left, right)
-        if left < right:
-            low += third
-        else:
-            high -= third
+class _Link:
+    """What one play's link and decoders can bring by any time."""
+
+    def __init__(self, clairvoyant: Clairvoyant, capacity: Capacity, until_s: float, first_byte_s: float) -> None:
+        self.frontier, self._decoders = clairvoyant.frontier, clairvoyant.decoders
+        self._tail_s, self._lasts = clairvoyant.tail_s, clairvoyant.lasts
+        times, carried = capacity.points(until_s)
+        self.until_s = until_s
+        opened = float(np.interp(first_byte_s, times, carried))
+        place = int(np.searchsorted(times, first_byte_s))
+        self._times: Array = np.insert(times, place, first_byte_s)
+        self._carried: Array = np.maximum(0.0, np.insert(carried, place, opened) - opened)
+        self._least: Array = np.minimum.accumulate(
+            self.frontier.per_byte * self._carried - self._decoders * self._times
+        )
+
+    def when(self, nbytes: float) -> float:
+        """Return when so many bytes have arrived, seconds; infinite if they do not by ``until_s``."""
+        index = int(np.searchsorted(self._carried, nbytes))
+        if index == 0:
+            return 0.0
+        if index == len(self._times):
+            return math.inf
+        (t0, t1), (c0, c1) = self._times[index - 1 : index + 1], self._carried[index - 1 : index + 1]
+        return float(t0 + (t1 - t0) * (nbytes - c0) / (c1 - c0))
+
+    def loss(self, part: Part | None, ends: Array, *, care: int, hint: int = 0) -> Array:
+        """Return lower bounds of the loss at several ends, see `Frontier.loss`."""
+        if part is None:
+            return np.zeros(len(ends))
+        nbytes = self._whole(ends) if part is WHOLE else self._carried_by(ends - self._tail_s)
+        return self.frontier.loss(part, nbytes, self._decoding(ends), care=care, hint=hint)
+
+    def price(self, end_s: float) -> int:
+        """Return the index of the price of decoding that counts at one end, see `Frontier.price`."""
+        ends = np.array([end_s])
+        return self.frontier.price(WHOLE, self._whole(ends), self._decoding(ends))
+
+    def _carried_by(self, times: Array) -> Array:
+        return np.interp(times, self._times, self._carried)
+
+    def _whole(self, ends: Array) -> Array:
+        """Return the bytes that can arrive in time if the option that decodes fastest comes last."""
+        least = float(self.frontier.least_bytes.sum())
+        found = np.full(len(ends), -1.0)
+        for decode_s, more in reversed(self._lasts):
+            nbytes = self._carried_by(ends - decode_s)
+            found = np.where(nbytes >= least + more, nbytes, found)
+        return found
+
+    def _decoding(self, ends: Array) -> Array:
+        """Return the most seconds of decoding that can be done by each end."""
+        before = self._least[np.searchsorted(self._times, ends, side="right") - 1]
+        return np.minimum(before + self._decoders * ends, self.frontier.per_byte * self._carried_by(ends))
+
+
+def _least_at_last(link: _Link, ways: Sequence[_Way], gpu_price: float) -> float:
+    """Return the least sum of loss and priced engine time at the latest end; infinite if nothing is complete."""
+    end = np.array([link.until_s])
+    ways = [way for way in ways if way.earliest_s <= link.until_s]
+    if not gpu_price:
+        # Of the numbers of groups that could be computed, the largest is the best.
+        ways = [way for way in ways if way.part is None or not way.part.free or way is ways[-1]]
+
+    def at(way: _Way, care: int) -> float:
+        return float(link.loss(way.part, end, care=care)[0]) + gpu_price * way.engine_s
+
+    best = math.inf
+    for floor, way in sorted(((at(way, 0), way) for way in ways), key=lambda one: one[0]):
+        if floor >= best:
+            break
+        best = min(best, at(way, 4))
     return best
+
+
+class _Search:
+    """Searches the ends of one play for the least of loss + prices of time and engine."""
+
+    def __init__(self, link: _Link, span: tuple[float, float], time_price: float, gpu_price: float) -> None:
+        self._link, self._span = link, span
+        self._time_price, self._gpu_price = time_price, gpu_price
+        self._found = _Found()
+
+    def over(self, ways: Sequence[_Way]) -> _Found:
+        """Return the least objective of all ways; the network alone is the first of them."""
+        first, last = self._span
+        first = max(first, min(way.earliest_s for way in ways))
+        if first > last:
+            return self._found
+        # Where time costs nothing, the latest end is the best.
+        ends = np.linspace(first, last, _ENDS + 1) if self._time_price > 0 else np.array([last])
+        network, others = ways[0], [way for way in ways[1:] if way.earliest_s <= last]
+        self._divide(network, ends, self._link.loss(network.part, ends, care=1))
+        found = self._found
+        hint = self._link.price(found.end_s) if others and math.isfinite(found.end_s) else 0
+        rest = []
+        for way in others:
+            losses = self._link.loss(way.part, ends, care=0, hint=hint)
+            rest.append((self._least(way, ends, losses), way, losses))
+        for _, way, losses in sorted(rest, key=lambda one: one[0]):
+            self._divide(way, ends, losses, hint)
+        found.floor = min(found.floor, found.objective)
+        return found
+
+    def _divide(self, way: _Way, ends: Array, losses: Array, hint: int = 0) -> None:
+        """Note the least objective of a way: divide the intervals between ``ends`` where it may be until it is found.
+
+        Args:
+            way: the way.
+            ends: ends, ascending.
+            losses: lower bounds of the loss at these ends, not necessarily tight.
+            hint: see `Frontier.loss`.
+        """
+        found = self._found
+        starts, stops, losses = _intervals(way, ends, losses)
+        for _ in range(_ROUNDS):
+            floors = self._floors(way, starts, losses)
+            near = found.objective - max(_GAP, _NEAR * found.objective) if math.isfinite(found.objective) else math.inf
+            going = floors < near
+            found.floor = min(found.floor, float(floors[~going].min(initial=math.inf)))
+            if not going.any():
+                return
+            steps = np.linspace(starts[going], stops[going], _PARTS + 1, axis=1)
+            starts, stops = steps[:, :-1].ravel(), steps[:, 1:].ravel()
+            losses = self._link.loss(way.part, stops, care=4, hint=hint)
+            self._note(way, stops, losses)
+        found.floor = min(found.floor, float(self._floors(way, starts, losses).min()))
+
+    def _least(self, way: _Way, ends: Array, losses: Array) -> float:
+        starts, _, losses = _intervals(way, ends, losses)
+        return float(self._floors(way, starts, losses).min())
+
+    def _floors(self, way: _Way, starts: Array, losses: Array) -> Array:
+        """Return what no end within the intervals can be below, given the losses at the intervals' ends."""
+        return losses + self._time_price * starts + self._gpu_price * way.engine_s
+
+    def _note(self, way: _Way, ends: Array, losses: Array) -> None:
+        values, found = self._floors(way, ends, losses), self._found
+        index = int(values.argmin())
+        if values[index] < found.objective:
+            found.objective, found.loss = float(values[index]), float(losses[index])
+            found.end_s, found.engine_s = float(ends[index]), way.engine_s
+
+
+def _intervals(way: _Way, ends: Array, losses: Array) -> tuple[Array, Array, Array]:
+    """Return starts, ends, and losses at the ends, of the intervals in which a way may end; the first is one point."""
+    keep = ends >= way.earliest_s
+    starts = np.concatenate([ends[:1], ends[:-1]])[keep]
+    return np.maximum(starts, way.earliest_s), ends[keep], losses[keep]

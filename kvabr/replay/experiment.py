@@ -93,7 +93,7 @@ class Experiment:
     def __init__(self, catalog: Catalog, options: ReplayOptions) -> None:
         self.catalog, self.options = catalog, options
         self.ladder = Ladder(catalog)
-        self._clairvoyant = Clairvoyant(catalog, options.cost, options.mode, decode_scale=options.decode_scale)
+        self.clairvoyant = self.new_clairvoyant(options.cost)
         # Bytes that came before the play have opened the window, too.
         self._window = INITIAL_WINDOW + HANDSHAKE_BYTES + len(catalog.dumps())
         self._last: tuple[Trace, Trace, Trace, list[float]] | None = None
@@ -111,7 +111,26 @@ class Experiment:
         capacity = Capacity(
             carried, start_s + lookup_s, rtt_s, slow_start=options.slow_start, window=self._window, sums=sums
         )
-        return capacity, rtt_s, self._clairvoyant.bound(capacity, self._time_for(lookup_s))
+        return capacity, rtt_s, self.bound(self.clairvoyant, capacity, rtt_s)
+
+    def new_clairvoyant(self, cost: PrefillCost | None) -> Clairvoyant:
+        """Return the clairvoyant for these plays with an engine of some cost, or without one."""
+        options = self.options
+        return Clairvoyant(
+            self.catalog, cost, options.mode, decode_scale=options.decode_scale, decoders=options.decoders
+        )
+
+    def bound(self, clairvoyant: Clairvoyant, capacity: Capacity, rtt_s: float) -> Bound:
+        """Return the bound of one play at the prices of the options."""
+        config = self.options.config
+        return clairvoyant.best(
+            capacity,
+            self.options.deadline_s,
+            time_price=config.time_price,
+            gpu_price=config.gpu_price,
+            begun_s=self.lookup_s(rtt_s),
+            first_byte_s=rtt_s,
+        )
 
     def lookup_s(self, rtt_s: float) -> float:
         """Return the seconds before a play can begin: handshake and catalog, if the deadline includes them."""
@@ -301,10 +320,16 @@ def _run_line(
         ttft = record.delivered_s
         loss = played_loss(catalog, record.steps)
         late = ttft
-    regret = None
-    if bound.feasible:
-        cost = objective(loss, late, deadline, met=record.met, engine_s=0.0, time_price=0.0, gpu_price=0.0)
-        regret = max(0.0, cost - bound.loss)
+    config = options.config
+    value = objective(
+        loss,
+        late,
+        deadline,
+        met=record.met,
+        engine_s=record.recompute_s,
+        time_price=config.time_price,
+        gpu_price=config.gpu_price,
+    )
     return {
         "trace": trace.name,
         "trace_family": trace.family,
@@ -314,13 +339,16 @@ def _run_line(
         "ttft_s": _round(ttft),
         "met": record.met,
         "loss": _round(loss),
+        "objective": _round(value),
         "bytes_fetched": record.bytes_fetched + int(ghost_bytes),
         "bytes_wasted": record.bytes_wasted + int(ghost_bytes),
         "tokens_recomputed": record.tokens_recomputed,
         "recompute_s": _round(record.recompute_s),
         "abandoned": record.abandoned,
-        "clairvoyant_loss": _round(bound.loss) if bound.feasible else None,
-        "regret": _round(regret),
+        "clairvoyant_loss": _round(bound.least_loss) if bound.feasible else None,
+        "clairvoyant_objective": _round(bound.objective) if bound.feasible else None,
+        "clairvoyant_ttft_s": _round(bound.end_s) if bound.feasible else None,
+        "regret": _round(value - bound.objective) if bound.feasible else None,
         "feasible": bound.feasible,
         "wrapped": capacity.wraps_within(ttft if ttft is not None else deadline),
         "gave_up": record.gave_up,

@@ -19,8 +19,13 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from itertools import accumulate
 
+import numpy as np
+import numpy.typing as npt
+
 from kvabr.replay.trace import Trace
 from kvabr.types.errors import TraceError
+
+Array = npt.NDArray[np.float64]
 
 PAYLOAD_SHARE = 0.948
 """Bytes of a cache per byte on the wire; the rest are headers.
@@ -138,6 +143,12 @@ class Capacity:
                 return points
             points.append((t, self._rates[index]))
             index += 1
+
+    def points(self, until_s: float) -> tuple[Array, Array]:
+        """Return times from 0 to ``until_s``, and the bytes carried by each; in between both grow in proportion."""
+        steps = [step for step in self.series(until_s) if step[0] < until_s]
+        times = np.array([*(t for t, _ in steps), until_s])
+        return times, np.concatenate([[0.0], np.cumsum(np.diff(times) * np.array([rate for _, rate in steps]))])
 
     def wraps_within(self, seconds: float) -> bool:
         """Return whether a play of ``seconds`` seconds runs past the trace's end."""

@@ -5,6 +5,7 @@ The same traces, options and seed give the same report, byte for byte, on any nu
 
 from __future__ import annotations
 
+import math
 import os
 import random
 from collections.abc import Callable, Iterator
@@ -130,6 +131,8 @@ def finish(matrix: Matrix, runs: list[dict[str, Any]]) -> dict[str, Any]:
             "scale_to_mean": options.scale_to_mean,
             "engine_mode": options.mode,
             "recompute": None if options.cost is None else options.cost.to_json(),
+            "time_price": options.config.time_price,
+            "gpu_price": options.config.gpu_price if math.isfinite(options.config.gpu_price) else None,
             "decode_scale": options.decode_scale,
             "decoders": options.decoders,
             "slow_start": options.slow_start,

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 _Z95 = 1.959963984540054
+_ROUNDING = 1e-7
+"""Nats per token by which a play may be below its bound: rounding."""
 
 
 def summarise(runs: Sequence[dict[str, Any]], digits: int = 9) -> dict[str, Any]:
@@ -15,6 +17,7 @@ def summarise(runs: Sequence[dict[str, Any]], digits: int = 9) -> dict[str, Any]
 
     Hit ratio, TTFT, loss and regret cover the feasible plays, in which at least a clairvoyant player could have met the
     deadline. ``infeasible`` counts the others; ``infeasible_ttft_p50_s`` and ``infeasible_ttft_p95_s`` are their TTFT.
+    ``below_bound`` counts the plays that cost less than the bound: errors of the bound, which should be none.
     A play that was given up counts in a TTFT percentile as one that never ends; a percentile among those is None.
 
     Args:
@@ -86,9 +89,13 @@ def _entry(runs: Sequence[dict[str, Any]], digits: int) -> dict[str, Any]:
         "infeasible_ttft_p95_s": _ttft(infeasible, 0.95),
         "loss_mean": mean(run["loss"] for run in feasible),
         "loss_p95": percentile((run["loss"] for run in feasible), 0.95),
+        "objective_mean": mean(run["objective"] for run in feasible),
+        "clairvoyant_objective_mean": mean(run["clairvoyant_objective"] for run in feasible),
         "clairvoyant_loss_mean": mean(run["clairvoyant_loss"] for run in feasible),
         "regret_mean": mean(run["regret"] for run in feasible),
         "regret_p95": percentile((run["regret"] for run in feasible), 0.95),
+        "regret_p99": percentile((run["regret"] for run in feasible), 0.99),
+        "below_bound": sum(run["regret"] < -_ROUNDING for run in feasible),
         "tokens_recomputed_mean": mean(run["tokens_recomputed"] for run in runs),
         "recompute_s_mean": mean(run["recompute_s"] for run in runs),
         "bytes_wasted_share": wasted / fetched if fetched else 0.0,

@@ -10,11 +10,12 @@ from kvabr.lab.causes import LossCurves
 from kvabr.replay.clairvoyant import Clairvoyant
 from kvabr.replay.link import Capacity
 from kvabr.replay.trace import Trace
-from kvabr.types.cost import PrefillCost
+from kvabr.types.cost import MISS_PENALTY, PrefillCost
 from tests.catalogs import catalog
-from tests.lab.exact import best_loss
+from tests.lab.exact import best_loss, best_objective
 from tests.lab.small import link, offer
 
+FREE = {"time_price": 0.0, "gpu_price": 0.0}
 SHARES = (0.08, 0.15, 0.3, 0.6)
 
 
@@ -25,7 +26,7 @@ def test_no_schedule_of_network_and_decoder_passes_the_bound(seed, decode):
     clairvoyant = Clairvoyant(small, None, "hole")
     for share in SHARES:
         capacity = link(small, share, seed)
-        bound, best = clairvoyant.bound(capacity, 1.0), best_loss(small, capacity, 1.0)
+        bound, best = clairvoyant.best(capacity, 1.0, **FREE), best_loss(small, capacity, 1.0)
         assert bound.loss <= best + 1e-9
         assert bound.feasible or best == float("inf")
         if decode == 0.0 and bound.feasible:
@@ -41,7 +42,7 @@ def test_a_cache_that_arrives_too_late_to_be_decoded_is_not_feasible(seed):
     small = replace(small, tracks=(replace(wide, decode_s=0.0), replace(base, decode_s=0.1)))
     for share, feasible in ((0.88, True), (0.92, False)):
         capacity = Capacity(Trace("flat", "t", (0.0,), (base.total_bytes / share,), 1.0))
-        assert Clairvoyant(small, None, "hole").bound(capacity, 1.0).feasible == feasible
+        assert Clairvoyant(small, None, "hole").best(capacity, 1.0, **FREE).feasible == feasible
         assert (best_loss(small, capacity, 1.0) < float("inf")) == feasible
 
 
@@ -55,15 +56,47 @@ def test_no_schedule_with_an_engine_passes_the_bound(seed, mode):
         alone = Clairvoyant(small, None, mode)
         for share in SHARES[:3]:
             capacity = link(small, share, seed)
-            bound, best = clairvoyant.bound(capacity, 1.0), best_loss(small, capacity, 1.0, cost, mode)
+            bound, best = clairvoyant.best(capacity, 1.0, **FREE), best_loss(small, capacity, 1.0, cost, mode)
             assert bound.loss <= best + 1e-9
             assert bound.feasible or best == float("inf")
-            assert bound.loss <= alone.bound(capacity, 1.0).loss + 1e-12
+            assert bound.loss <= alone.best(capacity, 1.0, **FREE).loss + 1e-12
+
+
+@pytest.mark.parametrize("decoders", [1, 2])
+@pytest.mark.parametrize("engine", [None, "hole", "suffix"])
+@pytest.mark.parametrize("seed", range(3))
+def test_no_schedule_costs_less_than_the_bound(seed, engine, decoders):
+    """All ends, late ones included, at several prices; a group is decoded once."""
+    small = offer(seed=seed, decode=(1.0, 10.0, 30.0)[seed], short=40)
+    cost = None if engine is None else PrefillCost(0.01, (0.7, 2.0, 4.0)[seed] / small.tokens)
+    mode = engine or "hole"
+    clairvoyant = Clairvoyant(small, cost, mode, decoders=decoders)
+    for share in (*SHARES, 5.0):
+        capacity = link(small, share, seed)
+        for time_price, gpu_price in ((0.0, 0.0), (0.003, 0.0), (0.03, 0.01), (1.0, 0.3)):
+            bound = clairvoyant.best(capacity, 1.0, time_price=time_price, gpu_price=gpu_price)
+            best = best_objective(
+                small, capacity, 1.0, cost, mode, time_price=time_price, gpu_price=gpu_price, decoders=decoders
+            )
+            if bound.feasible:
+                assert bound.objective <= best + 1e-9
+                assert bound.least_loss <= bound.loss + 1e-9
+                assert bound.end_s >= 0.0
+                if engine is None:
+                    # A group off the relaxation at most, and the time that the largest one takes.
+                    whole_s = max(small.tracks[0].bytes) / (share * small.fp16_bytes)
+                    loss = max(max(track.loss) for track in small.tracks)
+                    assert best <= bound.objective + loss + time_price * (whole_s + 2.0)
+            else:
+                assert best >= MISS_PENALTY
 
 
 def test_an_engine_that_computes_it_all_in_time_leaves_no_loss():
     small = offer()
-    assert Clairvoyant(small, PrefillCost(0.0, 0.9 / small.tokens), "hole").bound(link(small, 0.01), 1.0).loss == 0.0
+    assert (
+        Clairvoyant(small, PrefillCost(0.0, 0.9 / small.tokens), "hole").best(link(small, 0.01), 1.0, **FREE).loss
+        == 0.0
+    )
     assert best_loss(small, link(small, 0.01), 1.0, PrefillCost(0.0, 0.9 / small.tokens)) == 0.0
 
 
@@ -85,7 +118,7 @@ def test_network_bound_is_the_linear_program_and_one_step_below_the_integer_one(
     whole = catalog(12, short=40, decode=0.0, layered=layered)
     losses, sizes, one = program(whole)
     nbytes = share * whole.fp16_bytes
-    bound = Clairvoyant(whole, None, "hole").bound(Capacity(Trace("flat", "t", (0.0,), (nbytes,), 1.0)), 1.0)
+    bound = Clairvoyant(whole, None, "hole").best(Capacity(Trace("flat", "t", (0.0,), (nbytes,), 1.0)), 1.0, **FREE)
     relaxed = optimize.linprog(
         losses, A_ub=sizes[None], b_ub=[nbytes], A_eq=one, b_eq=np.ones(whole.groups), bounds=(0, 1)
     )

@@ -127,7 +127,7 @@ def test_tables_and_verdict_say_who_leads(shown):
                 assert max(map(len, lines)) <= width
                 names = {line.strip().partition(" ")[0] for line in lines}
                 assert names >= set(policies), "a name goes on in the next line though there is room"
-    assert len(CAUSES) == 9
+    assert len(CAUSES) == 10
     assert [short(value) for value in (None, 0.0, 1e-7, 0.00012, 0.5, 1.25, -0.002)] == [
         DASH, "0", "0", "0.00012", "0.500", "1.25", "-0.00200",
     ]  # fmt: skip

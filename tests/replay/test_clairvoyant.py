@@ -1,5 +1,6 @@
 """The bound against brute force on small cases, and against every policy."""
 
+from dataclasses import replace
 from itertools import combinations, product
 
 import pytest
@@ -9,11 +10,12 @@ from hypothesis import strategies as st
 from kvabr.replay.clairvoyant import Clairvoyant
 from kvabr.replay.link import Capacity
 from kvabr.replay.trace import Trace
-from kvabr.types.cost import PrefillCost
+from kvabr.types.cost import MISS_PENALTY, PrefillCost
 from tests.catalogs import catalog
 from tests.examples import examples
 
 CATALOG = catalog(3, decode=0.0)
+FREE = {"time_price": 0.0, "gpu_price": 0.0}
 
 
 def flat(rate):
@@ -34,7 +36,7 @@ def brute(offer, nbytes, free=()):
 @given(st.floats(0.05, 3.5))
 def test_bound_is_below_and_near_the_best_whole_group_cache(share):
     nbytes = share * CATALOG.fp16_bytes / 3
-    bound = Clairvoyant(CATALOG, None, "hole").bound(flat(nbytes), 1.0)
+    bound = Clairvoyant(CATALOG, None, "hole").best(flat(nbytes), 1.0, **FREE)
     best = brute(CATALOG, nbytes)
     if best == float("inf"):
         assert not bound.feasible
@@ -50,7 +52,7 @@ def test_bound_is_below_and_near_the_best_whole_group_cache(share):
 def test_hole_bound_is_below_every_choice_of_computed_groups(share, computable):
     nbytes = share * CATALOG.fp16_bytes / 3
     cost = PrefillCost(0.0, 1.0 / (128 * (computable + 0.5)))
-    bound = Clairvoyant(CATALOG, cost, "hole").bound(flat(nbytes), 1.0)
+    bound = Clairvoyant(CATALOG, cost, "hole").best(flat(nbytes), 1.0, **FREE)
     best = min(
         brute(CATALOG, nbytes, free) for count in range(computable + 1) for free in combinations(range(3), count)
     )
@@ -62,7 +64,7 @@ def test_hole_bound_is_below_every_choice_of_computed_groups(share, computable):
 def test_suffix_bound_matches_the_best_cut(share, whole_s):
     nbytes = share * CATALOG.fp16_bytes / 3
     cost = PrefillCost(0.0, whole_s / (3 * 128))
-    bound = Clairvoyant(CATALOG, cost, "suffix").bound(flat(nbytes), 1.0)
+    bound = Clairvoyant(CATALOG, cost, "suffix").best(flat(nbytes), 1.0, **FREE)
     best = brute(CATALOG, nbytes)
     for cut in range(3):
         left = 1.0 - whole_s * (3 - cut) / 3
@@ -75,17 +77,86 @@ def test_suffix_bound_matches_the_best_cut(share, whole_s):
 def test_layers_lower_the_bound():
     layered = catalog(3, decode=0.0, layered=True)
     link = flat(0.08 * CATALOG.fp16_bytes)
-    assert not Clairvoyant(CATALOG, None, "hole").bound(link, 1.0).feasible
-    assert Clairvoyant(layered, None, "hole").bound(link, 1.0).feasible
+    assert not Clairvoyant(CATALOG, None, "hole").best(link, 1.0, **FREE).feasible
+    assert Clairvoyant(layered, None, "hole").best(link, 1.0, **FREE).feasible
 
 
 def test_decode_time_counts():
     slow = catalog(3, decode=100.0)
     link = flat(0.2 * slow.fp16_bytes)
-    assert Clairvoyant(CATALOG, None, "hole").bound(link, 1.0).feasible
-    assert not Clairvoyant(slow, None, "hole").bound(link, 1.0).feasible
+    assert Clairvoyant(CATALOG, None, "hole").best(link, 1.0, **FREE).feasible
+    assert not Clairvoyant(slow, None, "hole").best(link, 1.0, **FREE).feasible
 
 
 def test_exact_when_everything_fits():
-    bound = Clairvoyant(CATALOG, None, "hole").bound(flat(2.0 * CATALOG.fp16_bytes), 1.0)
+    bound = Clairvoyant(CATALOG, None, "hole").best(flat(2.0 * CATALOG.fp16_bytes), 1.0, **FREE)
     assert bound.loss == pytest.approx(1e-7)
+
+
+PRICES = {"time_price": 0.01, "gpu_price": 0.01}
+ENGINES = ((None, "hole"), (PrefillCost(0.001, 1 / 200), "hole"), (PrefillCost(0.001, 1 / 200), "suffix"))
+
+
+@examples(40)
+@given(st.floats(0.05, 20.0), st.floats(1.0, 4.0), st.sampled_from(ENGINES), st.booleans())
+def test_more_of_a_resource_never_costs_more_and_a_higher_price_never_less(share, more, engine, layered):
+    offer = catalog(4, decode=20.0, layered=layered, short=40)
+    one, two = (Clairvoyant(offer, *engine, decoders=decoders) for decoders in (1, 2))
+    link, wider = flat(share * offer.fp16_bytes), flat(more * share * offer.fp16_bytes)
+    found = one.best(link, 1.0, **PRICES)
+    near = 1.01 * found.objective + 1e-6  # a bound is not computed exactly
+    assert one.best(wider, 1.0, **PRICES).objective <= near
+    assert two.best(link, 1.0, **PRICES).objective <= near
+    assert one.best(link, 2.0, **PRICES).objective <= near
+    for prices in ({"time_price": 0.01 * more, "gpu_price": 0.01}, {"time_price": 0.01, "gpu_price": 0.01 * more}):
+        assert found.objective <= 1.01 * one.best(link, 1.0, **prices).objective + 1e-6
+
+
+def test_the_end_is_where_the_next_step_is_not_worth_its_time():
+    """On a fast link all tracks come within milliseconds; a price of time decides which of them is worth its bytes."""
+    link = flat(20.0 * CATALOG.fp16_bytes)
+    clairvoyant = Clairvoyant(CATALOG, None, "hole")
+    ends = [clairvoyant.best(link, 1.0, time_price=price, gpu_price=0.0).end_s for price in (0.0, 1e-5, 1e-2, 1.0, 1e3)]
+    assert ends[0] == 1.0
+    assert ends == sorted(ends, reverse=True)
+    assert ends[1] == pytest.approx(0.05, rel=0.1)  # everything
+    least = min(sum(track.bytes) for track in CATALOG.tracks) / (20.0 * CATALOG.fp16_bytes)
+    assert ends[-1] == pytest.approx(least, rel=0.01)
+
+
+def test_a_round_trip_and_a_lookup_count():
+    link = flat(20.0 * CATALOG.fp16_bytes)
+    clairvoyant = Clairvoyant(CATALOG, None, "hole")
+    prices = {"time_price": 1.0, "gpu_price": 0.0}
+    at_once = clairvoyant.best(link, 1.0, **prices)
+    later = clairvoyant.best(link, 1.0, **prices, first_byte_s=0.3)
+    assert later.objective == pytest.approx(at_once.objective + 0.3, rel=0.01)
+    begun = clairvoyant.best(link, 1.0, **prices, begun_s=0.3)
+    assert begun.objective == pytest.approx(at_once.objective + 0.3, rel=0.01)
+    assert begun.end_s == pytest.approx(at_once.end_s + 0.3, rel=0.01)
+    assert not clairvoyant.best(link, 1.0, **prices, begun_s=1.0).feasible
+
+
+def test_layers_that_arrive_together_are_decoded_once():
+    """One decode of the top layer fits where one decode for every layer does not."""
+    offer = catalog(3, layered=True)
+    names = [track.name for track in offer.tracks]
+    stack = [track for track in offer.tracks if track.refines is not None or track.name == "base"]
+    only = replace(offer, tracks=tuple(replace(track, decode_s=0.3) for track in stack), mixes=())
+    assert len(stack) > 1, names
+    bound = Clairvoyant(only, None, "hole").best(flat(50.0 * offer.fp16_bytes), 1.0, **FREE)
+    assert bound.loss == pytest.approx(sum(stack[-1].loss), abs=1e-4)
+
+
+def test_where_the_cheapest_cache_is_as_bad_as_a_miss_a_late_end_counts():
+    """A schedule may then be late for a better cache: the bound must not be above it."""
+    bad = replace(CATALOG, tracks=tuple(
+        replace(track, loss=(2.0,) * 3) if track.name == "AC-5x" else replace(track, loss=(0.0,) * 3)
+        for track in CATALOG.tracks if track.name in {"AC-5x", "FP16"}
+    ))  # fmt: skip
+    late_s = 1.1
+    bound = Clairvoyant(bad, None, "hole").best(flat(bad.track("FP16").total_bytes / late_s), 1.0, **PRICES)
+    assert bound.feasible
+    assert MISS_PENALTY < bound.objective <= MISS_PENALTY + 0.1 + 0.01 * late_s + 1e-6
+    assert bound.objective < bound.least_loss
+    assert bound.end_s == pytest.approx(late_s, rel=0.01)

@@ -1,6 +1,10 @@
 """Every policy over every kind of link, with every kind of engine: whole plays in the simulator."""
 
+import random
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvabr.abr.policies import BUILTIN
 from kvabr.data import default_catalog, traces_folder
@@ -11,6 +15,7 @@ from kvabr.replay.readers import find, read
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import PolicyError, UsageError
 from tests.catalogs import catalog
+from tests.examples import examples
 from tests.replay.worlds import world, worlds
 
 POLICIES = ["fixed:AC-5x", "fixed:FP16", *(name for name in BUILTIN if name != "fixed")]
@@ -49,6 +54,35 @@ def test_every_play_ends_complete_or_says_why_and_never_beats_the_clairvoyant(tr
         assert all(line.reason for line in outcome.log if line.name == "decision")
         assert outcome.log[0].name == "start"
         assert outcome.log[-1].name == "deliver"
+
+
+@examples(60)
+@given(
+    seed=st.integers(0, 10**6),
+    policy=st.sampled_from(POLICIES),
+    engine=st.sampled_from(sorted(ENGINES)),
+    load=st.sampled_from([0.05, 0.2, 0.6, 2.0, 10.0]),
+    time_price=st.sampled_from([0.0, 1e-3, 0.03, 1.0]),
+    decoders=st.integers(1, 3),
+    layered=st.booleans(),
+    cold=st.booleans(),
+)
+def test_no_play_costs_less_than_the_bound(seed, policy, engine, load, time_price, decoders, layered, cold):
+    dice = random.Random(seed)
+    link = world("random", [dice.choice([0.0, 0.3, 1.0, 3.0]) + 0.01 for _ in range(40)], dice.choice([0.02, 0.2]))
+    cost, mode = ENGINES[engine]
+    config = PlayerConfig(time_price=time_price, gpu_price=dice.choice([0.0, 1e-3, 0.1]), give_up_after=5.0)
+    options = ReplayOptions(
+        2.0, dice.choice([0.0, 0.02, 0.1]), load, cost, mode, decode_scale=dice.choice([0.0, 1.0, 20.0]),
+        decoders=decoders, cold=cold, slow_start=not cold and dice.random() < 0.7, config=config,
+    )  # fmt: skip
+    run = Experiment(catalog(6, short=40, layered=layered), options).play(link, dice.uniform(0, 8), policy).run
+    if run["feasible"]:
+        assert run["regret"] >= -1e-6
+        assert run["regret"] == pytest.approx(run["objective"] - run["clairvoyant_objective"], abs=1e-8)
+    else:
+        assert run["regret"] is run["clairvoyant_objective"] is None
+        assert not run["met"]
 
 
 def test_suffix_plays_recompute_only_a_tail():

@@ -18,7 +18,8 @@ from kvabr.replay.report.queries import DASH
 
 _CAUSE_WORDS = {
     "too_high": "asked for more than came in time",
-    "too_low": "asked for less than the link would have carried",
+    "too_low": "asked for too little, or ended too early",
+    "waited": "ended too late: not worth the time",
     "order": "the bytes in place could have bought a smaller loss",
     "idle": "requests were out and nothing came: round trips",
     "wasted": "abandoned, failed and replaced transfers",

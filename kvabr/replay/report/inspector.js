@@ -200,6 +200,7 @@ function drawHead() {
     el("dl", { class: "tiles" },
       tile("TTFT", outcome(play), verdict),
       tile("loss", nats(play.loss), known(play.clairvoyant_loss) ? `clairvoyant ${nats(play.clairvoyant_loss)}` : "nats per token"),
+      tile("objective", nats(play.objective), known(play.clairvoyant_objective) ? `clairvoyant ${nats(play.clairvoyant_objective)} at ${seconds(play.clairvoyant_ttft_s)}` : "loss, time and lateness"),
       tile("regret", nats(play.regret)),
       known(measured.kl) && tile("measured KL", nats(measured.kl), known(measured.predicted) ? `predicted ${nats(measured.predicted)}` : "nats per token"),
       tile("fetched", bytes(play.bytes_fetched), fp16 ? `${percent(play.bytes_fetched / fp16)} of FP16` : null),

@@ -82,7 +82,8 @@ function choosePolicy(name) {
 const GLOSS = {
   "loss, nats per token": "Expected KL divergence between the next-token distributions of this cache and of the exact one. " +
     "A nat is 1.44 bits.",
-  "mean regret": "Loss beyond that of a clairvoyant player, who knows the whole trace, plus penalties for being late. 0 is perfect.",
+  "mean regret": "Loss + price of time x TTFT + price of engine time + penalties for being late, minus the least that a clairvoyant player, " +
+    "who knows the whole trace, could reach. 0 is perfect.",
   "TTFT": "Time to first token: when the cache was complete. Plays that were given up count as never.",
   "wasted": "Share of the fetched bytes that were not used: abandoned, failed or replaced transfers.",
 };
@@ -92,7 +93,8 @@ const glossed = (word) => (GLOSS[word] ? el("abbr", { title: GLOSS[word] }, word
 
 function drawGloss() {
   byId("gloss").append("Loss: how far the next-token distribution is from that of the exact cache, in nats per token " +
-    "(KL divergence; 1 nat is 1.44 bits). Regret: loss beyond that of a player who knows the future, plus penalties for being late.");
+    "(KL divergence; 1 nat is 1.44 bits). Regret: loss, time, engine time and penalties for being late, each at its price, beyond the least " +
+    "that a player who knows the future could reach.");
 }
 
 function drawPolicies() {
