@@ -8,9 +8,7 @@ groups before the first that is missing.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
-import mmap
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -37,6 +35,7 @@ from kvabr.codec.profile import Profile
 from kvabr.player.assembler import Assembler
 from kvabr.player.builder import new_estimator, new_session, opening
 from kvabr.player.session_types import GroupRecord, PlayRecord, PrefixGoal, UpgradeGoal, WholeGoal
+from kvabr.store.memory import CACHES
 from kvabr.types.catalog import RECOMPUTED, Catalog, played_loss
 from kvabr.types.cost import PrefillCost
 from kvabr.types.engine import Engine
@@ -376,19 +375,15 @@ def lookup_time(clock: Clock, cost: PrefillCost | None, tokens: int) -> float:
 def allocate(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Return a new contiguous tensor with arbitrary contents, in huge pages where the system has them.
 
-    Every element is going to be written, so nothing is cleared. But the system clears each page of fresh memory when
-    it is first written, and with pages of 4 KiB that takes longer than decoding does.
+    Every element is going to be written, so nothing is cleared. Memory of tensors that are gone is used again.
 
     Raises:
         RuntimeError: there is not enough memory.
     """
-    size = math.prod(shape) * dtype.itemsize
-    if size < _MIN_HUGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
+    count = math.prod(shape)
+    if count * dtype.itemsize < _MIN_HUGE_BYTES:
         return torch.empty(shape, dtype=dtype)
     try:
-        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except (OSError, ValueError, OverflowError) as error:
-        raise RuntimeError(f"{size:,} bytes cannot be allocated ({error})") from error
-    with contextlib.suppress(OSError):  # a kernel without huge pages
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=dtype).view(shape)
+        return torch.frombuffer(CACHES.take(count * dtype.itemsize), dtype=dtype).view(shape)
+    except MemoryError as error:
+        raise RuntimeError(str(error)) from error

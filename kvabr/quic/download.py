@@ -10,6 +10,7 @@ from kvabr.moqt.codes import RequestCode, ResetCode, name_of
 from kvabr.moqt.messages import RequestErrorMessage as Refusal
 from kvabr.moqt.objects import Item, RangeEnd
 from kvabr.quic.interface import Download, DownloadStats, GroupRequest
+from kvabr.store.memory import GROUPS
 from kvabr.types.errors import NotFoundError, RequestError, TransportError
 from kvabr.types.naming import CATALOG_TRACK
 
@@ -42,7 +43,7 @@ class ReceiveBuffer:
         end = self._size + len(part)
         if end > len(self._memory):
             room = self.limit if self._exact else min(self.limit, max(end, 2 * len(self._memory), _MIN_ROOM))
-            grown = memoryview(bytearray(room))
+            grown = GROUPS.take(room)
             grown[: self._size] = self._memory[: self._size]
             self._memory = grown
         self._memory[self._size : end] = part

@@ -23,6 +23,7 @@ from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from kvabr.store.files import PARTIAL, open_regular, replacing
 from kvabr.store.lru import ByteLru
+from kvabr.store.memory import GROUPS
 from kvabr.types.errors import AssetError, UsageError
 
 V = TypeVar("V")
@@ -344,17 +345,18 @@ class FolderGroupStore(LocalGroupStore[int]):
         try:
             with open_regular(self._path(digest)) as file:
                 file.seek(first)
-                data = file.read(last - first) if os.fstat(file.fileno()).st_size == size else b""
+                data = GROUPS.take(last - first)
+                read = file.readinto(data) if os.fstat(file.fileno()).st_size == size else 0
                 with contextlib.suppress(OSError):
                     os.utime(file.fileno())  # the next process orders by it
         except OSError:
             self._delete(digest)
             return None
-        if len(data) != last - first:
+        if read != last - first:
             self.damaged += 1
             self._delete(digest)
             return None
-        return memoryview(data)
+        return data.toreadonly()
 
     def _write(self, digest: str, data: memoryview) -> bool:
         with self._lock:

@@ -1,0 +1,101 @@
+"""Memory for large buffers: in huge pages where the system has them, and used again.
+
+The system clears each page of fresh memory when it is first written. With pages of 4 KiB that takes the processor as
+long as hashing what is written. With huge pages it takes a quarter of that, unless the system has to move other pages
+to make room for them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import threading
+import weakref
+
+_HUGE_BYTES = 2 << 20
+"""The size of a huge page on nearly every system."""
+_MIN_HUGE_BYTES = 4 << 20
+"""Smaller memory is not rounded up to whole huge pages, which would waste too much of it."""
+_MIN_POOLED_BYTES = 256 << 10
+"""The system's allocator reuses smaller memory by itself."""
+_STEP_BYTES = 64 << 10
+"""Sizes of pooled memory are multiples of this, so that groups of almost the same size share it."""
+
+
+class BufferPool:
+    """Buffers that are used again once no view of them is left. Its methods may be called from several threads."""
+
+    def __init__(self, most_spare_bytes: int) -> None:
+        """Begin without any; keep at most ``most_spare_bytes`` of unused memory, which the system may take back."""
+        self._most_spare_bytes = most_spare_bytes
+        self.spare_bytes = 0
+        """Bytes of unused memory that it keeps."""
+        self.fresh_bytes = 0
+        """Bytes of pooled memory that it had to allocate so far."""
+        self._spare: list[mmap.mmap] = []
+        """Unused memory, the longest unused first."""
+        self._lock = threading.RLock()
+        """Reentrant: collecting garbage within `take` may give memory back."""
+
+    def take(self, size: int) -> memoryview:
+        """Return a writable buffer of ``size`` bytes with arbitrary contents; `MemoryError` if there is no memory."""
+        if size < _MIN_POOLED_BYTES:
+            return memoryview(bytearray(size))
+        import numpy as np  # noqa: PLC0415  # loads slowly, and not every origin has groups as large
+
+        length = _rounded(size, _STEP_BYTES)
+        memory = self._reused(length)
+        if memory is None:
+            memory = _fresh(length)
+            with self._lock:
+                self.fresh_bytes += len(memory)
+        # Views refer to the array, and arrays to the memory. When the array goes, the last view has gone.
+        shown = np.frombuffer(memory, dtype=np.uint8, count=size)
+        weakref.finalize(shown, self._give_back, memory).atexit = False
+        return shown.data
+
+    def _reused(self, length: int) -> mmap.mmap | None:
+        with self._lock:
+            for index in reversed(range(len(self._spare))):
+                if length <= len(self._spare[index]) <= length + length // 4:
+                    memory = self._spare.pop(index)
+                    self.spare_bytes -= len(memory)
+                    return memory
+        return None
+
+    def _give_back(self, memory: mmap.mmap) -> None:
+        if len(memory) > self._most_spare_bytes:
+            return
+        if len(memory) >= _MIN_HUGE_BYTES and hasattr(mmap, "MADV_FREE"):
+            with contextlib.suppress(OSError):
+                memory.madvise(mmap.MADV_FREE)  # costs nothing as long as the system has enough memory
+        with self._lock:
+            self._spare.append(memory)
+            self.spare_bytes += len(memory)
+            while self.spare_bytes > self._most_spare_bytes:
+                self.spare_bytes -= len(self._spare.pop(0))
+
+
+def _fresh(size: int) -> mmap.mmap:
+    """Return at least ``size`` bytes, in huge pages as far as these are full."""
+    if size >= _MIN_HUGE_BYTES:
+        # Systems align memory to huge pages only if its size is a multiple of theirs.
+        size = _rounded(size, _HUGE_BYTES)
+    try:
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, ValueError, OverflowError) as error:
+        raise MemoryError(f"{size:,} bytes cannot be allocated ({error})") from error
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
+
+
+def _rounded(size: int, step: int) -> int:
+    return -(-size // step) * step
+
+
+GROUPS = BufferPool(64 << 20)
+"""For encoded groups on their way from the network or a disk."""
+CACHES = BufferPool(512 << 20)
+"""For caches that plays fill. An engine keeps them as long as it needs them."""

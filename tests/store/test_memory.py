@@ -1,0 +1,99 @@
+"""Buffers are used again only when no view of them is left, and no more is kept than was allowed."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+
+import pytest
+import torch
+
+from kvabr.store.memory import BufferPool
+
+SIZE = 3 << 20
+STEP = 64 << 10
+
+
+def test_a_buffer_is_used_again_once_its_last_view_is_gone() -> None:
+    pool = BufferPool(16 << 20)
+    first = pool.take(SIZE)
+    assert (len(first), first.readonly, first.format) == (SIZE, False, "B")
+    first[-4:] = b"last"
+    part = first[-4:].toreadonly()
+    del first
+    gc.collect()
+    other = pool.take(SIZE)
+    other[-4:] = b"next"
+    assert bytes(part) == b"last"
+    assert (pool.spare_bytes, pool.fresh_bytes) == (0, 2 * SIZE)
+    del part
+    assert pool.spare_bytes == SIZE
+    again = pool.take(SIZE - 1)
+    assert (len(again), pool.spare_bytes, pool.fresh_bytes) == (SIZE - 1, 0, 2 * SIZE)
+
+
+def test_a_tensor_keeps_its_memory() -> None:
+    pool = BufferPool(16 << 20)
+    last = torch.frombuffer(pool.take(SIZE), dtype=torch.float32).view(3, -1).fill_(7)[2, -2:]
+    gc.collect()
+    torch.frombuffer(pool.take(SIZE), dtype=torch.float32).fill_(8)
+    assert last.tolist() == [7.0, 7.0]
+    assert pool.fresh_bytes == 2 * SIZE
+    del last
+    assert pool.spare_bytes == 2 * SIZE
+
+
+@pytest.mark.parametrize("size", [SIZE + 1, 2 * SIZE, SIZE // 2])
+def test_memory_of_another_size_is_not_used(size: int) -> None:
+    pool = BufferPool(64 << 20)
+    pool.take(SIZE)
+    kept = pool.take(size)
+    assert pool.spare_bytes == SIZE
+    assert pool.fresh_bytes - SIZE >= len(kept)
+
+
+def test_small_buffers_are_the_systems() -> None:
+    pool = BufferPool(16 << 20)
+    assert [len(pool.take(size)) for size in (0, 1, 100_000)] == [0, 1, 100_000]
+    assert (pool.spare_bytes, pool.fresh_bytes) == (0, 0)
+
+
+def test_no_more_is_kept_than_was_allowed_and_the_longest_unused_goes_first() -> None:
+    pool = BufferPool(3 * SIZE)
+    old = pool.take(SIZE + STEP)
+    buffers = [pool.take(SIZE) for _ in range(4)]
+    del old
+    assert pool.spare_bytes == SIZE + STEP
+    while buffers:
+        buffers.pop()
+        assert pool.spare_bytes <= 3 * SIZE
+    assert pool.spare_bytes == 3 * SIZE
+    pool.take(4 * SIZE)
+    assert pool.spare_bytes == 3 * SIZE  # that alone was too much
+
+
+def test_too_much_is_an_error() -> None:
+    with pytest.raises(MemoryError, match="cannot be allocated"):
+        BufferPool(0).take(sys.maxsize)
+
+
+def test_many_threads_never_share_a_buffer() -> None:
+    pool, wrong = BufferPool(8 << 20), []
+
+    def use(number: int) -> None:
+        for _ in range(200):
+            buffer = pool.take(1 << 18)
+            buffer[:8] = number.to_bytes(8, "big")
+            buffer[-8:] = number.to_bytes(8, "big")
+            if buffer[:8] != buffer[-8:] or bytes(buffer[:8]) != number.to_bytes(8, "big"):
+                wrong.append(number)
+
+    threads = [threading.Thread(target=use, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert pool.fresh_bytes <= 8 << 18
+    assert pool.spare_bytes == pool.fresh_bytes
