@@ -21,7 +21,7 @@ class Transfer:
     bytes: int
     """Size of the group's frame."""
     upgrade: bool
-    """True if the group is already in place on another track."""
+    """True unless it is the base of a group that was missing."""
     requested_s: float
     received: int = 0
     first_byte_s: float | None = None
@@ -36,7 +36,7 @@ class Transfer:
 
 
 class Settled(set[int]):
-    """Groups that are in place with nothing in flight for them, and the order in which they settled."""
+    """Groups that have arrived or are in place, with nothing in flight; and the order in which they settled."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class View:
     in_flight: dict[int, Transfer] = field(default_factory=dict)
     """Requests in flight, by request number."""
     settled: Settled = field(default_factory=Settled)
-    """Groups in place with nothing in flight for them; these can be upgraded."""
+    """Groups that have arrived or are in place, with nothing in flight for them; these can be upgraded."""
     unavailable: AbstractSet[tuple[int, str]] = frozenset()
     """Groups and tracks on which they have failed too often, for example because every copy was damaged."""
     track_of: list[str | None] = field(init=False)
@@ -162,6 +162,11 @@ class View:
         """
         wait = 0.0 if self.in_flight else self.ttfb_s
         return rate * (self.time_left - decode_s - wait) - self.outstanding_bytes
+
+    def layers(self, track: str, current: str | None) -> tuple[str, ...]:
+        """Return the layers that ``track`` needs above ``current``, lowest first; all if it does not refine it."""
+        layers = self.ladder.stacks[track]
+        return layers[layers.index(current) + 1 :] if current in layers else layers
 
     def best_track(self, group: int, max_bytes: float) -> str:
         """Return the track of least loss with at most ``max_bytes`` for this group; the cheapest track if none fits."""

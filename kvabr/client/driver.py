@@ -18,7 +18,7 @@ from kvabr.client.engine_hook import EngineHook
 from kvabr.client.resources import cancel_all, decoders, on_engine, timed
 from kvabr.client.snapshot import Snapshot, Watch
 from kvabr.moqt.codes import RequestCode
-from kvabr.player.assembler import Assembler
+from kvabr.player.assembler import Assembler, Layer
 from kvabr.player.session import Session
 from kvabr.player.session_types import Cancel, Decode, Deliver, FetchGroup, GiveUp, PlayerConfig, PlayRecord, Recompute
 from kvabr.quic.interface import Connection, Download
@@ -32,6 +32,14 @@ _MAX_PAUSE_SHARE = 1 / 8
 
 LIVE = PlayerConfig(chunked=True, stalled_after=0.2, silent_after=0.25)
 """What a player does over a real network: there bytes come in lumps, streams stall, and peers fall silent."""
+
+
+class _RefusedError(Exception):
+    """A frame that could not be decoded."""
+
+    def __init__(self, request: int, cause: Exception) -> None:
+        super().__init__(request)
+        self.request, self.cause = request, cause
 
 
 class Driver:
@@ -127,7 +135,7 @@ class Driver:
             case Cancel():
                 self._cancel(action.request)
             case Decode():
-                self._begin(self._place(action, self._frames.pop(action.request)))
+                self._begin(self._place(action))
             case Recompute():
                 self._compute(action)
             case Deliver() | GiveUp():
@@ -166,6 +174,7 @@ class Driver:
         self._reads[action.request] = (self._begin(self._read(action, download)), download)
 
     def _cancel(self, request: int) -> None:
+        self._frames.pop(request, None)
         task, download = self._reads.pop(request, (None, None))
         if task is not None and download is not None:
             task.cancel()
@@ -218,15 +227,21 @@ class Driver:
 
     # -------------------------------------------------------------- decoding
 
-    async def _place(self, action: Decode, download: Download) -> None:
+    async def _place(self, action: Decode) -> None:
         """Check and decode a group in a thread, and put it into its place."""
-        write: Callable[[], object] | None = None
+        requests = (*action.below, action.request)
+        names = self.session.view.ladder.stacks[action.track][-len(requests) :]
+        downloads = [self._frames[request] for request in requests]
+        layers = [Layer(name, one.data, one.has_digest) for name, one in zip(names, downloads, strict=True)]
         try:
-            work = partial(timed, self._loop.time, self._decoded, action, download)
+            work = partial(timed, self._loop.time, self._decoded, action, layers)
             write, seconds = await self._loop.run_in_executor(decoders(), work)
-        except Exception as error:  # noqa: BLE001  # whatever it is, this group cannot be used
-            self._tell(self.session.refused, action.request, said(error))
+        except _RefusedError as error:
+            self._frames.pop(error.request, None)
+            self._tell(self.session.refused, error.request, said(error.cause))
             return
+        for request in requests:
+            self._frames.pop(request, None)
         if self._hook is not None and write is not None:
             try:
                 await self._hook.write(*self._catalog.spec.group_range(action.group, self._catalog.tokens), write)
@@ -236,16 +251,28 @@ class Driver:
                 return
         self._tell(partial(self.session.decoded, seconds=seconds), action.request)
 
-    def _decoded(self, action: Decode, download: Download) -> Callable[[], object] | None:
-        """Place a group, or return what writes it if the cache is in use; in a thread."""
+    def _decoded(self, action: Decode, layers: Sequence[Layer]) -> Callable[[], object] | None:
+        """Place a group, or return what writes it if the cache is in use; in a thread.
+
+        Raises:
+            _RefusedError: a frame cannot be used; nothing has changed.
+        """
         if self._over.done():
             return None
         on_one_core()
-        group, track, frame = action.group, action.track, download.data
-        if self._hook is not None:
-            return self.assembler.prepare(group, track, frame, has_digest=download.has_digest)
-        self.assembler.put(group, track, frame, has_digest=download.has_digest)
-        return None
+        group, assembler = action.group, self.assembler
+        *below, (track, frame, has_digest) = layers
+        put = assembler.put if self._hook is None else assembler.prepare
+        try:
+            written = put(group, track, frame, has_digest=has_digest, below=below)
+        except Exception as error:  # whatever it is, one of the frames cannot be used
+            for request, layer in zip(action.below, below, strict=True):
+                try:
+                    assembler.check(group, layer)
+                except Exception as lower:
+                    raise _RefusedError(request, lower) from lower
+            raise _RefusedError(action.request, error) from error
+        return written if callable(written) else None
 
     # ---------------------------------------------------------------- engine
 

@@ -44,7 +44,7 @@ def encode_group(
     """
     _check_shape(kv, context, f"group {group}: cannot encode")
     payload = codec(track).encode(clean(kv)[0], context, below)
-    return pack(payload, _header(track, context, chunk, group))
+    return pack(payload, frame_header(track, context, chunk, group))
 
 
 def decode_group(
@@ -65,8 +65,20 @@ def decode_group(
         ForeignError: a valid frame of something else.
         FormatError: corrupt, truncated, a different digest, not a payload of this codec, or ``out`` has another shape.
     """
+    _, payload = unpack(frame, frame_header(track, context, chunk, group), digest, has_digest)
+    decode_payload(payload, track, context, group, out, below)
+
+
+def decode_payload(
+    payload: memoryview,
+    track: str,
+    context: GroupContext,
+    group: int,
+    out: torch.Tensor,
+    below: Sequence[memoryview] = (),
+) -> None:
+    """Decompress the payload of a frame that has been checked; arguments and errors as for `decode_group`."""
     _check_shape(out, context, f"group {group}: cannot decode into")
-    _, payload = unpack(frame, _header(track, context, chunk, group), digest, has_digest)
     codec(track).decode(payload, context, out, below)
 
 
@@ -76,7 +88,8 @@ def _check_shape(kv: torch.Tensor, context: GroupContext, what: str) -> None:
         raise FormatError(f"{what} {kv.dtype} of {tuple(kv.shape)}; floats of {wanted} are needed")
 
 
-def _header(track: str, context: GroupContext, chunk: str, group: int) -> FrameHeader:
+def frame_header(track: str, context: GroupContext, chunk: str, group: int) -> FrameHeader:
+    """Return the header that the frame of a group must have."""
     return FrameHeader(track, context.spec.digest(), chunk, group, context.first_token, context.tokens)
 
 

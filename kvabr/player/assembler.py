@@ -9,19 +9,30 @@ is written into place.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from itertools import takewhile
+from typing import NamedTuple
 
 import torch
 
 from kvabr.codec.base import GroupContext, payload_layout
-from kvabr.codec.container import HasDigest
-from kvabr.codec.group import decode_group, payload_of
+from kvabr.codec.container import HasDigest, unpack
+from kvabr.codec.group import decode_payload, frame_header, payload_of
 from kvabr.codec.profile import Profile
 from kvabr.types.catalog import RECOMPUTED, Catalog, Track
 from kvabr.types.errors import FormatError, HoleError, UsageError
+
+
+class Layer(NamedTuple):
+    """One frame of a group as it came."""
+
+    track: str
+    frame: bytes | memoryview
+    """Untrusted. The caller must not change it afterwards."""
+    has_digest: HasDigest | None = None
+    """Compares the frame's SHA-256, for a caller that has computed it; None: it is computed here."""
 
 
 class Placement(Enum):
@@ -85,7 +96,13 @@ class Assembler:
         return tuple(self._tracks)
 
     def put(
-        self, group: int, track: str, frame: bytes | memoryview, *, has_digest: HasDigest | None = None
+        self,
+        group: int,
+        track: str,
+        frame: bytes | memoryview,
+        *,
+        has_digest: HasDigest | None = None,
+        below: Sequence[Layer] = (),
     ) -> Placement:
         """Check, decode and place one group as requested.
 
@@ -94,33 +111,36 @@ class Assembler:
             track: the track that was requested.
             frame: the bytes that came; untrusted. The caller must not change them afterwards.
             has_digest: compares the frame's SHA-256, for a caller that has computed it; None: it is computed here.
+            below: layers that came with it and are not in place, lowest first; all are decoded together.
 
         Raises:
             ForeignError: a valid frame of something else.
-            FormatError: the frame is corrupt, truncated, not what the catalog promises, or an enhancement whose base is
+            FormatError: a frame is corrupt, truncated, not what the catalog promises, or an enhancement whose base is
                 not in place. No group that is in place has changed.
         """
         offer = self._catalog.track(track)
         if (early := self._refusal(group, offer)) is not None:
             return early
-        if self._claim(group, offer):
+        layers = (*below, Layer(track, frame, has_digest))
+        if self._claim(group, layers):
             try:
-                self._decode(group, offer, frame, self._place(group), has_digest)
+                self._decode(group, layers, self._place(group))
                 with self._lock:
-                    return self._refusal(group, offer) or self._write(group, offer, frame, None)
+                    return self._refusal(group, offer) or self._write(group, layers, None)
             finally:
                 with self._lock:
                     self._direct.discard(group)
                     self._lock.notify_all()
+        bottom = self._catalog.track(layers[0].track).refines
         with self._scratch(self._catalog.group_tokens(group)) as scratch:
-            self._decode(group, offer, frame, scratch, has_digest)
+            self._decode(group, layers, scratch)
             with self._lock:
                 self._lock.wait_for(lambda: group not in self._direct)
                 if (late := self._refusal(group, offer)) is not None:
                     return late
-                if offer.refines is not None and self._tracks[group] != offer.refines:
-                    raise FormatError(f"group {group} of {track}: {offer.refines} is no longer in place")
-                return self._write(group, offer, frame, scratch)
+                if bottom is not None and self._tracks[group] != bottom:
+                    raise FormatError(f"group {group} of {track}: {bottom} is no longer in place")
+                return self._write(group, layers, scratch)
 
     def put_computed(self, first: int, last: int, kv: torch.Tensor) -> Placement:
         """Place groups ``first`` to ``last`` - 1 as computed by the engine.
@@ -161,7 +181,13 @@ class Assembler:
         return self._out[:, :, :, :end]
 
     def prepare(
-        self, group: int, track: str, frame: bytes | memoryview, *, has_digest: HasDigest | None = None
+        self,
+        group: int,
+        track: str,
+        frame: bytes | memoryview,
+        *,
+        has_digest: HasDigest | None = None,
+        below: Sequence[Layer] = (),
     ) -> Callable[[], Placement]:
         """Check and decode an upgrade of one group of a cache in use, into memory of its own; arguments as for `put`.
 
@@ -177,12 +203,13 @@ class Assembler:
             raise UsageError("upgrades need a cache that was taken with take(upgrades=True) and is not sealed")
         offer, shape = self._catalog.track(track), self._catalog.spec.shape(self._catalog.group_tokens(group))
         ready = torch.empty(shape, dtype=self._out.dtype, device=self._out.device)
-        self._decode(group, offer, frame, ready, has_digest)
+        layers = (*below, Layer(track, frame, has_digest))
+        self._decode(group, layers, ready)
 
         def write() -> Placement:
             with self._lock:
                 refusal = self._refusal(group, offer, closed=not self._open)
-                return self._write(group, offer, frame, ready) if refusal is None else refusal
+                return self._write(group, layers, ready) if refusal is None else refusal
 
         return write
 
@@ -215,28 +242,38 @@ class Assembler:
         tokens = min(len(tracks) * self._catalog.spec.group_tokens, self._catalog.tokens)
         return self._out[:, :, :, :tokens], tuple(tracks)
 
-    def _decode(
-        self, group: int, offer: Track, frame: bytes | memoryview, out: torch.Tensor, has_digest: HasDigest | None
-    ) -> None:
-        """Check a frame and decode it into ``out``, whose tokens are those of the group."""
-        catalog, promised = self._catalog, offer.bytes[group]
-        if len(frame) != promised:
-            raise FormatError(f"group {group} of {offer.name}: {len(frame)} bytes came, the catalog says {promised}")
+    def check(self, group: int, layer: Layer) -> memoryview:
+        """Return the payload of a frame of a group; raise a `FormatError` or `ForeignError` as `put` does."""
+        catalog, offer = self._catalog, self._catalog.track(layer.track)
+        if len(layer.frame) != (promised := offer.bytes[group]):
+            came = f"{len(layer.frame)} bytes came, the catalog says {promised}"
+            raise FormatError(f"group {group} of {offer.name}: {came}")
+        number = catalog.offset + group
+        header = frame_header(offer.name, self._context(group), catalog.chunks[group], number)
+        return unpack(layer.frame, header, offer.digests[group], layer.has_digest)[1]
+
+    def _context(self, group: int) -> GroupContext:
+        catalog = self._catalog
         # Frames carry their place in the published asset.
         first = catalog.first_token + catalog.spec.group_range(group, catalog.tokens)[0]
-        context = GroupContext(catalog.spec, first, catalog.group_tokens(group), self._profile)
-        chunk, number, below = catalog.chunks[group], catalog.offset + group, self._below(group, offer)
-        digest = offer.digests[group]
-        decode_group(frame, offer.name, context, chunk, number, out, below, digest=digest, has_digest=has_digest)
+        return GroupContext(catalog.spec, first, catalog.group_tokens(group), self._profile)
 
-    def _claim(self, group: int, offer: Track) -> bool:
+    def _decode(self, group: int, layers: Sequence[Layer], out: torch.Tensor) -> None:
+        """Check the frames of consecutive layers, and decode them into ``out``, whose tokens are those of the group."""
+        payloads = self._below(group, self._catalog.track(layers[0].track))
+        payloads.extend(self.check(group, layer) for layer in layers)
+        payload, context = payloads.pop(), self._context(group)
+        decode_payload(payload, layers[-1].track, context, self._catalog.offset + group, out, payloads)
+
+    def _claim(self, group: int, layers: Sequence[Layer]) -> bool:
         """Return whether to decode a group into its place, which is then in `_direct` until the caller removes it.
 
         Nobody reads an empty place, so a frame that proves bad does no harm there. `seal` waits for what is being
         decoded, at the deadline if need be, so this is only for tracks that take little more time than copying.
         """
         spec, tokens = self._catalog.spec, self._catalog.group_tokens(group)
-        if offer.refines is not None or payload_layout(offer.name, spec, tokens) is None:
+        track = self._catalog.track(layers[-1].track)
+        if track.refines is not None or payload_layout(track.name, spec, tokens) is None:
             return False
         with self._lock:
             if self._taken or self._tracks[group] is not None or group in self._direct:
@@ -276,16 +313,17 @@ class Assembler:
         worse = current != RECOMPUTED and self._catalog.track(current).loss[group] > offer.loss[group]
         return None if worse else Placement.STALE
 
-    def _write(self, group: int, offer: Track, frame: bytes | memoryview, decoded: torch.Tensor | None) -> Placement:
+    def _write(self, group: int, layers: Sequence[Layer], decoded: torch.Tensor | None) -> Placement:
         """Copy a decoded group into place, unless it was decoded there; the caller holds the lock."""
         if decoded is not None:
             self._place(group).copy_(decoded)
         verdict = Placement.PLACED if self._tracks[group] is None else Placement.REPLACED
-        self._tracks[group] = offer.name
-        if offer.refines is None:
+        self._tracks[group] = layers[-1].track
+        if self._catalog.track(layers[0].track).refines is None:
             self._forget(group)
-        if offer.name in self._refined:
-            self._kept[group, offer.name] = memoryview(frame)
+        for layer in layers:
+            if layer.track in self._refined:
+                self._kept[group, layer.track] = memoryview(layer.frame)
         return verdict
 
     def _below(self, group: int, offer: Track) -> list[memoryview]:

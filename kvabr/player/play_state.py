@@ -12,6 +12,7 @@ from kvabr.abr.view import Transfer, View
 from kvabr.player.abandon import StallDetector
 from kvabr.player.compute_queue import ComputeQueue
 from kvabr.player.decode_rates import DecodeRates
+from kvabr.player.group_progress import GroupProgress
 from kvabr.player.policy_guard import PolicyGuard
 from kvabr.player.retry_tracker import RetryTracker
 from kvabr.player.session_types import (
@@ -19,6 +20,7 @@ from kvabr.player.session_types import (
     WHOLE,
     Action,
     Cancel,
+    Decode,
     Goal,
     GroupRecord,
     PlayerConfig,
@@ -42,6 +44,11 @@ from kvabr.types.events import (
 )
 
 P = ParamSpec("P")
+
+_SOON_SHARE = 0.05
+"""Layers that arrive within this share of the deadline are worth waiting for before a group is decoded."""
+_HURRY_TICKS = 1.5
+"""Ticks before the last moment at which decoding must begin to be in time."""
 
 
 class EventLog:
@@ -144,7 +151,14 @@ class PlayState:
         self._absent: dict[int, None] = dict.fromkeys(range(groups))
         """Groups that have not arrived and are not being computed, ascending; includes those in flight."""
         self._in_place = 0
+        self._groups = [GroupProgress(ladder.stacks) for _ in range(groups)]
+        self._undecoded: dict[int, None] = {}
+        """Groups of which something has arrived and is not being decoded, in the order of arrival."""
         self._decoding: dict[int, Transfer] = {}
+        """What is being decoded, by request."""
+        self._jobs = 0
+        """Number of groups that are being decoded."""
+        self._backlog_s = 0.0
         self._actions: list[Action] = []
         self._heard_s = 0.0
         """When the last bytes came."""
@@ -164,23 +178,80 @@ class PlayState:
         """Return whether no request is receiving bytes."""
         return not any(transfer.first_byte_s is not None for transfer in self.view.in_flight.values())
 
-    def _end_decoding(self, request: int) -> Transfer | None:
-        """Remove a group that is decoded, or cannot be, from the decoder's queue; None if it is no longer wanted."""
-        if self.over:
-            return None  # too late: the cache is handed over, and the record is closed
-        transfer = self._decoding.pop(request, None)
-        if transfer is not None:
-            self.view.decode_backlog_s = sum(self.view.decode_s(one.track) for one in self._decoding.values())
-        return transfer
-
-    def _observe_decoding(self, transfer: Transfer, seconds: float | None) -> None:
+    def _observe_decoding(self, top: Transfer, seconds: float | None) -> None:
         """Correct the decode rates by the seconds that a thread took for a group."""
-        if self._decode_rates is not None and seconds is not None:
-            share = self._catalog.group_tokens(transfer.group) / self._catalog.spec.group_tokens
-            self._decode_rates.observe(transfer.track, share, seconds)
+        if self._decode_rates is None or seconds is None:
+            return
+        share = self._catalog.group_tokens(top.group) / self._catalog.spec.group_tokens
+        self._decode_rates.observe(top.track, share, seconds)
+        for group in {*self._undecoded, *(transfer.group for transfer in self._decoding.values())}:
+            self._count_decoding(group)
 
-    def _place(self, transfer: Transfer, record: GroupRecord, now: float) -> None:
-        """Record that a group is in place."""
+    def _count_decoding(self, group: int) -> None:
+        """Work out anew what a group adds to the decoders' backlog."""
+        view, progress = self.view, self._groups[group]
+        stacked = progress.decodable(self.record.groups[group].track)
+        # Decoding a layer decodes all layers below it, so only the top of each batch counts.
+        seconds = sum(view.decode_s(batch[-1].track) for batch in (progress.decoding, stacked) if batch)
+        self._backlog_s = max(0.0, self._backlog_s + seconds - progress.decode_s)
+        progress.decode_s = seconds
+        view.decode_backlog_s = self._backlog_s / self._config.decoders
+        if stacked:
+            self._undecoded.setdefault(group)
+        else:
+            self._undecoded.pop(group, None)
+
+    def _next_to_decode(self, now: float) -> int | None:
+        """Return the group to decode next, or None.
+
+        Groups that are not in place come first. One with more layers in flight waits for them if they come soon, so
+        that all are decoded together, unless time is short, or an engine needs everything before what it computes.
+        """
+        view = self.view
+        hurry = now + view.decode_backlog_s + _HURRY_TICKS * self._tick_s >= view.deadline_s
+        soon = view.outstanding_bytes <= _SOON_SHARE * view.deadline_s * view.rate
+        best: tuple[bool, bool, int] | None = None
+        chosen = None
+        for order, group in enumerate(self._undecoded):
+            progress, placed = self._groups[group], self.record.groups[group].ready_s is not None
+            flying = bool(progress.flying)
+            if flying and not hurry and (placed or (soon and self._compute is None)):
+                continue
+            if progress.decoding or view.track_of[group] == RECOMPUTED:
+                continue
+            rank = (placed, flying, group if view.front_first else order)
+            if best is None or rank < best:
+                best, chosen = rank, group
+        return chosen
+
+    def _decode(self, now: float) -> None:
+        """Give the decoders as much as they can do at once."""
+        while self._jobs < self._config.decoders and (group := self._next_to_decode(now)) is not None:
+            batch = self._groups[group].begin_decoding(self.record.groups[group].track)
+            self._undecoded.pop(group)
+            self._decoding.update((transfer.request, transfer) for transfer in batch)
+            self._jobs += 1
+            top = batch[-1]
+            below = tuple(transfer.request for transfer in batch[:-1])
+            self._actions.append(Decode(top.request, group, top.track, below))
+
+    def _end_decoding(self, request: int) -> list[Transfer]:
+        """Take the batch with this request from the decoders; empty if it is no longer wanted."""
+        if self.over or (transfer := self._decoding.get(request)) is None:
+            return []  # too late: the cache is handed over, and the record is closed
+        progress = self._groups[transfer.group]
+        batch, progress.decoding = progress.decoding, []
+        for one in batch:
+            del self._decoding[one.request]
+        self._jobs -= 1
+        return batch
+
+    def _place(self, transfer: Transfer, now: float) -> None:
+        """Record that a group is in place on the track of a transfer."""
+        record = self.record.groups[transfer.group]
+        if record.track == RECOMPUTED:
+            self.record.bytes_wasted += transfer.bytes
+            return
         layered = self._catalog.by_name[transfer.track].refines is not None
         if record.ready_s is None:
             self._in_place += 1
@@ -190,45 +261,50 @@ class PlayState:
         record.requested_s, record.first_byte_s = transfer.requested_s, transfer.first_byte_s
         record.done_s, record.ready_s = transfer.done_s, now
         record.source = "upgraded" if transfer.upgrade else "fetched"
-        record.track = self.view.track_of[transfer.group] = transfer.track
-        self.view.settled.add(transfer.group)
+        record.track = transfer.track
         self.record.steps.append(("fetch", transfer.group, transfer.track))
 
     def _lost(self, transfer: Transfer, event: type[RequestFailed | RequestCancelled], reason: str, now: float) -> None:
         """Return a group whose transfer failed or was cancelled to its previous state."""
-        view, group = self.view, transfer.group
+        group = transfer.group
+        progress = self._groups[group]
         self.record.bytes_wasted += transfer.received
         self._events.emit(event, now, transfer.request, group, transfer.track, transfer.received, reason)
         if event is RequestFailed:
             self._retries.failed(group, transfer.track, reason, upgrade=transfer.upgrade)
-        record = self.record.groups[group]
-        if transfer.upgrade:
-            view.track_of[group] = record.track
-            if record.track != RECOMPUTED:
-                view.settled.add(group)
-        elif record.track is None:
-            view.track_of[group] = None
-            self._absent[group] = None
+        for other in progress.above(transfer.track):
+            if other in progress.flying:
+                self._cancel(other, f"{transfer.track} below it is lost", now)
+            else:
+                self._drop(other)
+        self._count_decoding(group)
+        self._resettle(group)
+        if self.view.track_of[group] is None:
             self._absent = dict.fromkeys(sorted(self._absent))
             self._sync_missing()
 
+    def _drop(self, transfer: Transfer) -> None:
+        """Forget a transfer that has arrived and is of no use any more."""
+        self._groups[transfer.group].arrived.remove(transfer)
+        self.record.bytes_wasted += transfer.bytes
+        self._actions.append(Cancel(transfer.request))
+
+    def _resettle(self, group: int) -> None:
+        """Tell the policy what a group has now: nothing, or the best that is in place or has arrived."""
+        view, progress, placed = self.view, self._groups[group], self.record.groups[group].track
+        if placed == RECOMPUTED:
+            view.track_of[group] = RECOMPUTED
+            return
+        top = view.track_of[group] = progress.top() or placed
+        if top is None:
+            self._absent[group] = None
+        elif not progress.flying:
+            view.settled.add(group)
+
     def _take_back(self, groups: Iterable[int]) -> None:
         """Return groups that were left to an engine that failed to their previous state."""
-        view = self.view
-        flying = {transfer.group for transfer in view.in_flight.values()}
-        decoding = {transfer.group: transfer.track for transfer in self._decoding.values()}
         for group in groups:
-            record = self.record.groups[group]
-            if group in flying:
-                continue
-            if record.ready_s is not None:
-                view.track_of[group] = record.track
-                if group not in decoding:
-                    view.settled.add(group)
-            else:
-                view.track_of[group] = decoding.get(group)
-                if group not in decoding:
-                    self._absent[group] = None
+            self._resettle(group)
         self._absent = dict.fromkeys(sorted(self._absent))
         self._sync_missing()
 
@@ -243,6 +319,7 @@ class PlayState:
     def _cancel(self, transfer: Transfer, reason: str, now: float, *, failed: bool = False) -> None:
         """Cancel a transfer in flight."""
         del self.view.in_flight[transfer.request]
+        self._groups[transfer.group].flying.remove(transfer)
         self.view.outstanding_bytes -= transfer.remaining
         self._actions.append(Cancel(transfer.request))
         self._sampler.settle(now, idle=self._idle())

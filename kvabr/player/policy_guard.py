@@ -80,9 +80,6 @@ class PolicyGuard:
             return f"asked to fetch group {group}, which is not missing (it has {current})"
         if decision.kind == "upgrade" and (group not in view.settled or current == track):
             return f"asked to upgrade group {group} to {track}: it is not settled, or has that track (it has {current})"
-        refines = offered[track].refines
-        if refines is not None and refines != current:
-            return f"asked for {track} of group {group}, which refines {refines}, while it has {current}"
         return None
 
 

@@ -2,17 +2,18 @@
 
 Theory of operation. Every group is in one of these states::
 
-    absent -> in flight -> arrived -> in place
+    absent -> in flight -> arrived -> decoding -> in place
        |          |           |          |
-       |          +-----------+----> (cancelled, failed, refused: back to absent)
+       |          +-----------+----------+--> (cancelled, failed, refused: back to absent)
        +-> left to the engine -> computing -> in place
 
-and a group in place may have one upgrade in flight. The rules:
+and a group that has arrived or is in place may have an upgrade in flight. A request may be for several layers at once;
+layers that have arrived are decoded together (`PlayState._next_to_decode`). The rules:
 
 1. After every event and at every tick, the session re-plans what the engine must compute, abandons what will be late,
    asks the policy for requests until enough are in flight, and delivers when everything is in place.
-2. A policy sees a group as missing while it is absent and not left to the engine, and as settled while it is in place
-   with nothing in flight.
+2. A policy sees a group as missing while it is absent and not left to the engine, and as settled while it has arrived
+   or is in place, with nothing in flight.
 3. The cache is delivered when every group is in place and either the policy wants no more or the deadline has come.
    A hole is never delivered: without a network and an engine the play is given up instead.
 4. A play for a prefix (`PrefixGoal`) never starts the engine. It is cut when the engine would start, when only the
@@ -22,13 +23,16 @@ and a group in place may have one upgrade in flight. The rules:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import chain
+
 from kvabr.abr.policy import Decision
 from kvabr.abr.view import Transfer
 from kvabr.player import abandon
 from kvabr.player.abandon import LEAST_SILENCE_S
 from kvabr.player.compute_queue import ComputeQueue
 from kvabr.player.play_state import PlayState
-from kvabr.player.session_types import Action, Decode, Deliver, FetchGroup, GiveUp, GroupRecord, Recompute
+from kvabr.player.session_types import Action, Cancel, Deliver, FetchGroup, GiveUp, GroupRecord, Recompute
 from kvabr.types.catalog import RECOMPUTED
 from kvabr.types.events import (
     FirstByteReceived,
@@ -93,44 +97,52 @@ class Session(PlayState):
             return
         self.progress(request, transfer.bytes, now, limit)
         del self.view.in_flight[request]
-        self._decoding[request] = transfer
-        self._absent.pop(transfer.group, None)
-        self._sampler.settle(now, idle=self._idle())
-        self._events.emit(RequestDone, now, request, transfer.group, transfer.track, transfer.bytes)
+        group, progress = transfer.group, self._groups[transfer.group]
         transfer.done_s = now
-        self.view.decode_backlog_s += self.view.decode_s(transfer.track)
-        self._actions.append(Decode(request, transfer.group, transfer.track))
+        for useless in progress.arrive(transfer):
+            self.record.bytes_wasted += useless.bytes
+            self._actions.append(Cancel(useless.request))
+        if self._catalog.by_name[transfer.track].refines is None:
+            self._absent.pop(group, None)
+        self._sampler.settle(now, idle=self._idle())
+        self._events.emit(RequestDone, now, request, group, transfer.track, transfer.bytes)
+        self._count_decoding(group)
+        if not progress.flying and self.view.track_of[group] != RECOMPUTED:
+            self.view.settled.add(group)
         self._advance(now)
 
     def failed(self, request: int, reason: str, now: float) -> None:
         """Take the failure of a request: reset, refused, or the wrong length."""
         transfer = self.view.in_flight.pop(request, None)
         if transfer is not None:
+            self._groups[transfer.group].flying.remove(transfer)
             self.view.outstanding_bytes -= transfer.remaining
             self._sampler.settle(now, idle=self._idle())
             self._lost(transfer, RequestFailed, reason, now)
             self._advance(now)
 
     def decoded(self, request: int, now: float, seconds: float | None = None) -> None:
-        """Take a group that is decoded and in place; ``seconds`` says how long a thread was at it."""
-        transfer = self._end_decoding(request)
-        if transfer is None:
-            return
-        self._observe_decoding(transfer, seconds)
-        record = self.record.groups[transfer.group]
-        if record.track == RECOMPUTED:
-            self.record.bytes_wasted += transfer.bytes
-        else:
-            self._place(transfer, record, now)
-        self._events.emit(GroupDecoded, now, request, transfer.group, transfer.track)
-        self._advance(now)
+        """Take a group that is decoded and in place, with the layers that were decoded together with it.
+
+        ``seconds`` says how long a thread was at it.
+        """
+        batch = self._end_decoding(request)
+        for transfer in batch:
+            self._place(transfer, now)
+            self._events.emit(GroupDecoded, now, transfer.request, transfer.group, transfer.track)
+        if batch:
+            self._observe_decoding(batch[-1], seconds)
+            self._count_decoding(batch[0].group)
+            self._advance(now)
 
     def refused(self, request: int, reason: str, now: float) -> None:
-        """Take a group that could not be decoded: corrupt, truncated, or foreign."""
-        transfer = self._end_decoding(request)
-        if transfer is not None:
-            self._lost(transfer, RequestFailed, reason, now)
-            self._advance(now)
+        """Take a frame that could not be decoded: corrupt, truncated, or foreign. Nothing is in place of its batch."""
+        if not (batch := self._end_decoding(request)):
+            return
+        number = next(number for number, transfer in enumerate(batch) if transfer.request == request)
+        self._groups[batch[0].group].arrived[:0] = [*batch[:number], *batch[number + 1 :]]
+        self._lost(batch[number], RequestFailed, reason, now)
+        self._advance(now)
 
     def computed(self, first: int, last: int, now: float) -> None:
         """Take groups ``first`` to ``last`` - 1, which the engine has computed and which are in place."""
@@ -148,6 +160,9 @@ class Session(PlayState):
                 group, RECOMPUTED, requested_s=lane.started_s, ready_s=now, source="recomputed"
             )
             self.record.tokens_recomputed += self._catalog.group_tokens(group)
+            for transfer in tuple(self._groups[group].arrived):
+                self._drop(transfer)
+            self._count_decoding(group)
             # A frame of this group may have been decoded meanwhile; the computed group replaces it.
             self.view.track_of[group] = RECOMPUTED
             self.view.settled.discard(group)
@@ -240,6 +255,7 @@ class Session(PlayState):
         self._content = False
         while not self._content and self._has_room():
             self._act(self._guard.ask(), now)
+        self._decode(now)
         self._conclude(now, complete=complete)
 
     def _conclude(self, now: float, *, complete: bool) -> None:
@@ -252,7 +268,7 @@ class Session(PlayState):
                 return
             left = self._catalog.groups - self._in_place
             raise self._guard.invalid(f"waits while {left} groups are missing and nothing is in flight")
-        if self._prefix and not self.view.in_flight and not self._decoding:
+        if self._prefix and not self.view.in_flight and not self._decoding and not self._undecoded:
             # All that is left is to wait for the moment at which the engine would start.
             self._deliver(now, cut=None if complete else "the rest cannot be fetched, or is sooner computed")
             return
@@ -272,14 +288,19 @@ class Session(PlayState):
     def _silent(self, now: float) -> bool:
         """Return whether nothing arrives and nothing is being decoded or computed, so that waiting is pointless."""
         share, lane = self._config.silent_after, self._compute
-        if share is None or self._decoding or (lane is not None and (lane.computing is not None or lane.waiting())):
+        if (
+            share is None
+            or self._decoding
+            or self._undecoded
+            or (lane is not None and (lane.computing is not None or lane.waiting()))
+        ):
             return False
         return now - self._heard_s >= max(share * self.view.deadline_s, 3 * self.view.ttfb_s, LEAST_SILENCE_S)
 
     def _dead(self, now: float) -> bool:
         """Return whether requests have brought nothing for so long that the engine should start."""
         share, view = self._config.stalled_after, self.view
-        if share is None or not view.in_flight or self._decoding:
+        if share is None or not view.in_flight or self._decoding or self._undecoded:
             return False
         return now - self._heard_s >= max(share * view.deadline_s, 4 * view.ttfb_s, LEAST_SILENCE_S)
 
@@ -297,7 +318,7 @@ class Session(PlayState):
     def _anything_pending(self) -> bool:
         lane = self._compute
         engine = lane is not None and (lane.computing is not None or lane.waiting())
-        return bool(self.view.in_flight) or bool(self._decoding) or engine
+        return bool(self.view.in_flight or self._decoding or self._undecoded) or engine
 
     def _act(self, decision: Decision, now: float) -> None:
         kind, group = decision.kind, decision.group
@@ -312,26 +333,25 @@ class Session(PlayState):
 
     def _fetch(self, group: int, track: str, decision: Decision, now: float) -> None:
         """Request what the policy wants, or what is possible instead."""
+        view = self.view
+        layers = view.layers(track, view.track_of[group])
+        unavailable = next((n for n, layer in enumerate(layers) if (group, layer) in view.unavailable), len(layers))
         if decision.kind == "upgrade":
-            if (group, track) in self.view.unavailable:
-                self.view.settled.discard(group)  # the policy wants what cannot be had: the group keeps its track
+            if unavailable:
+                self._request(group, layers[:unavailable], decision, now, upgrade=True)
             else:
-                self._request(group, track, decision, now, upgrade=True)
-        elif usable := self._retries.usable(group, track, engine=self._compute is not None):
-            self._request(group, usable, decision, now, upgrade=False)
+                view.settled.discard(group)  # the policy wants what cannot be had: the group keeps its track
+        elif usable := self._retries.usable(group, layers[0], engine=self._compute is not None):
+            same = layers[:unavailable] if usable == layers[0] else (usable,)
+            self._request(group, same, decision, now, upgrade=False)
         elif self._compute is None:
             self._give_up(now, f"group {group} failed on every track, and there is no engine to compute it")
         else:
             self._leave_to_engine(group, now)
 
-    def _request(self, group: int, track: str, decision: Decision, now: float, *, upgrade: bool) -> None:
-        view, request = self.view, self._requests
-        self._requests += 1
-        size = self._catalog.by_name[track].bytes[group]
-        transfer = Transfer(request, group, track, size, upgrade, now)
-        view.in_flight[request] = transfer
-        view.outstanding_bytes += size
-        view.track_of[group] = track
+    def _request(self, group: int, layers: Sequence[str], decision: Decision, now: float, *, upgrade: bool) -> None:
+        """Request one or more layers of a group, lowest first."""
+        view = self.view
         if upgrade:
             # Upgrades come after all required groups, one at a time: two halves are worth nothing.
             priority = 128 + min(127, self._upgrades)
@@ -341,10 +361,19 @@ class Session(PlayState):
             # In the order in which the policy first requested them: it knows which the engine needs first.
             priority = self._places.setdefault(group, len(self._places)) * 128 // view.groups
             view.missing_groups.pop(group, None)
-        transfer.priority = priority
-        self._actions.append(FetchGroup(request, group, track, size, priority))
-        self._events.decision(decision, now, request=request)
-        self._events.emit(RequestSent, now, request, group, track, size)
+        self._events.decision(decision, now, request=self._requests)
+        for track in layers:
+            request = self._requests
+            self._requests += 1
+            size = self._catalog.by_name[track].bytes[group]
+            # Only the base of a missing group is required.
+            transfer = Transfer(request, group, track, size, upgrade or track != layers[0], now, priority=priority)
+            view.in_flight[request] = transfer
+            self._groups[group].flying.append(transfer)
+            view.outstanding_bytes += size
+            self._actions.append(FetchGroup(request, group, track, size, priority))
+            self._events.emit(RequestSent, now, request, group, track, size)
+        view.track_of[group] = layers[-1]
 
     def _leave_to_engine(self, group: int, now: float) -> None:
         lane = self._compute
@@ -386,8 +415,8 @@ class Session(PlayState):
     def _end(self, reason: str, now: float) -> None:
         for transfer in list(self.view.in_flight.values()):
             self._cancel(transfer, reason, now)
-        for transfer in self._decoding.values():
-            self.record.bytes_wasted += transfer.bytes
+        left = (progress.arrived for progress in self._groups)
+        self.record.bytes_wasted += sum(one.bytes for one in (*self._decoding.values(), *chain.from_iterable(left)))
         self.over = self._content = True
 
     def _deliver(self, now: float, *, cut: str | None = None) -> None:

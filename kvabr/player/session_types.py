@@ -79,6 +79,8 @@ class PlayerConfig:
     """Share of the deadline before which nothing is left to the engine: slow start makes every link look too slow."""
     give_up_after: float = 10.0
     """Deadlines after which an incomplete play is given up."""
+    decoders: int = 1
+    """Groups that are decoded at the same time."""
     gpu_price: float = GPU_PRICE
     """Price of a second of engine time, nats per token: near zero where the engine is idle, high where other requests
     wait for it. Infinite: the engine computes only what the network will not bring in time."""
@@ -122,18 +124,21 @@ class FetchGroup:
 
 @dataclass(slots=True)
 class Cancel:
-    """Stop a request. No more events about it are expected."""
+    """Stop a request, or forget what it brought. No more events about it are expected."""
 
     request: int
 
 
 @dataclass(slots=True)
 class Decode:
-    """Decode a group that has arrived into its place; answer with `Session.decoded` or `Session.refused`."""
+    """Decode what has arrived of a group into its place; answer with `Session.decoded` or `Session.refused`."""
 
     request: int
+    """The request that brought ``track``."""
     group: int
     track: str
+    below: tuple[int, ...] = ()
+    """Requests that brought the layers below it which are not in place yet, lowest first."""
 
 
 @dataclass(slots=True)

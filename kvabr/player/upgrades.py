@@ -79,6 +79,7 @@ class UpgradeSession(Session):
                 self._deliver(now)
                 return
             self._act(decision, now)
+        self._decode(now)
         if self._decoding or not self.view.in_flight:
             self._moved_s = now
         if self._requests > asked or self._anything_pending():
@@ -87,7 +88,7 @@ class UpgradeSession(Session):
             self._deliver(now)
 
     def _has_room(self) -> bool:
-        return len(self._decoding) < _MOST_WAITING and super()._has_room()
+        return len(self._decoding) + len(self._undecoded) < _MOST_WAITING and super()._has_room()
 
     def _done(self) -> bool:
         """Return whether no group can be improved."""

@@ -11,7 +11,7 @@ from kvabr.abr.plugins import load_policy
 from kvabr.abr.policies import Anytime
 from kvabr.abr.view import Settled
 from kvabr.player.session import Session
-from kvabr.player.session_types import Decode, Deliver, FetchGroup, PlayerConfig, PlayRecord, Recompute
+from kvabr.player.session_types import Deliver, FetchGroup, PlayerConfig, PlayRecord, Recompute
 from kvabr.replay.experiment import Experiment, ReplayOptions
 from kvabr.replay.link import Capacity
 from kvabr.replay.simulator import Simulator
@@ -19,13 +19,10 @@ from kvabr.types.catalog import Catalog
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import PolicyError
 from tests.catalogs import catalog
+from tests.player.sessions import decode_all, of
 from tests.replay.worlds import world, worlds
 
 LAYERS = ("base", "layer-1", "layer-2")
-
-
-def of(actions, kind):
-    return [action for action in actions if isinstance(action, kind)]
 
 
 def session(offer: Catalog, deadline: float = 2.0, policy: str = "anytime", **options) -> Session:
@@ -36,10 +33,7 @@ def bring(play: Session, fetch: FetchGroup, now: float) -> list[FetchGroup]:
     """Complete one request (first byte, all bytes, decoded) and return the next requests."""
     play.first_byte(fetch.request, now - 0.01)
     play.done(fetch.request, now)
-    actions = play.actions()
-    for decode in of(actions, Decode):
-        play.decoded(decode.request, now + 0.001)
-    return of([*actions, *play.actions()], FetchGroup)
+    return of(decode_all(play, play.actions(), now), FetchGroup)
 
 
 def simulate(
@@ -205,8 +199,9 @@ def test_what_fails_is_asked_for_again_and_an_upgrade_that_fails_always_is_let_b
             failed.append((fetch.group, fetch.track))
             play.failed(fetch.request, "reset", now)
         else:
-            play.timer(play.next_timer())
-        actions = play.actions()
+            now = max(now, play.next_timer())
+            play.timer(now)
+        actions = decode_all(play, play.actions(), now)
         todo += of(actions, FetchGroup)
         if of(actions, Deliver):
             break
@@ -405,14 +400,15 @@ def test_layers_that_the_origin_has_for_some_groups_only():
     while not play.over:
         now += 0.01
         if not todo:
-            play.timer(play.next_timer())
-            todo = of(play.actions(), FetchGroup)
+            now = max(now, play.next_timer())
+            play.timer(now)
+            todo = of(decode_all(play, play.actions(), now), FetchGroup)
             continue
         fetch = todo.pop(0)
         if fetch.track != "base" and fetch.group % 2:
             refused += 1
             play.failed(fetch.request, "not found", now)
-            todo += of(play.actions(), FetchGroup)
+            todo += of(decode_all(play, play.actions(), now), FetchGroup)
         else:
             todo += bring(play, fetch, now)
     assert play.record.met

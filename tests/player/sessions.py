@@ -21,7 +21,15 @@ def bring(play, fetch, now):
     """One request: first byte, all bytes, decoded."""
     play.first_byte(fetch.request, now - 0.001)
     play.done(fetch.request, now)
-    actions = play.actions()
-    for decode in of(actions, Decode):
-        play.decoded(decode.request, now + 0.001)
-    return [*actions, *play.actions()]
+    return decode_all(play, play.actions(), now)
+
+
+def decode_all(play, actions, now):
+    """Decode what the actions ask for, and what is asked for then; return all actions."""
+    seen = list(actions)
+    while decoding := of(actions, Decode):
+        for decode in decoding:
+            play.decoded(decode.request, now + 0.001)
+        actions = play.actions()
+        seen += actions
+    return seen

@@ -13,7 +13,7 @@ from kvabr.player.session_types import Cancel, Decode, Deliver, FetchGroup, Play
 from kvabr.types.cost import PrefillCost
 from tests.catalogs import catalog
 from tests.examples import examples
-from tests.player.sessions import bring, of, session
+from tests.player.sessions import bring, decode_all, of, session
 
 
 def test_plays_every_group_and_delivers_once():
@@ -58,6 +58,10 @@ def test_upgrades_replace_only_what_is_worse_and_stop_at_the_deadline():
         todo += of(bring(play, todo.pop(0), now), FetchGroup)
     upgrade = todo[0]
     assert upgrade.priority >= 128
+    # What has arrived waits for the rest of its group until time is short.
+    assert play.record.groups[1].ready_s is None
+    play.timer(0.96)
+    decode_all(play, play.actions(), 0.96)
     assert play.record.groups[0].source == "upgraded"
     play.timer(1.0)
     actions = play.actions()
@@ -135,7 +139,7 @@ def test_whatever_happens_a_play_ends_without_a_hole_and_its_books_balance(polic
             if isinstance(action, FetchGroup):
                 flying[action.request] = [action, 0]
             elif isinstance(action, Cancel):
-                del flying[action.request]
+                flying.pop(action.request, None)
             elif isinstance(action, Decode):
                 decoding.append(action)
             elif isinstance(action, Recompute):
@@ -198,7 +202,9 @@ def test_nothing_changes_once_the_play_is_over():
     for _ in range(2):
         now += 0.05
         todo += of(bring(play, todo.pop(0), now), FetchGroup)
-    play.done(todo[0].request, 0.9)
+    play.timer(0.8)
+    decode_all(play, play.actions(), 0.8)
+    play.done(todo[0].request, 0.99)
     (decode,) = of(play.actions(), Decode)
     play.timer(1.0)
     assert play.over

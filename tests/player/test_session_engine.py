@@ -10,7 +10,7 @@ from kvabr.player.session_types import Deliver, FetchGroup, PlayerConfig, Recomp
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import PolicyError
 from tests.catalogs import catalog
-from tests.player.sessions import bring, of, session
+from tests.player.sessions import bring, decode_all, of, session
 
 
 def test_without_any_source_an_engine_computes_the_group():
@@ -106,7 +106,7 @@ def test_a_group_in_place_can_be_left_to_the_engine_once():
             play.compute_failed("gone", 0.3)
         else:
             play.computed(1, 2, 0.3)
-        assert of(play.actions(), Deliver)
+        assert of(decode_all(play, play.actions(), 0.3), Deliver)
         assert play.record.groups[1].track == ("Int4" if fails else "recomputed")
         assert play.record.groups[0].track == "Int4"
 

@@ -137,17 +137,26 @@ def fetches_until_quiet(play, fails, share):
     """Play over a link that carries ``share`` of FP16, damage the upgrades that ``fails`` picks; return requests."""
     rate = share * play.view.catalog.track("FP16").total_bytes / play.view.deadline_s
     play.start(0.0)
-    asked, now = of(play.actions(), FetchGroup), 0.0
+    asked, now, damaged, cancelled = of(play.actions(), FetchGroup), 0.0, set(), set()
     for fetch in asked:  # grows during the loop
         now += fetch.bytes / rate
+        if fetch.request in cancelled:
+            continue
         if fetch.priority >= 128 and fails(fetch):
-            play.done(fetch.request, now)
-            actions = play.actions()
+            damaged.add(fetch.request)
+        play.first_byte(fetch.request, now - 0.001)
+        play.done(fetch.request, now)
+        actions = play.actions()
+        while actions:
+            asked += of(actions, FetchGroup)
+            cancelled.update(cancel.request for cancel in of(actions, Cancel))
             for decode in of(actions, Decode):
-                play.refused(decode.request, "checksum", now)
-            asked += of([*actions, *play.actions()], FetchGroup)
-        else:
-            asked += of(bring(play, fetch, now), FetchGroup)
+                bad = next((request for request in (*decode.below, decode.request) if request in damaged), None)
+                if bad is None:
+                    play.decoded(decode.request, now)
+                else:
+                    play.refused(bad, "checksum", now)
+            actions = play.actions()
     return asked
 
 

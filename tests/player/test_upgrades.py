@@ -14,7 +14,7 @@ from kvabr.player.upgrades import UpgradeSession
 from kvabr.types.catalog import RECOMPUTED
 from kvabr.types.errors import UsageError
 from tests.catalogs import catalog
-from tests.player.sessions import bring, of
+from tests.player.sessions import bring, decode_all, of
 
 LAYERED = Ladder(catalog(6, layered=True))
 RATE = 1e7
@@ -104,11 +104,8 @@ def test_it_asks_for_no_more_while_groups_wait_for_the_engine():
         session.timer(now + tick * 0.04)
     assert not of(session.actions(), FetchGroup)
     assert not session.over
-    assert asked <= 6
-    session.decoded(decoding[0].request, now + 5.0)
-    for decode in decoding[1:]:
-        session.decoded(decode.request, now + 5.0)
-    assert of(session.actions(), FetchGroup)
+    assert asked <= 12
+    assert of(decode_all(session, decoding, now + 5.0), FetchGroup)
 
 
 def test_it_ends_when_time_is_up_with_what_is_there():
@@ -118,8 +115,9 @@ def test_it_ends_when_time_is_up_with_what_is_there():
     while not session.over:
         now = session.next_timer()
         session.timer(now)
+        actions = decode_all(session, session.actions(), now)
     assert now == pytest.approx(1.0)
-    ended = of(session.actions(), Deliver)
+    ended = of(actions, Deliver)
     assert len(ended) == 1
     assert session.record.groups[first.group].track == first.track
     assert session.next_timer() is None
