@@ -416,7 +416,9 @@ class Session(PlayState):
         for transfer in list(self.view.in_flight.values()):
             self._cancel(transfer, reason, now)
         left = (progress.arrived for progress in self._groups)
-        self.record.bytes_wasted += sum(one.bytes for one in (*self._decoding.values(), *chain.from_iterable(left)))
+        undecoded = sum(one.bytes for one in (*self._decoding.values(), *chain.from_iterable(left)))
+        self.record.bytes_undecoded += undecoded
+        self.record.bytes_wasted += undecoded
         self.over = self._content = True
 
     def _deliver(self, now: float, *, cut: str | None = None) -> None:

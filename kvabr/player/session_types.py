@@ -79,8 +79,6 @@ class PlayerConfig:
     """Share of the deadline before which nothing is left to the engine: slow start makes every link look too slow."""
     give_up_after: float = 10.0
     """Deadlines after which an incomplete play is given up."""
-    decoders: int = 1
-    """Groups that are decoded at the same time."""
     gpu_price: float = GPU_PRICE
     """Price of a second of engine time, nats per token: near zero where the engine is idle, high where other requests
     wait for it. Infinite: the engine computes only what the network will not bring in time."""
@@ -206,7 +204,9 @@ class PlayRecord:
     bytes_held_up: dict[str, int] = field(default_factory=dict)
     """Bytes received that the network did not limit, by what limited them: ``publisher`` or ``cpu``."""
     bytes_wasted: int = 0
-    """Bytes of cancelled, failed and replaced transfers."""
+    """Bytes of cancelled, failed and replaced transfers, and of those that were not decoded in time."""
+    bytes_undecoded: int = 0
+    """Bytes that had arrived and were not decoded when the play ended."""
     tokens_recomputed: int = 0
     recompute_s: float = 0.0
     """Seconds of engine time."""

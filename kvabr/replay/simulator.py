@@ -46,8 +46,6 @@ class LinkUse:
     """Bytes received of requests that were in flight when the play ended."""
     cut_told_bytes: int = 0
     """Bytes of `cut_bytes` that were reported to the session, which counts them as wasted."""
-    undecoded_bytes: int = 0
-    """Bytes of groups that had arrived and were not decoded when the play ended."""
 
 
 class Simulator:
@@ -94,7 +92,6 @@ class Simulator:
         self._compute: tuple[float, int, int] | None = None
         self.use = LinkUse()
         """Accounts for the link's bytes."""
-        self._decoding_bytes: dict[int, int] = {}
 
     def run(self) -> PlayRecord:
         """Play to the end.
@@ -132,7 +129,6 @@ class Simulator:
                 heappush(self._decoders, end)
                 heappush(self._decoding, (end, self._decodes, action.request, seconds))
                 self._decodes += 1
-                self._decoding_bytes[action.request] = track.bytes[action.group]
             elif isinstance(action, Cancel):
                 if (cut := self._flows.pop(action.request, None)) is not None:
                     cut.cancelled = True
@@ -148,7 +144,6 @@ class Simulator:
             if isinstance(action, Cancel) and (flow := self._flows.get(action.request)) is not None:
                 self.use.cut_bytes += flow.received
                 self.use.cut_told_bytes += flow.told
-        self.use.undecoded_bytes = sum(self._decoding_bytes[request] for _, _, request, _ in self._decoding)
 
     def _start_compute(self, action: Recompute, now: float) -> None:
         assert self._cost is not None  # noqa: S101  # a session without a cost model asks for no recompute
