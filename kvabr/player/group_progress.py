@@ -8,9 +8,10 @@ from kvabr.abr.view import Transfer
 
 
 class GroupProgress:
-    """The transfers of one group that are not in place yet, each list from the lowest layer to the highest.
+    """The transfers of one group that are not in place yet.
 
-    Layers may arrive in any order. What has arrived is decoded from the bottom, as many layers as are complete at once.
+    Layers may arrive in any order. The best track of which every layer is here is decoded, all layers at once. What it
+    replaces is kept until then, in case that it proves damaged.
     """
 
     __slots__ = ("_stacks", "arrived", "decode_s", "decoding", "flying")
@@ -22,45 +23,39 @@ class GroupProgress:
         self.arrived: list[Transfer] = []
         """What has arrived and is not being decoded yet."""
         self.decoding: list[Transfer] = []
-        """What is being decoded, in one go."""
+        """What is being decoded in one go, from the lowest layer to the highest."""
         self.decode_s = 0.0
         """Seconds of decoding that the group counts for in the backlog."""
 
     def top(self) -> str | None:
-        """Return the best track under way, or None."""
+        """Return the track that was requested last of those under way, or None."""
         for transfers in (self.flying, self.arrived, self.decoding):
             if transfers:
-                return transfers[-1].track
+                return max(transfers, key=lambda one: one.request).track
         return None
 
-    def arrive(self, transfer: Transfer) -> list[Transfer]:
-        """Note that a transfer has arrived; return what it makes useless: layers of a stack that it replaces."""
-        self.flying.remove(transfer)
-        useless = []
-        if len(self._stacks[transfer.track]) == 1:
-            useless = [other for other in self.arrived if transfer.track not in self._stacks[other.track]]
-        self.arrived = [other for other in self.arrived if other not in useless]
-        self.arrived.append(transfer)
-        self.arrived.sort(key=lambda one: len(self._stacks[one.track]))
-        return useless
-
     def decodable(self, placed: str | None) -> list[Transfer]:
-        """Return what can be decoded on top of the track in ``placed``: everything up to the first layer that lacks."""
-        found: list[Transfer] = []
+        """Return what to decode next, lowest layer first; ``placed`` is the track in place."""
+        if not self.arrived:
+            return []
         below = self.decoding[-1].track if self.decoding else placed
-        for transfer in self.arrived:
-            layers = self._stacks[transfer.track]
-            if len(layers) > 1 and layers[-2] != below:
-                break
-            found.append(transfer)
-            below = transfer.track
-        return found
+        here = {transfer.track: transfer for transfer in self.arrived}
+        for top in sorted(self.arrived, key=lambda one: -one.request):
+            layers = self._stacks[top.track]
+            needed = layers[layers.index(below) + 1 :] if below in layers else layers
+            if all(layer in here for layer in needed):
+                return [here[layer] for layer in needed]
+        return []
 
     def begin_decoding(self, placed: str | None) -> list[Transfer]:
         """Move what can be decoded to `decoding`, and return it."""
         self.decoding = self.decodable(placed)
-        self.arrived = self.arrived[len(self.decoding) :]
+        self.arrived = [transfer for transfer in self.arrived if transfer not in self.decoding]
         return self.decoding
+
+    def superseded(self, placed: str) -> list[Transfer]:
+        """Return what has arrived and is of no use once ``placed`` is in place."""
+        return [transfer for transfer in self.arrived if placed not in self._stacks[transfer.track]]
 
     def above(self, track: str) -> list[Transfer]:
         """Return the transfers that are useless without ``track``, highest first."""

@@ -32,7 +32,7 @@ from kvabr.player import abandon
 from kvabr.player.abandon import LEAST_SILENCE_S
 from kvabr.player.compute_queue import ComputeQueue
 from kvabr.player.play_state import PlayState
-from kvabr.player.session_types import Action, Cancel, Deliver, FetchGroup, GiveUp, GroupRecord, Recompute
+from kvabr.player.session_types import Action, Deliver, FetchGroup, GiveUp, GroupRecord, Recompute
 from kvabr.types.catalog import RECOMPUTED
 from kvabr.types.events import (
     FirstByteReceived,
@@ -99,9 +99,8 @@ class Session(PlayState):
         del self.view.in_flight[request]
         group, progress = transfer.group, self._groups[transfer.group]
         transfer.done_s = now
-        for useless in progress.arrive(transfer):
-            self.record.bytes_wasted += useless.bytes
-            self._actions.append(Cancel(useless.request))
+        progress.flying.remove(transfer)
+        progress.arrived.append(transfer)
         if self._catalog.by_name[transfer.track].refines is None:
             self._absent.pop(group, None)
         self._sampler.settle(now, idle=self._idle())
@@ -132,7 +131,10 @@ class Session(PlayState):
             self._events.emit(GroupDecoded, now, transfer.request, transfer.group, transfer.track)
         if batch:
             self._observe_decoding(batch[-1], seconds)
-            self._count_decoding(batch[0].group)
+            progress = self._groups[batch[-1].group]
+            for useless in progress.superseded(batch[-1].track):
+                self._drop(useless)
+            self._count_decoding(batch[-1].group)
             self._advance(now)
 
     def refused(self, request: int, reason: str, now: float) -> None:
@@ -140,7 +142,7 @@ class Session(PlayState):
         if not (batch := self._end_decoding(request)):
             return
         number = next(number for number, transfer in enumerate(batch) if transfer.request == request)
-        self._groups[batch[0].group].arrived[:0] = [*batch[:number], *batch[number + 1 :]]
+        self._groups[batch[0].group].arrived += [*batch[:number], *batch[number + 1 :]]
         self._lost(batch[number], RequestFailed, reason, now)
         self._advance(now)
 

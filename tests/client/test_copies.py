@@ -32,7 +32,7 @@ class Counts:
         """SHA-256 that were computed."""
         self.decoded = []
         """The memory that groups were decoded from."""
-        append, sha256, decode = ReceiveBuffer.append, hashlib.sha256, assembler.decode_group
+        append, sha256, decode = ReceiveBuffer.append, hashlib.sha256, assembler.decode_payload
 
         def appending(buffer, part):
             append(buffer, part)
@@ -46,13 +46,13 @@ class Counts:
             self.hashed[made.hexdigest()] += 1
             return made
 
-        def decoding(frame, *arguments, **more):
-            self.decoded.append(memoryview(frame).obj)
-            return decode(frame, *arguments, **more)
+        def decoding(payload, *arguments):
+            self.decoded.append(payload.obj)
+            return decode(payload, *arguments)
 
         monkeypatch.setattr(ReceiveBuffer, "append", appending)
         monkeypatch.setattr(hashlib, "sha256", hashing)
-        monkeypatch.setattr(assembler, "decode_group", decoding)
+        monkeypatch.setattr(assembler, "decode_payload", decoding)
 
     def check(self, track, plays):
         assert self.copied == track.total_bytes

@@ -93,13 +93,13 @@ async def test_nothing_is_written_before_the_engine_says_how(layered):
     async with link:
         link.path.rate = 1e7
         before = played.kv.clone()
-        await asyncio.sleep(5.0)
+        await asyncio.sleep(4.0)
+        fetched = played.upgrades.record.bytes_fetched
+        await asyncio.sleep(1.0)
         assert torch.equal(played.kv, before)
         assert not played.upgrades.over
-        # Upgrades wait, one for each group that was asked for at first: nothing is asked for upon them.
-        above = [LAYERS[LAYERS.index(track) + 1] for track in played.coverage]
-        one_each = sum(layered.catalog.track(track).bytes[group] for group, track in enumerate(above))
-        assert 0 < played.upgrades.record.bytes_fetched <= one_each
+        # Some upgrades wait for the engine, and nothing more is asked for until it has let them in.
+        assert 0 < fetched == played.upgrades.record.bytes_fetched
         played.upgrades.into(StepGate())
         await played.upgrades.wait()
         assert set(played.upgrades.coverage) == {"AC-L3"}
@@ -179,13 +179,14 @@ class UpTo3(_UpTo):
 @virtual
 async def test_an_engine_that_says_no_is_asked_again(layered):
     link, played = await begun(layered)
-    asked = []
+    asked, written = [], []
 
     def hook(first, last, write):
         asked.append((first, last))
         if len(asked) % 3:
             return False
         write()
+        written.append((first, last))
         return True
 
     async with link:
@@ -193,8 +194,7 @@ async def test_an_engine_that_says_no_is_asked_again(layered):
         played.upgrades.into(hook)
         await played.upgrades.wait()
     assert set(played.upgrades.coverage) == {"AC-L3"}
-    upgrades = sum(step[0] == "fetch" for step in played.upgrades.record.steps)
-    assert len(asked) >= 3 * upgrades - 2
+    assert len(asked) >= 3 * len(written) - 2
 
 
 @virtual

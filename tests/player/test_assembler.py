@@ -270,13 +270,13 @@ def in_thread(work):
 
 def test_an_empty_place_is_decoded_into_and_a_full_one_is_not(monkeypatch):
     outs = []
-    decode = assembler.decode_group
+    decode = assembler.decode_payload
 
-    def decoding(frame, track, context, chunk, group, out, *arguments, **more):
+    def decoding(payload, track, context, group, out, below):
         outs.append(out.untyped_storage().data_ptr())
-        decode(frame, track, context, chunk, group, out, *arguments, **more)
+        decode(payload, track, context, group, out, below)
 
-    monkeypatch.setattr(assembler, "decode_group", decoding)
+    monkeypatch.setattr(assembler, "decode_payload", decoding)
     whole = torch.zeros(SHAPE.shape(TOKENS))
     play = Assembler(CATALOG, SIDE, out=whole)
     for track in ("Int4", "Int8"):

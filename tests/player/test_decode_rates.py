@@ -121,7 +121,7 @@ def test_the_backlog_is_that_of_this_machine():
     play.done(first.request, 0.1)
     play.done(second.request, 0.1)
     assert play.view.decode_backlog_s == pytest.approx(0.04)
-    for decode in of(play.actions(), Decode):
-        play.decoded(decode.request, 0.2, seconds=0.08)
+    while decoding := of(play.actions(), Decode):
+        play.decoded(decoding[0].request, 0.2, seconds=0.08)
     assert play.view.decode_s("Int4") == pytest.approx(0.08)
     assert play.view.decode_backlog_s == 0.0

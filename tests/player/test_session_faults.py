@@ -167,8 +167,8 @@ def test_upgrades_of_a_group_that_always_fail_are_bounded_and_do_not_end_the_oth
     )
     asked = fetches_until_quiet(play, lambda fetch: fetch.group == 0, share=100)
     tried = Counter(fetch.track for fetch in asked if fetch.group == 0 and fetch.priority >= 128)
-    # Two attempts each, on two tracks, and on a layer above one that is requested before that one has failed.
-    assert set(tried.values()) <= {2, 4}
+    # Two attempts on two tracks each, and on layers above, which are requested before those below have failed.
+    assert max(tried.values()) <= 4
     assert len(tried) <= 4
     assert [group.source for group in play.record.groups] == ["fetched", "upgraded", "upgraded"]
 

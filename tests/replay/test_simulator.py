@@ -1,5 +1,7 @@
 """The simulator against arithmetic that can be done by hand."""
 
+from dataclasses import replace
+
 import pytest
 
 from kvabr.abr import Decision, Ladder, Policy
@@ -19,6 +21,7 @@ def simulate(
 ):
     offer = catalog(groups, decode=decode)
     made = load_policy(policy)() if isinstance(policy, str) else policy
+    config = replace(config or PlayerConfig(), decoders=decoders)
     session = Session(Ladder(offer), deadline, made, DualEwma(), cost=cost, config=config, log=log)
     link = Capacity(world("flat", [rate]), 0.0, rtt, slow_start=False)
     simulator = Simulator(session, offer, link, rtt_s=rtt, cost=cost, decoders=decoders)
