@@ -120,6 +120,8 @@ def test_it_needs_no_model_and_no_asset(capsys):
         (["--deadline", "0"], 2, "deadline"),
         (["--deadline", "-1"], 2, "deadline"),
         (["--load", "0"], 2, "the load is 0.0"),
+        (["--time-price", "-0.1"], 2, "the price of time is -0.1"),
+        (["--time-price", "nan"], 2, "the price of time is nan"),
         (["--rtt", "-5"], 2, "round trip"),
         (["--starts", "0"], 2, "starts"),
         (["--prefill-rate", "0"], 2, "prefill rate"),

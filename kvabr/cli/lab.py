@@ -191,6 +191,8 @@ def _lab(args: argparse.Namespace) -> int:
     if (apart := tables.apart_table(result)) is not None:
         console.print(apart)
     console.print(tables.verdict(result), soft_wrap=True)
+    if below := sum(line["below_bound"] for line in result["summary"].values()):
+        console.print(f"note: {below} plays cost less than the clairvoyant bound, which is wrong there", style="yellow")
     kept = matrix.plays - played.fresh
     console.print(f"{matrix.plays:,} plays, {kept:,} of them from earlier runs; results in {args.out}", soft_wrap=True)
     if args.html is not None:

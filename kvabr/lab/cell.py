@@ -34,8 +34,6 @@ class CellPlayer:
         self._catalog, self._options = catalog, options
         self.experiment = Experiment(catalog, options)
         self._curves = LossCurves(catalog)
-        share = catalog.group_tokens(catalog.groups - 1) / catalog.spec.group_tokens
-        self._tail_s = options.decode_scale * share * min(track.decode_s for track in catalog.tracks)
         self._network = None
         if options.cost is not None:
             self._network = self.experiment.new_clairvoyant(None)
@@ -88,7 +86,7 @@ class CellPlayer:
             use=outcome.use,
             capacity=link.capacity,
             deadline_s=self._options.deadline_s,
-            decode_tail_s=self._tail_s,
+            decode_tail_s=self.experiment.clairvoyant.tail_s,
             loss=outcome.run["loss"],
             least=least,
             bound=link.bound,

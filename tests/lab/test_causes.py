@@ -5,7 +5,7 @@ import pytest
 from kvabr.abr.policies import BUILTIN
 from kvabr.lab.causes import CAUSES
 from kvabr.lab.cell import CellPlayer
-from kvabr.player.session_types import PlayerConfig
+from kvabr.player.session_types import TIME_PRICE, PlayerConfig
 from kvabr.replay.experiment import ReplayOptions
 from kvabr.types.cost import PrefillCost
 from tests.catalogs import catalog
@@ -18,8 +18,11 @@ ENGINES = {"none": (None, "hole"), "hole": (PrefillCost(0.005, 1 / 800), "hole")
            "suffix": (PrefillCost(0.0, 1 / 1500), "suffix")}  # fmt: skip
 
 
-def bench(cost=None, mode="hole", *, deadline=2.0, rtt=0.05, load=0.3, layered=True, **catalog_options):
-    options = ReplayOptions(deadline, rtt, load, cost, mode, config=PlayerConfig(give_up_after=5.0))
+def bench(
+    cost=None, mode="hole", *, deadline=2.0, rtt=0.05, load=0.3, layered=True, time_price=TIME_PRICE, **catalog_options
+):
+    config = PlayerConfig(give_up_after=5.0, time_price=time_price)
+    options = ReplayOptions(deadline, rtt, load, cost, mode, config=config)
     return CellPlayer(catalog(12, layered=layered, **catalog_options), options)
 
 
@@ -42,11 +45,10 @@ def test_causes_add_up_to_the_regret(trace, engine, layered):
                 continue
             assert set(line["causes"]) == set(CAUSES)
             assert sum(line["causes"].values()) == pytest.approx(line["regret"], rel=1e-4, abs=1e-6)
-            # What no rule explains is only what is cut off at zero: a late play with a better cache.
-            assert line["causes"]["residual"] <= 1e-6 or line["regret"] == 0.0
+            assert abs(line["causes"]["residual"]) <= 1e-6
             if line["met"]:
                 assert line["loss"] >= line["clairvoyant_loss"] - 1e-9, f"{policy} passes the bound"
-                for cause in ("too_high", "too_low", "order", "idle", "wasted", "decode"):
+                for cause in ("too_high", "too_low", "waited", "order", "idle", "wasted", "decode"):
                     assert line["causes"][cause] >= -1e-9, (policy, cause)
             if cost is None:
                 assert abs(line["causes"]["compute"]) < 1e-9
@@ -76,6 +78,14 @@ def test_too_low_is_found(tmp_path):
     line = play(bench(load=0.3), f"{path}:Shy", STEADY)
     assert line["met"]
     assert main(line) == "too_low"
+
+
+def test_waiting_is_found():
+    """The whole cache without loss comes in time, but not at such a price of time."""
+    line = play(bench(load=2.0, time_price=1.0), "fixed:FP16", STEADY)
+    assert line["met"]
+    assert main(line) == "waited"
+    assert main(play(bench(load=2.0, time_price=0.0), "fixed:FP16", STEADY)) != "waited"
 
 
 def test_order_is_found():

@@ -39,7 +39,8 @@ def test_the_report_keeps_its_schema():
     assert sum(told) == len(result["runs"]) == 3 * 3 * 2 == len(report.steps)
     assert set(result["runs"][0]) >= {
         "trace", "start_s", "policy", "deadline_s", "ttft_s", "met", "loss", "bytes_fetched", "bytes_wasted",
-        "tokens_recomputed", "recompute_s", "clairvoyant_loss", "regret", "groups",
+        "tokens_recomputed", "recompute_s", "objective", "clairvoyant_loss", "clairvoyant_objective", "regret",
+        "groups",
     }  # fmt: skip
     assert set(result["runs"][0]["groups"][0]) == {
         "group", "track", "bytes", "requested_s", "first_byte_s", "done_s", "ready_s", "source",
@@ -47,7 +48,7 @@ def test_the_report_keeps_its_schema():
     assert set(result["summary"]) == {"fixed:AC-5x", "cheapfirst"}
     assert set(result["summary"]["cheapfirst"]) >= {
         "runs", "hit_ratio", "hit_ratio_ci95", "ttft_p50_s", "ttft_p95_s", "ttft_p99_s", "loss_mean", "loss_p95",
-        "regret_mean", "tokens_recomputed_mean", "bytes_wasted_share", "track_share",
+        "objective_mean", "regret_mean", "regret_p99", "tokens_recomputed_mean", "bytes_wasted_share", "track_share",
     }  # fmt: skip
     assert sum(result["summary"]["cheapfirst"]["track_share"].values()) == pytest.approx(1.0)
     assert [timeline["run"] for timeline in report.timelines] == [0, 1, 6]
@@ -104,6 +105,14 @@ def test_ttft_covers_the_plays_that_the_hit_ratio_covers():
     assert entry["ttft_p50_s"] is None
     runs[2]["feasible"], runs[2]["ttft_s"] = True, 3.0
     assert summarise(runs)["cheapfirst"]["ttft_p50_s"] == 3.0
+
+
+def test_plays_below_the_bound_are_counted():
+    runs = replay(matrix(), jobs=1).result["runs"]
+    assert summarise(runs)["cheapfirst"]["below_bound"] == 0
+    feasible = [run for run in runs if run["feasible"] and run["policy"] == "cheapfirst"]
+    feasible[0]["regret"] = -0.01
+    assert summarise(runs)["cheapfirst"]["below_bound"] == 1
 
 
 def test_plays_that_nobody_could_make_stand_apart():
