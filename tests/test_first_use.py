@@ -11,7 +11,7 @@ import pytest
 
 from kvabr.cli import display
 from kvabr.cli.main import main
-from kvabr.client.resources import decoder_threads
+from kvabr.codec.threads import decoder_threads
 from tests.client.conftest import root as root  # noqa: PLC0414 - the fixture
 from tests.client.served import Served
 

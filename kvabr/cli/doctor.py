@@ -120,8 +120,8 @@ def _codec() -> Iterator[Finding]:
 def _decode_rates() -> Finding:
     """Measure what one thread decodes of the shipped model's cache."""
     from kvabr.client.decode_speeds import complete, measure
-    from kvabr.client.resources import decoder_threads
     from kvabr.codec.profile import Profile
+    from kvabr.codec.threads import decoder_threads
     from kvabr.data import default_catalog, default_profile_bytes
 
     try:

@@ -24,13 +24,13 @@ from cachetools import LRUCache
 
 from kvabr import __version__
 from kvabr.client.peer_history import this_host
-from kvabr.client.resources import decoder_threads
 from kvabr.codec.base import GroupContext
 from kvabr.codec.builtin import BUILTIN
 from kvabr.codec.group import decode_group, payload_of
 from kvabr.codec.native.coder import active_path
 from kvabr.codec.profile import Profile
 from kvabr.codec.sample_frames import CHUNK, SampleFrames
+from kvabr.codec.threads import CORES, decoder_threads
 from kvabr.player.decode_rates import DecodeRates, family
 from kvabr.store.files import read_text, write_text
 from kvabr.types.catalog import Catalog, Track
@@ -101,7 +101,7 @@ def measure(
     for track, share in _by_family(catalog):
         if clock() - began >= share * budget_s:
             break
-        with contextlib.suppress(KvabrError, RuntimeError, MemoryError):
+        with CORES.all_taken(), contextlib.suppress(KvabrError, RuntimeError, MemoryError):
             seconds = _timed_decode(catalog, track, profile, device, samples, clock)
             if _sound(seconds):
                 found[track.name] = seconds

@@ -27,11 +27,12 @@ from kvabr.client.options import PlayOptions, guard_s
 from kvabr.client.peer_history import PeerHistory
 from kvabr.client.play_connection import PlayConnection
 from kvabr.client.profiles import ProfileCache
-from kvabr.client.resources import decoder_threads, decoders, on_engine
+from kvabr.client.resources import decoders, on_engine
 from kvabr.client.result import Played, PlayedPrefix
 from kvabr.client.shared_bandwidth import estimating, link_of
 from kvabr.client.upgrades import Upgrades
 from kvabr.codec.profile import Profile
+from kvabr.codec.threads import decoder_threads
 from kvabr.player.assembler import Assembler
 from kvabr.player.builder import new_estimator, new_session, opening
 from kvabr.player.session_types import GroupRecord, PlayRecord, PrefixGoal, UpgradeGoal, WholeGoal

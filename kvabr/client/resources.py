@@ -7,7 +7,6 @@ each has a thread of its own that nobody waits for. A lock per engine makes it d
 from __future__ import annotations
 
 import asyncio
-import os
 import threading
 import weakref
 from collections.abc import Callable, Collection, Sequence
@@ -16,41 +15,19 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, ParamSpec, TypeVar
 
-from kvabr.player.session_types import check_decoders
+from kvabr.codec.threads import decoder_threads
 from kvabr.types.cost import PrefillCost
 from kvabr.types.engine import Engine, time_prefills
-from kvabr.types.errors import ModelError, UsageError
+from kvabr.types.errors import ModelError
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-VARIABLE = "KVABR_DECODER_THREADS"
-"""Environment variable with the number of threads that decode."""
 _MIN_TOKENS, _MAX_TOKENS = 128, 1024
 """Tokens that a prefill is timed on: as many as the model takes of the larger number, to tell the three constants of
 its cost apart."""
 _ANY_TOKENS = range(64)
 """Token ids that every model has."""
-
-
-@cache
-def decoder_threads() -> int:
-    """Return the number of threads that decode in this process: what KVABR_DECODER_THREADS says, else one per core.
-
-    Cores are those that the process may use (its affinity, as `taskset` and container runtimes set it).
-
-    Raises:
-        UsageError: the variable is no number of threads.
-    """
-    wanted = os.environ.get(VARIABLE)
-    if not wanted:
-        return max(1, len(os.sched_getaffinity(0)))
-    try:
-        threads = int(wanted)
-    except ValueError:
-        raise UsageError(f"{VARIABLE} is {wanted!r}; give a number of threads, or unset it") from None
-    check_decoders(threads)
-    return threads
 
 
 @cache

@@ -15,6 +15,7 @@ from kvabr.codec.base import GroupContext, codec, names
 from kvabr.codec.fit import FitConfig, fit
 from kvabr.codec.group import clean, decode_group, encode_group, payload_of
 from kvabr.codec.profile import Profile
+from kvabr.codec.threads import CORES
 from kvabr.publish.model import ScoringEngine, TextModel
 from kvabr.publish.quality import MAX_PASSES, Reference, measure_mixes, measure_quality, sample_mixes
 from kvabr.store.asset import FrameStore, Prompt
@@ -165,9 +166,10 @@ class FrameEncoder:
             for group in groups:
                 frame, below = self._read(group, track)
                 context, digest = self._context(group), self.digests[track][group]
-                start = time.process_time()
-                decode_group(frame, track, context, self.chunks[group], group, out, below, digest=digest)
-                times.append(time.process_time() - start)
+                with CORES.all_taken():
+                    start = time.process_time()
+                    decode_group(frame, track, context, self.chunks[group], group, out, below, digest=digest)
+                    times.append(time.process_time() - start)
         finally:
             torch.set_num_threads(threads)
         return statistics.median(times)

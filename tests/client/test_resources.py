@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from kvabr.client.play import allocate
-from kvabr.client.resources import VARIABLE, decoder_threads, in_thread, measure_prefill, timed
+from kvabr.client.resources import in_thread, measure_prefill, timed
+from kvabr.codec.threads import VARIABLE, decoder_threads
 from kvabr.types import engine as engines
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import ModelError, UsageError

@@ -3,8 +3,11 @@
  * checked shape and strides. Work is done without the GIL. */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+#include <pthread.h>
 
 #include "rans.h"
+
+#define MOST_THREADS 16 /* that one group is decoded in */
 
 static const char depth_name[] = "kvabr.Depth", transform_name[] = "kvabr.Transform";
 
@@ -389,7 +392,57 @@ typedef struct {
     int depths;
 } Chain;
 
-static int decode_chain(const Path *path, const Transform *t, const Chain *chain, const Target *target) {
+/* A share of a tile's synthesis. Stacks write to layers of their own, so threads need nothing but scratch memory. */
+typedef struct {
+    const Path *path;
+    Transform stacks; /* the transform with some of its stacks */
+    const Tile *tile;
+    const int16_t *index;
+    size_t stride;
+    const uint8_t *live;
+    const Depth *last;
+    const Output *out;
+    Scratch *scratch;
+    pthread_t thread;
+    int begun;
+} Share;
+
+static void *synthesise_share(void *share) {
+    Share *s = share;
+    s->path->synthesise(&s->stacks, s->tile, s->index, s->stride, s->live, s->last->row_class, s->last->delta, s->out, s->scratch);
+    return NULL;
+}
+
+/* Synthesises a tile in up to `threads` threads; in fewer if there are too few stacks, no memory, or no threads. */
+static void synthesise_tile(const Path *path, const Transform *t, const Tile *tile, size_t stride, Scratch *scratch,
+                            const Depth *last, const Output *out, uint32_t threads) {
+    Share share[MOST_THREADS];
+    uint32_t n = at_most(at_most(threads, MOST_THREADS), t->stacks), at = 0;
+    for (uint32_t i = 0; i < n; i++) {
+        uint32_t end = (uint32_t)((uint64_t)t->stacks * (i + 1) / n);
+        share[i] = (Share){path, *t, tile, scratch->index, stride, scratch->live, last, out, scratch, 0, 0};
+        share[i].stacks.stack = t->stack + at;
+        share[i].stacks.stacks = end - at;
+        at = end;
+        if (i && (share[i].scratch = scratch_new(t->rows, tile->tokens, t, 0)))
+            share[i].begun = pthread_create(&share[i].thread, NULL, synthesise_share, share + i) == 0;
+    }
+    for (uint32_t i = 0; i < n; i++) { /* this thread's own share, and those that got none */
+        if (share[i].begun)
+            continue;
+        Scratch *own = share[i].scratch;
+        share[i].scratch = scratch;
+        synthesise_share(share + i);
+        share[i].scratch = own;
+    }
+    for (uint32_t i = 1; i < n; i++) {
+        if (share[i].begun)
+            pthread_join(share[i].thread, NULL);
+        scratch_free(share[i].scratch);
+    }
+}
+
+static int decode_chain(const Path *path, const Transform *t, const Chain *chain, const Target *target, uint32_t threads) {
     size_t stride = (at_most(target->tokens, TILE) + TOKENS - 1) / TOKENS * TOKENS;
     Scratch *scratch = scratch_new(t->rows, target->tokens, t, 1);
     Reader *readers = aligned_zeros((size_t)chain->depths, sizeof *readers);
@@ -404,7 +457,7 @@ static int decode_chain(const Path *path, const Transform *t, const Chain *chain
             error = path->decode_tile(readers + d, chain->depth[d], scratch->index, stride, here, scratch->live, scratch);
         Tile tile = {target->buffer[0].buf, target->buffer[1].buf, target->buffer[2].buf, first, here};
         if (!error)
-            path->synthesise(t, &tile, scratch->index, stride, scratch->live, last->row_class, last->delta, &target->out, scratch);
+            synthesise_tile(path, t, &tile, stride, scratch, last, &target->out, threads);
     }
     for (int d = 0; d < chain->depths && !error; d++)
         error = reader_end(readers + d);
@@ -413,14 +466,16 @@ static int decode_chain(const Path *path, const Transform *t, const Chain *chain
     return error;
 }
 
-/* decode(path, transform, depths, payloads, target) */
+/* decode(path, transform, depths, payloads, target, threads = 1) */
 static PyObject *decode(PyObject *self, PyObject *args) {
     (void)self;
     const char *name;
     PyObject *capsule, *depths, *payloads, *tuple;
     Target target = {0};
     Chain chain = {0};
-    if (!PyArg_ParseTuple(args, "sOO!O!O!", &name, &capsule, &PyTuple_Type, &depths, &PyTuple_Type, &payloads, &PyTuple_Type, &tuple))
+    unsigned threads = 1;
+    if (!PyArg_ParseTuple(args, "sOO!O!O!|I", &name, &capsule, &PyTuple_Type, &depths, &PyTuple_Type, &payloads, &PyTuple_Type,
+                          &tuple, &threads))
         return NULL;
     const Path *path = path_named(name);
     const Transform *t = path ? PyCapsule_GetPointer(capsule, transform_name) : NULL;
@@ -442,7 +497,7 @@ static PyObject *decode(PyObject *self, PyObject *args) {
     int error = OK;
     if (good) {
         Py_BEGIN_ALLOW_THREADS
-        error = decode_chain(path, t, &chain, &target);
+        error = decode_chain(path, t, &chain, &target, threads);
         Py_END_ALLOW_THREADS
     }
     release(chain.payload, n < MOST_DEPTHS ? (int)n : MOST_DEPTHS);
@@ -478,5 +533,10 @@ PyMODINIT_FUNC PyInit__kvcoder(void) {
 #ifdef HAVE_X86
     __builtin_cpu_init();
 #endif
-    return PyModule_Create(&module);
+    PyObject *made = PyModule_Create(&module);
+    if (made && PyModule_AddIntConstant(made, "MOST_THREADS", MOST_THREADS)) {
+        Py_DECREF(made);
+        return NULL;
+    }
+    return made;
 }

@@ -31,6 +31,7 @@ from kvabr.codec.native.coder_model import (
     derived,
 )
 from kvabr.codec.rope import rope_shape, rope_tables
+from kvabr.codec.threads import CORES
 from kvabr.codec.transform import Transform
 from kvabr.types.errors import FormatError, UsageError
 
@@ -41,6 +42,8 @@ except ImportError:
     _kvcoder = None
 
 MOST_DEPTHS = 16
+_MOST_THREADS: int = getattr(_kvcoder, "MOST_THREADS", 1)
+"""Threads for one group; 1: the extension was compiled from older sources."""
 VARIABLE = "KVABR_CODER"
 _warned = False
 
@@ -126,8 +129,11 @@ def synthesise(transform: Transform, z: NDArray[np.int16], step: float, first_to
         _kvcoder.synthesise(path, _transform(transform, path), np.ascontiguousarray(z), target)
 
 
-def decode(job: DecodeJob) -> None:
+def decode(job: DecodeJob, threads: int | None = None) -> None:
     """Decode a base and the enhancements above it into a cache, in one call that releases the GIL.
+
+    The stacks of layers of a transform are synthesised in parallel in up to ``threads`` threads, which is most of the
+    work; the result is the same. None: this group's share of the cores.
 
     Needs memory for little more than the smaller of one group and 128 tokens, in 16-bit numbers.
     """
@@ -138,8 +144,13 @@ def decode(job: DecodeJob) -> None:
     if len(job.models) > MOST_DEPTHS:
         raise FormatError(f"{len(job.models)} depths, at most {MOST_DEPTHS}")
     depths, transform = tuple(map(_depth, job.models)), _transform(job.transform, path)
-    with _target(job.transform, job.step, job.first_token, job.out) as target, _errors("entropy coded part"):
-        _kvcoder.decode(path, transform, depths, tuple(job.payloads), target)
+    with (
+        _target(job.transform, job.step, job.first_token, job.out) as target,
+        CORES.share() as share,
+        _errors("entropy coded part"),
+    ):
+        most = (threads or share,) if _MOST_THREADS > 1 else ()
+        _kvcoder.decode(path, transform, depths, tuple(job.payloads), target, *most)
 
 
 def decode_many(jobs: Iterable[DecodeJob], threads: int | None = None) -> None:

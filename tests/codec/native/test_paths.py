@@ -74,8 +74,10 @@ def test_native_paths_match_the_reference(seed: int, kind: int, dtype: torch.dty
             alone, chain = spread_out(shape, dtype, kind), spread_out(shape, dtype, kind)
             coder.synthesise(it.transform, dequantise(it.models[-1], it.indices[-1]), STEP, FIRST, alone)
             assert torch.equal(alone, wanted)
-            coder.decode(it.job(payloads, STEP, FIRST, chain))
-            assert torch.equal(chain, wanted)
+            for threads in (1, 2, 5, 1000):
+                chain.fill_(7)
+                coder.decode(it.job(payloads, STEP, FIRST, chain), threads)
+                assert torch.equal(chain, wanted)
 
 
 @examples(25)

@@ -1,0 +1,67 @@
+"""The cores of this process, and how the groups being decoded share them. Loads no torch."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+
+from kvabr.types.errors import UsageError
+
+VARIABLE = "KVABR_DECODER_THREADS"
+"""Environment variable with the number of threads that decode."""
+_MAX_THREADS = 1024
+
+
+@cache
+def decoder_threads() -> int:
+    """Return the number of threads that decode in this process: what KVABR_DECODER_THREADS says, else one per core.
+
+    Cores are those that the process may use (its affinity, as `taskset` and container runtimes set it).
+
+    Raises:
+        UsageError: the variable is no number of threads.
+    """
+    wanted = os.environ.get(VARIABLE)
+    if not wanted:
+        return max(1, len(os.sched_getaffinity(0)))
+    if not wanted.isdecimal() or not 1 <= int(wanted) <= _MAX_THREADS:
+        raise UsageError(f"{VARIABLE} is {wanted!r}; give 1 to {_MAX_THREADS} threads that decode, or unset it")
+    return int(wanted)
+
+
+class SharedCores:
+    """Cores that are shared among the groups being decoded, so that the last group has all of them."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._groups = 0
+
+    @contextmanager
+    def share(self) -> Iterator[int]:
+        """Count one more group as being decoded, and yield the number of threads for it."""
+        with self._lock:
+            self._groups += 1
+            threads = max(1, decoder_threads() // self._groups)
+        try:
+            yield threads
+        finally:
+            with self._lock:
+                self._groups -= 1
+
+    @contextmanager
+    def all_taken(self) -> Iterator[None]:
+        """Have every group decoded in one thread meanwhile, as while others are decoded, to time it."""
+        with self._lock:
+            self._groups += _MAX_THREADS
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._groups -= _MAX_THREADS
+
+
+CORES = SharedCores()
+"""Those of this process."""
