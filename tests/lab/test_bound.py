@@ -1,5 +1,6 @@
 """The clairvoyant bound against exact solvers: every schedule of small cases, linear and integer programs of larger."""
 
+import random
 from dataclasses import replace
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 from kvabr.abr.ladder import stack
 from kvabr.lab.causes import LossCurves
 from kvabr.replay.clairvoyant import Clairvoyant
+from kvabr.replay.frontier import WHOLE, Frontier
 from kvabr.replay.link import Capacity
 from kvabr.replay.trace import Trace
 from kvabr.types.cost import MISS_PENALTY, PrefillCost
@@ -134,6 +136,29 @@ def test_network_bound_is_the_linear_program_and_one_step_below_the_integer_one(
     assert bound.loss <= exact.fun + 1e-9
     largest = max(track.loss[group] for track in whole.tracks for group in range(whole.groups))
     assert exact.fun - bound.loss <= largest
+
+
+@pytest.mark.parametrize("decode", [0.3, 3.0])
+@pytest.mark.parametrize("seed", range(3))
+def test_the_frontier_is_the_linear_program_with_two_resources(seed, decode):
+    from scipy import optimize
+
+    whole = offer(8, seed, decode=decode, short=40)
+    frontier = Frontier(whole)
+    losses, sizes, decodes = (table.ravel() for table in (frontier.losses, frontier.sizes, frontier.decodes))
+    one = np.kron(np.eye(8), np.ones(len(whole.tracks)))
+    dice, found = random.Random(seed), 0
+    for _ in range(40):
+        nbytes = frontier.least_bytes.sum() * dice.uniform(0.9, 5.0)
+        seconds = frontier.decodes.min(axis=1).sum() * dice.uniform(0.9, 3.0)
+        exact = optimize.linprog(
+            losses, A_ub=np.stack([sizes, decodes]), b_ub=[nbytes, seconds], A_eq=one, b_eq=np.ones(8), bounds=(0, 1)
+        )
+        (bound,) = frontier.loss(WHOLE, np.array([nbytes]), np.array([seconds]))
+        if exact.status == 0:
+            found += 1
+            assert 0.99 * exact.fun <= bound <= exact.fun * (1 + 1e-9)
+    assert found > 10
 
 
 def test_a_curve_of_some_groups_is_that_of_a_catalog_that_has_only_these():

@@ -1,4 +1,4 @@
-"""``oracle``: execute the clairvoyant plan. It knows what the link will carry, so no policy can beat it.
+"""``oracle``: execute the plan of least loss by the deadline, knowing what the link will carry. It gives time no price.
 
 The plan is a multiple-choice knapsack over all options of the asset, stacked layers included, within the bytes that the
 link carries until the last of them can still be decoded. It is made at the start, and again whenever the rest no longer
