@@ -62,7 +62,7 @@ class Track:
     refines: str | None = None
     """The track that must be in place for this one to decode; None for a track that stands alone."""
     decode_s: float = 0.0
-    """Seconds that one worker of the publisher's machine took to verify and decode a full group."""
+    """Seconds that one worker of the publisher took to verify and decode a full group; 0.0 if it was not measured."""
     measured: Quality | None = None
 
     @property

@@ -54,6 +54,8 @@ def test_bad_fields_are_refused(change):
         {"loss": [-1, 0]},
         {"refines": "nothing"},
         {"decode_s": -1},
+        {"decode_s": float("nan")},
+        {"decode_s": float("inf")},
         {"name": "BF16"},
     ],
 )
@@ -62,6 +64,12 @@ def test_bad_tracks_are_refused(change):
     value["tracks"][0] |= change
     with pytest.raises(FormatError):
         Catalog.loads(json.dumps(value))
+
+
+def test_a_decode_time_of_zero_means_that_nobody_measured_it():
+    value = json.loads(catalog(2).dumps())
+    value["tracks"][0]["decode_s"] = 0
+    assert Catalog.loads(json.dumps(value)).tracks[0].decode_s == 0.0
 
 
 @given(st.binary(max_size=200))
