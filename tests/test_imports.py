@@ -75,7 +75,7 @@ def packages_and_modules(*argv):
 
 def test_help_loads_no_command():
     packages, modules = packages_and_modules("--help")
-    assert modules == {"kvabr.cli", "kvabr.cli.main", "kvabr.types", "kvabr.types.errors"}
+    assert modules == {"kvabr.cli", "kvabr.cli.interrupt", "kvabr.cli.main", "kvabr.types", "kvabr.types.errors"}
     assert not packages & {"torch", "numpy", "rich", "structlog", "transformers", "asyncio"}
 
 
@@ -84,7 +84,7 @@ def test_help_of_a_command_loads_that_command_only(command):
     packages, modules = packages_and_modules(command, "--help")
     assert not packages & {"torch", "transformers", "rich", "structlog", "qh3", "aioquic", "moq", "cryptography"}
     home = COMMANDS[command][0].partition(":")[0]
-    shared = {"main", "options", "network", "serving", "lab", "bench"}  # `tune` has the options of `lab`
+    shared = {"main", "interrupt", "options", "network", "serving", "lab", "bench"}  # `tune` has the options of `lab`
     assert {name.split(".")[2] for name in modules if name.startswith("kvabr.cli.")} <= {home, *shared}
 
 

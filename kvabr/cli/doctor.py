@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import importlib.util
 import platform
 import time
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from kvabr import __version__
+from kvabr.cli.interrupt import run_async
 from kvabr.types.errors import KvabrError, NotFoundError, UsageError
 
 State = Literal["ok", "missing", "failed"]
@@ -184,7 +184,7 @@ def _package(name: str, fix: str, *, what: str = "") -> Finding:
 
 def _origin(args: argparse.Namespace) -> list[Finding]:
     """Connect, and ask for the models."""
-    return asyncio.run(_ask(args))
+    return run_async(_ask(args))
 
 
 async def _ask(args: argparse.Namespace) -> list[Finding]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import math
 import sys
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvabr.abr.policies import DEFAULT
 from kvabr.cli import network
+from kvabr.cli.interrupt import run_async
 from kvabr.cli.options import (
     add_deadline_option,
     add_gpu_price_option,
@@ -148,7 +148,7 @@ def run(args: argparse.Namespace) -> int:
     lines: list[PlayEvent] = []
     with _telemetry(args) as telemetry:
         try:
-            result = asyncio.run(_fetch(args, namespace, loaded, tokens, lines, telemetry, console))
+            result = run_async(_fetch(args, namespace, loaded, tokens, lines, telemetry, console))
         finally:
             if args.log is not None:
                 _write(args.log, "".join(json.dumps(line.to_json()) + "\n" for line in lines))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvabr.cli import network
+from kvabr.cli.interrupt import run_async
 from kvabr.types.catalog import Catalog
 from kvabr.types.errors import FormatError, KvabrError, TransportError, UsageError
 
@@ -107,7 +108,7 @@ def _fetch_catalog(args: argparse.Namespace) -> Catalog:
             return (await fetch_catalog(origin, namespace)).catalog
 
     try:
-        return asyncio.run(fetch())
+        return run_async(fetch())
     except TimeoutError as error:
         raise TransportError(
             f"{args.asset}: the catalog did not arrive within {args.timeout:g} s (--timeout)"

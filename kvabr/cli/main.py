@@ -19,6 +19,7 @@ from importlib import import_module
 from pathlib import Path
 
 from kvabr import __version__
+from kvabr.cli.interrupt import first_in_order
 from kvabr.types.errors import KvabrError, UsageError, did_you_mean
 
 COMMANDS = {
@@ -61,6 +62,11 @@ is read.
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status; the entry point of the `kvabr` script."""
+    with first_in_order():
+        return _main(argv)
+
+
+def _main(argv: Sequence[str] | None) -> int:
     args = None
     _never_fail_to_print()
     try:

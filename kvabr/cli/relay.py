@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 from kvabr.cli import network, serving
+from kvabr.cli.interrupt import run_async
 from kvabr.cli.options import add_old_name
 from kvabr.types.errors import UsageError
 
@@ -62,11 +63,9 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Relay until a signal comes."""
-    import asyncio
-
     if not 0 < args.disk_gib < 1 << 30:
         raise UsageError(f"--disk-gib {args.disk_gib:g}: must be a positive number of GiB")
-    return asyncio.run(_relay(args, parse_size(args.memory)))
+    return run_async(_relay(args, parse_size(args.memory)))
 
 
 def parse_size(text: str) -> int:

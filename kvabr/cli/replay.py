@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvabr.abr.policies import DEFAULT
+from kvabr.cli.interrupt import run_async
 from kvabr.cli.options import (
     add_deadline_option,
     add_gpu_price_option,
@@ -296,7 +296,7 @@ def _replay_live(args: argparse.Namespace, matrix: Matrix, asset: Asset, on_prog
         warm=args.no_slow_start,
         seed=args.seed,
     )
-    return asyncio.run(replay_live(matrix, asset, options, on_progress=on_progress))
+    return run_async(replay_live(matrix, asset, options, on_progress=on_progress))
 
 
 def _verify(asset: Asset, report: Report, console: Console) -> None:

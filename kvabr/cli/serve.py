@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvabr.cli import serving
+from kvabr.cli.interrupt import run_async
 from kvabr.cli.options import add_old_name
 from kvabr.server.limits import ServerLimits
 from kvabr.types.errors import AssetError, FormatError, UsageError
@@ -75,13 +76,11 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal comes."""
-    import asyncio
-
     if args.new_token:
         return _new_token()
     if args.root is None:
         raise UsageError("give the folder with your assets: kvabr serve ROOT --dev")
-    return asyncio.run(_serve(args, args.root, parse_limits(args.limit)))
+    return run_async(_serve(args, args.root, parse_limits(args.limit)))
 
 
 def parse_limits(texts: Sequence[str]) -> ServerLimits:

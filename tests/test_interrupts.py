@@ -1,0 +1,216 @@
+"""Ctrl-C in every long command: it ends in order, leaves nothing half-written, and shows no traceback.
+
+The work takes many times longer than the test waits for its beginning, on every machine.
+`kvabr fetch`, `kvabr lab` and `kvabr replay --live` are interrupted in the tests of their packages.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from tests import tinymodels
+from tests.processes import LIMIT_S, cpu_s
+from tests.toymodel import toy_asset
+
+pytestmark = pytest.mark.process
+
+TRACES = Path(__file__).parent.parent / "traces"
+MODEL, SCRATCH = "MODEL", "SCRATCH"
+STARTED_S = 1.5
+"""CPU seconds after which a command that says nothing is past its start."""
+
+LOOPS = """
+import signal
+
+from kvabr.abr import Policy
+
+class Loops(Policy):
+    def decide(self, view):
+        print("looping", flush=True)
+        while True:
+            try:
+                while signal.getsignal(signal.SIGINT) != signal.SIG_DFL:
+                    pass
+                print("the first has come", flush=True)
+                while True:
+                    pass
+            except BaseException:
+                pass
+"""
+
+COMMANDS = {
+    "encode": (
+        ("encode", "--text", "text", "--model", MODEL, "--tokens", 30000, "--continuation", 1000, "--out", "x.asset"),
+        r"prefill|encode|time|measure",
+    ),
+    "calibrate": (
+        (
+            "calibrate",
+            "--model",
+            MODEL,
+            "--text",
+            "text",
+            "--contexts",
+            10000,
+            "--context-tokens",
+            128,
+            "--out",
+            "x.st",
+        ),
+        r"\(contexts\): \d+",
+    ),
+    "demo": (("demo", "--html", "x.html"), "on average"),
+    "tune": (
+        ("tune", "anytime", TRACES, "--points", 16, "--starts", 1000, "--jobs", 1, "--load", 0.1, "--out", "kept"),
+        r": \d+",
+    ),
+    "tune in processes": (
+        ("tune", "anytime", TRACES, "--points", 16, "--starts", 1000, "--jobs", 2, "--load", 0.1, "--out", "kept"),
+        r": \d+",
+    ),
+    "replay": (("replay", "--policy", "all", "--starts", 4000, "--jobs", 1, "--json", "x.json"), r": \d+ of"),
+    "bench quality": (
+        ("bench", "quality", "--model", MODEL, "--text", "text", "--tokens", 30000, "--continuation", 1000),
+        r"prefill|encode|time|measure",
+    ),
+    "bench rd": (
+        (
+            *("bench", "rd", "--model", MODEL, "--texts", "texts", "--domains", "prose", "--retrieval", 0),
+            *("--contexts", 400, "--tokens", 4000, "--continuation", 1000, "--json", "x.json", "--work", "work"),
+        ),
+        None,
+    ),
+    "bench codec": (
+        ("bench", "codec", "--models", "llama-8b", "--seconds", 4000, "--json", "x.json", "--work", "work"),
+        None,
+    ),
+    "traces": (
+        ("traces", "synth", "markov", "--mean-mbps", 50, "--duration", 39999, "--step", 0.01, "--out", "x.csv"),
+        None,
+    ),
+    "serve": (("serve", "asset", "--dev", "--bind", "127.0.0.1:0"), r"kvabr fetch"),
+    "relay": (
+        ("relay", "--upstream", "moqt://127.0.0.1:9/", "--dev", "--bind", "127.0.0.1:0"),
+        r"fetch through it",
+    ),
+}
+"""Words, and what is printed when the command is at work; None: it says nothing."""
+SERVERS = {"serve", "relay"}
+"""End by draining, which is their usual end."""
+
+
+class Command:
+    """A command that runs in a folder, in a process group of its own."""
+
+    def __init__(self, words, folder: Path) -> None:
+        self.said: list[str] = []
+        self._process = subprocess.Popen(  # noqa: S603
+            [sys.executable, "-m", "kvabr", *map(str, words)],
+            cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(TRACES.parent), "PYTHONUNBUFFERED": "1"},
+        )  # fmt: skip
+        self._over = False
+        self._changed = threading.Condition()
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def _read(self) -> None:
+        for line in self._process.stdout:
+            with self._changed:
+                self.said.append(line)
+                self._changed.notify()
+        with self._changed:
+            self._over = True
+            self._changed.notify()
+
+    def until(self, pattern: str) -> None:
+        """Wait for a line."""
+        with self._changed:
+            found = self._changed.wait_for(lambda: self._over or self._has(pattern), timeout=LIMIT_S)
+        assert found, "".join(self.said)
+        assert self._has(pattern), "".join(self.said)
+
+    def _has(self, pattern: str) -> bool:
+        return re.search(pattern, "".join(self.said)) is not None
+
+    def until_busy(self) -> None:
+        """Wait until it has used some CPU time."""
+        end = time.monotonic() + LIMIT_S
+        while cpu_s(self._process.pid) < STARTED_S:
+            assert time.monotonic() < end
+            assert self._process.poll() is None, "".join(self.said)
+            time.sleep(0.01)
+
+    def interrupt(self) -> None:
+        """Press Ctrl-C."""
+        os.killpg(self._process.pid, signal.SIGINT)
+
+    def status(self) -> int:
+        """Wait for the end."""
+        try:
+            status = self._process.wait(LIMIT_S)
+            self._reader.join(LIMIT_S)
+            return status
+        finally:
+            self._process.kill()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    pytest.importorskip("transformers", reason="transformers is not installed: pip install 'kvabr[model]'")
+    return tinymodels.save(tmp_path_factory.mktemp("model") / "tiny-llama", max_position_embeddings=1 << 16)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "work").mkdir()
+    text = "".join(f"{number} is the square root of {number * number}. " for number in range(100_000))
+    (tmp_path / "text").write_text(text)
+    (tmp_path / "texts" / "prose.txt").write_text(text)
+    toy_asset(tmp_path / "asset")
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_ctrl_c_ends_a_command_in_order(name, folder, request):
+    words, at_work = COMMANDS[name]
+    if MODEL in words:
+        model = request.getfixturevalue("model")
+        words = [model if word == MODEL else word for word in words]
+    before = set(folder.iterdir())
+    command = Command(words, folder)
+    if at_work is None:
+        command.until_busy()
+    else:
+        command.until(at_work)
+    command.interrupt()
+    status, said = command.status(), "".join(command.said)
+    assert status == (0 if name in SERVERS else 130), said
+    assert name in SERVERS or "kvabr: interrupted" in said
+    assert "Traceback" not in said
+    assert "Exception" not in said
+    left = {path.name for path in set(folder.iterdir()) - before}
+    assert left == ({"kept"} if name.startswith("tune") else set())  # whose plays are kept
+
+
+@pytest.mark.parametrize("live", [False, True])
+def test_a_second_one_ends_it_whatever_it_does(live, folder):
+    (folder / "loops.py").write_text(LOOPS)
+    words = ["replay", "--policy", "./loops.py:Loops", "--jobs", 1]
+    command = Command([*words, "--live", "--asset", "asset"] if live else words, folder)
+    command.until("looping")
+    command.interrupt()
+    command.until("the first has come")  # two that come together are one
+    command.interrupt()
+    assert command.status() == -signal.SIGINT
+    assert "Traceback" not in "".join(command.said)
