@@ -1,4 +1,7 @@
-"""Between the QUIC library and the tensor a group is copied once and hashed once, also if many plays share it."""
+"""Between the QUIC library and the tensor a group is copied once and hashed once, also if many plays share it.
+
+It is decoded into the cache itself, and a play takes no new memory if earlier ones left some.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,14 @@ import hashlib
 from collections import Counter
 
 import pytest
+import torch
 
+from kvabr.client import play
 from kvabr.client.async_client import AsyncClient
 from kvabr.client.options import Limits, PlayOptions
 from kvabr.player import assembler
 from kvabr.quic.download import ReceiveBuffer
+from kvabr.store import memory
 from tests.client.served import Served
 from tests.client.test_play import close
 from tests.client.virtual import virtual
@@ -101,3 +107,40 @@ async def test_over_quic(root, short, tmp_path, monkeypatch, quic):
     finally:
         served.close()
     counts.check(short.track("FP16"), 1)
+
+
+@virtual
+async def test_groups_are_decoded_into_the_cache_itself(origin, monkeypatch):
+    places, decode = [], assembler.decode_payload
+
+    def decoding(*arguments):
+        places.extend(each.untyped_storage().data_ptr() for each in arguments if isinstance(each, torch.Tensor))
+        return decode(*arguments)
+
+    monkeypatch.setattr(assembler, "decode_payload", decoding)
+    async with origin() as link, AsyncClient(link, model=SPEC, options=OPTIONS) as client:
+        played = await client.play(TOKENS, deadline=2.0)
+    assert places == [played.kv.untyped_storage().data_ptr()] * len(played.coverage)
+
+
+async def test_from_a_folder_a_group_is_hashed_once_a_play_and_takes_no_new_memory(
+    origin, short, tmp_path, monkeypatch
+):
+    # Groups and caches as small as these are not worth pooling otherwise.
+    monkeypatch.setattr(memory, "_MIN_POOLED_BYTES", 1)
+    monkeypatch.setattr(play, "_MIN_HUGE_BYTES", 1)
+    track, limits = short.track("FP16"), Limits(memory_bytes=0, disk=tmp_path / "groups")
+    async with origin() as link:
+        async with AsyncClient(link, model=SPEC, options=OPTIONS, limits=limits) as client:
+            nbytes = (await client.play(TOKENS, deadline=60.0)).kv.nbytes
+        # Closing it has written the groups.
+        for pool, size in ((memory.GROUPS, max(track.bytes)), (memory.CACHES, nbytes)):
+            left = [pool.take(size) for _ in track.bytes]
+            del left
+        fresh = [pool.fresh_bytes for pool in (memory.GROUPS, memory.CACHES)]
+        counts = Counts(monkeypatch)
+        async with AsyncClient(link, model=SPEC, options=OPTIONS, limits=limits) as client:
+            assert close((await client.play(TOKENS, deadline=60.0)).kv, error=1e-5)
+    assert [pool.fresh_bytes for pool in (memory.GROUPS, memory.CACHES)] == fresh
+    assert counts.copied == 0
+    assert [counts.hashed[digest] for digest in track.digests] == [1] * len(track.digests)
