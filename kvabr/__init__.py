@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from kvabr.types.kv import KVSpec
     from kvabr.types.naming import TrackNamespace
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "AssetError",
