@@ -6,14 +6,15 @@ The engine's configuration names it::
         kv_connector="KvabrConnector",
         kv_connector_module_path="kvabr.engines.vllm",
         kv_role="kv_consumer",                      # or kv_producer, or kv_both
-        kv_load_failure_policy="recompute",
         kv_connector_extra_config={"url": "moqt://origin.example/", "deadline_s": 2.0},
     )
 
 vLLM builds one in its scheduler and one in each worker. The scheduler's half (`scheduler`) looks up prompts at the
-origin. The worker's half (`worker`) plays caches into the engine's blocks, and publishes what the engine has computed.
-Groups that do not come in time are reported as failed blocks, and vLLM computes them. It discards everything behind the
-first failed block, so the player protects the first groups.
+origin. The worker's half (`worker`) plays caches, and publishes what the engine has computed.
+
+A request waits while its cache is played into host memory. Then vLLM is promised the tokens that are in place
+(`promises`), allocates blocks for them, and the worker copies them there within the same step. vLLM computes what is
+behind them, so the player protects the first groups.
 
 Only `connector` imports vLLM.
 """

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field, field_validator
@@ -22,6 +22,7 @@ from kvabr.store.files import read_salt
 from kvabr.types.errors import KvabrError, UsageError
 from kvabr.types.kv import KVSpec, RopeSpec
 
+Mode = Literal["play-first", "promise-first"]
 _PLAIN_CACHES = ("auto", "float16", "bfloat16", "half", "float", "float32")
 WHERE = "kv_connector_extra_config"
 """How vLLM calls the table of settings."""
@@ -33,6 +34,12 @@ class VllmSettings(EngineSettings):
     deadline_s: Seconds = 2.0
     """TTFT deadline of a request, seconds. A request may bring its own: ``kv_transfer_params={"deadline_s": 0.5}``; the
     other keys there are ``play`` (false: compute everything) and ``publish`` (false: do not publish it)."""
+    mode: Mode = "play-first"
+    """``play-first``: play into host memory, then promise vLLM the tokens that are in place. ``promise-first``: promise
+    the tokens, play into the request's blocks, and report those that did not come as failed."""
+    host_mib: Count = 4096
+    """Memory in each worker for caches that are played before they are promised, MiB. Requests beyond it wait, until
+    their deadline. A cache larger than this is played when there is no other."""
     estimator: EstimatorName | None = None
     """Bandwidth estimator. None: the policy's own."""
     tokenizer: Text | None = None
@@ -92,6 +99,8 @@ class ServedModel:
     """Tokens in one of its blocks."""
     heads: range
     """KV heads that this rank holds."""
+    ranks: int = 1
+    """Workers of the engine; each has a part of the heads."""
 
     @property
     def shard(self) -> KVSpec:
@@ -132,7 +141,7 @@ def served_model(config: Any, settings: VllmSettings) -> ServedModel:
     )
     spec = settings.grouped(whole)
     check_block_size(block, spec.group_tokens)
-    return ServedModel(spec, dtype, block, head_shard(heads, rank, ranks))
+    return ServedModel(spec, dtype, block, head_shard(heads, rank, ranks), ranks)
 
 
 def _names(model: Any, settings: VllmSettings) -> tuple[str, str]:

@@ -12,7 +12,12 @@ from typing import Any
 
 import torch
 import vllm
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.metrics.utils import create_metric_per_engine
@@ -40,6 +45,19 @@ class KvabrMetadata(KVConnectorMetadata):  # type: ignore[misc]
         self.step = step
 
 
+class KvabrPlaced(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """Carries the plays that have ended from the workers to the scheduler."""
+
+    def __init__(self, placed: list[tuple[int, int]]) -> None:
+        self.placed = placed
+        """For each play and worker, the token after the last in place."""
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        """Add what another worker reports."""
+        assert isinstance(other, KvabrPlaced)  # noqa: S101  # all workers have the same connector
+        return KvabrPlaced(self.placed + other.placed)
+
+
 class KvabrConnector(KVConnectorBase_V1):  # type: ignore[misc]
     """Loads and publishes KV caches through kvabr; see `kvabr.engines.vllm`."""
 
@@ -56,9 +74,11 @@ class KvabrConnector(KVConnectorBase_V1):  # type: ignore[misc]
         transfer = self._kv_transfer_config
         consumes, produces = transfer.is_kv_consumer, transfer.is_kv_producer
         settings = read_settings(transfer.kv_connector_extra_config, consumes=consumes, produces=produces)
-        if consumes and transfer.kv_load_failure_policy != "recompute":
+        promises = consumes and settings.mode == "promise-first"
+        if promises and transfer.kv_load_failure_policy != "recompute":
             raise UsageError(
-                'kvabr leaves what does not come in time to the engine: set kv_load_failure_policy to "recompute" '
+                'in the mode "promise-first" kvabr leaves what does not come in time to the engine: set '
+                'kv_load_failure_policy to "recompute" '
                 f'(it is "{transfer.kv_load_failure_policy}", which fails such requests)'
             )
         if kv_cache_config is not None and len(kv_cache_config.kv_cache_groups) != 1:
@@ -87,13 +107,14 @@ class KvabrConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._worker.register(layers, layout_of(self._vllm_config, layers))
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """Begin a step and its plays here, since vLLM calls `start_load_kv` only after the forward pass."""
+        """Begin a step and its plays here: vLLM may call `start_load_kv` only after the forward pass."""
         super().bind_connector_metadata(connector_metadata)
         if isinstance(connector_metadata, KvabrMetadata):
             self._worker.begin(connector_metadata.step)
 
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Do nothing; see `bind_connector_metadata`."""
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        """Copy what was played first into the blocks of this step; before the forward pass if there is any."""
+        self._worker.copy()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Do nothing: no request is computed before its load has ended."""
@@ -114,16 +135,21 @@ class KvabrConnector(KVConnectorBase_V1):  # type: ignore[misc]
         """Return the blocks that were not loaded."""
         return self._worker.failed_blocks()
 
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        """Return the plays that have ended, for the scheduler."""
+        placed = self._worker.placed()
+        return KvabrPlaced(placed) if placed else None
+
     def on_new_request(self, request: Any) -> None:
         """Begin the lookup of a request."""
         self._scheduler.arrived(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Return how many tokens can be loaded; None: the lookup is not over."""
+        """Return how many tokens can be loaded; None: the lookup or the play is not over."""
         return self._scheduler.matched(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Begin a load into allocated blocks."""
+        """Begin a load into allocated blocks, or copy what was played."""
         self._scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
@@ -131,8 +157,12 @@ class KvabrConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return KvabrMetadata(self._scheduler.step(scheduler_output.total_num_scheduled_tokens))
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """Note the loads that have ended."""
+        """Note the loads and plays that have ended."""
         self._scheduler.received(set(connector_output.finished_recving or ()))
+        meta = connector_output.kv_connector_worker_meta
+        if isinstance(meta, KvabrPlaced):
+            for play, end in meta.placed:
+                self._scheduler.placed(play, end)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Publish what a request has computed."""

@@ -22,16 +22,18 @@ from kvabr.types.kv import KVSpec
 
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
-    """Play a cache into blocks."""
+    """Play a cache, into blocks or into host memory."""
 
+    play: int
+    """Number of the play, unique in one engine."""
     request: str
     found: Found
     first: int
     """First token that is wanted; the engine has whole blocks before it."""
     last: int
     """Token after the last that is wanted: the end of a block."""
-    blocks: tuple[int, ...]
-    """The engine's blocks for these tokens."""
+    blocks: tuple[int, ...] | None
+    """The engine's blocks for these tokens. None: keep the cache in host memory for a `CopyRequest`."""
     behind: int
     """Tokens of the prompt from ``last`` on, which the engine computes."""
     deadline_s: float
@@ -40,6 +42,17 @@ class LoadRequest:
     """Ids of all its groups if a rank holds some heads only: each rank finds and names its own by them."""
     salt: bytes = b""
     """The tenant's secret."""
+
+
+@dataclass(frozen=True, slots=True)
+class CopyRequest:
+    """Copy a cache that was played into host memory into blocks, before this step computes."""
+
+    play: int
+    first: int
+    """First token that is wanted: the beginning of a block, not before the play's own first."""
+    blocks: tuple[int, ...]
+    """The engine's blocks from that token on; all their tokens are in place in every worker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +71,15 @@ class PublishRequest:
 class Step:
     """One step of the engine."""
 
+    dropped: list[int] = field(default_factory=list)
+    """Plays into host memory that are not wanted any more."""
     loads: list[LoadRequest] = field(default_factory=list)
+    copies: list[CopyRequest] = field(default_factory=list)
     publications: list[PublishRequest] = field(default_factory=list)
     scheduled: int = 0
     """Tokens that the step computes."""
+    asking: bool = False
+    """Whether a lookup is under way, whose end only the scheduler sees."""
 
 
 async def find_cache(

@@ -1,8 +1,11 @@
 """The connector's half in vLLM's scheduler: it looks up prompts at the origin, and decides what is published.
 
 It never waits. A lookup runs on the client's event loop, and until it ends or its share of the deadline has passed, the
-answer to vLLM is "ask again". A request gets a hit only once: if its load fails, vLLM asks again, and the same answer
-would make it loop forever.
+answer to vLLM is "ask again". It remains so while the workers play the cache into host memory, see `Promises`. In the
+mode "promise-first" the answer is a hit at once, and the play comes after it.
+
+A request gets a hit only once: if a promised load fails, vLLM asks again, and the same answer would make it loop
+forever.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 from kvabr.client.blocking import Client, Handle
@@ -19,7 +23,8 @@ from kvabr.client.lookup import Found
 from kvabr.engines.layouts import whole_blocks
 from kvabr.engines.settings import TroubleLog
 from kvabr.engines.vllm.config import WHERE, ServedModel, VllmSettings
-from kvabr.engines.vllm.plays import LoadRequest, PublishRequest, Step, find_cache
+from kvabr.engines.vllm.plays import CopyRequest, LoadRequest, PublishRequest, Step, find_cache
+from kvabr.engines.vllm.promises import Promises
 from kvabr.engines.vllm.stats import ConnectorCounts
 from kvabr.types.errors import FormatError, TransportError
 
@@ -27,11 +32,12 @@ _log = logging.getLogger("vllm.kvabr")
 
 _MIN_PLAY_SHARE = 0.25
 """Share of its deadline that a play gets even if its request waited longer to be scheduled."""
+_MIN_LEFT_S = 1e-3
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.5, 30.0
 """Seconds without lookups after one that failed, doubled with each consecutive failure: an origin that is gone must not
 cost every request a share of its deadline."""
 _MAX_DEADLINE_S = 60.0
-"""Maximum deadline of a request, unless the configured one is longer: it occupies its blocks until the play ends."""
+"""Maximum deadline of a request, unless the configured one is longer: it occupies memory until the play ends."""
 
 
 @dataclass(slots=True)
@@ -47,6 +53,12 @@ class _Lookup:
     found: Found | None = None
     last: int = 0
     """Token after the last that can be loaded; 0: none, or the load has begun, after which there is no hit."""
+    due_s: float = 0.0
+    """When its play ends at the latest."""
+
+    def over(self) -> None:
+        """Forget what was found: there is no hit from now on."""
+        self.found, self.last, self.tokens = None, 0, ()
 
 
 class SchedulerHalf:
@@ -61,6 +73,18 @@ class SchedulerHalf:
         self._lookups: dict[str, _Lookup] = {}
         self._pending = Step()
         self._loading: set[str] = set()
+        self._numbers = count(1)
+        self._promises: Promises | None = None
+        """None in the mode "promise-first"."""
+        if settings.mode == "play-first":
+            self._promises = Promises(
+                ranks=model.ranks,
+                block=model.block,
+                group_tokens=model.spec.group_tokens,
+                max_bytes=settings.host_mib << 20,
+                max_plays=settings.plays,
+                numbers=self._numbers,
+            )
         self.counts = ConnectorCounts()
         self._pause_s, self._again_s = 0.0, 0.0
         self._trouble = TroubleLog(_log)
@@ -71,48 +95,61 @@ class SchedulerHalf:
             self._lookups[request.request_id] = self._ask(request)
 
     def matched(self, request: Any, computed: int) -> tuple[int | None, bool]:
-        """Return how many tokens behind the first ``computed`` can be loaded; None: the lookup is not over."""
+        """Return how many tokens behind the first ``computed`` can be loaded, and whether vLLM must wait for them.
+
+        None: ask again, the lookup or the play is not over.
+        """
         self.arrived(request)
         lookup = self._lookups.get(request.request_id)
         if lookup is None:
             return 0, False
         if lookup.handle is not None and not self._settle(lookup, lookup.handle):
             return None, False
-        if lookup.last <= computed or computed % self._model.block:
+        if computed % self._model.block or lookup.found is None:
             return 0, False
-        return lookup.last - computed, True
+        if self._promises is None:
+            return max(0, lookup.last - computed), lookup.last > computed
+        return self._promised(self._promises, request.request_id, lookup, lookup.found, computed), False
 
     def allocated(self, request: Any, blocks: Sequence[int], external: int) -> None:
-        """Begin a load: vLLM has allocated blocks for the matched tokens."""
-        lookup = self._lookups.get(request.request_id)
-        if lookup is None or lookup.found is None or external <= 0:
+        """Begin a load, or copy what was played: vLLM has allocated blocks for the matched tokens."""
+        name, size = request.request_id, self._model.block
+        lookup = self._lookups.get(name)
+        if lookup is None:
             return
-        size, last = self._model.block, lookup.last
-        first = last - external
-        catalog = lookup.found.catalog
-        catalog = catalog.prefix(catalog.spec.groups(last))
-        self._loading.add(request.request_id)
-        left_s = lookup.deadline_s - (time.monotonic() - lookup.began_s)
-        self._pending.loads.append(
-            LoadRequest(
-                request=request.request_id,
-                found=Found(catalog, lookup.found.sha256),
-                first=first,
-                last=last,
-                blocks=tuple(blocks[first // size : last // size]),
-                behind=len(lookup.tokens) - last,
-                deadline_s=max(left_s, _MIN_PLAY_SHARE * lookup.deadline_s),
-                tokens=() if self._model.shard is self._model.spec else lookup.tokens[: catalog.tokens],
-                salt=lookup.salt,
-            )
-        )
-        lookup.found, lookup.last, lookup.tokens = None, 0, ()
+        if self._promises is not None:
+            used = self._promises.use(name, external)
+            if used is not None:
+                play, first = used
+                taken = tuple(blocks[first // size : (first + external) // size])
+                self._pending.copies.append(CopyRequest(play, first, taken))
+        elif lookup.found is not None and external > 0:
+            first, last = lookup.last - external, lookup.last
+            self._loading.add(name)
+            taken = tuple(blocks[first // size : last // size])
+            left_s = max(lookup.due_s - time.monotonic(), _MIN_PLAY_SHARE * lookup.deadline_s)
+            self._pending.loads.append(self._load(next(self._numbers), name, lookup, first, last, taken, left_s))
+        lookup.over()
 
     def step(self, scheduled: int) -> Step:
         """Return the requests to the workers with the next step, which computes ``scheduled`` tokens."""
         step, self._pending = self._pending, Step()
         step.scheduled = scheduled
+        step.asking = any(lookup.handle is not None for lookup in self._lookups.values())
+        if self._promises is not None:
+            now = time.monotonic()
+            begun, step.dropped, unplayed = self._promises.take()
+            if unplayed:
+                self.counts.add("lookups_unplayed", unplayed)
+            for play in begun:
+                lookup, left_s = self._lookups[play.request], max(_MIN_LEFT_S, play.due_s - now)
+                step.loads.append(self._load(play.play, play.request, lookup, play.first, play.last, None, left_s))
         return step
+
+    def placed(self, play: int, end: int) -> None:
+        """Note that one worker's play has ended, with all tokens before ``end`` in place."""
+        if self._promises is not None:
+            self._promises.report(play, end)
 
     def received(self, requests: set[str]) -> None:
         """Note loads that have ended."""
@@ -124,6 +161,8 @@ class SchedulerHalf:
         lookup = self._lookups.pop(name, None)
         if lookup is not None and lookup.handle is not None:
             lookup.handle.cancel()
+        if self._promises is not None:
+            self._promises.drop(name)
         # vLLM frees the blocks of a load that never reached the worker by itself.
         if name in self._loading or not self._produces or _params(request).get("publish", True) is False:
             return False
@@ -142,9 +181,42 @@ class SchedulerHalf:
         )
         return True
 
+    def _promised(self, promises: Promises, request: str, lookup: _Lookup, found: Found, computed: int) -> int | None:
+        """Return how many tokens are promised of a request whose lookup is over; None: ask again."""
+        now = time.monotonic()
+        token_bytes = found.catalog.spec.elements_per_token * self._model.dtype.itemsize
+        return promises.ask(request, computed, lookup.last, token_bytes=token_bytes, due_s=lookup.due_s, now=now)
+
+    def _load(
+        self,
+        play: int,
+        request: str,
+        lookup: _Lookup,
+        first: int,
+        last: int,
+        blocks: tuple[int, ...] | None,
+        left_s: float,
+    ) -> LoadRequest:
+        found = lookup.found
+        assert found is not None  # noqa: S101  # nothing is loaded that was not found
+        catalog = found.catalog.prefix(found.catalog.spec.groups(last))
+        return LoadRequest(
+            play=play,
+            request=request,
+            found=Found(catalog, found.sha256),
+            first=first,
+            last=last,
+            blocks=blocks,
+            behind=len(lookup.tokens) - last,
+            deadline_s=left_s,
+            tokens=() if self._model.shard is self._model.spec else lookup.tokens[: catalog.tokens],
+            salt=lookup.salt,
+        )
+
     def _ask(self, request: Any) -> _Lookup:
         lookup = _Lookup(self._deadline_of(request), time.monotonic())
-        if _params(request).get("play", True) is False:
+        # vLLM does not use the cache of a request that wants the log-probabilities of its prompt.
+        if _params(request).get("play", True) is False or getattr(request, "skip_reading_prefix_cache", False):
             return lookup
         if (why := _unfit(request)) is not None:
             self.counts.add("lookups_unfit")
@@ -188,6 +260,8 @@ class SchedulerHalf:
                 lookup.found = found
                 # vLLM must compute at least one token.
                 lookup.last = whole_blocks(min(found.catalog.tokens, len(lookup.tokens) - 1), self._model.block)
+                least_s = time.monotonic() + _MIN_PLAY_SHARE * lookup.deadline_s
+                lookup.due_s = max(lookup.began_s + lookup.deadline_s, least_s)
         return True
 
     def _pause(self, lookup: _Lookup, why: str) -> None:

@@ -1,8 +1,11 @@
-"""The connector's half in a worker of vLLM: it plays into the engine's blocks, and publishes from them.
+"""The connector's half in a worker of vLLM: it plays caches into the engine's blocks, and publishes from them.
 
-The engine's thread only begins plays and collects those that have ended. Plays run on the client's event loop, copies
-to and from the engine's blocks in a thread of their own. That is safe: vLLM keeps the blocks of a request, aborted or
-not, until it is told that the load or the publication has ended.
+Plays run on the client's event loop. A play into host memory is reported when it ends, and the scheduler then promises
+vLLM what all workers have in place. vLLM allocates blocks for it, and the engine's thread copies it there before the
+same step computes.
+
+A play into blocks ("promise-first"), and a publication, are copied in a thread of their own. That is safe: vLLM keeps
+the blocks of a request, aborted or not, until it is told that the load or the publication has ended.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,7 +29,7 @@ from kvabr.client.options import PlayOptions
 from kvabr.client.result import PlayedPrefix
 from kvabr.engines.layouts import BlockLayout, PagedBlocks, whole_blocks
 from kvabr.engines.vllm.config import ServedModel, VllmSettings
-from kvabr.engines.vllm.plays import LoadRequest, PublishRequest, Step, find_cache
+from kvabr.engines.vllm.plays import CopyRequest, LoadRequest, PublishRequest, Step, find_cache
 from kvabr.engines.vllm.stats import ConnectorCounts
 from kvabr.publish.publisher import Publisher, PublishOutcome, Slot
 from kvabr.types.cost import PrefillCost
@@ -34,8 +38,9 @@ from kvabr.types.naming import chain
 
 _log = logging.getLogger("vllm.kvabr")
 
-_NAP_S = 0.005
-"""Seconds that a step without computation waits for a load: vLLM would poll, and occupy a core that decoding needs."""
+_NAP_S, _SHORT_NAP_S = 0.01, 0.002
+"""Seconds that a step without computation waits for plays and publications: vLLM would poll, and occupy a core that
+decoding needs. The end of a lookup is noticed by polling only."""
 _MIN_TIMED_TOKENS = 64
 """Tokens that a step must compute for its time to count as that of a prefill."""
 _DEFAULT_RATE = 1000.0
@@ -44,6 +49,16 @@ _HUNG_S, _HUNG_DEADLINES = 5.0, 2.0
 """Seconds plus deadlines after which a play that does not end is cancelled: no request may wait forever."""
 _EXACT = ("FP16", "BF16")
 """Tracks that are exact, so that what the engine computes behind them is exact too."""
+
+
+@dataclass(slots=True)
+class _Playing:
+    """A play, from its beginning until it is in the engine's blocks or dropped."""
+
+    load: LoadRequest
+    handle: Handle[PlayedPrefix]
+    prefix: PlayedPrefix | None = None
+    """What it brought into host memory; None: nothing yet, or nothing of use."""
 
 
 class WorkerHalf:
@@ -66,9 +81,12 @@ class WorkerHalf:
         self._received: set[str] = set()
         self._sent: set[str] = set()
         self._failed: set[int] = set()
-        self._plays: dict[str, Handle[PlayedPrefix]] = {}
+        self._plays: dict[int, _Playing] = {}
+        self._placed: list[tuple[int, int]] = []
+        """Plays into host memory that have ended, and the token after the last in place."""
+        self._copies: list[CopyRequest] = []
         self._began_s: float | None = None
-        self._scheduled = 0
+        self._scheduled, self._nap_s = 0, _NAP_S
         self._rate = 0.0
         self._lossy: OrderedDict[str, None] = OrderedDict()
         """Digests of lossy groups that may be in vLLM's prefix cache: what is computed behind them is not exact."""
@@ -95,13 +113,24 @@ class WorkerHalf:
     def begin(self, step: Step) -> None:
         """Begin a step."""
         self._began_s, self._scheduled = time.perf_counter(), step.scheduled
+        self._nap_s = _SHORT_NAP_S if step.asking else _NAP_S
         if self._stream is not None and (step.loads or step.publications):
             self._fence = torch.cuda.current_stream(self._layers[0].device).record_event()
-        playing = len(step.loads) + sum(not play.done() for play in self._plays.values())
+        for number in step.dropped:
+            self._drop(number)
+        self._copies = step.copies
+        with self._news:
+            playing = len(step.loads) + sum(not play.handle.done() for play in self._plays.values())
         for load in step.loads:
             self._play(load, playing)
         for publication in step.publications:
             self._publish(publication)
+
+    def copy(self) -> None:
+        """Copy what was promised into the engine's blocks; called before the step computes, on the engine's thread."""
+        for copy in self._copies:
+            self._copy(copy)
+            self._began_s = None  # this step's time is not that of a prefill
 
     def computed(self) -> None:
         """End the computation of a step."""
@@ -111,20 +140,26 @@ class WorkerHalf:
         self._began_s = None
 
     def collect(self, finished: Iterable[str]) -> tuple[set[str], set[str]]:
-        """Return the requests whose publications, and whose loads, have ended; cancel plays of ``finished`` ones."""
-        for request in finished:
-            play = self._plays.get(request)
-            if play is not None and not play.done():
-                self.counts.add("plays_aborted")
-                play.cancel()
+        """Return the requests whose publications, and whose loads, have ended; cancel loads of ``finished`` ones."""
+        gone = set(finished)
         with self._news:
-            if not self._scheduled and not self._received and not self._sent:
-                self._news.wait(_NAP_S)
+            loads = [play for play in self._plays.values() if play.load.blocks is not None]
+        for play in loads:
+            if play.load.request in gone and not play.handle.done():
+                self.counts.add("plays_aborted")
+                play.handle.cancel()
+        with self._news:
+            if not self._scheduled and not self._received and not self._sent and not self._placed:
+                self._news.wait(self._nap_s)
             sent, self._sent = self._sent, set()
             received, self._received = self._received, set()
-        for request in received:
-            self._plays.pop(request, None)
         return sent, received
+
+    def placed(self) -> list[tuple[int, int]]:
+        """Return, once, the plays into host memory that have ended, and the token after the last in place."""
+        with self._news:
+            placed, self._placed = self._placed, []
+        return placed
 
     def failed_blocks(self) -> set[int]:
         """Return, once, the blocks that collected loads did not fill."""
@@ -134,8 +169,10 @@ class WorkerHalf:
 
     def close(self) -> None:
         """Cancel all plays, and publish what waits."""
-        for play in list(self._plays.values()):
-            play.cancel()
+        with self._news:
+            plays, self._plays = list(self._plays.values()), {}
+        for play in plays:
+            play.handle.cancel()
         self._copier.shutdown(wait=True)
         if self._publisher is not None:
             self._publisher.close()
@@ -146,7 +183,9 @@ class WorkerHalf:
         assert self._client is not None  # noqa: S101  # loads come from a scheduler with a client
         self.counts.add("plays")
         began_s = time.monotonic()
-        play = self._plays[load.request] = self._client.begin(lambda client: self._prefix(client, load, playing))
+        play = self._client.begin(lambda client: self._prefix(client, load, playing))
+        with self._news:
+            self._plays[load.play] = _Playing(load, play)
         play.when_done(lambda ended: self._ended(load, ended, began_s))
 
     async def _prefix(self, client: AsyncClient, load: LoadRequest, playing: int) -> PlayedPrefix:
@@ -183,42 +222,111 @@ class WorkerHalf:
         return PrefillCost.from_rate((rate or _DEFAULT_RATE) / playing)
 
     def _ended(self, load: LoadRequest, play: Handle[PlayedPrefix], began_s: float) -> None:
-        """Hand a play that has ended to the copying thread; called on the event loop's thread."""
+        """Note a play that has ended, or hand it to the copying thread; called on the event loop's thread."""
         self.counts.play(time.monotonic() - began_s)
+        if load.blocks is None:
+            self._hold(load, play)
+            return
         with contextlib.suppress(RuntimeError):  # closed: nothing asks for it any more
-            self._copier.submit(self._place, load, play)
+            self._copier.submit(self._place, load, play, load.blocks)
 
-    def _place(self, load: LoadRequest, play: Handle[PlayedPrefix]) -> None:
-        """Copy the KV of a play into the engine's blocks; called on the copying thread."""
-        good = load.first
+    def _brought(self, load: LoadRequest, play: Handle[PlayedPrefix]) -> tuple[PlayedPrefix | None, int]:
+        """Return what a play has brought, and the token after the last that is in place and in whole blocks."""
         try:
             prefix = play.result(0.0)
-            for name in ("bytes_fetched", "bytes_wasted", "loss"):
-                self.counts.add(name, getattr(prefix, name))
-            end = whole_blocks(min(load.last, prefix.first + prefix.tokens), self._model.block)
-            if end > good:
-                self._write(load, prefix, end)
-                good = end
         except PlayError as error:
             _log.info("kvabr: %s: %s", load.request, error)
         except Exception as error:  # noqa: BLE001  # the request must go on
-            self.counts.add("plays_failed")
-            unexpected = not isinstance(error, KvabrError)
-            _log.warning("kvabr: a play failed (%s); the request is computed", error, exc_info=unexpected)
-        self.counts.add("tokens_loaded", good - load.first)
-        if good < load.last:
-            self.counts.add("plays_cut")
-            self.counts.add("tokens_missed", load.last - good)
-        self._over(load, good)
+            self._failure(error)
+        else:
+            for name in ("bytes_fetched", "bytes_wasted", "loss"):
+                self.counts.add(name, getattr(prefix, name))
+            return prefix, max(
+                load.first, whole_blocks(min(load.last, prefix.first + prefix.tokens), self._model.block)
+            )
+        return None, load.first
 
-    def _write(self, load: LoadRequest, prefix: PlayedPrefix, good: int) -> None:
+    def _failure(self, error: Exception) -> None:
+        self.counts.add("plays_failed")
+        unexpected = not isinstance(error, KvabrError)
+        _log.warning("kvabr: a play failed (%s); the request is computed", error, exc_info=unexpected)
+
+    def _missed(self, load: LoadRequest, end: int) -> None:
+        if end < load.last:
+            self.counts.add("plays_cut")
+            self.counts.add("tokens_missed", load.last - end)
+
+    # ------------------------------------------------------ into host memory
+
+    def _hold(self, load: LoadRequest, play: Handle[PlayedPrefix]) -> None:
+        """Keep what a play has brought, and report it; called on the event loop's thread."""
+        prefix, end = self._brought(load, play)
+        with self._news:
+            playing = self._plays.get(load.play)
+            if playing is not None:
+                playing.prefix = prefix if end > load.first else None
+                self._placed.append((load.play, end))
+                self._news.notify_all()
+        if playing is not None:
+            self._missed(load, end)
+
+    def _drop(self, number: int) -> None:
+        """Cancel a play into host memory, or forget what it brought."""
+        with self._news:
+            playing = self._plays.pop(number, None)
+        if playing is None:
+            return
+        if playing.prefix is not None:
+            self.counts.add("plays_unused")
+        elif not playing.handle.done():
+            self.counts.add("plays_aborted")
+            playing.handle.cancel()
+
+    def _copy(self, copy: CopyRequest) -> None:
+        """Copy from host memory into blocks, on the engine's thread and CUDA stream."""
+        with self._news:
+            playing = self._plays.pop(copy.play, None)
+        try:
+            if playing is None or playing.prefix is None:
+                raise PlayError(f"play {copy.play} is not in host memory")  # noqa: TRY301  # told with all others
+            self._write(playing.load, playing.prefix, copy.first, copy.blocks)
+        except Exception as error:  # noqa: BLE001  # never a hole: vLLM computes these blocks, or fails the request
+            self._failure(error)
+            with self._news:
+                self._failed.update(copy.blocks)
+        else:
+            self.counts.add("tokens_loaded", len(copy.blocks) * self._model.block)
+
+    # ----------------------------------------------------------- into blocks
+
+    def _place(self, load: LoadRequest, play: Handle[PlayedPrefix], blocks: tuple[int, ...]) -> None:
+        """Copy the KV of a play into the engine's blocks; called on the copying thread."""
+        prefix, end = self._brought(load, play)
+        count = (end - load.first) // self._model.block
+        if prefix is not None:
+            try:
+                if count:
+                    with self._apart():
+                        self._write(load, prefix, load.first, blocks[:count])
+            except Exception as error:  # noqa: BLE001  # the request must go on
+                self._failure(error)
+                count, end = 0, load.first
+        self.counts.add("tokens_loaded", end - load.first)
+        self._missed(load, end)
+        with self._news:
+            self._plays.pop(load.play, None)
+            self._failed.update(blocks[count:])
+            self._received.add(load.request)
+            self._news.notify_all()
+
+    def _write(self, load: LoadRequest, prefix: PlayedPrefix, first: int, blocks: tuple[int, ...]) -> None:
+        """Copy the KV from token ``first`` on into blocks."""
         began_s = time.thread_time()
-        count = (good - load.first) // self._model.block
-        kv = prefix.kv[:, :, :, load.first - prefix.first : good - prefix.first]
+        begin = first - prefix.first
+        kv = prefix.kv[:, :, :, begin : begin + len(blocks) * self._model.block]
         if kv.shape[2] != len(self._model.heads):
             kv = kv[:, :, self._model.heads.start : self._model.heads.stop]
-        with self._apart():
-            PagedBlocks(self._layers, load.blocks[:count], self._layout).write(kv)
+        PagedBlocks(self._layers, blocks, self._layout).write(kv)
         group = prefix.first // load.found.catalog.spec.group_tokens
         chunks = self._chunks(load)[group:]
         for chunk, track in zip(chunks, prefix.coverage, strict=False):
@@ -238,11 +346,7 @@ class WorkerHalf:
             load.tokens, model=mine.model, tokenizer=mine.tokenizer, group_tokens=mine.group_tokens, salt=load.salt
         )
 
-    def _over(self, load: LoadRequest, good: int) -> None:
-        with self._news:
-            self._failed.update(load.blocks[(good - load.first) // self._model.block :])
-            self._received.add(load.request)
-            self._news.notify_all()
+    # ----------------------------------------------------------- publishing
 
     def _publish(self, publication: PublishRequest) -> None:
         """Begin to publish, or give the blocks back at once."""

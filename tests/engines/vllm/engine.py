@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import time
-from pathlib import Path
+from pydoc_data.topics import topics
 
-TEXT = Path(__file__).resolve().parents[3] / "README.md"
+TEXT = "\n".join(topics.values())[:40_000]
+"""Python's own help, which every Python has."""
 
 ENVIRONMENT = {
     # Scheduler and worker in this process, so that a test can look at them.
@@ -52,6 +53,16 @@ class RealEngine:
             self.half = self.scheduler.connector._scheduler
             self.client = self.scheduler.connector._client
 
+    def use(self, mode):
+        """Play in this mode from now on, as an engine would that was started with it."""
+        from kvabr.engines.vllm.scheduler import SchedulerHalf
+
+        self.settle()
+        old = self.half
+        settings = old._settings.model_copy(update={"mode": mode})
+        self.half = SchedulerHalf(settings, old._model, self.client, produces=old._produces)
+        self.scheduler.connector._scheduler = self.half
+
     def tokens(self, text):
         return self.llm.get_tokenizer().encode(text)
 
@@ -94,6 +105,7 @@ class RealEngine:
 
 def prompts_of(tokens, families=4, each=4, shared=384, most=700):
     """Prompts in families that share a prefix; each goes on with another part of the text, and has another length."""
+    assert len(tokens) >= families * shared + 97 * families * each + most
     out = []
     for family in range(families):
         prefix = tokens[family * shared : (family + 1) * shared]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import pickle
 import time
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -12,10 +15,11 @@ import torch
 from kvabr.data import default_catalog
 from kvabr.engines.layouts import BlockLayout, PagedBlocks
 from kvabr.engines.vllm.config import ServedModel, VllmSettings
-from kvabr.engines.vllm.plays import Step, leave_client, take_client
+from kvabr.engines.vllm.plays import CopyRequest, Step, leave_client, take_client
 from kvabr.engines.vllm.scheduler import SchedulerHalf
 from kvabr.engines.vllm.worker import WorkerHalf
 from kvabr.publish.publisher import Publisher, with_heads
+from kvabr.types.errors import PlayError
 from kvabr.types.naming import chain
 from tests.client.served import LIMIT_S, Served
 from tests.toymodel import SPEC, ToyModel, prompt, toy_asset
@@ -23,6 +27,7 @@ from tests.toymodel import SPEC, ToyModel, prompt, toy_asset
 pytestmark = pytest.mark.process
 
 BLOCK = 8
+MODES = ["play-first", "promise-first"]
 TOKENS = list(prompt(70).tokens)
 
 
@@ -63,31 +68,48 @@ class Bench:
         self.caches = [torch.full((40, len(heads), BLOCK, 2 * SPEC.head_dim), float("nan")) for _ in range(SPEC.layers)]
         self.worker.register(dict(enumerate(self.caches)), BlockLayout.TRANSPOSED)
 
+    @property
+    def promises_first(self):
+        return self.options.mode == "promise-first"
+
     def matched(self, asked, computed=0):
+        """The answer to vLLM, after as many steps as it takes."""
         end_s = time.monotonic() + LIMIT_S
         while (answer := self.scheduler.matched(asked, computed))[0] is None:
+            assert self.step() == (set(), set(), set())
             assert time.monotonic() < end_s
         return answer
 
+    def step(self, gone=()):
+        """A step without computation: (published or given up, loaded, failed blocks)."""
+        self.worker.begin(self.scheduler.step(0))
+        self.worker.copy()
+        self.worker.computed()
+        sent, received = self.worker.collect(gone)
+        for play, end in self.worker.placed():
+            self.scheduler.placed(play, end)
+        self.scheduler.received(received)
+        return sent, received, self.worker.failed_blocks()
+
     def steps(self):
-        """Steps until something has ended: (published or given up, loaded, failed blocks)."""
+        """Steps until something has ended."""
         end_s = time.monotonic() + LIMIT_S
-        gone = set()
-        while True:
-            self.worker.begin(self.scheduler.step(0))
-            self.worker.computed()
-            sent, received = self.worker.collect(gone)
-            failed = self.worker.failed_blocks()
-            if sent or received:
-                self.scheduler.received(received)
-                return sent, received, failed
+        while not any(ended := self.step()):
             assert time.monotonic() < end_s
+        return ended
 
     def load(self, asked, computed=0, blocks=range(20)):
+        """Tokens that were promised, the blocks that were not filled, and whether vLLM had to wait."""
         count, waits = self.matched(asked, computed)
-        assert waits
+        assert waits == self.promises_first
         self.scheduler.allocated(asked, list(blocks), count)
-        return count, self.steps()
+        if not self.promises_first:
+            ended = self.step()
+            assert ended == (set(), set(), set())  # in one step, and nothing fails
+            return count, set()
+        _, received, failed = self.steps()
+        assert received == {asked.request_id}
+        return count, failed
 
     def blocks(self, numbers):
         heads = self.caches[0].shape[1]
@@ -114,9 +136,14 @@ def served(assets, tmp_path_factory):
     served.close()
 
 
+@pytest.fixture(params=MODES)
+def mode(request):
+    return request.param
+
+
 @pytest.fixture
-def bench(served):
-    bench = Bench(served)
+def bench(served, mode):
+    bench = Bench(served, mode=mode)
     yield bench
     bench.close()
 
@@ -131,9 +158,8 @@ def near(kv, wanted):
 
 def test_a_hit_is_played_into_blocks(bench):
     numbers = [30, 2, 17, 5, 9, 11, 0, 4, 25]
-    count, (_, received, failed) = bench.load(request(), blocks=numbers)
+    count, failed = bench.load(request(), blocks=numbers)
     assert count == 64  # whole blocks, and one token at least is left to compute
-    assert received == {"r"}
     assert not failed
     assert near(bench.blocks(numbers[:8]), exact(0, 64))
     counted = bench.worker.counts.take()
@@ -143,7 +169,7 @@ def test_a_hit_is_played_into_blocks(bench):
 
 def test_what_the_engine_has_is_left_alone(bench):
     numbers = list(range(10, 19))
-    count, (_, _, failed) = bench.load(request(), computed=24, blocks=numbers)
+    count, failed = bench.load(request(), computed=24, blocks=numbers)
     assert count == 40
     assert not failed
     assert near(bench.blocks(numbers[3:8]), exact(24, 64))
@@ -156,8 +182,8 @@ def test_a_request_is_answered_with_a_hit_once(bench):
     assert bench.scheduler.matched(asked, 0) == (0, False)  # vLLM asks again after a failure, and would for ever
 
 
-def test_a_rank_takes_its_own_heads(served):
-    bench = Bench(served, heads=range(1, 2))
+def test_a_rank_takes_its_own_heads(served, mode):
+    bench = Bench(served, heads=range(1, 2), mode=mode)
     try:
         bench.load(request())
         assert near(bench.blocks(list(range(8))), exact(0, 64)[:, :, 1:2])
@@ -165,24 +191,43 @@ def test_a_rank_takes_its_own_heads(served):
         bench.close()
 
 
-def test_ranks_fetch_their_own_heads_where_they_are_published_so(tmp_path):
+def test_ranks_fetch_their_own_heads_where_they_are_published_so(tmp_path, mode):
     kv = ToyModel().prefill(TOKENS)
     for heads in (range(1), range(1, 2)):
         made = Publisher(tmp_path / "assets", with_heads(SPEC, heads), prior=default_catalog(), tracks=["FP16"])
         made.reserve(TOKENS).fill(kv[:, :, heads.start : heads.stop], lambda _: None)
         made.close()
     served = Served(tmp_path / "assets", tmp_path)
-    first, second = Bench(served, heads=range(1)), Bench(served, heads=range(1, 2))
+    first, second = (Bench(served, heads=heads, mode=mode) for heads in (range(1), range(1, 2)))
     try:
         first.load(request())
         assert near(first.blocks(list(range(8))), exact(0, 64)[:, :, :1])
         # vLLM has one scheduler, which looks up for its own rank, and tells all ranks what it found.
-        asked = request("both")
-        count, _ = first.matched(asked)
-        first.scheduler.allocated(asked, list(range(20)), count)
-        step = first.scheduler.step(0)
-        second.worker.begin(step)
-        assert second.steps() == (set(), {"both"}, set())
+        asked, numbers = request("both"), list(range(20))
+        if mode == "promise-first":
+            count, _ = first.matched(asked)
+            first.scheduler.allocated(asked, numbers, count)
+            second.worker.begin(first.scheduler.step(0))
+            assert second.steps() == (set(), {"both"}, set())
+        else:
+            first.scheduler._promises._ranks = 2
+            end_s = time.monotonic() + LIMIT_S
+            placed = []
+            while (count := first.scheduler.matched(asked, 0)[0]) is None:
+                step = first.scheduler.step(0)
+                for bench in (first, second):
+                    bench.worker.begin(step)
+                    bench.worker.collect(())
+                    placed += bench.worker.placed()
+                if len(placed) == 2:  # as vLLM adds up what all workers report
+                    for play, end in placed:
+                        first.scheduler.placed(play, end)
+                assert time.monotonic() < end_s
+            first.scheduler.allocated(asked, numbers, count)
+            step = first.scheduler.step(0)
+            for bench in (first, second):
+                bench.worker.begin(step)
+                bench.worker.copy()
         assert near(second.blocks(list(range(8))), exact(0, 64)[:, :, 1:2])
         assert second.worker.counts.take()["bytes_fetched"] < 1.1 * kv[:, :, :1].numel() * 2
     finally:
@@ -192,7 +237,7 @@ def test_ranks_fetch_their_own_heads_where_they_are_published_so(tmp_path):
 
 
 @pytest.mark.parametrize("group", [0, 2])
-def test_blocks_behind_a_lost_group_are_reported(tmp_path, group):
+def test_what_is_behind_a_lost_group_is_computed(tmp_path, group, mode):
     toy_asset(tmp_path / "assets" / "one", ("FP16",))
     frame = tmp_path / "assets" / "one" / "groups" / "FP16" / f"{group:05d}.kvg"
     data = bytearray(frame.read_bytes())
@@ -201,10 +246,11 @@ def test_blocks_behind_a_lost_group_are_reported(tmp_path, group):
     served = Served(tmp_path / "assets", tmp_path)
     try:
         for deadline_s in (4.0, 16.0, 64.0, 256.0):  # a loaded machine may not have all groups before it by the first
-            bench = Bench(served, deadline_s=deadline_s)
+            bench = Bench(served, deadline_s=deadline_s, mode=mode)
             try:
-                _, (_, received, failed) = bench.load(request())
-                assert received == {"r"}
+                count, failed = bench.load(request())
+                if mode == "play-first":
+                    failed = set(range(count // BLOCK, 8))
                 assert failed >= set(range(2 * group, 8))
                 assert bench.worker.counts.take()["plays_cut"] == 1
                 if len(failed) > 8 - 2 * group:
@@ -285,8 +331,8 @@ def test_an_origin_that_is_gone_costs_one_request_its_lookup(tmp_path):
         served.close()
 
 
-def test_an_aborted_request_ends_its_play(served):
-    bench = Bench(served)
+def test_an_aborted_load_ends_its_play(served):
+    bench = Bench(served, mode="promise-first")
     try:
         asked = request()
         count, _ = bench.matched(asked)
@@ -302,6 +348,116 @@ def test_an_aborted_request_ends_its_play(served):
             assert time.monotonic() < end_s
         assert received == {"r"}
         assert bench.worker._plays == {}
+    finally:
+        bench.close()
+
+
+def test_an_aborted_request_that_waits_ends_its_play(served):
+    bench = Bench(served)
+    try:
+        asked = request()
+        while not bench.worker._plays:
+            assert bench.scheduler.matched(asked, 0) == (None, False)
+            bench.worker.begin(bench.scheduler.step(0))
+        (playing,) = bench.worker._plays.values()
+        assert not bench.scheduler.finished(asked, [])
+        assert bench.scheduler._promises.held_bytes == 0
+        bench.step()
+        assert bench.worker._plays == {}
+        with contextlib.suppress(PlayError):
+            playing.handle.result(LIMIT_S)
+        assert bench.worker.placed() == []
+        counted = bench.worker.counts.take()
+        assert counted.get("plays_aborted", 0) + counted.get("plays_unused", 0) == 1
+    finally:
+        bench.close()
+
+
+def test_a_cache_in_place_whose_request_is_aborted_is_dropped(served):
+    bench = Bench(served)
+    try:
+        asked = request()
+        assert bench.matched(asked) == (64, False)
+        assert bench.matched(asked) == (64, False)  # vLLM had no blocks for it
+        assert not bench.scheduler.finished(asked, [])
+        bench.step()
+        assert bench.worker._plays == {}
+        assert bench.worker.counts.take()["plays_unused"] == 1
+    finally:
+        bench.close()
+
+
+def test_what_vllm_has_changes_while_it_plays(served):
+    bench = Bench(served)
+    try:
+        asked, numbers = request(), list(range(10, 30))
+        assert bench.matched(asked, 24) == (40, False)
+        assert bench.matched(asked, 40) == (24, False)  # more
+        assert bench.matched(asked, 8) == (56, False)  # less: played again
+        assert bench.worker.counts.take()["plays_unused"] == 1
+        bench.scheduler.allocated(asked, numbers, 56)
+        bench.step()
+        assert near(bench.blocks(numbers[1:8]), exact(8, 64))
+        assert bool(bench.caches[0][numbers[:1]].isnan().all())
+        assert bench.scheduler.matched(asked, 0) == (0, False)  # preempted, and asked about again
+        assert bench.scheduler._promises.held_bytes == 0
+    finally:
+        bench.close()
+
+
+@pytest.mark.parametrize("ends", ["used", "aborted"])
+def test_host_memory_is_free_once_it_is_not_wanted(served, ends):
+    bench = Bench(served)
+    try:
+        asked = request()
+        count, _ = bench.matched(asked)
+        (playing,) = bench.worker._plays.values()
+        kv = weakref.ref(playing.prefix.kv)
+        del playing
+        if ends == "used":
+            bench.scheduler.allocated(asked, list(range(20)), count)
+        else:
+            bench.scheduler.finished(asked, [])
+        bench.step()
+        gc.collect()
+        assert kv() is None
+    finally:
+        bench.close()
+
+
+def test_requests_without_room_in_host_memory_wait_or_are_computed(served):
+    bench = Bench(served)
+    try:
+        one = 64 * SPEC.elements_per_token * 4
+        bench.scheduler._promises._max_bytes = one + 1
+        assert bench.matched(request("a")) == (64, False)
+        b, c = request("b"), request("c")
+        for asked in (b, c):
+            bench.scheduler.arrived(asked)
+            bench.scheduler._lookups[asked.request_id].handle.result(LIMIT_S)
+            assert bench.scheduler.matched(asked, 0) == (None, False)
+            bench.step()
+        assert len(bench.worker._plays) == 1
+        bench.scheduler._lookups["b"].due_s = time.monotonic()
+        assert bench.scheduler.matched(b, 0) == (0, False)
+        bench.step()
+        assert bench.scheduler.counts.take()["lookups_unplayed"] == 1
+        assert bench.scheduler.matched(c, 0) == (None, False)
+        bench.scheduler.allocated(request("a"), list(range(20)), 64)
+        assert bench.matched(c) == (64, False)
+    finally:
+        bench.close()
+
+
+def test_a_copy_that_fails_is_not_used(served):
+    bench = Bench(served)
+    try:
+        asked = request()
+        count, _ = bench.matched(asked)
+        bench.scheduler.allocated(asked, list(range(20)), count)
+        bench.worker._layers = []
+        assert bench.step() == (set(), set(), set(range(8)))
+        assert bench.worker.counts.take()["plays_failed"] == 1
     finally:
         bench.close()
 
@@ -329,8 +485,8 @@ def test_what_was_computed_is_published_and_played(served, assets):
 
 
 @pytest.mark.parametrize("heads", [None, range(1, 2)])
-def test_what_was_computed_behind_a_lossy_cache_is_not_published(served, tmp_path, heads):
-    bench = Bench(served, tmp_path / "out", heads=heads, policy="fixed:Int4")
+def test_what_was_computed_behind_a_lossy_cache_is_not_published(served, tmp_path, heads, mode):
+    bench = Bench(served, tmp_path / "out", heads=heads, policy="fixed:Int4", mode=mode)
     try:
         bench.load(request())
         assert bench.scheduler.finished(request(), list(range(20)))
@@ -344,9 +500,14 @@ def test_what_was_computed_behind_a_lossy_cache_is_not_published(served, tmp_pat
 
 def test_a_step_travels_between_processes(bench):
     asked = request()
-    count, _ = bench.matched(asked)
-    bench.scheduler.allocated(asked, list(range(20)), count)
+    bench.scheduler.arrived(asked)
+    assert bench.scheduler._lookups["r"].handle.result(LIMIT_S) is not None
+    count, _ = bench.scheduler.matched(asked, 0)
+    if bench.promises_first:
+        bench.scheduler.allocated(asked, list(range(20)), count)
     step = bench.scheduler.step(7)
+    assert step.loads
+    step.copies.append(CopyRequest(1, 0, (1, 2)))
     assert pickle.loads(pickle.dumps(step)) == step  # noqa: S301  # vLLM's own way between its processes
 
 
@@ -361,10 +522,13 @@ def test_a_request_cannot_keep_its_blocks_for_ever(bench, given):
 
 def test_what_cannot_begin_is_computed(bench):
     asked = request()
-    count, _ = bench.matched(asked)
-    bench.scheduler.allocated(asked, list(range(20)), count)
     bench.worker._settings = bench.options.model_copy(update={"prefill_rate": "fast"})  # not a number
-    assert bench.steps() == (set(), {"r"}, set(range(8)))
+    count, _ = bench.matched(asked)
+    if bench.promises_first:
+        bench.scheduler.allocated(asked, list(range(20)), count)
+        assert bench.steps() == (set(), {"r"}, set(range(8)))
+    else:
+        assert count == 0
     assert bench.worker.counts.take()["plays_failed"] == 1
 
 
@@ -372,7 +536,7 @@ def test_a_lookup_begins_when_a_request_comes(bench):
     asked = request()
     bench.scheduler.arrived(asked)
     assert bench.scheduler._lookups["r"].handle.result(LIMIT_S) is not None
-    assert bench.scheduler.matched(asked, 0) == (64, True)
+    assert bench.scheduler.matched(asked, 0) == ((64, True) if bench.promises_first else (None, False))
 
 
 def test_a_step_without_work_passes(bench):

@@ -1,0 +1,185 @@
+"""Plays that come before the promise: what each waiting request has in place, and what vLLM is promised of it.
+
+While a request waits, vLLM asks in every step how many tokens can be loaded. The answer is "ask again" until all
+workers have reported the end of the request's play, and then the number of tokens that every worker has in place. vLLM
+allocates blocks for exactly these, and they are copied before the same step computes. Nothing that was promised can
+fail.
+
+Meanwhile what vLLM has in its own prefix cache changes. If it is more, less is promised. If it is less than the play
+left out, the request is played again.
+
+Host memory is bounded, and so is the number of plays. A request that does not fit waits, before all that came later,
+and is computed if there is no room by its deadline. One that is larger than the bound is played when nothing else is
+held.
+
+Pure: no vLLM, no clock, no threads. Time comes in as ``now``, seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import count
+
+from kvabr.engines.layouts import whole_blocks
+
+_HUNG_S = 30.0
+"""Seconds after its deadline at which a play without a report is given up. A worker ends its plays long before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A play to begin."""
+
+    play: int
+    request: str
+    first: int
+    """First token that is wanted; vLLM has those before it."""
+    last: int
+    """Token after the last that is wanted."""
+    due_s: float
+
+
+@dataclass(slots=True)
+class _Held:
+    """A play and its memory."""
+
+    begun: Begun
+    bytes: int
+    ends: list[int] = field(default_factory=list)
+    """Token after the last in place, of each worker that has reported."""
+    promised: int = 0
+    """Token after the last that vLLM was promised."""
+
+
+class Promises:
+    """The plays of requests that wait, of one engine."""
+
+    def __init__(
+        self,
+        *,
+        ranks: int,
+        block: int,
+        group_tokens: int,
+        max_bytes: int,
+        max_plays: int,
+        numbers: Iterator[int] | None = None,
+    ) -> None:
+        """Start without plays.
+
+        Args:
+            ranks: workers that report the end of each play.
+            block: tokens in a block of the engine.
+            group_tokens: tokens in a group; a play begins and ends with a whole one.
+            max_bytes: host memory of all plays.
+            max_plays: plays under way at once.
+            numbers: of the plays to come; None: from 1.
+        """
+        self._ranks, self._block, self._group = ranks, block, group_tokens
+        self._max_bytes, self._max_plays = max_bytes, max_plays
+        self._numbers = numbers or count(1)
+        self._held: dict[str, _Held] = {}
+        self._requests: dict[int, str] = {}
+        self._queue: dict[str, None] = {}
+        """Requests that wait for memory, in order."""
+        self._begun: list[Begun] = []
+        self._dropped: list[int] = []
+        self._unplayed = 0
+
+    @property
+    def held_bytes(self) -> int:
+        """Host memory of all plays that were begun and neither used nor dropped."""
+        return sum(held.bytes for held in self._held.values())
+
+    def ask(self, request: str, computed: int, last: int, *, token_bytes: int, due_s: float, now: float) -> int | None:
+        """Return how many tokens behind the first ``computed`` are promised; None: ask again.
+
+        Args:
+            request: its id. It may be asked about again and again, with other numbers.
+            computed: tokens that vLLM has itself, whole blocks.
+            last: token after the last that the origin has.
+            token_bytes: host memory of one token's cache.
+            due_s: deadline of the play; nothing begins after it.
+            now: the time.
+        """
+        held = self._held.get(request)
+        if last <= computed:
+            self._queue.pop(request, None)
+            return 0
+        if held is None:
+            return self._begin(request, computed, last, token_bytes, due_s, now)
+        first = held.begun.first
+        if len(held.ends) < self._ranks:
+            if now < held.begun.due_s + _HUNG_S:
+                return None
+            held.ends = [first] * self._ranks
+        end = min(*held.ends, last)
+        if computed < first:  # vLLM has evicted tokens that the play left out
+            if end > first:
+                self.drop(request)
+                return self._begin(request, computed, last, token_bytes, due_s, now)
+            end = computed
+        held.promised = max(computed, whole_blocks(end, self._block))
+        return held.promised - computed
+
+    def report(self, play: int, end: int) -> None:
+        """Note that a worker's play has ended, with everything up to token ``end`` in place."""
+        request = self._requests.get(play)
+        if request is not None:
+            self._held[request].ends.append(end)
+
+    def use(self, request: str, external: int) -> tuple[int, int] | None:
+        """End the wait of a request: vLLM has scheduled it with ``external`` tokens of what was promised.
+
+        Return the play and the first token to copy from it; None if nothing is to be copied.
+        """
+        held = self._held.get(request)
+        if held is None or external <= 0:
+            self.drop(request)
+            return None
+        self._forget(request)
+        return held.begun.play, held.promised - external
+
+    def drop(self, request: str) -> None:
+        """Forget a request, and cancel its play."""
+        self._queue.pop(request, None)
+        held = self._held.get(request)
+        if held is None:
+            return
+        self._forget(request)
+        if held.begun in self._begun:
+            self._begun.remove(held.begun)
+        else:
+            self._dropped.append(held.begun.play)
+
+    def take(self) -> tuple[list[Begun], list[int], int]:
+        """Return what is new: the plays to begin, those to drop before, and how many requests found no room."""
+        news = self._begun, self._dropped, self._unplayed
+        self._begun, self._dropped, self._unplayed = [], [], 0
+        return news
+
+    def _begin(self, request: str, computed: int, last: int, token_bytes: int, due_s: float, now: float) -> int | None:
+        if now >= due_s:
+            self._unplayed += request in self._queue
+            self._queue.pop(request, None)
+            return 0
+        tokens = -(-last // self._group) * self._group - computed // self._group * self._group
+        size = tokens * token_bytes
+        self._queue.setdefault(request)
+        if request != next(iter(self._queue)) or not self._room(size):
+            return None
+        del self._queue[request]
+        begun = Begun(next(self._numbers), request, computed, last, due_s)
+        self._held[request] = _Held(begun, size)
+        self._requests[begun.play] = request
+        self._begun.append(begun)
+        return None
+
+    def _room(self, size: int) -> bool:
+        if sum(len(held.ends) < self._ranks for held in self._held.values()) >= self._max_plays:
+            return False
+        used = self.held_bytes
+        return not used or used + size <= self._max_bytes
+
+    def _forget(self, request: str) -> None:
+        del self._requests[self._held.pop(request).begun.play]

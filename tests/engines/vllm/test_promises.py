@@ -1,0 +1,223 @@
+"""What waiting requests have in place and are promised. Needs no vLLM, no network and no clock."""
+
+from __future__ import annotations
+
+import random
+
+from kvabr.engines.vllm.promises import Promises
+
+BLOCK, GROUP = 8, 16
+
+
+class Table:
+    """Promises of requests that all want 64 tokens by 10 s, one byte each."""
+
+    def __init__(self, *, ranks=1, max_bytes=1000, max_plays=99):
+        self.promises = Promises(ranks=ranks, block=BLOCK, group_tokens=GROUP, max_bytes=max_bytes, max_plays=max_plays)
+
+    def ask(self, request="a", computed=0, last=64, *, due_s=10.0, now=0.0, token_bytes=1):
+        return self.promises.ask(request, computed, last, token_bytes=token_bytes, due_s=due_s, now=now)
+
+    def begun(self):
+        return [(play.request, play.first, play.last) for play in self.promises.take()[0]]
+
+    def play(self, request="a", **more):
+        """Ask, begin, and return the play's number."""
+        assert self.ask(request, **more) is None
+        (play,) = self.promises.take()[0]
+        return play.play
+
+
+def test_a_request_waits_for_its_play_and_gets_what_is_in_place():
+    table = Table()
+    play = table.play()
+    assert table.ask() is None
+    assert table.begun() == []  # once
+    table.promises.report(play, 64)
+    assert table.ask() == 64
+    assert table.ask() == 64  # no blocks were free: vLLM asks again
+    assert table.promises.held_bytes == 64
+    assert table.promises.use("a", 64) == (play, 0)
+    assert table.promises.held_bytes == 0
+    assert table.promises.take() == ([], [], 0)
+
+
+def test_a_deadline_cuts_to_whole_blocks():
+    table = Table()
+    table.promises.report(table.play(), 30)
+    assert table.ask() == 24
+
+
+def test_nothing_in_place_is_no_promise():
+    table = Table()
+    play = table.play()
+    table.promises.report(play, 0)
+    assert table.ask() == 0
+    assert table.promises.use("a", 0) is None
+    assert table.promises.take() == ([], [play], 0)
+
+
+def test_the_worker_with_the_least_counts():
+    table = Table(ranks=3)
+    play = table.play()
+    for end in (64, 32):
+        table.promises.report(play, end)
+        assert table.ask() is None
+    table.promises.report(play, 48)
+    assert table.ask() == 32
+
+
+def test_vllm_has_more_by_now():
+    table = Table()
+    play = table.play(computed=16)
+    table.promises.report(play, 64)
+    assert table.ask(computed=40) == 24
+    assert table.promises.use("a", 24) == (play, 40)
+
+
+def test_vllm_has_all_of_it_by_now():
+    table = Table()
+    play = table.play()
+    assert table.ask(computed=64) == 0
+    assert table.promises.use("a", 0) is None
+    assert table.promises.take() == ([], [play], 0)
+    assert table.promises.held_bytes == 0
+
+
+def test_vllm_has_less_by_now_and_it_is_played_again():
+    table = Table()
+    first = table.play(computed=32)
+    table.promises.report(first, 64)
+    assert table.ask(computed=16) is None
+    begun, dropped, _ = table.promises.take()
+    assert dropped == [first]
+    assert [(play.first, play.last) for play in begun] == [(16, 64)]
+    table.promises.report(first, 64)  # too late, and of another play
+    assert table.ask(computed=16) is None
+    table.promises.report(begun[0].play, 64)
+    assert table.ask(computed=16) == 48
+
+
+def test_but_not_after_the_deadline():
+    table = Table()
+    table.promises.report(table.play(computed=32), 64)
+    assert table.ask(computed=16, now=10.0) == 0
+    assert table.promises.held_bytes == 0
+
+
+def test_a_play_that_brought_nothing_is_not_repeated():
+    table = Table()
+    table.promises.report(table.play(computed=32), 32)
+    assert table.ask(computed=16) == 0
+    assert table.begun() == []
+
+
+def test_a_request_that_ends_leaves_nothing():
+    table = Table()
+    assert table.ask("a") is None
+    table.promises.drop("a")  # before the workers heard of it
+    assert table.promises.take() == ([], [], 0)
+    play = table.play("b")
+    table.promises.drop("b")
+    assert table.promises.take() == ([], [play], 0)
+    table.promises.report(play, 64)
+    assert table.promises.held_bytes == 0
+
+
+def test_a_request_without_room_waits_before_those_behind_it():
+    table = Table(max_bytes=150)
+    first, second = table.play("a"), table.play("b")
+    assert table.ask("c") is None
+    assert table.ask("d", last=16) is None  # it would fit, but c was first
+    assert table.begun() == []
+    table.promises.report(first, 64)
+    assert table.promises.use("a", 64) is not None
+    assert table.ask("d", last=16) is None
+    assert table.ask("c") is None
+    assert table.ask("d", last=16) is None
+    assert table.begun() == [("c", 0, 64), ("d", 0, 16)]
+    table.promises.report(second, 64)
+    assert table.ask("b") == 64
+
+
+def test_plays_under_way_are_bounded_too():
+    table = Table(max_plays=1)
+    play = table.play("a")
+    assert table.ask("b") is None
+    assert table.begun() == []
+    table.promises.report(play, 64)
+    assert table.ask("b") is None
+    assert table.begun() == [("b", 0, 64)]
+
+
+def test_a_request_without_room_is_computed_at_its_deadline():
+    table = Table(max_bytes=100)
+    table.play("a")
+    assert table.ask("b", now=9.9) is None
+    assert table.ask("c", now=9.9, due_s=20.0) is None
+    assert table.ask("b", now=10.0) == 0
+    assert table.promises.take() == ([], [], 1)
+    assert table.ask("b", now=10.1) == 0
+    assert table.promises.take() == ([], [], 0)
+    table.promises.drop("a")
+    assert table.ask("c", now=10.1, due_s=20.0) is None  # nothing stands before it
+    assert table.begun() == [("c", 0, 64)]
+
+
+def test_a_cache_that_is_larger_than_the_bound_is_played_alone():
+    table = Table(max_bytes=100)
+    small = table.play("a", last=16)
+    assert table.ask("b", last=640) is None
+    assert table.begun() == []
+    table.promises.drop("a")
+    assert table.ask("b", last=640) is None
+    assert table.promises.take()[1] == [small]
+    assert table.promises.held_bytes == 640
+    assert table.ask("c", last=16) is None
+    assert table.begun() == []
+
+
+def test_a_worker_that_never_reports_is_not_waited_for():
+    table = Table(ranks=2)
+    play = table.play()
+    table.promises.report(play, 64)
+    assert table.ask(now=39.9) is None
+    assert table.ask(now=40.0) == 0
+    assert table.promises.use("a", 0) is None
+    assert table.promises.take() == ([], [play], 0)
+
+
+def test_whatever_happens_memory_is_bounded_and_nothing_is_left():
+    for seed in range(50):
+        rng = random.Random(seed)
+        table = Table(ranks=2, max_bytes=300)
+        promises, now, running, reports = table.promises, 0.0, {}, []
+        waiting = {f"r{n}": rng.randrange(1, 12) * 8 for n in range(40)}
+        due = {name: rng.uniform(1.0, 30.0) for name in waiting}
+        while waiting:
+            now += 0.1
+            for name, last in list(waiting.items()):
+                computed = rng.choice([0, 0, 8, 16])
+                told = table.ask(name, computed, last, due_s=due[name], now=now)
+                assert told is None or 0 <= told <= max(0, last - computed)
+                if told is not None and rng.random() < 0.3:  # vLLM has blocks for it
+                    used = promises.use(name, told)
+                    if told:
+                        play, first = used
+                        assert running[play] <= first
+                        assert first == computed
+                    promises.drop(name)
+                    del waiting[name]
+                elif rng.random() < 0.01:
+                    promises.drop(name)
+                    del waiting[name]
+            assert promises.held_bytes <= 300
+            for play in promises.take()[0]:
+                running[play.play] = play.first
+                reports += [(play.play, rng.randrange(play.first, play.last + 1)) for _ in range(2)]
+            for report in [each for each in reports if rng.random() < 0.5]:
+                reports.remove(report)
+                promises.report(*report)
+        assert promises.held_bytes == 0
+        assert not promises._queue
+        assert not promises._requests
