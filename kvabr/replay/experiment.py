@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from kvabr.abr.estimator import Prior
 from kvabr.abr.ladder import Ladder
 from kvabr.abr.view import Future
 from kvabr.player.builder import new_estimator, new_session, opening
@@ -61,6 +62,8 @@ class ReplayOptions:
     """Seconds before the deadline at which the player aims to end: a real event loop is late now and then."""
     estimator: str | None = None
     """Estimator for every policy; None for each policy's own."""
+    prior: Prior | None = None
+    """What earlier plays told of the link; None: it is unknown."""
     config: PlayerConfig = field(default_factory=PlayerConfig)
 
     def __post_init__(self) -> None:
@@ -214,6 +217,8 @@ class Experiment:
         """
         options = self.options
         estimator = new_estimator(policy, options.estimator)
+        if options.prior is not None:
+            estimator.prime(options.prior)
         if lines is not None:
             title = getattr(estimator, "name", type(estimator).__name__)
             lines.append(

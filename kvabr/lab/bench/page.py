@@ -84,7 +84,8 @@ STYLE = """
 .rd .mark { stroke: var(--ground); stroke-width: .8; }
 """
 
-_SHAPES = (
+SHAPES = (
+    # Paths around (0, 0): a mark for each curve.
     "M-5 0a5 5 0 1 0 10 0a5 5 0 1 0 -10 0z",
     "M-4.5 -4.5h9v9h-9z",
     "M0 -5.8l5.4 9.6h-10.8z",
@@ -168,23 +169,23 @@ def _families(rows: Sequence[Row]) -> list[str]:
 
 def _panel(axis: Axis, rows: Sequence[Row], families: list[str], exact: Row | None, column: int, line: int) -> str:
     shown = [row for row in rows if axis.value(row) is not None]
-    across = _Scale([row["bits"] for row in shown], _LEFT, WIDTH - _RIGHT)
+    across = LogScale([row["bits"] for row in shown], _LEFT, WIDTH - _RIGHT)
     values = [value for row in shown for value in (axis.value(row), *(axis.interval(row) or ())) if value is not None]
-    up = _Scale(values, HEIGHT - _BOTTOM, _TOP)
+    up = LogScale(values, HEIGHT - _BOTTOM, _TOP)
     base, middle = HEIGHT - _BOTTOM, (_TOP + HEIGHT - _BOTTOM) / 2
-    out = [f'<g transform="translate({column * WIDTH} {line * HEIGHT})">', _text(_LEFT, 20, axis.title, "title")]
+    out = [f'<g transform="translate({column * WIDTH} {line * HEIGHT})">', label(_LEFT, 20, axis.title, "title")]
     for tick in across.powers(2):
         x = across(tick)
-        out += [_line(x, _TOP, x, base, "grid"), _text(x, base + 16, f"{tick:g}", "tick", "middle")]
+        out += [stroke(x, _TOP, x, base, "grid"), label(x, base + 16, f"{tick:g}", "tick", "middle")]
     for tick in up.powers(10):
         y = up(tick)
-        out += [_line(_LEFT, y, WIDTH - _RIGHT, y, "grid"), _text(_LEFT - 6, y + 4, f"{tick:g}", "tick", "end")]
-    out.append(_text(WIDTH / 2, HEIGHT - 12, "bits an element", "axis", "middle"))
-    out.append(f'<g transform="translate(14 {middle}) rotate(-90)">{_text(0, 0, axis.label, "axis", "middle")}</g>')
+        out += [stroke(_LEFT, y, WIDTH - _RIGHT, y, "grid"), label(_LEFT - 6, y + 4, f"{tick:g}", "tick", "end")]
+    out.append(label(WIDTH / 2, HEIGHT - 12, "bits an element", "axis", "middle"))
+    out.append(f'<g transform="translate(14 {middle}) rotate(-90)">{label(0, 0, axis.label, "axis", "middle")}</g>')
     reached = None if exact is None or axis.key not in exact else axis.value(exact)
     if reached is not None and up.low <= reached <= up.high:
         y = up(reached)
-        out += [_line(_LEFT, y, WIDTH - _RIGHT, y, "exact"), _text(_LEFT + 4, y - 4, "exact cache", "tick")]
+        out += [stroke(_LEFT, y, WIDTH - _RIGHT, y, "exact"), label(_LEFT + 4, y - 4, "exact cache", "tick")]
     names = _Names()
     for index, family in enumerate(families):
         own = sorted((row for row in shown if row["family"] == family), key=lambda row: row["bits"])
@@ -207,11 +208,11 @@ class _Names:
             free = all(left >= b or left + width <= a or abs(down - c) > 11 for a, b, c in self._taken)
             if inside and free:
                 self._taken.append((left, left + width, down))
-                return _text(left, down, name, "name")
+                return label(left, down, name, "name")
         return ""
 
 
-def _curve(axis: Axis, rows: Sequence[Row], across: _Scale, up: _Scale, index: int, names: _Names) -> str:
+def _curve(axis: Axis, rows: Sequence[Row], across: LogScale, up: LogScale, index: int, names: _Names) -> str:
     colour, out = f"var(--f{index % 8})", []
     points = [(across(row["bits"]), up(axis.value(row) or axis.floor), row) for row in rows]
     if len(points) > 1 and rows[0]["family"].startswith(_CURVES):
@@ -220,7 +221,7 @@ def _curve(axis: Axis, rows: Sequence[Row], across: _Scale, up: _Scale, index: i
     for x, y, row in points:
         ends = axis.interval(row)
         if ends:
-            out.append(_line(x, up(ends[0]), x, up(ends[1]), "spread", colour))
+            out.append(stroke(x, up(ends[0]), x, up(ends[1]), "spread", colour))
         said = f"{row['scheme']}: {row['bits']:.3g} bits, {axis.value(row):.3g}"
         out.append(_mark(x, y, index, said))
         out.append(names.place(x, y, row["scheme"]))
@@ -229,32 +230,36 @@ def _curve(axis: Axis, rows: Sequence[Row], across: _Scale, up: _Scale, index: i
 
 def _entry(name: str, index: int, column: int, line: int, top: int) -> str:
     x, y = _LEFT + column * 118, top + 14 + line * 24
-    return _mark(x, y, index, name) + _text(x + 12, y + 4, name, "name")
+    return _mark(x, y, index, name) + label(x + 12, y + 4, name, "name")
 
 
-def _text(x: float, y: float, text: str, kind: str, anchor: str = "start") -> str:
+def label(x: float, y: float, text: str, kind: str, anchor: str = "start") -> str:
+    """Return a text of class ``kind``."""
     return f'<text class="{kind}" x="{x:g}" y="{y:g}" text-anchor="{anchor}">{escape(text)}</text>'
 
 
-def _line(x1: float, y1: float, x2: float, y2: float, kind: str, colour: str = "") -> str:
-    stroke = f' stroke="{colour}"' if colour else ""
-    return f'<line class="{kind}"{stroke} x1="{x1:g}" x2="{x2:g}" y1="{y1:g}" y2="{y2:g}"/>'
+def stroke(x1: float, y1: float, x2: float, y2: float, kind: str, colour: str = "") -> str:
+    """Return a straight line of class ``kind``."""
+    drawn = f' stroke="{colour}"' if colour else ""
+    return f'<line class="{kind}"{drawn} x1="{x1:g}" x2="{x2:g}" y1="{y1:g}" y2="{y2:g}"/>'
 
 
 def _mark(x: float, y: float, index: int, said: str) -> str:
-    shape, place = _SHAPES[index % len(_SHAPES)], f"translate({x:g} {y:g})"
+    shape, place = SHAPES[index % len(SHAPES)], f"translate({x:g} {y:g})"
     title = f"<title>{escape(said)}</title>"
     return f'<path class="mark" fill="var(--f{index % 8})" d="{shape}" transform="{place}">{title}</path>'
 
 
-class _Scale:
+class LogScale:
     """A logarithmic scale that covers some values, with a margin."""
 
     def __init__(self, values: Sequence[float], begin: float, end: float) -> None:
+        """Cover ``values``, all positive, from pixel ``begin`` to pixel ``end``."""
         self.low, self.high = min(values) / 1.15, max(values) * 1.15
         self._begin, self._end = begin, end
 
     def __call__(self, value: float) -> float:
+        """Return the pixel of a value."""
         share = math.log(value / self.low) / math.log(self.high / self.low)
         return round(self._begin + share * (self._end - self._begin), 1)
 
