@@ -102,7 +102,12 @@ class Experiment:
         self._last: tuple[Trace, Trace, Trace, list[float]] | None = None
 
     def prepare(self, trace: Trace, start_s: float) -> tuple[Capacity, float, Bound]:
-        """Return the link of one play, its round trip, and the clairvoyant bound.
+        """Return the link of one play, its round trip, and the clairvoyant bound."""
+        capacity, rtt_s = self.link(trace, start_s)
+        return capacity, rtt_s, self.bound(self.clairvoyant, capacity, rtt_s)
+
+    def link(self, trace: Trace, start_s: float) -> tuple[Capacity, float]:
+        """Return the link of one play and its round trip, seconds.
 
         The link counts bytes of the cache, while the trace counts headers, too.
         """
@@ -114,7 +119,7 @@ class Experiment:
         capacity = Capacity(
             carried, start_s + lookup_s, rtt_s, slow_start=options.slow_start, window=self._window, sums=sums
         )
-        return capacity, rtt_s, self.bound(self.clairvoyant, capacity, rtt_s)
+        return capacity, rtt_s
 
     def new_clairvoyant(self, cost: PrefillCost | None) -> Clairvoyant:
         """Return the clairvoyant for these plays with an engine of some cost, or without one."""

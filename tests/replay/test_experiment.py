@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvabr.abr.estimator import Prior
 from kvabr.abr.policies import BUILTIN
 from kvabr.data import default_catalog, traces_folder
 from kvabr.player.session_types import PlayerConfig
@@ -221,3 +222,20 @@ def test_every_trace_of_the_project_plays_at_a_hundred_times_the_cache(policy):
         assert experiment.played(trace).mean_rate == pytest.approx(100 * default_catalog().fp16_bytes / 4.0)
         assert bound.feasible
         assert experiment.play_on(trace, trace.duration_s / 3, policy, capacity, rtt_s, bound, log=False).run["met"]
+
+
+def test_a_play_may_know_the_link_from_earlier_plays():
+    rates = []
+
+    def first_rate(prior):
+        options = ReplayOptions(4.0, rtt_s=0.05, prior=prior)
+        experiment, flat = Experiment(catalog(8), options), world("flat", [1e6])
+        capacity, rtt_s = experiment.link(flat, 0.0)
+        session = experiment.session(flat, 0.0, "anytime", capacity, rtt_s, None)
+        session.start(0.0)
+        rates.append(session.view.rate)
+
+    first_rate(None)
+    first_rate(Prior(5e6, 0.05, 1.0))
+    assert rates[0] == 0.0
+    assert rates[1] == pytest.approx(5e6)

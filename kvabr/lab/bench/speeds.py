@@ -6,6 +6,7 @@ mark is a live play, a hollow one a simulated play with measured rates; a line i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
@@ -67,7 +68,7 @@ class Point:
         """
         try:
             made = cls(**data)
-            sound = made.mbit > 0 and made.ttft_s > 0 and made.kl >= 0
+            sound = 0 < made.mbit < math.inf and 0 < made.ttft_s < math.inf and 0 <= made.kl < math.inf
         except TypeError as error:
             raise FormatError(f"a point of the results is damaged: {error}") from error
         if not sound:

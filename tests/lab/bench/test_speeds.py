@@ -1,0 +1,113 @@
+"""The chart of speeds: what it draws, and what it refuses."""
+
+import json
+import math
+import subprocess
+import sys
+from dataclasses import asdict
+from itertools import pairwise
+from pathlib import Path
+from xml.etree import ElementTree as ET
+
+import pytest
+
+from kvabr.lab.bench.speeds import SCHEMA, Point, chart, rate_name
+from kvabr.types.errors import FormatError
+
+ROOT = Path(__file__).resolve().parents[3]
+SVG = "{http://www.w3.org/2000/svg}"
+SHAPES = [
+    {"title": "small", "cold_s": 8.0, "kl": "measured"},
+    {"title": "large", "cold_s": None, "kl": "expected"},
+]
+
+
+def points(shape="small", way="kvabr", live_to=100.0):
+    rates = (1.0, 10.0, 100.0, 1000.0)
+    return [Point(shape, mbit, way, mbit <= live_to, 4.0 / math.sqrt(mbit), 0.01 / mbit, 1000) for mbit in rates]
+
+
+def elements(svg, name):
+    return list(ET.fromstring(svg).iter(f"{SVG}{name}"))  # noqa: S314  # our own chart
+
+
+def marks(svg):
+    return [path for path in elements(svg, "path") if ":" in path[0].text]  # the legend's say only a name
+
+
+def test_every_play_has_a_mark_in_both_panels_and_says_what_it_is():
+    made = points() + points(way="Int8") + points("large", live_to=0.0)
+    found = marks(chart(SHAPES, made))
+    assert len(found) == 2 * len(made)
+    told = [path[0].text for path in found]
+    assert told.count("kvabr, 1 Gbit/s, simulated: 0.126 s, KL 1e-05") == 4  # two caches, two panels
+    assert told.count("kvabr, 10 Mbit/s, live: 1.26 s, KL 0.001") == 2
+
+
+def test_simulated_plays_are_hollow_and_their_lines_dashed():
+    svg = chart(SHAPES, points())
+    for path in marks(svg):
+        live = ", live:" in path[0].text
+        assert (path.get("fill") == "var(--ground)") != live
+        assert path.get("stroke") == "var(--f0)"
+    lines = [line.get("class") for line in elements(svg, "line") if "way" in line.get("class")]
+    assert lines == ["way first", "way first", "way first dashed"] * 2
+
+
+def test_a_faster_play_is_drawn_lower_and_a_faster_link_further_right():
+    places = [path.get("transform").split("(")[1].split(")")[0].split() for path in marks(chart(SHAPES, points()))]
+    upper = [(float(x), float(y)) for x, y in places[:4]]
+    assert upper == sorted(upper)
+    steps = [b[0] - a[0] for a, b in pairwise(upper)]
+    assert steps == pytest.approx([steps[0]] * 3, abs=0.2)  # logarithmic
+
+
+def test_the_cold_prefill_is_a_line_where_it_was_timed():
+    count = [chart(SHAPES, points(shape)).count('class="cold"') for shape in ("small", "large")]
+    assert count == [2, 0]  # and in the legend
+    assert "prefers-color-scheme: dark" in chart(SHAPES, points())
+
+
+def test_rates_in_words():
+    assert [rate_name(mbit) for mbit in (1.0, 300.0, 1000.0, 10_000.0)] == [
+        "1 Mbit/s", "300 Mbit/s", "1 Gbit/s", "10 Gbit/s",
+    ]  # fmt: skip
+
+
+def test_nothing_to_draw_is_an_error():
+    with pytest.raises(FormatError, match="have no points"):
+        chart(SHAPES, points("another"))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"ttft_s": 0.0}, "out of range"),
+        ({"kl": math.nan}, "out of range"),
+        ({"mbit": -1.0}, "out of range"),
+        ({"speed": 1.0}, "damaged"),
+        ({"way": None, "mbit": None}, "damaged"),
+    ],
+)
+def test_damaged_points_are_refused(change, says):
+    with pytest.raises(FormatError, match=says):
+        Point.from_json(asdict(points()[0]) | change)
+
+
+@pytest.mark.process
+def test_the_tool_draws_again_from_its_results(tmp_path):
+    results, picture = tmp_path / "speeds.json", tmp_path / "speeds.svg"
+    results.write_text(json.dumps({"schema": SCHEMA, "shapes": SHAPES, "points": [asdict(p) for p in points()]}))
+    done = subprocess.run(  # noqa: S603  # our own script
+        [sys.executable, ROOT / "tools" / "bench-speeds", "--from", results, "--svg", picture],
+        check=True, capture_output=True, text=True, env={"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert picture.read_text() == chart(SHAPES, points())
+    assert "~0.126" in done.stdout
+    results.write_text(json.dumps({"schema": "another/1"}))
+    done = subprocess.run(  # noqa: S603  # our own script
+        [sys.executable, ROOT / "tools" / "bench-speeds", "--from", results],
+        check=False, capture_output=True, text=True, env={"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "not results of this tool" in done.stderr
