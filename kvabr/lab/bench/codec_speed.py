@@ -108,7 +108,7 @@ def time_track(job: Job, *, seconds: float = 0.5) -> Timing:
         rates["encode"] = million / processor_time(job.encode, seconds)
         rates["decode"] = million / processor_time(lambda: job.decode(out), seconds)
     bits = 8 * sum(map(len, job.payloads)) / job.group.numel()
-    path = coder.active_path() if codec(job.track).needs_profile else "torch"
+    path = coder.active_path() if codec(job.track).needs_profile else "-"
     return Timing(job.track, path, bits, rates, million / _on_all_cores(job), scratch_of(job))
 
 
