@@ -121,6 +121,28 @@ static int PATH(f16_to_bf16)(const uint8_t *restrict from, uint8_t *restrict to,
     }
     return _mm256_testz_si256(worst, worst);
 }
+
+/* Both ways of dequantising, straight to bfloat16, for `n` that sixteen divides; `each` says that every number has a scale
+ * and an offset of its own. */
+static inline __attribute__((always_inline)) void PATH(dequantise_bf16)(
+    const uint8_t *restrict code, const float *restrict scale, const float *restrict low, uint8_t *restrict to, size_t n,
+    int shift, int mask, int each) {
+    const __m128i used = _mm_set1_epi8((char)mask);
+    __m256 factor[2] = {_mm256_set1_ps(*scale), _mm256_set1_ps(*scale)}, offset[2] = {_mm256_set1_ps(*low), _mm256_set1_ps(*low)};
+    for (size_t i = 0; i < n; i += 16) {
+        __m128i c = _mm_and_si128(_mm_srli_epi16(_mm_loadu_si128((const __m128i *)(code + i)), shift), used);
+        __m256 value[2] = {_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(c)),
+                           _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_srli_si128(c, 8)))};
+        for (int half = 0; half < 2; half++) {
+            if (each) {
+                factor[half] = _mm256_loadu_ps(scale + i + 8 * half);
+                offset[half] = _mm256_loadu_ps(low + i + 8 * half);
+            }
+            value[half] = _mm256_add_ps(_mm256_mul_ps(value[half], factor[half]), offset[half]);
+        }
+        _mm256_storeu_si256((__m256i *)(to + 2 * i), PATH(rounded)(value[0], value[1]));
+    }
+}
 #endif
 
 /* One row of `n` numbers into a cache. */
@@ -173,7 +195,10 @@ static int PATH(affine)(const Cache *c, const uint8_t *from, const Units *u, con
     const size_t width = c->heads * c->dim, own = 4 * c->layers * u->blocks, per_block = c->heads / u->blocks;
     const size_t codes = width * (u->bits == 8 ? 2 : 1), layer = codes * u->tokens, size = own + c->layers * layer;
     const int mask = u->bits == 8 ? 255 : 15;
-    int good = 1;
+    int good = 1, fused = 0;
+#ifdef PLACE_F16C
+    fused = c->kind == BF16 && c->step[4] == 1 && c->dim % 16 == 0;
+#endif
     for (size_t first = 0; first < c->tokens && good; first += BLOCK) {
         size_t last = first + BLOCK < c->tokens ? first + BLOCK : c->tokens;
         for (size_t l = 0; l < c->layers; l++)
@@ -185,16 +210,27 @@ static int PATH(affine)(const Cache *c, const uint8_t *from, const Units *u, con
                         if (u->bits == 8)
                             code += k * u->tokens * width;
                         int shift = u->bits == 4 && k ? 4 : 0;
-                        if (k == 0)
-                            PATH(dequantise)(code, scale + l * width + h * c->dim, low + l * width + h * c->dim, row,
-                                             c->dim, shift, mask);
-                        else {
+                        uint8_t *to = row_of(c, l, k, h, t);
+                        if (k) {
                             const uint8_t *at = unit + 2 * (l * u->blocks + h / per_block);
                             good &= PATH(load_f16)(at, value, 1);
                             good &= PATH(load_f16)(at + 2 * c->layers * u->blocks, value + 1, 1);
-                            PATH(dequantise_all)(code, value[1], value[0], row, c->dim, shift, mask);
                         }
-                        PATH(store)(row, row_of(c, l, k, h, t), c->kind, c->step[4], c->dim);
+#ifdef PLACE_F16C
+                        if (fused && k)
+                            PATH(dequantise_bf16)(code, value + 1, value, to, c->dim, shift, mask, 0);
+                        else if (fused)
+                            PATH(dequantise_bf16)(code, scale + l * width + h * c->dim, low + l * width + h * c->dim, to,
+                                                  c->dim, shift, mask, 1);
+                        else
+#endif
+                        if (k == 0)
+                            PATH(dequantise)(code, scale + l * width + h * c->dim, low + l * width + h * c->dim, row,
+                                             c->dim, shift, mask);
+                        else
+                            PATH(dequantise_all)(code, value[1], value[0], row, c->dim, shift, mask);
+                        if (!fused)
+                            PATH(store)(row, to, c->kind, c->step[4], c->dim);
                     }
     }
     return good;
