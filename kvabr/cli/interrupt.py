@@ -6,20 +6,46 @@ effect, so that neither cleaning up nor code that swallows exceptions can hold t
 
 from __future__ import annotations
 
+import atexit
+import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
+INTERRUPTED = 130
+"""Exit status after Ctrl-C."""
+_came = threading.Event()
+"""Whether this process has been interrupted."""
+
 
 @contextmanager
 def first_in_order() -> Iterator[None]:
-    """Let the first Ctrl-C raise `KeyboardInterrupt` in the body, and the second end the process."""
-    with _on_interrupt(_raise, signal.default_int_handler):
-        yield
+    """Let the first Ctrl-C raise `KeyboardInterrupt` in the body, and the second end the process.
+
+    After the first the process ends without taking the interpreter apart, which lasts a second once torch is loaded.
+    """
+    # What is registered first is called last: all others have cleaned up by then.
+    atexit.register(_leave)
+    try:
+        with _on_interrupt(_raise, signal.default_int_handler):
+            yield
+    except BaseException:
+        atexit.unregister(_leave)
+        raise
+    if not _came.is_set():
+        atexit.unregister(_leave)
+
+
+def _leave() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError, AttributeError):  # closed, or never there
+            stream.flush()
+    os._exit(INTERRUPTED)
 
 
 def run_async(work: Coroutine[Any, Any, T]) -> T:
@@ -63,11 +89,9 @@ def _on_interrupt(first: Callable[[], None], usual: object) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread() or before is not usual or not callable(before):
         yield
         return
-    came = False
 
     def handle(*_: object) -> None:
-        nonlocal came
-        came = True
+        _came.set()
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         first()
 
@@ -75,5 +99,5 @@ def _on_interrupt(first: Callable[[], None], usual: object) -> Iterator[None]:
     try:
         yield
     finally:
-        if not came:
+        if not _came.is_set():
             signal.signal(signal.SIGINT, before)

@@ -19,7 +19,7 @@ from importlib import import_module
 from pathlib import Path
 
 from kvabr import __version__
-from kvabr.cli.interrupt import first_in_order
+from kvabr.cli.interrupt import INTERRUPTED, first_in_order
 from kvabr.types.errors import KvabrError, UsageError, did_you_mean
 
 COMMANDS = {
@@ -94,7 +94,7 @@ def _main(argv: Sequence[str] | None) -> int:
         # dataclass that was being defined. Another `exec` makes it forget that.
         exec("")  # noqa: S102
         print("kvabr: interrupted", *error.args, sep="; ", file=sys.stderr)
-        return 130
+        return INTERRUPTED
     return status
 
 
