@@ -19,7 +19,7 @@ from kvabr.types.errors import FormatError
 SCHEMA = "kvabr.speeds/1"
 """Schema of the results."""
 
-_WIDTH, _LEFT, _RIGHT = 400, 58, 12
+_WIDTH, _LEFT, _RIGHT = 400, 58, 30
 _TOP, _TTFT, _GAP, _KL = 46, 250, 34, 110
 """Heights of the head, the upper panel, the gap, and the lower panel, pixels."""
 _FOOT = 44
