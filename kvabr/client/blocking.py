@@ -134,7 +134,8 @@ class Handle(Generic[T]):
 
     def when_done(self, call: Callable[[Handle[T]], None]) -> None:
         """Call ``call`` once it is over, at once if it is, on any thread; it should return quickly."""
-        self._future.add_done_callback(lambda _: call(self))
+        # The future keeps the callback. Were this handle in it, the result would stay until garbage is collected.
+        self._future.add_done_callback(lambda future: call(Handle(future)))
 
 
 def _like(
