@@ -33,7 +33,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 from kvabr.abr.view import View
 from kvabr.types.errors import PolicyError
 
-Kind = Literal["fetch", "upgrade", "recompute", "wait", "finish"]
+Kind = Literal["fetch", "upgrade", "recompute", "wait", "finish", "deliver"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +74,11 @@ class Decision:
     def finish(reason: str) -> Decision:
         """Request nothing more: deliver as soon as every group is in place."""
         return Decision("finish", reason)
+
+    @staticmethod
+    def deliver(reason: str) -> Decision:
+        """Cancel the upgrades in flight, and deliver what has arrived; rejected while a group has not arrived."""
+        return Decision("deliver", reason)
 
 
 class Policy(ABC):

@@ -78,6 +78,10 @@ class View:
     """Whether the earliest groups are needed first: the engine must recompute everything behind a miss."""
     gpu_price: float = 0.0
     """Price of a second of engine time, in nats per token."""
+    time_price: float = 0.0
+    """Price of a second before the first token, in nats per generated token."""
+    decoders: int = 1
+    """Groups that are decoded at the same time."""
     oracle: Callable[[float], float] | None = None
     """In a simulator: bytes that the link will carry in the next given seconds. None in a real play."""
     decode_seconds: Callable[[str], float] | None = None
@@ -89,6 +93,8 @@ class View:
     """Expected rate, bytes per second; 0.0 until the first bytes arrive."""
     lower_bound: float = 0.0
     """Rate that the link should exceed most of the time, bytes per second; 0.0 until the first bytes arrive."""
+    growing: bool = False
+    """Whether the link is in slow start: its rate still grows from sample to sample."""
     ttfb_s: float = 0.0
     """Seconds from a request to its first byte."""
     outstanding_bytes: int = 0
@@ -127,6 +133,11 @@ class View:
     def time_left(self) -> float:
         """Seconds to the deadline; 0.0 once it has passed."""
         return max(0.0, self.deadline_s - self.now)
+
+    @property
+    def arrived(self) -> bool:
+        """Whether every group has arrived on some track, or is left to the engine."""
+        return not self.missing_groups and all(transfer.upgrade for transfer in self.in_flight.values())
 
     def first_missing(self) -> int | None:
         """Return the earliest missing group, or None if there is none."""

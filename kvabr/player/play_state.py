@@ -132,6 +132,8 @@ class PlayState:
             cost=cost,
             front_first=cost is not None and mode == "suffix",
             gpu_price=config.gpu_price,
+            time_price=config.time_price,
+            decoders=config.decoders,
             oracle=oracle,
             decode_seconds=None if decode_rates is None else decode_rates.seconds,
             unavailable=self._retries.unavailable,

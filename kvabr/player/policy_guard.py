@@ -12,7 +12,7 @@ from kvabr.abr.view import View
 from kvabr.types.errors import EndlessError, PolicyError
 
 T = TypeVar("T")
-_KINDS = frozenset({"fetch", "upgrade", "recompute", "wait", "finish"})
+_KINDS = frozenset({"fetch", "upgrade", "recompute", "wait", "finish", "deliver"})
 
 
 class PolicyGuard:
@@ -61,6 +61,8 @@ class PolicyGuard:
             return f"gave {others!r} as alternatives, which must be names with finite numbers"
         if kind == "wait":
             return None
+        if kind == "deliver":
+            return None if view.arrived else "wants to deliver while groups are missing that have not arrived"
         if kind == "finish":
             return f"wants to finish while {len(view.missing)} groups are missing" if view.missing else None
         if isinstance(group, bool) or not isinstance(group, int) or not 0 <= group < view.groups:

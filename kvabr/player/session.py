@@ -284,6 +284,7 @@ class Session(PlayState):
         view = self.view
         view.now = now
         view.rate, view.lower_bound, view.ttfb_s = self._sampler.estimates()
+        view.growing = self._sampler.growing
         if self._compute is not None:
             view.engine_backlog_s = self._compute.backlog_s(now)
 
@@ -324,9 +325,12 @@ class Session(PlayState):
 
     def _act(self, decision: Decision, now: float) -> None:
         kind, group = decision.kind, decision.group
-        if kind in {"wait", "finish"}:
+        if kind in {"wait", "finish", "deliver"}:
             self._content = True
             self._events.decision(decision, now)
+            for transfer in list(self.view.in_flight.values()) if kind == "deliver" else ():
+                if transfer.request in self.view.in_flight:
+                    self._cancel(transfer, "it is not worth the wait", now)
         elif kind == "recompute" and group is not None:
             self._events.decision(decision, now)
             self._leave_to_engine(group, now)

@@ -54,6 +54,11 @@ class ThroughputSampler:
         """Bytes of the current sample that the network did not limit, by what did."""
         self._quiet_since = 0.0
 
+    @property
+    def growing(self) -> bool:
+        """Whether the last sample was clearly faster than the one before, as in slow start."""
+        return bool(self._ramp_rate)
+
     def estimates(self) -> tuple[float, float, float]:
         """Return the rate and its lower bound, bytes per second, and the time to first byte, seconds."""
         if self._known is not None:

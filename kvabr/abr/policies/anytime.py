@@ -23,6 +23,7 @@ from typing import ClassVar, NamedTuple
 
 from kvabr.abr.compute_planner import ComputePlanner
 from kvabr.abr.policy import Decision, Parameter, Policy
+from kvabr.abr.time_planner import TimePlan, TimePlanner
 from kvabr.abr.view import View
 from kvabr.types.catalog import Track
 
@@ -38,6 +39,16 @@ _RICH = 0.5
 """Share of the rate that must suffice to skip a layer in favour of a track that replaces the group."""
 _SKIPPED = 0.1
 """Share of ``waste`` that such a track must save on one group, beyond its last layer."""
+_FIRST_GROUPS = 6
+"""Groups to request while no rate is known: on a fast link their base is not what should be fetched."""
+_FIRST_BYTES = 1 << 16
+"""Least bytes to request while no rate is known, so that slow start is not starved."""
+_SAME_RATE = 0.05
+"""A plan holds while the rate changes by no more than this share."""
+_SAME_TIME = 0.01
+"""A plan holds for this share of the deadline."""
+_LEAST_HORIZON = 0.005
+"""Least round trip to plan with during slow start, as a share of the deadline."""
 _SLOW = 0.8
 """Share of the deadline beyond which decoding the base counts as slow."""
 
@@ -69,6 +80,8 @@ class Anytime(Policy):
         "hope": Parameter(0.5, 2.0, 1.25),
         "stake": Parameter(1e-4, 1e-1, 2e-3, log=True),
         "waste": Parameter(1e-6, 1e-1, 5e-4, log=True),
+        "sure": Parameter(0.1, 1.0, 0.6),
+        "grown": Parameter(0.05, 1.0, 0.3),
     }
 
     def __init__(
@@ -79,6 +92,8 @@ class Anytime(Policy):
         hope: float = 1.25,
         stake: float = 2e-3,
         waste: float = 5e-4,
+        sure: float = 0.6,
+        grown: float = 0.3,
     ) -> None:
         """Set the policy's parameters.
 
@@ -89,9 +104,13 @@ class Anytime(Policy):
             stake: an upgrade that saves this many nats per token is tried whatever its estimated arrival.
             waste: nats per token that all replacing tracks together must be able to save before any group is paid for
                 twice.
+            sure: groups are requested on their final track at once if everything should come within this share of the
+                time left, at the lower bound of the rate.
+            grown: the same during slow start, for the base of every group at the rate so far.
         """
         self._ahead_ttfb, self._ahead_share = ahead_ttfb, ahead_share
         self._hope, self._stake, self._waste = hope, stake, waste
+        self._sure, self._grown = sure, grown
 
     def start(self, view: View) -> None:
         """Work out what builds on what, and the order of the base."""
@@ -123,6 +142,12 @@ class Anytime(Policy):
         self._byte_price = 0.0
         """Value of a byte, nats per token."""
         self._planner = None if view.cost is None else ComputePlanner(view, self._cost)
+        self._times = TimePlanner(view) if view.time_price > 0 else None
+        self._plan: TimePlan | None = None
+        self._planned: tuple[float, float, bool, int] = (0.0, 0.0, False, 0)
+        """Rate and time of the plan, whether groups were missing, and how often it was followed."""
+        self._best_rate = 0.0
+        self._over = False
 
     def decide(self, view: View) -> Decision:
         """Use an idle engine first, then request the base of every group, then upgrades."""
@@ -136,9 +161,150 @@ class Anytime(Policy):
             if (decision := planner.next(view)) is not None:
                 return decision
             reserved = len(planner.reserved)
-        if len(view.missing_groups) > reserved:
+        missing = len(view.missing_groups) > reserved
+        if self._times is None or self._over:
+            return Decision.wait("the cache is delivered") if self._over else self._fetch_or_upgrade(view, missing)
+        return self._soonest(view, self._times, missing)
+
+    def _fetch_or_upgrade(self, view: View, missing: bool) -> Decision:
+        return self._fetch(view) if missing else self._upgrade(view)
+
+    # ------------------------------------------------------- what time costs
+
+    def _soonest(self, view: View, times: TimePlanner, missing: bool) -> Decision:
+        """Request every group on its final track if the link is fast; end the play when nothing is worth its wait."""
+        if view.rate <= 0:
+            if not missing:
+                return Decision.wait("no rate is known")
+            if len(view.in_flight) >= _FIRST_GROUPS and view.outstanding_bytes >= _FIRST_BYTES:
+                return Decision.wait("the first bytes will say how fast the link is")
             return self._fetch(view)
-        return self._upgrade(view)
+        self._best_rate = max(self._best_rate, view.rate)
+        plan = self._planned_for(view, times, missing)
+        if missing:
+            return self._commit(view, times, plan) or self._fetch(view)
+        return self._improve(view, times, plan)
+
+    def _planned_for(self, view: View, times: TimePlanner, missing: bool) -> TimePlan:
+        """Return the plan for the present rate, which is kept while little changes."""
+        rate, now, then, followed = *self._planned[:2], self._planned[2], self._planned[3]
+        fresh = (
+            self._plan is not None
+            and then == missing
+            and abs(view.rate - rate) <= _SAME_RATE * rate
+            and view.now - now <= _SAME_TIME * view.deadline_s
+            and followed < max(1, view.groups // 16)
+            and not (not missing and view.settled.history[-1:] and len(view.settled.history) != self._seen)
+        )
+        if not fresh or self._plan is None:
+            self._seen = len(view.settled.history)
+            times.sync(view)
+            self._plan = times.plan(view, view.rate)
+            self._planned = (view.rate, view.now, missing, 0)
+        return self._plan
+
+    def _follow(self, times: TimePlanner, group: int, track: str) -> None:
+        rate, now, missing, followed = self._planned
+        self._planned = (rate, now, missing, followed + 1)
+        times.set(group, track, flying=True)
+
+    def _commit(self, view: View, times: TimePlanner, plan: TimePlan) -> Decision | None:
+        """Return the request of a missing group on its final track; None if the base must come first."""
+        missing = view.missing_groups
+        base_bytes = len(missing) * self._base.total_bytes / view.groups
+        horizon_s = max(view.ttfb_s, _LEAST_HORIZON * view.deadline_s)
+        lower = view.lower_bound
+        if view.growing:
+            if view.outstanding_bytes + base_bytes > self._grown * view.rate * view.time_left:
+                return None
+            flying = view.rate * (4 * view.ttfb_s + 0.01 * view.deadline_s)
+        else:
+            if view.outstanding_bytes + plan.bytes > self._sure * lower * view.time_left:
+                return None
+            if plan.ends_s > view.time_left:
+                return None
+            flying = view.rate * (self._ahead_ttfb * view.ttfb_s + 0.01 * view.deadline_s)
+        if len(view.in_flight) >= _LEAST_FLYING and view.outstanding_bytes > flying:
+            return Decision.wait("enough is in flight")
+        losses = self._base.loss
+        if view.front_first:
+            group = next(iter(missing))
+        else:
+            group = max(missing, key=lambda one: losses[one] if view.growing else -losses[one])
+        target = plan.targets[group]
+        if view.growing:
+            for faster in (8.0, 4.0, 2.0):
+                found = times.plan(view, faster * view.rate).targets[group]
+                if times.bytes_to(group, found) <= 3 * view.rate * horizon_s:
+                    target = found
+                    break
+        if view.outstanding_bytes + times.bytes_to(group, target) + base_bytes > self._sure * lower * view.time_left:
+            return None
+        name = times.names[target]
+        self._follow(times, group, name)
+        return Decision.fetch(group, name, f"cheapest of all in bytes and time: {plan.ends_s:.2f} s for everything")
+
+    def _improve(self, view: View, times: TimePlanner, plan: TimePlan) -> Decision:
+        """Request the upgrade that is worth its wait, or end the play."""
+        now_lost = plan.idle_objective
+        urgent = False
+        if plan.objective >= now_lost:
+            lost = times.lost()
+            if lost <= 2 * view.time_price * view.time_left:
+                if not view.in_flight:
+                    return self._deliver("nothing is worth the wait")
+                return self._abandoned(view) or Decision.wait("nothing more is worth the wait")
+            # An outage makes everything look too slow: keep one request in flight until it is over.
+            if view.in_flight:
+                return Decision.wait("the link carries nothing; what is in flight shows when it does again")
+            urgent = True
+            plan = times.plan(view, max(view.rate, 0.5 * self._best_rate))
+        sure = view.outstanding_bytes + plan.bytes <= self._sure * view.lower_bound * view.time_left
+        if not (sure or urgent):
+            return self._upgrade(view, plan)
+        if (
+            not urgent
+            and len(view.in_flight) >= _LEAST_FLYING
+            and view.outstanding_bytes > view.rate * (self._ahead_ttfb * view.ttfb_s + 0.01 * view.deadline_s)
+        ):
+            return Decision.wait("enough is in flight")
+        best, chosen = 0.0, -1
+        for group in view.settled:
+            target = plan.targets[group]
+            current = view.track_of[group]
+            if current not in self._tracks or times.stays(group, target):
+                continue
+            saving = self._tracks[current].loss[group] - times.losses[target, group]
+            cost = plan.byte_price * times.bytes_to(group, target) + plan.decode_price * view.decode_s(
+                times.names[target]
+            )
+            if saving / max(cost, 1e-12) > best:
+                best, chosen = float(saving / max(cost, 1e-12)), group
+        if chosen < 0:
+            if urgent:
+                return self._upgrade(view)
+            return Decision.wait("what is worth the wait is in flight")
+        name = times.names[plan.targets[chosen]]
+        self._follow(times, chosen, name)
+        return Decision.upgrade(chosen, name, f"saves {best:.1f} times its price in time")
+
+    def _abandoned(self, view: View) -> Decision | None:
+        """End the play if what is in flight is not worth waiting for."""
+        if not view.arrived or view.rate <= 0:
+            return None
+        saving = 0.0
+        for group, track in {t.group: view.track_of[t.group] for t in view.in_flight.values()}.items():
+            below = next(t for t in view.in_flight.values() if t.group == group)
+            lower = self._tracks[below.track].refines
+            before = self._tracks[lower].loss[group] if lower else self._base.loss[group]
+            saving += max(0.0, before - self._tracks[track or self._base.name].loss[group])
+        if saving >= view.time_price * view.outstanding_bytes / view.rate:
+            return None
+        return self._deliver("what is in flight is not worth the wait", cancel=True)
+
+    def _deliver(self, reason: str, *, cancel: bool = False) -> Decision:
+        self._over = True
+        return Decision.deliver(reason) if cancel else Decision.finish(reason)
 
     # ---------------------------------------------------------- what bytes cost
 
@@ -195,14 +361,21 @@ class Anytime(Policy):
             self._ahead_ttfb * view.ttfb_s + self._ahead_share * view.deadline_s
         )
 
-    def _upgrade(self, view: View) -> Decision:
-        """Request the upgrade that saves most per byte among those that arrive in time."""
+    def _upgrade(self, view: View, plan: TimePlan | None = None) -> Decision:
+        """Request the upgrade that saves most per byte among those that arrive in time and are worth it."""
         if view.now > self._until_s:
             self._mean += (view.rate - self._mean) * (view.now - self._until_s) / view.now
             self._until_s = view.now
         enough = self._enough(view)
         rate = view.lower_bound if view.in_flight else self._hope * max(view.rate, self._mean)
         offer = self._in_time(view, rate, staking=enough)
+        if offer is not None and plan is not None:
+            cost = plan.byte_price * offer.track.bytes[offer.group] + plan.decode_price * view.decode_s(
+                offer.track.name
+            )
+            if -offer.rank * offer.track.bytes[offer.group] < cost:
+                heappush(self._offers, offer)
+                return Decision.wait("no upgrade is worth its wait")
         if offer is None:
             if enough:
                 return Decision.wait("enough is in flight")

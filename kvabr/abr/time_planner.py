@@ -1,0 +1,160 @@
+"""Which track each group should get if time has a price: the cheapest in two resources, the link and the decoders.
+
+A plan minimises loss + time price x T, where T is when the link or the decoders will be done, whichever is later. Each
+resource gets a share of the price of time, and each group the track that is cheapest at these prices. The shares of the
+best plan are what a byte and a second of decoding cost: all the link's where decoding keeps up, all the decoders' on a
+link so fast that they do not. A group's options are every track above the one that it has; layers count once.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvabr.abr.view import View
+from kvabr.types.catalog import RECOMPUTED
+
+Array = npt.NDArray[np.float64]
+
+_LINK_SHARES: Array = np.array([1.0, 0.9, 0.75, 0.6, 0.45, 0.3, 0.15, 0.0])
+"""Shares of the price of time that the link gets; the decoders get the rest."""
+_NEVER = 1e9
+"""Loss of an option that is not to be had, nats."""
+
+
+class TimePlan(NamedTuple):
+    """What every group should get, and what comes of it."""
+
+    targets: list[int]
+    """Number of each group's track in the catalog."""
+    objective: float
+    """Loss plus priced time from now, nats per generated token."""
+    idle_objective: float
+    """The same if nothing more is requested; infinite if groups are missing."""
+    bytes: float
+    """Bytes to request."""
+    ends_s: float
+    """Seconds until everything is decoded."""
+    byte_price: float
+    """Nats per byte."""
+    decode_price: float
+    """Nats per second of decoding."""
+
+
+class TimePlanner:
+    """Plans one play. The play tells it of every change to a group."""
+
+    def __init__(self, view: View) -> None:
+        """Begin with every group missing."""
+        catalog = view.catalog
+        tracks, groups = catalog.tracks, catalog.groups
+        self.names = [track.name for track in tracks]
+        self._number = {name: number for number, name in enumerate(self.names)}
+        self.losses: Array = np.array([track.loss for track in tracks], dtype=float)
+        """Loss by track and group."""
+        self._share: Array = np.array([catalog.group_tokens(g) / catalog.spec.group_tokens for g in range(groups)])
+        shape = (len(tracks), groups)
+        states: list[str | None] = [*self.names, None]
+        self._steps: Array = np.zeros((len(states), *shape))
+        """Bytes from a state (the last one: nothing) to a track, by state, track and group."""
+        self._offers: Array = np.full((len(states), *shape), _NEVER)
+        """Loss of what can be had from a state, alike."""
+        for state, current in enumerate(states):
+            for number, track in enumerate(tracks):
+                layers = view.layers(track.name, current)
+                self._steps[state, number] = np.sum([catalog.by_name[layer].bytes for layer in layers], axis=0)
+                better = np.ones(groups, bool) if current is None else self.losses[number] < self.losses[state]
+                self._offers[state, number] = np.where(better, self.losses[number], _NEVER)
+            if current is not None:
+                self._steps[state, state] = 0.0
+                self._offers[state, state] = self.losses[state]
+        self._bytes: Array = self._steps[-1].copy()
+        self._loss: Array = self._offers[-1].copy()
+        self._moves: Array = np.ones(shape)
+        """1.0 where an option must be decoded."""
+        self._missing = np.ones(groups, bool)
+        self._known: list[tuple[str | None, bool]] = [(None, False)] * groups
+        self._flying = np.zeros(groups, int) - 1
+        """Track that is in flight for each group, or -1."""
+
+    def number(self, track: str) -> int:
+        """Return a track's number."""
+        return self._number[track]
+
+    def set(self, group: int, track: str | None, *, flying: bool = False, computed: bool = False) -> None:
+        """Note that a group now has a track, or will have once what is in flight arrives; None: it is missing."""
+        self._missing[group] = track is None and not computed
+        self._flying[group] = -1
+        if computed or track is None or track not in self._number:
+            self._bytes[:, group], self._loss[:, group] = self._steps[-1, :, group], self._offers[-1, :, group]
+            self._moves[:, group] = 1.0
+            if computed or track is not None:  # the engine has it: nothing to fetch, whatever is chosen
+                self._bytes[:, group] = self._loss[:, group] = self._moves[:, group] = 0.0
+            return
+        state = self._number[track]
+        self._bytes[:, group], self._moves[:, group] = self._steps[state, :, group], 1.0
+        self._loss[:, group] = _NEVER if flying else self._offers[state, :, group]
+        self._loss[state, group], self._moves[state, group] = self.losses[state, group], 0.0
+        if flying:
+            self._flying[group] = state
+
+    def sync(self, view: View) -> None:
+        """Take what every group has now."""
+        settled = view.settled
+        for group, track in enumerate(view.track_of):
+            known = (track, group in settled)
+            if known != self._known[group]:
+                self._known[group] = known
+                self.set(group, track, flying=not known[1], computed=track == RECOMPUTED)
+        for group, name in view.unavailable:
+            self.without(group, name)
+
+    def lost(self) -> float:
+        """Return the loss if nothing more is requested, nats per generated token."""
+        return float(np.where(self._moves == 0.0, self._loss, _NEVER).min(axis=0).sum())
+
+    def without(self, group: int, track: str) -> None:
+        """Note that a group cannot be had on a track."""
+        number = self._number[track]
+        if self._moves[number, group]:
+            self._loss[number, group] = _NEVER
+
+    def plan(self, view: View, rate: float) -> TimePlan:
+        """Return the best plan at a rate, bytes per second."""
+        price, decoders = view.time_price, view.decoders
+        decode: Array = np.array([view.decode_s(name) for name in self.names]) / decoders
+        work = decode[:, None] * self._share * self._moves
+        queued_s = view.decode_backlog_s
+        if (flying := self._flying[self._flying >= 0]).size:
+            queued_s += float(decode[flying].sum())
+        link = price * _LINK_SHARES[:, None, None] / rate
+        cost = self._loss + link * self._bytes + price * (1.0 - _LINK_SHARES[:, None, None]) * work
+        picks = cost.argmin(axis=1)
+        groups = np.arange(picks.shape[1])
+        nbytes = self._bytes[picks, groups].sum(axis=1)
+        works = work[picks, groups]
+        wait_s = 0.0 if view.in_flight else view.ttfb_s
+        arrives_s = (view.outstanding_bytes + nbytes) / rate + (nbytes > 0) * wait_s
+        # What comes last is decoded after it has come.
+        ends_s = np.maximum(arrives_s + works.max(axis=1), queued_s + works.sum(axis=1))
+        totals = self._loss[picks, groups].sum(axis=1) + price * ends_s
+        best = int(totals.argmin())
+        share = float(_LINK_SHARES[best])
+        idle = np.inf
+        if not self._missing.any():
+            stays = np.where(self._moves == 0.0, self._loss, _NEVER).min(axis=0)
+            idle = float(stays.sum()) + price * max(view.outstanding_bytes / rate, queued_s)
+        return TimePlan(
+            picks[best].tolist(), float(totals[best]), float(idle), float(nbytes[best]), float(ends_s[best]),
+            price * share / rate, price * (1.0 - share) / decoders,
+        )  # fmt: skip
+
+    def bytes_to(self, group: int, number: int) -> float:
+        """Return the bytes that a group still needs for a track."""
+        return float(self._bytes[number, group])
+
+    def stays(self, group: int, number: int) -> bool:
+        """Return whether a track is the one that a group has."""
+        return not self._moves[number, group]
