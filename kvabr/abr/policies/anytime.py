@@ -181,9 +181,20 @@ class Anytime(Policy):
             return self._fetch(view)
         self._best_rate = max(self._best_rate, view.rate)
         plan = self._planned_for(view, times, missing)
-        if missing:
-            return self._commit(view, times, plan) or self._fetch(view)
-        return self._improve(view, times, plan)
+        if not missing:
+            return self._improve(view, times, plan)
+        if view.growing:
+            ahead = view.rate * (4 * view.ttfb_s + 0.01 * view.deadline_s)
+        else:
+            ahead = view.rate * (self._ahead_ttfb * view.ttfb_s + 0.01 * view.deadline_s)
+        enough = len(view.in_flight) >= _LEAST_FLYING and view.outstanding_bytes > ahead
+        if (track := self._final(view, times, plan)) is None:
+            return Decision.wait("enough is in flight for slow start") if enough and view.growing else self._fetch(view)
+        if enough:
+            return Decision.wait("enough is in flight")
+        group, name = track
+        self._follow(times, group, name)
+        return Decision.fetch(group, name, f"cheapest of all in bytes and time: {plan.ends_s:.2f} s for everything")
 
     def _planned_for(self, view: View, times: TimePlanner, missing: bool) -> TimePlan:
         """Return the plan for the present rate, which is kept while little changes."""
@@ -208,41 +219,31 @@ class Anytime(Policy):
         self._planned = (rate, now, missing, followed + 1)
         times.set(group, track, flying=True)
 
-    def _commit(self, view: View, times: TimePlanner, plan: TimePlan) -> Decision | None:
-        """Return the request of a missing group on its final track; None if the base must come first."""
-        missing = view.missing_groups
+    def _final(self, view: View, times: TimePlanner, plan: TimePlan) -> tuple[int, str] | None:
+        """Return a missing group and its final track, if the link is fast enough for it; None: the base comes first."""
+        missing, losses = view.missing_groups, self._base.loss
         base_bytes = len(missing) * self._base.total_bytes / view.groups
-        horizon_s = max(view.ttfb_s, _LEAST_HORIZON * view.deadline_s)
-        lower = view.lower_bound
+        soon_bytes = view.lower_bound * view.time_left * self._sure
         if view.growing:
             if view.outstanding_bytes + base_bytes > self._grown * view.rate * view.time_left:
                 return None
-            flying = view.rate * (4 * view.ttfb_s + 0.01 * view.deadline_s)
-        else:
-            if view.outstanding_bytes + plan.bytes > self._sure * lower * view.time_left:
-                return None
-            if plan.ends_s > view.time_left:
-                return None
-            flying = view.rate * (self._ahead_ttfb * view.ttfb_s + 0.01 * view.deadline_s)
-        if len(view.in_flight) >= _LEAST_FLYING and view.outstanding_bytes > flying:
-            return Decision.wait("enough is in flight")
-        losses = self._base.loss
+        elif view.outstanding_bytes + plan.bytes > soon_bytes or plan.ends_s > view.time_left:
+            return None
         if view.front_first:
             group = next(iter(missing))
         else:
             group = max(missing, key=lambda one: losses[one] if view.growing else -losses[one])
         target = plan.targets[group]
         if view.growing:
+            most = 3 * view.rate * max(view.ttfb_s, _LEAST_HORIZON * view.deadline_s)
             for faster in (8.0, 4.0, 2.0):
                 found = times.plan(view, faster * view.rate).targets[group]
-                if times.bytes_to(group, found) <= 3 * view.rate * horizon_s:
+                if times.bytes_to(group, found) <= most:
                     target = found
                     break
-        if view.outstanding_bytes + times.bytes_to(group, target) + base_bytes > self._sure * lower * view.time_left:
+        if view.outstanding_bytes + times.bytes_to(group, target) + base_bytes > soon_bytes:
             return None
-        name = times.names[target]
-        self._follow(times, group, name)
-        return Decision.fetch(group, name, f"cheapest of all in bytes and time: {plan.ends_s:.2f} s for everything")
+        return group, times.names[target]
 
     def _improve(self, view: View, times: TimePlanner, plan: TimePlan) -> Decision:
         """Request the upgrade that is worth its wait, or end the play."""
