@@ -319,8 +319,9 @@ class PlayState:
         }
 
     def _cancel(self, transfer: Transfer, reason: str, now: float, *, failed: bool = False) -> None:
-        """Cancel a transfer in flight."""
-        del self.view.in_flight[transfer.request]
+        """Cancel a transfer, and those that need it, unless it is no longer in flight."""
+        if self.view.in_flight.pop(transfer.request, None) is None:
+            return
         self._groups[transfer.group].flying.remove(transfer)
         self.view.outstanding_bytes -= transfer.remaining
         self._actions.append(Cancel(transfer.request))

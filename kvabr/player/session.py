@@ -329,8 +329,7 @@ class Session(PlayState):
             self._content = True
             self._events.decision(decision, now)
             for transfer in list(self.view.in_flight.values()) if kind == "deliver" else ():
-                if transfer.request in self.view.in_flight:
-                    self._cancel(transfer, "it is not worth the wait", now)
+                self._cancel(transfer, "it is not worth the wait", now)
         elif kind == "recompute" and group is not None:
             self._events.decision(decision, now)
             self._leave_to_engine(group, now)

@@ -49,6 +49,12 @@ _SAME_TIME = 0.01
 """A plan holds for this share of the deadline."""
 _LEAST_HORIZON = 0.005
 """Least round trip to plan with during slow start, as a share of the deadline."""
+_GROWN = 0.2
+"""Share of the time left within which the base of every group should come at the rate so far, in slow start."""
+_TRUST = 0.33
+"""Share of `sure` that counts at the start, when the rate is that of a moment."""
+_NEW_SHARE = 0.2
+"""Share of the deadline until which the rate counts as new."""
 _SLOW = 0.8
 """Share of the deadline beyond which decoding the base counts as slow."""
 
@@ -81,7 +87,6 @@ class Anytime(Policy):
         "stake": Parameter(1e-4, 1e-1, 2e-3, log=True),
         "waste": Parameter(1e-6, 1e-1, 5e-4, log=True),
         "sure": Parameter(0.1, 1.0, 0.6),
-        "grown": Parameter(0.05, 1.0, 0.3),
     }
 
     def __init__(
@@ -93,7 +98,6 @@ class Anytime(Policy):
         stake: float = 2e-3,
         waste: float = 5e-4,
         sure: float = 0.6,
-        grown: float = 0.3,
     ) -> None:
         """Set the policy's parameters.
 
@@ -106,11 +110,10 @@ class Anytime(Policy):
                 twice.
             sure: groups are requested on their final track at once if everything should come within this share of the
                 time left, at the lower bound of the rate.
-            grown: the same during slow start, for the base of every group at the rate so far.
         """
         self._ahead_ttfb, self._ahead_share = ahead_ttfb, ahead_share
         self._hope, self._stake, self._waste = hope, stake, waste
-        self._sure, self._grown = sure, grown
+        self._sure = sure
 
     def start(self, view: View) -> None:
         """Work out what builds on what, and the order of the base."""
@@ -223,9 +226,9 @@ class Anytime(Policy):
         """Return a missing group and its final track, if the link is fast enough for it; None: the base comes first."""
         missing, losses = view.missing_groups, self._base.loss
         base_bytes = len(missing) * self._base.total_bytes / view.groups
-        soon_bytes = view.lower_bound * view.time_left * self._sure
+        soon_bytes = self._soon_bytes(view)
         if view.growing:
-            if view.outstanding_bytes + base_bytes > self._grown * view.rate * view.time_left:
+            if view.outstanding_bytes + base_bytes > _GROWN * view.rate * view.time_left:
                 return None
         elif view.outstanding_bytes + plan.bytes > soon_bytes or plan.ends_s > view.time_left:
             return None
@@ -241,9 +244,14 @@ class Anytime(Policy):
                 if times.bytes_to(group, found) <= most:
                     target = found
                     break
-        if view.outstanding_bytes + times.bytes_to(group, target) + base_bytes > soon_bytes:
+        if view.outstanding_bytes + times.bytes_to(group, target) + base_bytes > self._sure * view.lower_bound * view.time_left:
             return None
         return group, times.names[target]
+
+    def _soon_bytes(self, view: View) -> float:
+        """Return the bytes that surely come soon: a share of what the lower bound promises, smaller while it is new."""
+        trust = _TRUST + (1.0 - _TRUST) * min(1.0, view.now / (_NEW_SHARE * view.deadline_s))
+        return self._sure * trust * view.lower_bound * view.time_left
 
     def _improve(self, view: View, times: TimePlanner, plan: TimePlan) -> Decision:
         """Request the upgrade that is worth its wait, or end the play."""
@@ -260,7 +268,7 @@ class Anytime(Policy):
                 return Decision.wait("the link carries nothing; what is in flight shows when it does again")
             urgent = True
             plan = times.plan(view, max(view.rate, 0.5 * self._best_rate))
-        sure = view.outstanding_bytes + plan.bytes <= self._sure * view.lower_bound * view.time_left
+        sure = view.outstanding_bytes + plan.bytes <= self._soon_bytes(view)
         if not (sure or urgent):
             return self._upgrade(view, plan)
         if (
