@@ -20,6 +20,8 @@ Array = npt.NDArray[np.float64]
 
 _LINK_SHARES: Array = np.array([1.0, 0.9, 0.75, 0.6, 0.45, 0.3, 0.15, 0.0])
 """Shares of the price of time that the link gets; the decoders get the rest."""
+import os
+WASTE = float(os.environ.get("WASTE", "1"))
 _NEVER = 1e9
 """Loss of an option that is not to be had, nats."""
 
@@ -59,6 +61,8 @@ class TimePlanner:
         states: list[str | None] = [*self.names, None]
         self._steps: Array = np.zeros((len(states), *shape))
         """Bytes from a state (the last one: nothing) to a track, by state, track and group."""
+        self._discards: Array = np.zeros((len(states), *shape))
+        """Bytes that a step makes useless, alike."""
         self._offers: Array = np.full((len(states), *shape), _NEVER)
         """Loss of what can be had from a state, alike."""
         for state, current in enumerate(states):
@@ -69,9 +73,13 @@ class TimePlanner:
                 self._offers[state, number] = np.where(better, self.losses[number], _NEVER)
             if current is not None:
                 self._steps[state, state] = 0.0
+                for number, track in enumerate(tracks):
+                    if current not in view.ladder.stacks[track.name]:
+                        self._discards[state, number] = np.sum([catalog.by_name[one].bytes for one in view.ladder.stacks[current]], axis=0)
                 self._offers[state, state] = self.losses[state]
         self._bytes: Array = self._steps[-1].copy()
         self._loss: Array = self._offers[-1].copy()
+        self._waste: Array = np.zeros(shape)
         self._moves: Array = np.ones(shape)
         """1.0 where an option must be decoded."""
         self._missing = np.ones(groups, bool)
@@ -89,12 +97,13 @@ class TimePlanner:
         self._flying[group] = -1
         if computed or track is None or track not in self._number:
             self._bytes[:, group], self._loss[:, group] = self._steps[-1, :, group], self._offers[-1, :, group]
-            self._moves[:, group] = 1.0
+            self._moves[:, group], self._waste[:, group] = 1.0, 0.0
             if computed or track is not None:  # the engine has it: nothing to fetch, whatever is chosen
                 self._bytes[:, group] = self._loss[:, group] = self._moves[:, group] = 0.0
             return
         state = self._number[track]
         self._bytes[:, group], self._moves[:, group] = self._steps[state, :, group], 1.0
+        self._waste[:, group] = self._discards[state, :, group]
         self._loss[:, group] = _NEVER if flying else self._offers[state, :, group]
         self._loss[state, group], self._moves[state, group] = self.losses[state, group], 0.0
         if flying:
@@ -130,7 +139,7 @@ class TimePlanner:
         if (flying := self._flying[self._flying >= 0]).size:
             queued_s += float(decode[flying].sum())
         link = price * _LINK_SHARES[:, None, None] / rate
-        cost = self._loss + link * self._bytes + price * (1.0 - _LINK_SHARES[:, None, None]) * work
+        cost = self._loss + link * (self._bytes + WASTE * self._waste) + price * (1.0 - _LINK_SHARES[:, None, None]) * work
         picks = cost.argmin(axis=1)
         groups = np.arange(picks.shape[1])
         nbytes = self._bytes[picks, groups].sum(axis=1)

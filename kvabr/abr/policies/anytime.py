@@ -51,6 +51,10 @@ _LEAST_HORIZON = 0.005
 """Least round trip to plan with during slow start, as a share of the deadline."""
 _GROWN = 0.2
 """Share of the time left within which the base of every group should come at the rate so far, in slow start."""
+_GROWTH = 2.0
+"""Growth of the rate until a request has an effect, in slow start."""
+_GROWING_TTFB = 4.0
+"""Times to a first byte that the bytes in flight should last at the rate so far, in slow start."""
 _TRUST = 0.33
 """Share of `sure` that counts at the start, when the rate is that of a moment."""
 _NEW_SHARE = 0.2
@@ -186,11 +190,7 @@ class Anytime(Policy):
         plan = self._planned_for(view, times, missing)
         if not missing:
             return self._improve(view, times, plan)
-        if view.growing:
-            ahead = view.rate * (4 * view.ttfb_s + 0.01 * view.deadline_s)
-        else:
-            ahead = view.rate * (self._ahead_ttfb * view.ttfb_s + 0.01 * view.deadline_s)
-        enough = len(view.in_flight) >= _LEAST_FLYING and view.outstanding_bytes > ahead
+        enough = self._enough_for(view)
         if (track := self._final(view, times, plan)) is None:
             return Decision.wait("enough is in flight for slow start") if enough and view.growing else self._fetch(view)
         if enough:
@@ -198,6 +198,12 @@ class Anytime(Policy):
         group, name = track
         self._follow(times, group, name)
         return Decision.fetch(group, name, f"cheapest of all in bytes and time: {plan.ends_s:.2f} s for everything")
+
+    def _enough_for(self, view: View) -> bool:
+        """Return whether the bytes in flight last until a new request begins to arrive, or until slow start is over."""
+        round_trips = _GROWING_TTFB if view.growing else self._ahead_ttfb
+        ahead_s = round_trips * view.ttfb_s + 0.5 * self._ahead_share * view.deadline_s
+        return len(view.in_flight) >= _LEAST_FLYING and view.outstanding_bytes > view.rate * ahead_s
 
     def _planned_for(self, view: View, times: TimePlanner, missing: bool) -> TimePlan:
         """Return the plan for the present rate, which is kept while little changes."""
@@ -213,7 +219,7 @@ class Anytime(Policy):
         if not fresh or self._plan is None:
             self._seen = len(view.settled.history)
             times.sync(view)
-            self._plan = times.plan(view, view.rate)
+            self._plan = times.plan(view, view.rate * (_GROWTH if view.growing else 1.0))
             self._planned = (view.rate, view.now, missing, 0)
         return self._plan
 
@@ -271,11 +277,7 @@ class Anytime(Policy):
         sure = view.outstanding_bytes + plan.bytes <= self._soon_bytes(view)
         if not (sure or urgent):
             return self._upgrade(view, plan)
-        if (
-            not urgent
-            and len(view.in_flight) >= _LEAST_FLYING
-            and view.outstanding_bytes > view.rate * (self._ahead_ttfb * view.ttfb_s + 0.01 * view.deadline_s)
-        ):
+        if not urgent and self._enough_for(view):
             return Decision.wait("enough is in flight")
         best, chosen = 0.0, -1
         for group in view.settled:
