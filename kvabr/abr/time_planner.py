@@ -20,8 +20,8 @@ Array = npt.NDArray[np.float64]
 
 _LINK_SHARES: Array = np.array([1.0, 0.9, 0.75, 0.6, 0.45, 0.3, 0.15, 0.0])
 """Shares of the price of time that the link gets; the decoders get the rest."""
-import os
-WASTE = float(os.environ.get("WASTE", "1"))
+_WASTE = 2.0
+"""Price of a byte that is replaced, as a multiple of that of a byte to request: others could have used it."""
 _NEVER = 1e9
 """Loss of an option that is not to be had, nats."""
 
@@ -75,7 +75,8 @@ class TimePlanner:
                 self._steps[state, state] = 0.0
                 for number, track in enumerate(tracks):
                     if current not in view.ladder.stacks[track.name]:
-                        self._discards[state, number] = np.sum([catalog.by_name[one].bytes for one in view.ladder.stacks[current]], axis=0)
+                        replaced = [catalog.by_name[layer].bytes for layer in view.ladder.stacks[current]]
+                        self._discards[state, number] = np.sum(replaced, axis=0)
                 self._offers[state, state] = self.losses[state]
         self._bytes: Array = self._steps[-1].copy()
         self._loss: Array = self._offers[-1].copy()
@@ -139,7 +140,11 @@ class TimePlanner:
         if (flying := self._flying[self._flying >= 0]).size:
             queued_s += float(decode[flying].sum())
         link = price * _LINK_SHARES[:, None, None] / rate
-        cost = self._loss + link * (self._bytes + WASTE * self._waste) + price * (1.0 - _LINK_SHARES[:, None, None]) * work
+        cost = (
+            self._loss
+            + link * (self._bytes + _WASTE * self._waste)
+            + price * (1.0 - _LINK_SHARES[:, None, None]) * work
+        )
         picks = cost.argmin(axis=1)
         groups = np.arange(picks.shape[1])
         nbytes = self._bytes[picks, groups].sum(axis=1)

@@ -22,8 +22,8 @@ from heapq import heappop, heappush
 from typing import ClassVar, NamedTuple
 
 from kvabr.abr.compute_planner import ComputePlanner
+from kvabr.abr.policies.time_saver import TimeSaver
 from kvabr.abr.policy import Decision, Parameter, Policy
-from kvabr.abr.time_planner import TimePlan, TimePlanner
 from kvabr.abr.view import View
 from kvabr.types.catalog import Track
 
@@ -39,26 +39,6 @@ _RICH = 0.5
 """Share of the rate that must suffice to skip a layer in favour of a track that replaces the group."""
 _SKIPPED = 0.1
 """Share of ``waste`` that such a track must save on one group, beyond its last layer."""
-_FIRST_GROUPS = 6
-"""Groups to request while no rate is known: on a fast link their base is not what should be fetched."""
-_FIRST_BYTES = 1 << 16
-"""Least bytes to request while no rate is known, so that slow start is not starved."""
-_SAME_RATE = 0.05
-"""A plan holds while the rate changes by no more than this share."""
-_SAME_TIME = 0.01
-"""A plan holds for this share of the deadline."""
-_LEAST_HORIZON = 0.005
-"""Least round trip to plan with during slow start, as a share of the deadline."""
-_GROWN = 0.2
-"""Share of the time left within which the base of every group should come at the rate so far, in slow start."""
-_GROWTH = 2.0
-"""Growth of the rate until a request has an effect, in slow start."""
-_GROWING_TTFB = 4.0
-"""Times to a first byte that the bytes in flight should last at the rate so far, in slow start."""
-_TRUST = 0.33
-"""Share of `sure` that counts at the start, when the rate is that of a moment."""
-_NEW_SHARE = 0.2
-"""Share of the deadline until which the rate counts as new."""
 _SLOW = 0.8
 """Share of the deadline beyond which decoding the base counts as slow."""
 
@@ -137,7 +117,7 @@ class Anytime(Policy):
         self._offers: list[_Offer] = []
         self._heard = self._made = 0
         self._mean = self._until_s = 0.0
-        self._slow = base.decode_s * view.groups > _SLOW * view.deadline_s
+        self._slow = view.decode_s(base.name) * view.groups / view.decoders > _SLOW * view.deadline_s
         self._order = list(groups)
         if not view.front_first:
             offers = [self._best(view, group, base.name) for group in groups]
@@ -149,12 +129,9 @@ class Anytime(Policy):
         self._byte_price = 0.0
         """Value of a byte, nats per token."""
         self._planner = None if view.cost is None else ComputePlanner(view, self._cost)
-        self._times = TimePlanner(view) if view.time_price > 0 else None
-        self._plan: TimePlan | None = None
-        self._planned: tuple[float, float, bool, int] = (0.0, 0.0, False, 0)
-        """Rate and time of the plan, whether groups were missing, and how often it was followed."""
-        self._best_rate = 0.0
-        self._over = False
+        self._saver: TimeSaver | None = None
+        if view.time_price > 0:
+            self._saver = TimeSaver(view, base, ahead_ttfb=self._ahead_ttfb, sure=self._sure)
 
     def decide(self, view: View) -> Decision:
         """Use an idle engine first, then request the base of every group, then upgrades."""
@@ -168,154 +145,10 @@ class Anytime(Policy):
             if (decision := planner.next(view)) is not None:
                 return decision
             reserved = len(planner.reserved)
-        missing = len(view.missing_groups) > reserved
-        if self._times is None or self._over:
-            return Decision.wait("the cache is delivered") if self._over else self._fetch_or_upgrade(view, missing)
-        return self._soonest(view, self._times, missing)
-
-    def _fetch_or_upgrade(self, view: View, missing: bool) -> Decision:
+        missing, saver = len(view.missing_groups) > reserved, self._saver
+        if saver is not None and (sooner := saver.request(view) if missing else saver.upgrade(view)) is not None:
+            return sooner
         return self._fetch(view) if missing else self._upgrade(view)
-
-    # ------------------------------------------------------- what time costs
-
-    def _soonest(self, view: View, times: TimePlanner, missing: bool) -> Decision:
-        """Request every group on its final track if the link is fast; end the play when nothing is worth its wait."""
-        if view.rate <= 0:
-            if not missing:
-                return Decision.wait("no rate is known")
-            if len(view.in_flight) >= _FIRST_GROUPS and view.outstanding_bytes >= _FIRST_BYTES:
-                return Decision.wait("the first bytes will say how fast the link is")
-            return self._fetch(view)
-        self._best_rate = max(self._best_rate, view.rate)
-        plan = self._planned_for(view, times, missing)
-        if not missing:
-            return self._improve(view, times, plan)
-        enough = self._enough_for(view)
-        if (track := self._final(view, times, plan)) is None:
-            return Decision.wait("enough is in flight for slow start") if enough and view.growing else self._fetch(view)
-        if enough:
-            return Decision.wait("enough is in flight")
-        group, name = track
-        self._follow(times, group, name)
-        return Decision.fetch(group, name, f"cheapest of all in bytes and time: {plan.ends_s:.2f} s for everything")
-
-    def _enough_for(self, view: View) -> bool:
-        """Return whether the bytes in flight last until a new request begins to arrive, or until slow start is over."""
-        round_trips = _GROWING_TTFB if view.growing else self._ahead_ttfb
-        ahead_s = round_trips * view.ttfb_s + 0.5 * self._ahead_share * view.deadline_s
-        return len(view.in_flight) >= _LEAST_FLYING and view.outstanding_bytes > view.rate * ahead_s
-
-    def _planned_for(self, view: View, times: TimePlanner, missing: bool) -> TimePlan:
-        """Return the plan for the present rate, which is kept while little changes."""
-        rate, now, then, followed = *self._planned[:2], self._planned[2], self._planned[3]
-        fresh = (
-            self._plan is not None
-            and then == missing
-            and abs(view.rate - rate) <= _SAME_RATE * rate
-            and view.now - now <= _SAME_TIME * view.deadline_s
-            and followed < max(1, view.groups // 16)
-            and not (not missing and view.settled.history[-1:] and len(view.settled.history) != self._seen)
-        )
-        if not fresh or self._plan is None:
-            self._seen = len(view.settled.history)
-            times.sync(view)
-            self._plan = times.plan(view, view.rate * (_GROWTH if view.growing else 1.0))
-            self._planned = (view.rate, view.now, missing, 0)
-        return self._plan
-
-    def _follow(self, times: TimePlanner, group: int, track: str) -> None:
-        rate, now, missing, followed = self._planned
-        self._planned = (rate, now, missing, followed + 1)
-        times.set(group, track, flying=True)
-
-    def _final(self, view: View, times: TimePlanner, plan: TimePlan) -> tuple[int, str] | None:
-        """Return a missing group and its final track, if the link is fast enough for it; None: the base comes first."""
-        missing, losses = view.missing_groups, self._base.loss
-        base_bytes = len(missing) * self._base.total_bytes / view.groups
-        soon_bytes = self._soon_bytes(view)
-        if view.growing:
-            if view.outstanding_bytes + base_bytes > _GROWN * view.rate * view.time_left:
-                return None
-        elif view.outstanding_bytes + plan.bytes > soon_bytes or plan.ends_s > view.time_left:
-            return None
-        if view.front_first:
-            group = next(iter(missing))
-        else:
-            group = max(missing, key=lambda one: losses[one] if view.growing else -losses[one])
-        target = plan.targets[group]
-        if view.growing:
-            most = 3 * view.rate * max(view.ttfb_s, _LEAST_HORIZON * view.deadline_s)
-            for faster in (8.0, 4.0, 2.0):
-                found = times.plan(view, faster * view.rate).targets[group]
-                if times.bytes_to(group, found) <= most:
-                    target = found
-                    break
-        if view.outstanding_bytes + times.bytes_to(group, target) + base_bytes > self._sure * view.lower_bound * view.time_left:
-            return None
-        return group, times.names[target]
-
-    def _soon_bytes(self, view: View) -> float:
-        """Return the bytes that surely come soon: a share of what the lower bound promises, smaller while it is new."""
-        trust = _TRUST + (1.0 - _TRUST) * min(1.0, view.now / (_NEW_SHARE * view.deadline_s))
-        return self._sure * trust * view.lower_bound * view.time_left
-
-    def _improve(self, view: View, times: TimePlanner, plan: TimePlan) -> Decision:
-        """Request the upgrade that is worth its wait, or end the play."""
-        now_lost = plan.idle_objective
-        urgent = False
-        if plan.objective >= now_lost:
-            lost = times.lost()
-            if lost <= 2 * view.time_price * view.time_left:
-                if not view.in_flight:
-                    return self._deliver("nothing is worth the wait")
-                return self._abandoned(view) or Decision.wait("nothing more is worth the wait")
-            # An outage makes everything look too slow: keep one request in flight until it is over.
-            if view.in_flight:
-                return Decision.wait("the link carries nothing; what is in flight shows when it does again")
-            urgent = True
-            plan = times.plan(view, max(view.rate, 0.5 * self._best_rate))
-        sure = view.outstanding_bytes + plan.bytes <= self._soon_bytes(view)
-        if not (sure or urgent):
-            return self._upgrade(view, plan)
-        if not urgent and self._enough_for(view):
-            return Decision.wait("enough is in flight")
-        best, chosen = 0.0, -1
-        for group in view.settled:
-            target = plan.targets[group]
-            current = view.track_of[group]
-            if current not in self._tracks or times.stays(group, target):
-                continue
-            saving = self._tracks[current].loss[group] - times.losses[target, group]
-            cost = plan.byte_price * times.bytes_to(group, target) + plan.decode_price * view.decode_s(
-                times.names[target]
-            )
-            if saving / max(cost, 1e-12) > best:
-                best, chosen = float(saving / max(cost, 1e-12)), group
-        if chosen < 0:
-            if urgent:
-                return self._upgrade(view)
-            return Decision.wait("what is worth the wait is in flight")
-        name = times.names[plan.targets[chosen]]
-        self._follow(times, chosen, name)
-        return Decision.upgrade(chosen, name, f"saves {best:.1f} times its price in time")
-
-    def _abandoned(self, view: View) -> Decision | None:
-        """End the play if what is in flight is not worth waiting for."""
-        if not view.arrived or view.rate <= 0:
-            return None
-        saving = 0.0
-        for group, track in {t.group: view.track_of[t.group] for t in view.in_flight.values()}.items():
-            below = next(t for t in view.in_flight.values() if t.group == group)
-            lower = self._tracks[below.track].refines
-            before = self._tracks[lower].loss[group] if lower else self._base.loss[group]
-            saving += max(0.0, before - self._tracks[track or self._base.name].loss[group])
-        if saving >= view.time_price * view.outstanding_bytes / view.rate:
-            return None
-        return self._deliver("what is in flight is not worth the wait", cancel=True)
-
-    def _deliver(self, reason: str, *, cancel: bool = False) -> Decision:
-        self._over = True
-        return Decision.deliver(reason) if cancel else Decision.finish(reason)
 
     # ---------------------------------------------------------- what bytes cost
 
@@ -372,7 +205,7 @@ class Anytime(Policy):
             self._ahead_ttfb * view.ttfb_s + self._ahead_share * view.deadline_s
         )
 
-    def _upgrade(self, view: View, plan: TimePlan | None = None) -> Decision:
+    def _upgrade(self, view: View) -> Decision:
         """Request the upgrade that saves most per byte among those that arrive in time and are worth it."""
         if view.now > self._until_s:
             self._mean += (view.rate - self._mean) * (view.now - self._until_s) / view.now
@@ -380,13 +213,13 @@ class Anytime(Policy):
         enough = self._enough(view)
         rate = view.lower_bound if view.in_flight else self._hope * max(view.rate, self._mean)
         offer = self._in_time(view, rate, staking=enough)
-        if offer is not None and plan is not None:
-            cost = plan.byte_price * offer.track.bytes[offer.group] + plan.decode_price * view.decode_s(
-                offer.track.name
-            )
-            if -offer.rank * offer.track.bytes[offer.group] < cost:
-                heappush(self._offers, offer)
-                return Decision.wait("no upgrade is worth its wait")
+        if (
+            offer is not None
+            and self._saver is not None
+            and not self._saver.pays(view, offer.track, offer.group, -offer.rank)
+        ):
+            heappush(self._offers, offer)
+            return Decision.wait("no upgrade is worth its wait")
         if offer is None:
             if enough:
                 return Decision.wait("enough is in flight")
@@ -424,7 +257,9 @@ class Anytime(Policy):
         if not offers or (staking and offers[0].saving < self._stake):
             return None
         begins_s = max(view.ttfb_s, view.outstanding_bytes / rate) if rate > 0 else float("inf")
-        decoded_s = view.decode_backlog_s + sum(self._tracks[one.track].decode_s for one in view.in_flight.values())
+        decoded_s = (
+            view.decode_backlog_s + sum(view.decode_s(one.track) for one in view.in_flight.values()) / view.decoders
+        )
         too_late: list[_Offer] = []
         found: _Offer | None = None
         while found is None and offers and len(too_late) < _LOOKED_AT:
@@ -440,7 +275,7 @@ class Anytime(Policy):
                 arrives_s = 0.0  # the minimum time to first byte says little where all requests queue
             else:
                 arrives_s = begins_s + (track.bytes[group] / rate if rate > 0 else 0.0)
-            if max(arrives_s, decoded_s) + track.decode_s <= left_s:
+            if max(arrives_s, decoded_s) + view.decode_s(track.name) <= left_s:
                 found = offer
             else:
                 too_late.append(offer)

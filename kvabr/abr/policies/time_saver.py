@@ -1,0 +1,221 @@
+"""What `anytime` does where time has a price: final tracks at once on fast links, and an end when a wait is too dear.
+
+Any track may be a group's final one, also Int8 or FP16: `kvabr.abr.time_planner` weighs the link against the decoders.
+
+- Groups are requested on their final tracks if the link should carry everything in a part of the time left, at the
+  lower bound of its rate; otherwise the base comes first. How much of the bound counts grows during the play: what a
+  link carried for a moment says little.
+- While no rate is known, a few bases are requested, and in slow start no more than keeps it growing. What is requested
+  then is chosen for several times the rate so far, if it comes soon even at that rate.
+- Once every group has arrived, a further request must save more than its wait costs. If nothing does, the play ends,
+  and what is still in flight is cancelled if it is not worth waiting for either.
+- In an outage nothing seems worth the wait. As long as much is lost without it, one request stays in flight.
+"""
+
+from __future__ import annotations
+
+from kvabr.abr.policy import Decision
+from kvabr.abr.time_planner import TimePlan, TimePlanner
+from kvabr.abr.view import View
+from kvabr.types.catalog import Track
+
+_LEAST_FLYING = 2
+"""Minimum number of requests in flight while there is something to request."""
+_FIRST_GROUPS = 6
+"""Groups to request while no rate is known: on a fast link their base is not what should be fetched."""
+_FIRST_BYTES = 1 << 16
+"""Least bytes to request while no rate is known, so that slow start is not starved."""
+_SAME_RATE = 0.05
+"""A plan holds while the rate changes by no more than this share."""
+_SAME_TIME = 0.01
+"""A plan holds for this share of the deadline."""
+_FOLLOWED_SHARE = 1 / 16
+"""A plan holds until this share of the groups was requested by it."""
+_AHEAD_SHARE = 0.01
+"""Share of the deadline that the bytes in flight last, beyond round trips."""
+_GROWTH = 2.0
+"""Growth of the rate until a request has an effect, in slow start."""
+_GROWTHS = (8.0, 4.0, 2.0)
+"""Growth until the end of slow start that is hoped for, most first."""
+_GROWN_TTFB = 3.0
+"""Times to a first byte that a group may take at the rate so far, to be requested for a faster link."""
+_LEAST_TTFB_SHARE = 0.005
+"""Least time to a first byte for that, as a share of the deadline."""
+_GROWING_TTFB = 4.0
+"""Times to a first byte that the bytes in flight last at the rate so far, in slow start."""
+_GROWN_SHARE = 0.2
+"""Share of the time left within which the base of every group should come at the rate so far, in slow start."""
+_TRUST = 0.33
+"""Share of `sure` that counts at the start, when the rate is that of a moment."""
+_NEW_SHARE = 0.2
+"""Share of the deadline until which the rate counts as new."""
+_OUTAGE = 2.0
+"""A play does not end while it loses more than this multiple of the price of the time left."""
+_RECOVERY = 0.5
+"""Share of the best rate so far that is hoped for in an outage."""
+_FREE = 1e-12
+"""Price that is as good as none, nats."""
+
+
+class TimeSaver:
+    """Decides for one play. A decision of None leaves it to `anytime`'s own order."""
+
+    def __init__(self, view: View, base: Track, *, ahead_ttfb: float, sure: float) -> None:
+        """Begin a play; ``ahead_ttfb`` and ``sure`` are parameters of `Anytime`."""
+        self._times = TimePlanner(view)
+        self._base, self._ahead_ttfb, self._sure = base, ahead_ttfb, sure
+        self._plan: TimePlan | None = None
+        self._planned_rate = self._planned_s = self._best_rate = 0.0
+        self._planned_missing = False
+        self._followed = self._heard = 0
+        self._over = False
+
+    def request(self, view: View) -> Decision | None:
+        """Request a missing group on its final track, or wait; None: its base is next."""
+        self._over = False
+        if view.rate <= 0:
+            enough = len(view.in_flight) >= _FIRST_GROUPS and view.outstanding_bytes >= _FIRST_BYTES
+            return Decision.wait("the first bytes will say how fast the link is") if enough else None
+        plan = self._plan_for(view, missing=True)
+        group = self._next_group(view)
+        track = self._final_track(view, plan, group)
+        if self._enough(view) and (track is not None or view.growing):
+            return Decision.wait("enough is in flight")
+        if track is None:
+            return None
+        self._follow(group, track)
+        return Decision.fetch(
+            group, track, f"cheapest in bytes and decoding; everything takes {plan.ends_s:.2f} s more"
+        )
+
+    def upgrade(self, view: View) -> Decision | None:
+        """Request what is worth its wait, wait, or end the play; None: the next layer of `anytime`, if `pays`."""
+        if self._over:
+            return Decision.wait("the play is over")
+        if view.rate <= 0:
+            return Decision.wait("no rate is known")
+        plan = self._plan_for(view, missing=False)
+        if plan.objective >= plan.idle_objective:
+            if view.in_flight or self._times.lost() <= _OUTAGE * view.time_price * view.time_left:
+                return self._end(view)
+            # In an outage everything looks too slow.
+            plan = self._times.plan(view, max(view.rate, _RECOVERY * self._best_rate))
+        elif view.outstanding_bytes + plan.bytes > self._soon_bytes(view):
+            return None
+        elif self._enough(view):
+            return Decision.wait("enough is in flight")
+        gain, best = max(((self._worth(view, plan, group), group) for group in view.settled), default=(0.0, -1))
+        if gain <= 0:
+            return Decision.wait("what is worth the wait is in flight") if view.in_flight else None
+        track = self._times.names[plan.targets[best]]
+        self._follow(best, track)
+        return Decision.upgrade(best, track, f"saves {min(gain, 1e4):.1f} times its price in bytes and decoding")
+
+    def pays(self, view: View, track: Track, group: int, worth: float) -> bool:
+        """Return whether a layer that saves ``worth`` nats per byte, with those above it, pays for its time."""
+        plan = self._plan
+        if plan is None:
+            return True
+        nbytes = track.bytes[group]
+        return worth * nbytes >= plan.byte_price * nbytes + plan.decode_price * view.decode_s(track.name)
+
+    # ----------------------------------------------------------------- plans
+
+    def _plan_for(self, view: View, *, missing: bool) -> TimePlan:
+        """Return the plan for the present rate, which is kept while little changes."""
+        self._best_rate = max(self._best_rate, view.rate)
+        plan, heard = self._plan, len(view.settled.history)
+        if (
+            plan is None
+            or missing != self._planned_missing
+            or abs(view.rate - self._planned_rate) > _SAME_RATE * self._planned_rate
+            or view.now - self._planned_s > _SAME_TIME * view.deadline_s
+            or self._followed > _FOLLOWED_SHARE * view.groups
+            or (heard != self._heard and not missing)
+        ):
+            self._times.sync(view)
+            plan = self._plan = self._times.plan(view, view.rate * (_GROWTH if view.growing else 1.0))
+            self._planned_rate, self._planned_s, self._planned_missing = view.rate, view.now, missing
+            self._followed, self._heard = 0, heard
+        return plan
+
+    def _follow(self, group: int, track: str) -> None:
+        self._followed += 1
+        self._times.set(group, track, flying=True)
+
+    def _soon_bytes(self, view: View) -> float:
+        """Return the bytes that surely come soon: a share of what the lower bound promises, smaller while it is new."""
+        trust = _TRUST + (1.0 - _TRUST) * min(1.0, view.now / (_NEW_SHARE * view.deadline_s))
+        return trust * self._sure * view.lower_bound * view.time_left
+
+    def _enough(self, view: View) -> bool:
+        """Return whether the bytes in flight last until a new request begins to arrive."""
+        round_trips = _GROWING_TTFB if view.growing else self._ahead_ttfb
+        ahead_s = round_trips * view.ttfb_s + _AHEAD_SHARE * view.deadline_s
+        return len(view.in_flight) >= _LEAST_FLYING and view.outstanding_bytes > view.rate * ahead_s
+
+    # -------------------------------------------------------- missing groups
+
+    def _next_group(self, view: View) -> int:
+        """Return the missing group to request: in slow start that which loses most, as what follows may be better."""
+        if view.front_first:
+            return next(iter(view.missing_groups))
+        if view.cost is not None:
+            return next(reversed(view.missing_groups))  # the engine comes from the front
+        losses, sign = self._base.loss, 1.0 if view.growing else -1.0
+        return max(view.missing_groups, key=lambda group: sign * losses[group])
+
+    def _final_track(self, view: View, plan: TimePlan, group: int) -> str | None:
+        """Return a group's final track if the link is fast enough to request it now."""
+        base_bytes = len(view.missing_groups) * self._base.total_bytes / view.groups
+        target = plan.targets[group]
+        if view.growing:
+            if view.outstanding_bytes + base_bytes > _GROWN_SHARE * view.rate * view.time_left:
+                return None
+            target = self._grown_target(view, group, target)
+        elif view.outstanding_bytes + plan.bytes > self._soon_bytes(view) or plan.ends_s > view.time_left:
+            return None
+        most = self._sure * view.lower_bound * view.time_left
+        if view.outstanding_bytes + self._times.bytes_to(group, target) + base_bytes > most:
+            return None
+        return self._times.names[target]
+
+    def _grown_target(self, view: View, group: int, target: int) -> int:
+        """Return the target for the fastest link that slow start may lead to, of those that come soon as it is."""
+        most = _GROWN_TTFB * view.rate * max(view.ttfb_s, _LEAST_TTFB_SHARE * view.deadline_s)
+        for growth in _GROWTHS:
+            found = self._times.plan(view, growth * view.rate).targets[group]
+            if self._times.bytes_to(group, found) <= most:
+                return found
+        return target
+
+    # --------------------------------------------------------------- the end
+
+    def _worth(self, view: View, plan: TimePlan, group: int) -> float:
+        """Return what the planned upgrade of a group saves, as a multiple of its price; 0.0 if there is none."""
+        target, current = plan.targets[group], view.track_of[group]
+        if current not in view.catalog.by_name or self._times.stays(group, target):
+            return 0.0
+        saving = view.loss(group, current) - float(self._times.losses[target, group])
+        seconds = view.decode_s(self._times.names[target])
+        price = plan.byte_price * self._times.bytes_to(group, target) + plan.decode_price * seconds
+        return saving / max(price, _FREE)
+
+    def _end(self, view: View) -> Decision:
+        """End the play, or wait for what is in flight if that is worth it."""
+        if not view.in_flight:
+            self._over = True
+            return Decision.finish("nothing is worth the wait")
+        if self._times.lost() > _OUTAGE * view.time_price * view.time_left:
+            return Decision.wait("the link carries next to nothing; what is in flight shows when it recovers")
+        first: dict[int, str] = {}
+        for transfer in view.in_flight.values():
+            first.setdefault(transfer.group, transfer.track)
+        losses, saved = view.catalog.by_name, 0.0
+        for group, track in first.items():
+            below = losses[track].refines or self._base.name
+            saved += max(0.0, losses[below].loss[group] - losses[view.track_of[group] or below].loss[group])
+        if not view.arrived or saved >= view.time_price * view.outstanding_bytes / view.rate:
+            return Decision.wait("nothing more is worth the wait")
+        self._over = True
+        return Decision.deliver("what is in flight is not worth the wait")
