@@ -20,7 +20,7 @@ Array = npt.NDArray[np.float64]
 
 _LINK_SHARES: Array = np.array([1.0, 0.9, 0.75, 0.6, 0.45, 0.3, 0.15, 0.0])
 """Shares of the price of time that the link gets; the decoders get the rest."""
-_WASTE = 2.0
+_WASTE = 6.0
 """Price of a byte that is replaced, as a multiple of that of a byte to request: others could have used it."""
 _NEVER = 1e9
 """Loss of an option that is not to be had, nats."""

@@ -21,6 +21,7 @@ from kvabr.cli.options import (
     add_gpu_price_option,
     add_old_name,
     add_salt_option,
+    add_time_price_option,
     check_writable,
     load,
 )
@@ -88,6 +89,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--recompute", metavar="smollm2|DIR", help="engine that computes what would be late, and what pays"
     )
     add_gpu_price_option(how)
+    add_time_price_option(how)
     how.add_argument(
         "--after",
         type=_after,
@@ -206,6 +208,7 @@ async def _fetch(
         estimator=args.estimator,
         recompute=args.recompute is not None,
         gpu_price=args.gpu_price,
+        time_price=args.time_price,
         salt=read_salt(args.salt_file),
         after=args.after,
         log=lines.append if args.log is not None else None,

@@ -12,7 +12,7 @@ import torch
 from kvabr.abr.plugins import load_estimator, load_policy
 from kvabr.abr.policies import DEFAULT
 from kvabr.client.snapshot import Watch
-from kvabr.player.session_types import GPU_PRICE, PlayerConfig
+from kvabr.player.session_types import GPU_PRICE, TIME_PRICE, PlayerConfig
 from kvabr.telemetry.hub import Telemetry
 from kvabr.types.cost import PrefillCost
 from kvabr.types.engine import EngineMode
@@ -39,6 +39,9 @@ class PlayOptions:
     gpu_price: float = GPU_PRICE
     """Price of a second of the engine's time, nats per generated token: 0 where the engine is idle, infinite to compute
     only what would be late."""
+    time_price: float = TIME_PRICE
+    """Price of a second before the first token, nats per generated token: a play ends as soon as nothing that could
+    still arrive is worth its wait. 0: only the deadline counts."""
     salt: bytes = b""
     """Secret of the tenant, see `kvabr.types.naming.chain`."""
     out: torch.Tensor | None = None
@@ -64,7 +67,7 @@ class PlayOptions:
         if not 1 <= self.patience < math.inf:
             raise UsageError(f"patience is {self.patience} deadlines; it must be at least 1")
         # Raise for unknown names and prices here, before anything is asked of the network.
-        PlayerConfig(gpu_price=self.gpu_price)
+        PlayerConfig(gpu_price=self.gpu_price, time_price=self.time_price)
         load_policy(self.policy)
         if self.estimator is not None:
             load_estimator(self.estimator)

@@ -279,7 +279,12 @@ class Play:
                 goal=goal,
                 cost=self.cost,
                 mode=mode,
-                config=replace(LIVE, gpu_price=options.gpu_price, decoders=decoder_threads()),
+                config=replace(
+                    LIVE,
+                    gpu_price=options.gpu_price,
+                    time_price=options.time_price,
+                    decoders=decoder_threads(),
+                ),
                 patience_s=patience_s,
                 cached_groups=connection.cached_groups,
                 decode_rates=self.speeds.rates(ladder.catalog, self._device),

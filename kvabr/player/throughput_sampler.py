@@ -18,6 +18,8 @@ from kvabr.types.events import Limit
 
 _SHORTEST_SHARE = 1 / 400
 """Least length of a sample, as a share of the deadline; shorter ones are merged."""
+_LONGEST_SHARE = 1 / 20
+"""Most length of a sample during slow start, as a share of the deadline."""
 _SILENCE_SHARE = 1 / 25
 """A link is silent if requests have waited for this share of the deadline and three times the time to first byte."""
 _PACKET = 1200
@@ -124,7 +126,10 @@ class ThroughputSampler:
 
     def _least_s(self) -> float:
         """Return the least length of a sample: the first is wanted soon, later ones must show the end of slow start."""
-        return max(self._shortest_s, self._estimator.ttfb()) if self._ramp_rate else self._shortest_s
+        if not self._ramp_rate:
+            return self._shortest_s
+        # A first byte that came late, as after an outage, says nothing about slow start.
+        return max(self._shortest_s, min(self._estimator.ttfb(), _LONGEST_SHARE * self._deadline_s))
 
     def _conclude(self, seconds: float, now: float) -> None:
         """Pass the sample to the estimator and start a new one."""

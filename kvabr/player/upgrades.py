@@ -40,6 +40,7 @@ class UpgradeSession(Session):
         self._wanted_s = self._moved_s = 0.0
         """When the policy last wanted something, and when nothing but decoded groups was last waited for."""
         self._least = [min(track.loss[group] for track in view.catalog.tracks) for group in range(view.groups)]
+        view.time_price = 0.0  # the first token is out
         self._absent.clear()
         view.missing_groups.clear()
         self._in_place = view.groups

@@ -25,8 +25,10 @@ from tests.replay.worlds import world, worlds
 LAYERS = ("base", "layer-1", "layer-2")
 
 
-def session(offer: Catalog, deadline: float = 2.0, policy: str = "anytime", **options) -> Session:
-    return Session(Ladder(offer), deadline, load_policy(policy)(), DualEwma(), **options)
+def session(offer: Catalog, deadline: float = 2.0, policy: str = "anytime", config=None, **options) -> Session:
+    """A play in which only the deadline counts."""
+    config = dataclasses.replace(config or PlayerConfig(), time_price=0.0)
+    return Session(Ladder(offer), deadline, load_policy(policy)(), DualEwma(), config=config, **options)
 
 
 def bring(play: Session, fetch: FetchGroup, now: float) -> list[FetchGroup]:

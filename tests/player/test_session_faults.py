@@ -163,7 +163,7 @@ def fetches_until_quiet(play, fails, share):
 @pytest.mark.parametrize("policy", ["cheapfirst", "anytime", "robustmpc"])
 def test_upgrades_of_a_group_that_always_fail_are_bounded_and_do_not_end_the_others(policy):
     play = Session(
-        Ladder(catalog(3, layered=True)), 5.0, load_policy(policy)(), DualEwma(), config=PlayerConfig(attempts=2)
+        Ladder(catalog(3, layered=True)), 5.0, load_policy(policy)(), DualEwma(), config=PlayerConfig(attempts=2, time_price=0.0)
     )
     asked = fetches_until_quiet(play, lambda fetch: fetch.group == 0, share=100)
     tried = Counter(fetch.track for fetch in asked if fetch.group == 0 and fetch.priority >= 128)
@@ -176,7 +176,7 @@ def test_upgrades_of_a_group_that_always_fail_are_bounded_and_do_not_end_the_oth
 @pytest.mark.parametrize("policy", ["cheapfirst", "anytime:waste=0.01"])
 def test_damage_on_one_track_leaves_a_group_the_other_tracks(policy):
     offer = catalog(3, layered=True)
-    play = Session(Ladder(offer), 5.0, load_policy(policy)(), DualEwma())
+    play = Session(Ladder(offer), 5.0, load_policy(policy)(), DualEwma(), config=PlayerConfig(time_price=0.0))
     above = {track.name for track in offer.tracks if track.refines is not None}
     asked = fetches_until_quiet(play, lambda fetch: fetch.track in above, share=100)
     tried = Counter((fetch.group, fetch.track) for fetch in asked if fetch.track in above)

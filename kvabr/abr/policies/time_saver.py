@@ -46,9 +46,11 @@ _GROWING_TTFB = 4.0
 _GROWN_SHARE = 0.2
 """Share of the time left within which the base of every group should come at the rate so far, in slow start."""
 _TRUST = 0.33
-"""Share of `sure` that counts at the start, when the rate is that of a moment."""
-_NEW_SHARE = 0.2
-"""Share of the deadline until which the rate counts as new."""
+"""Share of `sure` that counts when the rate becomes known: it is that of a moment."""
+_NEW_SHARE = 0.1
+"""Share of the deadline for which the rate counts as new."""
+_FIRST_SHARE = 0.02
+"""The same for the request of one group."""
 _OUTAGE = 2.0
 """A play does not end while it loses more than this multiple of the price of the time left."""
 _RECOVERY = 0.5
@@ -68,6 +70,8 @@ class TimeSaver:
         self._planned_rate = self._planned_s = self._best_rate = 0.0
         self._planned_missing = False
         self._followed = self._heard = 0
+        self._known_s: float | None = None
+        """When the rate was known first."""
         self._over = False
 
     def request(self, view: View) -> Decision | None:
@@ -143,9 +147,11 @@ class TimeSaver:
         self._followed += 1
         self._times.set(group, track, flying=True)
 
-    def _soon_bytes(self, view: View) -> float:
+    def _soon_bytes(self, view: View, new: float = _NEW_SHARE) -> float:
         """Return the bytes that surely come soon: a share of what the lower bound promises, smaller while it is new."""
-        trust = _TRUST + (1.0 - _TRUST) * min(1.0, view.now / (_NEW_SHARE * view.deadline_s))
+        if self._known_s is None:
+            self._known_s = view.now
+        trust = _TRUST + (1.0 - _TRUST) * min(1.0, (view.now - self._known_s) / (new * view.deadline_s))
         return trust * self._sure * view.lower_bound * view.time_left
 
     def _enough(self, view: View) -> bool:
@@ -175,7 +181,7 @@ class TimeSaver:
             target = self._grown_target(view, group, target)
         elif view.outstanding_bytes + plan.bytes > self._soon_bytes(view) or plan.ends_s > view.time_left:
             return None
-        most = self._sure * view.lower_bound * view.time_left
+        most = self._soon_bytes(view, _FIRST_SHARE)
         if view.outstanding_bytes + self._times.bytes_to(group, target) + base_bytes > most:
             return None
         return self._times.names[target]
