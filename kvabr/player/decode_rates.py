@@ -55,7 +55,11 @@ class DecodeRates:
     def correction(self, track: str) -> float:
         """Return the factor between what decoding takes and what the table says."""
         observed = self._observed.get(family(track))
-        return 1.0 if observed is None else math.exp(median(observed))
+        if observed is None:
+            # A machine that is slow at one family is likely to be slow at all.
+            others = [median(other) for other in self._observed.values()]
+            return math.exp(median(others)) if others else 1.0
+        return math.exp(median(observed))
 
     def observe(self, track: str, share: float, seconds: float) -> None:
         """Take the time that decoding took; ignore what is no duration, as after a clock was set back.

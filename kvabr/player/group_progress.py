@@ -53,9 +53,13 @@ class GroupProgress:
         self.arrived = [transfer for transfer in self.arrived if transfer not in self.decoding]
         return self.decoding
 
-    def superseded(self, placed: str) -> list[Transfer]:
-        """Return what has arrived and is of no use once ``placed`` is in place."""
-        return [transfer for transfer in self.arrived if placed not in self._stacks[transfer.track]]
+    def superseded(self, placed: Transfer) -> list[Transfer]:
+        """Return what has arrived and is of no use once ``placed`` is in place: older, and no layer above it."""
+        return [
+            transfer
+            for transfer in self.arrived
+            if transfer.request < placed.request and placed.track not in self._stacks[transfer.track]
+        ]
 
     def above(self, track: str) -> list[Transfer]:
         """Return the transfers that are useless without ``track``, highest first."""

@@ -45,8 +45,8 @@ from kvabr.types.events import (
 
 P = ParamSpec("P")
 
-_SOON_SHARE = 0.05
-"""Layers that arrive within this share of the deadline are worth waiting for before a group is decoded."""
+_WAIT_SHARE, _MAX_WAIT_S = 0.05, 0.25
+"""Share of the deadline, and seconds, that what has arrived of a group waits for its other layers at most."""
 _HURRY_TICKS = 1.5
 """Ticks before the last moment at which decoding must begin to be in time."""
 
@@ -206,19 +206,21 @@ class PlayState:
     def _next_to_decode(self, now: float) -> int | None:
         """Return the group to decode next, or None.
 
-        Groups that are not in place come first. One with more layers in flight waits for them if they come soon, so
-        that all are decoded together, unless time is short, or an engine needs everything before what it computes.
+        Groups that are not in place come first. One with more layers in flight waits a moment for them, so that all are
+        decoded together, unless time is short, or an engine needs everything before what it computes.
         """
         view = self.view
         hurry = now + view.decode_backlog_s + _HURRY_TICKS * self._tick_s >= view.deadline_s
-        soon = view.outstanding_bytes <= _SOON_SHARE * view.deadline_s * view.rate
+        longest_s = min(_WAIT_SHARE * view.deadline_s, _MAX_WAIT_S)
         best: tuple[bool, bool, int] | None = None
         chosen = None
         for order, group in enumerate(self._undecoded):
             progress, placed = self._groups[group], self.record.groups[group].ready_s is not None
             flying = bool(progress.flying)
-            if flying and not hurry and (placed or (soon and self._compute is None)):
-                continue
+            if flying and not hurry and (placed or self._compute is None):
+                came_s = min(one.done_s or 0.0 for one in progress.arrived)
+                if now - came_s < longest_s:
+                    continue
             if progress.decoding or view.track_of[group] == RECOMPUTED:
                 continue
             rank = (placed, flying, group if view.front_first else order)

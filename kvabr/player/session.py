@@ -132,7 +132,7 @@ class Session(PlayState):
         if batch:
             self._observe_decoding(batch[-1], seconds)
             progress = self._groups[batch[-1].group]
-            for useless in progress.superseded(batch[-1].track):
+            for useless in progress.superseded(batch[-1]):
                 self._drop(useless)
             self._count_decoding(batch[-1].group)
             self._advance(now)

@@ -209,7 +209,7 @@ def test_ctrl_c_leaves_no_file(served, short, tmp_path):
             break
     os.kill(process.pid, signal.SIGINT)
     _, errors = process.communicate(timeout=300)
-    assert process.returncode == 130
+    assert process.returncode == 130, errors
     assert "interrupted" in errors
     assert "Traceback" not in errors
     # The log of an interrupted play is there, and nothing else.

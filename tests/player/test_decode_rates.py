@@ -31,12 +31,14 @@ def test_a_measurement_that_cannot_be_is_refused(seconds):
         DecodeRates(catalog(), {"Int8": seconds})
 
 
-def test_two_groups_correct_a_family_and_no_other():
+def test_two_groups_correct_a_family_and_others_until_they_are_seen():
     rates = DecodeRates(catalog(layered=True))
     rates.observe("AC-5x", 1.0, 8 * 0.004)
     assert rates.correction("AC-5x") == pytest.approx(8**0.5)  # one group may have been held up
     rates.observe("AC-5x", 0.5, 4 * 0.004)
     assert rates.seconds("AC-5x") == pytest.approx(8 * 0.004)
+    assert rates.seconds("Int8") == pytest.approx(8 * 0.002)
+    rates.observe("Int8", 1.0, 0.002)
     assert rates.seconds("Int8") == 0.002
     assert family("AC-5x") == family("AC-L0") != family("Int8")
 

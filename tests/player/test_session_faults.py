@@ -163,7 +163,11 @@ def fetches_until_quiet(play, fails, share):
 @pytest.mark.parametrize("policy", ["cheapfirst", "anytime", "robustmpc"])
 def test_upgrades_of_a_group_that_always_fail_are_bounded_and_do_not_end_the_others(policy):
     play = Session(
-        Ladder(catalog(3, layered=True)), 5.0, load_policy(policy)(), DualEwma(), config=PlayerConfig(attempts=2, time_price=0.0)
+        Ladder(catalog(3, layered=True)),
+        5.0,
+        load_policy(policy)(),
+        DualEwma(),
+        config=PlayerConfig(attempts=2, time_price=0.0),
     )
     asked = fetches_until_quiet(play, lambda fetch: fetch.group == 0, share=100)
     tried = Counter(fetch.track for fetch in asked if fetch.group == 0 and fetch.priority >= 128)

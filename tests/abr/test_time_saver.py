@@ -1,0 +1,131 @@
+"""Where time has a price: the default policy on fast links, when it ends a play, and the plans that it follows."""
+
+import dataclasses
+import itertools
+
+import pytest
+
+from kvabr.abr import Ladder
+from kvabr.abr.estimators import DualEwma
+from kvabr.abr.plugins import load_policy
+from kvabr.abr.time_planner import TimePlanner
+from kvabr.abr.view import View
+from kvabr.player.session import Session
+from kvabr.player.session_types import Cancel, Deliver, FetchGroup, PlayerConfig
+from kvabr.replay.experiment import Experiment, ReplayOptions
+from tests.catalogs import catalog
+from tests.player.sessions import bring, decode_all, of
+from tests.replay.worlds import world
+
+PRICE = 1e-3
+LINK = world("steady", [1e6])
+
+
+def played(load, *, policy="anytime", rtt_s=0.02, link=LINK, offer=None, price=PRICE):
+    config = PlayerConfig(time_price=price)
+    options = ReplayOptions(4.0, rtt_s, load, config=config)
+    return Experiment(offer or catalog(24, layered=True), options).play(link, 0.0, policy).run
+
+
+@pytest.mark.parametrize(
+    ("load", "rtt_s"),
+    # At 100 ms this small cache comes within slow start if the link carries ten times as much.
+    [*((load, 0.02) for load in (0.3, 1.0, 3.0, 10.0, 30.0)), (0.3, 0.1), (1.0, 0.1), (3.0, 0.1)],
+)
+def test_no_fixed_track_is_noticeably_better_at_any_speed(load, rtt_s):
+    mine = played(load, rtt_s=rtt_s)
+    offer = catalog(24, layered=True)
+    alone = [track.name for track in offer.tracks if track.refines is None]
+    best = min(played(load, policy=f"fixed:{track}", rtt_s=rtt_s)["objective"] for track in alone)
+    assert mine["met"]
+    assert mine["objective"] <= 1.05 * best + PRICE * 2 * rtt_s
+    assert mine["regret"] >= 0
+
+
+def test_a_play_ends_once_nothing_is_worth_the_wait_and_the_dearer_time_is_the_sooner():
+    plays = [played(0.3, price=price) for price in (0.0, 1e-4, 1e-3, 1e-2)]
+    ends = [play["ttft_s"] for play in plays]
+    assert ends == sorted(ends, reverse=True)
+    assert ends[-1] < 0.6 * ends[0]
+    losses = [play["loss"] for play in plays]
+    assert losses == sorted(losses)
+
+
+def test_the_play_does_not_end_in_an_outage_right_after_the_base():
+    outage = world("outage", [1e6, 0.0, 0.0, *[1e6] * 13])
+    play = played(0.3, link=outage)
+    assert play["met"]
+    assert play["loss"] < 0.01
+
+
+def test_no_rate_is_known_and_little_is_requested():
+    play = Session(Ladder(catalog(64, layered=True)), 2.0, load_policy("anytime")(), DualEwma())
+    play.start(0.0)
+    first = of(play.actions(), FetchGroup)
+    assert {fetch.track for fetch in first} == {"base"}
+    assert 65_536 <= sum(fetch.bytes for fetch in first) < 100_000
+
+
+def test_what_is_in_flight_is_cancelled_if_the_link_becomes_too_slow_for_it():
+    offer = catalog(2, layered=True)
+    play = Session(Ladder(offer), 20.0, load_policy("anytime")(), DualEwma(), config=PlayerConfig(time_price=0.1))
+    play.start(0.0)
+    todo, now = of(play.actions(), FetchGroup), 0.05
+    while any(fetch.track == "base" for fetch in todo):
+        now += 0.05
+        todo += of(bring(play, todo.pop(0), now), FetchGroup)
+    while not play.over:
+        now = play.next_timer()
+        play.timer(now)
+        actions = decode_all(play, play.actions(), now)
+    assert of(actions, Deliver)
+    assert play.record.met
+    assert now < 20.0
+    assert {cancel.request for cancel in of(actions, Cancel)} >= set(play.view.in_flight)
+
+
+@pytest.mark.parametrize("rate", [3e4, 3e5, 3e6, 3e7])
+@pytest.mark.parametrize("decode", [0.1, 1.0, 20.0])
+def test_a_plan_is_near_the_best_of_all_assignments(rate, decode):
+    offer = catalog(3, layered=True, decode=decode)
+    view = View(Ladder(offer), 2.0, time_price=0.01)
+    plan = TimePlanner(view).plan(view, rate)
+
+    def objective(tracks):
+        loss = sum(offer.track(track).loss[group] for group, track in enumerate(tracks))
+        nbytes = sum(
+            offer.track(layer).bytes[group] for group, track in enumerate(tracks) for layer in view.layers(track, None)
+        )
+        decodes = [offer.track(track).decode_s for track in tracks]
+        return loss + 0.01 * max(nbytes / rate + max(decodes), sum(decodes))
+
+    best = min(objective(tracks) for tracks in itertools.product([track.name for track in offer.tracks], repeat=3))
+    assert plan.objective >= best - 1e-12
+    assert plan.objective <= 1.1 * best
+
+
+def test_a_plan_knows_what_is_there_in_flight_unavailable_and_computed():
+    offer = catalog(4, layered=True)
+    view = View(Ladder(offer), 2.0, time_price=1e-9)
+    view.track_of = ["layer-1", "base", None, "recomputed"]
+    view.settled.add(0)
+    view.missing_groups = {2: None}
+    view.unavailable = {(0, "layer-2")}
+    planner = TimePlanner(view)
+    planner.sync(view)
+    plan = planner.plan(view, 1e6)
+    names = [planner.names[target] for target in plan.targets]
+    assert names[:3] == ["FP16", "base", "FP16"]  # the second is in flight: it stays what it will be
+    sizes = offer.track("FP16").bytes
+    assert plan.bytes == sizes[0] + sizes[2]
+    assert planner.bytes_to(0, planner.names.index("FP16")) == sizes[0]
+    left = tuple(track for track in offer.tracks if track.name not in {"FP16", "BF16", "Int8"})
+    without = dataclasses.replace(offer, tracks=left)
+    view = View(Ladder(without), 2.0, time_price=1e-9)
+    view.track_of = ["layer-1", None, None, None]
+    view.settled.add(0)
+    planner = TimePlanner(view)
+    planner.sync(view)
+    layer = planner.names.index("layer-2")
+    assert planner.plan(view, 1e6).targets[0] == layer
+    assert planner.bytes_to(0, layer) == without.track("layer-2").bytes[0]

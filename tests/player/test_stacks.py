@@ -1,0 +1,119 @@
+"""Layers that are requested as a stack: decoded together, in any order of arrival, and what happens if one is bad."""
+
+import itertools
+
+import pytest
+
+from kvabr.abr import Decision, Ladder, Policy
+from kvabr.abr.estimators import DualEwma
+from kvabr.player.session import Session
+from kvabr.player.session_types import Cancel, Decode, Deliver, FetchGroup
+from kvabr.types.errors import PolicyError
+from tests.catalogs import catalog
+from tests.player.sessions import decode_all, of
+
+OFFER = catalog(1, layered=True)
+
+
+class Scripted(Policy):
+    """Requests what it was given, one after the other."""
+
+    paces = True
+
+    def __init__(self, *decisions):
+        self._left = list(decisions)
+
+    def decide(self, view):
+        if self._left and (self._left[0].kind == "fetch" or view.settled):
+            return self._left.pop(0)
+        if view.missing:
+            return Decision.fetch(0, "base", "it is missing again")
+        return Decision.wait("that was all")
+
+
+def begun(*decisions):
+    play = Session(Ladder(OFFER), 10.0, Scripted(*decisions), DualEwma())
+    play.start(0.0)
+    return play, of(play.actions(), FetchGroup)
+
+
+STACK = Decision.fetch(0, "layer-2", "all layers")
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_a_stack_is_decoded_once_in_whatever_order_it_arrives(order):
+    play, fetches = begun(STACK)
+    assert [fetch.track for fetch in fetches] == ["base", "layer-1", "layer-2"]
+    assert len({fetch.priority for fetch in fetches}) == 1
+    decodes = []
+    for number in order:
+        play.done(fetches[number].request, 0.1)
+        decodes += of(play.actions(), Decode)
+    assert [(one.request, one.track, one.below) for one in decodes] == [(2, "layer-2", (0, 1))]
+    play.decoded(2, 0.2)
+    (record,) = play.record.groups
+    assert (record.track, record.bytes) == ("layer-2", sum(fetch.bytes for fetch in fetches))
+    assert [track for _, _, track in play.record.steps] == ["base", "layer-1", "layer-2"]
+    assert play.record.bytes_wasted == 0
+
+
+@pytest.mark.parametrize("bad", [0, 1, 2])
+def test_a_bad_layer_takes_those_above_it_with_it_and_no_other(bad):
+    play, fetches = begun(STACK)
+    for fetch in fetches:
+        play.done(fetch.request, 0.1)
+    of(play.actions(), Decode)
+    play.refused(bad, "checksum", 0.2)
+    actions = decode_all(play, play.actions(), 0.2)
+    wasted = sum(fetch.bytes for fetch in fetches[bad:])
+    assert play.record.bytes_wasted == wasted
+    if bad:
+        assert of(actions, Deliver)
+        assert play.record.groups[0].track == fetches[bad - 1].track
+    else:
+        assert [fetch.track for fetch in of(actions, FetchGroup)] == ["base"]
+
+
+def test_a_layer_that_fails_in_flight_cancels_those_above_it():
+    play, fetches = begun(STACK)
+    play.done(fetches[2].request, 0.1)
+    play.failed(fetches[0].request, "reset", 0.2)
+    actions = play.actions()
+    assert {cancel.request for cancel in of(actions, Cancel)} == {1, 2}
+    (again,) = of(actions, FetchGroup)
+    assert (again.track, play.view.outstanding_bytes) == ("base", again.bytes)
+
+
+def test_what_is_replaced_is_kept_until_the_replacement_is_decoded():
+    play, fetches = begun(STACK, Decision.upgrade(0, "Int8", "instead"))
+    for fetch in fetches:
+        play.done(fetch.request, 0.1)
+    (other,) = of(play.actions(), FetchGroup)
+    play.done(other.request, 0.2)
+    (decode,) = of(play.actions(), Decode)
+    assert (decode.track, decode.below) == ("Int8", ())
+    play.refused(decode.request, "checksum", 0.3)
+    assert of(decode_all(play, play.actions(), 0.3), Deliver)
+    assert play.record.groups[0].track == "layer-2"
+    assert play.record.bytes_wasted == other.bytes
+
+
+def test_a_replacement_that_arrives_while_the_old_track_is_decoded_is_not_lost():
+    play, (fetch,) = begun(Decision.fetch(0, "base", "first"), Decision.upgrade(0, "FP16", "better"))
+    play.done(fetch.request, 0.1)
+    actions = play.actions()
+    (better,) = of(actions, FetchGroup)
+    play.timer(0.5)  # it has waited long enough for the replacement
+    (decode,) = of([*actions, *play.actions()], Decode)
+    play.done(better.request, 0.6)
+    play.decoded(decode.request, 0.7)
+    assert of(decode_all(play, play.actions(), 0.7), Deliver)
+    assert play.record.groups[0].track == "FP16"
+
+
+def test_a_policy_may_not_deliver_what_has_not_arrived():
+    play = Session(Ladder(OFFER), 10.0, Scripted(STACK), DualEwma())
+    play.start(0.0)
+    play._guard.policy.decide = lambda _: Decision.deliver("now")
+    with pytest.raises(PolicyError, match="wants to deliver while groups are missing"):
+        play.timer(0.2)
