@@ -74,8 +74,16 @@ class EventLog:
         """Emit a throughput sample that the network did not limit; ``rate`` in bytes per second."""
         self.emit(SampleLimited, now, by, rate, fed)
 
-    def decision(self, decision: Decision, now: float, *, request: int | None = None, kind: str | None = None) -> None:
-        """Emit a decision with everything that it was based on."""
+    def decision(
+        self,
+        decision: Decision,
+        now: float,
+        *,
+        request: int | None = None,
+        kind: str | None = None,
+        track: str | None = None,
+    ) -> None:
+        """Emit a decision with everything that it was based on; ``track``: the layer of it that a request is for."""
         if self._log is None:
             return
         view, others = self._view, decision.alternatives
@@ -84,7 +92,7 @@ class EventLog:
                 now,
                 kind or decision.kind,
                 decision.group,
-                decision.track,
+                track or decision.track,
                 request,
                 decision.reason,
                 rate=view.rate,
@@ -250,8 +258,8 @@ class PlayState:
         self._jobs -= 1
         return batch
 
-    def _place(self, transfer: Transfer, now: float) -> None:
-        """Record that a group is in place on the track of a transfer."""
+    def _place(self, transfer: Transfer, now: float, *, better: bool) -> None:
+        """Record that a group is in place on the track of a transfer; ``better``: it was on another one before."""
         record = self.record.groups[transfer.group]
         if record.track == RECOMPUTED:
             self.record.bytes_wasted += transfer.bytes
@@ -264,7 +272,7 @@ class PlayState:
         record.bytes = transfer.bytes + (record.bytes if layered else 0)
         record.requested_s, record.first_byte_s = transfer.requested_s, transfer.first_byte_s
         record.done_s, record.ready_s = transfer.done_s, now
-        record.source = "upgraded" if transfer.upgrade else "fetched"
+        record.source = "upgraded" if better else "fetched"
         record.track = transfer.track
         self.record.steps.append(("fetch", transfer.group, transfer.track))
 

@@ -126,8 +126,9 @@ class Session(PlayState):
         ``seconds`` says how long a thread was at it.
         """
         batch = self._end_decoding(request)
+        better = bool(batch) and self.record.groups[batch[0].group].ready_s is not None
         for transfer in batch:
-            self._place(transfer, now)
+            self._place(transfer, now, better=better)
             self._events.emit(GroupDecoded, now, transfer.request, transfer.group, transfer.track)
         if batch:
             self._observe_decoding(batch[-1], seconds)
@@ -366,7 +367,6 @@ class Session(PlayState):
             # In the order in which the policy first requested them: it knows which the engine needs first.
             priority = self._places.setdefault(group, len(self._places)) * 128 // view.groups
             view.missing_groups.pop(group, None)
-        self._events.decision(decision, now, request=self._requests)
         for track in layers:
             request = self._requests
             self._requests += 1
@@ -377,6 +377,8 @@ class Session(PlayState):
             self._groups[group].flying.append(transfer)
             view.outstanding_bytes += size
             self._actions.append(FetchGroup(request, group, track, size, priority))
+            kind = "upgrade" if transfer.upgrade else "fetch"
+            self._events.decision(decision, now, request=request, kind=kind, track=track)
             self._events.emit(RequestSent, now, request, group, track, size)
         view.track_of[group] = layers[-1]
 
