@@ -3,8 +3,9 @@
 Abandoning follows dash.js and hls.js, applied to a deadline, and weighs the whole play. If everything in flight plus
 every missing group at its cheapest cannot arrive in time at the expected rate, cancel the transfer whose replacement by
 the cheapest track frees the most bytes, provided that the play then meets the deadline, or is late already and ends
-sooner. Upgrades normally delay nothing. One is weighed only if its first byte came when a required transfer was due:
-not every peer respects priorities.
+sooner. Layers that were requested together with a base delay the others like the base. Other upgrades normally delay
+nothing. One is weighed only if its first byte came when a required transfer was due, as not every peer respects
+priorities.
 
 Stalls occur on real networks only. A publisher serves the more urgent request first, or the earlier one, or all alike.
 So a transfer has been forgotten if a less urgent, later one overtook it and it stays silent. If nothing moves at all,
@@ -18,6 +19,8 @@ from collections.abc import Callable, Iterable
 from kvabr.abr.view import Transfer, View
 from kvabr.types.catalog import Track
 
+LEAST_URGENT = 128
+"""Priorities from here on are those of upgrades, which are served after everything that is required."""
 _ON_ITS_WAY = 2.0
 """A request should have its first byte after this multiple of the usual time to first byte."""
 _MARGIN = 1.05
@@ -42,7 +45,7 @@ def choose(view: View, instead: Callable[[int], Track | None]) -> tuple[Transfer
     weighed = [
         one
         for one in view.in_flight.values()
-        if not one.upgrade or (one.first_byte_s is not None and one.first_byte_s >= due_s)
+        if one.priority < LEAST_URGENT or (one.first_byte_s is not None and one.first_byte_s >= due_s)
     ]
     need_s = (sum(one.remaining for one in weighed) + view.floor_bytes()) / view.rate + view.decode_s(cheapest.name)
     if need_s <= _MARGIN * view.time_left:

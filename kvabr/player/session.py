@@ -29,7 +29,7 @@ from itertools import chain
 from kvabr.abr.policy import Decision
 from kvabr.abr.view import Transfer
 from kvabr.player import abandon
-from kvabr.player.abandon import LEAST_SILENCE_S
+from kvabr.player.abandon import LEAST_SILENCE_S, LEAST_URGENT
 from kvabr.player.compute_queue import ComputeQueue
 from kvabr.player.play_state import PlayState
 from kvabr.player.session_types import Action, Deliver, FetchGroup, GiveUp, GroupRecord, Recompute
@@ -360,12 +360,12 @@ class Session(PlayState):
         view = self.view
         if upgrade:
             # Upgrades come after all required groups, one at a time: two halves are worth nothing.
-            priority = 128 + min(127, self._upgrades)
+            priority = LEAST_URGENT + min(127, self._upgrades)
             self._upgrades += 1
             view.settled.discard(group)
         else:
             # In the order in which the policy first requested them: it knows which the engine needs first.
-            priority = self._places.setdefault(group, len(self._places)) * 128 // view.groups
+            priority = self._places.setdefault(group, len(self._places)) * LEAST_URGENT // view.groups
             view.missing_groups.pop(group, None)
         for track in layers:
             request = self._requests
