@@ -12,7 +12,7 @@ from kvabr.types.kv import MAX_GROUP_TOKENS
 
 _EPILOG = """\
 examples:
-  kvabr encode --text README.md --tokens 1024 --out my.asset
+  kvabr encode --text README.md --tokens 512 --out my.asset
   kvabr encode --text book.txt --tokens 4096 --tracks Int8 Int4 AC-5x --out my.asset --force
   kvabr encode --text book.txt --tokens 2048 --model ./my-llama --profile my-llama.safetensors --out my.asset
 

