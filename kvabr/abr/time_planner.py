@@ -125,6 +125,22 @@ class TimePlanner:
         """Return the loss if nothing more is requested, nats per generated token."""
         return float(np.where(self._moves == 0.0, self._loss, _NEVER).min(axis=0).sum())
 
+    def next_best(self, view: View) -> tuple[int, str, float, float] | None:
+        """Return the upgrade that pays best: its group and track, what it saves and what its time costs, in nats.
+
+        None if nothing can be improved.
+        """
+        stays = np.where(self._moves == 0.0, self._loss, _NEVER).min(axis=0)
+        savings = np.where(self._moves > 0.0, stays - self._loss, -_NEVER)
+        decode: Array = np.array([view.decode_s(name) for name in self.names])
+        seconds = view.ttfb_s + self._bytes / view.rate + decode[:, None] * self._share
+        gains = savings - view.time_price * seconds
+        track, group = np.unravel_index(int(gains.argmax()), gains.shape)
+        saving = float(savings[track, group])
+        if saving <= 0:
+            return None
+        return int(group), self.names[track], saving, view.time_price * float(seconds[track, group])
+
     def without(self, group: int, track: str) -> None:
         """Note that a group cannot be had on a track."""
         number = self._number[track]

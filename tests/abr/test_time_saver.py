@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import re
 
 import pytest
 
@@ -13,6 +14,8 @@ from kvabr.abr.view import View
 from kvabr.player.session import Session
 from kvabr.player.session_types import Cancel, Deliver, FetchGroup, PlayerConfig
 from kvabr.replay.experiment import Experiment, ReplayOptions
+from kvabr.replay.link import Capacity
+from kvabr.replay.simulator import Simulator
 from tests.catalogs import catalog
 from tests.player.sessions import bring, decode_all, of
 from tests.replay.worlds import world
@@ -49,6 +52,20 @@ def test_a_play_ends_once_nothing_is_worth_the_wait_and_the_dearer_time_is_the_s
     assert ends[-1] < 0.6 * ends[0]
     losses = [play["loss"] for play in plays]
     assert losses == sorted(losses)
+
+
+def test_the_log_says_what_the_next_upgrade_would_have_cost():
+    log = []
+    offer = catalog(24, layered=True)
+    play = Session(Ladder(offer), 4.0, load_policy("anytime")(), DualEwma(), log=log.append)
+    Simulator(play, offer, Capacity(LINK, 0.0, 0.02), rtt_s=0.02).run()
+    reason = next(line.reason for line in log if line.name == "decision" and line.kind == "finish")
+    found = re.fullmatch(
+        r"nothing is worth the wait: (\S+) of group \d+ would save (\S+) nats and cost (\S+) in time", reason
+    )
+    assert found
+    assert found[1] in offer.by_name
+    assert 0 < float(found[2]) <= float(found[3])
 
 
 def test_the_play_does_not_end_in_an_outage_right_after_the_base():

@@ -211,7 +211,11 @@ class TimeSaver:
         """End the play, or wait for what is in flight if that is worth it."""
         if not view.in_flight:
             self._over = True
-            return Decision.finish("nothing is worth the wait")
+            if (found := self._times.next_best(view)) is None:
+                return Decision.finish("nothing can be improved")
+            group, track, saving, price = found
+            what = f"{track} of group {group} would save {saving:.1e} nats and cost {price:.1e} in time"
+            return Decision.finish(f"nothing is worth the wait: {what}")
         if self._times.lost() > _OUTAGE * view.time_price * view.time_left:
             return Decision.wait("the link carries next to nothing; what is in flight shows when it recovers")
         first: dict[int, str] = {}
