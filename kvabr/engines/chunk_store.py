@@ -164,7 +164,7 @@ class ChunkStore:
             played = await self.client.play_asset(
                 found,
                 deadline=max(due_s - loop.time(), 1e-3),
-                options=PlayOptions(policy=settings.policy, patience=settings.patience),
+                options=PlayOptions(policy=settings.policy, time_price=settings.time_price, patience=settings.patience),
             )
         except KvabrError as error:
             if not isinstance(error, BusyError):

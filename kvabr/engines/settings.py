@@ -21,6 +21,7 @@ from kvabr.abr.policies import DEFAULT
 from kvabr.client.async_client import AsyncClient
 from kvabr.client.blocking import Client
 from kvabr.client.options import Limits
+from kvabr.player.session_types import TIME_PRICE
 from kvabr.quic.backend import Quic
 from kvabr.quic.connect import parse_url
 from kvabr.types.errors import KvabrError, UsageError
@@ -95,6 +96,8 @@ class EngineSettings(BaseModel):
     """Seconds in which the cache of a request is wanted."""
     policy: PolicyName = DEFAULT
     """ABR policy, see `kvabr policies`."""
+    time_price: Annotated[float, Field(ge=0, allow_inf_nan=False)] = TIME_PRICE
+    """Price of a second before the first token, nats per generated token. 0: only the deadline counts."""
     model: Text | None = None
     """Name of the model in the track namespace. None: derived from the engine's model."""
     group_tokens: Annotated[int | None, Field(ge=1, le=MAX_GROUP_TOKENS)] = None

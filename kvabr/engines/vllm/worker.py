@@ -206,6 +206,7 @@ class WorkerHalf:
                 behind=load.behind,
                 options=PlayOptions(
                     policy=settings.policy,
+                    time_price=settings.time_price,
                     estimator=settings.estimator,
                     salt=load.salt,
                     dtype=self._model.dtype,
