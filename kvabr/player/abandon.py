@@ -2,10 +2,10 @@
 
 Abandoning follows dash.js and hls.js, applied to a deadline, and weighs the whole play. If everything in flight plus
 every missing group at its cheapest cannot arrive in time at the expected rate, cancel the transfer whose replacement by
-the cheapest track frees the most bytes, provided that the play then meets the deadline, or is late already and ends
-sooner. Layers that were requested together with a base delay the others like the base. Other upgrades normally delay
-nothing. One is weighed only if its first byte came when a required transfer was due, as not every peer respects
-priorities.
+the cheapest track frees the most bytes, provided that the play can then meet the deadline if all such transfers are
+replaced, or end sooner if it is late already. Layers that were requested together with a base delay the others like the
+base. Other upgrades normally delay nothing. One is weighed only if its first byte came when a required transfer was
+due, as not every peer respects priorities.
 
 Stalls occur on real networks only. A publisher serves the more urgent request first, or the earlier one, or all alike.
 So a transfer has been forgotten if a less urgent, later one overtook it and it stays silent. If nothing moves at all,
@@ -51,19 +51,19 @@ def choose(view: View, instead: Callable[[int], Track | None]) -> tuple[Transfer
     if need_s <= _MARGIN * view.time_left:
         return None
     best: Transfer | None = None
-    best_freed = 0.0
-    other = cheapest
+    best_freed, freed, other = 0, 0, cheapest
     for transfer in weighed:
         found = instead(transfer.group)
         if found is None and not transfer.upgrade:
             continue
-        replacement = 0 if transfer.upgrade or found is None else found.bytes[transfer.group]
-        freed = transfer.remaining - replacement - view.ttfb_s * view.rate
-        if freed > best_freed:
-            best, best_freed, other = transfer, freed, found or cheapest
-    if best is None:
+        more = transfer.remaining - (0 if transfer.upgrade or found is None else found.bytes[transfer.group])
+        freed += max(0, more)
+        if more > best_freed:
+            best, best_freed, other = transfer, more, found or cheapest
+    # One by one they would never seem worth it where many are too large: what matters is how far all of them help.
+    after_s = need_s - freed / view.rate + view.ttfb_s
+    if best is None or after_s >= need_s:
         return None
-    after_s = need_s - best_freed / view.rate
     if after_s > view.time_left and view.time_left > 0 and after_s > 0.9 * need_s:
         return None  # it would neither meet the deadline nor end much sooner
     what = "an upgrade in the way" if best.upgrade else f"{other.name} instead"
