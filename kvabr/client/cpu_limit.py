@@ -29,6 +29,8 @@ MOST_STEP_CPU_S = 5.0
 _LOOK_S = 0.1
 _AGAIN_S = 1.0
 """CPU seconds after which the error is raised again, in case the first was swallowed."""
+_INSTRUCTIONS = 1000
+"""Turns of a loop in which an error that was set is raised for certain."""
 _IDLE_LOOKS = 50
 """Looks without a call after which the thread ends."""
 
@@ -68,7 +70,7 @@ class _Watch:
         with self._lock:
             self._calls.discard(call)
             if call.place:
-                _raise_in(call.thread, None)
+                _take_back()
 
     def _run(self) -> None:
         idle, begun = 0, -1
@@ -92,7 +94,7 @@ class _Watch:
         if not call.place:
             frame = sys._current_frames().get(call.thread)  # noqa: SLF001 - the documented way to see another thread
             call.place = "unknown place" if frame is None else f"{frame.f_code.co_filename}, line {frame.f_lineno}"
-        _raise_in(call.thread, EndlessError)
+        _raise_in(call.thread)
 
 
 def limited_play(play: str, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -137,11 +139,23 @@ def _cpu_s(thread: int | None = None) -> float:
     return time.thread_time() if thread is None else time.clock_gettime(time.pthread_getcpuclockid(thread))
 
 
-def _raise_in(thread: int, error: type[BaseException] | None) -> None:
-    """Raise an error in another thread, at its next Python instruction; None takes back what was not raised yet."""
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(
-        ctypes.c_ulong(thread), None if error is None else ctypes.py_object(error)
-    )
+def _raise_in(thread: int) -> None:
+    """Raise `EndlessError` in a thread, at its next Python instruction."""
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(EndlessError))
+
+
+def _take_back() -> None:
+    """Take back an error that was set for this thread and may not have been raised yet.
+
+    It is raised here and caught. CPython would also take NULL, but then keeps its flag that something is pending:
+    every thread becomes slower for good, and 3.11 hangs once a profiler is set.
+    """
+    try:
+        _raise_in(threading.get_ident())
+        for _ in range(_INSTRUCTIONS):
+            pass
+    except EndlessError:
+        pass
 
 
 _watch = _Watch()

@@ -1,5 +1,7 @@
 import contextlib
 import os
+import subprocess
+import sys
 import threading
 import time
 
@@ -124,3 +126,29 @@ def test_the_thread_ends_when_nothing_is_called(monkeypatch):
         assert not thread.is_alive()
     limited(1.0, int)  # and another begins
     assert cpu_limit._watch._thread is not thread
+
+
+PROFILED = """
+import sys
+from kvabr.client import cpu_limit
+from kvabr.types.errors import PolicyError
+
+def forever():
+    while True:
+        pass
+
+try:
+    cpu_limit.limited(0.2, forever)
+except PolicyError:
+    calls = []
+    sys.setprofile(lambda *event: calls.append(event))
+    (lambda: None)()
+    sys.setprofile(None)
+    print(len(calls) > 0)
+"""
+
+
+@pytest.mark.process
+def test_nothing_is_left_pending_that_would_hang_a_profiler():
+    done = subprocess.run([sys.executable, "-c", PROFILED], capture_output=True, text=True, timeout=300, check=True)  # noqa: S603
+    assert done.stdout == "True\n"
