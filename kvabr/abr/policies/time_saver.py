@@ -14,10 +14,14 @@ Any track may be a group's final one, also Int8 or FP16: `kvabr.abr.time_planner
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from kvabr.abr.policy import Decision
-from kvabr.abr.time_planner import TimePlan, TimePlanner
 from kvabr.abr.view import View
 from kvabr.types.catalog import Track
+
+if TYPE_CHECKING:
+    from kvabr.abr.time_planner import TimePlan
 
 _LEAST_FLYING = 2
 """Minimum number of requests in flight while there is something to request."""
@@ -64,6 +68,8 @@ class TimeSaver:
 
     def __init__(self, view: View, base: Track, *, ahead_ttfb: float, sure: float) -> None:
         """Begin a play; ``ahead_ttfb`` and ``sure`` are parameters of `Anytime`."""
+        from kvabr.abr.time_planner import TimePlanner  # noqa: PLC0415  # loads NumPy, slowly
+
         self._times = TimePlanner(view)
         self._base, self._ahead_ttfb, self._sure = base, ahead_ttfb, sure
         self._plan: TimePlan | None = None
