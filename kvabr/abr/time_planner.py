@@ -88,10 +88,6 @@ class TimePlanner:
         self._flying = np.zeros(groups, int) - 1
         """Track that is in flight for each group, or -1."""
 
-    def number(self, track: str) -> int:
-        """Return a track's number."""
-        return self._number[track]
-
     def set(self, group: int, track: str | None, *, flying: bool = False, computed: bool = False) -> None:
         """Note that a group now has a track, or will have once what is in flight arrives; None: it is missing."""
         self._missing[group] = track is None and not computed
@@ -121,17 +117,26 @@ class TimePlanner:
         for group, name in view.unavailable:
             self.without(group, name)
 
+    def follow(self, group: int, track: str) -> None:
+        """Note that a group was requested on a track. If that fails, `sync` sees that it has something else."""
+        self._known[group] = (track, False)
+        self.set(group, track, flying=True)
+
+    def _stays(self) -> Array:
+        """Return the loss of each group if nothing more is requested for it."""
+        stays: Array = np.where(self._moves == 0.0, self._loss, _NEVER).min(axis=0)
+        return stays
+
     def lost(self) -> float:
         """Return the loss if nothing more is requested, nats per generated token."""
-        return float(np.where(self._moves == 0.0, self._loss, _NEVER).min(axis=0).sum())
+        return float(self._stays().sum())
 
     def next_best(self, view: View) -> tuple[int, str, float, float] | None:
         """Return the upgrade that pays best: its group and track, what it saves and what its time costs, in nats.
 
         None if nothing can be improved.
         """
-        stays = np.where(self._moves == 0.0, self._loss, _NEVER).min(axis=0)
-        savings = np.where(self._moves > 0.0, stays - self._loss, -_NEVER)
+        savings = np.where(self._moves > 0.0, self._stays() - self._loss, -_NEVER)
         decode: Array = np.array([view.decode_s(name) for name in self.names])
         seconds = view.ttfb_s + self._bytes / view.rate + decode[:, None] * self._share
         gains = savings - view.time_price * seconds
@@ -174,8 +179,7 @@ class TimePlanner:
         share = float(_LINK_SHARES[best])
         idle = np.inf
         if not self._missing.any():
-            stays = np.where(self._moves == 0.0, self._loss, _NEVER).min(axis=0)
-            idle = float(stays.sum()) + price * max(view.outstanding_bytes / rate, queued_s)
+            idle = self.lost() + price * max(view.outstanding_bytes / rate, queued_s)
         return TimePlan(
             picks[best].tolist(), float(totals[best]), float(idle), float(nbytes[best]), float(ends_s[best]),
             price * share / rate, price * (1.0 - share) / decoders,

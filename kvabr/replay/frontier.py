@@ -55,9 +55,9 @@ class Part:
     """The groups of a cache that are fetched."""
 
     first: int | None = None
-    """The first so many groups; None: all."""
+    """Number of groups from the first on; None: all."""
     free: int = 0
-    """So many groups, whichever are dearest, that cost nothing because an engine computes them."""
+    """Number of groups, those that are dearest, that cost nothing because an engine computes them."""
 
 
 WHOLE = Part()

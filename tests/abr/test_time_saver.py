@@ -121,6 +121,22 @@ def test_a_plan_is_near_the_best_of_all_assignments(rate, decode):
     assert plan.objective <= 1.1 * best
 
 
+def test_an_upgrade_that_fails_before_the_next_plan_can_be_planned_again():
+    offer = catalog(1, layered=True)
+    view = View(Ladder(offer), 2.0, time_price=1e-9)
+    view.track_of = ["base"]
+    view.settled.add(0)
+    view.missing_groups = {}
+    planner = TimePlanner(view)
+    planner.sync(view)
+    before = planner.plan(view, 1e6)
+    planner.follow(0, "FP16")
+    assert planner.lost() == pytest.approx(offer.track("FP16").loss[0])
+    planner.sync(view)  # it has failed meanwhile: the group has what it had
+    assert planner.lost() == pytest.approx(offer.track("base").loss[0])
+    assert planner.plan(view, 1e6).targets == before.targets
+
+
 def test_a_plan_knows_what_is_there_in_flight_unavailable_and_computed():
     offer = catalog(4, layered=True)
     view = View(Ladder(offer), 2.0, time_price=1e-9)

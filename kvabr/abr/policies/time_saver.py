@@ -151,7 +151,7 @@ class TimeSaver:
 
     def _follow(self, group: int, track: str) -> None:
         self._followed += 1
-        self._times.set(group, track, flying=True)
+        self._times.follow(group, track)
 
     def _soon_bytes(self, view: View, new: float = _NEW_SHARE) -> float:
         """Return the bytes that surely come soon: a share of what the lower bound promises, smaller while it is new."""
