@@ -93,6 +93,7 @@ def test_replay_prints_a_table_and_a_verdict_and_writes_every_file(capsys, asset
     assert json.loads(files["perfetto"].read_text())["traceEvents"]
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_bytes(capsys, asset, tmp_path):
     texts = set()
     for jobs in (1, 2):
@@ -316,6 +317,7 @@ def test_the_version_tells_the_build(capsys):
     assert re.fullmatch(r"kvabr \S+, Python 3\.\d+\.\d+\S*, .+, coder: \w+\n", capsys.readouterr().out)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
 def test_an_output_without_unicode_is_no_failure(encoding, asset):
     environment = {**os.environ, "PYTHONIOENCODING": encoding, "COLUMNS": "80"}
@@ -343,6 +345,7 @@ def test_an_empty_text_is_called_so(capsys, tmp_path):
     assert run(capsys, "fetch", "moqt://localhost:1/", *words, "--model", "smollm2") == (2, "", said)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [60, 80])
 def test_tables_fit_a_narrow_terminal_without_cutting_numbers(capsys, monkeypatch, asset, width):
     monkeypatch.setenv("COLUMNS", str(width))

@@ -102,6 +102,7 @@ def test_modules_and_files_that_are_named_exist(path):
         assert (ROOT / name).exists(), f"{path.name}: {name}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", TOOLS, ids=lambda path: path.name)
 def test_what_a_tool_imports_exists(path):
     """Tools are scripts that no type checker sees."""

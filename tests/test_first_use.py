@@ -66,6 +66,7 @@ def test_doctor_names_extras_in_full(capsys, monkeypatch):
     assert "pip install 'kvabr[fast]'" in " ".join(capsys.readouterr().out.split())
 
 
+@pytest.mark.process
 def test_doctor_asks_an_origin(capsys, root, tmp_path):
     origin = Served(root / "short", tmp_path)
     try:

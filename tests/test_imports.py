@@ -7,6 +7,8 @@ import pytest
 
 from kvabr.cli.main import COMMANDS
 
+pytestmark = pytest.mark.process
+
 RUN = """
 import sys
 from kvabr.cli.main import main

@@ -97,6 +97,7 @@ def test_layers_come_in_the_order_of_loss_saved_per_byte():
     assert record.bytes_wasted == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rtt", [0.01, 0.2])
 @pytest.mark.parametrize("share", [0.08, 0.12, 0.3])
 def test_it_stands_where_a_player_stands_that_knows_the_future(share, rtt):

@@ -58,6 +58,7 @@ def test_the_bound_with_a_price_lies_between_that_without_an_engine_and_that_wit
         assert found[-1] > MISS_PENALTY  # rather late than at such a price
 
 
+@pytest.mark.slow
 def test_no_play_comes_below_the_bound_with_a_price():
     offer = catalog(12, layered=True)
     cost = PrefillCost(0.001, 4.0 / offer.tokens)
@@ -76,6 +77,7 @@ def test_no_play_comes_below_the_bound_with_a_price():
     assert compared > 20
 
 
+@pytest.mark.slow
 def test_an_engine_is_part_of_the_plan_over_every_kind_of_link():
     offer = catalog(16, layered=True)
     cost = PrefillCost(0.0, 4.0 / offer.tokens)

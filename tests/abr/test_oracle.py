@@ -83,6 +83,7 @@ def others(catalog):
     return [*named, *(f"fixed:{track.name}" for track in catalog.tracks if track.refines is None)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layered", [True, False])
 def test_nobody_passes_it(layered):
     compared = 0

@@ -12,6 +12,8 @@ from kvabr.client.cpu_limit import limited, limited_play
 from kvabr.types.errors import PolicyError
 from tests.processes import LIMIT_S
 
+pytestmark = pytest.mark.slow
+
 NEVER_S = 2 * LIMIT_S
 """CPU seconds that no test lasts."""
 

@@ -64,6 +64,7 @@ def test_no_schedule_with_an_engine_passes_the_bound(seed, mode):
             assert bound.loss <= alone.best(capacity, 1.0, **FREE).loss + 1e-12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("decoders", [1, 2])
 @pytest.mark.parametrize("engine", [None, "hole", "suffix"])
 @pytest.mark.parametrize("seed", range(3))

@@ -22,6 +22,7 @@ from tests.toymodel import SPEC, ToyModel, prompt
 TOKENS = 300
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("group_tokens", "groups"), [(64, 5), (256, 2)])
 async def test_an_asset_is_encoded_served_played_and_verified(tmp_path, group_tokens, groups):
     model, made = ToyModel(), prompt(TOKENS)

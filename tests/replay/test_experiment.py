@@ -24,6 +24,7 @@ COST = PrefillCost(0.005, 1 / 1500)
 ENGINES = {"none": (None, "hole"), "hole": (COST, "hole"), "suffix": (COST, "suffix")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layered", [False, True])
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("trace", worlds(), ids=lambda trace: trace.name)
@@ -212,6 +213,7 @@ def test_a_guarded_player_ends_early_and_is_judged_by_the_whole_deadline():
     assert guarded["met"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["anytime", "fixed:Int8"])
 def test_every_trace_of_the_project_plays_at_a_hundred_times_the_cache(policy):
     experiment = Experiment(default_catalog(), ReplayOptions(4.0, rtt_s=0.02, scale_to_mean=100.0))

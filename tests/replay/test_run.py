@@ -135,6 +135,7 @@ def test_without_detail_the_totals_are_the_same():
     assert not any(totals.steps)
 
 
+@pytest.mark.process
 def test_a_plain_replay_needs_neither_torch_nor_a_transport():
     code = (
         "import sys\n"

@@ -103,6 +103,7 @@ def test_the_share_of_a_port_is_one_over_the_flows_on_it():
     assert others / (peak * 2000) == pytest.approx(0.5, rel=0.15)
 
 
+@pytest.mark.slow
 def test_incasts_and_pauses_are_as_often_and_as_long_as_asked():
     shape = Shape(cross=0.0, fan_in=9.0, incast_every_s=0.2, incast_s=0.05, pause_every_s=0.5, pause_s=0.02)
     trace = synthesise("port", mean_mbps=1e4, duration_s=1000, step_s=0.001, seed=1, shape=shape)

@@ -393,6 +393,7 @@ def test_catalogs_in_memory_are_bounded(root, monkeypatch):
     assert library._cached.currsize > 10_000
 
 
+@pytest.mark.slow
 def test_requests_while_assets_come_and_go(root):
     """Readers in one thread, changes in another: every answer is a whole asset's, or none."""
     stay = make_asset(root / "stay", range(8)).catalog.namespace

@@ -27,8 +27,9 @@ from tests.server.relays import (
     until,
 )
 
+pytestmark = pytest.mark.process
 
-@pytest.mark.process
+
 @pytest.mark.parametrize("library", LIBRARIES)
 async def test_a_group_is_fetched_once_for_two_hundred_players(library, small, tls, fresh):
     async with chain_of(small.path, tls, quic=library) as (server, relay), contextlib.AsyncExitStack() as stack:
@@ -43,7 +44,6 @@ async def test_a_group_is_fetched_once_for_two_hundred_players(library, small, t
         assert relay.source.groups.bytes == 0
 
 
-@pytest.mark.process
 async def test_many_players_one_fetch_of_each_group(small, tls, fresh):
     async with chain_of(small.path, tls) as (server, relay):
 
@@ -58,7 +58,6 @@ async def test_many_players_one_fetch_of_each_group(small, tls, fresh):
         )
 
 
-@pytest.mark.process
 @pytest.mark.parametrize("draft", ["moqt-18", "moqt-16"])
 @pytest.mark.parametrize("names", ["draft", "split"])
 async def test_drafts_and_spellings_of_names(draft, names, asset, tls):

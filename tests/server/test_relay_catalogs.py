@@ -32,6 +32,7 @@ async def test_names_that_do_not_exist_leave_no_state(asset, tls):
         assert upstream.downloads == 0
 
 
+@pytest.mark.slow
 async def test_names_that_exist_stay_within_the_bound(tmp_path):
     """As many lookups as one likes: what is kept of them has a bound."""
     made = make_asset(tmp_path / "asset", list(range(64)))

@@ -40,6 +40,8 @@ from tests.server.relays import (
     until,
 )
 
+pytestmark = pytest.mark.process
+
 
 async def test_a_group_goes_on_when_the_origin_comes_back(asset, tls):
     first = in_memory(asset, faults=lambda ask: Fault(stall_after=100_000) if ask.track == "FP16" else None)
@@ -80,7 +82,6 @@ async def test_an_origin_that_stays_away_is_told(asset, tls, monkeypatch):
         assert await get(connection, namespace, "FP16", 0) == asset.frame(0, "FP16")
 
 
-@pytest.mark.process
 async def test_it_survives_the_origin(asset, tls):
     async with contextlib.AsyncExitStack() as stack:
         server = await stack.enter_async_context(origin(asset.path, tls))
@@ -100,7 +101,6 @@ async def test_it_survives_the_origin(asset, tls):
         assert sent(second)["FP16"] == 1
 
 
-@pytest.mark.process
 async def test_what_is_kept_is_served_while_the_origin_is_away(asset, tls, stale):
     """Also to players that come only then, by name and by prompt; and the log says so, once."""
     spec = asset.catalog.spec

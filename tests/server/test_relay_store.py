@@ -16,6 +16,8 @@ from tests.assets import make_asset
 from tests.memory_transport import Fault
 from tests.server.relays import BIG, LOG, dialled, get, in_memory, play, relaying, until
 
+pytestmark = pytest.mark.process
+
 
 async def test_urgent_groups_get_the_room_first(asset, tls):
     size = len(asset.frame(0, "FP16"))

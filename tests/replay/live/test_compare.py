@@ -78,6 +78,7 @@ def test_nothing_compared_is_a_dash_not_an_error():
         Console().print(live_table({"live_comparison": found}))
 
 
+@pytest.mark.slow
 def test_the_gauge_reads_a_link_that_is_slower_than_what_is_sent():
     reading = gauge(0, 0.3, rate=1e6)
     assert reading.rate_error is not None
