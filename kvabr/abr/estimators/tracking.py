@@ -99,12 +99,17 @@ class Tracking(MergedSamples):
             self._share_sure = self._quantile()
         return self._share_sure * self.rate()
 
+    def _span_bytes(self) -> float:
+        """Return what a whole sample should carry: what comes sooner on a faster link says as much."""
+        return self._span_s * self._slow.value() if self._slow.weight else math.inf
+
     def _restart(self, rate: float, seconds: float) -> None:
         self._fast.restart(rate, seconds)
         self._slow.restart(rate, seconds)
 
     def _take(self, nbytes: float, seconds: float) -> None:
         rate = nbytes / seconds
+        seconds = max(seconds, self._span_s)
         if self._fresh:
             self._fresh = False
             if rate < self._slow.value():

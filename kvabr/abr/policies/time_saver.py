@@ -59,6 +59,10 @@ _OUTAGE = 2.0
 """A play does not end while it loses more than this multiple of the price of the time left."""
 _RECOVERY = 0.5
 """Share of the best rate so far that is hoped for in an outage."""
+_SLOW_SHARE = 0.3
+"""Share of the best rate so far below which a link may recover."""
+_HOPE = 0.6
+"""Share of what a play loses that it spends on waiting for a link to recover."""
 _FREE = 1e-12
 """Price that is as good as none, nats."""
 
@@ -76,6 +80,8 @@ class TimeSaver:
         self._planned_rate = self._planned_s = self._best_rate = 0.0
         self._planned_missing = False
         self._followed = self._heard = 0
+        self._fast_s = 0.0
+        """When the link was last as fast as it can be."""
         self._known_s: float | None = None
         """When the rate was known first."""
         self._over = False
@@ -106,7 +112,7 @@ class TimeSaver:
             return Decision.wait("no rate is known")
         plan = self._plan_for(view, missing=False)
         if plan.objective >= plan.idle_objective:
-            if view.in_flight or self._times.lost() <= _OUTAGE * view.time_price * view.time_left:
+            if view.in_flight or not self._hopes(view):
                 return self._end(view)
             # In an outage everything looks too slow.
             plan = self._times.plan(view, max(view.rate, _RECOVERY * self._best_rate))
@@ -134,6 +140,8 @@ class TimeSaver:
     def _plan_for(self, view: View, *, missing: bool) -> TimePlan:
         """Return the plan for the present rate, which is kept while little changes."""
         self._best_rate = max(self._best_rate, view.rate)
+        if view.rate >= _SLOW_SHARE * self._best_rate:
+            self._fast_s = view.now
         plan, heard = self._plan, len(view.settled.history)
         if (
             plan is None
@@ -203,6 +211,13 @@ class TimeSaver:
 
     # --------------------------------------------------------------- the end
 
+    def _hopes(self, view: View) -> bool:
+        """Return whether the link is so slow that waiting for its recovery is better than what it carries now."""
+        lost, price = self._times.lost(), view.time_price
+        if lost > _OUTAGE * price * view.time_left:
+            return True
+        return _HOPE * lost > price * (view.now - self._fast_s) > 0.0
+
     def _worth(self, view: View, plan: TimePlan, group: int) -> float:
         """Return what the planned upgrade of a group saves, as a multiple of its price; 0.0 if there is none."""
         target, current = plan.targets[group], view.track_of[group]
@@ -222,7 +237,7 @@ class TimeSaver:
             group, track, saving, price = found
             what = f"{track} of group {group} would save {saving:.1e} nats and cost {price:.1e} in time"
             return Decision.finish(f"nothing is worth the wait: {what}")
-        if self._times.lost() > _OUTAGE * view.time_price * view.time_left:
+        if self._hopes(view):
             return Decision.wait("the link carries next to nothing; what is in flight shows when it recovers")
         first: dict[int, str] = {}
         for transfer in view.in_flight.values():
