@@ -163,6 +163,20 @@ def test_tracking_notices_a_drop_within_a_few_samples():
     assert ewma.rate() > 4e5
 
 
+def test_tracking_learns_from_bursts_that_are_too_short_for_a_sample():
+    """A fast link brings all that is asked for at once, and is idle most of the time."""
+    estimator = BUILTIN["tracking"]()
+    estimator.start(4.0)
+    now = fed(estimator, [1e6] * 20)
+    for _ in range(20):
+        now += 0.01
+        estimator.sample(20_000, 1e-4, now)
+    assert estimator.rate() > 1e7
+    assert estimator.lower_bound() <= estimator.rate()
+    fed(estimator, [1e6] * 100, begin_s=now)
+    assert estimator.rate() < 2e6
+
+
 @pytest.mark.parametrize(("spread", "most"), [(0.1, 0), (0.5, 1), (0.9, 10)])
 def test_tracking_takes_trembling_for_a_change_but_rarely(spread, most):
     alarms = 0

@@ -75,6 +75,15 @@ def test_the_play_does_not_end_in_an_outage_right_after_the_base():
     assert play["loss"] < 0.01
 
 
+@pytest.mark.parametrize("fast", [4, 6, 8])
+def test_a_play_waits_for_a_link_that_was_fast(fast):
+    pause = world("pause", [1e6] * fast + [2e4] * 2 + [1e6] * 60, 0.1)
+    play = played(1.0, link=pause, price=1e-2)
+    assert play["met"]
+    assert play["ttft_s"] > 0.1 * (fast + 2)
+    assert play["loss"] < 0.005
+
+
 def test_no_rate_is_known_and_little_is_requested():
     play = Session(Ladder(catalog(64, layered=True)), 2.0, load_policy("anytime")(), DualEwma())
     play.start(0.0)

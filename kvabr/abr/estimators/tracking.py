@@ -8,6 +8,9 @@ The bound is the share of the estimate that the link carried at least, nine time
 of time, what it delivered is divided by what was expected of it. Until a play has seen enough stretches, the quantiles
 of real traces fill in (as in adaptive conformal inference; Gibbs and Candes, 2021).
 
+On a fast link what is asked for comes in bursts, far shorter than a sample. Bytes that a whole sample was expected to
+carry count as one, however soon they come; otherwise the estimate would never rise.
+
 If earlier plays' rate is known (`prime`), it counts as a stretch of samples. The first sample after each start may lie
 in slow start; it may then raise the estimate but not lower it.
 """

@@ -9,7 +9,8 @@ Any track may be a group's final one, also Int8 or FP16: `kvabr.abr.time_planner
   then is chosen for several times the rate so far, if it comes soon even at that rate.
 - Once every group has arrived, a further request must save more than its wait costs. If nothing does, the play ends,
   and what is still in flight is cancelled if it is not worth waiting for either.
-- In an outage nothing seems worth the wait. As long as much is lost without it, one request stays in flight.
+- In an outage nothing seems worth the wait. As long as much is lost without it, one request stays in flight. A link
+  that was much faster before may recover: the play waits for that as long as the wait costs less than it would lose.
 """
 
 from __future__ import annotations
