@@ -25,6 +25,8 @@ _ON_ITS_WAY = 2.0
 """A request should have its first byte after this multiple of the usual time to first byte."""
 _MARGIN = 1.05
 """The rest must need this multiple of the time left before a transfer is abandoned: estimates fluctuate."""
+_ONCE_BEGUN = 0.7
+"""The same for further transfers at the same moment: what was expected of the link was wrong, and may be still."""
 
 LEAST_SILENCE_S = 0.2
 """A shorter silence proves nothing, seconds: machines are busy with something else for that long now and then."""
@@ -33,8 +35,16 @@ _SILENT_TTFB = 4.0
 """A stalled transfer has been silent for at least this multiple of the usual time to first byte."""
 
 
-def choose(view: View, instead: Callable[[int], Track | None]) -> tuple[Transfer, str] | None:
-    """Return the transfer to abandon now and the reason, or None; ``instead``: the cheapest track left for a group."""
+def choose(
+    view: View, instead: Callable[[int], Track | None], *, begun: bool = False
+) -> tuple[Transfer, str] | None:
+    """Return the transfer to abandon now and the reason, or None.
+
+    Args:
+        view: the play.
+        instead: returns the cheapest track left for a group.
+        begun: another transfer was abandoned at this moment.
+    """
     if view.rate <= 0 or not view.in_flight:
         return None
     cheapest = view.ladder.tracks[0]
@@ -48,7 +58,7 @@ def choose(view: View, instead: Callable[[int], Track | None]) -> tuple[Transfer
         if one.priority < LEAST_URGENT or (one.first_byte_s is not None and one.first_byte_s >= due_s)
     ]
     need_s = (sum(one.remaining for one in weighed) + view.floor_bytes()) / view.rate + view.decode_s(cheapest.name)
-    if need_s <= _MARGIN * view.time_left:
+    if need_s <= (_ONCE_BEGUN if begun else _MARGIN) * view.time_left:
         return None
     best: Transfer | None = None
     best_freed, freed, other = 0, 0, cheapest

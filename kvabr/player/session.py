@@ -204,7 +204,9 @@ class Session(PlayState):
         self._sampler.tick(now, waiting=bool(self.view.in_flight), idle=self._idle())
         self._refresh(now)
         if self._guard.policy.abandons:
-            while (found := abandon.choose(self.view, self._retries.cheapest_left)) is not None:
+            begun = False
+            while (found := abandon.choose(self.view, self._retries.cheapest_left, begun=begun)) is not None:
+                begun = True
                 self.record.abandoned += 1
                 if not found[0].upgrade:
                     self._retries.abandoned(found[0].group)

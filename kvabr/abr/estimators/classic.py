@@ -31,13 +31,9 @@ class MergedSamples(Estimator):
             return
         self._bytes += nbytes
         self._seconds += seconds
-        if self._seconds >= self._span_s or self._bytes >= self._span_bytes():
+        if self._seconds >= self._span_s:
             self._take(self._bytes, self._seconds)
             self._bytes = self._seconds = 0.0
-
-    def _span_bytes(self) -> float:
-        """Return the bytes that close a merged sample however short it is."""
-        return math.inf
 
     @abstractmethod
     def _forget(self) -> None:

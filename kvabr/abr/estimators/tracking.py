@@ -8,8 +8,8 @@ The bound is the share of the estimate that the link carried at least, nine time
 of time, what it delivered is divided by what was expected of it. Until a play has seen enough stretches, the quantiles
 of real traces fill in (as in adaptive conformal inference; Gibbs and Candes, 2021).
 
-On a fast link what is asked for comes in bursts, far shorter than a sample. Bytes that a whole sample was expected to
-carry count as one, however soon they come; otherwise the estimate would never rise.
+On a fast link what is requested comes in bursts, far shorter than a sample. If a burst is more than the link should have
+carried since the last sample, idle time included, the link is faster than believed, and the estimate restarts there.
 
 If earlier plays' rate is known (`prime`), it counts as a stretch of samples. The first sample after each start may lie
 in slow start; it may then raise the estimate but not lower it.
@@ -50,6 +50,8 @@ _STEADY = 0.25
 """Least deviation of a sample's logarithm: no link is steadier."""
 _PRIOR_SHARE = 1 / 16
 """Earlier plays' rate counts as samples of this share of the deadline."""
+_BURST = 1.5
+"""A burst counts if it has this many times the bytes that were expected."""
 _LEAST_LOG = -3.0
 """Logarithm assigned to a sample of 0 bytes."""
 
@@ -81,6 +83,8 @@ class Tracking(MergedSamples):
         """Mean and mean square of a sample's logarithm relative to the mean rate."""
         self._sum = self._since_bytes = self._since_s = 0.0
         self._share_sure: float | None = None
+        self._taken_s: float | None = None
+        """When the last sample ended."""
         self._fresh = self._prior is not None
         """No sample yet, but earlier plays' rate is known."""
         if self._prior is not None:
@@ -92,6 +96,20 @@ class Tracking(MergedSamples):
         if prior.rate > 0 < prior.weight:
             self._prior = prior
 
+    def sample(self, nbytes: float, seconds: float, now: float) -> None:
+        """Accumulate; close the merged sample once it is long enough, or a burst that could not be expected."""
+        super().sample(nbytes, seconds, now)
+        if not self._seconds or self._taken_s is None:
+            if nbytes > 0:  # a burst after silence has to make up for it
+                self._taken_s = now
+            return
+        # In slow start a window comes at once, but only one in each round trip.
+        passed_s = max(self._span_s, self.ttfb(), now - self._taken_s)
+        if self._slow.weight and self._bytes >= _BURST * self._slow.value() * passed_s:
+            self._restart(self._bytes / passed_s, passed_s)
+            self._bytes = self._seconds = 0.0
+            self._taken_s = now
+
     def rate(self) -> float:
         """Return the smaller mean; before the first full slot, the rate so far."""
         return min(self._fast.value(), self._slow.value()) if self._slow.weight else self._so_far()
@@ -102,17 +120,12 @@ class Tracking(MergedSamples):
             self._share_sure = self._quantile()
         return self._share_sure * self.rate()
 
-    def _span_bytes(self) -> float:
-        """Return what a whole sample should carry: what comes sooner on a faster link says as much."""
-        return self._span_s * self._slow.value() if self._slow.weight else math.inf
-
     def _restart(self, rate: float, seconds: float) -> None:
         self._fast.restart(rate, seconds)
         self._slow.restart(rate, seconds)
 
     def _take(self, nbytes: float, seconds: float) -> None:
         rate = nbytes / seconds
-        seconds = max(seconds, self._span_s)
         if self._fresh:
             self._fresh = False
             if rate < self._slow.value():

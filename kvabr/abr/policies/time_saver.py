@@ -212,9 +212,9 @@ class TimeSaver:
 
     # --------------------------------------------------------------- the end
 
-    def _hopes(self, view: View) -> bool:
-        """Return whether the link is so slow that waiting for its recovery is better than what it carries now."""
-        lost, price = self._times.lost(), view.time_price
+    def _hopes(self, view: View, flying: float = 0.0) -> bool:
+        """Return whether to wait for a slow link to recover; ``flying``: what the play loses without what is in flight."""
+        lost, price = self._times.lost() + flying, view.time_price
         if lost > _OUTAGE * price * view.time_left:
             return True
         return _HOPE * lost > price * (view.now - self._fast_s) > 0.0
@@ -238,8 +238,6 @@ class TimeSaver:
             group, track, saving, price = found
             what = f"{track} of group {group} would save {saving:.1e} nats and cost {price:.1e} in time"
             return Decision.finish(f"nothing is worth the wait: {what}")
-        if self._hopes(view):
-            return Decision.wait("the link carries next to nothing; what is in flight shows when it recovers")
         first: dict[int, str] = {}
         for transfer in view.in_flight.values():
             first.setdefault(transfer.group, transfer.track)
@@ -249,5 +247,7 @@ class TimeSaver:
             saved += max(0.0, losses[below].loss[group] - losses[view.track_of[group] or below].loss[group])
         if not view.arrived or saved >= view.time_price * view.outstanding_bytes / view.rate:
             return Decision.wait("nothing more is worth the wait")
+        if self._hopes(view, saved):
+            return Decision.wait("the link carries next to nothing; what is in flight shows when it recovers")
         self._over = True
         return Decision.deliver("what is in flight is not worth the wait")

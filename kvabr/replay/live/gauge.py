@@ -100,7 +100,8 @@ def _reading(
     rate: float | None,
     rtt_s: float,
 ) -> Reading:
-    span = arrivals[-1] - arrivals[0]
+    # From when the first packet was sent: a busy machine reads it late, and the link would seem faster than it is.
+    span = arrivals[-1] - (arrivals[0] - delays[0] + rtt_s / 2)
     wire_rate = (len(arrivals) - 1) * PACKET_BYTES / span
     return Reading(
         sent_pps=sent_pps,

@@ -4,7 +4,7 @@ import pytest
 from rich.console import Console
 
 from kvabr.replay.live.compare import comparison
-from kvabr.replay.live.gauge import gauge
+from kvabr.replay.live.gauge import PACKET_BYTES, gauge
 from kvabr.replay.report import live_table
 
 
@@ -80,8 +80,11 @@ def test_nothing_compared_is_a_dash_not_an_error():
 
 @pytest.mark.slow
 def test_the_gauge_reads_a_link_that_is_slower_than_what_is_sent():
-    reading = gauge(0, 0.3, rate=1e6)
-    assert reading.rate_error is not None
-    assert reading.rate_error < 0.02, "a shaper is never faster than its trace"
+    for _ in range(100):
+        reading = gauge(0, 0.3, rate=1e6)
+        assert reading.rate_error is not None
+        assert reading.rate_error < 0.02, "a shaper is never faster than its trace"
+        if reading.sent_pps * PACKET_BYTES > 1.25e6:  # else this machine was too busy to send more than the link carries
+            break
     assert reading.received_pps < reading.sent_pps
     assert reading.delay_error_p50_s > 0.01, "there was a queue"
