@@ -4,7 +4,8 @@ import pytest
 from rich.console import Console
 
 from kvabr.replay.live.compare import comparison
-from kvabr.replay.live.gauge import PACKET_BYTES, gauge
+from kvabr.replay.live.gauge import gauge
+from kvabr.replay.live.lane import PACKET_BYTES
 from kvabr.replay.report import live_table
 
 
