@@ -35,9 +35,7 @@ _SILENT_TTFB = 4.0
 """A stalled transfer has been silent for at least this multiple of the usual time to first byte."""
 
 
-def choose(
-    view: View, instead: Callable[[int], Track | None], *, begun: bool = False
-) -> tuple[Transfer, str] | None:
+def choose(view: View, instead: Callable[[int], Track | None], *, begun: bool = False) -> tuple[Transfer, str] | None:
     """Return the transfer to abandon now and the reason, or None.
 
     Args:

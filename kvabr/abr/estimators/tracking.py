@@ -8,8 +8,8 @@ The bound is the share of the estimate that the link carried at least, nine time
 of time, what it delivered is divided by what was expected of it. Until a play has seen enough stretches, the quantiles
 of real traces fill in (as in adaptive conformal inference; Gibbs and Candes, 2021).
 
-On a fast link what is requested comes in bursts, far shorter than a sample. If a burst is more than the link should have
-carried since the last sample, idle time included, the link is faster than believed, and the estimate restarts there.
+On a fast link what is requested comes in bursts, far shorter than a sample. If a burst is more than the link should
+have carried since the last sample, idle time included, the link is faster than believed: the estimate restarts there.
 
 If earlier plays' rate is known (`prime`), it counts as a stretch of samples. The first sample after each start may lie
 in slow start; it may then raise the estimate but not lower it.
