@@ -213,7 +213,7 @@ class TimeSaver:
     # --------------------------------------------------------------- the end
 
     def _hopes(self, view: View, flying: float = 0.0) -> bool:
-        """Return whether to wait for a slow link to recover; ``flying``: the loss that is spared by what is in flight."""
+        """Return whether to wait for a slow link to recover; ``flying``: the loss that what is in flight will spare."""
         lost, price = self._times.lost() + flying, view.time_price
         if lost > _OUTAGE * price * view.time_left:
             return True
