@@ -1,7 +1,9 @@
 """Small tracks of an origin: its models, the catalog of an asset, and the longest cached prefix of a prompt.
 
-Nothing that an origin says is believed unchecked. A catalog is bounded, and must be of the model and of the very tokens
-that were asked for, which the chained digests of the prompt prove (`kvabr.types.naming.chain`).
+Nothing that an origin says is believed unchecked. A catalog is bounded by the prompt's own groups, and must be of the
+model and of the very tokens that were asked for, which the chained digests of the prompt prove
+(`kvabr.types.naming.chain`). What an origin sends is parsed in a thread, and in pieces: a thread alone does not keep a
+long call from stopping the event loop (`kvabr.types.json_pieces`).
 """
 
 from __future__ import annotations
@@ -9,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import takewhile
@@ -17,9 +18,9 @@ from itertools import takewhile
 from kvabr.client.resources import decoders
 from kvabr.codec.base import codec
 from kvabr.quic.interface import Connection, read_all
-from kvabr.types.catalog import MAX_CATALOG_BYTES, Catalog, Track
+from kvabr.types.catalog import MAX_CATALOG_BYTES, Catalog, Track, catalog_limit
 from kvabr.types.errors import ConnectionLostError, ForeignError, FormatError, NotFoundError, TransportError, UsageError
-from kvabr.types.kv import KVSpec
+from kvabr.types.kv import MAX_MODELS_BYTES, KVSpec, specs_from_json
 from kvabr.types.naming import (
     CATALOG_TRACK,
     MODELS_NAMESPACE,
@@ -34,7 +35,6 @@ _SLACK_BYTES = 1 << 20
 _MAX_TIMES_FP16 = 4
 """Reject groups larger than this multiple of the exact cache plus the bytes above; a hostile catalog could exhaust
 memory."""
-_MAX_MODELS_BYTES = 1 << 20
 _URGENT = 0
 """Priority of what a play waits for."""
 
@@ -61,10 +61,10 @@ async def fetch_small(origin: Connection, namespace: TrackNamespace, track: str,
 
 async def fetch_models(origin: Connection) -> list[KVSpec]:
     """Return the specs of all models of which we may read an asset; errors as `AsyncClient.models`."""
-    data = await fetch_small(origin, MODELS_NAMESPACE, MODELS_TRACK, _MAX_MODELS_BYTES)
+    data = await fetch_small(origin, MODELS_NAMESPACE, MODELS_TRACK, MAX_MODELS_BYTES)
     try:
-        return [KVSpec.from_json(spec) for spec in json.loads(data)["models"]]
-    except (FormatError, KeyError, TypeError, ValueError, RecursionError) as error:
+        return await asyncio.get_running_loop().run_in_executor(decoders(), specs_from_json, data)
+    except FormatError as error:
         raise FormatError(f"the origin's list of models cannot be read ({error})") from error
 
 
@@ -77,7 +77,7 @@ async def fetch_catalog(origin: Connection, namespace: TrackNamespace) -> Found:
         ForeignError: it is of something else.
         FormatError: it is no catalog, or promises what cannot be.
     """
-    found = await _read(origin, namespace, CATALOG_TRACK)
+    found = await _read(origin, namespace, CATALOG_TRACK, MAX_CATALOG_BYTES)
     if found.catalog.namespace != namespace or found.catalog.chunks[-1] != namespace.prompt:
         raise ForeignError(f"asked for the catalog of {_name(namespace)}, got that of {_name(found.catalog.namespace)}")
     if found.catalog.spec.model != namespace.model:
@@ -159,7 +159,7 @@ async def _ask(
     origin: Connection, digests: Sequence[str], spec: KVSpec, track: str, *, any_dtype: bool
 ) -> Found | None:
     try:
-        found = await _read(origin, TrackNamespace(spec.model, digests[0]), track)
+        found = await _read(origin, TrackNamespace(spec.model, digests[0]), track, catalog_limit(len(digests)))
     except NotFoundError:
         return None
     wanted = replace(spec, dtype=found.catalog.spec.dtype) if any_dtype else spec
@@ -171,9 +171,8 @@ async def _ask(
     return found
 
 
-async def _read(origin: Connection, namespace: TrackNamespace, track: str) -> Found:
-    data = await fetch_small(origin, namespace, track, MAX_CATALOG_BYTES)
-    # In a thread: the catalog of a long prompt has megabytes.
+async def _read(origin: Connection, namespace: TrackNamespace, track: str, limit: int) -> Found:
+    data = await fetch_small(origin, namespace, track, limit)
     return await asyncio.get_running_loop().run_in_executor(decoders(), _parse, data)
 
 

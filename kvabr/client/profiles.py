@@ -23,7 +23,9 @@ from kvabr.types.naming import PROFILE_TRACK, TrackNamespace
 _MAX_KEPT = 8
 """Profiles that a process keeps in memory."""
 _profiles: LRUCache[str, Profile] = LRUCache(_MAX_KEPT)
-_locks: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, asyncio.Lock]] = weakref.WeakKeyDictionary()
+_Locks = weakref.WeakValueDictionary[str, asyncio.Lock]
+_locks: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Locks] = weakref.WeakKeyDictionary()
+"""Held while a profile is fetched; gone as soon as nobody waits for it."""
 
 
 class ProfileCache:
@@ -55,7 +57,7 @@ class ProfileCache:
         name = _name(catalog)
         wanted, size = name.prompt, catalog.profile_bytes
         loop = asyncio.get_running_loop()
-        async with _locks.setdefault(loop, {}).setdefault(wanted, asyncio.Lock()):
+        async with _locks.setdefault(loop, _Locks()).setdefault(wanted, asyncio.Lock()):
             profile = _profiles.get(wanted)
             if profile is None:
                 profile = await loop.run_in_executor(decoders(), self._local, wanted, size)

@@ -38,6 +38,7 @@ from kvabr.types.errors import ForeignError, FormatError
 from kvabr.types.kv import FP16_MAX, KVSpec
 
 MAX_PROFILE_BYTES = 1 << 29
+_MAX_HEADER_BYTES = 256 << 10
 MAX_SINKS = 64
 FORMAT = "kvabr.profile/2"
 _OLD = "kvabr.profile/1"
@@ -221,6 +222,8 @@ def _facts(data: bytes) -> dict[str, Any]:
     length = int.from_bytes(data[:8], "little")
     if length > len(data) - 8:
         raise FormatError("profile: truncated within its header")
+    if length > _MAX_HEADER_BYTES:  # parsed in one call, which stops all other threads
+        raise FormatError(f"profile: a header of {length} bytes, more than the {_MAX_HEADER_BYTES} allowed")
     header = json.loads(data[8 : 8 + length])
     text = header.get("__metadata__") if isinstance(header, dict) else None
     facts = json.loads(text["kvabr"]) if isinstance(text, dict) else None

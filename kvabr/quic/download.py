@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 from kvabr.moqt.codes import RequestCode, ResetCode, name_of
 from kvabr.moqt.messages import RequestErrorMessage as Refusal
-from kvabr.moqt.objects import Item, RangeEnd
+from kvabr.moqt.objects import Item, ObjectHeader, RangeEnd
 from kvabr.quic.interface import Download, DownloadStats, GroupRequest
 from kvabr.store.memory import GROUPS
 from kvabr.types.errors import NotFoundError, RequestError, TransportError
-from kvabr.types.naming import CATALOG_TRACK
+from kvabr.types.naming import CATALOG_TRACK, PROPERTY_GROUP_BYTES
 
 if TYPE_CHECKING:
     from kvabr.quic.connection import QuicConnection
@@ -120,7 +120,7 @@ class QuicDownload(Download):
                 self._wrong("the peer does not have all of it", RequestCode.INTERNAL_ERROR)
             elif item.group != self.request.group:
                 self._wrong(f"objects of group {item.group} came", RequestCode.MALFORMED_TRACK)
-            elif item.size > self.request.limit:
+            elif max(item.size, _declared_bytes(item)) > self.request.limit:
                 self._too_long()
         if count:
             self._wake()
@@ -190,3 +190,11 @@ class QuicDownload(Download):
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+
+def _declared_bytes(header: ObjectHeader) -> int:
+    """Return the bytes of the whole group, where its publisher says so; otherwise 0."""
+    for kind, value in header.properties:
+        if kind == PROPERTY_GROUP_BYTES and isinstance(value, int):
+            return value
+    return 0

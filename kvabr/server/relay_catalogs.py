@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,9 +19,9 @@ from kvabr.quic.interface import Connection
 from kvabr.server.publication import BytesPublication
 from kvabr.store.asset_index import check_names
 from kvabr.store.lru import ByteLru
-from kvabr.types.catalog import MAX_CATALOG_BYTES, Catalog
+from kvabr.types.catalog import MAX_CATALOG_BYTES, MAX_PROFILE_BYTES, Catalog
 from kvabr.types.errors import FormatError, NotFoundError, RequestError, TransportError, UnauthorizedError
-from kvabr.types.kv import KVSpec
+from kvabr.types.kv import MAX_MODELS_BYTES, KVSpec, specs_from_json
 from kvabr.types.naming import CATALOG_TRACK, MODELS_TRACK, PREFIX_TRACK, PROFILE_TRACK, TrackNamespace
 
 if TYPE_CHECKING:
@@ -40,6 +39,8 @@ _FRESH_PER_FETCH = 20.0
 5 % of the way to the origin."""
 _BUSY_S = 1.0
 _DIGEST_BYTES = 32
+_LIMITS = {PROFILE_TRACK: MAX_PROFILE_BYTES, MODELS_TRACK: MAX_MODELS_BYTES}
+"""Bytes of small tracks that are no catalogs."""
 _AWAY = (RequestCode.TIMEOUT, RequestCode.GOING_AWAY, RequestCode.EXCESSIVE_LOAD, RequestCode.INTERNAL_ERROR)
 """Codes of an origin that cannot answer now, which say nothing about what it has."""
 
@@ -86,11 +87,7 @@ def check_small(namespace: TrackNamespace, track: str, data: bytes) -> AssetFact
             raise FormatError("a profile whose SHA-256 is not the one in its name")
         return None
     if track == MODELS_TRACK:
-        try:
-            for value in json.loads(data)["models"]:
-                KVSpec.from_json(value)
-        except (ValueError, TypeError, KeyError, RecursionError) as error:
-            raise FormatError(f"not a list of models ({error})") from error
+        specs_from_json(data)
         return None
     catalog = Catalog.loads(data)
     check_names(catalog)
@@ -100,7 +97,7 @@ def check_small(namespace: TrackNamespace, track: str, data: bytes) -> AssetFact
         right = (catalog.namespace.model, catalog.chunks[0]) == (namespace.model, namespace.prompt)
     if not right:
         raise FormatError("a catalog of another prompt")
-    digests = {one.name: b"".join(map(bytes.fromhex, one.digests)) for one in catalog.tracks}
+    digests = {one.name: b"".join(bytes.fromhex(digest) for digest in one.digests) for one in catalog.tracks}
     sizes = {one.name: array("Q", one.bytes) for one in catalog.tracks}
     return AssetFacts(catalog.namespace, digest, catalog.spec, catalog.tokens, catalog.groups, sizes, digests)
 
@@ -250,7 +247,8 @@ class Catalogs:
         namespace, track = name
         loop = asyncio.get_running_loop()
         start_s, counted = loop.time(), 0
-        download = self._upstream.fetch(namespace, track, 0, priority=_URGENT, limit=MAX_CATALOG_BYTES)
+        limit = _LIMITS.get(track, MAX_CATALOG_BYTES)
+        download = self._upstream.fetch(namespace, track, 0, priority=_URGENT, limit=limit)
         try:
             while part := await download.read():
                 counted += len(part)

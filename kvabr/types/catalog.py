@@ -25,14 +25,28 @@ from typing import Any
 
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import AssetError, FormatError, UsageError, did_you_mean
+from kvabr.types.json_pieces import JsonPieces
 from kvabr.types.kv import KVSpec
 from kvabr.types.naming import TrackNamespace, check_track_name
 
 SCHEMA = "kvabr.catalog/1"
-MAX_CATALOG_BYTES = 64 << 20
+MAX_CATALOG_BYTES = 32 << 20
+"""Bound on every catalog: 11 tracks of a million tokens in groups of 128 take 11 MB."""
 _MAX_GROUPS = 1 << 20
 _MAX_TRACKS = 64
-_MAX_PROFILE_BYTES = 1 << 30
+_MAX_MIXES = 256
+_HEAD_BYTES = 256 << 10
+"""Bytes of a catalog that its number of groups says nothing about: spec, words, measurements."""
+_ENTRY_BYTES = 128
+"""Bytes of a catalog for one group of one track, at most: size, loss and digest, each on a line; and for its chunk."""
+_LEAST_GROUP_BYTES = 128
+"""Bytes of a catalog for one group, at least: two SHA-256 in hex."""
+_LEAST_GROUPS = 1024
+"""Groups for which a catalog always has room, as the longest cached prefix of a short prompt may be that of a long
+asset."""
+_AT_A_TIME = 8192
+"""Values that are checked at a time, so that other threads can run in between."""
+MAX_PROFILE_BYTES = 1 << 30
 _MAX_LOSS = 1e6
 
 
@@ -108,8 +122,8 @@ class Catalog:
         groups = self.spec.groups(self.tokens) if self.tokens > 0 else 0
         if not 0 < groups <= _MAX_GROUPS:
             raise FormatError(f"catalog: {self.tokens} tokens make {groups} groups; 1 to {_MAX_GROUPS} are allowed")
-        if not 0 <= self.profile_bytes <= _MAX_PROFILE_BYTES:
-            raise FormatError(f"catalog: a profile of {self.profile_bytes} bytes, not 0 to {_MAX_PROFILE_BYTES}")
+        if not 0 <= self.profile_bytes <= MAX_PROFILE_BYTES:
+            raise FormatError(f"catalog: a profile of {self.profile_bytes} bytes, not 0 to {MAX_PROFILE_BYTES}")
         if any(not (math.isfinite(mix.predicted) and math.isfinite(mix.measured)) for mix in self.mixes):
             raise FormatError("catalog: a mix has a loss that is not a number")
         if len(self.chunks) != groups:
@@ -219,42 +233,36 @@ class Catalog:
 
     @classmethod
     def loads(cls, text: str | bytes) -> Catalog:
-        """Parse the output of `dumps` from an untrusted source; raise a `FormatError` if a field is bad."""
+        """Parse the output of `dumps` from an untrusted source; raise a `FormatError` if a field is bad.
+
+        Other threads run meanwhile, whatever the text is: none of it is decoded in long calls (`JsonPieces`).
+        """
         if len(text) > MAX_CATALOG_BYTES:
             raise FormatError(f"catalog: {len(text)} bytes, more than the {MAX_CATALOG_BYTES} allowed")
         try:
-            value = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise FormatError(f"catalog: not JSON ({error})") from error
-        if not isinstance(value, dict):
-            raise FormatError("catalog: not a JSON object")
-        schema = value.get("schema")
-        if schema != SCHEMA:
-            newer = str(schema).startswith("kvabr.catalog/")
-            hint = "it was written by another version: upgrade kvabr" if newer else "is this a catalog?"
-            raise FormatError(f"catalog: schema is {schema!r}, this version reads {SCHEMA!r}; {hint}")
-        try:
-            return cls._from_json(value)
+            pieces = JsonPieces(text.encode() if isinstance(text, str) else text, "catalog")
+            value = _read_fields(pieces)
+            pieces.finish()
+            return cls._from_fields(value)
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise FormatError(f"catalog: a field is missing or has the wrong type ({error!r})") from error
 
     @classmethod
-    def _from_json(cls, value: dict[str, Any]) -> Catalog:
+    def _from_fields(cls, value: dict[str, Any]) -> Catalog:
+        _check_schema(value.get("schema"))
         prefill, profile = value["prefill"], value["profile"]
         return cls(
             namespace=TrackNamespace(str(value["namespace"]["model"]), str(value["namespace"]["prompt"])),
             spec=KVSpec.from_json(value["spec"]),
             tokens=int(value["tokens"]),
             source=str(value["source"]),
-            chunks=tuple(map(str, value["chunks"])),
+            chunks=value["chunks"],
             profile=None if profile is None else str(profile),
             profile_bytes=int(value["profile_bytes"]),
             prefill=None if prefill is None else PrefillCost.from_json(prefill),
             loss_method=str(value["loss_method"]),
-            mixes=tuple(
-                Mix(tuple(map(str, m["tracks"])), float(m["predicted"]), float(m["measured"])) for m in value["mixes"]
-            ),
-            tracks=tuple(_track_from_json(track) for track in value["tracks"]),
+            mixes=value["mixes"],
+            tracks=value["tracks"],
         )
 
     @classmethod
@@ -277,15 +285,24 @@ def _check_track(track: Track, groups: int, before: set[str]) -> None:
         raise FormatError(f"catalog: track {name} refines {track.refines!r}, which is not listed before it")
     if not len(track.bytes) == len(track.loss) == len(track.digests) == groups:
         raise FormatError(f"catalog: track {name} must list bytes, loss and digest of each of {groups} groups")
-    if any(size <= 0 or size > 1 << 40 for size in track.bytes):
+    if not _all_within(track.bytes, 1, 1 << 40):
         raise FormatError(f"catalog: track {name} has a group whose size is not positive")
-    if any(not 0 <= loss <= _MAX_LOSS for loss in track.loss):
+    if not _all_within(track.loss, 0, _MAX_LOSS):
         raise FormatError(f"catalog: track {name} has a group whose loss is negative or not a number")
     if not (math.isfinite(track.decode_s) and track.decode_s >= 0):
         raise FormatError(f"catalog: track {name} has a decode time that is negative or not a number")
     quality = track.measured
     if quality is not None and not all(map(math.isfinite, (quality.kl, quality.dnll, quality.top1))):
         raise FormatError(f"catalog: track {name} has a measured quality that is not a number")
+
+
+def _all_within(values: Sequence[float], least: float, most: float) -> bool:
+    """Return whether all values are numbers within bounds."""
+    for first in range(0, len(values), _AT_A_TIME):
+        part = values[first : first + _AT_A_TIME]
+        if not (least <= min(part) and max(part) <= most and math.isfinite(sum(part))):  # a sum with a NaN is one
+            return False
+    return True
 
 
 def _track_to_json(track: Track) -> dict[str, Any]:
@@ -301,17 +318,77 @@ def _track_to_json(track: Track) -> dict[str, Any]:
     }
 
 
-def _track_from_json(value: dict[str, Any]) -> Track:
+def catalog_limit(groups: int) -> int:
+    """Return the bytes that a catalog may have which is asked for with a prompt of ``groups`` groups."""
+    return min(MAX_CATALOG_BYTES, _HEAD_BYTES + max(groups, _LEAST_GROUPS) * (_MAX_TRACKS + 1) * _ENTRY_BYTES)
+
+
+def _check_schema(schema: object) -> None:
+    if schema != SCHEMA:
+        newer = str(schema).startswith("kvabr.catalog/")
+        hint = "it was written by another version: upgrade kvabr" if newer else "is this a catalog?"
+        raise FormatError(f"catalog: schema is {str(schema)[:80]!r}, this version reads {SCHEMA!r}; {hint}")
+
+
+def _read_fields(pieces: JsonPieces) -> dict[str, Any]:
+    """Return the fields of a catalog's JSON; those with long lists are complete, the others plain JSON."""
+    most = min(_MAX_GROUPS, len(pieces) // _LEAST_GROUP_BYTES)
+    value: dict[str, Any] = {}
+    for name in pieces.members():
+        if name == "chunks":
+            value[name] = tuple(pieces.scalars({str}, most))
+        elif name == "tracks":
+            value[name] = tuple(_read_track(pieces, most) for _ in pieces.elements(_MAX_TRACKS))
+        elif name == "mixes":
+            value[name] = tuple(_read_mix(pieces, most) for _ in pieces.elements(_MAX_MIXES))
+        elif name in _PLAIN:
+            value[name] = pieces.value()
+            if name == "schema":
+                _check_schema(value[name])  # before what another version may have added
+        else:
+            pieces.skip()
+    return value
+
+
+def _read_track(pieces: JsonPieces, groups: int) -> Track:
+    value: dict[str, Any] = {}
+    for name in pieces.members():
+        if name in _LISTS:
+            value[name] = tuple(pieces.scalars(_LISTS[name], groups))
+        elif name in {"name", "refines", "decode_s", "measured"}:
+            value[name] = pieces.value()
+        else:
+            pieces.skip()
     quality = value["measured"]
     return Track(
         name=value["name"],
         refines=value["refines"],
         decode_s=float(value["decode_s"]),
         measured=None if quality is None else Quality(*(float(quality[key]) for key in ("kl", "dnll", "top1"))),
-        bytes=tuple(map(int, value["bytes"])),
-        loss=tuple(map(float, value["loss"])),
-        digests=tuple(map(str, value["digests"])),
+        bytes=value["bytes"],
+        loss=value["loss"],
+        digests=value["digests"],
     )
+
+
+def _read_mix(pieces: JsonPieces, groups: int) -> Mix:
+    value: dict[str, Any] = {}
+    for name in pieces.members():
+        if name == "tracks":
+            value[name] = tuple(pieces.scalars({str}, groups))
+        elif name in {"predicted", "measured"}:
+            value[name] = float(pieces.value())
+        else:
+            pieces.skip()
+    return Mix(value["tracks"], value["predicted"], value["measured"])
+
+
+_PLAIN = frozenset(
+    ("schema", "namespace", "spec", "tokens", "source", "profile", "profile_bytes", "prefill", "loss_method")
+)
+"""Fields of a catalog that are small."""
+_LISTS: dict[str, set[type]] = {"bytes": {int}, "loss": {int, float}, "digests": {str}}
+"""Fields of a track with a value for each group, and the types of their values."""
 
 
 RECOMPUTED = "recomputed"

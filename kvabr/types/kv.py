@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from kvabr.types.errors import FormatError
+from kvabr.types.json_pieces import JsonPieces
 
 if TYPE_CHECKING:
     import torch
@@ -24,6 +25,9 @@ FP16_MAX = 65504.0
 """FP16's largest number."""
 DTYPES = ("float16", "bfloat16", "float32")
 """Element types that a cache may have."""
+MAX_MODELS_BYTES = 1 << 20
+"""Bound on a list of models."""
+_MAX_MODELS = 4096
 _LIMITS = {"layers": 1024, "kv_heads": 1024, "head_dim": 4096, "group_tokens": MAX_GROUP_TOKENS}
 _STEEPEST = 1024.0
 """Maximum of radians per token and of the factor of a rotation, whose minimum is the inverse. Real models are near
@@ -177,3 +181,21 @@ class KVSpec:
         """Return 16 bytes that identify this spec. Every frame carries them, so models never mix."""
         canonical = json.dumps(self.to_json(), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(b"kvabr.spec/1\0" + canonical.encode()).digest()[:16]
+
+
+def specs_from_json(data: bytes) -> list[KVSpec]:
+    """Parse ``{"models": [...]}``, the models of an origin, from an untrusted source; `FormatError` if it is not that.
+
+    Other threads run meanwhile, whatever the text is.
+    """
+    pieces = JsonPieces(data, "list of models")
+    specs: list[KVSpec] | None = None
+    for name in pieces.members():
+        if name == "models":
+            specs = [KVSpec.from_json(pieces.value()) for _ in pieces.elements(_MAX_MODELS)]
+        else:
+            pieces.skip()
+    pieces.finish()
+    if specs is None:
+        raise FormatError('list of models: has no "models"')
+    return specs

@@ -35,6 +35,10 @@ PREFIX_TRACK = "prefix."
 """Prefix of the name of a lookup, see `prefix_track`."""
 MAX_PREFIX_DIGESTS = 320
 """Maximum number of digests in the name of one lookup; they leave 584 bytes for the model's name."""
+PROPERTY_GROUP_BYTES = 0x38
+"""Object property of a group's first object: bytes of the whole group (an application's code point, moq-transport)."""
+PROPERTY_GROUP_DIGEST = 0x39
+"""Object property of a group's first object: SHA-256 of the whole group."""
 _KEY_BYTES = 8
 """Bytes of a digest in the name of a lookup. The client compares whole digests, so collisions are harmless."""
 _TRACK_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,63}")

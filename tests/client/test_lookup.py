@@ -13,9 +13,10 @@ from kvabr.client.lookup import fetch_catalog, find_prefix, playable
 from kvabr.client.profiles import ProfileCache
 from kvabr.server.grants import EVERYTHING
 from kvabr.server.published_assets import PublishedAssets
-from kvabr.types.errors import ForeignError, FormatError, NotFoundError
+from kvabr.types.catalog import MAX_CATALOG_BYTES, catalog_limit
+from kvabr.types.errors import ForeignError, FormatError, NotFoundError, RequestError
 from kvabr.types.naming import TrackNamespace
-from tests import assets
+from tests import assets, toymodel
 from tests.client.virtual import virtual
 from tests.memory_transport import Fault, MemoryConnection
 
@@ -84,6 +85,17 @@ async def test_a_catalog_by_name(origin, short):
             await fetch_catalog(link, TrackNamespace("other", short.namespace.prompt))
 
 
+@virtual
+async def test_a_catalog_may_be_as_large_as_the_prompt_allows(origin, short):
+    """No more than that is read, whatever the peer goes on to send."""
+    async with origin(faults=lambda _: Fault(endless=True)) as link:
+        with pytest.raises(RequestError, match=f"longer than the {catalog_limit(5)} bytes"):
+            await find_prefix(link, toymodel.prompt(70).tokens, toymodel.SPEC)
+        assert link.bytes_received <= catalog_limit(5)
+        with pytest.raises(RequestError, match=f"longer than the {MAX_CATALOG_BYTES} bytes"):
+            await fetch_catalog(link, short.namespace)
+
+
 def test_only_what_can_be_decoded_is_played(long, short):
     assert playable(long, profile=True) is long
     assert "AC-5x" not in playable(long, profile=False).by_name
@@ -120,6 +132,17 @@ async def test_a_profile_is_fetched_once_and_kept(origin, long, forgotten, tmp_p
         file.write_bytes(file.read_bytes()[:-1])
         assert (await ProfileCache(folder).fetch(link, long)).digest == long.profile
         assert link.requests == 2
+
+
+@virtual
+async def test_profiles_that_cannot_be_had_leave_no_locks(origin, long, forgotten):
+    import asyncio
+
+    async with origin(folder="long") as link:
+        for number in range(20):
+            with pytest.raises(NotFoundError):
+                await ProfileCache().fetch(link, replace(long, profile=f"{number:064x}"))
+    assert not profiles._locks.get(asyncio.get_running_loop())
 
 
 @virtual

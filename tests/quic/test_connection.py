@@ -140,6 +140,17 @@ async def test_more_than_the_limit_is_never_held(asset, tls, library):
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
+async def test_a_group_that_is_declared_too_long_is_not_downloaded(asset, tls, library):
+    """Its first object's header says how long the whole group is, and is of a smaller object itself."""
+    first = asset.catalog.track("FP16").bytes[0]
+    async with joined(asset, tls, library, library) as (_, connection):
+        download = connection.fetch(asset.catalog.namespace, "FP16", 0, limit=first - 1)
+        with pytest.raises(RequestError, match=f"longer than the {first - 1} bytes"):
+            await read_all(download)
+        assert download.stats.received == 0
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
 async def test_cancelled_downloads_leave_nothing(asset, tls, library):
     space = asset.catalog.namespace
     async with joined(asset, tls, library, library) as (server, connection):

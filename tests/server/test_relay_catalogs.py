@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 
@@ -11,10 +12,12 @@ from kvabr.moqt.codes import RequestCode
 from kvabr.server.grants import EVERYTHING
 from kvabr.server.relay_catalogs import Catalogs, check_small
 from kvabr.types.errors import FormatError, NotFoundError, RequestError
-from kvabr.types.naming import CATALOG_TRACK, PROFILE_TRACK, TrackNamespace, chain, prefix_track
+from kvabr.types.json_pieces import PIECE_BYTES
+from kvabr.types.naming import CATALOG_TRACK, MODELS_TRACK, PROFILE_TRACK, TrackNamespace, chain, prefix_track
 from tests.assets import make_asset
+from tests.hostile import DOCUMENTS
 from tests.memory_transport import Fault
-from tests.server.relays import LOG, dialled, get, in_memory, relaying
+from tests.server.relays import LIBRARIES, LOG, dialled, get, in_memory, relaying
 
 
 async def test_names_that_do_not_exist_leave_no_state(asset, tls):
@@ -30,6 +33,34 @@ async def test_names_that_do_not_exist_leave_no_state(asset, tls):
         assert not relay.groups
         assert len(relay.store) == 0
         assert upstream.downloads == 0
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("library", LIBRARIES)
+async def test_names_that_do_not_exist_leave_no_objects(asset, tls, library):
+    """Not in the relay, nor in what it asks with, nor in what it is asked with; also no names in metrics and logs."""
+    async with in_memory(asset) as upstream, relaying(upstream, tls, quic=library) as server:
+        async with await dialled(server, library) as connection:
+
+            async def ask(numbers):
+                for number in numbers:
+                    digest = hashlib.sha256(b"%d" % number).hexdigest()
+                    namespace = TrackNamespace(asset.catalog.spec.model, digest)
+                    for track in (CATALOG_TRACK, prefix_track([digest, digest]), f"no-{number}", PROFILE_TRACK):
+                        with pytest.raises(NotFoundError):
+                            await get(connection, namespace, track)
+                upstream._asked.clear()  # the test's own record
+                gc.collect()
+                return len(gc.get_objects())
+
+            await ask(range(100))
+            before = await ask(range(100, 200))
+            after = await ask(range(200, 400))
+            assert after - before < 200  # 800 names later
+            labels = {value for metric in server.metrics.registry.collect() for one in metric.samples
+                      for value in one.labels.values()}  # fmt: skip
+            assert not any(value.startswith("no-") or len(value) > 60 for value in labels)
+        assert server.requests == 0
 
 
 @pytest.mark.slow
@@ -101,6 +132,19 @@ def test_what_a_catalog_must_say(asset, track, change, words):
     change(value)
     with pytest.raises(FormatError, match=words):
         check_small(namespace, track, json.dumps(value).encode())
+
+
+@pytest.mark.parametrize("what", DOCUMENTS)
+def test_what_a_relay_reads_stops_no_other_thread(asset, what, monkeypatch):
+    handed = []
+    decode = json.JSONDecoder.raw_decode
+    monkeypatch.setattr(
+        json.JSONDecoder, "raw_decode", lambda self, text, at=0: handed.append(len(text)) or decode(self, text, at)
+    )
+    for track in (CATALOG_TRACK, MODELS_TRACK):
+        with pytest.raises(FormatError):
+            check_small(asset.catalog.namespace, track, DOCUMENTS[what](200_000))
+    assert max(handed) <= PIECE_BYTES + 2
 
 
 async def test_an_origin_that_says_nothing_is_waited_for_a_moment(asset, stale, monkeypatch):

@@ -7,11 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvabr.types.catalog import Catalog
+from kvabr.types.catalog import MAX_CATALOG_BYTES, Catalog, Track, catalog_limit
 from kvabr.types.errors import AssetError, FormatError, UsageError
+from kvabr.types.json_pieces import PIECE_BYTES
 from kvabr.types.kv import KVSpec, RopeSpec
+from kvabr.types.naming import TrackNamespace
 from tests.catalogs import SPEC, catalog
 from tests.examples import examples
+from tests.hostile import DOCUMENTS
 
 
 def test_round_trip():
@@ -212,3 +215,56 @@ def test_a_suffix_knows_where_its_groups_are_published():
     for groups in (-1, 6):
         with pytest.raises(UsageError, match="leaves nothing"):
             whole.suffix(groups)
+
+
+@pytest.fixture
+def handed(monkeypatch):
+    """Characters that each call of the standard library's decoder was given."""
+    sizes: list[int] = []
+    decode = json.JSONDecoder.raw_decode
+
+    def counted(self, text, at=0):
+        sizes.append(len(text))
+        return decode(self, text, at)
+
+    monkeypatch.setattr(json.JSONDecoder, "raw_decode", counted)
+    return sizes
+
+
+@pytest.mark.parametrize("what", DOCUMENTS)
+def test_no_catalog_stops_other_threads(what, handed):
+    """A call of the decoder does not let go of the interpreter, so none may be given much; nor may all together."""
+    data = DOCUMENTS[what](1 << 20)
+    with pytest.raises(FormatError):
+        Catalog.loads(data)
+    assert max(handed) <= PIECE_BYTES + 2
+    assert sum(handed) <= 1.2 * len(data)
+
+
+def test_a_large_catalog_is_read_in_pieces(handed):
+    made = catalog(3000)
+    for text in (made.dumps(), json.dumps(made.to_json())):
+        handed.clear()
+        assert Catalog.loads(text) == made
+        assert max(handed) <= PIECE_BYTES + 2
+
+
+def test_members_may_come_in_any_order_and_new_ones_are_ignored():
+    made = catalog(3, layered=True)
+    value = made.to_json()
+    value["tracks"] = [dict(reversed(track.items())) | {"new": [1, {"a": None}]} for track in value["tracks"]]
+    assert Catalog.loads(json.dumps(dict(reversed(value.items())) | {"newer": {}})) == made
+
+
+def test_a_catalog_has_room_for_its_groups_on_every_track_and_not_for_much_more():
+    def size(groups, tracks):
+        chunk = "0" * 64
+        lists = (1 << 40,) * groups, (1.2345678901234567e-05,) * groups, (chunk,) * groups
+        made = tuple(Track(f"track-{number}", *lists) for number in range(tracks))
+        spec = replace(SPEC, group_tokens=1)
+        return len(Catalog(TrackNamespace("m", chunk), spec, groups, (chunk,) * groups, made).dumps())
+
+    assert (size(40, 64) - size(20, 64)) * 50 <= catalog_limit(2024) - catalog_limit(1024)
+    assert size(1, 64) < catalog_limit(1) == catalog_limit(1024) < catalog_limit(1025)
+    assert catalog_limit(1) < 10e6
+    assert catalog_limit(1 << 20) == MAX_CATALOG_BYTES
