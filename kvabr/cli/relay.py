@@ -36,7 +36,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Stand between an origin and many players: one fetch from the origin serves all players that wait for it."
     )
-    parser.epilog = _EPILOG
+    parser.epilog = f"{_EPILOG}\n{serving.limits_help()}"
     parser.add_argument(
         "--upstream",
         required=True,
@@ -56,7 +56,9 @@ def add(parser: argparse.ArgumentParser) -> None:
     needed = "token that players must show (default: everyone may enter)"
     player_token = parser.add_argument("--player-token-file", type=Path, metavar="F", help=needed)
     add_old_name(parser, "--token-file", player_token)
-    parser.add_argument("--connections", type=int, default=512, metavar="N", help="players at a time (default: 512)")
+    parser.add_argument(
+        "--connections", type=int, metavar="N", help="players at a time (default: 512), as --limit connections=N"
+    )
     network.add_options(parser, "the origin", "upstream-", " towards the origin")
     parser.set_defaults(run=run)
 
@@ -85,10 +87,12 @@ def parse_size(text: str) -> int:
 
 async def _relay(args: argparse.Namespace, memory: int) -> int:
     from kvabr.quic.connect import asset_of, connect
-    from kvabr.server.limits import ServerLimits
     from kvabr.server.relay import Relay
     from kvabr.server.server import Server, run_until_signal
 
+    limits = serving.parse_limits(
+        args.limit if args.connections is None else [*args.limit, f"connections={args.connections}"]
+    )
     asset = asset_of(args.upstream)
     token = (
         None
@@ -107,7 +111,6 @@ async def _relay(args: argparse.Namespace, memory: int) -> int:
             async with Relay(
                 upstream, log, metrics, memory_bytes=memory, disk=args.disk, disk_bytes=disk_bytes, token=token
             ) as relay:
-                limits = ServerLimits(connections=args.connections)
                 server = Server(relay, setup.host, setup.port, setup.tls, limits, log, metrics, quic=args.quic)
 
                 def started() -> None:

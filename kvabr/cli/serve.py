@@ -5,18 +5,16 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
-from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvabr.cli import serving
 from kvabr.cli.interrupt import run_async
 from kvabr.cli.options import add_old_name
-from kvabr.server.limits import ServerLimits
 from kvabr.types.errors import AssetError, FormatError, UsageError
 
 if TYPE_CHECKING:
+    from kvabr.server.limits import ServerLimits
     from kvabr.server.published_assets import PublishedAssets
     from kvabr.server.server import Server
 
@@ -43,34 +41,18 @@ SIGTERM or Ctrl-C: clients are sent away by GOAWAY, and what is under way is fin
 ends it at once.
 """
 
-_LIMITS = {
-    "connections": "connections at a time",
-    "requests_per_connection": "requests in flight on one connection",
-    "requests": "requests in flight, all connections together",
-    "requests_per_s": "requests per second of one connection, and as many changes of priorities",
-    "idle_s": "seconds until a silent connection is closed",
-    "handshake_s": "seconds that connecting may take",
-}
-
-
 def add(parser: argparse.ArgumentParser) -> None:
     """Declare the command."""
-    defaults = ServerLimits()
-    limits = "".join(
-        f"\n  {field.name.replace('_', '-') + '=' + str(getattr(defaults, field.name)):40} {_LIMITS[field.name]}"
-        for field in fields(ServerLimits)
-    )
     parser.description = (
         "Publish a folder of assets as MoQT tracks on QUIC, for `kvabr fetch`, `kvabr relay`, and programs "
         "that use kvabr.Client."
     )
-    parser.epilog = f"{_EPILOG}\nlimits (--limit NAME=VALUE, any number of times) and their defaults:{limits}\n"
+    parser.epilog = f"{_EPILOG}\n{serving.limits_help()}"
     parser.add_argument("root", nargs="?", metavar="ROOT", help="folder with the assets")
     serving.add_options(parser, "server")
     grants = "who may read what, JSON (default: all read all)"
     add_old_name(parser, "--tokens", parser.add_argument("--grants", type=Path, metavar="F", help=grants))
     parser.add_argument("--new-token", action="store_true", help="print a new token and its entry, and exit")
-    parser.add_argument("--limit", action="append", default=[], metavar="NAME=VALUE", help="see below")
     parser.set_defaults(run=run)
 
 
@@ -80,28 +62,7 @@ def run(args: argparse.Namespace) -> int:
         return _new_token()
     if args.root is None:
         raise UsageError("give the folder with your assets: kvabr serve ROOT --dev")
-    return run_async(_serve(args, args.root, parse_limits(args.limit)))
-
-
-def parse_limits(texts: Sequence[str]) -> ServerLimits:
-    """Limits from ``NAME=VALUE`` options.
-
-    Raises:
-        UsageError: there is no such limit, or its value is not a positive number.
-    """
-    given: dict[str, Any] = {}
-    for text in texts:
-        option, _, value = text.partition("=")
-        name = option.replace("-", "_")
-        if name not in _LIMITS:
-            names = ", ".join(_LIMITS).replace("_", "-")
-            raise UsageError(f"--limit {text}: there is no limit {option!r}; there are {names}")
-        seconds = name.endswith("_s")
-        try:
-            given[name] = float(value) if seconds else int(value)
-        except ValueError as error:
-            raise UsageError(f"--limit {text}: {value!r} is not a {'' if seconds else 'whole '}number") from error
-    return ServerLimits(**given)
+    return run_async(_serve(args, args.root, serving.parse_limits(args.limit)))
 
 
 def _new_token() -> int:

@@ -7,14 +7,15 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 from urllib.parse import quote
 
 from kvabr.cli.options import add_quic_option, is_loopback, is_wildcard, moqt_url, parse_address
+from kvabr.server.limits import ServerLimits
 from kvabr.types.errors import UsageError
 from kvabr.types.naming import TrackNamespace
 
@@ -24,6 +25,27 @@ if TYPE_CHECKING:
     from kvabr.server.certificates import CertificateFacts, ServerTls
     from kvabr.server.metrics import Metrics
     from kvabr.server.server import Server
+
+
+_LIMITS = {
+    "connections": "connections at a time",
+    "connections_per_address": "of one IPv4 address or IPv6 /64; off: no bound of its own",
+    "requests_per_connection": "requests in flight on one connection",
+    "requests": "requests in flight, all connections together",
+    "requests_per_s": "requests per second of one connection, and as many changes of priorities",
+    "idle_s": "seconds until a silent connection is closed",
+    "handshake_s": "seconds that connecting may take",
+    "open_files_per_connection": "files of groups kept open for one connection",
+    "open_files_per_address": "the same, for one address",
+    "open_files": "the same, for all; half of what ulimit -n leaves",
+    "memory_per_connection": "bytes of groups kept open for one connection",
+    "memory_per_address": "the same, for one address",
+    "memory": "the same, for all",
+    "in_flight_per_connection": "bytes sent or queued that one connection has not acknowledged",
+    "in_flight_per_address": "the same, for one address",
+    "in_flight": "the same, for all",
+}
+_NO_BOUND = "off"
 
 
 def add_options(parser: argparse.ArgumentParser, whose: str, towards: str = "") -> None:
@@ -39,8 +61,43 @@ def add_options(parser: argparse.ArgumentParser, whose: str, towards: str = "") 
     parser.add_argument(
         "--drain", type=float, default=10.0, metavar="S", help="seconds to finish what is under way (default: 10)"
     )
+    parser.add_argument("--limit", action="append", default=[], metavar="NAME=VALUE", help="see below")
     parser.add_argument("--log-json", action="store_true", help="log JSON lines (default where no terminal is)")
     parser.add_argument("-v", "--verbose", action="store_true", help="log more")
+
+
+def limits_help() -> str:
+    """Return the limits and their defaults for a command's help."""
+    defaults = ServerLimits()
+    lines = (
+        f"  {field.name.replace('_', '-')}={getattr(defaults, field.name)}".ljust(42) + _LIMITS[field.name]
+        for field in fields(ServerLimits)
+    )
+    return "\n".join(("limits (--limit NAME=VALUE, any number of times) and their defaults:", *lines, ""))
+
+
+def parse_limits(texts: Sequence[str]) -> ServerLimits:
+    """Return limits from ``NAME=VALUE`` options.
+
+    Raises:
+        UsageError: There is no such limit, or its value is not a positive number.
+    """
+    given: dict[str, Any] = {}
+    for text in texts:
+        option, _, value = text.partition("=")
+        name = option.replace("-", "_")
+        if name not in _LIMITS:
+            names = ", ".join(_LIMITS).replace("_", "-")
+            raise UsageError(f"--limit {text}: there is no limit {option!r}; there are {names}")
+        seconds = name.endswith("_s")
+        if name == "connections_per_address" and value == _NO_BOUND:
+            given[name] = None
+            continue
+        try:
+            given[name] = float(value) if seconds else int(value)
+        except ValueError as error:
+            raise UsageError(f"--limit {text}: {value!r} is not a {'' if seconds else 'whole '}number") from error
+    return ServerLimits(**given)
 
 
 @dataclass(frozen=True, slots=True)

@@ -141,6 +141,17 @@ class QuicLibrary:
         source = quic._core if self.name == "qh3" else quic._loss  # noqa: SLF001  # neither has a public way
         return int(source.congestion_window)
 
+    def in_flight(self, quic: Any) -> int:
+        """Return the bytes that were sent, and neither acknowledged nor lost."""
+        source = quic._core if self.name == "qh3" else quic._loss  # noqa: SLF001  # neither has a public way
+        return 0 if source is None else int(source.bytes_in_flight)
+
+    def address(self, quic: Any) -> str:
+        """Return the address of a peer that we have received from."""
+        if self.name == "qh3":
+            return str(quic._remote_addr[0])  # noqa: SLF001  # qh3 has no public way
+        return str(quic._network_paths[0].addr[0])  # noqa: SLF001  # nor has aioquic
+
     def round_trip(self, quic: Any) -> float | None:
         """Return the smoothed round trip, seconds, if it is known."""
         if self.name == "qh3":

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import resource
 import time
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 from kvabr.moqt.codes import RequestCode
 from kvabr.types.errors import NotFoundError, RequestError, TransportError, UnauthorizedError, UsageError
@@ -12,14 +13,30 @@ MISSING = "no such track, or none that you may read"
 BUSY_MS = 1000
 """Milliseconds after which a peer that was refused for load may ask again."""
 _CODES = frozenset(map(int, RequestCode))
+_MAX_FILES, _LEAST_FILES, _OTHER_FILES = 4096, 8, 64
+"""Open files of groups by default, at most and at least; and descriptors that the rest of the process needs."""
+
+
+def default_open_files() -> int:
+    """Return how many files of groups may be open: half of what the process may open, besides what else it needs."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _MAX_FILES if soft == resource.RLIM_INFINITY else (soft - _OTHER_FILES) // 2
+    return max(_LEAST_FILES, min(_MAX_FILES, most))
+
+
+def default_open_files_per_address() -> int:
+    """Return half of `default_open_files`."""
+    return default_open_files() // 2
 
 
 @dataclass(frozen=True, slots=True)
 class ServerLimits:
-    """Bounds on connections and requests."""
+    """Bounds on connections, requests, open groups and data on the way."""
 
     connections: int = 512
     """Connections at a time."""
+    connections_per_address: int | None = 480
+    """Connections at a time of one IPv4 address or IPv6 network of 64 bits; None: no bound of its own."""
     requests_per_connection: int = 128
     """Requests in flight on one connection."""
     requests: int = 8192
@@ -30,12 +47,38 @@ class ServerLimits:
     """Seconds until a silent connection is closed."""
     handshake_s: float = 10.0
     """Seconds until a new connection's SETUP must have arrived."""
+    open_files_per_connection: int = 16
+    """Files of groups that are kept open for one connection; see `kvabr.server.budgets`."""
+    open_files_per_address: int = field(default_factory=default_open_files_per_address)
+    """The same for one address."""
+    open_files: int = field(default_factory=default_open_files)
+    """The same for all connections together."""
+    memory_per_connection: int = 64 << 20
+    """Bytes of open groups of one connection, mapped or copied; one that is larger may be alone."""
+    memory_per_address: int = 128 << 20
+    """The same for one address."""
+    memory: int = 256 << 20
+    """The same for all connections together."""
+    in_flight_per_connection: int = 16 << 20
+    """Bytes that one connection has been given and has not acknowledged."""
+    in_flight_per_address: int = 128 << 20
+    """The same for one address. Beyond it each of its connections may have an equal part."""
+    in_flight: int = 256 << 20
+    """The same for all connections together."""
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
+        for bound in fields(self):
+            value, name = getattr(self, bound.name), bound.name.replace("_", "-")
+            if value is None and bound.name == "connections_per_address":
+                continue
             if not 0 < value < 1 << 53:
-                raise UsageError(f"limit {field.name.replace('_', '-')}: {value} is not positive")
+                off = "; `off` for no bound of its own" if bound.name == "connections_per_address" else ""
+                raise UsageError(f"limit {name}: {value} is not positive{off}")
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if soft != resource.RLIM_INFINITY and self.open_files >= soft:
+            raise UsageError(
+                f"limit open-files: {self.open_files}, but this process may open {soft}; raise that with ulimit -n"
+            )
 
 
 class RateLimiter:

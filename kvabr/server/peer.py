@@ -8,8 +8,6 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING
-
 from kvabr.moqt.codes import PublishDoneCode, RequestCode, ResetCode, SessionCode, name_of
 from kvabr.moqt.events import Cancelled, Closed, Event, Ready, Requested, Updated
 from kvabr.moqt.messages import Fetch, JoiningFetch, Subscribe, SubscribeNamespace, TrackStatus
@@ -19,16 +17,13 @@ from kvabr.moqt.session import MoqtSession
 from kvabr.moqt.wire import Draft, Location
 from kvabr.quic.backend import QuicLibrary
 from kvabr.quic.endpoint import Endpoint
+from kvabr.server.budgets import Host, Room
 from kvabr.server.grants import Grant, token_in_path
-from kvabr.server.limits import BUSY_MS, MISSING, RateLimiter, ServerLimits, refusal
-from kvabr.server.metrics import Metrics
-from kvabr.server.publication import ArrivingGroup, Publication, Source
-from kvabr.server.send_queue import GroupRange, Piece, Sending, SendQueue, last_object
+from kvabr.server.limits import BUSY_MS, MISSING, RateLimiter, refusal
+from kvabr.server.publication import Publication
+from kvabr.server.send_queue import Expected, GroupRange, Piece, Sending, SendQueue, last_object
 from kvabr.types.errors import AssetError, FormatError, TransportError
 from kvabr.types.naming import ROOT, TrackNamespace
-
-if TYPE_CHECKING:
-    from structlog.typing import FilteringBoundLogger
 
 _MOQ_RS = b"moq-lite"
 """How moq-rs names itself. Version 0.5 takes a gap between object IDs for a loss, so its objects are numbered 0, 1, 2.
@@ -36,30 +31,6 @@ It has other habits as well; see `Responder.lenient` and `Peer._subscribe`."""
 _ROOT_PARTS = tuple(part.encode() for part in ROOT.split("/") if part)
 _OfTrack = Fetch | Subscribe | TrackStatus
 """Requests that name a track."""
-
-
-class Host:
-    """What the connections of a server share."""
-
-    def __init__(self, source: Source, limits: ServerLimits, log: FilteringBoundLogger, metrics: Metrics) -> None:
-        self.source, self.limits, self.log, self.metrics = source, limits, log, metrics
-        self.peers: set[Peer] = set()
-        """Connections, from their first packet on."""
-        self.requests = 0
-        """Requests in flight on all connections; connections count theirs."""
-        self.draining = False
-        self.idle = asyncio.Event()
-        """Set whenever a connection has nothing in flight any more."""
-
-    @property
-    def crowded(self) -> bool:
-        """Whether there are more connections than allowed."""
-        return len(self.peers) > self.limits.connections
-
-    def left(self, peer: Peer) -> None:
-        """Note that a connection is over."""
-        self.peers.discard(peer)
-        self.idle.set()
 
 
 class Peer(Endpoint):
@@ -74,7 +45,11 @@ class Peer(Endpoint):
         self.log = server.log
         self._grant: Grant | None = None
         self._dense = False
-        self._queue = SendQueue(self._send, self._unsent, lambda: self.lib.window(self.quic), self.may_send)
+        self._room: Room | None = None
+        """Its part in the budgets, once the handshake is done."""
+        self._queue = SendQueue(
+            self._send, self._unsent, lambda: self.lib.window(self.quic), self.may_send, self._allowance
+        )
         self._feeding = False
         self._underway: set[int] = set()
         """Streams that QUIC has been given completely, and that the peer has not acknowledged completely."""
@@ -82,9 +57,8 @@ class Peer(Endpoint):
         self._updates_left = RateLimiter(server.limits.requests_per_s)
         self._looking: dict[int, asyncio.Task[None]] = {}
         """Requests that wait for files, or for a relay's origin."""
-        self._expected: dict[int, tuple[ArrivingGroup, Callable[[], None]]] = {}
-        """Requests for groups of which nothing has arrived yet, so that the origin's refusal can be passed on; and what
-        accepts them."""
+        self._expected: dict[int, Expected] = {}
+        """Requests for groups of which nothing has arrived yet, so that the origin's refusal can be passed on."""
         self._waking = False
         self._aliases = 0
         self._namespaces: dict[int, tuple[bytes, ...]] = {}
@@ -112,6 +86,12 @@ class Peer(Endpoint):
             self._server.metrics.connections_total.labels("too many").inc()
             self.log.warning("connection refused", why="too many connections")
             self.shut(SessionCode.INTERNAL_ERROR, "too many connections; try another server, or later")
+            return None
+        self._room = self._server.budgets.enter(self.lib.address(self.quic))
+        if self._room is None:
+            self._server.metrics.connections_total.labels("too many of one address").inc()
+            self.log.warning("connection refused", why="too many connections from one address")
+            self.shut(SessionCode.INTERNAL_ERROR, "too many connections from your address; try again later")
             return None
         return MoqtSession(draft, client=False, options=SetupOptions(implementation=b"kvabr"))
 
@@ -145,6 +125,9 @@ class Peer(Endpoint):
             self._queue.remove(job.request_id)
             self._done(job, complete=False)
         self._underway.clear()
+        if self._room is not None:
+            self._server.budgets.left(self._room)
+            self._room = None
         self._server.left(self)
         self.log.debug("connection over", why=reason, code=code)
 
@@ -153,6 +136,8 @@ class Peer(Endpoint):
         if self._underway:
             self._forget_delivered()
         if self._feeding or not len(self._queue):
+            if self._room is not None and self._room.in_flight:
+                self._allowance(self._unsent())
             return
         self._feeding = True
         try:
@@ -244,9 +229,10 @@ class Peer(Endpoint):
         limits = self._server.limits
         if not self._requests_left.take():
             return f"more than {limits.requests_per_s:g} requests a second"
-        if len(self._queue) + len(self._looking) + len(self._expected) >= limits.requests_per_connection:
+        mine = len(self._queue) + len(self._looking) + len(self._expected)
+        if mine >= limits.requests_per_connection:
             return f"more than {limits.requests_per_connection} requests at a time"
-        if self._server.requests >= limits.requests:
+        if self._server.requests >= limits.requests and mine >= self._server.equal_part:
             return "the server is busy"
         return None
 
@@ -258,7 +244,7 @@ class Peer(Endpoint):
         elif event.parameters.priority is not None:
             self._queue.prioritise(event.request_id, event.parameters.priority)
             if (expected := self._expected.get(event.request_id)) is not None:
-                expected[0].prioritise(event.parameters.priority)
+                expected.group.prioritise(event.parameters.priority)
 
     def _find(self, number: int, message: _OfTrack, grant: Grant) -> None:
         try:
@@ -271,6 +257,7 @@ class Peer(Endpoint):
         try:
             found = source.find(grant, namespace, track, at_once=True)
         except BlockingIOError:
+            self._server.requests += 1
             self._looking[number] = asyncio.get_running_loop().create_task(
                 self._look(number, message, source.find_soon(grant, namespace, track))
             )
@@ -288,7 +275,8 @@ class Peer(Endpoint):
             answer = partial(self._refuse_for, number, error)
         except Exception as error:  # noqa: BLE001  # a bug; see `safely`
             answer = partial(_raise, error)
-        self._looking.pop(number, None)
+        if self._looking.pop(number, None) is not None:
+            self._server.requests -= 1
         if self._over:
             return
         self.safely(answer)
@@ -297,9 +285,11 @@ class Peer(Endpoint):
 
     def _stop_looking(self, number: int) -> None:
         if (looking := self._looking.pop(number, None)) is not None:
+            self._server.requests -= 1
             looking.cancel()
         if (expected := self._expected.pop(number, None)) is not None:
-            expected[0].close()
+            self._server.requests -= 1
+            expected.close()
 
     def _answer(self, number: int, message: _OfTrack, found: Publication | None) -> None:
         if found is None:
@@ -319,17 +309,20 @@ class Peer(Endpoint):
         descending = message.parameters.group_order == 2
         first = last if descending else start.group
         try:
+            objects, room = publication.objects(first), self._room
             final = last_object(publication.objects(last), dense=self._dense)
             if start.group == last and start.object > final:
                 self._refuse(number, RequestCode.INVALID_RANGE, f"the last object of group {last} is {final}")
                 return
-            opened = publication.open(first, priority, partial(self.safely, self._more, number))
+            opened = None  # what waits for room is opened when its turn comes
+            if room is not None and (not publication.dear or room.fits(objects[-1].end)):
+                opened = publication.open(first, priority, partial(self.safely, self._more, number))
         except (AssetError, IndexError) as error:
             self.log.warning("group cannot be read", error=str(error))
             self._refuse(number, RequestCode.INTERNAL_ERROR, "the publisher cannot read that group")
             return
-        arriving = opened if opened.available < opened.size else None
-        if arriving is None:
+        arriving = opened if opened is not None and opened.available < opened.size else None
+        if opened is not None and arriving is None:
             opened.close()  # until its turn comes: what waits holds no files
         whole = last < end.group or end.object == 0
         stop = final + 1 if whole else min(end.object, final + 1)
@@ -348,7 +341,7 @@ class Peer(Endpoint):
                 Sending(
                     number, stream, publication, ranges, self.session.draft,
                     track=message.track.decode(), priority=priority, dense=self._dense, descending=descending,
-                    first=arriving, on_more=self._wake,
+                    first=arriving, on_more=self._wake, room=room,
                 )
             )  # fmt: skip
             self._server.requests += 1
@@ -357,18 +350,20 @@ class Peer(Endpoint):
         if arriving is None:
             accept()
         else:
-            self._expected[number] = arriving, accept
+            self._server.requests += 1
+            self._expected[number] = Expected(arriving, accept, room)
             self._arrived(number)
 
     def _arrived(self, number: int) -> None:
         """Accept or refuse a request that waits for the first bytes of its group, if they have arrived."""
         if number not in self._expected:
             return
-        arriving, accept = self._expected[number]
+        expected = self._expected[number]
         try:
-            if arriving.available:
+            if expected.group.available:
                 del self._expected[number]
-                accept()
+                self._server.requests -= 1
+                expected.accept()
         except TransportError as error:
             self._stop_looking(number)
             self._refuse_for(number, error)
@@ -432,6 +427,13 @@ class Peer(Endpoint):
 
     def _unsent(self) -> int:
         return self.lib.unsent(self.quic, chain(self._queue.streams, self._underway))
+
+    def _allowance(self, unsent: int) -> int:
+        """Return how many bytes QUIC may be given by the budgets, and note what it has."""
+        if self._room is None:
+            return 0
+        self._room.note(unsent + self.lib.in_flight(self.quic))
+        return self._room.allowance()
 
     def _done(self, job: Sending | None, *, complete: bool) -> None:
         if job is None:

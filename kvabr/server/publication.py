@@ -1,13 +1,14 @@
 """What a server sends under one track name: groups of objects, straight from the store.
 
-A transport asks for a group and sends its objects; it does not know what is in them. Frames of a folder are mapped into
-memory, not read: sending one touches each byte once, in the transport.
+A transport asks for a group and sends its objects; it does not know what is in them. Large frames of a folder are
+mapped into memory, not read: sending one touches each byte once, in the transport.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
+import mmap
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -19,11 +20,6 @@ from kvabr.types.errors import AssetError, TransportError
 from kvabr.types.kv import KVSpec
 from kvabr.types.naming import TrackNamespace
 
-PROPERTY_GROUP_BYTES = 0x38
-"""Object property of a group's first object: bytes of the whole group (an application's code point, moq-transport)."""
-PROPERTY_GROUP_DIGEST = 0x39
-"""Object property of a group's first object: SHA-256 of the whole group."""
-
 
 class ArrivingGroup(ABC):
     """One group, of which more bytes may still be to come. Its reader must `close` it."""
@@ -34,6 +30,10 @@ class ArrivingGroup(ABC):
     """SHA-256 of the whole group, for receivers that have no catalog."""
     size: int
     """Bytes of the whole group."""
+    files: int = 0
+    """Descriptors that this keeps open."""
+    memory: int = 0
+    """Bytes that only this keeps in memory, mapped or not."""
 
     @property
     @abstractmethod
@@ -57,8 +57,13 @@ class ArrivingGroup(ABC):
 class PublishedGroup(ArrivingGroup):
     """A group that is there."""
 
-    def __init__(self, data: memoryview, objects: tuple[ObjectSpan, ...], digest: bytes) -> None:
+    def __init__(
+        self, data: memoryview, objects: tuple[ObjectSpan, ...], digest: bytes, *, shared: bool = False
+    ) -> None:
+        """Take the bytes; ``shared`` if they are kept elsewhere for as long as this may be open."""
         self.data, self.objects, self.digest, self.size = data, objects, digest, len(data)
+        self.files = int(isinstance(data.obj, mmap.mmap))
+        self.memory = 0 if shared else self.size
 
     @property
     def available(self) -> int:
@@ -76,6 +81,7 @@ class LoadingGroup(ArrivingGroup):
     def __init__(self, level: LevelPublication, group: int, on_more: Callable[[], None]) -> None:
         """Start to read; see `Publication.open`."""
         self.objects, self.size, self.digest = level.objects(group), level.size(group), level.digest(group)
+        self.memory = self.size
         self._data: memoryview | None = None
         self._error: AssetError | None = None
         self._task = asyncio.get_running_loop().create_task(self._load(level, group, on_more))
@@ -109,6 +115,8 @@ class Publication(ABC):
 
     groups: int
     """Number of groups."""
+    dear = False
+    """Whether opening a group fetches or loads all of it into memory, which takes long."""
 
     @abstractmethod
     def objects(self, group: int) -> tuple[ObjectSpan, ...]:
@@ -154,13 +162,14 @@ class LevelPublication(CatalogLevel):
     def __init__(self, asset: Asset, track: str) -> None:
         """Serve ``track`` of ``asset``; `FormatError` if the asset has no such track."""
         self._asset, self._track = asset, asset.catalog.track(track)
+        self.dear = not asset.local
         super().__init__(asset.catalog.spec, asset.catalog.tokens, track, self._track.bytes)
 
     def open(self, group: int, priority: int = 128, on_more: Callable[[], None] = lambda: None) -> ArrivingGroup:
         """See `Publication.open`; only stores that are not local need threads."""
         del priority
         objects = self.objects(group)
-        if not self._asset.local:
+        if self.dear:
             return LoadingGroup(self, group, on_more)
         return PublishedGroup(self.frame(group), objects, self.digest(group))
 
@@ -183,7 +192,8 @@ class BytesPublication(Publication):
     groups = 1
 
     def __init__(self, data: bytes) -> None:
-        self._group = PublishedGroup(memoryview(data), slices(0, len(data)), hashlib.sha256(data).digest())
+        digest = hashlib.sha256(data).digest()
+        self._group = PublishedGroup(memoryview(data), slices(0, len(data)), digest, shared=True)
 
     def objects(self, group: int) -> tuple[ObjectSpan, ...]:
         """See `Publication.objects`."""

@@ -149,6 +149,8 @@ class Relay:
 class RelayedTrack(CatalogLevel):
     """One level of an asset, as its catalog describes it."""
 
+    dear = True
+
     def __init__(self, relayed: RelayGroups, facts: AssetFacts, track: str) -> None:
         super().__init__(facts.spec, facts.tokens, track, facts.sizes[track])
         self._relayed, self._facts = relayed, facts

@@ -80,6 +80,7 @@ class TransferReader(ArrivingGroup):
 
     def __post_init__(self) -> None:
         self.digest, self.size = bytes.fromhex(self.transfer.digest), self.transfer.size
+        self.memory = self.size
 
     @property
     def available(self) -> int:

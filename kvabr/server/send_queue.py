@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvabr.codec.container import ObjectSpan
 from kvabr.moqt.objects import FetchWriter
 from kvabr.moqt.wire import Draft, KeyValue
-from kvabr.server.publication import (
-    PROPERTY_GROUP_BYTES,
-    PROPERTY_GROUP_DIGEST,
-    ArrivingGroup,
-    Publication,
-)
+from kvabr.server.budgets import Room
+from kvabr.server.publication import ArrivingGroup, Publication
+from kvabr.types.errors import TransportError
+from kvabr.types.naming import PROPERTY_GROUP_BYTES, PROPERTY_GROUP_DIGEST
 
 MOST_AHEAD_BYTES, LEAST_AHEAD_BYTES = 256 << 10, 16 << 10
 """Bytes that QUIC is given ahead of what it has sent: one congestion window, within these bounds. A window is all that
@@ -38,9 +36,56 @@ class GroupRange:
     """The object after the last one; None for all."""
 
 
+class Expected:
+    """A FETCH that is answered once the first bytes of its group have arrived; a `Holder` of room for the group."""
+
+    dear = True
+
+    def __init__(self, group: ArrivingGroup, accept: Callable[[], None], room: Room | None) -> None:
+        """Wait for ``group``; ``accept`` answers."""
+        self.group, self._accept, self._room = group, accept, room
+        self.on_more: Callable[[], None] = lambda: None
+        if room is not None:
+            room.take(self, group.files, group.memory)
+
+    def accept(self) -> None:
+        """Answer the request, which takes over the group."""
+        self._leave()
+        self._accept()
+
+    def close(self) -> None:
+        """Give up."""
+        self._leave()
+        self.group.close()
+
+    def may_park(self) -> bool:
+        """See `Holder.may_park`."""
+        return False
+
+    def park(self) -> None:
+        """See `Holder.park`."""
+        raise NotImplementedError  # it may not be parked
+
+    def _leave(self) -> None:
+        if self._room is not None:
+            self._room.leave(self)
+
+
+@dataclass(frozen=True, slots=True)
+class _Payload:
+    """Bytes of a group that come next on a stream."""
+
+    group: int
+    begin: int
+    end: int
+
+
 @dataclass(eq=False)
 class Sending:
-    """The answer to one FETCH, written as fast as its turn comes. A group is opened when its turn comes."""
+    """The answer to one FETCH, written as fast as its turn comes. A group is opened when its turn comes.
+
+    A `Holder` of `kvabr.server.budgets`: its group may be closed in between, and is opened again when it goes on.
+    """
 
     request_id: int
     stream: int
@@ -60,6 +105,8 @@ class Sending:
     """The first group, if it is being fetched already; closed with this answer."""
     on_more: Callable[[], None] = lambda: None
     """Called when `ready` may have become true."""
+    room: Room | None = None
+    """Where open groups are accounted for."""
     sent: int = 0
     """Bytes that QUIC has been given."""
     finished: bool = False
@@ -67,11 +114,13 @@ class Sending:
 
     def __post_init__(self) -> None:
         self.requested_s = time.monotonic()
-        self._group = self.first
+        self._group, self.first = self.first, None
+        if self._group is not None and self.room is not None:
+            self.room.take(self, self._group.files, self._group.memory)
         self._writer = FetchWriter(self.draft, descending=self.descending)
-        self._pieces = self._cut()
-        self._next: Piece | None = b""
-        """The next piece; empty: it has not arrived; None: there are no more."""
+        self._parts = self._cut()
+        self._next: bytes | _Payload | None = next(self._parts, None)
+        """What comes next on the stream; None: nothing. Empty payload: a group that must be opened."""
 
     @property
     def ready(self) -> bool:
@@ -81,15 +130,26 @@ class Sending:
             AssetError: the group's file is gone or damaged.
             TransportError: the group cannot be fetched, or is not what its catalog says.
         """
-        self._advance()
-        return self._next is None or len(self._next) > 0
+        while isinstance(part := self._next, _Payload):
+            if not self._open(part.group):
+                return False
+            if part.begin < part.end:
+                return self._opened.available > part.begin
+            self._next = next(self._parts, None)
+        return True
 
     def piece(self) -> Piece:
-        """Return the next bytes of the stream, at most about `_PIECE`, if any have arrived; raises as `ready`."""
-        self._advance()
-        piece = self._next or b""
-        if piece:
-            self._next = next(self._pieces, None)
+        """Return the next bytes of the stream, at most about `_PIECE`, once it is `ready`; raises as that."""
+        part = self._next
+        piece: Piece = b""
+        if isinstance(part, bytes):
+            piece, self._next = part, next(self._parts, None)
+        elif part is not None:
+            end = min(part.end, part.begin + _PIECE, self._opened.available)
+            piece = self._opened.read(part.begin, end)
+            if self.room is not None:
+                self.room.read(self)
+            self._next = replace(part, begin=end) if end < part.end else next(self._parts, None)
         self.finished = self._next is None
         return piece
 
@@ -104,32 +164,55 @@ class Sending:
         if self._group is not None:
             self._group.close()
             self._group = None
+        if self.room is not None:
+            self.room.leave(self)
 
-    def _advance(self) -> None:
-        if self._next is not None and not len(self._next):
-            self._next = next(self._pieces, None)
+    @property
+    def dear(self) -> bool:
+        """See `Holder.dear`."""
+        return self.publication.dear
 
-    def _cut(self) -> Iterator[Piece]:
+    def may_park(self) -> bool:
+        """See `Holder.may_park`."""
+        try:
+            return self._group is not None and self._group.available == self._group.size
+        except TransportError:
+            return False
+
+    def park(self) -> None:
+        """See `Holder.park`."""
+        self.close()
+
+    @property
+    def _opened(self) -> ArrivingGroup:
+        assert self._group is not None  # noqa: S101  # `_open` said so
+        return self._group
+
+    def _open(self, number: int) -> bool:
+        """Open a group unless it is open; return False if it must wait for room."""
+        if self._group is not None:
+            return True
+        dear, room = self.publication.dear, self.room
+        if dear and room is not None and not room.take(self, 0, self.publication.objects(number)[-1].end, wait=True):
+            return False
+        self._group = self.publication.open(number, self.priority, self.on_more)
+        if room is not None and not dear:
+            room.take(self, self._group.files, self._group.memory)
+        return True
+
+    def _cut(self) -> Iterator[bytes | _Payload]:
+        """Yield headers and payloads. Nothing here refers to a group, which may be closed in between."""
         for part in self.ranges:
-            if self._group is None:
-                self._group = self.publication.open(part.group, self.priority, self.on_more)
-            yield from self._write(part, self._group)
+            yield _Payload(part.group, 0, 0)
+            size, digest, objects = self._opened.size, self._opened.digest, self._opened.objects
+            properties: tuple[KeyValue, ...] = ((PROPERTY_GROUP_BYTES, size), (PROPERTY_GROUP_DIGEST, digest))
+            for index, span in enumerate(objects):
+                number = index if self.dense else span.object_id
+                if number < part.first_object or (part.end_object is not None and number >= part.end_object):
+                    continue
+                yield self._writer.header(part.group, number, span.end - span.begin, properties if index == 0 else ())
+                yield _Payload(part.group, span.begin, span.end)
             self.close()
-
-    def _write(self, part: GroupRange, group: ArrivingGroup) -> Iterator[Piece]:
-        """Yield objects of a group; a piece is empty while nothing has arrived."""
-        properties: tuple[KeyValue, ...] = ((PROPERTY_GROUP_BYTES, group.size), (PROPERTY_GROUP_DIGEST, group.digest))
-        for index, span in enumerate(group.objects):
-            number = index if self.dense else span.object_id
-            if number < part.first_object or (part.end_object is not None and number >= part.end_object):
-                continue
-            yield self._writer.header(part.group, number, span.end - span.begin, properties if index == 0 else ())
-            at = span.begin
-            while at < span.end:
-                end = min(span.end, at + _PIECE, group.available)
-                piece: Piece = group.read(at, end) if end > at else b""
-                at += len(piece)
-                yield piece
 
 
 def last_object(objects: tuple[ObjectSpan, ...], *, dense: bool) -> int:
@@ -146,6 +229,7 @@ class SendQueue:
         unsent: Callable[[], int],
         window: Callable[[], int],
         may_send: Callable[[int], bool] = lambda _: True,
+        allowance: Callable[[int], int] = lambda _: MOST_AHEAD_BYTES,
     ) -> None:
         """Create an empty queue.
 
@@ -154,8 +238,10 @@ class SendQueue:
             unsent: bytes that QUIC was given and has not sent.
             window: congestion window, bytes.
             may_send: whether the peer allows a stream already.
+            allowance: bytes that QUIC may be given now, by the server's budgets; is told what was not sent yet.
         """
         self._send, self._unsent, self._window, self._may_send = send, unsent, window, may_send
+        self._allowance = allowance
         self._jobs: dict[int, Sending] = {}
         self._order: list[Sending] | None = None
 
@@ -199,7 +285,9 @@ class SendQueue:
         broken: list[tuple[Sending, Exception]] = []
         if not self._jobs:
             return done, broken
-        room = min(MOST_AHEAD_BYTES, max(LEAST_AHEAD_BYTES, self._window())) - self._unsent()
+        unsent = self._unsent()
+        room = min(MOST_AHEAD_BYTES, max(LEAST_AHEAD_BYTES, self._window())) - unsent
+        room = min(room, self._allowance(unsent))
         while room > 0 and (room_taken := self._send_next(done, broken)) is not None:
             room -= room_taken
         return done, broken

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any, Self
 from kvabr.moqt.wire import DRAFTS, Draft
 from kvabr.quic.backend import NoTokens, Quic, RetryTokens, installed_libraries, library, load_certificates
 from kvabr.quic.endpoint import protocol_class
+from kvabr.server.budgets import Host
 from kvabr.server.certificates import ServerTls
 from kvabr.server.limits import ServerLimits
 from kvabr.server.metrics import Metrics
-from kvabr.server.peer import Host, Peer
+from kvabr.server.peer import Peer
 from kvabr.server.publication import Source
 from kvabr.types.errors import TransportError
 

@@ -32,6 +32,8 @@ MAX_DEPTH = 4
 MAX_FOLDERS = 100_000
 """Folders that a listing looks at."""
 
+COPIED_BYTES = 64 << 10
+"""Smaller frames are read, larger ones mapped: a mapping keeps a descriptor until it is closed."""
 _AGAIN = "encode the asset again"
 
 
@@ -78,7 +80,7 @@ class FolderAsset(Asset):
                 raise FormatError(f"{path}: not the profile that the catalog names (SHA-256 differs)")
 
     def frame_view(self, group: int, track: str) -> memoryview:
-        """See `Asset.frame_view`; maps the file, so that sending it touches each byte once."""
+        """See `Asset.frame_view`; maps a large file, so that sending it touches each byte once."""
         path = frame_path(self.path, group, track)
         try:
             data = _mapped(path)
@@ -172,10 +174,12 @@ def _sha256(path: Path, version: FileVersion) -> str:  # noqa: ARG001 - part of 
 
 
 def _mapped(path: Path) -> memoryview:
-    """Map a file that lies where it seems to: neither it nor its folder is a link."""
+    """Map a file that lies where it seems to, or read it if it is small: neither it nor its folder is a link."""
     folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         with open_regular(path.name, dir_fd=folder) as file:
+            if 0 < os.fstat(file.fileno()).st_size <= COPIED_BYTES:
+                return memoryview(file.read(COPIED_BYTES + 1))
             return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
     finally:
         os.close(folder)

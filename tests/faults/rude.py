@@ -137,11 +137,13 @@ async def rude_server(tls, *, greet=None, heard=None, alpn=tuple(draft.alpn for 
 
 
 @asynccontextmanager
-async def rude_client(address, *, draft=DRAFTS[0], greet=None, name="aioquic"):
-    """A client that says nothing but what a test has it say."""
+async def rude_client(address, *, draft=DRAFTS[0], greet=None, name="aioquic", window=None):
+    """A client that says nothing but what a test has it say; one with a ``window``, bytes, never opens it further."""
     lib = library(name)
     configuration = lib.configure(client=True, alpn=[draft.alpn], server_name="localhost")
     configuration.verify_mode = 0
+    if window is not None:
+        configuration.max_data = configuration.max_stream_data = window
     end = RudeEnd(lib, greet=greet, client=True)
     sock = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     sock.setblocking(False)
@@ -149,6 +151,8 @@ async def rude_client(address, *, draft=DRAFTS[0], greet=None, name="aioquic"):
     made = protocol_class(lib, lambda _: end)
     transport, protocol = await lib.open_socket(sock, lambda: made(lib.connection(configuration=configuration)))
     try:
+        if window is not None:
+            protocol._quic._write_connection_limits = protocol._quic._write_stream_limits = lambda *_, **__: None
         protocol.connect(address)
         async with asyncio.timeout(LIMIT_S):
             await end.shaken

@@ -9,6 +9,7 @@ import json
 import pytest
 
 from kvabr.quic.interface import read_all
+from kvabr.server.limits import ServerLimits
 from kvabr.types.errors import ConnectionLostError, NotFoundError, RequestError, TransportError, UnauthorizedError
 from kvabr.types.naming import CATALOG_TRACK, MODELS_NAMESPACE, MODELS_TRACK, TrackNamespace, chain, prefix_track
 from tests.memory_transport import Fault, MemoryLink
@@ -42,6 +43,27 @@ async def test_a_group_is_fetched_once_for_two_hundred_players(library, small, t
         assert sent(server) == {CATALOG_TRACK: 1, "FP16": 1}
         await until(lambda: not relay.source.groups)
         assert relay.source.groups.bytes == 0
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+async def test_players_with_little_room_get_everything_one_after_the_other(library, asset, tls, fresh):
+    """A player's requests take no more of the relay's memory than its connection may have."""
+    limits = ServerLimits(memory_per_connection=700_000)
+    async with chain_of(asset.path, tls, quic=library, limits=limits) as (_, relay):
+        most, opened = 0, relay.source.groups.open
+
+        def watched(*arguments):
+            nonlocal most
+            reader = opened(*arguments)
+            most = max(most, relay.source.groups.bytes)
+            return reader
+
+        relay.source.groups.open = watched
+        async with await dialled(relay, library) as connection:
+            await play(connection, asset)
+        assert 300_000 < most <= 700_000
+        await until(lambda: not relay.peers)
+        assert relay.budgets.total.memory == relay.budgets.total.connections == len(relay.budgets) == 0
 
 
 async def test_many_players_one_fetch_of_each_group(small, tls, fresh):

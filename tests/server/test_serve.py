@@ -16,8 +16,7 @@ import structlog
 
 from kvabr.cli.main import main
 from kvabr.cli.options import is_loopback, moqt_url, parse_address
-from kvabr.cli.serve import parse_limits
-from kvabr.cli.serving import captured, logger
+from kvabr.cli.serving import captured, logger, parse_limits
 from kvabr.server.certificates import ServerTls, make
 from kvabr.server.grants import Grants
 from kvabr.server.limits import ServerLimits
@@ -70,6 +69,10 @@ def pem(tmp_path):
         (("--dev", "--limit", "cheese=1"), 2, "there are connections, requests-per-connection"),
         (("--dev", "--limit", "connections=many"), 2, "not a whole number"),
         (("--dev", "--limit", "connections=0"), 2, "not positive"),
+        (("--dev", "--limit", "open-files=0"), 2, "limit open-files: 0 is not positive"),
+        (("--dev", "--limit", "in-flight=0"), 2, "limit in-flight: 0 is not positive"),
+        (("--dev", "--limit", "connections-per-address=0"), 2, "0 is not positive; `off` for no bound of its own"),
+        (("--dev", "--limit", "connections=off"), 2, "not a whole number"),
         (("--dev", "--grants", "nowhere.json"), 2, "--grants nowhere.json: cannot be read"),
     ],
 )
@@ -99,8 +102,8 @@ def test_limits_and_their_defaults_are_in_the_help(capsys):
     with pytest.raises(SystemExit):
         kvabr("serve", "--help")
     assert "requests-per-s=2000.0" in capsys.readouterr().out
-    limits = parse_limits(["requests-per-s=0.5", "connections=3", "idle-s=1000"])
-    assert limits == ServerLimits(requests_per_s=0.5, connections=3, idle_s=1000.0)
+    limits = parse_limits(["requests-per-s=0.5", "connections=3", "idle-s=1000", "connections-per-address=off"])
+    assert limits == ServerLimits(requests_per_s=0.5, connections=3, idle_s=1000.0, connections_per_address=None)
 
 
 def test_addresses():

@@ -1,0 +1,109 @@
+"""Clients that take all they can get: what they hold stays within the budgets, and others are served."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from contextlib import AsyncExitStack
+
+import pytest
+
+from kvabr.moqt.events import Ready
+from kvabr.moqt.parameters import Parameters
+from kvabr.store import asset_folder
+from kvabr.types.errors import TransportError
+from tests.faults.common import LIBRARIES, LIMIT_S, serving
+from tests.faults.rude import rude_client
+from tests.faults.test_guests import ask, others_are_served, refusals, until
+
+pytestmark = pytest.mark.process
+
+LITTLE = {
+    "open_files_per_connection": 3, "open_files_per_address": 6, "open_files": 9,
+    "memory_per_connection": 60_000, "memory_per_address": 100_000, "memory": 150_000,
+    "in_flight_per_connection": 300_000, "in_flight_per_address": 400_000, "in_flight": 500_000,
+}  # fmt: skip
+
+
+def open_frames():
+    """How many frames this process has open."""
+    links = []
+    for number in os.listdir("/proc/self/fd"):
+        try:
+            links.append(os.readlink(f"/proc/self/fd/{number}"))
+        except OSError:  # that of the folder itself
+            continue
+    return sum(link.endswith(".kvg") for link in links)
+
+
+async def connected(stack, served, **how):
+    end = await stack.enter_async_context(rude_client(served.address, **how))
+    await until(lambda: any(isinstance(event, Ready) for event in end.events))
+    return end
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+async def test_clients_that_begin_everything_and_finish_nothing(root, tls, fingerprint, catalog, library, monkeypatch):
+    """They raise the priority of each request in turn, and some read nothing more."""
+    monkeypatch.setattr(asset_folder, "COPIED_BYTES", 1000)  # so that every frame is mapped
+    async with serving(root, tls, fingerprint, library=library, **LITTLE) as served, AsyncExitStack() as stack:
+        budgets, seen = served.server.budgets, []
+        ends = [await connected(stack, served) for _ in range(6)]
+
+        async def watch():
+            while True:
+                seen.append((open_frames(), budgets.total.files, budgets.total.memory))
+                await asyncio.sleep(0.001)
+
+        watching = asyncio.create_task(watch())
+        numbers = {end: [ask(end, catalog, group=number % 6) for number in range(40)] for end in ends}
+        for deaf in ends[:3]:
+            deaf.driver.transmit()
+            asyncio.get_running_loop().remove_reader(deaf.driver._transport.get_extra_info("socket").fileno())
+        for turn in range(40):
+            for end in ends:
+                end.session.requester.update(numbers[end][turn], Parameters(priority=127 - turn))
+                end.settle_and_send()
+            await asyncio.sleep(0)
+        await others_are_served(served)
+        watching.cancel()
+        most = [max(column) for column in zip(*seen, strict=True)]
+        assert 0 < most[0] <= 6
+        assert most[1] <= 6
+        assert most[2] <= 100_000
+        for peer in list(served.server.peers):
+            peer.say_goodbye()
+        await served.empty()
+        assert budgets.total.files == budgets.total.memory == budgets.total.in_flight == len(budgets) == 0
+        assert not budgets.addresses
+        assert open_frames() == 0
+
+
+async def test_too_many_requests_in_all_leave_everybody_some(root, tls, fingerprint, catalog):
+    async with serving(root, tls, fingerprint, requests=30) as served:
+        async with AsyncExitStack() as stack:
+            ends = [await connected(stack, served) for _ in range(2)]
+            for end in ends:
+                for _ in range(60):
+                    ask(end, catalog)
+                end.driver.transmit()
+            await until(lambda: all(refusals(end) for end in ends))
+            assert all("the server is busy" in refusal.reason for end in ends for refusal in refusals(end))
+            await others_are_served(served)
+        await served.empty()
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+async def test_more_connections_of_one_address_than_allowed(root, tls, fingerprint, library):
+    limits = {"connections_per_address": 2, "handshake_s": LIMIT_S}
+    async with serving(root, tls, fingerprint, library=library, **limits) as served:
+        async with AsyncExitStack() as stack:
+            for _ in range(2):
+                await connected(stack, served)
+            with pytest.raises(TransportError, match="too many connections from your address"):
+                async with served.connect():
+                    pass
+            assert served.metrics.value("kvabr_connections_total", result="too many of one address") == 1
+        await until(lambda: not served.server.budgets.addresses)
+        await others_are_served(served)
+        await served.empty()

@@ -1,0 +1,267 @@
+"""Budgets of a server: who gives way, who waits, and that nothing is left of clients that have gone."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+
+import pytest
+
+from kvabr.moqt.wire import DRAFT_18
+from kvabr.server import limits
+from kvabr.server.budgets import IDLE_READ_S, LEAST_IN_FLIGHT_BYTES, Budgets, site_of
+from kvabr.server.limits import ServerLimits
+from kvabr.server.publication import LevelPublication, Publication, PublishedGroup
+from kvabr.server.send_queue import Expected, GroupRange, Sending, SendQueue
+from kvabr.types.errors import UsageError
+from tests.assets import make_asset
+from tests.server.test_send_queue import Growing, Quic, Track, objects
+
+LARGE = 100_000
+"""Bytes of a frame that is mapped."""
+
+
+def budgets(**bounds):
+    return Budgets(ServerLimits(**bounds), clock=lambda: 1000.0)
+
+
+def sending(number, publication, room, *, priority=128, group=0, first=None):
+    return Sending(
+        number, number, publication, [GroupRange(group, 0, None)], DRAFT_18, track="T", priority=priority,
+        dense=False, descending=False, room=room, first=first,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def asset(tmp_path_factory):
+    """90 groups, of 4 tokens each."""
+    return make_asset(tmp_path_factory.mktemp("budgets") / "one", range(360), levels=("FP16",), frame_bytes=LARGE)
+
+
+def open_frames(asset):
+    """How many frames of an asset this process has open."""
+    links = []
+    for number in os.listdir("/proc/self/fd"):
+        try:
+            links.append(os.readlink(f"/proc/self/fd/{number}"))
+        except OSError:  # that of the folder itself
+            continue
+    return sum(link.startswith(str(asset.path)) for link in links)
+
+
+def test_a_client_that_changes_its_mind_keeps_few_files_open(asset):
+    """Each of 90 answers is begun in turn by raising its priority; then all of them arrive whole."""
+    most, quics = [], [Quic() for _ in range(5)]
+    kept = budgets(open_files_per_connection=6, open_files_per_address=20, open_files=25)
+    rooms = [kept.enter("10.0.0.1") for _ in quics]
+    level = LevelPublication(asset, "FP16")
+    queues = [
+        SendQueue(quic.send, lambda: 0, lambda: 1, allowance=lambda _: 1000) for quic in quics
+    ]  # a piece at a time
+    for queue, room in zip(queues, rooms, strict=True):
+        for group in range(90):
+            queue.add(sending(group, level, room, group=group))
+    for turn in range(2):
+        for group in range(90):
+            for queue in queues:
+                queue.prioritise(group, 89 - group if turn else 200 - group)
+                queue.feed()
+            most.append(open_frames(asset))
+    assert 15 < max(most) <= 20
+    assert kept.total.files == most[-1]
+    for quic, queue in zip(quics, queues, strict=True):
+        while len(queue):
+            assert queue.feed()[1] == []
+        for group in (0, 44, 89):
+            payload = b"".join(part for _, _, part in objects(quic.streams[group]))
+            assert payload == asset.frame(group, "FP16")
+    assert open_frames(asset) == kept.total.files == kept.total.memory == 0
+
+
+def test_small_frames_keep_no_file_open(tmp_path):
+    small = make_asset(tmp_path / "small", range(40), levels=("FP16",), frame_bytes=20_000)
+    group = LevelPublication(small, "FP16").open(3)
+    assert (group.files, group.memory) == (0, len(small.frame(3, "FP16")))
+    assert group.data == small.frame(3, "FP16")
+    assert open_frames(small) == 0
+
+
+def test_memory_of_open_groups_has_a_bound_per_connection_address_and_in_all():
+    kept = budgets(memory_per_connection=70, memory_per_address=100, memory=130)
+    rooms = [kept.enter(address) for address in ("10.0.0.1", "10.0.0.1", "10.0.0.2")]
+    answers = []
+    for room in rooms * 3:
+        answers.append(sending(len(answers), Track(30), room))
+        assert answers[-1].ready
+        own, address, total = room.accounts
+        assert (own.memory <= 70, address.memory <= 100, total.memory <= 130) == (True, True, True)
+    assert kept.total.memory == 120
+    for answer in answers:
+        pieces = b""
+        while not answer.finished:
+            assert answer.ready
+            pieces += answer.piece()
+        assert len(b"".join(part for _, _, part in objects(pieces))) == 30
+        answer.close()
+    assert kept.total.memory == len(kept.total.open) == 0
+
+
+def test_one_group_may_be_larger_than_a_budget():
+    kept = budgets(memory_per_connection=70)
+    room = kept.enter("10.0.0.1")
+    first, second = (sending(number, Track(300), room) for number in range(2))
+    assert first.ready
+    assert second.ready
+    assert room.accounts[0].memory == 300
+    assert not first.may_park()  # it has given way
+    assert first.ready
+
+
+class Slow(Publication):
+    """A track whose groups must be loaded; the test says when they are there."""
+
+    groups, dear = 1, True
+
+    def __init__(self):
+        self.loaded = []
+
+    def objects(self, group):
+        return Track(30).objects(group)
+
+    def open(self, group, priority=128, on_more=lambda: None):
+        self.loaded.append(Growing(self.objects(0)))
+        self.loaded[-1].memory = 30
+        return self.loaded[-1]
+
+
+async def test_what_must_be_loaded_waits_for_room_in_order():
+    now = [1000.0]
+    kept = Budgets(ServerLimits(memory_per_connection=70, memory=80), clock=lambda: now[0])
+    room, told = kept.enter("10.0.0.1"), []
+    answers = [sending(number, Slow(), room) for number in range(5)]
+    for number, answer in enumerate(answers):
+        answer.on_more = lambda number=number: told.append(number)
+        assert answer.ready == (number < 2)  # whose headers can be sent
+    answers[1].piece()
+    assert [len(answer.publication.loaded) for answer in answers] == [1, 1, 0, 0, 0]
+    assert len(kept) == 3
+    answers[3].close()
+    answers[0].close()
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert told == [2, 4]
+    assert answers[2].ready
+    assert [len(answer.publication.loaded) for answer in answers] == [1, 1, 1, 0, 0]
+    # What is there and has not been read for long gives way; what is still coming does not.
+    answers[1].publication.loaded[0].here = 30
+    now[0] += IDLE_READ_S - 1
+    assert not answers[4].ready
+    assert not answers[4].publication.loaded
+    now[0] += 2
+    assert answers[4].ready
+    assert len(answers[4].publication.loaded) == 1
+    assert not answers[1].publication.loaded[0].open
+    assert not answers[1].ready  # its turn to wait
+    assert len(answers[1].publication.loaded) == 1
+    # Another connection never waits for its first one.
+    other = sending(9, Slow(), kept.enter("10.0.0.2"))
+    assert other.ready
+    assert len(other.publication.loaded) == 1
+    for answer in (*answers, other):
+        answer.close()
+    assert len(kept) == kept.total.memory == 0
+    await asyncio.sleep(0)
+
+
+def test_what_is_expected_takes_room_until_it_is_answered():
+    kept = budgets(memory_per_connection=70)
+    room, said = kept.enter("10.0.0.1"), []
+    group = Growing(Track(30).objects(0))
+    group.memory = 30
+    assert room.fits(1000)
+    expected = Expected(group, lambda: said.append("accepted"), room)
+    assert room.accounts[0].memory == 30
+    assert not room.fits(41)
+    assert room.fits(40)
+    assert not expected.may_park()
+    expected.accept()
+    assert said == ["accepted"]
+    assert room.accounts[0].memory == 0
+    again = Expected(group, lambda: None, room)
+    again.close()
+    assert not group.open
+    assert kept.total.memory == 0
+
+
+def test_data_on_the_way_has_a_bound_and_everybody_gets_a_part():
+    kept = budgets(in_flight_per_connection=5 << 20, in_flight_per_address=8 << 20, in_flight=9 << 20)
+    one, other, elsewhere = (kept.enter(address) for address in ("10.0.0.1", "10.0.0.1", "10.0.0.2"))
+    assert one.allowance() == 5 << 20
+    one.note(5 << 20)
+    assert one.allowance() == 0
+    other.note(4 << 20)
+    assert kept.total.in_flight == 9 << 20
+    # Address and total are used up: each may have an equal part.
+    assert one.allowance() == other.allowance() - (1 << 20) == (3 << 20) - (5 << 20)
+    assert elsewhere.allowance() == 3 << 20
+    more = [kept.enter("10.0.0.1") for _ in range(100)]
+    assert more[0].allowance() == LEAST_IN_FLIGHT_BYTES
+    one.note(1 << 20)
+    assert more[0].allowance() == 5 << 20
+    for room in (one, other, elsewhere, *more):
+        kept.left(room)
+    assert kept.total.in_flight == kept.total.connections == 0
+    assert not kept.addresses
+
+
+def test_connections_of_one_address():
+    kept = budgets(connections_per_address=2)
+    rooms = [kept.enter("192.0.2.1"), kept.enter("::ffff:192.0.2.1")]
+    assert kept.enter("192.0.2.1") is None
+    assert kept.enter("192.0.2.2") is not None
+    sites = [kept.enter(f"2001:db8::{number}") for number in range(3)]
+    assert [room is None for room in sites] == [False, False, True]
+    assert kept.enter("2001:db8:0:1::1") is not None
+    kept.left(rooms[0])
+    assert kept.enter("192.0.2.1") is not None
+    assert len(kept.addresses) == 4
+    freely = budgets(connections_per_address=None)
+    assert all(freely.enter("192.0.2.1") is not None for _ in range(1000))
+
+
+def test_addresses_of_one_site():
+    assert site_of("192.0.2.7") == "192.0.2.7"
+    assert site_of("::ffff:192.0.2.7") == "192.0.2.7"
+    assert site_of("2001:db8:1:2:3::4") == site_of("2001:db8:1:2::") != site_of("2001:db8:1:3::")
+    assert site_of("fe80::1%eth0") == site_of("fe80::2%eth1")
+    assert site_of("no address") == "no address"
+
+
+@pytest.mark.parametrize("name", ServerLimits.__slots__)
+def test_a_budget_of_nothing_is_refused(name):
+    for value in (0, -1, float("nan")):
+        with pytest.raises(UsageError, match=f"limit {name.replace('_', '-')}: .* is not positive"):
+            ServerLimits(**{name: value})
+
+
+def test_no_more_files_than_the_process_may_open(monkeypatch):
+    monkeypatch.setattr(limits.resource, "getrlimit", lambda _: (1024, 4096))
+    assert (ServerLimits().open_files, ServerLimits().open_files_per_address) == (480, 240)
+    with pytest.raises(UsageError, match="limit open-files: 1024, but this process may open 1024; .*ulimit -n"):
+        ServerLimits(open_files=1024)
+    monkeypatch.setattr(limits.resource, "getrlimit", lambda _: (64, 64))
+    assert ServerLimits().open_files == 8
+    monkeypatch.setattr(limits.resource, "getrlimit", lambda _: (limits.resource.RLIM_INFINITY,) * 2)
+    assert ServerLimits().open_files == 4096
+
+
+def test_a_group_that_is_kept_elsewhere_takes_no_room():
+    shared = PublishedGroup(memoryview(b"x" * 9), (), b"", shared=True)
+    assert (shared.files, shared.memory) == (0, 0)
+
+
+def test_the_threat_model_lists_every_limit():
+    text = (Path(__file__).parents[2] / "docs" / "design" / "threat-model.md").read_text()
+    table = text.partition("## Sizes and budgets")[2].partition("\n## ")[0]
+    assert all(f"`{name.replace('_', '-')}`" in table for name in ServerLimits.__slots__)
