@@ -34,6 +34,8 @@ STREAM_WINDOW = 8 << 20
 """Flow control window of a stream, bytes."""
 CONNECTION_WINDOW = 32 << 20
 """Flow control window of a connection, bytes. Larger windows make neither library faster."""
+REQUESTS_STREAM_WINDOW, REQUESTS_CONNECTION_WINDOW = 256 << 10, 1 << 20
+"""The same of a server, which receives nothing but requests. A hostile client can make it keep as much, by leaving gaps."""
 SOCKET_BUFFER = 4 << 20
 """Socket buffer to request from the kernel for each direction, bytes; it may grant less."""
 IDLE_S = 30.0
@@ -64,8 +66,8 @@ class QuicLibrary:
         return self.configuration(
             is_client=client,
             alpn_protocols=list(alpn),
-            max_data=CONNECTION_WINDOW,
-            max_stream_data=STREAM_WINDOW,
+            max_data=CONNECTION_WINDOW if client else REQUESTS_CONNECTION_WINDOW,
+            max_stream_data=STREAM_WINDOW if client else REQUESTS_STREAM_WINDOW,
             max_datagram_frame_size=65536,
             idle_timeout=more.pop("idle_timeout", IDLE_S),
             **more,

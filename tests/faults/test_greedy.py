@@ -10,6 +10,7 @@ import pytest
 
 from kvabr.moqt.events import Ready
 from kvabr.moqt.parameters import Parameters
+from kvabr.quic.backend import REQUESTS_CONNECTION_WINDOW, REQUESTS_STREAM_WINDOW
 from kvabr.store import asset_folder
 from kvabr.types.errors import TransportError
 from tests.faults.common import LIBRARIES, LIMIT_S, serving
@@ -107,3 +108,13 @@ async def test_more_connections_of_one_address_than_allowed(root, tls, fingerpri
         await until(lambda: not served.server.budgets.addresses)
         await others_are_served(served)
         await served.empty()
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+async def test_a_server_keeps_little_of_what_it_cannot_read_yet(root, tls, fingerprint, library):
+    """A client may leave gaps in what it sends, and QUIC keeps what comes behind them."""
+    async with serving(root, tls, fingerprint, library=library) as served, AsyncExitStack() as stack:
+        end = await connected(stack, served)
+        assert end.quic._remote_max_data <= REQUESTS_CONNECTION_WINDOW == 1 << 20
+        assert end.quic._remote_max_stream_data_bidi_remote <= REQUESTS_STREAM_WINDOW == 1 << 18
+        await others_are_served(served)
