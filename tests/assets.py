@@ -16,6 +16,17 @@ from kvabr.types.naming import TrackNamespace, chain
 TOKENS_PER_GROUP = 4
 
 
+def open_files(below: Path) -> int:
+    """How many files below a folder this process has open, mapped ones included."""
+    links = []
+    for handle in Path("/proc/self/fd").iterdir():
+        try:
+            links.append(handle.readlink())
+        except OSError:  # that of the folder itself
+            continue
+    return sum(link.is_relative_to(below) for link in links)
+
+
 def spec(model: str = "test/model") -> KVSpec:
     return KVSpec(model, "tokenizer", 1, 1, 2, "float16", RopeSpec(10000.0, 2), group_tokens=TOKENS_PER_GROUP)
 

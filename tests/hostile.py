@@ -28,9 +28,7 @@ DOCUMENTS = {
     "a huge number": lambda size: _filled(b"%0", b"7", size),
     "a long string": lambda size: _filled(b'"%"', b"x", size),
     "escapes": lambda size: _filled(b'"%"', b"\\ud800", size),
-    "members": lambda size: (
-        _HEAD + b"".join(b',"%07d":0' % number for number in range(size // 12)) + _TAIL
-    ),
+    "members": lambda size: _HEAD + b"".join(b',"%07d":0' % number for number in range(size // 12)) + _TAIL,
     "duplicates": lambda size: _HEAD + b',"source":""' * (size // 12) + _TAIL,
     "white space": lambda size: _HEAD + b" " * size + _TAIL,
     "tracks": lambda size: _HEAD.replace(b'"tracks": [', b'"tracks": [' + b"{}," * (size // 3), 1) + _TAIL,

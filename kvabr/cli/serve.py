@@ -41,6 +41,7 @@ SIGTERM or Ctrl-C: clients are sent away by GOAWAY, and what is under way is fin
 ends it at once.
 """
 
+
 def add(parser: argparse.ArgumentParser) -> None:
     """Declare the command."""
     parser.description = (

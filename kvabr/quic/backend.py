@@ -35,7 +35,7 @@ STREAM_WINDOW = 8 << 20
 CONNECTION_WINDOW = 32 << 20
 """Flow control window of a connection, bytes. Larger windows make neither library faster."""
 REQUESTS_STREAM_WINDOW, REQUESTS_CONNECTION_WINDOW = 256 << 10, 1 << 20
-"""The same of a server, which receives nothing but requests. A hostile client can make it keep as much, by leaving gaps."""
+"""The same of a server, which receives nothing but requests. A client can make it keep as much by leaving gaps."""
 SOCKET_BUFFER = 4 << 20
 """Socket buffer to request from the kernel for each direction, bytes; it may grant less."""
 IDLE_S = 30.0

@@ -70,7 +70,9 @@ class Host:
 class Holder(Protocol):
     """An answer that has a group open."""
 
-    on_more: Callable[[], None]
+    @property
+    def on_more(self) -> Callable[[], None]:
+        """What to call when there may be room for its group."""
 
     @property
     def dear(self) -> bool:

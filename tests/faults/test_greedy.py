@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from contextlib import AsyncExitStack
 
 import pytest
@@ -11,8 +10,10 @@ import pytest
 from kvabr.moqt.events import Ready
 from kvabr.moqt.parameters import Parameters
 from kvabr.quic.backend import REQUESTS_CONNECTION_WINDOW, REQUESTS_STREAM_WINDOW
+from kvabr.server import send_queue
 from kvabr.store import asset_folder
 from kvabr.types.errors import TransportError
+from tests.assets import open_files
 from tests.faults.common import LIBRARIES, LIMIT_S, serving
 from tests.faults.rude import rude_client
 from tests.faults.test_guests import ask, others_are_served, refusals, until
@@ -26,17 +27,6 @@ LITTLE = {
 }  # fmt: skip
 
 
-def open_frames():
-    """How many frames this process has open."""
-    links = []
-    for number in os.listdir("/proc/self/fd"):
-        try:
-            links.append(os.readlink(f"/proc/self/fd/{number}"))
-        except OSError:  # that of the folder itself
-            continue
-    return sum(link.endswith(".kvg") for link in links)
-
-
 async def connected(stack, served, **how):
     end = await stack.enter_async_context(rude_client(served.address, **how))
     await until(lambda: any(isinstance(event, Ready) for event in end.events))
@@ -46,14 +36,15 @@ async def connected(stack, served, **how):
 @pytest.mark.parametrize("library", LIBRARIES)
 async def test_clients_that_begin_everything_and_finish_nothing(root, tls, fingerprint, catalog, library, monkeypatch):
     """They raise the priority of each request in turn, and some read nothing more."""
-    monkeypatch.setattr(asset_folder, "COPIED_BYTES", 1000)  # so that every frame is mapped
+    monkeypatch.setattr(asset_folder, "COPIED_BYTES", 1000)  # so that every frame is mapped,
+    monkeypatch.setattr(send_queue, "_PIECE", 5000)  # and sent in pieces
     async with serving(root, tls, fingerprint, library=library, **LITTLE) as served, AsyncExitStack() as stack:
         budgets, seen = served.server.budgets, []
         ends = [await connected(stack, served) for _ in range(6)]
 
         async def watch():
             while True:
-                seen.append((open_frames(), budgets.total.files, budgets.total.memory))
+                seen.append((open_files(root), budgets.total.files, budgets.total.memory))
                 await asyncio.sleep(0.001)
 
         watching = asyncio.create_task(watch())
@@ -77,7 +68,7 @@ async def test_clients_that_begin_everything_and_finish_nothing(root, tls, finge
         await served.empty()
         assert budgets.total.files == budgets.total.memory == budgets.total.in_flight == len(budgets) == 0
         assert not budgets.addresses
-        assert open_frames() == 0
+        assert open_files(root) == 0
 
 
 async def test_too_many_requests_in_all_leave_everybody_some(root, tls, fingerprint, catalog):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from kvabr.server.limits import ServerLimits
 from kvabr.server.publication import LevelPublication, Publication, PublishedGroup
 from kvabr.server.send_queue import Expected, GroupRange, Sending, SendQueue
 from kvabr.types.errors import UsageError
-from tests.assets import make_asset
+from tests.assets import make_asset, open_files
 from tests.server.test_send_queue import Growing, Quic, Track, objects
 
 LARGE = 100_000
@@ -39,17 +38,6 @@ def asset(tmp_path_factory):
     return make_asset(tmp_path_factory.mktemp("budgets") / "one", range(360), levels=("FP16",), frame_bytes=LARGE)
 
 
-def open_frames(asset):
-    """How many frames of an asset this process has open."""
-    links = []
-    for number in os.listdir("/proc/self/fd"):
-        try:
-            links.append(os.readlink(f"/proc/self/fd/{number}"))
-        except OSError:  # that of the folder itself
-            continue
-    return sum(link.startswith(str(asset.path)) for link in links)
-
-
 def test_a_client_that_changes_its_mind_keeps_few_files_open(asset):
     """Each of 90 answers is begun in turn by raising its priority; then all of them arrive whole."""
     most, quics = [], [Quic() for _ in range(5)]
@@ -67,7 +55,7 @@ def test_a_client_that_changes_its_mind_keeps_few_files_open(asset):
             for queue in queues:
                 queue.prioritise(group, 89 - group if turn else 200 - group)
                 queue.feed()
-            most.append(open_frames(asset))
+            most.append(open_files(asset.path))
     assert 15 < max(most) <= 20
     assert kept.total.files == most[-1]
     for quic, queue in zip(quics, queues, strict=True):
@@ -76,7 +64,7 @@ def test_a_client_that_changes_its_mind_keeps_few_files_open(asset):
         for group in (0, 44, 89):
             payload = b"".join(part for _, _, part in objects(quic.streams[group]))
             assert payload == asset.frame(group, "FP16")
-    assert open_frames(asset) == kept.total.files == kept.total.memory == 0
+    assert open_files(asset.path) == kept.total.files == kept.total.memory == 0
 
 
 def test_small_frames_keep_no_file_open(tmp_path):
@@ -84,7 +72,7 @@ def test_small_frames_keep_no_file_open(tmp_path):
     group = LevelPublication(small, "FP16").open(3)
     assert (group.files, group.memory) == (0, len(small.frame(3, "FP16")))
     assert group.data == small.frame(3, "FP16")
-    assert open_frames(small) == 0
+    assert open_files(small.path) == 0
 
 
 def test_memory_of_open_groups_has_a_bound_per_connection_address_and_in_all():
@@ -248,7 +236,7 @@ def test_a_budget_of_nothing_is_refused(name):
 def test_no_more_files_than_the_process_may_open(monkeypatch):
     monkeypatch.setattr(limits.resource, "getrlimit", lambda _: (1024, 4096))
     assert (ServerLimits().open_files, ServerLimits().open_files_per_address) == (480, 240)
-    with pytest.raises(UsageError, match="limit open-files: 1024, but this process may open 1024; .*ulimit -n"):
+    with pytest.raises(UsageError, match=r"limit open-files: 1024, but this process may open 1024; .*ulimit -n"):
         ServerLimits(open_files=1024)
     monkeypatch.setattr(limits.resource, "getrlimit", lambda _: (64, 64))
     assert ServerLimits().open_files == 8

@@ -66,7 +66,11 @@ def pem(tmp_path):
         (("--dev", "--metrics", "9100"), 2, "--metrics 9100: must be HOST:PORT"),
         (("--dev", "--drain", "-1"), 2, "--drain"),
         (("--dev", "--drain", "nan"), 2, "--drain"),
-        (("--dev", "--limit", "cheese=1"), 2, "there are connections, connections-per-address, requests-per-connection"),
+        (
+            ("--dev", "--limit", "cheese=1"),
+            2,
+            "there are connections, connections-per-address, requests-per-connection",
+        ),
         (("--dev", "--limit", "connections=many"), 2, "not a whole number"),
         (("--dev", "--limit", "connections=0"), 2, "not positive"),
         (("--dev", "--limit", "open-files=0"), 2, "limit open-files: 0 is not positive"),

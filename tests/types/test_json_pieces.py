@@ -13,6 +13,17 @@ from kvabr.types.json_pieces import PIECE_BYTES, JsonPieces
 from tests.examples import examples
 
 
+def every(text, read):
+    """Read all members of an object by a method of `JsonPieces`."""
+    for _ in text.members():
+        read(text)
+
+
+def all_elements(text, most):
+    for _ in text.elements(most):
+        text.value()
+
+
 def pieces(text):
     return JsonPieces(text.encode() if isinstance(text, str) else text, "test")
 
@@ -68,7 +79,7 @@ def test_long_lists_come_piece_by_piece(monkeypatch):
     sizes = []
     decode = json.JSONDecoder.raw_decode
     monkeypatch.setattr(
-        json.JSONDecoder, "raw_decode", lambda self, text, at=0: sizes.append(len(text)) or decode(self, text, at)
+        json.JSONDecoder, "raw_decode", lambda self, text, idx=0: sizes.append(len(text)) or decode(self, text, idx)
     )
     values = [str(number) * 9 for number in range(30_000)]
     for indent in (None, 1):
@@ -87,33 +98,26 @@ def test_a_list_of_whole_numbers_is_nothing_else(text):
         pieces(text).scalars({int}, 9)
 
 
-@pytest.mark.parametrize("text", ["[]", "{", '{"a"}', '{"a" 1}', '{"a":1,}', '{"a":1 "b":2}', '{1:2}', '{"a":1]', ""])
+@pytest.mark.parametrize("text", ["[]", "{", '{"a"}', '{"a" 1}', '{"a":1,}', '{"a":1 "b":2}', "{1:2}", '{"a":1]', ""])
 def test_an_object_is_nothing_else(text):
-    read = pieces(text)
-    with pytest.raises(FormatError, match="^test: "):
-        for _ in read.members():
-            read.value()
+    with pytest.raises(FormatError, match=r"^test: "):
+        every(pieces(text), JsonPieces.value)
 
 
 def test_what_comes_twice_or_too_often_or_too_late():
-    text = pieces('{"a":1,"a":2}')
     with pytest.raises(FormatError, match="'a' is there twice"):
-        for _ in text.members():
-            text.value()
+        every(pieces('{"a":1,"a":2}'), JsonPieces.value)
     with pytest.raises(FormatError, match="a list of more than 2"):
         pieces("[1,2,3]").scalars({int}, 2)
-    text = pieces("[1,2,3]")
     with pytest.raises(FormatError, match="a list of more than 2"):
-        for _ in text.elements(2):
-            text.value()
+        all_elements(pieces("[1,2,3]"), 2)
     text = pieces("1 2")
     text.value()
     with pytest.raises(FormatError, match="something follows"):
         text.finish()
     text = pieces(json.dumps({f"new {number}": "x" * 1000 for number in range(50)}))
     with pytest.raises(FormatError, match="what this version does not know"):
-        for _ in text.members():
-            text.skip()
+        every(text, JsonPieces.skip)
 
 
 @pytest.mark.parametrize(
