@@ -39,7 +39,7 @@ class JsonPieces:
     def members(self) -> Iterator[str]:
         """Yield the names in an object. Read the value of each before the next name."""
         if self._next() != b"{":
-            raise self._wrong("an object should begin")
+            raise self._wrong("not JSON, or no object")
         self._at += 1
         seen: set[str] = set()
         if self._next() == b"}":
@@ -63,7 +63,7 @@ class JsonPieces:
     def elements(self, most: int) -> Iterator[int]:
         """Yield the indices of a list of at most ``most`` values. Read each value before the next index."""
         if self._next() != b"[":
-            raise self._wrong("a list should begin")
+            raise self._wrong("not JSON, or no list")
         self._at += 1
         if self._next() == b"]":
             self._at += 1
@@ -109,7 +109,7 @@ class JsonPieces:
         Whole numbers become floats where those are allowed. No string in the list may have a comma or a bracket.
         """
         if self._next() != b"[":
-            raise self._wrong("a list should begin")
+            raise self._wrong("not JSON, or no list")
         self._at += 1
         data, found = self._data, list[Any]()
         while True:
