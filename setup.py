@@ -1,6 +1,7 @@
 """What pyproject.toml cannot say: native code, which may fail to build, the traces as a package, a README for PyPI."""
 
 import re
+import sysconfig
 from pathlib import Path
 
 from setuptools import Extension, find_packages, setup
@@ -9,6 +10,10 @@ _ROOM = "kvabr/codec/native"
 
 # Fused multiplications and additions that nobody asked for would round otherwise than other machines do.
 _FLAGS = ["-O3", "-ffp-contract=off", "-fno-strict-aliasing"]
+
+# The limited API: a wheel that any CPython from 3.11 on loads. Builds without the GIL have none.
+_LIMITED = not sysconfig.get_config_var("Py_GIL_DISABLED")
+_API = {"py_limited_api": True, "define_macros": [("Py_LIMITED_API", "0x030B0000")]} if _LIMITED else {}
 
 _REPOSITORY = "https://github.com/kvabr/kvabr/raw/main/"  # pages and pictures alike
 
@@ -32,6 +37,7 @@ setup(
             ],
             depends=[f"{_ROOM}/{name}.h" for name in ("kvcoder", "rans", "tile", "synth", "encode")],
             extra_compile_args=_FLAGS,
+            **_API,
             optional=True,  # without it everything works, slowly
         ),
         Extension(
@@ -39,6 +45,7 @@ setup(
             sources=[f"{_ROOM}/{name}.c" for name in ("_kvanalysis", "analysis")],
             depends=[f"{_ROOM}/{name}.h" for name in ("kvcoder", "analysis")],
             extra_compile_args=_FLAGS,
+            **_API,
             optional=True,  # without it torch does the same
         ),
         Extension(
@@ -46,7 +53,9 @@ setup(
             sources=[f"{_ROOM}/_kvplace.c"],
             depends=[f"{_ROOM}/place.h"],
             extra_compile_args=_FLAGS,
+            **_API,
             optional=True,  # without it torch does the same
         ),
     ],
+    options={"bdist_wheel": {"py_limited_api": "cp311"}} if _LIMITED else {},
 )

@@ -191,7 +191,7 @@ static PyObject *transform(PyObject *self, PyObject *args) {
         t->paired = path->paired;
         t->rows = (uint32_t)(t->layers * layer), t->blocks = t->kv_heads / t->block_heads;
         t->width = t->block_heads * t->head_dim, t->padded_width = (t->width + OUTPUTS - 1) / OUTPUTS * OUTPUTS;
-        t->stacks = (uint32_t)PyTuple_GET_SIZE(stacks);
+        t->stacks = (uint32_t)PyTuple_Size(stacks);
         good = holds(b + 2, t->rows, sizeof(float)) && t->stacks <= 2 * t->layers;
     }
     if (!good && !PyErr_Occurred())
@@ -209,7 +209,7 @@ static PyObject *transform(PyObject *self, PyObject *args) {
         memcpy(t->mean + i * t->padded_width, (const float *)b[2].buf + i * t->width, t->width * sizeof(float));
     uint32_t row = 0;
     for (uint32_t s = 0; good && s < t->stacks; s++) {
-        good = read_stack(PyTuple_GET_ITEM(stacks, s), t, t->stack + s, row, path) == 0;
+        good = read_stack(PyTuple_GetItem(stacks, s), t, t->stack + s, row, path) == 0;
         row += good ? t->stack[s].layers * t->blocks * t->width : 0;
     }
     if (good && !(result = PyCapsule_New(t, transform_name, free_transform)))
@@ -480,14 +480,14 @@ static PyObject *decode(PyObject *self, PyObject *args) {
     const Path *path = path_named(name);
     const Transform *t = path ? PyCapsule_GetPointer(capsule, transform_name) : NULL;
     int good = t && read_target(tuple, &target) == 0;
-    Py_ssize_t n = PyTuple_GET_SIZE(depths);
-    if (good && (t->paired != path->paired || !fits(&target, t) || n < 1 || n > MOST_DEPTHS || PyTuple_GET_SIZE(payloads) != n)) {
+    Py_ssize_t n = PyTuple_Size(depths);
+    if (good && (t->paired != path->paired || !fits(&target, t) || n < 1 || n > MOST_DEPTHS || PyTuple_Size(payloads) != n)) {
         size_error();
         good = 0;
     }
     for (Py_ssize_t d = 0; good && d < n; d++) {
-        chain.depth[d] = PyCapsule_GetPointer(PyTuple_GET_ITEM(depths, d), depth_name);
-        good = chain.depth[d] && PyObject_GetBuffer(PyTuple_GET_ITEM(payloads, d), chain.payload + d, PyBUF_SIMPLE) == 0;
+        chain.depth[d] = PyCapsule_GetPointer(PyTuple_GetItem(depths, d), depth_name);
+        good = chain.depth[d] && PyObject_GetBuffer(PyTuple_GetItem(payloads, d), chain.payload + d, PyBUF_SIMPLE) == 0;
         if (good && (chain.depth[d]->rows != t->rows || (chain.depth[d]->contexts > 1) != (d > 0))) {
             size_error();
             good = 0;
