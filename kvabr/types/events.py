@@ -131,7 +131,7 @@ class DecisionMade(PlayEvent):
 
     name: ClassVar[str] = "decision"
     kind: str
-    """``fetch``, ``upgrade``, ``recompute``, ``wait``, ``finish`` or ``plan``."""
+    """``fetch``, ``upgrade``, ``recompute``, ``wait``, ``finish``, ``deliver`` or ``plan``."""
     group: int | None
     track: str | None
     request: int | None

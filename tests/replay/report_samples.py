@@ -9,6 +9,7 @@ from functools import cache
 from kvabr.replay.experiment import ReplayOptions
 from kvabr.replay.run import Matrix, replay
 from kvabr.types.cost import PrefillCost
+from kvabr.types.events import DecisionMade
 from tests.catalogs import catalog
 from tests.replay.worlds import worlds
 
@@ -44,6 +45,19 @@ def hostile():
         log[0] = replace(log[0], trace=trace)
         log[1:] = [replace(event, reason=HOSTILE) if hasattr(event, "reason") else event for event in log[1:]]
     return result, timelines
+
+
+def early_base(result, timelines):
+    """End a play of the cheapest track by a decision of its policy, and return the index of its timeline."""
+    for index, timeline in enumerate(timelines):
+        run = result["runs"][timeline["run"]]
+        if run["policy"] == "fixed:AC-5x" and run["met"] and run["ttft_s"] < 0.9 * run["deadline_s"]:
+            run["ttft_s"] = round(run["ttft_s"], 5)
+            end = DecisionMade(run["ttft_s"], "finish", None, None, None, "not worth it", 1e6, 9e5, 0.04, 0.1, None)
+            kept = [event for event in timeline["log"] if event.t <= run["ttft_s"]]
+            timeline["log"] = [*kept, end]
+            return index
+    raise AssertionError("no play of the cheapest track comes early")
 
 
 def run(policy, trace="t", start=0.0, *, met=True, loss=0.001, regret=None, feasible=True, family="f", ttft=0.9):

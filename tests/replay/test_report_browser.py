@@ -17,7 +17,7 @@ import pytest
 
 from kvabr.replay.report import write_page
 from kvabr.types.events import DecisionMade
-from tests.replay.report_samples import hostile, sample
+from tests.replay.report_samples import early_base, hostile, sample
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 FLAGS = (
@@ -309,6 +309,23 @@ def test_a_decision_shows_what_it_passed_over(browser, tmp_path):
     assert "AC-5x\t4.00 kB" in table
     assert "recomputed\t7.00" in table
     assert rows(browser, "#inspector .rejected tbody tr") == 3
+    assert browser.problems == []
+
+
+def test_a_play_that_was_stopped_has_a_mark(browser, tmp_path):
+    result, timelines = sample()
+    index = early_base(result, timelines)
+    write_page(tmp_path / "page.html", result, timelines)
+    browser.problems.clear()
+    browser.open(tmp_path / "page.html", f"#play={(index + 1) % len(timelines)}")
+    assert rows(browser, ".timeline .stop") == 0
+    browser.open(tmp_path / "page.html", f"#play={index}")
+    assert "before the deadline" in browser.js("document.querySelector('.timeline .stop text').textContent")
+    assert "not worth it" in browser.js("document.querySelector('.timeline .stop title').textContent")
+    left, top, width, height = browser.box(".timeline .stop .sign")
+    browser.click(left + width / 2, top + height / 2)
+    assert "not worth it" in browser.text("#inspector")
+    assert "not worth it" in browser.text(".log tr.on .why")
     assert browser.problems == []
 
 

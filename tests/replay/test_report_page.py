@@ -12,7 +12,7 @@ from kvabr.replay.report.page import SCRIPTS, render
 from kvabr.replay.report.queries import track_order
 from kvabr.types.errors import AssetError
 from kvabr.types.events import DecisionMade
-from tests.replay.report_samples import HOSTILE, POLICIES, hostile, result_of, run, sample
+from tests.replay.report_samples import HOSTILE, POLICIES, early_base, hostile, result_of, run, sample
 
 
 def embedded(text):
@@ -160,6 +160,21 @@ def test_repeated_waits_are_told_once_and_counted():
     play = digest(result, timelines, track_order(result))["plays"][0]
     assert [row[1] for row in play["decisions"]] == ["wait", "fetch", "wait"]
     assert play["left_out"] == 2
+
+
+def test_the_digest_says_where_a_policy_stopped_with_better_tracks_left():
+    result, timelines = sample()
+    tracks = track_order(result, timelines)
+    assert all(play["stopped"] is None for play in digest(result, timelines, tracks)["plays"])
+    index = early_base(result, timelines)
+    play = digest(result, timelines, tracks)["plays"][index]
+    stopped = play["stopped"]
+    assert stopped == {"t": play["ttft_s"], "reason": "not worth it", "decision": stopped["decision"], "left": 12}
+    assert play["decisions"][stopped["decision"]][FIELDS["decisions"].index("reason")] == "not worth it"
+    run = result["runs"][timelines[index]["run"]]
+    for group in run["groups"]:
+        group["track"] = "FP16"
+    assert digest(result, timelines, tracks)["plays"][index]["stopped"] is None, "nothing better was left"
 
 
 def test_tracks_are_ordered_by_what_is_known():

@@ -35,6 +35,7 @@ from kvabr.replay.report.timeline import (
     requests,
     significant,
     start_of,
+    stopped,
 )
 from kvabr.types.events import DecisionMade, PlayEvent, PlayStarted
 
@@ -72,6 +73,7 @@ def digest(result: Result, timelines: list[Timeline], tracks: list[str]) -> dict
     policies = ranked(result)
     asset = asset_name(result)
     known = track_facts(result)
+    losses = {name: loss for name, (_, loss) in known.items()}
     start = start_of(timelines[0]["log"]) if timelines else None
     data = {
         "title": f"{asset} \u00b7 kvabr replay" if asset else "kvabr replay",
@@ -94,7 +96,7 @@ def digest(result: Result, timelines: list[Timeline], tracks: list[str]) -> dict
         "policies": [_policy(result, name, places) for name in policies],
         "families": _families(result, policies),
         "opening": _opening([str(runs[item["run"]].get("policy")) for item in timelines], policies),
-        "plays": [_play(runs[item["run"]], item, places) for item in timelines],
+        "plays": [_play(runs[item["run"]], item, places, losses) for item in timelines],
     }
     return dict(finite(data))
 
@@ -151,13 +153,16 @@ def _families(result: Result, policies: list[str]) -> list[dict[str, Any]]:
     return found
 
 
-def _play(run: Run, timeline: Timeline, places: dict[str, int]) -> dict[str, Any]:
+def _play(
+    run: Run, timeline: Timeline, places: dict[str, int], losses: Mapping[str, float | None]
+) -> dict[str, Any]:
     log: list[PlayEvent] = timeline["log"]
     start = start_of(log)
     deadline = number(run.get("deadline_s")) or 0.0
     ttft = number(run.get("ttft_s"))
     # Leave room on the right, so that the last milestone is not on the edge.
     until = 1.03 * max(end_of(log), ttft or 0.0, deadline)
+    flights = requests(log)
     decisions, left_out = _decisions(log, places)
     numbers = {
         key: significant(number(run.get(key)))
@@ -192,12 +197,33 @@ def _play(run: Run, timeline: Timeline, places: dict[str, int]) -> dict[str, Any
                 *(_time(item.first_byte_s), _time(item.end_s), item.outcome, item.received, item.reason),
                 _time(item.decoded_s),
             ]
-            for item in requests(log)
+            for item in flights
         ],
         "computed": [[_time(c.start_s), _time(c.end_s), c.first, c.last] for c in computations(log)],
         "decisions": decisions,
         "left_out": left_out,
+        "stopped": None if ttft is None or ttft >= deadline else _stop(stopped(log, flights), decisions, run, losses),
     }
+
+
+def _stop(
+    end: DecisionMade | None, decisions: list[list[Any]], run: Run, losses: Mapping[str, float | None]
+) -> dict[str, Any] | None:
+    """Return when and why a policy ended its play although better tracks were left; None if it did not.
+
+    Args:
+        end: the decision that ended it.
+        decisions: the rows of all decisions; ``decision`` is the index of the one among them.
+        run: the play.
+        losses: expected loss of every track.
+    """
+    least = min((loss for loss in losses.values() if loss is not None), default=0.0)
+    chosen = [losses.get(str(group.get("track"))) for group in run.get("groups") or ()]
+    left = sum(loss is not None and loss > least for loss in chosen)
+    if end is None or not left:
+        return None
+    rows = (index for index, row in enumerate(decisions) if row[:2] == [_time(end.t), end.kind])
+    return {"t": _time(end.t), "reason": end.reason, "decision": next(rows, None), "left": left}
 
 
 def _groups(run: Run, places: dict[str, int]) -> list[list[Any]]:

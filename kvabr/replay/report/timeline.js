@@ -231,7 +231,38 @@ function requestPanel(area, root, play = area.play, panel = area.panels.requests
       found.push(svg("rect", { ...box(start, end), class: `overlay hatched ${ended}${known(first) ? "" : " unheard"}` }));
     }
   }
-  return svg("g", { class: "requests" }, found);
+  return svg("g", { class: "requests" }, found, stopMark(area, play, panel));
+}
+
+/** Half the width of the sign at which a play was stopped, and of where it can be clicked. */
+const STOP_SIGN = 4.5;
+const STOP_REACH = 7;
+
+/** Where the policy ended its play although better tracks were left, and the time until the deadline that it left unused. */
+function stopMark(area, play, panel) {
+  const { stopped } = play;
+  if (!stopped || stopped.t > area.to || play.deadline_s < area.from) return null;
+  const x = area.x(stopped.t);
+  const end = Math.min(area.x(play.deadline_s), area.right);
+  const top = panel.top + 4 + STOP_SIGN;
+  const left = seconds(play.deadline_s - stopped.t);
+  const texts = [`stopped ${left} before the deadline`, `stopped ${left} early`];
+  const places = [...texts.map((text) => [text, area.right - x, true]), ...texts.map((text) => [text, x - MARGIN.left, false])];
+  const [text, , after] = places.find(([words, room]) => 6.6 * words.length + 12 < room) ?? ["", 0, true];
+  return svg("g", { class: "stop" },
+    titled(`Stopped at ${seconds(stopped.t)}: ${stopped.reason}. ${plural(stopped.left, "group")} could have had a better track.`),
+    svg("rect", { class: "unused", x, y: panel.top, width: Math.max(0, end - x), height: panel.height }),
+    svg("line", { x1: x, x2: x, y1: panel.top, y2: panel.bottom }),
+    stopped.t >= area.from && svg("rect", { class: "sign", x: x - STOP_SIGN, y: top - STOP_SIGN, width: 2 * STOP_SIGN, height: 2 * STOP_SIGN }),
+    svg("text", { x: after ? x + 10 : x - 10, y: top + 4, "text-anchor": after ? "start" : "end" }, text));
+}
+
+/** The decision that ended the play, if a point of the chart is at its mark. */
+function stopAt(area, px, py) {
+  const { stopped } = area.play;
+  const panel = area.panels.requests;
+  const at = stopped && Math.abs(area.x(stopped.t) - px) <= STOP_REACH && py >= panel.top && py <= panel.bottom;
+  return at ? stopped.decision : null;
 }
 
 function decoderPanel(area, root) {
@@ -275,8 +306,11 @@ function underPointer(event) {
   const box = chart.root.getBoundingClientRect();
   const [px, py] = [event.clientX - box.left, event.clientY - box.top];
   const t = clamp(chart.area.time(px), chart.area.from, chart.area.to);
+  const end = stopAt(chart.area, px, py);
+  const at = { px: clamp(px, MARGIN.left, chart.area.right), t, request: null, group: null, decision: end };
+  if (end !== null) return { ...at, t: chart.area.play.stopped.t };
   const request = requestAt(chart.area, px, py);
-  return { px: clamp(px, MARGIN.left, chart.area.right), t, request, group: request === null ? null : chart.area.play.requests[request][COL.requests.group] };
+  return { ...at, request, group: request === null ? null : chart.area.play.requests[request][COL.requests.group] };
 }
 
 function listen() {
@@ -286,21 +320,21 @@ function listen() {
     if (event.button === 0 && event.pointerType !== "touch") grip = underPointer(event).px;
   });
   root.addEventListener("pointermove", (event) => {
-    const { px, t, request, group } = underPointer(event);
+    const { px, ...at } = underPointer(event);
     if (grip !== null && Math.abs(px - grip) > 5) {
       fill(brush, { visibility: "visible", x: Math.min(px, grip), width: Math.abs(px - grip) }, []);
     }
-    look({ t, request, group });
+    look(at);
   });
   root.addEventListener("pointerup", (event) => {
-    const { px, t, request, group } = underPointer(event);
+    const { px, ...at } = underPointer(event);
     const from = grip;
     grip = null;
     brush.setAttribute("visibility", "hidden");
     if (from !== null && Math.abs(px - from) > 5) {
       update({ ...nowhere, pinned: false, zoom: [area.time(Math.min(px, from)), area.time(Math.max(px, from))] });
     } else {
-      pin({ t, request, group });
+      pin(at);
     }
   });
   root.addEventListener("pointerleave", () => {

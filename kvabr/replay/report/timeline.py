@@ -27,6 +27,10 @@ from kvabr.types.events import (
 )
 
 Outcome = Literal["done", "cancelled", "failed", "open"]
+_ENDS = {"finish", "deliver"}
+"""Kinds of decision by which a policy asks for nothing more."""
+_ASKS = {"fetch", "upgrade", "recompute"}
+"""Kinds of decision by which it asks for something."""
 
 
 @dataclass(slots=True)
@@ -113,6 +117,30 @@ def computations(log: Sequence[PlayEvent]) -> list[Computation]:
     end = end_of(log)
     found += [Computation(t, end, *span, finished=False) for span, t in begun.items()]
     return sorted(found, key=lambda item: item.start_s)
+
+
+def stopped(log: Sequence[PlayEvent], flights: Sequence[Request]) -> DecisionMade | None:
+    """Return the decision by which the policy ended its play; None if it did not.
+
+    That is its last ``deliver``, or its last ``finish`` unless requests were under way when it first said so: then it
+    only had nothing more to ask for.
+
+    Args:
+        log: the play's events.
+        flights: its `requests`.
+    """
+    found: DecisionMade | None = None
+    for event in log:
+        if not isinstance(event, DecisionMade):
+            continue
+        if event.kind in _ENDS:
+            if found is None or (found.kind, found.reason) != (event.kind, event.reason):
+                found = event
+        elif event.kind in _ASKS:
+            found = None
+    if found is None or any(item.sent_s <= found.t < item.end_s for item in flights):
+        return None
+    return found
 
 
 def lanes(spans: Iterable[tuple[float, float]]) -> list[int]:
