@@ -47,7 +47,10 @@ def test_doctor_reports_and_says_what_to_do(capsys, tmp_path, monkeypatch):
     assert lines["decoding"]["state"] == "ok"
     assert re.search(r"\d+ threads; MB/s of FP16 cache in each: .*FP16 [\d,]+", lines["decoding"]["detail"])
     assert lines["vllm"]["state"] == "ok" or "pip install" in lines["vllm"]["fix"]
-    assert "nonsense" in capsys.readouterr().out
+    out = " ".join(capsys.readouterr().out.split())
+    assert "nonsense" in out
+    assert "fix: unset KVABR_CODER" in out
+    assert re.search(r"1 of \d+ checks failed; \d+ optional parts? missing\.$", out)
 
 
 def test_doctor_says_which_number_of_threads_makes_no_sense(capsys, monkeypatch):
@@ -63,7 +66,7 @@ def test_doctor_says_which_number_of_threads_makes_no_sense(capsys, monkeypatch)
 def test_doctor_names_extras_in_full(capsys, monkeypatch):
     monkeypatch.setattr("kvabr.quic.backend.installed_libraries", lambda _: ("aioquic",))
     main(["doctor"])
-    assert "pip install 'kvabr[fast]'" in " ".join(capsys.readouterr().out.split())
+    assert "add: pip install 'kvabr[fast]'" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.process
@@ -74,6 +77,9 @@ def test_doctor_asks_an_origin(capsys, root, tmp_path):
         out = " ".join(capsys.readouterr().out.split())
         assert "connected in" in out
         assert "moqt-18" in out
+        assert "certificate ok has the given fingerprint" in out
+        main(["doctor", origin.url, "--insecure"])
+        assert "was not verified add: --ca F.pem or --fingerprint HEX" in " ".join(capsys.readouterr().out.split())
         assert main(["doctor", origin.url]) == 1
         assert "--fingerprint HEX" in " ".join(capsys.readouterr().out.split())
     finally:

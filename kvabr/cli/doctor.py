@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import platform
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -24,9 +25,10 @@ examples:
   kvabr doctor
   kvabr doctor moqt://origin.example:4443/ --ca ca.pem
 
-"missing" is something optional, with the command that adds it. "failed" is something that does not work; then the exit
-status is 1.
+"missing" is something optional, with the command that adds it. "failed" is something that does not work, with what
+repairs it; then the exit status is 1.
 """
+_BEFORE_FIX: dict[State, str] = {"ok": "", "missing": "add: ", "failed": "fix: "}
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,18 +67,29 @@ def run(args: argparse.Namespace) -> int:
         findings += _origin(args)
     table = Table(box=None, pad_edge=False, show_header=False)
     for finding in findings:
-        fix = f"\n{finding.fix}" if finding.fix else ""
+        fix = f"\n{_BEFORE_FIX[finding.state]}{finding.fix}" if finding.fix else ""
         detail = escape(f"{finding.detail}{fix}")  # extras are written in brackets
         table.add_row(escape(finding.what), f"[{_MARKS[finding.state]}]{finding.state}[/]", detail)
-    Console().print(table)
+    out = Console()
+    out.print(table)
+    out.print(f"\n{_summary([finding.state for finding in findings])}", highlight=False)
     write_json(args.json, [asdict(finding) for finding in findings])
     return int(any(finding.state == "failed" for finding in findings))
+
+
+def _summary(states: list[State]) -> str:
+    """Return the report in one sentence."""
+    failed, missing = states.count("failed"), states.count("missing")
+    optional = f"{missing} optional part{'' if missing == 1 else 's'} missing"
+    if failed:
+        return f"{failed} of {len(states)} checks failed; {optional}."
+    return f"Nothing failed; {optional}." if missing else "Everything is here."
 
 
 def _base() -> Iterator[Finding]:
     yield Finding("kvabr", "ok", f"{__version__}, Python {platform.python_version()}, {platform.platform(terse=True)}")
     for name in ("numpy", "scipy", "torch"):
-        yield _package(name, "pip install -c constraints.txt kvabr")
+        yield _package(name, f"pip install {name}", lacking="failed")
 
 
 def _configuration() -> Finding:
@@ -140,6 +153,8 @@ def _gpu() -> Finding:
     except ImportError:
         return Finding("GPU", "missing", "torch cannot be imported", "pip install torch")
     if not torch.cuda.is_available():
+        if torch.version.cuda is None and shutil.which("nvidia-smi") is not None:
+            return Finding("GPU", "missing", "torch was built without CUDA", "pip install a build of torch with CUDA")
         return Finding("GPU", "missing", "none that torch can use; caches are decoded on the processor")
     name = torch.cuda.get_device_name(0)
     if importlib.util.find_spec("triton") is None:
@@ -175,11 +190,11 @@ def _engines() -> Iterator[Finding]:
             yield Finding(name, "ok", f"{version}, which was not tested; {adapter.range} was")
 
 
-def _package(name: str, fix: str, *, what: str = "") -> Finding:
+def _package(name: str, fix: str, *, what: str = "", lacking: State = "missing") -> Finding:
     try:
         return Finding(what or name, "ok", metadata.version(name))
     except metadata.PackageNotFoundError:
-        return Finding(what or name, "missing", f"the package {name} is not installed", fix)
+        return Finding(what or name, lacking, f"the package {name} is not installed", fix)
 
 
 def _origin(args: argparse.Namespace) -> list[Finding]:
@@ -196,7 +211,7 @@ async def _ask(args: argparse.Namespace) -> list[Finding]:
         async with AsyncClient(args.url, **network.options(args)) as client:
             connection = await client.connect()
             took = f"connected in {1000 * (time.monotonic() - began):.0f} ms"
-            found = [Finding(args.url, "ok", f"{took}, {connection.protocol}")]
+            found = [Finding("origin", "ok", f"{args.url}: {took}, {connection.protocol}"), _certificate(args)]
             try:
                 models = sorted({spec.model for spec in await client.models()})
             except NotFoundError:
@@ -204,7 +219,16 @@ async def _ask(args: argparse.Namespace) -> list[Finding]:
             listed = ", ".join(models) or "none that this token opens"
             return [*found, Finding("models", "ok" if models else "missing", listed)]
     except KvabrError as error:
-        return [Finding(args.url, "failed", str(error), _hint(str(error)))]
+        return [Finding("origin", "failed", f"{args.url}: {error}", _hint(str(error)))]
+
+
+def _certificate(args: argparse.Namespace) -> Finding:
+    """Say why the certificate of a peer that was reached is trusted."""
+    if args.insecure:
+        return Finding("certificate", "missing", "was not verified", "--ca F.pem or --fingerprint HEX, instead of --insecure")
+    if args.fingerprint is not None:
+        return Finding("certificate", "ok", "has the given fingerprint")
+    return Finding("certificate", "ok", f"verified by {'the system' if args.ca is None else args.ca}")
 
 
 _HINTS: tuple[tuple[Callable[[str], bool], str], ...] = (
