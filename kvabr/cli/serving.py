@@ -58,9 +58,8 @@ def add_options(parser: argparse.ArgumentParser, whose: str, towards: str = "") 
     parser.add_argument("--dev", action="store_true", help="make a certificate for this run instead")
     add_quic_option(parser, "--quic", towards)
     parser.add_argument("--metrics", metavar="HOST:PORT", help="serve /metrics (Prometheus) and /healthz over HTTP")
-    parser.add_argument(
-        "--drain", type=float, default=10.0, metavar="S", help="seconds to finish what is under way (default: 10)"
-    )
+    drain = "seconds to finish what is under way after SIGTERM (default: 10); Ctrl-C waits half a second"
+    parser.add_argument("--drain", type=float, default=10.0, metavar="S", help=drain)
     parser.add_argument("--limit", action="append", default=[], metavar="NAME=VALUE", help="see below")
     parser.add_argument("--log-json", action="store_true", help="log JSON lines (default where no terminal is)")
     parser.add_argument("-v", "--verbose", action="store_true", help="log more")

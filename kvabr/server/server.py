@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 _HALF_OPEN = 64
 """Handshakes at a time before new clients must validate their address; also how many connections beyond the limit are
 let in far enough to be told that there are too many."""
+PATIENCE_S = 0.5
+"""Most seconds to drain after Ctrl-C."""
 _GOODBYE_S = 0.2
 """Seconds for the last packets to leave."""
 WATCH_S = 2.0
@@ -258,7 +260,8 @@ async def run_until_signal(
 
     Args:
         server: not started yet; `TransportError` if its address cannot be bound.
-        grace_s: seconds that draining may take.
+        grace_s: seconds that draining may take; after SIGINT, which comes from a person who waits, at most
+            `PATIENCE_S`.
         log: receives events.
         metrics: its ``draining`` is set.
         started: called once the server is up.
@@ -270,7 +273,10 @@ async def run_until_signal(
         await server.start()
         try:
             started()
-            log.info("signal", name=await signals.get(), draining_s=grace_s, hint="another one ends it at once")
+            name = await signals.get()
+            if name == signal.SIGINT.name:
+                grace_s = min(grace_s, PATIENCE_S)
+            log.info("signal", name=name, draining_s=grace_s, hint="another one ends it at once")
             metrics.draining.set(1)
             drained = asyncio.create_task(server.drain(grace_s))
             again = asyncio.create_task(signals.get())

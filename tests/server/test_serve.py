@@ -22,7 +22,7 @@ from kvabr.server.grants import Grants
 from kvabr.server.limits import ServerLimits
 from kvabr.server.metrics import Metrics
 from kvabr.server.published_assets import PublishedAssets
-from kvabr.server.server import INTERRUPTED, Server, Watcher, run_until_signal
+from kvabr.server.server import INTERRUPTED, PATIENCE_S, Server, Watcher, run_until_signal
 from kvabr.types.errors import TransportError, UsageError
 from tests.assets import make_asset
 
@@ -212,8 +212,8 @@ async def running(server, metrics):
     return task
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-async def test_a_signal_drains(root, number):
+@pytest.mark.parametrize(("number", "grace_s"), [(signal.SIGTERM, 3.0), (signal.SIGINT, PATIENCE_S)])
+async def test_a_signal_drains(root, number, grace_s):
     server, metrics = Recorder(PublishedAssets(root)), Metrics()
     before = signal.getsignal(number)
     task = await running(server, metrics)
@@ -222,7 +222,7 @@ async def test_a_signal_drains(root, number):
     assert metrics.value("kvabr_draining") == 1
     server.may_finish.set()
     assert await task == 0
-    assert server.calls == ["start", ("drain", 3.0), "drained", "close"]
+    assert server.calls == ["start", ("drain", grace_s), "drained", "close"]
     assert signal.getsignal(number) == before
 
 
