@@ -110,7 +110,7 @@ def test_a_page_works_as_it_is_written(page, tmp_path, model):
     try:
         for kind, title, code, indented in BLOCK.findall((ROOT / page).read_text()):
             if kind == "python":
-                if found := re.search(r"^class (\w+)\(Policy\)", code, re.MULTILINE):
+                if found := re.search(r"^class (\w+)\((?:Policy|Anytime)\)", code, re.MULTILINE):
                     (reader.home / (title or f"{found[1].lower()}.py")).write_text(code)
                 continue
             for commented in (code or indented).splitlines():
