@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from rich.console import Console, ConsoleOptions, RenderResult
-from rich.table import Table
+from rich.table import Column, Table
 
 
 class FittingTable(Table):
@@ -25,7 +25,8 @@ class FittingTable(Table):
             if any(column.header == header for column in kept.columns):
                 kept = kept._without(header)
                 left_out.append(" ".join(header.replace("-\n", "").split()))
-        yield from Table.__rich_console__(kept, console, options)
+        room = options.max_width - kept._needed(console, options)
+        yield from Table.__rich_console__(kept._shortened(max(0, room)), console, options)
         if left_out:
             yield console.render_str(f"[dim]not shown in {options.max_width} columns: {', '.join(left_out)}[/]")
 
@@ -35,7 +36,7 @@ class FittingTable(Table):
         needed = self._extra_width
         for column in self.columns:
             measured = self._measure_column(console, free, column)
-            if column.no_wrap and column.overflow == "ellipsis":
+            if _may_be_shortened(column):
                 needed += min(measured.maximum, column.min_width or _SHORTENED)
             else:
                 needed += measured.maximum if column.no_wrap else min(measured.minimum, column.max_width or _FOLDED)
@@ -43,6 +44,20 @@ class FittingTable(Table):
 
     def _without(self, header: str) -> FittingTable:
         """Return the table without a column."""
+        return self._with([column for column in self.columns if column.header != header])
+
+    def _shortened(self, room: int) -> FittingTable:
+        """Return the table with texts that may be shortened as long as ``room`` allows beyond the least.
+
+        Otherwise rich takes the width from columns that wrap, down to a single character.
+        """
+        columns = list(self.columns)
+        for index, column in enumerate(columns):
+            if _may_be_shortened(column):
+                columns[index] = replace(column, max_width=(column.min_width or _SHORTENED) + room)
+        return self._with(columns)
+
+    def _with(self, columns: Sequence[Column]) -> FittingTable:
         table = FittingTable(
             box=self.box,
             padding=self.padding,
@@ -52,10 +67,13 @@ class FittingTable(Table):
             title_justify=self.title_justify,
             header_style=self.header_style,
         )
-        kept = [column for column in self.columns if column.header != header]
-        table.columns = [replace(column, _index=index) for index, column in enumerate(kept)]
+        table.columns = [replace(column, _index=index) for index, column in enumerate(columns)]
         table.rows = self.rows
         return table
+
+
+def _may_be_shortened(column: Column) -> bool:
+    return column.no_wrap and column.overflow == "ellipsis"
 
 
 _SHORTENED = 12

@@ -47,6 +47,19 @@ def test_a_shortened_name_costs_no_column():
     assert "not shown" not in shown(long, 30)
 
 
+@pytest.mark.parametrize("width", [25, 30, 45])
+def test_a_long_name_does_not_squeeze_what_wraps(width):
+    made = FittingTable(box=None, padding=0, pad_edge=False)
+    made.add_column("policy", no_wrap=True, overflow="ellipsis", min_width=10)
+    made.add_column("loss", justify="right", no_wrap=True)
+    made.add_column("mix")
+    made.add_row("./leased.py:Leased", "0.00045", "abcdefgh " * 4)
+    first = shown(made, width).splitlines()[1]
+    assert "abcdefgh" in first
+    assert "0.00045" in first
+    assert first.startswith("./leased.py:Leased"[: width - 16])
+
+
 @pytest.mark.parametrize("width", [40, 60, 80])
 def test_the_tracks_of_an_asset_are_never_cut(width):
     text = shown(track_table(catalog(10)), width)

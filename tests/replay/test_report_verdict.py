@@ -61,6 +61,11 @@ def test_nothing_to_compare_with():
         "cheapfirst met the deadline in 4 of 4 plays and lost 0.0030 nats per token; "
         "no fixed track was played to compare it with."
     )
+    two = verdict(result_of(*plays("bola", loss=0.02), *plays("cheapfirst", loss=0.003)))
+    assert two == (
+        "cheapfirst, the best of 2 policies, met the deadline in 4 of 4 plays and lost 0.0030 nats per token; "
+        "its mean regret is 0.0030 against 0.020 for bola."
+    )
     fixed = verdict(result_of(*plays("fixed:FP8"), *plays("fixed:Int4", loss=0.1)))
     assert fixed.startswith("fixed:FP8, the best of 2 policies, met the deadline in 4 of 4 plays")
     assert "no adaptive policy was played" in fixed

@@ -137,8 +137,8 @@ function decisionCard(row) {
       el("small", {}, ` at ${seconds(at("t"))}`)),
     el("p", { class: "reason" }, at("reason") || "no reason given"),
     pairs([
-      ["estimate", known(at("rate")) ? rate(at("rate")) : null, "key-estimate"],
-      ["lower bound", known(at("lower")) ? rate(at("lower")) : null, "key-lower"],
+      ["estimate", at("rate") > 0 ? rate(at("rate")) : "not known yet", "key-estimate"],
+      ["lower bound", at("lower") > 0 ? rate(at("lower")) : null, "key-lower"],
       ["first byte in", known(at("ttfb")) ? seconds(at("ttfb")) : null],
       ["slack", known(at("slack")) ? seconds(at("slack")) : null],
     ]),
@@ -206,7 +206,7 @@ function drawHead() {
       tile("fetched", bytes(play.bytes_fetched), fp16 ? `${percent(play.bytes_fetched / fp16)} of FP16` : null),
       tile("wasted", percent(play.bytes_fetched ? play.bytes_wasted / play.bytes_fetched : 0), bytes(play.bytes_wasted)),
       play.estimator && tile("estimator", play.estimator, known(play.rtt_s) ? `round trip ${seconds(play.rtt_s)}` : null),
-      tile("recomputed", whole(play.tokens_recomputed), known(play.recompute_s) ? `tokens in ${seconds(play.recompute_s)}` : "tokens")),
+      play.tokens_recomputed > 0 && tile("recomputed", whole(play.tokens_recomputed), known(play.recompute_s) ? `tokens in ${seconds(play.recompute_s)}` : "tokens")),
     other ? el("p", { class: "rival" }, el("b", {}, other.policy), ": TTFT ", outcome(other), `, loss ${nats(other.loss)}, regret ${nats(other.regret)}, ` +
       `fetched ${bytes(other.bytes_fetched)}, wasted ${percent(other.bytes_fetched ? other.bytes_wasted / other.bytes_fetched : 0)}`) : "");
 }

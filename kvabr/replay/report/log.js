@@ -53,9 +53,9 @@ function logRow(row, i) {
     el("td", { class: "why" }, at("reason")),
     el("td", {}, better && trackLabel(better.track)),
     el("td", { class: lateness(better && better.arrives) }, better ? seconds(better.arrives) : ""),
-    el("td", { class: "number" }, known(at("rate")) ? rate(at("rate")) : ""),
-    el("td", { class: "number" }, known(at("lower")) ? rate(at("lower")) : ""),
-    el("td", { class: `number${at("slack") < 0 ? " bad" : ""}` }, known(at("slack")) ? seconds(at("slack")) : ""));
+    el("td", { class: "number" }, at("rate") > 0 ? rate(at("rate")) : DASH),
+    el("td", { class: "number" }, at("lower") > 0 ? rate(at("lower")) : DASH),
+    el("td", { class: `number${at("slack") < 0 ? " bad" : ""}` }, seconds(at("slack"))));
 }
 
 function drawLog() {

@@ -175,7 +175,7 @@ function slackPanel(area, root) {
   const high = clamp(Math.max(0, ...values), limit * 0.1, limit);
   const low = clamp(Math.min(0, ...values), -limit, -limit * 0.1);
   const y = (value) => panel.top + ((high - clamp(value, low, high)) / (high - low)) * panel.height;
-  heading(root, panel, "Slack", [["", "", "time to the deadline less the time that the rest needs"],
+  heading(root, panel, "Slack", [["", "", stacked ? "time left less time needed" : "time to the deadline less the time that the rest needs"],
     ...(other ? [["key-rival", "\u2501", other.policy]] : [])]);
   const found = ticks(low, high, 4).map((value) => {
     sideText(root, y(value), trimmed(seconds(value)));

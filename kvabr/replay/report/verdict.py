@@ -66,7 +66,12 @@ def verdict(result: Result) -> str:
         if not shared:
             sentence += " (each over its own plays: they share none)"
     elif adaptive:
-        sentence = _alone(adaptive[0], len(scores)) + "; no fixed track was played to compare it with"
+        sentence = _alone(adaptive[0], len(scores))
+        if len(adaptive) > 1 and shared:
+            second = f"{_regret(adaptive[1])} for {adaptive[1].policy}"
+            sentence += f"; its mean regret is {_regret(adaptive[0])} against {second}"
+        else:
+            sentence += "; no fixed track was played to compare it with"
     else:
         sentence = _alone(fixed[0], len(scores)) + "; no adaptive policy was played to compare it with"
     return sentence + _apart(apart) + "."
