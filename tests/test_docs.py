@@ -120,9 +120,9 @@ def test_what_a_tool_imports_exists(path):
 def exists(name: str) -> bool:
     """Return whether a dotted name is a module of kvabr, or is bound in one; nothing is imported."""
     home, _, last = name.rpartition(".")
-    for path in (ROOT / name.replace(".", "/"), (ROOT / name.replace(".", "/")).with_suffix(".py")):
-        if path.is_dir() or path.is_file():
-            return True
+    place = ROOT / name.replace(".", "/")
+    if place.is_dir() or any(place.with_suffix(ending).is_file() for ending in (".py", ".c")):
+        return True
     folder = ROOT / home.replace(".", "/")
     source = folder / "__init__.py" if folder.is_dir() else folder.with_suffix(".py")
     if not source.is_file():

@@ -4,6 +4,8 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <pthread.h>
+#include <stdlib.h>
+#include <string.h>
 
 #include "rans.h"
 
