@@ -225,7 +225,9 @@ async def _ask(args: argparse.Namespace) -> list[Finding]:
 def _certificate(args: argparse.Namespace) -> Finding:
     """Say why the certificate of a peer that was reached is trusted."""
     if args.insecure:
-        return Finding("certificate", "missing", "was not verified", "--ca F.pem or --fingerprint HEX, instead of --insecure")
+        return Finding(
+            "certificate", "missing", "was not verified", "--ca F.pem or --fingerprint HEX, instead of --insecure"
+        )
     if args.fingerprint is not None:
         return Finding("certificate", "ok", "has the given fingerprint")
     return Finding("certificate", "ok", f"verified by {'the system' if args.ca is None else args.ca}")

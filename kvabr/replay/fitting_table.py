@@ -20,17 +20,17 @@ class FittingTable(Table):
         left_out: list[str] = []
         kept = self
         for header in self.spare:
-            if kept._needed(console, options) <= options.max_width:
+            if kept.needed(console, options) <= options.max_width:
                 break
             if any(column.header == header for column in kept.columns):
                 kept = kept._without(header)
                 left_out.append(" ".join(header.replace("-\n", "").split()))
-        room = options.max_width - kept._needed(console, options)
-        yield from Table.__rich_console__(kept._shortened(max(0, room)), console, options)
+        room = options.max_width - kept.needed(console, options)
+        yield from Table.__rich_console__(kept.shortened(max(0, room)), console, options)
         if left_out:
             yield console.render_str(f"[dim]not shown in {options.max_width} columns: {', '.join(left_out)}[/]")
 
-    def _needed(self, console: Console, options: ConsoleOptions) -> int:
+    def needed(self, console: Console, options: ConsoleOptions) -> int:
         """Return the least width at which no number is cut and no word broken."""
         free = options.update_width(10_000)
         needed = self._extra_width
@@ -46,7 +46,7 @@ class FittingTable(Table):
         """Return the table without a column."""
         return self._with([column for column in self.columns if column.header != header])
 
-    def _shortened(self, room: int) -> FittingTable:
+    def shortened(self, room: int) -> FittingTable:
         """Return the table with texts that may be shortened as long as ``room`` allows beyond the least.
 
         Otherwise rich takes the width from columns that wrap, down to a single character.

@@ -153,9 +153,7 @@ def _families(result: Result, policies: list[str]) -> list[dict[str, Any]]:
     return found
 
 
-def _play(
-    run: Run, timeline: Timeline, places: dict[str, int], losses: Mapping[str, float | None]
-) -> dict[str, Any]:
+def _play(run: Run, timeline: Timeline, places: dict[str, int], losses: Mapping[str, float | None]) -> dict[str, Any]:
     log: list[PlayEvent] = timeline["log"]
     start = start_of(log)
     deadline = number(run.get("deadline_s")) or 0.0
