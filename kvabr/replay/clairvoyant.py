@@ -20,9 +20,11 @@ An engine that recomputes shrinks the network's part:
 
 - ``suffix``: for every cut, the tail is computed once the network has brought the groups before the cut, at least on
   the cheapest tracks; better ones may come by T.
-- ``hole``: k groups are computed while the network loads the others. The bound does not fix which k: it takes those
-  that help the network most, at the engine time of those that are cheapest to compute, so no choice of groups can
-  beat it.
+- ``hole``: k groups are computed while the network loads the others. Either these are the first k, from the start on.
+  Or the network brings one of the groups before the last of them, and what is behind it is computed once it is in
+  place; the last group of all, which may be short, once everything else is. Then the bound does not fix which k: it
+  takes those that help the network most, at the engine time of those that are cheapest to compute, so no choice of
+  groups can beat it.
 """
 
 from __future__ import annotations
@@ -116,6 +118,7 @@ class Clairvoyant:
         """
         self._catalog, self._cost, self._mode = catalog, cost, mode
         self.decoders = decoders
+        self._compute_s = None if cost is None else _compute_times(catalog, cost)
         self.frontier = frontier = Frontier(catalog, decode_scale)
         tails_s = frontier.decodes.min(axis=0)
         self.tail_s = float(tails_s.min())
@@ -215,20 +218,56 @@ class Clairvoyant:
             return ways
         if self._mode == "suffix":
             ways.append(_Way(None, whole_s := cost.seconds(0, tokens), whole_s))
+            begins_s = link.when(float(frontier.least_bytes.min()))
+            work_s = np.cumsum(frontier.decodes.min(axis=1)) / self.decoders
             for cut in range(1, groups):
                 takes_s = cost.seconds(cut * size, tokens - cut * size)
                 base_s = link.when(float(frontier.least_bytes[:cut].sum())) + self.tail_s
+                base_s = max(base_s, begins_s + float(work_s[cut - 1]))
                 # While the engine computes, the groups before the cut may still be upgraded.
                 ways.append(_Way(Part(first=cut), takes_s, base_s + takes_s))
             return ways
-        last = tokens - (groups - 1) * size
+        assert self._compute_s is not None  # noqa: S101  # there is an engine
+        front_s, *behind = self._compute_s
         for count in range(1, groups + 1):
-            # In front a group is cheapest to compute, except for the last one: it may be short.
-            takes_s = cost.seconds(0, min(count * size, tokens))
-            short_s = cost.seconds(tokens - last, last) - (cost.constant_s if count > 1 else 0.0)
-            takes_s = min(takes_s, cost.seconds(0, (count - 1) * size) + short_s)
-            ways.append(_Way(Part(free=count) if count < groups else None, takes_s, takes_s))
+            takes_s = float(front_s[count])
+            ways.append(_Way(Part(skip=count) if count < groups else None, takes_s, takes_s))
+        come_s = np.array([link.when(float(nbytes)) for nbytes in frontier.least_bytes]) + self.tail_s
+        sums = np.cumsum(np.sort(frontier.least_bytes[:-1]))
+        last_s = cost.seconds((groups - 1) * size, tokens - (groups - 1) * size) + self.tail_s
+        for count in range(1, groups):
+            # With the last group of all, or without it.
+            earliest_s = (link.when(float(sums[groups - 1 - count])) + last_s, 0.0)
+            for behind_s, from_s in zip(behind, earliest_s, strict=True):
+                takes = front_s[:count] + behind_s[count, :count]
+                ends = np.maximum(front_s[:count], come_s[:count]) + behind_s[count, :count]
+                if takes.min() < math.inf:
+                    ways.append(_Way(Part(free=count), float(takes.min()), max(from_s, float(ends.min()))))
         return ways
+
+
+def _compute_times(catalog: Catalog, cost: PrefillCost) -> tuple[Array, Array, Array]:
+    """Return lower bounds of the seconds to compute some groups.
+
+    Returns:
+        Of the first n groups, by n. And of n groups of which the first p are in front and the others behind group p,
+        the latter's part, by [n, p]: if the last group of all is among them, and if not; infinite where none are.
+    """
+    groups, size, tokens = catalog.groups, catalog.spec.group_tokens, catalog.tokens
+    last = catalog.group_tokens(groups - 1)
+    last_s = cost.seconds(tokens - last, last)
+    front: Array = np.array([cost.seconds(0, min(count * size, tokens)) for count in range(groups + 1)])
+    with_last: Array = np.full((groups, groups), np.inf)
+    without: Array = with_last.copy()
+    for count in range(1, groups):
+        for begin in range(count):
+            # Right behind it a group is cheapest to compute.
+            first, more = (begin + 1) * size, count - begin
+            others_s = cost.seconds(first, (more - 1) * size)
+            with_last[count, begin] = others_s + last_s - (cost.constant_s if more > 1 else 0.0)
+            if count < groups - 1:
+                without[count, begin] = cost.seconds(first, more * size)
+    return front, with_last, without
 
 
 class _Link:
@@ -293,7 +332,9 @@ def _least_at_last(link: _Link, ways: Sequence[_Way], gpu_price: float) -> float
     ways = [way for way in ways if way.earliest_s <= link.until_s]
     if not gpu_price:
         # Of the numbers of groups that could be computed, the largest is the best.
-        ways = [way for way in ways if way.part is None or not way.part.free or way is ways[-1]]
+        parts = [WHOLE, *(way.part for way in ways if way.part is not None)]
+        most = {Part(skip=max(part.skip for part in parts)), Part(free=max(part.free for part in parts))}
+        ways = [way for way in ways if way.part is None or way.part.first is not None or way.part in {WHOLE, *most}]
 
     def at(way: _Way, care: int) -> float:
         return float(link.loss(way.part, end, care=care)[0]) + gpu_price * way.engine_s

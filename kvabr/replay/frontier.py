@@ -55,7 +55,9 @@ class Part:
     """The groups of a cache that are fetched."""
 
     first: int | None = None
-    """Number of groups from the first on; None: all."""
+    """The group before which the part ends; None: it goes to the end."""
+    skip: int = 0
+    """The group that it begins with."""
     free: int = 0
     """Number of groups, those that are dearest, that cost nothing because an engine computes them."""
 
@@ -173,7 +175,7 @@ class Frontier:
         """
         key = (part, price)
         if key not in self._curves:
-            self._curves[key] = self._envelope(part.free, price) if part.free else self._greedy(part.first, price)
+            self._curves[key] = self._envelope(part.free, price) if part.free else self._greedy(part, price)
         return self._curves[key]
 
     def _dearest_second(self) -> float:
@@ -183,13 +185,14 @@ class Frontier:
         ratio = np.divide(saved, longer, out=np.zeros_like(saved), where=(saved > 0) & (longer > 0))
         return 4.0 * float(ratio.max(initial=0.0))
 
-    def _greedy(self, first: int | None, price: int) -> Curve:
+    def _greedy(self, part: Part, price: int) -> Curve:
         if price not in self._steps:
             self._steps[price] = _hull_steps(self.sizes, self.losses + self.prices[price] * self.decodes, self.decodes)
         groups, points = self._steps[price]
-        if first is not None:
-            points = points[groups < first]
-        sums = np.cumsum(points, axis=0)[(self.groups if first is None else first) - 1 :]
+        last = self.groups if part.first is None else part.first
+        if last - part.skip < self.groups:
+            points = points[(groups >= part.skip) & (groups < last)]
+        sums = np.cumsum(points, axis=0)[last - part.skip - 1 :]
         return Curve(sums[:, 0], sums[:, 1], sums[:, 2])
 
     def _envelope(self, free: int, price: int) -> Curve:
@@ -224,7 +227,7 @@ class Frontier:
 
     def _need(self, part: Part) -> Array:
         if part not in self._needs:
-            mixed = self._mixed if part.first is None else self._mixed[:, : part.first]
+            mixed = self._mixed[:, part.skip : part.first]
             self._needs[part] = np.sort(mixed, axis=1)[:, : mixed.shape[1] - part.free].sum(axis=1)
         return self._needs[part]
 

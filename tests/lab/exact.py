@@ -54,7 +54,7 @@ def schedules(offer, capacity, cost, mode, *, within_s=None, decoders=1, once=Fa
             names = [tracks[group].name if group in tracks else RECOMPUTED for group in groups]
             loss = predicted_loss(offer, names)
             for order in orders(items):
-                yield loss, *timed(offer, order, free, capacity, cost, decoders)
+                yield loss, *timed(offer, order, free, capacity, cost, decoders, once=once)
 
 
 def share(offer, group):
@@ -69,7 +69,7 @@ def orders(items):
         yield [left[group].pop(0) for group in shape]
 
 
-def timed(offer, order, free, capacity, cost, decoders):
+def timed(offer, order, free, capacity, cost, decoders, *, once):
     """When all is in place if the link carries the items in this order, and the engine's seconds."""
     link, busy = 0.0, [0.0] * decoders
     ready, usable = {}, {}
@@ -79,7 +79,8 @@ def timed(offer, order, free, capacity, cost, decoders):
         if decode_s:
             ready[group] = max(heappop(busy), link) + decode_s
             heappush(busy, ready[group])
-        usable.setdefault(group, ready[group])  # its lowest layer: the engine can go on from there
+        if once or group not in usable:
+            usable[group] = ready[group]  # what was decoded first: the engine can go on from there
     engine = spent = 0.0
     for group in free:
         before = max((usable[other] for other in range(group)), default=0.0)
