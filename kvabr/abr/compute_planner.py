@@ -6,8 +6,9 @@ not get; the policy computes this cost (`Worth`). If the engine is cheaper, it c
 
 - ``hole``: while groups are missing, the engine computes from the front and the network loads from the back. Groups
   between the engine and the meeting point are reserved for it. The point moves as both rates become known, so groups
-  that the engine would reach too late are fetched after all. Once all groups are in place, the engine recomputes those
-  that gain most per second. Recomputed groups inherit errors from the groups before them, see `kvabr.types.catalog`.
+  that the engine would reach too late are fetched after all. While the next group is on its way, and once all are in
+  place, the engine recomputes those in place that gain most per second. Recomputed groups inherit errors from the
+  groups before them, see `kvabr.types.catalog`.
 - ``suffix``: the engine needs everything in front and computes from there to the end. Once all groups are in place, it
   gets the tail that gains most, at the last possible moment: until then the network may still improve it.
 """
@@ -105,7 +106,10 @@ class ComputePlanner:
         while self._solid < groups and (self._solid in placed or track_of[self._solid] == RECOMPUTED):
             self._solid += 1
         if self._solid < groups:
-            return None if self._tail_first else self._front(view)
+            if self._tail_first:
+                return None
+            if (front := self._front(view)) is not None:
+                return front
         if view.now < self._again_s:
             return None
         found = self._tail(view) if self._tail_first else self._best(view)
@@ -125,21 +129,29 @@ class ComputePlanner:
         return Decision.recompute(group, f"the engine computes from the front, up to group {self.reserved.stop}")
 
     def _best(self, view: View) -> Decision | None:
-        """Pick the group in place whose recomputation gains most per second."""
+        """Pick the group in place, with all before it, whose recomputation gains most per second."""
         offers, settled, track_of = self._offers, view.settled, view.track_of
         looked: list[tuple[float, int, str]] = []
+        behind: list[tuple[float, int, str]] = []
+        # With nothing under way, the play could end now: then a second costs its time, too.
+        price = view.gpu_price + (0.0 if view.in_flight or view.missing_groups else view.time_price)
+        # Before that, the engine must stay free for what the link may not bring in time.
+        left_s = view.time_left if self._solid == view.groups else view.slack_s()
         most, best = 0.0, -1
         while offers and len(looked) < _LOOKED_AT:
             offer = heappop(offers)
             _, group, track = offer
             if group not in settled or track_of[group] != track:
                 continue  # it returns to the heap once it is in place on another track
+            if group >= self._solid:
+                behind.append(offer)
+                continue
             looked.append(offer)
             seconds = self._seconds[group]
             gain = self._gain(view, group, track) / seconds
-            if gain > max(most, view.gpu_price) and _SAFETY * seconds <= view.time_left:
+            if gain > max(most, price) and _SAFETY * seconds <= left_s:
                 most, best = gain, group
-        for offer in looked:
+        for offer in (*looked, *behind):
             heappush(offers, offer)
         if best < 0:
             return None

@@ -6,7 +6,7 @@ computed:
 
 - ``hole``: any group with everything before it in place. The planner picks the shortest sufficient run right behind the
   groups in flight, and the network continues behind the run. If the transfers in flight have stalled, the run starts at
-  the first group that is not in place.
+  the first group that is not in place. While no rate is known, none is started that would end after the deadline.
 - ``suffix``: the engine discards everything after the first missing group and computes from there to the end. The
   planner cuts off the shortest sufficient tail, which is computed once all groups before the cut are in place.
 """
@@ -100,6 +100,10 @@ def plan(
     if not absent or eta <= deadline_s:
         return None
     if mode == "hole" and (dead or view.rate <= 0):
+        size, first = view.catalog.spec.group_tokens, absent[0]
+        ends_s = max(view.now, lane_free_s) + cost.seconds(first * size, view.catalog.group_tokens(first))
+        if not dead and view.now < deadline_s < ends_s:
+            return None  # once begun, it would make the play late; the link may still carry everything in time
         # No single run fills several holes: take the first one and plan again.
         last = next((group + 1 for group in absent if group + 1 not in rest.need), absent[0] + 1)
         return Plan(absent[0], last, "the network brings nothing; what is left is recompute")

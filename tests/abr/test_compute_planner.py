@@ -5,7 +5,8 @@ from itertools import pairwise
 
 import pytest
 
-from kvabr.abr import Ladder
+from kvabr.abr import Ladder, Transfer, View
+from kvabr.abr.compute_planner import ComputePlanner
 from kvabr.abr.ladder import every_option, rank
 from kvabr.player.session_types import PlayerConfig
 from kvabr.replay.clairvoyant import Clairvoyant
@@ -56,6 +57,45 @@ def test_the_bound_with_a_price_lies_between_that_without_an_engine_and_that_wit
         assert found[-1] == without
     else:
         assert found[-1] > MISS_PENALTY  # rather late than at such a price
+
+
+def on_its_way(group, *, rate=1e6, deadline=4.0, gpu_price=1e-3, time_price=0.0):
+    """All groups are in place on the base, but for one that is in flight; return the view and a planner."""
+    offer = catalog(8, layered=True)
+    view = View(Ladder(offer), deadline, cost=PrefillCost(0.0, 0.1 / 128), gpu_price=gpu_price, time_price=time_price)
+    planner = ComputePlanner(view, lambda one, track: 0.0 if track is None else view.loss(one, track))
+    view.rate = view.lower_bound = rate
+    for one in range(offer.groups):
+        view.track_of[one] = "base"
+        del view.missing_groups[one]
+        if one == group:
+            size = offer.track("base").bytes[one]
+            view.in_flight[0] = Transfer(0, one, "base", size, upgrade=False, requested_s=0.0)
+            view.outstanding_bytes = size
+        else:
+            view.settled.add(one)
+            planner.settled(one, "base", view.loss(one, "base"))
+    planner.plan(view)
+    return view, planner
+
+
+def test_what_is_in_place_is_computed_while_the_next_group_is_on_its_way():
+    view, planner = on_its_way(5)
+    found = planner.next(view)
+    worst = max(range(5), key=lambda group: view.loss(group, "base"))
+    assert (found.kind, found.group) == ("recompute", worst)
+    # What is behind that group cannot be computed yet, and the engine stays free for what may come late.
+    for group, rate, gpu_price in ((0, 1e6, 1e-3), (5, 2_010, 1e-3), (5, 1e6, 1.0)):
+        view, planner = on_its_way(group, rate=rate, gpu_price=gpu_price)
+        assert planner.next(view) is None
+        assert (view.slack_s() < 0.1) == (rate < 1e6)
+
+
+def test_time_has_its_price_where_the_play_could_end():
+    for time_price, group in ((1e-3, 0), (10.0, None)):
+        view, planner = on_its_way(None, time_price=time_price)
+        found = planner.next(view)
+        assert (None if found is None else found.group) == group
 
 
 @pytest.mark.slow

@@ -67,6 +67,16 @@ def test_a_network_that_is_dead_leaves_the_first_of_several_holes_to_the_engine(
     assert plan(view(0.9 * WHOLE), per_group(0.02), "hole", [2, 3, 7, 8, 9], 0.0) is None
 
 
+def test_while_nothing_has_come_none_is_begun_that_ends_late():
+    """The link may still carry everything in time; the engine could not be stopped."""
+    assert plan(view(0.0, now=0.2), per_group(0.9), "hole", range(10), 0.0) is None
+    assert plan(view(0.0, now=0.2), per_group(0.7), "hole", range(10), 0.0).first == 0
+    assert plan(view(0.0, now=0.2), per_group(0.7), "hole", range(10), 0.4) is None  # the engine is busy until then
+    # A link that is dead will carry nothing, and once the deadline has passed there is nothing to lose.
+    assert plan(view(0.0, now=0.2), per_group(0.9), "hole", range(10), 0.0, dead=True).first == 0
+    assert plan(view(0.0, now=1.0), per_group(0.9), "hole", range(10), 0.0).first == 0
+
+
 def test_a_suffix_reaches_to_the_end_even_over_groups_in_place():
     found = plan(view(0.1 * WHOLE), per_group(0.02), "suffix", [2, 3, 7], 0.0)
     assert found.last == 10
