@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -21,7 +22,11 @@ TESTED = {"play", "own_policy", "own_codec", "relay", "telemetry", "two_engines"
 
 
 def run(name, *words, folder):
-    command = [sys.executable, str(ROOT / "examples" / f"{name}.py"), *map(str, words)]
+    """Run an example with a deadline that every machine meets, and return what it prints."""
+    text = (ROOT / "examples" / f"{name}.py").read_text()
+    script = folder / f"{name}.py"
+    script.write_text(re.sub(r"\bdeadline=[0-9.]+", f"deadline={LIMIT_S}", text))
+    command = [sys.executable, str(script), *map(str, words)]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(  # noqa: S603
         command, cwd=folder, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False

@@ -67,7 +67,7 @@ def test_fetch_writes_what_was_heard_however_the_play_ends(root, short, tmp_path
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     events, counts = tmp_path / "plays.jsonl", tmp_path / "kvabr.prom"
     served = Served(root / "short", tmp_path)
-    words = ["--ca", str(served.pem), "--quic", "aioquic", "--deadline", "5", "--policy", "fixed:Int8"]
+    words = ["--ca", str(served.pem), "--quic", "aioquic", "--deadline", "300", "--policy", "fixed:Int8"]
     words += ["--telemetry", str(events), "--metrics-file", str(counts)]
     name = f"{short.namespace.model}/{short.namespace.prompt}"
     try:
