@@ -37,8 +37,8 @@ class ServerLimits:
     """Connections at a time."""
     connections_per_address: int | None = 480
     """Connections at a time of one IPv4 address or IPv6 network of 64 bits; None: no bound of its own."""
-    requests_per_connection: int = 128
-    """Requests in flight on one connection."""
+    requests_per_connection: int = 1024
+    """Requests in flight on one connection. A play requests the base of all its groups at once."""
     requests: int = 8192
     """Requests in flight on all connections together."""
     requests_per_s: float = 2000.0
