@@ -26,6 +26,7 @@ NAMES = {
     "Found",
     "Handle",
     "HoleError",
+    "IncompleteError",
     "KVSpec",
     "KvabrError",
     "Limits",

@@ -20,6 +20,7 @@ from kvabr.cli.options import (
     add_deadline_option,
     add_gpu_price_option,
     add_old_name,
+    add_patience_option,
     add_salt_option,
     add_time_price_option,
     check_writable,
@@ -48,8 +49,11 @@ Name the cache (`kvabr inspect` shows its name), or give the prompt: --text with
 the longest prefix that the origin has is played. With --recompute the engine computes what would be late, and more
 where its time is worth it (--gpu-price). The deadline starts once the connection is up.
 
-The exit status is 0 if a cache was played, 1 if nothing of the prompt is cached, and for every other failure as for
-all commands.
+At the deadline the play ends, with --recompute as soon as the engine has completed it. If groups are missing then, the
+command says which, --out gets the tokens before them, and the exit status is 1; --patience 3 waits for three deadlines.
+
+The exit status is 0 if a complete cache was played, 1 if groups are missing or nothing of the prompt is cached, and for
+every other failure as for all commands.
 """
 
 _HOW = (
@@ -90,6 +94,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     add_gpu_price_option(how)
     add_time_price_option(how)
+    add_patience_option(how, 1.0)
     how.add_argument(
         "--after",
         type=_after,
@@ -155,8 +160,11 @@ def run(args: argparse.Namespace) -> int:
             if args.log is not None:
                 _write(args.log, "".join(json.dumps(line.to_json()) + "\n" for line in lines))
     write_json(args.json, result)
+    unwritten = "" if args.out is None else f"; {args.out} was not written"
+    if "incomplete" in result:
+        written = "" if args.out is None else f"; {args.out} has the first {result['tokens']:,} tokens"
+        raise PlayError(result["incomplete"] + (written if result["tokens"] else unwritten))
     if not result["tokens"]:
-        unwritten = "" if args.out is None else f"; {args.out} was not written"
         raise PlayError(f"nothing of this prompt is cached there ({result['lookup_s']:.2f} s){unwritten}")
     return 0
 
@@ -200,7 +208,7 @@ async def _fetch(
     from kvabr.cli.overlay import Overlay
     from kvabr.client.async_client import AsyncClient
     from kvabr.client.options import PlayOptions
-    from kvabr.client.result import NothingCached, save
+    from kvabr.client.result import IncompleteError, NothingCached, save
     from kvabr.store.files import read_salt
 
     options = PlayOptions(
@@ -210,6 +218,7 @@ async def _fetch(
         gpu_price=args.gpu_price,
         time_price=args.time_price,
         salt=read_salt(args.salt_file),
+        patience=args.patience,
         after=args.after,
         log=lines.append if args.log is not None else None,
         telemetry=telemetry,
@@ -229,10 +238,16 @@ async def _fetch(
         with Overlay(title, console=console) as overlay:
             options = replace(options, watch=overlay.show)
             played: Played | NothingCached
-            if namespace is not None:
-                played = await client.play_asset(namespace, deadline=args.deadline, tokens=tokens, options=options)
-            else:
-                played = await client.play(tokens, deadline=args.deadline, options=options)
+            try:
+                if namespace is not None:
+                    played = await client.play_asset(namespace, deadline=args.deadline, tokens=tokens, options=options)
+                else:
+                    played = await client.play(tokens, deadline=args.deadline, options=options)
+            except IncompleteError as error:
+                if args.out is not None and error.prefix is not None:
+                    save(error.prefix, args.out)
+                result = _result(args, origin, error.prefix, connect_s)
+                return result | {"incomplete": str(error), "missing": list(error.missing)}
         result = _result(args, origin, played, connect_s)
         if isinstance(played, NothingCached):
             return result
@@ -296,7 +311,7 @@ def _say(args: argparse.Namespace, played: Played, tokens: int) -> None:
 
 
 def _result(
-    args: argparse.Namespace, origin: Connection, played: Played | NothingCached, connect_s: float
+    args: argparse.Namespace, origin: Connection, played: Played | NothingCached | None, connect_s: float
 ) -> dict[str, Any]:
     from kvabr.client.result import NothingCached
 
@@ -308,10 +323,11 @@ def _result(
         "policy": args.policy,
         "deadline_s": args.deadline,
         "connect_s": connect_s,
-        "lookup_s": played.lookup_s,
+        "lookup_s": None if played is None else played.lookup_s,
         "rtt_s": origin.stats().rtt_s,
+        "missing": [],
     }
-    if isinstance(played, NothingCached):
+    if played is None or isinstance(played, NothingCached):
         return result | {"tokens": 0, "groups": []}
     record, catalog = played.record, played.catalog
     return result | {
@@ -327,7 +343,7 @@ def _result(
         "bytes_wasted": record.bytes_wasted,
         "bytes_held_up": record.bytes_held_up,
         "groups": [
-            asdict(group) | {"track": track} for group, track in zip(record.groups, played.coverage, strict=True)
+            asdict(group) | {"track": track} for group, track in zip(record.groups, played.coverage, strict=False)
         ],
     }
 

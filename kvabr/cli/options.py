@@ -153,6 +153,12 @@ def add_gpu_price_option(parser: argparse._ActionsContainer) -> None:
     parser.add_argument("--gpu-price", type=float, default=GPU_PRICE, metavar="NATS", help=what)
 
 
+def add_patience_option(parser: argparse._ActionsContainer, default: float) -> None:
+    """Declare ``--patience``."""
+    what = "end an incomplete play after this many deadlines (default: %(default)g)"
+    parser.add_argument("--patience", type=float, default=default, metavar="X", help=what)
+
+
 def add_time_price_option(parser: argparse._ActionsContainer) -> None:
     """Declare ``--time-price``."""
     from kvabr.player.session_types import TIME_PRICE

@@ -198,6 +198,8 @@ class AsyncClient:
         Raises:
             UsageError: an argument is wrong, or it is not clear which model is meant.
             BusyError: there are too many plays; compute the prompt instead.
+            IncompleteError: the deadline has come, groups are missing, and there is no engine. The error says which,
+                and has the cache of those before them; `PlayOptions.patience` allows more time.
             PlayError: the cache can neither be fetched nor computed; the message says why.
             ModelError: the engine failed, and the network could not make up for it.
             PolicyError: from the policy or the estimator.
@@ -254,7 +256,7 @@ class AsyncClient:
             TransportError: its catalog cannot be fetched.
             FormatError: its catalog is not what its name says, or none of its tracks can be decoded here.
             UsageError: an argument is wrong, for example tokens that are not the asset's.
-            BusyError, PlayError, ModelError, PolicyError: as `play`.
+            BusyError, IncompleteError, PlayError, ModelError, PolicyError: as `play`.
         """
         options = options or self.options
         if engine is not None and not len(tokens):

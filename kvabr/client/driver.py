@@ -151,13 +151,15 @@ class Driver:
         self._timer = None if when is None else self._loop.call_at(self._start_s + when, self._tick)
 
     def _tick(self) -> None:
+        due_s = self._timer_s or 0.0
         self._timer = self._timer_s = None
         if self._hook is not None and self._connection.closed:
             self._tell(partial(self.session.stop, reason="the connection is closed"))
             return
         if self._connection.waits_its_turn:
             self.session.waited(self.now())
-        self._tell(self.session.timer)
+        # The loop's clock and the play's may differ by a rounding error.
+        self._tell(lambda now: self.session.timer(max(now, due_s)))
         self._show()
 
     def _show(self) -> None:
@@ -190,7 +192,8 @@ class Driver:
             if download.stats.first_byte_s is None:
                 await self._pause(error)
             self._reads.pop(action.request, None)
-            self._tell(self.session.failed, action.request, said(error))
+            busy = isinstance(error, RequestError) and error.code == RequestCode.EXCESSIVE_LOAD
+            self._tell(partial(self.session.failed, busy=busy), action.request, said(error))
         else:
             self._reads.pop(action.request, None)
             self._frames[action.request] = download

@@ -49,8 +49,9 @@ class PlayOptions:
     tensor."""
     dtype: torch.dtype | None = None
     """Element type of the new tensor; None: that of the cache."""
-    patience: float = 10.0
-    """Deadlines after which an incomplete play ends, in addition to the time that the engine needs; at least 1."""
+    patience: float = 1.0
+    """Deadlines after which a play ends although groups are missing (`IncompleteError`); at least 1, which is to say at
+    the deadline. An engine may complete it beyond that, within twice the time of a whole prefill."""
     after: float | None = None
     """Seconds for which upgrades continue after the cache was handed over, see `Upgrades`; `math.inf`: until there is
     nothing to upgrade; None: no upgrades."""

@@ -1,8 +1,9 @@
 """One play of what was found: profile, session, driver and result. Plays differ in the session's goal.
 
-A play of a whole cache may continue with upgrades. A prefix play is for an engine that computes by itself whatever it
-is not given (vLLM, SGLang): it never waits for an engine, never fails for a group that did not come, and hands over the
-groups before the first that is missing.
+A play of a whole cache may continue with upgrades. Without an engine it ends at the deadline: complete, or with an
+error that names the missing groups and has those before them. A prefix play is for an engine that computes by itself
+whatever it is not given (vLLM, SGLang): it never waits for an engine, never fails for a group that did not come, and
+hands over the groups before the first that is missing.
 """
 
 from __future__ import annotations
@@ -28,14 +29,21 @@ from kvabr.client.peer_history import PeerHistory
 from kvabr.client.play_connection import PlayConnection
 from kvabr.client.profiles import ProfileCache
 from kvabr.client.resources import decoders, on_engine
-from kvabr.client.result import Played, PlayedPrefix
+from kvabr.client.result import IncompleteError, Played, PlayedPrefix, numbers
 from kvabr.client.shared_bandwidth import estimating, link_of
 from kvabr.client.upgrades import Upgrades
 from kvabr.codec.profile import Profile
 from kvabr.codec.threads import decoder_threads
 from kvabr.player.assembler import Assembler
 from kvabr.player.builder import new_estimator, new_session, opening
-from kvabr.player.session_types import GroupRecord, PlayRecord, PrefixGoal, UpgradeGoal, WholeGoal
+from kvabr.player.session_types import (
+    ENGINE_PATIENCE,
+    GroupRecord,
+    PlayRecord,
+    PrefixGoal,
+    UpgradeGoal,
+    WholeGoal,
+)
 from kvabr.store.memory import CACHES
 from kvabr.types.catalog import RECOMPUTED, Catalog, played_loss
 from kvabr.types.cost import PrefillCost
@@ -55,14 +63,12 @@ from kvabr.types.kv import KVSpec
 _PROFILE_SHARE = 0.3
 """Share of the time left that fetching a codec profile may take; then the play goes on without the tracks it serves."""
 _MIN_SHARE, _MIN_PREFIX_SHARE = 0.1, 0.05
-"""Share of the deadline that a play gets even after a lookup that took longer: late, but at its cheapest."""
+"""Share of the deadline that a play gets even after a lookup that took longer, as far as the play may be late."""
 _LOOKUP_SHARE = 0.25
 """Share of the deadline that a lookup may take although the engine could then not recompute everything in time."""
 _MIN_LEFT_S = 1e-3
 _MIN_HUGE_BYTES = 4 << 20
 """Smaller tensors do not fill huge pages."""
-_ENGINE_PATIENCE = 2.0
-"""Multiple of its measured time after which an engine counts as hung."""
 
 
 class Clock:
@@ -123,6 +129,7 @@ class Play:
 
         Raises:
             FormatError: none of the asset's tracks can be decoded here.
+            PlayError: the deadline has come, and there is no engine.
             UsageError: everything is skipped.
         """
         catalog, profile = found.catalog, None
@@ -137,7 +144,12 @@ class Play:
         catalog = playable(catalog, profile=profile is not None or not needed)
         for track in catalog.tracks:
             self.connection.identify(catalog.namespace, track.name, track.digests)
-        ladder = await asyncio.get_running_loop().run_in_executor(decoders(), Ladder, catalog.suffix(skip))
+        end_s = None if self.engine is not None else max(0.0, self._patience_s() - self.clock.now())
+        try:
+            async with asyncio.timeout(end_s):
+                ladder = await asyncio.get_running_loop().run_in_executor(decoders(), Ladder, catalog.suffix(skip))
+        except TimeoutError as error:
+            raise PlayError(f"no cache after {self.clock.now():.2f} s: its catalog was only just there") from error
         return Prepared(ladder, profile, found.sha256)
 
     async def whole(self, prepared: Prepared) -> Played:
@@ -150,8 +162,10 @@ class Play:
             options.note(PlayGaveUp(clock.now() - lookup_s, record.gave_up))
             if isinstance(driver.engine_error, KvabrError):
                 raise driver.engine_error
-            message = self.with_trouble(f"no cache after {clock.now():.2f} s: {record.gave_up}")
-            raise (PlayError if driver.engine_error is None else ModelError)(message) from driver.engine_error
+            message = f"no complete cache after {clock.now():.2f} s: {record.gave_up}"
+            if driver.engine_error is not None:
+                raise ModelError(self.with_trouble(message)) from driver.engine_error
+            raise self._incomplete(message, record.gave_up, driver, prepared, lookup_s)
         kv = assembler.take(upgrades=options.after is not None)
         ttft_s = clock.now()
         record.met = ttft_s + rest_s <= clock.deadline_s
@@ -172,6 +186,38 @@ class Play:
             catalog_sha256=prepared.sha256,
             upgrades=None if options.after is None else self._upgrade(prepared.ladder, driver, options.after),
         )
+
+    def _incomplete(
+        self, message: str, reason: str, driver: Driver, prepared: Prepared, lookup_s: float
+    ) -> IncompleteError:
+        """Return the error of a play that ended with groups missing, which has what can be used of it."""
+        catalog, record = prepared.catalog, driver.session.record
+        missing, prefix = record.missing, None
+        usable = missing[0] if missing else catalog.groups
+        kv, coverage = driver.assembler.take_prefix(usable)
+        if usable:
+            steps = [
+                (kind, where, min(what, usable) if isinstance(what, int) else what)
+                for kind, where, what in record.steps
+                if where < usable
+            ]
+            begin = catalog.prefix(usable)
+            prefix = Played(
+                kv=kv,
+                tokens=begin.tokens,
+                coverage=coverage,
+                ttft_s=self.clock.now(),
+                lookup_s=lookup_s,
+                met=False,
+                loss=played_loss(begin, steps),
+                record=record,
+                spec=catalog.spec,
+                catalog=begin,
+                catalog_sha256=prepared.sha256,
+            )
+        tokens = 0 if prefix is None else prefix.tokens
+        message += f"; missing: {numbers(missing)}; in place before them: {tokens:,} of {catalog.tokens:,} tokens"
+        return IncompleteError(self.with_trouble(message), reason, missing, record, prefix)
 
     async def prefix(self, prepared: Prepared, behind: int) -> PlayedPrefix:
         """Play a prefix, and hand over what is in place when the time is up; errors as `AsyncClient.play_prefix`.
@@ -206,7 +252,7 @@ class Play:
             raise UsageError("there is no engine to recompute with")
         spec, lookup_s = engine.spec, clock.now()
         groups = spec.groups(len(tokens))
-        patience_s = options.patience * clock.deadline_s + _ENGINE_PATIENCE * self._engine_s(0, len(tokens))
+        patience_s = self._patience_s() + ENGINE_PATIENCE * self._engine_s(0, len(tokens))
         options.note(RecomputeStarted(0.0, 0, groups))
         try:
             async with asyncio.timeout(patience_s):
@@ -246,15 +292,14 @@ class Play:
         """Drive a session to its end; the engine needs ``rest_s`` for what no cache covers."""
         options, ladder, connection = self.options, prepared.ladder, self.connection
         assembler = Assembler(ladder.catalog, prepared.profile, out=self._room(ladder.catalog))
-        deadline_s, least = self.clock.deadline_s, _MIN_PREFIX_SHARE
-        patience_s = options.patience * deadline_s - self.clock.now()
+        deadline_s, least, end_s = self.clock.deadline_s, _MIN_PREFIX_SHARE, self.clock.left()
         if isinstance(goal, WholeGoal):
-            # An engine that has begun, however slow, ends sooner than another one that begins after an error.
-            patience_s += _ENGINE_PATIENCE * self._engine_s(0, ladder.catalog.tokens)
-            least = _MIN_SHARE
+            least, end_s = _MIN_SHARE, self._patience_s() - self.clock.now()
         # At most half of the deadline is set aside for the rest: a worse cache would not make up for more.
         left_s = self.clock.left() - guard_s(deadline_s) - min(deadline_s / 2, rest_s)
         wanted_s = max(least * deadline_s, left_s)
+        if self.engine is None:
+            wanted_s = max(_MIN_LEFT_S, min(wanted_s, end_s))
         mode = options.mode or ("hole" if self.engine is None else self.engine.mode)
         if isinstance(goal, WholeGoal):
             options.note(
@@ -285,7 +330,7 @@ class Play:
                     time_price=options.time_price,
                     decoders=decoder_threads(),
                 ),
-                patience_s=patience_s,
+                patience_s=end_s,
                 cached_groups=connection.cached_groups,
                 decode_rates=self.speeds.rates(ladder.catalog, self._device),
                 log=options.log,
@@ -321,6 +366,10 @@ class Play:
         )
         hook = EngineHook()
         return Upgrades(Driver(session, connection, played.assembler, hook=hook), hook, shared.close)
+
+    def _patience_s(self) -> float:
+        """Return when an incomplete play ends, seconds since the call; an engine may take longer."""
+        return self.options.patience * self.clock.deadline_s
 
     @property
     def _device(self) -> torch.device | None:

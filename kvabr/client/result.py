@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,10 +13,12 @@ from kvabr.client.upgrades import Upgrades
 from kvabr.player.session_types import PlayRecord
 from kvabr.store.files import replacing
 from kvabr.types.catalog import Catalog
-from kvabr.types.errors import AssetError
+from kvabr.types.errors import AssetError, PlayError
 from kvabr.types.kv import KVSpec
 
 FORMAT = "kvabr.cache/1"
+_MOST_RANGES = 8
+"""Most ranges of numbers that a message lists."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +48,29 @@ class Played:
     """SHA-256 of the catalog as the origin has it, hex."""
     upgrades: Upgrades | None = None
     """Upgrades that continue now that the cache is in use; None if `PlayOptions.after` did not ask for any."""
+
+
+class IncompleteError(PlayError):
+    """A play of a whole cache ended with groups missing: at its deadline, unless its caller had more patience.
+
+    The groups before the first missing one are a cache of the beginning of the prompt, as good as any; what lies behind
+    it cannot be used.
+    """
+
+    def __init__(
+        self, message: str, reason: str, missing: tuple[int, ...], record: PlayRecord, prefix: Played | None
+    ) -> None:
+        """Describe what is missing.
+
+        Args:
+            message: the error's text.
+            reason: why the play ended.
+            missing: groups that are not in place, ascending.
+            record: what happened to every group.
+            prefix: cache of the groups before the first missing one; None if there are none.
+        """
+        super().__init__(message)
+        self.reason, self.missing, self.record, self.prefix = reason, missing, record, prefix
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +105,21 @@ class PlayedPrefix:
     """Seconds from the call to the end of the play."""
     cut: str | None
     """Why it is not all that was asked for; None if it is."""
+
+
+def numbers(groups: Sequence[int]) -> str:
+    """Return numbers of groups, ascending, as text: ``groups 3 to 7 and 9``."""
+    ranges: list[tuple[int, int]] = []
+    for group in groups:
+        if ranges and group == ranges[-1][1] + 1:
+            ranges[-1] = (ranges[-1][0], group)
+        else:
+            ranges.append((group, group))
+    said = [str(first) if first == last else f"{first} to {last}" for first, last in ranges[:_MOST_RANGES]]
+    if more := sum(last - first + 1 for first, last in ranges[_MOST_RANGES:]):
+        said.append(f"{more} more")
+    word = "group" if len(groups) == 1 else "groups"
+    return f"{word} {', '.join(said[:-1])} and {said[-1]}" if len(said) > 1 else f"{word} {''.join(said) or 'none'}"
 
 
 def save(played: Played, path: Path) -> None:

@@ -39,8 +39,8 @@ _UNSAFE = re.compile(r"[^A-Za-z0-9._/-]")
 class KeyedSettings(EngineSettings):
     """Keys of LMCache's and SGLang's adapters."""
 
-    patience: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 2.0
-    """Deadlines after which an incomplete cache counts as lost."""
+    patience: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 1.0
+    """Deadlines after which an incomplete cache counts as lost, and the engine computes it."""
     lookup_s: Seconds = 1.0
     """Seconds that a lookup may take; then the cache counts as missing."""
 

@@ -235,10 +235,13 @@ class Assembler:
             self.seal()
         return self._out
 
-    def take_prefix(self) -> tuple[torch.Tensor, tuple[str, ...]]:
-        """Hand over the KV of the groups before the first hole, and the track of each; accept nothing afterwards."""
+    def take_prefix(self, groups: int | None = None) -> tuple[torch.Tensor, tuple[str, ...]]:
+        """Hand over the KV of the groups before the first hole, and the track of each; accept nothing afterwards.
+
+        ``groups``: hand over at most this many.
+        """
         self.seal()
-        tracks = [track for track in takewhile(bool, self._tracks) if track]
+        tracks = [track for track in takewhile(bool, self._tracks[:groups]) if track]
         tokens = min(len(tracks) * self._catalog.spec.group_tokens, self._catalog.tokens)
         return self._out[:, :, :, :tokens], tuple(tracks)
 

@@ -16,6 +16,7 @@ from kvabr.player.group_progress import GroupProgress
 from kvabr.player.policy_guard import PolicyGuard
 from kvabr.player.retry_tracker import RetryTracker
 from kvabr.player.session_types import (
+    ENGINE_PATIENCE,
     MAX_TICK_S,
     WHOLE,
     Action,
@@ -154,6 +155,7 @@ class PlayState:
         meter = ChunkedThroughputSampler if config.chunked else ThroughputSampler
         self._sampler = meter(estimator, deadline_s, self._events.limited)
         self._compute = None if cost is None else ComputeQueue(cost, mode, self.view, self._tick_s)
+        self._engine_patience_s = 0.0 if cost is None else ENGINE_PATIENCE * cost.seconds(0, ladder.catalog.tokens)
         share = config.stalled_after
         self._stalls = None if share is None else StallDetector(share * deadline_s)
         groups = self._catalog.groups
@@ -276,14 +278,22 @@ class PlayState:
         record.track = transfer.track
         self.record.steps.append(("fetch", transfer.group, transfer.track))
 
-    def _lost(self, transfer: Transfer, event: type[RequestFailed | RequestCancelled], reason: str, now: float) -> None:
-        """Return a group whose transfer failed or was cancelled to its previous state."""
+    def _lost(
+        self,
+        transfer: Transfer,
+        event: type[RequestFailed | RequestCancelled],
+        reason: str,
+        now: float,
+        *,
+        counts: bool = True,
+    ) -> None:
+        """Return a group whose transfer failed or was cancelled to its previous state; see `RetryTracker.failed`."""
         group = transfer.group
         progress = self._groups[group]
         self.record.bytes_wasted += transfer.received
         self._events.emit(event, now, transfer.request, group, transfer.track, transfer.received, reason)
         if event is RequestFailed:
-            self._retries.failed(group, transfer.track, reason, upgrade=transfer.upgrade)
+            self._retries.failed(group, transfer.track, reason, upgrade=transfer.upgrade, counts=counts)
         for other in progress.above(transfer.track):
             if other in progress.flying:
                 self._cancel(other, f"{transfer.track} below it is lost", now)

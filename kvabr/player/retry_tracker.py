@@ -31,9 +31,12 @@ class RetryTracker:
         """The last faults of a transfer and of the engine, for a play that is given up."""
         return tuple(self._faults.values())
 
-    def failed(self, group: int, track: str, reason: str, *, upgrade: bool) -> None:
-        """Note that a request failed; ``upgrade``: the group is in place on another track."""
-        self._failures[group, track] += 1
+    def failed(self, group: int, track: str, reason: str, *, upgrade: bool, counts: bool = True) -> None:
+        """Note that a request failed; ``upgrade``: the group is in place on another track.
+
+        ``counts``: it counts as an attempt.
+        """
+        self._failures[group, track] += counts
         if self._failures[group, track] >= self._attempts:
             self.unavailable.add((group, track))
             if upgrade and sum(group == other for other, _ in self.unavailable) >= _TRACKS:

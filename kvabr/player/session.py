@@ -15,7 +15,8 @@ layers that have arrived are decoded together (`PlayState._next_to_decode`). The
 2. A policy sees a group as missing while it is absent and not left to the engine, and as settled while it has arrived
    or is in place, with nothing in flight.
 3. The cache is delivered when every group is in place and either the policy wants no more or the deadline has come.
-   A hole is never delivered: without a network and an engine the play is given up instead.
+   A hole is never delivered: a play whose patience has ended with groups missing is given up, whatever is still being
+   decoded. An engine may complete it beyond that, for as long as `ENGINE_PATIENCE` says.
 4. A play for a prefix (`PrefixGoal`) never starts the engine. It is cut when the engine would start, when only the
    engine could bring another group, and at the deadline; the record says why.
 5. The session reads no clock: every event carries ``now``, and the driver calls `timer` at the time of `next_timer`.
@@ -110,14 +111,17 @@ class Session(PlayState):
             self.view.settled.add(group)
         self._advance(now)
 
-    def failed(self, request: int, reason: str, now: float) -> None:
-        """Take the failure of a request: reset, refused, or the wrong length."""
+    def failed(self, request: int, reason: str, now: float, *, busy: bool = False) -> None:
+        """Take the failure of a request: reset, refused, or the wrong length.
+
+        ``busy``: the publisher has too much to do. That says nothing against the group, which may be requested again.
+        """
         transfer = self.view.in_flight.pop(request, None)
         if transfer is not None:
             self._groups[transfer.group].flying.remove(transfer)
             self.view.outstanding_bytes -= transfer.remaining
             self._sampler.settle(now, idle=self._idle())
-            self._lost(transfer, RequestFailed, reason, now)
+            self._lost(transfer, RequestFailed, reason, now, counts=not busy)
             self._advance(now)
 
     def decoded(self, request: int, now: float, seconds: float | None = None) -> None:
@@ -198,7 +202,7 @@ class Session(PlayState):
 
     def timer(self, now: float) -> None:
         """Take the tick that `next_timer` asked for."""
-        if self.over:
+        if self.over or self._ended(now):
             return
         self._next_tick_s = now + self._tick_s
         self._sampler.tick(now, waiting=bool(self.view.in_flight), idle=self._idle())
@@ -239,22 +243,35 @@ class Session(PlayState):
         """Return when the driver must call `timer`, seconds since the play began; None once the play is over."""
         if self.over:
             return None
-        deadline = self.view.deadline_s
-        return deadline if self.view.now < deadline < self._next_tick_s else self._next_tick_s
+        ends = (self.view.deadline_s, self._patience_s(), self._next_tick_s)
+        return min(end for end in ends if end > self.view.now or end == self._next_tick_s)
 
     # ---------------------------------------------------------------- internals
 
+    def _patience_s(self) -> float:
+        """Return when an incomplete play ends, seconds since it began."""
+        engine_s = 0.0 if self._compute is None else self._engine_patience_s
+        return self._config.give_up_after * self.view.deadline_s + engine_s
+
+    def _ended(self, now: float) -> bool:
+        """End the play if its time is up. That takes no decision, and waits for nothing that is being decoded."""
+        complete = self._in_place == self._catalog.groups
+        if now >= self.view.deadline_s and (complete or self._prefix):
+            self._refresh(now)
+            self._deliver(now, cut=None if complete else "the deadline has come")
+        elif not complete and now >= self._patience_s():
+            self._refresh(now)
+            self._give_up(now, self._lacking())
+        return self.over
+
+    def _lacking(self) -> str:
+        return f"{self._catalog.groups - self._in_place} of {self._catalog.groups} groups are still not in place"
+
     def _advance(self, now: float) -> None:
-        if self.over:
+        if self.over or self._ended(now):
             return
         self._refresh(now)
         complete = self._in_place == self._catalog.groups
-        if complete and now >= self.view.deadline_s:
-            self._deliver(now)
-            return
-        if self._prefix and now >= self.view.deadline_s:
-            self._deliver(now, cut="the deadline has come")
-            return
         if self._compute is not None:
             self._use_engine(self._compute, now)
         self._content = False
@@ -277,11 +294,8 @@ class Session(PlayState):
             # All that is left is to wait for the moment at which the engine would start.
             self._deliver(now, cut=None if complete else "the rest cannot be fetched, or is sooner computed")
             return
-        lacking = f"{self._catalog.groups - self._in_place} of {self._catalog.groups} groups are still not in place"
-        if now > self._config.give_up_after * self.view.deadline_s:
-            self._give_up(now, lacking)
-        elif now >= self.view.deadline_s and not complete and self._silent(now):
-            self._give_up(now, f"{lacking}, and nothing has come for {now - self._heard_s:.2f} s")
+        if now >= self.view.deadline_s and not complete and self._silent(now):
+            self._give_up(now, f"{self._lacking()}, and nothing has come for {now - self._heard_s:.2f} s")
 
     def _refresh(self, now: float) -> None:
         view = self.view
@@ -312,14 +326,13 @@ class Session(PlayState):
 
     def _has_room(self) -> bool:
         view, config = self.view, self._config
-        flying = len(view.in_flight)
         if self._guard.policy.paces:
-            return flying < config.max_requests
-        if flying < (config.min_requests if view.rate > 0 else config.first_requests):
+            most = config.ahead * view.rate * (view.ttfb_s + self._tick_s)
+            return view.outstanding_bytes < max(config.least_ahead_bytes, most)
+        if len(view.in_flight) < (config.min_requests if view.rate > 0 else config.first_requests):
             return True
         # What is in flight must last for a round trip and a tick, or the link runs dry.
-        enough = view.rate * (1.5 * view.ttfb_s + self._tick_s)
-        return flying < config.max_requests and view.outstanding_bytes < enough
+        return view.outstanding_bytes < view.rate * (1.5 * view.ttfb_s + self._tick_s)
 
     def _anything_pending(self) -> bool:
         lane = self._compute

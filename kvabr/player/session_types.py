@@ -49,7 +49,9 @@ TIME_PRICE = 1e-3
 MAX_TICK_S = 1.0
 """Maximum seconds between two ticks of a session, however long its deadline."""
 
-
+ENGINE_PATIENCE = 2.0
+"""Multiple of the time of a whole prefill that an incomplete play may take beyond its patience if it has an engine: one
+that has begun, however slow, ends sooner than another one that begins after an error."""
 MAX_DECODERS = 1024
 """Most threads that decode."""
 
@@ -68,8 +70,11 @@ class PlayerConfig:
     """Least number of requests in flight; hides the round trip."""
     first_requests: int = 4
     """Least number of requests in flight while no rate is known."""
-    max_requests: int = 32
-    """Most requests in flight."""
+    ahead: float = 8.0
+    """No more is requested while more bytes are in flight than the link carries in this many times a round trip and a
+    tick. The policies that pace themselves request a whole base at once, however many groups it has."""
+    least_ahead_bytes: int = 4 << 20
+    """Bytes in flight up to which that does not apply: in slow start the rate says little."""
     ticks: int = 50
     """Ticks per deadline, if that is at least one a second. At a tick the session looks for transfers that are too slow
     or have stalled."""
@@ -78,7 +83,8 @@ class PlayerConfig:
     plan_after: float = 0.1
     """Share of the deadline before which nothing is left to the engine: slow start makes every link look too slow."""
     give_up_after: float = 10.0
-    """Deadlines after which an incomplete play is given up."""
+    """Deadlines after which an incomplete play ends; with an engine, some time later (`ENGINE_PATIENCE`). Replays wait
+    that long to see how late a play is. For a live play `PlayOptions.patience` counts, which is 1 by default."""
     gpu_price: float = GPU_PRICE
     """Price of a second of engine time, nats per token: near zero where the engine is idle, high where other requests
     wait for it. Infinite: the engine computes only what the network will not bring in time."""
@@ -95,6 +101,8 @@ class PlayerConfig:
     times the usual time to a first byte. None: never."""
 
     def __post_init__(self) -> None:
+        if not 1 <= self.give_up_after < math.inf:
+            raise UsageError(f"patience is {self.give_up_after} deadlines; it must be at least 1, finite")
         if not self.gpu_price >= 0:
             raise UsageError(f"the price of engine time is {self.gpu_price}; it must be zero or more nats per second")
         check_decoders(self.decoders)
@@ -160,7 +168,7 @@ class Deliver:
 
 @dataclass(slots=True)
 class GiveUp:
-    """The play cannot be completed. It is over, and no cache is handed over."""
+    """The play is over, and groups are missing. At most those before the first missing one can be used."""
 
     now: float
     reason: str
@@ -218,3 +226,8 @@ class PlayRecord:
     """Why the play was given up."""
     steps: list[tuple[str, int, int | str]] = field(default_factory=list)
     """What came into place, in order: ("fetch", group, track) or ("compute", first, last). Used to verify a replay."""
+
+    @property
+    def missing(self) -> tuple[int, ...]:
+        """Groups that are not in place, ascending."""
+        return tuple(group.group for group in self.groups if group.ready_s is None)

@@ -64,14 +64,17 @@ class UpgradeSession(Session):
         """Return when the driver must call `timer`; see `Session.next_timer`."""
         return None if self.over else min(self._until_s, self._next_tick_s)
 
-    def _advance(self, now: float) -> None:
-        if self.over:
-            return
-        self._refresh(now)
+    def _ended(self, now: float) -> bool:
         silent_s = now - max(self._heard_s, self._moved_s) if self.view.in_flight else 0.0
         if now >= self._until_s or silent_s >= _SILENT * self._horizon_s:
+            self._refresh(now)
             self._deliver(now)
+        return self.over
+
+    def _advance(self, now: float) -> None:
+        if self.over or self._ended(now):
             return
+        self._refresh(now)
         self._content = False
         asked = self._requests
         while not self._content and self._has_room():

@@ -67,9 +67,25 @@ def test_the_whole_base_is_asked_for_at_once_the_group_that_gains_most_first():
 
 
 def test_no_more_is_asked_for_than_the_player_allows():
-    play = session(catalog(16, layered=True), config=PlayerConfig(max_requests=5))
+    offer = catalog(16, layered=True)
+    least = sum(sorted(offer.track("base").bytes)[-4:]) + 1
+    play = session(offer, config=PlayerConfig(least_ahead_bytes=least))
     play.start(0.0)
     assert len(of(play.actions(), FetchGroup)) == 5
+
+
+@pytest.mark.parametrize("price", [0.0, 1e-3])
+def test_where_not_all_come_in_time_the_earliest_do(price):
+    """They are the part of an incomplete cache that can be used."""
+    offer = catalog(32, layered=True)
+    config = PlayerConfig(give_up_after=1.0, time_price=price, least_ahead_bytes=1)
+    play = Session(Ladder(offer), 2.0, load_policy("anytime")(), DualEwma(), config=config)
+    link = Capacity(world("slow", [0.6 * sum(offer.track("base").bytes) / 2.0]), 0.0, 0.05, slow_start=False)
+    record = Simulator(play, offer, link, rtt_s=0.05).run()
+    assert record.gave_up
+    came = offer.groups - len(record.missing)
+    assert 12 < came < 24
+    assert record.missing[0] >= came - 6
 
 
 @pytest.mark.parametrize(("mode", "ascending"), [("suffix", True), ("hole", False)])
@@ -258,7 +274,8 @@ def test_whatever_it_costs_an_engine_computes_what_the_network_will_not_bring_in
 
 def test_engine_and_network_meet_where_both_arrive_at_the_same_time():
     offer = catalog(64, layered=True)
-    play = session(offer, 2.0, cost=PrefillCost(0.0, 0.02 / 128), config=PlayerConfig(max_requests=4, gpu_price=0.0))
+    few = PlayerConfig(least_ahead_bytes=3 * offer.track("base").bytes[0] + 1, gpu_price=0.0)
+    play = session(offer, 2.0, cost=PrefillCost(0.0, 0.02 / 128), config=few)
     play.start(0.0)
     planner, view = play._guard.policy._planner, play.view
     assert planner.reserved.start == 1  # the first one it computes
@@ -287,6 +304,17 @@ def test_groups_that_an_engine_fails_to_compute_are_fetched_after_all():
     assert 7 in asked
     play.compute_failed("out of memory", 0.3)
     assert asked | {fetch.group for fetch in of(play.actions(), FetchGroup)} == set(range(8))
+
+
+@pytest.mark.parametrize("policy", ["anytime", "cheapfirst"])
+def test_a_late_first_byte_and_a_slow_engine_do_not_make_a_play_late(policy):
+    """To compute one group takes longer than the deadline is away, and the link carries everything once it begins."""
+    offer = catalog(8, layered=True)
+    cost = PrefillCost(0.0, 3.0 / 128)
+    late = world("late", [0.0] * 3 + [sum(offer.track("Int4").bytes) / 1.0] * 20)
+    run = Experiment(offer, ReplayOptions(2.0, 0.05, None, cost, "hole")).play(late, 0.0, policy).run
+    assert run["met"]
+    assert run["recompute_s"] == 0
 
 
 def test_what_is_in_place_is_computed_if_that_gains_most():

@@ -46,7 +46,7 @@ async def test_what_came_before_comes_from_memory(origin, short):
     async with origin(rate=short.track("Int8").total_bytes) as link, AsyncClient() as client:
         first = await play(client, TOKENS, peer=link, deadline=2.0, spec=SPEC)
         again = await play(client, TOKENS, peer=link, deadline=0.8, spec=SPEC)
-        alone = await play(link, TOKENS, deadline=0.8, spec=SPEC)
+        alone = await play(link, TOKENS, deadline=0.8, spec=SPEC, patience=3.0)
     assert first.met
     assert again.met
     assert again.loss <= first.loss < alone.loss
@@ -93,7 +93,7 @@ async def test_the_play_that_is_due_first_is_served_first(origin, short, fair):
     async with origin(folder=".", rate=size / 0.5) as link, AsyncClient(limits=Limits(fair=fair)) as client:
         patient = soon(play(client, LONG, peer=link, deadline=3.0, spec=SPEC, policy="fixed:FP16"))
         await asyncio.sleep(0.1)
-        urgent = await play(client, TOKENS, peer=link, deadline=0.75, spec=SPEC, policy="fixed:FP16")
+        urgent = await play(client, TOKENS, peer=link, deadline=0.75, spec=SPEC, policy="fixed:FP16", patience=9.0)
         slow = await patient
     assert slow.met
     assert urgent.met == fair

@@ -111,7 +111,9 @@ async def test_where_the_engine_fails_the_network_brings_what_it_still_can(origi
         return Fault(first_byte_s=0.8) if level(ask) else None
 
     async with origin(rate=rate, faults=late) as link:
-        played = await play(link, TOKENS, deadline=2.0, engine=Broken(), prefill_cost=cost, log=lines.append)
+        played = await play(
+            link, TOKENS, deadline=2.0, engine=Broken(), prefill_cost=cost, log=lines.append, patience=3.0
+        )
     assert any(line.name == "recompute_failed" for line in lines)
     assert "recomputed" not in played.coverage
     assert close(played.kv)

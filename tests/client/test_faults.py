@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvabr.client.result import NothingCached
+from kvabr.client.result import IncompleteError, NothingCached
 from kvabr.server.publication import BytesPublication
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import FormatError, PlayError
@@ -98,6 +98,30 @@ async def test_a_track_that_is_always_bad_is_left_for_another(origin):
     played, _ = await played_with(origin, lambda ask: Fault(truncate_to=9) if ask.track == "Int4" else None)
     assert "Int4" not in played.coverage
     assert close(played.kv)
+
+
+@virtual
+async def test_a_publisher_that_is_busy_is_asked_again_for_the_same_track(origin):
+    """However often: it has the group, and other requests of the play may be what it is busy with."""
+    asked = []
+
+    def faults(ask):
+        if not level(ask) or ask.group != 2:
+            return None
+        asked.append(ask)
+        return Fault(refuse=0x9, retry_after_s=0.02) if len(asked) <= 8 else None
+
+    played, lines = await played_with(origin, faults, rate=1e6, policy="fixed:Int4")
+    assert played.met
+    assert set(played.coverage) == {"Int4"}
+    assert sum(line.name == "failed" and "0x9" in line.reason for line in lines) == 8
+
+
+@virtual
+async def test_a_publisher_that_is_always_busy_ends_the_play_at_the_deadline(origin):
+    with pytest.raises(IncompleteError, match="0x9") as caught:
+        await played_with(origin, lambda ask: Fault(refuse=0x9, retry_after_s=0.1) if level(ask) else None)
+    assert caught.value.missing == (0, 1, 2, 3, 4)
 
 
 @virtual

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from kvabr.cli.main import main
 from kvabr.cli.overlay import Overlay
 from kvabr.client.snapshot import Snapshot, TransferProgress
 from kvabr.quic.interface import ConnectionStats
+from kvabr.store.asset_folder import frame_path
 from kvabr.types.catalog import RECOMPUTED
 from tests import tinymodels
 from tests.client.served import Served
@@ -97,6 +99,32 @@ def test_inspect_shows_what_an_origin_has(served, short, capsys):
     assert kvabr("inspect", f"{served.url}#kvcache:{name(short)}", "--check", *network(served)) == 2
 
 
+def test_a_cache_with_a_group_that_cannot_be_had_is_written_up_to_there(root, short, tmp_path, capsys):
+    shutil.copytree(root / "short", tmp_path / "origin")
+    for track in ("FP16", "Int8", "Int4"):
+        path = frame_path(tmp_path / "origin", 3, track)
+        path.write_bytes(path.read_bytes()[:-1] + b"?")
+    damaged = Served(tmp_path / "origin", tmp_path)
+    out, result = tmp_path / "c.safetensors", tmp_path / "r.json"
+    try:
+        words = ("fetch", damaged.url, *network(damaged), "--name", name(short), "--deadline", 300)
+        assert kvabr(*words, "--policy", "fixed:Int4", "--out", out, "--json", result) == 1
+    finally:
+        damaged.close()
+    said = " ".join(capsys.readouterr().err.split())
+    assert "group 3 failed on every track" in said
+    assert "missing: group" in said
+    assert f"{out} has the first 48 tokens" in said
+    with safe_open(out, "pt") as file:
+        assert close(file.get_tensor("kv"), TOKENS[:48])
+        assert json.loads(file.metadata()["kvabr"])["tokens"] == 48
+    line = json.loads(result.read_text())
+    assert line["missing"][0] == 3
+    assert line["tokens"] == 48
+    assert not line["met"]
+    assert [group["track"] for group in line["groups"]] == ["Int4"] * 3
+
+
 def test_a_prompt_by_its_tokens_alone(served, short, tmp_path, capsys):
     """Whose tokens they are, the origin tells."""
     tokens, result = tmp_path / "tokens.json", tmp_path / "result.json"
@@ -116,6 +144,7 @@ def test_a_prompt_by_its_tokens_alone(served, short, tmp_path, capsys):
         ((), 2, "say which cache"),
         (("--name", "model"), 2, "does not name an asset"),
         (("--name", "NAME", "--deadline", "0"), 2, "deadline"),
+        (("--name", "NAME", "--patience", "0.5"), 2, "patience"),
         (("--name", "NAME", "--policy", "hope"), 2, "unknown policy"),
         (("--name", "m/" + "0" * 64), 1, "no such asset m/" + "0" * 64),
         (("--name", "NAME", "--out", "/nowhere/c.safetensors"), 2, "cannot be written"),

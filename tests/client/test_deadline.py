@@ -1,0 +1,153 @@
+"""Without an engine a play ends at its deadline: complete, or with what is missing and the groups before it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+import torch
+
+from kvabr.client.async_client import AsyncClient
+from kvabr.client.result import FORMAT, IncompleteError, numbers, save
+from kvabr.player.assembler import Assembler
+from tests.client.playing import play, play_asset
+from tests.client.test_faults import level
+from tests.client.test_play import close
+from tests.client.virtual import Hang, virtual
+from tests.memory_transport import Fault
+from tests.toymodel import SPEC, prompt
+
+TOKENS = prompt(70).tokens
+LATE_S = 0.1
+"""Most seconds that a play may take beyond its deadline."""
+
+
+async def incomplete(link, deadline=2.0, **options):
+    """Play without an engine; return how it ended, and after how many seconds."""
+    loop = asyncio.get_running_loop()
+    start = loop.time()
+    with pytest.raises(IncompleteError) as caught:
+        await play(link, TOKENS, **({"deadline": deadline, "spec": SPEC} | options))
+    assert link.downloads == 0
+    return caught.value, loop.time() - start
+
+
+@virtual
+async def test_what_came_before_the_first_missing_group_can_be_used(origin, short, tmp_path):
+    async with origin(rate=short.track("FP16").total_bytes / 3.0) as link:
+        error, took_s = await incomplete(link, policy="fixed:FP16")
+    assert 1.9 < took_s <= 2.0 + LATE_S
+    first = error.missing[0]
+    assert 0 < first < 5
+    assert error.missing == tuple(range(first, 5))
+    prefix = error.prefix
+    assert prefix.tokens == 16 * first
+    assert prefix.coverage == ("FP16",) * first
+    assert close(prefix.kv, TOKENS[: 16 * first], 1e-5)
+    assert prefix.catalog.groups == first
+    assert not prefix.met
+    assert prefix.loss < 1e-3
+    assert f"missing: {numbers(error.missing)}; in place before them: {16 * first} of 70 tokens" in str(error)
+    assert error.record.gave_up == error.reason
+    save(prefix, tmp_path / "c.safetensors")
+    assert FORMAT.encode() in (tmp_path / "c.safetensors").read_bytes()
+
+
+@virtual
+async def test_a_group_in_the_middle_that_does_not_come_cuts_what_can_be_used(origin):
+    def faults(ask):
+        return Fault(stall_after=10) if level(ask) and ask.group == 2 else None
+
+    async with origin(faults=faults) as link:
+        error, took_s = await incomplete(link, policy="fixed:FP16")
+    assert took_s <= 2.0 + LATE_S
+    assert error.missing == (2,)
+    assert error.prefix.tokens == 32
+    assert close(error.prefix.kv, TOKENS[:32], 1e-5)
+
+
+@virtual
+async def test_a_link_that_brings_nothing(origin):
+    async with origin(faults=lambda ask: Fault(stall_after=0) if level(ask) else None) as link:
+        for deadline in (0.3, 2.0, 61.7):
+            error, took_s = await incomplete(link, deadline)
+            assert deadline * 0.95 < took_s <= deadline + LATE_S
+            assert error.missing == (0, 1, 2, 3, 4)
+            assert error.prefix is None
+
+
+@virtual
+async def test_a_byte_now_and_then_is_no_reason_to_wait(origin):
+    async with origin() as quick, AsyncClient(quick, model=SPEC) as client:
+        found = await client.find(TOKENS, within_s=60)
+    async with origin(rate=10.0) as link:
+        loop = asyncio.get_running_loop()
+        start = loop.time()
+        with pytest.raises(IncompleteError, match="missing: groups 0 to 4"):
+            await play_asset(link, found, deadline=1.5)
+        assert loop.time() - start <= 1.5 + LATE_S
+
+
+@pytest.mark.parametrize("late_s", [0.9, 0.97, 0.999])
+def test_a_lookup_that_takes_nearly_all_of_the_deadline(origin, late_s):
+    def faults(ask):
+        return Fault(stall_after=0) if level(ask) else Fault(first_byte_s=late_s)
+
+    @virtual
+    async def check():
+        async with origin(rtt_s=0.0, faults=faults) as link:
+            error, took_s = await incomplete(link, 1.0)
+        assert took_s <= 1.0 + LATE_S
+        assert error.missing == (0, 1, 2, 3, 4)
+
+    check()
+
+
+@virtual
+async def test_patience_brings_a_late_cache(origin, short):
+    async with origin(rate=short.track("FP16").total_bytes / 3.0) as link:
+        played = await play(link, TOKENS, deadline=2.0, spec=SPEC, policy="fixed:FP16", patience=2.0)
+    assert 2.5 < played.ttft_s < 4.0
+    assert not played.met
+    assert close(played.kv, error=1e-5)
+
+
+@virtual
+async def test_a_decoder_that_hangs_does_not_hold_the_play(origin, monkeypatch):
+    put = Assembler.put
+    over = threading.Event()
+    with Hang() as hang:
+
+        def stuck(self, group, *args, **kwargs):
+            if group != 3:
+                return put(self, group, *args, **kwargs)
+            hang.wait()
+            try:
+                return put(self, group, *args, **kwargs)
+            finally:
+                over.set()
+
+        monkeypatch.setattr(Assembler, "put", stuck)
+        out = torch.zeros(SPEC.shape(70))
+        async with origin() as link:
+            error, took_s = await incomplete(link, 1.0, policy="fixed:FP16", out=out)
+        assert took_s <= 1.0 + LATE_S
+        assert error.missing[0] <= 3
+        before = out.clone()
+    assert over.wait(300.0)  # the thread goes on
+    assert torch.equal(out, before)
+
+
+@pytest.mark.parametrize(
+    ("groups", "text"),
+    [
+        ((), "groups none"),
+        ((3,), "group 3"),
+        ((3, 4, 5, 7), "groups 3 to 5 and 7"),
+        ((1, 3, 5), "groups 1, 3 and 5"),
+        (tuple(range(0, 30, 2)), "groups 0, 2, 4, 6, 8, 10, 12, 14 and 7 more"),
+    ],
+)
+def test_numbers_are_told_in_ranges(groups, text):
+    assert numbers(groups) == text

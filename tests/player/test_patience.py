@@ -1,0 +1,171 @@
+"""The end of an incomplete play: at its deadline, unless it may take longer; and how much is requested before."""
+
+from dataclasses import replace
+
+import pytest
+
+from kvabr.abr import Decision, Ladder, Policy
+from kvabr.abr.estimators import DualEwma
+from kvabr.abr.plugins import load_policy
+from kvabr.player.session import Session
+from kvabr.player.session_types import Decode, FetchGroup, GiveUp, PlayerConfig, Recompute
+from kvabr.types.cost import PrefillCost
+from kvabr.types.errors import UsageError
+from tests.catalogs import catalog
+from tests.player.sessions import bring, decode_all, of, session
+
+AT_ONCE = PlayerConfig(give_up_after=1.0)
+
+
+def run_out(play, until=100.0):
+    """Let time pass; return the play's end and its last actions."""
+    now, actions = play.view.now, []
+    while not play.over and now < until:
+        now = play.next_timer()
+        play.timer(now)
+        actions = play.actions()
+    return now, actions
+
+
+def test_an_incomplete_play_ends_at_the_deadline_and_names_what_is_missing():
+    play = session(4, config=AT_ONCE)
+    play.start(0.0)
+    first, second, third, _ = of(play.actions(), FetchGroup)
+    for fetch, now in ((first, 0.1), (third, 0.2)):
+        bring(play, fetch, now)
+    play.done(second.request, 0.9)  # arrived, and still being decoded when the time is up
+    assert len(of(play.actions(), Decode)) == 1
+    now, actions = run_out(play)
+    assert now == 1.0
+    assert len(of(actions, GiveUp)) == 1
+    assert play.record.missing == (1, 3)
+    assert play.record.gave_up == "2 of 4 groups are still not in place"
+    assert play.record.delivered_s is None
+    assert not play.record.met
+    play.decoded(second.request, 1.1)  # too late
+    assert play.record.missing == (1, 3)
+
+
+def test_a_deadline_between_two_ticks_holds():
+    """Ticks of a long play are a second apart, and a driver's patience ends a little after what the session aims at."""
+    play = session(2, deadline=60.3, config=AT_ONCE)
+    play.start(0.0)
+    assert run_out(play)[0] == 60.3
+    aims_early = session(2, deadline=1.0, config=PlayerConfig(give_up_after=1.013))
+    aims_early.start(0.0)
+    assert run_out(aims_early)[0] == 1.013
+
+
+def test_a_policy_is_not_asked_when_time_is_up():
+    asked = []
+
+    class Slow(Policy):
+        def decide(self, view):
+            asked.append(view.now)
+            group = view.first_missing()
+            return Decision.wait("all are on their way") if group is None else Decision.fetch(group, "Int4", "missing")
+
+    play = session(2, Slow(), config=AT_ONCE)
+    play.start(0.0)
+    fetch = of(play.actions(), FetchGroup)[0]
+    play.first_byte(fetch.request, 0.1)
+    play.done(fetch.request, 1.0)  # at the deadline: nothing that it could decide matters
+    assert play.over
+    assert max(asked) < 1.0
+
+
+def test_patience_lets_a_play_be_late():
+    play = session(2, config=PlayerConfig(give_up_after=3.0))
+    play.start(0.0)
+    now = 2.0
+    for fetch in of(play.actions(), FetchGroup):
+        bring(play, fetch, now)
+    assert play.record.delivered_s is not None
+    assert not play.record.met
+    assert play.record.missing == ()
+
+
+@pytest.mark.parametrize("share", [0.5, float("nan"), float("inf")])
+def test_patience_that_makes_no_sense_is_refused(share):
+    with pytest.raises(UsageError, match="at least 1"):
+        PlayerConfig(give_up_after=share)
+
+
+def beside(seconds_per_group):
+    """A play of two groups with an engine and a link that brings nothing, at the moment when the engine has begun."""
+    play = session(2, config=AT_ONCE, cost=PrefillCost(0.0, seconds_per_group / 128), mode="suffix")
+    play.start(0.0)
+    now, started = 0.0, []
+    while not started:
+        now = play.next_timer()
+        play.timer(now)
+        started = of(play.actions(), Recompute)
+    return play, now, started[0]
+
+
+def test_an_engine_that_has_begun_may_complete_the_play():
+    play, now, run = beside(0.6)
+    assert now < 1.0
+    while now < 1.0:
+        now = play.next_timer()
+        play.timer(now)
+    assert not play.over
+    play.computed(run.first, run.last, 1.4)
+    assert play.record.delivered_s == 1.4
+    assert not play.record.met
+
+
+def test_an_engine_that_hangs_ends_the_play_after_twice_a_prefill():
+    play, *_ = beside(0.6)
+    assert run_out(play)[0] == pytest.approx(1.0 + 2 * 1.2)
+    assert play.record.gave_up
+
+
+def test_an_engine_that_fails_after_the_deadline_ends_the_play_at_once():
+    play, _, _ = beside(0.6)
+    while play.view.now < 1.2:
+        play.timer(play.next_timer())
+    play.compute_failed("out of memory", 1.25)
+    assert play.over
+    assert "the engine failed: out of memory" in play.record.gave_up
+
+
+# ------------------------------------------------------------------ requests
+
+
+def sized(groups, nbytes):
+    """A catalog whose base has ``nbytes`` in each group, and whose layers are as large as they usually are."""
+    offer = catalog(groups, layered=True)
+    tracks = (
+        replace(track, bytes=(nbytes,) * groups) if track.name == "base" else track
+        for track in offer.tracks
+        if track.name in {"base", "layer-1"}
+    )
+    return replace(offer, tracks=tuple(tracks), mixes=())
+
+
+def requested(offer, rate):
+    """Return how many groups `anytime` has requested when the first one is there, if the link has this rate."""
+    play = Session(Ladder(offer), 4.0, load_policy("anytime")(), DualEwma(), config=PlayerConfig(time_price=0.0))
+    play.start(0.0)
+    fetches = of(play.actions(), FetchGroup)
+    first = fetches[0]
+    play.first_byte(first.request, 0.2)
+    play.done(first.request, 0.2 + first.bytes / rate)
+    actions = decode_all(play, play.actions(), 0.2 + first.bytes / rate)
+    return len(fetches), len(fetches) + len(of(actions, FetchGroup))
+
+
+def test_a_base_of_many_small_groups_leaves_at_once():
+    """The link would stand still for round trips if no more than some number were in flight."""
+    assert requested(sized(504, 8_000), 1e6)[0] == 504
+
+
+def test_large_groups_are_requested_as_the_link_carries_them():
+    offer = sized(200, 1_000_000)
+    at_first, on_a_slow_link = requested(offer, 1e6)
+    assert at_first == 5  # as many as reach the least number of bytes
+    assert on_a_slow_link < 10
+    _, on_a_fast_link = requested(offer, 1e7)
+    assert 20 <= on_a_fast_link < 60  # 8 times 10 MB/s for 0.28 s
+    assert requested(offer, 1e9)[1] >= 200
