@@ -13,6 +13,7 @@ from kvabr.cli.options import (
     add_deadline_option,
     add_gpu_price_option,
     add_old_name,
+    add_patience_option,
     add_time_price_option,
     check_writable,
     load,
@@ -70,6 +71,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--estimator", help="bandwidth estimator for all policies (default: each policy's own)")
     add_deadline_option(parser)
+    add_patience_option(parser, PlayerConfig().give_up_after)
     add_time_price_option(parser)
     link = parser.add_argument_group("the link")
     load = "scale traces: the mean rate carries the fraction X of FP16 within the deadline (default: as recorded)"
@@ -226,7 +228,7 @@ def _matrix(args: argparse.Namespace, catalog: Catalog) -> Matrix:
         slow_start=not args.no_slow_start,
         cold=args.cold,
         estimator=args.estimator,
-        config=PlayerConfig(gpu_price=args.gpu_price, time_price=args.time_price),
+        config=PlayerConfig(gpu_price=args.gpu_price, time_price=args.time_price, give_up_after=args.patience),
     )
     traces = tuple(trace for path in find(args.traces or [traces_folder()]) for trace in read(path))
     wants_timelines = any((args.html, args.svg, args.log, args.perfetto))

@@ -33,8 +33,9 @@ from kvabr.types.events import CacheDelivered, PlayEvent
 
 DEFAULT_RTT_S = 0.04
 """Round trip, seconds, if neither the user nor the trace gives one."""
-_LEAST_SHARE = 0.1
-"""Least share of the deadline that a play gets, however long the lookup took."""
+_LEAST_SHARE, _LEAST_S = 0.1, 1e-3
+"""Least share of the deadline that a play gets, however long the lookup took, as far as its patience allows; and the
+least seconds."""
 NO_CACHE_LOSS = 1.0
 """Loss of a play that was given up, nats per token: about what losing the whole prompt cost on a real model."""
 
@@ -97,29 +98,29 @@ class Experiment:
         self.catalog, self.options = catalog, options
         self.ladder = Ladder(catalog)
         self.clairvoyant = self.new_clairvoyant(options.cost)
-        # Bytes that came before the play have opened the window, too.
-        self._window = INITIAL_WINDOW + HANDSHAKE_BYTES + len(catalog.dumps())
+        self._catalog_bytes = len(catalog.dumps())
         self._last: tuple[Trace, Trace, Trace, list[float]] | None = None
 
     def prepare(self, trace: Trace, start_s: float) -> tuple[Capacity, float, Bound]:
         """Return the link of one play, its round trip, and the clairvoyant bound."""
         capacity, rtt_s = self.link(trace, start_s)
-        return capacity, rtt_s, self.bound(self.clairvoyant, capacity, rtt_s)
+        lookup_s = self.lookup_s(trace, start_s, rtt_s)
+        return capacity, rtt_s, self.bound(self.clairvoyant, capacity, rtt_s, lookup_s=lookup_s)
 
     def link(self, trace: Trace, start_s: float) -> tuple[Capacity, float]:
         """Return the link of one play and its round trip, seconds.
 
         The link counts bytes of the cache, while the trace counts headers, too.
         """
-        options = self.options
-        _, carried, sums = self._scaled(trace)
-        rtt_s = options.rtt_s if options.rtt_s is not None else trace.rtt_s
+        rtt_s = self.options.rtt_s if self.options.rtt_s is not None else trace.rtt_s
         rtt_s = DEFAULT_RTT_S if rtt_s is None else rtt_s
-        lookup_s = self.lookup_s(rtt_s)
-        capacity = Capacity(
-            carried, start_s + lookup_s, rtt_s, slow_start=options.slow_start, window=self._window, sums=sums
-        )
-        return capacity, rtt_s
+        # Bytes that came before the play have opened the window, too.
+        window = INITIAL_WINDOW + HANDSHAKE_BYTES + self._catalog_bytes
+        return self._capacity(trace, start_s + self.lookup_s(trace, start_s, rtt_s), rtt_s, window), rtt_s
+
+    def _capacity(self, trace: Trace, start_s: float, rtt_s: float, window: float) -> Capacity:
+        _, carried, sums = self._scaled(trace)
+        return Capacity(carried, start_s, rtt_s, slow_start=self.options.slow_start, window=window, sums=sums)
 
     def new_clairvoyant(self, cost: PrefillCost | None) -> Clairvoyant:
         """Return the clairvoyant for these plays with an engine of some cost, or without one."""
@@ -128,26 +129,42 @@ class Experiment:
             self.catalog, cost, options.mode, decode_scale=options.decode_scale, decoders=options.decoders
         )
 
-    def bound(self, clairvoyant: Clairvoyant, capacity: Capacity, rtt_s: float) -> Bound:
-        """Return the bound of one play at the prices of the options."""
+    def bound(self, clairvoyant: Clairvoyant, capacity: Capacity, rtt_s: float, *, lookup_s: float = 0.0) -> Bound:
+        """Return the bound of one play at the prices of the options; see `lookup_s`."""
         config = self.options.config
-        return clairvoyant.best(
+        bound = clairvoyant.best(
             capacity,
             self.options.deadline_s,
             time_price=config.time_price,
             gpu_price=config.gpu_price,
-            begun_s=self.lookup_s(rtt_s),
+            begun_s=lookup_s,
             first_byte_s=rtt_s,
         )
+        # A play may also end without a cache.
+        return replace(bound, objective=min(bound.objective, self._no_cache())) if bound.feasible else bound
 
-    def lookup_s(self, rtt_s: float) -> float:
-        """Return the seconds before a play can begin: handshake and catalog, if the deadline includes them."""
-        return LOOKUP_ROUND_TRIPS * rtt_s if self.options.cold else 0.0
+    def _no_cache(self) -> float:
+        """Return what a play costs that is given up."""
+        config, deadline_s = self.options.config, self.options.deadline_s
+        end_s, price = config.give_up_after * deadline_s, config.time_price
+        return objective(NO_CACHE_LOSS, end_s, deadline_s, met=False, engine_s=0.0, time_price=price, gpu_price=0.0)
+
+    def lookup_s(self, trace: Trace, start_s: float, rtt_s: float) -> float:
+        """Return the seconds before a play can begin, if the deadline includes them.
+
+        They are those of the handshake, the request, and the bytes of the catalog, in slow start.
+        """
+        if not self.options.cold:
+            return 0.0
+        asked_s = (LOOKUP_ROUND_TRIPS - 1.0) * rtt_s
+        link = self._capacity(trace, start_s + asked_s, rtt_s, INITIAL_WINDOW + HANDSHAKE_BYTES)
+        return asked_s + link.when(rtt_s, self._catalog_bytes)
 
     def _time_for(self, lookup_s: float) -> float:
         """Return the player's deadline, seconds from the end of the lookup."""
-        deadline_s = self.options.deadline_s
-        return max(_LEAST_SHARE * deadline_s, deadline_s - lookup_s - self.options.guard_s)
+        options = self.options
+        wanted_s = max(_LEAST_SHARE * options.deadline_s, options.deadline_s - lookup_s - options.guard_s)
+        return max(_LEAST_S, min(wanted_s, options.config.give_up_after * options.deadline_s - lookup_s))
 
     def played(self, trace: Trace) -> Trace:
         """Return the trace as it is played: scaled, if the options say so."""
@@ -178,7 +195,7 @@ class Experiment:
         """Play once over a link from `prepare`, which the policies compared at one start share."""
         options = self.options
         lines: list[PlayEvent] | None = [] if log else None
-        lookup_s = self.lookup_s(rtt_s)
+        lookup_s = self.lookup_s(trace, start_s, rtt_s)
         session = self.session(trace, start_s, policy, capacity, rtt_s, lines, lookup_s=lookup_s)
         simulator = Simulator(
             session,

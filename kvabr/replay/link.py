@@ -50,7 +50,7 @@ _ROUNDING_BYTES = 0.1
 
 On a long and fast trace the sums reach 10 TB, where the share alone is a byte: a transfer would never end."""
 LOOKUP_ROUND_TRIPS = 3.0
-"""Round trips from dialling to the catalog: QUIC's handshake, SETUP, the request."""
+"""Round trips from dialling to the catalog's first byte: QUIC's handshake, SETUP, the request."""
 
 
 def running_sums(trace: Trace) -> list[float]:

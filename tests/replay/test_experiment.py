@@ -1,6 +1,7 @@
 """Every policy over every kind of link, with every kind of engine: whole plays in the simulator."""
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -10,7 +11,7 @@ from kvabr.abr.estimator import Prior
 from kvabr.abr.policies import BUILTIN
 from kvabr.data import default_catalog, traces_folder
 from kvabr.player.session_types import PlayerConfig
-from kvabr.replay.experiment import Experiment, ReplayOptions
+from kvabr.replay.experiment import NO_CACHE_LOSS, Experiment, ReplayOptions
 from kvabr.replay.link import FIRST_BYTE_S, LOOKUP_ROUND_TRIPS, PAYLOAD_SHARE
 from kvabr.replay.readers import find, read
 from kvabr.types.cost import PrefillCost
@@ -184,8 +185,10 @@ def test_what_the_lookup_brought_has_opened_the_window():
 @pytest.mark.parametrize("policy", ["fixed:AC-5x", "cheapfirst"])
 def test_a_cold_play_counts_the_lookup_and_begins_as_much_later_in_the_trace(policy):
     rtt, link = 0.1, world("walk", [1e6, 3e5, 2e6, 5e5] * 20)
-    lookup = LOOKUP_ROUND_TRIPS * rtt
-    cold = Experiment(catalog(12), ReplayOptions(2.0, rtt, cold=True)).play(link, 0.5, policy, log=True)
+    experiment = Experiment(catalog(12), ReplayOptions(2.0, rtt, cold=True))
+    lookup = experiment.lookup_s(link, 0.5, rtt)
+    assert lookup > LOOKUP_ROUND_TRIPS * rtt
+    cold = experiment.play(link, 0.5, policy, log=True)
     warm = Experiment(catalog(12), ReplayOptions(2.0 - lookup, rtt)).play(link, 0.5 + lookup, policy)
     assert cold.run["ttft_s"] == pytest.approx(warm.run["ttft_s"] + lookup)
     assert cold.run["met"] == warm.run["met"]
@@ -195,6 +198,59 @@ def test_a_cold_play_counts_the_lookup_and_begins_as_much_later_in_the_trace(pol
         assert one["ready_s"] == pytest.approx(other["ready_s"] + lookup)
     assert cold.log[-1].t == pytest.approx(cold.run["ttft_s"])
     assert cold.link[0][0] == pytest.approx(lookup)
+
+
+@pytest.mark.parametrize(("rtt", "slow_start"), [(0.2, True), (0.05, True), (0.2, False), (0.0, True)])
+def test_the_catalog_takes_its_time_to_come(rtt, slow_start):
+    """A catalog of 64 groups does not fit the first window of a connection."""
+    link, offer = world("steady", [1e6]), catalog(64)
+    experiment = Experiment(offer, ReplayOptions(2.0, rtt, cold=True, slow_start=slow_start))
+    nbytes = len(offer.dumps())
+    least = LOOKUP_ROUND_TRIPS * rtt + nbytes / (PAYLOAD_SHARE * 1e6)
+    lookup = experiment.lookup_s(link, 0.0, rtt)
+    if slow_start and rtt:
+        rounds, window, carried = 0, 10 * 1164 + 2000, 0
+        while carried < nbytes:
+            rounds, carried, window = rounds + 1, carried + window, 1.85 * window
+        assert rounds > 1
+        assert lookup <= (LOOKUP_ROUND_TRIPS + rounds) * rtt + nbytes / (PAYLOAD_SHARE * 1e6)
+        assert lookup > (LOOKUP_ROUND_TRIPS + rounds - 1) * rtt
+    else:
+        assert lookup == pytest.approx(least)
+    run = experiment.play(link, 0.0, "cheapfirst").run
+    assert min(group["requested_s"] for group in run["groups"]) == pytest.approx(lookup)
+    warm = Experiment(offer, ReplayOptions(2.0, rtt, slow_start=slow_start))
+    assert warm.lookup_s(link, 0.0, rtt) == 0.0
+
+
+def test_without_patience_a_late_play_is_cut_at_the_deadline_and_counts_as_no_cache():
+    link = world("slow", [catalog(12).track("AC-5x").total_bytes / 3.0])
+    late, cut = (
+        Experiment(catalog(12), ReplayOptions(2.0, 0.05, config=PlayerConfig(give_up_after=patience))).play(
+            link, 0.0, "fixed:AC-5x", log=True
+        )
+        for patience in (10.0, 1.0)
+    )
+    assert late.run["ttft_s"] > 3.0
+    assert late.run["gave_up"] is None
+    assert cut.run["ttft_s"] is None
+    assert cut.run["gave_up"].endswith("of 12 groups are still not in place")
+    assert cut.log[-1].t == 2.0
+    assert not cut.run["met"]
+    assert cut.run["loss"] == NO_CACHE_LOSS
+    assert cut.run["objective"] == pytest.approx(NO_CACHE_LOSS + 0.5 + 2.0 * PlayerConfig().time_price)
+    assert cut.run["track_tokens"]["none"] == 128 * len(cut.record.missing)
+    cold = ReplayOptions(2.0, 0.2, cold=True, config=PlayerConfig(give_up_after=1.0))
+    assert Experiment(catalog(12), cold).play(link, 0.0, "fixed:AC-5x", log=True).log[-1].t == pytest.approx(2.0)
+
+
+def test_no_bound_is_above_a_play_without_a_cache():
+    offer = catalog(4)
+    worthless = replace(offer, tracks=tuple(replace(track, loss=(3.0,) * 4) for track in offer.tracks), mixes=())
+    options = ReplayOptions(2.0, 0.05, config=PlayerConfig(give_up_after=1.0))
+    run = Experiment(worthless, options).play(world("steady", [1e6]), 0.0, "fixed:AC-5x").run
+    assert run["met"]
+    assert run["clairvoyant_objective"] == pytest.approx(NO_CACHE_LOSS + 0.5 + 2.0 * PlayerConfig().time_price)
 
 
 def test_a_lookup_longer_than_the_deadline_is_late_not_an_error():

@@ -63,8 +63,13 @@ def test_a_long_trace_at_a_high_load_takes_no_more_steps(load, start_s):
 
 
 def test_one_request_at_a_time_pays_a_round_trip_for_each():
-    one = PlayerConfig(min_requests=1, max_requests=1, first_requests=1)
-    record, offer, _ = simulate("fixed:Int4", rtt=0.2, config=one)
+    class OneByOne(Policy):
+        def decide(self, view):
+            if view.in_flight or (group := view.first_missing()) is None:
+                return Decision.wait("one at a time")
+            return Decision.fetch(group, "Int4", "the next")
+
+    record, offer, _ = simulate(OneByOne(), rtt=0.2)
     assert record.delivered_s == pytest.approx(8 * 0.2 + offer.track("Int4").total_bytes / 1e6 + 0.002, abs=0.01)
 
 
