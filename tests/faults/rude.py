@@ -140,7 +140,7 @@ async def rude_server(tls, *, greet=None, heard=None, alpn=tuple(draft.alpn for 
 async def rude_client(address, *, draft=DRAFTS[0], greet=None, name="aioquic", window=None):
     """A client that says nothing but what a test has it say; one with a ``window``, bytes, never opens it further."""
     lib = library(name)
-    configuration = lib.configure(client=True, alpn=[draft.alpn], server_name="localhost")
+    configuration = lib.configure(client=True, alpn=[draft.alpn], server_name="localhost", idle_timeout=LIMIT_S)
     configuration.verify_mode = 0
     if window is not None:
         configuration.max_data = configuration.max_stream_data = window
