@@ -33,8 +33,8 @@ class CacheFirst(Policy):
     def __init__(self, inner: Policy, kept: dict[str, frozenset[int]]) -> None:
         """Wrap a policy; ``kept``: the stored groups of each track."""
         self._inner, self._kept = inner, kept
-        self._wanted: dict[int, list[str]] = {}
-        """Per group, the stored layers that have not been requested yet, base first."""
+        self._wanted: dict[int, str] = {}
+        """Best stored track of each group that has not been requested yet; the layers below it are stored, too."""
         # Present the wrapped policy's attributes.
         for name in ("name", "estimator", "abandons", "paces", "computes"):
             vars(self)[name] = getattr(inner, name)
@@ -44,26 +44,19 @@ class CacheFirst(Policy):
         stacks = [stack(view.catalog, track) for track in view.catalog.tracks]
         for group in range(view.groups):
             costs = [
-                (layers[-1].loss[group], sum(layer.decode_s for layer in layers), number)
-                for number, layers in enumerate(stacks)
+                (layers[-1].loss[group], view.decode_s(layers[-1].name), layers[-1].name)
+                for layers in stacks
                 if all(group in self._kept[layer.name] for layer in layers)
             ]
             if costs:
-                self._wanted[group] = [layer.name for layer in stacks[min(costs)[2]]]
+                self._wanted[group] = min(costs)[2]
         self._inner.start(view)
 
     def decide(self, view: View) -> Decision:
         """Take stored groups while there are any, then do what the wrapped policy decides."""
-        for group, layers in self._wanted.items():
-            below = view.catalog.by_name[layers[0]].refines
-            if below is None and group in view.missing_groups:
-                decide = Decision.fetch
-            elif below is not None and group in view.settled and view.track_of[group] == below:
-                decide = Decision.upgrade
-            else:
-                continue  # a group whose base is being read settles in a moment, and then this is asked again
-            self._wanted[group] = layers[1:]
-            if not layers[1:]:
-                del self._wanted[group]
-            return decide(group, layers[0], "it is in the local store")
+        while self._wanted:
+            group = next(iter(self._wanted))
+            track = self._wanted.pop(group)
+            if group in view.missing_groups:
+                return Decision.fetch(group, track, "it is in the local store")
         return self._inner.decide(view)

@@ -1,7 +1,7 @@
 """The ladder of a catalog: which tracks are worth playing, and what each step up costs and saves.
 
-It is computed once per catalog and shared by every play of it. `spend` and `knapsack` choose one option per group
-within a budget of bytes.
+It is computed once per catalog and shared by every play of it. `spend` chooses one option per group within a budget of
+bytes.
 """
 
 from __future__ import annotations
@@ -9,9 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from heapq import heappop, heappush
 from itertools import accumulate, pairwise
-from typing import NamedTuple
 
 from kvabr.types.catalog import Catalog, Track
 
@@ -159,96 +157,3 @@ def _hull(choices: Iterable[tuple[int, float, str]]) -> tuple[Option, ...]:
 
 def _worth(start: Option, nbytes: int, loss: float) -> float:
     return (start.loss - loss) / (nbytes - start.bytes) if nbytes > start.bytes else float("inf")
-
-
-_CELLS = 1 << 17
-"""Total cells of the grid over all groups: fewer groups get a finer grid."""
-_MOST_CELLS, _LEAST_CELLS = 8192, 1024
-
-
-class Choice(NamedTuple):
-    """One option of one group."""
-
-    bytes: int
-    loss: float
-    """Nats per generated token, or any other quantity whose sum is minimised."""
-
-
-def knapsack(groups: Sequence[Sequence[Choice]], budget: float, *, exact: bool = True) -> list[int] | None:
-    """Return the index of the option to take for each group, or None if not even the smallest options fit.
-
-    The better of two results: greedily, by the step that saves most loss per byte among those that still fit; and, if
-    ``exact`` (several times slower), by dynamic programming over the bytes, rounded up to a grid, with the rounding gap
-    spent greedily, which finds combinations that fill the last bytes.
-    """
-    least = [choices.index(min(choices)) for choices in groups]
-    if sum(choices[index].bytes for choices, index in zip(groups, least, strict=True)) > budget:
-        return None
-    found = _filled(groups, list(least), budget)
-    other = _programmed(groups, budget) if exact else None
-    if other is not None:
-        other = _filled(groups, other, budget)
-        if _loss(groups, other) < _loss(groups, found):
-            return other
-    return found
-
-
-def _loss(groups: Sequence[Sequence[Choice]], picks: Sequence[int]) -> float:
-    return sum(choices[index].loss for choices, index in zip(groups, picks, strict=True))
-
-
-def _filled(groups: Sequence[Sequence[Choice]], picks: list[int], budget: float) -> list[int]:
-    """Take the step that saves most per byte as long as any step fits."""
-    left = budget - sum(choices[index].bytes for choices, index in zip(groups, picks, strict=True))
-    heap: list[tuple[float, int, int]] = []
-
-    def offer(group: int) -> None:
-        now = groups[group][picks[group]]
-        steps = [
-            (-saving / more if more > 0 else float("-inf"), group, index)
-            for index, choice in enumerate(groups[group])
-            if (saving := now.loss - choice.loss) > 0 and (more := choice.bytes - now.bytes) <= left
-        ]
-        if steps:
-            heappush(heap, min(steps))
-
-    for group in range(len(groups)):
-        offer(group)
-    while heap:
-        _, group, index = heappop(heap)
-        more = groups[group][index].bytes - groups[group][picks[group]].bytes
-        if more <= left:
-            left -= more
-            picks[group] = index
-        offer(group)
-    return picks
-
-
-def _programmed(groups: Sequence[Sequence[Choice]], budget: float) -> list[int] | None:
-    """Return the best options on the rounded grid; None if even the smallest do not fit after rounding."""
-    import numpy as np  # noqa: PLC0415  # loads slowly, and most plays never need it
-
-    cells = max(_LEAST_CELLS, min(_MOST_CELLS, _CELLS // max(1, len(groups))))
-    if budget < 1:
-        return None  # nothing of any size fits, and the grid would have no resolution
-    unit = budget / cells
-    value = np.zeros(cells + 1)
-    picked = np.zeros((len(groups), cells + 1), dtype=np.int16)
-    for group, choices in enumerate(groups):
-        best = np.full(cells + 1, np.inf)
-        for index, choice in enumerate(choices):
-            size = int(np.ceil(choice.bytes / unit))
-            if size > cells:
-                continue
-            with_it = value[: cells + 1 - size] + choice.loss
-            better = with_it < best[size:]
-            best[size:][better] = with_it[better]
-            picked[group, size:][better] = index
-        value = best
-    if not np.isfinite(value[cells]):
-        return None
-    picks, cell = [0] * len(groups), cells
-    for group in range(len(groups) - 1, -1, -1):
-        picks[group] = int(picked[group, cell])
-        cell -= int(np.ceil(groups[group][picks[group]].bytes / unit))
-    return picks

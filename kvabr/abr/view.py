@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, KeysView
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from kvabr.abr.ladder import Ladder
 from kvabr.types.catalog import Catalog, Track
@@ -50,18 +51,23 @@ class Settled(set[int]):
         self.history.append(group)
 
 
+class PlannedPlay(NamedTuple):
+    """A whole play, planned in advance."""
+
+    requests: tuple[tuple[int, str], ...]
+    """Groups and tracks to request, in this order. A group that comes twice gets the second track on top or instead."""
+    engine: range
+    """Groups that the engine computes."""
+
+
 @dataclass(frozen=True, slots=True)
 class Future:
-    """The future of the link, known only in a simulator; see `View.oracle`."""
+    """What only a simulator can tell."""
 
     carried: Callable[[float], float]
-    """Bytes that the link will carry in the next seconds."""
-    first_byte_s: float
-    """Seconds until the first byte of a request on an idle link."""
-
-    def __call__(self, seconds: float) -> float:
-        """Return `carried` for the next ``seconds``."""
-        return self.carried(seconds)
+    """Bytes that the link will carry in the next given seconds."""
+    plan: Callable[[View], PlannedPlay]
+    """The best plan for a play that begins now."""
 
 
 @dataclass(slots=True, eq=False)
@@ -82,8 +88,8 @@ class View:
     """Price of a second before the first token, in nats per generated token."""
     decoders: int = 1
     """Groups that are decoded at the same time."""
-    oracle: Callable[[float], float] | None = None
-    """In a simulator: bytes that the link will carry in the next given seconds. None in a real play."""
+    oracle: Future | None = None
+    """The future, in a simulator. None in a real play."""
     decode_seconds: Callable[[str], float] | None = None
     """Seconds to decode a full group of a track on this machine; None: as the catalog says."""
     catalog: Catalog = field(init=False)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 from kvabr.abr.cache_first import CachedGroups, cache_first
 from kvabr.abr.estimator import Estimator
 from kvabr.abr.ladder import Ladder
 from kvabr.abr.plugins import load_estimator, load_policy
+from kvabr.abr.view import Future
 from kvabr.player.decode_rates import DecodeRates
 from kvabr.player.session import Session
 from kvabr.player.session_types import WHOLE, Goal, PlayerConfig, PrefixGoal, UpgradeGoal
@@ -70,7 +70,7 @@ def new_session(
     config: PlayerConfig | None = None,
     patience_s: float | None = None,
     cached_groups: CachedGroups | None = None,
-    oracle: Callable[[float], float] | None = None,
+    oracle: Future | None = None,
     decode_rates: DecodeRates | None = None,
     log: Log | None = None,
 ) -> Session:
@@ -87,7 +87,7 @@ def new_session(
         config: limits and timeouts that hold for every policy.
         patience_s: seconds from `Session.start` after which an incomplete play is given up; None: as ``config`` says.
         cached_groups: tells which groups of a track need not cross the network, as they are published.
-        oracle: what the link will carry, for policies that are told the future.
+        oracle: the future of the link, for policies that are told it; only a simulation knows it.
         decode_rates: of this machine, which the session corrects; None: as the catalog says, uncorrected.
         log: takes every event.
 

@@ -60,8 +60,13 @@ class ComputeQueue:
         self.planned = planned
         return changed, found
 
-    def ready(self, now: float, absent: Collection[int], records: Sequence[GroupRecord]) -> tuple[int, int] | None:
-        """Return the groups that the engine should start now: everything before them is in place. Or None."""
+    def ready(
+        self, now: float, absent: Collection[int], records: Sequence[GroupRecord], *, at_once: bool = False
+    ) -> tuple[int, int] | None:
+        """Return the groups that the engine should start now: everything before them is in place. Or None.
+
+        With ``at_once``, a tail that could still be shortened is not held back: the policy alone says what is computed.
+        """
         if self.computing is not None or not self.waiting():
             return None
         wanted = (*self.chosen, *(group for group in self.planned if group in absent))
@@ -70,7 +75,7 @@ class ComputeQueue:
             return None
         if self._mode == "hole":
             return first, self._run_end(first, now, absent)
-        return (first, len(records)) if self._last_call(first, now) else None
+        return (first, len(records)) if at_once or self._last_call(first, now) else None
 
     def start(self, first: int, last: int, now: float) -> None:
         """Note that the engine starts groups ``first`` to ``last`` - 1."""

@@ -8,7 +8,7 @@ from typing import ParamSpec
 from kvabr.abr.estimator import Estimator
 from kvabr.abr.ladder import Ladder
 from kvabr.abr.policy import Decision, Policy
-from kvabr.abr.view import Transfer, View
+from kvabr.abr.view import Future, Transfer, View
 from kvabr.player.abandon import StallDetector
 from kvabr.player.compute_queue import ComputeQueue
 from kvabr.player.decode_rates import DecodeRates
@@ -123,7 +123,7 @@ class PlayState:
         cost: PrefillCost | None = None,
         mode: EngineMode = "hole",
         config: PlayerConfig | None = None,
-        oracle: Callable[[float], float] | None = None,
+        oracle: Future | None = None,
         decode_rates: DecodeRates | None = None,
         log: Log | None = None,
     ) -> None:

@@ -408,7 +408,8 @@ class Session(PlayState):
 
     def _use_engine(self, lane: ComputeQueue, now: float) -> None:
         """Re-plan what is left to the engine, and start what it can compute now."""
-        after = 1.0 if self._guard.policy.computes else self._config.plan_after
+        alone = self._guard.policy.computes
+        after = 1.0 if alone else self._config.plan_after
         if now >= after * self.view.deadline_s:
             changed, found = lane.replan(self._absent, dead=self._dead(now))
             if changed:
@@ -416,7 +417,7 @@ class Session(PlayState):
                 reason = "the network should bring the rest in time" if found is None else found.reason
                 self._events.decision(Decision.wait(f"recompute {what}: {reason}"), now, kind="plan")
                 self._sync_missing()
-        if (ready := lane.ready(now, self._absent, self.record.groups)) is None:
+        if (ready := lane.ready(now, self._absent, self.record.groups, at_once=alone)) is None:
             return
         first, last = ready
         if self._prefix:

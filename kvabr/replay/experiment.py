@@ -6,14 +6,15 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from kvabr.abr.estimator import Prior
+from kvabr.abr.estimator import Estimator, Prior
 from kvabr.abr.ladder import Ladder
-from kvabr.abr.view import Future
+from kvabr.abr.view import Future, PlannedPlay, View
 from kvabr.player.builder import new_estimator, new_session, opening
 from kvabr.player.decode_rates import DecodeRates
 from kvabr.player.session import Session
 from kvabr.player.session_types import PlayerConfig, PlayRecord, check_decoders
 from kvabr.replay.clairvoyant import Bound, Clairvoyant
+from kvabr.replay.foresight import Foresight
 from kvabr.replay.link import (
     FIRST_BYTE_S,
     HANDSHAKE_BYTES,
@@ -197,6 +198,16 @@ class Experiment:
         lines: list[PlayEvent] | None = [] if log else None
         lookup_s = self.lookup_s(trace, start_s, rtt_s)
         session = self.session(trace, start_s, policy, capacity, rtt_s, lines, lookup_s=lookup_s)
+        use = self._simulate(session, capacity, rtt_s)
+        outcome = self.outcome(
+            trace, start_s, policy, session, capacity, bound, lines, lookup_s=lookup_s, ghost_bytes=use.ghost_bytes
+        )
+        outcome.use = use
+        return outcome
+
+    def _simulate(self, session: Session, capacity: Capacity, rtt_s: float) -> LinkUse:
+        """Play a session to its end in the simulator."""
+        options = self.options
         simulator = Simulator(
             session,
             self.catalog,
@@ -208,12 +219,7 @@ class Experiment:
             decoders=options.decoders,
         )
         simulator.run()
-        ghosts = simulator.use.ghost_bytes
-        outcome = self.outcome(
-            trace, start_s, policy, session, capacity, bound, lines, lookup_s=lookup_s, ghost_bytes=ghosts
-        )
-        outcome.use = simulator.use
-        return outcome
+        return simulator.use
 
     def session(
         self,
@@ -259,10 +265,24 @@ class Experiment:
         def carried(seconds: float) -> float:
             return capacity.between(session.view.now, session.view.now + seconds)
 
-        oracle = Future(carried, rtt_s + FIRST_BYTE_S)
+        def tried(plan: PlannedPlay) -> float:
+            aside = new_estimator("oracle")
+            trial = self._session("oracle", aside, Future(carried, lambda _: plan), None, lookup_s)
+            self._simulate(trial, capacity, rtt_s)
+            return _valued(self.catalog, options, trial.record)[1]
 
+        def plan(view: View) -> PlannedPlay:
+            return Foresight(view, self.clairvoyant.frontier, capacity, rtt_s + FIRST_BYTE_S, tried).best()
+
+        session = self._session(policy, estimator, Future(carried, plan), lines, lookup_s)
+        return session
+
+    def _session(
+        self, policy: str, estimator: Estimator, oracle: Future, lines: list[PlayEvent] | None, lookup_s: float
+    ) -> Session:
+        options = self.options
         # Patience is counted in whole deadlines, not in what the lookup left of one.
-        session = new_session(
+        return new_session(
             self.ladder,
             self._time_for(lookup_s),
             policy,
@@ -275,7 +295,6 @@ class Experiment:
             decode_rates=DecodeRates(self.catalog),
             log=None if lines is None else lines.append,
         )
-        return session
 
     def outcome(
         self,
@@ -328,6 +347,24 @@ def _shift(record: PlayRecord, lines: list[PlayEvent] | None, seconds: float) ->
         lines[1:] = [replace(line, t=line.t + seconds) for line in lines[1:]]
 
 
+def _valued(catalog: Catalog, options: ReplayOptions, record: PlayRecord) -> tuple[float, float]:
+    """Return loss and objective of a finished play, nats per token."""
+    config, ends_s, loss = options.config, record.delivered_s, NO_CACHE_LOSS
+    if ends_s is None:
+        ends_s = config.give_up_after * options.deadline_s
+    else:
+        loss = played_loss(catalog, record.steps)
+    return loss, objective(
+        loss,
+        ends_s,
+        options.deadline_s,
+        met=record.met,
+        engine_s=record.recompute_s,
+        time_price=config.time_price,
+        gpu_price=config.gpu_price,
+    )
+
+
 def _run_line(
     catalog: Catalog,
     options: ReplayOptions,
@@ -339,24 +376,8 @@ def _run_line(
     capacity: Capacity,
     ghost_bytes: float,
 ) -> dict[str, Any]:
-    deadline = options.deadline_s
-    if record.delivered_s is None:
-        ttft, loss = None, NO_CACHE_LOSS
-        late = options.config.give_up_after * deadline
-    else:
-        ttft = record.delivered_s
-        loss = played_loss(catalog, record.steps)
-        late = ttft
-    config = options.config
-    value = objective(
-        loss,
-        late,
-        deadline,
-        met=record.met,
-        engine_s=record.recompute_s,
-        time_price=config.time_price,
-        gpu_price=config.gpu_price,
-    )
+    deadline, ttft = options.deadline_s, record.delivered_s
+    loss, value = _valued(catalog, options, record)
     return {
         "trace": trace.name,
         "trace_family": trace.family,

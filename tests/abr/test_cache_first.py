@@ -56,10 +56,28 @@ def test_layers_at_hand_are_put_upon_their_base():
     play, _ = playing(offer, kept)
     play.start(0.0)
     asked, others = run_at_hand(play, kept)
+    assert asked[:5] == [(0, "base"), (0, "layer-1"), (0, "layer-2"), (1, "base"), (1, "layer-1")]
     for group, layers in ((0, ["base", "layer-1", "layer-2"]), (1, ["base", "layer-1"]), (2, ["base"])):
         assert [track for where, track in asked if where == group][: len(layers)] == layers
     # A layer without a stored base is not usable.
     assert next(fetch.track for fetch in others if fetch.group == 3) == "base"
+
+
+def test_layers_at_hand_are_decoded_together():
+    offer = catalog(2, layered=True)
+    kept = {name: range(2) for name in ("base", "layer-1", "layer-2")}
+    play, _ = playing(offer, kept)
+    play.start(0.0)
+    decoded, actions = [], play.actions()
+    while actions:
+        for action in actions:
+            if isinstance(action, FetchGroup):
+                play.done(action.request, 0.01, "kept")
+            elif isinstance(action, Decode):
+                decoded.append((action.group, action.track, len(action.below)))
+                play.decoded(action.request, 0.02)
+        actions = play.actions()
+    assert decoded == [(0, "layer-2", 2), (1, "layer-2", 2)]
 
 
 def test_all_at_hand_is_delivered_without_the_network():

@@ -47,10 +47,10 @@ class CacheGenOracle(FrontToBack):
         """Raise unless the future is known."""
         if view.oracle is None:
             raise PolicyError("cachegen-oracle reads the true bandwidth from the trace: it runs only in a simulation")
-        self._share = view.oracle
+        self._carried = view.oracle.carried
 
     def choose(self, view: View, group: int) -> Decision:
         """Choose the least lossy track that fits this group's equal share of the deadline."""
-        share = self._share(view.deadline_s / view.groups)
+        share = self._carried(view.deadline_s / view.groups)
         reason = f"the link will carry {share:.0f} bytes in this group's share of the time"
         return Decision.fetch(group, view.best_track(group, share), reason)

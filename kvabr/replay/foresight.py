@@ -1,0 +1,227 @@
+"""The plan that ``oracle`` plays: the least objective that could be found with the whole link known.
+
+Every group gets one option of the `Frontier`, or is left to the engine. Many prices of a byte and of a second of
+decoding are tried; each gives a plan, the cheapest option of every group at these prices. When a plan ends follows from
+the link's capacity and the decoders' queue, with the requests in the order of Johnson's rule for two machines in a row.
+The best plan is improved until no change of a single group helps.
+
+Two things are not part of this model: that layers are decoded early when a link is slow, and what computed groups
+inherit from those before them. So plans that leave some time for decoding, and with an engine those of each kind, are
+played in the simulator, and the best is chosen.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from itertools import product
+
+import numpy as np
+import numpy.typing as npt
+
+from kvabr.abr.view import PlannedPlay, View
+from kvabr.replay.frontier import Array, Frontier
+from kvabr.replay.link import Capacity
+from kvabr.types.cost import MISS_PENALTY
+
+Picks = npt.NDArray[np.int64]
+"""Number of each group's option: [plan, group], or [group] for one plan."""
+
+_BYTE_PRICES, _DECODE_STRIDE = 48, 64
+"""Prices of a byte, and the distance of the prices of decoding that are tried among those of the frontier."""
+_COARSE = 3
+"""Of these, one in so many is tried to compare divisions between network and engine."""
+_DIVISIONS = 33
+"""Most numbers of groups that are tried for the engine."""
+_FEW = 4096
+"""Number of plans up to which all are compared."""
+_MOVES, _ROUNDS = 1024, 64
+"""Most changes that are tried to improve a plan at once, and the most rounds. In caches of more groups than that allows,
+one group is too small to matter."""
+_SPARES = (0.0, 1.0, 3.0)
+"""Decodings, of the slowest kind, for which plans leave time before the deadline."""
+_PATIENCE = 10.0
+"""Deadlines after which the link need not be known."""
+_NEVER_S = 1e9
+"""When bytes arrive that do not by then, in seconds, plus a second for each."""
+
+
+class Foresight:
+    """What a play's link and decoders will bring, and the plan that makes most of it."""
+
+    def __init__(
+        self,
+        view: View,
+        frontier: Frontier,
+        capacity: Capacity,
+        first_byte_s: float,
+        tried: Callable[[PlannedPlay], float],
+    ) -> None:
+        """Prepare for one play.
+
+        Args:
+            view: the play, which has not begun.
+            frontier: the options of its catalog.
+            capacity: the link; its time begins with the play.
+            first_byte_s: seconds until the first byte of a request.
+            tried: returns the objective of a plan in a simulated play.
+        """
+        self.view, self.frontier, self._tried = view, frontier, tried
+        self.names = [track.name for track in view.catalog.tracks]
+        least = float(frontier.least_bytes.sum())
+        needed_s = min(_PATIENCE * view.deadline_s, 2.0 * capacity.when(first_byte_s, least))
+        self._times, carried = capacity.points(max(view.deadline_s, needed_s))
+        self._carried: Array = carried - np.interp(first_byte_s, self._times, carried)
+        self._first_byte_s = first_byte_s
+        self._rate = max(1.0, float(carried[-1] / self._times[-1]))
+        steps = view.ladder.layered_steps
+        worths = np.geomspace(2.0 * steps[0].worth, 0.5 * steps[-1].worth, _BYTE_PRICES) if steps else np.zeros(0)
+        # The first price is that of the cheapest cache, which is chosen if nothing arrives in time.
+        self.byte_prices: Array = np.concatenate([1e6 * worths[:1] + 1.0, worths, [0.0]])
+        second = view.time_price / view.decoders
+        self.decode_prices: Array = np.unique([*frontier.prices[::_DECODE_STRIDE], second / 4, second / 2, second])
+
+    def best(self) -> PlannedPlay:
+        """Return the best plan that was found."""
+        deadline_s = self.view.deadline_s
+        bytes_, decodes = self.byte_prices[::_COARSE], self.decode_prices[::_COARSE]
+        kinds: dict[str, tuple[float, _Division]] = {}
+        for division in self._divisions():
+            value = float(division.values(division.priced(bytes_, decodes), deadline_s).min())
+            if division.kind not in kinds or value < kinds[division.kind][0]:
+                kinds[division.kind] = value, division
+        spare_s = float(self.frontier.decodes.max())
+        plans = {
+            division.best(deadline_s - spare * spare_s): None for _, division in kinds.values() for spare in _SPARES
+        }
+        return min(plans, key=self._tried) if len(plans) > 1 else next(iter(plans))
+
+    def schedule(self, sizes: Array, decodes: Array, before: float = 0.0) -> tuple[Picks, Array]:
+        """Return the order of the requests of several plans, and when each plan is decoded, in seconds.
+
+        Args:
+            sizes: bytes, [plan, request].
+            decodes: seconds of decoding, [plan, request].
+            before: bytes that are requested first.
+        """
+        decoders = self.view.decoders
+        link, work = sizes / self._rate, decodes / decoders
+        order = np.where(link < work, link, 1e9 - work).argsort(axis=1, kind="stable")
+        sizes, work = np.take_along_axis(sizes, order, axis=1), np.take_along_axis(work, order, axis=1)
+        nbytes, done = before + sizes.cumsum(axis=1), work.cumsum(axis=1)
+        arrives = np.maximum(self._first_byte_s, np.interp(nbytes, self._carried, self._times))
+        arrives = np.where(nbytes > self._carried[-1], _NEVER_S + nbytes, arrives)
+        # The last group is decoded by one decoder, while the others have nothing to do.
+        ends = (arrives - done + work).max(axis=1) + done[:, -1] + (decoders - 1) * work.max(axis=1)
+        return order, ends
+
+    def _divisions(self) -> Iterator[_Division]:
+        """Yield the divisions of the groups between network and engine, the network alone first."""
+        view, cost = self.view, self.view.cost
+        yield _Division(self, range(view.groups))
+        if cost is None:
+            return
+        size, tokens = view.catalog.spec.group_tokens, view.catalog.tokens
+        for count in sorted({*np.linspace(1, view.groups, min(view.groups, _DIVISIONS)).astype(int).tolist()}):
+            if not view.front_first:
+                whole_s = cost.seconds(0, min(count * size, tokens))
+                alone_s = sum(cost.seconds(one * size, view.catalog.group_tokens(one)) for one in range(count))
+                # The engine takes one group at a time, as long as there is time for that.
+                engine_s = alone_s if alone_s <= view.deadline_s else whole_s
+                yield _Division(self, range(count, view.groups), range(count), engine_s, "beside")
+                continue
+            cut = view.groups - count
+            for kind in ("behind the base", "behind all") if cut else ("beside",):
+                engine_s = cost.seconds(cut * size, tokens - cut * size)
+                yield _Division(self, range(cut), range(cut, view.groups), engine_s, kind)
+
+    def tables(self, groups: range) -> tuple[Array, Array, Array]:
+        """Return bytes, seconds of decoding and loss of some groups' options, each as [group, option]."""
+        rows, frontier = slice(groups.start, groups.stop), self.frontier
+        return frontier.sizes[rows], frontier.decodes[rows], frontier.losses[rows]
+
+
+class _Division:
+    """One division of the groups between network and engine, and the plans for it."""
+
+    def __init__(
+        self, known: Foresight, groups: range, engine: range = range(0), engine_s: float = 0.0, kind: str = "alone"
+    ) -> None:
+        """Prepare the options.
+
+        Args:
+            known: link and decoders.
+            groups: what is fetched.
+            engine: what the engine computes.
+            engine_s: how long that takes, in seconds.
+            kind: whether the network is alone, the engine computes ``beside`` it, or ``behind the base`` of every
+                group, while better tracks may still come, or ``behind all``.
+        """
+        self.kind, self._known, self._groups = kind, known, groups
+        self._engine, self._engine_s = engine, engine_s
+        self._sizes, self._decodes, self._losses = known.tables(groups)
+        self._begins_s, self._before = 0.0, 0.0
+        self._base: list[int] = []
+        """Groups in the order in which their base comes first; empty if no base does."""
+        if kind == "behind the base":
+            cheapest, stacks = known.view.ladder.cheapest, known.view.ladder.stacks
+            base = known.names.index(cheapest)
+            sizes, decodes = self._sizes[:, base], self._decodes[:, base]
+            order, ends = known.schedule(sizes[None], decodes[None])
+            self._base, self._begins_s, self._before = order[0].tolist(), float(ends[0]), float(sizes.sum())
+            built_on_it = np.array([cheapest in stacks[name] for name in known.names], float)
+            self._sizes, self._decodes = self._sizes - np.outer(sizes, built_on_it), self._decodes.copy()
+            self._decodes[:, base] = 0.0
+
+    def priced(self, byte_prices: Array, decode_prices: Array) -> Picks:
+        """Return the cheapest options at all these prices."""
+        found = [
+            (self._losses + price * self._decodes + byte_prices[:, None, None] * self._sizes).argmin(axis=2)
+            for price in decode_prices
+        ]
+        return np.concatenate(found)
+
+    def values(self, picks: Picks, deadline_s: float) -> Array:
+        """Return the objective of several plans. What ends after ``deadline_s`` counts as missed."""
+        view, rows = self._known.view, np.arange(picks.shape[1])
+        ends = np.zeros(len(picks))
+        if picks.shape[1]:
+            _, ends = self._known.schedule(self._sizes[rows, picks], self._decodes[rows, picks], self._before)
+        begins_s = ends if self.kind == "behind all" else self._begins_s
+        ends = np.maximum(ends, begins_s + self._engine_s)
+        missed = MISS_PENALTY + np.maximum(0.0, ends - view.deadline_s) / view.deadline_s
+        engine = view.gpu_price * self._engine_s if math.isfinite(view.gpu_price) else 0.0
+        loss = self._losses[rows, picks].sum(axis=1)
+        values: Array = loss + view.time_price * ends + engine + np.where(ends > deadline_s, missed, 0.0)
+        return values
+
+    def best(self, deadline_s: float) -> PlannedPlay:
+        """Return the best plan that ends by a time."""
+        groups, options = self._sizes.shape
+        if options**groups <= _FEW:
+            picks = np.array([*product(range(options), repeat=groups)], dtype=np.int64).reshape(options**groups, groups)
+        else:
+            picks = self.priced(self._known.byte_prices, self._known.decode_prices)
+        values = self.values(picks, deadline_s)
+        best = int(values.argmin())
+        found, value = picks[best], float(values[best])
+        group, option = np.divmod(np.arange(groups * options), options)
+        for _ in range(_ROUNDS if 0 < len(group) <= _MOVES else 0):
+            changed = np.repeat(found[None], len(group), axis=0)
+            changed[np.arange(len(group)), group] = option
+            values = self.values(changed, deadline_s)
+            best = int(values.argmin())
+            if not values[best] < value:
+                break
+            found, value = changed[best], float(values[best])
+        return self._plan(found)
+
+    def _plan(self, picks: Picks) -> PlannedPlay:
+        first, known, rows = self._groups.start, self._known, np.arange(len(picks))
+        base = [(first + group, known.view.ladder.cheapest) for group in self._base]
+        requests: list[tuple[int, str]] = []
+        if len(picks):
+            sizes, decodes = self._sizes[rows, picks], self._decodes[rows, picks]
+            order, _ = known.schedule(sizes[None], decodes[None], self._before)
+            requests = [(first + group, known.names[picks[group]]) for group in order[0].tolist()]
+        return PlannedPlay((*base, *(one for one in requests if one not in base)), self._engine)
