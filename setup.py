@@ -33,7 +33,8 @@ setup(
         Extension(
             "kvabr.codec.native._kvcoder",
             sources=[
-                f"{_ROOM}/{name}.c" for name in ("_kvcoder", "tables", "path_portable", "path_avx2", "path_avx512")
+                f"{_ROOM}/{name}.c"
+                for name in ("_kvcoder", "group", "tables", "path_portable", "path_avx2", "path_avx512")
             ],
             depends=[f"{_ROOM}/{name}.h" for name in ("kvcoder", "rans", "tile", "synth", "encode")],
             extra_compile_args=_FLAGS,

@@ -3,13 +3,10 @@
  * checked shape and strides. Work is done without the GIL. */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
-#include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
 
-#include "rans.h"
-
-#define MOST_THREADS 16 /* that one group is decoded in */
+#include "kvcoder.h"
 
 static const char depth_name[] = "kvabr.Depth", transform_name[] = "kvabr.Transform";
 
@@ -296,23 +293,7 @@ static PyObject *decode_indices(PyObject *self, PyObject *args) {
     }
     int error;
     Py_BEGIN_ALLOW_THREADS
-    Scratch *scratch = scratch_new(d->rows, tokens, NULL, 0);
-    Reader *r = aligned_zeros(1, sizeof *r);
-    int16_t *index = b[1].buf;
-    error = scratch && r ? reader_open(r, b[0].buf, (size_t)b[0].len, (uint64_t)d->rows * tokens) : NO_MEMORY;
-    for (uint32_t first = 0; first < tokens && !error; first += TILE) {
-        uint32_t here = at_most(TILE, tokens - first);
-        for (uint32_t row = 0; row < d->rows && d->contexts > 1; row++) {
-            int any = 0;
-            for (uint32_t t = 0; t < here; t++)
-                any |= index[(size_t)row * tokens + first + t];
-            scratch->live[row] = any != 0;
-        }
-        error = path->decode_tile(r, d, index + first, tokens, here, scratch->live, scratch);
-    }
-    error = error ? error : reader_end(r);
-    aligned_free(r);
-    scratch_free(scratch);
+    error = decode_group_indices(path, d, b[0].buf, (size_t)b[0].len, b[1].buf, tokens);
     Py_END_ALLOW_THREADS
     release(b, 2);
     if (error)
@@ -320,29 +301,32 @@ static PyObject *decode_indices(PyObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-/* The output: (address, dtype, 5 strides in elements), then the tables to multiply with. */
+/* The output: (address, dtype, 5 strides in elements), then the tokens and the tables to multiply with. */
 typedef struct {
     Output out;
     Py_buffer buffer[3]; /* scale, cos, sin */
-    unsigned tokens;
+    Tile group;
 } Target;
 
 static int read_target(PyObject *tuple, Target *target) {
     unsigned long long address;
     Output *o = &target->out;
     Py_ssize_t s[5];
-    if (!PyArg_ParseTuple(tuple, "Ki(nnnnn)Iy*y*y*", &address, &o->dtype, s, s + 1, s + 2, s + 3, s + 4, &target->tokens,
+    if (!PyArg_ParseTuple(tuple, "Ki(nnnnn)Iy*y*y*", &address, &o->dtype, s, s + 1, s + 2, s + 3, s + 4, &target->group.tokens,
                           target->buffer, target->buffer + 1, target->buffer + 2))
         return -1;
     o->data = (char *)(uintptr_t)address;
     for (int i = 0; i < 5; i++)
         o->stride[i] = s[i];
+    target->group.scale = target->buffer[0].buf, target->group.cos = target->buffer[1].buf;
+    target->group.sin = target->buffer[2].buf;
     return 0;
 }
 
 static int fits(const Target *target, const Transform *t) {
-    size_t angles = (size_t)target->tokens * (t->rotary / 2);
-    return target->tokens && target->tokens < (1u << 24) && target->out.dtype >= FLOAT32 && target->out.dtype <= BFLOAT16 &&
+    uint32_t tokens = target->group.tokens;
+    size_t angles = (size_t)tokens * (t->rotary / 2);
+    return tokens && tokens < (1u << 24) && target->out.dtype >= FLOAT32 && target->out.dtype <= BFLOAT16 &&
            holds(target->buffer, (size_t)t->layers * 2, 4) && holds(target->buffer + 1, angles, 4) &&
            holds(target->buffer + 2, angles, 4);
 }
@@ -359,24 +343,14 @@ static PyObject *synthesise(PyObject *self, PyObject *args) {
     const Path *path = path_named(name);
     const Transform *t = path ? PyCapsule_GetPointer(capsule, transform_name) : NULL;
     int good = t && read_target(tuple, &target) == 0;
-    if (good && (t->paired != path->paired || !fits(&target, t) || !holds(&z, (size_t)t->rows * target.tokens, 2))) {
+    if (good && (t->paired != path->paired || !fits(&target, t) || !holds(&z, (size_t)t->rows * target.group.tokens, 2))) {
         size_error();
         good = 0;
     }
     int error = OK;
     if (good) {
         Py_BEGIN_ALLOW_THREADS
-        Scratch *scratch = scratch_new(t->rows, target.tokens, t, 0);
-        error = scratch ? OK : NO_MEMORY;
-        if (scratch)
-            memset(scratch->live, 1, t->rows);
-        for (uint32_t first = 0; first < target.tokens && !error; first += TILE) {
-            Tile tile = {target.buffer[0].buf, target.buffer[1].buf, target.buffer[2].buf, first,
-                         at_most(TILE, target.tokens - first)};
-            path->synthesise(t, &tile, (const int16_t *)z.buf + first, target.tokens, scratch->live, NULL, NULL, &target.out,
-                             scratch);
-        }
-        scratch_free(scratch);
+        error = synthesise_group(path, t, z.buf, &target.group, &target.out);
         Py_END_ALLOW_THREADS
     }
     release(&z, 1);
@@ -388,86 +362,6 @@ static PyObject *synthesise(PyObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-typedef struct {
-    const Depth *depth[MOST_DEPTHS];
-    Py_buffer payload[MOST_DEPTHS];
-    int depths;
-} Chain;
-
-/* A share of a tile's synthesis. Stacks write to layers of their own, so threads need nothing but scratch memory. */
-typedef struct {
-    const Path *path;
-    Transform stacks; /* the transform with some of its stacks */
-    const Tile *tile;
-    const int16_t *index;
-    size_t stride;
-    const uint8_t *live;
-    const Depth *last;
-    const Output *out;
-    Scratch *scratch;
-    pthread_t thread;
-    int begun;
-} Share;
-
-static void *synthesise_share(void *share) {
-    Share *s = share;
-    s->path->synthesise(&s->stacks, s->tile, s->index, s->stride, s->live, s->last->row_class, s->last->delta, s->out, s->scratch);
-    return NULL;
-}
-
-/* Synthesises a tile in up to `threads` threads; in fewer if there are too few stacks, no memory, or no threads. */
-static void synthesise_tile(const Path *path, const Transform *t, const Tile *tile, size_t stride, Scratch *scratch,
-                            const Depth *last, const Output *out, uint32_t threads) {
-    Share share[MOST_THREADS];
-    uint32_t n = at_most(at_most(threads, MOST_THREADS), t->stacks), at = 0;
-    for (uint32_t i = 0; i < n; i++) {
-        uint32_t end = (uint32_t)((uint64_t)t->stacks * (i + 1) / n);
-        share[i] = (Share){path, *t, tile, scratch->index, stride, scratch->live, last, out, scratch, 0, 0};
-        share[i].stacks.stack = t->stack + at;
-        share[i].stacks.stacks = end - at;
-        at = end;
-        if (i && (share[i].scratch = scratch_new(t->rows, tile->tokens, t, 0)))
-            share[i].begun = pthread_create(&share[i].thread, NULL, synthesise_share, share + i) == 0;
-    }
-    for (uint32_t i = 0; i < n; i++) { /* this thread's own share, and those that got none */
-        if (share[i].begun)
-            continue;
-        Scratch *own = share[i].scratch;
-        share[i].scratch = scratch;
-        synthesise_share(share + i);
-        share[i].scratch = own;
-    }
-    for (uint32_t i = 1; i < n; i++) {
-        if (share[i].begun)
-            pthread_join(share[i].thread, NULL);
-        scratch_free(share[i].scratch);
-    }
-}
-
-static int decode_chain(const Path *path, const Transform *t, const Chain *chain, const Target *target, uint32_t threads) {
-    size_t stride = (at_most(target->tokens, TILE) + TOKENS - 1) / TOKENS * TOKENS;
-    Scratch *scratch = scratch_new(t->rows, target->tokens, t, 1);
-    Reader *readers = aligned_zeros((size_t)chain->depths, sizeof *readers);
-    int error = scratch && readers ? OK : NO_MEMORY;
-    for (int d = 0; d < chain->depths && !error; d++)
-        error = reader_open(readers + d, chain->payload[d].buf, (size_t)chain->payload[d].len, (uint64_t)t->rows * target->tokens);
-    const Depth *last = chain->depth[chain->depths - 1];
-    for (uint32_t first = 0; first < target->tokens && !error; first += TILE) {
-        uint32_t here = at_most(TILE, target->tokens - first);
-        memset(scratch->live, 0, t->rows);
-        for (int d = 0; d < chain->depths && !error; d++)
-            error = path->decode_tile(readers + d, chain->depth[d], scratch->index, stride, here, scratch->live, scratch);
-        Tile tile = {target->buffer[0].buf, target->buffer[1].buf, target->buffer[2].buf, first, here};
-        if (!error)
-            synthesise_tile(path, t, &tile, stride, scratch, last, &target->out, threads);
-    }
-    for (int d = 0; d < chain->depths && !error; d++)
-        error = reader_end(readers + d);
-    aligned_free(readers);
-    scratch_free(scratch);
-    return error;
-}
-
 /* decode(path, transform, depths, payloads, target, threads = 1) */
 static PyObject *decode(PyObject *self, PyObject *args) {
     (void)self;
@@ -475,6 +369,7 @@ static PyObject *decode(PyObject *self, PyObject *args) {
     PyObject *capsule, *depths, *payloads, *tuple;
     Target target = {0};
     Chain chain = {0};
+    Py_buffer payload[MOST_DEPTHS] = {{0}};
     unsigned threads = 1;
     if (!PyArg_ParseTuple(args, "sOO!O!O!|I", &name, &capsule, &PyTuple_Type, &depths, &PyTuple_Type, &payloads, &PyTuple_Type,
                           &tuple, &threads))
@@ -489,7 +384,8 @@ static PyObject *decode(PyObject *self, PyObject *args) {
     }
     for (Py_ssize_t d = 0; good && d < n; d++) {
         chain.depth[d] = PyCapsule_GetPointer(PyTuple_GetItem(depths, d), depth_name);
-        good = chain.depth[d] && PyObject_GetBuffer(PyTuple_GetItem(payloads, d), chain.payload + d, PyBUF_SIMPLE) == 0;
+        good = chain.depth[d] && PyObject_GetBuffer(PyTuple_GetItem(payloads, d), payload + d, PyBUF_SIMPLE) == 0;
+        chain.payload[d] = payload[d].buf, chain.size[d] = (size_t)payload[d].len;
         if (good && (chain.depth[d]->rows != t->rows || (chain.depth[d]->contexts > 1) != (d > 0))) {
             size_error();
             good = 0;
@@ -499,10 +395,10 @@ static PyObject *decode(PyObject *self, PyObject *args) {
     int error = OK;
     if (good) {
         Py_BEGIN_ALLOW_THREADS
-        error = decode_chain(path, t, &chain, &target, threads);
+        error = decode_group(path, t, &chain, &target.group, &target.out, threads);
         Py_END_ALLOW_THREADS
     }
-    release(chain.payload, n < MOST_DEPTHS ? (int)n : MOST_DEPTHS);
+    release(payload, n < MOST_DEPTHS ? (int)n : MOST_DEPTHS);
     release(target.buffer, 3);
     if (!good)
         return NULL;

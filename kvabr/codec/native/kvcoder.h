@@ -4,6 +4,7 @@
  *   rans.h       the state of 64 interleaved rANS decoders, and opening a payload
  *   path_*.c     one per instruction set: a rANS step and an integer matrix product ...
  *   tile.h, synth.h, encode.h     ... and the code that is the same for all, compiled with each of them
+ *   group.c      whole groups, tile by tile, in one thread or several
  *   _kvcoder.c   the Python module
  */
 #ifndef KVCODER_H
@@ -19,6 +20,7 @@
 #define LOW (1u << 16)
 #define FARTHEST 2047
 #define MOST_DEPTHS 16
+#define MOST_THREADS 16 /* that one group is decoded in */
 #define ESCAPE (-128) /* instead of a value in a lookup entry */
 #define FLAT_BASE 32  /* most symbols of a table that is searched by comparing, without contexts ... */
 #define FLAT_CONTEXT 8 /* ... and with three contexts */
@@ -162,6 +164,21 @@ void pack_matrix(int16_t *to, const int8_t *mantissa, const uint8_t *gain, uint3
 int pack_small(StackTransform *, const int8_t *mantissa, const uint8_t *gain);
 size_t packed_entries(uint32_t size);
 void transform_free(Transform *);
+
+/* The payloads of a group, lowest depth first. */
+typedef struct {
+    const Depth *depth[MOST_DEPTHS];
+    const uint8_t *payload[MOST_DEPTHS];
+    size_t size[MOST_DEPTHS];
+    int depths;
+} Chain;
+
+/* group.c: all of these return OK or an error. A whole group is given as a tile that begins at 0. */
+
+/* index [row][token]: in, the indices below if the depth refines; out, the indices. */
+int decode_group_indices(const Path *, const Depth *, const uint8_t *payload, size_t size, int16_t *index, uint32_t tokens);
+int synthesise_group(const Path *, const Transform *, const int16_t *z, const Tile *group, const Output *);
+int decode_group(const Path *, const Transform *, const Chain *, const Tile *group, const Output *, uint32_t threads);
 
 static inline uint32_t at_most(uint32_t a, uint32_t b) { return a < b ? a : b; }
 
