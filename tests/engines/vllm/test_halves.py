@@ -2,158 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import pickle
 import time
-import weakref
-from types import SimpleNamespace
+from dataclasses import replace
 
 import pytest
-import torch
 
 from kvabr.data import default_catalog
 from kvabr.engines.layouts import BlockLayout, PagedBlocks
-from kvabr.engines.vllm.config import ServedModel, VllmSettings
-from kvabr.engines.vllm.plays import CopyRequest, Step, leave_client, take_client
-from kvabr.engines.vllm.scheduler import SchedulerHalf
-from kvabr.engines.vllm.worker import WorkerHalf
+from kvabr.engines.vllm.plays import CopyRequest, Step
 from kvabr.publish.publisher import Publisher, with_heads
-from kvabr.types.errors import PlayError
 from kvabr.types.naming import chain
 from tests.client.served import LIMIT_S, Served
-from tests.toymodel import SPEC, ToyModel, prompt, toy_asset
+from tests.engines.vllm.halves import BLOCK, TOKENS, Bench, exact, near, request
+from tests.toymodel import SPEC, ToyModel, toy_asset
 
 pytestmark = pytest.mark.process
-
-BLOCK = 8
-MODES = ["play-first", "promise-first"]
-TOKENS = list(prompt(70).tokens)
-
-
-def request(name="r", tokens=TOKENS, **more):
-    """What the halves look at of vLLM's requests."""
-    return SimpleNamespace(
-        **{
-            "request_id": name,
-            "prompt_token_ids": tokens,
-            "num_prompt_tokens": len(tokens or ()),
-            "num_computed_tokens": len(tokens or ()),
-            "lora_request": None,
-            "mm_features": [],
-            "cache_salt": None,
-            "kv_transfer_params": None,
-        }
-        | more
-    )
-
-
-class Bench:
-    """Both halves, as vLLM would call them, one step after the other."""
-
-    def __init__(self, served, publish=None, *, heads=None, **options):
-        self.options = VllmSettings(
-            url=served.url,
-            fingerprint=served.fingerprint,
-            quic="aioquic",
-            **({"policy": "fixed:FP16", "deadline_s": LIMIT_S} | options),
-        )
-        heads = heads or range(SPEC.kv_heads)
-        self.model = ServedModel(SPEC, torch.float32, BLOCK, heads)
-        self.client = take_client(self.options)
-        self.client.connect()
-        made = None if publish is None else Publisher(publish, self.model.shard, prior=default_catalog())
-        self.scheduler = SchedulerHalf(self.options, self.model, self.client, produces=made is not None)
-        self.worker = WorkerHalf(self.options, self.model, self.client, made)
-        self.caches = [torch.full((40, len(heads), BLOCK, 2 * SPEC.head_dim), float("nan")) for _ in range(SPEC.layers)]
-        self.worker.register(dict(enumerate(self.caches)), BlockLayout.TRANSPOSED)
-
-    @property
-    def promises_first(self):
-        return self.options.mode == "promise-first"
-
-    def matched(self, asked, computed=0):
-        """The answer to vLLM, after as many steps as it takes."""
-        end_s = time.monotonic() + LIMIT_S
-        while (answer := self.scheduler.matched(asked, computed))[0] is None:
-            assert self.step() == (set(), set(), set())
-            assert time.monotonic() < end_s
-        return answer
-
-    def step(self, gone=()):
-        """A step without computation: (published or given up, loaded, failed blocks)."""
-        self.worker.begin(self.scheduler.step(0))
-        self.worker.copy()
-        self.worker.computed()
-        sent, received = self.worker.collect(gone)
-        for play, end in self.worker.placed():
-            self.scheduler.placed(play, end)
-        self.scheduler.received(received)
-        return sent, received, self.worker.failed_blocks()
-
-    def steps(self):
-        """Steps until something has ended."""
-        end_s = time.monotonic() + LIMIT_S
-        while not any(ended := self.step()):
-            assert time.monotonic() < end_s
-        return ended
-
-    def load(self, asked, computed=0, blocks=range(20)):
-        """Tokens that were promised, the blocks that were not filled, and whether vLLM had to wait."""
-        count, waits = self.matched(asked, computed)
-        assert waits == self.promises_first
-        self.scheduler.allocated(asked, list(blocks), count)
-        if not self.promises_first:
-            ended = self.step()
-            assert ended == (set(), set(), set())  # in one step, and nothing fails
-            return count, set()
-        _, received, failed = self.steps()
-        assert received == {asked.request_id}
-        return count, failed
-
-    def blocks(self, numbers):
-        heads = self.caches[0].shape[1]
-        out = torch.empty(SPEC.layers, 2, heads, len(numbers) * BLOCK, SPEC.head_dim)
-        PagedBlocks(self.caches, numbers, BlockLayout.TRANSPOSED).read(out)
-        return out
-
-    def close(self):
-        self.worker.close()
-        leave_client(self.options)
-
-
-@pytest.fixture(scope="module")
-def assets(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("assets")
-    toy_asset(folder / "one", ("FP16", "Int4"))
-    return folder
-
-
-@pytest.fixture(scope="module")
-def served(assets, tmp_path_factory):
-    served = Served(assets, tmp_path_factory.mktemp("tls"))
-    yield served
-    served.close()
-
-
-@pytest.fixture(params=MODES)
-def mode(request):
-    return request.param
-
-
-@pytest.fixture
-def bench(served, mode):
-    bench = Bench(served, mode=mode)
-    yield bench
-    bench.close()
-
-
-def exact(first, last):
-    return ToyModel().prefill(TOKENS)[:, :, :, first:last]
-
-
-def near(kv, wanted):
-    return kv.shape == wanted.shape and torch.allclose(kv, wanted, rtol=2e-3, atol=2e-3)
 
 
 def test_a_hit_is_played_into_blocks(bench):
@@ -284,8 +148,6 @@ def test_nothing_is_played_of(bench):
 
 def test_an_asset_of_another_dtype_is_played(tmp_path):
     """What the publisher computed in is part of an asset's name, and no obstacle."""
-    from dataclasses import replace
-
     served_spec = replace(SPEC, dtype="bfloat16")
     made = Publisher(tmp_path / "assets", served_spec, prior=default_catalog(), tracks=["FP16"])
     made.reserve(TOKENS).fill(ToyModel().prefill(TOKENS), lambda _: None)
@@ -301,8 +163,6 @@ def test_an_asset_of_another_dtype_is_played(tmp_path):
 
 
 def test_an_asset_with_another_rope_is_refused(tmp_path):
-    from dataclasses import replace
-
     turned = replace(SPEC, rope=replace(SPEC.rope, theta=5e5))
     made = Publisher(tmp_path / "assets", turned, prior=default_catalog(), tracks=["FP16"])
     made.reserve(TOKENS).fill(ToyModel().prefill(TOKENS), lambda _: None)
@@ -348,118 +208,6 @@ def test_an_aborted_load_ends_its_play(served):
             assert time.monotonic() < end_s
         assert received == {"r"}
         assert bench.worker._plays == {}
-    finally:
-        bench.close()
-
-
-def test_an_aborted_request_that_waits_ends_its_play(served):
-    bench = Bench(served)
-    try:
-        asked = request()
-        while not bench.worker._plays:
-            assert bench.scheduler.matched(asked, 0) == (None, False)
-            bench.worker.begin(bench.scheduler.step(0))
-        (playing,) = bench.worker._plays.values()
-        assert not bench.scheduler.finished(asked, [])
-        assert bench.scheduler._promises.held_bytes == 0
-        bench.step()
-        assert bench.worker._plays == {}
-        with contextlib.suppress(PlayError):
-            playing.handle.result(LIMIT_S)
-        assert bench.worker.placed() == []
-        counted = bench.worker.counts.take()
-        assert counted.get("plays_aborted", 0) + counted.get("plays_unused", 0) == 1
-    finally:
-        bench.close()
-
-
-def test_a_cache_in_place_whose_request_is_aborted_is_dropped(served):
-    bench = Bench(served)
-    try:
-        asked = request()
-        assert bench.matched(asked) == (64, False)
-        assert bench.matched(asked) == (64, False)  # vLLM had no blocks for it
-        assert not bench.scheduler.finished(asked, [])
-        bench.step()
-        assert bench.worker._plays == {}
-        assert bench.worker.counts.take()["plays_unused"] == 1
-    finally:
-        bench.close()
-
-
-def test_what_vllm_has_changes_while_it_plays(served):
-    bench = Bench(served)
-    try:
-        asked, numbers = request(), list(range(10, 30))
-        assert bench.matched(asked, 24) == (40, False)
-        assert bench.matched(asked, 40) == (24, False)  # more
-        assert bench.matched(asked, 8) == (56, False)  # less: played again
-        assert bench.worker.counts.take()["plays_unused"] == 1
-        bench.scheduler.allocated(asked, numbers, 56)
-        bench.step()
-        assert near(bench.blocks(numbers[1:8]), exact(8, 64))
-        assert bool(bench.caches[0][numbers[:1]].isnan().all())
-        assert bench.scheduler.matched(asked, 0) == (0, False)  # preempted, and asked about again
-        assert bench.scheduler._promises.held_bytes == 0
-    finally:
-        bench.close()
-
-
-@pytest.mark.parametrize("ends", ["used", "aborted"])
-def test_host_memory_is_free_at_once_when_it_is_not_wanted(served, ends):
-    bench = Bench(served)
-    gc.collect()
-    gc.disable()
-    try:
-        asked = request()
-        count, _ = bench.matched(asked)
-        (playing,) = bench.worker._plays.values()
-        kv = weakref.ref(playing.prefix.kv)
-        del playing
-        if ends == "used":
-            bench.scheduler.allocated(asked, list(range(20)), count)
-        else:
-            bench.scheduler.finished(asked, [])
-        bench.step()
-        assert kv() is None
-    finally:
-        gc.enable()
-        bench.close()
-
-
-def test_requests_without_room_in_host_memory_wait_or_are_computed(served):
-    bench = Bench(served)
-    try:
-        one = 64 * SPEC.elements_per_token * 4
-        bench.scheduler._promises._max_bytes = one + 1
-        assert bench.matched(request("a")) == (64, False)
-        b, c = request("b"), request("c")
-        for asked in (b, c):
-            bench.scheduler.arrived(asked)
-            bench.scheduler._lookups[asked.request_id].handle.result(LIMIT_S)
-            assert bench.scheduler.matched(asked, 0) == (None, False)
-            bench.step()
-        assert len(bench.worker._plays) == 1
-        bench.scheduler._lookups["b"].due_s = time.monotonic()
-        assert bench.scheduler.matched(b, 0) == (0, False)
-        bench.step()
-        assert bench.scheduler.counts.take()["lookups_unplayed"] == 1
-        assert bench.scheduler.matched(c, 0) == (None, False)
-        bench.scheduler.allocated(request("a"), list(range(20)), 64)
-        assert bench.matched(c) == (64, False)
-    finally:
-        bench.close()
-
-
-def test_a_copy_that_fails_is_not_used(served):
-    bench = Bench(served)
-    try:
-        asked = request()
-        count, _ = bench.matched(asked)
-        bench.scheduler.allocated(asked, list(range(20)), count)
-        bench.worker._layers = []
-        assert bench.step() == (set(), set(), set(range(8)))
-        assert bench.worker.counts.take()["plays_failed"] == 1
     finally:
         bench.close()
 

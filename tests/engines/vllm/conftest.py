@@ -1,0 +1,35 @@
+"""An origin with a toy model's cache, and the connector's two halves for it."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.client.served import Served
+from tests.engines.vllm.halves import Bench
+from tests.toymodel import toy_asset
+
+
+@pytest.fixture(scope="module")
+def assets(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("assets")
+    toy_asset(folder / "one", ("FP16", "Int4"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def served(assets, tmp_path_factory):
+    served = Served(assets, tmp_path_factory.mktemp("tls"))
+    yield served
+    served.close()
+
+
+@pytest.fixture(params=["play-first", "promise-first"])
+def mode(request):
+    return request.param
+
+
+@pytest.fixture
+def bench(served, mode):
+    bench = Bench(served, mode=mode)
+    yield bench
+    bench.close()

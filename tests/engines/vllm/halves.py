@@ -1,0 +1,120 @@
+"""The two halves of the connector without vLLM, called as vLLM would: blocks in plain tensors."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+
+import torch
+
+from kvabr.data import default_catalog
+from kvabr.engines.layouts import BlockLayout, PagedBlocks
+from kvabr.engines.vllm.config import ServedModel, VllmSettings
+from kvabr.engines.vllm.plays import leave_client, take_client
+from kvabr.engines.vllm.scheduler import SchedulerHalf
+from kvabr.engines.vllm.worker import WorkerHalf
+from kvabr.publish.publisher import Publisher
+from tests.client.served import LIMIT_S
+from tests.toymodel import SPEC, ToyModel, prompt
+
+BLOCK = 8
+TOKENS = list(prompt(70).tokens)
+
+
+def request(name="r", tokens=TOKENS, **more):
+    """What the halves look at of vLLM's requests."""
+    return SimpleNamespace(
+        **{
+            "request_id": name,
+            "prompt_token_ids": tokens,
+            "num_prompt_tokens": len(tokens or ()),
+            "num_computed_tokens": len(tokens or ()),
+            "lora_request": None,
+            "mm_features": [],
+            "cache_salt": None,
+            "kv_transfer_params": None,
+        }
+        | more
+    )
+
+
+class Bench:
+    """Both halves, as vLLM would call them, one step after the other."""
+
+    def __init__(self, served, publish=None, *, heads=None, **options):
+        self.options = VllmSettings(
+            url=served.url,
+            fingerprint=served.fingerprint,
+            quic="aioquic",
+            **({"policy": "fixed:FP16", "deadline_s": LIMIT_S} | options),
+        )
+        heads = heads or range(SPEC.kv_heads)
+        self.model = ServedModel(SPEC, torch.float32, BLOCK, heads)
+        self.client = take_client(self.options)
+        self.client.connect()
+        made = None if publish is None else Publisher(publish, self.model.shard, prior=default_catalog())
+        self.scheduler = SchedulerHalf(self.options, self.model, self.client, produces=made is not None)
+        self.worker = WorkerHalf(self.options, self.model, self.client, made)
+        self.caches = [torch.full((40, len(heads), BLOCK, 2 * SPEC.head_dim), float("nan")) for _ in range(SPEC.layers)]
+        self.worker.register(dict(enumerate(self.caches)), BlockLayout.TRANSPOSED)
+
+    @property
+    def promises_first(self):
+        return self.options.mode == "promise-first"
+
+    def matched(self, asked, computed=0):
+        """The answer to vLLM, after as many steps as it takes."""
+        end_s = time.monotonic() + LIMIT_S
+        while (answer := self.scheduler.matched(asked, computed))[0] is None:
+            assert self.step() == (set(), set(), set())
+            assert time.monotonic() < end_s
+        return answer
+
+    def step(self, gone=()):
+        """A step without computation: (published or given up, loaded, failed blocks)."""
+        self.worker.begin(self.scheduler.step(0))
+        self.worker.copy()
+        self.worker.computed()
+        sent, received = self.worker.collect(gone)
+        for play, end in self.worker.placed():
+            self.scheduler.placed(play, end)
+        self.scheduler.received(received)
+        return sent, received, self.worker.failed_blocks()
+
+    def steps(self):
+        """Steps until something has ended."""
+        end_s = time.monotonic() + LIMIT_S
+        while not any(ended := self.step()):
+            assert time.monotonic() < end_s
+        return ended
+
+    def load(self, asked, computed=0, blocks=range(20)):
+        """Tokens that were promised, the blocks that were not filled, and whether vLLM had to wait."""
+        count, waits = self.matched(asked, computed)
+        assert waits == self.promises_first
+        self.scheduler.allocated(asked, list(blocks), count)
+        if not self.promises_first:
+            ended = self.step()
+            assert ended == (set(), set(), set())  # in one step, and nothing fails
+            return count, set()
+        _, received, failed = self.steps()
+        assert received == {asked.request_id}
+        return count, failed
+
+    def blocks(self, numbers):
+        heads = self.caches[0].shape[1]
+        out = torch.empty(SPEC.layers, 2, heads, len(numbers) * BLOCK, SPEC.head_dim)
+        PagedBlocks(self.caches, numbers, BlockLayout.TRANSPOSED).read(out)
+        return out
+
+    def close(self):
+        self.worker.close()
+        leave_client(self.options)
+
+
+def exact(first, last):
+    return ToyModel().prefill(TOKENS)[:, :, :, first:last]
+
+
+def near(kv, wanted):
+    return kv.shape == wanted.shape and torch.allclose(kv, wanted, rtol=2e-3, atol=2e-3)
