@@ -209,6 +209,9 @@ async def test_arguments_that_make_no_sense(origin):
             ({"deadline": 0.0}, "deadline"),
             ({"deadline": float("nan")}, "deadline"),
             ({"patience": 0.5}, "patience"),
+            ({"time_price": -0.001}, "the price of time is -0.001"),
+            ({"time_price": float("nan")}, "the price of time is nan"),
+            ({"gpu_price": float("nan")}, "the price of engine time is nan"),
         ):
             with pytest.raises(UsageError, match=error):
                 await play(link, TOKENS, **({"deadline": 1.0, "spec": SPEC} | options))

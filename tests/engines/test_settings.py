@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,9 @@ def test_defaults_and_values(kind, tmp_path):
         ("insecure", 1, "insecure is 1: it must be a valid boolean"),
         ("model", 7, "model is 7: it must be a valid string"),
         ("publish", 7, "publish is 7: it must be "),
+        ("time_price", -0.001, "time_price is -0.001: it must be greater than or equal to 0"),
+        ("time_price", math.nan, "time_price is nan: it must be a finite number"),
+        ("time_price", math.inf, "time_price is inf: it must be a finite number"),
         ("policy", "sloth", "policy is 'sloth': unknown policy 'sloth'; there are .*anytime"),
     ],
 )

@@ -1,15 +1,18 @@
 """Arguments, policies and estimators that make no sense are refused, and named with their place."""
 
+import math
+
 import pytest
 
 from kvabr.abr import Decision, Ladder, Policy
 from kvabr.abr.estimators import DualEwma
 from kvabr.abr.plugins import load_policy
+from kvabr.player.decode_rates import DecodeRates
 from kvabr.player.session import Session
-from kvabr.player.session_types import PlayerConfig
+from kvabr.player.session_types import Decode, FetchGroup, PlayerConfig
 from kvabr.types.errors import PolicyError, UsageError
 from tests.catalogs import catalog
-from tests.player.sessions import session
+from tests.player.sessions import of, session
 
 
 @pytest.mark.parametrize("deadline", [0.0, -1.0, float("nan"), float("inf")])
@@ -24,11 +27,47 @@ def test_a_number_of_decoders_that_makes_no_sense_is_refused(decoders):
         PlayerConfig(decoders=decoders)
 
 
-@pytest.mark.parametrize("price", [-1e-3, float("nan")])
-@pytest.mark.parametrize("name", ["time_price", "gpu_price"])
+@pytest.mark.parametrize(
+    ("name", "price"),
+    [*((name, price) for name in ("time_price", "gpu_price") for price in (-1e-3, math.nan, -math.inf)),
+     ("time_price", math.inf)],
+)  # fmt: skip
 def test_a_price_that_makes_no_sense_is_refused(name, price):
     with pytest.raises(UsageError, match="price"):
         PlayerConfig(**{name: price})
+
+
+@pytest.mark.parametrize("policy", ["anytime", "cheapfirst", "budget", "fixed:Int4"])
+@pytest.mark.parametrize("jump_s", [-3.0, -0.01, 1.0, 30.0, 1e6])
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_play_whose_clock_jumps_ends_with_estimates_that_can_be(policy, jump_s, chunked):
+    offer = catalog(6, layered=True)
+    rates = DecodeRates(offer)
+    play = Session(
+        Ladder(offer), 2.0, load_policy(policy)(), DualEwma(), config=PlayerConfig(chunked=chunked), decode_rates=rates
+    )
+    now, events = 0.0, 0
+    play.start(now)
+    while not play.over:
+        for action in play.actions():
+            if isinstance(action, FetchGroup):
+                play.first_byte(action.request, now + 0.01)
+                play.progress(action.request, action.bytes // 2, now + 0.02)
+                play.done(action.request, now + 0.03)
+            elif isinstance(action, Decode):
+                play.decoded(action.request, now + 0.01, seconds=jump_s if events == 2 else 0.002)
+            now += 0.04 + (jump_s if events == 2 else 0.0)
+            events += 1
+        assert 0 <= play.view.rate < math.inf
+        assert 0 <= play.view.lower_bound < math.inf
+        assert all(0 < rates.seconds(track.name) < 1.0 for track in offer.tracks)
+        if not play.over and not of(list(play._actions), FetchGroup | Decode):
+            now = max(now, play.next_timer())
+            play.timer(now)
+        assert events < 1000
+    assert (play.record.delivered_s is None) == (play.record.gave_up is not None)
+    if jump_s < 1.0:
+        assert play.record.delivered_s is not None
 
 
 class Nonsense(Policy):
