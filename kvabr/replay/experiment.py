@@ -194,7 +194,6 @@ class Experiment:
         self, trace: Trace, start_s: float, policy: str, capacity: Capacity, rtt_s: float, bound: Bound, *, log: bool
     ) -> PlayOutcome:
         """Play once over a link from `prepare`, which the policies compared at one start share."""
-        options = self.options
         lines: list[PlayEvent] | None = [] if log else None
         lookup_s = self.lookup_s(trace, start_s, rtt_s)
         session = self.session(trace, start_s, policy, capacity, rtt_s, lines, lookup_s=lookup_s)

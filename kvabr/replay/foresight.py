@@ -24,7 +24,7 @@ from kvabr.replay.frontier import Array, Frontier
 from kvabr.replay.link import Capacity
 from kvabr.types.cost import MISS_PENALTY
 
-Picks = npt.NDArray[np.int64]
+Picks = npt.NDArray[np.intp]
 """Number of each group's option: [plan, group], or [group] for one plan."""
 
 _BYTE_PRICES, _DECODE_STRIDE = 48, 64
@@ -36,12 +36,13 @@ _DIVISIONS = 33
 _FEW = 4096
 """Number of plans up to which all are compared."""
 _MOVES, _ROUNDS = 1024, 64
-"""Most changes that are tried to improve a plan at once, and the most rounds. In caches of more groups than that allows,
-one group is too small to matter."""
+"""Most changes that are tried in one round to improve a plan, and the most rounds. Where there are more changes, one
+group is too small to matter."""
 _SPARES = (0.0, 1.0, 3.0)
 """Decodings, of the slowest kind, for which plans leave time before the deadline."""
 _PATIENCE = 10.0
 """Deadlines after which the link need not be known."""
+_NOTHING = range(0)
 _NEVER_S = 1e9
 """When bytes arrive that do not by then, in seconds, plus a second for each."""
 
@@ -91,9 +92,13 @@ class Foresight:
             if division.kind not in kinds or value < kinds[division.kind][0]:
                 kinds[division.kind] = value, division
         spare_s = float(self.frontier.decodes.max())
-        plans = {
-            division.best(deadline_s - spare * spare_s): None for _, division in kinds.values() for spare in _SPARES
-        }
+        plans: dict[PlannedPlay, None] = {}
+        for _, division in kinds.values():
+            for spare in _SPARES:
+                plan, ends_s = division.best(deadline_s - spare * spare_s)
+                plans[plan] = None
+                if ends_s <= deadline_s - _SPARES[-1] * spare_s:
+                    break  # there is time anyway
         return min(plans, key=self._tried) if len(plans) > 1 else next(iter(plans))
 
     def schedule(self, sizes: Array, decodes: Array, before: float = 0.0) -> tuple[Picks, Array]:
@@ -145,7 +150,7 @@ class _Division:
     """One division of the groups between network and engine, and the plans for it."""
 
     def __init__(
-        self, known: Foresight, groups: range, engine: range = range(0), engine_s: float = 0.0, kind: str = "alone"
+        self, known: Foresight, groups: range, engine: range = _NOTHING, engine_s: float = 0.0, kind: str = "alone"
     ) -> None:
         """Prepare the options.
 
@@ -183,23 +188,28 @@ class _Division:
 
     def values(self, picks: Picks, deadline_s: float) -> Array:
         """Return the objective of several plans. What ends after ``deadline_s`` counts as missed."""
-        view, rows = self._known.view, np.arange(picks.shape[1])
-        ends = np.zeros(len(picks))
-        if picks.shape[1]:
-            _, ends = self._known.schedule(self._sizes[rows, picks], self._decodes[rows, picks], self._before)
-        begins_s = ends if self.kind == "behind all" else self._begins_s
-        ends = np.maximum(ends, begins_s + self._engine_s)
+        view, ends = self._known.view, self._ends(picks)
         missed = MISS_PENALTY + np.maximum(0.0, ends - view.deadline_s) / view.deadline_s
         engine = view.gpu_price * self._engine_s if math.isfinite(view.gpu_price) else 0.0
-        loss = self._losses[rows, picks].sum(axis=1)
+        loss = self._losses[np.arange(picks.shape[1]), picks].sum(axis=1)
         values: Array = loss + view.time_price * ends + engine + np.where(ends > deadline_s, missed, 0.0)
         return values
 
-    def best(self, deadline_s: float) -> PlannedPlay:
-        """Return the best plan that ends by a time."""
+    def _ends(self, picks: Picks) -> Array:
+        """Return when several plans end, in seconds."""
+        ends: Array = np.zeros(len(picks))
+        if picks.shape[1]:
+            rows = np.arange(picks.shape[1])
+            _, ends = self._known.schedule(self._sizes[rows, picks], self._decodes[rows, picks], self._before)
+        begins_s = ends if self.kind == "behind all" else self._begins_s
+        later: Array = np.maximum(ends, begins_s + self._engine_s)
+        return later
+
+    def best(self, deadline_s: float) -> tuple[PlannedPlay, float]:
+        """Return the best plan that ends by ``deadline_s``, if any does, and when it ends."""
         groups, options = self._sizes.shape
         if options**groups <= _FEW:
-            picks = np.array([*product(range(options), repeat=groups)], dtype=np.int64).reshape(options**groups, groups)
+            picks = np.array([*product(range(options), repeat=groups)], dtype=np.intp).reshape(options**groups, groups)
         else:
             picks = self.priced(self._known.byte_prices, self._known.decode_prices)
         values = self.values(picks, deadline_s)
@@ -214,7 +224,7 @@ class _Division:
             if not values[best] < value:
                 break
             found, value = changed[best], float(values[best])
-        return self._plan(found)
+        return self._plan(found), float(self._ends(found[None])[0])
 
     def _plan(self, picks: Picks) -> PlannedPlay:
         first, known, rows = self._groups.start, self._known, np.arange(len(picks))

@@ -77,7 +77,9 @@ def test_nobody_passes_it(layered, time_price):
 
 def test_several_decoders_are_put_to_use():
     runs = [
-        experiment(catalog(24, decode=20.0), 4.0, 0.02, 10.0, decoders=decoders).play(world("fast", [1e6]), 0.0, "oracle").run
+        experiment(catalog(24, decode=20.0), 4.0, 0.02, 10.0, decoders=decoders)
+        .play(world("fast", [1e6]), 0.0, "oracle")
+        .run
         for decoders in (1, 4)
     ]
     assert runs[1]["ttft_s"] < 0.5 * runs[0]["ttft_s"]
@@ -108,7 +110,10 @@ def test_where_the_engine_computes_all_behind_a_cut_the_front_is_there_when_it_b
     assert run["met"]
     (begun,) = [line.t for line in outcome.log if line.name == "recompute_start"]
     assert all(line.t <= begun for line in outcome.log if line.name == "decoded" and line.track == "base")
-    assert run["objective"] < experiment(offer, 2.0, 0.02, 0.1).play(world("steady", [1e6]), 0.0, "oracle").run["objective"]
+    assert (
+        run["objective"]
+        < experiment(offer, 2.0, 0.02, 0.1).play(world("steady", [1e6]), 0.0, "oracle").run["objective"]
+    )
 
 
 @pytest.mark.parametrize("mode", ["hole", "suffix"])
@@ -122,6 +127,10 @@ def test_over_a_dead_link_it_computes_all_however_late(mode):
 
 @pytest.mark.parametrize("time_price", TIME_PRICES)
 def test_over_a_dead_link_without_an_engine_it_asks_for_the_least(time_price):
-    run = experiment(catalog(8), 2.0, 0.02, None, time_price=time_price).play(world("dead", [0.001, 0.0], 50.0), 0.0, "oracle").run
+    run = (
+        experiment(catalog(8), 2.0, 0.02, None, time_price=time_price)
+        .play(world("dead", [0.001, 0.0], 50.0), 0.0, "oracle")
+        .run
+    )
     assert not run["feasible"]
     assert run["gave_up"]

@@ -1,4 +1,4 @@
-"""``oracle``: play a plan that was made in full knowledge of the link. Only a simulator can make one (`View.oracle`)."""
+"""``oracle``: play a plan that was made in full knowledge of the link. Only a simulator makes one (`View.oracle`)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ class Oracle(Policy):
     def start(self, view: View) -> None:
         """Take the plan; raise `PolicyError` if the future is unknown, because this is not a simulation."""
         if view.oracle is None:
-            raise PolicyError("oracle is told what the link will carry: it runs only in a simulation, not over a network")
+            raise PolicyError(
+                "oracle is told what the link will carry: it runs only in a simulation, not over a network"
+            )
         plan = view.oracle.plan(view)
         self._engine = plan.engine
         self._goal = dict(plan.requests)
