@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from itertools import product
+from itertools import pairwise, product
 
 import numpy as np
 import numpy.typing as npt
@@ -211,7 +211,7 @@ class _Division:
         if options**groups <= _FEW:
             picks = np.array([*product(range(options), repeat=groups)], dtype=np.intp).reshape(options**groups, groups)
         else:
-            picks = self.priced(self._known.byte_prices, self._known.decode_prices)
+            picks = self._near_best(deadline_s)
         values = self.values(picks, deadline_s)
         best = int(values.argmin())
         found, value = picks[best], float(values[best])
@@ -225,6 +225,30 @@ class _Division:
                 break
             found, value = changed[best], float(values[best])
         return self._plan(found), float(self._ends(found[None])[0])
+
+    def _near_best(self, deadline_s: float) -> Picks:
+        """Return the best plan of all prices, and those on the way to its neighbours: a price changes many groups."""
+        byte_prices, decode_prices = self._known.byte_prices, self._known.decode_prices
+        picks = self.priced(byte_prices, decode_prices)
+        best = int(self.values(picks, deadline_s).argmin())
+        first = best - best % len(byte_prices)
+        column = picks[first : first + len(byte_prices)]
+        new = np.concatenate([[True], (column[1:] != column[:-1]).any(axis=1)])
+        place = int(new[: best - first + 1].sum()) - 1
+        near = column[new][max(0, place - 1) : place + 2]
+        return np.concatenate([near, *(self._way(*pair) for pair in pairwise(near))])
+
+    def _way(self, start: Picks, end: Picks) -> Picks:
+        """Return the plans on the way from one to another: group by group, those that save most per byte first."""
+        groups = np.nonzero(start != end)[0]
+        more, saved = (
+            sign * (table[groups, end[groups]] - table[groups, start[groups]])
+            for sign, table in ((1.0, self._sizes), (-1.0, self._losses))
+        )
+        found = np.repeat(start[None], len(groups), axis=0)
+        for number, group in enumerate(groups[np.argsort(-saved / np.maximum(more, 1.0), kind="stable")]):
+            found[number:, group] = end[group]
+        return found
 
     def _plan(self, picks: Picks) -> PlannedPlay:
         first, known, rows = self._groups.start, self._known, np.arange(len(picks))
