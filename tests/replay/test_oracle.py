@@ -82,7 +82,7 @@ def test_several_decoders_are_put_to_use():
         .run
         for decoders in (1, 4)
     ]
-    assert runs[1]["ttft_s"] < 0.5 * runs[0]["ttft_s"]
+    assert runs[1]["objective"] < 0.7 * runs[0]["objective"]
     assert all(run["regret"] < 1e-3 for run in runs)
 
 
