@@ -200,8 +200,8 @@ class Room:
         self._held: dict[Holder, tuple[int, int]] = {}
 
     def fits(self, memory: int) -> bool:
-        """Return whether a group may be opened without closing others; a connection that has none may open one."""
-        return not self.accounts[0].open or not any(account.lacks(0, memory) for account in self.accounts)
+        """Return whether so much may be loaded without closing others; a connection that has none open may load one."""
+        return not memory or not self.accounts[0].open or not any(account.lacks(0, memory) for account in self.accounts)
 
     def take(self, holder: Holder, files: int, memory: int, *, wait: bool = False) -> bool:
         """Note what an answer keeps open, and park others until it fits; what is larger than a budget may be alone.

@@ -310,13 +310,13 @@ class Peer(Endpoint):
         descending = message.parameters.group_order == 2
         first = last if descending else start.group
         try:
-            objects, room = publication.objects(first), self._room
+            room = self._room
             final = last_object(publication.objects(last), dense=self._dense)
             if start.group == last and start.object > final:
                 self._refuse(number, RequestCode.INVALID_RANGE, f"the last object of group {last} is {final}")
                 return
             opened = None  # what waits for room is opened when its turn comes
-            if room is not None and (not publication.dear or room.fits(objects[-1].end)):
+            if room is not None and room.fits(publication.loads(first)):
                 opened = publication.open(first, priority, partial(self.safely, self._more, number))
         except (AssetError, IndexError) as error:
             self.log.warning("group cannot be read", error=str(error))

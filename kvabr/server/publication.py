@@ -116,11 +116,15 @@ class Publication(ABC):
     groups: int
     """Number of groups."""
     dear = False
-    """Whether opening a group fetches or loads all of it into memory, which takes long."""
+    """Whether opening a group may fetch or load all of it into memory, which takes long."""
 
     @abstractmethod
     def objects(self, group: int) -> tuple[ObjectSpan, ...]:
         """Return how a group is cut into objects, without opening it."""
+
+    def loads(self, group: int) -> int:
+        """Return the bytes that opening a group would fetch or load into memory; 0 if it is there, or on its way."""
+        return self.objects(group)[-1].end if self.dear else 0
 
     @abstractmethod
     def open(self, group: int, priority: int = 128, on_more: Callable[[], None] = lambda: None) -> ArrivingGroup:

@@ -155,6 +155,10 @@ class RelayedTrack(CatalogLevel):
         super().__init__(facts.spec, facts.tokens, track, facts.sizes[track])
         self._relayed, self._facts = relayed, facts
 
+    def loads(self, group: int) -> int:
+        """See `Publication.loads`."""
+        return 0 if self._relayed.has(self._facts.digest(self.name, group)) else self.size(group)
+
     def open(self, group: int, priority: int = 128, on_more: Callable[[], None] = lambda: None) -> ArrivingGroup:
         """See `Publication.open`."""
         request = GroupRequest(self._facts.namespace, self.name, group, self.size(group))

@@ -80,7 +80,7 @@ class TransferReader(ArrivingGroup):
 
     def __post_init__(self) -> None:
         self.digest, self.size = bytes.fromhex(self.transfer.digest), self.transfer.size
-        self.memory = self.size
+        self.memory = 0 if self.transfer.readers else self.size  # which counts for the player that came first
 
     @property
     def available(self) -> int:
@@ -139,6 +139,11 @@ class RelayGroups:
     def __len__(self) -> int:
         """Return how many groups are on their way, being read, or waiting for room."""
         return len(self._admitted) + len(self._waiting)
+
+    def has(self, digest: bytes) -> bool:
+        """Return whether a group is in memory, or on its way."""
+        name = digest.hex()
+        return name in self._transfers or self._store.memory.held(name) is not None
 
     def open(
         self,

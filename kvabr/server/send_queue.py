@@ -192,11 +192,11 @@ class Sending:
         """Open a group unless it is open; return False if it must wait for room."""
         if self._group is not None:
             return True
-        dear, room = self.publication.dear, self.room
-        if dear and room is not None and not room.take(self, 0, self.publication.objects(number)[-1].end, wait=True):
+        room, loads = self.room, self.publication.loads(number)
+        if loads and room is not None and not room.take(self, 0, loads, wait=True):
             return False
         self._group = self.publication.open(number, self.priority, self.on_more)
-        if room is not None and not dear:
+        if room is not None and not loads:
             room.take(self, self._group.files, self._group.memory)
         return True
 

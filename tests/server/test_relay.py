@@ -9,6 +9,7 @@ import json
 import pytest
 
 from kvabr.quic.interface import read_all
+from kvabr.server import relay_groups
 from kvabr.server.limits import ServerLimits
 from kvabr.types.errors import ConnectionLostError, NotFoundError, RequestError, TransportError, UnauthorizedError
 from kvabr.types.naming import CATALOG_TRACK, MODELS_NAMESPACE, MODELS_TRACK, TrackNamespace, chain, prefix_track
@@ -55,15 +56,34 @@ async def test_players_with_little_room_get_everything_one_after_the_other(libra
         def watched(*arguments):
             nonlocal most
             reader = opened(*arguments)
-            most = max(most, relay.source.groups.bytes)
+            most = max(most, sum(one.size for one in relay.source.groups._transfers.values()))
             return reader
 
         relay.source.groups.open = watched
         async with await dialled(relay, library) as connection:
             await play(connection, asset)
-        assert 300_000 < most <= 700_000
+        assert 300_000 <= most <= 700_000
         await until(lambda: not relay.peers)
         assert relay.budgets.total.memory == relay.budgets.total.connections == len(relay.budgets) == 0
+
+
+async def test_what_is_on_its_way_for_one_player_takes_no_room_of_the_others(asset, tls, fresh, monkeypatch):
+    """So a crowd that plays one asset waits no longer than a single player."""
+    limits = ServerLimits(memory_per_address=700_000)
+    first = asset.catalog.track("FP16").bytes[0]
+    monkeypatch.setattr(relay_groups, "PATIENCE_S", LONG_S)
+    upstream = in_memory(asset, faults=lambda ask: Fault(stall_after=1000) if ask.track == "FP16" else None)
+    async with upstream, relaying(upstream, tls, limits=limits) as relay, contextlib.AsyncExitStack() as stack:
+        connections = [await stack.enter_async_context(await dialled(relay)) for _ in range(8)]
+        namespace = asset.catalog.namespace
+        await asyncio.gather(*(get(connection, namespace, CATALOG_TRACK) for connection in connections))
+        waiting = [asyncio.create_task(get(connection, namespace, "FP16")) for connection in connections]
+        await until(lambda: relay.requests == 8)
+        assert relay.budgets.total.memory == first
+        assert len(relay.budgets) == 0
+        for task in waiting:
+            task.cancel()
+        await until(lambda: relay.budgets.total.memory == 0)
 
 
 async def test_many_players_one_fetch_of_each_group(small, tls, fresh):
