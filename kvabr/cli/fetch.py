@@ -158,7 +158,7 @@ def run(args: argparse.Namespace) -> int:
             result = run_async(_fetch(args, namespace, loaded, tokens, lines, telemetry, console))
         finally:
             if args.log is not None:
-                _write(args.log, "".join(json.dumps(line.to_json()) + "\n" for line in lines))
+                _write(args.log, "".join(json.dumps(line.to_json()) + "\n" for line in lines), private=True)
     write_json(args.json, result)
     unwritten = "" if args.out is None else f"; {args.out} was not written"
     if "incomplete" in result:
@@ -387,10 +387,10 @@ def _telemetry(args: argparse.Namespace) -> Iterator[Telemetry | None]:
             _write(args.metrics_file, metrics.expose())
 
 
-def _write(path: Path, text: str) -> None:
-    from kvabr.store.files import write_text
+def _write(path: Path, text: str, *, private: bool = False) -> None:
+    from kvabr.store.files import PRIVATE, write_text
 
     try:
-        write_text(path, text)
+        write_text(path, text, mode=PRIVATE if private else 0o666)
     except KvabrError as error:
         print(f"kvabr: {error}", file=sys.stderr)  # not raised: it would hide how the play ended

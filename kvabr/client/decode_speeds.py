@@ -32,7 +32,7 @@ from kvabr.codec.profile import Profile
 from kvabr.codec.sample_frames import CHUNK, SampleFrames
 from kvabr.codec.threads import CORES, decoder_threads
 from kvabr.player.decode_rates import DecodeRates, family
-from kvabr.store.files import read_text, write_text
+from kvabr.store.files import PRIVATE, PRIVATE_FOLDER, read_text, write_text
 from kvabr.types.catalog import Catalog, Track
 from kvabr.types.errors import FormatError, KvabrError
 
@@ -248,8 +248,8 @@ class DecodeSpeeds:
             self._known = dict(list(merged.items())[-MAX_MODELS:])
             text = _dumps(self._known)
         with contextlib.suppress(OSError, KvabrError):  # then it is measured again by the next process
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            write_text(self.path, text)
+            self.path.parent.mkdir(mode=PRIVATE_FOLDER, parents=True, exist_ok=True)
+            write_text(self.path, text, mode=PRIVATE)
 
     def _read(self) -> dict[str, dict[str, float]]:
         if self.path is None or not self.path.exists():

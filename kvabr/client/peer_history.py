@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from kvabr.abr.estimator import Prior
-from kvabr.store.files import read_text, write_text
+from kvabr.store.files import PRIVATE, PRIVATE_FOLDER, read_text, write_text
 from kvabr.types.errors import FormatError, KvabrError
 
 SCHEMA = "kvabr.priors/1"
@@ -116,7 +116,7 @@ class PeerHistory:
         if self.path is None:
             return
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.parent.mkdir(mode=PRIVATE_FOLDER, parents=True, exist_ok=True)
             with _alone(self.path):
                 merged = self._read()
                 with self._lock:
@@ -128,7 +128,7 @@ class PeerHistory:
                     self._known = _newest(merged)
                     text = _dumps(self._known)
                 # Not under the lock: a play that begins meanwhile must not wait for a disk.
-                write_text(self.path, text)
+                write_text(self.path, text, mode=PRIVATE)
         except (OSError, KvabrError) as error:
             self._tell(f"the speed of peers cannot be saved: {error}")
 

@@ -15,7 +15,7 @@ from kvabr.client.resources import decoders
 from kvabr.codec.profile import MAX_PROFILE_BYTES, Profile
 from kvabr.data import default_profile_bytes
 from kvabr.quic.interface import Connection
-from kvabr.store.files import write_file
+from kvabr.store.files import PRIVATE, PRIVATE_FOLDER, write_file
 from kvabr.types.catalog import Catalog
 from kvabr.types.errors import AssetError, FormatError
 from kvabr.types.naming import PROFILE_TRACK, TrackNamespace
@@ -84,8 +84,8 @@ class ProfileCache:
         if self._folder is None:
             return
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            write_file(_file(self._folder, sha256), data)
+            self._folder.mkdir(mode=PRIVATE_FOLDER, parents=True, exist_ok=True)
+            write_file(_file(self._folder, sha256), data, mode=PRIVATE)
         except (OSError, AssetError):
             pass  # a cache that cannot be written must not fail the play
 

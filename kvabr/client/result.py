@@ -11,7 +11,7 @@ import torch
 
 from kvabr.client.upgrades import Upgrades
 from kvabr.player.session_types import PlayRecord
-from kvabr.store.files import replacing
+from kvabr.store.files import PRIVATE, replacing, sweep
 from kvabr.types.catalog import Catalog
 from kvabr.types.errors import AssetError, PlayError
 from kvabr.types.kv import KVSpec
@@ -149,7 +149,8 @@ def save(played: Played, path: Path) -> None:
     if path.exists() and not path.is_file():
         raise AssetError(f"{path}: is not an ordinary file; name another")
     try:
-        with replacing(path) as file:
+        sweep(path.parent, path.name)
+        with replacing(path, mode=PRIVATE) as file:
             # By its name: safetensors writes to a path alone.
             save_file({"kv": played.kv.contiguous()}, file.name, metadata={"kvabr": json.dumps(facts, sort_keys=True)})
     except SafetensorError as error:

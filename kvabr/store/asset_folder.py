@@ -2,7 +2,10 @@
 
 An asset is written to a hidden sibling first, reaches the disk, and takes its name in one rename, so a reader that sees
 the same catalog before and after reading a frame knows that the frame belongs to it. Folders may be shared with others,
-so files that are served are never links, pipes or devices.
+so files that are served are never links of either kind, pipes or devices.
+
+Only the user who wrote an asset can read it. In a folder with the set-group-ID bit, which is how a folder is shared
+with a group, the group can read it too, except for `prompt.json`.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from pathlib import Path
 from typing import Self
 
 from kvabr.store.asset import CATALOG, PROFILE, PROMPT, Asset, AssetListing, AssetVersion, Prompt
-from kvabr.store.files import FileVersion, make_sibling, open_regular
+from kvabr.store.files import PRIVATE, PRIVATE_FOLDER, FileVersion, PartialFolder, open_regular, sweep
 from kvabr.store.quota import FolderQuota
 from kvabr.types.catalog import MAX_CATALOG_BYTES, SCHEMA, Catalog
 from kvabr.types.errors import AssetError, FormatError, UsageError
@@ -163,6 +166,8 @@ def _check_size(path: Path, size: int) -> None:
         raise AssetError(f"{path}: missing from the asset ({error.strerror})") from error
     if not stat.S_ISREG(found.st_mode):
         raise AssetError(f"{path}: is no ordinary file; an asset's own files must lie in its folder")
+    if found.st_nlink > 1:
+        raise AssetError(f"{path}: has another name (it is a hard link); copy the file into the asset instead")
     if found.st_size != size:
         raise AssetError(f"{path}: has {found.st_size} bytes, its catalog says {size}")
 
@@ -177,7 +182,7 @@ def _mapped(path: Path) -> memoryview:
     """Map a file that lies where it seems to, or read it if it is small: neither it nor its folder is a link."""
     folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
-        with open_regular(path.name, dir_fd=folder) as file:
+        with open_regular(path.name, sole=True, dir_fd=folder) as file:
             if 0 < os.fstat(file.fileno()).st_size <= COPIED_BYTES:
                 return memoryview(file.read(COPIED_BYTES + 1))
             return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
@@ -187,7 +192,7 @@ def _mapped(path: Path) -> memoryview:
 
 def _open(path: Path, *, follow_links: bool) -> BufferedReader:
     try:
-        return open_regular(path, follow_links=follow_links)
+        return open_regular(path, follow_links=follow_links, sole=not follow_links)
     except FileNotFoundError as error:
         raise AssetError(f"{path}: missing from the asset; {_AGAIN}, or copy the whole folder") from error
     except OSError as error:
@@ -226,7 +231,8 @@ class FolderAssetWriter:
     def __init__(self, path: Path, *, force: bool = False) -> None:
         """Check that the folder ``path`` may be made or replaced; see `AssetStore.writer`."""
         self._path = path
-        self._partial: Path | None = None
+        self._partial: PartialFolder | None = None
+        self._mode, self._folder_mode = PRIVATE, PRIVATE_FOLDER
         if path.is_symlink() or (path.exists() and not _is_asset(path) and not _is_empty(path)):
             raise AssetError(f"{path}: exists and is not an asset of kvabr; it is left alone, choose another path")
         if _is_asset(path) and not force:
@@ -234,15 +240,19 @@ class FolderAssetWriter:
 
     def __enter__(self) -> Self:
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._partial = make_sibling(self._path)
+            parent = self._path.parent
+            parent.mkdir(parents=True, exist_ok=True)
+            sweep(parent)
+            if parent.stat().st_mode & stat.S_ISGID:
+                self._mode, self._folder_mode = PRIVATE | stat.S_IRGRP, PRIVATE_FOLDER | stat.S_IRGRP | stat.S_IXGRP
+            self._partial = PartialFolder(self._path, self._folder_mode)
         except OSError as error:
             raise AssetError(f"{self._path}: cannot be made ({error.strerror})") from error
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._partial is not None:
-            shutil.rmtree(self._partial, ignore_errors=True)
+            self._partial.remove()
             self._partial = None
 
     def frame(self, group: int, track: str, frame: bytes) -> None:
@@ -277,10 +287,12 @@ class FolderAssetWriter:
             raise self._failure(self._path, error) from error
 
     def _write(self, name: Path, data: bytes) -> None:
-        path = self._open_partial() / name
+        partial = self._open_partial()
+        mode = PRIVATE if name == Path(PROMPT) else self._mode
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("xb") as file:
+            for folder in reversed(name.parents[:-1]):
+                (partial / folder).mkdir(mode=self._folder_mode, exist_ok=True)
+            with open(partial / name, "xb", opener=lambda path, flags: os.open(path, flags, mode)) as file:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
@@ -290,7 +302,7 @@ class FolderAssetWriter:
     def _open_partial(self) -> Path:
         if self._partial is None:
             raise UsageError("an asset is written inside its writer's with statement")
-        return self._partial
+        return self._partial.path
 
     def _failure(self, name: Path, error: OSError) -> AssetError:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):

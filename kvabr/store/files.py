@@ -1,11 +1,15 @@
-"""Files: written whole or not at all, and read up to a bound."""
+"""Files: written whole or not at all, private where they hold caches, and read up to a bound."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
 import os
 import secrets
+import shutil
 import stat
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from io import BufferedReader, BufferedWriter
@@ -19,6 +23,10 @@ MAX_SALT_BYTES = 4096
 
 PARTIAL = ".partial"
 """Suffix of files and folders that are being written."""
+PRIVATE, PRIVATE_FOLDER = 0o600, 0o700
+"""Modes of what only its owner may read: a cache is as secret as its prompt."""
+STALE_S = 3600.0
+"""Seconds without a change after which what a killed process was writing is removed."""
 
 
 class FileVersion(NamedTuple):
@@ -40,13 +48,19 @@ class FileVersion(NamedTuple):
         return cls(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
 
 
-def open_regular(path: Path | str, *, follow_links: bool = False, dir_fd: int | None = None) -> BufferedReader:
-    """Open an ordinary file for reading; never a pipe, which would block. Raises `OSError` for everything else."""
+def open_regular(
+    path: Path | str, *, follow_links: bool = False, sole: bool = False, dir_fd: int | None = None
+) -> BufferedReader:
+    """Open an ordinary file for reading; never a pipe, which would block. Raises `OSError` for everything else.
+
+    ``sole`` also refuses a file that has another name, which may be that of a file elsewhere.
+    """
     links = 0 if follow_links else os.O_NOFOLLOW
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | links, dir_fd=dir_fd)
-    if not stat.S_ISREG(os.fstat(handle).st_mode):
+    found = os.fstat(handle)
+    if not stat.S_ISREG(found.st_mode) or (sole and found.st_nlink > 1):
         os.close(handle)
-        raise OSError(errno.EINVAL, "no ordinary file")
+        raise OSError(errno.EINVAL, "a hard link" if stat.S_ISREG(found.st_mode) else "no ordinary file")
     return os.fdopen(handle, "rb")
 
 
@@ -97,15 +111,16 @@ def read_salt(path: Path | None) -> bytes:
     return salt
 
 
-def write_text(path: Path, text: str) -> None:
+def write_text(path: Path, text: str, *, mode: int = 0o666) -> None:
     """Write ``text`` as UTF-8; otherwise as `write_file`."""
-    write_file(path, text.encode(errors="backslashreplace"))
+    write_file(path, text.encode(errors="backslashreplace"), mode=mode)
 
 
-def write_file(path: Path, data: bytes) -> None:
+def write_file(path: Path, data: bytes, *, mode: int = 0o666) -> None:
     """Write ``data`` to ``path``: a reader sees the old file or the new one, never a part.
 
-    A pipe or a device is written into. If `AssetError` is raised, nothing is left behind, and an old file stays.
+    A pipe or a device is written into. ``mode`` is as for `replacing`. If `AssetError` is raised, nothing is left
+    behind, and an old file stays.
     """
     # Asked before anything else: what /dev/stdout leads to may have no path.
     if path.exists() and not path.is_file():
@@ -114,7 +129,7 @@ def write_file(path: Path, data: bytes) -> None:
         except OSError as error:
             raise AssetError(f"{path}: cannot be written ({error.strerror})") from error
         return
-    with replacing(path) as file:
+    with replacing(path, mode=mode) as file:
         file.write(data)
 
 
@@ -145,8 +160,53 @@ def replacing(path: Path, *, mode: int = 0o666, sync: bool = True) -> Iterator[B
         raise
 
 
-def make_sibling(path: Path) -> Path:
-    """Make a hidden partial folder next to ``path``, to be renamed to it; as public as the umask allows."""
-    partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}{PARTIAL}")
-    partial.mkdir()
-    return partial
+class PartialFolder:
+    """A hidden folder next to a path, to be renamed to it. It is locked as long as its writer lives."""
+
+    def __init__(self, path: Path, mode: int) -> None:
+        """Make the folder, with a mode that the process's umask masks; raises `OSError`."""
+        self.path = path.with_name(f".{path.name}.{secrets.token_hex(8)}{PARTIAL}")
+        self.path.mkdir(mode=mode)
+        self._handle = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        with contextlib.suppress(OSError):  # a file system without locks, where nothing is swept
+            fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def remove(self) -> None:
+        """Remove what lies under the name now, and release the lock."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._handle)
+
+
+def sweep(folder: Path, name: str = "") -> None:
+    """Remove what killed processes left half-written in a folder: of files called ``name``, or of all. Never raises.
+
+    Only what belongs to this user goes, has not changed for `STALE_S`, and, if it is a folder, is not locked.
+    """
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.name.startswith(f".{name}.") if name else entry.name.startswith("."):
+                with contextlib.suppress(OSError):
+                    if entry.name.endswith(PARTIAL) and _is_stale(Path(entry)):
+                        _remove_unlocked(Path(entry))
+
+
+def _is_stale(path: Path) -> bool:
+    newest = path.lstat()
+    times = [newest.st_mtime]
+    if stat.S_ISDIR(newest.st_mode):
+        for place, _, files in os.walk(path):
+            times += [Path(place, name).lstat().st_mtime for name in (".", *files)]
+    return newest.st_uid == os.geteuid() and time.time() - max(times) > STALE_S
+
+
+def _remove_unlocked(path: Path) -> None:
+    """Remove a file, or a folder that no living writer has locked; raises `OSError`."""
+    if not stat.S_ISDIR(path.lstat().st_mode):
+        path.unlink()
+        return
+    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(path, ignore_errors=True)
+    finally:
+        os.close(handle)

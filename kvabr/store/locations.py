@@ -8,6 +8,7 @@ from urllib.parse import unquote, urlsplit
 
 from kvabr.store.asset import Asset, AssetStore
 from kvabr.store.asset_folder import FolderAsset, FolderAssetStore
+from kvabr.store.files import PRIVATE_FOLDER
 from kvabr.types.catalog import Catalog
 from kvabr.types.errors import AssetError, UsageError
 
@@ -44,7 +45,7 @@ def open_store(location: Location, *, must_exist: bool = False, create: bool = F
         raise AssetError(f"{path}: no such folder; give the folder that your assets are in")
     if create:
         try:
-            path.mkdir(parents=True, exist_ok=True)
+            path.mkdir(mode=PRIVATE_FOLDER, parents=True, exist_ok=True)
         except OSError as error:
             raise UsageError(f"{path}: this folder to publish in cannot be made ({error.strerror})") from error
     return FolderAssetStore(path)

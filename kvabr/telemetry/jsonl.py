@@ -28,9 +28,9 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, ClassVar
 
+from kvabr.store.files import PRIVATE
 from kvabr.telemetry.listener import Heard, Listener, PlayStates
 from kvabr.types import events
 from kvabr.types.errors import AssetError
@@ -51,7 +51,8 @@ class JsonLines(Listener):
     def __init__(self, path: str | os.PathLike[str]) -> None:
         """Open a file for appending; raise `AssetError` if it cannot be written."""
         try:
-            self._file = Path(path).open("a", encoding="utf-8", errors="backslashreplace")  # noqa: SIM115  # see `close`
+            handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, PRIVATE)
+            self._file = os.fdopen(handle, "a", encoding="utf-8", errors="backslashreplace")
         except OSError as error:
             raise AssetError(f"{path}: cannot be written ({error.strerror}); name another file") from error
         self._plays = PlayStates(Cmcd)

@@ -92,6 +92,7 @@ def test_a_measurement_is_there_in_the_next_process(tmp_path: Path) -> None:
     assert not again.lacks(offer)
     assert again.rates(offer).seconds("FP16") == speeds.rates(offer).seconds("FP16") > 0
     assert again.lacks(replace(offer, profile="0" * 64))
+    assert [each.stat().st_mode & 0o777 for each in (path.parent, path)] == [0o700, 0o600]
     assert [each.name for each in path.parent.iterdir()] == [path.name]
 
 

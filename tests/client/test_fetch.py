@@ -86,6 +86,9 @@ def test_fetch_writes_the_cache_and_says_how_it_went(served, short, tmp_path, ca
     events = [json.loads(text)["event"] for text in log.read_text().splitlines()]
     assert (events[0], events[-1]) == ("start", "deliver")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["c.safetensors", "cache", "l.jsonl", "r.json"]
+    assert {path.stat().st_mode & 0o777 for path in (out, log)} == {0o600}  # as secret as the prompt
+    folders = [path for path in (tmp_path / "cache").rglob("*") if path.is_dir() and path.name == "kvabr"]
+    assert {path.stat().st_mode & 0o777 for path in folders} <= {0o700}
 
 
 def test_inspect_shows_what_an_origin_has(served, short, capsys):

@@ -35,6 +35,7 @@ def test_what_was_heard_is_there_in_the_next_process(tmp_path):
     assert prior.weight == pytest.approx(1.0)
     assert PeerHistory(path).of("b:443", NOW) is None
     assert [each.name for each in path.parent.iterdir() if each.suffix == ".partial"] == []
+    assert [each.stat().st_mode & 0o777 for each in (path.parent, path)] == [0o700, 0o600]
 
 
 def test_it_counts_less_as_it_grows_old(tmp_path):

@@ -6,11 +6,13 @@ import os
 import resource
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from kvabr.store.asset_folder import FolderAsset, FolderAssetWriter
+from kvabr.store.asset_folder import FolderAsset, FolderAssetStore, FolderAssetWriter, frame_path
+from kvabr.store.files import STALE_S
 from kvabr.types.errors import AssetError, UsageError
 from tests.toymodel import toy_asset
 
@@ -93,14 +95,113 @@ def test_an_empty_folder_may_become_an_asset(tmp_path):
     assert left_over(tmp_path) == ["empty"]
 
 
-def test_others_may_read_an_asset(tmp_path):
-    mask = os.umask(0o022)
+def modes(path):
+    """The modes of a folder and all that is in it, by relative path."""
+    return {str(found.relative_to(path)): found.stat().st_mode & 0o777 for found in (path, *path.rglob("*"))}
+
+
+def test_an_asset_is_private_whatever_the_umask(tmp_path):
+    mask = os.umask(0)
     try:
         path = toy_asset(tmp_path / "asset").path
     finally:
         os.umask(mask)
-    assert path.stat().st_mode & 0o777 == 0o755
-    assert (path / "catalog.json").stat().st_mode & 0o777 == 0o644
+    found = modes(path)
+    assert {"catalog.json", "prompt.json", "groups/FP16", "groups/FP16/00000.kvg"} <= found.keys()
+    assert {mode for name, mode in found.items() if (path / name).is_dir()} == {0o700}
+    assert {mode for name, mode in found.items() if not (path / name).is_dir()} == {0o600}
+
+
+def test_a_group_reads_assets_in_its_folder_but_not_their_prompts(tmp_path):
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o2770)
+    mask = os.umask(0)
+    try:
+        path = toy_asset(shared / "asset").path
+    finally:
+        os.umask(mask)
+    found = modes(path)
+    assert found.pop("prompt.json") == 0o600
+    assert {mode for name, mode in found.items() if (path / name).is_dir()} == {0o750}
+    assert {mode for name, mode in found.items() if not (path / name).is_dir()} == {0o640}
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from kvabr.store.asset_folder import FolderAssetWriter
+with FolderAssetWriter(Path(sys.argv[1])) as writer:
+    writer.frame(0, "FP16", b"x" * 1000)
+    if sys.argv[2] == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    print("writing", flush=True)
+    sys.stdin.read()
+"""
+
+
+def half_written(path, how):
+    """A process that writes an asset, and is killed meanwhile or waits."""
+    argv = [sys.executable, "-c", KILLED, str(path), how]
+    return subprocess.Popen(argv, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE)  # noqa: S603
+
+
+def age(folder, seconds=2 * STALE_S):
+    """Make a folder and all in it older."""
+    for path in (*folder.rglob("*"), folder):
+        os.utime(path, (time.time() - seconds,) * 2)
+
+
+@pytest.mark.process
+def test_what_a_killed_publisher_leaves_is_swept_and_what_a_living_one_writes_is_not(tmp_path):
+    killed = [half_written(tmp_path / f"dead-{number}", "killed") for number in range(2)]
+    for process in killed:
+        process.wait(300)
+        process.communicate()
+    living = half_written(tmp_path / "alive", "waits")
+    assert living.stdout.readline() == b"writing\n"
+    try:
+        old, young, alive = left_over(tmp_path)[1:] + left_over(tmp_path)[:1]
+        assert (young[:7], alive[:7]) == (".dead-1", ".alive.")
+        (tmp_path / ".mine.partial").mkdir()
+        (tmp_path / "dead.partial").mkdir()
+        for name in (old, young, alive, "dead.partial"):
+            age(tmp_path / name)
+        os.utime(tmp_path / young / "groups" / "FP16" / "00000.kvg")  # now, unlike the rest of it
+        with FolderAssetWriter(tmp_path / "next"):
+            pass
+        assert left_over(tmp_path) == sorted([young, alive, ".mine.partial", "dead.partial"])
+        age(tmp_path / young)
+        with FolderAssetWriter(tmp_path / "next"):
+            pass
+        assert left_over(tmp_path) == sorted([alive, ".mine.partial", "dead.partial"])
+    finally:
+        living.kill()
+        living.communicate()
+
+
+def test_hard_links_are_not_served_as_frames(tmp_path):
+    """They may be other names of files that only the server may read."""
+    secret = tmp_path / "secret"
+    path = toy_asset(tmp_path / "root" / "asset").path
+    frame = frame_path(path, 0, "FP16")
+    secret.write_bytes(frame.read_bytes())
+    asset = FolderAssetStore(tmp_path / "root").open("asset")
+    asset.check_parts()
+    frame.unlink()
+    frame.hardlink_to(secret)
+    with pytest.raises(AssetError, match="hard link"):
+        asset.check_parts()
+    with pytest.raises(AssetError, match="cannot be read"):
+        asset.frame_view(0, "FP16")
+    secret.unlink()
+    asset.check_parts()
+    assert bytes(asset.frame_view(0, "FP16")) == frame.read_bytes()
+    (path / "catalog.json").rename(secret)
+    (path / "catalog.json").hardlink_to(secret)
+    with pytest.raises(AssetError, match="a hard link"):
+        FolderAssetStore(tmp_path / "root").open("asset")
+    assert FolderAsset.open(path).catalog.tokens == 70  # the user's own
 
 
 def test_a_parent_that_is_a_file(tmp_path):

@@ -1,10 +1,20 @@
 import os
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
-from kvabr.store.files import read_text, replacing, write_file, write_text
+from kvabr.store.files import (
+    PRIVATE,
+    STALE_S,
+    open_regular,
+    read_text,
+    replacing,
+    sweep,
+    write_file,
+    write_text,
+)
 from kvabr.types.errors import AssetError, TraceError, UsageError
 
 
@@ -106,3 +116,39 @@ def test_a_block_that_fails_leaves_nothing(tmp_path):
     with pytest.raises(RuntimeError):
         write()
     assert [(entry.name, entry.read_text()) for entry in tmp_path.iterdir()] == [("old", "old")]
+
+
+def test_what_is_private_is_private_whatever_the_umask(tmp_path):
+    mask = os.umask(0)
+    try:
+        write_text(tmp_path / "mine", "", mode=PRIVATE)
+        write_file(tmp_path / "other", b"")
+    finally:
+        os.umask(mask)
+    assert (tmp_path / "mine").stat().st_mode & 0o777 == 0o600
+    assert (tmp_path / "other").stat().st_mode & 0o777 == 0o666
+
+
+def test_half_written_files_of_one_name_are_swept_when_they_are_old(tmp_path):
+    old, young, other = (tmp_path / f".{name}.partial" for name in ("out.aa", "out.bb", "other.aa"))
+    for path in (old, young, other):
+        path.write_text("half")
+    for path in (old, other):
+        os.utime(path, (time.time() - 2 * STALE_S,) * 2)
+    (tmp_path / "out").write_text("")
+    sweep(tmp_path, "out")
+    assert sorted(tmp_path.iterdir()) == sorted([young, other, tmp_path / "out"])
+    sweep(tmp_path)
+    assert sorted(tmp_path.iterdir()) == sorted([young, tmp_path / "out"])
+    sweep(tmp_path / "nothing")
+
+
+def test_a_file_with_another_name_is_told_from_a_sole_one(tmp_path):
+    (tmp_path / "one").write_text("x")
+    with open_regular(tmp_path / "one", sole=True) as file:
+        assert file.read() == b"x"
+    (tmp_path / "two").hardlink_to(tmp_path / "one")
+    with pytest.raises(OSError, match="a hard link"):
+        open_regular(tmp_path / "two", sole=True)
+    with open_regular(tmp_path / "two") as file:
+        assert file.read() == b"x"

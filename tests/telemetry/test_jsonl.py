@@ -155,6 +155,7 @@ def test_a_whole_play_goes_to_a_file_one_object_a_line(tmp_path):
     for _ in range(2):
         with Telemetry(JsonLines(path)) as telemetry:
             telemetry.feed(simulated(), began_s=1e9)
+    assert path.stat().st_mode & 0o777 == 0o600
     found = [json.loads(line) for line in path.read_text().splitlines()]
     assert len({record["cmcd"]["sid"] for record in found}) == 2
     assert {record["cmcd"].get("cid") for record in found} == {None, OFFER.namespace.prompt}  # None: before it is known

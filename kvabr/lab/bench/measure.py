@@ -17,6 +17,7 @@ from kvabr.lab.bench.contexts import Context, Needle, recall, token_key
 from kvabr.lab.bench.schemes import Coded, Scheme
 from kvabr.publish.encoder import compute_cache
 from kvabr.publish.quality import Reference
+from kvabr.store.files import PRIVATE_FOLDER
 from kvabr.types.errors import AssetError
 from kvabr.types.kv import KVSpec
 
@@ -39,7 +40,7 @@ class CacheStore:
         self._folder = folder / f"{spec.model.replace('/', '-')}-{spec.digest().hex()[:8]}"
         self._results: dict[str, Any] = {}
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            self._folder.mkdir(mode=PRIVATE_FOLDER, parents=True, exist_ok=True)
             self._journal = self._folder / "results.jsonl"
             if self._journal.is_file():
                 self._read(self._journal.read_text(encoding="utf-8"))
