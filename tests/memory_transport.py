@@ -299,6 +299,7 @@ class MemoryConnection(Connection):
         self.bytes_received = 0
         self._faults = faults
         self._downloads: list[_MemoryDownload] = []
+        self._standing: list[_MemoryDownload] = []
         self._asked: dict[tuple[TrackNamespace, str, int], int] = {}
         self._requests = 0
         self._carried: _Carried | None = None
@@ -307,7 +308,15 @@ class MemoryConnection(Connection):
         self._lasts = None if lasts_s is None else self.loop.call_later(lasts_s, self.lose, "the connection timed out")
 
     def request(self, request: GroupRequest, priority: int) -> Download:
-        """See `Connection.request`."""
+        """See `Connection.request`. Requests that stand open are not counted, and never answered."""
+        if request.standing:
+            ask = Ask(self._requests, request.namespace, request.track, request.group, 0)
+            standing = _MemoryDownload(self, ask, priority, request.limit, exact=request.exact)
+            if self._lost is not None:
+                standing.fail(self._lost)
+            else:
+                self._standing.append(standing)
+            return standing
         key = (request.namespace, request.track, request.group)
         ask = Ask(self._requests, *key, self._asked.get(key, 0))
         self._requests += 1
@@ -358,9 +367,10 @@ class MemoryConnection(Connection):
         if self._carried is not None:
             self._carried.timer.cancel()
             self._carried = None
-        for download in self._downloads:
+        for download in (*self._downloads, *self._standing):
             download.fail(self._lost)
         self._downloads.clear()
+        self._standing.clear()
 
     async def close(self) -> None:
         """End everything."""

@@ -30,6 +30,7 @@ NAMES = {
     "kvabr.codecs",
     "kvabr.engines",
     "kvabr.catalog",
+    "kvabr.changes",
     "kvabr.models",
     "kvabr.toml",
 }

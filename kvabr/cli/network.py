@@ -13,13 +13,12 @@ from kvabr.types.errors import UsageError
 if TYPE_CHECKING:
     from kvabr.quic.backend import Quic
 
-_MAX_TOKEN_BYTES = 4096
-
 
 class ConnectionOptions(TypedDict):
     """Where to connect with what."""
 
     token: str | None
+    token_file: Path | None
     ca: Path | None
     fingerprint: str | None
     insecure: bool
@@ -33,10 +32,13 @@ def add_options(
     """Declare the options, with a prefix if they are not the only ones; `options` reads them."""
     network = parser.add_argument_group(title)
     token = network.add_mutually_exclusive_group()
+    shown = "token for the origin; everyone on this machine can see it in the list of processes, so rather use"
     token.add_argument(
-        f"--{prefix}token", metavar="T", help="token for the origin (default: the environment's KVABR_TOKEN)"
+        f"--{prefix}token", metavar="T", help=f"{shown} --{prefix}token-file (default: the environment's KVABR_TOKEN)"
     )
-    token.add_argument(f"--{prefix}token-file", type=Path, metavar="F", help="read the token from a file")
+    token.add_argument(
+        f"--{prefix}token-file", type=Path, metavar="F", help="read the token from a file, again for each connection"
+    )
     trust = network.add_mutually_exclusive_group()
     trust.add_argument(
         f"--{prefix}ca", type=Path, metavar="F.pem", help="certificates to trust instead of the system's"
@@ -61,8 +63,12 @@ def options(args: argparse.Namespace, prefix: str = "") -> ConnectionOptions:
     ca = given["ca"]
     if ca is not None and not ca.is_file():
         raise UsageError(f"--{prefix.replace('_', '-')}ca {ca}: no such file")
+    file = given["token_file"]
+    if file is not None:
+        read_token(file, f"--{prefix.replace('_', '-')}token-file")
     return {
-        "token": _token(given["token"], given["token_file"]),
+        "token": None if file is not None else _token(given["token"]),
+        "token_file": file,
         "ca": ca,
         "fingerprint": given["fingerprint"],
         "insecure": given["insecure"],
@@ -71,11 +77,11 @@ def options(args: argparse.Namespace, prefix: str = "") -> ConnectionOptions:
     }
 
 
-def _token(token: str | None, path: Path | None) -> str | None:
-    if path is not None:
-        return read_token(path)
+def _token(token: str | None) -> str | None:
+    from kvabr.quic.options import check_token
+
     token = token or os.environ.get("KVABR_TOKEN")
-    return _checked(token, "the token") if token else None
+    return check_token(token, "the token") if token else None
 
 
 def read_token(path: Path, option: str = "--token-file", *, least: int = 1) -> str:
@@ -84,19 +90,13 @@ def read_token(path: Path, option: str = "--token-file", *, least: int = 1) -> s
     Raises:
         UsageError: The file cannot be read, or holds no token.
     """
+    from kvabr.quic.options import MAX_TOKEN_BYTES
+    from kvabr.quic.options import read_token as read
+
     try:
-        with path.open("rb") as file:
-            token = file.read(_MAX_TOKEN_BYTES + 1).decode().strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{option} {path}: cannot be read as text ({error})") from error
-    if not token:
-        raise UsageError(f"{option} {path}: is empty")
+        token = read(path)
+    except UsageError as error:
+        raise UsageError(f"{option} {error}") from error
     if len(token) < least:
-        raise UsageError(f"{option} {path}: a token has {least} to {_MAX_TOKEN_BYTES} printable characters")
-    return _checked(token, f"{option} {path}: the token")
-
-
-def _checked(token: str, where: str) -> str:
-    if len(token) > _MAX_TOKEN_BYTES or not token.isprintable():
-        raise UsageError(f"{where} has more than {_MAX_TOKEN_BYTES} characters, or some that cannot be printed")
+        raise UsageError(f"{option} {path}: a token has {least} to {MAX_TOKEN_BYTES} printable characters")
     return token

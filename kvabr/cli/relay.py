@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvabr.cli import network, serving
 from kvabr.cli.interrupt import run_async
 from kvabr.cli.options import add_old_name
-from kvabr.types.errors import UsageError
+from kvabr.types.errors import TransportError, UsageError
+
+if TYPE_CHECKING:
+    from structlog.typing import FilteringBoundLogger
+
+    from kvabr.quic.interface import Connection
 
 _EPILOG = """\
 a first try, next to `kvabr serve assets --dev` on the same machine:
@@ -17,8 +24,9 @@ a first try, next to `kvabr serve assets --dev` on the same machine:
 
 A group is fetched from the origin once, however many players wait for it, and passed on as it comes. It is kept, in
 memory and in the folder of --disk, if its SHA-256 is the one in the asset's catalog; a wrong group is broken off at its
-end. Catalogs and lookups are asked for again after two seconds. What the origin removes or replaces is dropped, and
-everything is dropped if the origin refuses the relay's token. While the origin cannot be reached, the relay serves what
+end. What the origin removes or replaces is dropped at once, and everything is dropped if the origin takes the relay's
+token back; the players' connections are closed then. Of an origin that does not tell of changes, catalogs and lookups
+are asked for again after two seconds. While the origin cannot be reached, the relay serves what
 it has, and keeps trying; it also starts without its origin. Which groups the folder of --disk holds only the origin's
 catalogs tell, so a relay that has just started serves nothing before it has reached the origin once.
 
@@ -26,6 +34,9 @@ catalogs tell, so a relay that has just started serves nothing before it has rea
 
 Everyone who may enter the relay may read what its own token opens at the origin. --player-token-file says who may
 enter.
+
+Tokens, the certificate and the key are read again when their files change, and on SIGHUP. With a new token of its own
+the relay connects to the origin again, and keeps what it has.
 """
 _SIZE = re.compile(r"(\d{1,12})([kmgt]i?b?)?", re.IGNORECASE)
 _UNITS = {"": 0, "k": 10, "m": 20, "g": 30, "t": 40}
@@ -94,24 +105,25 @@ async def _relay(args: argparse.Namespace, memory: int) -> int:
         args.limit if args.connections is None else [*args.limit, f"connections={args.connections}"]
     )
     asset = asset_of(args.upstream)
-    token = (
-        None
-        if args.player_token_file is None
-        else network.read_token(args.player_token_file, "--player-token-file", least=16)
-    )
+    token = None if args.player_token_file is None else _player_token(args.player_token_file)
     with serving.prepared(args) as setup:
         log, metrics = setup.log, setup.metrics
         async with connect(args.upstream, **network.options(args, "upstream_"), needed=False) as upstream:
             if upstream.trouble is None:
                 log.info("upstream", url=args.upstream, quic=upstream.backend, protocol=upstream.protocol)
             else:
-                hint = "the relay starts all the same, and keeps trying: each request dials the origin again"
+                hint = "the relay starts all the same, and keeps dialling"
                 log.warning("the origin cannot be reached", why=upstream.trouble, hint=hint)
             disk_bytes = int(args.disk_gib * (1 << 30))
             async with Relay(
                 upstream, log, metrics, memory_bytes=memory, disk=args.disk, disk_bytes=disk_bytes, token=token
             ) as relay:
                 server = Server(relay, setup.host, setup.port, setup.tls, limits, log, metrics, quic=args.quic)
+                loop = asyncio.get_running_loop()
+
+                def renew_upstream() -> None:
+                    network.read_token(args.upstream_token_file, "--upstream-token-file")
+                    asyncio.run_coroutine_threadsafe(_renew(upstream, log), loop)
 
                 def started() -> None:
                     everyone = "who can reach this address may read what the relay may; see --player-token-file"
@@ -123,4 +135,24 @@ async def _relay(args: argparse.Namespace, memory: int) -> int:
                         line = setup.fetch_line(url, asset, token=token is not None)
                     print(f"fetch through it: {line}", flush=True)
 
-                return await run_until_signal(server, args.drain, log, metrics, started)
+                async with serving.reloads(setup, server) as files:
+                    if (path := args.player_token_file) is not None:
+                        files.add("player token", [path], lambda: relay.regrant(_player_token(path)))
+                    if args.upstream_token_file is not None:
+                        files.add("upstream token", [args.upstream_token_file], renew_upstream)
+                    return await run_until_signal(server, args.drain, log, metrics, started)
+
+
+async def _renew(upstream: Connection, log: FilteringBoundLogger) -> None:
+    """Connect with the relay's new token."""
+    refused = None
+    try:
+        await upstream.renew()
+    except TransportError as error:
+        refused = str(error)
+    if refused is not None:
+        log.error("the origin cannot be reached with the new token", error=refused, hint="the old connection stays")
+
+
+def _player_token(path: Path) -> str:
+    return network.read_token(path, "--player-token-file", least=16)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from kvabr.server.certificates import CertificateFacts, ServerTls
     from kvabr.server.metrics import Metrics
+    from kvabr.server.reload import Reloads
     from kvabr.server.server import Server
 
 
@@ -175,6 +176,22 @@ def prepared(args: argparse.Namespace) -> Iterator[ServerSetup]:
             stack.enter_context(scrape)
             log.info("metrics", url="http://{}:{}/metrics".format(*scrape.address))
         yield ServerSetup(host, port, tls, facts, args.dev, log, metrics)
+
+
+def reloads(setup: ServerSetup, server: Server) -> Reloads:
+    """Return what reads files again while a server runs: its certificate and key, unless they were made for it."""
+    from kvabr.server import certificates
+    from kvabr.server.reload import Reloads
+
+    files = Reloads(setup.log)
+
+    def renew() -> None:
+        certificates.check(setup.tls)
+        server.renew_certificates()
+
+    if not setup.dev:
+        files.add("certificate", [setup.tls.certfile, setup.tls.keyfile], renew)
+    return files
 
 
 def logger(*, json: bool | None = None, verbose: bool = False, stream: TextIO | None = None) -> FilteringBoundLogger:

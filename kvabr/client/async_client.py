@@ -54,6 +54,7 @@ class AsyncClient:
         origin: str | Connection | None = None,
         *,
         token: str | None = None,
+        token_file: Path | None = None,
         ca: Path | None = None,
         fingerprint: str | None = None,
         insecure: bool = False,
@@ -72,6 +73,7 @@ class AsyncClient:
             origin: an origin or a relay, ``moqt://host[:port]/``, or an open connection, which the caller closes after
                 this client. None: every play names its peer.
             token: access token from the origin's operator; None: the environment's ``KVABR_TOKEN``, if it is set.
+            token_file: file with the token instead; read again for every dial, so that it may be replaced.
             ca: PEM file of certificates to trust instead of the system's.
             fingerprint: SHA-256 of the only certificate to trust, hex.
             insecure: do not verify the certificate (exposes the token and the cache).
@@ -112,8 +114,9 @@ class AsyncClient:
         self._origin: ClientPeer | None = None
         if isinstance(origin, str):
             self._origin = self.peer(
-                origin, token=token, ca=ca, fingerprint=fingerprint, insecure=insecure, quic=quic, timeout_s=timeout_s
-            )
+                origin, token=token, token_file=token_file, ca=ca, fingerprint=fingerprint, insecure=insecure,
+                quic=quic, timeout_s=timeout_s,
+            )  # fmt: skip
         elif origin is not None:
             self._origin = self._peer(origin)
 
@@ -124,6 +127,7 @@ class AsyncClient:
         url: str,
         *,
         token: str | None = None,
+        token_file: Path | None = None,
         ca: Path | None = None,
         fingerprint: str | None = None,
         insecure: bool = False,
@@ -137,11 +141,12 @@ class AsyncClient:
         Raises:
             UsageError: the URL or an option is wrong.
         """
-        key = (url, token, ca, fingerprint, insecure, quic, timeout_s)
+        key = (url, token, token_file, ca, fingerprint, insecure, quic, timeout_s)
         if key not in self._peers:
             connecting = connect(
-                url, token=token, ca=ca, fingerprint=fingerprint, insecure=insecure, quic=quic, timeout_s=timeout_s
-            )
+                url, token=token, token_file=token_file, ca=ca, fingerprint=fingerprint, insecure=insecure,
+                quic=quic, timeout_s=timeout_s,
+            )  # fmt: skip
             self._peers[key] = ClientPeer(url, connecting, self.store, self.metrics)
         return self._peers[key]
 

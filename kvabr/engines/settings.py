@@ -106,6 +106,8 @@ class EngineSettings(BaseModel):
     """Tracks to publish. None: the adapter's default."""
     token: Annotated[Text | None, Field(repr=False)] = None
     """Token for the origin. None: the environment variable ``KVABR_TOKEN``, if set."""
+    token_file: FilePath | None = None
+    """File with the token instead; read again for each connection, so that it may be replaced."""
     ca: FilePath | None = None
     """PEM file with the certificates to trust instead of the system's."""
     fingerprint: Text | None = None
@@ -185,6 +187,7 @@ def open_client(kind: type[C], settings: EngineSettings) -> C:
         return kind(
             settings.url,
             token=settings.token,
+            token_file=settings.token_file,
             ca=settings.ca,
             fingerprint=settings.fingerprint,
             insecure=settings.insecure,

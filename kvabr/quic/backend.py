@@ -98,6 +98,10 @@ class QuicLibrary:
         """Require new clients to prove their address by a Retry, in one more round trip; None: no longer."""
         server._retry = tokens  # noqa: SLF001  # both libraries only let it be set when the server is made
 
+    def replace_configuration(self, server: Any, configuration: Any) -> None:
+        """Use another configuration for new connections."""
+        server._configuration = configuration  # noqa: SLF001  # as above
+
     def closing(self, quic: Any) -> Any:
         """Return the ``ConnectionTerminated`` event of a closed connection, else None.
 
@@ -261,7 +265,9 @@ def load_certificates(configuration: Any, certfile: Path, keyfile: Path) -> None
     """Load a server's certificate, or raise TransportError."""
     try:
         configuration.load_cert_chain(certfile, keyfile)
-    except Exception as error:  # whatever the library's TLS raises
+    except BaseException as error:  # whatever the library's TLS raises; qh3 panics, which is no `Exception`
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            raise
         raise TransportError(f"{certfile}, {keyfile}: not a certificate and its key ({error})") from error
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
 import ssl
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar, get_args
@@ -17,7 +19,7 @@ from kvabr.quic.backend import LibraryName, Quic, QuicLibrary, installed_librari
 from kvabr.quic.connection import QuicConnection
 from kvabr.quic.endpoint import protocol_class
 from kvabr.quic.interface import Connection
-from kvabr.quic.options import DRAFTS, DialOptions, Names, fingerprint_of, trust
+from kvabr.quic.options import DRAFTS, DialOptions, Names, fingerprint_of, read_token, trust
 from kvabr.quic.reconnect import RedialledConnection, UnreachedConnection
 from kvabr.types.errors import FormatError, TransportError, UnauthorizedError, UsageError
 from kvabr.types.naming import TrackNamespace
@@ -78,6 +80,7 @@ def connect(
     url: str,
     *,
     token: str | None = None,
+    token_file: Path | None = None,
     ca: Path | None = None,
     fingerprint: str | None = None,
     insecure: bool = False,
@@ -94,6 +97,7 @@ def connect(
     Args:
         url: ``moqt://host[:port][/path][?query]``; the default port is 443.
         token: access token from the origin's operator; None: the environment's ``KVABR_TOKEN``, if it is set.
+        token_file: file with the token instead; read again for every dial, so that it may be replaced.
         ca: PEM file of certificates to trust instead of the system's.
         fingerprint: SHA-256 of the only certificate to trust, 64 hex digits, with or without colons.
         insecure: do not verify the certificate. Anyone who can redirect packets can then read the token and the cache.
@@ -113,9 +117,11 @@ def connect(
     if quic not in get_args(Quic):
         raise UsageError(f"unknown QUIC library {quic!r}; choose one of {', '.join(get_args(Quic))}")
     host, port, path = parse_url(url)
-    token = token or os.environ.get("KVABR_TOKEN") or None
+    if token is not None and token_file is not None:
+        raise UsageError("give a token or a file with one, not both")
+    token = read_token(token_file) if token_file is not None else token or os.environ.get("KVABR_TOKEN") or None
     pinned = None if fingerprint is None else fingerprint_of(fingerprint)
-    options = DialOptions(host, port, path, token, ca, pinned, insecure, drafts, timeout_s, names)
+    options = DialOptions(host, port, path, token, token_file, ca, pinned, insecure, drafts, timeout_s, names)
     return Connecting(options, quic, needed=needed)
 
 
@@ -146,6 +152,9 @@ class Connecting:
             await self._connection.close()
 
     async def _dial(self) -> Connection:
+        if (file := self._options.token_file) is not None:
+            with contextlib.suppress(UsageError):  # the token that was read last may still be good
+                self._options = replace(self._options, token=read_token(file))
         causes: dict[str, None] = {}
         for name in installed_libraries(self._works or self._quic):
             try:

@@ -183,7 +183,7 @@ class QuicConnection(Endpoint, Connection):
             why = why_refused(der, self._options.host)
             # Each library words the same cause differently; `Connecting` names a cause once.
             reason = why if der is not None else f"{why} ({reason})"
-        elif code == SessionCode.UNAUTHORIZED:
+        elif code in (SessionCode.UNAUTHORIZED, SessionCode.EXPIRED_AUTH_TOKEN):
             if "token" not in reason:
                 reason = f"{reason}; the token is missing or wrong"
             self._lost_kind = UnauthorizedError
@@ -204,13 +204,13 @@ class QuicConnection(Endpoint, Connection):
         number = session.fetch(download.fields, track, where, where, Parameters(priority=download.priority))
         download.request_id = number
         self._downloads[number] = download
-        self.watch.asked(len(self._downloads))
+        self._tell_watch()
 
     def _next(self) -> None:
         """Send the requests that wait, and whatever else the session has to send."""
         while self._waiting and len(self._downloads) < MAX_IN_FLIGHT and self._lost is None:
             self._ask(self._waiting.pop(0)[2])
-        self.watch.asked(len(self._downloads))
+        self._tell_watch()
         if self._lost is None:
             self.settle_and_send()
 
@@ -226,7 +226,10 @@ class QuicConnection(Endpoint, Connection):
             tell(download)
             if self._waiting:
                 asyncio.get_running_loop().call_soon(self._next)
-            self.watch.asked(len(self._downloads))
+            self._tell_watch()
+
+    def _tell_watch(self) -> None:
+        self.watch.asked(sum(not download.request.standing for download in self._downloads.values()))
 
     def _answer(self, event: Requested) -> None:
         """Answer a relay that subscribes to namespaces or publishes some: accept, and send nothing."""

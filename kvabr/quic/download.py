@@ -18,6 +18,16 @@ if TYPE_CHECKING:
     from kvabr.quic.connection import QuicConnection
 
 _NOT_THERE = (RequestCode.DOES_NOT_EXIST, RequestCode.INVALID_RANGE)
+_SAME = {
+    ResetCode.CANCELLED: RequestCode.INTERNAL_ERROR,
+    ResetCode.DELIVERY_TIMEOUT: RequestCode.TIMEOUT,
+    ResetCode.SESSION_CLOSED: RequestCode.GOING_AWAY,
+    ResetCode.GOING_AWAY: RequestCode.GOING_AWAY,
+    ResetCode.TOO_FAR_BEHIND: RequestCode.TIMEOUT,
+    ResetCode.UNKNOWN_OBJECT_STATUS: RequestCode.INTERNAL_ERROR,
+    ResetCode.EXPIRED_AUTH_TOKEN: RequestCode.EXPIRED_AUTH_TOKEN,
+}
+"""What resets of streams mean in the codes of requests, where the same number means something else."""
 _MIN_ROOM = 16 << 10
 """Bytes that a buffer of unknown size begins with."""
 
@@ -105,7 +115,7 @@ class QuicDownload(Download):
 
     def cancel(self) -> None:
         """See `Download.cancel`."""
-        self._give_up(RequestError(f"{self.request}: cancelled", code=ResetCode.CANCELLED))
+        self._give_up(RequestError(f"{self.request}: cancelled", code=_SAME[ResetCode.CANCELLED]))
 
     # ---------------------------------------------------------- from the connection
 
@@ -130,7 +140,8 @@ class QuicDownload(Download):
         """End with the stream, or with the code that reset it."""
         if reset is not None:
             reason = name_of(reset, ResetCode)
-            self.fail(RequestError(f"{self.request}: broken off by the peer ({reason})", code=reset))
+            code = next((code for known, code in _SAME.items() if known == reset), reset)
+            self.fail(RequestError(f"{self.request}: broken off by the peer ({reason})", code=code))
         elif not self.stats.received:
             self.fail(NotFoundError(f"{self.request}: nothing there", code=RequestCode.DOES_NOT_EXIST))
         elif not self.over:

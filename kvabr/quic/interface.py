@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import Self
 
 from kvabr.types.events import Limit
-from kvabr.types.naming import TrackNamespace
+from kvabr.types.naming import CHANGES_TRACK, TrackNamespace
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +36,11 @@ class GroupRequest:
     """Whether ``limit`` is the size, so that the buffer is allocated once."""
     digest: str | None = None
     """SHA-256 of the group, hex, if a catalog told it."""
+
+    @property
+    def standing(self) -> bool:
+        """Whether it stays open until there is something to tell, so that its silence says nothing about the path."""
+        return self.track.startswith(CHANGES_TRACK)
 
     def __str__(self) -> str:
         return f"{self.track[:80]}, group {self.group}"
@@ -159,6 +164,12 @@ class Connection(ABC):
         """Return the groups of an identified track that need not cross the network."""
         del namespace, track
         return ()
+
+    async def renew(self) -> None:  # noqa: B027  # most have no token
+        """Connect again with the token that is valid now; what is under way goes on.
+
+        Raises `TransportError` if that fails; then the connection stays as it was.
+        """
 
     @abstractmethod
     def stats(self) -> ConnectionStats:

@@ -6,7 +6,7 @@ import datetime as dt
 import hashlib
 import hmac
 import ssl
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 Names = Literal["draft", "split"]
 """How namespaces are written: as in the draft, or split at the slashes for peers that cannot carry one in a field."""
+
+MAX_TOKEN_BYTES = 4096
 
 DRAFTS = ("moqt-18", "moqt-16")
 """ALPN identifiers of the moq-transport drafts to offer, preferred first."""
@@ -30,8 +32,10 @@ class DialOptions:
     port: int
     path: str = "/"
     """Path and query of the URL."""
-    token: str | None = None
+    token: str | None = field(default=None, repr=False)
     """Sent once the connection is encrypted, and never logged."""
+    token_file: Path | None = None
+    """Read for every dial, and then sent instead."""
     ca: Path | None = None
     fingerprint: str | None = None
     """Name and issuer of the certificate are then ignored; its dates are checked."""
@@ -40,6 +44,29 @@ class DialOptions:
     timeout_s: float = 5.0
     """Seconds until the peer's SETUP must have arrived."""
     names: Names = "draft"
+
+
+def read_token(path: Path) -> str:
+    """Return the token in a file.
+
+    Raises:
+        UsageError: the file cannot be read, or holds no token.
+    """
+    try:
+        with path.open("rb") as file:
+            token = file.read(MAX_TOKEN_BYTES + 1).decode().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path}: cannot be read as text ({error})") from error
+    if not token:
+        raise UsageError(f"{path}: is empty")
+    return check_token(token, f"{path}: the token")
+
+
+def check_token(token: str, where: str) -> str:
+    """Return a token; `UsageError` if it cannot be one."""
+    if len(token) > MAX_TOKEN_BYTES or not token.isprintable():
+        raise UsageError(f"{where} has more than {MAX_TOKEN_BYTES} characters, or some that cannot be printed")
+    return token
 
 
 def fingerprint_of(text: str) -> str:

@@ -45,6 +45,8 @@ class _RedialledDownload(Download):
         self.inner: Download | None = None
         self.forgotten = False
         """Whether the peer answers a new connection, but no longer this download's."""
+        self.moved = False
+        """Whether it was ended so that it can be made again on the connection that replaced its own."""
         self.cancelled = False
 
     @property
@@ -69,7 +71,10 @@ class _RedialledDownload(Download):
         try:
             part = await self.inner.read()
         except BaseException as error:
+            left = self._owner.has_left(self)
             self._owner.release(self)
+            if self.moved or (left and isinstance(error, UnauthorizedError)):
+                raise ConnectionLostError(f"{self.request}: the connection was replaced by another") from error
             if self.forgotten and isinstance(error, ConnectionLostError):
                 raise ConnectionLostError(
                     f"{self.request}: the peer fell silent; it answers a new connection"
@@ -152,6 +157,8 @@ class RedialledConnection(Connection):
         self._adopted_s = float("-inf")
         self._watching: asyncio.Task[None] | None = None
         self._look_s = _LOOK_S
+        self._asked = asyncio.Event()
+        """Set when something is requested, which is reason to look sooner."""
         self._doubted: Connection | None = None
         """The connection whose peer did not answer the last probe."""
         self.trouble = first.trouble
@@ -166,6 +173,17 @@ class RedialledConnection(Connection):
         elif not self.closed:
             self._redial()
         return download
+
+    async def renew(self) -> None:
+        """See `Connection.renew`."""
+        if self._dialling is not None:
+            await asyncio.wait({self._dialling})
+        if self._usable():  # otherwise the next dial will do
+            made = await self._dial()
+            if self._usable():
+                self._adopt(made)
+            else:
+                await made.close()
 
     def stats(self) -> ConnectionStats:
         """Return the statistics of the current connection, with the bytes of all connections."""
@@ -197,6 +215,9 @@ class RedialledConnection(Connection):
     def _start(self, download: _RedialledDownload) -> None:
         download.inner = self._current.request(download.request, download.priority)
         self._using[download] = self._current
+        if not download.request.standing:
+            self._look_s = _LOOK_S
+            self._asked.set()
         if self._watching is None:
             self._watching = asyncio.get_running_loop().create_task(self._watch())
 
@@ -221,6 +242,10 @@ class RedialledConnection(Connection):
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
 
+    def has_left(self, download: _RedialledDownload) -> bool:
+        """Return whether a download is on a connection that another has replaced."""
+        return self._using.get(download) in self._leaving
+
     def release(self, download: _RedialledDownload) -> None:
         """Note the end of a download; retire a replaced connection after its last one."""
         used = self._using.pop(download, None)
@@ -232,7 +257,12 @@ class RedialledConnection(Connection):
         try:
             while self._using:
                 connection, before = self._current, self._current.stats().bytes_received
-                await asyncio.sleep(self._look_s)
+                self._asked.clear()
+                with contextlib.suppress(TimeoutError):
+                    if self._look_s > _LOOK_S:
+                        await asyncio.wait_for(self._asked.wait(), self._look_s)
+                        continue
+                    await asyncio.sleep(self._look_s)
                 if connection is not self._current or connection.stats().bytes_received != before:
                     self._doubted = self.trouble = None
                     self._look_s = _LOOK_S
@@ -319,6 +349,10 @@ class RedialledConnection(Connection):
         old, self._current = self._current, made
         self.backend, self.protocol = made.backend, made.protocol
         self._leaving.append(old)
+        for download, used in list(self._using.items()):
+            if used is old and download.request.standing and download.inner is not None:
+                download.moved = True
+                download.inner.cancel()
         if old is self._doubted:
             for download, used in self._using.items():
                 download.forgotten |= used is old

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvabr.telemetry.prometheus import BoundedLabel, MetricSet
-from kvabr.types.naming import PREFIX_TRACK
+from kvabr.types.naming import CHANGES_TRACK, PREFIX_TRACK
 
 FIRST_BYTE_BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 GROUP_BYTES_BUCKETS = tuple(float(1 << power) for power in range(12, 31, 2))
@@ -14,12 +14,20 @@ class Metrics(MetricSet):
 
     def __init__(self) -> None:
         super().__init__()
-        self._track = BoundedLabel()
+        self._track, self._token = BoundedLabel(), BoundedLabel()
         self.connections = self.gauge("kvabr_connections", "Connections that are open.")
         self.connections_total = self.counter(
             "kvabr_connections_total", "Connections so far: accepted, or refused and why.", "result"
         )
         self.requests_total = self.counter("kvabr_requests_total", "Requests so far, by kind of message.", "kind")
+        self.token_requests_total = self.counter(
+            "kvabr_token_requests_total", "Requests so far, by the ID of the token.", "token"
+        )
+        self.token_losses_total = self.counter(
+            "kvabr_token_losses_total",
+            "Connections and requests ended because a token expired or was withdrawn, or an asset was removed.",
+            "token", "why",
+        )  # fmt: skip
         self.requests_in_flight = self.gauge("kvabr_requests_in_flight", "Requests that are being served.")
         self.refusals_total = self.counter(
             "kvabr_refusals_total", "Requests that were refused, by REQUEST_ERROR or reset code.", "code"
@@ -38,5 +46,15 @@ class Metrics(MetricSet):
 
     def group_sent(self, track: str) -> None:
         """Count a group sent in full. All lookups are one series: their names tell what a peer has asked for."""
+        if track.startswith(CHANGES_TRACK):
+            return
         label = "lookup" if track.startswith(PREFIX_TRACK) else track
         self.groups_sent_total.labels(self._track(label)).inc()
+
+    def token_used(self, token: str) -> None:
+        """Count a request under the token of an ID."""
+        self.token_requests_total.labels(self._token(token)).inc()
+
+    def token_lost(self, token: str, why: str) -> None:
+        """Count what was ended under the token of an ID."""
+        self.token_losses_total.labels(self._token(token), why).inc()

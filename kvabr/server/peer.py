@@ -9,27 +9,28 @@ from dataclasses import replace
 from functools import partial
 from itertools import chain
 
-from kvabr.moqt.codes import PublishDoneCode, RequestCode, ResetCode, SessionCode, name_of
+from kvabr.moqt.codes import RequestCode, ResetCode, SessionCode, name_of
 from kvabr.moqt.events import Cancelled, Closed, Event, Ready, Requested, Updated
 from kvabr.moqt.messages import Fetch, JoiningFetch, Subscribe, SubscribeNamespace, TrackStatus
-from kvabr.moqt.parameters import Parameters, SetupOptions
+from kvabr.moqt.parameters import SetupOptions
 from kvabr.moqt.responder import Responder
 from kvabr.moqt.session import MoqtSession
 from kvabr.moqt.wire import Draft, Location
 from kvabr.quic.backend import QuicLibrary
 from kvabr.quic.endpoint import Endpoint
+from kvabr.server.access import Access, Denial
 from kvabr.server.budgets import Host, Room
 from kvabr.server.grants import Grant, token_in_path
 from kvabr.server.limits import BUSY_MS, MISSING, RateLimiter, refusal
 from kvabr.server.publication import Publication
 from kvabr.server.send_queue import Expected, GroupRange, Piece, Sending, SendQueue, last_object
+from kvabr.server.subscriptions import Subscriptions
 from kvabr.types.errors import AssetError, FormatError, TransportError
-from kvabr.types.naming import ROOT, TrackNamespace
+from kvabr.types.naming import CHANGES_TRACK, TrackNamespace
 
 _MOQ_RS = b"moq-lite"
 """How moq-rs names itself. Version 0.5 takes a gap between object IDs for a loss, so its objects are numbered 0, 1, 2.
-It has other habits as well; see `Responder.lenient` and `Peer._subscribe`."""
-_ROOT_PARTS = tuple(part.encode() for part in ROOT.split("/") if part)
+It has other habits as well; see `Responder.lenient` and `Subscriptions.to_track`."""
 _OfTrack = Fetch | Subscribe | TrackStatus
 """Requests that name a track."""
 
@@ -44,7 +45,7 @@ class Peer(Endpoint):
         super().__init__(library)
         self._server = server
         self.log = server.log
-        self._grant: Grant | None = None
+        self._access = Access(server.source)
         self._dense = False
         self._room: Room | None = None
         """Its part in the budgets, once the handshake is done."""
@@ -58,11 +59,12 @@ class Peer(Endpoint):
         self._updates_left = RateLimiter(server.limits.requests_per_s)
         self._looking: dict[int, asyncio.Task[None]] = {}
         """Requests that wait for files, or for a relay's origin."""
+        self._standing: int | None = None
+        """Request for what is taken back, which is answered when something is; the connection is idle all the same."""
         self._expected: dict[int, Expected] = {}
         """Requests for groups of which nothing has arrived yet, so that the origin's refusal can be passed on."""
         self._waking = False
-        self._aliases = 0
-        self._namespaces: dict[int, tuple[bytes, ...]] = {}
+        self._subscriptions = Subscriptions(self._refuse)
         self._over = False
         loop = asyncio.get_running_loop()
         self._handshake = loop.call_later(server.limits.handshake_s, self._too_slow)
@@ -71,7 +73,8 @@ class Peer(Endpoint):
     @property
     def busy(self) -> bool:
         """Whether a request is being answered, or its answer is not acknowledged yet."""
-        return len(self._queue) > 0 or bool(self._underway or self._looking or self._expected)
+        looking = self._looking.keys() - {self._standing}
+        return len(self._queue) > 0 or bool(self._underway or looking or self._expected)
 
     @property
     def _responder(self) -> Responder:
@@ -104,7 +107,7 @@ class Peer(Endpoint):
             case Updated():
                 self._updated(event)
             case Cancelled():
-                self._namespaces.pop(event.request_id, None)
+                self._subscriptions.cancel(event.request_id)
                 self._stop_looking(event.request_id)
                 self._done(self._queue.remove(event.request_id), complete=False)
             case Ready():
@@ -173,7 +176,37 @@ class Peer(Endpoint):
         """Send GOAWAY."""
         if self.session is not None and not self._over:
             self.session.goaway(int(grace_s * 1000))
+            if self._standing is not None:
+                standing = self._standing
+                self._stop_looking(standing)
+                self._refuse(standing, RequestCode.GOING_AWAY, "the server is going away")
             self.settle_and_send()
+
+    def reconsider(self, now_s: float) -> None:
+        """Break off what may no longer be read, at a time in seconds since 1970."""
+        session = self.session
+        if self._over or session is None:
+            return
+        metrics, access = self._server.metrics, self._access
+        if (denial := access.lost(now_s)) is not None:
+            token = "" if access.grant is None else access.grant.id
+            metrics.token_lost(token, denial.result)
+            self.log.info("connection ended", token=token, why=denial.reason)
+            self.shut(denial.session, denial.reason)
+            return
+        for job in self._queue:
+            denial = access.lost_request(job.grant, job.publication, now_s)
+            if denial is not None:
+                metrics.token_lost(job.grant.id, denial.result)
+                self.log.info("request ended", token=job.grant.id, track=job.track, why=denial.reason)
+                session.responder.break_off(job.request_id, denial.reset)
+                self._done(self._queue.remove(job.request_id), complete=False)
+        self.settle_and_send()
+
+    @property
+    def expires_s(self) -> float:
+        """When the first of its tokens expires, seconds since 1970."""
+        return self._access.expires_s
 
     def say_goodbye(self) -> None:
         """Close the connection."""
@@ -192,17 +225,18 @@ class Peer(Endpoint):
         assert self.session is not None  # noqa: S101  # the event came from it
         self._responder.lenient = self._dense
         token = event.tokens[0] if event.tokens else token_in_path(options.path)
-        self._grant = self._server.source.admit(token)
-        if self._grant is None:
-            self._server.metrics.connections_total.labels("unauthorized").inc()
-            self.log.warning("connection refused", why="the token is missing or wrong")
-            self.session.close(SessionCode.UNAUTHORIZED, "the token is missing or wrong")
+        grant = self._access.enter(token)
+        if isinstance(grant, Denial):
+            self._server.metrics.connections_total.labels(grant.result).inc()
+            self.log.warning("connection refused", why=grant.reason)
+            self.session.close(grant.session, grant.reason)
             return
         self._server.metrics.connections_total.labels("accepted").inc()
         if self.session.draft.streams:
             self.session.start()
         implementation = (options.implementation or b"").decode("utf-8", "replace")[:64]
-        self.log.info("connected", grant=self._grant.name, peer=implementation, protocol=self.session.draft.alpn)
+        alpn = self.session.draft.alpn
+        self.log.info("connected", grant=grant.name, token=grant.id, peer=implementation, protocol=alpn)
         if self._server.draining:
             self.session.goaway()
 
@@ -212,15 +246,15 @@ class Peer(Endpoint):
         if (why := self._overload()) is not None:
             self._refuse(number, RequestCode.EXCESSIVE_LOAD, why, retry_ms=BUSY_MS)
             return
-        grant = self._grant
-        if event.tokens and grant is not None:
-            grant = self._server.source.admit(event.tokens[0])  # takes the longer the more tokens there are
-        if grant is None:
-            self._refuse(number, RequestCode.UNAUTHORIZED, "the token is missing or wrong")
-        elif isinstance(message, Fetch | Subscribe | TrackStatus):
+        grant = self._access.of_request(event.tokens)
+        if isinstance(grant, Denial):
+            self._refuse(number, grant.request, grant.reason)
+            return
+        self._server.metrics.token_used(grant.id)
+        if isinstance(message, Fetch | Subscribe | TrackStatus):
             self._find(number, message, grant)
         elif isinstance(message, SubscribeNamespace):
-            self._subscribe_namespace(number, message)
+            self._subscriptions.to_namespace(self._responder, number, message)
         elif isinstance(message, JoiningFetch):
             self._refuse(number, RequestCode.NOT_SUPPORTED, "everything is published already: fetch it")
         else:
@@ -252,55 +286,69 @@ class Peer(Endpoint):
             namespace = TrackNamespace.from_fields(message.namespace)
             track = message.track.decode()
         except (FormatError, UnicodeDecodeError):
-            self._answer(number, message, None)
+            self._answer(number, message, grant, None)
             return
         source = self._server.source
         try:
             found = source.find(grant, namespace, track, at_once=True)
         except BlockingIOError:
-            self._server.requests += 1
+            if track.startswith(CHANGES_TRACK):
+                if self._standing is not None:
+                    self._refuse(number, RequestCode.EXCESSIVE_LOAD, "one such request at a time", retry_ms=BUSY_MS)
+                    return
+                self._standing = number
+            else:
+                self._server.requests += 1
             self._looking[number] = asyncio.get_running_loop().create_task(
-                self._look(number, message, source.find_soon(grant, namespace, track))
+                self._look(number, message, grant, source.find_soon(grant, namespace, track))
             )
         except TransportError as error:
             self._refuse_for(number, error)
         else:
-            self._answer(number, message, found)
+            self._answer(number, message, grant, found)
 
-    async def _look(self, number: int, message: _OfTrack, finding: Awaitable[Publication | None]) -> None:
+    async def _look(self, number: int, message: _OfTrack, grant: Grant, finding: Awaitable[Publication | None]) -> None:
         """Answer a request once its track is found."""
         answer: Callable[[], None]
         try:
-            answer = partial(self._answer, number, message, await finding)
+            answer = partial(self._answer, number, message, grant, await finding)
         except TransportError as error:
             answer = partial(self._refuse_for, number, error)
         except Exception as error:  # noqa: BLE001  # a bug; see `safely`
             answer = partial(_raise, error)
-        if self._looking.pop(number, None) is not None:
-            self._server.requests -= 1
+        self._forget_looking(number)
         if self._over:
             return
         self.safely(answer)
         self.settle_and_send()
         self._note_idle()
 
-    def _stop_looking(self, number: int) -> None:
-        if (looking := self._looking.pop(number, None)) is not None:
+    def _forget_looking(self, number: int) -> asyncio.Task[None] | None:
+        looking = self._looking.pop(number, None)
+        if number == self._standing:
+            self._standing = None
+        elif looking is not None:
             self._server.requests -= 1
+        return looking
+
+    def _stop_looking(self, number: int) -> None:
+        if (looking := self._forget_looking(number)) is not None:
             looking.cancel()
         if (expected := self._expected.pop(number, None)) is not None:
             self._server.requests -= 1
             expected.close()
 
-    def _answer(self, number: int, message: _OfTrack, found: Publication | None) -> None:
+    def _answer(self, number: int, message: _OfTrack, grant: Grant, found: Publication | None) -> None:
         if found is None:
             self._refuse(number, RequestCode.DOES_NOT_EXIST, MISSING)
+        elif (denial := self._access.lost_request(grant, None, time.time())) is not None:  # while it was looked for
+            self._refuse(number, denial.request, denial.reason)
         elif isinstance(message, Fetch):
-            self._fetch(number, message, found)
+            self._fetch(number, message, grant, found)
         else:
             self._subscribe(number, message, found)
 
-    def _fetch(self, number: int, message: Fetch, publication: Publication) -> None:
+    def _fetch(self, number: int, message: Fetch, grant: Grant, publication: Publication) -> None:
         start, end = message.start, message.end
         if start.group >= publication.groups:
             self._refuse(number, RequestCode.INVALID_RANGE, f"the track has {publication.groups} groups")
@@ -340,7 +388,7 @@ class Peer(Endpoint):
             stream = self.session.responder.accept_fetch(number, Location(last, stop), end_of_track=ended)
             self._queue.add(
                 Sending(
-                    number, stream, publication, ranges, self.session.draft,
+                    number, stream, publication, ranges, self.session.draft, grant=grant,
                     track=message.track.decode(), priority=priority, dense=self._dense, descending=descending,
                     first=arriving, on_more=self._wake, room=room,
                 )
@@ -376,35 +424,11 @@ class Peer(Endpoint):
         self._wake()
 
     def _subscribe(self, number: int, message: Subscribe | TrackStatus, publication: Publication) -> None:
-        """Answer a subscription. Everything is published already, so it brings nothing, and its track has ended."""
         try:
-            group = publication.groups - 1
-            largest = Location(group, last_object(publication.objects(group), dense=self._dense))
+            self._subscriptions.to_track(self._responder, number, message, publication, silent=self._dense)
         except AssetError as error:
             self.log.warning("group cannot be read", error=str(error))
             self._refuse(number, RequestCode.INTERNAL_ERROR, "the publisher cannot read that track")
-            return
-        if isinstance(message, TrackStatus):
-            self._responder.accept(number, Parameters(largest=largest))
-            return
-        # moq-rs subscribes before it fetches: it would take an end of the track for a track that is no more, and a
-        # largest object for an invitation to fetch that too. So its subscriptions stay open, and silent.
-        self._aliases += 1
-        self._responder.accept_subscribe(number, self._aliases, None if self._dense else largest)
-        if not self._dense:
-            self._responder.publish_done(number, PublishDoneCode.TRACK_ENDED, 0, "everything is published; fetch it")
-
-    def _subscribe_namespace(self, number: int, message: SubscribeNamespace) -> None:
-        """Answer with the root of kvabr's names only; the namespaces below it are told to nobody."""
-        prefix = message.prefix
-        if any(_overlap(prefix, other) for other in self._namespaces.values()):
-            self._refuse(number, RequestCode.PREFIX_OVERLAP, "you have subscribed to that prefix already")
-            return
-        self._responder.accept(number)
-        self._namespaces[number] = prefix
-        for name in ((ROOT.encode(),), _ROOT_PARTS):
-            if _overlap(prefix, name):
-                self._responder.tell_namespace(number, name[len(prefix) :])
 
     def _refuse(self, number: int, code: RequestCode, reason: str, *, retry_ms: int | None = None) -> None:
         self._server.metrics.refusals_total.labels(code.name).inc()
@@ -461,9 +485,3 @@ class Peer(Endpoint):
 
 def _raise(error: Exception) -> None:
     raise error
-
-
-def _overlap(one: tuple[bytes, ...], other: tuple[bytes, ...]) -> bool:
-    """Return whether one is a prefix of the other."""
-    size = min(len(one), len(other))
-    return one[:size] == other[:size]

@@ -165,7 +165,7 @@ class LevelPublication(CatalogLevel):
 
     def __init__(self, asset: Asset, track: str) -> None:
         """Serve ``track`` of ``asset``; `FormatError` if the asset has no such track."""
-        self._asset, self._track = asset, asset.catalog.track(track)
+        self.asset, self._track = asset, asset.catalog.track(track)
         self.dear = not asset.local
         super().__init__(asset.catalog.spec, asset.catalog.tokens, track, self._track.bytes)
 
@@ -179,10 +179,10 @@ class LevelPublication(CatalogLevel):
 
     def frame(self, group: int) -> memoryview:
         """Return the bytes of a group that exists; raises as `open`."""
-        data = self._asset.frame_view(group, self.name)
+        data = self.asset.frame_view(group, self.name)
         # In this order: assets are exchanged whole, so a frame read before an unchanged catalog belongs to it.
-        if not self._asset.is_current():
-            raise AssetError(f"{self._asset.location}: was replaced or removed; ask for its catalog again")
+        if not self.asset.is_current():
+            raise AssetError(f"{self.asset.location}: was replaced or removed; ask for its catalog again")
         return data
 
     def digest(self, group: int) -> bytes:
@@ -215,7 +215,16 @@ class Source(Protocol):
     """What a server serves, and who may read it: an origin's `PublishedAssets`, or a `Relay`."""
 
     def admit(self, token: bytes | None) -> Grant | None:
-        """Return what the holder of a token may read; None refuses the connection."""
+        """Return what the holder of a token may read; None refuses the connection. The token may have expired."""
+
+    def renewed(self, grant: Grant) -> Grant | None:
+        """Return what the token of a grant of `admit` opens now; None ends its connections."""
+
+    def holds(self, grant: Grant, publication: Publication) -> bool:
+        """Return whether a grant may still read what `find` returned a while ago."""
+
+    def listen(self, changed: Callable[[], None]) -> None:
+        """Call ``changed``, in any thread, whenever `renewed` or `holds` may return something else than before."""
 
     def find(self, grant: Grant, namespace: TrackNamespace, track: str, *, at_once: bool = False) -> Publication | None:
         """Return a track; None if there is none that a grant of `admit` may read.

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from kvabr.moqt.codes import RequestCode
+from kvabr.server.changes import ChangeLog, mark_of, position_in
 from kvabr.server.grants import EVERYTHING, Grant, Grants
 from kvabr.server.publication import BytesPublication, LevelPublication, Publication
 from kvabr.store.asset import Asset
@@ -18,6 +19,7 @@ from kvabr.store.lru import ByteLru
 from kvabr.types.errors import AssetError, FormatError, RequestError
 from kvabr.types.naming import (
     CATALOG_TRACK,
+    CHANGES_TRACK,
     MODELS_NAMESPACE,
     MODELS_TRACK,
     PREFIX_TRACK,
@@ -52,6 +54,9 @@ class PublishedAssets:
         """Held while the index or the views change."""
         self._views: dict[str, AssetView] = {}
         """By the digest of a grant's token."""
+        self._logs: dict[str, ChangeLog] = {}
+        """What was taken back, by the digest of a grant's token."""
+        self._listeners: list[Callable[[], None]] = []
         self._levels: dict[Asset, dict[str, LevelPublication]] = {}
         self._cached: ByteLru[str, BytesPublication] = ByteLru(MAX_CACHED_BYTES, lambda kept: kept.open(0).size)
         """Catalogs and profiles that were read lately, by their SHA-256."""
@@ -75,11 +80,27 @@ class PublishedAssets:
         grants = self._grants
         return EVERYTHING if grants is None else grants.check(token)
 
+    def renewed(self, grant: Grant) -> Grant | None:
+        """See `Source.renewed`."""
+        grants = self._grants
+        return EVERYTHING if grants is None else grants.renewed(grant)
+
+    def holds(self, grant: Grant, publication: Publication) -> bool:
+        """See `Source.holds`; catalogs and profiles, which are short, are sent to their end."""
+        if not isinstance(publication, LevelPublication):
+            return True
+        asset = publication.asset
+        return self._view(grant).assets.get(asset.catalog.namespace) is asset
+
+    def listen(self, changed: Callable[[], None]) -> None:
+        """See `Source.listen`."""
+        self._listeners.append(changed)
+
     def regrant(self, grants: Grants) -> None:
-        """Replace the grants; open connections feel it with their next request."""
-        with self._lock:
-            self._grants = grants
-            self._changed()
+        """Replace the grants, at once also for open connections."""
+        self._grants = grants
+        self._tell()  # not after a look at many assets: withdrawn tokens lose their connections now
+        self._look_at_grants()
 
     def refresh(self) -> bool:
         """Look for assets that are new, were replaced, or are gone; return whether anything changed."""
@@ -88,9 +109,10 @@ class PublishedAssets:
 
     def find(self, grant: Grant, namespace: TrackNamespace, track: str, *, at_once: bool = False) -> Publication | None:
         """See `Source.find`. What is forbidden is answered in the same steps as what is missing."""
-        if grant.token_sha256 not in self._views:
-            raise RequestError("the token is no longer accepted", code=RequestCode.UNAUTHORIZED)
+        self._check_grant(grant, at_once=at_once)
         if namespace == MODELS_NAMESPACE:
+            if at_once and track.startswith(CHANGES_TRACK):
+                raise BlockingIOError(f"{track}: must be waited for")
             return self._models(grant) if track == MODELS_TRACK else None
         asset = self._view(grant).find(namespace, track)
         if asset is not None and not asset.is_current():
@@ -112,12 +134,26 @@ class PublishedAssets:
             return None
         return self._levels.get(asset, {}).get(track)
 
+    def _check_grant(self, grant: Grant, *, at_once: bool) -> None:
+        if self.renewed(grant) is None:
+            raise RequestError("the token is no longer accepted", code=RequestCode.UNAUTHORIZED)
+        if grant.token_sha256 not in self._views:
+            # A new token, while the assets that it opens are still being looked up.
+            if at_once:
+                raise BlockingIOError(f"{grant.id}: is new")
+            self._look_at_grants()
+
     def _models(self, grant: Grant) -> Publication:
         specs = sorted(self._view(grant).models.values(), key=lambda spec: spec.model)
         return BytesPublication(json.dumps({"models": [spec.to_json() for spec in specs]}).encode())
 
     async def find_soon(self, grant: Grant, namespace: TrackNamespace, track: str) -> Publication | None:
         """See `Source.find_soon`: what takes long is done in a thread."""
+        if namespace == MODELS_NAMESPACE and (position := position_in(track)) is not None:
+            if grant.token_sha256 not in self._logs and self.renewed(grant) is not None:
+                await asyncio.to_thread(self._look_at_grants)
+            log = self._logs.get(grant.token_sha256)
+            return None if log is None else BytesPublication((await log.after(position)).dumps())
         try:
             return self.find(grant, namespace, track, at_once=True)
         except BlockingIOError:
@@ -140,8 +176,9 @@ class PublishedAssets:
         return self._views.get(grant.token_sha256, _NOTHING)  # withdrawn a moment ago
 
     def _changed(self) -> None:
-        """Make publications and views anew; grants that may read the same share one view."""
+        """Make publications and views anew, and say what changed; grants that may read the same share one view."""
         assets = self._index.oldest_first
+        before = self._views
         known = self._levels
         self._levels = {
             asset: known.get(asset)
@@ -150,10 +187,30 @@ class PublishedAssets:
         }
         shared: dict[tuple[str, ...], AssetView] = {}
         views: dict[str, AssetView] = {}
+        logs: dict[str, ChangeLog] = {}
         for grant in (EVERYTHING,) if self._grants is None else self._grants:
             seen = [asset for asset in assets if grant.may_read(asset.name, asset.catalog.namespace.model)]
             key = tuple(asset.name for asset in seen)
             if key not in shared:
                 shared[key] = AssetView.of(seen)
+            log = self._logs.get(grant.token_sha256)
             views[grant.token_sha256] = shared[key]
-        self._views = views
+            logs[grant.token_sha256] = ChangeLog() if log is None else log
+        self._views, self._logs = views, logs
+        lost: dict[tuple[int, int], list[str]] = {}
+        for name, new in views.items():
+            old = before.get(name, _NOTHING)
+            both = id(old), id(new)
+            if both not in lost:
+                spaces = (space for space, asset in old.assets.items() if new.assets.get(space) is not asset)
+                lost[both] = list(map(mark_of, spaces))
+            logs[name].add(lost[both])
+        self._tell()
+
+    def _look_at_grants(self) -> None:
+        with self._lock:
+            self._changed()
+
+    def _tell(self) -> None:
+        for listener in self._listeners:
+            listener()

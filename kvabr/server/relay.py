@@ -1,6 +1,8 @@
 """A relay: a cache between an origin and the players near by, which a `Server` serves in place of an origin's library.
 
-Everyone who may enter the relay may read what the relay's own token opens at the origin.
+Everyone who may enter the relay may read what the relay's own token opens at the origin. The relay asks the origin to
+tell what it takes back (`kvabr.server.changes`), and drops that, also where nobody asks for anything. If the origin
+refuses the relay's token, its players lose their connections, so that relays among them learn of it too.
 """
 
 from __future__ import annotations
@@ -14,15 +16,23 @@ from typing import TYPE_CHECKING, Self
 from kvabr.client.metrics import ClientMetrics
 from kvabr.client.resources import decoders
 from kvabr.moqt.codes import RequestCode
-from kvabr.quic.interface import Connection, GroupRequest
+from kvabr.quic.interface import Connection, GroupRequest, read_all
+from kvabr.server.changes import MAX_CHANGES_BYTES, ChangeLog, Changes, changes_track, position_in
 from kvabr.server.grants import EVERYTHING, Grant, Grants
 from kvabr.server.metrics import Metrics
-from kvabr.server.publication import ArrivingGroup, CatalogLevel, Publication
+from kvabr.server.publication import ArrivingGroup, BytesPublication, CatalogLevel, Publication
 from kvabr.server.relay_catalogs import LEAST_BYTES, Answer, AssetFacts, Catalogs, is_small, is_unauthorized
 from kvabr.server.relay_groups import RelayGroups
 from kvabr.store.group_store import FolderGroupStore, MemoryGroupStore, TieredGroupStore
-from kvabr.types.errors import NotFoundError, RequestError, TransportError, UnauthorizedError
-from kvabr.types.naming import CATALOG_TRACK, TrackNamespace
+from kvabr.types.errors import (
+    AssetError,
+    FormatError,
+    NotFoundError,
+    RequestError,
+    TransportError,
+    UnauthorizedError,
+)
+from kvabr.types.naming import CATALOG_TRACK, CHANGES_TRACK, MODELS_NAMESPACE, TrackNamespace
 
 if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger
@@ -33,6 +43,14 @@ _TRANSIT_SHARE = 1 / 4
 """Share of that bound for groups that are on their way or being read; the rest is the cache."""
 _CATALOGS_SHARE = 1 / 8
 """Bound on catalogs and lookups as a share of that bound, in addition to it."""
+_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
+"""Pauses before the origin is asked again to tell of changes, after a failure; doubled each time."""
+_BREATH_S = 0.01
+"""Pause after an answer, so that an origin cannot keep the relay busy with answers."""
+_REFUSED = "the origin refuses the relay's token"
+_NO_CHANGES_S = 60.0
+"""Pause after an answer of a peer that tells of none."""
+_NOT_TOLD = (RequestCode.NOT_SUPPORTED, RequestCode.MALFORMED_TRACK)
 
 
 class Relay:
@@ -62,10 +80,11 @@ class Relay:
             disk_bytes: bound on that folder.
             token: token that players must show; None: everyone may enter.
         """
-        self._log, self._metrics = log, metrics
-        self._grants = None
-        if token is not None:
-            self._grants = Grants([Grant("players", token_sha256=hashlib.sha256(token.encode()).hexdigest())])
+        self._log, self._metrics, self._upstream = log, metrics, upstream
+        self._grants = None if token is None else _players(token)
+        self._listeners: list[Callable[[], None]] = []
+        self._changes = ChangeLog()
+        self._following: asyncio.Task[None] | None = None
         transit_bytes = int(_TRANSIT_SHARE * memory_bytes)
         folder = None if disk is None else FolderGroupStore(disk, disk_bytes, executor=decoders())
         memory = MemoryGroupStore(memory_bytes - transit_bytes, executor=decoders())
@@ -79,16 +98,21 @@ class Relay:
             log,
             limit=max(LEAST_BYTES, int(_CATALOGS_SHARE * memory_bytes)),
             on_dropped=self._dropped,
-            on_revoked=lambda: self._drop(None, UnauthorizedError("the origin refuses the relay's token")),
+            on_revoked=self._revoked,
         )
         """Catalogs, lookups and profiles."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Self:
+        """Begin to listen to the origin."""
+        self._following = asyncio.get_running_loop().create_task(self._follow())
         return self
 
     async def __aexit__(self, *_: object) -> None:
         """End all transfers, write what waits for the disk, and forget what is in memory."""
+        if self._following is not None:
+            self._following.cancel()
+            await asyncio.wait({self._following})
         self.catalogs.close()
         await self.groups.close()
         if self._tasks:
@@ -99,9 +123,31 @@ class Relay:
         """See `Source.admit`."""
         return EVERYTHING if self._grants is None else self._grants.check(token)
 
+    def renewed(self, grant: Grant) -> Grant | None:
+        """See `Source.renewed`; nobody may stay where the origin refuses the relay itself."""
+        if self.catalogs.revoked:
+            return None
+        return EVERYTHING if self._grants is None else self._grants.renewed(grant)
+
+    def holds(self, grant: Grant, publication: Publication) -> bool:
+        """See `Source.holds`."""
+        del grant
+        return not (isinstance(publication, RelayedTrack) and publication.facts.withdrawn)
+
+    def listen(self, changed: Callable[[], None]) -> None:
+        """See `Source.listen`."""
+        self._listeners.append(changed)
+
+    def regrant(self, token: str) -> None:
+        """Replace the token that players must show; those with another lose their connections."""
+        self._grants = _players(token)
+        self._tell()
+
     def find(self, grant: Grant, namespace: TrackNamespace, track: str, *, at_once: bool = False) -> Publication | None:
         """See `Source.find`; a relay can only answer at once what it was told a moment ago."""
         del grant, at_once
+        if track.startswith(CHANGES_TRACK):
+            raise BlockingIOError(f"{track}: must be waited for")
         answer = self.catalogs.fresh(namespace, track if is_small(track) else CATALOG_TRACK)
         if answer is None:
             raise BlockingIOError(f"{track}: must be asked for")
@@ -110,6 +156,10 @@ class Relay:
     async def find_soon(self, grant: Grant, namespace: TrackNamespace, track: str) -> Publication | None:
         """See `Source.find_soon`."""
         del grant
+        if namespace == MODELS_NAMESPACE and (position := position_in(track)) is not None:
+            if self.catalogs.revoked:
+                raise RequestError(_REFUSED, code=RequestCode.UNAUTHORIZED)
+            return BytesPublication((await self._changes.after(position)).dumps())
         try:
             answer = await self.catalogs.get(namespace, track if is_small(track) else CATALOG_TRACK)
         except NotFoundError:
@@ -135,6 +185,50 @@ class Relay:
     def _dropped(self, facts: AssetFacts) -> None:
         why = "the asset was removed or replaced; ask for its catalog again"
         self._drop(facts.all_digests(), NotFoundError(why, code=RequestCode.DOES_NOT_EXIST))
+        self._changes.add([facts.mark])
+        self._tell()
+
+    def _revoked(self) -> None:
+        self._drop(None, UnauthorizedError(_REFUSED))
+        self._changes.add(everything=True)
+        self._tell()
+
+    async def _follow(self) -> None:
+        """Hear from the origin what it takes back, for as long as this relay runs."""
+        position, pause_s = 0, _PAUSE_S
+        while True:
+            try:
+                changes = await self._next_changes(position)
+            except (TransportError, FormatError) as error:
+                pause_s = min(_LONGEST_PAUSE_S, 2 * pause_s)
+                if is_unauthorized(error):
+                    self.catalogs.revoke()
+                elif isinstance(error, FormatError | NotFoundError) or getattr(error, "code", None) in _NOT_TOLD:
+                    pause_s = _NO_CHANGES_S
+                    self._log.debug("the origin tells of no changes", why=str(error), again_s=pause_s)
+                await asyncio.sleep(pause_s)
+            else:
+                self.catalogs.revoked = False
+                if position:  # otherwise there is nothing yet that it could tell of
+                    self._take_back(changes)
+                position, pause_s = changes.position, _PAUSE_S
+                await asyncio.sleep(_BREATH_S)
+
+    async def _next_changes(self, position: int) -> Changes:
+        track = changes_track(position)
+        return Changes.loads(await read_all(self._upstream.fetch(MODELS_NAMESPACE, track, limit=MAX_CHANGES_BYTES)))
+
+    def _take_back(self, changes: Changes) -> None:
+        """Drop what the origin has taken back, and pass that on to the relays behind this one."""
+        if changes.everything:
+            self.catalogs.doubt_everything()
+        self.catalogs.withdraw(changes.marks)
+        self._changes.add(changes.marks, everything=changes.everything)
+        self._tell()
+
+    def _tell(self) -> None:
+        for listener in self._listeners:
+            listener()
 
     def _drop(self, digests: Iterable[str] | None, error: TransportError) -> None:
         task = asyncio.get_running_loop().create_task(self.groups.drop(digests, error))
@@ -153,14 +247,20 @@ class RelayedTrack(CatalogLevel):
 
     def __init__(self, relayed: RelayGroups, facts: AssetFacts, track: str) -> None:
         super().__init__(facts.spec, facts.tokens, track, facts.sizes[track])
-        self._relayed, self._facts = relayed, facts
+        self._relayed, self.facts = relayed, facts
 
     def loads(self, group: int) -> int:
         """See `Publication.loads`."""
-        return 0 if self._relayed.has(self._facts.digest(self.name, group)) else self.size(group)
+        return 0 if self._relayed.has(self.facts.digest(self.name, group)) else self.size(group)
 
     def open(self, group: int, priority: int = 128, on_more: Callable[[], None] = lambda: None) -> ArrivingGroup:
         """See `Publication.open`."""
-        request = GroupRequest(self._facts.namespace, self.name, group, self.size(group))
-        digest = self._facts.digest(self.name, group)
+        if self.facts.withdrawn:
+            raise AssetError("the asset was removed or replaced; ask for its catalog again")
+        request = GroupRequest(self.facts.namespace, self.name, group, self.size(group))
+        digest = self.facts.digest(self.name, group)
         return self._relayed.open(request, digest, self.objects(group), priority, on_more)
+
+
+def _players(token: str) -> Grants:
+    return Grants([Grant("players", token_sha256=hashlib.sha256(token.encode()).hexdigest())])

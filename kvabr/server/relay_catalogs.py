@@ -1,7 +1,8 @@
 """Small tracks of a relay: catalogs, lookups, profiles, models. One fetch from the origin serves everyone who asks.
 
 Catalogs and lookups may change, so they are asked for again after a moment; while the origin is away its last answer
-stands. Nothing is kept of names that do not exist. What the origin takes back goes with all that depends on it.
+stands. Nothing is kept of names that do not exist. What the origin takes back goes with all that depends on it: at once
+where the origin tells of it, otherwise when it is asked again.
 """
 
 from __future__ import annotations
@@ -9,13 +10,15 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from array import array
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+from weakref import WeakSet
 
 from kvabr.client.resources import decoders
 from kvabr.moqt.codes import RequestCode
 from kvabr.quic.interface import Connection
+from kvabr.server.changes import mark_of
 from kvabr.server.publication import BytesPublication
 from kvabr.store.asset_index import check_names
 from kvabr.store.lru import ByteLru
@@ -52,7 +55,7 @@ def is_small(track: str) -> bool:
     return track in (CATALOG_TRACK, PROFILE_TRACK, MODELS_TRACK) or track.startswith(PREFIX_TRACK)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, weakref_slot=True, eq=False)
 class AssetFacts:
     """What a relay must know of an asset's groups, in little memory."""
 
@@ -66,6 +69,13 @@ class AssetFacts:
     """By track, bytes of each group."""
     digests: dict[str, bytes]
     """By track, SHA-256 of each group, end to end."""
+    withdrawn: bool = False
+    """Whether the origin has taken the asset back, so that nothing more of it may be sent."""
+    mark: str = field(init=False)
+    """See `kvabr.server.changes.mark_of`."""
+
+    def __post_init__(self) -> None:
+        self.mark = mark_of(self.namespace)
 
     def digest(self, track: str, group: int) -> bytes:
         """Return the SHA-256 of a group."""
@@ -152,11 +162,15 @@ class Catalogs:
         self._upstream, self._log, self._limit = upstream, log, limit
         self._on_dropped, self._on_revoked = on_dropped, on_revoked
         self._answers: ByteLru[_Name, Answer] = ByteLru(limit, lambda answer: answer.memory)
+        self._known: WeakSet[AssetFacts] = WeakSet()
+        """Also of catalogs that had to make room, as long as something of them is being sent."""
         self._asking: dict[_Name, asyncio.Task[Answer]] = {}
         self._coming = 0
         self._away = upstream.trouble is not None
-        self._revoked = False
+        self.revoked = False
         """Whether the origin's last word was that it refuses our token."""
+        self._withdrawals = self._revocations = 0
+        """How often it took something back, so that what was asked before and arrives later is not believed."""
 
     @property
     def bytes(self) -> int:
@@ -205,11 +219,27 @@ class Catalogs:
 
     def revoke(self) -> None:
         """Forget everything: it was fetched with a token that the origin no longer accepts."""
-        if not self._revoked:
-            self._log.warning("the origin refuses the relay's token; everything fetched under it was dropped")
-        self._revoked = True
+        if self.revoked:
+            return
+        self._log.warning("the origin refuses the relay's token; everything fetched under it was dropped")
+        self.revoked = True
+        self._revocations += 1
+        for facts in self._known:
+            facts.withdrawn = True
         self._answers.clear()
         self._on_revoked()
+
+    def withdraw(self, marks: Collection[str]) -> None:
+        """Drop assets that the origin has removed or replaced, by their marks."""
+        self._withdrawals += 1
+        self._drop(lambda facts: facts.mark in marks, "asset removed or replaced")
+
+    def doubt_everything(self) -> None:
+        """Ask again for everything before it is next used, as long as the origin answers."""
+        self._withdrawals += 1
+        for name in self._answers:
+            if (answer := self._answers.peek(name)) is not None:
+                answer.doubted = True
 
     def close(self) -> None:
         """Stop asking, and forget everything."""
@@ -235,10 +265,10 @@ class Catalogs:
         if error is None or isinstance(error, NotFoundError):
             if self._away:
                 self._log.info("origin is back")
-            self._away = self._revoked = False
+            self._away = self.revoked = False
         if isinstance(error, NotFoundError):
             if name[1] == CATALOG_TRACK:
-                self._drop_asset(name[0], "asset removed")
+                self._drop(lambda facts: facts.namespace == name[0], "asset removed")
             self._answers.pop(name, None)
         elif is_unauthorized(error):
             self.revoke()
@@ -247,6 +277,7 @@ class Catalogs:
         namespace, track = name
         loop = asyncio.get_running_loop()
         start_s, counted = loop.time(), 0
+        withdrawals, revocations = self._withdrawals, self._revocations
         limit = _LIMITS.get(track, MAX_CATALOG_BYTES)
         download = self._upstream.fetch(namespace, track, 0, priority=_URGENT, limit=limit)
         try:
@@ -266,7 +297,10 @@ class Catalogs:
         finally:
             download.cancel()
             self._coming -= counted
-        answer = Answer(publication, facts, loop.time(), loop.time() - start_s)
+        if revocations != self._revocations:
+            raise RequestError("the origin refuses the relay's token", code=RequestCode.UNAUTHORIZED)
+        doubted = withdrawals != self._withdrawals
+        answer = Answer(publication, facts, loop.time(), loop.time() - start_s, doubted)
         if facts is not None:
             # The answer to a lookup is a catalog.
             catalog = facts.namespace, CATALOG_TRACK
@@ -275,18 +309,23 @@ class Catalogs:
                 if known.facts.sha256 == facts.sha256:  # so that equal answers take memory once
                     answer.publication, answer.facts = known.publication, known.facts
                 else:
-                    self._drop_asset(facts.namespace, "asset replaced")
+                    self._drop(lambda other: other.namespace == facts.namespace, "asset replaced")
+            if answer.facts is not None:
+                self._known.add(answer.facts)
             self._answers.replace(catalog, answer)
         self._answers.replace(name, answer)
         return answer
 
-    def _drop_asset(self, namespace: TrackNamespace, event: str) -> None:
-        facts = None
-        for name, answer in self._naming(namespace):
-            del self._answers[name]
-            facts = answer.facts
-        if facts is not None:
-            self._log.info(event, model=namespace.model, prompt=namespace.prompt[:16])
+    def _drop(self, chosen: Callable[[AssetFacts], bool], event: str) -> None:
+        gone = [facts for facts in self._known if not facts.withdrawn and chosen(facts)]
+        for facts in gone:
+            facts.withdrawn = True
+        for name in list(self._answers) if gone else ():
+            answer = self._answers.peek(name)
+            if answer is not None and answer.facts is not None and answer.facts.withdrawn:
+                del self._answers[name]
+        for facts in gone:
+            self._log.info(event, model=facts.namespace.model, prompt=facts.namespace.prompt[:16])
             self._on_dropped(facts)
 
     def _naming(self, namespace: TrackNamespace) -> list[tuple[_Name, Answer]]:
@@ -305,7 +344,7 @@ class Catalogs:
 def is_unauthorized(error: BaseException | None) -> bool:
     """Return whether an error says that the origin refuses our token."""
     if isinstance(error, RequestError):
-        return error.code == RequestCode.UNAUTHORIZED
+        return error.code in (RequestCode.UNAUTHORIZED, RequestCode.EXPIRED_AUTH_TOKEN)
     return isinstance(error, UnauthorizedError)
 
 

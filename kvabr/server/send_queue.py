@@ -14,6 +14,7 @@ from kvabr.codec.container import ObjectSpan
 from kvabr.moqt.objects import FetchWriter
 from kvabr.moqt.wire import Draft, KeyValue
 from kvabr.server.budgets import Room
+from kvabr.server.grants import EVERYTHING, Grant
 from kvabr.server.publication import ArrivingGroup, Publication
 from kvabr.types.errors import TransportError
 from kvabr.types.naming import PROPERTY_GROUP_BYTES, PROPERTY_GROUP_DIGEST
@@ -101,6 +102,8 @@ class Sending:
     """Number objects 0, 1, 2 in each group, for receivers that take a gap between IDs for a loss."""
     descending: bool = field(kw_only=True)
     """Whether the groups come in descending order."""
+    grant: Grant = field(default=EVERYTHING, kw_only=True)
+    """Under which it was requested."""
     first: ArrivingGroup | None = None
     """The first group, if it is being fetched already; closed with this answer."""
     on_more: Callable[[], None] = lambda: None

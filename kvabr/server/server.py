@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import signal
 import socket
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Self
 
 from kvabr.moqt.wire import DRAFTS, Draft
@@ -17,22 +20,8 @@ from kvabr.server.limits import ServerLimits
 from kvabr.server.metrics import Metrics
 from kvabr.server.peer import Peer
 from kvabr.server.publication import Source
-from kvabr.types.errors import TransportError
-
-if TYPE_CHECKING:
-    from structlog.typing import FilteringBoundLogger
-
-
-import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from pathlib import Path
-from typing import TYPE_CHECKING
-
-from kvabr.server.grants import Grants
 from kvabr.server.published_assets import PublishedAssets
-from kvabr.store.files import FileVersion
-from kvabr.types.errors import KvabrError
+from kvabr.types.errors import KvabrError, TransportError
 
 if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger
@@ -44,8 +33,10 @@ PATIENCE_S = 0.5
 """Most seconds to drain after Ctrl-C."""
 _GOODBYE_S = 0.2
 """Seconds for the last packets to leave."""
-WATCH_S = 2.0
-"""Seconds between checks of the assets and the file of grants."""
+TICK_S = 0.1
+"""Seconds between checks whether tokens have expired."""
+WATCH_S, MOST_WATCH_S, _WATCH_SHARE = 0.2, 2.0, 0.02
+"""Seconds between checks of the assets: at least, at most, and the share of the time that checking may take."""
 INTERRUPTED = 130
 """Exit status after a second signal."""
 
@@ -80,6 +71,11 @@ class Server(Host):
             drafts: drafts to speak, preferred first.
         """
         super().__init__(source, limits, log, metrics)
+        source.listen(self._source_changed)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._ticking: asyncio.TimerHandle | None = None
+        self._outdated = False
+        """Whether the source has changed since `reconsider` ran."""
         self.host, self.port, self.tls = host, port, tls
         self.backend = installed_libraries(quic)[0]
         """``aioquic`` or ``qh3``."""
@@ -91,10 +87,8 @@ class Server(Host):
 
     async def start(self) -> None:
         """Bind the address and serve; `TransportError` if the address is in use, or not one of this machine."""
-        alpn = [draft.alpn for draft in self._drafts]
-        configuration = self._lib.configure(client=False, alpn=alpn, idle_timeout=self.limits.idle_s)
-        load_certificates(configuration, self.tls.certfile, self.tls.keyfile)
-        loop = asyncio.get_running_loop()
+        configuration = self._configured()
+        loop = self._loop = asyncio.get_running_loop()
         sock: socket.socket | None = None
         try:
             found = await loop.getaddrinfo(self.host, self.port, type=socket.SOCK_DGRAM, flags=socket.AI_PASSIVE)
@@ -104,6 +98,7 @@ class Server(Host):
             sock.bind(address)
             cls = protocol_class(self._lib, lambda _: self._admit())
             self._transport, self._server = await self._lib.open_server(sock, configuration, cls)
+            self._tick()
         except OSError as error:
             if sock is not None:
                 sock.close()
@@ -141,6 +136,8 @@ class Server(Host):
         transport, self._transport = self._transport, None
         if transport is None:
             return
+        if self._ticking is not None:
+            self._ticking.cancel()
         for peer in list(self.peers):
             peer.say_goodbye()
         await asyncio.sleep(_GOODBYE_S if self.peers else 0)
@@ -155,6 +152,18 @@ class Server(Host):
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
+    def renew_certificates(self) -> None:
+        """Use the certificate and key as they are in their files now, for new connections; raises as `start`."""
+        if self._server is not None:
+            self._lib.replace_configuration(self._server, self._configured())
+
+    def reconsider(self, now_s: float | None = None) -> None:
+        """Break off what peers may no longer read, at a time in seconds since 1970; None: now."""
+        now_s = time.time() if now_s is None else now_s
+        self._outdated = False
+        for peer in list(self.peers):
+            peer.safely(peer.reconsider, now_s)
+
     def left(self, peer: Peer) -> None:
         """See `Host.left`."""
         super().left(peer)
@@ -163,6 +172,26 @@ class Server(Host):
     def make_peer(self) -> Peer:
         """Return the endpoint of a new connection."""
         return Peer(self._lib, self)
+
+    def _configured(self) -> Any:
+        alpn = [draft.alpn for draft in self._drafts]
+        configuration = self._lib.configure(client=False, alpn=alpn, idle_timeout=self.limits.idle_s)
+        load_certificates(configuration, self.tls.certfile, self.tls.keyfile)
+        return configuration
+
+    def _source_changed(self) -> None:
+        if self._loop is not None and not self._outdated:
+            self._outdated = True
+            with suppress(RuntimeError):  # the loop has ended
+                self._loop.call_soon_threadsafe(self.reconsider)
+
+    def _tick(self) -> None:
+        """Look whether a token has expired. By the clock on the wall, which may jump, so no timer is set for it."""
+        now_s = time.time()
+        for peer in list(self.peers):
+            if peer.expires_s <= now_s:
+                peer.safely(peer.reconsider, now_s)
+        self._ticking = asyncio.get_running_loop().call_later(TICK_S, self._tick)
 
     def _admit(self) -> Peer:
         peer = self.make_peer()
@@ -184,21 +213,13 @@ class Server(Host):
 
 
 class Watcher:
-    """Checks the assets and the tokens regularly, in a thread; an async context manager."""
+    """Looks for new, replaced and removed assets regularly, in a thread; an async context manager."""
 
     def __init__(
-        self,
-        library: PublishedAssets,
-        tokens: Path | None,
-        log: FilteringBoundLogger,
-        metrics: Metrics,
-        *,
-        every_s: float = WATCH_S,
+        self, library: PublishedAssets, log: FilteringBoundLogger, metrics: Metrics, *, every_s: float = WATCH_S
     ) -> None:
-        """Prepare to check the assets of ``library``, and the file that its grants were read from."""
-        self._library, self._tokens, self._log, self._metrics = library, tokens, log, metrics
-        self._every_s = every_s
-        self._stamp = None if tokens is None else FileVersion.of(tokens)
+        """Prepare to look at the assets of ``library``, less often if that takes long."""
+        self._library, self._log, self._metrics, self._every_s = library, log, metrics, every_s
         self._task: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
@@ -211,38 +232,26 @@ class Watcher:
         self._task.cancel()
         await asyncio.wait({self._task})
 
-    def look(self) -> None:
-        """Check once."""
-        self._look_at_tokens()
+    def look(self) -> float:
+        """Look once, and return the seconds of processor time that it took."""
+        start_s = time.thread_time()
         try:
             self._library.refresh()
         except (OSError, KvabrError) as error:
             self._log.warning("cannot look for assets", error=str(error))
         self._count()
-
-    def _look_at_tokens(self) -> None:
-        if self._tokens is None:
-            return
-        stamp = FileVersion.of(self._tokens)
-        if stamp == self._stamp:
-            return
-        self._stamp = stamp
-        try:
-            grants = Grants.from_file(self._tokens)
-        except KvabrError as error:
-            # A typo in the file must neither open nor close everything.
-            self._log.error("tokens unreadable", error=str(error), hint="those read before stay in force")
-            return
-        self._library.regrant(grants)
-        self._log.info("tokens read again", grants=len(grants))
+        return time.thread_time() - start_s
 
     async def _watch(self) -> None:
+        pause_s = self._every_s
         while True:
-            await asyncio.sleep(self._every_s)
+            await asyncio.sleep(pause_s)
             try:
-                await asyncio.to_thread(self.look)
-            except Exception:  # noqa: BLE001  # a server that no longer notices revoked tokens would be worse
+                took_s = await asyncio.to_thread(self.look)
+            except Exception:  # noqa: BLE001  # a server that no longer notices removed assets would be worse
                 self._log.exception("cannot look for what changed")
+            else:
+                pause_s = max(self._every_s, min(MOST_WATCH_S, took_s / _WATCH_SHARE))
 
     def _count(self) -> None:
         self._metrics.assets.set(len(self._library.assets))

@@ -182,11 +182,12 @@ def sweep(folder: Path, name: str = "") -> None:
 
     Only what belongs to this user goes, has not changed for `STALE_S`, and, if it is a folder, is not locked.
     """
+    prefix = f".{name}." if name else "."
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
-            if entry.name.startswith(f".{name}.") if name else entry.name.startswith("."):
+            if entry.name.startswith(prefix) and entry.name.endswith(PARTIAL):
                 with contextlib.suppress(OSError):
-                    if entry.name.endswith(PARTIAL) and _is_stale(Path(entry)):
+                    if _is_stale(Path(entry)):
                         _remove_unlocked(Path(entry))
 
 

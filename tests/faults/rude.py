@@ -61,11 +61,11 @@ Lie = Callable[[Answer], None]
 class LyingPeer(Peer):
     """Answers one group, once or always, as its server's lie says."""
 
-    def _fetch(self, number, message, found):
+    def _fetch(self, number, message, grant, found):
         server = self._server
         track, group = message.track.decode(), message.start.group
         if not level(track) or group != GOAL or (server.told and server.once):
-            super()._fetch(number, message, found)
+            super()._fetch(number, message, grant, found)
             return
         server.told += 1
         server.lie(Answer(self, number, found, group))

@@ -319,10 +319,10 @@ async def test_answers_that_nobody_reads(root, tls, fingerprint, catalog, monkey
 async def test_a_mistake_of_ours_ends_one_connection_and_says_so(root, tls, fingerprint, catalog, monkeypatch, caplog):
     right_way = Peer._fetch
 
-    def fetch(peer, number, message, found):
+    def fetch(peer, number, message, grant, found):
         if message.track == b"FP16":
             raise ZeroDivisionError("nobody thought of that")
-        right_way(peer, number, message, found)
+        right_way(peer, number, message, grant, found)
 
     monkeypatch.setattr(Peer, "_fetch", fetch)
     async with serving(root, tls, fingerprint) as served, served.connect() as guest:

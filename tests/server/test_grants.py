@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+import time
 
 import pytest
 from hypothesis import given
@@ -100,6 +101,17 @@ def test_a_grant_does_not_show_its_digest():
         (text(entry(token_sha256=None)), "--new-token"),
         (text(entry(token_sha256=hashlib.sha256(b"").hexdigest())), "--new-token"),
         (text(entry(), entry(name="other")), "another grant"),
+        (text(entry("a", id="x"), entry("b", id="x")), "an ID or a token that another grant has"),
+        (text(entry("a"), entry("b", id="a")), "an ID or a token that another grant has"),
+        (text(entry(id="")), '"id" must have 1 to 64'),
+        (text(entry(id="x" * 65)), '"id" must have 1 to 64'),
+        (text(entry(id="a\nb")), '"id" must have 1 to 64'),
+        (text(entry(id=7)), '"id" must have 1 to 64'),
+        (text(entry(), more=1), "the file has unknown fields: more"),
+        *(
+            (text(entry(expires=value)), r"\(one\): expires must be a time with its zone")
+            for value in ("", "soon", "2027-01-31", "2027-01-31T12:00:00", "9999-99-99T00:00:00Z", -1, 1e300, True, [1])
+        ),
         (text(entry("a"), entry("b", name="a")), "another grant"),
         (text(entry(asset=["x"])), "unknown fields: asset"),
         (text({k: v for k, v in entry().items() if k != "assets"}), 'needs "assets"'),
@@ -126,3 +138,44 @@ def test_a_file_that_is_not_there(tmp_path):
 def test_any_bytes_are_grants_or_refused(data):
     with pytest.raises(FormatError):
         Grants.loads(data)
+
+
+@pytest.mark.parametrize(
+    ("value", "seconds"),
+    [
+        ("2027-01-31T12:00:00Z", 1801396800),
+        ("2027-01-31T13:00:00.5+01:00", 1801396800.5),
+        (1801396800, 1801396800),
+        (0.5, 0.5),
+    ],
+)
+def test_when_a_token_expires(value, seconds):
+    (grant,) = Grants.loads(text(entry(expires=value)))
+    assert grant.expires_s == seconds
+    assert not grant.expired(seconds - 0.25)
+    assert grant.expired(seconds)
+
+
+def test_tokens_without_an_id_or_an_end_are_as_before():
+    (grant,) = Grants.loads(text(entry("one")))
+    assert grant.id == grant.name == "one"
+    assert not grant.expired(1e12)
+
+
+def test_two_tokens_of_one_holder_have_an_id_each():
+    grants = Grants.loads(text(entry("a", name="team", id="team.1"), entry("b", name="team", id="team.2")))
+    assert [grants.check(token).id for token in (b"a", b"b")] == ["team.1", "team.2"]
+
+
+def test_a_grant_renewed():
+    old, other = Grants.loads(text(entry("a", assets=["x"]), entry("b")))
+    grants = Grants.loads(text(entry("a", assets=["y"])))
+    assert grants.renewed(old).assets == ("y",)
+    assert grants.renewed(other) is None
+
+
+def test_a_new_token_that_expires():
+    _, made = new_token("team", days=0.5)
+    (grant,) = Grants.loads(text(made))
+    assert 0 < grant.expires_s - time.time() < 86400
+    assert made["id"].startswith("team.")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import io
 import json
 import logging
 import os
 import signal
 import sys
+import time
 
 import pytest
 import structlog
@@ -78,6 +78,9 @@ def pem(tmp_path):
         (("--dev", "--limit", "connections-per-address=0"), 2, "0 is not positive; `off` for no bound of its own"),
         (("--dev", "--limit", "connections=off"), 2, "not a whole number"),
         (("--dev", "--grants", "nowhere.json"), 2, "--grants nowhere.json: cannot be read"),
+        (("--dev", "--expires", "3"), 2, "--expires is for --new-token"),
+        (("--new-token", "--expires", "0"), 2, "--expires 0: must be more than 0"),
+        (("--new-token", "--expires", "nan"), 2, "--expires nan: must be more than 0"),
     ],
 )
 def test_what_makes_no_sense_is_said_before_anything_is_bound(root, capsys, words, status, said):
@@ -100,6 +103,12 @@ def test_a_new_token_and_its_entry(capsys):
     entry = json.loads(lines[-1])
     grants = Grants.loads(json.dumps({"schema": "kvabr.grants/1", "grants": [entry]}))
     assert grants.check(lines[1].encode()).name == entry["name"]
+    assert grants.check(lines[1].encode()).expires_s is None
+    assert kvabr("serve", "--new-token", "--expires", "90") == 0
+    lines = capsys.readouterr().out.splitlines()
+    (grant,) = Grants.loads(json.dumps({"schema": "kvabr.grants/1", "grants": [json.loads(lines[-1])]}))
+    assert grant.id == json.loads(lines[-1])["id"] != entry["id"]
+    assert abs(grant.expires_s - time.time() - 90 * 86400) < 86400
 
 
 def test_limits_and_their_defaults_are_in_the_help(capsys):
@@ -236,49 +245,24 @@ async def test_a_second_signal_ends_it_at_once(root):
     assert server.calls == ["start", ("drain", 3.0), "close"]
 
 
-def tokens_file(path, *tokens):
-    entries = [
-        {"name": token, "token_sha256": hashlib.sha256(token.encode()).hexdigest(), "assets": ["*"]} for token in tokens
-    ]
-    path.with_suffix(".new").write_text(json.dumps({"schema": "kvabr.grants/1", "grants": entries}))
-    path.with_suffix(".new").rename(path)
-
-
-def test_the_watcher_takes_up_assets_and_tokens(root, tmp_path):
-    path = tmp_path / "tokens.json"
-    tokens_file(path, "a")
-    library, metrics = PublishedAssets(root, Grants.from_file(path)), Metrics()
+def test_the_watcher_takes_up_assets(root):
+    library, metrics = PublishedAssets(root), Metrics()
     with structlog.testing.capture_logs() as events:
-        watcher = Watcher(library, path, structlog.get_logger(), metrics)
+        watcher = Watcher(library, structlog.get_logger(), metrics)
         watcher.look()
         assert metrics.value("kvabr_assets") == 1
-        assert events == []
         make_asset(root / "two", range(100, 108))
         (root / "three").mkdir()
         (root / "three" / "catalog.json").write_text("{}")
-        tokens_file(path, "b")
-        watcher.look()
-        assert (metrics.value("kvabr_assets"), metrics.value("kvabr_assets_damaged")) == (2, 1)
-        assert library.admit(b"a") is None
-        assert library.admit(b"b").name == "b"
-        # A slip of the editor neither opens nor closes anything, and is said once.
-        path.write_text("{")
         watcher.look()
         watcher.look()
-        path.unlink()
-        watcher.look()
-        watcher.look()
-        assert library.admit(b"b").name == "b"
-        tokens_file(path, "c")
-        watcher.look()
-        assert library.admit(b"c").name == "c"
-    names = [event["event"] for event in events if event["log_level"] != "info"]
-    assert names == ["asset left out", "tokens unreadable", "tokens unreadable"]
+    assert (metrics.value("kvabr_assets"), metrics.value("kvabr_assets_damaged")) == (2, 1)
+    assert [event["event"] for event in events if event["log_level"] != "info"] == ["asset left out"]
 
 
 async def test_the_watcher_looks_again_and_again(root):
     library, metrics = PublishedAssets(root), Metrics()
-    async with Watcher(library, None, LOG, metrics, every_s=0.01):
+    async with Watcher(library, LOG, metrics, every_s=0.01):
         assert metrics.value("kvabr_assets") == 1
         for index in range(3):
             make_asset(root / f"more-{index}", range(index * 8 + 100, index * 8 + 108))

@@ -1,0 +1,142 @@
+"""What a server takes back, told at once to the relays behind it.
+
+A relay keeps one FETCH of the track `changes_track` open. It is answered as soon as an asset that the relay's token
+opened is removed, replaced, or no longer opened: with *marks* of such assets, and the position to go on from. The mark
+of an asset is a digest of its name, so it tells nothing to those who do not know the name.
+
+A relay passes on what it is told, so that relays behind it learn of it in the same moment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from kvabr.types.errors import FormatError
+from kvabr.types.naming import CHANGES_TRACK, TrackNamespace
+
+MAX_CHANGES_BYTES = 1 << 20
+"""Bound on one answer."""
+_MAX_MARKS = 4096
+"""Marks that are remembered; a relay that missed more is told that anything may have changed."""
+_MARK_HEX = 64
+_SCHEMA = "kvabr.changes/1"
+
+
+def mark_of(namespace: TrackNamespace) -> str:
+    """Return the mark of an asset: 64 hex digits that only those can relate to its name who know the name."""
+    return hashlib.sha256(f"kvabr.mark/1\0{namespace.model}\0{namespace.prompt}".encode()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """What was taken back between two positions."""
+
+    position: int
+    """Where the next question begins."""
+    marks: tuple[str, ...] = ()
+    """Of assets that were removed, replaced, or are no longer opened."""
+    everything: bool = False
+    """Whether any asset may have changed: the server does not know what it told before."""
+
+    def dumps(self) -> bytes:
+        """Return this as JSON."""
+        value = {"schema": _SCHEMA, "position": self.position, "everything": self.everything, "marks": self.marks}
+        return json.dumps(value).encode()
+
+    @classmethod
+    def loads(cls, data: bytes) -> Changes:
+        """Parse what `dumps` returned, from an untrusted source; raise `FormatError` if it is something else."""
+        try:
+            value = json.loads(data)
+            position, marks, everything = value["position"], value["marks"], value["everything"]
+            sound = value["schema"] == _SCHEMA and type(position) is int and 0 <= position < 1 << 63
+            sound &= isinstance(marks, list) and len(marks) <= _MAX_MARKS and isinstance(everything, bool)
+            sound = sound and all(isinstance(mark, str) and len(mark) == _MARK_HEX for mark in marks)
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise FormatError(f"changes: not {_SCHEMA} ({error!r})") from error
+        if not sound:
+            raise FormatError(f"changes: not {_SCHEMA}")
+        return cls(position, tuple(marks), everything)
+
+
+class ChangeLog:
+    """What was taken back lately, and the relays that wait for more. `add` may be called in any thread."""
+
+    def __init__(self) -> None:
+        """Begin at a position that no earlier log has reached."""
+        self._begin = self._end = time.time_ns()
+        self._marks: deque[tuple[int, str]] = deque()
+        self._waiting: set[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = set()
+        self._lock = threading.Lock()
+
+    def add(self, marks: Iterable[str] = (), *, everything: bool = False) -> None:
+        """Record marks, or that any asset may have changed, and answer those who wait."""
+        with self._lock:
+            before = self._end
+            for mark in marks:
+                self._end += 1
+                self._marks.append((self._end, mark))
+            if everything:
+                self._end += 1
+                self._begin = self._end
+                self._marks.clear()
+            while len(self._marks) > _MAX_MARKS:
+                self._begin = self._marks.popleft()[0]
+            if self._end == before:
+                return
+            waiting, self._waiting = self._waiting, set()
+        for loop, waiter in waiting:
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(_wake, waiter)
+
+    def since(self, position: int) -> Changes | None:
+        """Return what was taken back after a position; None if nothing was."""
+        with self._lock:
+            if not self._begin <= position <= self._end:
+                return Changes(self._end, everything=True)
+            marks = dict.fromkeys(mark for at, mark in self._marks if at > position)
+            return Changes(self._end, tuple(marks)) if marks else None
+
+    async def after(self, position: int) -> Changes:
+        """Return what is taken back after a position; wait until something is."""
+        while (found := self.since(position)) is None:
+            loop = asyncio.get_running_loop()
+            entry = loop, loop.create_future()
+            with self._lock:
+                self._waiting.add(entry)
+                if self._end > position:  # meanwhile
+                    _wake(entry[1])
+            try:
+                await entry[1]
+            finally:
+                with self._lock:
+                    self._waiting.discard(entry)
+        return found
+
+    def __len__(self) -> int:
+        """Return how many wait."""
+        return len(self._waiting)
+
+
+def changes_track(position: int) -> str:
+    """Return the name of the track that is answered with what is taken back after a position; 0: at once."""
+    return f"{CHANGES_TRACK}{position}"
+
+
+def position_in(track: str) -> int | None:
+    """Return the position in the name of a `changes_track`; None if it is none."""
+    text = track.removeprefix(CHANGES_TRACK)
+    return int(text) if text != track and len(text) < 20 and text.isascii() and text.isdigit() else None
+
+
+def _wake(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)

@@ -1,0 +1,72 @@
+"""Answers to subscriptions. Everything that a server has is published already, so they bring nothing: players fetch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvabr.moqt.codes import PublishDoneCode, RequestCode
+from kvabr.moqt.messages import Subscribe, SubscribeNamespace, TrackStatus
+from kvabr.moqt.parameters import Parameters
+from kvabr.moqt.responder import Responder
+from kvabr.moqt.wire import Location
+from kvabr.server.publication import Publication
+from kvabr.server.send_queue import last_object
+from kvabr.types.naming import ROOT
+
+_ROOT_PARTS = tuple(part.encode() for part in ROOT.split("/") if part)
+
+
+class Subscriptions:
+    """The subscriptions of one connection."""
+
+    def __init__(self, refuse: Callable[[int, RequestCode, str], None]) -> None:
+        """Begin without any; ``refuse`` refuses a request by its number."""
+        self._refuse = refuse
+        self._aliases = 0
+        self._prefixes: dict[int, tuple[bytes, ...]] = {}
+
+    def to_track(
+        self,
+        responder: Responder,
+        number: int,
+        message: Subscribe | TrackStatus,
+        publication: Publication,
+        *,
+        silent: bool,
+    ) -> None:
+        """Tell where a track ends; it ends at once unless it is to be ``silent``. Raises `AssetError`.
+
+        moq-rs subscribes before it fetches: it would take an end of the track for a track that is no more, and a
+        largest object for an invitation to fetch that too. So its subscriptions stay open, and silent.
+        """
+        group = publication.groups - 1
+        largest = Location(group, last_object(publication.objects(group), dense=silent))
+        if isinstance(message, TrackStatus):
+            responder.accept(number, Parameters(largest=largest))
+            return
+        self._aliases += 1
+        responder.accept_subscribe(number, self._aliases, None if silent else largest)
+        if not silent:
+            responder.publish_done(number, PublishDoneCode.TRACK_ENDED, 0, "everything is published; fetch it")
+
+    def to_namespace(self, responder: Responder, number: int, message: SubscribeNamespace) -> None:
+        """Answer with the root of kvabr's names only; the namespaces below it are told to nobody."""
+        prefix = message.prefix
+        if any(_overlap(prefix, other) for other in self._prefixes.values()):
+            self._refuse(number, RequestCode.PREFIX_OVERLAP, "you have subscribed to that prefix already")
+            return
+        responder.accept(number)
+        self._prefixes[number] = prefix
+        for name in ((ROOT.encode(),), _ROOT_PARTS):
+            if _overlap(prefix, name):
+                responder.tell_namespace(number, name[len(prefix) :])
+
+    def cancel(self, number: int) -> None:
+        """Forget a subscription, if this is one."""
+        self._prefixes.pop(number, None)
+
+
+def _overlap(one: tuple[bytes, ...], other: tuple[bytes, ...]) -> bool:
+    """Return whether one is a prefix of the other."""
+    size = min(len(one), len(other))
+    return one[:size] == other[:size]

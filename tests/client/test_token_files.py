@@ -1,0 +1,109 @@
+"""Tokens in files: wherever a token can be given, a file with one can be given as well."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+
+from kvabr.cli.main import main
+from kvabr.client.blocking import Client
+from kvabr.engines.settings import EngineSettings, open_client
+from kvabr.quic.connect import connect
+from kvabr.quic.options import DialOptions
+from kvabr.types.errors import UnauthorizedError, UsageError
+from tests.client.served import LIMIT_S, Served
+from tests.client.test_play import close
+from tests.toymodel import SPEC, prompt
+
+pytestmark = pytest.mark.process
+
+TOKEN = "a token in a file"  # noqa: S105
+TOKENS = prompt(70).tokens
+
+
+@pytest.fixture(scope="module")
+def served(root, tmp_path_factory):
+    made = Served(root / "short", tmp_path_factory.mktemp("served"), token=TOKEN)
+    yield made
+    made.close()
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("KVABR_TOKEN", raising=False)
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "token"
+    path.write_text(f"{TOKEN}\n")
+    return path
+
+
+@pytest.mark.parametrize("command", ["fetch", "inspect", "doctor"])
+def test_commands(served, short, file, capsys, command):
+    asset = f"{served.url}#kvcache:{short.namespace.model}/{short.namespace.prompt}"
+    words = [command, served.url if command == "doctor" else asset]
+    words += ["--fingerprint", served.fingerprint, "--quic", "aioquic", "--timeout", str(LIMIT_S)]
+    words += ["--deadline", str(LIMIT_S)] if command == "fetch" else []
+    assert main([*words, "--token-file", str(file)]) == 0
+    capsys.readouterr()
+    assert main(words) == 1
+    assert "token" in "".join(capsys.readouterr())
+    assert main([*words, "--token", TOKEN]) == 0
+
+
+@pytest.mark.parametrize("command", ["fetch", "inspect", "doctor", "relay"])
+def test_the_help_says_who_sees_a_token(capsys, command):
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    said = "".join(capsys.readouterr().out.split())  # lines may end at a hyphen
+    prefix = "upstream-" if command == "relay" else ""
+    assert f"canseeitinthelistofprocesses,soratheruse--{prefix}token-file" in said
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [(None, "cannot be read"), (b"", "is empty"), (b"\xff", "cannot be read"), (b"a\0b", "printed")],
+)
+def test_a_file_without_a_token(tmp_path, capsys, content, says):
+    path = tmp_path / "token"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(UsageError, match=says):
+        connect("moqt://127.0.0.1:1/", token_file=path)
+    assert main(["inspect", "moqt://127.0.0.1:1/#kvcache:m/" + "0" * 64, "--token-file", str(path)]) == 2
+    assert f"--token-file {path}: " in capsys.readouterr().err
+
+
+def test_both_are_one_too_many(file):
+    with pytest.raises(UsageError, match="not both"):
+        connect("moqt://127.0.0.1:1/", token=TOKEN, token_file=file)
+
+
+def test_a_client_reads_it_again_when_it_connects(served, file):
+    options = {"fingerprint": served.fingerprint, "quic": "aioquic", "timeout_s": LIMIT_S, "model": SPEC}
+    with Client(served.url, token_file=file, **options) as client:
+        assert close(client.play(TOKENS, deadline=LIMIT_S).kv, error=1e-3)
+        file.write_text("a wrong one")
+        served.kill()
+        served.start()
+        with pytest.raises(Exception, match="token") as error:
+            client.play(TOKENS, deadline=LIMIT_S)
+        assert isinstance(error.value, UnauthorizedError) or "UNAUTHORIZED" in str(error.value)
+        file.write_text(TOKEN)
+        assert close(client.play(TOKENS, deadline=LIMIT_S).kv, error=1e-3)
+
+
+def test_engines_take_one(served, file):
+    given = {"url": served.url, "token_file": str(file), "fingerprint": served.fingerprint, "quic": "aioquic"}
+    with open_client(Client, EngineSettings.read(given, "here")) as client:
+        assert client.models() == [SPEC]
+
+
+def test_a_token_is_not_shown(file):
+    options = DialOptions("h", 1, token=TOKEN, token_file=file)
+    assert "token" in {field.name for field in fields(options)}
+    assert TOKEN not in repr(options)

@@ -1,0 +1,148 @@
+"""The log of what a server took back."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvabr.server import changes
+from kvabr.server.changes import ChangeLog, Changes, changes_track, mark_of, position_in
+from kvabr.server.grants import EVERYTHING, Grant, Grants
+from kvabr.server.published_assets import PublishedAssets
+from kvabr.types.errors import FormatError
+from kvabr.types.naming import MODELS_NAMESPACE, TrackNamespace
+from tests.assets import make_asset
+from tests.server.relays import until
+
+ONE, TWO, THREE = ("1" * 64, "2" * 64, "3" * 64)
+
+
+def test_what_was_taken_back_since():
+    log = ChangeLog()
+    begin = log.since(0).position
+    assert log.since(begin) is None
+    log.add([])
+    assert log.since(begin) is None
+    log.add([ONE, TWO])
+    log.add([ONE])
+    found = log.since(begin)
+    assert (set(found.marks), found.everything) == ({ONE, TWO}, False)
+    assert log.since(found.position) is None
+    log.add([THREE])
+    assert log.since(found.position).marks == (THREE,)
+    log.add(everything=True)
+    assert log.since(found.position).everything
+    assert log.since(log.since(0).position) is None
+
+
+def test_a_position_of_another_log_means_everything():
+    log = ChangeLog()
+    position = log.since(0).position
+    for other in (0, 1, position - 1, position + 1, (1 << 63) - 1):
+        assert log.since(other) == Changes(position, everything=True)
+    assert ChangeLog().since(position).everything
+
+
+def test_a_log_is_bounded(monkeypatch):
+    monkeypatch.setattr(changes, "_MAX_MARKS", 10)
+    log = ChangeLog()
+    begin = log.since(0).position
+    log.add(f"{number:064x}" for number in range(10))
+    assert len(log.since(begin).marks) == 10
+    log.add([ONE])
+    assert log.since(begin).everything
+    assert len(log.since(begin + 1).marks) == 10
+    assert len(log._marks) == 10
+
+
+async def test_who_waits_is_told_from_any_thread():
+    log = ChangeLog()
+    position = log.since(0).position
+    waiting = [asyncio.create_task(log.after(position)) for _ in range(3)]
+    await until(lambda: len(log) == 3)
+    waiting.pop().cancel()
+    await until(lambda: len(log) == 2)
+    thread = threading.Thread(target=log.add, args=([ONE],))
+    thread.start()
+    async with asyncio.timeout(300):
+        assert [found.marks for found in await asyncio.gather(*waiting)] == [(ONE,)] * 2
+    thread.join()
+    assert len(log) == 0
+
+
+def test_names_of_the_track():
+    assert position_in(changes_track(17)) == 17
+    for track in ("kvabr.changes.", "kvabr.changes", "kvabr.changes.-1", "kvabr.changes.1x", "kvabr.changes.²", "17"):
+        assert position_in(track) is None
+    assert position_in(changes_track(10**30)) is None
+
+
+def test_an_answer_is_what_it_was():
+    for found in (Changes(0), Changes(5, (ONE, TWO)), Changes(1 << 62, everything=True)):
+        assert Changes.loads(found.dumps()) == found
+        assert len(found.dumps()) < changes.MAX_CHANGES_BYTES
+    assert len(Changes(1 << 62, (ONE,) * 4096).dumps()) < changes.MAX_CHANGES_BYTES
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"position": -1}, {"position": 1.5}, {"position": True}, {"position": 1 << 63}, {"marks": "ab"}, {"marks": [1]},
+        {"marks": ["ab"]}, {"marks": [ONE] * 4097}, {"everything": 1}, {"schema": "kvabr.changes/2"},
+    ],
+)  # fmt: skip
+def test_what_is_no_answer(change):
+    value = {**json.loads(Changes(5, (ONE,)).dumps()), **change}
+    with pytest.raises(FormatError, match="changes: not kvabr"):
+        Changes.loads(json.dumps(value).encode())
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_an_answer_or_refused(data):
+    with pytest.raises(FormatError):
+        Changes.loads(data)
+
+
+def test_each_grant_is_told_of_what_it_opened_alone(tmp_path):
+    for team, start in (("a", 0), ("b", 100)):
+        make_asset(tmp_path / team, range(start, start + 8))
+    a, b, both = (Grant(name, folders, token_sha256=name * 32) for name, folders in (
+        ("aa", ("a",)), ("bb", ("b",)), ("cc", ("*",)),
+    ))  # fmt: skip
+    library = PublishedAssets(tmp_path, Grants([a, b, both]))
+    marks = {one.name: mark_of(one.catalog.namespace) for one in library.assets}
+    logs = {grant.name: library._logs[grant.token_sha256] for grant in (a, b, both)}
+    begin = {name: log.since(0).position for name, log in logs.items()}
+
+    def told():
+        found = {name: log.since(begin[name]) for name, log in logs.items()}
+        return {name: set(one.marks) for name, one in found.items() if one is not None}
+
+    make_asset(tmp_path / "new", range(200, 208))
+    library.refresh()
+    assert told() == {}
+    (tmp_path / "a").rename(tmp_path / ".a")
+    library.refresh()
+    assert told() == {"aa": {marks["a"]}, "cc": {marks["a"]}}
+    library.regrant(Grants([a, b, Grant("cc", ("a",), token_sha256=both.token_sha256)]))
+    gone = {marks["a"], marks["b"], mark_of(TrackNamespace("test/model", library.assets[1].catalog.namespace.prompt))}
+    assert told() == {"aa": {marks["a"]}, "cc": gone}
+
+
+async def test_only_in_its_namespace(tmp_path):
+    library = PublishedAssets(tmp_path)
+    assert await library.find_soon(EVERYTHING, MODELS_NAMESPACE, changes_track(0)) is not None
+    assert await library.find_soon(EVERYTHING, TrackNamespace("other", "0" * 64), changes_track(0)) is None
+    assert await library.find_soon(EVERYTHING, MODELS_NAMESPACE, changes_track(10**40)) is None
+
+
+def test_a_mark_tells_no_name():
+    namespace = TrackNamespace("model", "a" * 64)
+    assert len(mark_of(namespace)) == 64
+    assert namespace.prompt not in mark_of(namespace)
+    assert mark_of(namespace) != mark_of(TrackNamespace("model2", "a" * 64))

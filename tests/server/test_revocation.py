@@ -1,0 +1,408 @@
+"""Tokens that expire or are taken back, and assets that go: at the origin, at a relay, and at one behind it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from kvabr.moqt.codes import RequestCode
+from kvabr.quic.connect import connect
+from kvabr.quic.interface import read_all
+from kvabr.server import send_queue
+from kvabr.server import server as server_module
+from kvabr.server.changes import Changes, changes_track
+from kvabr.server.grants import Grants
+from kvabr.types.errors import ConnectionLostError, NotFoundError, RequestError, TransportError, UnauthorizedError
+from kvabr.types.naming import CATALOG_TRACK, MODELS_NAMESPACE
+from tests.assets import make_asset
+from tests.memory_transport import Fault
+from tests.server.relays import (
+    BIG,
+    LIBRARIES,
+    LONG_S,
+    dialled,
+    get,
+    grant,
+    in_memory,
+    origin,
+    play,
+    relaying,
+    sent,
+    until,
+)
+
+pytestmark = pytest.mark.process
+
+FAR_S = time.time() + 1e6
+MINE, OTHER = "the token of this test", "a token of somebody else"
+
+
+@pytest.fixture
+def stuck(monkeypatch):
+    """Requests are accepted, and nothing is sent."""
+    monkeypatch.setattr(send_queue, "MOST_AHEAD_BYTES", 0)
+
+
+def url_of(server):
+    return f"moqt://localhost:{server.address[1]}/"
+
+
+def log_of(server, token=""):
+    """The log of what an origin took back, for a token; who waits for it is counted."""
+    return server.source._logs[grant(token).token_sha256 if token else ""]
+
+
+@contextlib.asynccontextmanager
+async def two_relays(root, tls, *, quic="aioquic", token=None, grants=None):
+    """An origin, a relay, and a relay behind it; both relays listen."""
+    async with contextlib.AsyncExitStack() as stack:
+        servers = [await stack.enter_async_context(origin(root, tls, quic=quic, grants=grants))]
+        for name in (token, None):
+            last = servers[-1]
+            connecting = connect(url_of(last), fingerprint=last.fingerprint, quic=quic, token=name)
+            upstream = await stack.enter_async_context(connecting)
+            servers.append(await stack.enter_async_context(relaying(upstream, tls, quic=quic)))
+        first, one, _ = servers
+        await until(lambda: len(log_of(first, token or "")) == 1 and len(one.source._changes) == 1)
+        yield servers
+
+
+async def gone(download):
+    """The error with which a download ends."""
+    with pytest.raises(TransportError) as error:
+        await read_all(download)
+    return error.value
+
+
+@pytest.mark.parametrize("draft", ["moqt-18", "moqt-16"])
+@pytest.mark.parametrize("library", LIBRARIES)
+async def test_an_expired_token_is_refused(asset, tls, library, draft):
+    grants = Grants([replace(grant(MINE), expires_s=time.time() - 1), replace(grant(OTHER), expires_s=FAR_S)])
+    namespace = asset.catalog.namespace
+    async with origin(asset.path, tls, quic=library, grants=grants) as server:
+        with pytest.raises(UnauthorizedError, match=r"EXPIRED_AUTH_TOKEN.*the token has expired"):
+            async with await dialled(server, library, token=MINE, drafts=(draft,)) as connection:
+                await get(connection, namespace, CATALOG_TRACK)
+        assert server.metrics.value("kvabr_connections_total", result="expired") == 1
+        async with await dialled(server, library, token=OTHER, drafts=(draft,)) as connection:
+            assert await get(connection, namespace, CATALOG_TRACK)
+
+
+async def test_garbage_foreign_and_replayed_tokens_are_refused(asset, tls):
+    namespace = asset.catalog.namespace
+    async with (
+        origin(asset.path, tls, grants=Grants([grant(MINE)])) as server,
+        origin(asset.path, tls, grants=Grants([grant(OTHER)])) as elsewhere,
+    ):
+
+        async def refused(token):
+            with pytest.raises(UnauthorizedError, match="token is missing or wrong"):
+                async with await dialled(server, token=token) as connection:
+                    await get(connection, namespace, CATALOG_TRACK)
+
+        digest = grant(MINE).token_sha256
+        for garbage in ("", "\0", "ä" * 1000, "x" * 4096, digest, f"{MINE} ", MINE[:-1], MINE.upper()):
+            await refused(garbage)
+        async with await dialled(elsewhere, token=OTHER) as connection:
+            assert await get(connection, namespace, CATALOG_TRACK)
+        await refused(OTHER)
+        async with await dialled(server, token=MINE) as connection:
+            assert await get(connection, namespace, CATALOG_TRACK)
+            server.source.regrant(Grants([grant(OTHER)]))
+            await until(lambda: connection.closed)
+        await refused(MINE)
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+async def test_a_token_that_expires_ends_what_is_open(asset, tls, library, stuck):
+    grants = Grants([replace(grant(MINE), expires_s=FAR_S, token_id="mine.1"), grant(OTHER)])  # noqa: S106
+    namespace = asset.catalog.namespace
+    async with (
+        origin(asset.path, tls, quic=library, grants=grants) as server,
+        await dialled(server, library, token=MINE) as mine,
+        await dialled(server, library, token=OTHER) as other,
+    ):
+        downloads = [one.fetch(namespace, "FP16", 0, limit=BIG) for one in (mine, other)]
+        await until(lambda: server.requests == 2)
+        server.reconsider(FAR_S - 1)
+        assert not mine.closed
+        server.reconsider(FAR_S)
+        error = await gone(downloads[0])
+        assert isinstance(error, UnauthorizedError)
+        assert "expired" in str(error)
+        with pytest.raises(UnauthorizedError):
+            await get(mine, namespace, "FP16", 1)
+        await until(lambda: server.requests == 1)
+        assert not other.closed
+        assert server.metrics.value("kvabr_token_losses_total", token="mine.1", why="expired") == 1  # noqa: S106
+        assert server.metrics.value("kvabr_token_requests_total", token="mine.1") == 1  # noqa: S106
+        downloads[1].cancel()
+
+
+async def test_a_server_notices_by_itself_that_a_token_expires(asset, tls, monkeypatch):
+    grants = Grants([replace(grant(MINE), expires_s=FAR_S)])
+    async with origin(asset.path, tls, grants=grants) as server, await dialled(server, token=MINE) as connection:
+        assert await get(connection, asset.catalog.namespace, CATALOG_TRACK)
+        later = SimpleNamespace(time=lambda: FAR_S + 1, monotonic=time.monotonic, thread_time=time.thread_time)
+        monkeypatch.setattr(server_module, "time", later)
+        await until(lambda: connection.closed)
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+async def test_a_token_that_is_withdrawn_ends_what_is_open(asset, tls, library, stuck):
+    namespace = asset.catalog.namespace
+    grants = Grants([grant(MINE), grant(OTHER)])
+    async with (
+        origin(asset.path, tls, quic=library, grants=grants) as server,
+        await dialled(server, library, token=MINE) as mine,
+        await dialled(server, library, token=OTHER) as other,
+    ):
+        downloads = [one.fetch(namespace, "FP16", 0, limit=BIG) for one in (mine, other)]
+        await until(lambda: server.requests == 2)
+        server.source.regrant(Grants([grant(OTHER)]))
+        error = await gone(downloads[0])
+        assert isinstance(error, UnauthorizedError)
+        assert "no longer accepted" in str(error)
+        assert not other.closed
+        downloads[1].cancel()
+
+
+@pytest.mark.parametrize("how", ["removed", "replaced", "not opened"])
+async def test_what_is_being_sent_of_an_asset_that_goes_breaks_off(asset, tmp_path, tls, how, stuck):
+    other = make_asset(tmp_path / "other", range(100, 116))
+    async with (
+        origin(tmp_path, tls, grants=Grants([grant(MINE)])) as server,
+        await dialled(server, token=MINE) as connection,
+    ):
+        downloads = [connection.fetch(one.catalog.namespace, "FP16", 0, limit=BIG) for one in (asset, other)]
+        await until(lambda: server.requests == 2)
+        if how == "not opened":
+            server.source.regrant(Grants([replace(grant(MINE), assets=("other",))]))
+        else:
+            asset.path.rename(tmp_path / ".gone")
+            if how == "replaced":
+                make_asset(asset.path, range(32), seed=2)
+            server.source.refresh()
+        error = await gone(downloads[0])
+        assert isinstance(error, RequestError)
+        assert error.code == RequestCode.INTERNAL_ERROR
+        await until(lambda: server.requests == 1)
+        assert not connection.closed
+        downloads[1].cancel()
+
+
+async def test_a_reset_is_not_taken_for_a_refused_token(asset, tls, fresh):
+    """CANCELLED of streams and UNAUTHORIZED of requests are the same number."""
+    async with (
+        origin(asset.path, tls) as server,
+        connect(url_of(server), fingerprint=server.fingerprint, quic="aioquic") as upstream,
+        relaying(upstream, tls) as relay,
+        await dialled(relay) as connection,
+    ):
+        await play(connection, asset)
+        for peer in server.peers:
+            peer._queue._may_send = lambda _: False
+        download = connection.fetch(asset.catalog.namespace, "Int4", 0, limit=BIG)
+        await until(lambda: server.requests == 1)
+        for peer in server.peers:
+            for job in peer._queue:
+                peer.session.responder.break_off(job.request_id, 1)
+            peer.settle_and_send()
+        assert (await gone(download)).code == RequestCode.INTERNAL_ERROR
+        assert not relay.source.catalogs.revoked
+        assert len(relay.source.store) == asset.catalog.groups
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+async def test_a_withdrawn_token_empties_idle_relays(asset, tls, library, fresh):
+    """Nobody asks for anything, and what has just been told would be repeated for long."""
+    async with two_relays(asset.path, tls, quic=library, token=MINE, grants=Grants([grant(MINE)])) as servers:
+        server, one, two = servers
+        async with await dialled(two, library) as player:
+            await play(player, asset)
+            asked = sent(server)
+            server.source.regrant(Grants([grant(OTHER)]))
+            await until(lambda: len(one.source.store) == len(two.source.store) == 0)
+            assert one.source.catalogs.bytes == two.source.catalogs.bytes == 0
+            await until(lambda: player.closed)
+            with pytest.raises(UnauthorizedError):
+                await get(player, asset.catalog.namespace, "FP16")
+        assert sent(server) == asked
+        async with await dialled(two, library) as player:
+            with pytest.raises(TransportError) as error:
+                await get(player, asset.catalog.namespace, CATALOG_TRACK)
+            assert "token" in str(error.value)
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+async def test_relays_recover_when_the_token_is_accepted_again(asset, tls, library):
+    async with two_relays(asset.path, tls, quic=library, token=MINE, grants=Grants([grant(MINE)])) as servers:
+        server, one, two = servers
+        async with await dialled(two, library) as player:
+            await play(player, asset)
+        server.source.regrant(Grants([grant(OTHER)]))
+        await until(lambda: one.source.catalogs.revoked and two.source.catalogs.revoked)
+        server.source.regrant(Grants([grant(MINE)]))
+
+        async def plays():
+            # Until both relays have connected again, they refuse.
+            with contextlib.suppress(TransportError):
+                async with await dialled(two, library) as player:
+                    await play(player, asset)
+                    return True
+            return False
+
+        while not await plays():
+            pass
+        await until(lambda: not one.source.catalogs.revoked and not two.source.catalogs.revoked)
+
+
+async def test_a_removed_asset_leaves_idle_relays_and_breaks_off_there(asset, tmp_path, tls, fresh):
+    other = make_asset(tmp_path / "other", range(100, 116))
+    async with two_relays(tmp_path, tls) as (server, one, two), await dialled(two) as player:
+        await play(player, asset)
+        await play(player, other)
+        asked = sent(server)
+        (peer,) = two.peers
+        peer._queue._may_send = lambda _: False  # to hold an answer
+        download = player.fetch(asset.catalog.namespace, "FP16", 0, limit=BIG)
+        await until(lambda: two.requests == 1)
+        asset.path.rename(tmp_path / ".gone")
+        server.source.refresh()
+        assert isinstance(await gone(download), RequestError)
+        kept = set(other.catalog.track("FP16").digests)
+        for relay in (one, two):
+            await until(lambda: {digest for digest in kept if digest in relay.source.store} == kept)  # noqa: B023
+            await until(lambda: len(relay.source.store) == len(kept))  # noqa: B023
+        assert sent(server) == asked
+        assert not player.closed
+        peer._queue._may_send = lambda _: True
+        with pytest.raises(NotFoundError):
+            await get(player, asset.catalog.namespace, CATALOG_TRACK)
+        assert await get(player, other.catalog.namespace, "FP16", 1) == other.frame(1, "FP16")
+
+
+async def test_what_went_while_the_origin_was_away_is_asked_for_again(asset, tmp_path, tls, fresh):
+    """A new origin does not know what the one before it told, so nothing is repeated unasked."""
+    async with contextlib.AsyncExitStack() as stack:
+        server = await stack.enter_async_context(origin(tmp_path, tls))
+        connecting = connect(url_of(server), fingerprint=server.fingerprint, quic="aioquic")
+        upstream = await stack.enter_async_context(connecting)
+        relay = await stack.enter_async_context(relaying(upstream, tls))
+        connection = await stack.enter_async_context(await dialled(relay))
+        await until(lambda: len(log_of(server)) == 1)
+        await play(connection, asset)
+        port = server.address[1]
+        await server.close()
+        await play(connection, asset)
+        asset.path.rename(tmp_path / ".gone")
+        second = await stack.enter_async_context(origin(tmp_path, tls, port=port))
+        await until(lambda: len(log_of(second)) == 1)
+        with pytest.raises(NotFoundError):
+            await get(connection, asset.catalog.namespace, CATALOG_TRACK)
+        await until(lambda: len(relay.source.store) == 0)
+
+
+async def test_an_answer_that_was_asked_for_before_a_removal_is_doubted(asset, fresh):
+    async with in_memory(asset) as upstream, relaying_catalogs(upstream) as catalogs:
+        asking = catalogs._ask((asset.catalog.namespace, CATALOG_TRACK))
+        await asyncio.sleep(0)  # until it has begun
+        catalogs.withdraw([])
+        assert (await asking).doubted
+        asking = catalogs._ask((asset.catalog.namespace, CATALOG_TRACK))
+        await asyncio.sleep(0)
+        catalogs.revoke()
+        with pytest.raises(RequestError) as error:
+            await asking
+        assert error.value.code == RequestCode.UNAUTHORIZED
+        assert catalogs.bytes == 0
+
+
+@contextlib.asynccontextmanager
+async def relaying_catalogs(upstream):
+    from kvabr.server.relay_catalogs import Catalogs
+    from tests.server.relays import LOG
+
+    catalogs = Catalogs(upstream, LOG)
+    yield catalogs
+    catalogs.close()
+
+
+async def test_a_relay_with_a_new_token_keeps_what_it_has(asset, tmp_path, tls, fresh):
+    file = tmp_path / "token"
+    file.write_text(f"{MINE}\n")
+    async with origin(tmp_path, tls, grants=Grants([grant(MINE), grant(OTHER)])) as server:
+        connecting = connect(url_of(server), fingerprint=server.fingerprint, quic="aioquic", token_file=file)
+        async with connecting as upstream, relaying(upstream, tls) as relay, await dialled(relay) as connection:
+            await until(lambda: len(log_of(server, MINE)) == 1)
+            await play(connection, asset)
+            for refused in ("a token that nobody knows", ""):
+                file.write_text(refused)
+                with contextlib.suppress(UnauthorizedError):
+                    await upstream.renew()  # without a token in the file, with the one before
+                assert await get(connection, asset.catalog.namespace, "Int4", len(refused) % 2)
+            file.write_text(OTHER)
+            await upstream.renew()
+            await until(lambda: len(log_of(server, OTHER)) == 1)
+            server.source.regrant(Grants([grant(OTHER)]))
+            await until(lambda: len(server.peers) == 1)
+            assert len(relay.source.store) >= asset.catalog.groups
+            assert not relay.source.catalogs.revoked
+            assert await get(connection, asset.catalog.namespace, "Int4", 3) == asset.frame(3, "Int4")
+            asset.path.rename(tmp_path / ".gone")
+            server.source.refresh()
+            await until(lambda: len(relay.source.store) == 0)
+
+
+async def test_players_of_a_relay_lose_a_token_that_is_replaced(asset, tls):
+    stall = Fault(stall_after=100_000)
+    upstream = in_memory(asset, faults=lambda ask: stall if ask.track == "FP16" else None)
+    async with upstream, relaying(upstream, tls, token=MINE) as relay, await dialled(relay, token=MINE) as player:
+        download = player.fetch(asset.catalog.namespace, "FP16", 0, limit=BIG)
+        assert await download.read()
+        relay.source.regrant(MINE)
+        relay.source.regrant(OTHER)
+        assert isinstance(await gone(download), UnauthorizedError)
+        await until(lambda: not relay.source.groups)
+        async with await dialled(relay, token=OTHER) as other:
+            assert await get(other, asset.catalog.namespace, "Int4")
+
+
+@pytest.mark.parametrize("draft", ["moqt-18", "moqt-16"])
+@pytest.mark.parametrize("library", LIBRARIES)
+async def test_one_request_for_changes_stands_at_a_time_and_does_not_keep_a_server(asset, tls, library, draft):
+    async with origin(asset.path, tls, quic=library) as server:
+        log = log_of(server)
+        async with await dialled(server, library, drafts=(draft,)) as connection:
+
+            def ask(position):
+                return connection.fetch(MODELS_NAMESPACE, changes_track(position), limit=BIG)
+
+            first = Changes.loads(await read_all(ask(0)))
+            assert first.everything
+            waiting = ask(first.position)
+            await until(lambda: len(log) == 1)
+            error = await gone(ask(first.position))
+            assert error.code == RequestCode.EXCESSIVE_LOAD
+            assert error.retry_after_s is not None
+            waiting.cancel()
+            await until(lambda: len(log) == 0)
+            waiting = ask(first.position)
+            await until(lambda: len(log) == 1)
+            log.add(["ab" * 32])
+            told = Changes.loads(await read_all(waiting))
+            assert (told.marks, told.everything) == (("ab" * 32,), False)
+            assert not sent(server)
+            waiting = ask(told.position)
+            await until(lambda: len(log) == 1)
+            (peer,) = server.peers
+            await until(lambda: not peer.busy)
+            await server.drain(LONG_S)
+            error = await gone(waiting)
+            assert isinstance(error, ConnectionLostError) or error.code == RequestCode.GOING_AWAY
+            assert len(log) == 0
