@@ -11,10 +11,10 @@ import itertools
 import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from kvabr.client.driver import Driver
+from kvabr.client.driver import LIVE, Driver
 from kvabr.client.lookup import fetch_catalog
 from kvabr.player.assembler import Assembler
 from kvabr.player.session import Session
@@ -82,7 +82,14 @@ class LiveExperiment:
     def __init__(
         self, experiment: Experiment, asset: Asset, origin: LiveOrigin, shaper: Shaper, options: LiveOptions
     ) -> None:
-        self._experiment, self._options = experiment, options
+        config = replace(
+            experiment.options.config,
+            chunked=LIVE.chunked,
+            stalled_after=LIVE.stalled_after,
+            silent_after=LIVE.silent_after,
+        )
+        self.experiment = Experiment(experiment.catalog, replace(experiment.options, config=config))
+        self._options = options
         self._origin, self._shaper = origin, shaper
         self._profile = load_profile(asset)
         self._plays = 0
@@ -94,7 +101,7 @@ class LiveExperiment:
             TransportError: origin or shaper have died, or the origin cannot be reached through the link.
             PolicyError: from the policy.
         """
-        experiment, options = self._experiment, self._options
+        experiment, options = self.experiment, self._options
         capacity, rtt_s, bound = experiment.prepare(trace, start_s)
         self._plays += 1
         conditions = options.conditions(rtt_s, self._plays)
@@ -138,7 +145,7 @@ class LiveExperiment:
 
     def _patience_s(self) -> float:
         """Return the most seconds for reaching the origin; after a cold start the trace applies, outages included."""
-        options = self._experiment.options
+        options = self.experiment.options
         return options.config.give_up_after * options.deadline_s if self._options.cold else _DIAL_S
 
     def _connect(self) -> Connecting:
@@ -151,14 +158,14 @@ class LiveExperiment:
         )
 
     def _driver(self, session: Session, connection: Connection) -> Driver:
-        catalog, options = self._experiment.catalog, self._experiment.options
+        catalog, options = self.experiment.catalog, self.experiment.options
         engine = None if options.cost is None else StandInEngine(catalog.spec, options.cost, options.mode)
         tokens = () if engine is None else (0,) * catalog.tokens
         return Driver(session, connection, Assembler(catalog, self._profile), engine=engine, tokens=tokens)
 
     async def _warm_up(self, connection: Connection, trace: Trace, start_s: float, conditions: Conditions) -> None:
         """Open the congestion window as an earlier play over the same trace and asset would have."""
-        catalog = self._experiment.catalog
+        catalog = self.experiment.catalog
         track = min(catalog.tracks, key=lambda track: track.total_bytes)
         left = _WARM_ROUND_TRIPS * max(LEAST_QUEUE_BYTES, conditions.rtt_s * trace.mean_rate)
         self._shaper.begin(trace, start_s, conditions)

@@ -1,6 +1,7 @@
 """Live plays, whole: three processes, real QUIC, real decoding, short traces."""
 
 import asyncio
+import dataclasses
 import json
 import multiprocessing
 import os
@@ -11,6 +12,7 @@ import sys
 import pytest
 
 from kvabr.cli.main import main
+from kvabr.client.driver import LIVE
 from kvabr.player.session_types import PlayerConfig
 from kvabr.replay.experiment import Experiment, ReplayOptions
 from kvabr.replay.live.experiment import LiveExperiment, LiveOptions
@@ -279,3 +281,12 @@ def test_the_catalog_must_be_the_assets(asset):
     object.__setattr__(other, "catalog", None)
     with pytest.raises(KvabrError, match="--asset"):
         asyncio.run(replay_live(other, asset, LiveOptions()))
+
+
+def test_a_live_play_measures_the_link_as_over_any_real_network(asset):
+    """As a simulation does, a player would take a link for much faster than it is: here bytes come in lumps."""
+    simulated = Experiment(asset.catalog, ReplayOptions(1.0, config=PlayerConfig(time_price=0.5)))
+    with LiveOrigin(asset.location, "aioquic") as origin, Shaper(origin.address) as link:
+        live = LiveExperiment(simulated, asset, origin, link, LiveOptions())
+    config = live.experiment.options.config
+    assert config == dataclasses.replace(LIVE, time_price=0.5)
