@@ -109,16 +109,27 @@ class StallDetector:
                 self._heard[transfer.request] = now
             self._overtaken.pop(transfer.request, None)
 
-    def stalled(self, transfers: Iterable[Transfer], ttfb_s: float, now: float) -> list[tuple[Transfer, bool]]:
-        """Return the stalled transfers, each with whether the publisher is certainly at fault."""
+    def stalled(
+        self, transfers: Iterable[Transfer], ttfb_s: float, now: float, *, drain_s: float = 0.0
+    ) -> list[tuple[Transfer, bool]]:
+        """Return the stalled transfers, each with whether the publisher is certainly at fault.
+
+        Args:
+            transfers: those in flight.
+            ttfb_s: the usual time to first byte, seconds.
+            now: the time of the play, seconds.
+            drain_s: seconds that everything in flight takes at the present rate. As long as something moves on a slow
+                link, a transfer that was overtaken may wait that long for its turn.
+        """
         found: list[tuple[Transfer, bool]] = []
         if self._any_s is None:
             return found
         nothing_s = now - self._any_s
+        turn_s = max(LEAST_SILENCE_S, drain_s if nothing_s < LEAST_SILENCE_S else 0.0)
         for transfer in transfers:
             quiet_s = now - self._heard.get(transfer.request, transfer.requested_s)
             if (since := self._overtaken.get(transfer.request)) is not None:
-                if min(quiet_s, now - since) >= max(self._patience_s / 2, _OVERTAKEN_TTFB * ttfb_s, LEAST_SILENCE_S):
+                if min(quiet_s, now - since) >= max(self._patience_s / 2, _OVERTAKEN_TTFB * ttfb_s, turn_s):
                     found.append((transfer, True))
             elif min(quiet_s, nothing_s) >= max(self._patience_s, _SILENT_TTFB * ttfb_s, LEAST_SILENCE_S):
                 again = (transfer.group, transfer.track) in self._stood

@@ -216,7 +216,10 @@ class Session(PlayState):
                     self._retries.abandoned(found[0].group)
                 self._cancel(*found, now)
         if self._stalls is not None:
-            for transfer, proven in self._stalls.stalled(list(self.view.in_flight.values()), self.view.ttfb_s, now):
+            view = self.view
+            drain_s = view.outstanding_bytes / view.rate if view.rate > 0 else 0.0
+            flying = list(view.in_flight.values())
+            for transfer, proven in self._stalls.stalled(flying, view.ttfb_s, now, drain_s=drain_s):
                 self._cancel(transfer, "it has stalled", now, failed=proven)
         self._events.progress(now, self.record.bytes_fetched)
         self._advance(now)

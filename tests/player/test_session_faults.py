@@ -228,18 +228,39 @@ def test_a_transfer_that_is_overtaken_and_stands_still_has_failed():
     for fetch in fetches:
         play.first_byte(fetch.request, 0.01)
     now, received = 0.01, 0
-    while now < 0.35:
+    while now < 0.5:
         now = play.next_timer()
-        received += 50
+        received += fetches[0].bytes // 10
         for fetch in (fetches[0], fetches[2]):
-            play.progress(fetch.request, received, now)
+            if received < fetch.bytes:
+                play.progress(fetch.request, received, now)
+            elif fetch.request in play.view.in_flight:
+                play.done(fetch.request, now)
         play.timer(now)
     actions = play.actions()
     assert [action.request for action in of(actions, Cancel)] == [fetches[1].request]
-    assert fetches[1].group in play.view.missing
+    assert [fetch.group for fetch in of(actions, FetchGroup)] == [fetches[1].group]
     # Group 3 was silent as well, but nobody who came after it got anything.
     assert fetches[3].request in play.view.in_flight
     assert play._retries._failures == {(1, "Int4"): 1}
+
+
+def test_on_a_slow_link_a_transfer_waits_for_its_turn():
+    """All requests together take long: what is overtaken now and then has not been forgotten."""
+    play = session(4, deadline=4.0, config=PlayerConfig(stalled_after=0.2))
+    play.start(0.0)
+    fetches = of(play.actions(), FetchGroup)
+    for fetch in fetches:
+        play.first_byte(fetch.request, 0.01)
+    now, received = 0.01, 0
+    while now < 2.5:
+        now = play.next_timer()
+        received += 2
+        for fetch in (fetches[0], fetches[2]):
+            play.progress(fetch.request, received, now)
+        play.timer(now)
+        assert fetches[1].request not in [action.request for action in of(play.actions(), Cancel)]
+    assert play.view.outstanding_bytes / play.view.rate > 2.5
 
 
 def test_silence_of_all_proves_nothing_but_is_worth_asking_again():
