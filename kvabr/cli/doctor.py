@@ -66,6 +66,8 @@ def run(args: argparse.Namespace) -> int:
     if args.url is not None:
         findings += _origin(args)
     table = Table(box=None, pad_edge=False, show_header=False)
+    for _ in ("what", "state", "detail"):
+        table.add_column(overflow="fold")
     for finding in findings:
         fix = f"\n{_BEFORE_FIX[finding.state]}{finding.fix}" if finding.fix else ""
         detail = escape(f"{finding.detail}{fix}")  # extras are written in brackets
@@ -183,7 +185,8 @@ def _engines() -> Iterator[Finding]:
         if name == "transformers":
             continue  # reported as a package
         if version is None:
-            yield Finding(name, "missing", f"tested with {adapter.range}", f"pip install {adapter.package}")
+            fix = f"pip install '{adapter.package}{adapter.range}'"
+            yield Finding(name, "missing", "not installed; the versions that were tested:", fix)
         elif adapter.knows(version):
             yield Finding(name, "ok", version)
         else:
