@@ -46,7 +46,8 @@ function drawTimeline() {
   inPlot.append(ratePanel(area, root), requestPanel(area, root), decoderPanel(area, root), slackPanel(area, root));
   if (area.other) inPlot.append(requestPanel(area, root, area.other, area.panels.rival));
   if (area.panels.engine) inPlot.append(enginePanel(area, root));
-  root.append(milestones(area));
+  // Titles stay readable where the lines of milestones cross them.
+  root.append(milestones(area), ...root.querySelectorAll(".heading"));
   const cursor = svg("g", { class: "cursor", visibility: "hidden" },
     svg("line", { y1: MARGIN.top - 6, y2: area.height - MARGIN.bottom }), svg("text", { y: MARGIN.top - 9 }));
   const halo = svg("rect", { class: "halo", visibility: "hidden" });
@@ -246,7 +247,7 @@ function stopMark(area, play, panel) {
   const end = Math.min(area.x(play.deadline_s), area.right);
   const top = panel.top + 4 + STOP_SIGN;
   const left = seconds(play.deadline_s - stopped.t);
-  const texts = [`stopped ${left} before the deadline`, `stopped ${left} early`];
+  const texts = [`stopped ${left} before the deadline`, `stopped ${left} early`, "stopped"];
   const places = [...texts.map((text) => [text, area.right - x, true]), ...texts.map((text) => [text, x - MARGIN.left, false])];
   const [text, , after] = places.find(([words, room]) => 6.6 * words.length + 12 < room) ?? ["", 0, true];
   return svg("g", { class: "stop" },
