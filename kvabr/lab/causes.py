@@ -112,6 +112,8 @@ def _split_loss(catalog: Catalog, curves: LossCurves, case: Case, useful: float,
     # With an engine the least may be far below what bytes alone can buy. Then bytes are counted down to f(C) only.
     floor = case.least if len(fetched) == catalog.groups and case.least >= curve.at(carried) else curve.at(carried)
     level = curve.at(useful)
+    if useful <= carried and level < floor <= own:
+        level = floor  # the relaxation promises a little more than any schedule can decode in time
     out["order"] += own - level
     if level < floor:
         # Better than any cache by the deadline: the quality was bought with lateness.
