@@ -30,7 +30,7 @@ Picks = npt.NDArray[np.intp]
 _BYTE_PRICES, _DECODE_STRIDE = 48, 64
 """Prices of a byte, and the distance of the prices of decoding that are tried among those of the frontier."""
 _COARSE = 3
-"""Of these, one in so many is tried to compare divisions between network and engine."""
+"""Every third of these prices is tried where divisions between network and engine are compared."""
 _DIVISIONS = 33
 """Most numbers of groups that are tried for the engine."""
 _FEW = 4096
