@@ -1,0 +1,111 @@
+"""What an asset of plain full attention consists of, to the byte: whatever changes inside, published assets must play.
+
+The AC levels have vectors of their own (`tests.codec.native`): their bytes depend on the processor.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvabr.codec.base import GroupContext
+from kvabr.codec.container import object_spans
+from kvabr.codec.group import decode_group, encode_group
+from kvabr.data import CATALOG, default_catalog
+from kvabr.store.asset_folder import frame_path
+from kvabr.types.kv import KVSpec
+
+PLAIN = {
+    "model": "test/model", "tokenizer": "tokenizer", "layers": 2, "kv_heads": 2, "head_dim": 32, "dtype": "float16",
+    "rope": {"theta": 10000.0, "rotary_dim": 32, "layout": "half"}, "group_tokens": 128,
+}  # fmt: skip
+NARROW = PLAIN | {"kv_heads": 3, "head_dim": 6, "dtype": "bfloat16", "rope": None, "group_tokens": 40}
+SCALED = PLAIN | {
+    "layers": 1,
+    "head_dim": 8,
+    "rope": {
+        "theta": 500000.0,
+        "rotary_dim": 4,
+        "layout": "interleaved",
+        "frequencies": [1.0, 0.00141421356],
+        "factor": 1.25,
+    },
+}
+SPECS = {"plain": PLAIN, "narrow": NARROW, "scaled": SCALED}
+CHUNK = "ab" * 32
+
+
+def sha(data):
+    return hashlib.sha256(data).hexdigest()[:16]
+
+
+def spec(name):
+    return KVSpec.from_json(SPECS[name])
+
+
+def numbers(shape):
+    """Whole numbers between -128 and 128 in no order, and one key channel far larger."""
+    kv = ((torch.arange(torch.Size(shape).numel()) * 7919 % 257) - 128).float().view(shape)
+    kv[:, 0, :, :, 1] *= 16
+    return kv
+
+
+DIGESTS = {
+    "plain": "f6b0cf809e36a2c025f36ae93f3dbefe",
+    "narrow": "f6cef09205cd57e88617a4500349ee45",
+    "scaled": "fcd0988f0b7b0a6e07ef6dd3fdb31bb5",
+}
+FRAMES = {
+    ("plain", "FP16"): (64090, "d62394a749ebb38e", "773acb09dcdaef2f", "2b84ef43464d57a8"),
+    ("plain", "BF16"): (64090, "9c264a96ed362ba5", "773acb09dcdaef2f", "2b84ef43464d57a8"),
+    ("plain", "FP8"): (32601, "e7b13c4cfe2f1ec6", "dde4c809d9a48772", "e3e7c94c2b2ddd15"),
+    ("plain", "Int8"): (33106, "2a3c8f9329f6f01c", "7fdca8f2e643ff83", "c02aa6b7feae3dca"),
+    ("plain", "FP4"): (17101, "5667ab2bbd76eeae", "ccffc387268943f6", "4478f189492bc8ff"),
+    ("plain", "Int4"): (17106, "9d6a2220a3a5c1d1", "5b553db6237f4275", "d25e5174a2911836"),
+    ("narrow", "FP16"): (5418, "c3b99b79a83496b5", "b5c9fd77b3c5c324", "d9cbd0d15f0830d0"),
+    ("narrow", "BF16"): (5418, "b27d2daaeb73f409", "b5c9fd77b3c5c324", "d9cbd0d15f0830d0"),
+    ("narrow", "FP8"): (2897, "2dd325c9386c79d3", "fd2eaa12262c26fc", "2d3492dd254922d9"),
+    ("narrow", "Int8"): (2938, "8122c7091ea8c3d8", "1e359a9981d8e716", "964fec2b57013805"),
+    ("narrow", "FP4"): (1535, "8764a226e4978bce", "e09b8c2db09e03b6", "db51fecc399766fa"),
+    ("narrow", "Int4"): (1606, "981182162d859acc", "7219ff42f1dd327c", "92810f2d520cc139"),
+    ("scaled", "FP16"): (8090, "4ce703bb78c000e3", "a94fbb26408713d5", "3e9b35bfd38acde3"),
+    ("scaled", "BF16"): (8090, "032b138e0c1ec98c", "a94fbb26408713d5", "3e9b35bfd38acde3"),
+    ("scaled", "FP8"): (4153, "8058b0fe43466447", "eb2f7d4e86473f32", "af77abef39430c08"),
+    ("scaled", "Int8"): (4218, "fe8ad8c77ca0c9f5", "98f14e92db8fb846", "2b15b247e225b753"),
+    ("scaled", "FP4"): (2216, "55b39a8b8d4c08a3", "20563536295cf922", "67af5c97800f4868"),
+    ("scaled", "Int4"): (2218, "18a00829e6d2e17d", "3d6bc09f1a8d4a83", "b1a367c36f7e2985"),
+}
+"""By spec and track: bytes of a frame, its SHA-256, that of what it decodes to, and that of how it is cut."""
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_specs_keep_their_json_and_their_digest(name):
+    made = spec(name)
+    assert json.dumps(made.to_json()) == json.dumps(SPECS[name])
+    assert made.digest().hex() == DIGESTS[name]
+
+
+@pytest.mark.parametrize(("name", "track"), FRAMES)
+def test_frames_keep_their_bytes(name, track):
+    made = spec(name)
+    context = GroupContext(made, made.group_tokens, made.group_tokens - 3)
+    kv = numbers(made.shape(context.tokens))
+    frame = encode_group(kv, track, context, CHUNK, 1)
+    out = torch.empty_like(kv)
+    decode_group(frame, track, context, CHUNK, 1, out)
+    spans = object_spans(made, track, context.first_token, context.tokens, len(frame))
+    cuts = json.dumps([(span.object_id, span.begin, span.end) for span in spans])
+    found = (len(frame), sha(frame), sha(out.numpy().tobytes()), sha(cuts.encode()))
+    assert found == FRAMES[name, track]
+
+
+def test_the_shipped_asset_keeps_its_catalog_and_its_names():
+    catalog = default_catalog()
+    assert catalog.spec.digest().hex() == "286ea2668d7a44faa6e16935bb3fcf8b"
+    assert catalog.dumps() == files("kvabr.data").joinpath(CATALOG).read_text()
+    assert frame_path(Path(), 3, "AC-L0") == Path("groups/AC-L0/00003.kvg")
