@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from kvabr.replay.run import Matrix, Report
+    from kvabr.replay.sharing import Sharing
     from kvabr.store.asset import Asset
 
 _EPILOG = """\
@@ -79,6 +80,16 @@ def add(parser: argparse.ArgumentParser) -> None:
     link.add_argument("--rtt", type=float, metavar="MS", help="round trip in ms (default: the trace's, else 40)")
     link.add_argument("--no-slow-start", action="store_true", help="the connection is warm: slow start is over")
     link.add_argument("--cold", action="store_true", help="the deadline includes handshake and catalog")
+    link.add_argument(
+        "--queue",
+        type=float,
+        metavar="KB",
+        help="the bottleneck's queue; a simulation has none unless given (default with --live and --rivals: a round "
+        "trip of the trace at its best, at least 64 packets)",
+    )
+    link.add_argument("--rivals", type=int, default=0, metavar="N", help="plays that share the link (default: 0)")
+    link.add_argument("--one-connection", action="store_true", help="the plays that share the link share a connection")
+    link.add_argument("--codel", action="store_true", help="the queue drops what has waited too long (RFC 8289)")
     engine = parser.add_argument_group(
         "the engine", "Recompute costs what the asset's publisher measured; without --asset there is no recompute."
     )
@@ -132,12 +143,6 @@ def _add_live_options(parser: argparse.ArgumentParser) -> None:
     live.add_argument("--live", action="store_true", help="play over a real transport (needs --asset)")
     live.add_argument("--quic", choices=("aioquic", "qh3"), help="QUIC library (default: aioquic)")
     live.add_argument("--loss", type=float, metavar="PERCENT", help="packets lost at random in each direction")
-    live.add_argument(
-        "--queue",
-        type=float,
-        metavar="KB",
-        help="the bottleneck's queue (default: a round trip of the trace at its best, at least 64 packets)",
-    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -229,6 +234,7 @@ def _matrix(args: argparse.Namespace, catalog: Catalog) -> Matrix:
         cold=args.cold,
         estimator=args.estimator,
         config=PlayerConfig(gpu_price=args.gpu_price, time_price=args.time_price, give_up_after=args.patience),
+        sharing=_sharing(args),
     )
     traces = tuple(trace for path in find(args.traces or [traces_folder()]) for trace in read(path))
     wants_timelines = any((args.html, args.svg, args.log, args.perfetto))
@@ -242,6 +248,15 @@ def _matrix(args: argparse.Namespace, catalog: Catalog) -> Matrix:
         timelines=args.timelines if wants_timelines else 0,
         detail=wants_timelines or args.json is not None or args.verify,
     )
+
+
+def _sharing(args: argparse.Namespace) -> Sharing | None:
+    if args.live or not (args.rivals or args.one_connection or args.codel or args.queue is not None):
+        return None
+    from kvabr.replay.sharing import Sharing
+
+    queue_bytes = None if args.queue is None else int(1000 * args.queue)
+    return Sharing(args.rivals, queue_bytes, args.codel, args.one_connection)
 
 
 def _policies(names: list[str], catalog: Catalog) -> tuple[str, ...]:
@@ -275,11 +290,14 @@ def _check_live(args: argparse.Namespace) -> None:
     """Raise UsageError if options contradict each other or need ``--live``."""
     if args.cold and args.no_slow_start:
         raise UsageError("--cold counts the handshake, --no-slow-start skips the start of a connection; give one")
-    given = [name for name in ("quic", "loss", "queue") if getattr(args, name) is not None]
+    given = [name for name in ("quic", "loss") if getattr(args, name) is not None]
     if given and not args.live:
         raise UsageError(f"--{given[0]} is about a real transport: it needs --live")
     if args.live and (args.asset is None or Path(args.asset).is_file()):
         raise UsageError("--live plays real bytes: `kvabr encode` makes an asset, --asset names its folder")
+    for name in ("rivals", "one_connection", "codel"):
+        if args.live and getattr(args, name):
+            raise UsageError(f"--{name.replace('_', '-')} is for simulations: a live play has the link to itself")
     if args.live and args.decode_scale != 1.0:
         raise UsageError("--decode-scale is for simulations: with --live the groups are really decoded")
     if args.live and args.decoders != 1:

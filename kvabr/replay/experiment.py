@@ -24,6 +24,7 @@ from kvabr.replay.link import (
     Capacity,
     running_sums,
 )
+from kvabr.replay.sharing import Bottleneck, Sharing, play_shared
 from kvabr.replay.simulator import LinkUse, Simulator
 from kvabr.replay.trace import Trace
 from kvabr.types.catalog import Catalog, played_loss
@@ -67,6 +68,8 @@ class ReplayOptions:
     prior: Prior | None = None
     """What earlier plays told of the link; None: it is unknown."""
     config: PlayerConfig = field(default_factory=PlayerConfig)
+    sharing: Sharing | None = None
+    """How the link is shared with other plays, packet by packet; None: a play has it to itself, without a queue."""
 
     def __post_init__(self) -> None:
         if not 0 < self.deadline_s < math.inf:
@@ -117,11 +120,14 @@ class Experiment:
         rtt_s = DEFAULT_RTT_S if rtt_s is None else rtt_s
         # Bytes that came before the play have opened the window, too.
         window = INITIAL_WINDOW + HANDSHAKE_BYTES + self._catalog_bytes
-        return self._capacity(trace, start_s + self.lookup_s(trace, start_s, rtt_s), rtt_s, window), rtt_s
+        begins_s = start_s + self.lookup_s(trace, start_s, rtt_s)
+        # On a link that is shared every connection has its own slow start.
+        slow_start = self.options.slow_start and self.options.sharing is None
+        return self._capacity(trace, begins_s, rtt_s, window, slow_start=slow_start), rtt_s
 
-    def _capacity(self, trace: Trace, start_s: float, rtt_s: float, window: float) -> Capacity:
+    def _capacity(self, trace: Trace, start_s: float, rtt_s: float, window: float, *, slow_start: bool) -> Capacity:
         _, carried, sums = self._scaled(trace)
-        return Capacity(carried, start_s, rtt_s, slow_start=self.options.slow_start, window=window, sums=sums)
+        return Capacity(carried, start_s, rtt_s, slow_start=slow_start, window=window, sums=sums)
 
     def new_clairvoyant(self, cost: PrefillCost | None) -> Clairvoyant:
         """Return the clairvoyant for these plays with an engine of some cost, or without one."""
@@ -158,7 +164,8 @@ class Experiment:
         if not self.options.cold:
             return 0.0
         asked_s = (LOOKUP_ROUND_TRIPS - 1.0) * rtt_s
-        link = self._capacity(trace, start_s + asked_s, rtt_s, INITIAL_WINDOW + HANDSHAKE_BYTES)
+        window, slow_start = INITIAL_WINDOW + HANDSHAKE_BYTES, self.options.slow_start
+        link = self._capacity(trace, start_s + asked_s, rtt_s, window, slow_start=slow_start)
         return asked_s + link.when(rtt_s, self._catalog_bytes)
 
     def _time_for(self, lookup_s: float) -> float:
@@ -197,6 +204,15 @@ class Experiment:
         lines: list[PlayEvent] | None = [] if log else None
         lookup_s = self.lookup_s(trace, start_s, rtt_s)
         session = self.session(trace, start_s, policy, capacity, rtt_s, lines, lookup_s=lookup_s)
+        if (sharing := self.options.sharing) is not None:
+            rivals = [
+                self.session(trace, start_s, policy, capacity, rtt_s, None, lookup_s=lookup_s)
+                for _ in range(sharing.rivals)
+            ]
+            link = self._share(sharing, [session, *rivals], trace, start_s + lookup_s, rtt_s)
+            outcome = self.outcome(trace, start_s, policy, session, capacity, bound, lines, lookup_s=lookup_s)
+            outcome.run["sharing"] = _shared(link, [rival.record for rival in rivals], lookup_s)
+            return outcome
         use = self._simulate(session, capacity, rtt_s)
         outcome = self.outcome(
             trace, start_s, policy, session, capacity, bound, lines, lookup_s=lookup_s, ghost_bytes=use.ghost_bytes
@@ -219,6 +235,24 @@ class Experiment:
         )
         simulator.run()
         return simulator.use
+
+    def _share(
+        self, sharing: Sharing, sessions: list[Session], trace: Trace, start_s: float, rtt_s: float
+    ) -> Bottleneck:
+        options = self.options
+        _, carried, sums = self._scaled(trace)
+        return play_shared(
+            sharing,
+            sessions,
+            self.catalog,
+            Capacity(carried, start_s, sums=sums),
+            rtt_s=rtt_s,
+            window=INITIAL_WINDOW + HANDSHAKE_BYTES + self._catalog_bytes,
+            slow_start=options.slow_start,
+            cost=options.cost,
+            decode_scale=options.decode_scale,
+            decoders=options.decoders,
+        )
 
     def session(
         self,
@@ -332,6 +366,16 @@ class Experiment:
         lines.append(CacheDelivered(end, record.met, run["loss"]))
         series = capacity.series(max(end, options.deadline_s) * 1.05 - lookup_s)
         return PlayOutcome(run, record, lines, [(t + lookup_s, rate) for t, rate in series])
+
+
+def _shared(link: Bottleneck, rivals: list[PlayRecord], lookup_s: float) -> dict[str, Any]:
+    """Return what a run says of the link that it shared, and of the plays that it shared it with."""
+    ends = [None if rival.delivered_s is None else _round(rival.delivered_s + lookup_s) for rival in rivals]
+    return {
+        "dropped_bytes": link.dropped,
+        "most_queued_bytes": link.most_queued,
+        "rivals": [{"ttft_s": end, "met": rival.met} for end, rival in zip(ends, rivals, strict=True)],
+    }
 
 
 def _shift(record: PlayRecord, lines: list[PlayEvent] | None, seconds: float) -> None:

@@ -10,7 +10,7 @@ import os
 import random
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -137,6 +137,8 @@ def finish(matrix: Matrix, runs: list[dict[str, Any]]) -> dict[str, Any]:
             "decoders": options.decoders,
             "slow_start": options.slow_start,
             "cold": options.cold,
+            "patience": options.config.give_up_after,
+            "sharing": None if options.sharing is None else asdict(options.sharing),
             "estimator": options.estimator,
             "starts": matrix.starts,
             "seed": matrix.seed,

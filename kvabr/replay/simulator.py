@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +14,8 @@ from kvabr.replay.link import Capacity
 from kvabr.types.catalog import Catalog
 from kvabr.types.cost import PrefillCost
 
-_EPSILON = 1e-9
+EPSILON = 1e-9
+"""Seconds that two events at the same time may be apart by rounding."""
 _WHOLE = 0.5
 """A flow that lacks fewer bytes than this is complete."""
 
@@ -48,6 +50,56 @@ class LinkUse:
     """Bytes of `cut_bytes` that were reported to the session, which counts them as wasted."""
 
 
+class Machine:
+    """The decoders and the engine of one play."""
+
+    def __init__(
+        self, session: Session, catalog: Catalog, cost: PrefillCost | None, decode_scale: float, decoders: int
+    ) -> None:
+        """Begin idle; the arguments are those of `Simulator`."""
+        self._session, self._catalog, self._cost, self._decode_scale = session, catalog, cost, decode_scale
+        self._decoders = [0.0] * decoders
+        """Heap of the times at which the decoders have finished everything they were given."""
+        self._decoding: list[tuple[float, int, int, float]] = []
+        """Heap of the groups being decoded: when that ends, order of the action, request, seconds of decoding."""
+        self._decodes = 0
+        self._compute: tuple[float, int, int] | None = None
+
+    def begin(self, action: Decode | Recompute, now: float) -> None:
+        """Begin what the session asks for."""
+        if isinstance(action, Recompute):
+            self._start_compute(action, now)
+            return
+        track = self._catalog.by_name[action.track]
+        share = self._catalog.group_tokens(action.group) / self._catalog.spec.group_tokens
+        seconds = track.decode_s * share * self._decode_scale
+        end = max(now, heappop(self._decoders)) + seconds
+        heappush(self._decoders, end)
+        heappush(self._decoding, (end, self._decodes, action.request, seconds))
+        self._decodes += 1
+
+    def _start_compute(self, action: Recompute, now: float) -> None:
+        assert self._cost is not None  # noqa: S101  # a session without a cost model asks for no recompute
+        first = action.first * self._catalog.spec.group_tokens
+        last = min(action.last * self._catalog.spec.group_tokens, self._catalog.tokens)
+        self._compute = (now + self._cost.seconds(first, last - first), action.first, action.last)
+
+    def next_s(self) -> float:
+        """Return when something is done next, seconds; infinite if nothing is being done."""
+        decoded_s = self._decoding[0][0] if self._decoding else math.inf
+        return decoded_s if self._compute is None else min(decoded_s, self._compute[0])
+
+    def tell(self, now: float) -> None:
+        """Report to the session what is done by ``now``."""
+        while self._decoding and self._decoding[0][0] <= now + EPSILON:
+            _, _, request, seconds = heappop(self._decoding)
+            self._session.decoded(request, now, seconds)
+        if self._compute is not None and self._compute[0] <= now + EPSILON:
+            _, first, last = self._compute
+            self._compute = None
+            self._session.computed(first, last, now)
+
+
 class Simulator:
     """Drives one `Session` over one `Capacity`."""
 
@@ -75,8 +127,7 @@ class Simulator:
             decode_scale: factor for the catalog's decode times.
             decoders: threads that decode, each a group at a time.
         """
-        self._session, self._catalog, self._capacity = session, catalog, capacity
-        self._rtt_s, self._cost, self._decode_scale = rtt_s, cost, decode_scale
+        self._session, self._capacity, self._rtt_s = session, capacity, rtt_s
         self._first_byte_s = rtt_s + first_byte_s
         self._flows: dict[int, _Flow] = {}
         """Requests whose progress is reported to the session, by number."""
@@ -84,12 +135,7 @@ class Simulator:
         """Flows whose first byte cannot come yet, the earliest first."""
         self._open: list[tuple[int, int, _Flow]] = []
         """Heap of the others by priority and order of request; it may hold completed flows."""
-        self._decoders = [0.0] * decoders
-        """Heap of the times at which the decoders have finished everything they were given."""
-        self._decoding: list[tuple[float, int, int, float]] = []
-        """Heap of the groups being decoded: when that ends, order of the action, request, seconds of decoding."""
-        self._decodes = 0
-        self._compute: tuple[float, int, int] | None = None
+        self._machine = Machine(session, catalog, cost, decode_scale, decoders)
         self.use = LinkUse()
         """Accounts for the link's bytes."""
 
@@ -121,22 +167,13 @@ class Simulator:
                 flow = _Flow(action.request, action.bytes, action.priority, now + self._first_byte_s)
                 self._flows[action.request] = flow
                 self._coming.append(flow)
-            elif isinstance(action, Decode):
-                track = self._catalog.by_name[action.track]
-                share = self._catalog.group_tokens(action.group) / self._catalog.spec.group_tokens
-                seconds = track.decode_s * share * self._decode_scale
-                end = max(now, heappop(self._decoders)) + seconds
-                heappush(self._decoders, end)
-                heappush(self._decoding, (end, self._decodes, action.request, seconds))
-                self._decodes += 1
-            elif isinstance(action, Cancel):
-                if (cut := self._flows.pop(action.request, None)) is not None:
-                    cut.cancelled = True
-                    cut.closes_s = now + self._rtt_s
-                    if cut.opens_s >= cut.closes_s - _EPSILON:
-                        cut.size = 0.0
-            elif isinstance(action, Recompute):
-                self._start_compute(action, now)
+            elif isinstance(action, Decode | Recompute):
+                self._machine.begin(action, now)
+            elif isinstance(action, Cancel) and (cut := self._flows.pop(action.request, None)) is not None:
+                cut.cancelled = True
+                cut.closes_s = now + self._rtt_s
+                if cut.opens_s >= cut.closes_s - EPSILON:
+                    cut.size = 0.0
 
     def _close(self, actions: Sequence[Action]) -> None:
         """Count what was in flight when the play ended."""
@@ -145,21 +182,15 @@ class Simulator:
                 self.use.cut_bytes += flow.received
                 self.use.cut_told_bytes += flow.told
 
-    def _start_compute(self, action: Recompute, now: float) -> None:
-        assert self._cost is not None  # noqa: S101  # a session without a cost model asks for no recompute
-        first = action.first * self._catalog.spec.group_tokens
-        last = min(action.last * self._catalog.spec.group_tokens, self._catalog.tokens)
-        self._compute = (now + self._cost.seconds(first, last - first), action.first, action.last)
-
     def _served(self, now: float) -> _Flow | None:
         """Return the open flow that gets the capacity now: lowest priority number, then first requested."""
         coming, opened = self._coming, self._open
-        while coming and coming[0].opens_s <= now + _EPSILON:
+        while coming and coming[0].opens_s <= now + EPSILON:
             flow = coming.popleft()
             heappush(opened, (flow.priority, flow.request, flow))
         while opened:
             flow = opened[0][2]
-            if flow.received < flow.size - _WHOLE and flow.closes_s > now + _EPSILON:
+            if flow.received < flow.size - _WHOLE and flow.closes_s > now + EPSILON:
                 return flow
             heappop(opened)
         return None
@@ -168,10 +199,7 @@ class Simulator:
         """Return the time of the next event."""
         then = self._session.next_timer()
         assert then is not None  # noqa: S101  # the play is not over
-        if self._decoding and self._decoding[0][0] < then:
-            then = self._decoding[0][0]
-        if self._compute is not None and self._compute[0] < then:
-            then = self._compute[0]
+        then = min(then, self._machine.next_s())
         if served is not None:
             # Aim a quarter of a byte short, so that a rounding error cannot put the end behind an outage.
             least = served.size - served.received
@@ -201,15 +229,9 @@ class Simulator:
         """Report to the session what has happened by ``now``."""
         session = self._session
         timer = session.next_timer()
-        due = timer is not None and timer <= now + _EPSILON
+        due = timer is not None and timer <= now + EPSILON
         self._tell_transfers(now, served, due=due)
-        while self._decoding and self._decoding[0][0] <= now + _EPSILON:
-            _, _, request, seconds = heappop(self._decoding)
-            session.decoded(request, now, seconds)
-        if self._compute is not None and self._compute[0] <= now + _EPSILON:
-            _, first, last = self._compute
-            self._compute = None
-            session.computed(first, last, now)
+        self._machine.tell(now)
         if due:
             session.timer(now)
 

@@ -192,11 +192,11 @@ def test_the_command_plays_compares_and_reports(asset, tmp_path, capsys):
     [
         (["--live"], "--asset"),
         (["--loss", "1"], "--live"),
-        (["--queue", "64"], "--live"),
         (["--cold", "--no-slow-start"], "--cold"),
         (["--live", "--asset", "ASSET", "--loss", "100"], "loss"),
         (["--live", "--asset", "ASSET", "--queue", "0.1"], "queue"),
         (["--live", "--asset", "ASSET", "--decode-scale", "0"], "--decode-scale"),
+        (["--live", "--asset", "ASSET", "--rivals", "2"], "--rivals"),
     ],
 )
 def test_options_that_make_no_sense(asset, options, says, capsys):
