@@ -185,7 +185,7 @@ class Anytime(Policy):
             group = next(reversed(missing))  # the engine comes from the front
             return Decision.fetch(group, name, "the base comes first, from the back")
         group = next(iter(missing))  # the first missing group; if it was requested before, it was lost
-        if view.rate > 0 and view.slack_s() < 0:
+        if view.rate > 0 and not view.growing and view.slack_s() < 0:
             # Of an incomplete cache, what comes before the first missing group can be used.
             return Decision.fetch(group, name, "not all may come in time: the earliest groups come first")
         while self._asked < len(order):
