@@ -88,7 +88,9 @@ def add(parser: argparse.ArgumentParser) -> None:
         "trip of the trace at its best, at least 64 packets)",
     )
     link.add_argument("--rivals", type=int, default=0, metavar="N", help="plays that share the link (default: 0)")
-    link.add_argument("--one-connection", action="store_true", help="the plays that share the link share a connection")
+    link.add_argument(
+        "--one-connection", action="store_true", help="the plays are of one client, and share its connection"
+    )
     link.add_argument("--codel", action="store_true", help="the queue drops what has waited too long (RFC 8289)")
     engine = parser.add_argument_group(
         "the engine", "Recompute costs what the asset's publisher measured; without --asset there is no recompute."

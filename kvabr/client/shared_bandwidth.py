@@ -12,7 +12,7 @@ import math
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from kvabr.abr.estimator import Estimator, Prior
@@ -27,7 +27,9 @@ _ACTIVE_S = 0.5
 class SharedLink:
     """What the plays of this process know of the path to one peer."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] | None = None) -> None:
+        """Begin without plays; ``clock`` returns the time, seconds (None: that of the running event loop)."""
+        self.clock = clock or _now
         self._lock = threading.Lock()
         self._members: list[LinkShare] = []
         self.total = 0.0
@@ -71,7 +73,7 @@ class LinkShare(Estimator):
         """Wrap the estimator that the play would use alone."""
         super().__init__()
         self._link, self._inner = link, inner
-        self._seen, self._joined_at = link.total, _now()
+        self._seen, self._joined_at = link.total, link.clock()
         self._since_s: float | None = None
         self._heard_at: float | None = None
 
@@ -90,10 +92,10 @@ class LinkShare(Estimator):
         """See `Estimator.sample`; adds what the other plays received in the same time."""
         total = self._link.heard(nbytes)
         # Before its first sample a play has waited: the others received their bytes in more than `seconds`.
-        since_s = now - max(seconds, _now() - self._joined_at) if self._since_s is None else self._since_s
+        since_s = now - max(seconds, self._link.clock() - self._joined_at) if self._since_s is None else self._since_s
         elapsed_s = max(seconds, now - since_s)
         others = max(0.0, total - self._seen - nbytes)
-        self._seen, self._since_s, self._heard_at = total, now, _now()
+        self._seen, self._since_s, self._heard_at = total, now, self._link.clock()
         self._inner.sample(nbytes + (others * seconds / elapsed_s if elapsed_s > 0 else 0.0), seconds, now)
 
     @property
@@ -103,7 +105,7 @@ class LinkShare(Estimator):
 
     def active(self) -> bool:
         """Return whether there was a sample lately."""
-        return self._heard_at is not None and _now() - self._heard_at <= _ACTIVE_S
+        return self._heard_at is not None and self._link.clock() - self._heard_at <= _ACTIVE_S
 
     def link_rate(self) -> float:
         """Return the rate of the whole link, bytes per second; 0 where the estimator cannot say.

@@ -18,7 +18,7 @@ from kvabr.types.errors import ConnectionLostError
 from kvabr.types.events import Limit
 
 _LEAST_URGENT = 255
-_TURN_S = 0.25
+TURN_S = 0.25
 """Seconds without a byte of anything more urgent after which a download that stands still no longer waits for it."""
 
 
@@ -124,7 +124,7 @@ class SharedDownloads:
 
     def waits_its_turn(self, download: SharedDownload) -> bool:
         """Return whether nothing comes of a download because something more urgent does come."""
-        since_s = max(download.heard_s, asyncio.get_running_loop().time() - _TURN_S)
+        since_s = max(download.heard_s, asyncio.get_running_loop().time() - TURN_S)
         return any(priority < download.priority and at_s > since_s for priority, at_s in self._heard_s.items())
 
     async def close(self) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from kvabr.abr.estimator import Estimator, Prior
@@ -24,8 +26,8 @@ from kvabr.replay.link import (
     Capacity,
     running_sums,
 )
-from kvabr.replay.sharing import Bottleneck, Sharing, play_shared
-from kvabr.replay.simulator import LinkUse, Simulator
+from kvabr.replay.sharing import SharedPlays, Sharing
+from kvabr.replay.simulator import LinkUse, Machine, Simulator
 from kvabr.replay.trace import Trace
 from kvabr.types.catalog import Catalog, played_loss
 from kvabr.types.cost import PrefillCost, objective
@@ -92,7 +94,7 @@ class PlayOutcome:
     log: list[PlayEvent] | None
     link: list[tuple[float, float]] | None
     use: LinkUse | None = None
-    """Accounts for the link's bytes; None for a live play."""
+    """Accounts for the link's bytes; None for a live play, and on a shared link."""
 
 
 class Experiment:
@@ -201,18 +203,11 @@ class Experiment:
         self, trace: Trace, start_s: float, policy: str, capacity: Capacity, rtt_s: float, bound: Bound, *, log: bool
     ) -> PlayOutcome:
         """Play once over a link from `prepare`, which the policies compared at one start share."""
+        if self.options.sharing is not None:
+            return self._play_shared(self.options.sharing, trace, start_s, policy, capacity, rtt_s, bound, log=log)
         lines: list[PlayEvent] | None = [] if log else None
         lookup_s = self.lookup_s(trace, start_s, rtt_s)
         session = self.session(trace, start_s, policy, capacity, rtt_s, lines, lookup_s=lookup_s)
-        if (sharing := self.options.sharing) is not None:
-            rivals = [
-                self.session(trace, start_s, policy, capacity, rtt_s, None, lookup_s=lookup_s)
-                for _ in range(sharing.rivals)
-            ]
-            link = self._share(sharing, [session, *rivals], trace, start_s + lookup_s, rtt_s)
-            outcome = self.outcome(trace, start_s, policy, session, capacity, bound, lines, lookup_s=lookup_s)
-            outcome.run["sharing"] = _shared(link, [rival.record for rival in rivals], lookup_s)
-            return outcome
         use = self._simulate(session, capacity, rtt_s)
         outcome = self.outcome(
             trace, start_s, policy, session, capacity, bound, lines, lookup_s=lookup_s, ghost_bytes=use.ghost_bytes
@@ -236,23 +231,51 @@ class Experiment:
         simulator.run()
         return simulator.use
 
-    def _share(
-        self, sharing: Sharing, sessions: list[Session], trace: Trace, start_s: float, rtt_s: float
-    ) -> Bottleneck:
-        options = self.options
-        _, carried, sums = self._scaled(trace)
-        return play_shared(
+    def _play_shared(
+        self,
+        sharing: Sharing,
+        trace: Trace,
+        start_s: float,
+        policy: str,
+        capacity: Capacity,
+        rtt_s: float,
+        bound: Bound,
+        *,
+        log: bool,
+    ) -> PlayOutcome:
+        """Play once while other plays use the link."""
+        options, lookup_s = self.options, self.lookup_s(trace, start_s, rtt_s)
+        lines: list[PlayEvent] | None = [] if log else None
+        plays = SharedPlays(
             sharing,
-            sessions,
-            self.catalog,
-            Capacity(carried, start_s, sums=sums),
+            capacity,
             rtt_s=rtt_s,
-            window=INITIAL_WINDOW + HANDSHAKE_BYTES + self._catalog_bytes,
+            deadline_s=self._time_for(lookup_s),
+            window=INITIAL_WINDOW + HANDSHAKE_BYTES,
+            lookup_bytes=self._catalog_bytes,
             slow_start=options.slow_start,
+        )
+        machine = partial(
+            Machine,
+            catalog=self.catalog,
             cost=options.cost,
             decode_scale=options.decode_scale,
             decoders=options.decoders,
         )
+
+        def build(lines: list[PlayEvent] | None, share: Callable[[Estimator], Estimator]) -> Session:
+            return self.session(trace, start_s, policy, capacity, rtt_s, lines, lookup_s=lookup_s, share=share)
+
+        for events in (lines, *(None for _ in range(sharing.rivals))):
+            plays.add(partial(build, events), machine)
+        plays.run()
+        first = plays.players[0]
+        outcome = self.outcome(
+            trace, start_s, policy, first.session, capacity, bound, lines,
+            lookup_s=lookup_s, ghost_bytes=first.ghost_bytes,
+        )  # fmt: skip
+        outcome.run["sharing"] = plays.report(lookup_s)
+        return outcome
 
     def session(
         self,
@@ -264,6 +287,7 @@ class Experiment:
         lines: list[PlayEvent] | None,
         *,
         lookup_s: float = 0.0,
+        share: Callable[[Estimator], Estimator] | None = None,
     ) -> Session:
         """Return the session of one play, for the simulator or a live driver.
 
@@ -275,6 +299,7 @@ class Experiment:
             rtt_s: round trip, seconds.
             lines: takes the play's events; None for no log.
             lookup_s: seconds of the deadline that have passed when the play begins.
+            share: makes of an estimator of the link one of the play's share; None if the play is alone.
         """
         options = self.options
         estimator = new_estimator(policy, options.estimator)
@@ -294,6 +319,9 @@ class Experiment:
                     start_s=start_s,
                 )
             )
+
+        if share is not None:
+            estimator = share(estimator)
 
         def carried(seconds: float) -> float:
             return capacity.between(session.view.now, session.view.now + seconds)
@@ -366,16 +394,6 @@ class Experiment:
         lines.append(CacheDelivered(end, record.met, run["loss"]))
         series = capacity.series(max(end, options.deadline_s) * 1.05 - lookup_s)
         return PlayOutcome(run, record, lines, [(t + lookup_s, rate) for t, rate in series])
-
-
-def _shared(link: Bottleneck, rivals: list[PlayRecord], lookup_s: float) -> dict[str, Any]:
-    """Return what a run says of the link that it shared, and of the plays that it shared it with."""
-    ends = [None if rival.delivered_s is None else _round(rival.delivered_s + lookup_s) for rival in rivals]
-    return {
-        "dropped_bytes": link.dropped,
-        "most_queued_bytes": link.most_queued,
-        "rivals": [{"ttft_s": end, "met": rival.met} for end, rival in zip(ends, rivals, strict=True)],
-    }
 
 
 def _shift(record: PlayRecord, lines: list[PlayEvent] | None, seconds: float) -> None:

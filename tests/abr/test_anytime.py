@@ -18,6 +18,7 @@ from kvabr.replay.simulator import Simulator
 from kvabr.types.catalog import Catalog
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import PolicyError
+from tests.abr.plain import view
 from tests.catalogs import catalog
 from tests.player.sessions import decode_all, of
 from tests.replay.worlds import world, worlds
@@ -86,6 +87,15 @@ def test_where_not_all_come_in_time_the_earliest_do(price):
     came = offer.groups - len(record.missing)
     assert 12 < came < 24
     assert record.missing[0] >= came - 6
+
+
+@pytest.mark.parametrize(("growing", "first"), [(True, 9), (False, 0)])
+def test_slow_start_says_nothing_about_what_may_come_in_time(growing, first):
+    policy, seen = Anytime(), view(deadline=2.0)
+    policy.start(seen)
+    seen.rate = seen.lower_bound = 1000.0  # a group per second
+    seen.growing = growing
+    assert policy.decide(seen).group == first  # else the order by what layers save: of equal groups the last
 
 
 @pytest.mark.parametrize(("mode", "ascending"), [("suffix", True), ("hole", False)])

@@ -1,6 +1,9 @@
 """Plays that share a link with a queue, against arithmetic that can be done by hand."""
 
+import itertools
 import json
+import math
+from functools import partial
 
 import pytest
 
@@ -8,13 +11,17 @@ from kvabr.abr import Ladder
 from kvabr.abr.estimators import DualEwma
 from kvabr.abr.plugins import load_policy
 from kvabr.cli.main import main
+from kvabr.data import traces_folder
 from kvabr.player.session import Session
 from kvabr.player.session_types import PlayerConfig
 from kvabr.replay.experiment import Experiment, ReplayOptions
 from kvabr.replay.link import Capacity
-from kvabr.replay.sharing import PACKET, Sharing, play_shared
+from kvabr.replay.packets import PACKET, Bottleneck, Sender, Stream
+from kvabr.replay.sharing import SharedPlays, Sharing
+from kvabr.replay.simulator import Machine
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import UsageError
+from kvabr.types.events import ProgressMade
 from tests.catalogs import catalog
 from tests.replay.worlds import world
 
@@ -22,17 +29,27 @@ OFFER = catalog(8)
 RATE = 1e6
 
 
-def shared(policies, *, sharing=None, rtt=0.05, deadline=4.0, rate=RATE, slow_start=True):
+def shared(policies, *, sharing=None, rtt=0.05, deadline=4.0, rate=RATE, slow_start=True, logs=None):
     """Play the policies together over a flat link; return their records, sessions, and the link."""
-    sessions = [
-        Session(Ladder(OFFER), deadline, load_policy(policy)(), DualEwma(), config=PlayerConfig())
-        for policy in policies
-    ]
-    link = play_shared(
-        sharing or Sharing(queue_bytes=10**9), sessions, OFFER, Capacity(world("flat", [rate])),
-        rtt_s=rtt, window=10 * PACKET, slow_start=slow_start,
+    plays = SharedPlays(
+        sharing or Sharing(queue_bytes=10**9), Capacity(world("flat", [rate])),
+        rtt_s=rtt, deadline_s=deadline, window=10 * PACKET, slow_start=slow_start,
     )  # fmt: skip
-    return [session.record for session in sessions], sessions, link
+    machine = partial(Machine, catalog=OFFER, cost=None, decode_scale=1.0, decoders=1)
+
+    def build(policy, log, share):
+        made = load_policy(policy)()
+        return Session(Ladder(OFFER), deadline, made, share(DualEwma()), config=PlayerConfig(), log=log)
+
+    sessions = []
+    for policy in policies:
+        log = None
+        if logs is not None:
+            logs.append([])
+            log = logs[-1].append
+        sessions.append(plays.add(partial(build, policy, log), machine))
+    plays.run()
+    return [session.record for session in sessions], sessions, plays.link
 
 
 def size(track):
@@ -67,12 +84,31 @@ def test_connections_share_a_link_alike(count):
     assert min(ends) > 0.8 * max(ends)
 
 
-def test_on_one_connection_what_is_urgent_comes_first():
-    """Both plays' groups are served in the order of their priorities, and the window is grown once for both."""
-    records, _, _ = shared(["fixed:Int8"] * 2, sharing=Sharing(queue_bytes=10**9, one_connection=True), deadline=8.0)
-    firsts = [max(record.groups[group].done_s for record in records) for group in range(8)]
-    assert firsts == sorted(firsts)
-    assert max(record.delivered_s for record in records) <= 2.2 * size("Int8") / RATE + 0.5
+ONE = Sharing(rivals=1, queue_bytes=10**9, one_connection=True)
+
+
+def test_on_one_connection_the_play_that_is_due_first_is_served_first():
+    """As in a client: of plays with the same deadline, the one that began first."""
+    (first, last), _, _ = shared(["fixed:Int8"] * 2, sharing=ONE, deadline=8.0)
+    assert first.delivered_s < 0.75 * last.delivered_s
+    assert last.delivered_s <= 2.2 * size("Int8") / RATE + 0.5
+
+
+def test_plays_of_one_client_estimate_the_link_together():
+    rate, logs = RATE / 8, []
+    (first, last), _, _ = shared(["fixed:FP16"] * 2, sharing=ONE, deadline=32.0, rate=rate, logs=logs)
+    told = [[(event.t, event.rate) for event in log if isinstance(event, ProgressMade) and event.rate] for log in logs]
+    seen = [rate for log in told for t, rate in log if 2.0 < t < min(first.delivered_s, last.delivered_s)]
+    # Half of the link, or all of it while the other play gets nothing; never what this one happens to get.
+    assert len(seen) > 30
+    assert all(rate / 2 == pytest.approx(part, rel=0.15) or rate == pytest.approx(part, rel=0.15) for part in seen)
+
+
+def test_a_play_that_waits_for_its_turn_does_not_take_that_for_an_outage():
+    (_, last), _, _ = shared(["fixed:Int8"] * 2, sharing=ONE, deadline=8.0)
+    alone = shared(["fixed:Int8"], deadline=8.0)[0][0]
+    assert last.abandoned == 0
+    assert last.bytes_fetched == alone.bytes_fetched
 
 
 def test_what_a_short_queue_drops_is_sent_again():
@@ -83,6 +119,17 @@ def test_what_a_short_queue_drops_is_sent_again():
         assert record.delivered_s is not None
         assert record.bytes_fetched == size("FP16")
     assert max(record.delivered_s for record in records) >= 2 * size("FP16") / RATE
+
+
+def test_what_comes_for_cancelled_requests_is_counted():
+    link = world("falls", [1e6] * 2 + [1e5] * 200)
+    rtt_s = 0.2
+    experiment = Experiment(catalog(8, layered=True), ReplayOptions(2.0, rtt_s, sharing=Sharing()))
+    played = experiment.play(link, 0.0, "mpc")
+    assert played.run["abandoned"]
+    ghost = played.run["bytes_wasted"] - played.record.bytes_wasted
+    assert ghost == played.run["bytes_fetched"] - played.record.bytes_fetched
+    assert 0 < ghost < 1e6 * rtt_s + 64 * PACKET
 
 
 def late_by(sharing):
@@ -99,6 +146,36 @@ def test_a_long_queue_delays_every_request_and_codel_keeps_it_short():
     assert controlled < 0.6 * bloated
     assert codel.most_queued <= drop_tail.most_queued
     assert codel.dropped > 0
+
+
+class Endless(Stream):
+    """More bytes than the link carries."""
+
+    def __init__(self):
+        super().__init__(10**9)
+
+    def place(self):
+        return 0
+
+    def receive(self, size, now):
+        pass
+
+
+def test_codel_drops_ever_more_often_until_the_delay_is_acceptable():
+    """The control law of RFC 8289: intervals of 100 ms over the root of the drops so far."""
+    link = Bottleneck(Capacity(world("flat", [RATE])), 0.01, 10**9, PACKET, codel=True)
+    sender = Sender(link, 5e6)  # far more than the link takes in the time
+    sender.open(Endless(), 0.0)
+    drops, dropped = [], 0
+    while (now := link.next_s()) < 2.0:
+        link.run(now)
+        if link.dropped > dropped:
+            drops.append(now)
+        dropped = link.dropped
+    gaps = [after - before for before, after in itertools.pairwise(drops)]
+    assert len(gaps) > 20
+    for count, gap in enumerate(gaps, start=1):
+        assert gap == pytest.approx(0.1 / math.sqrt(count), abs=3 * PACKET / RATE)
 
 
 def test_the_same_plays_have_the_same_outcome():
@@ -127,6 +204,16 @@ def test_an_experiment_shares_its_link(rivals, engine):
             assert run["objective"] >= by_itself["objective"] - 1e-3
 
 
+@pytest.mark.parametrize("policy", ["anytime", "fixed:base"])
+def test_no_play_beats_the_bound_by_when_its_bytes_are_carried(policy):
+    """All that the link ever carries comes between half a round trip and one after the request."""
+    link = world("early", [1e7] * 4 + [1e3] * 400, 0.05)
+    options = ReplayOptions(2.0, 0.2, slow_start=False, sharing=Sharing(queue_bytes=10**8))
+    run = Experiment(catalog(8, layered=True), options).play(link, 0.0, policy).run
+    assert not run["feasible"]
+    assert not run["met"]
+
+
 @pytest.mark.parametrize("options", [{"rivals": -1}, {"rivals": 1000}, {"queue_bytes": 0}, {"queue_bytes": 1000}])
 def test_sharing_that_makes_no_sense_is_refused(options):
     with pytest.raises(UsageError):
@@ -135,7 +222,8 @@ def test_sharing_that_makes_no_sense_is_refused(options):
 
 def test_the_command_shares_links(tmp_path, capsys):
     result = tmp_path / "r.json"
-    assert main(["replay", "--rivals", "1", "--codel", "--load", "0.3", "--json", str(result), "-j", "1"]) == 0
+    trace = str(traces_folder() / "lte.csv")
+    assert main(["replay", trace, "--rivals", "1", "--codel", "--load", "0.3", "--json", str(result)]) == 0
     report = json.loads(result.read_text())
     assert report["options"]["sharing"] == {"rivals": 1, "queue_bytes": None, "codel": True, "one_connection": False}
     assert report["options"]["patience"] == 10.0

@@ -1,0 +1,258 @@
+"""A link with a queue, packet by packet, and the senders whose packets cross it.
+
+- A connection sends what is most urgent first. Its window doubles every round trip (slow start), and grows by CUBIC
+  (RFC 9438) after the first loss. A loss is noticed a round trip after it, and shrinks the window once. What was lost
+  is sent again first.
+- The queue drops what does not fit (drop-tail), or also what has waited too long (CoDel, RFC 8289).
+- Acknowledgements cost nothing and are never lost. Packets are larger than real ones on very fast links, so that a play
+  takes seconds of computation at most.
+- The trace's clock is the receiver's, as in `Simulator` and in the bound: a packet is received when the link has
+  carried it, and anything takes a round trip to a sender.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from heapq import heapify, heappop, heappush
+
+from kvabr.replay.link import Capacity
+from kvabr.replay.simulator import EPSILON
+
+PACKET = 1164
+"""Payload of a packet, bytes."""
+_MOST_PACKETS = 50_000
+"""Packets that the link carries in the time of a play, about; they are larger on a faster link."""
+_LEAST_QUEUE = 64
+"""Packets that fit the queue at least, unless its size is given."""
+_BETA, _CUBIC = 0.7, 0.4
+"""CUBIC's factor of a window after a loss, and its constant C, packets per second cubed."""
+_REORDERED = 3
+"""Packets acknowledged behind a lost one before its sender takes it for lost (RFC 9002, section 6.1.1)."""
+_PROBE_S = 1.0
+"""Seconds without an acknowledgement after which a sender takes a packet for lost, beyond a round trip."""
+_TARGET_S, _INTERVAL_S = 0.005, 0.1
+"""CoDel's acceptable delay of a packet, and for how long it may be exceeded."""
+_RECENT = 16
+"""Intervals within which CoDel goes on dropping as often as before."""
+
+
+class Stream(ABC):
+    """The answer to a request."""
+
+    def __init__(self, size: int) -> None:
+        """Begin unsent."""
+        self.size, self.sent = size, 0
+        """Bytes in all, and those that were sent at least once."""
+        self.cancelled = False
+        """Whether the sender knows that it is not wanted any more."""
+
+    @abstractmethod
+    def place(self) -> int:
+        """Return its place among the streams of its connection; the lowest is sent first."""
+
+    @abstractmethod
+    def receive(self, size: int, now: float) -> None:
+        """Take bytes that have arrived."""
+
+
+@dataclass(slots=True, eq=False)
+class _Packet:
+    sender: Sender
+    stream: Stream
+    size: int
+    sent_s: float
+    queued_s: float = 0.0
+
+
+def packet_bytes(capacity: Capacity, seconds: float) -> int:
+    """Return the size of packets on a link: real ones, or larger ones if it carried too many of them."""
+    return max(PACKET, int(capacity.between(0.0, seconds) / _MOST_PACKETS))
+
+
+def queue_bytes(capacity: Capacity, rtt_s: float, seconds: float) -> int:
+    """Return the usual size of a queue: a round trip of the link at its best, at least 64 packets."""
+    best = max(rate for _, rate in capacity.series(seconds))
+    return max(_LEAST_QUEUE * packet_bytes(capacity, seconds), int(best * rtt_s))
+
+
+class Bottleneck:
+    """The queue in front of a link, and the clock of everything that crosses it."""
+
+    def __init__(self, capacity: Capacity, rtt_s: float, queue_bytes: int, packet: int, *, codel: bool) -> None:
+        """Begin empty.
+
+        Args:
+            capacity: what the link carries, without slow start.
+            rtt_s: round trip without the queue, seconds.
+            queue_bytes: bytes that fit the queue.
+            packet: bytes of a packet.
+            codel: see `Sharing`.
+        """
+        self.rtt_s, self.packet = rtt_s, packet
+        self.now = 0.0
+        """Seconds since the plays began."""
+        self.dropped = 0
+        """Bytes dropped."""
+        self.most_queued = 0
+        """Most bytes in the queue."""
+        self._capacity, self._limit, self._codel = capacity, max(queue_bytes, packet), codel
+        self._queue: deque[_Packet] = deque()
+        self._queued, self._busy = 0, False
+        self._events: list[tuple[float, int, Callable[[float], None]]] = []
+        self._made = 0
+        self._above_s: float | None = None
+        """When the delay will have been too long for an interval; None while it is acceptable."""
+        self._dropping, self._drops, self._drops_before, self._drop_s = False, 0, 0, -math.inf
+        """CoDel's state: ``dropping``, ``count``, ``lastcount`` and ``drop_next`` of RFC 8289, section 5."""
+
+    def at(self, when: float, what: Callable[[float], None]) -> None:
+        """Call ``what`` with the time at ``when``."""
+        heappush(self._events, (when, self._made, what))
+        self._made += 1
+
+    def next_s(self) -> float:
+        """Return the time of the next event; infinite if there is none."""
+        return self._events[0][0] if self._events else math.inf
+
+    def run(self, now: float) -> None:
+        """Let everything happen until ``now``."""
+        while self._events and self._events[0][0] <= now + EPSILON:
+            when, _, what = heappop(self._events)
+            self.now = when
+            what(when)
+        self.now = max(self.now, now)
+
+    def send(self, packet: _Packet, now: float) -> None:
+        """Take a packet into the queue, or drop it."""
+        if self._queued + packet.size > self._limit and self._busy:
+            self._drop(packet, now, self._queued)
+            return
+        packet.queued_s = now
+        self._queue.append(packet)
+        self._queued += packet.size
+        self.most_queued = max(self.most_queued, self._queued)
+        if not self._busy:
+            self._serve(now)
+
+    def _drop(self, packet: _Packet, now: float, behind: int) -> None:
+        """Let the sender know: once ``behind`` bytes have been carried and acknowledged, or nothing for long."""
+        self.dropped += packet.size
+        noticed_s = min(self._capacity.when(now, behind), now + _PROBE_S)
+        self.at(noticed_s + self.rtt_s, partial(packet.sender.lost, packet))
+
+    def _serve(self, now: float) -> None:
+        self._busy = False
+        while self._queue and not self._busy:
+            packet = self._queue.popleft()
+            if self._codel and self._too_late(now - packet.queued_s, now):
+                self._queued -= packet.size
+                self._drop(packet, now, min(self._queued, _REORDERED * self.packet))
+                continue
+            self._busy = True
+            # Aim a little short: a rounding error must not put the end behind an outage.
+            self.at(self._capacity.when(now, packet.size - 0.25), partial(self._carried, packet))
+
+    def _too_late(self, waited_s: float, now: float) -> bool:
+        """Return whether CoDel drops a packet that has waited so long."""
+        if waited_s < _TARGET_S or self._queued <= self.packet:
+            self._above_s, self._dropping = None, False
+            return False
+        if self._above_s is None:
+            self._above_s = now + _INTERVAL_S
+        if now < (self._drop_s if self._dropping else self._above_s):
+            return False
+        if self._dropping:
+            self._drops += 1
+        else:
+            # If the delay was too long shortly before, begin with the drop rate that controlled it then.
+            more = self._drops - self._drops_before
+            recent = now - self._drop_s < _RECENT * _INTERVAL_S
+            self._dropping, self._drop_s = True, now
+            self._drops = self._drops_before = more if recent and more > 1 else 1
+        self._drop_s += _INTERVAL_S / math.sqrt(self._drops)
+        return True
+
+    def _carried(self, packet: _Packet, now: float) -> None:
+        self._queued -= packet.size
+        packet.stream.receive(packet.size, now)
+        self.at(now + self.rtt_s, partial(packet.sender.acknowledged, packet))
+        self._serve(now)
+
+
+class Sender:
+    """A publisher's end of one connection: its window, and what it has to send."""
+
+    def __init__(self, link: Bottleneck, window: float, *, grown: bool = False) -> None:
+        """Begin with a window of so many bytes; ``grown``: slow start is over."""
+        self._link, self._window = link, max(window, float(link.packet))
+        self._threshold = self._window if grown else math.inf
+        self._in_flight = 0
+        self._open: list[tuple[int, int, Stream]] = []
+        """Heap of what is to be sent, the most urgent first, then in the order of requests."""
+        self._again: deque[_Packet] = deque()
+        self._opened = 0
+        self._shrunk_s = 0.0
+        self._best = self._window
+        """Window before the last loss, bytes."""
+
+    def open(self, stream: Stream, now: float) -> None:
+        """Begin to answer a request."""
+        heappush(self._open, (stream.place(), self._opened, stream))
+        self._opened += 1
+        self._fill(now)
+
+    def reorder(self, now: float) -> None:  # noqa: ARG002  # an event of the link
+        """Take new places of plays."""
+        self._open = [(stream.place(), order, stream) for _, order, stream in self._open]
+        heapify(self._open)
+
+    def acknowledged(self, packet: _Packet, now: float) -> None:
+        """Take an acknowledgement."""
+        self._in_flight -= packet.size
+        if self._window < self._threshold:
+            self._window += packet.size
+        else:
+            self._window = max(self._window, self._cubic(now - self._shrunk_s))
+        self._fill(now)
+
+    def lost(self, packet: _Packet, now: float) -> None:
+        """Notice the loss of a packet."""
+        self._in_flight -= packet.size
+        self._again.append(packet)
+        if packet.sent_s >= self._shrunk_s:  # else it was sent before the window shrank: the same congestion
+            self._best = self._window
+            self._window = self._threshold = max(2.0 * self._link.packet, _BETA * self._window)
+            self._shrunk_s = now
+        self._fill(now)
+
+    def _cubic(self, seconds: float) -> float:
+        """Return the window so many seconds after a loss: CUBIC's, and at least that of a standard sender."""
+        packet = self._link.packet
+        best, rtt_s = self._best / packet, max(self._link.rtt_s, 1e-3)
+        cubic = _CUBIC * (seconds - math.cbrt(best * (1.0 - _BETA) / _CUBIC)) ** 3 + best
+        standard = best * _BETA + 3.0 * (1.0 - _BETA) / (1.0 + _BETA) * seconds / rtt_s
+        return packet * max(cubic, standard)
+
+    def _fill(self, now: float) -> None:
+        while self._in_flight < self._window and (packet := self._next(now)) is not None:
+            self._in_flight += packet.size
+            self._link.send(packet, now)
+
+    def _next(self, now: float) -> _Packet | None:
+        while self._again:
+            lost = self._again.popleft()
+            if not lost.stream.cancelled:
+                return _Packet(self, lost.stream, lost.size, now)
+        while self._open:
+            stream = self._open[0][-1]
+            if not stream.cancelled and stream.sent < stream.size:
+                size = min(self._link.packet, stream.size - stream.sent)
+                stream.sent += size
+                return _Packet(self, stream, size, now)
+            heappop(self._open)
+        return None
