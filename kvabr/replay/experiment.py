@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvabr.abr.estimator import Estimator, Prior
 from kvabr.abr.ladder import Ladder
@@ -26,7 +26,6 @@ from kvabr.replay.link import (
     Capacity,
     running_sums,
 )
-from kvabr.replay.sharing import SharedPlays, Sharing
 from kvabr.replay.simulator import LinkUse, Machine, Simulator
 from kvabr.replay.trace import Trace
 from kvabr.types.catalog import Catalog, played_loss
@@ -34,6 +33,9 @@ from kvabr.types.cost import PrefillCost, objective
 from kvabr.types.engine import EngineMode
 from kvabr.types.errors import UsageError
 from kvabr.types.events import CacheDelivered, PlayEvent
+
+if TYPE_CHECKING:
+    from kvabr.replay.sharing import Sharing
 
 DEFAULT_RTT_S = 0.04
 """Round trip, seconds, if neither the user nor the trace gives one."""
@@ -244,6 +246,8 @@ class Experiment:
         log: bool,
     ) -> PlayOutcome:
         """Play once while other plays use the link."""
+        from kvabr.replay.sharing import SharedPlays  # noqa: PLC0415  # loads the client, slowly
+
         options, lookup_s = self.options, self.lookup_s(trace, start_s, rtt_s)
         lines: list[PlayEvent] | None = [] if log else None
         plays = SharedPlays(
