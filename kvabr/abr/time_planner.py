@@ -22,6 +22,8 @@ _LINK_SHARES: Array = np.array([1.0, 0.9, 0.75, 0.6, 0.45, 0.3, 0.15, 0.0])
 """Shares of the price of time that the link gets; the decoders get the rest."""
 _WASTE = 6.0
 """Price of a byte that is replaced, as a multiple of that of a byte to request: others could have used it."""
+_DISCARD = 1.0
+"""Least price of replacing everything, as a share of that of the deadline: on fast links bytes cost next to none."""
 _NEVER = 1e9
 """Loss of an option that is not to be had, nats."""
 
@@ -85,6 +87,8 @@ class TimePlanner:
         """1.0 where an option must be decoded."""
         self._missing = np.ones(groups, bool)
         self._known: list[tuple[str | None, bool]] = [(None, False)] * groups
+        self._whole = float(self._steps[-1].sum(axis=1).max())
+        """Bytes of the largest track, with the layers below it."""
         self._flying = np.zeros(groups, int) - 1
         """Track that is in flight for each group, or -1."""
 
@@ -163,7 +167,8 @@ class TimePlanner:
         link = price * _LINK_SHARES[:, None, None] / rate
         cost = (
             self._loss
-            + link * (self._bytes + _WASTE * self._waste)
+            + link * self._bytes
+            + np.maximum(_WASTE * link, _DISCARD * price * view.deadline_s / self._whole) * self._waste
             + price * (1.0 - _LINK_SHARES[:, None, None]) * work
         )
         picks = cost.argmin(axis=1)

@@ -26,6 +26,8 @@ _PACKET = 1200
 """Least size of a chunk that says anything about a rate, bytes."""
 _RAMP = 1.25
 """A sample this many times faster than the one before still belongs to slow start."""
+_RAMP_BYTES = 0.5
+"""Share of the bytes of the sample before that a sample must have to say something about slow start: windows grow."""
 
 
 class Limited(Protocol):
@@ -47,6 +49,8 @@ class ThroughputSampler:
         self._begin()
         self._ramp_rate: float | None = 0.0
         """Rate of the last sample during slow start, while each is clearly faster than the one before; then None."""
+        self._ramp_bytes = 0
+        """Bytes of that sample."""
         self._shortest_s = _SHORTEST_SHARE * deadline_s
         self._silence_s = _SILENCE_SHARE * deadline_s
         self._since: float | None = None
@@ -134,7 +138,8 @@ class ThroughputSampler:
     def _conclude(self, seconds: float, now: float) -> None:
         """Pass the sample to the estimator and start a new one."""
         if self._says_something(self._bytes / seconds, now):
-            self._forget_slow_start(self._bytes / seconds)
+            if self._ramp_rate is not None and self._bytes >= _RAMP_BYTES * self._ramp_bytes:
+                self._forget_slow_start(self._bytes / seconds)
             self._sample(self._bytes, seconds, now)
         self._bytes = 0
         self._held.clear()
@@ -152,6 +157,7 @@ class ThroughputSampler:
         """Restart the estimator during slow start: while the window doubles, only the last sample measures the link."""
         ramps = self._ramp_rate is not None and rate > _RAMP * self._ramp_rate
         self._ramp_rate = rate if ramps else None
+        self._ramp_bytes = self._bytes
         if ramps:
             self._begin()
 

@@ -146,6 +146,20 @@ def test_an_upgrade_that_fails_before_the_next_plan_can_be_planned_again():
     assert planner.plan(view, 1e6).targets == before.targets
 
 
+def test_on_no_link_is_what_has_arrived_replaced_for_next_to_nothing():
+    offer = catalog(4, layered=True)
+    for price, kept in ((1e-9, False), (1.0, True)):
+        view = View(Ladder(offer), 2.0, time_price=price, decoders=10**9)  # decoding costs nothing either
+        view.track_of = ["layer-2"] * 4
+        for group in range(4):
+            view.settled.add(group)
+        view.missing_groups = {}
+        planner = TimePlanner(view)
+        planner.sync(view)
+        plan = planner.plan(view, 1e15)
+        assert [planner.names[target] == "layer-2" for target in plan.targets] == [kept] * 4
+
+
 def test_a_plan_knows_what_is_there_in_flight_unavailable_and_computed():
     offer = catalog(4, layered=True)
     view = View(Ladder(offer), 2.0, time_price=1e-9)

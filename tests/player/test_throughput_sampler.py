@@ -58,6 +58,26 @@ def test_the_plain_meter_is_misled_by_the_end_of_a_lump():
     assert results[ThroughputSampler] > 1.3 * rate
 
 
+def test_a_few_packets_at_once_say_nothing_about_slow_start():
+    kept = Kept()
+    meter = ThroughputSampler(kept, 4.0)
+
+    def burst(nbytes, begin, seconds):
+        meter.first_byte(0.1, begin)
+        meter.received(nbytes, begin + seconds)
+        meter.settle(begin + seconds, idle=True)
+
+    burst(100_000, 0.1, 0.1)
+    burst(200_000, 0.3, 0.1)
+    assert meter.growing
+    before = meter.estimates()[0]
+    burst(50_000, 0.5, 0.0001)
+    assert meter.growing
+    assert meter.estimates()[0] < 2 * before
+    burst(400_000, 0.6, 0.0001)  # as many as a window
+    assert meter.estimates()[0] == pytest.approx(4e9)
+
+
 def test_what_came_at_once_is_a_bound_from_below():
     kept = Kept()
     meter = ChunkedThroughputSampler(kept, 2.0)

@@ -83,13 +83,15 @@ class TimeSaver:
         self._followed = self._heard = 0
         self._fast_s = 0.0
         """When the link was last as fast as it can be."""
-        self._known_s: float | None = None
+        self._known_s = 0.0
         """When the rate was known first."""
         self._over = False
 
     def request(self, view: View) -> Decision | None:
         """Request a missing group on its final track, or wait; None: its base is next."""
         self._over = False
+        if self._plan is None:
+            self._known_s = view.now
         if view.rate <= 0:
             enough = len(view.in_flight) >= _FIRST_GROUPS and view.outstanding_bytes >= _FIRST_BYTES
             return Decision.wait("the first bytes will say how fast the link is") if enough else None
@@ -164,8 +166,6 @@ class TimeSaver:
 
     def _soon_bytes(self, view: View, new: float = _NEW_SHARE) -> float:
         """Return the bytes that surely come soon: a share of what the lower bound promises, smaller while it is new."""
-        if self._known_s is None:
-            self._known_s = view.now
         trust = _TRUST + (1.0 - _TRUST) * min(1.0, (view.now - self._known_s) / (new * view.deadline_s))
         return trust * self._sure * view.lower_bound * view.time_left
 
