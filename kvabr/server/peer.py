@@ -300,18 +300,20 @@ class Peer(Endpoint):
             else:
                 self._server.requests += 1
             self._looking[number] = asyncio.get_running_loop().create_task(
-                self._look(number, message, grant, source.find_soon(grant, namespace, track))
+                self._look(number, message, grant, partial(source.find_soon, grant, namespace, track))
             )
         except TransportError as error:
             self._refuse_for(number, error)
         else:
             self._answer(number, message, grant, found)
 
-    async def _look(self, number: int, message: _OfTrack, grant: Grant, finding: Awaitable[Publication | None]) -> None:
-        """Answer a request once its track is found."""
+    async def _look(
+        self, number: int, message: _OfTrack, grant: Grant, find: Callable[[], Awaitable[Publication | None]]
+    ) -> None:
+        """Answer a request once its track is found; if it is cancelled before this begins, nothing is looked for."""
         answer: Callable[[], None]
         try:
-            answer = partial(self._answer, number, message, grant, await finding)
+            answer = partial(self._answer, number, message, grant, await find())
         except TransportError as error:
             answer = partial(self._refuse_for, number, error)
         except Exception as error:  # noqa: BLE001  # a bug; see `safely`

@@ -75,7 +75,7 @@ class OtherLibrary(PublishedAssets):
     """Finds what a library has, and lets ``change`` have its way with it."""
 
     def __init__(self, root: Path, grants: Grants | None, change: Find) -> None:
-        super().__init__(root, grants)
+        super().__init__(root, grants, QUIET)
         self._change = change
 
     def find(self, grant, namespace, track, **how):

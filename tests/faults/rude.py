@@ -28,8 +28,10 @@ class Answer:
     """What a liar may do in answer to one FETCH."""
 
     def __init__(self, peer: LyingPeer, number: int, publication: Publication, group: int) -> None:
-        self.peer, self.number, self.group, self.first_object = peer, number, group, 16 * group
-        self.frame, self.other = (bytes(publication.open(at).data) for at in (group, group + 1))
+        self.peer, self.number, self.group = peer, number, group
+        self.first_object = publication.objects(group)[0].object_id
+        another = (group + 1) % publication.groups
+        self.frame, self.other = (bytes(publication.open(at).data) for at in (group, another))
         self.writer = FetchWriter(peer.session.draft)
         self.stream: int | None = None
 

@@ -11,7 +11,6 @@ from dataclasses import replace
 import pytest
 
 from kvabr.codec.container import pack, unpack
-from kvabr.moqt.codes import RequestCode, ResetCode
 from kvabr.store.asset_folder import frame_path
 from kvabr.types.errors import PlayError, TransportError
 from tests.client.playing import play
@@ -30,6 +29,7 @@ from tests.faults.common import (
     right,
     serving,
 )
+from tests.faults.lies import LIES
 from tests.faults.rude import GOAL, lying, rude_server
 
 pytestmark = pytest.mark.process
@@ -37,66 +37,27 @@ pytestmark = pytest.mark.process
 FULL = 10586
 """Bytes of a group of Int4."""
 
-
-def flipped(frame):
-    return frame[:5000] + bytes([frame[5000] ^ 1]) + frame[5001:]
-
-
-def many_objects(answer):
-    """Objects without end, each of them small."""
-    for number in range(200):
-        header = answer.writer.header(answer.group, answer.first_object + number, 100)
-        answer.write(header + b"\0" * 100)
-
-
-def two_streams(answer):
-    answer.one_object(answer.frame[:100], end=False)
-    stream = answer.peer.session.responder._channel.open_uni()
-    answer.peer.quic.send_stream_data(stream, b"\x05" + answer.peer.session.draft.varint.encode(answer.number), False)
-
-
-def of_nobody(answer):
-    stream = answer.peer.session.responder._channel.open_uni()
-    answer.peer.quic.send_stream_data(stream, b"\x05" + answer.peer.session.draft.varint.encode(4000), False)
-
-
-def bad_control(answer):
-    session = answer.peer.session
-    answer.peer.quic.send_stream_data(session._channel.control_stream, b"\x3f\x00\x00", False)
-
-
-def broken_off(answer):
-    answer.one_object(answer.frame[:999], size=FULL, end=False)
-    # A stream that is reset before anything of it is sent tells a subscriber of draft 16 nothing at all.
-    asyncio.get_running_loop().call_later(0.05, answer.reset, ResetCode.MALFORMED_TRACK)
-
-
-LIES = {
-    "short": (
-        lambda answer: answer.one_object(answer.frame[:-100]),
-        f"{FULL - 100} bytes came, the catalog says {FULL}",
-    ),
-    "long": (lambda answer: answer.one_object(answer.frame + b"more"), "longer than the"),
-    "empty": (lambda answer: answer.write(b"", end=True), "nothing there"),
-    "one bit": (lambda answer: answer.one_object(flipped(answer.frame)), "checksum is wrong"),
-    "noise": (lambda answer: answer.one_object(b"kvab" + bytes(FULL - 4)), "this is not a kvabr group"),
-    "another group": (lambda answer: answer.one_object(answer.other), "belongs to something else"),
-    "one huge object": (lambda answer: answer.one_object(answer.frame, size=1 << 40, end=False), "longer than the"),
-    "objects without end": (many_objects, "longer than the"),
-    "another group's objects": (lambda answer: answer.one_object(answer.frame, group=GOAL + 1), "of group 3 came"),
-    "broken off": (broken_off, "MALFORMED_TRACK"),
-    "refused": (
-        lambda answer: answer.refuse(RequestCode.INTERNAL_ERROR, "disk on fire"),
-        "INTERNAL_ERROR: disk on fire",
-    ),
-    "refused with an unknown code": (lambda answer: answer.refuse(0x7777, "because"), "0x7777: because"),
-    "stalled": (lambda answer: answer.one_object(answer.frame[:999], size=FULL, end=False), "it has stalled"),
-    "no answer": (lambda _: None, "it has stalled"),
-    "garbage as objects": (lambda answer: answer.write(b"\x3f" + b"\xff" * 500), "broke the protocol"),
-    "garbage as messages": (bad_control, "broke the protocol"),
-    "two streams": (two_streams, "second stream of objects"),
-    "a stream for nobody's request": (of_nobody, "never made"),
+REASONS = {
+    "short": f"{FULL - 100} bytes came, the catalog says {FULL}",
+    "long": "longer than the",
+    "empty": "nothing there",
+    "one bit": "checksum is wrong",
+    "noise": "this is not a kvabr group",
+    "another group": "belongs to something else",
+    "one huge object": "longer than the",
+    "objects without end": "longer than the",
+    "another group's objects": "of group 3 came",
+    "broken off": "MALFORMED_TRACK",
+    "refused": "INTERNAL_ERROR: disk on fire",
+    "refused with an unknown code": "0x7777: because",
+    "stalled": "it has stalled",
+    "no answer": "it has stalled",
+    "garbage as objects": "broke the protocol",
+    "garbage as messages": "broke the protocol",
+    "two streams": "second stream of objects",
+    "a stream for nobody's request": "never made",
 }
+"""What a play says of a lie."""
 
 
 @pytest.mark.parametrize("draft", ["moqt-18", "moqt-16"])
@@ -106,7 +67,7 @@ async def test_a_lie_told_once_is_refused_and_the_group_asked_for_again(root, tl
         async with lying(root, tls, fingerprint, lie) as served:
             async with served.connect(drafts=(draft,)) as connection:
                 # A transfer that stands still is given up after an eighth of the deadline.
-                deadline = 64.0 if "it has stalled" in LIES[name][1] else LIMIT_S
+                deadline = 64.0 if "it has stalled" in REASONS[name] else LIMIT_S
                 played = await play(connection, TOKENS, deadline=deadline, policy="fixed:Int4", spec=SPEC, log=log)
             assert served.server.told == 1, name
             await served.empty()
@@ -114,16 +75,15 @@ async def test_a_lie_told_once_is_refused_and_the_group_asked_for_again(root, tl
         assert played.met, name
         return name, log
 
-    for name, log in await asyncio.gather(*(one(name, lie) for name, (lie, _) in LIES.items())):
-        assert any(LIES[name][1] in reason for reason in log.reasons()), (name, log.reasons())
+    for name, log in await asyncio.gather(*(one(name, lie) for name, lie in LIES.items())):
+        assert any(REASONS[name] in reason for reason in log.reasons()), (name, log.reasons())
 
 
 async def test_a_lie_told_always(root, tls, fingerprint):
     """Without an engine it ends in an error that names it; with one, in a cache without a hole."""
 
     async def one(name):
-        lie, reason = LIES[name]
-        starting = lying(root, tls, fingerprint, lie, once=False)
+        starting = lying(root, tls, fingerprint, LIES[name], once=False)
         async with starting as served, served.connect() as connection, served.connect() as other:
             error, played = await asyncio.gather(
                 play(connection, TOKENS, deadline=16.0, patience=1.0, spec=SPEC),
@@ -131,7 +91,7 @@ async def test_a_lie_told_always(root, tls, fingerprint):
                 return_exceptions=True,
             )
         assert isinstance(error, PlayError), error
-        assert reason in str(error), name
+        assert REASONS[name] in str(error), name
         assert right(played), name
         assert played.met, name
         assert played.coverage[GOAL] == "recomputed", name
@@ -243,7 +203,7 @@ async def test_a_server_that_speaks_only_an_unknown_draft(tls, fingerprint):
 async def test_a_relay_does_not_keep_a_lie(root, tls, fingerprint, name):
     """It is told to one player; the next one gets what is true, and the origin is not asked for it again."""
     logs = [Log(), Log()]
-    async with lying(root, tls, fingerprint, LIES[name][0]) as origin, relaying(origin, tls) as relay:
+    async with lying(root, tls, fingerprint, LIES[name]) as origin, relaying(origin, tls) as relay:
         for log in logs:
             async with relay.connect("qh3") as connection:
                 played = await play(connection, TOKENS, deadline=LIMIT_S, policy="fixed:Int4", spec=SPEC, log=log)

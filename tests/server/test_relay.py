@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 
 import pytest
@@ -241,3 +242,23 @@ async def test_draining_finishes_what_is_under_way(asset, tls):
 def test_an_unauthorized_error_is_a_lost_connection():
     """So that players which know nothing of it do what they do when they lose their origin."""
     assert issubclass(UnauthorizedError, ConnectionLostError)
+
+
+async def test_a_request_that_is_cancelled_before_anything_is_looked_up(small, tls, monkeypatch, recwarn):
+    async with chain_of(small.path, tls) as (_, relay), await dialled(relay) as connection:
+        (peer,) = relay.peers
+        find, cancelled = peer._find, []
+
+        def find_and_cancel(number, message, grant):
+            find(number, message, grant)
+            peer._stop_looking(number)  # as if both had come in one packet
+            cancelled.append(number)
+
+        monkeypatch.setattr(peer, "_find", find_and_cancel)
+        download = connection.fetch(small.catalog.namespace, CATALOG_TRACK, limit=BIG)
+        await until(lambda: cancelled)
+        download.cancel()
+        await asyncio.sleep(0)
+        gc.collect()
+        assert relay.requests == 0
+    assert not [warning for warning in recwarn if "never awaited" in str(warning.message)]

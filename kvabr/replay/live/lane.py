@@ -1,7 +1,8 @@
 """One direction of an emulated link: a drop-tail queue before a bottleneck, then a constant delay. No sockets or clock.
 
 A packet's size on the wire is its UDP payload plus `HEADER_BYTES` for UDP and IPv4, as in recorded traces of link
-capacity. A packet that is lost at random still takes its share of the trace, as on a radio link.
+capacity. A packet that is lost at random still takes its share of the trace, as on a radio link. Packets may also be
+overtaken and duplicated, as on paths with several routes.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from kvabr.types.errors import UsageError
 
 HEADER_BYTES = 28
 """Bytes of UDP and IPv4 headers per packet."""
+_DETOUR_S = 0.02
+"""Most seconds that a packet which is overtaken arrives late, and the second copy of one that is duplicated."""
 
 
 class Lane:
@@ -25,7 +28,7 @@ class Lane:
     def __init__(self, dice: random.Random) -> None:
         """Create a lane without delay, loss or limits; ``dice`` decides which packets are lost."""
         self._dice = dice
-        self._delay_s = self._loss = 0.0
+        self._delay_s = self._loss = self._reorder = self._duplicate = 0.0
         self._limit: float = float("inf")
         self._capacity: Capacity | None = None
         self._began_s = self._free_s = self._last_s = 0.0
@@ -44,6 +47,23 @@ class Lane:
     def shape(self, *, delay_s: float, loss: float, limit_bytes: float) -> None:
         """Set delay (s), random loss (0 to 1) and the queue's limit (bytes) from the next packet on."""
         self._delay_s, self._loss, self._limit = delay_s, loss, limit_bytes
+
+    def scramble(self, *, reorder: float, duplicate: float) -> None:
+        """Set the shares (0 to 1) of the packets that are overtaken and duplicated, from the next packet on."""
+        self._reorder, self._duplicate = reorder, duplicate
+
+    def strays(self, due: float) -> tuple[float | None, float | None]:
+        """Return when a packet that `admit` lets arrive at ``due`` arrives out of order, by two accidents.
+
+        Returns:
+            When it arrives if others overtake it, else None; and when a second copy of it does, if there is one.
+        """
+        overtaken = second = None
+        if self._reorder and self._dice.random() < self._reorder:
+            overtaken = due + self._dice.uniform(0.0, _DETOUR_S)
+        if self._duplicate and self._dice.random() < self._duplicate:
+            second = due + self._dice.uniform(0.0, _DETOUR_S)
+        return overtaken, second
 
     def begin(self, capacity: Capacity | None, at_s: float) -> None:
         """Start a bottleneck whose time 0 is ``at_s``; None for no bottleneck. Forget the queue of the play before."""
@@ -107,13 +127,17 @@ class Conditions:
     """Most bytes that wait for the bottleneck; None: one round trip at the `line_rate`, at least 64 packets."""
     seed: int = 0
     """Seed of the random losses."""
+    reorder: float = 0.0
+    """Share of the packets, in each direction, that later ones overtake."""
+    duplicate: float = 0.0
+    """Share of the packets, in each direction, that arrive twice."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.rtt_s < math.inf:
             raise UsageError(f"the round trip is {self.rtt_s} s; it must be zero or more seconds")
-        for loss in (self.loss, self.loss_up):
-            if not 0 <= loss < 1:
-                raise UsageError(f"the loss is {loss}; it must be a share from 0 to below 1")
+        for name in ("loss", "loss_up", "reorder", "duplicate"):
+            if not 0 <= (share := getattr(self, name)) < 1:
+                raise UsageError(f"{name} is {share}; it must be a share from 0 to below 1")
         if self.queue_bytes is not None and self.queue_bytes < PACKET_BYTES:
             raise UsageError(f"a queue of {self.queue_bytes} bytes; it must hold a packet of {PACKET_BYTES} at least")
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import heapq
 import random
 import select
 import socket
@@ -81,6 +82,12 @@ class _Begin:
     """When to begin, on the monotonic clock, which all processes share."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Rebind:
+    origin: Address | None
+    """Where packets go from now on; None: where they went before."""
+
+
 class Shaper(Child):
     """Runs the shaper's process. A context manager: leaving it ends the process."""
 
@@ -113,6 +120,16 @@ class Shaper(Child):
         self.load(trace)
         self.send(_Begin(conditions, start_s, time.monotonic() if at_s is None else at_s))
 
+    def rebind(self, origin: Address | None = None) -> None:
+        """Let packets to the origin come from new ports, as after a NAT has forgotten its mappings.
+
+        Packets to the old ports are lost.
+
+        Args:
+            origin: another address to send to from now on, as after a change of route; None: the same.
+        """
+        self.send(_Rebind(origin))
+
     def stats(self) -> ShaperStats:
         """Return the statistics since `begin`."""
         answer: ShaperStats = self.ask("stats")
@@ -140,7 +157,26 @@ class _Way:
 
     lane: Lane
     held: deque[tuple[float, socket.socket, Address | None, bytes]] = field(default_factory=deque)
+    """In order."""
+    strays: list[tuple[float, int, socket.socket, Address | None, bytes]] = field(default_factory=list)
+    """A heap of those that arrive out of order."""
     held_bytes: int = 0
+    unruly: bool = False
+    """Whether packets may arrive out of order, or twice."""
+    number: int = 0
+
+    def stray(self, due: float, to: socket.socket, address: Address | None, data: bytes) -> None:
+        """Have a packet arrive whenever it is due."""
+        self.number += 1  # tuples that are equal up to here would compare sockets
+        heapq.heappush(self.strays, (due, self.number, to, address, data))
+        self.held_bytes += len(data)
+
+    def due(self) -> float | None:
+        """Return when the next packet arrives; None if none is on its way."""
+        first = self.held[0][0] if self.held else None
+        if self.strays and (first is None or self.strays[0][0] < first):
+            return self.strays[0][0]
+        return first
 
 
 class _Forwarder:
@@ -163,7 +199,7 @@ class _Forwarder:
         clock = time.monotonic
         ways = (self._down, self._up)
         while True:
-            due = min((way.held[0][0] for way in ways if way.held), default=None)
+            due = min((at for way in ways if (at := way.due()) is not None), default=None)
             wait = None if due is None else max(0.0, due - clock())
             watched: list[Connection | socket.socket] = [pipe, self.listener, *self._player]
             readable, _, _ = select.select(watched, (), (), wait)
@@ -209,7 +245,15 @@ class _Forwarder:
             way.lane.overflowed += 1
             return
         due = way.lane.admit(now, len(data))
-        if due is not None:
+        if due is None:
+            return
+        overtaken = None
+        if way.unruly:
+            overtaken, second = way.lane.strays(due)
+            for late in (overtaken, second):
+                if late is not None:
+                    way.stray(late, to, address, data)
+        if overtaken is None:
             way.held.append((due, to, address, data))
             way.held_bytes += len(data)
 
@@ -221,6 +265,11 @@ class _Forwarder:
             with contextlib.suppress(OSError):  # a full buffer or a dead peer: a lost packet, as on any link
                 _send(to, address, data)
             late[min(max(0, int((now - due) / _LATE_STEP_S)), _LATE_STEPS - 1)] += 1
+        while way.strays and way.strays[0][0] <= limit:
+            _, _, to, address, data = heapq.heappop(way.strays)
+            way.held_bytes -= len(data)
+            with contextlib.suppress(OSError):
+                _send(to, address, data)
 
     def _connect(self, address: Address) -> socket.socket:
         if len(self._upstream) >= _PLAYERS:
@@ -237,6 +286,12 @@ class _Forwarder:
         message = pipe.recv()
         if isinstance(message, _Begin):
             self._begin(message)
+        elif isinstance(message, _Rebind):
+            self._origin = message.origin or self._origin
+            for upstream in self._player:
+                upstream.close()  # what is on its way from it is lost
+            self._upstream.clear()
+            self._player.clear()
         elif isinstance(message, Trace):
             self._trace = message, running_sums(message), line_rate(message)
         else:
@@ -257,6 +312,9 @@ class _Forwarder:
         down.lane.shape(delay_s=conditions.rtt_s / 2, loss=conditions.loss, limit_bytes=limit)
         down.lane.begin(capacity, at)
         up.lane.shape(delay_s=conditions.rtt_s / 2, loss=conditions.loss_up, limit_bytes=0)
+        for way in (down, up):
+            way.lane.scramble(reorder=conditions.reorder, duplicate=conditions.duplicate)
+            way.unruly = conditions.reorder > 0 or conditions.duplicate > 0
         self._reset()
 
     def _reset(self) -> None:
@@ -277,7 +335,7 @@ class _Forwarder:
             overflowed=down.overflowed + up.overflowed,
             lost_down=down.lost,
             lost_up=up.lost,
-            missed=None if missed is None or self._missed is None else missed - self._missed,
+            missed=None if missed is None or self._missed is None else max(0, missed - self._missed),
             most_queued_bytes=down.most_queued,
             late_p50_s=self._lateness(0.5),
             late_p99_s=self._lateness(0.99),

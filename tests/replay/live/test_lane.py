@@ -87,7 +87,8 @@ def test_never_out_of_order_and_never_more_than_the_trace_carries(levels, packet
 
 
 def test_conditions_are_checked_and_a_queue_holds_a_round_trip():
-    for bad in ({"rtt_s": -1.0}, {"rtt_s": float("nan")}, {"loss": 1.0}, {"loss_up": -0.1}, {"queue_bytes": 100}):
+    shares = {"loss": 1.0}, {"loss_up": -0.1}, {"reorder": 1.0}, {"duplicate": -1.0}
+    for bad in ({"rtt_s": -1.0}, {"rtt_s": float("nan")}, *shares, {"queue_bytes": 100}):
         with pytest.raises(UsageError):
             Conditions(**bad)
     assert Conditions(rtt_s=0.1).limit_bytes(5e6) == 500_000

@@ -104,6 +104,39 @@ def test_each_player_has_an_address_of_its_own_at_the_origin():
         assert link.player.recv(100) == b"for the first"
 
 
+def test_packets_may_overtake_each_other_and_arrive_twice():
+    with ends(Conditions(reorder=0.3, seed=4)) as link:
+        packets = [b"%03d" % index for index in range(300)]
+        link.down(*packets)
+        got = [packet for _, packet in link.received(300)]
+        assert sorted(got) == packets
+        assert got != packets
+        link.shaper.open(Conditions(duplicate=0.3))
+        link.down(*packets)
+        link.until(lambda stats: stats.forwarded_down == 300)
+        link.shaper.open(Conditions(rtt_s=0.2))
+        link.down(b"end")  # behind all copies
+        got = link.received_until(b"end")
+        assert set(got) == set(packets)
+        assert len(got) == pytest.approx(390, abs=45)
+
+
+def test_after_rebinding_packets_come_from_another_port_and_those_to_the_old_one_are_lost():
+    with ends() as link, udp() as elsewhere:
+        link.shaper.rebind()
+        link.shaper.stats()  # it has happened
+        link.origin.sendto(b"lost", link.back)
+        link.player.send(b"again")
+        data, back = link.origin.recvfrom(100)
+        assert data == b"again"
+        assert back != link.back
+        link.origin.sendto(b"found", back)
+        assert link.player.recv(100) == b"found"
+        link.shaper.rebind(elsewhere.getsockname())
+        link.player.send(b"to another")
+        assert elsewhere.recv(100) == b"to another"
+
+
 def test_a_dead_origin_does_not_hurt_the_shaper():
     with ends() as link:
         port = link.origin.getsockname()[1]

@@ -1,0 +1,160 @@
+"""Counts what came of all plays, and shows it as a table."""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from tests.chaos.facts import Order, Report
+from tests.chaos.judge import Failure
+from tests.chaos.nodes import Sample
+
+_LATEST = 100
+WARM_UP = 10
+"""Rounds of a process's life that its memory is not compared with."""
+_OUTCOMES = ("complete", "incomplete", "prefix", "nothing", "refused", "error", "cancelled")
+BAD = ("hole", "wrong", "late", "hang", "crash", "stuck")
+"""What must not be; ``stuck``: nothing can be played although all faults are over."""
+_GROWTH, _SLACK = 1.1, 16 << 20
+"""Memory is flat if it has not grown by more than this factor and these bytes."""
+_SLACK_FILES, _SLACK_THREADS = 16, 4
+
+
+@dataclass(slots=True)
+class Tally:
+    """All counts."""
+
+    plays: int = 0
+    rounds: int = 0
+    lost: int = 0
+    """Plays whose player was killed."""
+    outcomes: Counter[str] = field(default_factory=Counter)
+    failures: Counter[str] = field(default_factory=Counter)
+    by_fault: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
+    errors: Counter[str] = field(default_factory=Counter)
+    seen: list[tuple[int, str, str]] = field(default_factory=list)
+    """Seed, kind and text of every failure."""
+    recovered_s: list[float] = field(default_factory=list)
+    """Seconds until a play was complete after all faults of a round were over."""
+    latest: list[tuple[float, int, str]] = field(default_factory=list)
+    """Of plays that had the processor, those that returned latest after their bound: seconds, seed and report."""
+    lives: dict[str, list[list[Sample]]] = field(default_factory=lambda: defaultdict(list))
+    """Samples of each process, one list for each of its lives."""
+    partial: int = 0
+    """Half-written files and folders that were left."""
+
+    def play(self, seed: int, faults: Iterable[str], report: Report, order: Order, failures: Iterable[Failure]) -> None:
+        """Count a play."""
+        self.plays += 1
+        found = list(failures)
+        names = set(faults) or {"none"}
+        for counter in (self.outcomes, *(self.by_fault[name] for name in names)):
+            counter[report.outcome] += 1
+            counter["plays"] += 1
+        if report.outcome == "error":
+            self.errors[re.sub(r"[0-9a-f]{16,}|[0-9.,]+", "#", report.error)[:300]] += 1
+        for failure in found:
+            self.note(seed, failure.kind, failure.text, names)
+        if not any(failure.kind == "starved" for failure in found):
+            said = replace(report, cache=None, later=None, bases=())
+            late_s = report.elapsed_s - report.bound_s
+            self.latest = sorted([*self.latest, (late_s, seed, f"{said} {order}")], reverse=True)[:_LATEST]
+
+    def note(self, seed: int, kind: str, text: str, faults: Iterable[str] = ()) -> None:
+        """Count a failure."""
+        self.failures[kind] += 1
+        for name in faults:
+            self.by_fault[name][kind] += 1
+        self.seen.append((seed, kind, text))
+
+    def sample(self, name: str, pid: int, sample: Sample | None, pids: dict[str, int]) -> None:
+        """Keep a sample of a process; another process ID begins another life."""
+        if sample is None:
+            return
+        if pids.get(name) != pid:
+            pids[name] = pid
+            self.lives[name].append([])
+        self.lives[name][-1].append(sample)
+
+    @property
+    def bad(self) -> int:
+        """How many failures there are that must not be; late plays count."""
+        return sum(self.failures[kind] for kind in BAD)
+
+    def growing(self) -> list[str]:
+        """Processes whose memory, files or threads grew, over their longest life."""
+        out = []
+        for name, lives in self.lives.items():
+            if (pair := _ends(max(lives, key=len))) is None:
+                continue
+            first, last = pair
+            if last.rss > _GROWTH * first.rss and last.rss > first.rss + _SLACK:
+                out.append(f"{name}: memory")
+            if last.files > first.files + _SLACK_FILES:
+                out.append(f"{name}: files")
+            if last.threads > first.threads + _SLACK_THREADS:
+                out.append(f"{name}: threads")
+        return out
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON values."""
+        return {
+            "plays": self.plays, "rounds": self.rounds, "lost": self.lost, "outcomes": self.outcomes,
+            "failures": self.failures, "by_fault": self.by_fault, "errors": self.errors,
+            "seen": self.seen, "recovered_s": self.recovered_s, "latest": self.latest,
+            "partial": self.partial, "growing": self.growing(),
+        }  # fmt: skip
+
+    def table(self) -> str:
+        """Return everything as text."""
+        lines = [
+            f"{self.plays:,} plays in {self.rounds:,} rounds; {self.lost:,} more were lost with a killed player",
+            "",
+        ]
+        wide = max(map(len, [*self.by_fault, "all"]))
+        columns = ("plays", *_OUTCOMES, *BAD[:-1], "starved")
+        lines.append(f"{'fault':{wide}} " + " ".join(f"{name:>{max(6, len(name))}}" for name in columns))
+        rows = [("all", self.outcomes + self.failures), *sorted(self.by_fault.items())]
+        for name, counts in rows:
+            shown = counts if name != "all" else counts | Counter(plays=self.plays)
+            lines.append(f"{name:{wide}} " + " ".join(f"{shown[key]:>{max(6, len(key))},}" for key in columns))
+        lines += ["", "process    lives rounds        RSS MiB          files        threads"]
+        for name, lives in sorted(self.lives.items()):
+            longest = max(lives, key=len)
+            pair = _ends(longest)
+            if pair is None:
+                lines.append(f"{name:10} {len(lives):5} {len(longest):6}   too short a life to compare")
+                continue
+            first, last = pair
+            lines.append(
+                f"{name:10} {len(lives):5} {len(longest):6} {first.rss / 2**20:6.1f} ->{last.rss / 2**20:6.1f}"
+                f" {first.files:6} ->{last.files:4} {first.threads:6} ->{last.threads:4}"
+            )
+        recovered = sorted(self.recovered_s)
+        if recovered:
+            half, last = statistics.median(recovered), recovered[-1]
+            lines += ["", f"after the faults a play was complete within {half:.2f} s (median), {last:.2f} s (longest)"]
+        if self.latest:
+            latest = ", ".join(f"{1000 * late_s:.0f}" for late_s, *_ in self.latest[:8])
+            lines.append(f"the latest plays returned after their bound by {latest} ms")
+        if self.errors:
+            lines += ["errors of kvabr:", *(f"{count:6,} {text}" for text, count in self.errors.most_common(12))]
+        lines.append(f"half-written files left: {self.partial}; growing: {', '.join(self.growing()) or 'nothing'}")
+        return "\n".join(lines)
+
+
+def _ends(samples: list[Sample]) -> tuple[Sample, Sample] | None:
+    """Return the medians of the first and the last few samples after the warm-up; None if there are too few."""
+    few = 5
+    rest = samples[WARM_UP:]
+    if len(rest) < 2 * few:
+        return None
+    return _median(rest[:few]), _median(rest[-few:])
+
+
+def _median(samples: list[Sample]) -> Sample:
+    return Sample(*(int(statistics.median(getattr(one, name) for one in samples)) for name in Sample.__slots__))
